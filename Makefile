@@ -1,0 +1,52 @@
+# Two commands for a stranger: `make demo` and `make test`. Each makes its own environment in .venv first.
+PYTHON ?= python3
+BIN := .venv/bin
+SOURCES := $(wildcard native/*) CMakeLists.txt pyproject.toml constraints.txt
+
+.PHONY: demo test check format sanitize bench readme clean
+
+demo: .venv/ready
+	$(BIN)/thinwire demo
+
+test: .venv/ready
+	$(BIN)/python -m pytest
+
+check: .venv/ready
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+format: .venv/ready
+	$(BIN)/ruff check --fix src tests
+	$(BIN)/ruff format src tests
+
+# The native core under the address and undefined-behaviour sanitizers.
+sanitize: .venv/ready
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash native/sanitize.sh
+
+bench: .venv/ready
+	mkdir -p benchmarks
+	$(BIN)/thinwire bench kernels --json benchmarks/kernels.json
+	$(BIN)/thinwire bench allreduce --rate 100mbit --json benchmarks/allreduce-100mbit.json
+	$(BIN)/thinwire bench allreduce --rate 1gbit --json benchmarks/allreduce-1gbit.json
+	$(BIN)/thinwire bench allreduce --rate 10gbit --json benchmarks/allreduce-10gbit.json
+	$(BIN)/thinwire demo --out benchmarks/demo --json benchmarks/demo.json
+
+# The figures of README.md, from the JSON files that `make bench` wrote.
+readme: .venv/ready
+	$(BIN)/python tools/readme.py
+
+clean:
+	rm -rf .venv build demo
+
+# torch goes in first and by name: a range, here or in a dependency, could pull another build over it.
+.venv/ready: $(SOURCES)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "thinwire needs Python 3.11 or newer; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@echo "Making the environment in .venv (PyTorch first; this takes a minute or two) ..."
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --editable '.[dev,plot]'
+	touch $@

@@ -1,0 +1,64 @@
+"""What a Wire can be attached to, one file per thing that PyTorch lets us attach to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.attach.ddp import compress_ddp
+from thinwire.plan import DEFAULT_RULES, Rules
+from thinwire.wire import Wire
+
+__all__ = ["compress"]
+
+
+def compress(
+    model: nn.Module,
+    rules: Rules = DEFAULT_RULES,
+    *,
+    exclude: Sequence[str] = (),
+    min_numel: int = 1024,
+    start: int = 0,
+    seed: int = 0,
+    timeout: timedelta | None = None,
+) -> Wire:
+    """Compress what ``model`` sends while it trains. Call it once, on every rank, after wrapping the model.
+
+        model = DistributedDataParallel(model)
+        wire = thinwire.compress(model)
+        wire = thinwire.compress(model, {"embed.*": "minmax(bits=2)", "*": "minmax(bits=4)"}, exclude=["bn", "bias"])
+
+    Args:
+        model: a ``DistributedDataParallel`` model with its parameters on the CPU, over gloo.
+        rules: a compressor, its spec, or a mapping from name patterns to them: the first pattern that matches holds. A
+            pattern with ``*`` or ``?`` must match the whole name of the parameter in the module inside DDP; a plain
+            word matches any name that contains it. Layers that no pattern matches stay raw.
+        exclude: patterns of layers that stay raw. Layers with fewer than two dimensions (biases, norms) or fewer than
+            ``min_numel`` elements do in any case, unless a rule gives their full name.
+        min_numel: elements below which a layer stays raw.
+        start: steps at the beginning that stay uncompressed; the thesis (section 4.6.1) turns compression on after the
+            learning rate's warm-up.
+        seed: of the random draws of stochastic rounding. They depend on it, on the step, the rank, the layer and the
+            element only: no global generator is touched.
+        timeout: of the process group that the Wire makes for itself; that of the model's own if None.
+
+    Returns:
+        The Wire: ``stats``, ``plan``, ``state_dict()``, ``detach()``.
+
+    Raises:
+        TypeError: the model is not a ``DistributedDataParallel``, or a layer's dtype cannot be compressed.
+        ValueError: a pattern matches no parameter, or a spec is wrong.
+        RuntimeError: the model is compressed already, or has another communication hook.
+        DisagreementError: the ranks gave different arguments.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"thinwire.compress() takes a DistributedDataParallel model, not {type(model).__name__}: "
+            "wrap it first, model = DistributedDataParallel(model)"
+        )
+    return compress_ddp(
+        model, rules, exclude=exclude, min_numel=min_numel, start=start, seed=seed, timeout=timeout
+    )

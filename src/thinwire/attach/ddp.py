@@ -1,0 +1,143 @@
+"""DistributedDataParallel: the gradients of each DDP bucket go over the wire while backward still runs."""
+
+# No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
+
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.collectives import ProcessGroupTransport
+from thinwire.compat import group_timeout
+from thinwire.compressors import GRADIENT_DTYPES, Raw
+from thinwire.plan import Filter, Plan, Rules
+from thinwire.wire import Wire
+
+_BIG_BUCKET_BYTES = 4 << 20
+_attached: "weakref.WeakKeyDictionary[DistributedDataParallel, _Hook]" = weakref.WeakKeyDictionary()
+
+
+class _Hook:
+    """The state of DDP's communication hook. Holds no reference to the DDP model, which holds one to it."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.group = model.process_group
+        self.names: dict[Parameter, str] = {p: name for name, p in model.module.named_parameters()}
+        self.wire: Wire | None = None
+        self._passes = 0
+
+    def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        # Whatever is raised here would leave DDP's reducer unusable: it goes through the future instead.
+        try:
+            return self._start(bucket)
+        except Exception as error:  # noqa: BLE001 - reaches the training loop through the future
+            failed: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            failed.set_exception(error)
+            return failed
+
+    def _start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        flat = bucket.buffer()
+        wire = self.wire
+        if wire is None or not wire.attached:
+            return _plain_mean(flat, self.group)
+        if flat.is_sparse:
+            raise TypeError(
+                "sparse gradients (Embedding(sparse=True)) cannot be compressed: make the embedding dense"
+            )
+        if bucket.index() == 0:
+            wire.begin_step()
+            self._check_overlap(bucket, flat, wire)
+        return wire.reduce(flat, tuple((self.names[p], p.numel()) for p in bucket.parameters()))
+
+    def _check_overlap(self, bucket: dist.GradBucket, flat: torch.Tensor, wire: Wire) -> None:
+        # DDP's first buckets are not its last: it rebuilds them after the first one or two backward passes.
+        self._passes += 1
+        if self._passes != 4 or wire.world_size == 1 or not bucket.is_last():
+            return
+        num_bytes = flat.numel() * flat.element_size()
+        if num_bytes >= _BIG_BUCKET_BYTES:
+            cap_mb = max(1, round(num_bytes / 5 / 2**20))
+            warnings.warn(
+                f"all gradients ({num_bytes / 2**20:.0f} MB) are in one DDP bucket, so communication does not overlap "
+                f"with backward: pass bucket_cap_mb={cap_mb} to DistributedDataParallel",
+                stacklevel=2,
+            )
+
+
+def _plain_mean(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
+    work = dist.all_reduce(flat.div_(group.size()), group=group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def _hook(state: _Hook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return state(bucket)
+
+
+def compress_ddp(
+    model: DistributedDataParallel,
+    rules: Rules,
+    *,
+    exclude: Sequence[str],
+    min_numel: int,
+    start: int,
+    seed: int,
+    timeout: timedelta | None,
+) -> Wire:
+    """See `thinwire.compress`."""
+    hook = _attached.get(model)
+    if hook is not None and hook.wire is not None and hook.wire.attached:
+        raise RuntimeError("this model is compressed already: call detach() on its Wire first, on every rank")
+    shapes = _checked_shapes(model)
+    plan = Plan.build(shapes, rules, Filter(min_numel=min_numel, exclude=tuple(exclude)))
+    _check_dtypes(model, plan)
+    if hook is None:
+        hook = _Hook(model)
+    transport = _transport(model.process_group, timeout)
+    wire = Wire(plan, transport, seed=seed, start=start)
+    if model not in _attached:
+        try:
+            model.register_comm_hook(hook, _hook)
+        except RuntimeError as error:
+            wire.detach()
+            raise RuntimeError(
+                "this DDP model has a communication hook already (its own mixed precision registers one too): "
+                "wrap the module in DistributedDataParallel anew and call thinwire.compress() instead of that hook"
+            ) from error
+        _attached[model] = hook
+    hook.wire = wire
+    return wire
+
+
+def _checked_shapes(model: DistributedDataParallel) -> Mapping[str, Sequence[int]]:
+    trained = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
+    for name, parameter in trained.items():
+        if parameter.device.type != "cpu":
+            raise NotImplementedError(
+                f"{name} is on {parameter.device}: this version of thinwire compresses gradients on the CPU (gloo) only"
+            )
+    return {name: p.shape for name, p in trained.items()}
+
+
+def _check_dtypes(model: DistributedDataParallel, plan: Plan) -> None:
+    for name, parameter in model.module.named_parameters():
+        if name in plan.layers and not isinstance(plan[name], Raw) and parameter.dtype not in GRADIENT_DTYPES:
+            raise TypeError(
+                f"{name} is {parameter.dtype}, and {plan[name]} takes float32, bfloat16 or float16: "
+                f"leave it raw with exclude=[{name!r}], or train it in one of these"
+            )
+
+
+def _transport(group: dist.ProcessGroup, timeout: timedelta | None) -> ProcessGroupTransport:
+    """A process group of our own: DDP uses its own group from the main thread while ours is busy in the worker."""
+    timeout = timeout or group_timeout(group)
+    ranks = dist.get_process_group_ranks(group)
+    part = len(ranks) != dist.get_world_size()
+    mine = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=part)
+    assert isinstance(mine, dist.ProcessGroup)
+    return ProcessGroupTransport(mine, timeout)

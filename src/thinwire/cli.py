@@ -1,0 +1,72 @@
+"""The ``thinwire`` command."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tyro
+from rich.console import Console
+
+# A command is imported when it is asked for: `thinwire lab` should not wait for what `thinwire demo` needs.
+_COMMANDS = {
+    "demo": "thinwire.repro.demo:demo",
+    "lab": "thinwire.lab.command:lab",
+    "bench kernels": "thinwire.bench.kernels:kernels",
+    "bench allreduce": "thinwire.bench.allreduce:allreduce",
+}
+
+_HELP = """\
+[bold]thinwire[/]: train over slow networks as if they were fast.
+
+  [bold]thinwire demo[/]              two ranks train over a 100 Mbit/s wire: fp32, bf16, PowerSGD, thinwire; the same loss?
+  [bold]thinwire lab[/]               run any torchrun-style script over a slow network emulated on this machine
+  [bold]thinwire bench kernels[/]     how fast this machine quantises, beside a plain copy
+  [bold]thinwire bench allreduce[/]   an all-reduce over a slow link, beside gloo and beside a bare exchange of the same bytes
+
+  thinwire COMMAND --help       what a command takes, with examples
+
+Examples:
+  thinwire demo
+  thinwire lab --ranks 2 --rate 100mbit -- python train.py
+  thinwire bench allreduce --rate 1gbit --ranks 2
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    console = Console(highlight=False)
+    if not args or args[0] in ("-h", "--help", "help"):
+        console.print(_HELP)
+        return 0
+    if args[0] == "--version":
+        from importlib.metadata import version
+
+        console.print(f"thinwire {version('thinwire')}")
+        return 0
+    for words in (2, 1):
+        name = " ".join(args[:words])
+        if name in _COMMANDS:
+            return _run(name, args[words:])
+    Console(stderr=True, highlight=False).print(
+        f"thinwire has no command {args[0]!r}; it has {', '.join(_COMMANDS)}. See: thinwire --help"
+    )
+    return 2
+
+
+def _run(name: str, args: list[str]) -> int:
+    module, function = _COMMANDS[name].split(":")
+    command: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    if name == "lab" and "--" in args:
+        # What follows `--` belongs to the command that is run, options and all.
+        at = args.index("--")
+        command, args = functools.partial(command, args[at + 1 :]), args[:at]
+    try:
+        code = tyro.cli(command, prog=f"thinwire {name}", args=args)
+    except KeyboardInterrupt:
+        return 130
+    return code if isinstance(code, int) else 0

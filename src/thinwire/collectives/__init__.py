@@ -1,0 +1,21 @@
+"""Collectives: how messages meet."""
+
+from thinwire.collectives.exchange import Buffers, Exchange
+from thinwire.collectives.layout import Layer, Layout
+from thinwire.collectives.message import MessageError, PeerFailedError
+from thinwire.collectives.scatter_reduce_allgather import scatter_reduce_allgather
+from thinwire.collectives.transport import LoopbackTransport, ProcessGroupTransport, Transport, TransportError
+
+__all__ = [
+    "Buffers",
+    "Exchange",
+    "Layer",
+    "Layout",
+    "LoopbackTransport",
+    "MessageError",
+    "PeerFailedError",
+    "ProcessGroupTransport",
+    "Transport",
+    "TransportError",
+    "scatter_reduce_allgather",
+]

@@ -1,0 +1,78 @@
+"""Scatter-reduce-all-gather: every value is quantised twice, whatever the number of ranks (thesis, section 3.5.1)."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+from torch import Tensor
+
+from thinwire.collectives.exchange import Buffers, Exchange
+from thinwire.collectives.layout import Layout
+from thinwire.collectives.transport import Transport
+from thinwire.kernels import derive_key
+
+WORKER, OWNER = 1, 2
+"""Sites of the random draws: the owner of a chunk never reuses a draw of a worker."""
+
+
+class Clock(Protocol):
+    """Times the stages of a collective."""
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """Time what runs inside as stage ``encode``, ``reduce``, ``decode`` or ``wire``."""
+        ...
+
+
+class _NoClock:
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def scatter_reduce_allgather(
+    x: Tensor,
+    layout: Layout,
+    transport: Transport,
+    buffers: Buffers,
+    *,
+    seed: int,
+    step: int,
+    clock: Clock | None = None,
+) -> None:
+    """Replace the flat tensor ``x`` by its compressed mean over all ranks; every rank ends with the same bytes.
+
+    1. Each rank encodes every other owner's chunk and sends it. 2. The owner adds what it decodes to its own exact
+    values, encodes the mean, decodes its own payload like everybody else, and sends it to all. 3. All decode.
+
+    Raises:
+        TransportError: a rank is gone or silent.
+        PeerFailedError: another rank could not do its part.
+        MessageError: a message is damaged or of another step.
+    """
+    clock = clock or _NoClock()
+    rank, num_ranks = transport.rank, transport.world_size
+    # Each rank starts with its right neighbour, so that no owner is everybody's first target.
+    peers = [(rank + shift) % num_ranks for shift in range(1, num_ranks)]
+    mine = layout.chunks[rank]
+    with Exchange(transport, buffers, step=step, digest=layout.digest, phases=2) as exchange:
+        key = derive_key(seed, step, WORKER, rank)
+        for peer in peers:
+            with clock.stage("encode"):
+                for compressor, segments in layout.chunks[peer].groups:
+                    compressor.encode(x, segments, buffers.outbox[0, peer], key=key)
+                exchange.send(0, peer)
+
+        with clock.stage("wire"):
+            received = [exchange.receive(0, peer) for peer in sorted(peers)]
+        with clock.stage("reduce"):
+            key, mean = derive_key(seed, step, OWNER, rank), buffers.outbox[1, peers[0]]
+            for compressor, segments in mine.groups:
+                compressor.reduce(received, x, segments, mean, x, key=key, scale=1.0 / num_ranks)
+            exchange.send(1, *peers)
+
+        for peer in reversed(peers):
+            with clock.stage("wire"):
+                message = exchange.receive(1, peer)
+            with clock.stage("decode"):
+                for compressor, segments in layout.chunks[peer].groups:
+                    compressor.decode(message, segments, x)

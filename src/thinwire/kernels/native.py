@@ -1,0 +1,173 @@
+"""The native CPU core: found, told which instruction set to use, and called with addresses.
+
+``THINWIRE_CPU_LEVEL`` chooses the instruction-set level (``x86-64-v2``, ``x86-64-v3``, ``x86-64-v4``, ``generic``)
+instead of the best that this CPU has, or ``reference`` for the torch operations. All of them give the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from thinwire import compat
+from thinwire.kernels.table import Table
+
+REFERENCE = "reference"
+VARIABLE = "THINWIRE_CPU_LEVEL"
+CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+MASK64 = (1 << 64) - 1
+
+MISSING = (
+    "thinwire's native CPU core is not built, so its kernels run as torch operations, 20 to 50 times slower: "
+    "compression will cost more than it saves on links above about 1 Gbit/s. Install a C++17 compiler (and Python's "
+    f"headers) and reinstall thinwire, or set {VARIABLE}={REFERENCE} to accept this."
+)
+"""What :func:`load` warns of."""
+
+
+def load() -> ModuleType | None:
+    """The native core, ready to run, or None (with a warning unless the user asked for it)."""
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted == REFERENCE:
+        return None
+    try:
+        from thinwire.kernels import _native as core
+    except ImportError as missing:
+        warnings.warn(f"{MISSING} ({missing})", RuntimeWarning, stacklevel=2)
+        return None
+    if wanted:
+        choose(core, wanted)
+    core.set_parallel_for(compat.parallel_for_address() or 0)
+    # OpenMP's threads do not survive a fork: a child that asked for them would wait for ever.
+    os.register_at_fork(after_in_child=lambda: core.set_parallel_for(0))
+    return core
+
+
+def choose(core: ModuleType, level: str) -> None:
+    """Run the core at ``level``. Raises ``ValueError`` if this CPU or this build lacks it."""
+    if level not in core.levels():
+        known = ", ".join((*core.levels(), REFERENCE))
+        raise ValueError(f"{VARIABLE}={level!r}: this machine has {known}")
+    core.set_level(level)
+
+
+def cpu_level() -> str:
+    """The instruction-set level that the CPU kernels run at; ``reference`` without the native core."""
+    return REFERENCE if CORE is None else CORE.level()
+
+
+def core() -> ModuleType:
+    """The native core. Raises ``RuntimeError`` if there is none."""
+    if CORE is None:
+        raise RuntimeError(MISSING)
+    return CORE
+
+
+def minmax_encode(
+    x: Tensor, table: Table, message: Tensor, *, bits: int, bucket: int, key: int, nearest: bool = False
+) -> None:
+    """See :func:`thinwire.kernels.minmax_encode`."""
+    core().encode(
+        x.data_ptr(),
+        CODES[x.dtype],
+        table.pointer,
+        len(table.segments),
+        message.data_ptr(),
+        bits,
+        bucket,
+        key & MASK64,
+        nearest,
+    )
+
+
+def minmax_decode(
+    message: Tensor,
+    table: Table,
+    y: Tensor,
+    *,
+    bits: int,
+    bucket: int,
+    add: bool = False,
+    scale: float = 1.0,
+) -> None:
+    """See :func:`thinwire.kernels.minmax_decode`."""
+    core().decode(
+        message.data_ptr(),
+        table.pointer,
+        len(table.segments),
+        y.data_ptr(),
+        CODES[y.dtype],
+        bits,
+        bucket,
+        add,
+        scale,
+    )
+
+
+def minmax_sum(
+    messages: Sequence[Tensor],
+    own: Tensor | None,
+    table: Table,
+    y: Tensor,
+    *,
+    bits: int,
+    bucket: int,
+    scale: float = 1.0,
+) -> None:
+    """See :func:`thinwire.kernels.minmax_sum`."""
+    core().sum(
+        0 if own is None else own.data_ptr(),
+        0 if own is None else CODES[own.dtype],
+        table.pointer,
+        len(table.segments),
+        y.data_ptr(),
+        CODES[y.dtype],
+        bits,
+        bucket,
+        scale,
+        *[message.data_ptr() for message in messages],
+    )
+
+
+def minmax_reduce(
+    messages: Sequence[Tensor],
+    own: Tensor,
+    table: Table,
+    out_message: Tensor,
+    y: Tensor,
+    *,
+    bits: int,
+    bucket: int,
+    scale: float,
+    key: int,
+    nearest: bool = False,
+) -> None:
+    """See :func:`thinwire.kernels.minmax_reduce`."""
+    core().reduce(
+        own.data_ptr(),
+        CODES[own.dtype],
+        table.pointer,
+        len(table.segments),
+        out_message.data_ptr(),
+        y.data_ptr(),
+        CODES[y.dtype],
+        bits,
+        bucket,
+        scale,
+        key & MASK64,
+        nearest,
+        *[message.data_ptr() for message in messages],
+    )
+
+
+def checksum(message: Tensor) -> int:
+    """See :func:`thinwire.kernels.checksum`."""
+    return core().checksum(message.data_ptr(), message.numel())
+
+
+CORE = load()

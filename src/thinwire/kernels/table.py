@@ -1,0 +1,142 @@
+"""Where the segments of one message lie: checked once, reused at every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.layout import ALIGN, GROUP, check_format, minmax_bytes, minmax_grain, num_buckets
+
+LIMIT = 2**62
+"""Offsets stay below this, so that sums of two of them cannot leave 64 bits."""
+
+
+class Row(NamedTuple):
+    """One segment: ``numel`` elements from ``start`` of a flat tensor, coded at byte ``payload`` of the message."""
+
+    start: int
+    numel: int
+    index0: int
+    payload: int
+    site: int
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What a table needs of a message in one format."""
+
+    message_bytes: int
+    """A message must have at least this many bytes."""
+
+
+class Table:
+    """The static layout of the segments of one message.
+
+    ``rows`` is an int64 CPU tensor of shape (S, 5) with the columns
+
+    - ``start``: first element of the segment in the flat tensor;
+    - ``numel``: its elements (0 is allowed and codes to nothing);
+    - ``index0``: index of its first element inside its layer, a multiple of the format's grain
+      (:func:`minmax_grain`), so that a cut layer gets the codes and draws of the whole one;
+    - ``payload``: byte at which its payload starts in the message, a multiple of 64;
+    - ``site``: number of its layer (:func:`site_id`), which separates the draws of layers.
+
+    Raises ``TypeError`` for another dtype or device and ``ValueError`` for another shape, negative or unaligned
+    values, or segments that overlap. The rows are copied: changing the given tensor afterwards has no effect.
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.device.type != "cpu":
+            raise TypeError("rows must be an int64 CPU tensor: torch.tensor(rows, dtype=torch.int64)")
+        if rows.dim() != 2 or rows.shape[1] != len(Row._fields):
+            raise ValueError(f"rows must have shape (segments, 5), not {tuple(rows.shape)}")
+        self.rows = rows.detach().clone(memory_format=torch.contiguous_format)
+        self.segments = tuple(Row(*row) for row in self.rows.tolist())
+        self._check()
+        self.numel = sum(row.numel for row in self.segments)
+        self.num_elements = max((row.start + row.numel for row in self.segments if row.numel), default=0)
+        """A tensor must have at least this many elements to hold all segments."""
+        self.pointer = self.rows.data_ptr()
+        self._extents: dict[tuple[int, int], Extent] = {}
+        self._copies: dict[torch.device, Tensor] = {}
+        self._cuts: dict[tuple[str, int, int], Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self.segments)
+
+    def __repr__(self) -> str:
+        return f"Table({len(self)} segments, {self.numel} elements)"
+
+    def on(self, device: torch.device | str) -> Tensor:
+        """The rows as a tensor on ``device``, copied there once."""
+        where = torch.device(device)
+        if where.type == "cpu":
+            return self.rows
+        if where not in self._copies:
+            self._copies[where] = self.rows.to(where)
+        return self._copies[where]
+
+    def extent(self, bits: int, bucket: int) -> Extent:
+        """What the segments need in the format (bits, bucket).
+
+        Raises ``ValueError`` for an impossible format, an ``index0`` off the format's grain, or payloads that overlap.
+        """
+        found = self._extents.get((bits, bucket))
+        if found is None:
+            found = self._extents[bits, bucket] = self._measure(bits, bucket)
+        return found
+
+    def _check(self) -> None:
+        for i, row in enumerate(self.segments):
+            for name, value in row._asdict().items():
+                if value < 0 or (name != "site" and value > LIMIT):
+                    raise ValueError(f"row {i}: {name} must be between 0 and 2**62, not {value}")
+            if row.index0 % GROUP:
+                raise ValueError(
+                    f"row {i}: index0 {row.index0} is not a multiple of {GROUP}: cut layers at minmax_grain(bucket)"
+                )
+            if row.payload % ALIGN:
+                raise ValueError(f"row {i}: payload {row.payload} is not a multiple of {ALIGN} bytes")
+        _check_apart("elements", [(row.start, row.start + row.numel) for row in self.segments if row.numel])
+
+    def _measure(self, bits: int, bucket: int) -> Extent:
+        check_format(bits, bucket)
+        grain = minmax_grain(bucket)
+        spans = []
+        for i, row in enumerate(self.segments):
+            if not row.numel:
+                continue
+            if row.index0 % grain:
+                raise ValueError(
+                    f"row {i}: index0 {row.index0} is not a multiple of {grain}, the grain of bucket {bucket}: "
+                    "cut layers at minmax_grain(bucket)"
+                )
+            spans.append((row.payload, row.payload + minmax_bytes(row.numel, bits=bits, bucket=bucket)))
+        _check_apart("payload bytes", spans)
+        return Extent(message_bytes=max((end for _, end in spans), default=0))
+
+    def cuts(self, what: str, size: int, bucket: int, device: torch.device) -> Tensor:
+        """Prefix sums over the segments of how many pieces each has, int64 (S + 1) on ``device``; for GPU launches.
+
+        ``what`` is ``"elements"`` (pieces of ``size`` elements) or ``"buckets"`` (pieces of ``size`` buckets).
+        """
+        key = (f"{what} {device}", size, bucket)
+        if key not in self._cuts:
+            counts = [
+                num_buckets(row.numel if what == "elements" else num_buckets(row.numel, bucket), size)
+                for row in self.segments
+            ]
+            sums = torch.tensor([0, *counts], dtype=torch.int64).cumsum(0)
+            self._cuts[key] = sums.to(device)
+        return self._cuts[key]
+
+
+def _check_apart(what: str, spans: list[tuple[int, int]]) -> None:
+    spans.sort()
+    for (_, end), (start, _) in pairwise(spans):
+        if start < end:
+            raise ValueError(f"two rows share {what}: one ends at {end}, the next starts at {start}")

@@ -1,0 +1,6 @@
+"""Plans: which compressor for which layer."""
+
+from thinwire.plan.filters import Filter, matches
+from thinwire.plan.plan import DEFAULT_RULES, Plan, Rules
+
+__all__ = ["DEFAULT_RULES", "Filter", "Plan", "Rules", "matches"]

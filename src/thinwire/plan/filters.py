@@ -1,0 +1,54 @@
+"""Which layers a name pattern means, and which stay raw whatever the rules say."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a parameter's name matches a pattern.
+
+    A pattern with ``*``, ``?`` or ``[…]`` must match the whole name (``"embed.*"``); a plain word matches any name that
+    contains it (``"bias"``, ``"bn"``).
+    """
+    if any(sign in pattern for sign in "*?["):
+        return fnmatch.fnmatchcase(name, pattern)
+    return pattern in name
+
+
+def check_pattern(pattern: str, names: Iterable[str]) -> None:
+    """Raise if a pattern matches no parameter: a rule that does nothing is a mistake.
+
+    Raises:
+        ValueError: with the names that come closest.
+    """
+    names = list(names)
+    if any(matches(pattern, name) for name in names):
+        return
+    close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+    raise ValueError(
+        f"the pattern {pattern!r} matches no parameter; close names are {', '.join(close) or '(none)'}. "
+        "Names are those of the module inside DDP, without 'module.'; '*' stands for any characters"
+    )
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Layers that stay raw: biases, norms and other 1-D ones, tiny ones, and those excluded by name (thesis, 3.6)."""
+
+    min_numel: int = 1024
+    min_dim: int = 2
+    exclude: tuple[str, ...] = ()
+
+    def keeps_raw(self, name: str, shape: Sequence[int]) -> bool:
+        numel = 1
+        for size in shape:
+            numel *= size
+        return (
+            len(shape) < self.min_dim
+            or numel < self.min_numel
+            or any(matches(pattern, name) for pattern in self.exclude)
+        )

@@ -1,0 +1,88 @@
+"""Which compressor each layer gets."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from thinwire.compressors import Compressor, Raw, parse
+from thinwire.plan.filters import Filter, check_pattern, matches
+
+Rules = str | Compressor | Mapping[str, str | Compressor]
+"""One compressor for all layers, or compressors by name pattern: the first pattern that matches holds."""
+
+DEFAULT_RULES = "minmax(bits=4, bucket=128)"
+"""4 bits in buckets of 128: the setting that needs no tuning in the thesis (section 3.5.3)."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``{parameter name: Compressor}``. Plans change only between steps; all ranks agree on one before it is used."""
+
+    layers: Mapping[str, Compressor]
+
+    @staticmethod
+    def build(shapes: Mapping[str, Sequence[int]], rules: Rules = DEFAULT_RULES, keep: Filter | None = None) -> Plan:
+        """Give each layer of ``shapes`` (parameter name to shape) the compressor that the rules name for it.
+
+        Layers that ``keep`` filters, and layers that no rule matches, are raw. A rule that gives a parameter's full
+        name holds even for a layer that would be filtered for its size or dimensions.
+
+        Raises:
+            ValueError: a pattern matches no parameter, or a spec is wrong.
+        """
+        keep = keep or Filter()
+        if isinstance(rules, str | Compressor):
+            rules = {"*": rules}
+        parsed = {pattern: parse(spec) for pattern, spec in rules.items()}
+        if shapes:
+            for pattern in (*parsed, *keep.exclude):
+                check_pattern(pattern, shapes)
+        layers: dict[str, Compressor] = {}
+        for name, shape in shapes.items():
+            chosen = next((c for pattern, c in parsed.items() if matches(pattern, name)), Raw())
+            layers[name] = chosen if name in parsed or not keep.keeps_raw(name, shape) else Raw()
+        return Plan(layers)
+
+    def __getitem__(self, name: str) -> Compressor:
+        return self.layers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def all_raw(self) -> bool:
+        return all(isinstance(compressor, Raw) for compressor in self.layers.values())
+
+    def to_json(self) -> str:
+        """Names and specs, in the order of the layers."""
+        return json.dumps({name: str(compressor) for name, compressor in self.layers.items()})
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """The plan of a text that `to_json` wrote.
+
+        Raises:
+            ValueError: the text is not a JSON object of specs.
+        """
+        found = json.loads(text)
+        if not isinstance(found, dict) or not all(isinstance(spec, str) for spec in found.values()):
+            raise ValueError("a plan is a JSON object of parameter names and specs")
+        return Plan({name: parse(spec) for name, spec in found.items()})
+
+    @property
+    def hash(self) -> str:
+        """First 16 hexadecimal digits of the SHA-256 of names and specs."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def summary(self) -> str:
+        """One line: how many layers each compressor has."""
+        counts: dict[str, int] = {}
+        for compressor in self.layers.values():
+            counts[str(compressor)] = counts.get(str(compressor), 0) + 1
+        return ", ".join(f"{count} x {spec}" for spec, count in sorted(counts.items()))

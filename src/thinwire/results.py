@@ -1,0 +1,73 @@
+"""The one JSON shape that every thinwire command writes with ``--json``."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+def machine() -> dict[str, Any]:
+    """CPU model, cores, memory and kernel of this machine: a figure means nothing without them."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
+    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "memory_bytes": pages * page_bytes,
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of thinwire, Python and PyTorch."""
+    found = {"python": platform.python_version()}
+    for name in ("thinwire", "torch"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+@dataclass
+class Results:
+    """Figures of one command: ``{"command", "versions", "machine", "results": [{"name", "value", "unit", …}]}``."""
+
+    command: str
+    results: list[dict[str, Any]] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, name: str, value: float, unit: str, **more: Any) -> None:
+        """Record one figure; ``more`` holds what it depends on (rate, bits, runs …)."""
+        self.results.append({"name": name, "value": value, "unit": unit, **more})
+
+    def value(self, name: str) -> float:
+        """The value recorded under ``name``."""
+        for row in self.results:
+            if row["name"] == name:
+                return row["value"]
+        raise KeyError(f"no result named {name!r}; there are {[row['name'] for row in self.results]}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "command": self.command,
+            "versions": versions(),
+            "machine": machine(),
+            **({"about": self.about} if self.about else {}),
+            "results": self.results,
+        }
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the figures to ``path`` as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")

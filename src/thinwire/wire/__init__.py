@@ -1,0 +1,8 @@
+"""The Wire and what keeps it alive."""
+
+from thinwire.wire.agree import DisagreementError
+from thinwire.wire.stats import Stats
+from thinwire.wire.wire import Wire, ring_bytes
+from thinwire.wire.worker import Worker
+
+__all__ = ["DisagreementError", "Stats", "Wire", "Worker", "ring_bytes"]

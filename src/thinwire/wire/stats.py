@@ -1,0 +1,65 @@
+"""What a Wire did: bytes, and time per stage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+
+@dataclass
+class Stats:
+    """Totals of this rank since the Wire was made (or since `reset`)."""
+
+    steps: int = 0
+    """Backward passes that communicated."""
+    compressed_steps: int = 0
+    """Those of them in which compression was on (from ``start`` on)."""
+    buckets: int = 0
+    """DDP buckets reduced."""
+    dense_bytes: int = 0
+    """Bytes that a ring all-reduce of the same gradients, uncompressed, sends: 2(n−1)/n of their size."""
+    payload_sent_bytes: int = 0
+    """Bytes handed to the transport: messages with their headers, without those of TCP."""
+    payload_received_bytes: int = 0
+    encode_s: float = 0.0
+    wire_s: float = 0.0
+    """Waiting for messages."""
+    reduce_s: float = 0.0
+    """Summing a chunk of one's own and encoding its mean."""
+    decode_s: float = 0.0
+    dense_s: float = 0.0
+    """Uncompressed all-reduces: raw buckets, and the steps before ``start``."""
+    buffer_bytes: int = 0
+    """Memory that messages take on this rank now."""
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes were sent than an uncompressed all-reduce would have sent."""
+        return self.dense_bytes / self.payload_sent_bytes if self.payload_sent_bytes else 1.0
+
+    @property
+    def saved_bytes(self) -> int:
+        return self.dense_bytes - self.payload_sent_bytes
+
+    def to_dict(self) -> dict[str, float]:
+        return {**asdict(self), "ratio": self.ratio, "saved_bytes": self.saved_bytes}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time that the body takes to ``<name>_s``."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            key = f"{name}_s"
+            setattr(self, key, getattr(self, key) + time.perf_counter() - started)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.steps} steps, {self.payload_sent_bytes / 1e6:.1f} MB sent instead of "
+            f"{self.dense_bytes / 1e6:.1f} MB ({self.ratio:.1f}x less); encode {self.encode_s:.2f} s, "
+            f"wire {self.wire_s:.2f} s, reduce {self.reduce_s:.2f} s, decode {self.decode_s:.2f} s, "
+            f"uncompressed {self.dense_s:.2f} s"
+        )

@@ -1,0 +1,228 @@
+"""Scatter-reduce-all-gather and its layout, over threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import run_threads
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thinwire import MessageError, PeerFailedError, TransportError, parse
+from thinwire.collectives import Buffers, Layer, Layout, LoopbackTransport, scatter_reduce_allgather
+from thinwire.collectives.message import HEADER_BYTES, seal, verify
+from thinwire.compressors import Coded, MinMax, Raw
+
+
+def layers_of(*pairs: tuple[int, str]) -> list[Layer]:
+    layers, start = [], 0
+    for i, (numel, spec) in enumerate(pairs):
+        compressor = parse(spec)
+        assert isinstance(compressor, Coded)
+        layers.append(Layer(f"layer{i}", start, numel, compressor))
+        start += numel
+    return layers
+
+
+MIXED = layers_of(
+    (5000, "minmax(bits=4)"), (70, "raw"), (1, "raw"), (3000, "minmax(bits=2, bucket=64)"), (0, "raw"), (999, "minmax")
+)
+
+
+def reduce_on(transport, layout, x, *, step=0, seed=0):
+    buffers = Buffers.scatter_reduce_allgather(layout, transport.rank)
+    scatter_reduce_allgather(x, layout, transport, buffers, seed=seed, step=step)
+    return x
+
+
+def gradient(rank: int, numel: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(100 + rank)).to(dtype)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_all_ranks_end_with_the_same_bytes_and_the_mean(num_ranks: int, dtype: torch.dtype) -> None:
+    layout = Layout.build(MIXED, num_ranks, dtype)
+    inputs = [gradient(rank, layout.numel, dtype) for rank in range(num_ranks)]
+    results = run_threads(lambda t: reduce_on(t, layout, inputs[t.rank].clone()), num_ranks)
+    for other in results[1:]:
+        assert torch.equal(other.view(torch.uint8), results[0].view(torch.uint8))
+    mean = torch.stack([x.float() for x in inputs]).mean(0)
+    for layer in MIXED:
+        part = slice(layer.start, layer.start + layer.numel)
+        off = (results[0][part].float() - mean[part]).abs()
+        if isinstance(layer.compressor, Raw):
+            assert float(off.max() if layer.numel else 0) <= (1e-6 if dtype == torch.float32 else 1e-2)
+        elif layer.numel:
+            # Two codings, each off by less than one level of a range that no bucket exceeds.
+            assert isinstance(layer.compressor, MinMax)
+            level = (max(float(x.max() - x.min()) for x in inputs)) / (2**layer.compressor.bits - 1)
+            assert float(off.max()) < 2.05 * level
+
+
+def test_the_mean_is_unbiased_over_steps() -> None:
+    layout = Layout.build(layers_of((2048, "minmax(bits=2)")), 3, torch.float32)
+    inputs = [gradient(rank, 2048) for rank in range(3)]
+
+    def run(transport):
+        total = torch.zeros(2048, dtype=torch.float64)
+        for step in range(300):
+            total += reduce_on(transport, layout, inputs[transport.rank].clone(), step=step)
+        return total / 300
+
+    averaged = run_threads(run, 3)[0]
+    off = averaged - torch.stack(inputs).double().mean(0)
+    assert abs(float(off.mean())) < 0.002
+    assert float(off.abs().max()) < 0.35
+    single = run_threads(lambda t: reduce_on(t, layout, inputs[t.rank].clone()), 3)[0]
+    assert float(off.norm()) < 0.15 * float((single - torch.stack(inputs).mean(0)).norm())
+
+
+def test_bytes_at_the_transport_are_the_formula() -> None:
+    for num_ranks in (2, 4):
+        layout = Layout.build(MIXED, num_ranks, torch.float32)
+
+        def run(transport, layout=layout):
+            reduce_on(transport, layout, gradient(transport.rank, layout.numel))
+            return transport.sent_bytes, transport.received_bytes
+
+        counted = run_threads(run, num_ranks)
+        assert [sent for sent, _ in counted] == [layout.sent_bytes(rank) for rank in range(num_ranks)]
+        assert sum(sent for sent, _ in counted) == sum(received for _, received in counted)
+
+
+def test_one_large_layer_costs_its_formula() -> None:
+    """4 bits and 64/128 bits of scales an element, to the byte, but for the frames."""
+    numel = 1 << 20
+    layout = Layout.build(layers_of((numel, "minmax")), 2, torch.float32)
+    assert layout.sent_bytes(0) == layout.sent_bytes(1) == numel * 4.5 / 8 + 2 * HEADER_BYTES
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(
+        st.tuples(st.integers(0, 6000), st.sampled_from(["raw", "minmax", "minmax(bits=3, bucket=100)"])), max_size=8
+    ),
+    num_ranks=st.integers(2, 9),
+)
+def test_every_element_has_one_owner(sizes, num_ranks) -> None:
+    layers = layers_of(*sizes)
+    layout = Layout.build(layers, num_ranks, torch.float32)
+    owned = torch.zeros(layout.numel, dtype=torch.int64)
+    for chunk in layout.chunks:
+        for compressor, segments in chunk.groups:
+            for piece in segments.pieces:
+                layer = next(layer for layer in layers if layer.name == piece.name)
+                assert piece.start - piece.index0 == layer.start
+                assert compressor.grain is not None
+                assert piece.index0 % compressor.grain == 0
+                owned[piece.start : piece.start + piece.numel] += 1
+                assert piece.payload + compressor.payload_bytes(piece.numel, torch.float32) <= chunk.message_bytes
+    assert bool((owned == 1).all())
+
+
+def test_chunks_are_balanced() -> None:
+    layout = Layout.build(layers_of((200_000, "minmax"), (150_000, "minmax(bits=8)"), (3000, "raw")), 4, torch.float32)
+    sizes = [chunk.message_bytes for chunk in layout.chunks]
+    assert max(sizes) < 1.1 * min(sizes)
+
+
+def test_not_a_number_reaches_every_rank() -> None:
+    layout = Layout.build(layers_of((4096, "minmax"), (10, "raw")), 2, torch.float32)
+
+    def run(transport):
+        x = gradient(transport.rank, layout.numel)
+        if transport.rank == 1:
+            x[5] = float("nan")
+            x[4100] = float("inf")
+        return reduce_on(transport, layout, x)
+
+    for y in run_threads(run, 2):
+        assert bool(y[:128].isnan().all())
+        assert bool(y[128:4096].isfinite().all())
+        assert not bool(y[4100].isfinite())
+
+
+class TestHostileMessages:
+    frame = {"source": 1, "phase": 0, "step": 7, "digest": 0x1234}
+
+    def sealed(self) -> torch.Tensor:
+        message = torch.randint(0, 256, (HEADER_BYTES + 256,), dtype=torch.uint8)
+        seal(message, **self.frame)
+        return message
+
+    def test_what_was_sealed_is_accepted(self) -> None:
+        verify(self.sealed(), **self.frame)
+
+    def test_every_flipped_bit_of_the_payload_is_found(self) -> None:
+        message = self.sealed()
+        for at in range(HEADER_BYTES, message.numel()):
+            for bit in range(8):
+                damaged = message.clone()
+                damaged[at] ^= 1 << bit
+                with pytest.raises(MessageError, match="damaged"):
+                    verify(damaged, **self.frame)
+
+    def test_every_flipped_bit_of_the_header_is_found(self) -> None:
+        message = self.sealed()
+        for at in range(32):
+            for bit in range(8):
+                damaged = message.clone()
+                damaged[at] ^= 1 << bit
+                with pytest.raises((MessageError, PeerFailedError)):
+                    verify(damaged, **self.frame)
+
+    @pytest.mark.parametrize("size", [0, 1, 63])
+    def test_short_messages_raise(self, size: int) -> None:
+        with pytest.raises(MessageError):
+            verify(self.sealed()[:size], **self.frame)
+
+    def test_random_bytes_raise(self) -> None:
+        for seed in range(50):
+            generator = torch.Generator().manual_seed(seed)
+            with pytest.raises(MessageError):
+                verify(torch.randint(0, 256, (320,), dtype=torch.uint8, generator=generator), **self.frame)
+
+    @pytest.mark.parametrize("other", [{"source": 2}, {"phase": 1}, {"step": 8}, {"digest": 1}])
+    def test_a_message_of_something_else_raises(self, other: dict[str, int]) -> None:
+        with pytest.raises(MessageError, match="out of step"):
+            verify(self.sealed(), **{**self.frame, **other})
+
+
+class TestFailures:
+    layout = Layout.build(layers_of((4096, "minmax"), (100, "raw")), 3, torch.float32)
+
+    def run_with_failure(self, failing_rank: int):
+        """Rank ``failing_rank`` gets a tensor of the wrong dtype in step 0; step 1 is in order."""
+
+        def run(transport: LoopbackTransport):
+            buffers = Buffers.scatter_reduce_allgather(self.layout, transport.rank)
+            x = gradient(transport.rank, self.layout.numel)
+            first: BaseException | None = None
+            bad = x.double() if transport.rank == failing_rank else x.clone()
+            try:
+                scatter_reduce_allgather(bad, self.layout, transport, buffers, seed=0, step=0)
+            except (TypeError, PeerFailedError) as error:
+                first = error
+            scatter_reduce_allgather(x, self.layout, transport, buffers, seed=0, step=1)
+            return first, x
+
+        return run_threads(run, 3, timeout_s=10.0)
+
+    @pytest.mark.parametrize("failing_rank", [0, 1, 2])
+    def test_all_ranks_hear_of_a_failure_and_the_next_step_works(self, failing_rank: int) -> None:
+        answers = self.run_with_failure(failing_rank)
+        for rank, (error, _) in enumerate(answers):
+            assert isinstance(error, TypeError if rank == failing_rank else PeerFailedError), (rank, error)
+        for _, y in answers:
+            assert torch.equal(y, answers[0][1])
+
+    def test_a_silent_rank_is_a_transport_error(self) -> None:
+        def run(transport: LoopbackTransport):
+            if transport.rank == 2:
+                return None
+            with pytest.raises(TransportError, match="rank 2"):
+                reduce_on(transport, self.layout, gradient(transport.rank, self.layout.numel))
+            return True
+
+        assert run_threads(run, 3, timeout_s=1.0)[:2] == [True, True]
