@@ -102,7 +102,7 @@ def _rank_main(
         store = dist.FileStore(store_path, num_ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
         answer = ("ok", function(rank, *args))
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the test gets it
         answer = ("error", traceback.format_exc())
     try:
         # By value: a tensor sent as such is a handle on memory that ends with this process.
@@ -124,7 +124,7 @@ def run_threads(function: Callable[[Transport], Any], num_ranks: int, timeout_s:
     def run(rank: int) -> None:
         try:
             answers[rank] = function(transports[rank])
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised below
             errors[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_ranks)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
-from harness import run_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness import run_threads
 from thinwire import MessageError, PeerFailedError, TransportError, parse
 from thinwire.collectives import Buffers, Layer, Layout, LoopbackTransport, scatter_reduce_allgather
 from thinwire.collectives.message import HEADER_BYTES, seal, verify
@@ -144,7 +146,7 @@ def test_not_a_number_reaches_every_rank() -> None:
 
 
 class TestHostileMessages:
-    frame = {"source": 1, "phase": 0, "step": 7, "digest": 0x1234}
+    frame: ClassVar[dict[str, int]] = {"source": 1, "phase": 0, "step": 7, "digest": 0x1234}
 
     def sealed(self) -> torch.Tensor:
         message = torch.randint(0, 256, (HEADER_BYTES + 256,), dtype=torch.uint8)

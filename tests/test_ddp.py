@@ -11,11 +11,11 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
+from harness import run_ranks
 
 
 class Net(nn.Module):

@@ -22,10 +22,10 @@ _COMMANDS = {
 _HELP = """\
 [bold]thinwire[/]: train over slow networks as if they were fast.
 
-  [bold]thinwire demo[/]              two ranks train over a 100 Mbit/s wire: fp32, bf16, PowerSGD, thinwire; the same loss?
-  [bold]thinwire lab[/]               run any torchrun-style script over a slow network emulated on this machine
+  [bold]thinwire demo[/]              train over a 100 Mbit/s wire: fp32, bf16, PowerSGD and thinwire; the same loss?
+  [bold]thinwire lab[/]               run any torchrun-style script over a slow network, emulated on this machine
   [bold]thinwire bench kernels[/]     how fast this machine quantises, beside a plain copy
-  [bold]thinwire bench allreduce[/]   an all-reduce over a slow link, beside gloo and beside a bare exchange of the same bytes
+  [bold]thinwire bench allreduce[/]   an all-reduce over a slow link, beside gloo and beside its own limit
 
   thinwire COMMAND --help       what a command takes, with examples
 
@@ -70,3 +70,7 @@ def _run(name: str, args: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     return code if isinstance(code, int) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

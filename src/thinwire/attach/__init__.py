@@ -59,6 +59,4 @@ def compress(
             f"thinwire.compress() takes a DistributedDataParallel model, not {type(model).__name__}: "
             "wrap it first, model = DistributedDataParallel(model)"
         )
-    return compress_ddp(
-        model, rules, exclude=exclude, min_numel=min_numel, start=start, seed=seed, timeout=timeout
-    )
+    return compress_ddp(model, rules, exclude=exclude, min_numel=min_numel, start=start, seed=seed, timeout=timeout)

@@ -9,7 +9,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives import ProcessGroupTransport
@@ -18,6 +17,7 @@ from thinwire.compressors import GRADIENT_DTYPES, Raw
 from thinwire.plan import Filter, Plan, Rules
 from thinwire.wire import Wire
 
+GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented, yet not exported
 _BIG_BUCKET_BYTES = 4 << 20
 _attached: "weakref.WeakKeyDictionary[DistributedDataParallel, _Hook]" = weakref.WeakKeyDictionary()
 
@@ -26,35 +26,35 @@ class _Hook:
     """The state of DDP's communication hook. Holds no reference to the DDP model, which holds one to it."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        self.group = model.process_group
-        self.names: dict[Parameter, str] = {p: name for name, p in model.module.named_parameters()}
+        group = model.process_group
+        assert isinstance(group, dist.ProcessGroup), "DDP has a process group once it is built"
+        self.group = group
+        self.names: dict[torch.Tensor, str] = {p: name for name, p in model.module.named_parameters()}
         self.wire: Wire | None = None
         self._passes = 0
 
-    def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def __call__(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         # Whatever is raised here would leave DDP's reducer unusable: it goes through the future instead.
         try:
             return self._start(bucket)
         except Exception as error:  # noqa: BLE001 - reaches the training loop through the future
             failed: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            failed.set_exception(error)
+            failed.set_exception(error)  # pyright: ignore[reportArgumentType]
             return failed
 
-    def _start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _start(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         flat = bucket.buffer()
         wire = self.wire
         if wire is None or not wire.attached:
             return _plain_mean(flat, self.group)
         if flat.is_sparse:
-            raise TypeError(
-                "sparse gradients (Embedding(sparse=True)) cannot be compressed: make the embedding dense"
-            )
+            raise TypeError("sparse gradients (Embedding(sparse=True)) cannot be compressed: make the embedding dense")
         if bucket.index() == 0:
             wire.begin_step()
             self._check_overlap(bucket, flat, wire)
         return wire.reduce(flat, tuple((self.names[p], p.numel()) for p in bucket.parameters()))
 
-    def _check_overlap(self, bucket: dist.GradBucket, flat: torch.Tensor, wire: Wire) -> None:
+    def _check_overlap(self, bucket: GradBucket, flat: torch.Tensor, wire: Wire) -> None:
         # DDP's first buckets are not its last: it rebuilds them after the first one or two backward passes.
         self._passes += 1
         if self._passes != 4 or wire.world_size == 1 or not bucket.is_last():
@@ -75,7 +75,7 @@ def _plain_mean(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.F
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def _hook(state: _Hook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _hook(state: _Hook, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     return state(bucket)
 
 
@@ -98,7 +98,7 @@ def compress_ddp(
     _check_dtypes(model, plan)
     if hook is None:
         hook = _Hook(model)
-    transport = _transport(model.process_group, timeout)
+    transport = _transport(hook.group, timeout)
     wire = Wire(plan, transport, seed=seed, start=start)
     if model not in _attached:
         try:

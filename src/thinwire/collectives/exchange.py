@@ -58,7 +58,7 @@ class Exchange:
     def __init__(self, transport: Transport, buffers: Buffers, *, step: int, digest: int, phases: int) -> None:
         self._transport = transport
         self._buffers = buffers
-        self._frame = {"step": step, "digest": digest}
+        self._step, self._digest = step, digest
         self._tag = transport.new_tag(phases)
         self._arriving: dict[Address, Pending] = {}
         self._leaving: dict[Address, Pending] = {}
@@ -71,7 +71,7 @@ class Exchange:
     def send(self, phase: int, *peers: int) -> None:
         """Seal the message of this phase, which is one and the same for all ``peers`` named together, and send it."""
         message = self._buffers.outbox[phase, peers[0]]
-        seal(message, source=self._transport.rank, phase=phase, **self._frame)
+        seal(message, source=self._transport.rank, phase=phase, step=self._step, digest=self._digest)
         for peer in peers:
             self._leaving[phase, peer] = self._transport.send(message, peer, self._tag + phase)
 
@@ -83,7 +83,7 @@ class Exchange:
         """
         self._arriving.pop((phase, peer)).wait()
         message = self._buffers.inbox[phase, peer]
-        verify(message, source=peer, phase=phase, **self._frame)
+        verify(message, source=peer, phase=phase, step=self._step, digest=self._digest)
         return message
 
     def __exit__(
@@ -101,5 +101,7 @@ class Exchange:
             if (phase, peer) not in self._leaving:
                 # A copy: the buffer itself may still be leaving for another peer.
                 notice = message.clone()
-                seal(notice, source=self._transport.rank, phase=phase, failed=True, **self._frame)
+                seal(
+                    notice, source=self._transport.rank, phase=phase, failed=True, step=self._step, digest=self._digest
+                )
                 self._leaving[phase, peer] = self._transport.send(notice, peer, self._tag + phase)

@@ -16,7 +16,7 @@ from thinwire.compressors import Coded, Piece, Segments
 from thinwire.kernels import site_id
 
 _LEAST_PIECE = 1024
-"""Elements. Pieces of fewer would spend much of their bytes on padding; in buckets of 128, multiples of it need none."""
+"""Elements. Smaller pieces would spend much of their bytes on padding; in buckets of 128, multiples need none."""
 
 
 class Layer(NamedTuple):

@@ -70,9 +70,7 @@ class MinMax(Coded):
         scale: float = 1.0,
         slots: SlotTensors | None = None,
     ) -> None:
-        kernels.minmax_decode(
-            message, segments.table, y, bits=self.bits, bucket=self.bucket, add=add, scale=scale
-        )
+        kernels.minmax_decode(message, segments.table, y, bits=self.bits, bucket=self.bucket, add=add, scale=scale)
 
     def reduce(
         self,

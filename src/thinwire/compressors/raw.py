@@ -88,9 +88,7 @@ class Raw(Coded):
             y[piece.start : piece.start + piece.numel].copy_(out)
 
 
-def _views(
-    flat: Tensor, segments: Segments, message: Tensor, dtype: torch.dtype
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _views(flat: Tensor, segments: Segments, message: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
     """For every segment, its values in the flat tensor and its payload as a tensor of ``dtype``."""
     if message.dtype != torch.uint8:
         raise TypeError(f"a message is a uint8 tensor, not {message.dtype}")

@@ -1,11 +1,11 @@
 """The laws that every compressor keeps, as functions: a compressor from outside can be held to them too.
 
-    import pytest
-    from thinwire.testing import LAWS
+import pytest
+from thinwire.testing import LAWS
 
-    @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-    def test_law(law):
-        law(MyCompressor(bits=3))
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_law(law):
+    law(MyCompressor(bits=3))
 """
 
 from thinwire.testing.laws import LAWS

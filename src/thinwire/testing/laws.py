@@ -202,10 +202,8 @@ def reduce_is_the_encoded_mean(compressor: Compressor) -> None:
         return
     numel, num_ranks = 3000, 4
     inputs = [_sample(numel, seed) for seed in range(num_ranks)]
-    messages = []
-    for rank, x in enumerate(inputs[1:]):
-        message, segments = encode_one(compressor, x, key=rank)
-        messages.append(message)
+    coded = [encode_one(compressor, x, key=rank) for rank, x in enumerate(inputs[1:])]
+    messages, segments = [message for message, _ in coded], coded[0][1]
     own = inputs[0].clone()
     out = torch.zeros_like(messages[0])
     expected = own.clone()

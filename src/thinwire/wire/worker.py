@@ -35,7 +35,7 @@ class Worker:
             try:
                 result = job()
             except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the future
-                future.set_exception(error)
+                future.set_exception(error)  # pyright: ignore[reportArgumentType]
             else:
                 future.set_result(result)
 

@@ -1,0 +1,263 @@
+// Python's side, in its stable interface (abi3): arguments arrive as integers, addresses included, because reading a
+// tensor's address in Python costs 0.1 us and passing the tensor itself 6. thinwire.kernels.ops has checked them.
+#define PY_SSIZE_T_CLEAN
+#ifndef Py_LIMITED_API
+#define Py_LIMITED_API 0x030B0000
+#endif
+#include <Python.h>
+
+#include <cstring>
+
+#include "dispatch.h"
+
+namespace {
+
+using namespace thinwire;
+
+constexpr int64_t kReleaseElements = 16384; // for less, handing over the interpreter's lock may cost more than the call
+constexpr int64_t kMaxMessages = 4096;
+
+Machine machine = {levels()[0], nullptr};
+
+// Reads one positional argument after the other; once one fails, all do, and failed() says so.
+class Arguments {
+  PyObject* const* args;
+  const Py_ssize_t count;
+  Py_ssize_t at = 0;
+  bool bad = false;
+
+  PyObject* next() {
+    if (bad) return nullptr;
+    if (at < count) return args[at++];
+    PyErr_Format(PyExc_TypeError, "missing argument %zd", at);
+    bad = true;
+    return nullptr;
+  }
+
+public:
+  Arguments(PyObject* const* args, Py_ssize_t count) : args(args), count(count) {}
+
+  int64_t integer() {
+    PyObject* object = next();
+    const int64_t value = object ? PyLong_AsLongLong(object) : 0;
+    bad = bad || (value == -1 && PyErr_Occurred());
+    return value;
+  }
+  uint64_t bits64() {
+    PyObject* object = next();
+    const uint64_t value = object ? PyLong_AsUnsignedLongLong(object) : 0;
+    bad = bad || (value == UINT64_MAX && PyErr_Occurred());
+    return value;
+  }
+  template <class T>
+  T* address() {
+    return reinterpret_cast<T*>(static_cast<uintptr_t>(bits64()));
+  }
+  float real() {
+    PyObject* object = next();
+    const double value = object ? PyFloat_AsDouble(object) : 0.0;
+    bad = bad || (value == -1.0 && PyErr_Occurred());
+    return static_cast<float>(value);
+  }
+  bool flag() {
+    PyObject* object = next();
+    const int value = object ? PyObject_IsTrue(object) : 0;
+    bad = bad || value < 0;
+    return value > 0;
+  }
+  Dtype dtype() {
+    const int64_t code = integer();
+    require(code >= 0 && code <= 2, "dtype must be 0, 1 or 2");
+    return static_cast<Dtype>(code);
+  }
+  void rows(Job& job) {
+    job.rows = address<const Row>();
+    job.num_rows = integer();
+    require(job.num_rows >= 0 && (job.rows || !job.num_rows), "rows must not be null");
+  }
+  void format(Job& job) {
+    job.bits = static_cast<int>(integer());
+    job.bucket = integer();
+    require(job.bits >= 1 && job.bits <= 8, "bits must be 1 to 8");
+    require(job.bucket >= 1 && job.bucket <= (int64_t(1) << 62), "bucket must be 1 to 2**62");
+  }
+  void messages(Job& job, const uint8_t** into) {
+    job.messages = into;
+    job.num_messages = count - at;
+    require(job.num_messages <= kMaxMessages, "more than 4096 messages");
+    for (int64_t i = 0; i < job.num_messages && !bad; i++) into[i] = address<const uint8_t>();
+  }
+  void require(bool ok, const char* text) {
+    if (ok || bad) return;
+    PyErr_SetString(PyExc_ValueError, text);
+    bad = true;
+  }
+  bool failed() {
+    if (!bad && at < count) require(false, "too many arguments");
+    return bad;
+  }
+};
+
+int64_t num_elements(const Job& job) {
+  int64_t total = 0;
+  for (int64_t r = 0; r < job.num_rows; r++) total += job.rows[r].numel;
+  return total;
+}
+
+// Runs work(machine), without the interpreter's lock if it is long. False with an exception set if it fails.
+template <class Work>
+bool call(int64_t elements, Work work) {
+  const Machine now = machine;
+  Status status;
+  if (elements < kReleaseElements) {
+    status = work(now);
+  } else {
+    PyThreadState* state = PyEval_SaveThread();
+    status = work(now);
+    PyEval_RestoreThread(state);
+  }
+  if (status == kNoMemory) PyErr_NoMemory();
+  if (status == kThreadsFailed) PyErr_SetString(PyExc_RuntimeError, "PyTorch's threads did not take the work");
+  return status == kDone;
+}
+
+PyObject* none_if(bool done) {
+  if (!done) return nullptr;
+  Py_INCREF(Py_None);
+  return Py_None;
+}
+
+// encode(x, dtype, rows, num_rows, message, bits, bucket, key, nearest)
+PyObject* py_encode(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments in(args, count);
+  Job job;
+  job.own = in.address<const void>(), job.own_dtype = in.dtype();
+  in.rows(job);
+  job.out = in.address<uint8_t>();
+  in.format(job);
+  job.key = in.bits64(), job.nearest = in.flag();
+  if (in.failed()) return nullptr;
+  return none_if(call(num_elements(job), [&](const Machine& now) { return encode(now, job); }));
+}
+
+// decode(message, rows, num_rows, y, dtype, bits, bucket, add, scale)
+PyObject* py_decode(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments in(args, count);
+  Job job;
+  const uint8_t* message = in.address<const uint8_t>();
+  job.messages = &message, job.num_messages = 1;
+  in.rows(job);
+  job.y = in.address<void>(), job.y_dtype = in.dtype();
+  in.format(job);
+  job.add = in.flag(), job.scale = in.real();
+  if (in.failed()) return nullptr;
+  return none_if(call(num_elements(job), [&](const Machine& now) { return decode(now, job); }));
+}
+
+// sum(own or 0, dtype, rows, num_rows, y, dtype, bits, bucket, scale, *messages)
+PyObject* py_sum(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments in(args, count);
+  Job job;
+  const uint8_t* messages[kMaxMessages];
+  job.own = in.address<const void>(), job.own_dtype = in.dtype();
+  in.rows(job);
+  job.y = in.address<void>(), job.y_dtype = in.dtype();
+  in.format(job);
+  job.scale = in.real();
+  in.messages(job, messages);
+  if (in.failed()) return nullptr;
+  return none_if(call(num_elements(job), [&](const Machine& now) { return sum(now, job); }));
+}
+
+// reduce(own, dtype, rows, num_rows, out_message, y, dtype, bits, bucket, scale, key, nearest, *messages)
+PyObject* py_reduce(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments in(args, count);
+  Job job;
+  const uint8_t* messages[kMaxMessages];
+  job.own = in.address<const void>(), job.own_dtype = in.dtype();
+  in.rows(job);
+  job.out = in.address<uint8_t>();
+  job.y = in.address<void>(), job.y_dtype = in.dtype();
+  in.format(job);
+  job.scale = in.real();
+  job.key = in.bits64(), job.nearest = in.flag();
+  in.messages(job, messages);
+  if (in.failed()) return nullptr;
+  return none_if(call(num_elements(job), [&](const Machine& now) { return encode(now, job); }));
+}
+
+// checksum(message, num_bytes) -> int
+PyObject* py_checksum(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments in(args, count);
+  const uint8_t* message = in.address<const uint8_t>();
+  const int64_t num_bytes = in.integer();
+  in.require(num_bytes >= 0, "a message has at least 0 bytes");
+  if (in.failed()) return nullptr;
+  uint64_t result = 0;
+  if (!call(num_bytes / 4, [&](const Machine& now) { return checksum(now, message, num_bytes, result); })) return nullptr;
+  return PyLong_FromUnsignedLongLong(result);
+}
+
+// levels() -> list of the instruction-set levels of this machine and build, best first
+PyObject* py_levels(PyObject*, PyObject*) {
+  PyObject* list = PyList_New(0);
+  for (const Kernels* const* k = levels(); list && *k; k++) {
+    PyObject* name = PyUnicode_FromString((*k)->level);
+    if (!name || PyList_Append(list, name) < 0) Py_CLEAR(list);
+    Py_XDECREF(name);
+  }
+  return list;
+}
+
+PyObject* py_level(PyObject*, PyObject*) { return PyUnicode_FromString(machine.kernels->level); }
+
+PyObject* py_set_level(PyObject*, PyObject* name) {
+  PyObject* text = PyUnicode_AsUTF8String(name);
+  if (!text) return nullptr;
+  const Kernels* found = nullptr;
+  for (const Kernels* const* k = levels(); *k; k++) {
+    if (std::strcmp((*k)->level, PyBytes_AsString(text)) == 0) found = *k;
+  }
+  Py_DECREF(text);
+  if (!found) {
+    PyErr_SetString(PyExc_ValueError, "no such level on this machine");
+    return nullptr;
+  }
+  machine.kernels = found;
+  return none_if(true);
+}
+
+// set_parallel_for(address of torch_parallel_for, or 0 for the calling thread alone)
+PyObject* py_set_parallel_for(PyObject*, PyObject* address) {
+  const uint64_t value = PyLong_AsUnsignedLongLong(address);
+  if (value == UINT64_MAX && PyErr_Occurred()) return nullptr;
+  machine.parallel_for = reinterpret_cast<ParallelFor>(static_cast<uintptr_t>(value));
+  return none_if(true);
+}
+
+template <class Function>
+PyCFunction method(Function function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+PyMethodDef methods[] = {
+    {"encode", method(py_encode), METH_FASTCALL, nullptr},
+    {"decode", method(py_decode), METH_FASTCALL, nullptr},
+    {"sum", method(py_sum), METH_FASTCALL, nullptr},
+    {"reduce", method(py_reduce), METH_FASTCALL, nullptr},
+    {"checksum", method(py_checksum), METH_FASTCALL, nullptr},
+    {"levels", py_levels, METH_NOARGS, nullptr},
+    {"level", py_level, METH_NOARGS, nullptr},
+    {"set_level", py_set_level, METH_O, nullptr},
+    {"set_parallel_for", py_set_parallel_for, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "_native", "The native CPU core: see thinwire.kernels.native.", -1, methods,
+    nullptr, nullptr, nullptr, nullptr,
+};
+
+} // namespace
+
+PyMODINIT_FUNC PyInit__native() { return PyModule_Create(&module); }

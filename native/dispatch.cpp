@@ -1,0 +1,135 @@
+#include "dispatch.h"
+
+#include <cstdlib>
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
+
+namespace thinwire {
+
+#if defined(THINWIRE_X86_LEVELS)
+namespace x86_64_v2 { extern const Kernels kernels; }
+namespace x86_64_v3 { extern const Kernels kernels; }
+namespace x86_64_v4 { extern const Kernels kernels; }
+#endif
+namespace generic { extern const Kernels kernels; }
+
+namespace {
+
+constexpr int64_t kParallelElements = 131072; // below this, waking threads costs more than it saves
+constexpr int64_t kTaskElements = 65536;      // at least this many for each of them
+
+// Subnormal values count (torch.set_flush_denormal would drop them and change bytes).
+class FloatMode {
+#if defined(__SSE2__)
+  const unsigned saved = _mm_getcsr();
+
+public:
+  FloatMode() { _mm_setcsr(saved & ~0xE040u); } // round to nearest, no flush to zero, no denormals as zero
+  ~FloatMode() { _mm_setcsr(saved); }
+#endif
+};
+
+template <class Work>
+bool run(const Machine& machine, int64_t pieces, int64_t elements, Work& work) {
+  if (pieces == 0) return true;
+  if (!machine.parallel_for || elements < kParallelElements || pieces == 1) {
+    const FloatMode mode;
+    work(0, pieces);
+    return true;
+  }
+  const int64_t grain = ceil_div(pieces * kTaskElements, elements);
+  const Body body = [](int64_t begin, int64_t end, void* context) {
+    const FloatMode mode;
+    (*static_cast<Work*>(context))(begin, end);
+  };
+  return machine.parallel_for(0, pieces, grain, body, &work) == 0;
+}
+
+Status encode_wide(const Machine& machine, const Job& job, const Row& row) {
+  const int64_t buckets = num_buckets(row.numel, job.bucket), pieces = ceil_div(row.numel, kLoaded);
+  void* memory = std::malloc(buckets * (2 * sizeof(int32_t) + 3 * sizeof(float)));
+  if (!memory) return kNoMemory;
+  int32_t* keys = static_cast<int32_t*>(memory);
+  float* floats = reinterpret_cast<float*>(keys + 2 * buckets);
+  const Wide wide{keys, keys + buckets, floats, floats + buckets, floats + 2 * buckets};
+  for (int64_t k = 0; k < buckets; k++) wide.low_key[k] = INT32_MAX, wide.high_key[k] = INT32_MIN;
+  auto extrema = [&](int64_t begin, int64_t end) { machine.kernels->wide_extrema(job, row, wide, begin, end); };
+  auto scales = [&](int64_t, int64_t) { machine.kernels->wide_scales(job, row, wide); };
+  auto codes = [&](int64_t begin, int64_t end) { machine.kernels->wide_codes(job, row, wide, begin, end); };
+  const bool done = run(machine, pieces, row.numel, extrema) && run(machine, 1, buckets, scales) &&
+                    run(machine, pieces, row.numel, codes);
+  std::free(memory);
+  return done ? kDone : kThreadsFailed;
+}
+
+struct Size {
+  int64_t elements = 0, tiles = 0;
+
+  explicit Size(const Job& job) {
+    for (int64_t r = 0; r < job.num_rows; r++) {
+      elements += job.rows[r].numel, tiles += ceil_div(job.rows[r].numel, kTile);
+    }
+  }
+};
+
+} // namespace
+
+const Kernels* const* levels() {
+  static const Kernels* found[5] = {};
+  if (found[0]) return found;
+  int n = 0;
+#if defined(THINWIRE_X86_LEVELS)
+  // What is not asked for comes with what is, on every CPU there is (lzcnt with bmi2, for one).
+  const bool v2 = __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("popcnt");
+  const bool v3 = v2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma");
+  if (v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    found[n++] = &x86_64_v4::kernels;
+  }
+  if (v3) found[n++] = &x86_64_v3::kernels;
+  if (v2) found[n++] = &x86_64_v2::kernels;
+#endif
+  found[n] = &generic::kernels;
+  return found;
+}
+
+Status encode(const Machine& machine, const Job& job) {
+  const Blocks blocks(job);
+  int64_t pieces = 0, elements = 0;
+  for (int64_t r = 0; r < job.num_rows; r++) {
+    const Row& row = job.rows[r];
+    if (blocks.wide(row.numel)) {
+      if (const Status status = encode_wide(machine, job, row); status != kDone) return status;
+    } else {
+      pieces += blocks.count(row.numel), elements += row.numel;
+    }
+  }
+  auto work = [&](int64_t begin, int64_t end) { machine.kernels->encode_blocks(job, begin, end); };
+  return run(machine, pieces, elements, work) ? kDone : kThreadsFailed;
+}
+
+Status decode(const Machine& machine, const Job& job) {
+  const Size size(job);
+  auto work = [&](int64_t begin, int64_t end) { machine.kernels->decode_tiles(job, begin, end); };
+  return run(machine, size.tiles, size.elements, work) ? kDone : kThreadsFailed;
+}
+
+Status sum(const Machine& machine, const Job& job) {
+  const Size size(job);
+  auto work = [&](int64_t begin, int64_t end) { machine.kernels->sum_tiles(job, begin, end); };
+  return run(machine, size.tiles, size.elements, work) ? kDone : kThreadsFailed;
+}
+
+Status checksum(const Machine& machine, const uint8_t* message, int64_t num_bytes, uint64_t& result) {
+  const int64_t words = num_bytes / 4, pieces = ceil_div(words, kTaskElements);
+  result = 0;
+  auto work = [&](int64_t begin, int64_t end) {
+    const int64_t last = end * kTaskElements < words ? end * kTaskElements : words;
+    const uint64_t part = machine.kernels->checksum(message, begin * kTaskElements, last);
+    __atomic_fetch_add(&result, part, __ATOMIC_RELAXED);
+  };
+  return run(machine, pieces, words, work) ? kDone : kThreadsFailed;
+}
+
+} // namespace thinwire

@@ -1,0 +1,27 @@
+// The kernels, compiled once per instruction-set level (THINWIRE_LEVEL names it); dispatch.cpp picks one at run time.
+// The arithmetic is normative (thinwire/kernels/reference.py): no contraction, one rounding per operation.
+#include "core.h"
+
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+
+namespace thinwire {
+namespace THINWIRE_LEVEL {
+namespace {
+#include "simd.h"
+#include "convert.h"
+#include "planes.h"
+#include "rounding.h"
+#include "minmax.h"
+} // namespace
+
+extern const Kernels kernels;
+const Kernels kernels = {
+    THINWIRE_LEVEL_NAME, encode_blocks, wide_extrema, wide_scales, wide_codes, decode_tiles, sum_tiles, checksum,
+};
+} // namespace THINWIRE_LEVEL
+} // namespace thinwire

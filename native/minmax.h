@@ -1,0 +1,470 @@
+// The operations, tile by tile. Included inside a level's namespace.
+
+// ---- Scales -------------------------------------------------------------------------------------------------------
+
+constexpr float kLargest = 3.402823466e38f;
+constexpr float kTinyRange = 0x1p-100f;
+
+static inline float quiet_nan() {
+  const uint32_t bits = 0x7FC00000;
+  float v;
+  std::memcpy(&v, &bits, 4);
+  return v;
+}
+
+static inline float numerator(int bits) { return (float)(((1 << bits) - 1) * 65536.0 * (1.0 - 0x1p-22)); }
+
+static inline bool holds_nan(const float* x, int64_t n) {
+  bool found = false;
+  for (int64_t i = 0; i < n; i++) found |= x[i] != x[i];
+  return found;
+}
+
+// Minimum and maximum of x[0, n), whatever the NaNs among them; `sums` is no longer finite if there is one.
+static inline void extrema(const float* x, int64_t n, float& low, float& high, Floats& sums) {
+  if (n < kLanes) {
+    low = high = x[0];
+    for (int64_t i = 0; i < n; i++) {
+      low = x[i] < low ? x[i] : low, high = x[i] > high ? x[i] : high;
+      sums[0] += x[i];
+    }
+    return;
+  }
+  const Floats last = load<Floats>(x + n - kLanes); // overlaps what the loop reads
+  Floats lows = last, highs = last;
+  sums += last;
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+    const Floats a = load<Floats>(x + i), b = load<Floats>(x + i + kLanes);
+    const Floats c = load<Floats>(x + i + 2 * kLanes), d = load<Floats>(x + i + 3 * kLanes);
+    lows = lesser(lesser(lesser(a, b), lesser(c, d)), lows);
+    highs = greater(greater(greater(a, b), greater(c, d)), highs);
+    sums += (a + b) + (c + d);
+  }
+  for (; i + kLanes <= n; i += kLanes) {
+    const Floats a = load<Floats>(x + i);
+    lows = lesser(a, lows), highs = greater(a, highs), sums += a;
+  }
+  low = across_lesser(lows), high = across_greater(highs);
+}
+
+static inline bool finite(Floats sums) {
+  bool ok = true;
+  for (int i = 0; i < kLanes; i++) ok &= __builtin_fabsf(sums[i]) <= kLargest;
+  return ok;
+}
+
+// lo, unit and factor of `n` buckets; `low` and `high` hold the extrema on entry. NaN or Inf spoil a bucket's range.
+static void finish_scales(float* low, const float* high, float* unit, float* inverse, int64_t n, int bits) {
+  const float levels = (float)((1 << bits) - 1), over = numerator(bits), nan = quiet_nan();
+  for (int64_t k = 0; k < n; k++) {
+    const float lo = low[k] + 0.0f, span = (high[k] + 0.0f) - lo;
+    const bool bad = !(span <= kLargest), flat = bad | (span < kTinyRange);
+    const float divisor = flat ? 1.0f : span;
+    const float u = divisor / levels, f = over / divisor;
+    low[k] = bad ? nan : lo;
+    unit[k] = bad ? nan : (flat ? 0.0f : u);
+    inverse[k] = flat ? 0.0f : f;
+  }
+}
+
+// ---- Scratch ------------------------------------------------------------------------------------------------------
+
+struct Scratch {
+  alignas(64) float values[kLoaded];     // a block, converted or summed
+  alignas(64) float tile[kTile];         // values of one tile on their way to y
+  alignas(64) uint8_t codes[kTile];      // one byte each
+  alignas(64) float low[kMaxBuckets];    // per bucket of a block
+  alignas(64) float unit[kMaxBuckets];
+  alignas(64) float inverse[kMaxBuckets];
+  alignas(64) float high[kMaxBuckets];
+  alignas(64) float each_low[kTile];     // per element of a tile, where groups and buckets do not fit each other
+  alignas(64) float each_other[kTile];
+};
+
+// Values of the buckets that the elements [at, at + n) lie in, one per element and up to a whole group.
+static void spread(const float* per_bucket, int64_t bucket, int64_t at, int64_t first, int64_t n, float* each) {
+  int64_t k = at / bucket - first, left = bucket - at % bucket;
+  for (int64_t i = 0; i < n; k++, left = bucket) {
+    float value;
+    std::memcpy(&value, per_bucket + k, 4); // a message may lie at any address
+    for (const int64_t end = left < n - i ? i + left : n; i < end; i++) each[i] = value;
+  }
+  for (int64_t i = n; i % kGroup; i++) each[i] = each[n - 1];
+}
+
+// ---- Codes to values ----------------------------------------------------------------------------------------------
+
+enum Mode {
+  kStore, // to = v * scale
+  kAdd,   // to = base + v * scale
+  kMean,  // to = (base + v) * scale
+};
+
+// Where decoded values go. `base` may be `to`; `ahead` asks for prefetching, for what is not in a cache yet.
+struct Sink {
+  Mode mode;
+  float scale;
+  const float* base;
+  float* to;
+  bool ahead;
+};
+
+template <Mode kMode, class V>
+static inline V combine(V v, V base, float scale) {
+  return kMode == kStore ? v * scale : kMode == kAdd ? base + v * scale : (base + v) * scale;
+}
+
+template <bool kEach, Mode kMode>
+static inline void dequantise_group(const uint8_t* codes, const float* low, const float* unit, int64_t n,
+                                    const float* base, float* to, float scale) {
+  if (n < kGroup) {
+    for (int64_t j = 0; j < n; j++) {
+      const float v = low[kEach ? j : 0] + (float)codes[j] * unit[kEach ? j : 0];
+      to[j] = combine<kMode>(v, kMode == kStore ? 0.0f : base[j], scale);
+    }
+    return;
+  }
+  for (int j = 0; j < kGroup; j += kLanes) {
+    const Floats lows = kEach ? load<Floats>(low + j) : splat(*low), units = kEach ? load<Floats>(unit + j) : splat(*unit);
+    const Floats v = lows + widen(load<Codes>(codes + j)) * units;
+    store(to + j, combine<kMode>(v, kMode == kStore ? v : load<Floats>(base + j), scale));
+  }
+}
+
+// Where the scales of a row's buckets are: in a message or in scratch memory. `first` is the bucket at index 0.
+struct Scales {
+  const float *low, *unit;
+  int64_t first;
+};
+
+template <Mode kMode>
+static void dequantise_as(const uint8_t* codes, const Scales& scales, int64_t bucket, int64_t at, int64_t n,
+                          const Sink& sink, Scratch& s) {
+  const float scale = sink.scale, *base = sink.base;
+  float* to = sink.to;
+  const bool each = bucket % kGroup != 0;
+  if (each) {
+    spread(scales.low, bucket, at, scales.first, n, s.each_low);
+    spread(scales.unit, bucket, at, scales.first, n, s.each_other);
+  }
+  int64_t k = at / bucket - scales.first, left = bucket - at % bucket;
+  for (int64_t i = 0; i < n; i += kGroup, to += kGroup, base += kMode == kStore ? 0 : kGroup) {
+    const int64_t count = n - i < kGroup ? n - i : kGroup;
+    if (sink.ahead) {
+      if (kMode != kStore && base != to) prefetch_read(base + kTile);
+      prefetch_write(to + kTile);
+    }
+    if (each) {
+      dequantise_group<true, kMode>(codes + i, s.each_low + i, s.each_other + i, count, base, to, scale);
+      continue;
+    }
+    float low, unit;
+    std::memcpy(&low, scales.low + k, 4), std::memcpy(&unit, scales.unit + k, 4); // a message may lie anywhere
+    dequantise_group<false, kMode>(codes + i, &low, &unit, count, base, to, scale);
+    if ((left -= kGroup) == 0) k++, left = bucket;
+  }
+}
+
+// Values lo + code * unit of the elements [at, at + n), at most a tile, of a row.
+static void dequantise(const uint8_t* codes, const Scales& scales, int64_t bucket, int64_t at, int64_t n,
+                       const Sink& sink, Scratch& s) {
+  switch (sink.mode) {
+  case kStore: return dequantise_as<kStore>(codes, scales, bucket, at, n, sink, s);
+  case kAdd: return dequantise_as<kAdd>(codes, scales, bucket, at, n, sink, s);
+  case kMean: return dequantise_as<kMean>(codes, scales, bucket, at, n, sink, s);
+  }
+}
+
+// The same from a message; `at` is a multiple of the group.
+static void decode_tile(const uint8_t* message, const Row& row, int bits, int64_t bucket, int64_t at, int64_t n,
+                        const Sink& sink, Scratch& s) {
+  const uint8_t* payload = message + row.payload;
+  const uint8_t* packed = payload + codes_at(row.numel, bucket) + at / kGroup * 16 * bits;
+  const float* low = (const float*)payload;
+  unpack(packed, ceil_div(n, kGroup), bits, s.codes);
+  dequantise(s.codes, Scales{low, low + num_buckets(row.numel, bucket), 0}, bucket, at, n, sink, s);
+}
+
+// ---- What is encoded ----------------------------------------------------------------------------------------------
+
+// Elements [at, at + n), at most a tile, of scale * (own + messages) into `to`.
+static void load_tile(const Job& job, const Row& row, int64_t at, int64_t n, float* to, Scratch& s) {
+  const float* base = to;
+  if (!job.own) {
+    std::memset(to, 0, 4 * n);
+  } else if (job.own_dtype == kFloat32 && job.num_messages) {
+    base = (const float*)job.own + row.start + at; // read by the first addition
+  } else {
+    read_floats(job.own, job.own_dtype, row.start + at, n, to);
+  }
+  for (int64_t m = 0; m < job.num_messages; m++) {
+    const bool last = m + 1 == job.num_messages;
+    const Sink sink{last ? kMean : kAdd, last ? job.scale : 1.0f, base, to, false};
+    decode_tile(job.messages[m], row, job.bits, job.bucket, at, n, sink, s);
+    base = to;
+  }
+  if (!job.num_messages) {
+    const float scale = job.scale;
+    for (int64_t j = 0; j < n; j++) to[j] *= scale;
+  }
+}
+
+static void load_values(const Job& job, const Row& row, int64_t at, int64_t n, float* to, Scratch& s) {
+  for (int64_t i = 0; i < n; i += kTile) {
+    load_tile(job, row, at + i, n - i < kTile ? n - i : kTile, to + i, s);
+  }
+}
+
+// The decoded values of a tile go to y as they will come out of the message.
+static void write_decoded(const Job& job, const Row& row, const Scales& scales, int64_t at, int64_t n, Scratch& s) {
+  if (job.y_dtype == kFloat32) {
+    float* y = (float*)job.y + row.start + at;
+    dequantise(s.codes, scales, job.bucket, at, n, Sink{kStore, 1.0f, y, y, true}, s);
+    return;
+  }
+  dequantise(s.codes, scales, job.bucket, at, n, Sink{kStore, 1.0f, s.tile, s.tile, false}, s);
+  write_floats(s.tile, n, job.y, job.y_dtype, row.start + at);
+}
+
+// ---- Values to codes ----------------------------------------------------------------------------------------------
+
+template <bool kEach, bool kNearest>
+static inline void quantise_last(const float* x, int64_t n, const float* low, const float* inverse, const Draws& draws,
+                                 uint32_t counter, uint8_t* codes) {
+  alignas(64) float padded[kGroup];
+  for (int64_t j = 0; j < kGroup; j++) padded[j] = x[j < n ? j : n - 1];
+  quantise_group<kEach, kNearest>(padded, low, inverse, draws, counter, codes);
+  std::memset(codes + n, 0, kGroup - n);
+}
+
+// Codes of the elements [at, at + n), at most a tile, of a row; x holds them.
+template <bool kNearest>
+static void quantise(const float* x, const Row& row, int64_t bucket, int64_t at, int64_t n, const float* low,
+                     const float* inverse, int64_t first, const Draws& draws, uint8_t* codes, Scratch& s) {
+  const bool each = bucket % kGroup != 0;
+  if (each) {
+    spread(low, bucket, at, first, n, s.each_low);
+    spread(inverse, bucket, at, first, n, s.each_other);
+  }
+  uint32_t counter = (uint32_t)((row.index0 + at) / 2);
+  int64_t k = each ? 0 : at / bucket - first, left = bucket - at % bucket;
+  for (int64_t i = 0; i < n; i += kGroup, counter += 64) {
+    const bool whole = n - i >= kGroup;
+    if (each && whole) {
+      quantise_group<true, kNearest>(x + i, s.each_low + i, s.each_other + i, draws, counter, codes + i);
+    } else if (each) {
+      quantise_last<true, kNearest>(x + i, n - i, s.each_low + i, s.each_other + i, draws, counter, codes + i);
+    } else if (whole) {
+      prefetch_read(x + i + kTile);
+      quantise_group<false, kNearest>(x + i, low + k, inverse + k, draws, counter, codes + i);
+    } else {
+      quantise_last<false, kNearest>(x + i, n - i, low + k, inverse + k, draws, counter, codes + i);
+    }
+    if ((left -= kGroup) == 0) k++, left = bucket;
+  }
+}
+
+struct Encoder {
+  const Job& job;
+  const Row& row;
+  Scratch& s;
+  const Draws draws;
+  const int64_t buckets;
+  uint8_t* const payload;
+  uint8_t* const packed;
+
+  Encoder(const Job& job, const Row& row, Scratch& s)
+      : job(job), row(row), s(s), draws(job.key, row), buckets(num_buckets(row.numel, job.bucket)),
+        payload(job.out + row.payload), packed(payload + codes_at(row.numel, job.bucket)) {}
+
+  // Elements [at, at + n), at most a tile, at a multiple of the group. `low` … hold the scales from bucket `first` on.
+  void tile(const float* x, int64_t at, int64_t n, const float* low, const float* unit, const float* inverse,
+            int64_t first) const {
+    if (job.nearest) {
+      quantise<true>(x, row, job.bucket, at, n, low, inverse, first, draws, s.codes, s);
+    } else {
+      quantise<false>(x, row, job.bucket, at, n, low, inverse, first, draws, s.codes, s);
+    }
+    pack(s.codes, ceil_div(n, kGroup), job.bits, packed + at / kGroup * 16 * job.bits);
+    if (job.y) write_decoded(job, row, Scales{low, unit, first}, at, n, s);
+    if (at + n == row.numel) zero_padding();
+  }
+
+  void put_scales(const float* low, const float* unit, int64_t first, int64_t n) const {
+    std::memcpy(payload + 4 * first, low, 4 * n);
+    std::memcpy(payload + 4 * (buckets + first), unit, 4 * n);
+  }
+
+  void zero_padding() const {
+    const int64_t meta = 8 * buckets, codes = ceil_div(row.numel, kGroup) * 16 * job.bits;
+    std::memset(payload + meta, 0, align64(meta) - meta);
+    std::memset(packed + codes, 0, align64(codes) - codes);
+  }
+
+  // Elements [at, at + n) starting at a bucket and a group, ending at one or at the row's end.
+  void block(int64_t at, int64_t n, bool direct) const {
+    const float* x = s.values;
+    if (direct) {
+      x = (const float*)job.own + row.start + at;
+    } else {
+      load_values(job, row, at, n, s.values, s);
+    }
+    const int64_t width = job.bucket < n ? job.bucket : n, count = ceil_div(n, width), first = at / job.bucket;
+    Floats sums = {};
+    for (int64_t k = 0; k < count; k++) {
+      const int64_t from = k * width;
+      extrema(x + from, from + width <= n ? width : n - from, s.low[k], s.high[k], sums);
+    }
+    if (!finite(sums)) {
+      for (int64_t k = 0; k < count; k++) {
+        const int64_t from = k * width;
+        if (holds_nan(x + from, from + width <= n ? width : n - from)) s.low[k] = quiet_nan();
+      }
+    }
+    finish_scales(s.low, s.high, s.unit, s.inverse, count, job.bits);
+    put_scales(s.low, s.unit, first, count);
+    for (int64_t i = 0; i < n; i += kTile) {
+      tile(x + i, at + i, n - i < kTile ? n - i : kTile, s.low, s.unit, s.inverse, first);
+    }
+  }
+};
+
+static void encode_blocks(const Job& job, int64_t begin, int64_t end) {
+  const Blocks blocks(job);
+  const bool direct = blocks.limit == kDirect;
+  Scratch scratch;
+  int64_t before = 0;
+  for (int64_t r = 0; r < job.num_rows && before < end; r++) {
+    const Row& row = job.rows[r];
+    const int64_t count = blocks.count(row.numel);
+    if (before + count > begin) {
+      const Encoder encoder(job, row, scratch);
+      const int64_t size = blocks.size ? blocks.size : row.numel;
+      for (int64_t b = begin > before ? begin - before : 0; b < count && before + b < end; b++) {
+        const int64_t at = b * size;
+        encoder.block(at, row.numel - at < size ? row.numel - at : size, direct);
+      }
+    }
+    before += count;
+  }
+}
+
+// ---- Wide rows ----------------------------------------------------------------------------------------------------
+
+static inline int32_t to_key(float v) {
+  int32_t bits;
+  std::memcpy(&bits, &v, 4);
+  return bits ^ ((bits >> 31) & 0x7FFFFFFF);
+}
+
+static inline float from_key(int32_t key) {
+  const int32_t bits = key ^ ((key >> 31) & 0x7FFFFFFF);
+  float v;
+  std::memcpy(&v, &bits, 4);
+  return v;
+}
+
+static inline void merge(int32_t* into, int32_t key, bool lower) {
+  int32_t seen = __atomic_load_n(into, __ATOMIC_RELAXED);
+  while ((lower ? key < seen : key > seen) &&
+         !__atomic_compare_exchange_n(into, &seen, key, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+
+static const float* wide_values(const Job& job, const Row& row, int64_t at, int64_t n, Scratch& s) {
+  if (Blocks(job).limit == kDirect) return (const float*)job.own + row.start + at;
+  load_values(job, row, at, n, s.values, s);
+  return s.values;
+}
+
+static void wide_extrema(const Job& job, const Row& row, const Wide& wide, int64_t begin, int64_t end) {
+  Scratch scratch;
+  for (int64_t at = begin * kLoaded; at < end * kLoaded && at < row.numel; at += kLoaded) {
+    const int64_t n = row.numel - at < kLoaded ? row.numel - at : kLoaded;
+    const float* x = wide_values(job, row, at, n, scratch);
+    for (int64_t i = 0, k = at / job.bucket; i < n; k++) {
+      const int64_t left = job.bucket - (at + i) % job.bucket, count = left < n - i ? left : n - i;
+      float low, high;
+      Floats sums = {};
+      extrema(x + i, count, low, high, sums);
+      if (!finite(sums) && holds_nan(x + i, count)) low = high = quiet_nan(); // its key is above that of infinity
+      merge(wide.low_key + k, to_key(low), true), merge(wide.high_key + k, to_key(high), false);
+      i += count;
+    }
+  }
+}
+
+static void wide_scales(const Job& job, const Row& row, const Wide& wide) {
+  const int64_t count = num_buckets(row.numel, job.bucket);
+  float* const high = wide.inverse; // becomes the factor in place
+  for (int64_t k = 0; k < count; k++) {
+    wide.low[k] = from_key(wide.low_key[k]), high[k] = from_key(wide.high_key[k]);
+  }
+  finish_scales(wide.low, high, wide.unit, wide.inverse, count, job.bits);
+  uint8_t* payload = job.out + row.payload;
+  std::memcpy(payload, wide.low, 4 * count);
+  std::memcpy(payload + 4 * count, wide.unit, 4 * count);
+}
+
+static void wide_codes(const Job& job, const Row& row, const Wide& wide, int64_t begin, int64_t end) {
+  Scratch scratch;
+  const Encoder encoder(job, row, scratch);
+  for (int64_t at = begin * kLoaded; at < end * kLoaded && at < row.numel; at += kLoaded) {
+    const int64_t n = row.numel - at < kLoaded ? row.numel - at : kLoaded;
+    const float* x = wide_values(job, row, at, n, scratch);
+    for (int64_t i = 0; i < n; i += kTile) {
+      encoder.tile(x + i, at + i, n - i < kTile ? n - i : kTile, wide.low, wide.unit, wide.inverse, 0);
+    }
+  }
+}
+
+// ---- Decode and sum -----------------------------------------------------------------------------------------------
+
+// Calls visit(row, first element, elements) for the tiles [begin, end) of all rows, in order.
+template <class Visit>
+static void for_tiles(const Job& job, int64_t begin, int64_t end, Visit visit) {
+  int64_t before = 0;
+  for (int64_t r = 0; r < job.num_rows && before < end; r++) {
+    const Row& row = job.rows[r];
+    const int64_t count = ceil_div(row.numel, kTile);
+    for (int64_t t = begin > before ? begin - before : 0; t < count && before + t < end; t++) {
+      visit(row, t * kTile, row.numel - t * kTile < kTile ? row.numel - t * kTile : kTile);
+    }
+    before += count;
+  }
+}
+
+static void decode_tiles(const Job& job, int64_t begin, int64_t end) {
+  Scratch s;
+  for_tiles(job, begin, end, [&](const Row& row, int64_t at, int64_t n) {
+    const uint8_t* message = job.messages[0];
+    if (job.y_dtype == kFloat32) {
+      float* y = (float*)job.y + row.start + at;
+      decode_tile(message, row, job.bits, job.bucket, at, n, Sink{job.add ? kAdd : kStore, job.scale, y, y, true}, s);
+      return;
+    }
+    if (job.add) read_floats(job.y, job.y_dtype, row.start + at, n, s.tile);
+    const Sink sink{job.add ? kAdd : kStore, job.scale, s.tile, s.tile, false};
+    decode_tile(message, row, job.bits, job.bucket, at, n, sink, s);
+    write_floats(s.tile, n, job.y, job.y_dtype, row.start + at);
+  });
+}
+
+static void sum_tiles(const Job& job, int64_t begin, int64_t end) {
+  Scratch s;
+  for_tiles(job, begin, end, [&](const Row& row, int64_t at, int64_t n) {
+    load_tile(job, row, at, n, s.tile, s);
+    write_floats(s.tile, n, job.y, job.y_dtype, row.start + at);
+  });
+}
+
+static uint64_t checksum(const uint8_t* message, int64_t begin, int64_t end) {
+  uint64_t sum = 0;
+  for (int64_t i = begin; i < end; i++) {
+    uint32_t word;
+    std::memcpy(&word, message + 4 * i, 4);
+    sum += (uint64_t)word * (2 * (uint64_t)i + 1);
+  }
+  return sum;
+}

@@ -1,0 +1,51 @@
+# The native CPU core (native/binding.cpp). Addresses and sizes are ints, and are not checked.
+
+def encode(
+    x: int, dtype: int, rows: int, num_rows: int, message: int, bits: int, bucket: int, key: int, nearest: bool, /
+) -> None: ...
+def decode(
+    message: int,
+    rows: int,
+    num_rows: int,
+    y: int,
+    dtype: int,
+    bits: int,
+    bucket: int,
+    add: bool,
+    scale: float,
+    /,
+) -> None: ...
+def sum(
+    own: int,
+    own_dtype: int,
+    rows: int,
+    num_rows: int,
+    y: int,
+    dtype: int,
+    bits: int,
+    bucket: int,
+    scale: float,
+    /,
+    *messages: int,
+) -> None: ...
+def reduce(
+    own: int,
+    own_dtype: int,
+    rows: int,
+    num_rows: int,
+    out_message: int,
+    y: int,
+    dtype: int,
+    bits: int,
+    bucket: int,
+    scale: float,
+    key: int,
+    nearest: bool,
+    /,
+    *messages: int,
+) -> None: ...
+def checksum(message: int, num_bytes: int, /) -> int: ...
+def levels() -> list[str]: ...
+def level() -> str: ...
+def set_level(name: str, /) -> None: ...
+def set_parallel_for(address: int, /) -> None: ...

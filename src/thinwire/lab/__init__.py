@@ -1,0 +1,26 @@
+"""A slow network on one machine: network namespaces, token buckets, a delay relay.
+
+```python
+with lab.Network(2, rate="100mbit") as network:
+    ranks = [network.popen(rank, ["python", "train.py"]) for rank in range(2)]
+    for rank in ranks:
+        rank.wait()
+```
+"""
+
+from thinwire.lab.launch import Outcome, launch, link_text, run
+from thinwire.lab.network import Network, unavailable
+from thinwire.lab.tools import LabUnavailable
+from thinwire.lab.units import parse_rate, parse_time
+
+__all__ = [
+    "LabUnavailable",
+    "Network",
+    "Outcome",
+    "launch",
+    "link_text",
+    "parse_rate",
+    "parse_time",
+    "run",
+    "unavailable",
+]

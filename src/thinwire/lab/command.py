@@ -1,0 +1,79 @@
+"""``thinwire lab``: run any command on every rank of a slow network made on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from thinwire.lab.launch import launch
+from thinwire.lab.tools import LabUnavailable
+from thinwire.lab.units import parse_time
+from thinwire.results import Results
+
+# As sysexits.h numbers them.
+USAGE = 64
+UNAVAILABLE = 69
+
+
+def lab(
+    command: Annotated[tuple[str, ...], tyro.conf.Positional],
+    *,
+    ranks: int = 2,
+    rate: str | None = None,
+    rtt: str | None = None,
+    burst_bytes: int | None = None,
+    queue: str = "50ms",
+    congestion: str | None = None,
+    timeout: float | None = None,
+    json: Path | None = None,
+) -> int:
+    """Run a command on every rank of a slow network made on this machine.
+
+    Each rank gets a network of its own, and the variables torchrun would set, so a script that reads RANK,
+    WORLD_SIZE and MASTER_ADDR runs as it is. Nothing is left behind, however it ends.
+
+        thinwire lab --ranks 2 --rate 100mbit -- python train.py --epochs 1
+
+    Args:
+        command: What each rank runs, after two dashes.
+        ranks: How many ranks.
+        rate: Rate of each rank's link, each way: 100mbit, 2.5gbit; or one for each rank: 1gbit,100mbit.
+        rtt: Round-trip time to add, as 20ms.
+        burst_bytes: What a link lets through at once after a pause; chosen from the rate if not given.
+        queue: Limit of the queue before each link, as time at its rate.
+        congestion: TCP congestion control, as bbr; cubic if not given.
+        timeout: Seconds after which all ranks are ended.
+        json: Write the link and each rank's bytes to this file.
+
+    Returns:
+        The exit code: the first failing rank's, or 0.
+    """
+    errors = Console(stderr=True, highlight=False)
+    try:
+        if not command:
+            raise ValueError("give the command that each rank runs after two dashes: -- python train.py")
+        outcome = launch(
+            command,
+            num_ranks=ranks,
+            rate=rate,
+            rtt=rtt,
+            burst_bytes=burst_bytes,
+            queue_s=parse_time(queue),
+            congestion=congestion,
+            timeout=timeout,
+        )
+    except (LabUnavailable, ValueError, FileNotFoundError) as error:
+        errors.print(f"thinwire lab: {error}", style="bold red", soft_wrap=True, markup=False)
+        return UNAVAILABLE if isinstance(error, LabUnavailable) else USAGE
+    if json is not None:
+        results = Results("lab", about={"command": list(command), "link": outcome.link})
+        results.add("exit_code", outcome.exit_code, "")
+        results.add("seconds", outcome.seconds, "s")
+        for rank, (sent, received) in enumerate(outcome.link_bytes):
+            results.add(f"sent_bytes/rank{rank}", sent, "B")
+            results.add(f"received_bytes/rank{rank}", received, "B")
+        results.write(json)
+    return outcome.exit_code

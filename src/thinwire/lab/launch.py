@@ -1,0 +1,244 @@
+"""Run one command on every rank of a slow network, as ``thinwire lab`` does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import IO, Any
+
+from rich.console import Console
+
+from thinwire.lab.network import Network
+from thinwire.lab.units import format_bytes, format_rate
+
+POLL_S = 0.02
+KILL_AFTER_S = 2.0
+TIMED_OUT = 124
+STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command on all ranks ended.
+
+    ``exit_code`` is the first failing rank's (128 + n for signal n, as a shell has it), 128 + n if this process was
+    told to stop by signal n, 124 after a timeout, else 0. ``link_bytes`` has (sent, received) of each rank.
+    """
+
+    exit_code: int
+    seconds: float
+    link: dict[str, Any]
+    link_bytes: list[tuple[int, int]]
+
+
+def _each(values: Sequence[str]) -> str:
+    """One value where all are equal, else all of them in order of rank."""
+    return values[0] if len(set(values)) == 1 else ", ".join(values)
+
+
+def link_text(link: dict[str, Any]) -> str:
+    """What `Network.describe` says, in one line for people; several values are in order of rank."""
+    parts = ["unshaped"]
+    if link["rate_bps"] is not None:
+        parts = [f"{_each([format_rate(rate) for rate in link['rate_bps']])} each way"]
+        parts.append(f"burst {_each([format_bytes(size) for size in link['burst_bytes']])}")
+        parts.append(f"queue {_each([format_bytes(size) for size in link['queue_bytes']])}")
+    parts.append(f"round trip +{link['rtt_s'] * 1e3:g} ms" if link["rtt_s"] else "no added latency")
+    parts.append(f"TCP {link['congestion_control']}, MTU {link['mtu']}")
+    parts.append(f"network namespaces ({link['mode']})")
+    return f"{link['num_ranks']} ranks: " + " · ".join(parts)
+
+
+def run(command: Sequence[str], *, num_ranks: int, **options: Any) -> int:
+    """Run ``command`` on every rank and return the exit code; arguments and the code as in `launch`."""
+    return launch(command, num_ranks=num_ranks, **options).exit_code
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    num_ranks: int,
+    rate: str | Sequence[str] | None = None,
+    rtt: str | None = None,
+    burst_bytes: int | None = None,
+    queue_s: float = 0.05,
+    congestion: str | None = None,
+    timeout: float | None = None,
+    grace_s: float = 5.0,
+) -> Outcome:
+    """Run ``command`` on every rank of a new `Network` and wait for all of them.
+
+    Each line that a rank prints appears with its rank before it, on the stream it was printed to. The link is
+    described first and the bytes on it are told last, on standard error. When a rank fails, the others have
+    ``grace_s`` to end by themselves before they are ended. Ctrl-C, SIGTERM and SIGHUP go to all ranks, which then
+    have as long; a second one ends them at once. After ``timeout`` seconds the ranks are ended.
+
+    Raises:
+        LabUnavailable: a network cannot be made here.
+        ValueError: a rate or a time is not one.
+        FileNotFoundError: there is no such command.
+    """
+    notes = Console(stderr=True, highlight=False)
+    shape = {"rate": rate, "rtt": rtt, "burst_bytes": burst_bytes, "queue_s": queue_s, "congestion": congestion}
+    with _signals() as caught, Network(num_ranks, **shape) as network:
+        notes.print(link_text(network.describe()), style="bold", soft_wrap=True, markup=False)
+        started = time.monotonic()
+        ranks = [_start_rank(network, rank, command) for rank in range(num_ranks)]
+        readers = [reader for rank, process in enumerate(ranks) for reader in _readers(rank, process, caught)]
+        exit_code = _Supervision(ranks, caught, timeout, grace_s, notes).wait()
+        seconds = time.monotonic() - started
+        link = network.describe()
+        link_bytes = [network.interface_bytes(rank) for rank in range(num_ranks)]
+    for reader in readers:
+        reader.join()
+    for process in ranks:
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+    _tell_bytes(notes, seconds, link, link_bytes)
+    return Outcome(exit_code, seconds, link, link_bytes)
+
+
+def _tell_bytes(notes: Console, seconds: float, link: dict[str, Any], link_bytes: list[tuple[int, int]]) -> None:
+    notes.print(f"after {seconds:.1f} s, with all headers:", style="bold")
+    for rank, (sent, received) in enumerate(link_bytes):
+        notes.print(f"rank {rank}: sent {format_bytes(sent)}, received {format_bytes(received)}")
+    own_losses = {name: link["relay"][name] for name in ("memory_full", "read_late", "failed")} if link["relay"] else {}
+    if any(own_losses.values()):
+        notes.print(
+            f"the relay that adds the latency lost frames ({own_losses}): this machine is too busy for the rate, and "
+            "times are longer than on the link described",
+            style="yellow",
+        )
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collect SIGINT, SIGTERM and SIGHUP in a list; only in the main thread, elsewhere none can be received."""
+    caught: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        caught.append(number)
+
+    # What was ignored when this process began (nohup, a shell's background job) stays ignored.
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Supervision:
+    """Waits for ranks; when one fails, or this process is told to stop, sees that all of them end."""
+
+    def __init__(
+        self,
+        ranks: list[subprocess.Popen[bytes]],
+        caught: list[int],
+        timeout: float | None,
+        grace_s: float,
+        notes: Console,
+    ) -> None:
+        self.ranks = ranks
+        self.caught = caught
+        self.grace_s = grace_s
+        self.notes = notes
+        self.timeout = timeout
+        self.timeout_at = time.monotonic() + timeout if timeout is not None else None
+        self.exit_code: int | None = None
+        self.terminate_at: float | None = None
+        self.kill_at: float | None = None
+
+    def wait(self) -> int:
+        """Exit code as `Outcome` has it. Ranks that do not end when told to are left to the network's end."""
+        while any(rank.poll() is None for rank in self.ranks):
+            if self.exit_code is None:
+                self._look()
+            now = time.monotonic()
+            if len(self.caught) > 1 or (self.kill_at is not None and now >= self.kill_at):
+                break
+            if self.terminate_at is not None and now >= self.terminate_at:
+                self._send(signal.SIGTERM)
+                self.terminate_at, self.kill_at = None, now + KILL_AFTER_S
+            time.sleep(POLL_S)
+        if self.exit_code is None:
+            self._look()
+        return self.exit_code or 0
+
+    def _look(self) -> None:
+        """Settle the exit code if something has gone wrong since the last look."""
+        now = time.monotonic()
+        if self.caught:
+            number = signal.Signals(self.caught[0])
+            self._tell(f"{number.name}: passed on to all ranks")
+            self._send(number)
+            self._end(128 + number, now + self.grace_s)
+            return
+        for rank, process in enumerate(self.ranks):
+            if process.returncode:
+                code = process.returncode if process.returncode > 0 else 128 - process.returncode
+                self._tell(f"rank {rank} failed with exit code {code}; the others end within {self.grace_s:g} s")
+                self._end(code, now + self.grace_s)
+                return
+        if self.timeout_at is not None and now >= self.timeout_at and any(p.returncode is None for p in self.ranks):
+            self._tell(f"not done after {self.timeout:g} s: ending all ranks")
+            self._end(TIMED_OUT, now)
+
+    def _end(self, exit_code: int, terminate_at: float) -> None:
+        self.exit_code, self.terminate_at = exit_code, terminate_at
+
+    def _tell(self, text: str) -> None:
+        self.notes.print(text, style="bold red")
+
+    def _send(self, number: int) -> None:
+        """To every rank that runs, with all processes of its group, as a terminal does."""
+        for rank in self.ranks:
+            if rank.poll() is None:
+                os.killpg(rank.pid, number)
+
+
+def _start_rank(network: Network, rank: int, command: Sequence[str]) -> subprocess.Popen[bytes]:
+    # Into a pipe, Python would hold a rank's lines back until a block is full.
+    environment = {"PYTHONUNBUFFERED": "1", **os.environ}
+    pipe = subprocess.PIPE
+    return network.popen(rank, command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
+
+
+def _readers(rank: int, process: subprocess.Popen[bytes], caught: list[int]) -> list[threading.Thread]:
+    """Threads that print what ``rank`` prints, line by line, each line with the rank before it."""
+    threads = []
+    for pipe, stderr in ((process.stdout, False), (process.stderr, True)):
+        thread = threading.Thread(target=_pass_on, args=(rank, pipe, Console(stderr=stderr), caught), daemon=True)
+        thread.start()
+        threads.append(thread)
+    return threads
+
+
+def _pass_on(rank: int, pipe: IO[bytes], console: Console, caught: list[int]) -> None:
+    with console.capture() as rendered:
+        console.print(f"[{rank}]", style=STYLES[rank % len(STYLES)], end=" ", markup=False, highlight=False)
+    prefix, reader_gone = rendered.get(), False
+    for line in pipe:
+        # A progress bar rewrites its line; what it shows last is what stays.
+        shown = line.decode(errors="replace").rstrip("\r\n").rsplit("\r", 1)[-1]
+        if reader_gone:
+            continue
+        try:
+            console.file.write(f"{prefix}{shown}\n")
+            console.file.flush()
+        except BrokenPipeError:
+            # As a shell ends a pipeline: the ranks are told, and what they still say is read so that they can end.
+            reader_gone = True
+            caught.append(signal.SIGPIPE)

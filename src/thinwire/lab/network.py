@@ -1,0 +1,382 @@
+"""A network of slow links on one machine: one network namespace per rank, all joined at a hub.
+
+Every rank has an interface ``eth0`` with an address of its own; its other end is in the hub's namespace, on a bridge
+(or, with a latency, on the relay of `thinwire.lab.relay`). A token bucket (``tc tbf``) at each end limits each
+direction: what a rank sends, and what it receives. The machine's own network is never touched.
+
+The namespaces have no names. One small process keeps them (`thinwire.lab.keeper`), and when it ends, because the
+network was closed or because this process died in whatever way, everything goes with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from thinwire.lab import keeper, relay, tools
+from thinwire.lab.units import format_rate, parse_rates, parse_time
+
+INTERFACE = "eth0"
+NETWORK = "10.77.0.0/24"
+MASTER_PORT = 29500
+CONGESTION_AVAILABLE = "/proc/sys/net/ipv4/tcp_available_congestion_control"
+CONGESTION_DEFAULT = "/proc/sys/net/ipv4/tcp_congestion_control"
+MTU = 1500
+MAX_RANKS = 250
+# Unshaped links keep their token bucket, at a rate that nothing here reaches: its byte counter goes on.
+UNSHAPED_BPS = 10**12
+UNSHAPED_BURST_BYTES = 2**20
+UNSHAPED_QUEUE_BYTES = 2**26
+RELAY_MEMORY_BYTES = 2**28
+ANSWER_TIMEOUT_S = 20.0
+CLOSE_TIMEOUT_S = 20.0
+
+
+def default_burst_bytes(rate_bps: int) -> int:
+    """Burst of a token bucket at ``rate_bps``: what may leave at once after a pause, so what costs no time.
+
+    1.5 ms at the rate, so that most of the frames the kernel makes (about 1 ms of data each) pass whole; that saves
+    two thirds of the processor time. From 0.4 Gbit/s on, one largest frame of 64 KiB is enough, and from 5.6 Gbit/s
+    on it is 0.1 ms, without which two cores do not reach 10 Gbit/s.
+    """
+    return max(4096, min(rate_bps * 15 // 80_000, max(70_000, rate_bps // 80_000)))
+
+
+def default_queue_bytes(rate_bps: int, queue_s: float, burst_bytes: int) -> int:
+    """Limit of the queue before a token bucket: ``queue_s`` at the rate, at least 128 KiB and some bursts."""
+    return max(128 * 1024, 4 * burst_bytes, round(rate_bps / 8 * queue_s))
+
+
+def address(rank: int) -> str:
+    """IPv4 address of ``rank`` inside the lab."""
+    return f"10.77.0.{rank + 1}"
+
+
+def ethernet_address(rank: int) -> str:
+    """Ethernet address (locally administered) of ``rank``'s interface."""
+    return f"02:77:00:00:00:{rank:02x}"
+
+
+class Network:
+    """Links between ``num_ranks`` ranks; a context manager.
+
+    Args:
+        num_ranks: how many ranks, each with a network namespace of its own.
+        rate: ``"100mbit"`` for all, ``"1gbit,100mbit"`` or a list for each rank; None leaves the links unshaped.
+        rtt: round-trip time added between any two ranks, as ``"20ms"``.
+        burst_bytes: burst of the token buckets; None for `default_burst_bytes`.
+        queue_s: limit of the queue before each token bucket, in seconds at its rate.
+        congestion: TCP congestion control inside the lab; None for cubic, Linux's own default, so that figures of
+            machines with another default compare (with both directions full, bbr carries 0.88 of a rate, cubic 0.93).
+
+    Raises:
+        LabUnavailable: a network cannot be made here; says what is missing.
+        ValueError: a rate or a time is not one, the relay cannot carry the rate, or the congestion control is unknown.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        rate: str | Sequence[str] | None = None,
+        rtt: str | None = None,
+        burst_bytes: int | None = None,
+        queue_s: float = 0.05,
+        congestion: str | None = None,
+    ) -> None:
+        if not 1 <= num_ranks <= MAX_RANKS:
+            raise ValueError(f"num_ranks is {num_ranks}: a lab has 1 to {MAX_RANKS} ranks")
+        self.num_ranks = num_ranks
+        self._rtt_s = parse_time(rtt) if rtt is not None else 0.0
+        self._burst_bytes = burst_bytes
+        self._queue_s = queue_s
+        self._rates = self._checked(rate) if rate is not None else None
+        self._processes: list[subprocess.Popen[Any]] = []
+        self._relay: subprocess.Popen[str] | None = None
+        self._congestion = _chosen_congestion(congestion)
+        for tool in tools.PACKAGES:
+            tools.find(tool)
+        self._keeper = _start([keeper.__file__, str(os.getpid()), str(num_ranks)], inside=(), what="the keeper")
+        try:
+            self._made = _answer(self._keeper, "the keeper")
+            if "refused" in self._made:
+                raise tools.refused(self._made["refused"])
+            self._join()
+            self._set_buckets()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def popen(self, rank: int, argv: Sequence[str], **popen_kwargs: Any) -> subprocess.Popen[Any]:
+        """Start ``argv`` in ``rank``'s namespace; arguments as `subprocess.Popen`, ``env`` completed by `env`.
+
+        It gets a session of its own unless ``popen_kwargs`` say otherwise, so that a Ctrl-C in the terminal reaches
+        this process alone, which then decides. It is killed when the network closes or this process ends.
+
+        Raises:
+            FileNotFoundError: there is no such command.
+        """
+        given = popen_kwargs.pop("env", None)
+        environment = dict(os.environ if given is None else given)
+        environment.update(self.env(rank, environment))
+        if os.sep not in argv[0] and shutil.which(argv[0], path=environment.get("PATH")) is None:
+            raise FileNotFoundError(f"there is no command {argv[0]!r} on the PATH")
+        popen_kwargs.setdefault("start_new_session", True)
+        process = subprocess.Popen([*self._inside_rank(rank), *argv], env=environment, **popen_kwargs)
+        self._processes = [started for started in self._processes if started.poll() is None] + [process]
+        return process
+
+    def env(self, rank: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """Variables of ``rank``, as ``torchrun`` sets them on machines with one rank each.
+
+        ``OMP_NUM_THREADS`` is taken from ``base`` if it is set there, else 1. NCCL is told that ranks are on different
+        machines, so that it uses their links and not the memory they share.
+        """
+        self._check_rank(rank)
+        size = str(self.num_ranks)
+        return {
+            "MASTER_ADDR": address(0),
+            "MASTER_PORT": str(MASTER_PORT),
+            "RANK": str(rank),
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "GROUP_RANK": str(rank),
+            "GROUP_WORLD_SIZE": size,
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": size,
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "TP_SOCKET_IFNAME": INTERFACE,
+            "NCCL_SOCKET_IFNAME": INTERFACE,
+            "NCCL_IB_DISABLE": "1",
+            "NCCL_HOSTID": f"thinwire-lab-{os.getpid()}-{rank}",
+            "OMP_NUM_THREADS": base.get("OMP_NUM_THREADS", "1"),
+        }
+
+    def shape(self, rate: str | Sequence[str]) -> None:
+        """Limit the links to ``rate`` (as in the constructor) from now on; processes may be running.
+
+        Raises:
+            ValueError: ``rate`` is not a rate, or the relay cannot carry it.
+        """
+        self._rates = self._checked(rate)
+        self._set_buckets()
+
+    def unshape(self) -> None:
+        """Take the limits away; processes may be running."""
+        self._rates = None
+        self._set_buckets()
+
+    def interface_bytes(self, rank: int) -> tuple[int, int]:
+        """(sent, received) by ``rank`` over its link since the start, in bytes with Ethernet, IP and TCP headers.
+
+        Counted where each link's rate is limited, in frames of at most the MTU: a large frame that the kernel hands
+        on whole counts with the headers of all the packets a network card would make of it.
+        """
+        self._check_rank(rank)
+        sent = _counted_bytes(self._inside_rank(rank), INTERFACE)
+        return sent, _counted_bytes(self._inside_hub(), _port(rank))
+
+    def describe(self) -> dict[str, Any]:
+        """What the links are: of each rank rate (None when unshaped), burst and queue limit; latency, TCP, mode.
+
+        With a latency, ``relay`` has the relay's counters (`thinwire.lab.relay.Counters`).
+        """
+        buckets = [self._bucket(rank) for rank in range(self.num_ranks)] if self._rates is not None else None
+        return {
+            "num_ranks": self.num_ranks,
+            "rate_bps": list(self._rates) if self._rates is not None else None,
+            "burst_bytes": [burst for _, burst, _ in buckets] if buckets is not None else None,
+            "queue_bytes": [queue for _, _, queue in buckets] if buckets is not None else None,
+            "rtt_s": self._rtt_s,
+            "congestion_control": self._congestion or self._inherited_congestion(),
+            "mtu": MTU,
+            "mode": self._made["mode"],
+            "relay": self._relay_counters(),
+        }
+
+    def close(self) -> None:
+        """Kill what still runs in the namespaces and remove them. May be called again."""
+        if self._keeper.stdin is not None and not self._keeper.stdin.closed:
+            self._keeper.stdin.close()
+        try:
+            self._keeper.wait(CLOSE_TIMEOUT_S)
+        finally:
+            # Where the keeper itself was killed, the processes it would have ended are still there.
+            for process in [self._keeper, *([self._relay] if self._relay else []), *self._processes]:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+            for process in (self._keeper, self._relay):
+                for pipe in (process.stdin, process.stdout) if process is not None else ():
+                    if pipe is not None:
+                        pipe.close()
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(f"rank {rank} of a network with ranks 0 to {self.num_ranks - 1}")
+
+    def _checked(self, rate: str | Sequence[str]) -> tuple[int, ...]:
+        rates = parse_rates(rate, self.num_ranks)
+        if self._rtt_s and sum(rates) > relay.CEILING_BPS:
+            raise ValueError(
+                f"the links sum up to {format_rate(sum(rates))}, and the relay that adds the latency carries "
+                f"{format_rate(relay.CEILING_BPS)} at most: lower the rate, take fewer ranks, or leave the latency out"
+            )
+        return rates
+
+    def _inside(self, namespace: int) -> list[str]:
+        """Prefix of a command that is to run inside a namespace, given as the keeper's file descriptor of it."""
+        if self._keeper.poll() is not None:
+            raise RuntimeError("this network is closed: its namespaces are gone; make a new one")
+        process = f"/proc/{self._keeper.pid}"
+        user = [f"--user={process}/ns/user", "--preserve-credentials"] if self._made["mode"] != "root" else []
+        return [tools.find("nsenter"), *user, f"--net={process}/fd/{namespace}", "--"]
+
+    def _inside_rank(self, rank: int) -> list[str]:
+        self._check_rank(rank)
+        return self._inside(self._made["ranks"][rank])
+
+    def _inside_hub(self) -> list[str]:
+        return self._inside(self._made["hub"])
+
+    def _join(self) -> None:
+        """Make the interfaces and join them in the hub, by a bridge or by the relay."""
+        # Without IPv6 addresses no router or neighbour discovery adds to the bytes that are counted.
+        quiet = " addrgenmode none" if Path("/proc/net/if_inet6").exists() else ""
+        port_options = "arp off" if self._rtt_s else "master bridge"
+        hub = [] if self._rtt_s else ["link add bridge type bridge stp_state 0", f"link set bridge{quiet} up"]
+        for rank in range(self.num_ranks):
+            port, inside = _port(rank), f"/proc/{self._keeper.pid}/fd/{self._made['ranks'][rank]}"
+            hub += [
+                f"link add {port} mtu {MTU} type veth peer name {INTERFACE} mtu {MTU} netns {inside}",
+                f"link set {port} {port_options}{quiet} up",
+            ]
+        tools.call(self._inside_hub(), "ip", ["-batch", "-"], lines=hub)
+        for rank in range(self.num_ranks):
+            lines = [
+                "link set lo up",
+                f"link set {INTERFACE} address {ethernet_address(rank)}{quiet} up",
+                f"address add {address(rank)}/24 dev {INTERFACE}",
+            ]
+            if self._congestion is not None:
+                # By route and not by the namespace's setting, which takes only what the machine allows to all users.
+                route = f"{NETWORK} dev {INTERFACE} proto kernel scope link src {address(rank)}"
+                lines.append(f"route replace {route} congctl {self._congestion}")
+            tools.call(self._inside_rank(rank), "ip", ["-batch", "-"], lines=lines)
+        if self._rtt_s:
+            ports = [f"{_port(rank)}={ethernet_address(rank).replace(':', '')}" for rank in range(self.num_ranks)]
+            self._relay = _start(
+                [relay.__file__, repr(self._rtt_s / 2), str(RELAY_MEMORY_BYTES), *ports],
+                inside=self._inside_hub(),
+                what="the relay",
+            )
+            _answer(self._relay, "the relay")
+
+    def _bucket(self, rank: int) -> tuple[int, int, int]:
+        """Rate in bits/s, burst and queue limit in bytes of ``rank``'s token buckets."""
+        if self._rates is None:
+            return UNSHAPED_BPS, UNSHAPED_BURST_BYTES, UNSHAPED_QUEUE_BYTES
+        rate = self._rates[rank]
+        burst = self._burst_bytes or default_burst_bytes(rate)
+        return rate, burst, default_queue_bytes(rate, self._queue_s, burst)
+
+    def _set_buckets(self) -> None:
+        hub = []
+        for rank in range(self.num_ranks):
+            rate, burst, queue = self._bucket(rank)
+            # `replace` with the same handle changes a bucket in place: what it holds and has counted stays.
+            bucket = f"root handle 1: tbf rate {rate} burst {burst} limit {queue}"
+            hub.append(f"qdisc replace dev {_port(rank)} {bucket}")
+            line = f"qdisc replace dev {INTERFACE} {bucket}"
+            tools.call(self._inside_rank(rank), "tc", ["-batch", "-"], lines=[line])
+        tools.call(self._inside_hub(), "tc", ["-batch", "-"], lines=hub)
+
+    def _inherited_congestion(self) -> str:
+        """What the kernel gave the new namespaces: read inside, since it need not be the machine's own."""
+        return tools.call(self._inside_rank(0), "cat", [CONGESTION_DEFAULT]).strip()
+
+    def _relay_counters(self) -> dict[str, int] | None:
+        if self._relay is None:
+            return None
+        assert self._relay.stdin is not None
+        if self._relay.poll() is not None:
+            raise RuntimeError(f"the relay of this network ended, with exit status {self._relay.returncode}")
+        self._relay.stdin.write("counters\n")
+        self._relay.stdin.flush()
+        return _answer(self._relay, "the relay")
+
+
+def unavailable() -> str | None:
+    """None if a `Network` can be made here, else what is missing and what to do. Makes one to find out (0.1 s)."""
+    if not sys.platform.startswith("linux"):
+        return "the lab needs Linux: its links are network namespaces"
+    try:
+        Network(1, rate="100mbit").close()
+    except tools.LabUnavailable as error:
+        return str(error)
+    return None
+
+
+def _chosen_congestion(asked: str | None) -> str | None:
+    """``asked``, or cubic where the kernel has it, or None for what new namespaces get."""
+    available = Path(CONGESTION_AVAILABLE).read_text().split()
+    if asked is not None and asked not in available:
+        raise ValueError(f"TCP congestion control {asked!r} is not loaded here: there are {', '.join(available)}")
+    return asked or ("cubic" if "cubic" in available else None)
+
+
+def _port(rank: int) -> str:
+    """Name of the hub's end of ``rank``'s link."""
+    return f"rank{rank}"
+
+
+def _start(script: Sequence[str], *, inside: Sequence[str], what: str) -> subprocess.Popen[str]:
+    """Start one of the lab's own scripts: isolated from the environment, and from the terminal's signals."""
+    try:
+        return subprocess.Popen(
+            [*inside, sys.executable, "-I", "-S", *script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+        )
+    except OSError as error:
+        raise tools.LabUnavailable(f"{what} of the lab cannot be started: {error}") from error
+
+
+def _answer(process: subprocess.Popen[str], what: str) -> dict[str, Any]:
+    """One line of JSON from one of the lab's own processes.
+
+    Raises:
+        LabUnavailable: it ended or did not answer in time.
+    """
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], ANSWER_TIMEOUT_S)
+    line = process.stdout.readline() if ready else ""
+    if not line.endswith("\n"):
+        raise tools.LabUnavailable(f"{what} of the lab gave no answer (exit status {process.poll()})")
+    return json.loads(line)
+
+
+def _counted_bytes(inside: Sequence[str], interface: str) -> int:
+    """Bytes that have left through the token bucket of ``interface``."""
+    shown = json.loads(tools.call(inside, "tc", ["-statistics", "-json", "qdisc", "show", "dev", interface, "root"]))
+    return int(shown[0]["bytes"])

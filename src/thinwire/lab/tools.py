@@ -1,0 +1,86 @@
+"""The system's own tools that a lab is made with: ``ip`` and ``tc`` of iproute2, ``nsenter`` of util-linux.
+
+They are present wherever containers are and need no Python package. ``nsenter`` enters a namespace and then *becomes*
+the command, so a rank's process id, its signals and its exit status are the command's own; and no thread of this
+process ever changes its own namespace.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "cat": "coreutils"}
+# Debian keeps these out of an ordinary user's PATH.
+SYSTEM_DIRECTORIES = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")
+TOOL_TIMEOUT_S = 30.0
+USER_NAMESPACE_SETTINGS = (
+    ("user/max_user_namespaces", "0", "user.max_user_namespaces=10000"),
+    ("kernel/unprivileged_userns_clone", "0", "kernel.unprivileged_userns_clone=1"),
+    ("kernel/apparmor_restrict_unprivileged_userns", "1", "kernel.apparmor_restrict_unprivileged_userns=0"),
+)
+
+
+class LabUnavailable(RuntimeError):
+    """A slow network cannot be made here; the message says what is missing and what to do."""
+
+
+def find(tool: str) -> str:
+    """Path of ``tool``.
+
+    Raises:
+        LabUnavailable: it is not installed; names the package that has it.
+    """
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *SYSTEM_DIRECTORIES])
+    found = shutil.which(tool, path=path)
+    if found is None:
+        package = PACKAGES[tool]
+        raise LabUnavailable(
+            f"the command `{tool}` is missing: install the package {package} (Debian, Ubuntu: apt install {package})"
+        )
+    return found
+
+
+def call(inside: Sequence[str], tool: str, arguments: Sequence[str], *, lines: Sequence[str] = ()) -> str:
+    """Run ``tool`` behind the prefix ``inside`` (which enters a namespace); its standard output.
+
+    ``lines`` are its standard input: with ``-batch -`` they are one command each.
+
+    Raises:
+        LabUnavailable: it failed; the message has its own words and what they usually mean.
+    """
+    script = "".join(line + "\n" for line in lines)
+    done = subprocess.run(
+        [*inside, find(tool), *arguments], input=script, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S
+    )
+    if done.returncode != 0:
+        raise LabUnavailable(f"`{tool}` failed: {done.stderr.strip()}{_missing_module(done.stderr, script)}")
+    return done.stdout
+
+
+def _missing_module(error: str, script: str) -> str:
+    """What to do about an error of ``ip`` or ``tc``, from the kernel's words and from what it was asked for."""
+    unknown = ("not supported", "Unknown device type", "No such file", "qdisc kind is unknown")
+    for asked, module in (("tbf", "sch_tbf"), ("type bridge", "bridge"), ("type veth", "veth")):
+        if asked in script and any(words in error for words in unknown):
+            return f" (this kernel may lack the module {module}: try `modprobe {module}` as root)"
+    return ""
+
+
+def refused(error: str) -> LabUnavailable:
+    """What to do when the kernel refused the namespaces with ``error``: names the settings that forbid them."""
+    blocked = []
+    for name, forbidding, setting in USER_NAMESPACE_SETTINGS:
+        file = Path("/proc/sys") / name
+        if file.exists() and file.read_text().strip() == forbidding:
+            blocked.append(f"`sysctl -w {setting}`")
+    remedies = "run as root"
+    if blocked:
+        remedies += f", or let users make user namespaces: {' and '.join(blocked)} as root"
+    return LabUnavailable(
+        f"{error}. To do: {remedies}; in a container, start it with --cap-add SYS_ADMIN --cap-add NET_ADMIN "
+        "--security-opt seccomp=unconfined --security-opt apparmor=unconfined (or --privileged)"
+    )

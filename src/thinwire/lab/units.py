@@ -1,0 +1,69 @@
+"""Rates and times as people write them for links: ``100mbit``, ``2.5gbit``, ``20ms``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)")
+
+
+def _parse(text: str, units: dict[str, float] | dict[str, int], form: str) -> float:
+    match = _QUANTITY.fullmatch(text.strip().lower())
+    if match is None or match[2] not in units:
+        raise ValueError(f"{text!r} is not {form}")
+    return float(match[1]) * units[match[2]]
+
+
+def parse_rate(text: str) -> int:
+    """Bits per second of ``"100mbit"``, ``"1gbit"``, ``"500kbit"``, ``"2.5gbit"``; decimal units.
+
+    Raises:
+        ValueError: ``text`` is not a number and a unit, or less than 1 kbit/s.
+    """
+    rate = round(_parse(text, _BITS, "a rate: write a number and kbit, mbit or gbit, as in 100mbit or 2.5gbit"))
+    if rate < 1000:
+        raise ValueError(f"{text!r} is too slow to be a link: the least is 1kbit")
+    return rate
+
+
+def parse_time(text: str) -> float:
+    """Seconds of ``"20ms"``, ``"500us"``, ``"0.1s"``.
+
+    Raises:
+        ValueError: ``text`` is not a number and a unit.
+    """
+    return _parse(text, _SECONDS, "a time: write a number and s, ms or us, as in 20ms")
+
+
+def parse_rates(rate: str | Sequence[str], num_ranks: int) -> tuple[int, ...]:
+    """Bits per second of each rank's link, from one rate for all or one for each (``"1gbit,100mbit"`` or a list).
+
+    Raises:
+        ValueError: a part is not a rate, or there are neither one nor ``num_ranks`` of them.
+    """
+    parts = rate.split(",") if isinstance(rate, str) else list(rate)
+    rates = tuple(parse_rate(part) for part in parts)
+    if len(rates) == 1:
+        return rates * num_ranks
+    if len(rates) != num_ranks:
+        raise ValueError(f"{len(rates)} rates for {num_ranks} ranks: give one for all, or one for each")
+    return rates
+
+
+def format_rate(rate_bps: float) -> str:
+    """``"100 Mbit/s"`` for 100 000 000."""
+    for unit, bits in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
+        if rate_bps >= bits:
+            return f"{rate_bps / bits:.3g} {unit}" if rate_bps < 1000 * bits else f"{rate_bps / bits:.0f} {unit}"
+    return f"{rate_bps:.0f} bit/s"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """``"62.5 kB"`` for 62 500; decimal units, as rates have."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}" if num_bytes < 1000 * size else f"{num_bytes / size:.0f} {unit}"
+    return f"{num_bytes:.0f} B"

@@ -1,0 +1,281 @@
+"""Links of a `thinwire.lab.Network`: what they carry, how long they take, what they count, what they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from thinwire import lab
+from thinwire.lab import relay, tools
+from thinwire.lab.network import address
+
+MISSING = lab.unavailable()
+pytestmark = [pytest.mark.network, pytest.mark.skipif(MISSING is not None, reason=MISSING or "")]
+
+PYTHON = [sys.executable, "-I", "-S", "-c"]
+# Of each 1514-byte frame 1448 are the stream's: the most that a rate can carry.
+MOST = 1448 / 1514
+
+# The sender reads sizes from its input; for each it answers with the seconds until the receiver had it all.
+RECEIVER = """
+import socket, sys
+stream, _ = socket.create_server(("", int(sys.argv[1]))).accept()
+buffer = bytearray(1 << 20)
+while head := stream.recv(8, socket.MSG_WAITALL):
+    left = int.from_bytes(head, "big")
+    while left:
+        left -= stream.recv_into(buffer, min(left, len(buffer)))
+    stream.sendall(b"!")
+"""
+SENDER = """
+import socket, sys, time
+for _ in range(500):
+    try:
+        stream = socket.create_connection((sys.argv[2], int(sys.argv[1])))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.01)
+stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+for line in sys.stdin:
+    size = int(line)
+    start = time.perf_counter()
+    stream.sendall(size.to_bytes(8, "big") + bytes(size))
+    stream.recv(1)
+    print(time.perf_counter() - start, flush=True)
+"""
+
+
+class Stream:
+    """A TCP connection from one rank to another."""
+
+    def __init__(self, network: lab.Network, source: int, target: int) -> None:
+        port = str(6000 + 16 * source + target)
+        self.receiver = network.popen(target, [*PYTHON, RECEIVER, port])
+        self.sender = network.popen(
+            source,
+            [*PYTHON, SENDER, port, address(target)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def seconds(self, num_bytes: int) -> float:
+        """Seconds from the first byte sent until the receiver's answer that it has all of them."""
+        assert self.sender.stdin is not None
+        assert self.sender.stdout is not None
+        self.sender.stdin.write(f"{num_bytes}\n")
+        self.sender.stdin.flush()
+        return float(self.sender.stdout.readline())
+
+    def rate(self, num_bytes: int) -> float:
+        """Goodput in bits per second."""
+        return num_bytes * 8 / self.seconds(num_bytes)
+
+    def close(self) -> None:
+        assert self.sender.stdin is not None
+        assert self.sender.stdout is not None
+        self.sender.stdin.close()
+        self.sender.wait()
+        self.sender.stdout.close()
+        self.receiver.wait()
+
+
+@contextlib.contextmanager
+def stream_between(network: lab.Network, source: int, target: int):
+    stream = Stream(network, source, target)
+    try:
+        stream.seconds(1)
+        yield stream
+    finally:
+        stream.close()
+
+
+def in_threads(*calls: Callable[[], float]) -> list[float]:
+    answers = [0.0] * len(calls)
+
+    def store(index: int) -> None:
+        answers[index] = calls[index]()
+
+    threads = [threading.Thread(target=store, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+@pytest.mark.parametrize(("rate", "num_bytes", "least"), [("100mbit", 6_000_000, 0.90), ("1gbit", 60_000_000, 0.75)])
+def test_a_rate_is_reached_each_way_and_not_passed(rate: str, num_bytes: int, least: float) -> None:
+    asked = lab.parse_rate(rate)
+    with lab.Network(2, rate=rate) as network:
+        # The first burst is free.
+        free = 8 * network.describe()["burst_bytes"][0] / (num_bytes * 8)
+        for source, target in ((0, 1), (1, 0)):
+            with stream_between(network, source, target) as stream:
+                assert least * asked < stream.rate(num_bytes) < (MOST + 2 * free + 0.01) * asked
+
+
+def test_both_ways_at_once_have_the_rate_each() -> None:
+    with (
+        lab.Network(2, rate="100mbit") as network,
+        stream_between(network, 0, 1) as there,
+        stream_between(network, 1, 0) as back,
+    ):
+        rates = in_threads(lambda: there.rate(6_000_000), lambda: back.rate(6_000_000))
+        assert min(rates) > 0.85e8
+        assert max(rates) < 1e8
+
+
+def test_uneven_links_carry_what_the_slower_end_carries() -> None:
+    with lab.Network(3, rate=["200mbit", "40mbit", "200mbit"]) as network:
+        expected = {(0, 1): 40e6, (1, 0): 40e6, (0, 2): 200e6}
+        for (source, target), rate in expected.items():
+            with stream_between(network, source, target) as stream:
+                assert 0.85 * rate < stream.rate(round(rate / 16)) < rate
+
+
+@pytest.mark.parametrize("rtt", ["20ms", "3ms"])
+def test_a_round_trip_takes_what_was_asked(rtt: str) -> None:
+    asked = lab.parse_time(rtt)
+    with lab.Network(2, rate="100mbit", rtt=rtt) as network, stream_between(network, 0, 1) as stream:
+        times = sorted(stream.seconds(1) for _ in range(15))
+        assert asked <= times[0]
+        assert times[len(times) // 2] <= 1.15 * asked + 0.001
+        rate = stream.rate(6_000_000)
+        assert 0.80e8 < rate < 1e8
+        counters = network.describe()["relay"]
+        # The kernel makes frames of about 1 ms of data, so far fewer than packets; each way some.
+        assert counters["forwarded"] > 100
+        assert {name: counters[name] for name in ("memory_full", "read_late", "failed")} == {
+            "memory_full": 0,
+            "read_late": 0,
+            "failed": 0,
+        }
+
+
+def test_a_rate_that_the_relay_cannot_carry_is_refused() -> None:
+    with pytest.raises(ValueError, match="the relay that adds the latency carries 4 Gbit/s at most"):
+        lab.Network(2, rate="10gbit", rtt="1ms")
+    with lab.Network(2, rate="100mbit", rtt="1ms") as network:
+        with pytest.raises(ValueError, match="the relay"):
+            network.shape(f"{relay.CEILING_BPS // 10**6}mbit")
+        assert network.describe()["rate_bps"] == [10**8, 10**8]
+
+
+def test_shape_and_unshape_while_processes_run() -> None:
+    with lab.Network(2) as network, stream_between(network, 0, 1) as stream:
+        assert network.describe()["rate_bps"] is None
+        assert stream.rate(20_000_000) > 0.3e9
+        network.shape("50mbit")
+        assert network.describe()["rate_bps"] == [50_000_000, 50_000_000]
+        assert 0.88 * 50e6 < stream.rate(3_000_000) < 50e6
+        network.shape("25mbit,100mbit")
+        assert 0.85 * 25e6 < stream.rate(1_500_000) < 25e6
+        network.unshape()
+        assert stream.rate(20_000_000) > 0.3e9
+
+
+def test_interface_bytes_are_those_sent_with_headers() -> None:
+    size = 4_000_000
+    with lab.Network(2, rate="200mbit") as network, stream_between(network, 0, 1) as stream:
+        before = [network.interface_bytes(rank) for rank in range(2)]
+        stream.seconds(size // 2)
+        network.unshape()
+        stream.seconds(size // 2)
+        after = [network.interface_bytes(rank) for rank in range(2)]
+    (sent, received), (other_sent, other_received) = [
+        tuple(b - a for a, b in zip(*pair, strict=True)) for pair in zip(before, after, strict=True)
+    ]
+    # Data one way, acknowledgements the other; a few frames may be ARP's or sent twice.
+    assert sent == pytest.approx(size / MOST, rel=0.005)
+    assert other_received == pytest.approx(sent, rel=0.005)
+    assert 0 < received < 0.05 * size
+    assert other_sent == pytest.approx(received, abs=2000)
+
+
+def test_connections_have_the_congestion_control_that_is_described() -> None:
+    ask = "print(stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b'\\0').decode())"
+    accept = f"import socket; stream = socket.create_server(('', 6000)).accept()[0]; {ask}"
+    connect = SENDER.split("stream.setsockopt")[0] + ask
+    with lab.Network(2, congestion="reno") as network:
+        assert network.describe()["congestion_control"] == "reno"
+        ends = [
+            network.popen(1, [*PYTHON, accept], stdout=subprocess.PIPE, text=True),
+            network.popen(0, [*PYTHON, connect, "6000", "10.77.0.2"], stdout=subprocess.PIPE, text=True),
+        ]
+        assert [end.communicate()[0].strip() for end in ends] == ["reno", "reno"]
+    with pytest.raises(ValueError, match="'quick' is not loaded here: there are .*reno"):
+        lab.Network(2, congestion="quick")
+
+
+def test_a_rank_has_what_torchrun_would_set_and_only_its_own_network() -> None:
+    show = "import json, os, socket; print(json.dumps([dict(os.environ), sorted(n for _, n in socket.if_nameindex())]))"
+    with lab.Network(3) as network:
+        process = network.popen(2, [*PYTHON, show], env={"OMP_NUM_THREADS": "7", "OWN": "x"}, stdout=subprocess.PIPE)
+        environment, interfaces = json.loads(process.communicate()[0])
+    assert interfaces == ["eth0", "lo"]
+    expected = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "2"}
+    expected |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
+    expected |= {"OMP_NUM_THREADS": "7", "OWN": "x"}
+    assert expected.items() <= environment.items()
+    assert "HOME" not in environment
+
+
+def test_wrong_arguments_are_errors() -> None:
+    with pytest.raises(ValueError, match="1 to 250 ranks"):
+        lab.Network(0)
+    with lab.Network(2) as network:
+        with pytest.raises(ValueError, match="rank 2 of a network with ranks 0 to 1"):
+            network.interface_bytes(2)
+        with pytest.raises(FileNotFoundError, match="no-such-command"):
+            network.popen(0, ["no-such-command"])
+        network.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            network.popen(0, ["true"])
+        network.close()
+
+
+def test_a_missing_tool_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for tool in ("ip", "nsenter", "cat"):
+        (tmp_path / tool).symlink_to(tools.find(tool))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(tools, "SYSTEM_DIRECTORIES", ())
+    with pytest.raises(lab.LabUnavailable, match="`tc` is missing: install the package iproute2"):
+        lab.Network(2)
+    assert "iproute2" in (lab.unavailable() or "")
+
+
+def test_a_refusal_names_the_setting_that_forbids(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "setting").write_text("0\n")
+    monkeypatch.setattr(tools, "USER_NAMESPACE_SETTINGS", ((str(tmp_path / "setting"), "0", "user.namespaces=1"),))
+    assert "`sysctl -w user.namespaces=1`" in str(tools.refused("cannot make a user namespace"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="without root every test here is in a user namespace")
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv (util-linux) takes the right away; it is missing")
+def test_without_the_right_a_user_namespace_does(tmp_path: Path) -> None:
+    script = tmp_path / "user.py"
+    script.write_text(
+        "import json, subprocess, sys\n"
+        "from thinwire import lab\n"
+        "with lab.Network(2, rate='50mbit', rtt='2ms') as network:\n"
+        "    code = network.popen(1, ['sh', '-c', 'test $RANK = 1 && test -d /sys/class/net/eth0']).wait()\n"
+        "    print(json.dumps({**network.describe(), 'code': code}))\n"
+    )
+    unprivileged = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin"]
+    done = subprocess.run([*unprivileged, sys.executable, str(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout)
+    assert made["mode"] == "user namespace"
+    assert made["rate_bps"] == [50_000_000] * 2
+    assert made["code"] == 0
