@@ -93,6 +93,16 @@ static void spread(const float* per_bucket, int64_t bucket, int64_t at, int64_t 
   for (int64_t i = n; i % kGroup; i++) each[i] = each[n - 1];
 }
 
+// Follows the bucket of one half group after the other; only where no bucket ends inside a half.
+struct Cursor {
+  int64_t k, left;
+  const int64_t bucket;
+  Cursor(int64_t bucket, int64_t at, int64_t first) : k(at / bucket - first), left(bucket - at % bucket), bucket(bucket) {}
+  inline void advance() {
+    if ((left -= kHalf) == 0) k++, left = bucket;
+  }
+};
+
 // ---- Codes to values ----------------------------------------------------------------------------------------------
 
 enum Mode {
@@ -115,20 +125,23 @@ static inline V combine(V v, V base, float scale) {
   return kMode == kStore ? v * scale : kMode == kAdd ? base + v * scale : (base + v) * scale;
 }
 
+// A vector's worth of elements with scales of their own (kEach) or one scale.
 template <bool kEach, Mode kMode>
-static inline void dequantise_group(const uint8_t* codes, const float* low, const float* unit, int64_t n,
-                                    const float* base, float* to, float scale) {
-  if (n < kGroup) {
-    for (int64_t j = 0; j < n; j++) {
-      const float v = low[kEach ? j : 0] + (float)codes[j] * unit[kEach ? j : 0];
-      to[j] = combine<kMode>(v, kMode == kStore ? 0.0f : base[j], scale);
-    }
-    return;
-  }
-  for (int j = 0; j < kGroup; j += kLanes) {
+static inline void dequantise_half(const uint8_t* codes, const float* low, const float* unit, const float* base,
+                                   float* to, float scale) {
+  for (int j = 0; j < kHalf; j += kLanes) {
     const Floats lows = kEach ? load<Floats>(low + j) : splat(*low), units = kEach ? load<Floats>(unit + j) : splat(*unit);
-    const Floats v = lows + widen(load<Codes>(codes + j)) * units;
+    const Floats v = lows + widen(codes + j) * units;
     store(to + j, combine<kMode>(v, kMode == kStore ? v : load<Floats>(base + j), scale));
+  }
+}
+
+template <bool kEach, Mode kMode>
+static inline void dequantise_few(const uint8_t* codes, const float* low, const float* unit, const float* base,
+                                  float* to, float scale, int64_t n) {
+  for (int64_t j = 0; j < n; j++) {
+    const float v = low[kEach ? j : 0] + (float)codes[j] * unit[kEach ? j : 0];
+    to[j] = combine<kMode>(v, kMode == kStore ? v : base[j], scale);
   }
 }
 
@@ -138,41 +151,49 @@ struct Scales {
   int64_t first;
 };
 
-template <Mode kMode>
+template <bool kEach, Mode kMode>
 static void dequantise_as(const uint8_t* codes, const Scales& scales, int64_t bucket, int64_t at, int64_t n,
                           const Sink& sink, Scratch& s) {
   const float scale = sink.scale, *base = sink.base;
   float* to = sink.to;
-  const bool each = bucket % kGroup != 0;
-  if (each) {
+  if (kEach) {
     spread(scales.low, bucket, at, scales.first, n, s.each_low);
     spread(scales.unit, bucket, at, scales.first, n, s.each_other);
   }
-  int64_t k = at / bucket - scales.first, left = bucket - at % bucket;
-  for (int64_t i = 0; i < n; i += kGroup, to += kGroup, base += kMode == kStore ? 0 : kGroup) {
-    const int64_t count = n - i < kGroup ? n - i : kGroup;
+  Cursor at_bucket(bucket, at, scales.first);
+  for (int64_t i = 0; i < n; i += kHalf, at_bucket.advance(), to += kHalf, base += kMode == kStore ? 0 : kHalf) {
     if (sink.ahead) {
       if (kMode != kStore && base != to) prefetch_read(base + kTile);
       prefetch_write(to + kTile);
     }
-    if (each) {
-      dequantise_group<true, kMode>(codes + i, s.each_low + i, s.each_other + i, count, base, to, scale);
-      continue;
-    }
     float low, unit;
-    std::memcpy(&low, scales.low + k, 4), std::memcpy(&unit, scales.unit + k, 4); // a message may lie anywhere
-    dequantise_group<false, kMode>(codes + i, &low, &unit, count, base, to, scale);
-    if ((left -= kGroup) == 0) k++, left = bucket;
+    const float *lows = s.each_low + i, *units = s.each_other + i;
+    if (!kEach) { // a message may lie at any address
+      std::memcpy(&low, scales.low + at_bucket.k, 4), std::memcpy(&unit, scales.unit + at_bucket.k, 4);
+      lows = &low, units = &unit;
+    }
+    if (n - i >= kHalf) {
+      dequantise_half<kEach, kMode>(codes + i, lows, units, base, to, scale);
+    } else {
+      dequantise_few<kEach, kMode>(codes + i, lows, units, base, to, scale, n - i);
+    }
   }
+}
+
+template <Mode kMode>
+static void dequantise_in(const uint8_t* codes, const Scales& scales, int64_t bucket, int64_t at, int64_t n,
+                          const Sink& sink, Scratch& s) {
+  bucket % kHalf ? dequantise_as<true, kMode>(codes, scales, bucket, at, n, sink, s)
+                 : dequantise_as<false, kMode>(codes, scales, bucket, at, n, sink, s);
 }
 
 // Values lo + code * unit of the elements [at, at + n), at most a tile, of a row.
 static void dequantise(const uint8_t* codes, const Scales& scales, int64_t bucket, int64_t at, int64_t n,
                        const Sink& sink, Scratch& s) {
   switch (sink.mode) {
-  case kStore: return dequantise_as<kStore>(codes, scales, bucket, at, n, sink, s);
-  case kAdd: return dequantise_as<kAdd>(codes, scales, bucket, at, n, sink, s);
-  case kMean: return dequantise_as<kMean>(codes, scales, bucket, at, n, sink, s);
+  case kStore: return dequantise_in<kStore>(codes, scales, bucket, at, n, sink, s);
+  case kAdd: return dequantise_in<kAdd>(codes, scales, bucket, at, n, sink, s);
+  case kMean: return dequantise_in<kMean>(codes, scales, bucket, at, n, sink, s);
   }
 }
 
@@ -230,38 +251,41 @@ static void write_decoded(const Job& job, const Row& row, const Scales& scales, 
 // ---- Values to codes ----------------------------------------------------------------------------------------------
 
 template <bool kEach, bool kNearest>
-static inline void quantise_last(const float* x, int64_t n, const float* low, const float* inverse, const Draws& draws,
+static inline void quantise_last(const float* x, int64_t n, const HalfScales& scales, const Draws& draws,
                                  uint32_t counter, uint8_t* codes) {
   alignas(64) float padded[kGroup];
   for (int64_t j = 0; j < kGroup; j++) padded[j] = x[j < n ? j : n - 1];
-  quantise_group<kEach, kNearest>(padded, low, inverse, draws, counter, codes);
+  quantise_group<kEach, kNearest>(padded, scales, draws, counter, codes);
   std::memset(codes + n, 0, kGroup - n);
 }
 
 // Codes of the elements [at, at + n), at most a tile, of a row; x holds them.
-template <bool kNearest>
-static void quantise(const float* x, const Row& row, int64_t bucket, int64_t at, int64_t n, const float* low,
-                     const float* inverse, int64_t first, const Draws& draws, uint8_t* codes, Scratch& s) {
-  const bool each = bucket % kGroup != 0;
-  if (each) {
+template <bool kEach, bool kNearest>
+static void quantise_as(const float* x, const Row& row, int64_t bucket, int64_t at, int64_t n, const float* low,
+                        const float* inverse, int64_t first, const Draws& draws, uint8_t* codes, Scratch& s) {
+  if (kEach) {
     spread(low, bucket, at, first, n, s.each_low);
     spread(inverse, bucket, at, first, n, s.each_other);
   }
   uint32_t counter = (uint32_t)((row.index0 + at) / 2);
-  int64_t k = each ? 0 : at / bucket - first, left = bucket - at % bucket;
-  for (int64_t i = 0; i < n; i += kGroup, counter += 64) {
-    const bool whole = n - i >= kGroup;
-    if (each && whole) {
-      quantise_group<true, kNearest>(x + i, s.each_low + i, s.each_other + i, draws, counter, codes + i);
-    } else if (each) {
-      quantise_last<true, kNearest>(x + i, n - i, s.each_low + i, s.each_other + i, draws, counter, codes + i);
-    } else if (whole) {
-      prefetch_read(x + i + kTile);
-      quantise_group<false, kNearest>(x + i, low + k, inverse + k, draws, counter, codes + i);
-    } else {
-      quantise_last<false, kNearest>(x + i, n - i, low + k, inverse + k, draws, counter, codes + i);
+  Cursor at_bucket(bucket, at, first);
+  for (int64_t i = 0; i < n; i += kGroup, counter += kHalf) {
+    HalfScales scales;
+    for (int half = 0; half < 2; half++, at_bucket.advance()) {
+      // A half that begins behind the row's end takes the scale of the one before.
+      if (half && n - i <= kHalf) {
+        scales.low[1] = scales.low[0], scales.inverse[1] = scales.inverse[0];
+        continue;
+      }
+      scales.low[half] = kEach ? s.each_low + i + half * kHalf : low + at_bucket.k;
+      scales.inverse[half] = kEach ? s.each_other + i + half * kHalf : inverse + at_bucket.k;
     }
-    if ((left -= kGroup) == 0) k++, left = bucket;
+    prefetch_read(x + i + kTile), prefetch_read(x + i + kTile + kHalf);
+    if (n - i >= kGroup) {
+      quantise_group<kEach, kNearest>(x + i, scales, draws, counter, codes + i);
+    } else {
+      quantise_last<kEach, kNearest>(x + i, n - i, scales, draws, counter, codes + i);
+    }
   }
 }
 
@@ -281,11 +305,10 @@ struct Encoder {
   // Elements [at, at + n), at most a tile, at a multiple of the group. `low` … hold the scales from bucket `first` on.
   void tile(const float* x, int64_t at, int64_t n, const float* low, const float* unit, const float* inverse,
             int64_t first) const {
-    if (job.nearest) {
-      quantise<true>(x, row, job.bucket, at, n, low, inverse, first, draws, s.codes, s);
-    } else {
-      quantise<false>(x, row, job.bucket, at, n, low, inverse, first, draws, s.codes, s);
-    }
+    const bool each = job.bucket % kHalf;
+    const auto quantise = each ? job.nearest ? quantise_as<true, true> : quantise_as<true, false>
+                               : job.nearest ? quantise_as<false, true> : quantise_as<false, false>;
+    quantise(x, row, job.bucket, at, n, low, inverse, first, draws, s.codes, s);
     pack(s.codes, ceil_div(n, kGroup), job.bits, packed + at / kGroup * 16 * job.bits);
     if (job.y) write_decoded(job, row, Scales{low, unit, first}, at, n, s);
     if (at + n == row.numel) zero_padding();

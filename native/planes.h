@@ -1,16 +1,24 @@
 // Codes, one byte each, to and from the planes of a group of 128. Included inside a level's namespace.
 // Fields stay inside their byte when shifted left, and are masked after a shift right, so wide shifts serve all bytes.
 
+// As many bytes of a plane as a vector takes.
+template <int kBytes>
+struct Plane {
+  static constexpr int kStep = kBytes < 4 * kLanes ? kBytes : 4 * kLanes;
+  typedef uint64_t Vector __attribute__((vector_size(kStep)));
+};
+
 static constexpr uint64_t every_byte(uint64_t b) { return b * 0x0101010101010101ull; }
 
 template <int kWidth>
 static inline void pack_plane(const uint8_t* codes, int low, uint8_t* to) {
   constexpr int kBytes = 16 * kWidth, kFields = 8 / kWidth;
+  using Vector = typename Plane<kBytes>::Vector;
   const uint64_t mask = every_byte((1u << kWidth) - 1);
-  for (int j = 0; j < kBytes; j += 16) {
-    Bytes16 packed = {0, 0};
+  for (int j = 0; j < kBytes; j += (int)sizeof(Vector)) {
+    Vector packed = {};
     for (int k = 0; k < kFields; k++) {
-      const Bytes16 field = (load<Bytes16>(codes + j + k * kBytes) >> low) & mask;
+      const Vector field = (load<Vector>(codes + j + k * kBytes) >> low) & mask;
       packed |= field << (k * kWidth);
     }
     store(to + j, packed);
@@ -20,12 +28,13 @@ static inline void pack_plane(const uint8_t* codes, int low, uint8_t* to) {
 template <int kWidth>
 static inline void unpack_plane(const uint8_t* from, int low, uint8_t* codes) {
   constexpr int kBytes = 16 * kWidth, kFields = 8 / kWidth;
+  using Vector = typename Plane<kBytes>::Vector;
   const uint64_t mask = every_byte((1u << kWidth) - 1);
-  for (int j = 0; j < kBytes; j += 16) {
-    const Bytes16 packed = load<Bytes16>(from + j);
+  for (int j = 0; j < kBytes; j += (int)sizeof(Vector)) {
+    const Vector packed = load<Vector>(from + j);
     for (int k = 0; k < kFields; k++) {
-      Bytes16 field = ((packed >> (k * kWidth)) & mask) << low;
-      if (low) field |= load<Bytes16>(codes + j + k * kBytes);
+      Vector field = ((packed >> (k * kWidth)) & mask) << low;
+      if (low) field |= load<Vector>(codes + j + k * kBytes);
       store(codes + j + k * kBytes, field);
     }
   }

@@ -28,32 +28,36 @@ static inline Words lane_numbers() {
   return v;
 }
 
-static inline Ints position(const float* x, Floats low, Floats inverse) {
-  return __builtin_convertvector((load<Floats>(x) - low) * inverse, Ints);
+// Code in 16.16 fixed point before the cut: (x - low) * inverse.
+static inline Words position(const float* x, Floats low, Floats inverse) {
+  return bits_of<Words>(__builtin_convertvector((load<Floats>(x) - low) * inverse, Ints));
 }
 
-static inline void store_codes(uint8_t* to, Ints fixed) {
-  store(to, __builtin_convertvector(bits_of<Words>(fixed) >> 16, Codes));
-}
+// The scales of a group's two halves of 64: one value each, or one per element where buckets end inside a half.
+struct HalfScales {
+  const float *low[2], *inverse[2];
+};
 
-// The 128 codes of one group. `low` and `inverse` hold one value per element if kEach, else one for the group;
-// `counter` is 64 times the group's number in its layer.
+// The 128 codes of one group; `counter` is 64 times the group's number in its layer.
 template <bool kEach, bool kNearest>
-static inline void quantise_group(const float* x, const float* low, const float* inverse, const Draws& draws,
-                                  uint32_t counter, uint8_t* codes) {
+static inline void quantise_group(const float* x, const HalfScales& scales, const Draws& draws, uint32_t counter,
+                                  uint8_t* codes) {
   const Words lanes = lane_numbers();
-  for (int j = 0; j < 64; j += kLanes) {
-    const Floats low_a = kEach ? load<Floats>(low + j) : splat(*low);
-    const Floats low_b = kEach ? load<Floats>(low + j + 64) : low_a;
-    const Floats inverse_a = kEach ? load<Floats>(inverse + j) : splat(*inverse);
-    const Floats inverse_b = kEach ? load<Floats>(inverse + j + 64) : inverse_a;
-    Ints a = position(x + j, low_a, inverse_a), b = position(x + j + 64, low_b, inverse_b);
-    if (kNearest) {
-      a += 0x8000, b += 0x8000;
-    } else {
-      const Words random = draws(lanes + (counter + j));
-      a += bits_of<Ints>(random & 0xFFFF), b += bits_of<Ints>(random >> 16);
+  Words a[4], b[4];
+  for (int j = 0; j < 64; j += 4 * kLanes) {
+    for (int v = 0; v < 4; v++) {
+      const int at = j + v * kLanes;
+      const auto spread = [at](const float* p) { return kEach ? load<Floats>(p + at) : splat(*p); };
+      a[v] = position(x + at, spread(scales.low[0]), spread(scales.inverse[0]));
+      b[v] = position(x + at + 64, spread(scales.low[1]), spread(scales.inverse[1]));
+      if (kNearest) {
+        a[v] += 0x8000, b[v] += 0x8000;
+      } else {
+        const Words random = draws(lanes ^ (counter + at)); // the counter is a multiple of 64: xor adds
+        a[v] += random & 0xFFFF, b[v] += random >> 16;
+      }
+      a[v] >>= 16, b[v] >>= 16;
     }
-    store_codes(codes + j, a), store_codes(codes + j + 64, b);
+    store_bytes(codes + j, a[0], a[1], a[2], a[3]), store_bytes(codes + j + 64, b[0], b[1], b[2], b[3]);
   }
 }

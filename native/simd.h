@@ -12,9 +12,6 @@ constexpr int kLanes = 4;
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
-typedef uint8_t Codes __attribute__((vector_size(kLanes)));
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
-typedef uint64_t Bytes16 __attribute__((vector_size(16))); // 16 bytes, worked on as bits
 
 template <class V, class T>
 static inline V load(const T* p) {
@@ -75,16 +72,47 @@ static inline float across_greater(Floats v) {
 #endif
 }
 
-// 512 bytes: a group of fp32 values.
+// 256 bytes: half a group of fp32 values.
 static inline void prefetch_read(const float* p) {
-  for (int i = 0; i < 128; i += 16) __builtin_prefetch(p + i, 0);
+  for (int i = 0; i < 64; i += 16) __builtin_prefetch(p + i, 0);
 }
 
 static inline void prefetch_write(const float* p) {
-  for (int i = 0; i < 128; i += 16) __builtin_prefetch(p + i, 1);
+  for (int i = 0; i < 64; i += 16) __builtin_prefetch(p + i, 1);
 }
 
-// Codes as floats, in two steps: GCC takes u8 to i32 apart lane by lane.
-static inline Floats widen(Codes codes) {
-  return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(codes, Halves), Ints), Floats);
+// kLanes codes as floats. GCC takes u8 to i32 apart lane by lane, hence intrinsics.
+static inline Floats widen(const uint8_t* codes) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load<__m128i>(codes)));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)codes)));
+#elif defined(__SSE4_1__)
+  return (Floats)_mm_cvtepi32_ps(_mm_cvtepu8_epi32(_mm_cvtsi32_si128(load<int32_t>(codes))));
+#else
+  Ints wide;
+  for (int i = 0; i < kLanes; i++) wide[i] = codes[i];
+  return __builtin_convertvector(wide, Floats);
+#endif
+}
+
+// The low bytes of four vectors whose other bytes are 0, in order.
+static inline void store_bytes(uint8_t* to, Words a, Words b, Words c, Words d) {
+#if defined(__AVX512BW__)
+  const __m512i pairs = _mm512_packus_epi32((__m512i)a, (__m512i)b), others = _mm512_packus_epi32((__m512i)c, (__m512i)d);
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  store(to, _mm512_permutexvar_epi32(order, _mm512_packus_epi16(pairs, others)));
+#elif defined(__AVX2__)
+  const __m256i pairs = _mm256_packus_epi32((__m256i)a, (__m256i)b), others = _mm256_packus_epi32((__m256i)c, (__m256i)d);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  store(to, _mm256_permutevar8x32_epi32(_mm256_packus_epi16(pairs, others), order));
+#elif defined(__SSE4_1__)
+  const __m128i pairs = _mm_packus_epi32((__m128i)a, (__m128i)b), others = _mm_packus_epi32((__m128i)c, (__m128i)d);
+  store(to, _mm_packus_epi16(pairs, others));
+#else
+  for (int i = 0; i < kLanes; i++) {
+    to[i] = (uint8_t)a[i], to[i + kLanes] = (uint8_t)b[i];
+    to[i + 2 * kLanes] = (uint8_t)c[i], to[i + 3 * kLanes] = (uint8_t)d[i];
+  }
+#endif
 }

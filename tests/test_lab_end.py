@@ -157,7 +157,7 @@ def test_a_signal_is_passed_on_and_leaves_nothing(outside: None, tmp_path: Path,
         "    print('told to stop by', number)\n"
         "    sys.exit(3)\n"
         "signal.signal(signal.SIGINT, stop), signal.signal(signal.SIGTERM, stop)\n"
-        "print(os.getpid())\n"
+        "print(os.getpid(), flush=True)\n"
         "time.sleep(300)\n"
     )
     process = start_script(tmp_path, COMMAND.format(command=(*PYTHON, rank)))
@@ -200,7 +200,9 @@ def test_the_others_may_end_by_themselves_after_a_failure(capfd: pytest.CaptureF
 
 
 def test_a_rank_that_hears_nothing_is_killed_after_a_timeout(capfd: pytest.CaptureFixture[str]) -> None:
-    rank = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf'); time.sleep(300)"
+    rank = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(300)"
+    )
     start = time.monotonic()
     assert lab.run([*PYTHON, rank], num_ranks=1, timeout=0.5) == 124
     assert time.monotonic() - start < 15

@@ -30,7 +30,7 @@ def test_parse_rate(text: str, rate: int) -> None:
     "text", ["", "100", "mbit", "100mb", "100mbit/s", "-1mbit", "1e3mbit", "1gbit,1gbit", "nanmbit"]
 )
 def test_a_wrong_rate_is_an_error_that_shows_the_form(text: str) -> None:
-    with pytest.raises(ValueError, match="as in 100mbit or 2.5gbit"):
+    with pytest.raises(ValueError, match=r"as in 100mbit or 2\.5gbit"):
         lab.parse_rate(text)
 
 

@@ -18,6 +18,14 @@ SPECS = [
     "minmax(bits=4, bucket=100)",
     "minmax(bits=8, bucket=1024)",
     "minmax(bits=3, bucket=1)",
+    "cast(bf16)",
+    "cast(fp16)",
+    "randk(density=0.1)",
+    "randk(density=1.0)",
+    "ef(minmax(bits=2, bucket=128))",
+    "ef(minmax(bits=1, bucket=64, rounding=nearest))",
+    "ef(randk(density=0.05))",
+    "ef(cast(bf16))",
 ]
 
 
@@ -37,12 +45,12 @@ class Halved(Coded):
     def payload_bytes(self, numel, dtype):
         return numel * 4
 
-    def encode(self, x, segments, message, *, key, slots=None):
+    def encode(self, x, segments, message, *, key, state=None):
         for p in segments.pieces:
             part = torch.nan_to_num(x[p.start : p.start + p.numel].float()) / 2 + torch.rand(1) * 0
             message[p.payload : p.payload + 4 * p.numel].view(torch.float32).copy_(part)
 
-    def decode(self, message, segments, y, *, add=False, scale=1.0, slots=None):
+    def decode(self, message, segments, y, *, add=False, scale=1.0):
         for p in segments.pieces:
             v = message[p.payload : p.payload + 4 * p.numel].view(torch.float32) * scale
             y[p.start : p.start + p.numel] = y[p.start : p.start + p.numel] + v if add else v

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +24,7 @@ def compress(
     min_numel: int = 1024,
     start: int = 0,
     seed: int = 0,
+    grad_scaler: torch.amp.GradScaler | None = None,
     timeout: timedelta | None = None,
 ) -> Wire:
     """Compress what ``model`` sends while it trains. Call it once, on every rank, after wrapping the model.
@@ -43,6 +45,7 @@ def compress(
             learning rate's warm-up.
         seed: of the random draws of stochastic rounding. They depend on it, on the step, the rank, the layer and the
             element only: no global generator is touched.
+        grad_scaler: the ``GradScaler`` of an fp16 training; error feedback keeps its residuals in unscaled units.
         timeout: of the process group that the Wire makes for itself; that of the model's own if None.
 
     Returns:
@@ -59,4 +62,4 @@ def compress(
             f"thinwire.compress() takes a DistributedDataParallel model, not {type(model).__name__}: "
             "wrap it first, model = DistributedDataParallel(model)"
         )
-    return compress_ddp(model, rules, exclude=exclude, min_numel=min_numel, start=start, seed=seed, timeout=timeout)
+    return compress_ddp(model, rules, exclude=exclude, min_numel=min_numel, start=start, seed=seed, grad_scaler=grad_scaler, timeout=timeout)

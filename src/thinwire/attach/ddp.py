@@ -31,6 +31,7 @@ class _Hook:
         self.group = group
         self.names: dict[torch.Tensor, str] = {p: name for name, p in model.module.named_parameters()}
         self.wire: Wire | None = None
+        self.grad_scaler: torch.amp.GradScaler | None = None
         self._passes = 0
 
     def __call__(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -52,7 +53,9 @@ class _Hook:
         if bucket.index() == 0:
             wire.begin_step()
             self._check_overlap(bucket, flat, wire)
-        return wire.reduce(flat, tuple((self.names[p], p.numel()) for p in bucket.parameters()))
+        layers = tuple((self.names[p], tuple(p.shape)) for p in bucket.parameters())
+        scale = self.grad_scaler.get_scale() if self.grad_scaler else 1.0
+        return wire.reduce(flat, layers, last=bucket.is_last(), loss_scale=scale)
 
     def _check_overlap(self, bucket: GradBucket, flat: torch.Tensor, wire: Wire) -> None:
         # DDP's first buckets are not its last: it rebuilds them after the first one or two backward passes.
@@ -87,6 +90,7 @@ def compress_ddp(
     min_numel: int,
     start: int,
     seed: int,
+    grad_scaler: torch.amp.GradScaler | None,
     timeout: timedelta | None,
 ) -> Wire:
     """See `thinwire.compress`."""
@@ -99,7 +103,7 @@ def compress_ddp(
     if hook is None:
         hook = _Hook(model)
     transport = _transport(hook.group, timeout)
-    wire = Wire(plan, transport, seed=seed, start=start)
+    wire = Wire(plan, shapes, transport, seed=seed, start=start)
     if model not in _attached:
         try:
             model.register_comm_hook(hook, _hook)
@@ -110,7 +114,7 @@ def compress_ddp(
                 "wrap the module in DistributedDataParallel anew and call thinwire.compress() instead of that hook"
             ) from error
         _attached[model] = hook
-    hook.wire = wire
+    hook.wire, hook.grad_scaler = wire, grad_scaler
     return wire
 
 

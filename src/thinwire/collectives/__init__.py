@@ -1,9 +1,10 @@
 """Collectives: how messages meet."""
 
 from thinwire.collectives.exchange import Buffers, Exchange
-from thinwire.collectives.layout import Layer, Layout
+from thinwire.collectives.layout import Layer, Layout, owned_parts, ring_bytes
 from thinwire.collectives.message import MessageError, PeerFailedError
 from thinwire.collectives.scatter_reduce_allgather import scatter_reduce_allgather
+from thinwire.collectives.summed import sum_buffers, summed_all_reduce
 from thinwire.collectives.transport import LoopbackTransport, ProcessGroupTransport, Transport, TransportError
 
 __all__ = [
@@ -17,5 +18,9 @@ __all__ = [
     "ProcessGroupTransport",
     "Transport",
     "TransportError",
+    "owned_parts",
+    "ring_bytes",
     "scatter_reduce_allgather",
+    "sum_buffers",
+    "summed_all_reduce",
 ]

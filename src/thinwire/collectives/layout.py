@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from thinwire.collectives.message import HEADER_BYTES
-from thinwire.compressors import Coded, Piece, Segments
+from thinwire.compressors import Coded, Piece, Segments, Slot, Summed
 from thinwire.kernels import site_id
 
 _LEAST_PIECE = 1024
@@ -25,7 +25,7 @@ class Layer(NamedTuple):
     name: str
     start: int
     numel: int
-    compressor: Coded
+    compressor: Coded | Summed
 
 
 class Group(NamedTuple):
@@ -44,18 +44,41 @@ class Chunk:
     """Size of its messages, header included: of each that comes to its owner, and of the one that the owner sends."""
 
 
+class Member(NamedTuple):
+    """A layer's place in a sum."""
+
+    compressor: Summed
+    piece: Piece
+    part: slice
+
+
+@dataclass(frozen=True)
+class Sum:
+    """What one native all-reduce adds: the parts of all summed layers of one round and dtype."""
+
+    round: int
+    dtype: torch.dtype
+    members: tuple[Member, ...]
+    numel: int
+
+
 @dataclass(frozen=True)
 class Layout:
-    """How the layers of one flat tensor are cut among the ranks. A pure function of layers, world size and dtype."""
+    """How the layers of one flat tensor travel. A pure function of layers, world size and dtype.
+
+    Coded layers are cut among the ranks, one chunk each; summed layers share a few sums.
+    """
 
     layers: tuple[Layer, ...]
     chunks: tuple[Chunk, ...]
+    sums: tuple[Sum, ...]
     dtype: torch.dtype
 
     @staticmethod
     def build(layers: Sequence[Layer], world_size: int, dtype: torch.dtype) -> Layout:
         owned = _cut(layers, world_size)
-        return Layout(tuple(layers), tuple(_chunk(pieces, dtype) for pieces in owned), dtype)
+        chunks = tuple(_chunk(pieces, dtype) for pieces in owned)
+        return Layout(tuple(layers), chunks, _sums(layers, dtype), dtype)
 
     @property
     def world_size(self) -> int:
@@ -65,10 +88,25 @@ class Layout:
     def numel(self) -> int:
         return sum(layer.numel for layer in self.layers)
 
+    @property
+    def has_coded(self) -> bool:
+        return any(chunk.groups for chunk in self.chunks)
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The state that its layers need."""
+        return tuple(dict.fromkeys(slot for layer in self.layers for slot in layer.compressor.slots))
+
     def sent_bytes(self, rank: int) -> int:
-        """Bytes that ``rank`` sends in one scatter-reduce-all-gather: the others' chunks, then its own to each."""
+        """Bytes that ``rank`` hands to the transport for it.
+
+        Of coded layers, the others' chunks and then its own to each of them; of sums, 2(n−1)/n of their size.
+        """
+        summed = sum(ring_bytes(s.numel * s.dtype.itemsize, self.world_size) for s in self.sums)
+        if not self.has_coded:
+            return summed
         others = sum(chunk.message_bytes for owner, chunk in enumerate(self.chunks) if owner != rank)
-        return others + (self.world_size - 1) * self.chunks[rank].message_bytes
+        return summed + others + (self.world_size - 1) * self.chunks[rank].message_bytes
 
     @cached_property
     def digest(self) -> int:
@@ -78,8 +116,14 @@ class Layout:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
+def ring_bytes(num_bytes: int, world_size: int) -> int:
+    """Bytes that each rank sends in a ring all-reduce of a tensor of ``num_bytes``."""
+    return 2 * (world_size - 1) * num_bytes // world_size
+
+
 class _Cut(NamedTuple):
     layer: Layer
+    compressor: Coded
     index0: int
     numel: int
 
@@ -92,33 +136,59 @@ def _cut(layers: Sequence[Layer], world_size: int) -> list[list[_Cut]]:
     """
     owned: list[list[_Cut]] = [[] for _ in range(world_size)]
     for layer in layers:
-        # Layers with fewer pieces than there are owners begin with different owners.
-        first = site_id(layer.name) % world_size
-        for part, (begin, end) in enumerate(_parts(layer, world_size)):
-            if end > begin:
-                owned[(first + part) % world_size].append(_Cut(layer, begin, end - begin))
+        if isinstance(layer.compressor, Coded):
+            for owner, begin, end in owned_parts(layer.name, layer.compressor, layer.numel, world_size):
+                owned[owner].append(_Cut(layer, layer.compressor, begin, end - begin))
     return owned
 
 
-def _parts(layer: Layer, world_size: int) -> list[tuple[int, int]]:
-    grain = layer.compressor.grain
+def owned_parts(name: str, compressor: Coded, numel: int, world_size: int) -> list[tuple[int, int, int]]:
+    """Which elements of a coded layer which rank owns: (owner, begin, end) of each piece, none of them empty."""
+    # Layers with fewer pieces than there are owners begin with different owners.
+    first = site_id(name) % world_size
+    parts = enumerate(_parts(compressor, numel, world_size))
+    return [((first + part) % world_size, begin, end) for part, (begin, end) in parts if end > begin]
+
+
+def _parts(compressor: Coded, numel: int, world_size: int) -> list[tuple[int, int]]:
+    grain = compressor.grain
     if grain is None:
-        return [(0, layer.numel)]
+        return [(0, numel)]
     unit = -(-_LEAST_PIECE // grain) * grain
-    units = -(-layer.numel // unit)
-    edges = [min(layer.numel, part * units // world_size * unit) for part in range(world_size + 1)]
+    units = -(-numel // unit)
+    edges = [min(numel, part * units // world_size * unit) for part in range(world_size + 1)]
     return list(pairwise(edges))
 
 
 def _chunk(cuts: Sequence[_Cut], dtype: torch.dtype) -> Chunk:
     by_compressor: dict[Coded, list[_Cut]] = {}
     for cut in cuts:
-        by_compressor.setdefault(cut.layer.compressor, []).append(cut)
+        by_compressor.setdefault(cut.compressor, []).append(cut)
     at, groups = HEADER_BYTES, []
     for compressor, members in by_compressor.items():
         pieces = []
-        for layer, index0, numel in members:
+        for layer, _, index0, numel in members:
             pieces.append(Piece(layer.name, layer.start + index0, numel, index0, at))
             at += compressor.payload_bytes(numel, dtype)
         groups.append(Group(compressor, Segments.build(pieces)))
     return Chunk(tuple(groups), at)
+
+
+def _sums(layers: Sequence[Layer], dtype: torch.dtype) -> tuple[Sum, ...]:
+    members: dict[tuple[int, str], list[Member]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    ends: dict[tuple[int, str], int] = {}
+    for layer in layers:
+        compressor = layer.compressor
+        if not isinstance(compressor, Summed) or not layer.numel:
+            continue
+        part_dtype = compressor.part_dtype(dtype)
+        dtypes[str(part_dtype)] = part_dtype
+        for round in range(compressor.rounds):
+            place = (round, str(part_dtype))
+            start = ends.get(place, 0)
+            ends[place] = start + compressor.part_numel(round, layer.numel)
+            piece = Piece(layer.name, layer.start, layer.numel, 0, start * part_dtype.itemsize)
+            members.setdefault(place, []).append(Member(compressor, piece, slice(start, ends[place])))
+    # Sorted: all ranks must enter the all-reduces in one order, and a round must end before the next.
+    return tuple(Sum(round, dtypes[name], tuple(members[round, name]), ends[round, name]) for round, name in sorted(ends))

@@ -10,6 +10,7 @@ from torch import Tensor
 from thinwire.collectives.exchange import Buffers, Exchange
 from thinwire.collectives.layout import Layout
 from thinwire.collectives.transport import Transport
+from thinwire.compressors import State
 from thinwire.kernels import derive_key
 
 WORKER, OWNER = 1, 2
@@ -24,7 +25,9 @@ class Clock(Protocol):
         ...
 
 
-class _NoClock:
+class NoClock:
+    """Times nothing."""
+
     def stage(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -37,9 +40,10 @@ def scatter_reduce_allgather(
     *,
     seed: int,
     step: int,
+    state: State | None = None,
     clock: Clock | None = None,
 ) -> None:
-    """Replace the flat tensor ``x`` by its compressed mean over all ranks; every rank ends with the same bytes.
+    """Replace the coded layers of the flat tensor ``x`` by their mean; every rank ends with the same bytes.
 
     1. Each rank encodes every other owner's chunk and sends it. 2. The owner adds what it decodes to its own exact
     values, encodes the mean, decodes its own payload like everybody else, and sends it to all. 3. All decode.
@@ -49,7 +53,7 @@ def scatter_reduce_allgather(
         PeerFailedError: another rank could not do its part.
         MessageError: a message is damaged or of another step.
     """
-    clock = clock or _NoClock()
+    clock = clock or NoClock()
     rank, num_ranks = transport.rank, transport.world_size
     # Each rank starts with its right neighbour, so that no owner is everybody's first target.
     peers = [(rank + shift) % num_ranks for shift in range(1, num_ranks)]
@@ -59,7 +63,7 @@ def scatter_reduce_allgather(
         for peer in peers:
             with clock.stage("encode"):
                 for compressor, segments in layout.chunks[peer].groups:
-                    compressor.encode(x, segments, buffers.outbox[0, peer], key=key)
+                    compressor.encode(x, segments, buffers.outbox[0, peer], key=key, state=state)
                 exchange.send(0, peer)
 
         with clock.stage("wire"):
@@ -67,7 +71,7 @@ def scatter_reduce_allgather(
         with clock.stage("reduce"):
             key, mean = derive_key(seed, step, OWNER, rank), buffers.outbox[1, peers[0]]
             for compressor, segments in mine.groups:
-                compressor.reduce(received, x, segments, mean, x, key=key, scale=1.0 / num_ranks)
+                compressor.reduce(received, x, segments, mean, x, key=key, scale=1.0 / num_ranks, state=state)
             exchange.send(1, *peers)
 
         for peer in reversed(peers):

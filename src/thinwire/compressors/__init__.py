@@ -1,11 +1,30 @@
 """Compressors: what a tensor may become on the wire."""
 
-from thinwire.compressors.base import GRADIENT_DTYPES, Coded, Compressor, Piece, Segments, Slot
+from thinwire.compressors.base import GRADIENT_DTYPES, Coded, Compressor, Piece, Segments, Slot, State, Summed
+from thinwire.compressors.cast import Cast
+from thinwire.compressors.ef import ef
 from thinwire.compressors.minmax import MinMax
+from thinwire.compressors.randk import RandK
 from thinwire.compressors.raw import Raw
 from thinwire.compressors.spec import parse, register
 
-for _cls in (MinMax, Raw):
-    register(_cls)
+for _make in (Cast, MinMax, RandK, Raw, ef):
+    register(_make)
 
-__all__ = ["GRADIENT_DTYPES", "Coded", "Compressor", "MinMax", "Piece", "Raw", "Segments", "Slot", "parse", "register"]
+__all__ = [
+    "GRADIENT_DTYPES",
+    "Cast",
+    "Coded",
+    "Compressor",
+    "MinMax",
+    "Piece",
+    "RandK",
+    "Raw",
+    "Segments",
+    "Slot",
+    "State",
+    "Summed",
+    "ef",
+    "parse",
+    "register",
+]

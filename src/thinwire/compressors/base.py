@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,21 +20,29 @@ GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PAYLOAD_ALIGNMENT = 64
 """Bytes at which every payload of a message starts, so that a vector register never straddles two of them."""
 
-SlotTensors = Sequence[Mapping[str, Tensor]]
-"""For each segment, the slots of its layer by name."""
-
 
 @dataclass(frozen=True)
 class Slot:
-    """Named state that a compressor asks for. The `Wire` owns it, checkpoints it and reshards it.
+    """Named state that a compressor asks for: one value for each element of a layer.
 
-    ``per`` says what it is kept for. A ``shared`` slot holds the same values on every rank.
+    The `Wire` owns it, checkpoints it by parameter name and reshards it; nothing else holds state.
     """
 
     name: str
     dtype: torch.dtype = torch.float32
-    shared: bool = False
-    per: Literal["parameter", "sample"] = "parameter"
+
+
+@dataclass(frozen=True)
+class State:
+    """The slots of one flat tensor in one step, each a tensor aligned with it.
+
+    A compressor reads ``now`` and writes all elements of its segments in ``next``, which replaces ``now`` only when the
+    whole step turned out finite. Slots are in unscaled units; gradients are ``loss_scale`` times as large.
+    """
+
+    now: Mapping[str, Tensor]
+    next: Mapping[str, Tensor]
+    loss_scale: float = 1.0
 
 
 class Piece(NamedTuple):
@@ -47,7 +56,12 @@ class Piece(NamedTuple):
     index0: int
     """Index of its first element inside its layer: draws are keyed by it, so cutting changes no bit."""
     payload: int
-    """Where its payload starts in the message, in bytes."""
+    """Where its payload starts in the message (or in the buffer that is summed), in bytes."""
+
+    @property
+    def elements(self) -> slice:
+        """Its place in the flat tensor."""
+        return slice(self.start, self.start + self.numel)
 
 
 @dataclass(frozen=True)
@@ -78,6 +92,16 @@ class Compressor(ABC):
     """Whether a message's size is a function of the shape alone."""
 
     @property
+    def largest(self) -> float:
+        """Largest magnitude that can be received; beyond it a value saturates or arrives as Inf."""
+        return math.inf
+
+    @property
+    def dense(self) -> bool:
+        """Whether every element is sent, not a choice of them."""
+        return True
+
+    @property
     @abstractmethod
     def unbiased(self) -> bool:
         """Whether the expectation of what is received is what was sent."""
@@ -90,8 +114,9 @@ class Compressor(ABC):
     def roundtrip(self, x: Tensor, key: int = 0) -> Tensor:
         """What the receiver will see of ``x``, as fp32 of the same shape."""
 
-    def slots(self, shape: Sequence[int]) -> tuple[Slot, ...]:
-        """The state that it needs for a layer of this shape."""
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The state that it needs for each layer."""
         return ()
 
     def __str__(self) -> str:
@@ -118,10 +143,11 @@ class Coded(Compressor):
 
     @abstractmethod
     def encode(
-        self, x: Tensor, segments: Segments, message: Tensor, *, key: int, slots: SlotTensors | None = None
+        self, x: Tensor, segments: Segments, message: Tensor, *, key: int, state: State | None = None
     ) -> None:
         """Write the payload of every segment of the flat tensor ``x`` (fp32, bf16 or fp16) into ``message`` (uint8).
 
+        ``state`` is given if, and only if, the compressor asks for `slots`.
         ``key`` names the random draws: they depend on it, on the layer's site and on the element's index only.
 
         Raises:
@@ -138,7 +164,6 @@ class Coded(Compressor):
         *,
         add: bool = False,
         scale: float = 1.0,
-        slots: SlotTensors | None = None,
     ) -> None:
         """Set (or with ``add`` increase) every segment of ``y`` to its decoded payload times ``scale``.
 
@@ -156,7 +181,7 @@ class Coded(Compressor):
         *,
         key: int,
         scale: float,
-        slots: SlotTensors | None = None,
+        state: State | None = None,
     ) -> None:
         """The owner's stage: encode ``scale · (own + Σ decode(messages))`` and set ``y`` to what that decodes to.
 
@@ -165,7 +190,7 @@ class Coded(Compressor):
         total = own.to(torch.float32, copy=True)
         for message in messages:
             self.decode(message, segments, total, add=True)
-        self.encode(total.mul_(scale), segments, out_message, key=key, slots=slots)
+        self.encode(total.mul_(scale), segments, out_message, key=key, state=state)
         self.decode(out_message, segments, y)
 
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
@@ -179,6 +204,58 @@ class Coded(Compressor):
         self.encode(flat, segments, message, key=derive_key(key))
         y = torch.empty(flat.shape, dtype=torch.float32, device=x.device)
         self.decode(message, segments, y)
+        return y.view(x.shape)
+
+
+@dataclass(frozen=True)
+class Summed(Compressor):
+    """Becomes tensors that a native all-reduce adds: no decoding on the way, and the same sum on every rank."""
+
+    rounds: ClassVar[int] = 1
+
+    @abstractmethod
+    def part_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype in which the parts of gradients of ``dtype`` are added."""
+
+    @abstractmethod
+    def part_numel(self, round: int, numel: int) -> int:
+        """Elements that a layer of ``numel`` elements contributes to the sum of a round."""
+
+    @abstractmethod
+    def part(
+        self,
+        round: int,
+        x: Tensor,
+        piece: Piece,
+        out: Tensor,
+        *,
+        key: int,
+        scale: float,
+        state: State | None = None,
+    ) -> None:
+        """Write what a layer (``piece`` of the flat tensor ``x``) contributes, times ``scale``, into ``out``.
+
+        ``key`` is the same on all ranks.
+        """
+
+    @abstractmethod
+    def absorb(
+        self, round: int, total: Tensor, x: Tensor, piece: Piece, *, key: int, state: State | None = None
+    ) -> None:
+        """Take the sum of all ranks' parts. The last round sets the layer in ``x`` to the result."""
+
+    def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
+        numel = torch.Size(shape).numel()
+        return sum(self.part_numel(round, numel) for round in range(self.rounds)) * self.part_dtype(dtype).itemsize
+
+    def roundtrip(self, x: Tensor, key: int = 0) -> Tensor:
+        check_dtype(x.dtype, self)
+        y = x.detach().to(torch.float32, copy=True).reshape(-1)
+        piece = Piece("roundtrip", 0, y.numel(), 0, 0)
+        for round in range(self.rounds):
+            part = torch.empty(self.part_numel(round, y.numel()), dtype=self.part_dtype(x.dtype), device=x.device)
+            self.part(round, y, piece, part, key=derive_key(key), scale=1.0)
+            self.absorb(round, part, y, piece, key=derive_key(key))
         return y.view(x.shape)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors.base import Coded, Segments, SlotTensors, check_int
+from thinwire.compressors.base import Coded, Segments, State, check_int
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class MinMax(Coded):
         return kernels.minmax_bytes(numel, bits=self.bits, bucket=self.bucket)
 
     def encode(
-        self, x: Tensor, segments: Segments, message: Tensor, *, key: int, slots: SlotTensors | None = None
+        self, x: Tensor, segments: Segments, message: Tensor, *, key: int, state: State | None = None
     ) -> None:
         kernels.minmax_encode(
             x,
@@ -68,7 +68,6 @@ class MinMax(Coded):
         *,
         add: bool = False,
         scale: float = 1.0,
-        slots: SlotTensors | None = None,
     ) -> None:
         kernels.minmax_decode(message, segments.table, y, bits=self.bits, bucket=self.bucket, add=add, scale=scale)
 
@@ -82,7 +81,7 @@ class MinMax(Coded):
         *,
         key: int,
         scale: float,
-        slots: SlotTensors | None = None,
+        state: State | None = None,
     ) -> None:
         kernels.minmax_reduce(
             messages,

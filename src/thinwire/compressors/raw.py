@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors.base import PAYLOAD_ALIGNMENT, Coded, Segments, SlotTensors
+from thinwire.compressors.base import PAYLOAD_ALIGNMENT, Coded, Segments, State
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Raw(Coded):
         return -(-numel * dtype.itemsize // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
 
     def encode(
-        self, x: Tensor, segments: Segments, message: Tensor, *, key: int, slots: SlotTensors | None = None
+        self, x: Tensor, segments: Segments, message: Tensor, *, key: int, state: State | None = None
     ) -> None:
         for values, payload in _views(x, segments, message, x.dtype):
             payload.copy_(values)
@@ -48,7 +48,6 @@ class Raw(Coded):
         *,
         add: bool = False,
         scale: float = 1.0,
-        slots: SlotTensors | None = None,
     ) -> None:
         """As `Coded.decode`; the message holds values of the dtype of ``y``."""
         for values, payload in _views(y, segments, message, y.dtype):
@@ -74,7 +73,7 @@ class Raw(Coded):
         *,
         key: int,
         scale: float,
-        slots: SlotTensors | None = None,
+        state: State | None = None,
     ) -> None:
         # Only the raw segments are touched: a copy of the whole flat tensor would cost more than the sum.
         wide = torch.promote_types(own.dtype, torch.float32)

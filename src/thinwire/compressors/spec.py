@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import difflib
+import inspect
+from collections.abc import Callable
 from importlib.metadata import entry_points
 
 from thinwire.compressors.base import Compressor
 
-_registry: dict[str, type[Compressor]] = {}
+_registry: dict[str, Callable[..., Compressor]] = {}
 
 
-def register(cls: type[Compressor]) -> type[Compressor]:
-    """Make a compressor known to `parse` under its ``spec_name``.
+def register(make: Callable[..., Compressor], name: str | None = None) -> Callable[..., Compressor]:
+    """Make a compressor known to `parse`: a class under its ``spec_name``, or a function under ``name``.
 
-    A package outside thinwire names its class under the entry point group ``thinwire.compressors`` instead.
+    A package outside thinwire names it under the entry point group ``thinwire.compressors`` instead.
     """
-    known = _registry.setdefault(cls.spec_name, cls)
-    if known is not cls:
-        raise ValueError(f"the name {cls.spec_name!r} already belongs to {known.__module__}.{known.__qualname__}")
-    return cls
+    name = name or str(getattr(make, "spec_name", None) or make.__name__)
+    known = _registry.setdefault(name, make)
+    if known is not make:
+        raise ValueError(f"the name {name!r} already belongs to {known.__module__}.{known.__qualname__}")
+    return make
 
 
 def parse(spec: str | Compressor) -> Compressor:
@@ -45,19 +47,20 @@ def _build(tree: ast.expr, spec: str) -> Compressor:
         tree = ast.Call(func=tree, args=[], keywords=[])
     if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name):
         raise ValueError(f"{spec!r} is not a spec such as 'minmax(bits=4, bucket=128)'")
-    cls = _find(tree.func.id)
-    names = [field.name for field in dataclasses.fields(cls)]
+    called = tree.func.id
+    make = _find(called)
+    names = list(inspect.signature(make).parameters)
     if len(tree.args) > len(names):
-        raise ValueError(f"{cls.spec_name} takes at most {len(names)} parameters: {', '.join(names)}")
+        raise ValueError(f"{called} takes at most {len(names)} parameters: {', '.join(names)}")
     values = {name: _value(node, spec) for name, node in zip(names, tree.args, strict=False)}
     for keyword in tree.keywords:
         if keyword.arg not in names:
             takes = f"it takes {', '.join(names)}" if names else "it takes none"
-            raise ValueError(f"{cls.spec_name} has no parameter {keyword.arg!r}: {takes}")
+            raise ValueError(f"{called} has no parameter {keyword.arg!r}: {takes}")
         if keyword.arg in values:
             raise ValueError(f"{keyword.arg} is given twice in {spec!r}")
         values[keyword.arg] = _value(keyword.value, spec)
-    return cls(**values)
+    return make(**values)
 
 
 def _value(node: ast.expr, spec: str) -> object:
@@ -71,12 +74,12 @@ def _value(node: ast.expr, spec: str) -> object:
         raise ValueError(f"{ast.unparse(node)} in {spec!r} is not a plain value") from None
 
 
-def _find(name: str) -> type[Compressor]:
+def _find(name: str) -> Callable[..., Compressor]:
     if name in _registry:
         return _registry[name]
     for point in entry_points(group="thinwire.compressors"):
         if point.name == name:
-            return register(point.load())
+            return register(point.load(), name)
     close = difflib.get_close_matches(name, _registry, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(_registry))}"
     raise ValueError(f"no compressor is called {name!r}: {hint}")

@@ -4,6 +4,7 @@ from thinwire.kernels.layout import minmax_bytes, minmax_grain
 from thinwire.kernels.native import CORE, cpu_level
 from thinwire.kernels.ops import checksum, minmax_decode, minmax_encode, minmax_reduce, minmax_sum
 from thinwire.kernels.rng import derive_key, site_id
+from thinwire.kernels.sample import sample_indices
 from thinwire.kernels.table import Table
 
 FORMAT_VERSION: int = 1
@@ -25,5 +26,6 @@ __all__ = [
     "minmax_grain",
     "minmax_reduce",
     "minmax_sum",
+    "sample_indices",
     "site_id",
 ]

@@ -163,7 +163,7 @@ class _Supervision:
 
     def wait(self) -> int:
         """Exit code as `Outcome` has it. Ranks that do not end when told to are left to the network's end."""
-        while any(rank.poll() is None for rank in self.ranks):
+        while self._running():
             if self.exit_code is None:
                 self._look()
             now = time.monotonic()
@@ -176,6 +176,10 @@ class _Supervision:
         if self.exit_code is None:
             self._look()
         return self.exit_code or 0
+
+    def _running(self) -> list[subprocess.Popen[bytes]]:
+        """The ranks that have not ended; asks all of them, so that every `returncode` is known afterwards."""
+        return [rank for rank in self.ranks if rank.poll() is None]
 
     def _look(self) -> None:
         """Settle the exit code if something has gone wrong since the last look."""
@@ -192,7 +196,7 @@ class _Supervision:
                 self._tell(f"rank {rank} failed with exit code {code}; the others end within {self.grace_s:g} s")
                 self._end(code, now + self.grace_s)
                 return
-        if self.timeout_at is not None and now >= self.timeout_at and any(p.returncode is None for p in self.ranks):
+        if self.timeout_at is not None and now >= self.timeout_at and self._running():
             self._tell(f"not done after {self.timeout:g} s: ending all ranks")
             self._end(TIMED_OUT, now)
 
@@ -204,9 +208,8 @@ class _Supervision:
 
     def _send(self, number: int) -> None:
         """To every rank that runs, with all processes of its group, as a terminal does."""
-        for rank in self.ranks:
-            if rank.poll() is None:
-                os.killpg(rank.pid, number)
+        for rank in self._running():
+            os.killpg(rank.pid, number)
 
 
 def _start_rank(network: Network, rank: int, command: Sequence[str]) -> subprocess.Popen[bytes]:

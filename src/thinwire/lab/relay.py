@@ -8,9 +8,9 @@ Frames are read and written with ``PACKET_VNET_HDR``: a segmented send crosses a
 made of it, with its checksum and segment size in the header, as it would cross a bridge. One read and one write per
 frame of up to 64 KiB is what lets Python carry a fast link.
 
-`CEILING_BPS` is what the links of a lab with a latency may sum up to. Measured on two shared cores of a cloud machine,
-TCP streams both ways at once between two ranks, +1 ms: at 100 Mbit/s 0.92 of the rate each way, at 1 Gbit/s 0.93, at
-2 Gbit/s (the ceiling) 0.89 with a quarter of one core, no frame lost; one stream at 4 Gbit/s had 0.92, at 10 Gbit/s 0.83.
+`CEILING_BPS` is what the links of a lab with a latency may sum up to. Measured on two shared, busy cores of a cloud
+machine with +1 ms, TCP streams both ways at once between two ranks: 0.92 of the rate each way at 100 Mbit/s, 0.93 at
+1 Gbit/s, 0.89 at 2 Gbit/s (the ceiling) with a quarter of one core, and no frame lost.
 """
 
 from __future__ import annotations

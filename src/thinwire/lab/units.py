@@ -53,17 +53,18 @@ def parse_rates(rate: str | Sequence[str], num_ranks: int) -> tuple[int, ...]:
     return rates
 
 
+def _format(value: float, units: Sequence[tuple[str, float]]) -> str:
+    """``value`` in the first of ``units`` (largest first) that it reaches, to three digits."""
+    name, size = next((unit for unit in units if value >= unit[1]), units[-1])
+    number = value / size
+    return f"{number:.3g} {name}" if number < 999.5 else f"{number:.0f} {name}"
+
+
 def format_rate(rate_bps: float) -> str:
     """``"100 Mbit/s"`` for 100 000 000."""
-    for unit, bits in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
-        if rate_bps >= bits:
-            return f"{rate_bps / bits:.3g} {unit}" if rate_bps < 1000 * bits else f"{rate_bps / bits:.0f} {unit}"
-    return f"{rate_bps:.0f} bit/s"
+    return _format(rate_bps, (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3), ("bit/s", 1)))
 
 
 def format_bytes(num_bytes: float) -> str:
     """``"62.5 kB"`` for 62 500; decimal units, as rates have."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}" if num_bytes < 1000 * size else f"{num_bytes / size:.0f} {unit}"
-    return f"{num_bytes:.0f} B"
+    return _format(num_bytes, (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1)))

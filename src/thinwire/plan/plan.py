@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from thinwire.compressors import Compressor, Raw, parse
 from thinwire.plan.filters import Filter, check_pattern, matches
@@ -22,6 +22,9 @@ class Plan:
     """``{parameter name: Compressor}``. Plans change only between steps; all ranks agree on one before it is used."""
 
     layers: Mapping[str, Compressor]
+    rules: Mapping[str, Compressor] = field(default_factory=dict)
+    """Patterns and compressors that it was built from."""
+    keep: Filter = field(default_factory=Filter)
 
     @staticmethod
     def build(shapes: Mapping[str, Sequence[int]], rules: Rules = DEFAULT_RULES, keep: Filter | None = None) -> Plan:
@@ -40,11 +43,20 @@ class Plan:
         if shapes:
             for pattern in (*parsed, *keep.exclude):
                 check_pattern(pattern, shapes)
-        layers: dict[str, Compressor] = {}
-        for name, shape in shapes.items():
-            chosen = next((c for pattern, c in parsed.items() if matches(pattern, name)), Raw())
-            layers[name] = chosen if name in parsed or not keep.keeps_raw(name, shape) else Raw()
-        return Plan(layers)
+        plan = Plan({}, parsed, keep)
+        return Plan({name: plan.choose(name, shape) for name, shape in shapes.items()}, parsed, keep)
+
+    def choose(self, name: str, shape: Sequence[int]) -> Compressor:
+        """What the rules give a layer of this name and shape."""
+        if name in self.rules:
+            return self.rules[name]
+        if self.keep.keeps_raw(name, shape):
+            return Raw()
+        return next((c for pattern, c in self.rules.items() if matches(pattern, name)), Raw())
+
+    def extended(self, name: str, shape: Sequence[int]) -> Plan:
+        """This plan with one more layer, which was frozen when the plan was built."""
+        return Plan({**self.layers, name: self.choose(name, shape)}, self.rules, self.keep)
 
     def __getitem__(self, name: str) -> Compressor:
         return self.layers[name]
@@ -56,6 +68,11 @@ class Plan:
         return len(self.layers)
 
     @property
+    def has_slots(self) -> bool:
+        """Whether any of its compressors keeps state."""
+        return any(compressor.slots for compressor in self.layers.values())
+
+    @property
     def all_raw(self) -> bool:
         return all(isinstance(compressor, Raw) for compressor in self.layers.values())
 
@@ -63,9 +80,8 @@ class Plan:
         """Names and specs, in the order of the layers."""
         return json.dumps({name: str(compressor) for name, compressor in self.layers.items()})
 
-    @staticmethod
-    def from_json(text: str) -> Plan:
-        """The plan of a text that `to_json` wrote.
+    def with_json(self, text: str) -> Plan:
+        """This plan with the layers of a text that `to_json` wrote.
 
         Raises:
             ValueError: the text is not a JSON object of specs.
@@ -73,7 +89,7 @@ class Plan:
         found = json.loads(text)
         if not isinstance(found, dict) or not all(isinstance(spec, str) for spec in found.values()):
             raise ValueError("a plan is a JSON object of parameter names and specs")
-        return Plan({name: parse(spec) for name, spec in found.items()})
+        return Plan({name: parse(spec) for name, spec in found.items()}, self.rules, self.keep)
 
     @property
     def hash(self) -> str:

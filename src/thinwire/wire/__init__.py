@@ -2,7 +2,7 @@
 
 from thinwire.wire.agree import DisagreementError
 from thinwire.wire.stats import Stats
-from thinwire.wire.wire import Wire, ring_bytes
+from thinwire.wire.wire import Wire
 from thinwire.wire.worker import Worker
 
-__all__ = ["DisagreementError", "Stats", "Wire", "Worker", "ring_bytes"]
+__all__ = ["DisagreementError", "Stats", "Wire", "Worker"]

@@ -31,8 +31,13 @@ class Stats:
     decode_s: float = 0.0
     dense_s: float = 0.0
     """Uncompressed all-reduces: raw buckets, and the steps before ``start``."""
+    nonfinite_steps: int = 0
+    """Steps of which error feedback took nothing, because some rank met NaN or Inf (counted if there is any)."""
     buffer_bytes: int = 0
     """Memory that messages take on this rank now."""
+    slot_bytes: int = 0
+    """Memory that the state of compressors takes on this rank now: residuals, twice over, so that a step with NaN or
+    Inf leaves none behind."""
 
     @property
     def ratio(self) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -16,39 +17,57 @@ from thinwire.collectives import (
     Layout,
     Transport,
     TransportError,
+    ring_bytes,
     scatter_reduce_allgather,
+    sum_buffers,
+    summed_all_reduce,
 )
-from thinwire.compressors import Coded
+from thinwire.compressors import Coded, Summed
 from thinwire.kernels import FORMAT_VERSION, cpu_level
 from thinwire.plan import Plan
+from thinwire.wire import checkpoint
 from thinwire.wire.agree import agree
+from thinwire.wire.slots import Slots
 from thinwire.wire.stats import Stats
 from thinwire.wire.worker import Worker
 
-LayerNames = tuple[tuple[str, int], ...]
-"""Names and numbers of elements of the layers of a bucket, in order."""
+BucketLayers = tuple[tuple[str, tuple[int, ...]], ...]
+"""Names and shapes of the layers of a bucket, in order."""
 
 _STALE_STEPS = 16
 
 
 @dataclass
 class _Route:
-    """A bucket's layout, its buffers and when it was last used."""
+    """How a bucket travels: its layout, its buffers, and when it was last used."""
 
     layout: Layout
-    buffers: Buffers | None
-    """None if the plan is raw throughout."""
+    messages: Buffers | None
+    sums: Sequence[Tensor]
     last_step: int
+
+    @property
+    def num_bytes(self) -> int:
+        held = self.messages.num_bytes if self.messages else 0
+        return held + sum(buffer.numel() * buffer.element_size() for buffer in self.sums)
 
 
 class Wire:
     """Compressed communication of one model: its plan, its state, its statistics.
 
-    ``state_dict()`` holds tensors only and belongs into every checkpoint: random draws depend on the step, so a run
-    that resumes with it continues bit for bit.
+    ``state_dict()`` holds tensors only and belongs into every checkpoint: random draws depend on the step, and error
+    feedback owes what was not sent yet, so a run that resumes with it continues bit for bit.
     """
 
-    def __init__(self, plan: Plan, transport: Transport, *, seed: int = 0, start: int = 0) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        shapes: Mapping[str, Sequence[int]],
+        transport: Transport,
+        *,
+        seed: int = 0,
+        start: int = 0,
+    ) -> None:
         if start < 0:
             raise ValueError(f"start must not be negative, not {start}: it is the number of steps that stay dense")
         if not 0 <= seed < 2**63:
@@ -56,12 +75,15 @@ class Wire:
         self.seed = seed
         self.start = start
         self._plan = plan
+        self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self._transport = transport
         self._step = -1
         self._stats = Stats()
-        self._routes: dict[tuple[LayerNames, torch.dtype], _Route] = {}
+        self._slots = Slots()
+        self._routes: dict[tuple[BucketLayers, torch.dtype], _Route] = {}
         self._broken: TransportError | None = None
         self._counted_step = -1
+        self._step_is_finite = True
         self._attached = True
         agree(self._record(), transport)
         self._worker = Worker("thinwire")
@@ -77,14 +99,18 @@ class Wire:
         return self._step
 
     @property
+    def rank(self) -> int:
+        return self._transport.rank
+
+    @property
     def world_size(self) -> int:
         return self._transport.world_size
 
     @property
     def stats(self) -> Stats:
         """Totals so far, as a copy: what is under way is not in it."""
-        held = sum(route.buffers.num_bytes for route in self._routes.values() if route.buffers)
-        return dataclasses.replace(self._stats, buffer_bytes=held)
+        held = sum(route.num_bytes for route in list(self._routes.values()))
+        return dataclasses.replace(self._stats, buffer_bytes=held, slot_bytes=self._slots.num_bytes)
 
     def reset_stats(self) -> None:
         """Start counting anew."""
@@ -93,9 +119,9 @@ class Wire:
     def wire_bytes_per_step(self) -> int:
         """Bytes that this rank sends in a compressed step, by the formula of the buckets that the last step had."""
         return sum(
-            route.layout.sent_bytes(self._transport.rank)
-            if route.buffers
-            else ring_bytes(route.layout.numel * route.layout.dtype.itemsize, self.world_size)
+            ring_bytes(route.layout.numel * route.layout.dtype.itemsize, self.world_size)
+            if self._plan.all_raw
+            else route.layout.sent_bytes(self.rank)
             for route in self._routes.values()
             if route.last_step == self._step
         )
@@ -104,44 +130,40 @@ class Wire:
         """Count a new backward pass. Attachments call this before its first bucket."""
         self._step += 1
 
-    def reduce(self, flat: Tensor, layers: LayerNames) -> torch.futures.Future[Tensor]:
+    def reduce(
+        self, flat: Tensor, layers: BucketLayers, *, last: bool = True, loss_scale: float = 1.0
+    ) -> torch.futures.Future[Tensor]:
         """Start replacing ``flat``, the gradients of ``layers`` end to end, by their mean over all ranks.
 
-        The future's result is ``flat`` itself. Whatever goes wrong reaches the caller through the future.
+        ``last`` says that it is the last bucket of this step, ``loss_scale`` how many times larger than the gradients
+        its values are (a `GradScaler`'s scale). The future's result is ``flat`` itself; whatever goes wrong reaches the
+        caller through it.
         """
         step = self._step
-        return self._worker.submit(lambda: self._reduce(flat, layers, step))
+        return self._worker.submit(lambda: self._reduce(flat, layers, step, last, loss_scale))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Step, seed and plan as tensors: loads with ``weights_only=True``."""
-        return {
-            "step": torch.tensor(self._step),
-            "seed": torch.tensor(self.seed),
-            "format_version": torch.tensor(FORMAT_VERSION),
-            "plan": torch.frombuffer(bytearray(self._plan.to_json().encode()), dtype=torch.uint8),
-        }
+        """Step, seed, plan and this rank's slots, as tensors: loads with ``weights_only=True``.
+
+        Keys of slots carry the rank, so the dictionaries of all ranks merge into one: save it with
+        ``torch.distributed.checkpoint``, or one file for each rank.
+        """
+        state: dict[str, Tensor] = {}
+        self._worker.call(lambda: state.update(self._collect()))
+        return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a `state_dict`. Must be called on every rank, between steps.
+        """Continue from a `state_dict`, on every rank, between steps.
+
+        With as many ranks as before, each needs what it saved itself. With another number, each needs the merged
+        dictionaries of all former ranks; the mean of what error feedback owes is kept (`thinwire.wire.slots.reshard`).
 
         Raises:
-            ValueError: the state is of another wire format or of a model with other layers.
+            ValueError: the state is of another wire format or of a model with other layers, or ranks are missing in it.
             DisagreementError: ranks loaded different states.
         """
-        missing = {"step", "seed", "format_version", "plan"} - set(state)
-        if missing:
-            raise ValueError(f"this is not the state of a Wire: {', '.join(sorted(missing))} missing")
-        if int(state["format_version"]) != FORMAT_VERSION:
-            raise ValueError(
-                f"the state has wire format {int(state['format_version'])}, this version of thinwire has "
-                f"{FORMAT_VERSION}: resume with the version that wrote it, or start without this state"
-            )
-        plan = Plan.from_json(bytes(state["plan"].tolist()).decode())
-        if set(plan) != set(self._plan):
-            differing = sorted(set(plan) ^ set(self._plan))
-            raise ValueError(f"the state is of a model with other layers; the first that differs is {differing[0]}")
-        self._step, self.seed, self._plan = int(state["step"]), int(state["seed"]), plan
-        self._worker.call(self._adopt)
+        loaded = checkpoint.read(state, self._plan, self._shapes, self.rank, self.world_size)
+        self._worker.call(lambda: self._adopt(loaded))
 
     @property
     def attached(self) -> bool:
@@ -152,7 +174,7 @@ class Wire:
         """Stop compressing, between steps and on every rank: gradients go through a plain all-reduce from now on.
 
         PyTorch cannot unregister a communication hook: the one that is there passes gradients through. The model may be
-        compressed again.
+        compressed again. What error feedback owes is dropped.
         """
         self._attached = False
         self._worker.close()
@@ -171,87 +193,123 @@ class Wire:
             "step": str(self._step),
         }
         if not all(compressor.exact_bits for compressor in self._plan.layers.values()):
-            record["CPU level"] = cpu_level()
+            record |= {"CPU level": cpu_level(), "threads": str(torch.get_num_threads())}
         return record | {f"layer {name}": str(compressor) for name, compressor in self._plan.layers.items()}
 
-    def _adopt(self) -> None:
-        self._routes.clear()
-        agree(self._record(), self._transport)
+    # What follows runs in the worker.
 
     def _reset_stats(self) -> None:
         self._stats = Stats()
 
-    def _reduce(self, flat: Tensor, layers: LayerNames, step: int) -> Tensor:
-        """Runs in the worker."""
+    def _collect(self) -> dict[str, Tensor]:
+        return checkpoint.write(
+            self._slots, self._plan, self._shapes, step=self._step, seed=self.seed, rank=self.rank, size=self.world_size
+        )
+
+    def _adopt(self, loaded: checkpoint.Loaded) -> None:
+        self._step, self.seed, self._plan = loaded.step, loaded.seed, loaded.plan
+        self._routes.clear()
+        self._slots.replace(loaded.slots)
+        agree(self._record(), self._transport)
+
+    def _reduce(self, flat: Tensor, layers: BucketLayers, step: int, last: bool, loss_scale: float) -> Tensor:
         if self._broken is not None:
             raise TransportError(f"the link broke earlier: {self._broken}")
         try:
             if self.world_size > 1:
-                self._communicate(flat, layers, step)
+                self._communicate(flat, layers, step, last, loss_scale)
         except TransportError as error:
             self._broken = error
             raise
+        except Exception:
+            # Peers have the same news, or will: nobody commits this step.
+            self._step_is_finite = False
+            raise
         return flat
 
-    def _communicate(self, flat: Tensor, layers: LayerNames, step: int) -> None:
+    def _communicate(self, flat: Tensor, layers: BucketLayers, step: int, last: bool, loss_scale: float) -> None:
         if step != self._counted_step:
-            self._begin_counting(step)
-        route = self._route(flat, layers, step)
+            self._begin(step)
+        key = (layers, flat.dtype)
+        route = self._route(flat, key, step)
         transport, stats = self._transport, self._stats
         sent, received = transport.sent_bytes, transport.received_bytes
-        if step < self.start or route.buffers is None:
+        if step < self.start or self._plan.all_raw:
             with stats.stage("dense"):
                 transport.all_reduce(flat.div_(self.world_size))
         else:
-            scatter_reduce_allgather(
-                flat, route.layout, transport, route.buffers, seed=self.seed, step=step, clock=stats
-            )
+            self._compressed(flat, key, route, step, loss_scale)
+            if last and self._plan.has_slots:
+                self._end()
         stats.buckets += 1
         stats.dense_bytes += ring_bytes(route.layout.numel * flat.element_size(), self.world_size)
         stats.payload_sent_bytes += transport.sent_bytes - sent
         stats.payload_received_bytes += transport.received_bytes - received
 
-    def _begin_counting(self, step: int) -> None:
+    def _compressed(
+        self, flat: Tensor, key: tuple[BucketLayers, torch.dtype], route: _Route, step: int, loss_scale: float
+    ) -> None:
+        state = self._slots.state(key, route.layout, loss_scale)
+        layout, transport, clock = route.layout, self._transport, self._stats
+        if route.messages is not None:
+            scatter_reduce_allgather(
+                flat, layout, transport, route.messages, seed=self.seed, step=step, state=state, clock=clock
+            )
+        if route.sums:
+            summed_all_reduce(
+                flat, layout, transport, route.sums, seed=self.seed, step=step, state=state, clock=clock
+            )
+        if self._plan.has_slots:
+            # The result is the same on all ranks, and so is this: NaN and Inf have an infinite or undefined norm.
+            self._step_is_finite &= math.isfinite(float(torch.linalg.vector_norm(flat, math.inf)))
+
+    def _begin(self, step: int) -> None:
         self._counted_step = step
         self._stats.steps += 1
         self._stats.compressed_steps += step >= self.start
+        self._slots.discard()
+        self._step_is_finite = True
         # DDP rebuilds its buckets once or twice; the buffers of the old ones are given back.
         stale = [key for key, route in self._routes.items() if route.last_step < step - _STALE_STEPS]
+        self._slots.release(stale)
         for key in stale:
             del self._routes[key]
 
-    def _route(self, flat: Tensor, layers: LayerNames, step: int) -> _Route:
-        key = (layers, flat.dtype)
+    def _end(self) -> None:
+        """No slot takes anything from a step in which some rank met NaN or Inf: the optimiser skips it too."""
+        if self._step_is_finite:
+            self._slots.commit()
+        else:
+            self._slots.discard()
+            self._stats.nonfinite_steps += 1
+
+    def _route(self, flat: Tensor, key: tuple[BucketLayers, torch.dtype], step: int) -> _Route:
         route = self._routes.get(key)
         if route is None:
-            layout = Layout.build(self._place(flat, layers), self.world_size, flat.dtype)
+            layout = Layout.build(self._place(flat, key[0]), self.world_size, flat.dtype)
             # gloo aborts the process when two ranks expect different sizes: agree before the first message.
-            names = ", ".join(name for name, _ in layers)
+            names = ", ".join(layer.name for layer in layout.layers)
             agree({"layers of a bucket": names, "cut": f"{layout.digest:016x}"}, self._transport)
-            rank = self._transport.rank
-            buffers = None if self._plan.all_raw else Buffers.scatter_reduce_allgather(layout, rank)
-            route = self._routes[key] = _Route(layout, buffers, step)
+            messages, sums = None, ()
+            if not self._plan.all_raw:
+                messages = Buffers.scatter_reduce_allgather(layout, self.rank) if layout.has_coded else None
+                sums = sum_buffers(layout)
+            route = self._routes[key] = _Route(layout, messages, sums, step)
         route.last_step = step
         return route
 
-    def _place(self, flat: Tensor, layers: LayerNames) -> list[Layer]:
+    def _place(self, flat: Tensor, layers: BucketLayers) -> list[Layer]:
         placed, start = [], 0
-        for name, numel in layers:
+        for name, shape in layers:
             if name not in self._plan.layers:
-                raise KeyError(
-                    f"{name} has no place in the plan: it was frozen or not there when compress() was called. "
-                    "Call detach() and compress() again after such a change"
-                )
-            compressor = self._plan[name]
-            if not isinstance(compressor, Coded):
-                raise TypeError(f"{name} has {compressor}, which cannot travel in a coded message")
+                # Frozen when compress() was called, and trained now.
+                self._plan = self._plan.extended(name, shape)
+                self._shapes[name] = shape
+            compressor, numel = self._plan[name], math.prod(shape)
+            if not isinstance(compressor, Coded | Summed):
+                raise TypeError(f"{name} has {compressor}, which is neither coded nor summed")
             placed.append(Layer(name, start, numel, compressor))
             start += numel
         if start != flat.numel():
             raise ValueError(f"a bucket of {flat.numel()} elements came with layers of {start}")
         return placed
-
-
-def ring_bytes(num_bytes: int, world_size: int) -> int:
-    """Bytes that each rank sends in a ring all-reduce of a tensor of ``num_bytes``."""
-    return 2 * (world_size - 1) * num_bytes // world_size

@@ -1,0 +1,51 @@
+"""Native all-reduces of what summed compressors contribute: all layers of one round and dtype together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives.layout import Layout
+from thinwire.collectives.scatter_reduce_allgather import Clock, NoClock
+from thinwire.collectives.transport import Transport
+from thinwire.compressors import State
+from thinwire.kernels import derive_key
+
+SHARED = -1
+"""In place of the rank in the key of a draw that all ranks share."""
+
+
+def sum_buffers(layout: Layout) -> tuple[Tensor, ...]:
+    """The tensors that are added, one for each sum of the layout."""
+    return tuple(torch.zeros(s.numel, dtype=s.dtype) for s in layout.sums)
+
+
+def summed_all_reduce(
+    x: Tensor,
+    layout: Layout,
+    transport: Transport,
+    buffers: Sequence[Tensor],
+    *,
+    seed: int,
+    step: int,
+    state: State | None = None,
+    clock: Clock | None = None,
+) -> None:
+    """Replace the summed layers of the flat tensor ``x`` by their mean over all ranks.
+
+    Raises:
+        TransportError: a rank is gone or silent.
+    """
+    clock = clock or NoClock()
+    key, scale = derive_key(seed, step, SHARED), 1.0 / transport.world_size
+    for s, buffer in zip(layout.sums, buffers, strict=True):
+        with clock.stage("encode"):
+            for compressor, piece, part in s.members:
+                compressor.part(s.round, x, piece, buffer[part], key=key, scale=scale, state=state)
+        with clock.stage("wire"):
+            transport.all_reduce(buffer)
+        with clock.stage("decode"):
+            for compressor, piece, part in s.members:
+                compressor.absorb(s.round, buffer[part], x, piece, key=key, state=state)

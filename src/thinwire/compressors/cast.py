@@ -1,0 +1,64 @@
+"""Gradients in 16 bits, added as such."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from thinwire.compressors.base import Piece, State, Summed
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Cast(Summed):
+    """The mean in bf16 or fp16: each rank divides by the number of ranks, casts, and a native all-reduce adds.
+
+    Dividing first keeps fp16 sums from overflowing; what overflows all the same arrives as Inf.
+    """
+
+    spec_name: ClassVar[str] = "cast"
+
+    to: Literal["bf16", "fp16"] = field(default="bf16", metadata={"shown": True})
+
+    def __post_init__(self) -> None:
+        if self.to not in _DTYPES:
+            raise ValueError(f"cast takes bf16 or fp16, not {self.to!r}")
+
+    @property
+    def largest(self) -> float:
+        return torch.finfo(_DTYPES[self.to]).max
+
+    @property
+    def unbiased(self) -> bool:
+        return False
+
+    def part_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return _DTYPES[self.to]
+
+    def part_numel(self, round: int, numel: int) -> int:
+        return numel
+
+    def part(
+        self,
+        round: int,
+        x: Tensor,
+        piece: Piece,
+        out: Tensor,
+        *,
+        key: int,
+        scale: float,
+        state: State | None = None,
+    ) -> None:
+        out.copy_(x[piece.elements].float() * scale)
+
+    def absorb(
+        self, round: int, total: Tensor, x: Tensor, piece: Piece, *, key: int, state: State | None = None
+    ) -> None:
+        x[piece.elements].copy_(total)
+
+    def __str__(self) -> str:
+        return f"cast({self.to})"

@@ -1,0 +1,36 @@
+"""Distinct random indices from a key: what ranks that share the key need not send."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.rng import derive_key, mix3
+
+_ROUNDS = 6
+
+
+def sample_indices(numel: int, k: int, key: int) -> Tensor:
+    """``k`` distinct indices below ``numel`` (int64), the same on every machine; O(k) work.
+
+    They are the first k values of a random permutation: a Feistel network over the next power of four, whose values
+    outside the range are permuted again until they fall inside.
+
+    Raises ``ValueError`` unless 0 <= k <= numel.
+    """
+    if not 0 <= k <= numel:
+        raise ValueError(f"cannot pick {k} distinct indices out of {numel}")
+    half_bits = max(1, (max(numel - 1, 1).bit_length() + 1) // 2)
+    keys = [derive_key(key, round) for round in range(_ROUNDS)]
+    picked = _permute(torch.arange(k), half_bits, keys)
+    while bool((outside := picked >= numel).any()):
+        picked[outside] = _permute(picked[outside], half_bits, keys)
+    return picked
+
+
+def _permute(values: Tensor, half_bits: int, keys: list[int]) -> Tensor:
+    mask = (1 << half_bits) - 1
+    left, right = values >> half_bits, values & mask
+    for key in keys:
+        left, right = right, left ^ (mix3(right, key & 0xFFFFFFFF, key >> 32) & mask)
+    return left << half_bits | right

@@ -1,0 +1,90 @@
+"""A Wire's state as a flat dictionary of tensors, and back, also into a world of another size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels import FORMAT_VERSION
+from thinwire.plan import Plan
+from thinwire.wire.slots import Slots, reshard
+
+_SHARED = ("step", "seed", "format_version", "world_size", "plan")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a state says of one rank."""
+
+    step: int
+    seed: int
+    plan: Plan
+    slots: dict[tuple[str, str], Tensor]
+
+
+def _key(rank: int, slot: str, name: str) -> str:
+    return f"rank{rank}/{slot}/{name}"
+
+
+def write(
+    slots: Slots, plan: Plan, shapes: Mapping[str, Sequence[int]], *, step: int, seed: int, rank: int, size: int
+) -> dict[str, Tensor]:
+    """Shared entries (step, seed, wire format, world size, plan), and this rank's slots with their layers' shapes."""
+    state = {
+        "step": torch.tensor(step),
+        "seed": torch.tensor(seed),
+        "format_version": torch.tensor(FORMAT_VERSION),
+        "world_size": torch.tensor(size),
+        "plan": torch.frombuffer(bytearray(plan.to_json().encode()), dtype=torch.uint8),
+    }
+    for name, compressor in plan.layers.items():
+        for slot in compressor.slots:
+            value = slots.value(name, slot.name, math.prod(shapes[name]))
+            state[_key(rank, slot.name, name)] = value.view(tuple(shapes[name]))
+    return state
+
+
+def read(
+    state: Mapping[str, Tensor], plan: Plan, shapes: Mapping[str, Sequence[int]], rank: int, size: int
+) -> Loaded:
+    """What a state says of ``rank`` in a world of ``size`` ranks. See `Wire.load_state_dict`."""
+    missing = set(_SHARED) - set(state)
+    if missing:
+        raise ValueError(f"this is not the state of a Wire: {', '.join(sorted(missing))} missing")
+    if int(state["format_version"]) != FORMAT_VERSION:
+        raise ValueError(
+            f"the state has wire format {int(state['format_version'])}, this version of thinwire has {FORMAT_VERSION}: "
+            "resume with the version that wrote it, or start without this state"
+        )
+    saved = plan.with_json(bytes(state["plan"].tolist()).decode())
+    if set(saved) != set(plan):
+        differing = sorted(set(saved) ^ set(plan))
+        raise ValueError(f"the state is of a model with other layers; the first that differs is {differing[0]}")
+    old_size = int(state["world_size"])
+    slots = {}
+    for name, compressor in saved.layers.items():
+        for slot in compressor.slots:
+            numel = math.prod(shapes[name])
+            if old_size == size:
+                value = _find(state, rank, slot.name, name, numel)
+            else:
+                values = {r: _find(state, r, slot.name, name, numel) for r in range(old_size)}
+                value = reshard(values, compressor, name, rank, size)
+            slots[name, slot.name] = value
+    return Loaded(int(state["step"]), int(state["seed"]), saved, slots)
+
+
+def _find(state: Mapping[str, Tensor], rank: int, slot: str, name: str, numel: int) -> Tensor:
+    key = _key(rank, slot, name)
+    if key not in state:
+        raise ValueError(
+            f"the state lacks {key}: with as many ranks as before every rank loads what it saved itself; with another "
+            "number every rank loads the merged states of all former ranks"
+        )
+    if state[key].numel() != numel:
+        raise ValueError(f"{key} has {state[key].numel()} elements in the state, {numel} in the model")
+    return state[key].detach().to("cpu", torch.float32, copy=True).reshape(-1)
