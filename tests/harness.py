@@ -116,7 +116,7 @@ def _rank_main(
 
 
 def run_threads(function: Callable[[Transport], Any], num_ranks: int, timeout_s: float = 30.0) -> list[Any]:
-    """``[function(transport) for each rank]``, each in a thread, over a loopback transport. Raises what a rank raised."""
+    """``[function(transport) for each rank]``, in threads, over a loopback transport. Raises what a rank raised."""
     transports = LoopbackTransport.world(num_ranks, timeout_s)
     answers: list[Any] = [None] * num_ranks
     errors: list[BaseException | None] = [None] * num_ranks

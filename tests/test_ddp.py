@@ -414,8 +414,8 @@ def _other_hook(state, bucket):
         ("seeds differ", "DisagreementError: ranks do not agree: rank 0 has 'seed: 0', rank 1 has 'seed: 1'"),
         (
             "plans differ",
-            "DisagreementError: ranks do not agree: rank 0 has 'layer embed.weight: minmax(bits=4, bucket=128)', rank 1 "
-            "has 'layer embed.weight: minmax(bits=5, bucket=128)'",
+            "DisagreementError: ranks do not agree: rank 0 has 'layer embed.weight: minmax(bits=4, bucket=128)', "
+            "rank 1 has 'layer embed.weight: minmax(bits=5, bucket=128)'",
         ),
     ],
 )

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -217,6 +218,12 @@ def test_interface_bytes_are_those_sent_with_headers() -> None:
     assert other_received == pytest.approx(sent, rel=0.005)
     assert 0 < received < 0.05 * size
     assert other_sent == pytest.approx(received, abs=2000)
+
+
+def test_links_are_silent_by_themselves() -> None:
+    with lab.Network(2, rate="1mbit") as network:
+        time.sleep(1.0)
+        assert [network.interface_bytes(rank) for rank in range(2)] == [(0, 0), (0, 0)]
 
 
 def test_connections_have_the_congestion_control_that_is_described() -> None:

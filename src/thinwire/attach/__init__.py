@@ -62,4 +62,13 @@ def compress(
             f"thinwire.compress() takes a DistributedDataParallel model, not {type(model).__name__}: "
             "wrap it first, model = DistributedDataParallel(model)"
         )
-    return compress_ddp(model, rules, exclude=exclude, min_numel=min_numel, start=start, seed=seed, grad_scaler=grad_scaler, timeout=timeout)
+    return compress_ddp(
+        model,
+        rules,
+        exclude=exclude,
+        min_numel=min_numel,
+        start=start,
+        seed=seed,
+        grad_scaler=grad_scaler,
+        timeout=timeout,
+    )

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from thinwire.collectives.message import HEADER_BYTES
+from thinwire.collectives.transport import ring_bytes
 from thinwire.compressors import Coded, Piece, Segments, Slot, Summed
 from thinwire.kernels import site_id
 
@@ -116,11 +117,6 @@ class Layout:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def ring_bytes(num_bytes: int, world_size: int) -> int:
-    """Bytes that each rank sends in a ring all-reduce of a tensor of ``num_bytes``."""
-    return 2 * (world_size - 1) * num_bytes // world_size
-
-
 class _Cut(NamedTuple):
     layer: Layer
     compressor: Coded
@@ -191,4 +187,6 @@ def _sums(layers: Sequence[Layer], dtype: torch.dtype) -> tuple[Sum, ...]:
             piece = Piece(layer.name, layer.start, layer.numel, 0, start * part_dtype.itemsize)
             members.setdefault(place, []).append(Member(compressor, piece, slice(start, ends[place])))
     # Sorted: all ranks must enter the all-reduces in one order, and a round must end before the next.
-    return tuple(Sum(round, dtypes[name], tuple(members[round, name]), ends[round, name]) for round, name in sorted(ends))
+    return tuple(
+        Sum(round, dtypes[name], tuple(members[round, name]), ends[round, name]) for round, name in sorted(ends)
+    )

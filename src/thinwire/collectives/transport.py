@@ -22,6 +22,11 @@ class TransportError(RuntimeError):
     """The link to a rank is gone or silent: what was under way cannot be finished, and the link is of no more use."""
 
 
+def ring_bytes(num_bytes: int, world_size: int) -> int:
+    """Bytes that each rank sends in a ring all-reduce of a tensor of ``num_bytes``."""
+    return 2 * (world_size - 1) * num_bytes // world_size
+
+
 class Pending(Protocol):
     """A send or receive under way."""
 
@@ -61,9 +66,15 @@ class Transport(ABC):
     @abstractmethod
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending: ...
 
-    @abstractmethod
     def all_reduce(self, x: Tensor) -> None:
-        """Replace ``x`` by its sum over all ranks, in its own dtype."""
+        """Replace ``x`` by its sum over all ranks, in its own dtype. Counted as a ring all-reduce."""
+        self._all_reduce(x)
+        moved = ring_bytes(x.numel() * x.element_size(), self.world_size)
+        self.sent_bytes += moved
+        self.received_bytes += moved
+
+    @abstractmethod
+    def _all_reduce(self, x: Tensor) -> None: ...
 
     @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
@@ -115,15 +126,11 @@ class ProcessGroupTransport(Transport):
             raise TransportError(f"{doing} failed: this process is not in the group")
         return _PendingWork(work, doing, self.timeout)
 
-    def all_reduce(self, x: Tensor) -> None:
+    def _all_reduce(self, x: Tensor) -> None:
         try:
             dist.all_reduce(x, group=self.group)
         except RuntimeError as error:
             raise TransportError(f"the all-reduce failed: {_first_line(error)}") from error
-        # Ring all-reduce: every rank sends (and receives) 2(n−1)/n of the tensor.
-        moved = 2 * (self.world_size - 1) * x.numel() * x.element_size() // self.world_size
-        self.sent_bytes += moved
-        self.received_bytes += moved
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = [torch.empty_like(x) for _ in range(self.world_size)]
@@ -158,7 +165,7 @@ class LoopbackTransport(Transport):
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending:
         return _Arrival(message, self._world.mailbox(peer, self.rank, tag), self._world.timeout_s, peer)
 
-    def all_reduce(self, x: Tensor) -> None:
+    def _all_reduce(self, x: Tensor) -> None:
         x.copy_(self.all_gather(x).sum(0))
 
     def all_gather(self, x: Tensor) -> Tensor:

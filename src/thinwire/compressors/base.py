@@ -142,9 +142,7 @@ class Coded(Compressor):
         """Bytes of the payload of a piece of ``numel`` elements of gradients of ``dtype``."""
 
     @abstractmethod
-    def encode(
-        self, x: Tensor, segments: Segments, message: Tensor, *, key: int, state: State | None = None
-    ) -> None:
+    def encode(self, x: Tensor, segments: Segments, message: Tensor, *, key: int, state: State | None = None) -> None:
         """Write the payload of every segment of the flat tensor ``x`` (fp32, bf16 or fp16) into ``message`` (uint8).
 
         ``state`` is given if, and only if, the compressor asks for `slots`.

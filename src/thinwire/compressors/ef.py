@@ -17,9 +17,9 @@ RESIDUAL = Slot("residual")
 def ef(inner: Compressor) -> Compressor:
     """``inner`` with error feedback: ``p = g + e; c = Q(p); e = p − Q⁻¹(c)``, in fp32, one value an element.
 
-    A coded compressor keeps the residual on both sides. The worker's holds for the chunks of other owners; the owner of
-    a chunk adds its own exact values, so the same tensor holds the error of the mean that it encodes again. For a summed
-    one the residual is what went in minus the final result.
+    A coded compressor keeps the residual on both sides. The worker's holds for the chunks of other owners; the owner
+    of a chunk adds its own exact values, so the same tensor holds the error of the mean that it encodes again. For a
+    summed one the residual is what went in minus the final result.
 
     Raises:
         TypeError: there is error feedback in it already, or it is none of the two kinds.
@@ -65,17 +65,13 @@ class EfCoded(Coded):
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return self.inner.payload_bytes(numel, dtype)
 
-    def encode(
-        self, x: Tensor, segments: Segments, message: Tensor, *, key: int, state: State | None = None
-    ) -> None:
+    def encode(self, x: Tensor, segments: Segments, message: Tensor, *, key: int, state: State | None = None) -> None:
         now, after, loss_scale = _residuals(state)
         for part in _parts(segments):
             torch.add(x[part], now[part], alpha=loss_scale, out=after[part])
         self._encode_rest(segments, message, after, key=key, loss_scale=loss_scale, y=None)
 
-    def decode(
-        self, message: Tensor, segments: Segments, y: Tensor, *, add: bool = False, scale: float = 1.0
-    ) -> None:
+    def decode(self, message: Tensor, segments: Segments, y: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
         self.inner.decode(message, segments, y, add=add, scale=scale)
 
     def reduce(

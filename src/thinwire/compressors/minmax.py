@@ -47,9 +47,7 @@ class MinMax(Coded):
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return kernels.minmax_bytes(numel, bits=self.bits, bucket=self.bucket)
 
-    def encode(
-        self, x: Tensor, segments: Segments, message: Tensor, *, key: int, state: State | None = None
-    ) -> None:
+    def encode(self, x: Tensor, segments: Segments, message: Tensor, *, key: int, state: State | None = None) -> None:
         kernels.minmax_encode(
             x,
             segments.table,

@@ -34,9 +34,7 @@ class Raw(Coded):
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return -(-numel * dtype.itemsize // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
 
-    def encode(
-        self, x: Tensor, segments: Segments, message: Tensor, *, key: int, state: State | None = None
-    ) -> None:
+    def encode(self, x: Tensor, segments: Segments, message: Tensor, *, key: int, state: State | None = None) -> None:
         for values, payload in _views(x, segments, message, x.dtype):
             payload.copy_(values)
 

@@ -28,8 +28,8 @@ def new_state(compressor: Compressor, numel: int, loss_scale: float = 1.0) -> St
     """The state of a first step of a flat tensor of ``numel`` elements; None if the compressor asks for none."""
     if not compressor.slots:
         return None
-    zeros = [{slot.name: torch.zeros(numel, dtype=slot.dtype) for slot in compressor.slots} for _ in range(2)]
-    return State(*zeros, loss_scale)
+    now, after = ({slot.name: torch.zeros(numel, dtype=slot.dtype) for slot in compressor.slots} for _ in range(2))
+    return State(now, after, loss_scale)
 
 
 def decode_one(compressor: Coded, message: Tensor, segments: Segments, dtype: torch.dtype) -> Tensor:

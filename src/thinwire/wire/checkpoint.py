@@ -48,9 +48,7 @@ def write(
     return state
 
 
-def read(
-    state: Mapping[str, Tensor], plan: Plan, shapes: Mapping[str, Sequence[int]], rank: int, size: int
-) -> Loaded:
+def read(state: Mapping[str, Tensor], plan: Plan, shapes: Mapping[str, Sequence[int]], rank: int, size: int) -> Loaded:
     """What a state says of ``rank`` in a world of ``size`` ranks. See `Wire.load_state_dict`."""
     missing = set(_SHARED) - set(state)
     if missing:

@@ -24,8 +24,8 @@ class _Place:
 class Slots:
     """The slots of all layers of one rank.
 
-    They lie in tensors aligned with the flat gradients of a DDP bucket, so that one kernel call serves all layers of it.
-    When DDP forms other buckets, values follow their parameter. A step's new values count only once it is committed.
+    They lie in tensors aligned with the flat gradients of a DDP bucket: one kernel call serves all its layers. When DDP
+    forms other buckets, values follow their parameter. A step's new values count only once it is committed.
     """
 
     def __init__(self) -> None:
@@ -110,14 +110,12 @@ class Slots:
         return place
 
 
-def reshard(
-    saved: Mapping[int, Tensor], compressor: Compressor, name: str, rank: int, world_size: int
-) -> Tensor:
+def reshard(saved: Mapping[int, Tensor], compressor: Compressor, name: str, rank: int, world_size: int) -> Tensor:
     """A rank's residual of one layer in a world of another size, such that the mean error is kept.
 
     ``saved`` holds the residuals of all ranks of the old world. In mean units the old world was owed
-    ``(1/n) Σ δ_i + e``, with the owner's e where it stands in the owner's tensor; every rank of the new one gets that as
-    its δ, and an owner its share ``1/n'`` of it as e.
+    ``(1/n) Σ δ_i + e``, with the owner's e where it stands in the owner's tensor; every rank of the new one gets that
+    as its δ, and an owner its share ``1/n'`` of it as e.
     """
     old_size = len(saved)
     owed = torch.stack([saved[r] for r in range(old_size)]).mean(0)

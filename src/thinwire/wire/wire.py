@@ -256,9 +256,7 @@ class Wire:
                 flat, layout, transport, route.messages, seed=self.seed, step=step, state=state, clock=clock
             )
         if route.sums:
-            summed_all_reduce(
-                flat, layout, transport, route.sums, seed=self.seed, step=step, state=state, clock=clock
-            )
+            summed_all_reduce(flat, layout, transport, route.sums, seed=self.seed, step=step, state=state, clock=clock)
         if self._plan.has_slots:
             # The result is the same on all ranks, and so is this: NaN and Inf have an infinite or undefined norm.
             self._step_is_finite &= math.isfinite(float(torch.linalg.vector_norm(flat, math.inf)))
