@@ -90,7 +90,7 @@ OPTIONS = {
 
 def _trains(rank: int, options: dict) -> tuple[list[float], dict, int]:
     model = make(rank, **options)
-    wire = thinwire.compress(model)
+    wire = thinwire.compress(model, decline=False)
     losses = train(model, rank, 30, lr=0.03)
     assert_replicas_identical(model)
     return losses, wire.stats.to_dict(), wire.wire_bytes_per_step()
@@ -108,7 +108,7 @@ def test_it_trains_and_replicas_stay_identical(name: str, num_ranks: int) -> Non
 
 def _bytes_are_the_formula(rank: int) -> tuple[int, int]:
     model = make(rank)
-    wire = thinwire.compress(model)
+    wire = thinwire.compress(model, decline=False)
     train(model, rank, 4)
     wire.reset_stats()
     train(model, rank, 5)
@@ -123,7 +123,7 @@ def test_bytes_at_the_transport_are_exactly_the_formula() -> None:
 def _gradients(rank: int, spec: str | None, **options) -> list[torch.Tensor]:
     model = make(rank, **options)
     if spec:
-        thinwire.compress(model, spec, min_numel=0)
+        thinwire.compress(model, spec, min_numel=0, decline=False)
     for step in range(3):
         model.zero_grad()
         loss_of(model, batch(rank, step)).backward()
@@ -144,7 +144,7 @@ def test_raw_is_bit_identical_to_stock_ddp() -> None:
 
 def _accumulates(rank: int) -> tuple[int, float]:
     model = make(rank)
-    wire = thinwire.compress(model, "minmax(bits=8)")
+    wire = thinwire.compress(model, "minmax(bits=8)", decline=False)
     for step in range(4):
         model.zero_grad()
         with model.no_sync():
@@ -168,7 +168,7 @@ def test_no_sync_accumulation() -> None:
 
 def _start(rank: int) -> tuple[list[bool], dict]:
     stock, model = make(rank), make(rank)
-    wire = thinwire.compress(model, start=3)
+    wire = thinwire.compress(model, start=3, decline=False)
     same = []
     for step in range(5):
         for m in (stock, model):
@@ -187,7 +187,7 @@ def test_start_keeps_the_first_steps_dense() -> None:
 
 def _scaler_and_clipping(rank: int) -> tuple[list[float], list[float], float]:
     model = make(rank)
-    thinwire.compress(model)
+    thinwire.compress(model, decline=False)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.03)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scales, losses, norm = [], [], 0.0
@@ -219,7 +219,7 @@ def test_grad_scaler_sees_an_overflow_of_one_rank_on_every_rank() -> None:
 def _reproducible(rank: int, seed: int) -> bytes:
     torch.manual_seed(rank)
     model = make(rank)
-    thinwire.compress(model, "minmax(bits=2)", seed=seed)
+    thinwire.compress(model, "minmax(bits=2)", seed=seed, decline=False)
     train(model, rank, 6)
     return fingerprint(model)
 
@@ -244,14 +244,14 @@ def _resumes(rank: int) -> tuple[bytes, bytes]:
 
     model = make(rank)
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
-    wire = thinwire.compress(model, "minmax(bits=3)", seed=9)
+    wire = thinwire.compress(model, "minmax(bits=3)", seed=9, decline=False)
     run(model, optimizer, 0, 5)
     buffer = snapshot(model, optimizer, wire)
     run(model, optimizer, 5, 9)
 
     resumed = make(rank)
     optimizer = torch.optim.Adam([p for p in resumed.parameters() if p.requires_grad])
-    wire = thinwire.compress(resumed, "minmax(bits=4)")
+    wire = thinwire.compress(resumed, "minmax(bits=4)", decline=False)
     buffer.seek(0)
     state = torch.load(buffer, weights_only=True)
     resumed.load_state_dict(state["m"])
@@ -270,7 +270,7 @@ def test_resume_is_bit_identical(num_ranks: int) -> None:
 def _with_cap(rank: int, cap_mb: float) -> bytes:
     torch.manual_seed(0)
     model = DDP(Net(), bucket_cap_mb=cap_mb)
-    thinwire.compress(model, "minmax(bits=3)")
+    thinwire.compress(model, "minmax(bits=3)", decline=False)
     train(model, rank, 3)
     return fingerprint(model)
 
@@ -281,7 +281,7 @@ def test_how_ddp_forms_its_buckets_changes_no_bit() -> None:
 
 def _detaches(rank: int) -> bool:
     stock, model = make(rank), make(rank)
-    wire = thinwire.compress(model)
+    wire = thinwire.compress(model, decline=False)
     loss_of(model, batch(rank, 0)).backward()
     loss_of(stock, batch(rank, 0)).backward()
     wire.detach()
@@ -290,7 +290,7 @@ def _detaches(rank: int) -> bool:
         loss_of(m, batch(rank, 1)).backward()
     pairs = zip(stock.parameters(), model.parameters(), strict=True)
     same = all(torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None)
-    again = thinwire.compress(model, "minmax(bits=2)")
+    again = thinwire.compress(model, "minmax(bits=2)", decline=False)
     train(model, rank, 3)
     assert again.stats.steps == 3
     assert_replicas_identical(model)
@@ -305,7 +305,7 @@ def _in_a_subgroup(rank: int) -> int:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     torch.manual_seed(0)
     model = DDP(Net(), process_group=groups[rank // 2], bucket_cap_mb=0.05)
-    wire = thinwire.compress(model)
+    wire = thinwire.compress(model, decline=False)
     train(model, rank, 4)
     return wire.stats.payload_sent_bytes
 
@@ -317,7 +317,7 @@ def test_models_over_parts_of_the_world() -> None:
 
 def _alone(rank: int) -> tuple[int, int]:
     model = make(rank)
-    wire = thinwire.compress(model)
+    wire = thinwire.compress(model, decline=False)
     train(model, rank, 3)
     return wire.stats.steps, wire.stats.payload_sent_bytes
 
@@ -329,7 +329,7 @@ def test_one_rank_sends_nothing() -> None:
 def _overlaps(rank: int) -> list[str]:
     """The worker runs while backward does: some bucket is handed over after an earlier one was started."""
     model = make(rank)
-    wire = thinwire.compress(model)
+    wire = thinwire.compress(model, decline=False)
     train(model, rank, 3)
     return [thread.name for thread in threading.enumerate()] + [str(wire.stats.buckets)]
 
@@ -343,7 +343,7 @@ def test_one_worker_thread_a_model() -> None:
 def _one_bucket(rank: int) -> list[str]:
     torch.manual_seed(0)
     model = DDP(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)), bucket_cap_mb=100)
-    thinwire.compress(model)
+    thinwire.compress(model, decline=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(6):
@@ -366,7 +366,7 @@ def _refused(rank: int, what: str) -> str:
     if what == "not DDP":
         model = Net()
     elif what == "twice":
-        thinwire.compress(model)
+        thinwire.compress(model, decline=False)
     elif what == "another hook":
         assert isinstance(model, DDP)
         model.register_comm_hook(None, _other_hook)
@@ -387,7 +387,7 @@ def _refused(rank: int, what: str) -> str:
     elif what == "seeds differ":
         arguments = {"seed": rank}
     try:
-        thinwire.compress(model, **arguments)
+        thinwire.compress(model, decline=False, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
@@ -427,7 +427,7 @@ def test_bad_input_is_refused_on_every_rank(what: str, expected: str) -> None:
 def _worker_error(rank: int, failing: int) -> tuple[str, str, bool]:
     """A compressor that raises on one rank in step 2: everybody hears of it, and training can go on."""
     model = make(rank)
-    wire = thinwire.compress(model)
+    wire = thinwire.compress(model, decline=False)
     train(model, rank, 2)
     wire._worker.call(lambda: None)
     broken = thinwire.MinMax.encode
@@ -459,7 +459,7 @@ def test_an_exception_in_the_worker_reaches_the_loop_and_ddp_stays_usable(failin
 
 def _dies(rank: int) -> tuple[str, float]:
     model = make(rank)
-    thinwire.compress(model)
+    thinwire.compress(model, decline=False)
     train(model, rank, 3)
     if rank == 1:
         os._exit(7)
@@ -484,7 +484,7 @@ def test_a_rank_that_dies_is_an_error_within_the_timeout(num_ranks: int) -> None
 
 def _is_stuck(rank: int) -> tuple[str, float]:
     model = make(rank)
-    thinwire.compress(model)
+    thinwire.compress(model, decline=False)
     train(model, rank, 3)
     if rank == 1:
         time.sleep(6)

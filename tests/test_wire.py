@@ -33,10 +33,10 @@ def step_on(wire: Wire, found: dict[str, torch.Tensor], buckets=BUCKETS, loss_sc
     """One backward pass with these buckets; the mean gradients."""
     wire.begin_step()
     means, futures = {}, []
-    for i, names in enumerate(buckets):
+    for names in buckets:
         flat = torch.cat([found[name].reshape(-1) for name in names]) * loss_scale
         layers = tuple((name, SHAPES[name]) for name in names)
-        futures.append((names, wire.reduce(flat, layers, last=i == len(buckets) - 1, loss_scale=loss_scale)))
+        futures.append((names, wire.reduce(flat, layers, loss_scale=loss_scale)))
     for names, future in futures:
         flat, start = future.wait() / loss_scale, 0
         for name in names:
@@ -136,7 +136,7 @@ def test_no_slot_moves_in_a_step_that_is_not_finite(poison: float, loss_scale: f
         step_on(wire, gradients(transport.rank, 0), loss_scale=loss_scale)
         before = wire.state_dict()
         bad = step_on(wire, gradients(transport.rank, 1, poison if poisoned and transport.rank == 1 else None))
-        after = wire.state_dict()
+        after = wire.state_dict()  # lets slots take what a step left, if anything
         good = step_on(wire, gradients(transport.rank, 2), loss_scale=loss_scale)
         return before, bad, after, good, wire.stats.nonfinite_steps
 

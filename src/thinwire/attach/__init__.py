@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.attach.ddp import compress_ddp
+from thinwire.attach.ddp import Options, compress_ddp
 from thinwire.plan import DEFAULT_RULES, Rules
 from thinwire.wire import Wire
 
@@ -24,6 +24,10 @@ def compress(
     min_numel: int = 1024,
     start: int = 0,
     seed: int = 0,
+    decline: bool = True,
+    simulate: bool = False,
+    parity: int = 1000,
+    resync: int = 0,
     grad_scaler: torch.amp.GradScaler | None = None,
     timeout: timedelta | None = None,
 ) -> Wire:
@@ -45,6 +49,14 @@ def compress(
             learning rate's warm-up.
         seed: of the random draws of stochastic rounding. They depend on it, on the step, the rank, the layer and the
             element only: no global generator is touched.
+        decline: measure, here and now, how fast this machine compresses and how fast the link is, and leave raw what
+            would not be faster compressed (``wire.declined``). False compresses in any case.
+        simulate: compress and decompress in place, but let gradients travel uncompressed: to study accuracy on any
+            backend and device. ``wire.stats`` counts the bytes that would have been sent.
+        parity: compare a checksum of all ranks' parameters every so many steps, behind the training loop's back; a
+            difference raises `ParityError` and names the first parameter. 0 never does.
+        resync: copy rank 0's parameters to all ranks every so many steps (S3 does every 10), for hardware that does not
+            compute alike. 0 never does.
         grad_scaler: the ``GradScaler`` of an fp16 training; error feedback keeps its residuals in unscaled units.
         timeout: of the process group that the Wire makes for itself; that of the model's own if None.
 
@@ -62,13 +74,16 @@ def compress(
             f"thinwire.compress() takes a DistributedDataParallel model, not {type(model).__name__}: "
             "wrap it first, model = DistributedDataParallel(model)"
         )
-    return compress_ddp(
-        model,
-        rules,
+    options = Options(
         exclude=exclude,
         min_numel=min_numel,
         start=start,
         seed=seed,
+        decline=decline,
+        simulate=simulate,
+        parity=parity,
+        resync=resync,
         grad_scaler=grad_scaler,
         timeout=timeout,
     )
+    return compress_ddp(model, rules, options)

@@ -5,6 +5,7 @@
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives import ProcessGroupTransport
 from thinwire.compat import group_timeout
-from thinwire.compressors import GRADIENT_DTYPES, Raw
+from thinwire.compressors import GRADIENT_DTYPES, Raw, check_int
 from thinwire.plan import Filter, Plan, Rules
 from thinwire.wire import Wire
 
@@ -32,7 +33,10 @@ class _Hook:
         self.names: dict[torch.Tensor, str] = {p: name for name, p in model.module.named_parameters()}
         self.wire: Wire | None = None
         self.grad_scaler: torch.amp.GradScaler | None = None
+        self.parity = 0
+        self.resync = 0
         self._passes = 0
+        self._resynced = -1
 
     def __call__(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         # Whatever is raised here would leave DDP's reducer unusable: it goes through the future instead.
@@ -44,18 +48,35 @@ class _Hook:
             return failed
 
     def _start(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        flat = bucket.buffer()
-        wire = self.wire
+        flat, wire = bucket.buffer(), self.wire
         if wire is None or not wire.attached:
             return _plain_mean(flat, self.group)
-        if flat.is_sparse:
-            raise TypeError("sparse gradients (Embedding(sparse=True)) cannot be compressed: make the embedding dense")
         if bucket.index() == 0:
             wire.begin_step()
             self._check_overlap(bucket, flat, wire)
+            if self.parity and wire.step % self.parity == 0:
+                wire.check_parity({name: p for p, name in self.names.items()})
+        if wire.dense:
+            wire.count_dense(flat.numel() * flat.element_size())
+            return _plain_mean(flat, self.group)
+        if flat.is_sparse:
+            raise TypeError("sparse gradients (Embedding(sparse=True)) cannot be compressed: make the embedding dense")
         layers = tuple((self.names[p], tuple(p.shape)) for p in bucket.parameters())
         scale = self.grad_scaler.get_scale() if self.grad_scaler else 1.0
-        return wire.reduce(flat, layers, last=bucket.is_last(), loss_scale=scale)
+        if not wire.simulated:
+            return wire.reduce(flat, layers, loss_scale=scale)
+        wire.simulate(flat, layers, loss_scale=scale)
+        return _plain_mean(flat, self.group).then(lambda future: _noted(future.value(), wire))
+
+    def before_forward(self, model: DistributedDataParallel, inputs: object) -> None:
+        """Copy rank 0's parameters to all every ``resync`` steps: here nothing else reads or writes them."""
+        wire = self.wire
+        training = model.training and model.require_backward_grad_sync and torch.is_grad_enabled()
+        if not (self.resync and wire and wire.attached and training) or wire.step == self._resynced:
+            return
+        if wire.step >= 0 and (wire.step + 1) % self.resync == 0:
+            self._resynced = wire.step
+            wire.resync({name: p for p, name in self.names.items()})
 
     def _check_overlap(self, bucket: GradBucket, flat: torch.Tensor, wire: Wire) -> None:
         # DDP's first buckets are not its last: it rebuilds them after the first one or two backward passes.
@@ -78,52 +99,78 @@ def _plain_mean(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.F
     return work.get_future().then(lambda future: future.value()[0])
 
 
+def _noted(mean: torch.Tensor, wire: Wire) -> torch.Tensor:
+    wire.note_result(mean)
+    return mean
+
+
 def _hook(state: _Hook, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     return state(bucket)
 
 
-def compress_ddp(
-    model: DistributedDataParallel,
-    rules: Rules,
-    *,
-    exclude: Sequence[str],
-    min_numel: int,
-    start: int,
-    seed: int,
-    grad_scaler: torch.amp.GradScaler | None,
-    timeout: timedelta | None,
-) -> Wire:
+@dataclass(frozen=True)
+class Options:
+    """What `thinwire.compress` was asked for, beside the rules."""
+
+    exclude: Sequence[str] = ()
+    min_numel: int = 1024
+    start: int = 0
+    seed: int = 0
+    decline: bool = True
+    simulate: bool = False
+    parity: int = 0
+    resync: int = 0
+    grad_scaler: torch.amp.GradScaler | None = None
+    timeout: timedelta | None = None
+
+
+def compress_ddp(model: DistributedDataParallel, rules: Rules, options: Options) -> Wire:
     """See `thinwire.compress`."""
     hook = _attached.get(model)
     if hook is not None and hook.wire is not None and hook.wire.attached:
         raise RuntimeError("this model is compressed already: call detach() on its Wire first, on every rank")
-    shapes = _checked_shapes(model)
-    plan = Plan.build(shapes, rules, Filter(min_numel=min_numel, exclude=tuple(exclude)))
+    for name in ("parity", "resync"):
+        check_int(name, getattr(options, name), 0)
+    shapes = _checked_shapes(model, options.simulate)
+    plan = Plan.build(shapes, rules, Filter(min_numel=options.min_numel, exclude=tuple(options.exclude)))
     _check_dtypes(model, plan)
-    if hook is None:
-        hook = _Hook(model)
-    transport = _transport(hook.group, timeout)
-    wire = Wire(plan, shapes, transport, seed=seed, start=start)
+    hook = hook or _Hook(model)
+    wire = Wire(
+        plan,
+        shapes,
+        _transport(hook.group, options.timeout),
+        seed=options.seed,
+        start=options.start,
+        decline=options.decline,
+        simulated=options.simulate,
+    )
     if model not in _attached:
-        try:
-            model.register_comm_hook(hook, _hook)
-        except RuntimeError as error:
-            wire.detach()
-            raise RuntimeError(
-                "this DDP model has a communication hook already (its own mixed precision registers one too): "
-                "wrap the module in DistributedDataParallel anew and call thinwire.compress() instead of that hook"
-            ) from error
-        _attached[model] = hook
-    hook.wire, hook.grad_scaler = wire, grad_scaler
+        _register(model, hook, wire)
+    hook.wire = wire
+    hook.grad_scaler, hook.parity, hook.resync = options.grad_scaler, options.parity, options.resync
     return wire
 
 
-def _checked_shapes(model: DistributedDataParallel) -> Mapping[str, Sequence[int]]:
+def _register(model: DistributedDataParallel, hook: _Hook, wire: Wire) -> None:
+    try:
+        model.register_comm_hook(hook, _hook)
+    except RuntimeError as error:
+        wire.detach()
+        raise RuntimeError(
+            "this DDP model has a communication hook already (its own mixed precision registers one too): "
+            "wrap the module in DistributedDataParallel anew and call thinwire.compress() instead of that hook"
+        ) from error
+    model.register_forward_pre_hook(hook.before_forward)
+    _attached[model] = hook
+
+
+def _checked_shapes(model: DistributedDataParallel, any_device: bool) -> Mapping[str, Sequence[int]]:
     trained = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
     for name, parameter in trained.items():
-        if parameter.device.type != "cpu":
+        if parameter.device.type != "cpu" and not any_device:
             raise NotImplementedError(
-                f"{name} is on {parameter.device}: this version of thinwire compresses gradients on the CPU (gloo) only"
+                f"{name} is on {parameter.device}: this version of thinwire compresses gradients on the CPU (gloo) "
+                "only; simulate=True studies the effect on accuracy on any device"
             )
     return {name: p.shape for name, p in trained.items()}
 

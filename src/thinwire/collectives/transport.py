@@ -77,6 +77,10 @@ class Transport(ABC):
     def _all_reduce(self, x: Tensor) -> None: ...
 
     @abstractmethod
+    def broadcast(self, x: Tensor) -> None:
+        """Replace ``x`` by that of rank 0."""
+
+    @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
         """The tensors of all ranks, stacked by rank. Shapes and dtypes must agree."""
 
@@ -132,6 +136,12 @@ class ProcessGroupTransport(Transport):
         except RuntimeError as error:
             raise TransportError(f"the all-reduce failed: {_first_line(error)}") from error
 
+    def broadcast(self, x: Tensor) -> None:
+        try:
+            dist.broadcast(x, group=self.group, group_src=0)
+        except RuntimeError as error:
+            raise TransportError(f"the broadcast failed: {_first_line(error)}") from error
+
     def all_gather(self, x: Tensor) -> Tensor:
         out = [torch.empty_like(x) for _ in range(self.world_size)]
         try:
@@ -167,6 +177,9 @@ class LoopbackTransport(Transport):
 
     def _all_reduce(self, x: Tensor) -> None:
         x.copy_(self.all_gather(x).sum(0))
+
+    def broadcast(self, x: Tensor) -> None:
+        x.copy_(self.all_gather(x)[0])
 
     def all_gather(self, x: Tensor) -> Tensor:
         world = self._world

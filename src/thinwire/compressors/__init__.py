@@ -1,6 +1,16 @@
 """Compressors: what a tensor may become on the wire."""
 
-from thinwire.compressors.base import GRADIENT_DTYPES, Coded, Compressor, Piece, Segments, Slot, State, Summed
+from thinwire.compressors.base import (
+    GRADIENT_DTYPES,
+    Coded,
+    Compressor,
+    Piece,
+    Segments,
+    Slot,
+    State,
+    Summed,
+    check_int,
+)
 from thinwire.compressors.cast import Cast
 from thinwire.compressors.ef import ef
 from thinwire.compressors.minmax import MinMax
@@ -24,6 +34,7 @@ __all__ = [
     "Slot",
     "State",
     "Summed",
+    "check_int",
     "ef",
     "parse",
     "register",

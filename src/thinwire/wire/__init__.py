@@ -1,8 +1,9 @@
 """The Wire and what keeps it alive."""
 
 from thinwire.wire.agree import DisagreementError
+from thinwire.wire.parity import ParityError
 from thinwire.wire.stats import Stats
 from thinwire.wire.wire import Wire
 from thinwire.wire.worker import Worker
 
-__all__ = ["DisagreementError", "Stats", "Wire", "Worker"]
+__all__ = ["DisagreementError", "ParityError", "Stats", "Wire", "Worker"]

@@ -40,13 +40,13 @@ class Slots:
         tensors = [t for place in self._places.values() for t in (*place.now.values(), *place.next.values())]
         return sum(t.numel() * t.element_size() for t in (*tensors, *self._kept.values()))
 
-    def state(self, key: Hashable, layout: Layout, loss_scale: float) -> State | None:
+    def state(self, key: Hashable, layout: Layout, loss_scale: float, device: torch.device) -> State | None:
         """The slots of the flat tensor ``key`` for one step; None if its layers need none."""
         if not layout.slots:
             return None
         place = self._places.get(key)
         if place is None or any(self._place_of.get(layer.name) != key for layer in place.layers):
-            place = self._gather(key, layout)
+            place = self._gather(key, layout, device)
         self._touched.add(key)
         return State(place.now, place.next, loss_scale)
 
@@ -91,13 +91,13 @@ class Slots:
         for slot, flat in place.now.items() if place else ():
             self._kept[layer.name, slot] = flat[layer.start : layer.start + layer.numel].clone()
 
-    def _gather(self, key: Hashable, layout: Layout) -> _Place:
+    def _gather(self, key: Hashable, layout: Layout, device: torch.device) -> _Place:
         layers = tuple(layer for layer in layout.layers if layer.compressor.slots)
         place = self._places.get(key) or _Place(layers)
         for slot in layout.slots:
             if slot.name not in place.now:
-                place.now[slot.name] = torch.zeros(layout.numel, dtype=slot.dtype)
-                place.next[slot.name] = torch.zeros(layout.numel, dtype=slot.dtype)
+                place.now[slot.name] = torch.zeros(layout.numel, dtype=slot.dtype, device=device)
+                place.next[slot.name] = torch.zeros(layout.numel, dtype=slot.dtype, device=device)
         for layer in layers:
             if self._place_of.get(layer.name) == key:
                 continue

@@ -29,10 +29,12 @@ class Stats:
     reduce_s: float = 0.0
     """Summing a chunk of one's own and encoding its mean."""
     decode_s: float = 0.0
-    dense_s: float = 0.0
-    """Uncompressed all-reduces: raw buckets, and the steps before ``start``."""
+    declined_layers: int = 0
+    """Layers left raw because compressing them would have been slower."""
     nonfinite_steps: int = 0
-    """Steps of which error feedback took nothing, because some rank met NaN or Inf (counted if there is any)."""
+    """Steps of which error feedback took nothing, because some rank met NaN or Inf (counted where there is feedback)."""
+    parity_checks: int = 0
+    resyncs: int = 0
     buffer_bytes: int = 0
     """Memory that messages take on this rank now."""
     slot_bytes: int = 0
@@ -65,6 +67,5 @@ class Stats:
         return (
             f"{self.steps} steps, {self.payload_sent_bytes / 1e6:.1f} MB sent instead of "
             f"{self.dense_bytes / 1e6:.1f} MB ({self.ratio:.1f}x less); encode {self.encode_s:.2f} s, "
-            f"wire {self.wire_s:.2f} s, reduce {self.reduce_s:.2f} s, decode {self.decode_s:.2f} s, "
-            f"uncompressed {self.dense_s:.2f} s"
+            f"wire {self.wire_s:.2f} s, reduce {self.reduce_s:.2f} s, decode {self.decode_s:.2f} s"
         )

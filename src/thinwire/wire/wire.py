@@ -24,9 +24,12 @@ from thinwire.collectives import (
 )
 from thinwire.compressors import Coded, Summed
 from thinwire.kernels import FORMAT_VERSION, cpu_level
-from thinwire.plan import Plan
+from thinwire.plan import Plan, Speeds
 from thinwire.wire import checkpoint
 from thinwire.wire.agree import agree
+from thinwire.wire.decline import decline as measure_and_decline
+from thinwire.wire.parity import check_parity, resync
+from thinwire.wire.simulate import simulate
 from thinwire.wire.slots import Slots
 from thinwire.wire.stats import Stats
 from thinwire.wire.worker import Worker
@@ -45,6 +48,8 @@ class _Route:
     messages: Buffers | None
     sums: Sequence[Tensor]
     last_step: int
+    sent_bytes: int
+    """What this rank hands to the transport for it in a compressed step."""
 
     @property
     def num_bytes(self) -> int:
@@ -67,6 +72,8 @@ class Wire:
         *,
         seed: int = 0,
         start: int = 0,
+        decline: bool = False,
+        simulated: bool = False,
     ) -> None:
         if start < 0:
             raise ValueError(f"start must not be negative, not {start}: it is the number of steps that stay dense")
@@ -74,7 +81,8 @@ class Wire:
             raise ValueError(f"seed must be between 0 and 2**63 - 1, not {seed}")
         self.seed = seed
         self.start = start
-        self._plan = plan
+        self.simulated = simulated
+        self._asked = self._plan = plan
         self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self._transport = transport
         self._step = -1
@@ -82,16 +90,31 @@ class Wire:
         self._slots = Slots()
         self._routes: dict[tuple[BucketLayers, torch.dtype], _Route] = {}
         self._broken: TransportError | None = None
+        self._found: Exception | None = None
         self._counted_step = -1
         self._step_is_finite = True
         self._attached = True
+        self._speeds: Speeds | None = None
         agree(self._record(), transport)
+        if decline and not simulated and self.world_size > 1:
+            self._plan, self._speeds = measure_and_decline(plan, transport)
         self._worker = Worker("thinwire")
 
     @property
     def plan(self) -> Plan:
         """Which compressor each layer has."""
         return self._plan
+
+    @property
+    def declined(self) -> dict[str, str]:
+        """Layers that stay raw because compressing them would have been slower, and the compressor they would have."""
+        asked = self._asked.layers
+        return {name: str(asked[name]) for name, c in self._plan.layers.items() if name in asked and asked[name] != c}
+
+    @property
+    def speeds(self) -> Speeds | None:
+        """What declining measured; None with ``decline=False``."""
+        return self._speeds
 
     @property
     def step(self) -> int:
@@ -110,7 +133,10 @@ class Wire:
     def stats(self) -> Stats:
         """Totals so far, as a copy: what is under way is not in it."""
         held = sum(route.num_bytes for route in list(self._routes.values()))
-        return dataclasses.replace(self._stats, buffer_bytes=held, slot_bytes=self._slots.num_bytes)
+        declined = len(self.declined)
+        return dataclasses.replace(
+            self._stats, buffer_bytes=held, slot_bytes=self._slots.num_bytes, declined_layers=declined
+        )
 
     def reset_stats(self) -> None:
         """Start counting anew."""
@@ -118,29 +144,65 @@ class Wire:
 
     def wire_bytes_per_step(self) -> int:
         """Bytes that this rank sends in a compressed step, by the formula of the buckets that the last step had."""
-        return sum(
-            ring_bytes(route.layout.numel * route.layout.dtype.itemsize, self.world_size)
-            if self._plan.all_raw
-            else route.layout.sent_bytes(self.rank)
-            for route in self._routes.values()
-            if route.last_step == self._step
-        )
+        return sum(route.sent_bytes for route in self._routes.values() if route.last_step == self._step)
+
+    @property
+    def dense(self) -> bool:
+        """Whether the present step is uncompressed: it is before ``start``, or every layer is raw.
+
+        The attachment then leaves gradients to a native all-reduce, as without a Wire, and calls `count_dense`.
+        """
+        return not self._attached or self._step < self.start or self._plan.all_raw
 
     def begin_step(self) -> None:
         """Count a new backward pass. Attachments call this before its first bucket."""
         self._step += 1
 
-    def reduce(
-        self, flat: Tensor, layers: BucketLayers, *, last: bool = True, loss_scale: float = 1.0
-    ) -> torch.futures.Future[Tensor]:
+    def count_dense(self, num_bytes: int) -> None:
+        """Count gradients of ``num_bytes`` that the attachment had summed by a native all-reduce."""
+        self._raise_found()
+        self._count_step(self._step)
+        moved = ring_bytes(num_bytes, self.world_size)
+        self._stats.buckets += 1
+        self._stats.dense_bytes += moved
+        self._stats.payload_sent_bytes += moved
+        self._stats.payload_received_bytes += moved
+
+    def reduce(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> torch.futures.Future[Tensor]:
         """Start replacing ``flat``, the gradients of ``layers`` end to end, by their mean over all ranks.
 
-        ``last`` says that it is the last bucket of this step, ``loss_scale`` how many times larger than the gradients
-        its values are (a `GradScaler`'s scale). The future's result is ``flat`` itself; whatever goes wrong reaches the
-        caller through it.
+        ``loss_scale`` is how many times larger than the gradients its values are (a `GradScaler`'s scale). The future's
+        result is ``flat`` itself; whatever goes wrong reaches the caller through it.
         """
         step = self._step
-        return self._worker.submit(lambda: self._reduce(flat, layers, step, last, loss_scale))
+        return self._worker.submit(lambda: self._reduce(flat, layers, step, loss_scale))
+
+    def simulate(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> None:
+        """Replace ``flat`` by what would arrive of it, here and now, and count the bytes that would have been sent.
+
+        The attachment then takes the mean by a native all-reduce and shows it to `note_result`.
+        """
+        self._begin(self._step)
+        key = (layers, flat.dtype)
+        route = self._route(flat, key, self._step)
+        state = self._slots.state(key, route.layout, loss_scale, flat.device)
+        simulate(flat, route.layout, seed=self.seed, step=self._step, rank=self.rank, state=state)
+        self._count(flat, route.sent_bytes, route.sent_bytes)
+
+    def note_result(self, flat: Tensor) -> None:
+        """See whether a mean is finite: if one of a step's is not, no slot moves in it (on any rank: means are equal)."""
+        if self._plan.has_slots:
+            self._step_is_finite &= math.isfinite(float(torch.linalg.vector_norm(flat, math.inf)))
+
+    def check_parity(self, parameters: Mapping[str, Tensor]) -> None:
+        """Compare all ranks' parameters behind the training loop's back; a difference is raised by this step's gradients."""
+        step = self._step
+        self._worker.submit(lambda: self._check_parity(parameters, step))
+
+    def resync(self, parameters: Mapping[str, Tensor]) -> None:
+        """Give every rank rank 0's parameters, between steps. All ranks must call it."""
+        self._worker.call(lambda: resync(parameters, self._transport))
+        self._stats.resyncs += 1
 
     def state_dict(self) -> dict[str, Tensor]:
         """Step, seed, plan and this rank's slots, as tensors: loads with ``weights_only=True``.
@@ -190,18 +252,33 @@ class Wire:
             "wire format": str(FORMAT_VERSION),
             "seed": str(self.seed),
             "start": str(self.start),
+            "simulated": str(self.simulated),
             "step": str(self._step),
         }
         if not all(compressor.exact_bits for compressor in self._plan.layers.values()):
             record |= {"CPU level": cpu_level(), "threads": str(torch.get_num_threads())}
         return record | {f"layer {name}": str(compressor) for name, compressor in self._plan.layers.items()}
 
-    # What follows runs in the worker.
+    # What follows runs in the worker, or (simulated) in the thread that runs backward.
 
     def _reset_stats(self) -> None:
         self._stats = Stats()
 
+    def _check_parity(self, parameters: Mapping[str, Tensor], step: int) -> Tensor:
+        try:
+            check_parity(parameters, self._transport, step)
+        except Exception as error:  # noqa: BLE001 - raised by the bucket that follows
+            self._found = error
+        self._stats.parity_checks += 1
+        return torch.empty(0)
+
+    def _raise_found(self) -> None:
+        found, self._found = self._found, None
+        if found is not None:
+            raise found
+
     def _collect(self) -> dict[str, Tensor]:
+        self._end()
         return checkpoint.write(
             self._slots, self._plan, self._shapes, step=self._step, seed=self.seed, rank=self.rank, size=self.world_size
         )
@@ -212,12 +289,13 @@ class Wire:
         self._slots.replace(loaded.slots)
         agree(self._record(), self._transport)
 
-    def _reduce(self, flat: Tensor, layers: BucketLayers, step: int, last: bool, loss_scale: float) -> Tensor:
+    def _reduce(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> Tensor:
         if self._broken is not None:
             raise TransportError(f"the link broke earlier: {self._broken}")
+        self._raise_found()
         try:
             if self.world_size > 1:
-                self._communicate(flat, layers, step, last, loss_scale)
+                self._communicate(flat, layers, step, loss_scale)
         except TransportError as error:
             self._broken = error
             raise
@@ -227,46 +305,43 @@ class Wire:
             raise
         return flat
 
-    def _communicate(self, flat: Tensor, layers: BucketLayers, step: int, last: bool, loss_scale: float) -> None:
-        if step != self._counted_step:
-            self._begin(step)
+    def _communicate(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> None:
+        self._begin(step)
         key = (layers, flat.dtype)
         route = self._route(flat, key, step)
-        transport, stats = self._transport, self._stats
-        sent, received = transport.sent_bytes, transport.received_bytes
-        if step < self.start or self._plan.all_raw:
-            with stats.stage("dense"):
-                transport.all_reduce(flat.div_(self.world_size))
-        else:
-            self._compressed(flat, key, route, step, loss_scale)
-            if last and self._plan.has_slots:
-                self._end()
-        stats.buckets += 1
-        stats.dense_bytes += ring_bytes(route.layout.numel * flat.element_size(), self.world_size)
-        stats.payload_sent_bytes += transport.sent_bytes - sent
-        stats.payload_received_bytes += transport.received_bytes - received
-
-    def _compressed(
-        self, flat: Tensor, key: tuple[BucketLayers, torch.dtype], route: _Route, step: int, loss_scale: float
-    ) -> None:
-        state = self._slots.state(key, route.layout, loss_scale)
+        state = self._slots.state(key, route.layout, loss_scale, flat.device)
         layout, transport, clock = route.layout, self._transport, self._stats
+        sent, received = transport.sent_bytes, transport.received_bytes
         if route.messages is not None:
             scatter_reduce_allgather(
                 flat, layout, transport, route.messages, seed=self.seed, step=step, state=state, clock=clock
             )
         if route.sums:
-            summed_all_reduce(flat, layout, transport, route.sums, seed=self.seed, step=step, state=state, clock=clock)
-        if self._plan.has_slots:
-            # The result is the same on all ranks, and so is this: NaN and Inf have an infinite or undefined norm.
-            self._step_is_finite &= math.isfinite(float(torch.linalg.vector_norm(flat, math.inf)))
+            summed_all_reduce(
+                flat, layout, transport, route.sums, seed=self.seed, step=step, state=state, clock=clock
+            )
+        self.note_result(flat)
+        self._count(flat, transport.sent_bytes - sent, transport.received_bytes - received)
 
-    def _begin(self, step: int) -> None:
+    def _count(self, flat: Tensor, sent: int, received: int) -> None:
+        self._stats.buckets += 1
+        self._stats.dense_bytes += ring_bytes(flat.numel() * flat.element_size(), self.world_size)
+        self._stats.payload_sent_bytes += sent
+        self._stats.payload_received_bytes += received
+
+    def _count_step(self, step: int) -> bool:
+        """Count a step when its first bucket comes; whether this was it."""
+        if step == self._counted_step:
+            return False
         self._counted_step = step
         self._stats.steps += 1
-        self._stats.compressed_steps += step >= self.start
-        self._slots.discard()
-        self._step_is_finite = True
+        self._stats.compressed_steps += not (step < self.start or self._plan.all_raw)
+        return True
+
+    def _begin(self, step: int) -> None:
+        if not self._count_step(step):
+            return
+        self._end()
         # DDP rebuilds its buckets once or twice; the buffers of the old ones are given back.
         stale = [key for key, route in self._routes.items() if route.last_step < step - _STALE_STEPS]
         self._slots.release(stale)
@@ -274,27 +349,34 @@ class Wire:
             del self._routes[key]
 
     def _end(self) -> None:
-        """No slot takes anything from a step in which some rank met NaN or Inf: the optimiser skips it too."""
+        """Let the slots take what the last step left for them.
+
+        They take nothing from a step in which some rank met NaN or Inf: the optimiser skips it too.
+        """
         if self._step_is_finite:
             self._slots.commit()
         else:
             self._slots.discard()
             self._stats.nonfinite_steps += 1
+        self._step_is_finite = True
 
     def _route(self, flat: Tensor, key: tuple[BucketLayers, torch.dtype], step: int) -> _Route:
         route = self._routes.get(key)
         if route is None:
-            layout = Layout.build(self._place(flat, key[0]), self.world_size, flat.dtype)
-            # gloo aborts the process when two ranks expect different sizes: agree before the first message.
-            names = ", ".join(layer.name for layer in layout.layers)
-            agree({"layers of a bucket": names, "cut": f"{layout.digest:016x}"}, self._transport)
-            messages, sums = None, ()
-            if not self._plan.all_raw:
-                messages = Buffers.scatter_reduce_allgather(layout, self.rank) if layout.has_coded else None
-                sums = sum_buffers(layout)
-            route = self._routes[key] = _Route(layout, messages, sums, step)
+            route = self._routes[key] = self._new_route(flat, key[0], step)
         route.last_step = step
         return route
+
+    def _new_route(self, flat: Tensor, layers: BucketLayers, step: int) -> _Route:
+        layout = Layout.build(self._place(flat, layers), self.world_size, flat.dtype)
+        sent_bytes = layout.sent_bytes(self.rank) if self.world_size > 1 else 0
+        if self.simulated:
+            return _Route(Layout.build(layout.layers, 1, flat.dtype), None, (), step, sent_bytes)
+        # gloo aborts the process when two ranks expect different sizes: agree before the first message.
+        names = ", ".join(layer.name for layer in layout.layers)
+        agree({"layers of a bucket": names, "cut": f"{layout.digest:016x}"}, self._transport)
+        messages = Buffers.scatter_reduce_allgather(layout, self.rank) if layout.has_coded else None
+        return _Route(layout, messages, sum_buffers(layout), step, sent_bytes)
 
     def _place(self, flat: Tensor, layers: BucketLayers) -> list[Layer]:
         placed, start = [], 0

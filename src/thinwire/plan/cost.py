@@ -1,0 +1,63 @@
+"""What a step's communication costs, from measured speeds: the model behind declining and, later, behind advice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.compressors import Coded, Compressor, Raw
+from thinwire.plan.plan import Plan
+
+_SAMPLE = 1 << 20
+_LEAST_GAIN = 0.9
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Measured speeds of one world: those of its slowest rank.
+
+    ``codec_s`` holds, for each compressor, the seconds that one element costs in a step: encoding, reducing and decoding
+    together. ``bandwidth`` is what one rank sends while it receives as much, in bytes per second.
+    """
+
+    codec_s: Mapping[Compressor, float]
+    bandwidth: float
+    latency_s: float
+    num_ranks: int
+
+    def seconds_per_element(self, compressor: Compressor, dtype: torch.dtype = torch.float32) -> float:
+        """``encode + bytes / bandwidth + decode`` for an element of a large layer (generalised from S3, equation 1).
+
+        Latency is left out: every layer shares the messages of its DDP bucket.
+        """
+        num_bytes = compressor.wire_bytes((_SAMPLE,), dtype) / _SAMPLE
+        crossings = 2 * (self.num_ranks - 1) / self.num_ranks
+        return self.codec_s.get(compressor, 0.0) + crossings * num_bytes / self.bandwidth
+
+
+def declined(plan: Plan, speeds: Speeds) -> Plan:
+    """The plan with those layers raw whose compression would take longer than sending them as they are.
+
+    Declining is nothing but a plan rewrite. A compressor has to be 10 % ahead: the model leaves out what each message costs beside its bytes.
+    """
+    raw = speeds.seconds_per_element(Raw())
+    pays = {c: speeds.seconds_per_element(c) < _LEAST_GAIN * raw for c in set(plan.layers.values())}
+    layers = {name: c if pays[c] or isinstance(c, Raw) else Raw() for name, c in plan.layers.items()}
+    return Plan(layers, plan.rules, plan.keep)
+
+
+def codec_seconds(compressor: Compressor, num_ranks: int, seconds_of: Mapping[str, float]) -> float:
+    """Seconds an element costs a rank in one step, from those of a pass over an element (``encode``, ``decode``).
+
+    In a scatter-reduce-all-gather of n ranks a rank encodes and decodes (n−1)/n of the elements for the others, and
+    for its own share decodes n−1 messages, encodes the mean and decodes it.
+    """
+    if not isinstance(compressor, Coded):
+        return seconds_of["encode"] + seconds_of["decode"]
+    others = (num_ranks - 1) / num_ranks
+    own = 1 / num_ranks
+    encode = others + own
+    decode = others + own * num_ranks
+    return encode * seconds_of["encode"] + decode * seconds_of["decode"]
