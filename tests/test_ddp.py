@@ -16,65 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from harness import run_ranks
-
-
-class Net(nn.Module):
-    """Several buckets' worth of layers at a small cap, with biases, a norm, a tied and an unused layer."""
-
-    def __init__(self, unused: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(64, 96)
-        self.layers = nn.ModuleList([nn.Linear(96, 96) for _ in range(4)])
-        self.norm = nn.LayerNorm(96)
-        self.head = nn.Linear(96, 64, bias=False)
-        self.head.weight = self.embed.weight
-        self.never = nn.Linear(96, 96) if unused else None
-        self.frozen = nn.Linear(96, 96)
-        self.frozen.requires_grad_(False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = x + torch.relu(layer(x))
-        return self.head(self.norm(self.frozen(x)))
-
-
-def make(rank: int, *, unused: bool = False, dtype=torch.float32, **options) -> DDP:
-    torch.manual_seed(0)
-    return DDP(Net(unused).to(dtype), bucket_cap_mb=0.05, find_unused_parameters=unused, **options)
-
-
-def batch(rank: int, step: int) -> torch.Tensor:
-    return torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(1000 * step + rank))
-
-
-def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    logits = model(tokens[:, :-1])
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def train(model: DDP, rank: int, steps: int, *, first: int = 0, lr: float = 0.1) -> list[float]:
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=0.9)
-    losses = []
-    for step in range(first, first + steps):
-        optimizer.zero_grad()
-        loss = loss_of(model, batch(rank, step))
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss))
-    return losses
-
-
-def fingerprint(model: nn.Module) -> bytes:
-    return b"".join(p.detach().contiguous().view(torch.uint8).numpy().tobytes() for p in model.parameters())
-
-
-def assert_replicas_identical(model: nn.Module) -> None:
-    flat = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()])
-    all_of_them = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_of_them, flat)
-    for other in all_of_them:
-        assert torch.equal(other, all_of_them[0])
+from nets import Net, assert_replicas_identical, batch, fingerprint, loss_of, make, train
 
 
 # --- it trains -------------------------------------------------------------------------------------------------------
@@ -205,7 +147,7 @@ def _scaler_and_clipping(rank: int) -> tuple[list[float], list[float], float]:
         scaler.update()
         assert (fingerprint(model) == before) == (step == 4)
         scales.append(scaler.get_scale())
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert_replicas_identical(model)
     return scales, losses, norm
 

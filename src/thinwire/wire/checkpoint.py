@@ -48,6 +48,14 @@ def write(
     return state
 
 
+def template(plan: Plan, shapes: Mapping[str, Sequence[int]], size: int) -> dict[str, Tensor]:
+    """What `write` gives on all ranks of a world of ``size`` together, with slots of zeros."""
+    state: dict[str, Tensor] = {}
+    for rank in range(size):
+        state |= write(Slots(), plan, shapes, step=-1, seed=0, rank=rank, size=size)
+    return state
+
+
 def read(state: Mapping[str, Tensor], plan: Plan, shapes: Mapping[str, Sequence[int]], rank: int, size: int) -> Loaded:
     """What a state says of ``rank`` in a world of ``size`` ranks. See `Wire.load_state_dict`."""
     missing = set(_SHARED) - set(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -16,9 +17,10 @@ from thinwire.wire.stats import Stats
 from thinwire.wire.timeline import rank_path
 from thinwire.wire.wire import Wire
 
-_MEMORY = ("buffer_bytes", "slot_bytes")
-_COUNTERS = tuple(field.name for field in fields(Stats) if field.name not in _MEMORY)
-_STAGES = tuple(name for name in _COUNTERS if name.endswith("_s"))
+_LEVELS = ("buffer_bytes", "slot_bytes", "declined_layers")
+"""Statistics that are no totals."""
+_TOTALS = tuple(field.name for field in fields(Stats) if field.name not in _LEVELS)
+_STAGES = tuple(name for name in _TOTALS if name.endswith("_s"))
 
 _Writer = Callable[[int, dict[str, float]], None]
 """Takes a step and its figures to where they go."""
@@ -44,7 +46,7 @@ class StatsLogger:
     something with TensorBoard's ``add_scalar`` or Weights & Biases' ``log``; it stays the caller's to close.
 
     Names: ``total/…`` are the `Stats` since the Wire was made, ``interval/…`` what happened since the last record,
-    ``per_step/…`` that divided by its backward passes (seconds of each stage, bytes), ``memory/…`` bytes held now.
+    ``per_step/…`` that divided by its backward passes (bytes, seconds of each stage), ``now/…`` what it holds now.
     Files have them beside ``step``, ``rank`` and ``unix_time_s``; in the others they begin with ``thinwire/``.
 
     Only rank 0 writes, and ``target`` may be None elsewhere. With ``all_ranks`` every rank does, each to a file of its
@@ -113,13 +115,13 @@ class StatsLogger:
 
 
 def _figures(now: Stats, before: Stats, elapsed_s: float) -> dict[str, float]:
-    if any(getattr(now, name) < getattr(before, name) for name in _COUNTERS):
+    if now.buckets < before.buckets:
         # reset_stats() was called in between.
         before = Stats()
-    interval = replace(now, **{name: getattr(now, name) - getattr(before, name) for name in _COUNTERS})
+    interval = replace(now, **{name: getattr(now, name) - getattr(before, name) for name in _TOTALS})
     num_steps = max(1, interval.steps)
     return {
-        **{f"total/{name}": value for name, value in now.to_dict().items() if name not in _MEMORY},
+        **{f"total/{name}": value for name, value in now.to_dict().items() if name not in _LEVELS},
         "interval/steps": interval.steps,
         "interval/elapsed_s": elapsed_s,
         "interval/payload_sent_bytes": interval.payload_sent_bytes,
@@ -128,7 +130,7 @@ def _figures(now: Stats, before: Stats, elapsed_s: float) -> dict[str, float]:
         "interval/compressed_share": interval.compressed_steps / num_steps,
         "interval/nonfinite_steps": interval.nonfinite_steps,
         **{f"per_step/{name}": getattr(interval, name) / num_steps for name in ("payload_sent_bytes", *_STAGES)},
-        **{f"memory/{name}": getattr(now, name) for name in _MEMORY},
+        **{f"now/{name}": getattr(now, name) for name in _LEVELS},
     }
 
 
@@ -162,7 +164,8 @@ def _prefixed(figures: dict[str, float]) -> dict[str, float]:
 
 def _json_lines(path: Path, rank: int) -> _Writer:
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a+b")  # noqa: SIM115 - closed with the function below
+    # Unbuffered: a run that is killed leaves whole lines.
+    file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed with the function below
     if file.tell():
         file.seek(-1, os.SEEK_END)
         if file.read(1) != b"\n":
@@ -171,8 +174,9 @@ def _json_lines(path: Path, rank: int) -> _Writer:
 
     def write(step: int, figures: dict[str, float]) -> None:
         record = {"step": step, "rank": rank, "unix_time_s": time.time(), **figures}
-        file.write(json.dumps(record).encode() + b"\n")
-        file.flush()
+        line = json.dumps(record).encode() + b"\n"
+        if file.write(line) != len(line):
+            raise OSError(errno.ENOSPC, "the disk filled up while a record was written: free some space", str(path))
 
     weakref.finalize(write, file.close)
     return write

@@ -6,26 +6,31 @@ import json
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import torch
 
 from thinwire.wire.stats import Stats
 
+_Event = dict[str, Any]
+_Args = Mapping[str, object]
 _BACKWARD, _COMMUNICATION, _EXPOSED = 1, 2, 3
 _TRACKS = {_BACKWARD: "backward", _COMMUNICATION: "communication", _EXPOSED: "communication after backward"}
 
 
-class _Event(NamedTuple):
-    """A span, or an instant if it has no end. Times are of `time.perf_counter_ns`."""
+@dataclass
+class _Pass:
+    """A backward pass: when its first and its last DDP bucket were handed over, and when all were reduced."""
 
-    name: str
-    track: int
-    start_ns: int
-    end_ns: int | None
-    args: Mapping[str, object]
+    step: int
+    first_ready_ns: int
+    last_ready_ns: int = 0
+    reduced_ns: int = 0
+    num_buckets: int = 0
 
 
 class Timeline:
@@ -34,53 +39,44 @@ class Timeline:
     Three tracks: *backward*, from the first DDP bucket handed over to the last, with an instant for each;
     *communication*, each bucket with its stages; *communication after backward*, the part that backward did not hide.
 
-    ``stats`` says where stages are counted as well. Keeps at most ``max_events`` events; `write` tells how many more
-    there were. `bucket` is for the thread that runs backward, what it returns and `stage` for the worker.
+    ``stats`` says where stages are counted as well. Keeps at most ``max_events``; the trace tells how many more there
+    were. `bucket` and `dense` are for the thread that runs backward; `stage` and what `bucket` returns for the worker.
 
     Raises:
         ValueError: ``steps`` or ``max_events`` is less than 1.
     """
 
-    def __init__(self, stats: Callable[[], Stats], rank: int, *, steps: int = 5, max_events: int = 100_000) -> None:
+    def __init__(self, stats: Callable[[], Stats], rank: int, *, steps: int = 5, max_events: int = 50_000) -> None:
         if steps < 1 or max_events < 1:
             raise ValueError(f"steps and max_events must be at least 1, not {steps} and {max_events}")
         self.rank = rank
         self._stats = stats
-        self._steps, self._max_events = steps, max_events
+        self._num_steps, self._max_events = steps, max_events
         self._events: list[_Event] = []
+        self._passes: list[_Pass] = []
         self._num_dropped = 0
         self._lock = threading.Lock()
-        self._origin_ns, self._origin_unix_ns = _now()
-        # The pass under way, in the thread that runs backward.
-        self._step: int | None = None
-        self._num_steps = self._num_buckets = self._first_ready_ns = 0
-        # The bucket being reduced, in the worker.
-        self._reducing: Mapping[str, object] | None = None
+        self._reducing: _Args | None = None  # the bucket that the worker is at
+        self._origin_ns, self._origin_unix_ns = time.perf_counter_ns(), time.time_ns()
 
-    @property
-    def num_steps(self) -> int:
-        """Backward passes recorded so far."""
-        return min(self._num_steps, self._steps)
+    def bucket(self, step: int, layers: Sequence[str], num_bytes: int) -> AbstractContextManager[None]:
+        """Note that a DDP bucket with the gradients of ``layers`` is handed over to the worker now.
 
-    def bucket(
-        self, step: int, layers: Sequence[str], num_bytes: int, *, last: bool = True
-    ) -> AbstractContextManager[None]:
-        """Note that a DDP bucket with the gradients of ``layers`` is handed over now.
-
-        The worker enters what this returns for as long as it reduces the bucket. ``last`` ends the backward pass.
+        The worker enters what this returns for as long as it reduces the bucket.
         """
         ready_ns = time.perf_counter_ns()
-        if step != self._step:
-            self._step, self._num_buckets, self._first_ready_ns = step, 0, ready_ns
-            self._num_steps += 1
-        if self._num_steps > self._steps:
+        backward = self._ready(step, ready_ns)
+        if not backward:
             return nullcontext()
-        args = {"step": step, "bucket": self._num_buckets, "layers": layers, "bytes": num_bytes}
-        self._num_buckets += 1
-        self._add(f"bucket {args['bucket']} ready", _BACKWARD, ready_ns, None, args)
-        if last:
-            self._add(f"backward of step {step}", _BACKWARD, self._first_ready_ns, ready_ns, {"step": step})
-        return self._reduce(args, ready_ns, last)
+        place = {"step": step, "bucket": backward.num_buckets - 1}
+        return self._reduce(backward, place, {"layers": layers, "bytes": num_bytes}, ready_ns)
+
+    def dense(self, step: int, num_bytes: int, future: torch.futures.Future[Any]) -> None:
+        """Note that a DDP bucket goes through a native all-reduce from now until ``future`` is done."""
+        ready_ns = time.perf_counter_ns()
+        if backward := self._ready(step, ready_ns):
+            args = {"step": step, "bucket": backward.num_buckets - 1, "bytes": num_bytes}
+            future.add_done_callback(lambda _: self._all_reduced(backward, args, ready_ns))
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -91,69 +87,80 @@ class Timeline:
                 yield
         finally:
             if self._reducing is not None:
-                self._add(name, _COMMUNICATION, started_ns, time.perf_counter_ns(), self._reducing)
+                self._add(self._span(name, _COMMUNICATION, started_ns, time.perf_counter_ns(), self._reducing))
 
     def to_dict(self) -> dict[str, Any]:
         """The trace in the JSON object format of Chrome's trace events. Times in µs since the recording began."""
         with self._lock:
             events, num_dropped = list(self._events), self._num_dropped
+        for backward in self._passes:
+            args, last_ns = {"step": backward.step}, backward.last_ready_ns
+            events.append(self._span("backward", _BACKWARD, backward.first_ready_ns, last_ns, args))
+            if backward.reduced_ns > last_ns:
+                events.append(self._span("not hidden", _EXPOSED, last_ns, backward.reduced_ns, args))
         # A viewer nests spans that begin together by their order.
-        events.sort(key=lambda event: (event.start_ns, -(event.end_ns or 0)))
-        return {
-            "traceEvents": [*self._names(), *map(self._trace_event, events)],
-            "displayTimeUnit": "ms",
-            "otherData": {
-                "rank": self.rank,
-                "steps": self.num_steps,
-                "dropped_events": num_dropped,
-                # A string: JSON numbers lose digits of it in JavaScript.
-                "origin_unix_ns": str(self._origin_unix_ns),
-            },
-        }
+        events.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
+        names = [
+            self._event("M", kind, track, self._origin_ns, {"name": name})
+            for track, track_name in _TRACKS.items()
+            for kind, name in (("process_name", f"rank {self.rank}"), ("thread_name", track_name))
+        ]
+        # The origin as a string: numbers lose digits in JavaScript.
+        about = {"rank": self.rank, "origin_unix_ns": str(self._origin_unix_ns)}
+        about |= {"steps": len(self._passes), "dropped_events": num_dropped}
+        return {"traceEvents": [*names, *events], "displayTimeUnit": "ms", "otherData": about}
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the trace to ``path``, this rank's own file (`rank_path`); `merge_timelines` joins those of all."""
         Path(path).write_text(json.dumps(self.to_dict()) + "\n")
 
+    def _ready(self, step: int, ready_ns: int) -> _Pass | None:
+        """Note a bucket that is handed over now. Its backward pass; None if enough of them are recorded."""
+        if not self._passes or self._passes[-1].step != step:
+            if len(self._passes) == self._num_steps:
+                return None
+            self._passes.append(_Pass(step, ready_ns))
+        backward = self._passes[-1]
+        args = {"step": step, "bucket": backward.num_buckets}
+        self._add(self._event("i", f"bucket {backward.num_buckets} ready", _BACKWARD, ready_ns, args, s="t"))
+        backward.num_buckets, backward.last_ready_ns = backward.num_buckets + 1, ready_ns
+        return backward
+
     @contextmanager
-    def _reduce(self, args: Mapping[str, object], ready_ns: int, last: bool) -> Iterator[None]:
-        started_ns = time.perf_counter_ns()
-        step, bucket = args["step"], args["bucket"]
-        self._reducing = {"step": step, "bucket": bucket}
+    def _reduce(self, backward: _Pass, place: _Args, about: _Args, ready_ns: int) -> Iterator[None]:
+        started_ns, self._reducing = time.perf_counter_ns(), place
         try:
             yield
         finally:
             self._reducing = None
-            ended_ns = time.perf_counter_ns()
-            waited_us = (started_ns - ready_ns) / 1000
-            self._add(f"bucket {bucket}", _COMMUNICATION, started_ns, ended_ns, {**args, "waited_us": waited_us})
-            if last:
-                self._add("not hidden by backward", _EXPOSED, ready_ns, ended_ns, {"step": step})
+            name, ended_ns = f"bucket {place['bucket']}", time.perf_counter_ns()
+            args = {**place, **about, "waited_us": (started_ns - ready_ns) / 1000}
+            self._add(self._span(name, _COMMUNICATION, started_ns, ended_ns, args))
+            backward.reduced_ns = ended_ns
 
-    def _add(self, name: str, track: int, start_ns: int, end_ns: int | None, args: Mapping[str, object]) -> None:
+    def _all_reduced(self, backward: _Pass, args: _Args, ready_ns: int) -> None:
+        ended_ns = time.perf_counter_ns()
+        # Native all-reduces overlap one another, which only asynchronous events may.
+        identity = {"local": f"{args['step']}.{args['bucket']}"}
+        ends = (("b", ready_ns), ("e", ended_ns))
+        self._add(*(self._event(p, "native all-reduce", _COMMUNICATION, ns, args, id2=identity) for p, ns in ends))
         with self._lock:
-            if len(self._events) < self._max_events:
-                self._events.append(_Event(name, track, start_ns, end_ns, args))
+            backward.reduced_ns = max(backward.reduced_ns, ended_ns)
+
+    def _add(self, *events: _Event) -> None:
+        with self._lock:
+            if len(self._events) + len(events) <= self._max_events:
+                self._events += events
             else:
-                self._num_dropped += 1
+                self._num_dropped += len(events)
 
-    def _place(self, track: int) -> dict[str, int]:
+    def _span(self, name: str, track: int, start_ns: int, end_ns: int, args: _Args) -> _Event:
+        return self._event("X", name, track, start_ns, args, dur=(end_ns - start_ns) / 1000)
+
+    def _event(self, phase: str, name: str, track: int, ns: int, args: _Args, **more: object) -> _Event:
         # From 1, since Perfetto takes process 0 for the kernel's; and no thread number twice in a merged trace.
-        return {"pid": self.rank + 1, "tid": (self.rank + 1) * 10 + track}
-
-    def _names(self) -> Iterator[dict[str, Any]]:
-        yield {"ph": "M", "name": "process_name", **self._place(_BACKWARD), "args": {"name": f"rank {self.rank}"}}
-        yield {"ph": "M", "name": "process_sort_index", **self._place(_BACKWARD), "args": {"sort_index": self.rank}}
-        for track, name in _TRACKS.items():
-            yield {"ph": "M", "name": "thread_name", **self._place(track), "args": {"name": name}}
-            yield {"ph": "M", "name": "thread_sort_index", **self._place(track), "args": {"sort_index": track}}
-
-    def _trace_event(self, event: _Event) -> dict[str, Any]:
-        begin = {"name": event.name, "cat": "thinwire", "ts": (event.start_ns - self._origin_ns) / 1000}
-        if event.end_ns is None:
-            return {"ph": "i", "s": "t", **begin, **self._place(event.track), "args": event.args}
-        duration_us = (event.end_ns - event.start_ns) / 1000
-        return {"ph": "X", **begin, "dur": duration_us, **self._place(event.track), "args": event.args}
+        where = {"ts": (ns - self._origin_ns) / 1000, "pid": self.rank + 1, "tid": 10 * (self.rank + 1) + track}
+        return {"name": name, "cat": "thinwire", "ph": phase, **where, "args": args, **more}
 
 
 def rank_path(path: str | os.PathLike[str], rank: int) -> Path:
@@ -169,34 +176,24 @@ def merge_timelines(paths: Sequence[str | os.PathLike[str]], merged: str | os.Pa
         ValueError: a file is not a timeline, or two are of the same rank.
     """
     traces = [_read(path) for path in paths]
-    if not traces:
-        raise ValueError("no timeline given: pass the files that wire.timeline() wrote, one for each rank")
-    twice = [rank for rank, times in Counter(int(about["rank"]) for about, _ in traces).items() if times > 1]
-    if twice:
-        raise ValueError(f"rank {twice[0]} comes twice: give one file for each rank, of one recording")
+    ranks = [int(about["rank"]) for about, _ in traces]
+    if not ranks or len(set(ranks)) < len(ranks):
+        raise ValueError(f"pass the files that wire.timeline() wrote, one for each rank: these are of ranks {ranks}")
     first_ns = min(int(about["origin_unix_ns"]) for about, _ in traces)
     events = []
     for about, own in traces:
         shift_us = (int(about["origin_unix_ns"]) - first_ns) / 1000
-        events += [{**event, "ts": event["ts"] + shift_us} if "ts" in event else event for event in own]
+        events += [{**event, "ts": event["ts"] + shift_us} for event in own]
     about = {"ranks": [about for about, _ in traces], "origin_unix_ns": str(first_ns)}
-    whole = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
-    Path(merged).write_text(json.dumps(whole) + "\n")
+    Path(merged).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}) + "\n")
 
 
-def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[_Event]]:
     """What a rank's timeline says of itself, and its events."""
     try:
         trace = json.loads(Path(path).read_text())
         about = dict(trace["otherData"])
         about["rank"], about["origin_unix_ns"] = int(about["rank"]), str(int(about["origin_unix_ns"]))
-        return about, [{**e, "ts": float(e["ts"])} if "ts" in e else dict(e) for e in trace["traceEvents"]]
+        return about, [{**event, "ts": float(event["ts"])} for event in trace["traceEvents"]]
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is not the timeline of a rank: give files that wire.timeline() wrote") from error
-
-
-def _now() -> tuple[int, int]:
-    """One moment on both clocks: `time.perf_counter_ns`, and ns since 1970. The least disturbed of a few readings."""
-    readings = [(time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()) for _ in range(5)]
-    before, unix_ns, after = min(readings, key=lambda reading: reading[2] - reading[0])
-    return (before + after) // 2, unix_ns

@@ -160,7 +160,6 @@ class Wire:
 
     def count_dense(self, num_bytes: int) -> None:
         """Count gradients of ``num_bytes`` that the attachment had summed by a native all-reduce."""
-        self._raise_found()
         self._count_step(self._step)
         moved = ring_bytes(num_bytes, self.world_size)
         self._stats.buckets += 1
@@ -195,9 +194,16 @@ class Wire:
             self._step_is_finite &= math.isfinite(float(torch.linalg.vector_norm(flat, math.inf)))
 
     def check_parity(self, parameters: Mapping[str, Tensor]) -> None:
-        """Compare all ranks' parameters behind the training loop's back; a difference is raised by this step's gradients."""
+        """Compare all ranks' parameters, behind the training loop's back; this step's gradients raise a difference.
+
+        In a dense step nothing else is under way in the worker, so it is waited for, and a difference is raised here.
+        """
         step = self._step
-        self._worker.submit(lambda: self._check_parity(parameters, step))
+        if self.dense:
+            self._worker.call(lambda: self._check_parity(parameters, step))
+            self._raise_found()
+        else:
+            self._worker.submit(lambda: self._check_parity(parameters, step))
 
     def resync(self, parameters: Mapping[str, Tensor]) -> None:
         """Give every rank rank 0's parameters, between steps. All ranks must call it."""
@@ -213,6 +219,15 @@ class Wire:
         state: dict[str, Tensor] = {}
         self._worker.call(lambda: state.update(self._collect()))
         return state
+
+    def state_dict_of(self, world_size: int) -> dict[str, Tensor]:
+        """The shape of the merged states of a world of ``world_size`` ranks, to load its checkpoint into.
+
+            state = {"wire": wire.state_dict_of(8)}  # it was written by 8 ranks; this is another number
+            torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+            wire.load_state_dict(state["wire"])
+        """
+        return checkpoint.template(self._plan, self._shapes, world_size)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a `state_dict`, on every rank, between steps.

@@ -1,0 +1,240 @@
+"""Sizes, tables, keys and refusals: what all executions share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernel_cases import message, one, table, values
+from thinwire import kernels
+from thinwire.kernels import Table, derive_key, minmax_bytes, minmax_grain, reference, rng, site_id
+
+
+@given(numel=st.integers(0, 10**7), bits=st.integers(1, 8), bucket=st.integers(1, 10**6))
+def test_size_is_scales_and_codes_each_padded_to_64_bytes(numel: int, bits: int, bucket: int) -> None:
+    size = minmax_bytes(numel, bits=bits, bucket=bucket)
+    buckets, groups = -(-numel // bucket), -(-numel // 128)
+    assert size % 64 == 0
+    assert 0 <= size - (8 * buckets + 16 * bits * groups) < 128
+    assert (size == 0) == (numel == 0)
+
+
+def test_four_bits_in_buckets_of_128_cost_four_and_a_half_bits_an_element() -> None:
+    assert minmax_bytes(2**20, bits=4, bucket=128) * 8 == 4.5 * 2**20
+
+
+@pytest.mark.parametrize(("bucket", "grain"), [(1, 128), (3, 384), (64, 128), (100, 3200), (128, 128), (1024, 1024)])
+def test_grain(bucket: int, grain: int) -> None:
+    assert minmax_grain(bucket) == grain
+
+
+def test_keys_are_64_bits_and_depend_on_every_part_and_on_the_order() -> None:
+    keys = {derive_key(*parts) for parts in [(), (0,), (0, 0), (1, 2), (2, 1), (1, 2, 0), (-1,), (2**63,)]}
+    assert len(keys) == 8
+    assert all(0 <= key < 2**64 for key in keys)
+    assert derive_key(-1) == derive_key(2**64 - 1)
+    assert derive_key(1, 2, 3) == 0x48CF5028B6DF10DB  # pinned: keys are part of the format
+
+
+def test_the_finaliser_is_splitmix64() -> None:
+    assert rng.splitmix64(rng.GOLDEN) == 0xE220A8397B1DCDAF  # the generator's first output from seed 0
+
+
+def test_site_ids_fit_an_int64_and_do_not_change() -> None:
+    assert site_id("layer.weight") == 0x7DC93686BEA36CD5
+    ids = {site_id(f"layer{i}") for i in range(1000)}
+    assert len(ids) == 1000
+    assert all(0 <= i < 2**63 for i in ids)
+
+
+def test_table_keeps_a_copy_of_its_rows() -> None:
+    rows = torch.tensor([[0, 10, 0, 0, 1]])
+    kept = Table(rows)
+    rows[0, 1] = 10**9
+    assert kept.rows.tolist() == [[0, 10, 0, 0, 1]]
+    assert kept.segments[0].numel == 10
+    assert kept.on("cpu") is kept.rows
+    assert len(Table(torch.empty(0, 5, dtype=torch.int64))) == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([[0, 10, 0, 0]], "shape"),
+        ([[-1, 10, 0, 0, 1]], "start"),
+        ([[0, -10, 0, 0, 1]], "numel"),
+        ([[0, 10, 64, 0, 1]], "index0"),
+        ([[0, 10, 0, 32, 1]], "payload"),
+        ([[0, 10, 0, -64, 1]], "payload"),
+        ([[0, 10, 0, 0, -1]], "site"),
+        ([[0, 2**63 - 1, 0, 0, 1]], "numel"),
+        ([[0, 10, 0, 0, 1], [9, 10, 0, 640, 2]], "share elements"),
+    ],
+)
+def test_table_refuses_impossible_rows(rows: list[list[int]], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Table(torch.tensor(rows))
+
+
+def test_table_refuses_other_dtypes() -> None:
+    with pytest.raises(TypeError, match="int64"):
+        Table(torch.zeros(1, 5, dtype=torch.int32))
+
+
+def test_table_refuses_overlapping_payloads_and_misplaced_cuts() -> None:
+    rows = Table(torch.tensor([[0, 256, 0, 0, 1], [256, 256, 256, 128, 1]]))
+    with pytest.raises(ValueError, match="share payload bytes"):
+        rows.extent(4, 128)
+    with pytest.raises(ValueError, match="grain of bucket 1000"):
+        rows.extent(4, 1000)
+
+
+def _calls(bits: int = 4, bucket: int = 128, **change: torch.Tensor) -> list:
+    """All operations on good arguments, but for those given."""
+    spans = one(300)
+    good = {
+        "x": values(300, 0),
+        "message": message(spans, bits=4, bucket=128),
+        "out": message(spans, bits=4, bucket=128),
+        "y": torch.zeros(300),
+    }
+    a = {**good, **change}
+    form = {"bits": bits, "bucket": bucket}
+    return [
+        lambda: kernels.minmax_encode(a["x"], spans, a["message"], key=1, **form),
+        lambda: kernels.minmax_decode(a["message"], spans, a["y"], **form),
+        lambda: kernels.minmax_sum([a["message"]], a["x"], spans, a["y"], **form),
+        lambda: kernels.minmax_reduce([a["message"]], a["x"], spans, a["out"], a["y"], scale=0.5, key=1, **form),
+    ]
+
+
+SHORT = minmax_bytes(300, bits=4, bucket=128) - 1
+BAD = {
+    "fp64": ({"x": torch.zeros(300, dtype=torch.float64)}, (0, 2, 3), TypeError, "float64"),
+    "fp64 out": ({"y": torch.zeros(300, dtype=torch.float64)}, (1, 2, 3), TypeError, "float64"),
+    "integers": ({"x": torch.zeros(300, dtype=torch.int32)}, (0, 2, 3), TypeError, "int32"),
+    "two dimensions": ({"x": torch.zeros(3, 100)}, (0, 2, 3), ValueError, "flatten"),
+    "strided": ({"y": torch.zeros(600)[::2]}, (1, 2, 3), ValueError, "flatten"),
+    "short values": ({"x": torch.zeros(299)}, (0, 2, 3), ValueError, "299 elements"),
+    "short result": ({"y": torch.zeros(299)}, (1, 2, 3), ValueError, "299 elements"),
+    "truncated": ({"message": torch.zeros(SHORT, dtype=torch.uint8)}, (0, 1, 2, 3), ValueError, "bytes"),
+    "short message out": ({"out": torch.zeros(SHORT, dtype=torch.uint8)}, (3,), ValueError, "bytes"),
+    "float message": ({"message": torch.zeros(10**4)}, (0, 1, 2, 3), TypeError, "uint8"),
+    "strided message": ({"message": torch.zeros(10**4, dtype=torch.uint8)[::2]}, (0, 1, 2, 3), ValueError, "flatten"),
+    "elsewhere": ({"message": torch.zeros(10**4, dtype=torch.uint8, device="meta")}, (0, 1, 2, 3), ValueError, "meta"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_tensors_are_refused(case: str) -> None:
+    change, wrong, error, says = BAD[case]
+    for i, call in enumerate(_calls(**change)):
+        if i in wrong:
+            with pytest.raises(error, match=says):
+                call()
+        else:
+            call()
+
+
+@pytest.mark.parametrize(("bits", "bucket"), [(0, 128), (9, 128), (-4, 128), (4, 0), (4, -128), (4, 2**63)])
+def test_impossible_formats_are_refused(bits: int, bucket: int) -> None:
+    for call in _calls(bits=bits, bucket=bucket):
+        with pytest.raises(ValueError, match=r"bits|bucket"):
+            call()
+
+
+@pytest.mark.parametrize(("bits", "bucket"), [(4.0, 128), (True, 128), (4, 128.0), ("4", 128)])
+def test_formats_are_integers(bits: object, bucket: object) -> None:
+    with pytest.raises(TypeError, match="int"):
+        minmax_bytes(100, bits=bits, bucket=bucket)  # pyright: ignore[reportArgumentType]
+
+
+def test_nothing_outside_the_segments_is_touched() -> None:
+    spans = table((0, 130, 1000), bits=3, bucket=100, gap=2)
+    sent = message(spans, bits=3, bucket=100)
+    kernels.minmax_encode(values(spans.num_elements + 5, 0), spans, sent, bits=3, bucket=100, key=1)
+    y = torch.full((spans.num_elements + 5,), 7.0)
+    kernels.minmax_decode(sent, spans, y, bits=3, bucket=100)
+    for row in spans.segments:
+        payload = minmax_bytes(row.numel, bits=3, bucket=100)
+        sent[row.payload : row.payload + payload] = 0xAB
+        y[row.start : row.start + row.numel] = 7.0
+    assert torch.all(sent == 0xAB)
+    assert torch.all(y == 7.0)
+
+
+def test_padding_is_zero() -> None:
+    spans = one(130)
+    sent = message(spans, bits=3, bucket=100)
+    kernels.minmax_encode(values(130, 0).abs() + 1, spans, sent, bits=3, bucket=100, key=1)
+    assert torch.all(sent[16:64] == 0)  # two buckets: 16 bytes of scales
+    codes = reference.unpack(sent[64 : 64 + 96], 256, 3)
+    assert torch.all(codes[130:] == 0)
+    assert torch.all(sent[64 + 96 : 192] == 0)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_checksum_finds_every_flip_of_one_or_two_bits(bits: int) -> None:
+    spans = one(40)
+    sent = message(spans, bits=bits, bucket=64)
+    kernels.minmax_encode(values(40, bits), spans, sent, bits=bits, bucket=64, key=1)
+    right = kernels.checksum(sent)
+    generator = torch.Generator().manual_seed(bits)
+    for number in (1, 2):
+        for _ in range(200):
+            flipped = sent.clone()
+            for at in torch.randperm(8 * sent.numel(), generator=generator)[:number].tolist():
+                flipped[at // 8] ^= 1 << at % 8
+            assert kernels.checksum(flipped) != right
+
+
+def test_checksum_is_the_weighted_sum_of_words() -> None:
+    words = [1, 2**32 - 1, 0, 7]
+    sent = torch.frombuffer(bytearray(b"".join(w.to_bytes(4, "little") for w in words)), dtype=torch.uint8)
+    assert kernels.checksum(sent) == sum(w * (2 * i + 1) for i, w in enumerate(words))
+    assert kernels.checksum(sent[:0]) == 0
+    with pytest.raises(ValueError, match="multiple of 4"):
+        kernels.checksum(sent[:7])
+    with pytest.raises(TypeError, match="uint8"):
+        kernels.checksum(torch.zeros(4))
+
+
+def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    given = {k: v for k, v in os.environ.items() if k != "THINWIRE_CPU_LEVEL"}
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**given, **environment}, capture_output=True, text=True, timeout=100
+    )
+
+
+def test_without_the_native_core_the_reference_runs_and_says_so_once() -> None:
+    code = (
+        "import sys; sys.modules['thinwire.kernels._native'] = None\n"
+        "import thinwire.kernels as k, thinwire.kernels.native as n, torch\n"
+        "assert (k.HAVE_NATIVE, k.cpu_level()) == (False, 'reference')\n"
+        "t = k.Table(torch.tensor([[0, 9, 0, 0, 1]])); m = torch.zeros(192, dtype=torch.uint8)\n"
+        "k.minmax_encode(torch.arange(9.), t, m, bits=8, bucket=128, key=1, nearest=True)\n"
+        "y = torch.zeros(9); k.minmax_decode(m, t, y, bits=8, bucket=128)\n"
+        "assert (y - torch.arange(9.)).abs().max() < .1\n"
+    )
+    done = _python(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("RuntimeWarning") == 1
+    assert "compiler" in done.stderr
+
+
+def test_the_reference_can_be_asked_for_without_a_warning() -> None:
+    done = _python("import thinwire.kernels as k; assert k.cpu_level() == 'reference'", THINWIRE_CPU_LEVEL="reference")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_unknown_level_is_refused() -> None:
+    done = _python("import thinwire.kernels", THINWIRE_CPU_LEVEL="x86-64-v9")
+    assert done.returncode != 0
+    assert "x86-64-v9" in done.stderr
+    assert "reference" in done.stderr

@@ -1,0 +1,276 @@
+"""The native core against the reference, bit for bit, and against threads, forks and hostile bytes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernel_cases import BUCKETS, DTYPES, SIZES, message, one, same, special, table, values
+from thinwire import compat, kernels
+from thinwire.kernels import Table, native, reference
+
+pytestmark = pytest.mark.skipif(not kernels.HAVE_NATIVE, reason="the native core is not built")
+
+LEVELS = native.CORE.levels() if native.CORE else ["none"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """One thread but where a test says otherwise; the number that was there comes back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@contextmanager
+def running_at(level: str) -> Iterator[None]:
+    """The core at this instruction-set level."""
+    before = native.cpu_level()
+    native.choose(native.core(), level)
+    try:
+        yield
+    finally:
+        native.choose(native.core(), before)
+
+
+def all_operations(
+    run: ModuleType, spans: Table, x: Tensor, hostile: Tensor, *, bits: int, bucket: int, key: int, nearest: bool
+) -> dict[str, Tensor]:
+    """What every operation makes of an ordinary message and of random bytes."""
+    form = {"bits": bits, "bucket": bucket}
+    sent, out = message(spans, **form), message(spans, **form)
+    run.minmax_encode(x, spans, sent, key=key, nearest=nearest, **form)
+    stored, added, summed, kept = torch.full_like(x, 7.0), x.clone(), torch.full_like(x, 7.0), x.clone()
+    run.minmax_decode(sent, spans, stored, **form)
+    run.minmax_decode(hostile, spans, added, add=True, scale=0.3, **form)
+    run.minmax_sum([hostile, sent], None, spans, summed, scale=0.7, **form)
+    own = kept if run is native else x  # the native core also in place
+    run.minmax_reduce([sent, sent], own, spans, out, kept, scale=1 / 3, key=key + 1, nearest=nearest, **form)
+    return {"encode": sent, "decode": stored, "add": added, "sum": summed, "reduce": out, "reduced values": kept}
+
+
+def check_all(
+    spans: Table,
+    x: Tensor,
+    *,
+    bits: int,
+    bucket: int,
+    key: int,
+    nearest: bool,
+    levels: Sequence[str] = LEVELS,
+    threads: Sequence[int] = (1,),
+) -> None:
+    """Every operation gives the bits of the reference, at every level and with any number of threads."""
+    hostile = torch.randint(0, 256, message(spans, bits=bits, bucket=bucket).shape, dtype=torch.uint8)
+    case = {"bits": bits, "bucket": bucket, "key": key, "nearest": nearest}
+    wanted = all_operations(reference, spans, x, hostile, **case)
+    for level in levels:
+        for count in threads:
+            torch.set_num_threads(count)
+            with running_at(level):
+                got = all_operations(native, spans, x, hostile, **case)
+            torch.set_num_threads(1)
+            wrong = [name for name in wanted if not same(wanted[name], got[name])]
+            assert not wrong, f"{wrong} differ: {case}, {x.dtype}, {level}, {count} threads"
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_same_bits_as_the_reference(bucket: int, bits: int) -> None:
+    sizes = (*SIZES, 2 * bucket if 1000 <= bucket <= 20_000 else 300)
+    spans = table(sizes, bits=bits, bucket=bucket)
+    for i, dtype in enumerate(DTYPES):
+        make = special if (bits + i) % 2 else values
+        x = make(spans.num_elements + 3, bits, dtype)
+        check_all(spans, x, bits=bits, bucket=bucket, key=bits << 40, nearest=(bits + i) % 3 == 0)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    sizes=st.lists(st.integers(0, 700), min_size=1, max_size=4),
+    bits=st.integers(1, 8),
+    bucket=st.integers(1, 900),
+    gap=st.integers(0, 3),
+    dtype=st.sampled_from(DTYPES),
+    make=st.sampled_from([values, special]),
+    key=st.integers(0, 2**64 - 2),
+    nearest=st.booleans(),
+)
+def test_same_bits_for_any_sizes(
+    sizes: list[int], bits: int, bucket: int, gap: int, dtype: torch.dtype, make, key: int, nearest: bool
+) -> None:
+    spans = table(sizes, bits=bits, bucket=bucket, gap=gap)
+    x = make(spans.num_elements + 3, key % 1000, dtype)
+    check_all(spans, x, bits=bits, bucket=bucket, key=key, nearest=nearest, levels=(LEVELS[0], LEVELS[-1]))
+
+
+@pytest.mark.parametrize(("bucket", "numel"), [(128, 300_000), (999, 150_000), (30_000, 200_001), (2**40, 200_001)])
+def test_same_bits_for_large_rows_and_any_number_of_threads(bucket: int, numel: int) -> None:
+    """Also where a bucket is too wide for one block, and its extrema come from several threads."""
+    spans = Table(torch.tensor([[5, numel, 0, 64, 3], [numel + 5, 1000, 0, 64 * 10**5, 4]]))
+    for dtype, make in ((torch.float32, values), (torch.float32, special), (torch.bfloat16, special)):
+        x = make(spans.num_elements, 1, dtype)
+        check_all(spans, x, bits=5, bucket=bucket, key=3, nearest=False, threads=(1, 3))
+
+
+def test_a_layer_cut_at_the_grain_gets_the_codes_of_the_whole() -> None:
+    x, cuts, bucket = values(20_000, 0), (0, 6400, 9600, 20_000), 100
+    form = {"bits": 4, "bucket": bucket}
+    whole, parts = torch.empty_like(x), torch.empty_like(x)
+    rows = [[a, b - a, a, 64 * a, 5] for a, b in pairwise(cuts)]
+    for rows_of, y in (([[0, 20_000, 0, 0, 5]], whole), (rows, parts)):
+        spans = Table(torch.tensor(rows_of))
+        sent = message(spans, **form)
+        kernels.minmax_encode(x, spans, sent, key=1, **form)
+        kernels.minmax_decode(sent, spans, y, **form)
+    assert torch.equal(whole, parts)
+
+
+def test_messages_may_lie_at_any_address() -> None:
+    form, x = {"bits": 3, "bucket": 100}, values(1000, 0)
+    spans = one(1000)
+    wanted = message(spans, **form)
+    kernels.minmax_encode(x, spans, wanted, key=1, **form)
+    for shift in (1, 2, 3, 17):
+        sent = torch.zeros(wanted.numel() + shift, dtype=torch.uint8)[shift:]
+        sent.fill_(0xAB)
+        kernels.minmax_encode(x[: x.numel()], spans, sent, key=1, **form)
+        assert torch.equal(sent, wanted)
+        y, again = torch.zeros(1000), torch.zeros(1000)
+        kernels.minmax_decode(sent, spans, y, **form)
+        kernels.minmax_decode(wanted, spans, again, **form)
+        assert torch.equal(y, again)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_random_bytes_in_buffers_without_an_element_to_spare(level: str, dtype: torch.dtype) -> None:
+    """Every content of a message decodes to something; the sanitizer build sees any access past an end."""
+    generator = torch.Generator().manual_seed(0)
+    for bits in range(1, 9):
+        for bucket in (1, 7, 64, 100, 128, 1024, 2**40):
+            form = {"bits": bits, "bucket": bucket}
+            for numel in (1, 5, 63, 64, 65, 127, 129, 1000, 2049):
+                spans = one(numel)
+                size = kernels.minmax_bytes(numel, **form)
+                sent = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+                x, y, out = values(numel, bits, dtype), torch.zeros(numel, dtype=dtype), torch.empty_like(sent)
+                with running_at(level):
+                    kernels.minmax_encode(x, spans, out, key=1, **form)
+                    kernels.minmax_decode(sent, spans, y, **form)
+                    kernels.minmax_decode(sent, spans, y, add=True, scale=0.5, **form)
+                    kernels.minmax_sum([sent, out], x, spans, y, **form)
+                    kernels.minmax_reduce([sent, out], x, spans, out.clone(), y, scale=0.5, key=1, **form)
+                with pytest.raises(ValueError, match="bytes"):
+                    kernels.minmax_decode(sent[:-1], spans, y, **form)
+
+
+def test_subnormal_values_count_even_where_torch_flushes_them() -> None:
+    x, spans, form = torch.full((256,), 1e-40), one(256), {"bits": 4, "bucket": 128}
+    sent = message(spans, **form)
+    flushes = torch.set_flush_denormal(True)
+    try:
+        kernels.minmax_encode(x, spans, sent, key=1, **form)
+        y = torch.ones(256)
+        kernels.minmax_decode(sent, spans, y, **form)
+    finally:
+        torch.set_flush_denormal(False)
+    assert flushes
+    assert torch.equal(y, x)
+
+
+@pytest.mark.parametrize("numel", [0, 4, 4096, 4 * 200_003])
+def test_checksum_is_that_of_the_reference(numel: int) -> None:
+    sent = torch.randint(0, 256, (numel,), dtype=torch.uint8)
+    for name in LEVELS:
+        with running_at(name):
+            assert kernels.checksum(sent) == reference.checksum(sent)
+
+
+def test_threads_come_from_torch() -> None:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    assert (compat.parallel_for_address() is not None) == (version >= (2, 10))
+
+
+def test_the_interpreter_runs_on_while_the_core_works() -> None:
+    numel = 2**22
+    x, spans, form = torch.ones(numel), one(numel), {"bits": 8, "bucket": 3}
+    sent = message(spans, **form)
+    started: list[float] = []
+
+    def work(times: int) -> None:
+        for _ in range(times):
+            started.append(time.perf_counter())
+            kernels.minmax_encode(x, spans, sent, key=1, **form)
+
+    work(5)
+    shortest = min(b - a for a, b in pairwise(started))
+    started.clear()
+    worker = threading.Thread(target=work, args=(10,))
+    worker.start()
+    seen = []
+    while worker.is_alive():
+        seen.append(time.perf_counter())
+        time.sleep(shortest / 50)
+    # With the interpreter's lock held, nothing at all could be seen in the first half of a call.
+    inside = [sum(0 < now - start < shortest / 2 for now in seen) for start in started]
+    assert sum(inside) >= 10
+
+
+def test_bad_addresses_and_counts_do_not_reach_the_core() -> None:
+    core = native.core()
+    with pytest.raises(TypeError, match="missing argument"):
+        core.encode(0, 0)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ValueError, match="bits"):
+        core.encode(0, 0, 0, 0, 0, 9, 128, 1, False)
+    with pytest.raises(ValueError, match="dtype"):
+        core.encode(0, 3, 0, 0, 0, 4, 128, 1, False)
+    with pytest.raises(ValueError, match="rows"):
+        core.encode(0, 0, 0, 1, 0, 4, 128, 1, False)
+    with pytest.raises(ValueError, match="too many"):
+        core.encode(0, 0, 0, 0, 0, 4, 128, 1, False, 5)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(OverflowError):
+        core.encode(-1, 0, 0, 0, 0, 4, 128, 1, False)
+    with pytest.raises(ValueError, match="no such level"):
+        core.set_level("x86-64-v9")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_can_encode() -> None:
+    """PyTorch's threads do not exist in the child; waiting for them would be for ever."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    numel = 400_000  # so many that the parent uses its threads
+    x, spans, form = values(numel, 0), one(numel), {"bits": 4, "bucket": 128}
+    sent = message(spans, **form)
+
+    def encode(pipe) -> None:  # no torch operation: those hang
+        kernels.minmax_encode(x, spans, sent, key=1, **form)
+        pipe.send(kernels.checksum(sent))
+
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    encode(sender)
+    wanted = receiver.recv()
+    child = multiprocessing.get_context("fork").Process(target=encode, args=(sender,))
+    child.start()
+    try:
+        assert receiver.poll(30), "the child hangs"
+        assert receiver.recv() == wanted
+    finally:
+        child.kill()
+        child.join()
+        torch.set_num_threads(before)
