@@ -29,9 +29,9 @@ class Net(nn.Module):
         return self.head(self.norm(self.frozen(x)))
 
 
-def make(rank: int, *, unused: bool = False, dtype=torch.float32, **options) -> DDP:
+def make(rank: int, *, unused: bool = False, dtype=torch.float32, bucket_cap_mb: float = 0.05, **options) -> DDP:
     torch.manual_seed(0)
-    return DDP(Net(unused).to(dtype), bucket_cap_mb=0.05, find_unused_parameters=unused, **options)
+    return DDP(Net(unused).to(dtype), bucket_cap_mb=bucket_cap_mb, find_unused_parameters=unused, **options)
 
 
 def batch(rank: int, step: int) -> torch.Tensor:

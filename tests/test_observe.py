@@ -6,6 +6,7 @@ import json
 import threading
 from contextlib import nullcontext
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ class FakeRun:
     def __init__(self) -> None:
         self.records: list[tuple[int, dict[str, float]]] = []
 
-    def log(self, data, step=None) -> None:
+    def log(self, data, step) -> None:
         self.records.append((step, data))
 
 
@@ -158,8 +159,8 @@ def test_scalar_writers_and_dict_loggers_get_the_same() -> None:
 
 
 def test_a_real_summary_writer(tmp_path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    events = "tensorboard.backend.event_processing.event_accumulator"
+    reader = pytest.importorskip(events, reason="tensorboard is not installed")
     from torch.utils.tensorboard import SummaryWriter
 
     def run(transport):
@@ -173,7 +174,7 @@ def test_a_real_summary_writer(tmp_path) -> None:
         return wire.stats
 
     stats = run_threads(run, 2)[0]
-    read = EventAccumulator(str(tmp_path))
+    read = reader.EventAccumulator(str(tmp_path))
     read.Reload()
     (event,) = read.Scalars("thinwire/total/payload_sent_bytes")
     assert (event.step, event.value) == (7, stats.payload_sent_bytes)
@@ -241,7 +242,7 @@ class CountingStats(Stats):
         return super().stage(name)
 
 
-def train(transport, num_steps: int, **options):
+def train(transport, num_steps: int, **options) -> Any:
     """Steps of two buckets, handed over by this thread and reduced by a worker; with options under a Timeline."""
     layouts = [layout_of(transport.world_size, 40_000, 9_000), layout_of(transport.world_size, 70_000)]
     buffers = [Buffers.scatter_reduce_allgather(layout, transport.rank) for layout in layouts]
@@ -364,15 +365,14 @@ def test_a_bucket_that_fails_is_shown_and_the_next_stage_is_not_its() -> None:
 def test_native_all_reduces_may_overlap() -> None:
     timeline = Timeline(Stats, 1, steps=1)
     futures = [torch.futures.Future() for _ in range(3)]
-    for i, future in enumerate(futures):
-        timeline.dense(8, 100 + i, future)
-    for future in (futures[2], futures[0], futures[1]):
-        thread = threading.Thread(target=future.set_result, args=(torch.zeros(1),))
+    recorded = [timeline.dense(8, 100 + i, future) for i, future in enumerate(futures)]
+    for i in (2, 0, 1):
+        thread = threading.Thread(target=futures[i].set_result, args=(torch.full((1,), i),))
         thread.start()
+        assert int(recorded[i].wait()) == i
         thread.join()
-    ignored = torch.futures.Future()
-    timeline.dense(9, 5, ignored)
-    ignored.set_result(None)
+    of_another_step = torch.futures.Future()
+    assert timeline.dense(9, 5, of_another_step) is of_another_step
     trace = timeline.to_dict()
     begins, ends = (named(trace, phase, "communication") for phase in "be")
     assert [e["args"]["bytes"] for e in begins] == [100, 101, 102]
