@@ -77,7 +77,7 @@ static inline int64_t size_of(Dtype dtype) { return dtype == kFloat32 ? 4 : 2; }
 // Elements [at, at + n) of `from` as fp32.
 static inline void read_floats(const void* from, Dtype dtype, int64_t at, int64_t n, float* to) {
   if (dtype == kFloat32) {
-    std::memcpy(to, (const float*)from + at, 4 * n);
+    std::memmove(to, (const float*)from + at, 4 * n); // may be the same place
   } else if (dtype == kBFloat16) {
     bfloat16_to_float((const uint16_t*)from + at, n, to);
   } else {
@@ -88,7 +88,7 @@ static inline void read_floats(const void* from, Dtype dtype, int64_t at, int64_
 // The opposite, rounding to nearest even.
 static inline void write_floats(const float* from, int64_t n, void* to, Dtype dtype, int64_t at) {
   if (dtype == kFloat32) {
-    std::memcpy((float*)to + at, from, 4 * n);
+    std::memmove((float*)to + at, from, 4 * n);
   } else if (dtype == kBFloat16) {
     float_to_bfloat16(from, n, (uint16_t*)to + at);
   } else {

@@ -7,6 +7,7 @@ namespace thinwire {
 constexpr int64_t kGroup = 128;        // codes are packed in groups of this many
 constexpr int64_t kHalf = 64;          // each half of a group takes one 16-bit half of the same random words
 constexpr int64_t kTile = 2048;        // elements worked on at a time: 8 KB of fp32, well inside the L1 cache
+constexpr int64_t kAhead = 8192;       // elements from what is worked on to what is fetched into the L2 cache meanwhile
 constexpr int64_t kLoaded = 16384;     // elements of a block that must be converted or summed first, in L2 meanwhile
 constexpr int64_t kDirect = 131072;    // elements of a block that is read in place, twice: the second time from L2
 constexpr int64_t kMaxBuckets = kTile; // buckets of one block
@@ -76,11 +77,12 @@ inline int64_t codes_at(int64_t numel, int64_t bucket) { return align64(8 * num_
 // How the rows of one job are cut into blocks: multiples of the grain, near a tile, or a single grain or row where that
 // still fits a cache; 0 blocks means the row is wide.
 struct Blocks {
+  bool direct;   // values are encoded where they are: neither converted nor summed first
   int64_t limit; // the largest block
   int64_t size;  // elements of a block of a long row; 0 if one grain is over the limit
 
   explicit Blocks(const Job& job) {
-    const bool direct = job.own && job.own_dtype == kFloat32 && job.num_messages == 0 && job.scale == 1.0f;
+    direct = job.own && job.own_dtype == kFloat32 && job.num_messages == 0 && job.scale == 1.0f;
     limit = direct ? kDirect : kLoaded;
     size = 0;
     if (job.bucket > limit) return;

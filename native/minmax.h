@@ -103,6 +103,11 @@ struct Cursor {
   }
 };
 
+// Where a row's values at `at` will be read or written some tiles later; null past its end.
+static inline const float* ahead_of(const float* values, const Row& row, int64_t at) {
+  return at + kAhead + kTile <= row.numel ? values + row.start + at + kAhead : nullptr;
+}
+
 // ---- Codes to values ----------------------------------------------------------------------------------------------
 
 enum Mode {
@@ -111,13 +116,13 @@ enum Mode {
   kMean,  // to = (base + v) * scale
 };
 
-// Where decoded values go. `base` may be `to`; `ahead` asks for prefetching, for what is not in a cache yet.
+// Where decoded values go. `base` may be `to`; what lies at `ahead` (if not null) is fetched meanwhile.
 struct Sink {
   Mode mode;
   float scale;
   const float* base;
   float* to;
-  bool ahead;
+  const float* ahead;
 };
 
 template <Mode kMode, class V>
@@ -162,10 +167,7 @@ static void dequantise_as(const uint8_t* codes, const Scales& scales, int64_t bu
   }
   Cursor at_bucket(bucket, at, scales.first);
   for (int64_t i = 0; i < n; i += kHalf, at_bucket.advance(), to += kHalf, base += kMode == kStore ? 0 : kHalf) {
-    if (sink.ahead) {
-      if (kMode != kStore && base != to) prefetch_read(base + kTile);
-      prefetch_write(to + kTile);
-    }
+    if (sink.ahead) prefetch(sink.ahead + i);
     float low, unit;
     const float *lows = s.each_low + i, *units = s.each_other + i;
     if (!kEach) { // a message may lie at any address
@@ -209,21 +211,24 @@ static void decode_tile(const uint8_t* message, const Row& row, int bits, int64_
 
 // ---- What is encoded ----------------------------------------------------------------------------------------------
 
-// Elements [at, at + n), at most a tile, of scale * (own + messages) into `to`.
-static void load_tile(const Job& job, const Row& row, int64_t at, int64_t n, float* to, Scratch& s) {
-  const float* base = to;
+// Elements [at, at + n), at most a tile, of scale * (own + messages) into `to`; partial sums go through `sums`, which
+// may be `to`.
+static void load_tile(const Job& job, const Row& row, int64_t at, int64_t n, float* sums, float* to, Scratch& s) {
+  const float *base = sums, *ahead = nullptr;
+  if (!job.num_messages) sums = to;
   if (!job.own) {
-    std::memset(to, 0, 4 * n);
+    std::memset(sums, 0, 4 * n);
   } else if (job.own_dtype == kFloat32 && job.num_messages) {
     base = (const float*)job.own + row.start + at; // read by the first addition
+    ahead = ahead_of((const float*)job.own, row, at);
   } else {
-    read_floats(job.own, job.own_dtype, row.start + at, n, to);
+    read_floats(job.own, job.own_dtype, row.start + at, n, sums);
   }
   for (int64_t m = 0; m < job.num_messages; m++) {
     const bool last = m + 1 == job.num_messages;
-    const Sink sink{last ? kMean : kAdd, last ? job.scale : 1.0f, base, to, false};
+    const Sink sink{last ? kMean : kAdd, last ? job.scale : 1.0f, base, last ? to : sums, m ? nullptr : ahead};
     decode_tile(job.messages[m], row, job.bits, job.bucket, at, n, sink, s);
-    base = to;
+    base = sums;
   }
   if (!job.num_messages) {
     const float scale = job.scale;
@@ -233,7 +238,7 @@ static void load_tile(const Job& job, const Row& row, int64_t at, int64_t n, flo
 
 static void load_values(const Job& job, const Row& row, int64_t at, int64_t n, float* to, Scratch& s) {
   for (int64_t i = 0; i < n; i += kTile) {
-    load_tile(job, row, at + i, n - i < kTile ? n - i : kTile, to + i, s);
+    load_tile(job, row, at + i, n - i < kTile ? n - i : kTile, to + i, to + i, s);
   }
 }
 
@@ -241,10 +246,11 @@ static void load_values(const Job& job, const Row& row, int64_t at, int64_t n, f
 static void write_decoded(const Job& job, const Row& row, const Scales& scales, int64_t at, int64_t n, Scratch& s) {
   if (job.y_dtype == kFloat32) {
     float* y = (float*)job.y + row.start + at;
-    dequantise(s.codes, scales, job.bucket, at, n, Sink{kStore, 1.0f, y, y, true}, s);
+    const float* ahead = job.y == job.own ? nullptr : ahead_of((const float*)job.y, row, at);
+    dequantise(s.codes, scales, job.bucket, at, n, Sink{kStore, 1.0f, y, y, ahead}, s);
     return;
   }
-  dequantise(s.codes, scales, job.bucket, at, n, Sink{kStore, 1.0f, s.tile, s.tile, false}, s);
+  dequantise(s.codes, scales, job.bucket, at, n, Sink{kStore, 1.0f, s.tile, s.tile, nullptr}, s);
   write_floats(s.tile, n, job.y, job.y_dtype, row.start + at);
 }
 
@@ -261,7 +267,7 @@ static inline void quantise_last(const float* x, int64_t n, const HalfScales& sc
 
 // Codes of the elements [at, at + n), at most a tile, of a row; x holds them.
 template <bool kEach, bool kNearest>
-static void quantise_as(const float* x, const Row& row, int64_t bucket, int64_t at, int64_t n, const float* low,
+static void quantise_as(const float* x, const float* ahead, const Row& row, int64_t bucket, int64_t at, int64_t n, const float* low,
                         const float* inverse, int64_t first, const Draws& draws, uint8_t* codes, Scratch& s) {
   if (kEach) {
     spread(low, bucket, at, first, n, s.each_low);
@@ -280,7 +286,7 @@ static void quantise_as(const float* x, const Row& row, int64_t bucket, int64_t 
       scales.low[half] = kEach ? s.each_low + i + half * kHalf : low + at_bucket.k;
       scales.inverse[half] = kEach ? s.each_other + i + half * kHalf : inverse + at_bucket.k;
     }
-    prefetch_read(x + i + kTile), prefetch_read(x + i + kTile + kHalf);
+    if (ahead) prefetch(ahead + i), prefetch(ahead + i + kHalf);
     if (n - i >= kGroup) {
       quantise_group<kEach, kNearest>(x + i, scales, draws, counter, codes + i);
     } else {
@@ -294,12 +300,13 @@ struct Encoder {
   const Row& row;
   Scratch& s;
   const Draws draws;
+  const bool direct; // the values are read where they are
   const int64_t buckets;
   uint8_t* const payload;
   uint8_t* const packed;
 
   Encoder(const Job& job, const Row& row, Scratch& s)
-      : job(job), row(row), s(s), draws(job.key, row), buckets(num_buckets(row.numel, job.bucket)),
+      : job(job), row(row), s(s), draws(job.key, row), direct(Blocks(job).direct), buckets(num_buckets(row.numel, job.bucket)),
         payload(job.out + row.payload), packed(payload + codes_at(row.numel, job.bucket)) {}
 
   // Elements [at, at + n), at most a tile, at a multiple of the group. `low` … hold the scales from bucket `first` on.
@@ -308,7 +315,8 @@ struct Encoder {
     const bool each = job.bucket % kHalf;
     const auto quantise = each ? job.nearest ? quantise_as<true, true> : quantise_as<true, false>
                                : job.nearest ? quantise_as<false, true> : quantise_as<false, false>;
-    quantise(x, row, job.bucket, at, n, low, inverse, first, draws, s.codes, s);
+    const float* ahead = direct ? ahead_of((const float*)job.own, row, at) : nullptr;
+    quantise(x, ahead, row, job.bucket, at, n, low, inverse, first, draws, s.codes, s);
     pack(s.codes, ceil_div(n, kGroup), job.bits, packed + at / kGroup * 16 * job.bits);
     if (job.y) write_decoded(job, row, Scales{low, unit, first}, at, n, s);
     if (at + n == row.numel) zero_padding();
@@ -326,7 +334,7 @@ struct Encoder {
   }
 
   // Elements [at, at + n) starting at a bucket and a group, ending at one or at the row's end.
-  void block(int64_t at, int64_t n, bool direct) const {
+  void block(int64_t at, int64_t n) const {
     const float* x = s.values;
     if (direct) {
       x = (const float*)job.own + row.start + at;
@@ -355,7 +363,6 @@ struct Encoder {
 
 static void encode_blocks(const Job& job, int64_t begin, int64_t end) {
   const Blocks blocks(job);
-  const bool direct = blocks.limit == kDirect;
   Scratch scratch;
   int64_t before = 0;
   for (int64_t r = 0; r < job.num_rows && before < end; r++) {
@@ -366,7 +373,7 @@ static void encode_blocks(const Job& job, int64_t begin, int64_t end) {
       const int64_t size = blocks.size ? blocks.size : row.numel;
       for (int64_t b = begin > before ? begin - before : 0; b < count && before + b < end; b++) {
         const int64_t at = b * size;
-        encoder.block(at, row.numel - at < size ? row.numel - at : size, direct);
+        encoder.block(at, row.numel - at < size ? row.numel - at : size);
       }
     }
     before += count;
@@ -396,7 +403,7 @@ static inline void merge(int32_t* into, int32_t key, bool lower) {
 }
 
 static const float* wide_values(const Job& job, const Row& row, int64_t at, int64_t n, Scratch& s) {
-  if (Blocks(job).limit == kDirect) return (const float*)job.own + row.start + at;
+  if (Blocks(job).direct) return (const float*)job.own + row.start + at;
   load_values(job, row, at, n, s.values, s);
   return s.values;
 }
@@ -464,11 +471,12 @@ static void decode_tiles(const Job& job, int64_t begin, int64_t end) {
     const uint8_t* message = job.messages[0];
     if (job.y_dtype == kFloat32) {
       float* y = (float*)job.y + row.start + at;
-      decode_tile(message, row, job.bits, job.bucket, at, n, Sink{job.add ? kAdd : kStore, job.scale, y, y, true}, s);
+      const Sink sink{job.add ? kAdd : kStore, job.scale, y, y, ahead_of((const float*)job.y, row, at)};
+      decode_tile(message, row, job.bits, job.bucket, at, n, sink, s);
       return;
     }
     if (job.add) read_floats(job.y, job.y_dtype, row.start + at, n, s.tile);
-    const Sink sink{job.add ? kAdd : kStore, job.scale, s.tile, s.tile, false};
+    const Sink sink{job.add ? kAdd : kStore, job.scale, s.tile, s.tile, nullptr};
     decode_tile(message, row, job.bits, job.bucket, at, n, sink, s);
     write_floats(s.tile, n, job.y, job.y_dtype, row.start + at);
   });
@@ -477,7 +485,11 @@ static void decode_tiles(const Job& job, int64_t begin, int64_t end) {
 static void sum_tiles(const Job& job, int64_t begin, int64_t end) {
   Scratch s;
   for_tiles(job, begin, end, [&](const Row& row, int64_t at, int64_t n) {
-    load_tile(job, row, at, n, s.tile, s);
+    if (job.y_dtype == kFloat32) {
+      load_tile(job, row, at, n, s.tile, (float*)job.y + row.start + at, s);
+      return;
+    }
+    load_tile(job, row, at, n, s.tile, s.tile, s);
     write_floats(s.tile, n, job.y, job.y_dtype, row.start + at);
   });
 }

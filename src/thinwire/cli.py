@@ -17,6 +17,8 @@ _COMMANDS = {
     "lab": "thinwire.lab.command:lab",
     "bench kernels": "thinwire.bench.kernels:kernels",
     "bench allreduce": "thinwire.bench.allreduce:allreduce",
+    "bench step": "thinwire.bench.step:step",
+    "compare": "thinwire.repro.compare:compare",
 }
 
 _HELP = """\
@@ -26,6 +28,8 @@ _HELP = """\
   [bold]thinwire lab[/]               run any torchrun-style script over a slow network, emulated on this machine
   [bold]thinwire bench kernels[/]     how fast this machine quantises, beside a plain copy
   [bold]thinwire bench allreduce[/]   an all-reduce over a slow link, beside gloo and beside its own limit
+  [bold]thinwire bench step[/]        a training step over a slow link, beside stock DDP and beside its own limit
+  [bold]thinwire compare[/]           is it the same loss? paired runs, an interval, a control that must fail
 
   thinwire COMMAND --help       what a command takes, with examples
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire import lab
+from thinwire.bench.ranks import run_ranks
 from thinwire.results import Results
 
 _LABELS = {
@@ -58,27 +55,12 @@ def allreduce(
     with lab.Network(ranks, rate=rate) as network:
         about = network.describe()
         with console.status(f"{ranks} ranks, {rate}: {repeats} rounds of {size_mb:g} MB ..."):
-            answer = _run(network, ranks, [str(numel), compressor, str(repeats)])
+            answer = run_ranks("thinwire.bench.allreduce_rank", [str(numel), compressor, str(repeats)], ranks, network)
     results = _results(answer, about, rate=rate, ranks=ranks, size_mb=size_mb, compressor=compressor)
     _print(console, answer, results, rate, ranks, size_mb, compressor)
     if json:
         results.write(json)
     return 0
-
-
-def _run(network: lab.Network, ranks: int, args: list[str]) -> dict[str, Any]:
-    argv = [sys.executable, "-m", "thinwire.bench.allreduce_rank", *args]
-    with tempfile.TemporaryFile() as log:
-        processes = [
-            network.popen(rank, argv, stdout=subprocess.PIPE if rank == 0 else log, stderr=log) for rank in range(ranks)
-        ]
-        out, _ = processes[0].communicate()
-        codes = [process.wait() for process in processes]
-        if any(codes):
-            log.seek(0)
-            tail = log.read().decode(errors="replace")[-2000:]
-            raise RuntimeError(f"a rank ended with exit code {max(codes, key=abs)}:\n{tail}")
-    return json_module.loads(out)
 
 
 def _results(answer: dict[str, Any], about: dict[str, Any], **parameters: Any) -> Results:

@@ -20,7 +20,7 @@ def align(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN) * ALIGN
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=256, typed=True)
 def check_format(bits: int, bucket: int) -> None:
     """Raise ``TypeError`` or ``ValueError`` unless (bits, bucket) names a min-max format."""
     for name, value in (("bits", bits), ("bucket", bucket)):

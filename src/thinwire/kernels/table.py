@@ -63,7 +63,8 @@ class Table:
         self.pointer = self.rows.data_ptr()
         self._extents: dict[tuple[int, int], Extent] = {}
         self._copies: dict[torch.device, Tensor] = {}
-        self._cuts: dict[tuple[str, int, int], Tensor] = {}
+        self._pieces: dict[tuple[torch.device, int, int], Tensor] = {}
+        self._firsts: dict[tuple[torch.device, int], tuple[Tensor, int]] = {}
 
     def __len__(self) -> int:
         return len(self.segments)
@@ -119,20 +120,27 @@ class Table:
         _check_apart("payload bytes", spans)
         return Extent(message_bytes=max((end for _, end in spans), default=0))
 
-    def cuts(self, what: str, size: int, bucket: int, device: torch.device) -> Tensor:
-        """Prefix sums over the segments of how many pieces each has, int64 (S + 1) on ``device``; for GPU launches.
+    def pieces(self, device: torch.device, size: int, each: int = 1) -> Tensor:
+        """How the segments fall into pieces of ``size`` elements, ``each`` of them counted so many times.
 
-        ``what`` is ``"elements"`` (pieces of ``size`` elements) or ``"buckets"`` (pieces of ``size`` buckets).
+        An int64 tensor (pieces, 2) on ``device`` of (row, piece inside the row): what the programs of a GPU launch
+        work on. Made once.
         """
-        key = (f"{what} {device}", size, bucket)
-        if key not in self._cuts:
-            counts = [
-                num_buckets(row.numel if what == "elements" else num_buckets(row.numel, bucket), size)
-                for row in self.segments
-            ]
-            sums = torch.tensor([0, *counts], dtype=torch.int64).cumsum(0)
-            self._cuts[key] = sums.to(device)
-        return self._cuts[key]
+        key = (device, size, each)
+        if key not in self._pieces:
+            counts = torch.tensor([-(-row.numel // size) * each for row in self.segments], dtype=torch.int64)
+            rows = torch.repeat_interleave(torch.arange(len(counts)), counts)
+            inside = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+            self._pieces[key] = torch.stack((rows, inside), dim=1).to(device)
+        return self._pieces[key]
+
+    def bucket_firsts(self, device: torch.device, bucket: int) -> tuple[Tensor, int]:
+        """For each segment the number of buckets before it (int64, on ``device``), and that of all. Made once."""
+        key = (device, bucket)
+        if key not in self._firsts:
+            counts = torch.tensor([num_buckets(row.numel, bucket) for row in self.segments], dtype=torch.int64)
+            self._firsts[key] = (counts.cumsum(0) - counts).to(device), int(counts.sum())
+        return self._firsts[key]
 
 
 def _check_apart(what: str, spans: list[tuple[int, int]]) -> None:

@@ -71,9 +71,7 @@ def _tokens(source: bytes) -> Tensor:
     return torch.frombuffer(bytearray(source), dtype=torch.uint8)
 
 
-def draw_offsets(
-    num_tokens: int, *, steps: int, num_ranks: int, batch: int, context: int, seed: int
-) -> Tensor:
+def draw_offsets(num_tokens: int, *, steps: int, num_ranks: int, batch: int, context: int, seed: int) -> Tensor:
     """Where each training window starts: ``int64 [steps, num_ranks, batch]``, a function of the arguments alone.
 
     Every variant of a comparison draws the same windows; every rank takes its own column.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch.futures import Future
 
 from thinwire.wire.stats import Stats
 
@@ -60,23 +60,32 @@ class Timeline:
         self._origin_ns, self._origin_unix_ns = time.perf_counter_ns(), time.time_ns()
 
     def bucket(self, step: int, layers: Sequence[str], num_bytes: int) -> AbstractContextManager[None]:
-        """Note that a DDP bucket with the gradients of ``layers`` is handed over to the worker now.
-
-        The worker enters what this returns for as long as it reduces the bucket.
-        """
+        """Note that a DDP bucket is handed over now. The worker enters what this returns while it reduces it."""
         ready_ns = time.perf_counter_ns()
-        backward = self._ready(step, ready_ns)
-        if not backward:
+        if not (backward := self._ready(step, ready_ns)):
             return nullcontext()
         place = {"step": step, "bucket": backward.num_buckets - 1}
         return self._reduce(backward, place, {"layers": layers, "bytes": num_bytes}, ready_ns)
 
-    def dense(self, step: int, num_bytes: int, future: torch.futures.Future[Any]) -> None:
-        """Note that a DDP bucket goes through a native all-reduce from now until ``future`` is done."""
+    def dense(self, step: int, num_bytes: int, future: Future[Any]) -> Future[Any]:
+        """Record a DDP bucket's native all-reduce, from now until ``future`` is done; the one returned follows it."""
         ready_ns = time.perf_counter_ns()
-        if backward := self._ready(step, ready_ns):
-            args = {"step": step, "bucket": backward.num_buckets - 1, "bytes": num_bytes}
-            future.add_done_callback(lambda _: self._all_reduced(backward, args, ready_ns))
+        if not (backward := self._ready(step, ready_ns)):
+            return future
+        bucket = backward.num_buckets - 1
+
+        def record(done: Future[Any]) -> Any:
+            ended_ns = time.perf_counter_ns()
+            args = {"step": step, "bucket": bucket, "bytes": num_bytes}
+            # Native all-reduces overlap one another, which only asynchronous events may.
+            own, name = {"local": f"{step}.{bucket}"}, "native all-reduce"
+            begin, end = (self._event("b", name, _COMMUNICATION, ns, args, id2=own) for ns in (ready_ns, ended_ns))
+            self._add(begin, {**end, "ph": "e"})
+            with self._lock:
+                backward.reduced_ns = max(backward.reduced_ns, ended_ns)
+            return done.value()
+
+        return future.then(record)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -137,15 +146,6 @@ class Timeline:
             args = {**place, **about, "waited_us": (started_ns - ready_ns) / 1000}
             self._add(self._span(name, _COMMUNICATION, started_ns, ended_ns, args))
             backward.reduced_ns = ended_ns
-
-    def _all_reduced(self, backward: _Pass, args: _Args, ready_ns: int) -> None:
-        ended_ns = time.perf_counter_ns()
-        # Native all-reduces overlap one another, which only asynchronous events may.
-        identity = {"local": f"{args['step']}.{args['bucket']}"}
-        ends = (("b", ready_ns), ("e", ended_ns))
-        self._add(*(self._event(p, "native all-reduce", _COMMUNICATION, ns, args, id2=identity) for p, ns in ends))
-        with self._lock:
-            backward.reduced_ns = max(backward.reduced_ns, ended_ns)
 
     def _add(self, *events: _Event) -> None:
         with self._lock:

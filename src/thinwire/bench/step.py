@@ -1,0 +1,93 @@
+"""``thinwire bench step``: a whole training step beside stock DDP and beside the ceiling of sending nothing."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from thinwire import lab
+from thinwire.bench.ranks import run_ranks
+from thinwire.results import Results
+
+_BATCHES = "2,4,6,8,12,16,24,32"
+
+
+def step(
+    *,
+    rate: str | None = "1gbit",
+    ranks: int = 2,
+    compressor: str = "minmax(bits=4, bucket=128)",
+    bucket_cap_mb: float = 5.0,
+    decline: bool = False,
+    target: float = 0.6,
+    batches: str = _BATCHES,
+    rounds: int = 7,
+    steps: int = 3,
+    json: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None,
+) -> int:
+    """Time a training step of a 4.8 M parameter GPT: stock DDP, thinwire, and a hook that sends nothing.
+
+    The batch grows until stock DDP reaches ``--target`` of the ceiling. The three take turns, so a noisy machine is noisy
+    for all alike; shares are medians over rounds.
+
+    Examples:
+      thinwire bench step --rate 1gbit
+      thinwire bench step --rate none --decline --target 0
+
+    Args:
+        rate: of each rank's link, both ways; none measures over loopback.
+        ranks: number of ranks.
+        compressor: its spec.
+        bucket_cap_mb: DDP's bucket size, for all three.
+        decline: let thinwire leave raw what would be slower compressed, as it does by default.
+        target: share of the ceiling that stock DDP must reach; 0 stops after the first batch.
+        batches: sizes to try, in windows of 64 tokens a rank.
+        rounds: turns of each.
+        steps: steps a turn.
+        json: write the figures to this file.
+    """
+    console = Console(highlight=False)
+    shaped = rate not in (None, "none")
+    missing = lab.unavailable() if shaped else None
+    if missing:
+        Console(stderr=True, highlight=False).print(f"No slow network can be made here: {missing}")
+        return 1
+    args = [compressor, str(bucket_cap_mb), "decline" if decline else "always", str(rounds), str(steps), str(target)]
+    with ExitStack() as stack:
+        network = stack.enter_context(lab.Network(ranks, rate=rate)) if shaped else None
+        about = network.describe() if network else {"rate": "loopback"}
+        where = rate if shaped else "loopback"
+        stack.enter_context(console.status(f"{ranks} ranks, {where}: {rounds} turns for each batch size ..."))
+        answer = run_ranks("thinwire.bench.step_rank", [*args, batches], ranks, network)
+    results = Results("thinwire bench step", about={"link": about, "compressor": compressor, "ranks": ranks})
+    console.print(f"A training step, {ranks} ranks, {where}, {compressor}")
+    table = Table()
+    for column in ("batch", "fp32 ms", "thinwire ms", "ceiling ms", "fp32", "thinwire", "vs fp32"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in answer["measured"]:
+        seconds, share = row["seconds"], row["share"]
+        times = [f"{seconds[name] * 1e3:.0f}" for name in ("fp32", "thinwire", "noop")]
+        shares = [f"{share['fp32']:.0%}", f"{share['thinwire']:.0%}"]
+        table.add_row(str(row["batch"]), *times, *shares, f"{row['over_fp32']:.2f}x")
+        for name in ("fp32", "thinwire", "noop"):
+            results.add(f"step_s/{name}/batch{row['batch']}", seconds[name], "s", all=row["all"][name])
+    console.print(table)
+    last = answer["measured"][-1]
+    results.add("share_of_ceiling/fp32", last["share"]["fp32"], "", batch=last["batch"])
+    results.add("share_of_ceiling/thinwire", last["share"]["thinwire"], "", batch=last["batch"])
+    results.add("speedup_over_fp32", last["over_fp32"], "x", batch=last["batch"])
+    results.add("declined_layers", answer["declined_layers"], "layers")
+    results.add("payload_bytes_per_step", answer["bytes_per_step"], "B")
+    stats = answer["stats"]
+    for stage in ("encode", "wire", "reduce", "decode"):
+        results.add(f"stage_s/{stage}", stats[f"{stage}_s"] / stats["steps"], "s")
+    if answer["declined_layers"]:
+        console.print(f"thinwire declined to compress {answer['declined_layers']} layers: it would not have been faster.")
+    if json:
+        results.write(json)
+    return 0

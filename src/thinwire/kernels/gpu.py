@@ -1,0 +1,362 @@
+"""The kernels in Triton, for CUDA tensors (and in Triton's interpreter, for tests). Imported only when one comes.
+
+A group of 128 codes is held as 2, 4 or 8 register tiles, so many that the fields of a byte of the narrowest plane lie
+in different tiles at the same place: packing is then element by element, without a shuffle. Loads and stores are 128
+bits wide where a segment starts at a multiple of 8 elements.
+
+The bits are those of :mod:`thinwire.kernels.reference`: hence no fused multiply-add (``enable_fp_fusion=False``) and
+correctly rounded division (``tl.div_rn``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from thinwire.kernels import reference
+from thinwire.kernels.gpu_tiles import (
+    bucket_of,
+    codes_of,
+    dequantise,
+    finish_scales,
+    from_key,
+    load_parts,
+    ordered_key,
+    pack_parts,
+    quantise_parts,
+    row_draws,
+    row_of,
+    unpack_parts,
+)
+from thinwire.kernels.layout import GROUP
+from thinwire.kernels.table import Table
+
+TILE = 2048
+"""Elements of one program."""
+
+MAX_TILE_BUCKET = 4096
+"""Larger buckets, and those that are not a power of two times 128, take three launches instead of one."""
+
+STORE, ADD, MEAN = 0, 1, 2
+"""What decoding writes: v · scale; base + v · scale; (base + v) · scale."""
+
+OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
+
+
+@triton.jit(do_not_specialize=["key_low", "key_high"])
+def encode_tiles(
+    x, message, pieces, rows, key_low, key_high,
+    BITS: tl.constexpr, BUCKET: tl.constexpr, GROUPS: tl.constexpr, NEAREST: tl.constexpr,
+):  # fmt: skip
+    """Scales and codes of one tile of whole buckets."""
+    piece, start, numel, index0, payload, site = row_of(pieces, rows)
+    first = piece * (GROUPS * 128)
+    if (numel - first >= GROUPS * 128) & (start % 8 == 0):
+        encode_tile(
+            x, message, tl.multiple_of(start, 8), first, numel, index0, payload, site, key_low, key_high,
+            BITS, BUCKET, GROUPS, NEAREST, True,
+        )  # fmt: skip
+    else:
+        encode_tile(
+            x, message, start, first, numel, index0, payload, site, key_low, key_high,
+            BITS, BUCKET, GROUPS, NEAREST, False,
+        )  # fmt: skip
+
+
+@triton.jit
+def encode_tile(
+    x, message, start, first, numel, index0, payload, site, key_low, key_high,
+    BITS: tl.constexpr, BUCKET: tl.constexpr, GROUPS: tl.constexpr, NEAREST: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    PER_BUCKET: tl.constexpr = BUCKET // 128
+    BUCKETS: tl.constexpr = GROUPS // PER_BUCKET
+    parts = load_parts(x + start + first, numel - first, BITS, GROUPS, EVEN)
+    low_key, high_key = extrema(parts, numel - first, GROUPS, EVEN)
+    low_key = tl.min(tl.reshape(low_key, (BUCKETS, PER_BUCKET)), axis=1)
+    high_key = tl.max(tl.reshape(high_key, (BUCKETS, PER_BUCKET)), axis=1)
+    low, unit, inverse = finish_scales(from_key(low_key), from_key(high_key), BITS)
+    put_scales(message + payload, low, unit, first // BUCKET, (numel + BUCKET - 1) // BUCKET, BUCKETS)
+    low = tl.reshape(tl.broadcast_to(low[:, None], (BUCKETS, PER_BUCKET)), (GROUPS,))[:, None]
+    inverse = tl.reshape(tl.broadcast_to(inverse[:, None], (BUCKETS, PER_BUCKET)), (GROUPS,))[:, None]
+    lows, inverses = (), ()
+    for _ in tl.static_range(len(parts)):
+        lows += (low,)
+        inverses += (inverse,)
+    k0, k1 = row_draws(key_low, key_high, site)
+    fixed = quantise_parts(parts, lows, inverses, (index0 + first) // 2, numel - first, k0, k1, NEAREST, EVEN)
+    packed = codes_of(message, payload, numel, BUCKET, first, BITS)
+    pack_parts(packed, fixed, numel - first, BITS, GROUPS, EVEN)
+    if first + GROUPS * 128 >= numel:
+        zero_padding(message + payload, numel, BUCKET, BITS)
+
+
+@triton.jit
+def extrema(parts, left, GROUPS: tl.constexpr, EVEN: tl.constexpr):
+    """Ordered keys of the minimum and the maximum of each group."""
+    PARTS: tl.constexpr = len(parts)
+    WIDTH: tl.constexpr = 128 // PARTS
+    low = tl.full((GROUPS, WIDTH), 0x7FFFFFFF, tl.int32)
+    high = tl.full((GROUPS, WIDTH), -0x80000000, tl.int32)
+    at = tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, WIDTH)[None, :]
+    for p in tl.static_range(PARTS):
+        key = ordered_key(parts[p])
+        if EVEN:
+            low, high = tl.minimum(low, key), tl.maximum(high, key)
+        else:
+            inside = at + p * WIDTH < left
+            low = tl.where(inside, tl.minimum(low, key), low)
+            high = tl.where(inside, tl.maximum(high, key), high)
+    return tl.min(low, axis=1), tl.max(high, axis=1)
+
+
+@triton.jit
+def put_scales(payload, low, unit, first, buckets, COUNT: tl.constexpr):
+    """lo and unit of the buckets from ``first`` on, as far as the row has them."""
+    at = first + tl.arange(0, COUNT)
+    scales = payload.to(tl.pointer_type(tl.float32))
+    tl.store(scales + at, low, mask=at < buckets)
+    tl.store(scales + buckets + at, unit, mask=at < buckets)
+
+
+@triton.jit
+def zero_padding(payload, numel, bucket, BITS: tl.constexpr):
+    """The bytes up to the next multiple of 64 behind the scales, and behind the codes."""
+    byte = tl.arange(0, 64)
+    zeros = tl.zeros((64,), tl.uint8)
+    scales = (numel + bucket - 1) // bucket * 8
+    codes_at = (scales + 63) // 64 * 64
+    codes = (numel + 127) // 128 * (16 * BITS)
+    tl.store(payload + scales + byte, zeros, mask=scales + byte < codes_at)
+    tl.store(payload + codes_at + codes + byte, zeros, mask=codes + byte < (codes + 63) // 64 * 64)
+
+
+@triton.jit(do_not_specialize=["bucket", "slices"])
+def bucket_extrema(x, pieces, rows, firsts, low_keys, high_keys, bucket, slices, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Merges the extrema of one slice of ``ROWS`` buckets into their keys; ``firsts`` counts the buckets before a row."""
+    pid = tl.program_id(0).to(tl.int64)
+    piece, start, numel, _index0, _payload, _site = row_of(pieces, rows)
+    first = tl.load(firsts + tl.load(pieces + 2 * pid))
+    k = piece // slices * ROWS + tl.arange(0, ROWS)
+    within = piece % slices * COLS + tl.arange(0, COLS)
+    at = k[:, None] * bucket + within[None, :]
+    inside = (within[None, :] < bucket) & (at < numel)
+    key = ordered_key(tl.load(x + start + at, mask=inside, other=0.0).to(tl.float32))
+    low = tl.min(tl.where(inside, key, 0x7FFFFFFF), axis=1)
+    high = tl.max(tl.where(inside, key, -0x80000000), axis=1)
+    exists = k * bucket < numel
+    tl.atomic_min(low_keys + first + k, low, mask=exists)
+    tl.atomic_max(high_keys + first + k, high, mask=exists)
+
+
+@triton.jit(do_not_specialize=["bucket"])
+def bucket_scales(
+    message, pieces, rows, firsts, low_keys, high_keys, inverses, bucket, BITS: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
+    """Scales of ``COUNT`` buckets from their extrema: into the message, and the factor into ``inverses``."""
+    pid = tl.program_id(0).to(tl.int64)
+    piece, _start, numel, _index0, payload, _site = row_of(pieces, rows)
+    first = tl.load(firsts + tl.load(pieces + 2 * pid))
+    buckets = (numel + bucket - 1) // bucket
+    k = piece * COUNT + tl.arange(0, COUNT)
+    low_key = tl.load(low_keys + first + k, mask=k < buckets, other=0)
+    high_key = tl.load(high_keys + first + k, mask=k < buckets, other=0)
+    low, unit, inverse = finish_scales(from_key(low_key), from_key(high_key), BITS)
+    put_scales(message + payload, low, unit, piece * COUNT, buckets, COUNT)
+    tl.store(inverses + first + k, inverse, mask=k < buckets)
+    if piece == 0:
+        zero_padding(message + payload, numel, bucket, BITS)
+
+
+@triton.jit(do_not_specialize=["key_low", "key_high", "bucket"])
+def encode_codes(
+    x, message, pieces, rows, firsts, inverses, key_low, key_high, bucket,
+    BITS: tl.constexpr, GROUPS: tl.constexpr, NEAREST: tl.constexpr,
+):  # fmt: skip
+    """Codes of one tile, with the scale of each element looked up."""
+    pid = tl.program_id(0).to(tl.int64)
+    piece, start, numel, index0, payload, site = row_of(pieces, rows)
+    first = piece * (GROUPS * 128)
+    parts = load_parts(x + start + first, numel - first, BITS, GROUPS, False)
+    lows = (message + payload).to(tl.pointer_type(tl.float32))
+    factors = inverses + tl.load(firsts + tl.load(pieces + 2 * pid))
+    low, inverse = (), ()
+    PARTS: tl.constexpr = len(parts)
+    WIDTH: tl.constexpr = 128 // PARTS
+    for p in tl.static_range(PARTS):
+        within = tl.arange(0, GROUPS)[:, None] * 128 + p * WIDTH + tl.arange(0, WIDTH)[None, :]
+        k = bucket_of(first, within, bucket)
+        low += (tl.load(lows + k, mask=first + within < numel, other=0.0),)
+        inverse += (tl.load(factors + k, mask=first + within < numel, other=0.0),)
+    k0, k1 = row_draws(key_low, key_high, site)
+    fixed = quantise_parts(parts, low, inverse, (index0 + first) // 2, numel - first, k0, k1, NEAREST, False)
+    packed = codes_of(message, payload, numel, bucket, first, BITS)
+    pack_parts(packed, fixed, numel - first, BITS, GROUPS, False)
+
+
+@triton.jit(do_not_specialize=["bucket"])
+def decode_tiles(
+    message, base, y, pieces, rows, bucket, scale,
+    BITS: tl.constexpr, BUCKET: tl.constexpr, GROUPS: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """Values of one tile. ``BUCKET``: the bucket, if it is a multiple of the group and known when compiling, or 0."""
+    piece, start, numel, _index0, payload, _site = row_of(pieces, rows)
+    first = piece * (GROUPS * 128)
+    if (numel - first >= GROUPS * 128) & (start % 8 == 0):
+        start = tl.multiple_of(start, 8)
+        decode_tile(message, base, y, start, first, numel, payload, bucket, scale, BITS, BUCKET, GROUPS, MODE, True)
+    else:
+        decode_tile(message, base, y, start, first, numel, payload, bucket, scale, BITS, BUCKET, GROUPS, MODE, False)
+
+
+@triton.jit
+def decode_tile(
+    message, base, y, start, first, numel, payload, bucket, scale,
+    BITS: tl.constexpr, BUCKET: tl.constexpr, GROUPS: tl.constexpr, MODE: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    buckets = (numel + bucket - 1) // bucket
+    lows = (message + payload).to(tl.pointer_type(tl.float32))
+    parts = unpack_parts(codes_of(message, payload, numel, bucket, first, BITS), numel - first, BITS, GROUPS, EVEN)
+    PARTS: tl.constexpr = len(parts)
+    WIDTH: tl.constexpr = 128 // PARTS
+    group = tl.arange(0, GROUPS)[:, None] * 128
+    for p in tl.static_range(PARTS):
+        within = group + p * WIDTH + tl.arange(0, WIDTH)[None, :]
+        k = (first + group) // BUCKET if BUCKET else bucket_of(first, within, bucket)
+        low = tl.load(lows + k, mask=k < buckets, other=0.0)
+        unit = tl.load(lows + buckets + k, mask=k < buckets, other=0.0)
+        value = dequantise(parts[p], low, unit)
+        at = start + first + within
+        if EVEN:
+            write(base, y, at, value, scale, None, MODE)
+        else:
+            write(base, y, at, value, scale, first + within < numel, MODE)
+
+
+@triton.jit
+def write(base, y, at, value, scale, mask, MODE: tl.constexpr):
+    if MODE == 0:
+        value = value * scale
+    else:
+        before = tl.load(base + at, mask=mask).to(tl.float32)
+        value = before + value * scale if MODE == 1 else (before + value) * scale
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=mask)
+
+
+def minmax_encode(
+    x: Tensor, table: Table, message: Tensor, *, bits: int, bucket: int, key: int, nearest: bool = False
+) -> None:
+    """See :func:`thinwire.kernels.minmax_encode`."""
+    _check_aligned(message)
+    bucket = _clamped(table, bucket)
+    words = (key & 0xFFFFFFFF) - 2**31, (key >> 32 & 0xFFFFFFFF) - 2**31  # int32 whatever the key: one compilation
+    rows = table.on(x.device)
+    per_bucket = bucket // GROUP
+    if bucket % GROUP == 0 and bucket <= MAX_TILE_BUCKET and per_bucket & (per_bucket - 1) == 0:
+        tile = max(TILE, bucket)
+        pieces = table.pieces(x.device, tile)
+        if len(pieces):
+            encode_tiles[(len(pieces),)](
+                x, message, pieces, rows, *words,
+                BITS=bits, BUCKET=bucket, GROUPS=tile // GROUP, NEAREST=nearest, **OPTIONS,
+            )  # fmt: skip
+        return
+    pieces = table.pieces(x.device, TILE)
+    if not len(pieces):
+        return
+    firsts, total = table.bucket_firsts(x.device, bucket)
+    low_keys = torch.full((total,), 0x7FFFFFFF, dtype=torch.int32, device=x.device)
+    high_keys = torch.full((total,), -0x80000000, dtype=torch.int32, device=x.device)
+    inverses = torch.empty(total, dtype=torch.float32, device=x.device)
+    cols = min(triton.next_power_of_2(bucket), TILE)
+    slices, across = -(-bucket // cols), TILE // cols
+    spans = table.pieces(x.device, across * bucket, each=slices)
+    bucket_extrema[(len(spans),)](
+        x, spans, rows, firsts, low_keys, high_keys, bucket, slices, ROWS=across, COLS=cols, **OPTIONS
+    )  # fmt: skip
+    runs = table.pieces(x.device, 128 * bucket)
+    bucket_scales[(len(runs),)](
+        message, runs, rows, firsts, low_keys, high_keys, inverses, bucket, BITS=bits, COUNT=128, **OPTIONS
+    )  # fmt: skip
+    encode_codes[(len(pieces),)](
+        x, message, pieces, rows, firsts, inverses, *words, bucket,
+        BITS=bits, GROUPS=TILE // GROUP, NEAREST=nearest, **OPTIONS,
+    )  # fmt: skip
+
+
+def minmax_decode(
+    message: Tensor, table: Table, y: Tensor, *, bits: int, bucket: int, add: bool = False, scale: float = 1.0
+) -> None:
+    """See :func:`thinwire.kernels.minmax_decode`."""
+    _decode(message, table, y, y, bits=bits, bucket=bucket, scale=scale, mode=ADD if add else STORE)
+
+
+def minmax_sum(
+    messages: Sequence[Tensor],
+    own: Tensor | None,
+    table: Table,
+    y: Tensor,
+    *,
+    bits: int,
+    bucket: int,
+    scale: float = 1.0,
+) -> None:
+    """See :func:`thinwire.kernels.minmax_sum`."""
+    if not messages:
+        reference.minmax_sum(messages, own, table, y, bits=bits, bucket=bucket, scale=scale)
+        return
+    sums = y if y.dtype == torch.float32 else torch.empty(y.shape, dtype=torch.float32, device=y.device)
+    base = torch.zeros(y.shape, dtype=torch.float32, device=y.device) if own is None else own
+    form = {"bits": bits, "bucket": bucket}
+    for message in messages[:-1]:
+        _decode(message, table, base, sums, scale=1.0, mode=ADD, **form)
+        base = sums
+    _decode(messages[-1], table, base, y, scale=scale, mode=MEAN, **form)
+
+
+def minmax_reduce(
+    messages: Sequence[Tensor],
+    own: Tensor,
+    table: Table,
+    out_message: Tensor,
+    y: Tensor,
+    *,
+    bits: int,
+    bucket: int,
+    scale: float,
+    key: int,
+    nearest: bool = False,
+) -> None:
+    """See :func:`thinwire.kernels.minmax_reduce`."""
+    mean = y if y.dtype == torch.float32 else torch.empty(y.shape, dtype=torch.float32, device=y.device)
+    minmax_sum(messages, own, table, mean, bits=bits, bucket=bucket, scale=scale)
+    minmax_encode(mean, table, out_message, bits=bits, bucket=bucket, key=key, nearest=nearest)
+    minmax_decode(out_message, table, y, bits=bits, bucket=bucket)
+
+
+def _decode(
+    message: Tensor, table: Table, base: Tensor, y: Tensor, *, bits: int, bucket: int, scale: float, mode: int
+) -> None:
+    _check_aligned(message)
+    pieces = table.pieces(y.device, TILE)
+    if len(pieces):
+        bucket = _clamped(table, bucket)
+        known = bucket if bucket % GROUP == 0 and bucket <= MAX_TILE_BUCKET else 0
+        decode_tiles[(len(pieces),)](
+            message, base, y, pieces, table.on(y.device), bucket, scale,
+            BITS=bits, BUCKET=known, GROUPS=TILE // GROUP, MODE=mode, **OPTIONS,
+        )  # fmt: skip
+
+
+def _clamped(table: Table, bucket: int) -> int:
+    """A bucket larger than every segment is as good as the largest segment, rounded up to whole groups."""
+    largest = max((row.numel for row in table.segments), default=1)
+    return min(bucket, -(-largest // GROUP) * GROUP or GROUP)
+
+
+def _check_aligned(message: Tensor) -> None:
+    if message.data_ptr() % 4:
+        raise ValueError("a message on a GPU must start at a multiple of 4 bytes: slice it at a multiple of 64")

@@ -1,0 +1,212 @@
+"""Rank processes as their parent sees them: started, spoken to in JSON lines, ended.
+
+Nothing that a rank says is evaluated; a rank that ends, fails or falls silent becomes a `RankFailed` that carries the
+last lines of its log.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from thinwire.repro.train import Task
+
+_LOG_LINES = 12
+_START_TIMEOUT_S = 120.0
+# After one rank's failure: how long the others may take to show whether theirs came first.
+_AFTERMATH_S = 5.0
+_CHUNK = 65536
+
+OnEvent = Callable[[int, dict[str, Any]], None]
+
+
+class Link(Protocol):
+    """What the demo needs of `thinwire.lab.Network`; `Loopback` is the other one."""
+
+    def popen(self, rank: int, argv: Sequence[str], **popen_kwargs: Any) -> subprocess.Popen[Any]: ...
+
+
+class Loopback:
+    """Ranks on this machine's loopback device, where no network can be emulated."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        pass
+
+    def popen(self, rank: int, argv: Sequence[str], **popen_kwargs: Any) -> subprocess.Popen[Any]:
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+        return subprocess.Popen(argv, env=environment, start_new_session=True, **popen_kwargs)
+
+
+class RankFailed(RuntimeError):
+    """A rank ended, failed or fell silent: which, how, and the last lines of its log."""
+
+    def __init__(self, rank: int, why: str, log: str) -> None:
+        super().__init__(f"rank {rank}: {why}")
+        self.rank, self.why, self.log = rank, why, log
+
+
+class _Member:
+    """One rank's process, its pipes and its log."""
+
+    def __init__(self, link: Link, rank: int, log: Path) -> None:
+        self.rank, self.log = rank, log
+        argv = [sys.executable, "-m", "thinwire.repro.demo_rank"]
+        pipe = subprocess.PIPE
+        with log.open("wb") as stderr:
+            self.process = link.popen(rank, argv, stdin=pipe, stdout=pipe, stderr=stderr, bufsize=0)
+        self.held = False
+        self.answer: dict[str, Any] | None = None
+        self.failure: str | None = None
+        self._partial = b""
+
+    @property
+    def answers(self) -> Any:
+        return self.process.stdout
+
+    def tell(self, command: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(command).encode() + b"\n")
+        except BrokenPipeError:
+            self.failure = "it is gone"
+
+    def hear(self) -> list[dict[str, Any]]:
+        """Events that have arrived; notes the end of the process as a failure."""
+        received = os.read(self.answers.fileno(), _CHUNK)
+        if not received:
+            self.failure = self.failure or "it ended"
+        *lines, self._partial = (self._partial + received).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-_LOG_LINES:])
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None and not stream.closed:
+                stream.close()
+
+
+class Crew:
+    """``num_ranks`` rank processes that live until `close`; a context manager."""
+
+    def __init__(self, link: Link, task: Task, num_ranks: int, *, folder: Path, name: str, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._selector = selectors.DefaultSelector()
+        self._members: list[_Member] = []
+        setup = {
+            "do": "setup",
+            "task": dataclasses.asdict(task),
+            "num_ranks": num_ranks,
+            "rendezvous": str(folder / f"{name}.rendezvous"),
+            "state": str(folder / "start.npy"),
+            "timeout_s": timeout_s,
+        }
+        try:
+            for rank in range(num_ranks):
+                member = _Member(link, rank, folder / f"{name}-rank{rank}.log")
+                self._members.append(member)
+                self._selector.register(member.answers, selectors.EVENT_READ, member)
+                member.tell({**setup, "rank": rank})
+            self.about = self._collect(_nothing, _nothing, _START_TIMEOUT_S)[0]
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(self, command: dict[str, Any], on_event: OnEvent, on_hold: Callable[[str], None]) -> list[dict[str, Any]]:
+        """Have all ranks do ``command``; the answers by rank.
+
+        ``on_event(rank, event)`` is called for each thing a rank tells on the way, ``on_hold(at)`` when all ranks wait
+        at a hold, before they are let go.
+
+        Raises:
+            RankFailed: a rank did not make it. The crew is of no more use then.
+        """
+        for member in self._members:
+            member.tell(command)
+        # A step may take as long as the process group waits, and ends with an error of its own then.
+        return self._collect(on_event, on_hold, 2 * self._timeout_s)
+
+    def close(self) -> None:
+        """End all ranks. May be called again."""
+        for member in self._members:
+            member.end()
+        self._members.clear()
+        self._selector.close()
+
+    def _collect(self, on_event: OnEvent, on_hold: Callable[[str], None], silence_s: float) -> list[dict[str, Any]]:
+        for member in self._members:
+            member.answer = None
+        while any(member.answer is None for member in self._members):
+            ready = self._selector.select(silence_s)
+            if not ready:
+                raise self._failed(next(member for member in self._members if member.answer is None), silence_s)
+            for key, _ in ready:
+                self._take(key.data, on_event)
+            broken = next((member for member in self._members if member.failure), None)
+            if broken is not None:
+                raise self._failed(broken)
+            self._let_go(on_hold)
+        return [member.answer for member in self._members if member.answer is not None]
+
+    def _take(self, member: _Member, on_event: OnEvent) -> None:
+        for event in member.hear():
+            if event["event"] == "hold":
+                member.held, self._at = True, event["at"]
+            elif event["event"] == "done":
+                member.answer = event
+            elif event["event"] == "failed":
+                member.failure = event["message"]
+            else:
+                on_event(member.rank, event)
+
+    def _let_go(self, on_hold: Callable[[str], None]) -> None:
+        if not all(member.held for member in self._members):
+            return
+        on_hold(self._at)
+        for member in self._members:
+            member.held = False
+            member.tell({"do": "go"})
+
+    def _failed(self, first: _Member, silence_s: float | None = None) -> RankFailed:
+        """The failure to tell: that of a rank which a signal ended, if any, since it makes the others fail too."""
+        if silence_s is not None:
+            return RankFailed(first.rank, f"said nothing for {silence_s:.0f} s", first.tail())
+        until = time.monotonic() + _AFTERMATH_S
+        while time.monotonic() < until and any(member.process.poll() is None for member in self._members):
+            time.sleep(0.05)
+        killed = [member for member in self._members if (member.process.poll() or 0) < 0]
+        member = killed[0] if killed else first
+        code = member.process.poll()
+        why = f"ended by signal {-code}" if code is not None and code < 0 else member.failure or "it ended"
+        return RankFailed(member.rank, why, member.tail())
+
+
+def _nothing(*_: Any) -> None:
+    """For what need not be told."""

@@ -1,0 +1,280 @@
+"""Paired training: every variant starts from the same state and sees the same batches, only its gradients travel
+differently.
+
+A variant is a small function that attaches something to a ``DistributedDataParallel`` model; `VARIANTS` lists them.
+"""
+
+# No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from thinwire.repro.data import windows
+from thinwire.repro.gpt import GPT, GPTConfig, next_token_loss
+
+# One scale per layer and a biased rounding, which nothing corrects: what 4 bits and small buckets must not look like.
+CONTROL_RULES = "minmax(bits=1, bucket=1048576, rounding=nearest)"
+POWERSGD_RANK = 4
+_POWERSGD_START = 2
+_ONE_BUCKET_MB = 1e6
+_BETAS = (0.9, 0.99)
+_WEIGHT_DECAY = 0.1
+_EVALUATION_BATCH = 32
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, and how: the same for every variant.
+
+    ``batch`` is in windows of ``model.context`` tokens per rank and step; ``base_*`` are those of the short dense
+    training that makes the common starting point. ``probe_*`` is the part of the held-out text that is evaluated along
+    the way.
+    """
+
+    model: GPTConfig = field(default_factory=GPTConfig)
+    steps: int = 64
+    batch: int = 2
+    base_steps: int = 60
+    base_batch: int = 8
+    base_ramp_steps: int = 20
+    learning_rate: float = 1e-3
+    bucket_cap_mb: float = 5.0
+    held_out_windows: int = 768
+    probe_windows: int = 128
+    probe_every: int = 8
+    seed: int = 0
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> "Task":
+        return cls(**{**record, "model": GPTConfig(**record["model"])})
+
+    @property
+    def probe_steps(self) -> list[int]:
+        """Steps after which the held-out probe is evaluated; the last step is one of them."""
+        return sorted({*range(self.probe_every, self.steps, self.probe_every), self.steps})
+
+    def base_rate(self, step: int) -> float:
+        """Learning rate of the common start: linear warm-up, then constant."""
+        return self.learning_rate * min(1.0, (step + 1) / self.base_ramp_steps)
+
+    def rate(self, step: int) -> float:
+        """Learning rate of the variants: cosine from where the common start ended to zero."""
+        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * step / self.steps))
+
+
+class Attached:
+    """What a variant did to a DDP model: the bytes it hands to the network, and how to take it away."""
+
+    def __init__(self, bytes_per_step: float = 0.0) -> None:
+        self._bytes_per_step = bytes_per_step
+
+    def payload_bytes(self, steps: int) -> float:
+        """Bytes this rank has sent in ``steps`` steps, without TCP's headers."""
+        return self._bytes_per_step * steps
+
+    def formula_bytes(self) -> float | None:
+        """Bytes that a step must send by the format's formula, where there is one."""
+        return None
+
+    def detach(self) -> None:
+        """Release what the variant holds."""
+
+
+class _Thinwire(Attached):
+    def __init__(self, wire: thinwire.Wire) -> None:
+        super().__init__()
+        self._wire = wire
+
+    def payload_bytes(self, steps: int) -> float:
+        return self._wire.stats.payload_sent_bytes
+
+    def formula_bytes(self) -> float | None:
+        return self._wire.wire_bytes_per_step()
+
+    def detach(self) -> None:
+        self._wire.detach()
+
+
+class _PowerSGD(Attached):
+    def __init__(self, state: powerSGD_hook.PowerSGDState, ring: float, dense_bytes: float) -> None:
+        super().__init__()
+        self._state, self._ring, self._dense_bytes = state, ring, dense_bytes
+
+    def payload_bytes(self, steps: int) -> float:
+        # PyTorch counts the elements of what it reduces (P, Q, and tensors left as they are) once it has started.
+        factors = self._state.compression_stats()[2] * 4 * self._ring
+        return min(steps, _POWERSGD_START) * self._dense_bytes + factors
+
+
+def ring_factor(num_ranks: int) -> float:
+    """What each rank sends in a ring all-reduce, per byte that is reduced."""
+    return 2 * (num_ranks - 1) / num_ranks
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Bytes of one fp32 gradient of ``model``."""
+    return 4 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def _sent(ddp: DistributedDataParallel) -> float:
+    return gradient_bytes(ddp) * ring_factor(dist.get_world_size())
+
+
+def _fp32(ddp: DistributedDataParallel, task: Task) -> Attached:
+    return Attached(_sent(ddp))
+
+
+def _bf16(ddp: DistributedDataParallel, task: Task) -> Attached:
+    ddp.register_comm_hook(None, _bf16_hook)
+    return Attached(_sent(ddp) / 2)
+
+
+def _noop(ddp: DistributedDataParallel, task: Task) -> Attached:
+    ddp.register_comm_hook(None, _noop_hook)
+    return Attached()
+
+
+def _powersgd(ddp: DistributedDataParallel, task: Task) -> Attached:
+    state = powerSGD_hook.PowerSGDState(
+        None,
+        matrix_approximation_rank=POWERSGD_RANK,
+        start_powerSGD_iter=_POWERSGD_START,
+        random_seed=task.seed,
+    )
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return _PowerSGD(state, ring_factor(dist.get_world_size()), _sent(ddp))
+
+
+def _compressed(ddp: DistributedDataParallel, task: Task) -> Attached:
+    return _Thinwire(thinwire.compress(ddp, seed=task.seed))
+
+
+def _control(ddp: DistributedDataParallel, task: Task) -> Attached:
+    return _Thinwire(thinwire.compress(ddp, CONTROL_RULES, seed=task.seed))
+
+
+def _bf16_hook(state, bucket):
+    """PyTorch's ``bf16_compress_hook``, which itself refuses every backend but NCCL."""
+    buffer = bucket.buffer()
+    message = buffer.to(torch.bfloat16).div_(dist.get_world_size())
+    work = dist.all_reduce(message, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: buffer.copy_(future.value()[0]))
+
+
+def _noop_hook(state, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way for gradients to travel. ``own_processes``: it may take its processes down with it."""
+
+    title: str
+    attach: Callable[[DistributedDataParallel, Task], Attached]
+    one_bucket: bool = False
+    own_processes: bool = False
+    shaped: bool = True
+    exact: bool = True
+    """Whether its loss is a result: False where ranks drift apart."""
+
+
+VARIANTS = {
+    "fp32": Variant("DDP fp32", _fp32),
+    "bf16": Variant("DDP bf16", _bf16),
+    "powersgd": Variant(f"PowerSGD rank {POWERSGD_RANK}", _powersgd, one_bucket=True, own_processes=True),
+    "thinwire": Variant("thinwire 4-bit", _compressed),
+    "noop": Variant("nothing sent", _noop, exact=False),
+    "control": Variant("1-bit control", _control, shaped=False),
+}
+
+
+class Replica:
+    """One rank's model and optimizer, whose whole state is one vector of fp32."""
+
+    def __init__(self, task: Task) -> None:
+        torch.manual_seed(task.seed)
+        self.task = task
+        self.model = GPT(task.model)
+        self.parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(self.parameters, betas=_BETAS, weight_decay=_WEIGHT_DECAY, fused=True)
+
+    def save(self, path: Path) -> None:
+        """Write parameters and both moments, as an array that loads without unpickling."""
+        moments = [self.optimizer.state[parameter] for parameter in self.parameters]
+        parts = [*self.parameters, *(m["exp_avg"] for m in moments), *(m["exp_avg_sq"] for m in moments)]
+        np.save(path, torch.cat([part.detach().flatten() for part in parts]).numpy(), allow_pickle=False)
+
+    def load(self, path: Path, steps: int) -> None:
+        """Read what `save` wrote after ``steps`` steps. Raises ``ValueError`` if it is of another model."""
+        values = torch.from_numpy(np.load(path, allow_pickle=False))
+        sizes = [parameter.numel() for parameter in self.parameters]
+        if values.dtype != torch.float32 or values.shape != (3 * sum(sizes),):
+            raise ValueError(f"{path} holds the state of another model: {values.dtype} {tuple(values.shape)}")
+        weights, first, second = (part.split(sizes) for part in values.chunk(3))
+        with torch.no_grad():
+            for parameter, weight, m, v in zip(self.parameters, weights, first, second, strict=True):
+                parameter.copy_(weight.view_as(parameter))
+                self.optimizer.state[parameter] = {
+                    "step": torch.tensor(float(steps)),
+                    "exp_avg": m.view_as(parameter).clone(),
+                    "exp_avg_sq": v.view_as(parameter).clone(),
+                }
+
+    def digest(self) -> str:
+        """Hash of all parameters' bytes: equal on two ranks exactly where their replicas are."""
+        state = hashlib.sha256()
+        for parameter in self.parameters:
+            state.update(parameter.detach().numpy().tobytes())
+        return state.hexdigest()
+
+
+def distributed(replica: Replica, variant: Variant) -> DistributedDataParallel:
+    """``replica``'s model in DDP, as ``variant`` wants its buckets."""
+    cap = _ONE_BUCKET_MB if variant.one_bucket else replica.task.bucket_cap_mb
+    # The only buffers are constants: broadcasting them before every step would cost each variant a round trip.
+    return DistributedDataParallel(replica.model, bucket_cap_mb=cap, broadcast_buffers=False)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tokens: Tensor,
+    offsets: Tensor,
+    rate: Callable[[int], float],
+    context: int,
+) -> Iterator[float]:
+    """Train one step per row of ``offsets [steps, batch]``; yields each step's loss on this rank."""
+    for step, starts in enumerate(offsets):
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
+        inputs, targets = windows(tokens, starts, context)
+        optimizer.zero_grad(set_to_none=True)
+        loss = next_token_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        yield loss.item()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, tokens: Tensor, offsets: Tensor, context: int) -> float:
+    """Sum of the loss, in nats, over all windows that start at ``offsets [windows]``."""
+    total = 0.0
+    for starts in offsets.split(_EVALUATION_BATCH):
+        inputs, targets = windows(tokens, starts, context)
+        total += float(next_token_loss(model(inputs), targets, reduction="sum"))
+    return total

@@ -1,0 +1,133 @@
+"""Write the figures of README.md from the JSON files in benchmarks/. ``--check`` only says whether they are up to date."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+TITLES = {
+    "thinwire": "**thinwire, 4 bits**",
+    "fp32": "DDP, fp32",
+    "bf16": "DDP, bf16 gradients",
+    "powersgd": "PyTorch's PowerSGD, rank 4",
+    "noop": "nothing sent (the ceiling)",
+    "control": "control: 1 bit, no error feedback",
+}
+
+
+class Figures:
+    """The results of one command, by name."""
+
+    def __init__(self, path: Path) -> None:
+        self.record: dict[str, Any] = json.loads(path.read_text())
+        self.rows = {row["name"]: row for row in self.record["results"]}
+
+    def get(self, name: str) -> float | None:
+        return self.rows[name]["value"] if name in self.rows else None
+
+    @property
+    def machine(self) -> str:
+        machine, versions = self.record["machine"], self.record["versions"]
+        memory = machine["memory_bytes"] / 2**30
+        return (
+            f"{machine['cores']} shared cores of an {machine['cpu']}, {memory:.0f} GiB, {machine['system']}, "
+            f"PyTorch {versions['torch']}, Python {versions['python']}"
+        )
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    rule = ["---"] + ["---:"] * (len(head) - 1)
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])
+
+
+def demo() -> str:
+    figures = Figures(BENCHMARKS / "demo.json")
+    fp32 = figures.get("steps_per_s/fp32") or 1.0
+    fp32_loss = figures.get("val_loss/fp32") or 1.0
+    rows = []
+    for name, title in TITLES.items():
+        speed, loss = figures.get(f"steps_per_s/{name}"), figures.get(f"val_loss/{name}")
+        sent = figures.get(f"payload_bytes/{name}")
+        shaped = name != "control" and speed is not None
+        rows.append(
+            [
+                title,
+                f"{speed:.2f}" if shaped and speed else "",
+                f"{speed / fp32:.1f}x" if shaped and speed else "",
+                f"{sent / 1e6:.0f} MB" if sent else ("0" if name == "noop" else ""),
+                f"{loss:.4f}" if loss and name != "noop" else "",
+                f"{100 * (loss / fp32_loss - 1):+.2f} %" if loss and name not in ("noop", "fp32") else "",
+            ]
+        )
+    rows.sort(key=lambda row: -float(row[1] or 0))
+    head = ["", "steps/s", "speed-up", "bytes sent a rank", "held-out loss (nats/byte)", "against fp32"]
+    return (
+        "`thinwire demo`: two ranks train a byte-level GPT of 4.8 million parameters on the Python standard library's source "
+        "over an emulated 100 Mbit/s link; one common start, the same batches.\n\n"
+        f"{table(head, rows)}\n\n![Loss against time](benchmarks/demo/loss.svg)\n\n{figures.machine}."
+    )
+
+
+def allreduce() -> str:
+    rows, machine = [], ""
+    for rate in ("100mbit", "1gbit", "10gbit"):
+        figures = Figures(BENCHMARKS / f"allreduce-{rate}.json")
+        machine = figures.machine
+        ms = {name: 1e3 * (figures.get(f"seconds/{name}") or 0) for name in ("gloo", "thinwire", "bare")}
+        rows.append(
+            [
+                rate.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s"),
+                *(f"{ms[name]:.1f} ms" for name in ("gloo", "thinwire", "bare")),
+                f"{figures.get('speedup_over_gloo'):.2f}x",
+                f"{figures.get('times_bare_exchange'):.2f}x",
+            ]
+        )
+    head = ["25 MB, 2 ranks", "gloo fp32", "thinwire", "the same bytes, bare", "against gloo", "against the bare bytes"]
+    return (
+        "`thinwire bench allreduce`: one all-reduce of a 25 MB gradient, in 4 bits, beside gloo's in fp32 and beside an "
+        f"exchange of thinwire's bytes with nothing done to them.\n\n{table(head, rows)}\n\n{machine}."
+    )
+
+
+def kernels() -> str:
+    figures = Figures(BENCHMARKS / "kernels.json")
+    threads = sorted({row.get("threads") for row in figures.rows.values() if row.get("threads")})
+    rows: dict[str, dict[int, str]] = {}
+    for name, row in figures.rows.items():
+        if name.startswith("times_copy/") and row.get("threads"):
+            rows.setdefault(name.split("/")[1], {})[row["threads"]] = f"{row['value']:.2f}x"
+    head = ["25 MB, in multiples of `torch.Tensor.copy_`", *(f"{t} thread{'s' * (t > 1)}" for t in threads)]
+    body = [[name, *(cells.get(t, "") for t in threads)] for name, cells in rows.items()]
+    return f"`thinwire bench kernels`:\n\n{table(head, body)}\n\n{figures.machine}."
+
+
+SECTIONS = {"demo": demo, "allreduce": allreduce, "kernels": kernels}
+
+
+def fill(text: str) -> str:
+    """The text with every marked section written anew."""
+    for name, section in SECTIONS.items():
+        pattern = re.compile(rf"(<!-- figures: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        if not pattern.search(text):
+            raise SystemExit(f"README.md has no section 'figures: {name}'")
+        text = pattern.sub(lambda match, body=section(): f"{match[1]}{body}\n{match[2]}", text)
+    return text
+
+
+def main() -> int:
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    filled = fill(text)
+    if "--check" in sys.argv[1:]:
+        return 0 if filled == text else 1
+    readme.write_text(filled)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
