@@ -31,6 +31,8 @@ bench: .venv/ready
 	$(BIN)/thinwire bench allreduce --rate 100mbit --json benchmarks/allreduce-100mbit.json
 	$(BIN)/thinwire bench allreduce --rate 1gbit --json benchmarks/allreduce-1gbit.json
 	$(BIN)/thinwire bench allreduce --rate 10gbit --json benchmarks/allreduce-10gbit.json
+	$(BIN)/thinwire bench step --rate 1gbit --json benchmarks/step-1gbit.json
+	$(BIN)/thinwire bench step --rate none --decline --target 0 --batches 8 --json benchmarks/step-loopback.json
 	$(BIN)/thinwire demo --out benchmarks/demo --json benchmarks/demo.json
 
 # The figures of README.md, from the JSON files that `make bench` wrote.
@@ -48,5 +50,5 @@ clean:
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --editable '.[dev,plot]'
+	  --editable '.[dev,plot,compare]'
 	touch $@

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-import torch.distributed as dist
-from harness import run_ranks
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
+from harness import run_ranks
 from thinwire.repro.gpt import GPTConfig, next_token_loss
 from thinwire.repro.train import POWERSGD_RANK, VARIANTS, Replica, Task, distributed
 
@@ -17,21 +17,36 @@ TASK = Task(model=GPTConfig(context=16, width=32, layers=2, heads=2), bucket_cap
 STEPS = 4
 
 
-def _gradients(rank: int, name: str) -> tuple[list[Tensor], float, float | None]:
-    """Gradients after some backward passes on batches that differ between ranks, and the bytes they took."""
+@dataclasses.dataclass
+class Sent:
+    """What a rank ended up with after some backward passes on batches that differ between ranks."""
+
+    gradients: list[Tensor]
+    payload_bytes: float
+    formula_bytes: float | None
+
+
+def _send_all(rank: int) -> dict[str, Sent]:
     torch.set_num_threads(1)
+    return {name: _send(rank, name) for name in VARIANTS}
+
+
+def _send(rank: int, name: str) -> Sent:
     replica = Replica(TASK)
     ddp = distributed(replica, VARIANTS[name])
     attached = VARIANTS[name].attach(ddp, TASK)
-    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(rank))
-    for _ in range(STEPS):
-        replica.optimizer.zero_grad()
-        next_token_loss(ddp(tokens[:, :-1]), tokens[:, 1:]).backward()
-    found = [parameter.grad.clone() for parameter in replica.parameters if parameter.grad is not None]
-    sizes = attached.payload_bytes(STEPS), attached.formula_bytes()
+    _backward(ddp, rank, STEPS)
+    gradients = [parameter.grad.clone() for parameter in replica.parameters if parameter.grad is not None]
+    sent = Sent(gradients, attached.payload_bytes(STEPS), attached.formula_bytes())
     attached.detach()
-    dist.barrier()
-    return found, *sizes
+    return sent
+
+
+def _backward(ddp: DistributedDataParallel, rank: int, steps: int) -> None:
+    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(rank))
+    for _ in range(steps):
+        ddp.zero_grad()
+        next_token_loss(ddp(tokens[:, :-1]), tokens[:, 1:]).backward()
 
 
 def _error(found: list[Tensor], exact: list[Tensor]) -> float:
@@ -39,38 +54,43 @@ def _error(found: list[Tensor], exact: list[Tensor]) -> float:
     return (difference / sum(float(b.square().sum()) for b in exact)) ** 0.5
 
 
+def _equal(found: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, other, strict=True))
+
+
 @pytest.fixture(scope="module")
-def exact() -> list[Tensor]:
-    one, other = (answer[0] for answer in run_ranks(_gradients, 2, "fp32"))
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    return one
+def sent() -> list[dict[str, Sent]]:
+    return run_ranks(_send_all, 2)
 
 
 @pytest.mark.parametrize(
     ("name", "least", "most"),
-    [
-        ("bf16", 1e-4, 2**-8),
-        ("thinwire", 0.01, 0.2),
-        ("powersgd", 1e-3, 0.9),
-        ("control", 0.5, 50.0),
-    ],
+    [("bf16", 1e-4, 2**-8), ("thinwire", 0.01, 0.2), ("powersgd", 1e-3, 0.9), ("control", 0.5, 50.0)],
 )
 def test_ranks_agree_and_the_error_is_that_of_the_format(
-    exact: list[Tensor], name: str, least: float, most: float
+    sent: list[dict[str, Sent]], name: str, least: float, most: float
 ) -> None:
-    (one, *_), (other, *_) = run_ranks(_gradients, 2, name)
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    assert least < _error(one, exact) < most
+    one, other = (rank[name].gradients for rank in sent)
+    assert _equal(one, other)
+    assert least < _error(one, sent[0]["fp32"].gradients) < most
 
 
-def test_without_communication_every_rank_has_its_own_gradient(exact: list[Tensor]) -> None:
-    (one, *_), (other, *_) = run_ranks(_gradients, 2, "noop")
+def test_fp32_is_the_mean_and_without_communication_every_rank_keeps_its_own(sent: list[dict[str, Sent]]) -> None:
+    exact, one, other = sent[0]["fp32"].gradients, sent[0]["noop"].gradients, sent[1]["noop"].gradients
+    assert _equal(exact, sent[1]["fp32"].gradients)
     assert _error(one, exact) > 0.1
     assert _error([(a + b) / 2 for a, b in zip(one, other, strict=True)], exact) < 1e-6
 
 
-def test_powersgd_bytes_are_two_dense_steps_and_then_the_factors() -> None:
-    (_, sent, _), _ = run_ranks(_gradients, 2, "powersgd")
+def test_bytes_of_dense_ways_are_those_of_a_ring(sent: list[dict[str, Sent]]) -> None:
+    # Two ranks: a ring all-reduce sends each byte once.
+    dense = 4 * STEPS * sum(parameter.numel() for parameter in Replica(TASK).parameters)
+    assert sent[0]["fp32"].payload_bytes == dense
+    assert sent[0]["bf16"].payload_bytes == dense / 2
+    assert sent[0]["noop"].payload_bytes == 0
+
+
+def test_powersgd_bytes_are_two_dense_steps_and_then_the_factors(sent: list[dict[str, Sent]]) -> None:
     dense = factors = 0
     for parameter in Replica(TASK).parameters:
         numel, rows = parameter.numel(), parameter.shape[0]
@@ -78,36 +98,33 @@ def test_powersgd_bytes_are_two_dense_steps_and_then_the_factors() -> None:
         low = (rows + numel // rows) * POWERSGD_RANK
         factors += low if parameter.ndim > 1 and 2 * low < numel else numel
     assert factors < dense
-    # Two ranks: a ring all-reduce sends each byte once.
-    assert sent == 4 * (2 * dense + (STEPS - 2) * factors)
+    assert sent[0]["powersgd"].payload_bytes == 4 * (2 * dense + (STEPS - 2) * factors)
 
 
-def test_thinwire_sends_the_formulas_bytes_in_every_step() -> None:
-    (_, sent, formula), _ = run_ranks(_gradients, 2, "thinwire")
-    assert formula is not None
+def test_thinwire_sends_the_formulas_bytes(sent: list[dict[str, Sent]]) -> None:
+    found = sent[0]["thinwire"]
+    assert found.formula_bytes is not None
     # The first step has other DDP buckets, so other headers.
-    assert sent == pytest.approx(STEPS * formula, rel=0.05)
+    assert found.payload_bytes == pytest.approx(STEPS * found.formula_bytes, rel=0.05)
 
 
-def test_one_bucket_is_one_bucket() -> None:
-    assert run_ranks(_buckets, 2, "powersgd") == [1, 1]
-    assert run_ranks(_buckets, 2, "fp32")[0] > 3
+def test_powersgd_gets_one_bucket_and_others_several() -> None:
+    assert run_ranks(_count_buckets, 2) == [{"powersgd": 1, "fp32": 2}] * 2
 
 
-def _buckets(rank: int, name: str) -> int:
-    replica = Replica(TASK)
-    ddp = distributed(replica, dataclasses.replace(VARIANTS[name]))
-    seen: list[int] = []
-    ddp.register_comm_hook(seen, _note)
-    tokens = torch.randint(256, (2, 17))
-    for _ in range(3):
-        seen.clear()
-        next_token_loss(ddp(tokens[:, :-1]), tokens[:, 1:]).backward()
-    return len(seen)
+def _count_buckets(rank: int) -> dict[str, int]:
+    counts = {}
+    for name in ("powersgd", "fp32"):
+        seen: set[int] = set()
+        ddp = distributed(Replica(TASK), VARIANTS[name])
+        ddp.register_comm_hook(seen, _note)
+        _backward(ddp, rank, 3)
+        counts[name] = len(seen)
+    return counts
 
 
 def _note(state, bucket):
-    state.append(bucket.index())
+    state.add(bucket.index())
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from harness import run_threads
+import thinwire
+from harness import run_ranks, run_threads
 from test_wire import MIXED, gradients, make, step_on
 from thinwire import parse
 from thinwire.collectives import Buffers, Layer, Layout, scatter_reduce_allgather
@@ -335,6 +337,41 @@ def test_a_timeline_changes_nothing_and_stops_by_itself() -> None:
         # What is no longer recorded is still counted.
         stages = [e for e in named(trace, "X", "communication") if not e["name"].startswith("bucket")]
         assert 3 * len(stages) == 2 * num_stages > 0
+
+
+def record_ddp(rank: int, path: str) -> dict[str, float]:
+    """Three steps of which the first is dense, and one after the recording."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(200, 200) for _ in range(6)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.3)
+    wire = thinwire.compress(model, "minmax(bits=4)", start=1, decline=False)
+    with wire.timeline(path, steps=3):
+        with pytest.raises(RuntimeError, match="one is being recorded"), wire.timeline(path):
+            pass
+        for _ in range(4):
+            model(torch.randn(8, 200)).square().mean().backward()
+    model(torch.randn(8, 200)).square().mean().backward()
+    return wire.stats.to_dict()
+
+
+def test_the_timeline_of_a_ddp_model(tmp_path) -> None:
+    answers = run_ranks(record_ddp, 2, str(tmp_path / "trace.json"))
+    for rank, stats in enumerate(answers):
+        trace = json.loads(rank_path(tmp_path / "trace.json", rank).read_text())
+        ready = named(trace, "i", "backward")
+        assert trace["otherData"]["steps"] == 3
+        assert stats["steps"] == 5
+        assert len(ready) > 6
+        dense = [(e["args"]["step"], e["args"]["bucket"]) for e in named(trace, "b", "communication")]
+        spans = named(trace, "X", "communication")
+        coded = [(e["args"]["step"], e["args"]["bucket"]) for e in spans if e["name"].startswith("bucket")]
+        assert {step for step, _ in dense} == {0}
+        assert {step for step, _ in coded} == {1, 2}
+        assert [(e["args"]["step"], e["args"]["bucket"]) for e in ready] == sorted(dense) + coded
+        assert {e["name"] for e in spans} >= {"encode", "wire", "reduce", "decode"}
+        assert len(named(trace, "X", "communication after backward")) == 3
+        names = [name for e in spans if e["args"]["step"] == 2 for name in e["args"].get("layers", ())]
+        assert sorted(names) == sorted(f"{i}.{kind}" for i in range(6) for kind in ("weight", "bias"))
 
 
 def test_a_timeline_is_bounded() -> None:

@@ -57,8 +57,7 @@ class _Hook:
             if self.parity and wire.step % self.parity == 0:
                 wire.check_parity({name: p for p, name in self.names.items()})
         if wire.dense:
-            wire.count_dense(flat.numel() * flat.element_size())
-            return _plain_mean(flat, self.group)
+            return wire.count_dense(flat.numel() * flat.element_size(), _plain_mean(flat, self.group))
         if flat.is_sparse:
             raise TypeError("sparse gradients (Embedding(sparse=True)) cannot be compressed: make the embedding dense")
         layers = tuple((self.names[p], tuple(p.shape)) for p in bucket.parameters())

@@ -11,6 +11,7 @@ correctly rounded division (``tl.div_rn``).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import triton
@@ -44,7 +45,15 @@ MAX_TILE_BUCKET = 4096
 STORE, ADD, MEAN = 0, 1, 2
 """What decoding writes: v · scale; base + v · scale; (base + v) · scale."""
 
-OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
+
+def _options(bits: int) -> dict[str, int | bool]:
+    """Launch options; the narrow parts of odd widths need fewer warps for loads of 128 bits a thread."""
+    return {"enable_fp_fusion": False, "num_warps": 2 if bits % 2 else 4}
+
+
+def _device(tensor: Tensor) -> AbstractContextManager[None]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 @triton.jit(do_not_specialize=["key_low", "key_high"])
@@ -135,7 +144,9 @@ def zero_padding(payload, numel, bucket, BITS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["bucket", "slices"])
-def bucket_extrema(x, pieces, rows, firsts, low_keys, high_keys, bucket, slices, ROWS: tl.constexpr, COLS: tl.constexpr):
+def bucket_extrema(
+    x, pieces, rows, firsts, low_keys, high_keys, bucket, slices, ROWS: tl.constexpr, COLS: tl.constexpr
+):
     """Merges the extrema of one slice of ``ROWS`` buckets into their keys; ``firsts`` counts the buckets before a row."""
     pid = tl.program_id(0).to(tl.int64)
     piece, start, numel, _index0, _payload, _site = row_of(pieces, rows)
@@ -252,38 +263,44 @@ def minmax_encode(
     """See :func:`thinwire.kernels.minmax_encode`."""
     _check_aligned(message)
     bucket = _clamped(table, bucket)
-    words = (key & 0xFFFFFFFF) - 2**31, (key >> 32 & 0xFFFFFFFF) - 2**31  # int32 whatever the key: one compilation
-    rows = table.on(x.device)
+    key_words = (key & 0xFFFFFFFF) - 2**31, (key >> 32 & 0xFFFFFFFF) - 2**31  # int32, whatever the key
     per_bucket = bucket // GROUP
-    if bucket % GROUP == 0 and bucket <= MAX_TILE_BUCKET and per_bucket & (per_bucket - 1) == 0:
-        tile = max(TILE, bucket)
-        pieces = table.pieces(x.device, tile)
-        if len(pieces):
-            encode_tiles[(len(pieces),)](
-                x, message, pieces, rows, *words,
-                BITS=bits, BUCKET=bucket, GROUPS=tile // GROUP, NEAREST=nearest, **OPTIONS,
-            )  # fmt: skip
-        return
-    pieces = table.pieces(x.device, TILE)
-    if not len(pieces):
-        return
+    with _device(x):
+        if bucket % GROUP == 0 and bucket <= MAX_TILE_BUCKET and per_bucket & (per_bucket - 1) == 0:
+            tile = max(TILE, bucket)
+            pieces = table.pieces(x.device, tile)
+            if len(pieces):
+                encode_tiles[(len(pieces),)](
+                    x, message, pieces, table.on(x.device), *key_words,
+                    BITS=bits, BUCKET=bucket, GROUPS=tile // GROUP, NEAREST=nearest, **_options(bits),
+                )  # fmt: skip
+        elif table.numel:
+            _encode_any_bucket(x, table, message, key_words, bits=bits, bucket=bucket, nearest=nearest)
+
+
+def _encode_any_bucket(
+    x: Tensor, table: Table, message: Tensor, key_words: tuple[int, int], *, bits: int, bucket: int, nearest: bool
+) -> None:
+    """Extrema of all buckets, then their scales, then the codes: three launches."""
+    rows, options = table.on(x.device), _options(bits)
     firsts, total = table.bucket_firsts(x.device, bucket)
     low_keys = torch.full((total,), 0x7FFFFFFF, dtype=torch.int32, device=x.device)
     high_keys = torch.full((total,), -0x80000000, dtype=torch.int32, device=x.device)
     inverses = torch.empty(total, dtype=torch.float32, device=x.device)
     cols = min(triton.next_power_of_2(bucket), TILE)
     slices, across = -(-bucket // cols), TILE // cols
-    spans = table.pieces(x.device, across * bucket, each=slices)
-    bucket_extrema[(len(spans),)](
-        x, spans, rows, firsts, low_keys, high_keys, bucket, slices, ROWS=across, COLS=cols, **OPTIONS
+    pieces = table.pieces(x.device, across * bucket, each=slices)
+    bucket_extrema[(len(pieces),)](
+        x, pieces, rows, firsts, low_keys, high_keys, bucket, slices, ROWS=across, COLS=cols, **options
     )  # fmt: skip
-    runs = table.pieces(x.device, 128 * bucket)
-    bucket_scales[(len(runs),)](
-        message, runs, rows, firsts, low_keys, high_keys, inverses, bucket, BITS=bits, COUNT=128, **OPTIONS
+    pieces = table.pieces(x.device, GROUP * bucket)
+    bucket_scales[(len(pieces),)](
+        message, pieces, rows, firsts, low_keys, high_keys, inverses, bucket, BITS=bits, COUNT=GROUP, **options
     )  # fmt: skip
+    pieces = table.pieces(x.device, TILE)
     encode_codes[(len(pieces),)](
-        x, message, pieces, rows, firsts, inverses, *words, bucket,
-        BITS=bits, GROUPS=TILE // GROUP, NEAREST=nearest, **OPTIONS,
+        x, message, pieces, rows, firsts, inverses, *key_words, bucket,
+        BITS=bits, GROUPS=TILE // GROUP, NEAREST=nearest, **options,
     )  # fmt: skip
 
 
@@ -342,13 +359,14 @@ def _decode(
 ) -> None:
     _check_aligned(message)
     pieces = table.pieces(y.device, TILE)
+    bucket = _clamped(table, bucket)
+    known = bucket if bucket % GROUP == 0 and bucket <= MAX_TILE_BUCKET else 0
     if len(pieces):
-        bucket = _clamped(table, bucket)
-        known = bucket if bucket % GROUP == 0 and bucket <= MAX_TILE_BUCKET else 0
-        decode_tiles[(len(pieces),)](
-            message, base, y, pieces, table.on(y.device), bucket, scale,
-            BITS=bits, BUCKET=known, GROUPS=TILE // GROUP, MODE=mode, **OPTIONS,
-        )  # fmt: skip
+        with _device(y):
+            decode_tiles[(len(pieces),)](
+                message, base, y, pieces, table.on(y.device), bucket, scale,
+                BITS=bits, BUCKET=known, GROUPS=TILE // GROUP, MODE=mode, **_options(bits),
+            )  # fmt: skip
 
 
 def _clamped(table: Table, bucket: int) -> int:

@@ -114,9 +114,8 @@ def quantise_parts(parts, lows, inverses, counter, left, k0, k1, NEAREST: tl.con
             word = mix3(index, k0, k1)
             first = (word & 0xFFFF).to(tl.int32)
             second = (word >> 16).to(tl.int32)
-        q: tl.constexpr = p + HALF
         below += (quantise(parts[p], lows[p], inverses[p], first, left, p, EVEN),)
-        above += (quantise(parts[q], lows[q], inverses[q], second, left, q, EVEN),)
+        above += (quantise(parts[p + HALF], lows[p + HALF], inverses[p + HALF], second, left, p + HALF, EVEN),)
     return below + above
 
 
@@ -135,25 +134,36 @@ def quantise(x, low, inverse, draws, left, p: tl.constexpr, EVEN: tl.constexpr):
 @triton.jit
 def pack_parts(to, codes, left, BITS: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr):
     """Stores the planes of the groups that begin before element ``left``: thinwire.kernels.reference.pack."""
+    if BITS & 8:
+        pack_plane(to, codes, left, BITS, GROUPS, 8, EVEN)
+    if BITS & 4:
+        pack_plane(to, codes, left, BITS, GROUPS, 4, EVEN)
+    if BITS & 2:
+        pack_plane(to, codes, left, BITS, GROUPS, 2, EVEN)
+    if BITS & 1:
+        pack_plane(to, codes, left, BITS, GROUPS, 1, EVEN)
+
+
+@triton.jit
+def pack_plane(
+    to, codes, left, BITS: tl.constexpr, GROUPS: tl.constexpr, PLANE: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """The plane of ``PLANE`` bits, behind the wider ones, which hold the lower bits."""
+    LOW: tl.constexpr = BITS // (2 * PLANE) * (2 * PLANE)
     PARTS: tl.constexpr = len(codes)
     WIDTH: tl.constexpr = 128 // PARTS
+    PIECES: tl.constexpr = PARTS * PLANE // 8
     group = tl.arange(0, GROUPS)[:, None]
-    at = group * (16 * BITS) + tl.arange(0, WIDTH)[None, :]
+    at = to + group * (16 * BITS) + 16 * LOW + tl.arange(0, WIDTH)[None, :]
     inside = tl.broadcast_to(group * 128 < left, (GROUPS, WIDTH))
-    for plane in tl.static_range(4):
-        PLANE: tl.constexpr = 8 >> plane  # its width in bits
-        if BITS & PLANE:
-            LOW: tl.constexpr = (BITS >> (4 - plane)) << (4 - plane)  # bits in wider planes come first
-            PIECES: tl.constexpr = PARTS * PLANE // 8
-            for q in tl.static_range(PIECES):
-                byte = tl.zeros((GROUPS, WIDTH), tl.int32)
-                for k in tl.static_range(8 // PLANE):
-                    byte |= ((codes[k * PIECES + q] >> LOW) & ((1 << PLANE) - 1)) << (k * PLANE)
-                address = to + at + 16 * LOW + q * WIDTH
-                if EVEN:
-                    tl.store(address, byte.to(tl.uint8))
-                else:
-                    tl.store(address, byte.to(tl.uint8), mask=inside)
+    for q in tl.static_range(PIECES):
+        byte = tl.zeros((GROUPS, WIDTH), tl.int32)
+        for k in tl.static_range(8 // PLANE):
+            byte |= ((codes[k * PIECES + q] >> LOW) & ((1 << PLANE) - 1)) << (k * PLANE)
+        if EVEN:
+            tl.store(at + q * WIDTH, byte.to(tl.uint8))
+        else:
+            tl.store(at + q * WIDTH, byte.to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -162,31 +172,35 @@ def unpack_parts(packed, left, BITS: tl.constexpr, GROUPS: tl.constexpr, EVEN: t
     PARTS: tl.constexpr = 2 if BITS % 4 == 0 else 4 if BITS % 2 == 0 else 8
     codes = ()
     for p in tl.static_range(PARTS):
-        codes += (unpack_part(packed, left, BITS, GROUPS, PARTS, p, EVEN),)
+        code = tl.zeros((GROUPS, 128 // PARTS), tl.int32)
+        if BITS & 8:
+            code |= unpack_plane(packed, left, BITS, GROUPS, 8, PARTS, p, EVEN)
+        if BITS & 4:
+            code |= unpack_plane(packed, left, BITS, GROUPS, 4, PARTS, p, EVEN)
+        if BITS & 2:
+            code |= unpack_plane(packed, left, BITS, GROUPS, 2, PARTS, p, EVEN)
+        if BITS & 1:
+            code |= unpack_plane(packed, left, BITS, GROUPS, 1, PARTS, p, EVEN)
+        codes += (code,)
     return codes
 
 
 @triton.jit
-def unpack_part(
-    packed, left, BITS: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, p: tl.constexpr, EVEN: tl.constexpr
+def unpack_plane(
+    packed, left, BITS: tl.constexpr, GROUPS: tl.constexpr, PLANE: tl.constexpr, PARTS: tl.constexpr,
+    p: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
+    """The fields of part ``p`` in one plane, at their place in the codes."""
+    LOW: tl.constexpr = BITS // (2 * PLANE) * (2 * PLANE)
     WIDTH: tl.constexpr = 128 // PARTS
+    PIECES: tl.constexpr = PARTS * PLANE // 8
     group = tl.arange(0, GROUPS)[:, None]
-    at = group * (16 * BITS) + tl.arange(0, WIDTH)[None, :]
-    inside = tl.broadcast_to(group * 128 < left, (GROUPS, WIDTH))
-    code = tl.zeros((GROUPS, WIDTH), tl.int32)
-    for plane in tl.static_range(4):
-        PLANE: tl.constexpr = 8 >> plane
-        if BITS & PLANE:
-            LOW: tl.constexpr = (BITS >> (4 - plane)) << (4 - plane)
-            PIECES: tl.constexpr = PARTS * PLANE // 8
-            address = packed + at + 16 * LOW + (p % PIECES) * WIDTH
-            if EVEN:
-                byte = tl.load(address).to(tl.int32)
-            else:
-                byte = tl.load(address, mask=inside, other=0).to(tl.int32)
-            code |= ((byte >> (p // PIECES * PLANE)) & ((1 << PLANE) - 1)) << LOW
-    return code
+    at = packed + group * (16 * BITS) + 16 * LOW + (p % PIECES) * WIDTH + tl.arange(0, WIDTH)[None, :]
+    if EVEN:
+        byte = tl.load(at).to(tl.int32)
+    else:
+        byte = tl.load(at, mask=tl.broadcast_to(group * 128 < left, (GROUPS, WIDTH)), other=0).to(tl.int32)
+    return ((byte >> (p // PIECES * PLANE)) & ((1 << PLANE) - 1)) << LOW
 
 
 @triton.jit

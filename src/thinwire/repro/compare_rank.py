@@ -122,7 +122,7 @@ def _digest(model: nn.Module) -> str:
     """Hash of all parameters' bytes: equal on two ranks exactly where their replicas are."""
     state = hashlib.sha256()
     for parameter in model.parameters():
-        state.update(parameter.detach().view(-1).view(torch.uint8).numpy().tobytes())
+        state.update(parameter.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
     return state.hexdigest()
 
 

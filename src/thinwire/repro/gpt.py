@@ -69,9 +69,6 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens ``int64 [batch, length]`` to logits ``[batch, length, vocabulary]``; ``length <= config.context``."""
 
-    cos: Tensor
-    sin: Tensor
-
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
@@ -79,8 +76,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         angles = rotary_angles(config.context, config.width // config.heads)
-        self.register_buffer("cos", angles.real.contiguous(), persistent=False)
-        self.register_buffer("sin", angles.imag.contiguous(), persistent=False)
+        # Not buffers: DDP would send them before every step.
+        self.cos, self.sin = angles.real.contiguous(), angles.imag.contiguous()
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 # Branches that end in the residual stream start smaller, or its variance grows with depth.
@@ -90,7 +87,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        cos, sin = (part[: tokens.shape[1]].to(tokens.device) for part in (self.cos, self.sin))
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, cos, sin)

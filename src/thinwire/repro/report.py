@@ -51,11 +51,12 @@ class Run:
 
     def seconds_to(self, loss: float) -> float | None:
         """Seconds of training until the probe's loss first reaches ``loss``, between probes by a straight line."""
+        if self.losses[0] <= loss:
+            return 0.0
         points = list(zip(self.probe_s, self.losses, strict=True))
         for (before_s, before), (after_s, after) in pairwise(points):
             if after <= loss:
-                share = (before - loss) / (before - after) if before > loss else 0.0
-                return before_s + share * (after_s - before_s)
+                return before_s + (before - loss) / (before - after) * (after_s - before_s)
         return None
 
     def payload_is_formula(self) -> bool:

@@ -57,9 +57,7 @@ def relative_differences(losses: Sequence[float], baseline: Sequence[float]) -> 
     for value in baseline:
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"the baseline's loss is {value}: it diverged, so tune its learning rate first")
-    return [
-        loss / other - 1 if math.isfinite(loss) else math.inf for loss, other in zip(losses, baseline, strict=True)
-    ]
+    return [loss / other - 1 if math.isfinite(loss) else math.inf for loss, other in zip(losses, baseline, strict=True)]
 
 
 def estimate(differences: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:

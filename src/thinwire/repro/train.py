@@ -246,8 +246,7 @@ class Replica:
 def distributed(replica: Replica, variant: Variant) -> DistributedDataParallel:
     """``replica``'s model in DDP, as ``variant`` wants its buckets."""
     cap = _ONE_BUCKET_MB if variant.one_bucket else replica.task.bucket_cap_mb
-    # The only buffers are constants: broadcasting them before every step would cost each variant a round trip.
-    return DistributedDataParallel(replica.model, bucket_cap_mb=cap, broadcast_buffers=False)
+    return DistributedDataParallel(replica.model, bucket_cap_mb=cap)
 
 
 def train(

@@ -53,9 +53,7 @@ def _codec(compressor: Compressor, num_ranks: int) -> float:
         encode = decode = 0.0
         for round in range(compressor.rounds):
             part = torch.zeros(compressor.part_numel(round, _NUMEL), dtype=compressor.part_dtype(x.dtype))
-            encode += _seconds(
-                lambda p=part, r=round: compressor.part(r, x, piece, p, key=1, scale=1.0, state=state)
-            )
+            encode += _seconds(lambda p=part, r=round: compressor.part(r, x, piece, p, key=1, scale=1.0, state=state))
             decode += _seconds(lambda p=part, r=round: compressor.absorb(r, p, x, piece, key=1, state=state))
     return codec_seconds(compressor, num_ranks, {"encode": encode / _NUMEL, "decode": decode / _NUMEL})
 

@@ -15,8 +15,8 @@ from thinwire.kernels import derive_key
 def simulate(flat: Tensor, layout: Layout, *, seed: int, step: int, rank: int, state: State | None) -> None:
     """Replace each layer of ``flat`` by what its receivers would decode, on any device.
 
-    ``layout`` is that of a world of one: every layer is whole. The second coding, that of the mean by its owner, is left
-    out, and error feedback works on the worker's side alone.
+    ``layout`` is that of a world of one: every layer is whole. The second coding, that of the mean by its owner, is
+    left out, and error feedback works on the worker's side alone.
     """
     key = derive_key(seed, step, WORKER, rank)
     for chunk in layout.chunks:

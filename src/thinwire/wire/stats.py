@@ -32,7 +32,7 @@ class Stats:
     declined_layers: int = 0
     """Layers left raw because compressing them would have been slower."""
     nonfinite_steps: int = 0
-    """Steps of which error feedback took nothing, because some rank met NaN or Inf (counted where there is feedback)."""
+    """Steps of which error feedback took nothing, because some rank met NaN or Inf."""
     parity_checks: int = 0
     resyncs: int = 0
     buffer_bytes: int = 0

@@ -1,0 +1,266 @@
+"""What a comparison of paired runs found: differences with their bounds, verdicts, a table, figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from thinwire.repro import statistics
+from thinwire.repro.report import Run
+from thinwire.repro.statistics import CONFIDENCE, Estimate, Verdict
+from thinwire.results import Results
+
+BASELINE = "fp32"
+"""What variants are compared to: DDP with uncompressed gradients."""
+
+_COLOURS = {Verdict.WITHIN: "green", Verdict.BEYOND: "red", Verdict.UNDECIDED: "yellow"}
+
+
+@dataclass(frozen=True)
+class Side:
+    """All runs of one variant (or the baseline), one for each seed, at one learning rate."""
+
+    name: str
+    learning_rate: float
+    runs: tuple[Run, ...]
+
+    @property
+    def losses(self) -> list[float]:
+        """Held-out loss at the end, by seed."""
+        return [run.val_loss for run in self.runs]
+
+    @property
+    def held_out_loss(self) -> float:
+        return math.fsum(self.losses) / len(self.runs)
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Payload that rank 0 sends in a step."""
+        return self._mean([run.payload_bytes[-1] / run.probe_steps[-1] for run in self.runs])
+
+    @property
+    def wire_bytes_per_step(self) -> float | None:
+        """The same as counted on its interface, with headers; None over loopback."""
+        counted = [run.wire_bytes / run.probe_steps[-1] for run in self.runs if run.wire_bytes is not None]
+        return self._mean(counted) if counted else None
+
+    @property
+    def steps_per_s(self) -> float:
+        return self._mean([run.steps_per_s for run in self.runs])
+
+    @staticmethod
+    def _mean(values: Sequence[float]) -> float:
+        return math.fsum(values) / len(values)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A variant's relative differences to the baseline, by seed, and what follows from them."""
+
+    differences: list[float]
+    estimate: Estimate
+    verdict: Verdict
+    seeds_needed: int | None
+    """About how many seeds would decide, where these do not; None where that cannot be told."""
+
+    def __str__(self) -> str:
+        if self.verdict is not Verdict.UNDECIDED:
+            return str(self.verdict)
+        if self.estimate.num_pairs == 1:
+            return "undecided (needs at least 2 seeds)"
+        needed = "over 1000" if self.seeds_needed is None else f"about {self.seeds_needed}"
+        return f"undecided (needs {needed} seeds)"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Variants beside the baseline. ``margin``: a loss higher by that share is still the same (0.01 for 1 %).
+
+    ``shaped``: the runs went over a shaped link, so that seconds mean something. ``each_tuned``: the same with the
+    learning rate of every variant tuned, where that was asked for.
+    """
+
+    seeds: tuple[int, ...]
+    margin: float
+    shaped: bool
+    baseline: Side
+    variants: tuple[Side, ...]
+    control: Side | None
+    about: dict[str, Any]
+    """The task, the ranks, the link; and what was tried where learning rates were tuned."""
+    each_tuned: Comparison | None = None
+
+    def judge(self, side: Side) -> Judgement:
+        """How ``side`` compares to the baseline. Raises ``ValueError`` if the baseline diverged."""
+        differences = statistics.relative_differences(side.losses, self.baseline.losses)
+        found = statistics.estimate(differences)
+        verdict = statistics.judge(found, self.margin)
+        needed = statistics.seeds_needed(found, self.margin) if verdict is Verdict.UNDECIDED else None
+        return Judgement(differences, found, verdict, needed)
+
+    @property
+    def control_verdict(self) -> Verdict | None:
+        return self.judge(self.control).verdict if self.control else None
+
+    @property
+    def sensitive(self) -> bool:
+        """False where the control, which must fail, is within the margin: then "within" means nothing here."""
+        here = self.control_verdict is not Verdict.WITHIN
+        return here and (self.each_tuned is None or self.each_tuned.sensitive)
+
+    @property
+    def all_within(self) -> bool:
+        """Whether every variant is within the margin, in a comparison that is sensitive."""
+        return self.sensitive and all(self.judge(side).verdict is Verdict.WITHIN for side in self.variants)
+
+    def to_same_loss(self, side: Side) -> list[float | None]:
+        """Seconds of training (steps, where the link is not shaped) until the same loss, by seed; None for never.
+
+        The same loss is at most the margin above that which the seed's baseline ends with; both losses are those of the
+        held-out probe, each averaged with the two before it, and between probes on a straight line.
+        """
+        found = []
+        for run, baseline in zip(side.runs, self.baseline.runs, strict=True):
+            target = statistics.smoothed(baseline.losses)[-1] * (1 + self.margin)
+            clock = run.step_s if self.shaped else [1.0] * len(run.step_s)
+            found.append(replace(run, step_s=clock, losses=statistics.smoothed(run.losses)).seconds_to(target))
+        return found
+
+    def sides(self) -> Iterator[Side]:
+        """Baseline, variants, control."""
+        yield self.baseline
+        yield from self.variants
+        if self.control:
+            yield self.control
+
+    def table(self, title: str | None = None) -> Table:
+        table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+        table.add_column("variant", overflow="fold")
+        table.add_column("held-out\nloss", justify="right")
+        table.add_column("difference %\n[lower, upper]", justify="right")
+        table.add_column(f"within\n{self.margin * 100:g} %?")
+        table.add_column("kB a\nstep", justify="right")
+        table.add_column("steps/s", justify="right")
+        table.add_column("time to the\nsame loss" if self.shaped else "steps to the\nsame loss", justify="right")
+        for side in self.sides():
+            table.add_row(*self._row(side))
+        return table
+
+    def _row(self, side: Side) -> list[str]:
+        difference, verdict = "–", "–"
+        if side is not self.baseline:
+            judged = self.judge(side)
+            found = judged.estimate
+            difference = f"{found.mean * 100:+.2f} [{found.lower * 100:+.2f}, {found.upper * 100:+.2f}]"
+            verdict = f"[{_COLOURS[judged.verdict]}]{judged}[/]"
+        return [
+            escape(side.name) + (" (control)" if side is self.control else ""),
+            f"{side.held_out_loss:.4f}",
+            escape(difference),
+            verdict,
+            f"{side.bytes_per_step / 1e3:.1f}",
+            f"{side.steps_per_s:.2f}" if self._timed(side) else "–",
+            self._reached(side),
+        ]
+
+    def _timed(self, side: Side) -> bool:
+        # The control runs on an unshaped link: it is there for its loss.
+        return not (self.shaped and side is self.control)
+
+    def _reached(self, side: Side) -> str:
+        if side is self.control:
+            return "–"
+        times = self.to_same_loss(side)
+        reached = [time for time in times if time is not None]
+        if not reached:
+            return "never"
+        mean = math.fsum(reached) / len(reached)
+        text = f"{mean:.1f} s" if self.shaped else f"{mean:.0f}"
+        return text if len(reached) == len(times) else f"{text} ({len(reached)} of {len(times)} seeds)"
+
+    def remarks(self) -> Iterator[str]:
+        """How to read the table, and whether it means anything."""
+        yield (
+            f"Difference of the held-out loss to that of {BASELINE} of the same seed, mean over {len(self.seeds)} seeds; "
+            f"the true one is above the lower and below the upper bound with {CONFIDENCE:.0%} each (paired t-test)."
+        )
+        yield (
+            f"Within {self.margin:.2%}: yes where the upper bound is, no where even the lower bound is not. "
+            f"The same loss: at most {self.margin:.2%} above that which {BASELINE} ends with."
+        )
+        if self.control is None:
+            yield "[yellow]No control was run: whether this training shows damage at all is not known.[/]"
+            return
+        judged = self.judge(self.control)
+        name, found = escape(self.control.name), f"{judged.estimate.mean:+.2%}"
+        if judged.verdict is Verdict.WITHIN:
+            yield (
+                f"[bold red]Insensitive: the control, {name}, must fail and is within the margin ({found}).[/] No verdict "
+                "above means anything: train for longer, at another size, or give a control that does more damage."
+            )
+        elif judged.verdict is Verdict.UNDECIDED:
+            yield (
+                f"[yellow]The control, {name}, is {judged}: it is not shown that damage would be seen. Give more "
+                "seeds or steps.[/]"
+            )
+        else:
+            yield f"The control, {name}, fails as it must ({found}): damage is seen here."
+
+    def record(self, results: Results, prefix: str = "") -> None:
+        """Add all figures to ``results``; a figure that does not exist (a run diverged) is left out."""
+        for side in self.sides():
+            name = prefix + ("control/" if side is self.control else "") + side.name
+            add = _Adder(results, name)
+            add("held_out_loss", side.held_out_loss, "", by_seed=_known(side.losses))
+            add("learning_rate", side.learning_rate, "")
+            add("bytes_per_step", side.bytes_per_step, "B", formula=side.runs[0].formula_bytes)
+            add("wire_bytes_per_step", side.wire_bytes_per_step, "B")
+            if self._timed(side):
+                add("steps_per_s", side.steps_per_s, "1/s", by_seed=[run.steps_per_s for run in side.runs])
+            if side is not self.control:
+                times = self.to_same_loss(side)
+                mean = None if None in times else math.fsum(time for time in times if time is not None) / len(times)
+                label, unit = ("seconds_to_same_loss", "s") if self.shaped else ("steps_to_same_loss", "steps")
+                add(label, mean, unit, by_seed=times)
+            for seed, run in zip(self.seeds, side.runs, strict=True):
+                curve = {"steps": [0, *run.probe_steps], "losses": _known(run.losses)}
+                add(f"probe_loss/seed{seed}", run.losses[-1], "", **curve)
+            if side is not self.baseline:
+                self._record_judgement(side, add)
+        if self.each_tuned:
+            self.each_tuned.record(results, f"each_tuned/{prefix}")
+
+    def _record_judgement(self, side: Side, add: _Adder) -> None:
+        judged = self.judge(side)
+        found = judged.estimate
+        facts = {
+            "verdict": str(judged.verdict),
+            "margin": self.margin,
+            "seeds_needed": judged.seeds_needed,
+            "by_seed": _known(judged.differences),
+        }
+        for label, value in (("mean", found.mean), ("lower", found.lower), ("upper", found.upper)):
+            add(f"difference/{label}", value, "", **facts)
+        add("within", float(judged.verdict is Verdict.WITHIN), "", **facts)
+
+
+class _Adder:
+    """Adds figures of one variant, where they exist, under its name."""
+
+    def __init__(self, results: Results, name: str) -> None:
+        self._results, self._name = results, name
+
+    def __call__(self, label: str, value: float | None, unit: str, **more: Any) -> None:
+        if value is not None and math.isfinite(value):
+            self._results.add(f"{label}/{self._name}", value, unit, **more)
+
+
+def _known(values: Sequence[float]) -> list[float | None]:
+    """``values`` as JSON can hold them: None for what is not finite."""
+    return [value if math.isfinite(value) else None for value in values]

@@ -1,0 +1,261 @@
+"""What a Wire does with each bucket. Runs in the worker, or (simulated) in the thread that runs backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives import (
+    Buffers,
+    Layer,
+    Layout,
+    Transport,
+    TransportError,
+    ring_bytes,
+    scatter_reduce_allgather,
+    sum_buffers,
+    summed_all_reduce,
+)
+from thinwire.compressors import Coded, Summed
+from thinwire.kernels import FORMAT_VERSION, cpu_level
+from thinwire.plan import Plan
+from thinwire.wire import checkpoint
+from thinwire.wire.agree import agree
+from thinwire.wire.parity import check_parity
+from thinwire.wire.simulate import simulate
+from thinwire.wire.slots import Slots
+from thinwire.wire.stats import Stats
+from thinwire.wire.timeline import Timeline
+
+BucketLayers = tuple[tuple[str, tuple[int, ...]], ...]
+"""Names and shapes of the layers of a bucket, in order."""
+
+_STALE_STEPS = 16
+
+
+@dataclass
+class Route:
+    """How a bucket travels: its layout, its buffers, and when it was last used."""
+
+    layout: Layout
+    messages: Buffers | None
+    sums: Sequence[Tensor]
+    last_step: int
+    sent_bytes: int
+    """What this rank hands to the transport for it in a compressed step."""
+
+    @property
+    def num_bytes(self) -> int:
+        held = self.messages.num_bytes if self.messages else 0
+        return held + sum(buffer.numel() * buffer.element_size() for buffer in self.sums)
+
+
+class Engine:
+    """Plan, routes, slots and counters of a Wire."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        shapes: Mapping[str, Sequence[int]],
+        transport: Transport,
+        *,
+        seed: int,
+        start: int,
+        simulated: bool,
+    ) -> None:
+        self.plan = plan
+        self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self.transport = transport
+        self.seed = seed
+        self.start = start
+        self.simulated = simulated
+        self.stats = Stats()
+        self.timeline: Timeline | None = None
+        self.slots = Slots()
+        self.routes: dict[tuple[BucketLayers, torch.dtype], Route] = {}
+        self._broken: TransportError | None = None
+        self._found: Exception | None = None
+        self._counted_step = -1
+        self._step_is_finite = True
+
+    @property
+    def rank(self) -> int:
+        return self.transport.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.transport.world_size
+
+    def record(self, step: int) -> dict[str, str]:
+        """What all ranks must have in common, in the order in which a difference is best told."""
+        try:
+            library = version("thinwire")
+        except PackageNotFoundError:
+            library = "not installed"
+        record = {
+            "thinwire version": library,
+            "wire format": str(FORMAT_VERSION),
+            "seed": str(self.seed),
+            "start": str(self.start),
+            "simulated": str(self.simulated),
+            "step": str(step),
+        }
+        if not all(compressor.exact_bits for compressor in self.plan.layers.values()):
+            record |= {"CPU level": cpu_level(), "threads": str(torch.get_num_threads())}
+        return record | {f"layer {name}": str(compressor) for name, compressor in self.plan.layers.items()}
+
+    def check_parity(self, parameters: Mapping[str, Tensor], step: int) -> Tensor:
+        try:
+            check_parity(parameters, self.transport, step)
+        except Exception as error:  # noqa: BLE001 - raised by the bucket that follows
+            self._found = error
+        self.stats.parity_checks += 1
+        return torch.empty(0)
+
+    def raise_found(self) -> None:
+        found, self._found = self._found, None
+        if found is not None:
+            raise found
+
+    def collect(self, step: int) -> dict[str, Tensor]:
+        self._end()
+        return checkpoint.write(
+            self.slots, self.plan, self.shapes, step=step, seed=self.seed, rank=self.rank, size=self.world_size
+        )
+
+    def adopt(self, loaded: checkpoint.Loaded) -> None:
+        self.seed, self.plan = loaded.seed, loaded.plan
+        self.routes.clear()
+        self.slots.replace(loaded.slots)
+        agree(self.record(loaded.step), self.transport)
+
+    def reduce(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> Tensor:
+        if self._broken is not None:
+            raise TransportError(f"the link broke earlier: {self._broken}")
+        self.raise_found()
+        try:
+            if self.world_size > 1:
+                self._communicate(flat, layers, step, loss_scale)
+        except TransportError as error:
+            self._broken = error
+            raise
+        except Exception:
+            # Peers have the same news, or will: nobody commits this step.
+            self._step_is_finite = False
+            raise
+        return flat
+
+    def simulate(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> None:
+        """Replace ``flat`` by what would arrive of it, and count the bytes that would have been sent."""
+        self._begin(step)
+        key = (layers, flat.dtype)
+        route = self._route(flat, key, step)
+        state = self.slots.state(key, route.layout, loss_scale, flat.device)
+        simulate(flat, route.layout, seed=self.seed, step=step, rank=self.rank, state=state)
+        self._count(flat, route.sent_bytes, route.sent_bytes)
+
+    def note_result(self, flat: Tensor) -> None:
+        """See whether a mean is finite: if one of a step's is not, no slot moves in it, on any rank."""
+        if self.plan.has_slots:
+            self._step_is_finite &= math.isfinite(float(torch.linalg.vector_norm(flat, math.inf)))
+
+    def _communicate(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> None:
+        self._begin(step)
+        key = (layers, flat.dtype)
+        route = self._route(flat, key, step)
+        state = self.slots.state(key, route.layout, loss_scale, flat.device)
+        layout, transport, clock = route.layout, self.transport, self.timeline or self.stats
+        sent, received = transport.sent_bytes, transport.received_bytes
+        if route.messages is not None:
+            scatter_reduce_allgather(
+                flat, layout, transport, route.messages, seed=self.seed, step=step, state=state, clock=clock
+            )
+        if route.sums:
+            summed_all_reduce(flat, layout, transport, route.sums, seed=self.seed, step=step, state=state, clock=clock)
+        self.note_result(flat)
+        self._count(flat, transport.sent_bytes - sent, transport.received_bytes - received)
+
+    def _count(self, flat: Tensor, sent: int, received: int) -> None:
+        self.stats.buckets += 1
+        self.stats.dense_bytes += ring_bytes(flat.numel() * flat.element_size(), self.world_size)
+        self.stats.payload_sent_bytes += sent
+        self.stats.payload_received_bytes += received
+
+    def count_dense(self, num_bytes: int, step: int) -> None:
+        """Count gradients of ``num_bytes`` that went by a native all-reduce."""
+        self._count_step(step)
+        moved = ring_bytes(num_bytes, self.world_size)
+        self.stats.buckets += 1
+        self.stats.dense_bytes += moved
+        self.stats.payload_sent_bytes += moved
+        self.stats.payload_received_bytes += moved
+
+    def _count_step(self, step: int) -> bool:
+        """Count a step when its first bucket comes; whether this was it."""
+        if step == self._counted_step:
+            return False
+        self._counted_step = step
+        self.stats.steps += 1
+        self.stats.compressed_steps += not (step < self.start or self.plan.all_raw)
+        return True
+
+    def _begin(self, step: int) -> None:
+        if not self._count_step(step):
+            return
+        self._end()
+        # DDP rebuilds its buckets once or twice; the buffers of the old ones are given back.
+        stale = [key for key, route in self.routes.items() if route.last_step < step - _STALE_STEPS]
+        self.slots.release(stale)
+        for key in stale:
+            del self.routes[key]
+
+    def _end(self) -> None:
+        """Let the slots take what the last step left for them.
+
+        They take nothing from a step in which some rank met NaN or Inf: the optimiser skips it too.
+        """
+        if self._step_is_finite:
+            self.slots.commit()
+        else:
+            self.slots.discard()
+            self.stats.nonfinite_steps += 1
+        self._step_is_finite = True
+
+    def _route(self, flat: Tensor, key: tuple[BucketLayers, torch.dtype], step: int) -> Route:
+        route = self.routes.get(key)
+        if route is None:
+            route = self.routes[key] = self._new_route(flat, key[0], step)
+        route.last_step = step
+        return route
+
+    def _new_route(self, flat: Tensor, layers: BucketLayers, step: int) -> Route:
+        layout = Layout.build(self._place(flat, layers), self.world_size, flat.dtype)
+        sent_bytes = layout.sent_bytes(self.rank) if self.world_size > 1 else 0
+        if self.simulated:
+            return Route(Layout.build(layout.layers, 1, flat.dtype), None, (), step, sent_bytes)
+        # gloo aborts the process when two ranks expect different sizes: agree before the first message.
+        names = ", ".join(layer.name for layer in layout.layers)
+        agree({"layers of a bucket": names, "cut": f"{layout.digest:016x}"}, self.transport)
+        messages = Buffers.scatter_reduce_allgather(layout, self.rank) if layout.has_coded else None
+        return Route(layout, messages, sum_buffers(layout), step, sent_bytes)
+
+    def _place(self, flat: Tensor, layers: BucketLayers) -> list[Layer]:
+        placed, start = [], 0
+        for name, shape in layers:
+            if name not in self.plan.layers:
+                # Frozen when compress() was called, and trained now.
+                self.plan = self.plan.extended(name, shape)
+                self.shapes[name] = shape
+            compressor, numel = self.plan[name], math.prod(shape)
+            if not isinstance(compressor, Coded | Summed):
+                raise TypeError(f"{name} has {compressor}, which is neither coded nor summed")
+            placed.append(Layer(name, start, numel, compressor))
+            start += numel
+        if start != flat.numel():
+            raise ValueError(f"a bucket of {flat.numel()} elements came with layers of {start}")
+        return placed
