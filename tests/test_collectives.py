@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from harness import run_threads
 from thinwire import MessageError, PeerFailedError, TransportError, parse
-from thinwire.collectives import Buffers, Layer, Layout, LoopbackTransport, scatter_reduce_allgather
+from thinwire.collectives import Buffers, Layer, Layout, LoopbackTransport, complete, scatter_reduce_allgather
 from thinwire.collectives.message import HEADER_BYTES, seal, verify
 from thinwire.compressors import Coded, MinMax, Raw
 
@@ -33,7 +33,7 @@ MIXED = layers_of(
 
 def reduce_on(transport, layout, x, *, step=0, seed=0):
     buffers = Buffers.scatter_reduce_allgather(layout, transport.rank)
-    scatter_reduce_allgather(x, layout, transport, buffers, seed=seed, step=step)
+    complete(scatter_reduce_allgather(x, layout, transport, buffers, seed=seed, step=step))
     return x
 
 
@@ -203,10 +203,10 @@ class TestFailures:
             first: BaseException | None = None
             bad = x.double() if transport.rank == failing_rank else x.clone()
             try:
-                scatter_reduce_allgather(bad, self.layout, transport, buffers, seed=0, step=0)
+                complete(scatter_reduce_allgather(bad, self.layout, transport, buffers, seed=0, step=0))
             except (TypeError, PeerFailedError) as error:
                 first = error
-            scatter_reduce_allgather(x, self.layout, transport, buffers, seed=0, step=1)
+            complete(scatter_reduce_allgather(x, self.layout, transport, buffers, seed=0, step=1))
             return first, x
 
         return run_threads(run, 3, timeout_s=10.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ def _calls(bits: int = 4, bucket: int = 128, **change: torch.Tensor) -> list:
         "y": torch.zeros(300),
     }
     a = {**good, **change}
-    form = {"bits": bits, "bucket": bucket}
+    form: dict[str, Any] = {"bits": bits, "bucket": bucket}
     return [
         lambda: kernels.minmax_encode(a["x"], spans, a["message"], key=1, **form),
         lambda: kernels.minmax_decode(a["message"], spans, a["y"], **form),

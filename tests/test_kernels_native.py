@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def all_operations(
     run: ModuleType, spans: Table, x: Tensor, hostile: Tensor, *, bits: int, bucket: int, key: int, nearest: bool
 ) -> dict[str, Tensor]:
     """What every operation makes of an ordinary message and of random bytes."""
-    form = {"bits": bits, "bucket": bucket}
+    form: dict[str, Any] = {"bits": bits, "bucket": bucket}
     sent, out = message(spans, **form), message(spans, **form)
     run.minmax_encode(x, spans, sent, key=key, nearest=nearest, **form)
     stored, added, summed, kept = torch.full_like(x, 7.0), x.clone(), torch.full_like(x, 7.0), x.clone()
@@ -75,7 +76,7 @@ def check_all(
 ) -> None:
     """Every operation gives the bits of the reference, at every level and with any number of threads."""
     hostile = torch.randint(0, 256, message(spans, bits=bits, bucket=bucket).shape, dtype=torch.uint8)
-    case = {"bits": bits, "bucket": bucket, "key": key, "nearest": nearest}
+    case: dict[str, Any] = {"bits": bits, "bucket": bucket, "key": key, "nearest": nearest}
     wanted = all_operations(reference, spans, x, hostile, **case)
     for level in levels:
         for count in threads:
@@ -128,7 +129,7 @@ def test_same_bits_for_large_rows_and_any_number_of_threads(bucket: int, numel: 
 
 def test_a_layer_cut_at_the_grain_gets_the_codes_of_the_whole() -> None:
     x, cuts, bucket = values(20_000, 0), (0, 6400, 9600, 20_000), 100
-    form = {"bits": 4, "bucket": bucket}
+    form: dict[str, Any] = {"bits": 4, "bucket": bucket}
     whole, parts = torch.empty_like(x), torch.empty_like(x)
     rows = [[a, b - a, a, 64 * a, 5] for a, b in pairwise(cuts)]
     for rows_of, y in (([[0, 20_000, 0, 0, 5]], whole), (rows, parts)):
@@ -140,7 +141,8 @@ def test_a_layer_cut_at_the_grain_gets_the_codes_of_the_whole() -> None:
 
 
 def test_messages_may_lie_at_any_address() -> None:
-    form, x = {"bits": 3, "bucket": 100}, values(1000, 0)
+    form: dict[str, Any] = {"bits": 3, "bucket": 100}
+    x = values(1000, 0)
     spans = one(1000)
     wanted = message(spans, **form)
     kernels.minmax_encode(x, spans, wanted, key=1, **form)
@@ -162,7 +164,7 @@ def test_random_bytes_in_buffers_without_an_element_to_spare(level: str, dtype: 
     generator = torch.Generator().manual_seed(0)
     for bits in range(1, 9):
         for bucket in (1, 7, 64, 100, 128, 1024, 2**40):
-            form = {"bits": bits, "bucket": bucket}
+            form: dict[str, Any] = {"bits": bits, "bucket": bucket}
             for numel in (1, 5, 63, 64, 65, 127, 129, 1000, 2049):
                 spans = one(numel)
                 size = kernels.minmax_bytes(numel, **form)
@@ -179,7 +181,8 @@ def test_random_bytes_in_buffers_without_an_element_to_spare(level: str, dtype: 
 
 
 def test_subnormal_values_count_even_where_torch_flushes_them() -> None:
-    x, spans, form = torch.full((256,), 1e-40), one(256), {"bits": 4, "bucket": 128}
+    x, spans = torch.full((256,), 1e-40), one(256)
+    form: dict[str, Any] = {"bits": 4, "bucket": 128}
     sent = message(spans, **form)
     flushes = torch.set_flush_denormal(True)
     try:
@@ -207,7 +210,8 @@ def test_threads_come_from_torch() -> None:
 
 def test_the_interpreter_runs_on_while_the_core_works() -> None:
     numel = 2**22
-    x, spans, form = torch.ones(numel), one(numel), {"bits": 8, "bucket": 3}
+    x, spans = torch.ones(numel), one(numel)
+    form: dict[str, Any] = {"bits": 8, "bucket": 3}
     sent = message(spans, **form)
     started: list[float] = []
 
@@ -255,7 +259,8 @@ def test_a_forked_child_can_encode() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     numel = 400_000  # so many that the parent uses its threads
-    x, spans, form = values(numel, 0), one(numel), {"bits": 4, "bucket": 128}
+    x, spans = values(numel, 0), one(numel)
+    form: dict[str, Any] = {"bits": 4, "bucket": 128}
     sent = message(spans, **form)
 
     def encode(pipe) -> None:  # no torch operation: those hang

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_stochastic_rounding_is_unbiased_and_independent(bits: int) -> None:
 def test_a_layer_cut_at_the_grain_gets_the_codes_of_the_whole(bucket: int) -> None:
     grain = minmax_grain(bucket)
     x = values(3 * grain + 77, 5)
-    form = {"bits": 3, "bucket": bucket, "key": 11, "nearest": False}
+    form: dict[str, Any] = {"bits": 3, "bucket": bucket, "key": 11, "nearest": False}
     whole = reference.encode_row(x, ROW, **form)
     buckets, groups = -(-x.numel() // bucket), -(-x.numel() // 128)
     meta, codes = whole[: 8 * buckets].view(2, -1), whole[-(-8 * buckets // 64) * 64 :][: groups * 48]
@@ -144,9 +145,9 @@ def test_pack_is_a_bijection_of_the_stated_layout(bits: int) -> None:
     for i in (0, 1, 64, 127, 130, 999):  # bit by bit, from the definition
         group, place, low, at = i // 128, i % 128, 0, 0
         for width in [w for w in (8, 4, 2, 1) if bits & w]:
-            byte = packed[group * 16 * bits + at + place % (16 * width)].item()
+            byte = int(packed[group * 16 * bits + at + place % (16 * width)])
             field = (byte >> (place // (16 * width) * width)) & ((1 << width) - 1)
-            assert field == (codes[i].item() >> low) & ((1 << width) - 1)
+            assert field == (int(codes[i]) >> low) & ((1 << width) - 1)
             low, at = low + width, at + 16 * width
 
 
@@ -188,7 +189,7 @@ def test_draws_depend_on_the_element_not_on_where_a_row_starts() -> None:
 
 
 def test_sum_and_reduce_are_what_they_say() -> None:
-    form = {"bits": 4, "bucket": 64}
+    form: dict[str, Any] = {"bits": 4, "bucket": 64}
     spans = table((100, 300), **form)
     size = spans.extent(4, 64).message_bytes
     own = values(spans.num_elements, 0)
@@ -198,7 +199,8 @@ def test_sum_and_reduce_are_what_they_say() -> None:
         reference.minmax_encode(values(own.numel(), rank + 1), spans, m, key=rank, **form)
         v = torch.zeros_like(own)
         reference.minmax_decode(m, spans, v, **form)
-        sent.append(m), decoded.append(v)
+        sent.append(m)
+        decoded.append(v)
     mean = (((own + decoded[0]) + decoded[1]) + decoded[2]) * torch.tensor(0.25)
     y, out = torch.zeros_like(own), torch.zeros(size, dtype=torch.uint8)
     reference.minmax_sum(sent, own, spans, y, scale=0.25, **form)

@@ -3,6 +3,7 @@
 The interpreter must be chosen before Triton is imported, so this file runs itself again in another process.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import os
@@ -64,15 +65,15 @@ def check_all(spans: Table, x: Tensor, *, bits: int, bucket: int, key: int, near
 @pytest.mark.parametrize(
     ("bits", "bucket", "dtype"),
     [
-        *((bits, 128, torch.float32) for bits in range(1, 9)),
-        *((bits, bucket, torch.float32) for bits, bucket in [(4, 1), (3, 3), (2, 64), (5, 100), (4, 256), (6, 384)]),
+        *((bits, 128, torch.float32) for bits in (1, 3, 4, 7, 8)),
+        *((bits, bucket, torch.float32) for bits, bucket in [(2, 1), (3, 3), (2, 64), (5, 100), (4, 256), (6, 384)]),
         *((bits, bucket, torch.float32) for bits, bucket in [(8, 4096), (7, 2**40)]),
         *((bits, bucket, torch.bfloat16) for bits, bucket in [(4, 128), (7, 100)]),
         *((bits, bucket, torch.float16) for bits, bucket in [(4, 128), (7, 100)]),
     ],
 )
 def test_same_bits_as_the_reference(bits: int, bucket: int, dtype: torch.dtype) -> None:
-    spans = table((129, 0, 4100 if bucket > 384 else 2100), bits=bits, bucket=bucket)
+    spans = table((129, 0, 4100 if bits in (2, 4) or bucket > 384 else 2100), bits=bits, bucket=bucket)
     make = special if dtype == torch.float32 else values  # the interpreter loses subnormal 16-bit values
     x = make(spans.num_elements + 3, bits, dtype)
     x[7] = torch.nan
@@ -112,7 +113,7 @@ def test_in_the_interpreter() -> None:
         timeout=110,
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "22 passed" in done.stdout
+    assert "19 passed" in done.stdout
 
 
 TYPES = {

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives import Buffers, Layer, Layout, ProcessGroupTransport, scatter_reduce_allgather
+from thinwire.collectives import Buffers, Layer, Layout, ProcessGroupTransport, complete, scatter_reduce_allgather
 from thinwire.compressors import Coded, parse
 
 _TIMEOUT = timedelta(seconds=120)
@@ -39,7 +39,7 @@ class _Contest:
 
     def thinwire(self) -> None:
         self.step += 1
-        scatter_reduce_allgather(self.x, self.layout, self.transport, self.buffers, seed=0, step=self.step)
+        complete(scatter_reduce_allgather(self.x, self.layout, self.transport, self.buffers, seed=0, step=self.step))
 
     def bare(self) -> None:
         tag = self.transport.new_tag(2)

@@ -32,8 +32,8 @@ def step(
 ) -> int:
     """Time a training step of a 4.8 M parameter GPT: stock DDP, thinwire, and a hook that sends nothing.
 
-    The batch grows until stock DDP reaches ``--target`` of the ceiling. The three take turns, so a noisy machine is noisy
-    for all alike; shares are medians over rounds.
+    The batch grows until stock DDP reaches ``--target`` of the ceiling. The three take turns, so a noisy machine is
+    noisy for all alike; shares are medians over rounds.
 
     Examples:
       thinwire bench step --rate 1gbit
@@ -87,7 +87,9 @@ def step(
     for stage in ("encode", "wire", "reduce", "decode"):
         results.add(f"stage_s/{stage}", stats[f"{stage}_s"] / stats["steps"], "s")
     if answer["declined_layers"]:
-        console.print(f"thinwire declined to compress {answer['declined_layers']} layers: it would not have been faster.")
+        console.print(
+            f"thinwire declined to compress {answer['declined_layers']} layers: it would not have been faster."
+        )
     if json:
         results.write(json)
     return 0

@@ -3,7 +3,7 @@
 from thinwire.collectives.exchange import Buffers, Exchange
 from thinwire.collectives.layout import Layer, Layout, owned_parts
 from thinwire.collectives.message import MessageError, PeerFailedError
-from thinwire.collectives.scatter_reduce_allgather import scatter_reduce_allgather
+from thinwire.collectives.scatter_reduce_allgather import complete, scatter_reduce_allgather
 from thinwire.collectives.summed import sum_buffers, summed_all_reduce
 from thinwire.collectives.transport import (
     LoopbackTransport,
@@ -24,6 +24,7 @@ __all__ = [
     "ProcessGroupTransport",
     "Transport",
     "TransportError",
+    "complete",
     "owned_parts",
     "ring_bytes",
     "scatter_reduce_allgather",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -42,11 +43,14 @@ def scatter_reduce_allgather(
     step: int,
     state: State | None = None,
     clock: Clock | None = None,
-) -> None:
+) -> Iterator[None]:
     """Replace the coded layers of the flat tensor ``x`` by their mean; every rank ends with the same bytes.
 
     1. Each rank encodes every other owner's chunk and sends it. 2. The owner adds what it decodes to its own exact
     values, encodes the mean, decodes its own payload like everybody else, and sends it to all. 3. All decode.
+
+    Yields once, when its first messages are on their way: whoever runs it may go on with it later or in another thread,
+    and start the next bucket's in between, so that the link never waits for arithmetic. `complete` runs it in one go.
 
     Raises:
         TransportError: a rank is gone or silent.
@@ -65,6 +69,7 @@ def scatter_reduce_allgather(
                 for compressor, segments in layout.chunks[peer].groups:
                     compressor.encode(x, segments, buffers.outbox[0, peer], key=key, state=state)
                 exchange.send(0, peer)
+        yield
 
         with clock.stage("wire"):
             received = [exchange.receive(0, peer) for peer in sorted(peers)]
@@ -80,3 +85,9 @@ def scatter_reduce_allgather(
             with clock.stage("decode"):
                 for compressor, segments in layout.chunks[peer].groups:
                     compressor.decode(message, segments, x)
+
+
+def complete(collective: Iterator[None]) -> None:
+    """Run a collective to its end."""
+    for _ in collective:
+        pass

@@ -36,7 +36,11 @@ class Pending(Protocol):
 
 
 class Transport(ABC):
-    """Moves uint8 tensors between ranks. Counts what it moves. Used by one thread at a time."""
+    """Moves uint8 tensors between ranks, and counts what it moves.
+
+    Sends and receives may come from several threads; all-reduces and the like from one at a time, in the same order on
+    every rank.
+    """
 
     rank: int
     world_size: int
@@ -45,19 +49,26 @@ class Transport(ABC):
         self.sent_bytes = 0
         self.received_bytes = 0
         self._next_tag = 0
+        self._lock = threading.Lock()
 
     def new_tag(self, num: int) -> int:
         """First of ``num`` tags that no exchange under way uses. All ranks must call this in the same order."""
-        tag = self._next_tag
-        self._next_tag = (tag + num) % (1 << 20)
+        with self._lock:
+            tag = self._next_tag
+            self._next_tag = (tag + num) % (1 << 20)
         return tag
 
+    def _count(self, sent: int, received: int) -> None:
+        with self._lock:
+            self.sent_bytes += sent
+            self.received_bytes += received
+
     def send(self, message: Tensor, peer: int, tag: int) -> Pending:
-        self.sent_bytes += message.numel()
+        self._count(message.numel(), 0)
         return self._send(message, peer, tag)
 
     def receive(self, message: Tensor, peer: int, tag: int) -> Pending:
-        self.received_bytes += message.numel()
+        self._count(0, message.numel())
         return self._receive(message, peer, tag)
 
     @abstractmethod
@@ -70,8 +81,7 @@ class Transport(ABC):
         """Replace ``x`` by its sum over all ranks, in its own dtype. Counted as a ring all-reduce."""
         self._all_reduce(x)
         moved = ring_bytes(x.numel() * x.element_size(), self.world_size)
-        self.sent_bytes += moved
-        self.received_bytes += moved
+        self._count(moved, moved)
 
     @abstractmethod
     def _all_reduce(self, x: Tensor) -> None: ...

@@ -8,6 +8,9 @@ The bits are those of :mod:`thinwire.kernels.reference`: hence no fused multiply
 correctly rounded division (``tl.div_rn``).
 """
 
+# Triton is not installed everywhere, and its language has types of its own.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -37,7 +40,7 @@ from thinwire.kernels.layout import GROUP
 from thinwire.kernels.table import Table
 
 TILE = 2048
-"""Elements of one program."""
+"""Elements of one program; encoding takes as many to a thread as :func:`_encode_tile_size` says."""
 
 MAX_TILE_BUCKET = 4096
 """Larger buckets, and those that are not a power of two times 128, take three launches instead of one."""
@@ -49,6 +52,11 @@ STORE, ADD, MEAN = 0, 1, 2
 def _options(bits: int) -> dict[str, int | bool]:
     """Launch options; the narrow parts of odd widths need fewer warps for loads of 128 bits a thread."""
     return {"enable_fp_fusion": False, "num_warps": 2 if bits % 2 else 4}
+
+
+def _encode_tile_size(bits: int, bucket: int) -> int:
+    """32 elements a thread: with 16, what a program does once (its row, keys, scales) costs a quarter of its time."""
+    return max(32 * 32 * int(_options(bits)["num_warps"]), bucket)
 
 
 def _device(tensor: Tensor) -> AbstractContextManager[None]:
@@ -147,7 +155,7 @@ def zero_padding(payload, numel, bucket, BITS: tl.constexpr):
 def bucket_extrema(
     x, pieces, rows, firsts, low_keys, high_keys, bucket, slices, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    """Merges the extrema of one slice of ``ROWS`` buckets into their keys; ``firsts`` counts the buckets before a row."""
+    """Merges the extrema of one slice of ``ROWS`` buckets into their keys; ``firsts``: the buckets before each row."""
     pid = tl.program_id(0).to(tl.int64)
     piece, start, numel, _index0, _payload, _site = row_of(pieces, rows)
     first = tl.load(firsts + tl.load(pieces + 2 * pid))
@@ -267,7 +275,7 @@ def minmax_encode(
     per_bucket = bucket // GROUP
     with _device(x):
         if bucket % GROUP == 0 and bucket <= MAX_TILE_BUCKET and per_bucket & (per_bucket - 1) == 0:
-            tile = max(TILE, bucket)
+            tile = _encode_tile_size(bits, bucket)
             pieces = table.pieces(x.device, tile)
             if len(pieces):
                 encode_tiles[(len(pieces),)](

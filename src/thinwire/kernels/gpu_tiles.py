@@ -1,5 +1,8 @@
 """What the Triton kernels do with one tile: a group of 128 elements a row, cut into 2, 4 or 8 parts of equal width."""
 
+# Triton is not installed everywhere, and its language has types of its own.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 from __future__ import annotations
 
 import triton

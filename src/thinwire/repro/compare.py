@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from thinwire.lab import LabUnavailable
 from thinwire.repro.comparison import Comparison
 from thinwire.repro.crew import RankFailed
 from thinwire.repro.data import standard_library
@@ -23,6 +24,7 @@ from thinwire.repro.paired import CONTROL, Tune, compare_training
 from thinwire.repro.report import Run
 from thinwire.repro.tasks import SIZES, GPTTask
 from thinwire.results import Results
+from thinwire.wire import ParityError
 
 
 def compare(
@@ -89,7 +91,10 @@ def compare(
     except RankFailed as failure:
         console.print(f"{failure}\n{failure.log}", style="red", markup=False)
         return 1
-    except (ValueError, ImportError, RuntimeError) as error:
+    except ParityError as error:
+        console.print(str(error), style="bold red", markup=False)
+        return 1
+    except (ValueError, ImportError, LabUnavailable) as error:
         Console(stderr=True, highlight=False).print(f"thinwire compare: {error}", style="bold red", markup=False)
         return 64
     if json:

@@ -141,13 +141,17 @@ class Comparison:
 
     def table(self, title: str | None = None) -> Table:
         table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
-        table.add_column("variant", overflow="fold")
-        table.add_column("held-out\nloss", justify="right")
-        table.add_column("difference %\n[lower, upper]", justify="right")
-        table.add_column(f"within\n{self.margin * 100:g} %?")
-        table.add_column("kB a\nstep", justify="right")
-        table.add_column("steps/s", justify="right")
-        table.add_column("time to the\nsame loss" if self.shaped else "steps to the\nsame loss", justify="right")
+        table.add_column("variant", overflow="fold", min_width=12)
+        numbers = [
+            "held-out\nloss",
+            "difference\n%",
+            "kB a\nstep",
+            "steps\na second",
+            f"{'time' if self.shaped else 'steps'} to\nsame loss",
+        ]
+        for number in numbers:
+            table.add_column(number, justify="right", no_wrap=True)
+        table.add_column(f"within\n{self.margin * 100:g} %?", min_width=9)
         for side in self.sides():
             table.add_row(*self._row(side))
         return table
@@ -157,16 +161,16 @@ class Comparison:
         if side is not self.baseline:
             judged = self.judge(side)
             found = judged.estimate
-            difference = f"{found.mean * 100:+.2f} [{found.lower * 100:+.2f}, {found.upper * 100:+.2f}]"
+            difference = f"{found.mean * 100:+.2f}\n[{found.lower * 100:+.2f}, {found.upper * 100:+.2f}]"
             verdict = f"[{_COLOURS[judged.verdict]}]{judged}[/]"
         return [
             escape(side.name) + (" (control)" if side is self.control else ""),
             f"{side.held_out_loss:.4f}",
             escape(difference),
-            verdict,
             f"{side.bytes_per_step / 1e3:.1f}",
             f"{side.steps_per_s:.2f}" if self._timed(side) else "–",
             self._reached(side),
+            verdict,
         ]
 
     def _timed(self, side: Side) -> bool:
@@ -182,13 +186,13 @@ class Comparison:
             return "never"
         mean = math.fsum(reached) / len(reached)
         text = f"{mean:.1f} s" if self.shaped else f"{mean:.0f}"
-        return text if len(reached) == len(times) else f"{text} ({len(reached)} of {len(times)} seeds)"
+        return text if len(reached) == len(times) else f"{text}\n{len(reached)} of {len(times)} seeds"
 
     def remarks(self) -> Iterator[str]:
         """How to read the table, and whether it means anything."""
         yield (
-            f"Difference of the held-out loss to that of {BASELINE} of the same seed, mean over {len(self.seeds)} seeds; "
-            f"the true one is above the lower and below the upper bound with {CONFIDENCE:.0%} each (paired t-test)."
+            f"Difference of held-out loss to the same seed's {BASELINE}: mean over {len(self.seeds)} seeds, "
+            f"and bounds, each of which the true one keeps with {CONFIDENCE:.0%} (paired t-test)."
         )
         yield (
             f"Within {self.margin:.2%}: yes where the upper bound is, no where even the lower bound is not. "
@@ -201,8 +205,8 @@ class Comparison:
         name, found = escape(self.control.name), f"{judged.estimate.mean:+.2%}"
         if judged.verdict is Verdict.WITHIN:
             yield (
-                f"[bold red]Insensitive: the control, {name}, must fail and is within the margin ({found}).[/] No verdict "
-                "above means anything: train for longer, at another size, or give a control that does more damage."
+                f"[bold red]Insensitive: the control, {name}, must fail and is within the margin ({found}).[/] No "
+                "verdict above means anything: train for longer, at another size, or give a more damaging control."
             )
         elif judged.verdict is Verdict.UNDECIDED:
             yield (

@@ -25,6 +25,7 @@ from thinwire.repro.comparison import BASELINE, Comparison, Side
 from thinwire.repro.crew import Crew, Link, Loopback
 from thinwire.repro.report import Run
 from thinwire.repro.tasks import Task, describe
+from thinwire.wire import ParityError
 
 CONTROL = "minmax(bits=1, bucket=8192, rounding=nearest)"
 """One bit, few scales, a biased rounding and no error feedback: training must suffer from it."""
@@ -99,7 +100,7 @@ def compare_training(
         ImportError: scipy is missing.
         LabUnavailable: a rate is given and no network can be emulated here.
         RankFailed: a rank did not finish a run.
-        RuntimeError: replicas drifted apart.
+        ParityError: ranks ended with different parameters, so that there is no one loss.
     """
     statistics.need_scipy()
     specs = list(dict.fromkeys(str(parse(variant)) for variant in variants))
@@ -269,7 +270,7 @@ class _Runs:
             replicas_identical=len({answer["digest"] for answer in answers}) == 1,
         )
         if math.isfinite(run.val_loss) and not run.replicas_identical:
-            raise RuntimeError(f"{name}, seed {seed}: the replicas differ after {self.task.steps} steps")
+            raise ParityError(f"{name}, seed {seed}: ranks hold different parameters after {self.task.steps} steps")
         self._watcher.end(run)
         return run
 

@@ -29,8 +29,10 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean of the relative differences, and where the true one lies: at least ``lower``, and at most ``upper``, each with
-    `CONFIDENCE` by itself."""
+    """Mean of the relative differences, and where the true one lies.
+
+    It is at least ``lower`` and at most ``upper``, each with `CONFIDENCE` by itself.
+    """
 
     mean: float
     deviation: float

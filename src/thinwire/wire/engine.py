@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -16,6 +16,7 @@ from thinwire.collectives import (
     Layout,
     Transport,
     TransportError,
+    complete,
     ring_bytes,
     scatter_reduce_allgather,
     sum_buffers,
@@ -31,6 +32,7 @@ from thinwire.wire.simulate import simulate
 from thinwire.wire.slots import Slots
 from thinwire.wire.stats import Stats
 from thinwire.wire.timeline import Timeline
+from thinwire.wire.worker import Job, Then
 
 BucketLayers = tuple[tuple[str, tuple[int, ...]], ...]
 """Names and shapes of the layers of a bucket, in order."""
@@ -74,7 +76,7 @@ class Engine:
         self.seed = seed
         self.start = start
         self.simulated = simulated
-        self.stats = Stats()
+        self.reset_stats()
         self.timeline: Timeline | None = None
         self.slots = Slots()
         self.routes: dict[tuple[BucketLayers, torch.dtype], Route] = {}
@@ -109,7 +111,9 @@ class Engine:
             record |= {"CPU level": cpu_level(), "threads": str(torch.get_num_threads())}
         return record | {f"layer {name}": str(compressor) for name, compressor in self.plan.layers.items()}
 
-    def check_parity(self, parameters: Mapping[str, Tensor], step: int) -> Tensor:
+    def check_parity(self, parameters: Mapping[str, Tensor], step: int) -> Job:
+        """A job of the worker: compare all ranks' parameters; a difference is raised by the bucket that follows."""
+        yield Then.ALONE
         try:
             check_parity(parameters, self.transport, step)
         except Exception as error:  # noqa: BLE001 - raised by the bucket that follows
@@ -134,13 +138,13 @@ class Engine:
         self.slots.replace(loaded.slots)
         agree(self.record(loaded.step), self.transport)
 
-    def reduce(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> Tensor:
+    def reduce(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> Job:
+        """A job of the worker: replace ``flat`` by its mean over all ranks, and return it."""
         if self._broken is not None:
             raise TransportError(f"the link broke earlier: {self._broken}")
-        self.raise_found()
         try:
             if self.world_size > 1:
-                self._communicate(flat, layers, step, loss_scale)
+                yield from self._communicate(flat, layers, step, loss_scale)
         except TransportError as error:
             self._broken = error
             raise
@@ -148,6 +152,7 @@ class Engine:
             # Peers have the same news, or will: nobody commits this step.
             self._step_is_finite = False
             raise
+        self.raise_found()
         return flat
 
     def simulate(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> None:
@@ -157,43 +162,64 @@ class Engine:
         route = self._route(flat, key, step)
         state = self.slots.state(key, route.layout, loss_scale, flat.device)
         simulate(flat, route.layout, seed=self.seed, step=step, rank=self.rank, state=state)
-        self._count(flat, route.sent_bytes, route.sent_bytes)
+        dense = ring_bytes(flat.numel() * flat.element_size(), self.world_size)
+        self._count_elsewhere(dense, route.sent_bytes)
 
     def note_result(self, flat: Tensor) -> None:
         """See whether a mean is finite: if one of a step's is not, no slot moves in it, on any rank."""
         if self.plan.has_slots:
             self._step_is_finite &= math.isfinite(float(torch.linalg.vector_norm(flat, math.inf)))
 
-    def _communicate(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> None:
-        self._begin(step)
+    def _communicate(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> Iterator[Then]:
         key = (layers, flat.dtype)
+        if key not in self.routes:
+            # Ranks agree on a new route, which takes a native collective: those have one order on all ranks.
+            yield Then.ALONE
+        self._begin(step)
         route = self._route(flat, key, step)
         state = self.slots.state(key, route.layout, loss_scale, flat.device)
-        layout, transport, clock = route.layout, self.transport, self.timeline or self.stats
-        sent, received = transport.sent_bytes, transport.received_bytes
+        options = {"seed": self.seed, "step": step, "state": state, "clock": self.timeline or self.stats}
+        exchange = iter(())
         if route.messages is not None:
-            scatter_reduce_allgather(
-                flat, layout, transport, route.messages, seed=self.seed, step=step, state=state, clock=clock
-            )
+            exchange = scatter_reduce_allgather(flat, route.layout, self.transport, route.messages, **options)
+            next(exchange)
+        yield Then.LATER
+        complete(exchange)
         if route.sums:
-            summed_all_reduce(flat, layout, transport, route.sums, seed=self.seed, step=step, state=state, clock=clock)
+            summed_all_reduce(flat, route.layout, self.transport, route.sums, **options)
         self.note_result(flat)
-        self._count(flat, transport.sent_bytes - sent, transport.received_bytes - received)
-
-    def _count(self, flat: Tensor, sent: int, received: int) -> None:
         self.stats.buckets += 1
         self.stats.dense_bytes += ring_bytes(flat.numel() * flat.element_size(), self.world_size)
-        self.stats.payload_sent_bytes += sent
-        self.stats.payload_received_bytes += received
 
     def count_dense(self, num_bytes: int, step: int) -> None:
         """Count gradients of ``num_bytes`` that went by a native all-reduce."""
         self._count_step(step)
         moved = ring_bytes(num_bytes, self.world_size)
+        self._count_elsewhere(moved, moved)
+
+    def _count_elsewhere(self, dense: int, sent: int) -> None:
+        """Count a bucket that did not go through the transport."""
         self.stats.buckets += 1
-        self.stats.dense_bytes += moved
-        self.stats.payload_sent_bytes += moved
-        self.stats.payload_received_bytes += moved
+        self.stats.dense_bytes += dense
+        self.stats.payload_sent_bytes += sent
+        self.stats.payload_received_bytes += sent
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        self.stats = Stats()
+        self._counted_from = (self.transport.sent_bytes, self.transport.received_bytes)
+
+    def present_stats(self) -> Stats:
+        """Totals, with what the transport has moved and the memory held now."""
+        sent, received = self._counted_from
+        held = sum(route.num_bytes for route in list(self.routes.values()))
+        return replace(
+            self.stats,
+            payload_sent_bytes=self.stats.payload_sent_bytes + self.transport.sent_bytes - sent,
+            payload_received_bytes=self.stats.payload_received_bytes + self.transport.received_bytes - received,
+            buffer_bytes=held,
+            slot_bytes=self.slots.num_bytes,
+        )
 
     def _count_step(self, step: int) -> bool:
         """Count a step when its first bucket comes; whether this was it."""

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,17 @@ from typing import Any
 from torch.futures import Future
 
 from thinwire.wire.stats import Stats
+from thinwire.wire.worker import Job
 
 _Event = dict[str, Any]
 _Args = Mapping[str, object]
-_BACKWARD, _COMMUNICATION, _EXPOSED = 1, 2, 3
-_TRACKS = {_BACKWARD: "backward", _COMMUNICATION: "communication", _EXPOSED: "communication after backward"}
+_BACKWARD, _SENDING, _COMMUNICATION, _EXPOSED = 1, 2, 3, 4
+_TRACKS = {
+    _BACKWARD: "backward",
+    _SENDING: "sending",
+    _COMMUNICATION: "communication",
+    _EXPOSED: "communication after backward",
+}
 
 
 @dataclass
@@ -36,11 +42,13 @@ class _Pass:
 class Timeline:
     """Records the first ``steps`` backward passes that it sees: a clock for the collectives, in place of `Stats`.
 
-    Three tracks: *backward*, from the first DDP bucket handed over to the last, with an instant for each;
-    *communication*, each bucket with its stages; *communication after backward*, the part that backward did not hide.
+    Four tracks: *backward*, from the first DDP bucket handed over to the last, with an instant for each; *sending*,
+    each bucket as it is encoded and sent off; *communication*, each as it is received, summed and decoded; *communication
+    after backward*, the part that backward did not hide.
 
     ``stats`` says where stages are counted as well. Keeps at most ``max_events``; the trace tells how many more there
-    were. `bucket` and `dense` are for the thread that runs backward; `stage` and what `bucket` returns for the worker.
+    were. `bucket` and `dense` are for the thread that runs backward; `stage` and what `bucket` returns for the
+    worker.
 
     Raises:
         ValueError: ``steps`` or ``max_events`` is less than 1.
@@ -56,16 +64,16 @@ class Timeline:
         self._passes: list[_Pass] = []
         self._num_dropped = 0
         self._lock = threading.Lock()
-        self._reducing: _Args | None = None  # the bucket that the worker is at
+        self._here = threading.local()  # the bucket that a thread is at, and its track
         self._origin_ns, self._origin_unix_ns = time.perf_counter_ns(), time.time_ns()
 
-    def bucket(self, step: int, layers: Sequence[str], num_bytes: int) -> AbstractContextManager[None]:
-        """Note that a DDP bucket is handed over now. The worker enters what this returns while it reduces it."""
+    def bucket(self, job: Job, step: int, layers: Sequence[str], num_bytes: int) -> Job:
+        """Note that a DDP bucket is handed over now; returns the job that reduces it, recorded wherever it runs."""
         ready_ns = time.perf_counter_ns()
         if not (backward := self._ready(step, ready_ns)):
-            return nullcontext()
+            return job
         place = {"step": step, "bucket": backward.num_buckets - 1}
-        return self._reduce(backward, place, {"layers": layers, "bytes": num_bytes}, ready_ns)
+        return self._recorded(job, backward, place, {"layers": layers, "bytes": num_bytes}, ready_ns)
 
     def dense(self, step: int, num_bytes: int, future: Future[Any]) -> Future[Any]:
         """Record a DDP bucket's native all-reduce, from now until ``future`` is done; the one returned follows it."""
@@ -95,8 +103,10 @@ class Timeline:
             with self._stats().stage(name):
                 yield
         finally:
-            if self._reducing is not None:
-                self._add(self._span(name, _COMMUNICATION, started_ns, time.perf_counter_ns(), self._reducing))
+            at = getattr(self._here, "at", None)
+            if at is not None:
+                place, track = at
+                self._add(self._span(name, track, started_ns, time.perf_counter_ns(), place))
 
     def to_dict(self) -> dict[str, Any]:
         """The trace in the JSON object format of Chrome's trace events. Times in µs since the recording began."""
@@ -135,17 +145,22 @@ class Timeline:
         backward.num_buckets, backward.last_ready_ns = backward.num_buckets + 1, ready_ns
         return backward
 
-    @contextmanager
-    def _reduce(self, backward: _Pass, place: _Args, about: _Args, ready_ns: int) -> Iterator[None]:
-        started_ns, self._reducing = time.perf_counter_ns(), place
-        try:
-            yield
-        finally:
-            self._reducing = None
-            name, ended_ns = f"bucket {place['bucket']}", time.perf_counter_ns()
-            args = {**place, **about, "waited_us": (started_ns - ready_ns) / 1000}
-            self._add(self._span(name, _COMMUNICATION, started_ns, ended_ns, args))
-            backward.reduced_ns = ended_ns
+    def _recorded(self, job: Job, backward: _Pass, place: _Args, about: _Args, ready_ns: int) -> Job:
+        name, track = f"bucket {place['bucket']}", _SENDING
+        while True:
+            started_ns, self._here.at = time.perf_counter_ns(), (place, track)
+            try:
+                then = next(job)
+            except StopIteration as end:
+                backward.reduced_ns = time.perf_counter_ns()
+                return end.value
+            finally:
+                self._here.at = None
+                ended_ns = time.perf_counter_ns()
+                args = {**place, **about, "waited_us": (started_ns - ready_ns) / 1000}
+                self._add(self._span(name, track, started_ns, ended_ns, args))
+            track = _COMMUNICATION
+            yield then
 
     def _add(self, *events: _Event) -> None:
         with self._lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ class Wire:
         agree(self._engine.record(self._step), transport)
         if decline and not simulated and self.world_size > 1:
             self._engine.plan, self._speeds = measure_and_decline(plan, transport)
+            self._engine.reset_stats()
         self._worker = Worker("thinwire")
 
     @property
@@ -103,11 +104,7 @@ class Wire:
     @property
     def stats(self) -> Stats:
         """Totals so far, as a copy: what is under way is not in it."""
-        held = sum(route.num_bytes for route in list(self._engine.routes.values()))
-        declined = len(self.declined)
-        return dataclasses.replace(
-            self._engine.stats, buffer_bytes=held, slot_bytes=self._engine.slots.num_bytes, declined_layers=declined
-        )
+        return dataclasses.replace(self._engine.present_stats(), declined_layers=len(self.declined))
 
     @contextmanager
     def timeline(self, path: str | os.PathLike[str], *, steps: int = 5) -> Iterator[Timeline]:
@@ -130,7 +127,7 @@ class Wire:
 
     def reset_stats(self) -> None:
         """Start counting anew."""
-        self._worker.call(lambda: setattr(self._engine, "stats", Stats()))
+        self._worker.call(self._engine.reset_stats)
 
     def wire_bytes_per_step(self) -> int:
         """Bytes that this rank sends in a compressed step, by the formula of the buckets that the last step had."""
@@ -146,6 +143,8 @@ class Wire:
 
     def begin_step(self) -> None:
         """Count a new backward pass. Attachments call this before its first bucket."""
+        # After an error, buckets of that pass may still be under way: they must not write over this one's gradients.
+        self._worker.wait_idle()
         self._step += 1
 
     def count_dense(self, num_bytes: int, future: torch.futures.Future[Tensor]) -> torch.futures.Future[Tensor]:
@@ -159,14 +158,11 @@ class Wire:
         ``loss_scale`` is how many times larger than the gradients its values are (a `GradScaler`'s scale). The future's
         result is ``flat`` itself; whatever goes wrong reaches the caller through it.
         """
-        step, timeline = self._step, self._engine.timeline
-        shown = timeline.bucket(step, [name for name, _ in layers], flat.nbytes) if timeline else nullcontext()
-
-        def run() -> Tensor:
-            with shown:
-                return self._engine.reduce(flat, layers, step, loss_scale)
-
-        return self._worker.submit(run)
+        timeline = self._engine.timeline
+        job = self._engine.reduce(flat, layers, self._step, loss_scale)
+        if timeline:
+            job = timeline.bucket(job, self._step, [name for name, _ in layers], flat.nbytes)
+        return self._worker.submit(job)
 
     def simulate(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> None:
         """Replace ``flat`` by what would arrive of it, here and now, and count the bytes that would have been sent.
@@ -184,12 +180,10 @@ class Wire:
 
         In a dense step nothing else is under way in the worker, so it is waited for, and a difference is raised here.
         """
-        step = self._step
+        checked = self._worker.submit(self._engine.check_parity(parameters, self._step))
         if self.dense:
-            self._worker.call(lambda: self._engine.check_parity(parameters, step))
+            checked.wait()
             self._engine.raise_found()
-        else:
-            self._worker.submit(lambda: self._engine.check_parity(parameters, step))
 
     def resync(self, parameters: Mapping[str, Tensor]) -> None:
         """Give every rank rank 0's parameters, between steps. All ranks must call it."""
