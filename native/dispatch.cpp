@@ -34,13 +34,13 @@ template <class Work>
 bool run(const Machine& machine, int64_t pieces, int64_t elements, Work& work) {
   if (pieces == 0) return true;
   if (!machine.parallel_for || elements < kParallelElements || pieces == 1) {
-    const FloatMode mode;
+    [[maybe_unused]] const FloatMode mode;
     work(0, pieces);
     return true;
   }
   const int64_t grain = ceil_div(pieces * kTaskElements, elements);
   const Body body = [](int64_t begin, int64_t end, void* context) {
-    const FloatMode mode;
+    [[maybe_unused]] const FloatMode mode;
     (*static_cast<Work*>(context))(begin, end);
   };
   return machine.parallel_for(0, pieces, grain, body, &work) == 0;

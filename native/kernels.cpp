@@ -16,7 +16,9 @@ namespace {
 #include "convert.h"
 #include "planes.h"
 #include "rounding.h"
-#include "minmax.h"
+#include "scales.h"
+#include "decode.h"
+#include "encode.h"
 } // namespace
 
 extern const Kernels kernels;

@@ -36,7 +36,7 @@ static inline To bits_of(From v) {
 static inline Floats splat(float v) { return v - Floats{}; }
 static inline Words splat(uint32_t v) { return v + Words{}; }
 
-// Whether the comparison fails or an operand is NaN, `kept` stays.
+// Where an operand is NaN, `kept` stays: of the two minima of IEEE 754, x86 has this one.
 #if defined(__AVX512F__)
 static inline Floats lesser(Floats v, Floats kept) { return (Floats)_mm512_min_ps((__m512)v, (__m512)kept); }
 static inline Floats greater(Floats v, Floats kept) { return (Floats)_mm512_max_ps((__m512)v, (__m512)kept); }
@@ -95,15 +95,18 @@ static inline Floats widen(const uint8_t* codes) {
 // The low bytes of four vectors whose other bytes are 0, in order.
 static inline void store_bytes(uint8_t* to, Words a, Words b, Words c, Words d) {
 #if defined(__AVX512BW__)
-  const __m512i pairs = _mm512_packus_epi32((__m512i)a, (__m512i)b), others = _mm512_packus_epi32((__m512i)c, (__m512i)d);
+  const __m512i pairs = _mm512_packus_epi32((__m512i)a, (__m512i)b);
+  const __m512i others = _mm512_packus_epi32((__m512i)c, (__m512i)d);
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   store(to, _mm512_permutexvar_epi32(order, _mm512_packus_epi16(pairs, others)));
 #elif defined(__AVX2__)
-  const __m256i pairs = _mm256_packus_epi32((__m256i)a, (__m256i)b), others = _mm256_packus_epi32((__m256i)c, (__m256i)d);
+  const __m256i pairs = _mm256_packus_epi32((__m256i)a, (__m256i)b);
+  const __m256i others = _mm256_packus_epi32((__m256i)c, (__m256i)d);
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   store(to, _mm256_permutevar8x32_epi32(_mm256_packus_epi16(pairs, others), order));
 #elif defined(__SSE4_1__)
-  const __m128i pairs = _mm_packus_epi32((__m128i)a, (__m128i)b), others = _mm_packus_epi32((__m128i)c, (__m128i)d);
+  const __m128i pairs = _mm_packus_epi32((__m128i)a, (__m128i)b);
+  const __m128i others = _mm_packus_epi32((__m128i)c, (__m128i)d);
   store(to, _mm_packus_epi16(pairs, others));
 #else
   for (int i = 0; i < kLanes; i++) {

@@ -18,7 +18,6 @@ import thinwire
 from harness import run_ranks
 from nets import Net, assert_replicas_identical, batch, fingerprint, loss_of, make, train
 
-
 # --- it trains -------------------------------------------------------------------------------------------------------
 
 OPTIONS = {

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import run_ranks, run_threads
-from nets import assert_replicas_identical, batch, fingerprint, loss_of, make, train, trained
 from torch import nn
 
 import thinwire
+from harness import run_ranks, run_threads
+from nets import assert_replicas_identical, batch, fingerprint, loss_of, make, train, trained
 from thinwire.collectives import LoopbackTransport
 from thinwire.plan import Plan, Speeds, declined
 from thinwire.wire.decline import decline
@@ -135,7 +135,7 @@ def test_resync_gives_everybody_rank_0s_parameters() -> None:
 
 
 def test_ten_thousand_steps_of_four_ranks_stay_identical() -> None:
-    """Parameters that follow their compressed gradients are the same on all ranks at the end, and at every 1000th step."""
+    """Parameters that follow their compressed gradients are the same on all ranks, also at every 1000th step."""
     shapes = {"w": (48, 40), "b": (10,)}
     layers = tuple(shapes.items())
 
@@ -186,7 +186,9 @@ def _pairs(a: nn.Module, b: nn.Module):
     return zip(_with(a), _with(b), strict=True)
 
 
-@pytest.mark.parametrize(("spec", "most"), [("minmax(bits=8)", 0.02), ("ef(minmax(bits=4))", 0.4), ("cast(bf16)", 0.01)])
+@pytest.mark.parametrize(
+    ("spec", "most"), [("minmax(bits=8)", 0.02), ("ef(minmax(bits=4))", 0.4), ("cast(bf16)", 0.01)]
+)
 def test_simulation_counts_the_bytes_of_the_real_thing(spec: str, most: float) -> None:
     for real, simulated, off in run_ranks(_simulates, 2, spec):
         for name in ("payload_sent_bytes", "dense_bytes", "steps", "buckets"):

@@ -6,11 +6,11 @@ import contextlib
 
 import pytest
 import torch
-from harness import run_ranks
-from nets import assert_replicas_identical, batch, loss_of, make, trained
 from torch import nn
 
 import thinwire
+from harness import run_ranks
+from nets import assert_replicas_identical, batch, loss_of, make, trained
 
 PRECISIONS = ("fp32", "bf16", "autocast", "GradScaler")
 FEATURES = ("accumulation", "clipping", "find_unused", "static_graph", "bucket view", "join", "torch.compile")

@@ -1,4 +1,4 @@
-"""Write the figures of README.md from the JSON files in benchmarks/. ``--check`` only says whether they are up to date."""
+"""Write the figures of README.md from the JSON files in benchmarks/. ``--check`` only says whether they are new."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def demo() -> str:
     rows.sort(key=lambda row: -float(row[1] or 0))
     head = ["", "steps/s", "speed-up", "bytes sent a rank", "held-out loss (nats/byte)", "against fp32"]
     return (
-        "`thinwire demo`: two ranks train a byte-level GPT of 4.8 million parameters on the Python standard library's source "
-        "over an emulated 100 Mbit/s link; one common start, the same batches.\n\n"
+        "`thinwire demo`: two ranks train a byte-level GPT of 4.8 million parameters on the Python standard library's "
+        "source over an emulated 100 Mbit/s link; one common start, the same batches.\n\n"
         f"{table(head, rows)}\n\n![Loss against time](benchmarks/demo/loss.svg)\n\n{figures.machine}."
     )
 
@@ -87,7 +87,7 @@ def allreduce() -> str:
                 f"{figures.get('times_bare_exchange'):.2f}x",
             ]
         )
-    head = ["25 MB, 2 ranks", "gloo fp32", "thinwire", "the same bytes, bare", "against gloo", "against the bare bytes"]
+    head = ["25 MB, 2 ranks", "gloo fp32", "thinwire", "its bytes, bare", "against gloo", "against bare bytes"]
     return (
         "`thinwire bench allreduce`: one all-reduce of a 25 MB gradient, in 4 bits, beside gloo's in fp32 and beside an "
         f"exchange of thinwire's bytes with nothing done to them.\n\n{table(head, rows)}\n\n{machine}."
@@ -113,9 +113,10 @@ def fill(text: str) -> str:
     """The text with every marked section written anew."""
     for name, section in SECTIONS.items():
         pattern = re.compile(rf"(<!-- figures: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        if not pattern.search(text):
+        found = pattern.search(text)
+        if not found:
             raise SystemExit(f"README.md has no section 'figures: {name}'")
-        text = pattern.sub(lambda match, body=section(): f"{match[1]}{body}\n{match[2]}", text)
+        text = f"{text[: found.end(1)]}{section()}\n{text[found.start(2) :]}"
     return text
 
 

@@ -18,8 +18,8 @@ _LEAST_GAIN = 0.9
 class Speeds:
     """Measured speeds of one world: those of its slowest rank.
 
-    ``codec_s`` holds, for each compressor, the seconds that one element costs in a step: encoding, reducing and decoding
-    together. ``bandwidth`` is what one rank sends while it receives as much, in bytes per second.
+    ``codec_s`` holds, for each compressor, the seconds that one element costs in a step: encoding, reducing and
+    decoding together. ``bandwidth`` is what one rank sends while it receives as much, in bytes per second.
     """
 
     codec_s: Mapping[Compressor, float]
@@ -40,7 +40,8 @@ class Speeds:
 def declined(plan: Plan, speeds: Speeds) -> Plan:
     """The plan with those layers raw whose compression would take longer than sending them as they are.
 
-    Declining is nothing but a plan rewrite. A compressor has to be 10 % ahead: the model leaves out what each message costs beside its bytes.
+    Declining is nothing but a plan rewrite. A compressor has to be 10 % ahead: the model leaves out what
+    each message costs beside its bytes.
     """
     raw = speeds.seconds_per_element(Raw())
     pays = {c: speeds.seconds_per_element(c) < _LEAST_GAIN * raw for c in set(plan.layers.values())}

@@ -67,7 +67,7 @@ def compare(
         learning_rate: the highest one, for all variants, instead of the size's own.
         tune: sweep the learning rate of uncompressed training first, on a seed of its own; its best holds for all.
         tune_each: as --tune, and a second table with the learning rate of every variant tuned.
-        smoke: a tiny model, few steps and two seeds, under a minute: the same path, no figures worth keeping.
+        smoke: a tiny model and few steps, under a minute: the same path, no figures worth keeping.
         strict: exit with 1 unless every variant is within the margin.
         json: write the figures to this file.
     """
@@ -79,7 +79,7 @@ def compare(
             found = compare_training(
                 task,
                 variants,
-                seeds=range(min(seeds, 2) if smoke else seeds),
+                seeds=range(seeds),
                 margin=_share(within),
                 control=control,
                 num_ranks=ranks,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ BASELINE = "fp32"
 """What variants are compared to: DDP with uncompressed gradients."""
 
 _COLOURS = {Verdict.WITHIN: "green", Verdict.BEYOND: "red", Verdict.UNDECIDED: "yellow"}
+_VERDICT_WIDTH = 12
 
 
 @dataclass(frozen=True)
@@ -140,18 +142,18 @@ class Comparison:
             yield self.control
 
     def table(self, title: str | None = None) -> Table:
-        table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
-        table.add_column("variant", overflow="fold", min_width=12)
+        table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0), show_edge=False)
+        table.add_column("variant", overflow="fold", min_width=17)
         numbers = [
             "held-out\nloss",
             "difference\n%",
             "kB a\nstep",
-            "steps\na second",
+            "steps\na s",
             f"{'time' if self.shaped else 'steps'} to\nsame loss",
         ]
         for number in numbers:
             table.add_column(number, justify="right", no_wrap=True)
-        table.add_column(f"within\n{self.margin * 100:g} %?", min_width=9)
+        table.add_column(f"within\n{self.margin * 100:g} %?", no_wrap=True)
         for side in self.sides():
             table.add_row(*self._row(side))
         return table
@@ -161,8 +163,8 @@ class Comparison:
         if side is not self.baseline:
             judged = self.judge(side)
             found = judged.estimate
-            difference = f"{found.mean * 100:+.2f}\n[{found.lower * 100:+.2f}, {found.upper * 100:+.2f}]"
-            verdict = f"[{_COLOURS[judged.verdict]}]{judged}[/]"
+            difference = f"{found.mean * 100:+.2f}\n{found.lower * 100:+.2f}…{found.upper * 100:+.2f}"
+            verdict = f"[{_COLOURS[judged.verdict]}]{textwrap.fill(str(judged), _VERDICT_WIDTH)}[/]"
         return [
             escape(side.name) + (" (control)" if side is self.control else ""),
             f"{side.held_out_loss:.4f}",

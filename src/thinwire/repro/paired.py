@@ -147,7 +147,8 @@ def _compare(
     for seed in seeds:
         # Seed by seed, so that what slows the machine for a while slows all variants.
         for spec in order:
-            found[spec].append(runs.run(spec, seed, rates[spec], shaped=spec != control))
+            shaped = spec is None or spec != control
+            found[spec].append(runs.run(spec, seed, rates[spec], shaped=shaped))
     sides = {spec: Side(spec or BASELINE, rates[spec], tuple(found[spec])) for spec in order}
     return Comparison(
         seeds=tuple(seeds),
@@ -223,7 +224,8 @@ class _Runs:
         for power in (0, -1, 1):
             try_out(power)
         while True:
-            best = min(losses, key=losses.__getitem__)
+            # Of equal ones the lowest, so that where all diverged the search goes down.
+            best = min(sorted(losses), key=losses.__getitem__)
             outside = [power for power in (best - 1, best + 1) if power not in losses and abs(power) <= _WIDEST]
             if not outside:
                 break

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich import box
@@ -40,9 +41,8 @@ class Run:
 
     @property
     def steps_per_s(self) -> float:
-        """Without the first steps, in which DDP arranges its buckets."""
-        timed = self.step_s[min(_FIRST_STEPS, len(self.step_s) // 2) :]
-        return len(timed) / sum(timed)
+        """Of the median step, without the first ones, in which DDP arranges its buckets."""
+        return 1 / median(self.step_s[min(_FIRST_STEPS, len(self.step_s) // 2) :])
 
     @property
     def probe_s(self) -> list[float]:
@@ -216,7 +216,7 @@ class Report:
             variant = VARIANTS[name]
             if self.on_interface and variant.shaped:
                 steps_s = [round(seconds, 4) for seconds in run.step_s]
-                results.add(f"steps_per_s/{name}", run.steps_per_s, "1/s", step_s=steps_s)
+                results.add(f"steps_per_s/{name}", run.steps_per_s, "1/s", of="median step", step_s=steps_s)
                 results.add(f"train_s/{name}", sum(run.step_s), "s")
             if variant.exact:
                 probes = {"steps": [0, *run.probe_steps], "seconds": run.probe_s, "losses": run.losses}

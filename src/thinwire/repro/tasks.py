@@ -81,7 +81,7 @@ class GPTTask:
     model: GPTConfig = field(default_factory=lambda: GPTConfig(width=128, layers=4))
     steps: int = 200
     batch: int = 8
-    learning_rate: float = 3e-3
+    learning_rate: float = 6e-3
     bucket_cap_mb: float = 1.0
     held_out_windows: int = 768
     probe_windows: int = 128
@@ -126,6 +126,7 @@ SIZES = {
     "smoke": GPTTask(
         model=GPTConfig(context=32, width=64, layers=2, heads=2),
         steps=60,
+        learning_rate=3e-3,
         bucket_cap_mb=0.1,
         held_out_windows=256,
         probe_windows=64,

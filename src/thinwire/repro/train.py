@@ -246,7 +246,7 @@ class Replica:
 def distributed(replica: Replica, variant: Variant) -> DistributedDataParallel:
     """``replica``'s model in DDP, as ``variant`` wants its buckets."""
     cap = _ONE_BUCKET_MB if variant.one_bucket else replica.task.bucket_cap_mb
-    return DistributedDataParallel(replica.model, bucket_cap_mb=cap)
+    return DistributedDataParallel(replica.model, bucket_cap_mb=cap, gradient_as_bucket_view=True)
 
 
 def train(

@@ -43,8 +43,8 @@ class Timeline:
     """Records the first ``steps`` backward passes that it sees: a clock for the collectives, in place of `Stats`.
 
     Four tracks: *backward*, from the first DDP bucket handed over to the last, with an instant for each; *sending*,
-    each bucket as it is encoded and sent off; *communication*, each as it is received, summed and decoded; *communication
-    after backward*, the part that backward did not hide.
+    each bucket as it is encoded and sent off; *communication*, each as it is received, summed and decoded;
+    *communication after backward*, the part that backward did not hide.
 
     ``stats`` says where stages are counted as well. Keeps at most ``max_events``; the trace tells how many more there
     were. `bucket` and `dense` are for the thread that runs backward; `stage` and what `bucket` returns for the

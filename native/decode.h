@@ -1,0 +1,185 @@
+// Messages to values: decoding, adding, summing. Included inside a level's namespace.
+
+enum Mode {
+  kStore, // to = v * scale
+  kAdd,   // to = base + v * scale
+  kMean,  // to = (base + v) * scale
+};
+
+// Where decoded values go. `base` may be `to`; what lies at `ahead` (if not null) is fetched meanwhile.
+struct Sink {
+  Mode mode;
+  float scale;
+  const float* base;
+  float* to;
+  const float* ahead;
+};
+
+template <Mode kMode, class V>
+static inline V combine(V v, V base, float scale) {
+  return kMode == kStore ? v * scale : kMode == kAdd ? base + v * scale : (base + v) * scale;
+}
+
+// Half a group, with one scale for all or with one for each (kEach).
+template <bool kEach, Mode kMode>
+static inline void dequantise_half(const uint8_t* codes, const float* low, const float* unit, const float* base,
+                                   float* to, float scale) {
+  for (int j = 0; j < kHalf; j += kLanes) {
+    const Floats lows = kEach ? load<Floats>(low + j) : splat(*low);
+    const Floats units = kEach ? load<Floats>(unit + j) : splat(*unit);
+    const Floats v = lows + widen(codes + j) * units;
+    store(to + j, combine<kMode>(v, kMode == kStore ? v : load<Floats>(base + j), scale));
+  }
+}
+
+template <bool kEach, Mode kMode>
+static inline void dequantise_few(const uint8_t* codes, const float* low, const float* unit, const float* base,
+                                  float* to, float scale, int64_t n) {
+  for (int64_t j = 0; j < n; j++) {
+    const float v = low[kEach ? j : 0] + (float)codes[j] * unit[kEach ? j : 0];
+    to[j] = combine<kMode>(v, kMode == kStore ? v : base[j], scale);
+  }
+}
+
+// Where the scales of a row's buckets are: in a message or in scratch memory. `first` is the bucket at index 0.
+struct Scales {
+  const float *low, *unit;
+  int64_t first;
+};
+
+template <bool kEach, Mode kMode>
+static void dequantise_as(const uint8_t* codes, const Scales& scales, int64_t bucket, int64_t at, int64_t n,
+                          const Sink& sink, Scratch& s) {
+  const float scale = sink.scale, *base = sink.base;
+  float* to = sink.to;
+  if (kEach) {
+    spread(scales.low, bucket, at, scales.first, n, s.each_low);
+    spread(scales.unit, bucket, at, scales.first, n, s.each_other);
+  }
+  Cursor at_bucket(bucket, at, scales.first);
+  for (int64_t i = 0; i < n; i += kHalf, at_bucket.advance(), to += kHalf, base += kMode == kStore ? 0 : kHalf) {
+    if (sink.ahead) prefetch(sink.ahead + i);
+    float low, unit;
+    const float *lows = s.each_low + i, *units = s.each_other + i;
+    if (!kEach) { // a message may lie at any address
+      std::memcpy(&low, scales.low + at_bucket.k, 4), std::memcpy(&unit, scales.unit + at_bucket.k, 4);
+      lows = &low, units = &unit;
+    }
+    if (n - i >= kHalf) {
+      dequantise_half<kEach, kMode>(codes + i, lows, units, base, to, scale);
+    } else {
+      dequantise_few<kEach, kMode>(codes + i, lows, units, base, to, scale, n - i);
+    }
+  }
+}
+
+template <Mode kMode>
+static void dequantise_in(const uint8_t* codes, const Scales& scales, int64_t bucket, int64_t at, int64_t n,
+                          const Sink& sink, Scratch& s) {
+  bucket % kHalf ? dequantise_as<true, kMode>(codes, scales, bucket, at, n, sink, s)
+                 : dequantise_as<false, kMode>(codes, scales, bucket, at, n, sink, s);
+}
+
+// Values lo + code * unit of the elements [at, at + n), at most a tile, of a row.
+static void dequantise(const uint8_t* codes, const Scales& scales, int64_t bucket, int64_t at, int64_t n,
+                       const Sink& sink, Scratch& s) {
+  switch (sink.mode) {
+  case kStore: return dequantise_in<kStore>(codes, scales, bucket, at, n, sink, s);
+  case kAdd: return dequantise_in<kAdd>(codes, scales, bucket, at, n, sink, s);
+  case kMean: return dequantise_in<kMean>(codes, scales, bucket, at, n, sink, s);
+  }
+}
+
+// The same from a message; `at` is a multiple of the group.
+static void decode_tile(const uint8_t* message, const Row& row, int bits, int64_t bucket, int64_t at, int64_t n,
+                        const Sink& sink, Scratch& s) {
+  const uint8_t* payload = message + row.payload;
+  const uint8_t* packed = payload + codes_at(row.numel, bucket) + at / kGroup * 16 * bits;
+  const float* low = (const float*)payload;
+  unpack(packed, ceil_div(n, kGroup), bits, s.codes);
+  dequantise(s.codes, Scales{low, low + num_buckets(row.numel, bucket), 0}, bucket, at, n, sink, s);
+}
+
+// Elements [at, at + n), at most a tile, of scale * (own + messages) into `to`; partial sums go through `sums`, which
+// may be `to`.
+static void load_tile(const Job& job, const Row& row, int64_t at, int64_t n, float* sums, float* to, Scratch& s) {
+  const float *base = sums, *ahead = nullptr;
+  if (!job.num_messages) sums = to;
+  if (!job.own) {
+    std::memset(sums, 0, 4 * n);
+  } else if (job.own_dtype == kFloat32 && job.num_messages) {
+    base = (const float*)job.own + row.start + at; // read by the first addition
+    ahead = ahead_of((const float*)job.own, row, at);
+  } else {
+    read_floats(job.own, job.own_dtype, row.start + at, n, sums);
+  }
+  for (int64_t m = 0; m < job.num_messages; m++) {
+    const bool last = m + 1 == job.num_messages;
+    const Sink sink{last ? kMean : kAdd, last ? job.scale : 1.0f, base, last ? to : sums, m ? nullptr : ahead};
+    decode_tile(job.messages[m], row, job.bits, job.bucket, at, n, sink, s);
+    base = sums;
+  }
+  if (!job.num_messages) {
+    const float scale = job.scale;
+    for (int64_t j = 0; j < n; j++) to[j] *= scale;
+  }
+}
+
+static void load_values(const Job& job, const Row& row, int64_t at, int64_t n, float* to, Scratch& s) {
+  for (int64_t i = 0; i < n; i += kTile) {
+    load_tile(job, row, at + i, n - i < kTile ? n - i : kTile, to + i, to + i, s);
+  }
+}
+
+// Calls visit(row, first element, elements) for the tiles [begin, end) of all rows, in order.
+template <class Visit>
+static void for_tiles(const Job& job, int64_t begin, int64_t end, Visit visit) {
+  int64_t before = 0;
+  for (int64_t r = 0; r < job.num_rows && before < end; r++) {
+    const Row& row = job.rows[r];
+    const int64_t count = ceil_div(row.numel, kTile);
+    for (int64_t t = begin > before ? begin - before : 0; t < count && before + t < end; t++) {
+      visit(row, t * kTile, row.numel - t * kTile < kTile ? row.numel - t * kTile : kTile);
+    }
+    before += count;
+  }
+}
+
+static void decode_tiles(const Job& job, int64_t begin, int64_t end) {
+  Scratch s;
+  for_tiles(job, begin, end, [&](const Row& row, int64_t at, int64_t n) {
+    const uint8_t* message = job.messages[0];
+    if (job.y_dtype == kFloat32) {
+      float* y = (float*)job.y + row.start + at;
+      const Sink sink{job.add ? kAdd : kStore, job.scale, y, y, ahead_of((const float*)job.y, row, at)};
+      decode_tile(message, row, job.bits, job.bucket, at, n, sink, s);
+      return;
+    }
+    if (job.add) read_floats(job.y, job.y_dtype, row.start + at, n, s.tile);
+    const Sink sink{job.add ? kAdd : kStore, job.scale, s.tile, s.tile, nullptr};
+    decode_tile(message, row, job.bits, job.bucket, at, n, sink, s);
+    write_floats(s.tile, n, job.y, job.y_dtype, row.start + at);
+  });
+}
+
+static void sum_tiles(const Job& job, int64_t begin, int64_t end) {
+  Scratch s;
+  for_tiles(job, begin, end, [&](const Row& row, int64_t at, int64_t n) {
+    if (job.y_dtype == kFloat32) {
+      load_tile(job, row, at, n, s.tile, (float*)job.y + row.start + at, s);
+      return;
+    }
+    load_tile(job, row, at, n, s.tile, s.tile, s);
+    write_floats(s.tile, n, job.y, job.y_dtype, row.start + at);
+  });
+}
+
+static uint64_t checksum(const uint8_t* message, int64_t begin, int64_t end) {
+  uint64_t sum = 0;
+  for (int64_t i = begin; i < end; i++) {
+    uint32_t word;
+    std::memcpy(&word, message + 4 * i, 4);
+    sum += (uint64_t)word * (2 * (uint64_t)i + 1);
+  }
+  return sum;
+}

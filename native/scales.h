@@ -1,0 +1,107 @@
+// lo, unit and factor of buckets, and how elements find theirs. Included inside a level's namespace.
+
+constexpr float kLargest = 3.402823466e38f;
+constexpr float kTinyRange = 0x1p-100f;
+
+static inline float quiet_nan() {
+  const uint32_t bits = 0x7FC00000;
+  float v;
+  std::memcpy(&v, &bits, 4);
+  return v;
+}
+
+static inline float numerator(int bits) { return (float)(((1 << bits) - 1) * 65536.0 * (1.0 - 0x1p-22)); }
+
+static inline bool holds_nan(const float* x, int64_t n) {
+  bool found = false;
+  for (int64_t i = 0; i < n; i++) found |= x[i] != x[i];
+  return found;
+}
+
+// Minimum and maximum of x[0, n), whatever the NaNs among them; `sums` is no longer finite if there is one.
+static inline void extrema(const float* x, int64_t n, float& low, float& high, Floats& sums) {
+  if (n < kLanes) {
+    low = high = x[0];
+    for (int64_t i = 0; i < n; i++) {
+      low = x[i] < low ? x[i] : low, high = x[i] > high ? x[i] : high;
+      sums[0] += x[i];
+    }
+    return;
+  }
+  const Floats last = load<Floats>(x + n - kLanes); // overlaps what the loop reads
+  Floats lows = last, highs = last;
+  sums += last;
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+    const Floats a = load<Floats>(x + i), b = load<Floats>(x + i + kLanes);
+    const Floats c = load<Floats>(x + i + 2 * kLanes), d = load<Floats>(x + i + 3 * kLanes);
+    lows = lesser(lesser(lesser(a, b), lesser(c, d)), lows);
+    highs = greater(greater(greater(a, b), greater(c, d)), highs);
+    sums += (a + b) + (c + d);
+  }
+  for (; i + kLanes <= n; i += kLanes) {
+    const Floats a = load<Floats>(x + i);
+    lows = lesser(a, lows), highs = greater(a, highs), sums += a;
+  }
+  low = across_lesser(lows), high = across_greater(highs);
+}
+
+static inline bool finite(Floats sums) {
+  bool ok = true;
+  for (int i = 0; i < kLanes; i++) ok &= __builtin_fabsf(sums[i]) <= kLargest;
+  return ok;
+}
+
+// lo, unit and factor of `n` buckets; `low` and `high` hold the extrema on entry. NaN or Inf spoil a bucket's range.
+static void finish_scales(float* low, const float* high, float* unit, float* inverse, int64_t n, int bits) {
+  const float levels = (float)((1 << bits) - 1), over = numerator(bits), nan = quiet_nan();
+  for (int64_t k = 0; k < n; k++) {
+    const float lo = low[k] + 0.0f, span = (high[k] + 0.0f) - lo;
+    const bool bad = !(span <= kLargest), flat = bad | (span < kTinyRange);
+    const float divisor = flat ? 1.0f : span;
+    const float u = divisor / levels, f = over / divisor;
+    low[k] = bad ? nan : lo;
+    unit[k] = bad ? nan : (flat ? 0.0f : u);
+    inverse[k] = flat ? 0.0f : f;
+  }
+}
+
+struct Scratch {
+  alignas(64) float values[kLoaded];     // a block, converted or summed
+  alignas(64) float tile[kTile];         // values of one tile on their way to y
+  alignas(64) uint8_t codes[kTile];      // one byte each
+  alignas(64) float low[kMaxBuckets];    // per bucket of a block
+  alignas(64) float unit[kMaxBuckets];
+  alignas(64) float inverse[kMaxBuckets];
+  alignas(64) float high[kMaxBuckets];
+  alignas(64) float each_low[kTile];     // per element of a tile, where groups and buckets do not fit each other
+  alignas(64) float each_other[kTile];
+};
+
+// Values of the buckets that the elements [at, at + n) lie in, one per element, up to a whole group. `per_bucket` begins
+// at bucket `first`.
+static void spread(const float* per_bucket, int64_t bucket, int64_t at, int64_t first, int64_t n, float* each) {
+  int64_t k = at / bucket - first, left = bucket - at % bucket;
+  for (int64_t i = 0; i < n; k++, left = bucket) {
+    float value;
+    std::memcpy(&value, per_bucket + k, 4); // a message may lie at any address
+    for (const int64_t end = left < n - i ? i + left : n; i < end; i++) each[i] = value;
+  }
+  for (int64_t i = n; i % kGroup; i++) each[i] = each[n - 1];
+}
+
+// Follows the bucket of one half group after the other; only where no bucket ends inside a half.
+struct Cursor {
+  int64_t k, left;
+  const int64_t bucket;
+  Cursor(int64_t bucket, int64_t at, int64_t first)
+      : k(at / bucket - first), left(bucket - at % bucket), bucket(bucket) {}
+  inline void advance() {
+    if ((left -= kHalf) == 0) k++, left = bucket;
+  }
+};
+
+// Where a row's values at `at` will be read or written some tiles later; null past its end.
+static inline const float* ahead_of(const float* values, const Row& row, int64_t at) {
+  return at + kAhead + kTile <= row.numel ? values + row.start + at + kAhead : nullptr;
+}

@@ -1,0 +1,255 @@
+"""``thinwire bench kernels``: how fast this machine's CPU quantises, beside a plain copy in the same run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from thinwire import kernels as core
+from thinwire.kernels import reference
+from thinwire.results import Results
+
+_ROTATED = 4
+"""Buffers that take turns, so that none of them is found in a cache."""
+
+_SMALL = 2048
+"""Elements of a call that is all overhead."""
+
+_REFERENCE = 2**18
+"""Elements for the torch reference, which is too slow for the full size."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation to time; ``run(i)`` works on the i-th of the rotated buffers."""
+
+    name: str
+    numel: int
+    run: Callable[[int], object]
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A payload format and how it is rounded."""
+
+    bits: int
+    bucket: int
+    nearest: bool = False
+
+    def __str__(self) -> str:
+        rounding = "nearest" if self.nearest else "stochastic"
+        return f"{self.bits} bits, bucket {self.bucket}, {rounding}"
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        return {"bits": self.bits, "bucket": self.bucket}
+
+    def num_bytes(self, numel: int) -> int:
+        return core.minmax_bytes(numel, **self.kwargs)
+
+
+class Buffers:
+    """Values, results and messages of one size, several of each."""
+
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+        self.table = core.Table(torch.tensor([[0, numel, 0, 0, core.site_id("bench")]]))
+        self.x = [torch.randn(numel) for _ in range(_ROTATED)]
+        self.y = [torch.zeros(numel) for _ in range(_ROTATED)]
+        self.bf16 = [x.bfloat16() for x in self.x]
+
+    def messages(self, form: Format) -> list[Tensor]:
+        made = [torch.zeros(form.num_bytes(self.numel), dtype=torch.uint8) for _ in range(_ROTATED)]
+        for x, message in zip(self.x, made, strict=True):
+            core.minmax_encode(x, self.table, message, key=1, nearest=form.nearest, **form.kwargs)
+        return made
+
+
+def kernels(
+    *,
+    size_mb: float = 25.0,
+    threads: int | None = None,
+    repeats: int = 15,
+    json: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None,
+) -> None:
+    """Time the CPU kernels beside torch's copy_ on as many bytes.
+
+    All operations take turns, so a noisy machine is noisy for all alike; figures are medians. GB/s counts the fp32
+    bytes that the values take, whatever is read or written. The break-even bandwidth is that of a link on which
+    sending fp32 takes as long as encoding, sending the message and decoding, one after the other.
+
+    Examples:
+      thinwire bench kernels
+      thinwire bench kernels --threads 1 --json kernels.json
+
+    Args:
+        size_mb: fp32 megabytes (2^20 bytes) of each operation; DDP's buckets have 25.
+        threads: CPU threads; by default torch's number.
+        repeats: turns of each operation.
+        json: write the figures to this file.
+    """
+    if size_mb <= 0 or repeats < 1:
+        raise ValueError("size_mb must be above 0 and repeats at least 1")
+    console = Console(highlight=False)
+    with _threads(threads) as count:
+        formats = [Format(4, 128), Format(4, 128, nearest=True), Format(4, 1024), Format(8, 1024), Format(2, 64)]
+        with console.status(f"{size_mb:g} MB, {count} threads: {repeats} turns ..."):
+            cases = _cases(max(1, int(size_mb * 2**20 / 4)), formats)
+            seconds = _measure(cases, repeats)
+    about = {"cpu_level": core.cpu_level(), "threads": count, "size_mb": size_mb, "repeats": repeats}
+    results = Results("thinwire bench kernels", about=about)
+    table = Table()
+    table.add_column("operation", no_wrap=True)
+    for column in ("GB/s of fp32", "x copy_", "µs a call"):
+        table.add_column(column, justify="right", no_wrap=True)
+    copy = 4 * cases[0].numel / seconds["copy_"]
+    for case in cases:
+        rate, taken = 4 * case.numel / seconds[case.name], seconds[case.name]
+        results.add(case.name, rate / 1e9, "GB/s", x_copy=rate / copy, seconds=taken, numel=case.numel, **case.more)
+        table.add_row(case.name, f"{rate / 1e9:.2f}", f"{rate / copy:.2f}", f"{taken * 1e6:.1f}")
+    console.print(f"CPU kernels at {core.cpu_level()}, {size_mb:g} MB of fp32, {count} threads")
+    console.print(table)
+    even = Table()
+    even.add_column("format", no_wrap=True)
+    for column in ("bits an element", "break-even link"):
+        even.add_column(column, justify="right", no_wrap=True)
+    numel = cases[0].numel
+    for form in formats:
+        taken = seconds[f"encode: {form}"] + seconds[f"decode and add: {form}"]
+        bits = 8 * form.num_bytes(numel) / numel
+        gbit_per_s = (32 - bits) * numel / taken / 1e9
+        results.add(f"break-even: {form}", gbit_per_s, "Gbit/s", bits_per_element=bits)
+        even.add_row(str(form), f"{bits:.2f}", f"{gbit_per_s:.1f} Gbit/s")
+    console.print(even)
+    if json:
+        results.write(json)
+
+
+@contextmanager
+def _threads(threads: int | None) -> Iterator[int]:
+    """Sets torch's number of threads for a while, if one is given; yields the number in force."""
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        yield torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+
+
+def _measure(cases: list[Case], repeats: int) -> dict[str, float]:
+    """Median seconds of each case. The first turn, which touches memory for the first time, does not count."""
+    taken: dict[str, list[float]] = {case.name: [] for case in cases}
+    turn = 0
+    for repeat in range(repeats + 1):
+        for case in cases:
+            turn += 1
+            times = max(1, 2**17 // case.numel) if case.numel <= _SMALL else 1
+            start = time.perf_counter()
+            for _ in range(times):
+                case.run(turn % _ROTATED)
+            if repeat:
+                taken[case.name].append((time.perf_counter() - start) / times)
+    return {name: statistics.median(seconds) for name, seconds in taken.items()}
+
+
+def _cases(numel: int, formats: list[Format]) -> list[Case]:
+    full, small = Buffers(numel), Buffers(_SMALL)
+    main = formats[0]
+    cases = [
+        Case("copy_", numel, lambda i: full.y[i].copy_(full.x[i])),
+        Case("add_", numel, lambda i: full.y[i].add_(full.x[i])),
+    ]
+    for form in formats:
+        cases += _of_format(full, form)
+    cases += _bf16(full, main) + _summing(full, main)
+    cases.append(Case("copy_: one small call", _SMALL, lambda i: small.y[i].copy_(small.x[i])))
+    cases += [_renamed(case, f"{case.name}: one small call") for case in _of_format(small, main)]
+    return cases + _torch_reference(main)
+
+
+def _renamed(case: Case, name: str) -> Case:
+    return Case(name, case.numel, case.run, case.more)
+
+
+def _of_format(at: Buffers, form: Format) -> list[Case]:
+    sent, more = at.messages(form), {"bits": form.bits, "bucket": form.bucket, "nearest": form.nearest}
+
+    def encode(i: int) -> None:
+        core.minmax_encode(at.x[i], at.table, sent[i], key=i, nearest=form.nearest, **form.kwargs)
+
+    def decode(i: int) -> None:
+        core.minmax_decode(sent[i], at.table, at.y[i], **form.kwargs)
+
+    def add(i: int) -> None:
+        core.minmax_decode(sent[i], at.table, at.y[i], add=True, scale=0.5, **form.kwargs)
+
+    operations = {"encode": encode, "decode": decode, "decode and add": add}
+    return [Case(f"{name}: {form}", at.numel, run, more) for name, run in operations.items()]
+
+
+def _bf16(at: Buffers, form: Format) -> list[Case]:
+    sent = at.messages(form)
+
+    def encode(i: int) -> None:
+        core.minmax_encode(at.bf16[i], at.table, sent[i], key=i, **form.kwargs)
+
+    def decode(i: int) -> None:
+        core.minmax_decode(sent[i], at.table, at.bf16[i], **form.kwargs)
+
+    return [
+        Case("encode bf16 values: " + str(form), at.numel, encode),
+        Case("decode to bf16 values: " + str(form), at.numel, decode),
+    ]
+
+
+def _summing(at: Buffers, form: Format) -> list[Case]:
+    """The owner's stage, fused and in its three parts, and the sum of three messages."""
+    sent, out = at.messages(form), at.messages(form)
+    once: dict[str, Any] = {"scale": 0.5, **form.kwargs}
+
+    def reduce(i: int) -> None:
+        core.minmax_reduce([sent[i]], at.x[i], at.table, out[i], at.y[i], key=i, **once)
+
+    def in_parts(i: int) -> None:
+        core.minmax_sum([sent[i]], at.x[i], at.table, at.y[i], **once)
+        core.minmax_encode(at.y[i], at.table, out[i], key=i, **form.kwargs)
+        core.minmax_decode(out[i], at.table, at.y[i], **form.kwargs)
+
+    def sum_of_three(i: int) -> None:
+        core.minmax_sum(sent[:3], at.x[i], at.table, at.y[i], **once)
+
+    return [
+        Case(f"reduce, fused: {form}", at.numel, reduce),
+        Case(f"reduce, in parts: {form}", at.numel, in_parts),
+        Case(f"sum of three messages: {form}", at.numel, sum_of_three),
+        Case(f"checksum of the message: {form}", at.numel, lambda i: core.checksum(sent[i])),
+    ]
+
+
+def _torch_reference(form: Format) -> list[Case]:
+    at = Buffers(_REFERENCE)
+    sent = at.messages(form)
+
+    def encode(i: int) -> None:
+        reference.minmax_encode(at.x[i], at.table, sent[i], key=i, **form.kwargs)
+
+    def add(i: int) -> None:
+        reference.minmax_decode(sent[i], at.table, at.y[i], add=True, **form.kwargs)
+
+    return [
+        Case("torch reference, 1 MB, encode: " + str(form), at.numel, encode),
+        Case("torch reference, 1 MB, decode and add: " + str(form), at.numel, add),
+    ]
