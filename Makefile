@@ -27,7 +27,8 @@ sanitize: .venv/ready
 
 bench: .venv/ready
 	mkdir -p benchmarks
-	$(BIN)/thinwire bench kernels --json benchmarks/kernels.json
+	$(BIN)/thinwire bench kernels --threads 1 --json benchmarks/kernels-1.json
+	$(BIN)/thinwire bench kernels --threads 2 --json benchmarks/kernels-2.json
 	$(BIN)/thinwire bench allreduce --rate 100mbit --json benchmarks/allreduce-100mbit.json
 	$(BIN)/thinwire bench allreduce --rate 1gbit --json benchmarks/allreduce-1gbit.json
 	$(BIN)/thinwire bench allreduce --rate 10gbit --json benchmarks/allreduce-10gbit.json

@@ -56,7 +56,7 @@ static void dequantise_as(const uint8_t* codes, const Scales& scales, int64_t bu
     spread(scales.low, bucket, at, scales.first, n, s.each_low);
     spread(scales.unit, bucket, at, scales.first, n, s.each_other);
   }
-  Cursor at_bucket(bucket, at, scales.first);
+  Cursor<kHalf> at_bucket(bucket, at, scales.first);
   for (int64_t i = 0; i < n; i += kHalf, at_bucket.advance(), to += kHalf, base += kMode == kStore ? 0 : kHalf) {
     if (sink.ahead) prefetch(sink.ahead + i);
     float low, unit;

@@ -66,15 +66,21 @@ static void finish_scales(float* low, const float* high, float* unit, float* inv
   }
 }
 
-struct Scratch {
-  alignas(64) float values[kLoaded];     // a block, converted or summed
-  alignas(64) float tile[kTile];         // values of one tile on their way to y
-  alignas(64) uint8_t codes[kTile];      // one byte each
-  alignas(64) float low[kMaxBuckets];    // per bucket of a block
+// A block on its way to the message: its values, and the scales of its buckets, of which the first is bucket `first`.
+struct Block {
+  const float* x;
+  int64_t at, n, first, count;
+  alignas(64) float values[kLoaded]; // x points here if they had to be converted or summed
+  alignas(64) float low[kMaxBuckets];
+  alignas(64) float high[kMaxBuckets];
   alignas(64) float unit[kMaxBuckets];
   alignas(64) float inverse[kMaxBuckets];
-  alignas(64) float high[kMaxBuckets];
-  alignas(64) float each_low[kTile];     // per element of a tile, where groups and buckets do not fit each other
+};
+
+struct Scratch {
+  alignas(64) float tile[kTile];     // values of one tile on their way to y
+  alignas(64) uint8_t codes[kTile];  // one byte each
+  alignas(64) float each_low[kTile]; // per element of a tile, where groups and buckets do not fit each other
   alignas(64) float each_other[kTile];
 };
 
@@ -90,14 +96,15 @@ static void spread(const float* per_bucket, int64_t bucket, int64_t at, int64_t 
   for (int64_t i = n; i % kGroup; i++) each[i] = each[n - 1];
 }
 
-// Follows the bucket of one half group after the other; only where no bucket ends inside a half.
+// Follows the bucket of one unit (half a group, or a group) after the other, where no bucket ends inside a unit.
+template <int kUnit>
 struct Cursor {
   int64_t k, left;
   const int64_t bucket;
   Cursor(int64_t bucket, int64_t at, int64_t first)
       : k(at / bucket - first), left(bucket - at % bucket), bucket(bucket) {}
   inline void advance() {
-    if ((left -= kHalf) == 0) k++, left = bucket;
+    if ((left -= kUnit) == 0) k++, left = bucket;
   }
 };
 
@@ -105,3 +112,24 @@ struct Cursor {
 static inline const float* ahead_of(const float* values, const Row& row, int64_t at) {
   return at + kAhead + kTile <= row.numel ? values + row.start + at + kAhead : nullptr;
 }
+
+// Minimum and maximum of kUnit elements, like extrema() but with nothing to decide.
+template <int kUnit>
+static inline void unit_extrema(const float* x, float& low, float& high, Floats& sums) {
+  Floats lows, highs, total;
+  for (int j = 0; j < kUnit; j += 4 * kLanes) {
+    const Floats a = load<Floats>(x + j), b = load<Floats>(x + j + kLanes);
+    const Floats c = load<Floats>(x + j + 2 * kLanes), d = load<Floats>(x + j + 3 * kLanes);
+    const Floats least = lesser(lesser(a, b), lesser(c, d)), most = greater(greater(a, b), greater(c, d));
+    lows = j ? lesser(least, lows) : least, highs = j ? greater(most, highs) : most;
+    total = j ? total + ((a + b) + (c + d)) : (a + b) + (c + d);
+  }
+  low = across_lesser(lows), high = across_greater(highs), sums += total;
+}
+
+// The extrema of a block, found in units of half a group or a group while the codes of the block before are made: what
+// waits for memory, and for one lane after the other, then costs nothing. block.low and block.high hold those of units.
+struct Walk {
+  Block* block; // null: nothing follows
+  Floats sums;
+};

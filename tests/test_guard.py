@@ -187,7 +187,8 @@ def _pairs(a: nn.Module, b: nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("spec", "most"), [("minmax(bits=8)", 0.02), ("ef(minmax(bits=4))", 0.4), ("cast(bf16)", 0.01)]
+    ("spec", "most"),
+    [("minmax(bits=8)", 0.02), ("ef(minmax(bits=4))", 0.4), ("cast(bf16)", 0.01)],
 )
 def test_simulation_counts_the_bytes_of_the_real_thing(spec: str, most: float) -> None:
     for real, simulated, off in run_ranks(_simulates, 2, spec):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -16,9 +15,10 @@ import thinwire
 from harness import run_ranks, run_threads
 from test_wire import MIXED, gradients, make, step_on
 from thinwire import parse
-from thinwire.collectives import Buffers, Layer, Layout, scatter_reduce_allgather
+from thinwire.collectives import Buffers, Layer, Layout, complete, scatter_reduce_allgather
 from thinwire.compressors import Coded
 from thinwire.wire import Stats, Worker
+from thinwire.wire.worker import Job, Then
 from thinwire.wire.log import StatsLogger
 from thinwire.wire.timeline import Timeline, merge_timelines, rank_path
 
@@ -251,10 +251,14 @@ def train(transport, num_steps: int, **options) -> Any:
     stats, worker, results = CountingStats(), Worker("test"), []
     timeline = Timeline(lambda: stats, transport.rank, **options) if options else None
 
-    def reduce(x, i: int, step: int, within) -> torch.Tensor:
-        with within:
-            clock = timeline or stats
-            scatter_reduce_allgather(x, layouts[i], transport, buffers[i], seed=0, step=2 * step + i, clock=clock)
+    def reduce(x, i: int, step: int) -> Job:
+        clock = timeline or stats
+        exchange = scatter_reduce_allgather(
+            x, layouts[i], transport, buffers[i], seed=0, step=2 * step + i, clock=clock
+        )
+        next(exchange)
+        yield Then.LATER
+        complete(exchange)
         return x
 
     for step in range(num_steps):
@@ -262,8 +266,8 @@ def train(transport, num_steps: int, **options) -> Any:
         for i, layout in enumerate(layouts):
             x = torch.randn(layout.numel, generator=torch.Generator().manual_seed(step + 10 * transport.rank))
             names = [layer.name for layer in layout.layers]
-            within = timeline.bucket(step, names, 4 * layout.numel) if timeline else nullcontext()
-            futures.append(worker.submit(lambda x=x, i=i, within=within, step=step: reduce(x, i, step, within)))
+            job = reduce(x, i, step)
+            futures.append(worker.submit(timeline.bucket(job, step, names, 4 * layout.numel) if timeline else job))
         results += [future.wait() for future in futures]
     worker.close()
     return timeline, stats, results
@@ -292,8 +296,11 @@ def test_the_timeline_of_two_steps(num_ranks: int, tmp_path) -> None:
         assert {e["pid"] for e in trace["traceEvents"]} == {rank + 1}
         assert all(e["ts"] >= 0 for e in trace["traceEvents"])
         spans, ready = named(trace, "X", "communication"), named(trace, "i", "backward")
+        sent = named(trace, "X", "sending")
         buckets = [e for e in spans if e["name"].startswith("bucket")]
-        stages = [e for e in spans if not e["name"].startswith("bucket")]
+        sendings = [e for e in sent if e["name"].startswith("bucket")]
+        stages = [e for e in spans + sent if not e["name"].startswith("bucket")]
+        stages.sort(key=lambda e: e["ts"])
         places = [(0, 0), (0, 1), (1, 0), (1, 1)]
         assert [(e["args"]["step"], e["args"]["bucket"]) for e in buckets] == places
         assert [(e["args"]["step"], e["args"]["bucket"]) for e in ready] == places
@@ -306,9 +313,12 @@ def test_the_timeline_of_two_steps(num_ranks: int, tmp_path) -> None:
             others = num_ranks - 1
             assert [e["name"] for e in inside] == ["encode"] * others + ["wire", "reduce"] + ["wire", "decode"] * others
             assert all(end(a) <= b["ts"] + 1e-3 for a, b in pairwise(inside))
-            assert bucket["ts"] <= inside[0]["ts"] + 1e-3
+            assert sendings[i]["ts"] <= inside[0]["ts"] + 1e-3
+            assert end(inside[others - 1]) <= end(sendings[i]) + 1e-3 <= bucket["ts"] + 2e-3
+            assert bucket["ts"] <= inside[others]["ts"] + 1e-3
             assert end(inside[-1]) <= end(bucket) + 1e-3
-            assert bucket["ts"] - ready[i]["ts"] == pytest.approx(bucket["args"]["waited_us"], abs=0.01)
+            waited = sendings[i]["args"]["waited_us"]
+            assert sendings[i]["ts"] - ready[i]["ts"] == pytest.approx(waited, abs=0.01)
         for stage in ("encode", "wire", "reduce", "decode"):
             counted = getattr(stats, f"{stage}_s")
             shown = sum(e["dur"] for e in stages if e["name"] == stage) / 1e6
@@ -335,7 +345,8 @@ def test_a_timeline_changes_nothing_and_stops_by_itself() -> None:
         assert trace["otherData"]["steps"] == 2
         assert {e["args"]["step"] for e in trace["traceEvents"] if e["ph"] in "Xi"} == {0, 1}
         # What is no longer recorded is still counted.
-        stages = [e for e in named(trace, "X", "communication") if not e["name"].startswith("bucket")]
+        spans = named(trace, "X", "communication") + named(trace, "X", "sending")
+        stages = [e for e in spans if not e["name"].startswith("bucket")]
         assert 3 * len(stages) == 2 * num_stages > 0
 
 
@@ -364,13 +375,14 @@ def test_the_timeline_of_a_ddp_model(tmp_path) -> None:
         assert len(ready) > 6
         dense = [(e["args"]["step"], e["args"]["bucket"]) for e in named(trace, "b", "communication")]
         spans = named(trace, "X", "communication")
-        coded = [(e["args"]["step"], e["args"]["bucket"]) for e in spans if e["name"].startswith("bucket")]
+        sent = named(trace, "X", "sending")
+        coded = [(e["args"]["step"], e["args"]["bucket"]) for e in sent if e["name"].startswith("bucket")]
         assert {step for step, _ in dense} == {0}
         assert {step for step, _ in coded} == {1, 2}
         assert [(e["args"]["step"], e["args"]["bucket"]) for e in ready] == sorted(dense) + coded
-        assert {e["name"] for e in spans} >= {"encode", "wire", "reduce", "decode"}
+        assert {e["name"] for e in spans + sent} >= {"encode", "wire", "reduce", "decode"}
         assert len(named(trace, "X", "communication after backward")) == 3
-        names = [name for e in spans if e["args"]["step"] == 2 for name in e["args"].get("layers", ())]
+        names = [name for e in sent if e["args"]["step"] == 2 for name in e["args"].get("layers", ())]
         assert sorted(names) == sorted(f"{i}.{kind}" for i in range(6) for kind in ("weight", "bias"))
 
 
@@ -389,13 +401,19 @@ def test_a_timeline_is_bounded() -> None:
 def test_a_bucket_that_fails_is_shown_and_the_next_stage_is_not_its() -> None:
     stats = Stats()
     timeline = Timeline(lambda: stats, 0)
-    with pytest.raises(ZeroDivisionError), timeline.bucket(4, ["a"], 12), timeline.stage("encode"):
-        raise ZeroDivisionError
+
+    def fails() -> Job:
+        with timeline.stage("encode"):
+            raise ZeroDivisionError
+        yield Then.LATER
+
+    with pytest.raises(ZeroDivisionError):
+        next(timeline.bucket(fails(), 4, ["a"], 12))
     encoded_s = stats.encode_s
     with timeline.stage("encode"):
         pass
     assert stats.encode_s > encoded_s > 0
-    spans = named(timeline.to_dict(), "X", "communication")
+    spans = named(timeline.to_dict(), "X", "sending")
     assert [e["name"] for e in spans] == ["bucket 0", "encode"]
 
 
@@ -444,7 +462,7 @@ def test_timelines_of_all_ranks_in_one_file(tmp_path) -> None:
         moved = [e["ts"] - old["ts"] for e, old in zip(mine, trace["traceEvents"], strict=True)]
         assert moved == pytest.approx([(origins[rank] - min(origins)) / 1000] * len(moved), abs=0.01)
     tracks = {e["tid"]: e["pid"] for e in merged["traceEvents"]}
-    assert len(tracks) == 9
+    assert len(tracks) == 12
     assert min(tracks) > 0
 
 

@@ -89,21 +89,21 @@ def allreduce() -> str:
         )
     head = ["25 MB, 2 ranks", "gloo fp32", "thinwire", "its bytes, bare", "against gloo", "against bare bytes"]
     return (
-        "`thinwire bench allreduce`: one all-reduce of a 25 MB gradient, in 4 bits, beside gloo's in fp32 and beside an "
-        f"exchange of thinwire's bytes with nothing done to them.\n\n{table(head, rows)}\n\n{machine}."
+        "`thinwire bench allreduce`: one all-reduce of a 25 MB gradient, in 4 bits, beside gloo's in fp32 and beside "
+        f"an exchange of thinwire's bytes with nothing done to them.\n\n{table(head, rows)}\n\n{machine}."
     )
 
 
 def kernels() -> str:
-    figures = Figures(BENCHMARKS / "kernels.json")
-    threads = sorted({row.get("threads") for row in figures.rows.values() if row.get("threads")})
-    rows: dict[str, dict[int, str]] = {}
-    for name, row in figures.rows.items():
-        if name.startswith("times_copy/") and row.get("threads"):
-            rows.setdefault(name.split("/")[1], {})[row["threads"]] = f"{row['value']:.2f}x"
-    head = ["25 MB, in multiples of `torch.Tensor.copy_`", *(f"{t} thread{'s' * (t > 1)}" for t in threads)]
-    body = [[name, *(cells.get(t, "") for t in threads)] for name, cells in rows.items()]
-    return f"`thinwire bench kernels`:\n\n{table(head, body)}\n\n{figures.machine}."
+    runs = {threads: Figures(BENCHMARKS / f"kernels-{threads}.json") for threads in (1, 2)}
+    first = runs[1]
+    body = []
+    for name, row in first.rows.items():
+        if "x_copy" in row and row["numel"] == first.rows["copy_"]["numel"]:
+            body.append([f"`{name}`", *(f"{run.rows[name]['x_copy']:.2f}x" for run in runs.values())])
+    head = ["25 MB, in multiples of `torch.Tensor.copy_` on as many bytes", "1 thread", "2 threads"]
+    level = first.record["about"]["cpu_level"]
+    return f"`thinwire bench kernels`, at {level}:\n\n{table(head, body)}\n\n{first.machine}."
 
 
 SECTIONS = {"demo": demo, "allreduce": allreduce, "kernels": kernels}

@@ -49,8 +49,8 @@ class Format:
     nearest: bool = False
 
     def __str__(self) -> str:
-        rounding = "nearest" if self.nearest else "stochastic"
-        return f"{self.bits} bits, bucket {self.bucket}, {rounding}"
+        # Stochastic rounding, the default, goes without saying.
+        return f"{self.bits} bits/{self.bucket}" + (", nearest" if self.nearest else "")
 
     @property
     def kwargs(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def kernels(
     results = Results("thinwire bench kernels", about=about)
     table = Table()
     table.add_column("operation", no_wrap=True)
-    for column in ("GB/s of fp32", "x copy_", "µs a call"):
+    for column in ("GB/s", "x copy_", "µs"):
         table.add_column(column, justify="right", no_wrap=True)
     copy = 4 * cases[0].numel / seconds["copy_"]
     for case in cases:

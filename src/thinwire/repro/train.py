@@ -50,7 +50,7 @@ class Task:
     base_batch: int = 8
     base_ramp_steps: int = 20
     learning_rate: float = 1e-3
-    bucket_cap_mb: float = 5.0
+    bucket_cap_mb: float = 4.0
     held_out_windows: int = 768
     probe_windows: int = 128
     probe_every: int = 8
@@ -158,11 +158,11 @@ def _powersgd(ddp: DistributedDataParallel, task: Task) -> Attached:
 
 
 def _compressed(ddp: DistributedDataParallel, task: Task) -> Attached:
-    return _Thinwire(thinwire.compress(ddp, seed=task.seed))
+    return _Thinwire(thinwire.compress(ddp, seed=task.seed, decline=False))
 
 
 def _control(ddp: DistributedDataParallel, task: Task) -> Attached:
-    return _Thinwire(thinwire.compress(ddp, CONTROL_RULES, seed=task.seed))
+    return _Thinwire(thinwire.compress(ddp, CONTROL_RULES, seed=task.seed, decline=False))
 
 
 def _bf16_hook(state, bucket):

@@ -152,11 +152,10 @@ class Timeline:
             try:
                 then = next(job)
             except StopIteration as end:
-                backward.reduced_ns = time.perf_counter_ns()
                 return end.value
             finally:
                 self._here.at = None
-                ended_ns = time.perf_counter_ns()
+                ended_ns = backward.reduced_ns = time.perf_counter_ns()
                 args = {**place, **about, "waited_us": (started_ns - ready_ns) / 1000}
                 self._add(self._span(name, track, started_ns, ended_ns, args))
             track = _COMMUNICATION
