@@ -18,9 +18,9 @@ from thinwire import parse
 from thinwire.collectives import Buffers, Layer, Layout, complete, scatter_reduce_allgather
 from thinwire.compressors import Coded
 from thinwire.wire import Stats, Worker
-from thinwire.wire.worker import Job, Then
 from thinwire.wire.log import StatsLogger
 from thinwire.wire.timeline import Timeline, merge_timelines, rank_path
+from thinwire.wire.worker import Job, Then
 
 
 class FakeSummaryWriter:

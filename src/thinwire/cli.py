@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,12 +66,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(name: str, args: list[str]) -> int:
     module, function = _COMMANDS[name].split(":")
     command: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    # All of the docstring but its arguments, which tyro shows as options: on its own tyro would drop the examples.
+    about = inspect.cleandoc(command.__doc__ or "").split("\nArgs:")[0].strip()
     if name == "lab" and "--" in args:
         # What follows `--` belongs to the command that is run, options and all.
         at = args.index("--")
         command, args = functools.partial(command, args[at + 1 :]), args[:at]
     try:
-        code = tyro.cli(command, prog=f"thinwire {name}", args=args)
+        code = tyro.cli(command, prog=f"thinwire {name}", args=args, description=about)
     except KeyboardInterrupt:
         return 130
     return code if isinstance(code, int) else 0

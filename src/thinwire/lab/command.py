@@ -35,7 +35,9 @@ def lab(
     Each rank gets a network of its own, and the variables torchrun would set, so a script that reads RANK,
     WORLD_SIZE and MASTER_ADDR runs as it is. Nothing is left behind, however it ends.
 
-        thinwire lab --ranks 2 --rate 100mbit -- python train.py --epochs 1
+    Examples:
+      thinwire lab --ranks 2 --rate 100mbit -- python train.py --epochs 1
+      thinwire lab --ranks 4 --rate 1gbit,100mbit,1gbit,1gbit --rtt 20ms -- python train.py
 
     Args:
         command: What each rank runs, after two dashes.

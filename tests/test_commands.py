@@ -1,0 +1,80 @@
+"""The command line: help, errors, benchmarks at small sizes, and README figures that are those of the JSON files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from thinwire import cli, lab
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMANDS = ["demo", "lab", "compare", "bench kernels", "bench allreduce", "bench step"]
+
+
+def test_help_names_every_command(capsys) -> None:
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f"thinwire {command}" in shown
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_examples(command: str, capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([*command.split(), "--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert "thinwire " + command in shown
+    assert "Examples" in shown
+    assert "--json" in shown
+
+
+def test_an_unknown_command_names_the_known_ones(capsys) -> None:
+    assert cli.main(["train"]) == 2
+    assert "bench allreduce" in " ".join(capsys.readouterr().err.split())
+
+
+def test_version(capsys) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("thinwire 0.")
+
+
+def figures(path: Path) -> dict[str, float]:
+    record = json.loads(path.read_text())
+    assert {"command", "versions", "machine", "results"} <= set(record)
+    return {row["name"]: row["value"] for row in record["results"]}
+
+
+def test_bench_kernels(tmp_path: Path) -> None:
+    path = tmp_path / "kernels.json"
+    assert cli.main(["bench", "kernels", "--size-mb", "1", "--repeats", "2", "--json", str(path)]) == 0
+    assert figures(path)["copy_"] > 0
+
+
+@pytest.mark.network
+@pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
+def test_bench_allreduce(tmp_path: Path) -> None:
+    path = tmp_path / "allreduce.json"
+    arguments = ["bench", "allreduce", "--rate", "200mbit", "--size-mb", "2", "--repeats", "2", "--json", str(path)]
+    assert cli.main(arguments) == 0
+    found = figures(path)
+    assert found["replicas_identical"] == 1.0
+    assert found["speedup_over_gloo"] > 2
+    assert found["payload_bytes/thinwire"] == pytest.approx(found["payload_bytes/gloo"] * 4.5 / 32, rel=0.01)
+    assert 0.05 < found["relative_error"] < 0.3
+
+
+def test_bench_step_over_loopback(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    options = ["--rate", "none", "--decline", "--target", "0", "--rounds", "1", "--steps", "1", "--batches", "1"]
+    assert cli.main(["bench", "step", *options, "--json", str(path)]) == 0
+    assert figures(path)["share_of_ceiling/thinwire"] > 0.2
+
+
+@pytest.mark.skipif(not (ROOT / "tools" / "readme.py").exists(), reason="not in a source tree")
+def test_the_figures_of_the_readme_are_those_of_the_json_files() -> None:
+    assert subprocess.run([sys.executable, str(ROOT / "tools" / "readme.py"), "--check"], check=False).returncode == 0
