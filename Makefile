@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(wildcard native/*) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: demo test check format sanitize bench readme clean
+.PHONY: demo test check format sanitize triton bench readme clean
 
 demo: .venv/ready
 	$(BIN)/thinwire demo
@@ -24,6 +24,11 @@ format: .venv/ready
 # The native core under the address and undefined-behaviour sanitizers.
 sanitize: .venv/ready
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash native/sanitize.sh
+
+# The GPU kernels in Triton's interpreter. Triton alone (no dependencies) leaves the PyTorch that is there untouched.
+triton: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.9.0
+	$(BIN)/python -m pytest tests/test_triton.py
 
 bench: .venv/ready
 	mkdir -p benchmarks
