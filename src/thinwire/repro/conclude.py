@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from thinwire.lab.units import format_rate, parse_rate
 from thinwire.repro.report import SAME_LOSS, Check, Report
 from thinwire.repro.train import CONTROL_RULES
 
@@ -46,7 +47,7 @@ def _remarks(report: Report, about: dict[str, Any]) -> Iterator[str]:
     if report.on_interface and report.target is not None:
         tokens = task.probe_windows * task.model.context
         yield (
-            f"The same loss: {report.target:.4f} nats/byte, {SAME_LOSS:g} times where fp32 ends, on {tokens:,} "
+            f"The same loss: {report.target:.4f} nats/byte, {SAME_LOSS:g} times fp32's last, on {tokens:,} "
             "held-out bytes evaluated along the way; time is that of training alone."
         )
     tokens = task.held_out_windows * task.model.context
@@ -73,11 +74,11 @@ def _on_powersgd(report: Report) -> Iterator[str]:
     else:
         first = f"thinwire makes {1 / over:.2f}x the steps/s of PowerSGD here"
     if theirs is None:
-        reached = "it does not reach the same loss"
+        reached = "PowerSGD does not reach the same loss"
     elif mine is None:
-        reached = f"it reaches the same loss in {theirs:.1f} s, and thinwire does not"
+        reached = f"PowerSGD reaches the same loss in {theirs:.1f} s, and thinwire does not"
     else:
-        reached = f"it reaches the same loss in {theirs:.1f} s, thinwire in {mine:.1f} s"
+        reached = f"PowerSGD reaches the same loss in {theirs:.1f} s, thinwire in {mine:.1f} s"
     yield f"{first}; {reached}; {losses}."
 
 
@@ -86,11 +87,15 @@ def _draw(console: Console, report: Report, about: dict[str, Any], path: Path) -
         console.print("No picture: over loopback, time says nothing.")
         return
     try:
-        report.picture(path, f"{about['ranks']} ranks, {about['rate']}, {about['parameters'] / 1e6:.1f} M parameters")
+        report.picture(path, f"{about['ranks']} ranks, {_rates(about)}, {about['parameters'] / 1e6:.1f} M parameters")
     except ImportError:
         console.print("No picture without matplotlib: pip install 'thinwire[plot]'", markup=False)
         return
     console.print(f"Picture: {path}", soft_wrap=True, markup=False)
+
+
+def _rates(about: dict[str, Any]) -> str:
+    return ", ".join(format_rate(parse_rate(rate)) for rate in about["rate"].split(","))
 
 
 def _closing(report: Report, checks: list[Check], about: dict[str, Any]) -> Iterator[str]:
@@ -104,7 +109,7 @@ def _closing(report: Report, checks: list[Check], about: dict[str, Any]) -> Iter
         )
     elif excess is not None and report.judged and speedup is not None:
         yield (
-            f"[bold]What this shows:[/] over {about['rate']}, thinwire trains {speedup:.1f}x as fast as DDP with fp32 "
+            f"[bold]What this shows:[/] over {_rates(about)}, thinwire trains {speedup:.1f}x as fast as DDP with fp32 "
             f"gradients and ends at the same loss ({excess:+.2%}), with one line added."
         )
     elif excess is not None:
