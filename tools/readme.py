@@ -94,19 +94,35 @@ def allreduce() -> str:
     )
 
 
+def step() -> str:
+    rows, machine = [], ""
+    for name, where in (("1gbit", "1 Gbit/s"), ("loopback", "loopback")):
+        figures = Figures(BENCHMARKS / f"step-{name}.json")
+        machine = figures.machine
+        batch = figures.rows["share_of_ceiling/fp32"]["batch"]
+        shares = [f"{figures.get(f'share_of_ceiling/{way}'):.0%}" for way in ("fp32", "thinwire")]
+        rows.append([where, str(batch), *shares, f"{figures.get('speedup_over_fp32'):.2f}x"])
+    head = ["2 ranks", "windows a rank", "stock DDP", "thinwire", "thinwire against stock"]
+    return (
+        "`thinwire bench step`: training steps of the same GPT, as a share of the speed with nothing sent. Over loopback, "
+        f"with declining on, as it is by default.\n\n{table(head, rows)}\n\n{machine}."
+    )
+
+
 def kernels() -> str:
     runs = {threads: Figures(BENCHMARKS / f"kernels-{threads}.json") for threads in (1, 2)}
     first = runs[1]
     body = []
     for name, row in first.rows.items():
-        if "x_copy" in row and row["numel"] == first.rows["copy_"]["numel"]:
+        same_size = "x_copy" in row and row["numel"] == first.rows["copy_"]["numel"]
+        if same_size and (name == "copy_" or "4 bits/128" in name):
             body.append([f"`{name}`", *(f"{run.rows[name]['x_copy']:.2f}x" for run in runs.values())])
     head = ["25 MB, in multiples of `torch.Tensor.copy_` on as many bytes", "1 thread", "2 threads"]
     level = first.record["about"]["cpu_level"]
     return f"`thinwire bench kernels`, at {level}:\n\n{table(head, body)}\n\n{first.machine}."
 
 
-SECTIONS = {"demo": demo, "allreduce": allreduce, "kernels": kernels}
+SECTIONS = {"demo": demo, "allreduce": allreduce, "step": step, "kernels": kernels}
 
 
 def fill(text: str) -> str:

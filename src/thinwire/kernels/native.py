@@ -23,8 +23,8 @@ CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MASK64 = (1 << 64) - 1
 
 MISSING = (
-    "thinwire's native CPU core is not built, so its kernels run as torch operations, 20 to 50 times slower: "
-    "compression will cost more than it saves on links above about 1 Gbit/s. Install a C++17 compiler (and Python's "
+    "thinwire's native CPU core is not built, so its kernels run as torch operations, many times slower: "
+    "compression may cost more than it saves, even on a slow link. Install a C++17 compiler (and Python's "
     f"headers) and reinstall thinwire, or set {VARIABLE}={REFERENCE} to accept this."
 )
 """What :func:`load` warns of."""
