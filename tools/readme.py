@@ -104,8 +104,8 @@ def step() -> str:
         rows.append([where, str(batch), *shares, f"{figures.get('speedup_over_fp32'):.2f}x"])
     head = ["2 ranks", "windows a rank", "stock DDP", "thinwire", "thinwire against stock"]
     return (
-        "`thinwire bench step`: training steps of the same GPT, as a share of the speed with nothing sent. Over loopback, "
-        f"with declining on, as it is by default.\n\n{table(head, rows)}\n\n{machine}."
+        "`thinwire bench step`: training steps of the same GPT, as a share of the speed with nothing sent. Over "
+        f"loopback, with declining on, as it is by default.\n\n{table(head, rows)}\n\n{machine}."
     )
 
 
