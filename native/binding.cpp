@@ -194,7 +194,8 @@ PyObject* py_checksum(PyObject*, PyObject* const* args, Py_ssize_t count) {
   in.require(num_bytes >= 0, "a message has at least 0 bytes");
   if (in.failed()) return nullptr;
   uint64_t result = 0;
-  if (!call(num_bytes / 4, [&](const Machine& now) { return checksum(now, message, num_bytes, result); })) return nullptr;
+  const auto work = [&](const Machine& now) { return checksum(now, message, num_bytes, result); };
+  if (!call(num_bytes / 4, work)) return nullptr;
   return PyLong_FromUnsignedLongLong(result);
 }
 

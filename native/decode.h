@@ -48,8 +48,8 @@ struct Scales {
 };
 
 template <bool kEach, Mode kMode>
-static void dequantise_as(const uint8_t* codes, const Scales& scales, int64_t bucket, int64_t at, int64_t n,
-                          const Sink& sink, Scratch& s) {
+THINWIRE_APART static void dequantise_as(const uint8_t* codes, const Scales& scales, int64_t bucket, int64_t at,
+                                         int64_t n, const Sink& sink, Scratch& s) {
   const float scale = sink.scale, *base = sink.base;
   float* to = sink.to;
   if (kEach) {

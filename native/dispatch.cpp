@@ -82,7 +82,8 @@ const Kernels* const* levels() {
 #if defined(THINWIRE_X86_LEVELS)
   // What is not asked for comes with what is, on every CPU there is (lzcnt with bmi2, for one).
   const bool v2 = __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("popcnt");
-  const bool v3 = v2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma");
+  const bool v3 =
+      v2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma");
   if (v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     found[n++] = &x86_64_v4::kernels;

@@ -1,73 +1,85 @@
 // Values to messages, block by block. Included inside a level's namespace.
 
 template <bool kEach, bool kNearest>
-static inline void quantise_last(const float* x, int64_t n, const HalfScales& scales, const Draws& draws,
-                                 uint32_t counter, uint8_t* codes) {
+THINWIRE_APART static void quantise_last(const float* x, int64_t n, const HalfScales& scales, const Draws& draws,
+                                 uint32_t counter, uint8_t* codes, Words& seen) {
   alignas(64) float padded[kGroup];
   for (int64_t j = 0; j < kGroup; j++) padded[j] = x[j < n ? j : n - 1];
-  quantise_group<kEach, kNearest>(padded, scales, draws, counter, codes);
+  quantise_group<kEach, kNearest>(padded, scales, draws, counter, codes, seen);
   std::memset(codes + n, 0, kGroup - n);
 }
 
-// Codes of the elements [at, at + n), at most a tile, of the block. Meanwhile `walk` goes through as many elements of the
-// block that follows, in units of kUnit, and those some tiles later (`ahead`, if not null) are fetched. kUnit: bucket
-// and group are multiples of it; 0: buckets may end anywhere, and nothing is walked.
+// What quantising a tile needs: the elements [at, at + n) of a block whose scales are known.
+struct Tile {
+  const Block& block;
+  int64_t at, n, bucket;
+  uint32_t counter; // of the first group
+  Block* next;      // null, or the block that follows: its extrema are found meanwhile
+  const float* ahead; // null, or what will follow that one: it is fetched meanwhile
+  uint8_t* codes;
+};
+
+// The codes of a tile. Side by side with the extrema of the next block, whose waiting for memory, and for one lane
+// after the other, then costs nothing: its low and high become those of units of kUnit elements. Bucket and group are
+// multiples of kUnit; 0: buckets may end anywhere, and nothing is done on the side. Returns `seen` of quantise_group.
 template <int kUnit, bool kNearest>
-static void quantise_tile(const Block& block, int64_t at, int64_t n, int64_t bucket, uint32_t counter,
-                          const Draws& draws, Walk& walk, const float* ahead, Scratch& s) {
+THINWIRE_APART static Words quantise_tile(const Tile& tile, const Draws keys, Scratch& s) {
+  const Draws draws = keys;
+  const Block& block = tile.block;
+  const int64_t from = tile.at - block.at, n = tile.n, whole = n / kGroup * kGroup;
   if (kUnit == 0) {
-    spread(block.low, bucket, at, block.first, n, s.each_low);
-    spread(block.inverse, bucket, at, block.first, n, s.each_other);
+    spread(block.low, tile.bucket, tile.at, block.first, n, s.each_low);
+    spread(block.inverse, tile.bucket, tile.at, block.first, n, s.each_other);
   }
-  const int64_t from = at - block.at, whole = n / kGroup * kGroup;
-  const float* x = block.x + from;
-  Cursor<kUnit ? kUnit : kGroup> in(bucket, at, block.first);
+  Cursor<kUnit ? kUnit : kGroup> in(tile.bucket, tile.at, block.first);
   // The scales of the group at i; a half that begins behind the row's end takes those of the one before.
   const auto scales_at = [&](int64_t i) {
     if (kUnit == 0) {
       const float *low = s.each_low + i, *inverse = s.each_other + i;
       return HalfScales{{low, low + kHalf}, {inverse, inverse + kHalf}};
     }
-    const int64_t a = in.k;
+    const float *low = block.low + in.k, *inverse = block.inverse + in.k;
     in.advance();
-    if (kUnit == kGroup || n - i <= kHalf) return HalfScales{{block.low + a, block.low + a}, {block.inverse + a, block.inverse + a}};
-    const int64_t b = in.k;
+    if (kUnit == kGroup || n - i <= kHalf) return HalfScales{{low, low}, {inverse, inverse}};
+    const HalfScales two{{low, block.low + in.k}, {inverse, block.inverse + in.k}};
     in.advance();
-    return HalfScales{{block.low + a, block.low + b}, {block.inverse + a, block.inverse + b}};
+    return two;
   };
+  const float *x = block.x + from, *ahead = tile.ahead;
+  uint8_t* codes = tile.codes;
+  uint32_t counter = tile.counter;
+  Words seen = {};
   int64_t i = 0;
   if constexpr (kUnit > 0) {
-    const int64_t left = walk.block ? walk.block->n - from : 0, ready = left < whole ? left / kGroup * kGroup : whole;
-    const float* next = walk.block ? walk.block->x + from : nullptr;
-    float *low = walk.block ? walk.block->low + from / kUnit : nullptr;
-    float *high = walk.block ? walk.block->high + from / kUnit : nullptr;
-    Floats sums = walk.sums;
-    for (; i < ready; i += kGroup, counter += kHalf) {
-      if (ahead) prefetch(ahead + i), prefetch(ahead + i + kHalf);
-      for (int u = 0; u < kGroup; u += kUnit) unit_extrema<kUnit>(next + i + u, *low++, *high++, sums);
-      quantise_group<false, kNearest>(x + i, scales_at(i), draws, counter, s.codes + i);
+    if (Block* next = tile.next) {
+      const int64_t left = next->n - from, ready = left < whole ? left / kGroup * kGroup : whole;
+      float *low = next->low + from / kUnit, *high = next->high + from / kUnit;
+      const float* y = next->x + from;
+      for (; i < ready; i += kGroup, counter += kHalf) {
+        if (ahead) prefetch(ahead + i), prefetch(ahead + i + kHalf);
+        for (int u = 0; u < kGroup; u += kUnit) unit_extrema<kUnit>(y + i + u, *low++, *high++);
+        quantise_group<false, kNearest>(x + i, scales_at(i), draws, counter, codes + i, seen);
+      }
     }
-    walk.sums = sums;
   }
   for (; i < whole; i += kGroup, counter += kHalf) {
-    quantise_group<kUnit == 0, kNearest>(x + i, scales_at(i), draws, counter, s.codes + i);
+    quantise_group<kUnit == 0, kNearest>(x + i, scales_at(i), draws, counter, codes + i, seen);
   }
-  if (i < n) quantise_last<kUnit == 0, kNearest>(x + i, n - i, scales_at(i), draws, counter, s.codes + i);
+  if (i < n) quantise_last<kUnit == 0, kNearest>(x + i, n - i, scales_at(i), draws, counter, codes + i, seen);
+  return seen;
 }
 
-using QuantiseTile = void (*)(const Block&, int64_t at, int64_t n, int64_t bucket, uint32_t counter, const Draws&,
-                              Walk&, const float* ahead, Scratch&);
-
 // The decoded values of a tile go to y as they will come out of the message.
-static void write_decoded(const Job& job, const Row& row, const Scales& scales, int64_t at, int64_t n, Scratch& s) {
+static void write_decoded(const Job& job, const Row& row, const Tile& tile, Scratch& s) {
+  const Scales scales{tile.block.low, tile.block.unit, tile.block.first};
   if (job.y_dtype == kFloat32) {
-    float* y = (float*)job.y + row.start + at;
-    const float* ahead = job.y == job.own ? nullptr : ahead_of((const float*)job.y, row, at);
-    dequantise(s.codes, scales, job.bucket, at, n, Sink{kStore, 1.0f, y, y, ahead}, s);
+    float* y = (float*)job.y + row.start + tile.at;
+    const float* ahead = job.y == job.own ? nullptr : ahead_of((const float*)job.y, row, tile.at);
+    dequantise(tile.codes, scales, job.bucket, tile.at, tile.n, Sink{kStore, 1.0f, y, y, ahead}, s);
     return;
   }
-  dequantise(s.codes, scales, job.bucket, at, n, Sink{kStore, 1.0f, s.tile, s.tile, nullptr}, s);
-  write_floats(s.tile, n, job.y, job.y_dtype, row.start + at);
+  dequantise(tile.codes, scales, job.bucket, tile.at, tile.n, Sink{kStore, 1.0f, s.tile, s.tile, nullptr}, s);
+  write_floats(s.tile, tile.n, job.y, job.y_dtype, row.start + tile.at);
 }
 
 struct Encoder {
@@ -75,38 +87,42 @@ struct Encoder {
   const Row& row;
   Scratch& s;
   const Draws draws;
-  const bool direct; // the values are read where they are
+  const bool direct;  // the values are read where they are
+  const int64_t unit; // elements whose extrema are found together; 0 where buckets end anywhere
   const int64_t buckets;
   uint8_t* const payload;
   uint8_t* const packed;
 
   Encoder(const Job& job, const Row& row, Scratch& s)
       : job(job), row(row), s(s), draws(job.key, row), direct(Blocks(job).direct),
+        unit(job.bucket % kHalf ? 0 : job.bucket % kGroup ? kHalf : kGroup),
         buckets(num_buckets(row.numel, job.bucket)), payload(job.out + row.payload),
         packed(payload + codes_at(row.numel, job.bucket)) {}
 
-  // Elements of which one walk finds the extrema together; 0 where buckets end anywhere.
-  int64_t unit() const { return job.bucket % kHalf ? 0 : job.bucket % kGroup ? kHalf : kGroup; }
-
-  // Puts the codes of a block whose scales are known, while `walk` goes through the one that follows.
-  void codes(const Block& block, Walk& walk) const {
-    const int64_t unit = this->unit();
-    const QuantiseTile quantise =
-        job.nearest ? (unit == 0 ? quantise_tile<0, true> : unit == kHalf ? quantise_tile<kHalf, true> : quantise_tile<kGroup, true>)
-                    : (unit == 0 ? quantise_tile<0, false> : unit == kHalf ? quantise_tile<kHalf, false> : quantise_tile<kGroup, false>);
-    for (int64_t i = 0; i < block.n; i += kTile) {
-      const int64_t at = block.at + i, n = block.n - i < kTile ? block.n - i : kTile;
-      const float* ahead = direct ? ahead_of((const float*)job.own, row, at + block.n) : nullptr;
-      quantise(block, at, n, job.bucket, (uint32_t)((row.index0 + at) / 2), draws, walk, ahead, s);
-      pack(s.codes, ceil_div(n, kGroup), job.bits, packed + at / kGroup * 16 * job.bits);
-      if (job.y) write_decoded(job, row, Scales{block.low, block.unit, block.first}, at, n, s);
-    }
-    if (block.at + block.n == row.numel) zero_padding();
+  template <bool kNearest>
+  Words quantise(const Tile& tile) const {
+    return unit == kGroup  ? quantise_tile<kGroup, kNearest>(tile, draws, s)
+           : unit == kHalf ? quantise_tile<kHalf, kNearest>(tile, draws, s)
+                           : quantise_tile<0, kNearest>(tile, draws, s);
   }
 
-  void put_scales(const float* low, const float* unit, int64_t first, int64_t n) const {
-    std::memcpy(payload + 4 * first, low, 4 * n);
-    std::memcpy(payload + 4 * (buckets + first), unit, 4 * n);
+  // Puts the codes of a block whose scales are known. Returns whether a NaN was seen in it, or infinity.
+  bool codes(const Block& block, Block* next) const {
+    Words seen = {};
+    for (int64_t i = 0; i < block.n; i += kTile) {
+      const int64_t at = block.at + i, n = block.n - i < kTile ? block.n - i : kTile;
+      uint8_t* to = packed + at / kGroup * 16 * job.bits;
+      const float* ahead = direct ? ahead_of((const float*)job.own, row, at + block.n) : nullptr;
+      const Tile tile{block, at, n, job.bucket, (uint32_t)((row.index0 + at) / 2), next, ahead,
+                      job.bits == 8 ? to : s.codes};
+      seen |= job.nearest ? quantise<true>(tile) : quantise<false>(tile);
+      if (job.bits < 8) pack(s.codes, ceil_div(n, kGroup), job.bits, to);
+      if (job.y) write_decoded(job, row, tile, s);
+    }
+    if (block.at + block.n == row.numel) zero_padding();
+    uint32_t all = 0;
+    for (int i = 0; i < kLanes; i++) all |= seen[i];
+    return all > 0xFF;
   }
 
   void zero_padding() const {
@@ -123,46 +139,46 @@ struct Encoder {
     if (!direct) load_values(job, row, at, n, block.values, s);
   }
 
-  // The scales of a block whose extrema are known; not to be trusted where `sums` is not finite.
-  void scales(Block& block, Floats sums) const {
-    if (!finite(sums)) {
-      for (int64_t k = 0, from = 0; k < block.count; k++, from += job.bucket) {
-        const int64_t left = block.n - from;
-        if (holds_nan(block.x + from, left < job.bucket ? left : job.bucket)) block.low[k] = quiet_nan();
-      }
-    }
-    finish_scales(block.low, block.high, block.unit, block.inverse, block.count, job.bits);
-    put_scales(block.low, block.unit, block.first, block.count);
-  }
-
-  // Extrema and scales at once.
+  // Extrema of all buckets of a block.
   void measure(Block& block) const {
-    Floats sums = {};
     for (int64_t k = 0, from = 0; k < block.count; k++, from += job.bucket) {
       const int64_t left = block.n - from;
-      extrema(block.x + from, left < job.bucket ? left : job.bucket, block.low[k], block.high[k], sums);
+      extrema(block.x + from, left < job.bucket ? left : job.bucket, block.low[k], block.high[k]);
     }
-    scales(block, sums);
   }
 
-  // The scales of a block that a walk has gone through.
-  void finish(Walk& walk) const {
-    Block& block = *walk.block;
-    const int64_t unit = this->unit(), each = job.bucket / unit;
+  // The same where those of the units of all whole groups are known.
+  void merge_units(Block& block) const {
+    const int64_t each = job.bucket / unit;
     int64_t units = block.n / kGroup * (kGroup / unit);
     for (int64_t from = units * unit; from < block.n; from += unit, units++) {
       const int64_t left = block.n - from;
-      extrema(block.x + from, left < unit ? left : unit, block.low[units], block.high[units], walk.sums);
+      extrema(block.x + from, left < unit ? left : unit, block.low[units], block.high[units]);
     }
     for (int64_t k = 0; k < block.count && each > 1; k++) {
-      float low = block.low[k * each], high = block.high[k * each];
-      for (int64_t u = k * each + 1; u < (k + 1) * each && u < units; u++) {
-        low = block.low[u] < low ? block.low[u] : low;
-        high = block.high[u] > high ? block.high[u] : high;
-      }
+      const int64_t first = k * each, count = units - first < each ? units - first : each;
+      float low, high, other;
+      extrema(block.low + first, count, low, other);
+      extrema(block.high + first, count, other, high);
       block.low[k] = low, block.high[k] = high;
     }
-    scales(block, walk.sums);
+  }
+
+  void put_scales(Block& block) const {
+    finish_scales(block.low, block.high, block.unit, block.inverse, block.count, job.bits);
+    std::memcpy(payload + 4 * block.first, block.low, 4 * block.count);
+    std::memcpy(payload + 4 * (buckets + block.first), block.unit, 4 * block.count);
+  }
+
+  // Finds the buckets whose minimum hid a NaN; returns whether there are any.
+  bool find_nan(Block& block) const {
+    bool found = false;
+    for (int64_t k = 0, from = 0; k < block.count; k++, from += job.bucket) {
+      const int64_t left = block.n - from;
+      if (block.low[k] != block.low[k] || !holds_nan(block.x + from, left < job.bucket ? left : job.bucket)) continue;
+      block.low[k] = quiet_nan(), found = true;
+    }
+    return found;
   }
 
   // Blocks [begin, end) of `size` elements: the codes of one and the extrema of the next side by side.
@@ -173,11 +189,14 @@ struct Encoder {
     load_block(begin);
     measure(blocks[begin % 2]);
     for (int64_t b = begin; b < end; b++) {
-      Block* next = b + 1 < end ? &blocks[(b + 1) % 2] : nullptr;
+      Block &block = blocks[b % 2], *next = b + 1 < end ? &blocks[(b + 1) % 2] : nullptr;
+      put_scales(block);
       if (next) load_block(b + 1);
-      Walk walk{unit() ? next : nullptr, Floats{}};
-      codes(blocks[b % 2], walk);
-      if (next) unit() ? finish(walk) : measure(*next);
+      if (codes(block, next) && find_nan(block)) {
+        put_scales(block);
+        codes(block, nullptr);
+      }
+      if (next) unit ? merge_units(*next) : measure(*next);
     }
   }
 };
@@ -227,9 +246,8 @@ static void wide_extrema(const Job& job, const Row& row, const Wide& wide, int64
     for (int64_t i = 0, k = block.first; i < block.n; k++) {
       const int64_t left = job.bucket - (at + i) % job.bucket, count = left < block.n - i ? left : block.n - i;
       float low, high;
-      Floats sums = {};
-      extrema(block.x + i, count, low, high, sums);
-      if (!finite(sums) && holds_nan(block.x + i, count)) low = high = quiet_nan(); // a key above that of infinity
+      extrema(block.x + i, count, low, high);
+      if (kHidesNan && holds_nan(block.x + i, count)) low = high = quiet_nan(); // a key above that of infinity
       merge(wide.low_key + k, to_key(low), true), merge(wide.high_key + k, to_key(high), false);
       i += count;
     }
@@ -258,7 +276,6 @@ static void wide_codes(const Job& job, const Row& row, const Wide& wide, int64_t
     std::memcpy(block.low, wide.low + block.first, 4 * count);
     std::memcpy(block.unit, wide.unit + block.first, 4 * count);
     std::memcpy(block.inverse, wide.inverse + block.first, 4 * count);
-    Walk none{nullptr, Floats{}};
-    encoder.codes(block, none);
+    encoder.codes(block, nullptr);
   }
 }

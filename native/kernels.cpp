@@ -8,7 +8,6 @@
 #include <immintrin.h>
 #endif
 
-
 namespace thinwire {
 namespace THINWIRE_LEVEL {
 namespace {

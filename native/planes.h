@@ -41,7 +41,7 @@ static inline void unpack_plane(const uint8_t* from, int low, uint8_t* codes) {
 }
 
 // `groups` groups of 128 codes to 16 * bits bytes each.
-static void pack(const uint8_t* codes, int64_t groups, int bits, uint8_t* to) {
+THINWIRE_APART static void pack(const uint8_t* codes, int64_t groups, int bits, uint8_t* to) {
   if (bits == 8) {
     std::memcpy(to, codes, groups * kGroup);
     return;
@@ -54,7 +54,7 @@ static void pack(const uint8_t* codes, int64_t groups, int bits, uint8_t* to) {
   }
 }
 
-static void unpack(const uint8_t* from, int64_t groups, int bits, uint8_t* codes) {
+THINWIRE_APART static void unpack(const uint8_t* from, int64_t groups, int bits, uint8_t* codes) {
   if (bits == 8) {
     std::memcpy(codes, from, groups * kGroup);
     return;

@@ -13,12 +13,15 @@ struct Draws {
     const uint64_t mixed = splitmix64(key + (uint64_t)row.site * 0x9E3779B97F4A7C15ull);
     k0 = (uint32_t)mixed, k1 = (uint32_t)(mixed >> 32);
   }
-  inline Words operator()(Words counter) const {
-    Words x = counter ^ k0;
-    x = (x ^ (x >> 17)) * 0xED5AD4BBu + k1;
-    x = (x ^ (x >> 11)) * 0xAC4C1B51u;
-    x = (x ^ (x >> 15)) * 0x31848BABu;
-    return x ^ (x >> 14);
+  // Random words for kCount counters, step by step for all: the processor need not look far ahead for work.
+  template <int kCount>
+  inline void words(Words* x) const {
+    for (int i = 0; i < kCount; i++) x[i] ^= k0;
+    for (int i = 0; i < kCount; i++) x[i] = (x[i] ^ (x[i] >> 17)) * 0xED5AD4BBu;
+    for (int i = 0; i < kCount; i++) x[i] += k1;
+    for (int i = 0; i < kCount; i++) x[i] = (x[i] ^ (x[i] >> 11)) * 0xAC4C1B51u;
+    for (int i = 0; i < kCount; i++) x[i] = (x[i] ^ (x[i] >> 15)) * 0x31848BABu;
+    for (int i = 0; i < kCount; i++) x[i] ^= x[i] >> 14;
   }
 };
 
@@ -30,7 +33,7 @@ static inline Words lane_numbers() {
 
 // Code in 16.16 fixed point before the cut: (x - low) * inverse.
 static inline Words position(const float* x, Floats low, Floats inverse) {
-  return bits_of<Words>(__builtin_convertvector((load<Floats>(x) - low) * inverse, Ints));
+  return truncate((load<Floats>(x) - low) * inverse);
 }
 
 // The scales of a group's two halves of 64: one value each, or one per element where buckets end inside a half.
@@ -38,13 +41,19 @@ struct HalfScales {
   const float *low[2], *inverse[2];
 };
 
-// The 128 codes of one group; `counter` is 64 times the group's number in its layer.
+// The 128 codes of one group; `counter` is 64 times the group's number in its layer. Where lesser() hides NaNs, bits
+// above the codes are set in `seen` if a position is NaN: by its value, or by the scale of a bucket that has none.
 template <bool kEach, bool kNearest>
 static inline void quantise_group(const float* x, const HalfScales& scales, const Draws& draws, uint32_t counter,
-                                  uint8_t* codes) {
+                                  uint8_t* codes, Words& seen) {
   const Words lanes = lane_numbers();
   Words a[4], b[4];
   for (int j = 0; j < 64; j += 4 * kLanes) {
+    Words random[4];
+    if (!kNearest) {
+      for (int v = 0; v < 4; v++) random[v] = lanes ^ (counter + j + v * kLanes); // a multiple of 64: xor adds
+      draws.words<4>(random);
+    }
     for (int v = 0; v < 4; v++) {
       const int at = j + v * kLanes;
       const auto spread = [at](const float* p) { return kEach ? load<Floats>(p + at) : splat(*p); };
@@ -53,10 +62,10 @@ static inline void quantise_group(const float* x, const HalfScales& scales, cons
       if (kNearest) {
         a[v] += 0x8000, b[v] += 0x8000;
       } else {
-        const Words random = draws(lanes ^ (counter + at)); // the counter is a multiple of 64: xor adds
-        a[v] += random & 0xFFFF, b[v] += random >> 16;
+        a[v] += random[v] & 0xFFFF, b[v] += random[v] >> 16;
       }
       a[v] >>= 16, b[v] >>= 16;
+      if (kHidesNan) seen |= a[v] | b[v];
     }
     store_bytes(codes + j, a[0], a[1], a[2], a[3]), store_bytes(codes + j + 64, b[0], b[1], b[2], b[3]);
   }

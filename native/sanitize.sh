@@ -13,7 +13,8 @@ if [[ "$runtime" != /* ]]; then
   exit 1
 fi
 
-CXX="${CXX:-g++}" cmake -S . -B "$build" -G Ninja -DTHINWIRE_SANITIZE=ON -DPython_EXECUTABLE="$(command -v python)" >"$build/log"
+CXX="${CXX:-g++}" cmake -S . -B "$build" -G Ninja -DTHINWIRE_SANITIZE=ON \
+  -DPython_EXECUTABLE="$(command -v python)" >"$build/log"
 cmake --build "$build" >>"$build/log" || { cat "$build/log" >&2; exit 1; }
 
 # PyTorch is not instrumented and never frees what it holds at exit: no leak check. The core is put in place before

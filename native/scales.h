@@ -18,42 +18,35 @@ static inline bool holds_nan(const float* x, int64_t n) {
   return found;
 }
 
-// Minimum and maximum of x[0, n), whatever the NaNs among them; `sums` is no longer finite if there is one.
-static inline void extrema(const float* x, int64_t n, float& low, float& high, Floats& sums) {
+// Minimum and maximum of x[0, n). If lesser() hides NaNs they do not count.
+THINWIRE_APART static void extrema(const float* x, int64_t n, float& low, float& high) {
   if (n < kLanes) {
     low = high = x[0];
-    for (int64_t i = 0; i < n; i++) {
-      low = x[i] < low ? x[i] : low, high = x[i] > high ? x[i] : high;
-      sums[0] += x[i];
+    for (int64_t i = 1; i < n; i++) {
+      low = x[i] < low || x[i] != x[i] ? x[i] : low;
+      high = x[i] > high || x[i] != x[i] ? x[i] : high;
     }
     return;
   }
   const Floats last = load<Floats>(x + n - kLanes); // overlaps what the loop reads
   Floats lows = last, highs = last;
-  sums += last;
   int64_t i = 0;
   for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
     const Floats a = load<Floats>(x + i), b = load<Floats>(x + i + kLanes);
     const Floats c = load<Floats>(x + i + 2 * kLanes), d = load<Floats>(x + i + 3 * kLanes);
     lows = lesser(lesser(lesser(a, b), lesser(c, d)), lows);
     highs = greater(greater(greater(a, b), greater(c, d)), highs);
-    sums += (a + b) + (c + d);
   }
   for (; i + kLanes <= n; i += kLanes) {
     const Floats a = load<Floats>(x + i);
-    lows = lesser(a, lows), highs = greater(a, highs), sums += a;
+    lows = lesser(a, lows), highs = greater(a, highs);
   }
   low = across_lesser(lows), high = across_greater(highs);
 }
 
-static inline bool finite(Floats sums) {
-  bool ok = true;
-  for (int i = 0; i < kLanes; i++) ok &= __builtin_fabsf(sums[i]) <= kLargest;
-  return ok;
-}
-
 // lo, unit and factor of `n` buckets; `low` and `high` hold the extrema on entry. NaN or Inf spoil a bucket's range.
-static void finish_scales(float* low, const float* high, float* unit, float* inverse, int64_t n, int bits) {
+THINWIRE_APART static void finish_scales(float* low, const float* high, float* unit, float* inverse, int64_t n,
+                                         int bits) {
   const float levels = (float)((1 << bits) - 1), over = numerator(bits), nan = quiet_nan();
   for (int64_t k = 0; k < n; k++) {
     const float lo = low[k] + 0.0f, span = (high[k] + 0.0f) - lo;
@@ -84,9 +77,10 @@ struct Scratch {
   alignas(64) float each_other[kTile];
 };
 
-// Values of the buckets that the elements [at, at + n) lie in, one per element, up to a whole group. `per_bucket` begins
-// at bucket `first`.
-static void spread(const float* per_bucket, int64_t bucket, int64_t at, int64_t first, int64_t n, float* each) {
+// Values of the buckets that the elements [at, at + n) lie in, one per element, up to a whole group. `per_bucket`
+// begins at bucket `first`.
+THINWIRE_APART static void spread(const float* per_bucket, int64_t bucket, int64_t at, int64_t first, int64_t n,
+                                  float* each) {
   int64_t k = at / bucket - first, left = bucket - at % bucket;
   for (int64_t i = 0; i < n; k++, left = bucket) {
     float value;
@@ -115,21 +109,13 @@ static inline const float* ahead_of(const float* values, const Row& row, int64_t
 
 // Minimum and maximum of kUnit elements, like extrema() but with nothing to decide.
 template <int kUnit>
-static inline void unit_extrema(const float* x, float& low, float& high, Floats& sums) {
-  Floats lows, highs, total;
+static inline void unit_extrema(const float* x, float& low, float& high) {
+  Floats lows, highs;
   for (int j = 0; j < kUnit; j += 4 * kLanes) {
     const Floats a = load<Floats>(x + j), b = load<Floats>(x + j + kLanes);
     const Floats c = load<Floats>(x + j + 2 * kLanes), d = load<Floats>(x + j + 3 * kLanes);
     const Floats least = lesser(lesser(a, b), lesser(c, d)), most = greater(greater(a, b), greater(c, d));
     lows = j ? lesser(least, lows) : least, highs = j ? greater(most, highs) : most;
-    total = j ? total + ((a + b) + (c + d)) : (a + b) + (c + d);
   }
-  low = across_lesser(lows), high = across_greater(highs), sums += total;
+  low = across_lesser(lows), high = across_greater(highs);
 }
-
-// The extrema of a block, found in units of half a group or a group while the codes of the block before are made: what
-// waits for memory, and for one lane after the other, then costs nothing. block.low and block.high hold those of units.
-struct Walk {
-  Block* block; // null: nothing follows
-  Floats sums;
-};

@@ -118,7 +118,9 @@ def test_same_bits_for_any_sizes(
     check_all(spans, x, bits=bits, bucket=bucket, key=key, nearest=nearest, levels=(LEVELS[0], LEVELS[-1]))
 
 
-@pytest.mark.parametrize(("bucket", "numel"), [(128, 300_000), (999, 150_000), (30_000, 200_001), (2**40, 200_001)])
+@pytest.mark.parametrize(
+    ("bucket", "numel"), [(128, 300_000), (16_384, 200_001), (999, 150_000), (30_000, 200_001), (2**40, 200_001)]
+)
 def test_same_bits_for_large_rows_and_any_number_of_threads(bucket: int, numel: int) -> None:
     """Also where a bucket is too wide for one block, and its extrema come from several threads."""
     spans = Table(torch.tensor([[5, numel, 0, 64, 3], [numel + 5, 1000, 0, 64 * 10**5, 4]]))

@@ -379,8 +379,7 @@ def _decode(
 
 def _clamped(table: Table, bucket: int) -> int:
     """A bucket larger than every segment is as good as the largest segment, rounded up to whole groups."""
-    largest = max((row.numel for row in table.segments), default=1)
-    return min(bucket, -(-largest // GROUP) * GROUP or GROUP)
+    return min(bucket, -(-table.largest // GROUP) * GROUP or GROUP)
 
 
 def _check_aligned(message: Tensor) -> None:

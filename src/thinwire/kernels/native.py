@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -36,7 +37,7 @@ def load() -> ModuleType | None:
     if wanted == REFERENCE:
         return None
     try:
-        from thinwire.kernels import _native as core
+        core = import_module("thinwire.kernels._native")
     except ImportError as missing:
         warnings.warn(f"{MISSING} ({missing})", RuntimeWarning, stacklevel=2)
         return None

@@ -58,6 +58,7 @@ class Table:
         self.segments = tuple(Row(*row) for row in self.rows.tolist())
         self._check()
         self.numel = sum(row.numel for row in self.segments)
+        self.largest = max((row.numel for row in self.segments), default=0)
         self.num_elements = max((row.start + row.numel for row in self.segments if row.numel), default=0)
         """A tensor must have at least this many elements to hold all segments."""
         self.pointer = self.rows.data_ptr()
