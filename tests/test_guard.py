@@ -92,9 +92,9 @@ def test_declined_layers_travel_as_in_stock_ddp() -> None:
 # --- parity and resync -----------------------------------------------------------------------------------------------
 
 
-def _differs(rank: int, spec: str) -> str:
+def _differs(rank: int, spec: str, simulate: bool) -> str:
     model = make(rank)
-    wire = thinwire.compress(model, spec, decline=False, parity=2)
+    wire = thinwire.compress(model, spec, decline=False, parity=2, simulate=simulate)
     train(model, rank, 4)
     assert wire.stats.parity_checks == 2
     if rank == 1:
@@ -107,9 +107,9 @@ def _differs(rank: int, spec: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("spec", ["minmax", "raw"])
-def test_a_replica_that_differs_is_named(spec: str) -> None:
-    for message in run_ranks(_differs, 3, spec):
+@pytest.mark.parametrize(("spec", "simulate"), [("minmax", False), ("raw", False), ("minmax", True)])
+def test_a_replica_that_differs_is_named(spec: str, simulate: bool) -> None:
+    for message in run_ranks(_differs, 3, spec, simulate):
         assert "layers.2.weight of rank 1 is not that of rank 0" in message
 
 

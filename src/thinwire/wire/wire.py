@@ -178,10 +178,10 @@ class Wire:
     def check_parity(self, parameters: Mapping[str, Tensor]) -> None:
         """Compare all ranks' parameters, behind the training loop's back; this step's gradients raise a difference.
 
-        In a dense step nothing else is under way in the worker, so it is waited for, and a difference is raised here.
+        In a dense or simulated step nothing else is under way in the worker: it is waited for, and raised here.
         """
         checked = self._worker.submit(self._engine.check_parity(parameters, self._step))
-        if self.dense:
+        if self.dense or self.simulated:
             checked.wait()
             self._engine.raise_found()
 
