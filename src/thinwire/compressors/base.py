@@ -17,9 +17,6 @@ from thinwire.kernels import Table, derive_key, site_id
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that compressors take. Arithmetic is in fp32 whatever comes in."""
 
-PAYLOAD_ALIGNMENT = 64
-"""Bytes at which every payload of a message starts, so that a vector register never straddles two of them."""
-
 
 @dataclass(frozen=True)
 class Slot:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors.base import PAYLOAD_ALIGNMENT, Coded, Segments, State
+from thinwire.compressors.base import Coded, Segments, State
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Raw(Coded):
         return kernels.minmax_grain(1)
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return -(-numel * dtype.itemsize // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
+        return kernels.align(numel * dtype.itemsize)
 
     def encode(self, x: Tensor, segments: Segments, message: Tensor, *, key: int, state: State | None = None) -> None:
         for values, payload in _views(x, segments, message, x.dtype):

@@ -1,6 +1,6 @@
 """Floor 0: arrays in, bytes out. Torch reference, native CPU core and Triton give the same bytes for the same key."""
 
-from thinwire.kernels.layout import minmax_bytes, minmax_grain
+from thinwire.kernels.layout import align, minmax_bytes, minmax_grain
 from thinwire.kernels.native import CORE, cpu_level
 from thinwire.kernels.ops import checksum, minmax_decode, minmax_encode, minmax_reduce, minmax_sum
 from thinwire.kernels.rng import derive_key, site_id
@@ -17,6 +17,7 @@ __all__ = [
     "FORMAT_VERSION",
     "HAVE_NATIVE",
     "Table",
+    "align",
     "checksum",
     "cpu_level",
     "derive_key",

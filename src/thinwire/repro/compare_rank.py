@@ -9,15 +9,11 @@ whenever a rank answers ``hold`` it waits for a ``go``, and when standard input 
 import gc
 import hashlib
 import math
-import os
-import signal
-import sys
 import time
-import traceback
 from collections.abc import Iterator
 from datetime import timedelta
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.repro.demo_rank import Channel, ParentGone
+from thinwire.repro.demo_rank import Channel, run_rank
 from thinwire.repro.tasks import Task, restore
 from thinwire.repro.train import gradient_bytes, ring_factor
 
@@ -134,25 +130,5 @@ def _serve(channel: Channel) -> None:
         channel.send("done", **rank.run(command["rules"], int(command["seed"]), float(command["learning_rate"])))
 
 
-def main() -> NoReturn:
-    # Ctrl-C in the terminal is the parent's to handle. Whatever else prints must not mix with the answers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    channel = Channel(sys.stdin, answers)
-    code = 0
-    try:
-        _serve(channel)
-    except (ParentGone, BrokenPipeError):
-        pass
-    except Exception as error:  # noqa: BLE001 - every failure is the parent's to tell
-        traceback.print_exc()
-        channel.send("failed", message=f"{type(error).__name__}: {error}")
-        code = 1
-    sys.stderr.flush()
-    # Threads of a broken process group must not hold the process back.
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    main()
+    run_rank(_serve)

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -164,7 +164,8 @@ def _serve(channel: Channel) -> None:
         channel.send("done", **result)
 
 
-def main() -> NoReturn:
+def run_rank(serve: Callable[[Channel], None]) -> NoReturn:
+    """Answer the parent through ``serve`` until it is gone, tell it every failure, and end this process."""
     # Ctrl-C in the terminal is the parent's to handle. Whatever else prints must not mix with the answers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w")
@@ -172,7 +173,7 @@ def main() -> NoReturn:
     channel = Channel(sys.stdin, answers)
     code = 0
     try:
-        _serve(channel)
+        serve(channel)
     except (ParentGone, BrokenPipeError):
         pass
     except Exception as error:  # noqa: BLE001 - every failure is the parent's to tell
@@ -185,4 +186,4 @@ def main() -> NoReturn:
 
 
 if __name__ == "__main__":
-    main()
+    run_rank(_serve)
