@@ -83,7 +83,7 @@ class Rank:
             "payload_bytes": payload_bytes,
             "formula_bytes": wire.wire_bytes_per_step() if wire and not wire.plan.all_raw else dense_bytes,
             "held_out": self._evaluate(model, probe=False),
-            "digest": _digest(model),
+            "digest": digest(model),
         }
         if wire:
             wire.detach()
@@ -114,7 +114,7 @@ class Rank:
         return found
 
 
-def _digest(model: nn.Module) -> str:
+def digest(model: nn.Module) -> str:
     """Hash of all parameters' bytes: equal on two ranks exactly where their replicas are."""
     state = hashlib.sha256()
     for parameter in model.parameters():

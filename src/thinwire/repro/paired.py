@@ -161,18 +161,18 @@ def _compare(
     )
 
 
-class _Ranks:
-    """A link on which a `Crew` finds the ranks of a comparison."""
+class Ranks:
+    """A link on which a `Crew` finds ranks that run ``module``."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, link: Link, module: str) -> None:
+        self._link, self._module = link, module
 
     def popen(self, rank: int, argv: Sequence[str], **popen_kwargs: Any) -> subprocess.Popen[Any]:
-        return self._link.popen(rank, [sys.executable, "-m", compare_rank.__name__], **popen_kwargs)
+        return self._link.popen(rank, [sys.executable, "-m", self._module], **popen_kwargs)
 
 
 @dataclass(frozen=True)
-class _Setup:
+class Setup:
     """What a rank is told first, in place of the demo's task; see `thinwire.repro.tasks.describe`."""
 
     module: str
@@ -193,8 +193,8 @@ class _Runs:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="thinwire-compare-")))
             self._network = stack.enter_context(lab.Network(self._num_ranks)) if self._rate is not None else None
-            link = _Ranks(self._network or Loopback())
-            setup: Any = _Setup(**describe(self.task))
+            link = Ranks(self._network or Loopback(), compare_rank.__name__)
+            setup: Any = Setup(**describe(self.task))
             self._crew = stack.enter_context(
                 Crew(link, setup, self._num_ranks, folder=folder, name="rank", timeout_s=_TIMEOUT_S)
             )

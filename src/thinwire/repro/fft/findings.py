@@ -1,0 +1,91 @@
+"""What was found beside what the paper claims: rows of a table and of the JSON file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from thinwire.repro.statistics import Estimate, Verdict, estimate, judge
+from thinwire.results import Results
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One figure of the paper's that was measured here. ``holds`` is None where it cannot be judged: too few seeds, too
+    much noise, or the paper says nothing about it. ``more``: the curves behind the value, for the JSON file."""
+
+    figure: str
+    name: str
+    value: float
+    unit: str
+    claim: str
+    found: str
+    holds: bool | None
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+def no_worse(differences: Sequence[float], margin: float) -> tuple[Estimate, bool | None]:
+    """Whether ``differences`` (one a seed; positive is worse) are at most ``margin`` in the mean, at 95 %."""
+    found = estimate(differences)
+    verdict = judge(found, margin)
+    return found, None if verdict is Verdict.UNDECIDED else verdict is Verdict.WITHIN
+
+
+def worse(differences: Sequence[float], margin: float) -> tuple[Estimate, bool | None]:
+    """The opposite: whether they are over ``margin``."""
+    found, within = no_worse(differences, margin)
+    return found, None if within is None else not within
+
+
+def points(found: Estimate) -> str:
+    """A difference in accuracy, with its bounds: ``"−0.4 points (−0.9 to +0.1)"``."""
+    text = f"{100 * found.mean:+.2f} points"
+    if math.isfinite(found.lower):
+        text += f" ({100 * found.lower:+.2f} to {100 * found.upper:+.2f})"
+    return text
+
+
+def table(findings: Sequence[Finding]) -> Table:
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="FFT sparsification, section 4, as found here")
+    shown.add_column("figure", no_wrap=True)
+    shown.add_column("the paper")
+    shown.add_column("here")
+    shown.add_column("holds", no_wrap=True)
+    words = {True: "[green]yes[/]", False: "[red]no[/]", None: "[dim]open[/]"}
+    for finding in findings:
+        if finding.claim:
+            shown.add_row(finding.figure, escape(finding.claim), escape(finding.found), words[finding.holds])
+    return shown
+
+
+def record(findings: Sequence[Finding], about: dict[str, Any]) -> Results:
+    """All findings as rows; what is not finite becomes null."""
+    results = Results("thinwire repro fft", about=about)
+    for finding in findings:
+        results.add(
+            f"fig{finding.figure}/{finding.name}",
+            _plain(finding.value),
+            finding.unit,
+            figure=finding.figure,
+            claim=finding.claim or None,
+            found=finding.found,
+            holds=finding.holds,
+            **_plain(finding.more),
+        )
+    return results
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value

@@ -1,0 +1,71 @@
+"""The ways that gradients travel in the FFT paper's section 4.2: the one list of their specs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+THETA = 0.85
+"""Share of the components that is dropped, by FFT and by top-k alike (section 4.2)."""
+
+NOTHING = "nothing"
+"""Sends nothing, so that ranks drift apart: how fast a step can be at best."""
+
+SPECS = {
+    "fft": f"fft(theta={THETA}, bits=10, block=4096, feedback=False)",
+    "topk": f"topk(density={1 - THETA:.2f}, feedback=False)",
+    "qsgd": "qsgd(bits=3)",
+    "terngrad": "terngrad()",
+    "fft ef": f"fft(theta={THETA}, bits=10, block=4096)",
+    "topk ef": f"topk(density={1 - THETA:.2f})",
+    "qsgd ef": "ef(qsgd(bits=3))",
+    "terngrad ef": "ef(terngrad())",
+    "fft unquantised": f"fft(theta={THETA}, bits=32, block=whole, feedback=False)",
+    "fft theta": "fft(theta={theta}, bits=10, block=4096, feedback=False)",
+    "fft theta to 0": "fft(theta=((0, {theta}), ({step}, 0.0)), bits=10, block=4096, feedback=False)",
+}
+"""Compressors by method; "ef": with error feedback, which the plan adds to biased ones on its own."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way of sending gradients.
+
+    ``ratio`` is the compression ratio that the paper counts for it, ``accuracy`` its loss of top-1 accuracy there in
+    percentage points, ``speedup`` its speed over fp32 (table 2, ResNet-32). ``exclude``: layers that stay raw.
+    """
+
+    name: str
+    title: str
+    colour: str
+    ratio: float = 1.0
+    accuracy: float = 0.0
+    speedup: float = 1.0
+    exclude: tuple[str, ...] = ()
+
+    @property
+    def spec(self) -> str | None:
+        """Its spec; None for plain DDP."""
+        return SPECS.get(self.name)
+
+    def with_feedback(self) -> Method:
+        """The same with error feedback; the paper has no figures of that."""
+        return Method(f"{self.name} ef", f"{self.title} + EF", self.colour, self.ratio, exclude=self.exclude)
+
+
+FP32 = Method("fp32", "SGD fp32", "#555555")
+FFT = Method("fft", "FFT", "#0a7d4f", 21.3, 0.12, 1.33)
+TOPK = Method("topk", "top-k", "#c0392b", 6.67, 1.80, 1.12)
+QSGD = Method("qsgd", "QSGD", "#d98a00", 10.6, 3.45, 1.21)
+# The paper's TernGrad leaves the classifier's last layer as it is.
+TERNGRAD = Method("terngrad", "TernGrad", "#8250c4", 16.0, 5.21, 1.24, exclude=("head",))
+LOSSY = (FFT, TOPK, QSGD, TERNGRAD)
+
+
+def constant(theta: float) -> str:
+    """FFT at one theta, without error feedback."""
+    return SPECS["fft theta"].format(theta=theta)
+
+
+def dropped(theta: float, step: int) -> str:
+    """FFT at ``theta`` that sends everything from ``step`` on (theorem 3.5, section 4.1)."""
+    return SPECS["fft theta to 0"].format(theta=theta, step=step)

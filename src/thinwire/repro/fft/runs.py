@@ -1,0 +1,189 @@
+"""Trainings of the FFT paper's figures: rank processes, their link, and every run they have made."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire import lab
+from thinwire.repro.compare_rank import probe_steps
+from thinwire.repro.crew import Crew, Loopback
+from thinwire.repro.fft import rank as rank_module
+from thinwire.repro.fft.methods import NOTHING
+from thinwire.repro.fft.task import ImageTask
+from thinwire.repro.paired import Ranks, Setup
+from thinwire.repro.tasks import describe
+from thinwire.wire import ParityError
+
+_TIMEOUT_S = 180.0
+_FIRST_STEPS = 5
+
+OnStep = Callable[[int, float], None]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One training. ``accuracy``, ``held_out_loss`` and ``seconds`` are at the start and after each of
+    ``probe_steps``; ``train_loss`` is the mean over ranks of every step's."""
+
+    step_s: tuple[float, ...]
+    train_loss: tuple[float, ...]
+    probe_steps: tuple[int, ...]
+    accuracy: tuple[float, ...]
+    held_out_loss: tuple[float, ...]
+    payload_bytes: float
+    final_accuracy: float
+    final_loss: float
+    alpha: tuple[tuple[int, float], ...]
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of training until each probe."""
+        return [sum(self.step_s[:step]) for step in (0, *self.probe_steps)]
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the median step, without the first ones, in which DDP arranges its buckets."""
+        return median(self.step_s[min(_FIRST_STEPS, len(self.step_s) // 2) :])
+
+    @property
+    def last_train_loss(self) -> float:
+        """Mean over the last tenth of the steps."""
+        return fmean(self.train_loss[-max(1, len(self.train_loss) // 10) :])
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Local gradients along one training, by layer: those layers that are compressed.
+
+    ``layers`` holds a tensor for each step, rank and layer: ``[step][rank][layer]``.
+    """
+
+    steps: tuple[int, ...]
+    names: tuple[str, ...]
+    layers: tuple[tuple[tuple[Tensor, ...], ...], ...]
+
+
+class Runs:
+    """Rank processes on a link of ``rate`` (None: loopback), and what they have trained; a context manager."""
+
+    def __init__(self, task: ImageTask, num_ranks: int, rate: str | None) -> None:
+        self.task, self.num_ranks, self.rate = task, num_ranks, rate
+        self.link: dict[str, Any] | str = "loopback"
+        self._known: dict[tuple[Any, ...], Trained] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="thinwire-repro-")))
+            self._network = stack.enter_context(lab.Network(self.num_ranks)) if self.rate is not None else None
+            link = Ranks(self._network or Loopback(), rank_module.__name__)
+            setup: Any = Setup(**describe(self.task))
+            self._crew = stack.enter_context(
+                Crew(link, setup, self.num_ranks, folder=self._folder, name="rank", timeout_s=_TIMEOUT_S)
+            )
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def train(
+        self,
+        spec: str | None,
+        seed: int,
+        on_step: OnStep,
+        *,
+        exclude: Sequence[str] = (),
+        measure: int = 0,
+        shaped: bool = False,
+    ) -> Trained:
+        """Train, unless it has been; ``shaped``: over the slow link.
+
+        Raises:
+            RankFailed: a rank did not make it.
+            ParityError: ranks ended with different parameters.
+        """
+        shaped = shaped and self._network is not None
+        key = (spec, seed, tuple(exclude), measure, shaped)
+        if key not in self._known:
+            self._set_link(shaped)
+            command = {"do": "train", "spec": spec, "exclude": list(exclude), "seed": seed, "measure": measure}
+            self._known[key] = self._trained(self._crew.run(command, _shower(on_step), _nothing), spec)
+        return self._known[key]
+
+    def record(self, seed: int, at: Sequence[int], on_step: OnStep) -> Gradients:
+        """Train uncompressed and keep every rank's own gradient at the steps ``at``."""
+        self._set_link(False)
+        command = {"do": "record", "seed": seed, "at": sorted(at), "folder": str(self._folder)}
+        self._crew.run(command, _shower(on_step), _nothing)
+        shapes = {name: parameter.shape for name, parameter in self.task.build(seed).named_parameters()}
+        # As thinwire's own filter: the other layers travel raw.
+        taken = [name for name, shape in shapes.items() if len(shape) > 1 and shape.numel() >= 1024]
+        found = []
+        for rank in range(self.num_ranks):
+            flat = torch.from_numpy(np.load(self._folder / f"gradients-{rank}.npy", allow_pickle=False))
+            parts = flat.split([shape.numel() for shape in shapes.values()], dim=1)
+            layers = dict(zip(shapes, parts, strict=True))
+            found.append([[layers[name][i].view(shapes[name]) for name in taken] for i in range(len(at))])
+        by_step = tuple(tuple(tuple(found[rank][i]) for rank in range(self.num_ranks)) for i in range(len(at)))
+        return Gradients(tuple(sorted(at)), tuple(taken), by_step)
+
+    def _trained(self, answers: list[dict[str, Any]], spec: str | None) -> Trained:
+        first = answers[0]
+        probes = [_pooled([answer["scores"][at] for answer in answers]) for at in range(len(first["scores"]))]
+        final_loss, final_accuracy = _pooled([answer["held_out"] for answer in answers])
+        same = len({answer["digest"] for answer in answers}) == 1
+        if not same and spec != NOTHING and math.isfinite(final_loss):
+            raise ParityError(f"{spec}: ranks hold different parameters after {self.task.steps} steps")
+        return Trained(
+            step_s=tuple(first["step_s"]),
+            train_loss=tuple(fmean(losses) for losses in zip(*(answer["losses"] for answer in answers), strict=True)),
+            probe_steps=tuple(probe_steps(self.task)),
+            accuracy=tuple(accuracy for _, accuracy in probes),
+            held_out_loss=tuple(loss for loss, _ in probes),
+            payload_bytes=first["payload_bytes"][-1],
+            final_accuracy=final_accuracy,
+            final_loss=final_loss,
+            alpha=tuple((step, value) for step, value in first["alpha"]),
+        )
+
+    def _set_link(self, shaped: bool) -> None:
+        if self._network is None or self.rate is None:
+            return
+        if shaped:
+            self._network.shape(self.rate)
+            self.link = self._network.describe()
+        else:
+            self._network.unshape()
+
+
+def _pooled(parts: Sequence[tuple[float, int, int]]) -> tuple[float, float]:
+    """Mean loss and accuracy from every rank's sums."""
+    count = sum(images for _, _, images in parts)
+    return math.fsum(total for total, _, _ in parts) / count, sum(right for _, right, _ in parts) / count
+
+
+def _shower(on_step: OnStep) -> Callable[[int, dict[str, Any]], None]:
+    def show(rank: int, event: dict[str, Any]) -> None:
+        if rank == 0 and event["event"] == "step":
+            on_step(event["step"], event["loss"])
+
+    return show
+
+
+def _nothing(*_: Any) -> None:
+    """For what need not be told."""
