@@ -12,7 +12,7 @@ import pytest
 from thinwire import cli, lab
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ["demo", "lab", "compare", "bench kernels", "bench allreduce", "bench step"]
+COMMANDS = ["demo", "lab", "compare", "bench kernels", "bench allreduce", "bench step", "repro fft"]
 
 
 def test_help_names_every_command(capsys) -> None:

@@ -20,6 +20,7 @@ _COMMANDS = {
     "bench allreduce": "thinwire.bench.allreduce:allreduce",
     "bench step": "thinwire.bench.step:step",
     "compare": "thinwire.repro.compare:compare",
+    "repro fft": "thinwire.repro.fft.command:fft",
 }
 
 _HELP = """\
@@ -31,6 +32,7 @@ _HELP = """\
   [bold]thinwire bench allreduce[/]   an all-reduce over a slow link, beside gloo and beside its own limit
   [bold]thinwire bench step[/]        a training step over a slow link, beside stock DDP and beside its own limit
   [bold]thinwire compare[/]           is it the same loss? paired runs, an interval, a control that must fail
+  [bold]thinwire repro fft[/]         the FFT sparsification paper's figures on this machine: does each claim hold?
 
   thinwire COMMAND --help       what a command takes, with examples
 

@@ -2,6 +2,6 @@
 Networks" (Wang et al., HPDC 2020) at the scale of two cores.
 
 `images` and `task` say what is trained, `methods` how gradients travel, `rank` and `runs` do it; `reconstruct` and
-`cost` are the arithmetic of the figures; `of_gradients`, `of_cost`, `of_training` and `of_scaling` draw them and judge the
-paper's claims; `command` is the command.
+`cost` are the arithmetic of the figures; `of_gradients`, `of_cost`, `of_theorems`, `of_methods` and `of_scaling` draw
+them and judge the paper's claims; `command` is the command.
 """

@@ -69,3 +69,8 @@ def constant(theta: float) -> str:
 def dropped(theta: float, step: int) -> str:
     """FFT at ``theta`` that sends everything from ``step`` on (theorem 3.5, section 4.1)."""
     return SPECS["fft theta to 0"].format(theta=theta, step=step)
+
+
+def all_specs() -> list[str]:
+    """Every spec that the figures use, with a theta and a step filled in."""
+    return [spec.format(theta=THETA, step=1) if "{" in spec else spec for spec in SPECS.values()]

@@ -1,0 +1,113 @@
+"""Figure 14 and table 2: accuracy and wall time over a slow link, by method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+import numpy as np
+
+from thinwire.repro.fft import plots
+from thinwire.repro.fft.findings import Finding, no_worse, points, worse
+from thinwire.repro.fft.methods import FFT, FP32, LOSSY, Method
+from thinwire.repro.fft.of_theorems import curves, lost_accuracy
+from thinwire.repro.fft.runs import Trained
+from thinwire.repro.fft.study import Study
+
+
+def all_methods() -> tuple[Method, ...]:
+    """Of Fig. 14: as the paper has them, and again with error feedback."""
+    return (FP32, *LOSSY, *(method.with_feedback() for method in LOSSY))
+
+
+def figure_14(study: Study) -> list[Finding]:
+    """Train over the slow link with every method from the same seeds."""
+    found: dict[str, list[Trained]] = {method.name: [] for method in all_methods()}
+    for seed in study.seeds:
+        # Seed by seed, so that what slows the machine for a while slows all methods.
+        for method in all_methods():
+            run = study.train(method.spec, seed, exclude=method.exclude, shaped=True)
+            found[method.name].append(run)
+    _draw_14(study, found)
+    return [*_accuracies(study, found), *_speedups(study, found)]
+
+
+def _accuracies(study: Study, found: Mapping[str, Sequence[Trained]]) -> list[Finding]:
+    rows = []
+    for method in all_methods():
+        runs = found[method.name]
+        lost = lost_accuracy(found[FP32.name], runs)
+        feedback, harmless = method.name.endswith(" ef"), method in (FFT, FP32)
+        estimate, holds = (no_worse if harmless or feedback else worse)(lost, study.scale.margin)
+        claim = f"{method.title} loses {method.accuracy:.2f} points of accuracy (ResNet-32)"
+        judged = method is not FP32 and not feedback
+        rows.append(
+            Finding(
+                "14",
+                f"accuracy/{method.name}",
+                fmean(run.final_accuracy for run in runs),
+                "",
+                "" if method is FP32 else f"{method.title}: not in the paper" if feedback else claim,
+                f"{fmean(run.final_accuracy for run in runs):.2%}, lost: {points(estimate)}",
+                holds if judged else None,
+                {"spec": method.spec, "margin": study.scale.margin, "lost": lost, **curves(runs)},
+            )
+        )
+    return rows
+
+
+def _speedups(study: Study, found: Mapping[str, Sequence[Trained]]) -> list[Finding]:
+    def speedup(name: str) -> float:
+        # Pair by pair, so that a machine that slows down slows both down.
+        pairs = zip(found[FP32.name], found[name], strict=True)
+        return fmean(base.step_seconds / run.step_seconds for base, run in pairs)
+
+    speedups = {method.name: speedup(method.name) for method in all_methods()}
+    fastest = speedups[FFT.name] >= max(speedups[method.name] for method in LOSSY)
+    rows = []
+    for method in all_methods():
+        runs, claim = found[method.name], ""
+        if method in LOSSY:
+            last = ", the most of all" if method is FFT else ""
+            claim = f"{method.title} is {method.speedup:.2f}x as fast as fp32 (ResNet-32){last}"
+        holds = speedups[method.name] > 1 and (fastest or method is not FFT)
+        sent = fmean(run.payload_bytes for run in runs)
+        dense = fmean(run.payload_bytes for run in found[FP32.name])
+        rows.append(
+            Finding(
+                "14",
+                f"speedup/{method.name}",
+                speedups[method.name],
+                "x",
+                claim,
+                f"{speedups[method.name]:.2f}x with {dense / sent:.1f}x fewer bytes"
+                if study.timed
+                else "no slow link can be emulated here",
+                holds if claim and study.timed else None,
+                {
+                    "timed": study.timed,
+                    "step_s": [run.step_seconds for run in runs],
+                    "train_s": [sum(run.step_s) for run in runs],
+                    "payload_bytes": sent,
+                    "ratio": dense / sent,
+                    "ratio_in_the_paper": method.ratio,
+                },
+            )
+        )
+    return rows
+
+
+def _draw_14(study: Study, found: Mapping[str, Sequence[Trained]]) -> None:
+    titles = ["as in the paper", "with error feedback"]
+    over = f"over {study.runs.rate}" if study.timed else "over loopback"
+    figure, panels = plots.canvas(2, titles=titles, x=f"seconds of training {over}", y="held-out loss (nats)")
+    for axes, feedback in zip(panels, (False, True), strict=True):
+        for method in (FP32, *(m.with_feedback() if feedback else m for m in LOSSY)):
+            runs = found[method.name]
+            seconds = np.mean([run.seconds for run in runs], axis=0)
+            accuracy = fmean(run.final_accuracy for run in runs)
+            label = f"{method.title} ({accuracy:.1%})"
+            losses = np.mean([run.held_out_loss for run in runs], axis=0)
+            axes.plot(seconds, losses, color=method.colour, label=label)
+        axes.set_yscale("log")
+    plots.save(figure, study.picture("14"))
