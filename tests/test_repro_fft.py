@@ -51,7 +51,7 @@ def test_the_small_version_makes_every_figure_and_judges_every_claim(tmp_path: P
     arguments = ["repro", "fft", "--smoke", "--figures", ",".join(figures), "--out", str(tmp_path), "--json", str(path)]
     assert cli.main(arguments) == 0, capsys.readouterr()
     found = json.loads(path.read_text(), parse_constant=_no_constant)
-    assert found["about"]["images"] == {"name": "digits", "train": 1438, "held_out": 359}
+    assert found["about"]["images"] == {"name": "digits", "train": 898, "held_out": 899}
     assert {row["figure"] for row in found["results"]} == set(figures)
     for row in found["results"]:
         assert row["found"]
@@ -172,7 +172,7 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
 def test_the_digits_are_split_by_index() -> None:
     pytest.importorskip("sklearn")
     found = images.digits()
-    assert (found.train.shape, found.held_out.shape) == ((1438, 1, 8, 8), (359, 1, 8, 8))
+    assert (found.train.shape, found.held_out.shape) == ((898, 1, 8, 8), (899, 1, 8, 8))
     assert found.train.dtype == torch.uint8
     assert int(found.train.max()) == 240
     assert set(found.held_out_labels.tolist()) == set(range(10))
@@ -317,6 +317,7 @@ def test_rows_carry_claim_and_verdict_and_no_value_that_is_not_json() -> None:
     rows = [
         Finding("10", "ratio", math.inf, "x", "a ratio of 2 is enough", "none is", False, {"curve": [1.0, math.nan]}),
         Finding("10", "more", 1.0, "x", "", "as it is", None),
+        Finding("10", "shown", 1.0, "x", "", "as it is", None, aside="with [error] feedback"),
     ]
     found = record(rows, {}).to_dict()["results"]
     assert found[0] == {
@@ -329,4 +330,4 @@ def test_rows_carry_claim_and_verdict_and_no_value_that_is_not_json() -> None:
         "holds": False,
         "curve": [1.0, None],
     }
-    assert table(rows).row_count == 1
+    assert table(rows).row_count == 2

@@ -27,9 +27,7 @@ from thinwire.repro.statistics import need_scipy
 from thinwire.wire import ParityError
 
 _SMOKE_TASK = ImageTask(width=8, steps=12, batch=8, probe_every=6, probe_images=60)
-_SMOKE = Scale(
-    _SMOKE_TASK, 1, buffer_bytes=400_000, repeats=2, measure_every=3, scaling_steps=4, world_sizes=(1, 2), margin=0.005
-)
+_SMOKE = Scale(_SMOKE_TASK, 1, buffer_bytes=400_000, repeats=2, measure_every=3, scaling_steps=4, world_sizes=(1, 2))
 # Rough, for the time that is foretold: on two cores of a 2020s server.
 _STEP_S, _SLOW_STEP_S = 0.02, 0.04
 

@@ -18,7 +18,8 @@ from thinwire.results import Results
 @dataclass(frozen=True)
 class Finding:
     """One figure of the paper's that was measured here. ``holds`` is None where it cannot be judged: too few seeds, too
-    much noise, or the paper says nothing about it. ``more``: the curves behind the value, for the JSON file."""
+    much noise, or the paper says nothing about it, ``claim`` being empty. ``aside``: in the table even so, under this
+    name. ``more``: the curves behind the value, for the JSON file."""
 
     figure: str
     name: str
@@ -28,6 +29,7 @@ class Finding:
     found: str
     holds: bool | None
     more: dict[str, Any] = field(default_factory=dict)
+    aside: str = ""
 
 
 def no_worse(differences: Sequence[float], margin: float) -> tuple[Estimate, bool | None]:
@@ -59,7 +61,10 @@ def table(findings: Sequence[Finding]) -> Table:
     shown.add_column("holds", no_wrap=True)
     words = {True: "[green]yes[/]", False: "[red]no[/]", None: "[dim]open[/]"}
     for finding in findings:
-        if finding.claim:
+        if finding.aside:
+            aside = f"[dim]beside it: {escape(finding.aside)}[/]"
+            shown.add_row(finding.figure, aside, escape(finding.found), "[dim]–[/]")
+        elif finding.claim:
             shown.add_row(finding.figure, escape(finding.claim), escape(finding.found), words[finding.holds])
     return shown
 

@@ -27,7 +27,7 @@ class Scale:
     measure_every: int = 10
     scaling_steps: int = 60
     world_sizes: tuple[int, ...] = (1, 2, 3, 4)
-    margin: float = 0.005
+    margin: float = 0.01
 
 
 @dataclass
