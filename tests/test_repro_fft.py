@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import thinwire
-from thinwire import cli
+from thinwire import cli, lab
 from thinwire.compressors import MinMax
+from thinwire.repro.crew import Crew, RankFailed
 from thinwire.repro.fft import cost, images, methods, reconstruct
 from thinwire.repro.fft.findings import Finding, no_worse, record, table, worse
 from thinwire.repro.fft.runs import Gradients
@@ -69,6 +70,42 @@ def test_the_small_version_makes_every_figure_and_judges_every_claim(tmp_path: P
     shown = capsys.readouterr().out
     assert "holds" in shown
     assert "Ethernet" in shown
+
+
+@pytest.mark.usefixtures("methods_that_exist")
+def test_a_rank_that_fails_costs_its_figure_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Crew.run
+
+    def run_and_kill(crew: Crew, command: dict[str, Any], *args: Any) -> list[dict[str, Any]]:
+        if command["do"] == "train":
+            crew._members[1].process.kill()
+        return run(crew, command, *args)
+
+    monkeypatch.setattr(Crew, "run", run_and_kill)
+    monkeypatch.setattr(lab, "unavailable", lambda: "no right to make namespaces")
+    assert cli.main(["repro", "fft", "--smoke", "--figures", "6,13,5", "--out", str(tmp_path)]) == 1
+    found = json.loads((tmp_path / "repro-fft.json").read_text())
+    assert found["about"]["failures"] == {"13": "rank 1: ended by signal 9"}
+    assert found["about"]["link"] == "loopback"
+    assert {row["figure"] for row in found["results"]} == {"5", "6"}
+    assert "no right to make namespaces" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.usefixtures("methods_that_exist")
+def test_ranks_that_do_not_start_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RankFailed(0, "it ended", "no such module")
+
+    monkeypatch.setattr("thinwire.repro.fft.runs.Crew", refuse)
+    monkeypatch.setattr(lab, "unavailable", lambda: "no right to make namespaces")
+    assert cli.main(["repro", "fft", "--smoke", "--figures", "6,10", "--out", str(tmp_path)]) == 1
+    found = json.loads((tmp_path / "repro-fft.json").read_text())
+    assert found["about"]["failures"] == dict.fromkeys(("6", "10"), "rank 0: it ended")
+    assert "no such module" in capsys.readouterr().out
 
 
 def _no_constant(text: str) -> None:

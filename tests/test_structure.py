@@ -46,7 +46,7 @@ def test_rules_of_the_house(path: Path) -> None:
 
 def test_import_is_lean() -> None:
     """`import thinwire` brings in nothing that only commands or accelerators need."""
-    heavy = ["triton", "matplotlib", "rich", "tyro", "scipy", "torch._dynamo", "torch._inductor"]
+    heavy = ["triton", "matplotlib", "rich", "tyro", "scipy", "sklearn", "torch._dynamo", "torch._inductor"]
     code = (
         f"import sys, torch\nbefore = set(sys.modules)\nimport thinwire\n"
         f"print([m for m in {heavy!r} if m in sys.modules and m not in before])"

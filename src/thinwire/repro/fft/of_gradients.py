@@ -129,7 +129,7 @@ def _edges(reconstruction: Reconstruction) -> np.ndarray:
 def _draw_15(study: Study, found: dict[str, Reconstruction], edges: np.ndarray) -> None:
     titles = [f"received by {method.title}" for method in LOSSY] + ["error"]
     y = ["share"] * len(LOSSY) + ["share of elements with at most this error"]
-    figure, panels = plots.canvas(len(LOSSY) + 1, titles=titles, x="gradient", y=y)
+    figure, panels = plots.canvas(len(LOSSY) + 1, titles=titles, x="gradient (last bars: all beyond)", y=y)
     middles = (edges[1:] + edges[:-1]) / 2
     for axes, method in zip(panels, LOSSY, strict=False):
         part = found[method.name]

@@ -35,7 +35,7 @@ OnStep = Callable[[int, float], None]
 @dataclass(frozen=True)
 class Trained:
     """One training. ``accuracy``, ``held_out_loss`` and ``seconds`` are at the start and after each of
-    ``probe_steps``; ``train_loss`` is the mean over ranks of every step's."""
+    ``probe_steps``; ``train_loss`` is the mean over ranks of every step's, ``step_s`` the slowest rank's."""
 
     step_s: tuple[float, ...]
     train_loss: tuple[float, ...]
@@ -150,7 +150,7 @@ class Runs:
         if not same and spec != NOTHING and math.isfinite(final_loss):
             raise ParityError(f"{spec}: ranks hold different parameters after {self.task.steps} steps")
         return Trained(
-            step_s=tuple(first["step_s"]),
+            step_s=tuple(max(seconds) for seconds in zip(*(answer["step_s"] for answer in answers), strict=True)),
             train_loss=tuple(fmean(losses) for losses in zip(*(answer["losses"] for answer in answers), strict=True)),
             probe_steps=tuple(probe_steps(self.task)),
             accuracy=tuple(accuracy for _, accuracy in probes),
