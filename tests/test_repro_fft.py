@@ -18,9 +18,10 @@ import thinwire
 from thinwire import cli, lab
 from thinwire.compressors import MinMax
 from thinwire.repro.crew import Crew, RankFailed
-from thinwire.repro.fft import cost, images, methods, reconstruct
+from thinwire.repro.fft import cost, images, methods, of_theorems, reconstruct
 from thinwire.repro.fft.findings import Finding, no_worse, record, table, worse
-from thinwire.repro.fft.runs import Gradients
+from thinwire.repro.fft.runs import Gradients, Trained
+from thinwire.repro.fft.study import Scale
 from thinwire.repro.fft.task import ImageTask, ResNet
 
 RECORD = 3073
@@ -339,6 +340,51 @@ def test_histograms_and_shares() -> None:
 
 
 # --- judging
+
+
+def _trained(accuracy: float, alpha: tuple[tuple[int, float], ...] = ()) -> Trained:
+    return Trained((0.1, 0.2), (2.0, 1.0), (2,), (0.1, accuracy), (2.3, 1.0), 8.0, accuracy, 1.0, alpha)
+
+
+class _Study:
+    """A study whose runs are made up."""
+
+    task = ImageTask(steps=2)
+    scale = Scale(task, seeds=3)
+    seeds = range(3)
+
+    def __init__(self, out: Path, runs: dict[str | None, Trained]) -> None:
+        self._out, self._runs = out, runs
+
+    def picture(self, figure: str) -> Path:
+        return self._out / f"fig{figure}.svg"
+
+    def train(self, spec: str | None, seed: int, **options: Any) -> Trained:
+        return self._runs[spec]
+
+
+@pytest.mark.parametrize(("highest", "holds"), [(0.9, True), (1.2, False), (math.nan, False)])
+def test_alpha_is_judged_by_its_highest(tmp_path: Path, highest: float, holds: bool) -> None:
+    pytest.importorskip("matplotlib")
+    samples = ((0, 0.3), (10, highest), (20, 0.4))
+    runs = {methods.constant(theta): _trained(0.9, samples) for theta in of_theorems.alpha_thetas()}
+    found = of_theorems.figure_12(_Study(tmp_path, dict(runs)))  # pyright: ignore[reportArgumentType]
+    assert [row.holds for row in found if row.claim] == [holds]
+    assert (tmp_path / "fig12.svg").exists()
+
+
+def test_theorems_are_judged_by_accuracy(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("scipy")
+    dropped = methods.dropped(of_theorems.STRONG, _Study.task.drop_step)
+    mild, strong = (methods.constant(theta) for theta in (of_theorems.MILD, of_theorems.STRONG))
+    runs = {None: _trained(0.95), mild: _trained(0.949), strong: _trained(0.9), dropped: _trained(0.8)}
+    found = of_theorems.figure_13(_Study(tmp_path, runs))  # pyright: ignore[reportArgumentType]
+    assert {row.name: row.holds for row in found if row.claim} == {
+        "accuracy/mild": True,
+        "accuracy/strong": True,
+        "accuracy/dropped": False,
+    }
 
 
 def test_claims_are_judged_with_their_bounds() -> None:

@@ -32,7 +32,8 @@ def figure_12(study: Study) -> list[Finding]:
     axes.axvline(study.task.drop_step, color="#888888", linewidth=1, linestyle="--")
     axes.set_ylim(bottom=0)
     plots.save(figure, study.picture("12"))
-    most = {theta: max(value for _, value in samples) for theta, samples in found.items()}
+    # Unlike max(), a NaN comes out on top, so that a run that diverged does not hold.
+    most = {theta: float(np.max([value for _, value in samples])) for theta, samples in found.items()}
     text = "the highest is " + ", ".join(f"{most[theta]:.2f} at theta={theta}" for theta in found)
     return [
         Finding(
