@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
@@ -40,23 +41,20 @@ class MinMax(Coded):
     def unbiased(self) -> bool:
         return self.rounding == "stochastic"
 
+    @cached_property
+    def form(self) -> kernels.Format:
+        """The kernels' format."""
+        return kernels.Format(self.bits, self.bucket, rounding=self.rounding)
+
     @property
     def grain(self) -> int:
-        return kernels.minmax_grain(self.bucket)
+        return kernels.bucketed_grain(self.bucket)
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return kernels.minmax_bytes(numel, bits=self.bits, bucket=self.bucket)
+        return kernels.bucketed_bytes(numel, self.form)
 
     def encode(self, x: Tensor, segments: Segments, message: Tensor, *, key: int, state: State | None = None) -> None:
-        kernels.minmax_encode(
-            x,
-            segments.table,
-            message,
-            bits=self.bits,
-            bucket=self.bucket,
-            key=key,
-            nearest=self.rounding == "nearest",
-        )
+        kernels.bucketed_encode(x, segments.table, message, self.form, key=key)
 
     def decode(
         self,
@@ -67,7 +65,7 @@ class MinMax(Coded):
         add: bool = False,
         scale: float = 1.0,
     ) -> None:
-        kernels.minmax_decode(message, segments.table, y, bits=self.bits, bucket=self.bucket, add=add, scale=scale)
+        kernels.bucketed_decode(message, segments.table, y, self.form, add=add, scale=scale)
 
     def reduce(
         self,
@@ -81,15 +79,4 @@ class MinMax(Coded):
         scale: float,
         state: State | None = None,
     ) -> None:
-        kernels.minmax_reduce(
-            messages,
-            own,
-            segments.table,
-            out_message,
-            y,
-            bits=self.bits,
-            bucket=self.bucket,
-            scale=scale,
-            key=key,
-            nearest=self.rounding == "nearest",
-        )
+        kernels.bucketed_reduce(messages, own, segments.table, out_message, y, self.form, scale=scale, key=key)
