@@ -29,7 +29,7 @@ class Raw(Coded):
 
     @property
     def grain(self) -> int:
-        return kernels.minmax_grain(1)
+        return kernels.bucketed_grain(1)
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return kernels.align(numel * dtype.itemsize)

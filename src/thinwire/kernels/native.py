@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from thinwire import compat
+from thinwire.kernels import reference
+from thinwire.kernels.layout import Format, Residual
 from thinwire.kernels.table import Table
 
 REFERENCE = "reference"
@@ -69,58 +71,53 @@ def core() -> ModuleType:
     return CORE
 
 
-def minmax_encode(
-    x: Tensor, table: Table, message: Tensor, *, bits: int, bucket: int, key: int, nearest: bool = False
+def bucketed_encode(
+    x: Tensor, table: Table, message: Tensor, form: Format, *, key: int, residual: Residual | None = None
 ) -> None:
-    """See :func:`thinwire.kernels.minmax_encode`."""
+    """See :func:`thinwire.kernels.bucketed_encode`."""
+    if not _native(form) or residual is not None:
+        reference.bucketed_encode(x, table, message, form, key=key, residual=residual)
+        return
     core().encode(
         x.data_ptr(),
         CODES[x.dtype],
         table.pointer,
         len(table.segments),
         message.data_ptr(),
-        bits,
-        bucket,
+        form.bits,
+        form.bucket,
         key & MASK64,
-        nearest,
+        form.rounding == "nearest",
     )
 
 
-def minmax_decode(
-    message: Tensor,
-    table: Table,
-    y: Tensor,
-    *,
-    bits: int,
-    bucket: int,
-    add: bool = False,
-    scale: float = 1.0,
+def bucketed_decode(
+    message: Tensor, table: Table, y: Tensor, form: Format, *, add: bool = False, scale: float = 1.0
 ) -> None:
-    """See :func:`thinwire.kernels.minmax_decode`."""
+    """See :func:`thinwire.kernels.bucketed_decode`."""
+    if not _native(form):
+        reference.bucketed_decode(message, table, y, form, add=add, scale=scale)
+        return
     core().decode(
         message.data_ptr(),
         table.pointer,
         len(table.segments),
         y.data_ptr(),
         CODES[y.dtype],
-        bits,
-        bucket,
+        form.bits,
+        form.bucket,
         add,
         scale,
     )
 
 
-def minmax_sum(
-    messages: Sequence[Tensor],
-    own: Tensor | None,
-    table: Table,
-    y: Tensor,
-    *,
-    bits: int,
-    bucket: int,
-    scale: float = 1.0,
+def bucketed_sum(
+    messages: Sequence[Tensor], own: Tensor | None, table: Table, y: Tensor, form: Format, *, scale: float = 1.0
 ) -> None:
-    """See :func:`thinwire.kernels.minmax_sum`."""
+    """See :func:`thinwire.kernels.bucketed_sum`."""
+    if not _native(form):
+        reference.bucketed_sum(messages, own, table, y, form, scale=scale)
+        return
     core().sum(
         0 if own is None else own.data_ptr(),
         0 if own is None else CODES[own.dtype],
@@ -128,27 +125,29 @@ def minmax_sum(
         len(table.segments),
         y.data_ptr(),
         CODES[y.dtype],
-        bits,
-        bucket,
+        form.bits,
+        form.bucket,
         scale,
         *[message.data_ptr() for message in messages],
     )
 
 
-def minmax_reduce(
+def bucketed_reduce(
     messages: Sequence[Tensor],
     own: Tensor,
     table: Table,
     out_message: Tensor,
     y: Tensor,
+    form: Format,
     *,
-    bits: int,
-    bucket: int,
     scale: float,
     key: int,
-    nearest: bool = False,
+    residual: Residual | None = None,
 ) -> None:
-    """See :func:`thinwire.kernels.minmax_reduce`."""
+    """See :func:`thinwire.kernels.bucketed_reduce`."""
+    if not _native(form) or residual is not None:
+        reference.bucketed_reduce(messages, own, table, out_message, y, form, scale=scale, key=key, residual=residual)
+        return
     core().reduce(
         own.data_ptr(),
         CODES[own.dtype],
@@ -157,13 +156,18 @@ def minmax_reduce(
         out_message.data_ptr(),
         y.data_ptr(),
         CODES[y.dtype],
-        bits,
-        bucket,
+        form.bits,
+        form.bucket,
         scale,
         key & MASK64,
-        nearest,
+        form.rounding == "nearest",
         *[message.data_ptr() for message in messages],
     )
+
+
+def _native(form: Format) -> bool:
+    """Whether the core knows the format; the reference serves the others."""
+    return form.scheme == "minmax" and form.rounding != "shift"
 
 
 def checksum(message: Tensor) -> int:
