@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors.base import Coded, Segments, State
+from thinwire.compressors.base import Coded
+from thinwire.compressors.pieces import Key, Segments, State
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Raw(Coded):
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return kernels.align(numel * dtype.itemsize)
 
-    def encode(self, x: Tensor, segments: Segments, message: Tensor, *, key: int, state: State | None = None) -> None:
+    def encode(self, x: Tensor, segments: Segments, message: Tensor, *, key: Key, state: State | None = None) -> None:
         for values, payload in _views(x, segments, message, x.dtype):
             payload.copy_(values)
 
@@ -69,7 +70,7 @@ class Raw(Coded):
         out_message: Tensor,
         y: Tensor,
         *,
-        key: int,
+        key: Key,
         scale: float,
         state: State | None = None,
     ) -> None:

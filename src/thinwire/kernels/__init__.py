@@ -1,10 +1,34 @@
 """Floor 0: arrays in, bytes out. Torch reference, native CPU core and Triton give the same bytes for the same key."""
 
+from thinwire.kernels.floats import (
+    int_decode,
+    int_round,
+    levels_bytes,
+    levels_decode,
+    levels_encode,
+    natural_bytes,
+    natural_decode,
+    natural_encode,
+    rangefloat_bytes,
+    rangefloat_decode,
+    rangefloat_encode,
+    rangefloat_eps,
+)
 from thinwire.kernels.layout import Format, Residual, align, bucketed_bytes, bucketed_grain
 from thinwire.kernels.native import CORE, cpu_level
 from thinwire.kernels.ops import bucketed_decode, bucketed_encode, bucketed_reduce, bucketed_sum, checksum
 from thinwire.kernels.rng import derive_key, site_id
 from thinwire.kernels.sample import sample_indices
+from thinwire.kernels.sparse import (
+    abs_histogram,
+    index_bytes,
+    pack_indices,
+    select_threshold,
+    select_topk,
+    sparse_add,
+    sparse_zero,
+    unpack_indices,
+)
 from thinwire.kernels.table import Table
 
 FORMAT_VERSION: int = 2
@@ -19,6 +43,7 @@ __all__ = [
     "Format",
     "Residual",
     "Table",
+    "abs_histogram",
     "align",
     "bucketed_bytes",
     "bucketed_decode",
@@ -29,6 +54,25 @@ __all__ = [
     "checksum",
     "cpu_level",
     "derive_key",
+    "index_bytes",
+    "int_decode",
+    "int_round",
+    "levels_bytes",
+    "levels_decode",
+    "levels_encode",
+    "natural_bytes",
+    "natural_decode",
+    "natural_encode",
+    "pack_indices",
+    "rangefloat_bytes",
+    "rangefloat_decode",
+    "rangefloat_encode",
+    "rangefloat_eps",
     "sample_indices",
+    "select_threshold",
+    "select_topk",
     "site_id",
+    "sparse_add",
+    "sparse_zero",
+    "unpack_indices",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -66,6 +67,7 @@ class Table:
         self._copies: dict[torch.device, Tensor] = {}
         self._pieces: dict[tuple[torch.device, int, int], Tensor] = {}
         self._firsts: dict[tuple[torch.device, int], tuple[Tensor, int]] = {}
+        self._sizes: dict[Hashable, int] = {}
 
     def __len__(self) -> int:
         return len(self.segments)
@@ -142,6 +144,22 @@ class Table:
             counts = torch.tensor([num_buckets(row.numel, bucket) for row in self.segments], dtype=torch.int64)
             self._firsts[key] = (counts.cumsum(0) - counts).to(device), int(counts.sum())
         return self._firsts[key]
+
+    def message_bytes(self, form: Hashable, num_bytes: Callable[[int], int], grain: int = GROUP) -> int:
+        """Bytes that a message needs in a format, named by ``form``, with payloads of ``num_bytes(numel)``. Found once.
+
+        Raises ``ValueError`` for an ``index0`` off the grain, or payloads that overlap.
+        """
+        if form not in self._sizes:
+            spans = []
+            for i, row in enumerate(self.segments):
+                if row.numel and row.index0 % grain:
+                    raise ValueError(f"row {i}: index0 {row.index0} is not a multiple of {grain}: cut layers there")
+                if row.numel:
+                    spans.append((row.payload, row.payload + num_bytes(row.numel)))
+            _check_apart("payload bytes", spans)
+            self._sizes[form] = max((end for _, end in spans), default=0)
+        return self._sizes[form]
 
 
 def _check_apart(what: str, spans: list[tuple[int, int]]) -> None:
