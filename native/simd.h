@@ -55,6 +55,21 @@ static inline Floats lesser(Floats v, Floats kept) { return ((v < kept) | (v != 
 static inline Floats greater(Floats v, Floats kept) { return ((v > kept) | (v != v)) ? v : kept; }
 #endif
 
+// The bits of |v|, whose order is that of the values; a NaN's are above those of infinity.
+static inline Ints magnitude(Floats v) { return bits_of<Ints>(v) & 0x7FFFFFFF; }
+
+static inline Ints greater_int(Ints a, Ints b) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (Ints)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#elif defined(__SSE4_1__)
+  return (Ints)_mm_max_epi32((__m128i)a, (__m128i)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
 // Towards zero. Where lesser() hides NaNs, a NaN becomes the least integer, by which it is found out.
 #if defined(__SSE2__)
 constexpr bool kHidesNan = true;
@@ -92,6 +107,18 @@ static inline float across_greater(Floats v) {
   for (int i = 1; i < kLanes; i++) kept = v[i] > kept || v[i] != v[i] ? v[i] : kept;
   return kept;
 #endif
+}
+
+static inline float across_greater_int(Ints v) {
+#if defined(__AVX512F__)
+  const int32_t kept = _mm512_reduce_max_epi32((__m512i)v);
+#else
+  int32_t kept = v[0];
+  for (int i = 1; i < kLanes; i++) kept = v[i] > kept ? v[i] : kept;
+#endif
+  float value;
+  __builtin_memcpy(&value, &kept, 4);
+  return value;
 }
 
 // Half a group of fp32 values, into the L2 cache. Also for what will be written: prefetchw measured slower.
