@@ -103,6 +103,10 @@ inline int64_t codes_at(int64_t numel, const Format& form) {
   return align64(4 * form.num_scales() * num_buckets(numel, form.bucket));
 }
 
+inline bool taken_as_is(const Job& job) {
+  return job.own && job.own_dtype == kFloat32 && !job.num_messages && job.scale == 1.0f;
+}
+
 // How the rows of one job are cut into blocks: multiples of the grain, near a tile, or a single grain or row where that
 // still fits a cache; 0 blocks means the row is wide.
 struct Blocks {
@@ -111,7 +115,7 @@ struct Blocks {
   int64_t size;  // elements of a block of a long row; 0 if one grain is over the limit
 
   explicit Blocks(const Job& job) {
-    direct = job.own && job.own_dtype == kFloat32 && !job.num_messages && job.scale == 1.0f && !job.now && !job.y;
+    direct = taken_as_is(job) && !job.now && !job.y;
     limit = direct ? kDirect : kLoaded;
     size = 0;
     const int64_t bucket = job.form.bucket;

@@ -146,30 +146,53 @@ static void load_tile(const Job& job, const Row& row, int64_t at, int64_t n, flo
   }
 }
 
-// to = x + scale * e; meanwhile what lies ahead (if not null) is fetched.
-THINWIRE_APART static void add_scaled(const float* x, const float* e, float scale, int64_t n, float* to,
-                                      const float* x_ahead, const float* e_ahead) {
+// to = x + scale * e
+THINWIRE_APART static void add_scaled(const float* x, const float* e, float scale, int64_t n, float* to) {
   int64_t i = 0;
-  for (; i + kHalf <= n; i += kHalf) {
-    if (x_ahead) prefetch(x_ahead + i);
-    if (e_ahead) prefetch(e_ahead + i);
-    for (int j = 0; j < kHalf; j += kLanes) {
-      store(to + i + j, load<Floats>(x + i + j) + load<Floats>(e + i + j) * scale);
-    }
-  }
+  for (; i + kLanes <= n; i += kLanes) store(to + i, load<Floats>(x + i) + load<Floats>(e + i) * scale);
   for (; i < n; i++) to[i] = x[i] + scale * e[i];
 }
 
 // The values that a job encodes: elements [at, at + n) of a row, with what error feedback kept for them.
 static void load_values(const Job& job, const Row& row, int64_t at, int64_t n, float* to, Scratch& s) {
-  const bool as_is = job.own && job.own_dtype == kFloat32 && !job.num_messages && job.scale == 1.0f;
+  const bool as_is = taken_as_is(job);
   for (int64_t i = 0; i < n; i += kTile) {
     const int64_t from = at + i, count = n - i < kTile ? n - i : kTile;
     if (!(as_is && job.now)) load_tile(job, row, from, count, to + i, to + i, s);
     if (!job.now) continue;
     const float* own = (const float*)job.own;
-    add_scaled(as_is ? own + row.start + from : to + i, job.now + row.start + from, job.loss_scale, count, to + i,
-               as_is ? ahead_of(own, row, from) : nullptr, ahead_of(job.now, row, from));
+    add_scaled(as_is ? own + row.start + from : to + i, job.now + row.start + from, job.loss_scale, count, to + i);
+  }
+}
+
+// Error feedback side by side with coding, group by group: what the next block's values are made of, and where what
+// this one's codes lose goes.
+struct Feedback {
+  const float *x = nullptr, *now = nullptr; // null: the values are there already
+  float* values = nullptr;
+  float* next = nullptr; // null: written later
+  float scale = 1.0f, inverse = 1.0f;
+  bool past_caches = false;
+};
+
+template <int kUnit>
+static inline void add_unit(const Feedback& f, int64_t i) {
+  for (int j = 0; j < kUnit; j += kLanes) {
+    store(f.values + i + j, load<Floats>(f.x + i + j) + load<Floats>(f.now + i + j) * f.scale);
+  }
+}
+
+// Half a group at i, coded from x.
+static inline void lose_half(const Feedback& f, const float* x, const uint8_t* codes, float low, float unit,
+                             int64_t i) {
+  const Floats lows = splat(low), units = splat(unit);
+  for (int j = 0; j < kHalf; j += kLanes) {
+    const Floats lost = (load<Floats>(x + i + j) - (lows + widen(codes + i + j) * units)) * f.inverse;
+    if (f.past_caches) {
+      store_past_caches(f.next + i + j, lost);
+    } else {
+      store(f.next + i + j, lost);
+    }
   }
 }
 

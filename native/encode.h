@@ -16,7 +16,10 @@ struct Tile {
   uint32_t counter; // of the first group
   Block* next;        // null, or the block that follows: its extrema are found meanwhile
   const float* ahead; // null, or what will follow that one: it is fetched meanwhile
+  const float* also;  // the same of what error feedback kept
   uint8_t* codes;
+  Scales scales; // as they will be decoded with
+  Feedback feedback;
 };
 
 // The codes of a tile. Side by side with the extrema of the next block, whose waiting for memory, and for one lane
@@ -37,16 +40,26 @@ THINWIRE_APART static Words quantise_tile(const Tile& tile, const Draws keys, co
   const auto scales_at = [&](int64_t i) {
     if (kUnit == 0) {
       const float *low = s.each_low + i, *inverse = s.each_other + i;
-      return HalfScales{{low, low + kHalf}, {inverse, inverse + kHalf}};
+      return HalfScales{{low, low + kHalf}, {inverse, inverse + kHalf}, {}};
     }
     const float *low = block.low + in.k, *inverse = block.inverse + in.k;
+    const int64_t k = in.k;
     in.advance();
-    if (kUnit == kGroup || n - i <= kHalf) return HalfScales{{low, low}, {inverse, inverse}};
-    const HalfScales two{{low, block.low + in.k}, {inverse, block.inverse + in.k}};
+    if (kUnit == kGroup || n - i <= kHalf) return HalfScales{{low, low}, {inverse, inverse}, {k, k}};
+    const HalfScales two{{low, block.low + in.k}, {inverse, block.inverse + in.k}, {k, in.k}};
     in.advance();
     return two;
   };
-  const float *x = block.x + from, *ahead = tile.ahead;
+  const Feedback feedback = tile.feedback;
+  // What the codes of the group at i lose.
+  const auto lose = [&](int64_t i, const HalfScales& scales) {
+    for (int half = 0; half < 2; half++) {
+      const float unit = tile.scales.unit[scales.k[half]];
+      const float low = tile.scales.low ? tile.scales.low[scales.k[half]] : -(tile.scales.offset * unit);
+      lose_half(feedback, block.x + from, tile.codes, low, unit, i + half * kHalf);
+    }
+  };
+  const float *x = block.x + from, *ahead = tile.ahead, *also = tile.also;
   uint8_t* codes = tile.codes;
   uint32_t counter = tile.counter;
   Words seen = {};
@@ -58,20 +71,27 @@ THINWIRE_APART static Words quantise_tile(const Tile& tile, const Draws keys, co
       const float* y = next->x + from;
       for (; i < ready; i += kGroup, counter += kHalf) {
         if (ahead) prefetch(ahead + i), prefetch(ahead + i + kHalf);
+        if (also) prefetch(also + i), prefetch(also + i + kHalf);
         for (int u = 0; u < kGroup; u += kUnit) {
+          if (feedback.x) add_unit<kUnit>(feedback, i + u);
           if constexpr (kOrigin == kFromLow) {
             unit_extrema<kUnit>(y + i + u, *low++, *high++);
           } else {
             *high++ = unit_largest<kUnit>(y + i + u);
           }
         }
-        quantise_group<false, kOrigin, kRandom>(x + i, scales_at(i), draws, coding, counter, codes + i, seen);
+        const HalfScales scales = scales_at(i);
+        quantise_group<false, kOrigin, kRandom>(x + i, scales, draws, coding, counter, codes + i, seen);
+        if (feedback.next) lose(i, scales);
       }
     }
   }
   for (; i < whole; i += kGroup, counter += kHalf) {
     if (ahead) prefetch(ahead + i), prefetch(ahead + i + kHalf);
-    quantise_group<kUnit == 0, kOrigin, kRandom>(x + i, scales_at(i), draws, coding, counter, codes + i, seen);
+    if (also) prefetch(also + i), prefetch(also + i + kHalf);
+    const HalfScales scales = scales_at(i);
+    quantise_group<kUnit == 0, kOrigin, kRandom>(x + i, scales, draws, coding, counter, codes + i, seen);
+    if (kUnit > 0 && feedback.next) lose(i, scales);
   }
   if (i < n) {
     quantise_last<kUnit == 0, kOrigin, kRandom>(x + i, n - i, scales_at(i), draws, coding, counter, codes + i, seen);
@@ -91,16 +111,22 @@ static void write_decoded(const Job& job, const Row& row, const Tile& tile, cons
   write_floats(s.tile, tile.n, job.y, job.y_dtype, row.start + tile.at);
 }
 
-// What the tile's codes lose goes to the residual. Dividing by a power of two is multiplying, which is faster.
-static void write_lost(const Job& job, const Row& row, const Tile& tile, const Scales& scales, Scratch& s) {
+// Dividing by it is multiplying by its inverse, which is faster.
+static inline bool is_power_of_two(float v) {
   uint32_t bits;
-  std::memcpy(&bits, &job.loss_scale, 4);
-  const bool power = (bits & 0x7FFFFF) == 0;
-  float* next = job.next + row.start + tile.at;
-  const float* ahead = job.next == job.now ? nullptr : ahead_of(job.next, row, tile.at);
+  std::memcpy(&bits, &v, 4);
+  return (bits & 0x7FFFFF) == 0;
+}
+
+// What the tile's codes from `first` on lose goes to the residual.
+static void write_lost(const Job& job, const Row& row, const Tile& tile, int64_t first, Scratch& s) {
+  const int64_t at = tile.at + first, n = tile.n - first;
+  const bool power = is_power_of_two(job.loss_scale), in_place = job.next == job.now;
+  float* next = job.next + row.start + at;
   const Sink sink{power ? kLost : kLostOver, power ? 1.0f / job.loss_scale : job.loss_scale,
-                  tile.block.x + (tile.at - tile.block.at), next, ahead};
-  dequantise(tile.codes, scales, job.form.bucket, tile.at, tile.n, sink, s);
+                  tile.block.x + (at - tile.block.at), in_place ? next : s.tile, nullptr};
+  if (n) dequantise(tile.codes + first, tile.scales, job.form.bucket, at, n, sink, s);
+  if (!in_place) stream(s.tile, n, next);
 }
 
 struct Encoder {
@@ -110,17 +136,19 @@ struct Encoder {
   Scratch& s;
   const Draws draws;
   const Coding coding;
-  const bool direct;  // the values are read where they are
+  const bool as_is;   // the values are neither converted nor summed
+  const bool direct;  // and read where they are
   const int64_t unit; // elements whose extrema are found together; 0 where buckets end anywhere
   const bool beside;  // the extrema of one block are found beside the codes of the one before
+  const bool loads_beside; // and its values are made there
   const int64_t buckets;
   uint8_t* const payload;
   uint8_t* const packed;
 
   Encoder(const Job& job, const Row& row, Scratch& s)
-      : job(job), form(job.form), row(row), s(s), draws(job.key, row), coding(form, draws), direct(Blocks(job).direct),
+      : job(job), form(job.form), row(row), s(s), draws(job.key, row), coding(form, draws), as_is(taken_as_is(job)), direct(Blocks(job).direct),
         unit(form.bucket % kHalf ? 0 : form.bucket % kGroup ? kHalf : kGroup),
-        beside(unit && !form.summed() && !form.saturates()), buckets(num_buckets(row.numel, form.bucket)),
+        beside(unit && !form.summed() && !form.saturates()), loads_beside(beside && as_is && job.now), buckets(num_buckets(row.numel, form.bucket)),
         payload(job.out + row.payload), packed(payload + codes_at(row.numel, form)) {}
 
   template <Origin kOrigin, bool kRandom>
@@ -152,6 +180,21 @@ struct Encoder {
     return {form.num_scales() == 2 ? low : nullptr, block.unit, block.first, form.offset()};
   }
 
+  // What is done about error feedback beside the codes of the tile at element i of a block.
+  Feedback feedback_of(const Block& block, Block* next, int64_t i) const {
+    Feedback f;
+    if (!job.next || !unit || form.scheme >= kSides) return f;
+    f.scale = job.loss_scale, f.inverse = 1.0f / job.loss_scale;
+    if (next && loads_beside) {
+      const int64_t at = row.start + next->at + i;
+      f.x = (const float*)job.own + at, f.now = job.now + at, f.values = next->values + i;
+    }
+    float* to = job.next + row.start + block.at + i;
+    f.past_caches = job.next != job.now;
+    if (is_power_of_two(job.loss_scale) && !(f.past_caches && (uintptr_t)to % 64)) f.next = to;
+    return f;
+  }
+
   float shift() const { return 0.5f - (float)coding.noise / 65536.0f; }
 
   // Puts the codes of a block whose scales are known. Returns whether a NaN was seen in it, or infinity.
@@ -162,18 +205,19 @@ struct Encoder {
     for (int64_t i = 0; i < block.n; i += kTile) {
       const int64_t at = block.at + i, n = block.n - i < kTile ? block.n - i : kTile;
       uint8_t* to = packed + at / kGroup * 16 * form.bits;
-      const float* ahead = direct ? ahead_of((const float*)job.own, row, at + block.n) : nullptr;
-      const Tile tile{block, at, n, form.bucket, (uint32_t)((row.index0 + at) / 2), next, ahead,
-                      form.bits == 8 ? to : s.codes};
+      const float* ahead = as_is ? ahead_of((const float*)job.own, row, at + block.n) : nullptr;
+      const float* also = job.now ? ahead_of(job.now, row, at + block.n) : nullptr;
+      const Tile tile{block, at, n, form.bucket, (uint32_t)((row.index0 + at) / 2), next, ahead, also,
+                      form.bits == 8 ? to : s.codes, scales, feedback_of(block, next, i)};
       if (form.scheme >= kSides) {
-        quantise_signs(block.x + i, n, tile.codes);
+        quantise_signs(block.x + i, n, tile.codes, ahead, also);
       } else {
         seen |= form.rounding == kStochastic ? quantise<true>(tile) : quantise<false>(tile);
       }
       if (spoilt) clear_spoilt(tile);
       if (form.bits < 8) pack(s.codes, ceil_div(n, kGroup), form.bits, to);
       if (job.y) write_decoded(job, row, tile, scales, s);
-      if (job.next) write_lost(job, row, tile, scales, s);
+      if (job.next) write_lost(job, row, tile, tile.feedback.next ? n / kGroup * kGroup : 0, s);
     }
     if (block.at + block.n == row.numel) zero_padding();
     uint32_t all = 0;
@@ -193,6 +237,14 @@ struct Encoder {
     block.at = at, block.n = n;
     block.first = at / form.bucket, block.count = num_buckets(n, form.bucket);
     if (!direct) load_values(job, row, at, n, block.values, s);
+  }
+
+  // The same where whole groups are left to the loop that codes the block before.
+  void load_rest(Block& block, int64_t at, int64_t n) const {
+    block.x = block.values, block.at = at, block.n = n;
+    block.first = at / form.bucket, block.count = num_buckets(n, form.bucket);
+    const int64_t rest = n / kGroup * kGroup;
+    load_values(job, row, at + rest, n - rest, block.values + rest, s);
   }
 
   // Extrema of x[0, n), or the largest magnitude.
@@ -257,7 +309,8 @@ struct Encoder {
   // Blocks [begin, end) of `size` elements: the codes of one and the extrema of the next side by side.
   void run(int64_t begin, int64_t end, int64_t size, Block* blocks) const {
     const auto load_block = [&](int64_t b) {
-      load(blocks[b % 2], b * size, row.numel - b * size < size ? row.numel - b * size : size);
+      const int64_t n = row.numel - b * size < size ? row.numel - b * size : size;
+      b > begin && loads_beside ? load_rest(blocks[b % 2], b * size, n) : load(blocks[b % 2], b * size, n);
     };
     load_block(begin);
     measure(blocks[begin % 2]);
@@ -286,6 +339,7 @@ static void encode_blocks(const Job& job, int64_t begin, int64_t end) {
     if (first < last) Encoder(job, row, scratch).run(first, last, cut.size ? cut.size : row.numel, blocks);
     before += count;
   }
+  if (job.next) settle_stores();
 }
 
 // ---- Wide rows ----------------------------------------------------------------------------------------------------
@@ -380,4 +434,5 @@ static void wide_codes(const Job& job, const Row& row, const Wide& wide, int64_t
     if (job.form.rounding == kShift) shift_lows(block.low, block.unit, count, encoder.shift(), block.sent);
     encoder.codes(block, nullptr);
   }
+  if (job.next) settle_stores();
 }

@@ -58,6 +58,7 @@ static inline Words position(const float* x, Floats low, Floats inverse, float l
 // The scales of a group's two halves of 64: one value each, or one per element where buckets end inside a half.
 struct HalfScales {
   const float *low[2], *inverse[2];
+  int64_t k[2]; // their buckets in the block
 };
 
 // The 128 codes of one group; `counter` is 64 times the group's number in its layer. Where lesser() hides NaNs, bits
@@ -95,10 +96,13 @@ static inline void quantise_group(const float* x, const HalfScales& scales, cons
   }
 }
 
-// Codes of one bit, x >= 0; zeros up to a whole group.
-THINWIRE_APART static void quantise_signs(const float* x, int64_t n, uint8_t* codes) {
+// Codes of one bit, x >= 0; zeros up to a whole group. What lies at `ahead` and `also` is fetched meanwhile.
+THINWIRE_APART static void quantise_signs(const float* x, int64_t n, uint8_t* codes, const float* ahead,
+                                          const float* also) {
   int64_t i = 0;
   for (; i + kGroup <= n; i += kGroup) {
+    if (ahead) prefetch(ahead + i), prefetch(ahead + i + kHalf);
+    if (also) prefetch(also + i), prefetch(also + i + kHalf);
     for (int j = 0; j < kGroup; j += 4 * kLanes) {
       Words v[4];
       for (int k = 0; k < 4; k++) v[k] = (Words)(load<Floats>(x + i + j + k * kLanes) >= Floats{}) & 1u;

@@ -126,6 +126,36 @@ static inline void prefetch(const float* p) {
   for (int i = 0; i < 64; i += 16) __builtin_prefetch(p + i, 0, 2);
 }
 
+// To where nobody reads soon, a multiple of a vector's bytes: what is overwritten need not be fetched first.
+static inline void store_past_caches(float* p, Floats v) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(p, (__m512)v);
+#elif defined(__AVX2__)
+  _mm256_stream_ps(p, (__m256)v);
+#elif defined(__SSE2__)
+  _mm_stream_ps(p, (__m128)v);
+#else
+  store(p, v);
+#endif
+}
+
+// Before other threads may read what went past the caches.
+static inline void settle_stores() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+// Copies past the caches.
+THINWIRE_APART static void stream(const float* from, int64_t n, float* to) {
+  int64_t i = 0;
+  for (; i < n && (uintptr_t)(to + i) % 64; i++) to[i] = from[i];
+  for (; i + 16 <= n; i += 16) {
+    for (int j = 0; j < 16; j += kLanes) store_past_caches(to + i + j, load<Floats>(from + i + j));
+  }
+  for (; i < n; i++) to[i] = from[i];
+}
+
 // kLanes codes as floats. GCC takes u8 to i32 apart lane by lane, hence intrinsics.
 static inline Floats widen(const uint8_t* codes) {
 #if defined(__AVX512F__)
