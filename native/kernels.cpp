@@ -2,6 +2,7 @@
 // The arithmetic is normative (thinwire/kernels/reference.py): no contraction, one rounding per operation.
 #include "core.h"
 
+#include <cmath>
 #include <cstring>
 
 #if defined(__x86_64__)
@@ -16,13 +17,15 @@ namespace {
 #include "planes.h"
 #include "rounding.h"
 #include "scales.h"
+#include "sums.h"
 #include "decode.h"
 #include "encode.h"
 } // namespace
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    THINWIRE_LEVEL_NAME, encode_blocks, wide_extrema, wide_scales, wide_codes, decode_tiles, sum_tiles, checksum,
+    THINWIRE_LEVEL_NAME, encode_blocks, wide_extrema, wide_sums, wide_scales, wide_codes, decode_tiles, sum_tiles,
+    checksum,
 };
 } // namespace THINWIRE_LEVEL
 } // namespace thinwire

@@ -1,7 +1,20 @@
-# The native CPU core (native/binding.cpp). Addresses and sizes are ints, and are not checked.
+# The native CPU core (native/binding.cpp). Addresses and sizes are ints, and are not checked; `form`, `bucket` and
+# `clip` are `Format.packed`.
 
 def encode(
-    x: int, dtype: int, rows: int, num_rows: int, message: int, bits: int, bucket: int, key: int, nearest: bool, /
+    x: int,
+    dtype: int,
+    rows: int,
+    num_rows: int,
+    message: int,
+    form: int,
+    bucket: int,
+    clip: float,
+    key: int,
+    now: int,
+    next: int,
+    loss_scale: float,
+    /,
 ) -> None: ...
 def decode(
     message: int,
@@ -9,8 +22,9 @@ def decode(
     num_rows: int,
     y: int,
     dtype: int,
-    bits: int,
+    form: int,
     bucket: int,
+    clip: float,
     add: bool,
     scale: float,
     /,
@@ -22,8 +36,9 @@ def sum(
     num_rows: int,
     y: int,
     dtype: int,
-    bits: int,
+    form: int,
     bucket: int,
+    clip: float,
     scale: float,
     /,
     *messages: int,
@@ -36,11 +51,14 @@ def reduce(
     out_message: int,
     y: int,
     dtype: int,
-    bits: int,
+    form: int,
     bucket: int,
+    clip: float,
     scale: float,
     key: int,
-    nearest: bool,
+    now: int,
+    next: int,
+    loss_scale: float,
     /,
     *messages: int,
 ) -> None: ...
