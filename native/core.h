@@ -47,8 +47,13 @@ struct Wide {
   float* inverse;
 };
 
+struct FloatKernels;
+struct SparseKernels;
+
 struct Kernels {
   const char* level;
+  const FloatKernels* floats;
+  const SparseKernels* sparse;
   // Blocks [begin, end) of all rows that are not wide, in table order.
   void (*encode_blocks)(const Job&, int64_t begin, int64_t end);
   // A wide row: extrema of the pieces [begin, end) of kLoaded elements, then all scales, then codes of such pieces.
