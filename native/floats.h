@@ -8,8 +8,48 @@ struct FloatScratch {
   alignas(64) uint8_t low[kGroup], high[kGroup];
 };
 
-static inline Words at_least(Words a, Words b) { return (Words)((Ints)a >= (Ints)b); }
-static inline Words select(Words mask, Words a, Words b) { return (mask & a) | (~mask & b); }
+// Lanes for which something holds: a mask register where there are such, otherwise all bits of the lanes.
+#if defined(__AVX512F__)
+typedef __mmask16 Mask;
+static inline Mask above(Words a, Words b) { return _mm512_cmpgt_epi32_mask((__m512i)a, (__m512i)b); }
+static inline Mask negative(Words a) { return _mm512_movepi32_mask((__m512i)a); }
+static inline Mask ordered(Floats a) { return _mm512_cmp_ps_mask((__m512)a, (__m512)a, _CMP_ORD_Q); }
+static inline Mask below(Floats a, Floats b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ); }
+static inline Mask reaches(Floats a, Floats b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GE_OQ); }
+static inline Words select(Mask is, Words a, Words b) {
+  return (Words)_mm512_mask_mov_epi32((__m512i)b, is, (__m512i)a);
+}
+static inline Words keep(Mask is, Words a) { return (Words)_mm512_maskz_mov_epi32(is, (__m512i)a); }
+static inline Words add_where(Mask is, Words a, Words b) {
+  return (Words)_mm512_mask_add_epi32((__m512i)a, is, (__m512i)a, (__m512i)b);
+}
+static inline Words least(Words a, Words b) { return (Words)_mm512_min_epi32((__m512i)a, (__m512i)b); }
+static inline Words most(Words a, Words b) { return (Words)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+static inline bool any_bits(Words a) { return _mm512_test_epi32_mask((__m512i)a, (__m512i)a) != 0; }
+#else
+typedef Words Mask;
+static inline Mask above(Words a, Words b) { return (Words)((Ints)a > (Ints)b); }
+static inline Mask negative(Words a) { return (Words)((Ints)a >> 31); }
+static inline Mask ordered(Floats a) { return (Words)(a == a); }
+static inline Mask below(Floats a, Floats b) { return (Words)(a < b); }
+static inline Mask reaches(Floats a, Floats b) { return (Words)(a >= b); }
+static inline Words select(Mask is, Words a, Words b) { return (is & a) | (~is & b); }
+static inline Words keep(Mask is, Words a) { return is & a; }
+static inline Words add_where(Mask is, Words a, Words b) { return a + (is & b); }
+#if defined(__AVX2__)
+static inline Words least(Words a, Words b) { return (Words)_mm256_min_epi32((__m256i)a, (__m256i)b); }
+static inline Words most(Words a, Words b) { return (Words)_mm256_max_epi32((__m256i)a, (__m256i)b); }
+static inline bool any_bits(Words a) { return !_mm256_testz_si256((__m256i)a, (__m256i)a); }
+#else
+static inline Words least(Words a, Words b) { return select(above(a, b), b, a); }
+static inline Words most(Words a, Words b) { return select(above(a, b), a, b); }
+static inline bool any_bits(Words a) {
+  uint32_t any = 0;
+  for (int i = 0; i < kLanes; i++) any |= a[i];
+  return any != 0;
+}
+#endif
+#endif
 
 static inline int64_t sum_lanes(Words v) {
   int64_t sum = 0;
@@ -21,10 +61,8 @@ static inline int64_t sum_lanes(Words v) {
 struct Seen {
   Words saturated = {}, nonfinite = {};
   void report(Found& found) const {
-    Words any = nonfinite;
-    int64_t bad = 0;
-    for (int i = 0; i < kLanes; i++) bad |= any[i] >> 31;
-    const int64_t count = sum_lanes(saturated);
+    const bool bad = any_bits(nonfinite >> 31);
+    const int64_t count = any_bits(saturated) ? sum_lanes(saturated) : 0;
     if (count) __atomic_fetch_add(&found.saturated, count, __ATOMIC_RELAXED);
     if (bad) __atomic_store_n(&found.nonfinite, 1, __ATOMIC_RELAXED);
   }
@@ -135,10 +173,8 @@ static void natural_encode(const FloatJob& job, int64_t begin, int64_t end) {
       const Words size = w & 0x7FFFFFFF, bad = size + 0x00800000;
       const Words exponent = (size + (random << 7) + 64) >> 23;
       seen.saturated += ((145 - exponent) >> 31) - (bad >> 31), seen.nonfinite |= bad;
-      Ints steps = (Ints)exponent - 18;
-      steps = steps > 127 ? Ints{} + 127 : steps;
-      const Words some = (Words)(steps > 0);
-      return ((Words)steps | (w >> 24 & 0x80)) & some;
+      const Words steps = least(exponent - 18, splat(127u));
+      return keep(above(steps, Words{}), steps | (w >> 24 & 0x80));
     };
     for_groups(job, row, at, n, x, [&](const float* from, int64_t i, int64_t count) {
       uint8_t* to = count == kGroup ? codes + i : s.low;
@@ -160,8 +196,8 @@ struct NaturalGroup {
     if (n < kGroup) std::memcpy(spare, from, n), from = spare;
   }
   Floats lanes(int j) const {
-    const Words c = widen_words(from + j), steps = c & 127, some = (Words)((Ints)steps > 0);
-    return bits_of<Floats>(((((steps + 18) << 23) | (c >> 7 << 31)) & some) | poison);
+    const Words c = widen_words(from + j), steps = c & 127;
+    return bits_of<Floats>(keep(above(steps, Words{}), ((steps + 18) << 23) | (c >> 7 << 31)) | poison);
   }
 };
 
@@ -217,28 +253,23 @@ struct RangeFloat {
 
   template <Rounding kRounding>
   inline Words code(Words w, Words random, Seen& seen) const {
-    const Words size = w & 0x7FFFFFFF, bad = size + 0x00800000, wrong = (Words)((Ints)bad >> 31);
-    const Words most = splat(largest), over = (Words)((Ints)size > (Ints)most);
-    seen.nonfinite |= bad, seen.saturated -= over & ~wrong;
-    const Words value = select(over, most, size);
+    const Words size = w & 0x7FFFFFFF, bad = size + 0x00800000, limit = splat(largest);
+    seen.nonfinite |= bad, seen.saturated += ((limit - size) >> 31) - (bad >> 31);
+    const Words value = least(size, limit);
     Words c;
     if (kRounding == kTruncate) {
-      c = ((value >> shift) - (first - 1)) & at_least(value, splat(smallest));
+      c = keep(above(value, splat(smallest - 1)), (value >> shift) - (first - 1));
+    } else if (kRounding == kToNearest) { // what rounds to 1 from below the smallest lies above half of it
+      const Words steps = least(((value + half_step) >> shift) - (first - 1), splat(positives));
+      c = keep(above(value, splat(half_smallest - 1)), most(steps, splat(1u)));
     } else {
-      const Words added = kRounding == kToNearest ? splat(half_step) : ((random << up) >> down) + step;
-      Words steps = ((value + added) >> shift) - (first - 1);
-      steps = select((Words)((Ints)steps > (Ints)splat(positives)), splat(positives), steps);
-      Words one;
-      if (kRounding == kToNearest) {
-        one = at_least(value, splat(half_smallest)) & 1;
-      } else {
-        one = (Words)((Ints)random < (Ints)truncate(bits_of<Floats>(value) * factor)) & 1;
-      }
-      c = select(at_least(value, splat(smallest)), steps, one);
+      const Words added = ((random << up) >> down) + step;
+      const Words steps = least(((value + added) >> shift) - (first - 1), splat(positives));
+      const Words one = keep(above(truncate(bits_of<Floats>(value) * factor), random), splat(1u));
+      c = select(above(value, splat(smallest - 1)), steps, one);
     }
-    const Words minus = (Words)((Ints)w >> 31) & (Words)((Ints)c > 0);
-    c += minus & positives;
-    return select(wrong, splat(2 * positives + 1), c);
+    c = add_where(negative(w) & above(c, Words{}), c, splat(positives));
+    return select(negative(bad), splat(2 * positives + 1), c);
   }
 };
 
@@ -305,10 +336,10 @@ struct RangeGroup {
   Floats lanes(int j) const {
     Words c = widen_words(from + j);
     if (kWide) c |= widen_words(s.high + j) << 8;
-    const Words minus = (Words)((Ints)c > (Ints)splat(form.positives)), some = (Words)((Ints)c > 0);
-    const Words wrong = at_least(c, splat(2 * form.positives + 1)) & 0x7FC00000;
-    const Words steps = c - (minus & form.positives) + (form.first - 1);
-    return bits_of<Floats>((((steps << form.shift) | (minus & 0x80000000)) & some) | wrong | poison);
+    const Words sign = (form.positives - c) & 0x80000000; // set above the positive codes
+    const Words steps = add_where(negative(sign), c, splat(0u - form.positives)) + (form.first - 1);
+    const Words bits = keep(above(c, Words{}), (steps << form.shift) | sign);
+    return bits_of<Floats>(select(above(c, splat(2 * form.positives)), splat(0x7FC00000u), bits) | poison);
   }
 };
 
@@ -346,18 +377,19 @@ static void int_round_as(const FloatJob& job, int64_t begin, int64_t end) {
     Words clipped = {};
     const auto code = [&](Words w, Words random) {
       Floats place = bits_of<Floats>(w) * alpha;
-      const Words counts = ~(Words)((Ints)((w & 0x7FFFFFFF) + 0x00800000) >> 31) & (Words)(place == place);
-      clipped -= ((Words)(place > most) | (Words)(place < least)) & counts;
-      place = bits_of<Floats>(bits_of<Words>(place) & counts);
+      const Mask counts = above(splat(0x7F800000u), w & 0x7FFFFFFF) & ordered(place);
+      place = bits_of<Floats>(keep(counts, bits_of<Words>(place)));
+      clipped = add_where(below(most, place) | below(place, least), clipped, splat(1u));
       place = greater(lesser(place, most), least);
       if (kNearest) { // beyond 2^23 there are only integers; below, adding it leaves no room for a fraction
         const Words sign = bits_of<Words>(place) & 0x80000000;
         const Floats shift = bits_of<Floats>(sign | 0x4B000000);
-        const Words small = (Words)((Ints)(bits_of<Words>(place) & 0x7FFFFFFF) < 0x4B000000);
+        const Mask small = above(splat(0x4B000000u), bits_of<Words>(place) & 0x7FFFFFFF);
         return truncate(bits_of<Floats>(select(small, bits_of<Words>((place + shift) - shift), bits_of<Words>(place))));
       }
       Words whole = truncate(place);
-      whole += (Words)(place < __builtin_convertvector((Ints)whole, Floats)); // towards minus infinity
+      const Mask over = below(place, __builtin_convertvector((Ints)whole, Floats));
+      whole = add_where(over, whole, splat(~0u)); // towards minus infinity
       const Floats fraction = place - __builtin_convertvector((Ints)whole, Floats);
       return whole + ((truncate(fraction * 65536.0f) + random) >> 16);
     };

@@ -28,8 +28,7 @@ static inline void measure_bucket(const float* x, int64_t n, float& low, float& 
     lows = lesser(v, lows), highs = greater(v, highs), nan |= (Words)(v != v);
   }
   low = across_lesser(lows), high = across_greater(highs);
-  uint32_t any = 0;
-  for (int v = 0; v < kLanes; v++) any |= nan[v];
+  uint32_t any = any_bits(nan);
   for (; i < n; i++) {
     low = x[i] < low ? x[i] : low, high = x[i] > high ? x[i] : high, any |= x[i] != x[i];
   }
@@ -80,22 +79,23 @@ static void level_scales(const FloatJob& job, const Row& row, int64_t at, int64_
 template <bool kFew>
 THINWIRE_APART static void level_codes(const float* x, int64_t n, int bits, const Lookup<kFew>& middles, LevelScratch& s) {
   for (int64_t i = 0; i < n; i += 4 * kLanes) {
-    Words code[4];
+    Floats place[4];
+    Words code[4] = {};
     for (int v = 0; v < 4; v++) {
       const int64_t at = i + v * kLanes;
-      const Floats place = (load<Floats>(x + at) - load<Floats>(s.low + at)) * load<Floats>(s.inverse + at);
-      Words c = {};
-#if !defined(__AVX2__)
-      if (kFew) {
-        for (int j = 0; j < (1 << bits) - 1; j++) c -= (Words)(place >= splat(middles.values[j]));
-        code[v] = c;
-        continue;
+      place[v] = (load<Floats>(x + at) - load<Floats>(s.low + at)) * load<Floats>(s.inverse + at);
+    }
+    if (kFew && kLanes < 8) { // without a look-up in registers, comparing with all is faster than searching
+      for (int j = 0; j < (1 << bits) - 1; j++) {
+        const Floats middle = splat(middles.values[j]);
+        for (int v = 0; v < 4; v++) code[v] = add_where(reaches(place[v], middle), code[v], splat(1u));
       }
-#endif
+    } else {
       for (uint32_t step = 1u << (bits - 1); step; step >>= 1) {
-        c += (Words)(place >= middles(c + (step - 1))) & step;
+        for (int v = 0; v < 4; v++) {
+          code[v] = add_where(reaches(place[v], middles(code[v] + (step - 1))), code[v], splat(step));
+        }
       }
-      code[v] = c;
     }
     store_bytes(s.codes + i, code[0], code[1], code[2], code[3]);
   }

@@ -105,21 +105,30 @@ static void collect(const Span& span, Candidates& to, int64_t begin, int64_t end
 
 static void histogram(const Span& span, const Histogram& job, int64_t begin, int64_t end) {
   alignas(64) float tile[kTile];
-  int32_t counts[2][kBins + 1] = {}; // two, so that equal neighbours do not wait for each other; the last bin: others
-  const uint32_t most = job.clamped ? kNanKey : 0x7FFFFFFF;
+  // Four, so that equal neighbours do not wait for each other; the last bin is for what is not asked for.
+  int32_t counts[4][kBins + 1] = {};
+  alignas(64) uint32_t bins[kTile];
+  const Words limit = splat(job.clamped ? kNanKey : 0x7FFFFFFFu), prefix = splat(job.prefix);
   for (int64_t b = begin; b < end; b++) {
     const int64_t at = b * kTile, n = span.numel - at < kTile ? span.numel - at : kTile;
     const float* x = span_values(span, at, n, tile);
-    for (int64_t i = 0; i < n; i++) {
-      uint32_t key;
-      std::memcpy(&key, x + i, 4);
-      key &= 0x7FFFFFFF, key = key < most ? key : most;
-      const uint32_t bin = key >> job.above == job.prefix ? key >> job.shift & (kBins - 1) : kBins;
-      counts[i & 1][bin]++;
+    if (n < kTile) {
+      std::memcpy(bins, x, 4 * n);
+      for (int64_t i = n; i < kTile; i++) bins[i] = 0;
     }
+    const uint32_t* from = n < kTile ? bins : (const uint32_t*)x;
+    for (int64_t i = 0; i < kTile; i += kLanes) {
+      const Words key = least(load<Words>(from + i) & 0x7FFFFFFF, limit), other = key >> job.above ^ prefix;
+      store(bins + i, select(above(other, Words{}), splat((uint32_t)kBins), key >> job.shift & (kBins - 1)));
+    }
+    int64_t i = 0;
+    for (; i + 4 <= n; i += 4) {
+      for (int j = 0; j < 4; j++) counts[j][bins[i + j]]++;
+    }
+    for (; i < n; i++) counts[0][bins[i]]++;
   }
   for (int k = 0; k < kBins; k++) {
-    const int32_t count = counts[0][k] + counts[1][k];
+    const int32_t count = counts[0][k] + counts[1][k] + counts[2][k] + counts[3][k];
     if (count) __atomic_fetch_add(job.counts + k, count, __ATOMIC_RELAXED);
   }
 }

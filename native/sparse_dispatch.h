@@ -3,6 +3,8 @@
 
 namespace {
 
+constexpr int64_t kCrowd = 1 << 19; // candidates more than twice k that are still worth a list
+
 struct Memory {
   void* const at;
   explicit Memory(int64_t bytes) : at(std::malloc(bytes > 0 ? bytes : 1)) {}
@@ -82,6 +84,14 @@ int64_t emit(const Candidates& from, int64_t blocks, uint32_t kth, int64_t ties,
   return n;
 }
 
+// Writes the k largest candidates, or all if they are fewer.
+void emit_largest(const Candidates& from, int64_t blocks, int64_t k, uint32_t* keys, Picked& to) {
+  uint32_t kth = 0;
+  int64_t ties = 0;
+  if (from.total > k) kth = kth_key(from, blocks, k, keys, ties);
+  to.count = emit(from, blocks, kth, ties, k, to);
+}
+
 // Candidates and the first `ties` elements with the key `tied`, by index.
 Status emit_with_ties(const Machine& machine, const Span& span, const Candidates& from, int64_t blocks, uint32_t tied,
                       int64_t ties, Picked& to) {
@@ -107,26 +117,33 @@ Status emit_with_ties(const Machine& machine, const Span& span, const Candidates
   return kDone;
 }
 
-// The exact k largest, where candidates were too few or too many: the k-th key from histograms, then all above it.
+// The exact k largest, where candidates were too few or too many. A histogram tells the eighth of an octave in which the
+// k-th largest lies; if that is crowded, two more tell its key.
 Status pick_by_histogram(const Machine& machine, const Span& span, int64_t k, Place* places, Picked& to) {
+  const int64_t blocks = ceil_div(span.numel, kTile);
   int32_t counts[kBins];
   int64_t rank = k;
   uint32_t prefix = 0;
-  int above = 31, done = 0;
+  int above = 31;
   for (const int shift : {20, 9, 0}) {
-    const Histogram job{shift, above, prefix, true, counts};
-    if (!count_bins(machine, span, job)) return kThreadsFailed;
-    const uint32_t bin = (uint32_t)bin_of(counts, rank);
-    prefix = prefix << (above - shift) | (bin & ((1u << (above - shift)) - 1));
-    above = shift;
-    done++;
+    if (!count_bins(machine, span, Histogram{shift, above, prefix, true, counts})) return kThreadsFailed;
+    const int bin = bin_of(counts, rank);
+    prefix = prefix << (above - shift) | ((uint32_t)bin & ((1u << (above - shift)) - 1)), above = shift;
+    const int64_t reach = k - rank + counts[bin];
+    if (!shift || reach > 2 * k + kCrowd || !prefix) continue;
+    const Memory memory(12 * reach);
+    uint32_t* const indices = memory.as<uint32_t>();
+    if (!indices) return kNoMemory;
+    Candidates all{prefix << shift, reach, indices, memory.as<float>() + reach, places, 0, 0, 0};
+    if (!collect(machine, span, all)) return kThreadsFailed;
+    return emit_largest(all, blocks, k, indices + 2 * reach, to), kDone;
   }
   const int64_t greater = k - rank;
   const Memory memory(8 * greater);
   if (!memory.at) return kNoMemory;
   Candidates all{prefix + 1, greater, memory.as<uint32_t>(), memory.as<float>() + greater, places, 0, 0, 0};
   if (!collect(machine, span, all)) return kThreadsFailed;
-  return emit_with_ties(machine, span, all, ceil_div(span.numel, kTile), prefix, rank, to);
+  return emit_with_ties(machine, span, all, blocks, prefix, rank, to);
 }
 
 } // namespace
@@ -161,10 +178,7 @@ Status pick(const Machine& machine, const Span& span, const Pick& job, Picked& t
     return pick_by_histogram(machine, span, k, table.as<Place>(), to);
   }
   if (some.total > capacity) return pick_by_histogram(machine, span, k, table.as<Place>(), to);
-  uint32_t kth = 0;
-  int64_t ties = 0;
-  if (some.total > k) kth = kth_key(some, blocks, k, keys, ties);
-  to.count = emit(some, blocks, kth, ties, k, to);
+  emit_largest(some, blocks, k, keys, to);
   return kDone;
 }
 
