@@ -253,7 +253,12 @@ PyCFunction method(Function function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
+#include "floats_binding.h"
+#include "sparse_binding.h"
+
 PyMethodDef methods[] = {
+    THINWIRE_FLOAT_METHODS,
+    THINWIRE_SPARSE_METHODS,
     {"encode", method(py_encode), METH_FASTCALL, nullptr},
     {"decode", method(py_decode), METH_FASTCALL, nullptr},
     {"sum", method(py_sum), METH_FASTCALL, nullptr},

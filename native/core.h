@@ -72,8 +72,13 @@ struct Wide {
   float* inverse;
 };
 
+struct FloatKernels;
+struct SparseKernels;
+
 struct Kernels {
   const char* level;
+  const FloatKernels* floats;
+  const SparseKernels* sparse;
   // Blocks [begin, end) of all rows that are not wide, in table order.
   void (*encode_blocks)(const Job&, int64_t begin, int64_t end);
   // A wide row: extrema of the pieces [begin, end) of kLoaded elements, or sums of the buckets [begin, end); then all

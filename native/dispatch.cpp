@@ -1,6 +1,9 @@
 #include "dispatch.h"
 
+#include <algorithm>
 #include <cstdlib>
+#include <cstring>
+#include <functional>
 #if defined(__SSE2__)
 #include <xmmintrin.h>
 #endif
@@ -135,5 +138,8 @@ Status checksum(const Machine& machine, const uint8_t* message, int64_t num_byte
   };
   return run(machine, pieces, words, work) ? kDone : kThreadsFailed;
 }
+
+#include "floats_dispatch.h"
+#include "sparse_dispatch.h"
 
 } // namespace thinwire

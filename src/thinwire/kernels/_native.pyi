@@ -62,6 +62,58 @@ def reduce(
     /,
     *messages: int,
 ) -> None: ...
+def natural_encode(x: int, dtype: int, rows: int, num_rows: int, message: int, key: int, /) -> None: ...
+def natural_decode(message: int, rows: int, num_rows: int, y: int, dtype: int, add: bool, scale: float, /) -> None: ...
+def rangefloat_encode(
+    x: int, dtype: int, rows: int, num_rows: int, message: int, params: int, bits: int, rounding: int, key: int, /
+) -> None: ...
+def rangefloat_decode(
+    message: int, rows: int, num_rows: int, y: int, dtype: int, bits: int, add: bool, scale: float, /
+) -> None: ...
+def levels_encode(
+    x: int, dtype: int, rows: int, num_rows: int, message: int, levels: int, bits: int, bucket: int, /
+) -> None: ...
+def levels_decode(
+    message: int, rows: int, num_rows: int, y: int, dtype: int, bits: int, bucket: int, add: bool, scale: float, /
+) -> None: ...
+def int_round(
+    x: int,
+    dtype: int,
+    rows: int,
+    num_rows: int,
+    alphas: int,
+    out: int,
+    width: int,
+    clip: float,
+    key: int,
+    nearest: bool,
+    clipped: int,
+    /,
+) -> None: ...
+def int_decode(integers: int, width: int, rows: int, num_rows: int, y: int, dtype: int, factors: int, /) -> None: ...
+def pick(
+    x: int,
+    dtype: int,
+    start: int,
+    numel: int,
+    k: int,
+    least: int,
+    partial: bool,
+    sampled: bool,
+    offset: int,
+    stride: int,
+    num_samples: int,
+    rank: int,
+    indices: int,
+    values: int,
+    /,
+) -> tuple[int, int, bool]: ...
+def abs_histogram(x: int, dtype: int, start: int, numel: int, counts: int, /) -> None: ...
+def pack_indices(indices: int, count: int, numel: int, k: int, bitmap: bool, bytes: int, /) -> bool: ...
+def unpack_indices(bytes: int, numel: int, k: int, bitmap: bool, indices: int, /) -> int: ...
+def sparse_scatter(
+    y: int, dtype: int, start: int, numel: int, indices: int, values: int, count: int, scale: float, /
+) -> bool: ...
 def checksum(message: int, num_bytes: int, /) -> int: ...
 def levels() -> list[str]: ...
 def level() -> str: ...
