@@ -69,6 +69,7 @@ class Engine:
         self._learns_at: set[int] = set()
         self._raw_is_summed = False
         self._error = self._norm = 0.0
+        self._measured_step = -1
         self._loss_scale = 1.0
         self.reset_stats()
         self.timeline: Timeline | None = None
@@ -179,7 +180,7 @@ class Engine:
         state = self._state(key, route, loss_scale, flat.device)
         if learning and state is not None:
             self._learn(flat, route.layout, step, state)
-        exact = flat.float() if self.measure and step % self.measure == 0 else None
+        exact = flat.to(torch.float32, copy=True) if self.measure and step % self.measure == 0 else None
         options = {"seed": self.seed, "step": step, "state": state, "clock": self.timeline or self.stats}
         with ExitStack() as stack:
             running = []
@@ -194,7 +195,7 @@ class Engine:
         if route.sums:
             summed_all_reduce(flat, route.layout, self.transport, route.sums, **options)
         if exact is not None:
-            self._measure(exact, flat)
+            self._measure(exact, flat, step)
         self.note_result(flat)
         saturated, overflowed = route.limits(self.rank)
         self.stats.saturated += saturated
@@ -222,9 +223,10 @@ class Engine:
                 if slot.learned:
                     self.transport.broadcast(slots[slot.name])
 
-    def _measure(self, exact: Tensor, received: Tensor) -> None:
+    def _measure(self, exact: Tensor, received: Tensor, step: int) -> None:
         """Add a bucket to this step's error: what arrived against the exact mean, which takes an all-reduce in fp32."""
         self.transport.all_reduce(exact.div_(self.world_size))
+        self._measured_step = step
         self._error += float((received.float() - exact).double().square().sum())
         self._norm += float(exact.double().square().sum())
 
@@ -285,7 +287,7 @@ class Engine:
         They take nothing from a step in which some rank met NaN or Inf: the optimiser skips it too.
         """
         if self._norm > 0.0:
-            self.stats.alpha.append((self._counted_step, math.sqrt(self._error / self._norm)))
+            self.stats.alpha.append((self._measured_step, math.sqrt(self._error / self._norm)))
         self._error = self._norm = 0.0
         if self._step_is_finite:
             self._settle()
