@@ -8,21 +8,37 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.kernels import Table
+from thinwire.kernels import Format, Table
+from thinwire.kernels.layout import ROUNDINGS
 
 BUCKETS = (1, 3, 64, 100, 128, 192, 1000, 1024, 4096, 20_000, 2**40)
 SIZES = (0, 1, 5, 63, 64, 65, 127, 128, 129, 1000, 2048, 2049, 5000)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def table(sizes: Iterable[int], *, bits: int, bucket: int, gap: int = 1) -> Table:
+def kinds(bits: int, bucket: int) -> list[Format]:
+    """Every scheme, rounding and option that there is at this width."""
+    made = [Format(bits, bucket, rounding=rounding) for rounding in ROUNDINGS]
+    made += [Format(bits, bucket, "maxabs", midrise=True, clip=clip) for clip in (0.0, 0.9)]
+    made.append(Format(bits, bucket, "maxabs", "nearest", midrise=True))
+    if bits == 1:
+        made += [Format(1, bucket, "sides"), Format(1, bucket, "sign")]
+        return made
+    for rounding in ("stochastic", "nearest"):
+        made += [Format(bits, bucket, "maxabs", rounding, clip=clip) for clip in (0.0, 2.5)]
+        made.append(Format(bits, bucket, "norm", rounding))
+    made += [Format(bits, bucket, scheme, levels=1) for scheme in ("maxabs", "norm")]
+    return made
+
+
+def table(sizes: Iterable[int], form: Format, *, gap: int = 1) -> Table:
     """Segments of these sizes, each of its own layer and at another index in it, with gaps between all of them."""
     rows, start, payload = [], gap, 64 * gap
     for i, numel in enumerate(sizes):
-        index0 = i * kernels.minmax_grain(bucket) if bucket < 2**20 else 0
+        index0 = i * kernels.bucketed_grain(form.bucket) if form.bucket < 2**20 else 0
         rows.append((start, numel, index0, payload, kernels.site_id(f"layer{i}")))
         start += numel + gap
-        payload += kernels.minmax_bytes(numel, bits=bits, bucket=bucket) + 64 * gap
+        payload += kernels.bucketed_bytes(numel, form) + 64 * gap
     return Table(torch.tensor(rows, dtype=torch.int64).view(-1, 5))
 
 
@@ -49,9 +65,9 @@ def special(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
     return x
 
 
-def message(spans: Table, *, bits: int, bucket: int, fill: int = 0xAB) -> Tensor:
+def message(spans: Table, form: Format, *, fill: int = 0xAB) -> Tensor:
     """A message as large as the table needs, and a little more, full of what must not be read."""
-    return torch.full((spans.extent(bits, bucket).message_bytes + 64,), fill, dtype=torch.uint8)
+    return torch.full((spans.extent(form).message_bytes + 64,), fill, dtype=torch.uint8)
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import pickle
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernel_cases import message, one, table, values
+from kernel_cases import kinds, message, one, table, values
 from thinwire import kernels
-from thinwire.kernels import Table, derive_key, minmax_bytes, minmax_grain, reference, rng, site_id
+from thinwire.kernels import (
+    Format,
+    Residual,
+    Table,
+    bucketed_bytes,
+    bucketed_grain,
+    derive_key,
+    reference,
+    rng,
+    site_id,
+)
 
 
 @given(numel=st.integers(0, 10**7), bits=st.integers(1, 8), bucket=st.integers(1, 10**6))
 def test_size_is_scales_and_codes_each_padded_to_64_bytes(numel: int, bits: int, bucket: int) -> None:
-    size = minmax_bytes(numel, bits=bits, bucket=bucket)
+    size = bucketed_bytes(numel, Format(bits, bucket))
     buckets, groups = -(-numel // bucket), -(-numel // 128)
     assert size % 64 == 0
     assert 0 <= size - (8 * buckets + 16 * bits * groups) < 128
@@ -27,12 +38,12 @@ def test_size_is_scales_and_codes_each_padded_to_64_bytes(numel: int, bits: int,
 
 
 def test_four_bits_in_buckets_of_128_cost_four_and_a_half_bits_an_element() -> None:
-    assert minmax_bytes(2**20, bits=4, bucket=128) * 8 == 4.5 * 2**20
+    assert bucketed_bytes(2**20, Format(4, 128)) * 8 == 4.5 * 2**20
 
 
 @pytest.mark.parametrize(("bucket", "grain"), [(1, 128), (3, 384), (64, 128), (100, 3200), (128, 128), (1024, 1024)])
 def test_grain(bucket: int, grain: int) -> None:
-    assert minmax_grain(bucket) == grain
+    assert bucketed_grain(bucket) == grain
 
 
 def test_keys_are_64_bits_and_depend_on_every_part_and_on_the_order() -> None:
@@ -91,31 +102,30 @@ def test_table_refuses_other_dtypes() -> None:
 def test_table_refuses_overlapping_payloads_and_misplaced_cuts() -> None:
     rows = Table(torch.tensor([[0, 256, 0, 0, 1], [256, 256, 256, 128, 1]]))
     with pytest.raises(ValueError, match="share payload bytes"):
-        rows.extent(4, 128)
+        rows.extent(Format(4, 128))
     with pytest.raises(ValueError, match="grain of bucket 1000"):
-        rows.extent(4, 1000)
+        rows.extent(Format(4, 1000))
 
 
-def _calls(bits: int = 4, bucket: int = 128, **change: torch.Tensor) -> list:
+def _calls(**change: torch.Tensor) -> list:
     """All operations on good arguments, but for those given."""
-    spans = one(300)
+    spans, form = one(300), Format(4, 128)
     good = {
         "x": values(300, 0),
-        "message": message(spans, bits=4, bucket=128),
-        "out": message(spans, bits=4, bucket=128),
+        "message": message(spans, form),
+        "out": message(spans, form),
         "y": torch.zeros(300),
     }
     a = {**good, **change}
-    form: dict[str, Any] = {"bits": bits, "bucket": bucket}
     return [
-        lambda: kernels.minmax_encode(a["x"], spans, a["message"], key=1, **form),
-        lambda: kernels.minmax_decode(a["message"], spans, a["y"], **form),
-        lambda: kernels.minmax_sum([a["message"]], a["x"], spans, a["y"], **form),
-        lambda: kernels.minmax_reduce([a["message"]], a["x"], spans, a["out"], a["y"], scale=0.5, key=1, **form),
+        lambda: kernels.bucketed_encode(a["x"], spans, a["message"], form, key=1),
+        lambda: kernels.bucketed_decode(a["message"], spans, a["y"], form),
+        lambda: kernels.bucketed_sum([a["message"]], a["x"], spans, a["y"], form),
+        lambda: kernels.bucketed_reduce([a["message"]], a["x"], spans, a["out"], a["y"], form, scale=0.5, key=1),
     ]
 
 
-SHORT = minmax_bytes(300, bits=4, bucket=128) - 1
+SHORT = bucketed_bytes(300, Format(4, 128)) - 1
 BAD = {
     "fp64": ({"x": torch.zeros(300, dtype=torch.float64)}, (0, 2, 3), TypeError, "float64"),
     "fp64 out": ({"y": torch.zeros(300, dtype=torch.float64)}, (1, 2, 3), TypeError, "float64"),
@@ -145,35 +155,112 @@ def test_bad_tensors_are_refused(case: str) -> None:
 
 @pytest.mark.parametrize(("bits", "bucket"), [(0, 128), (9, 128), (-4, 128), (4, 0), (4, -128), (4, 2**63)])
 def test_impossible_formats_are_refused(bits: int, bucket: int) -> None:
-    for call in _calls(bits=bits, bucket=bucket):
-        with pytest.raises(ValueError, match=r"bits|bucket"):
-            call()
+    with pytest.raises(ValueError, match=r"bits|bucket"):
+        Format(bits, bucket)
 
 
 @pytest.mark.parametrize(("bits", "bucket"), [(4.0, 128), (True, 128), (4, 128.0), ("4", 128)])
 def test_formats_are_integers(bits: object, bucket: object) -> None:
     with pytest.raises(TypeError, match="int"):
-        minmax_bytes(100, bits=bits, bucket=bucket)  # pyright: ignore[reportArgumentType]
+        Format(bits, bucket)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"scheme": "median"}, ValueError, "scheme must be one of"),
+        ({"rounding": "up"}, ValueError, "rounding must be one of"),
+        ({"scheme": "maxabs", "rounding": "shift"}, ValueError, "shift is for scheme minmax"),
+        ({"scheme": "norm", "midrise": True}, ValueError, "midrise and clip"),
+        ({"clip": 2.5}, ValueError, "midrise and clip"),
+        ({"scheme": "maxabs", "clip": -1.0}, ValueError, "clip must be"),
+        ({"scheme": "maxabs", "clip": float("inf")}, ValueError, "clip must be"),
+        ({"scheme": "maxabs", "clip": float("nan")}, ValueError, "clip must be"),
+        ({"scheme": "sign"}, ValueError, "bits=1"),
+        ({"scheme": "sides", "bits": 2}, ValueError, "bits=1"),
+        ({"scheme": "maxabs", "bits": 1}, ValueError, "2 to 8"),
+        ({"scheme": "norm", "levels": 8}, ValueError, "1 to 7"),
+        ({"scheme": "maxabs", "levels": -1}, ValueError, "1 to 7"),
+        ({"scheme": "maxabs", "levels": 3, "midrise": True}, ValueError, "leave them at 0"),
+        ({"levels": 7}, ValueError, "leave them at 0"),
+        ({"scheme": "maxabs", "levels": 1.0}, TypeError, "levels must be an int"),
+        ({"scheme": "maxabs", "midrise": 1}, TypeError, "midrise must be a bool"),
+        ({"scheme": "maxabs", "clip": "2"}, TypeError, "clip must be a float"),
+    ],
+)
+def test_formats_that_do_not_fit_together_are_refused(change: dict, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        Format(**change)
+
+
+def test_a_format_is_a_value() -> None:
+    form = Format(4, 128, "maxabs", clip=2.5)
+    assert form == Format(4, 128, "maxabs", clip=2.5)
+    assert hash(form) == hash(Format(4, 128, "maxabs", clip=2.5))
+    assert form != Format(4, 128, "maxabs")
+    copy = pickle.loads(pickle.dumps(form))
+    assert (copy, hash(copy)) == (form, hash(form))
+    assert dataclasses.replace(form, bits=3).steps == 3
+
+
+@given(numel=st.integers(0, 10**6), bucket=st.integers(1, 10**5))
+def test_one_scale_costs_half_of_two(numel: int, bucket: int) -> None:
+    for bits, scheme in ((4, "maxabs"), (8, "norm"), (1, "sign")):
+        size, buckets = bucketed_bytes(numel, Format(bits, bucket, scheme)), -(-numel // bucket)
+        assert 0 <= size - (4 * buckets + 16 * bits * -(-numel // 128)) < 128
+    assert bucketed_bytes(numel, Format(1, bucket, "sides")) == bucketed_bytes(numel, Format(1, bucket))
+
+
+def test_what_is_no_format_is_refused() -> None:
+    with pytest.raises(TypeError, match="Format"):
+        bucketed_bytes(100, 4)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="Format"):
+        one(100).extent((4, 128))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("residual", "error", "says"),
+    [
+        (Residual(torch.zeros(299), torch.zeros(300)), ValueError, "residual.now has 299 elements"),
+        (Residual(torch.zeros(300), torch.zeros(300).bfloat16()), TypeError, "residual.next must be float32"),
+        (Residual(torch.zeros(300), torch.zeros(3, 100)), ValueError, "residual.next must be 1-D"),
+        (Residual(torch.zeros(300), torch.zeros(300, device="meta")), ValueError, "meta"),
+        (Residual(torch.zeros(300), torch.zeros(300), 0.0), ValueError, "loss_scale"),
+        (Residual(torch.zeros(300), torch.zeros(300), float("nan")), ValueError, "loss_scale"),
+        (Residual(torch.zeros(300), torch.zeros(300), float("inf")), ValueError, "loss_scale"),
+    ],
+)
+def test_residuals_that_cannot_work_are_refused(residual: Residual, error: type[Exception], says: str) -> None:
+    spans, form = one(300), Format(4, 128)
+    x, sent, out = values(300, 0), message(spans, form), message(spans, form)
+    with pytest.raises(error, match=says):
+        kernels.bucketed_encode(x, spans, sent, form, key=1, residual=residual)
+    with pytest.raises(error, match=says):
+        kernels.bucketed_reduce([sent], x, spans, out, x.clone(), form, scale=0.5, key=1, residual=residual)
 
 
 def test_nothing_outside_the_segments_is_touched() -> None:
-    spans = table((0, 130, 1000), bits=3, bucket=100, gap=2)
-    sent = message(spans, bits=3, bucket=100)
-    kernels.minmax_encode(values(spans.num_elements + 5, 0), spans, sent, bits=3, bucket=100, key=1)
-    y = torch.full((spans.num_elements + 5,), 7.0)
-    kernels.minmax_decode(sent, spans, y, bits=3, bucket=100)
-    for row in spans.segments:
-        payload = minmax_bytes(row.numel, bits=3, bucket=100)
-        sent[row.payload : row.payload + payload] = 0xAB
-        y[row.start : row.start + row.numel] = 7.0
-    assert torch.all(sent == 0xAB)
-    assert torch.all(y == 7.0)
+    for form in kinds(1, 100) + kinds(3, 128):
+        spans = table((0, 130, 1000), form, gap=2)
+        sent, size = message(spans, form), spans.num_elements + 5
+        y, kept = torch.full((size,), 7.0), torch.full((size,), 7.0)
+        residual = Residual(torch.zeros(size), kept)
+        kernels.bucketed_encode(values(size, 0), spans, sent, form, key=1, residual=residual)
+        kernels.bucketed_decode(sent, spans, y, form)
+        for row in spans.segments:
+            payload = bucketed_bytes(row.numel, form)
+            sent[row.payload : row.payload + payload] = 0xAB
+            y[row.start : row.start + row.numel] = 7.0
+            kept[row.start : row.start + row.numel] = 7.0
+        assert torch.all(sent == 0xAB)
+        assert torch.all(y == 7.0)
+        assert torch.all(kept == 7.0)
 
 
 def test_padding_is_zero() -> None:
-    spans = one(130)
-    sent = message(spans, bits=3, bucket=100)
-    kernels.minmax_encode(values(130, 0).abs() + 1, spans, sent, bits=3, bucket=100, key=1)
+    spans, form = one(130), Format(3, 100)
+    sent = message(spans, form)
+    kernels.bucketed_encode(values(130, 0).abs() + 1, spans, sent, form, key=1)
     assert torch.all(sent[16:64] == 0)  # two buckets: 16 bytes of scales
     codes = reference.unpack(sent[64 : 64 + 96], 256, 3)
     assert torch.all(codes[130:] == 0)
@@ -182,9 +269,9 @@ def test_padding_is_zero() -> None:
 
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_checksum_finds_every_flip_of_one_or_two_bits(bits: int) -> None:
-    spans = one(40)
-    sent = message(spans, bits=bits, bucket=64)
-    kernels.minmax_encode(values(40, bits), spans, sent, bits=bits, bucket=64, key=1)
+    spans, form = one(40), Format(bits, 64)
+    sent = message(spans, form)
+    kernels.bucketed_encode(values(40, bits), spans, sent, form, key=1)
     right = kernels.checksum(sent)
     generator = torch.Generator().manual_seed(bits)
     for number in (1, 2):
@@ -219,8 +306,9 @@ def test_without_the_native_core_the_reference_runs_and_says_so_once() -> None:
         "import thinwire.kernels as k, thinwire.kernels.native as n, torch\n"
         "assert (k.HAVE_NATIVE, k.cpu_level()) == (False, 'reference')\n"
         "t = k.Table(torch.tensor([[0, 9, 0, 0, 1]])); m = torch.zeros(192, dtype=torch.uint8)\n"
-        "k.minmax_encode(torch.arange(9.), t, m, bits=8, bucket=128, key=1, nearest=True)\n"
-        "y = torch.zeros(9); k.minmax_decode(m, t, y, bits=8, bucket=128)\n"
+        "f = k.Format(8, 128, rounding='nearest')\n"
+        "k.bucketed_encode(torch.arange(9.), t, m, f, key=1)\n"
+        "y = torch.zeros(9); k.bucketed_decode(m, t, y, f)\n"
         "assert (y - torch.arange(9.)).abs().max() < .1\n"
     )
     done = _python(code)

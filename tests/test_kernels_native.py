@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -18,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernel_cases import BUCKETS, DTYPES, SIZES, message, one, same, special, table, values
+from kernel_cases import BUCKETS, DTYPES, SIZES, kinds, message, one, same, special, table, values
 from thinwire import compat, kernels
-from thinwire.kernels import Table, native, reference
+from thinwire.kernels import Format, Residual, Table, native, reference
 
 pytestmark = pytest.mark.skipif(not kernels.HAVE_NATIVE, reason="the native core is not built")
 
@@ -48,55 +47,63 @@ def running_at(level: str) -> Iterator[None]:
 
 
 def all_operations(
-    run: ModuleType, spans: Table, x: Tensor, hostile: Tensor, *, bits: int, bucket: int, key: int, nearest: bool
+    run: ModuleType, spans: Table, x: Tensor, hostile: Tensor, form: Format, *, key: int
 ) -> dict[str, Tensor]:
-    """What every operation makes of an ordinary message and of random bytes."""
-    form: dict[str, Any] = {"bits": bits, "bucket": bucket}
-    sent, out = message(spans, **form), message(spans, **form)
-    run.minmax_encode(x, spans, sent, key=key, nearest=nearest, **form)
+    """What every operation makes of an ordinary message and of random bytes, without error feedback and with."""
+    sent, out = message(spans, form), message(spans, form)
+    run.bucketed_encode(x, spans, sent, form, key=key)
     stored, added, summed, kept = torch.full_like(x, 7.0), x.clone(), torch.full_like(x, 7.0), x.clone()
-    run.minmax_decode(sent, spans, stored, **form)
-    run.minmax_decode(hostile, spans, added, add=True, scale=0.3, **form)
-    run.minmax_sum([hostile, sent], None, spans, summed, scale=0.7, **form)
+    run.bucketed_decode(sent, spans, stored, form)
+    run.bucketed_decode(hostile, spans, added, form, add=True, scale=0.3)
+    run.bucketed_sum([hostile, sent], None, spans, summed, form, scale=0.7)
     own = kept if run is native else x  # the native core also in place
-    run.minmax_reduce([sent, sent], own, spans, out, kept, scale=1 / 3, key=key + 1, nearest=nearest, **form)
-    return {"encode": sent, "decode": stored, "add": added, "sum": summed, "reduce": out, "reduced values": kept}
+    run.bucketed_reduce([sent, sent], own, spans, out, kept, form, scale=1 / 3, key=key + 1)
+    got = {"encode": sent, "decode": stored, "add": added, "sum": summed, "reduce": out, "reduced values": kept}
+    now, scale = values(x.numel(), 99), (1024.0, 3.0)[key % 2]  # division by powers of two is a case of its own
+    twice, again, other = message(spans, form), message(spans, form), x.clone()
+    first, second = now.clone() if run is native else torch.zeros_like(now), torch.full_like(now, 7.0)
+    # The native core also in place.
+    run.bucketed_encode(
+        x, spans, twice, form, key=key, residual=Residual(first if run is native else now, first, scale)
+    )
+    held = Residual(now, second, scale)
+    run.bucketed_reduce([sent, sent], x, spans, again, other, form, scale=1 / 3, key=key + 1, residual=held)
+    inside = torch.cat([torch.arange(row.start, row.start + row.numel) for row in spans.segments])
+    got |= {"encode, residual": twice, "kept": first[inside]}
+    return got | {"reduce, residual": again, "reduced values, residual": other, "kept of reduced": second}
 
 
 def check_all(
     spans: Table,
     x: Tensor,
+    form: Format,
     *,
-    bits: int,
-    bucket: int,
     key: int,
-    nearest: bool,
     levels: Sequence[str] = LEVELS,
     threads: Sequence[int] = (1,),
 ) -> None:
     """Every operation gives the bits of the reference, at every level and with any number of threads."""
-    hostile = torch.randint(0, 256, message(spans, bits=bits, bucket=bucket).shape, dtype=torch.uint8)
-    case: dict[str, Any] = {"bits": bits, "bucket": bucket, "key": key, "nearest": nearest}
-    wanted = all_operations(reference, spans, x, hostile, **case)
+    hostile = torch.randint(0, 256, message(spans, form).shape, dtype=torch.uint8)
+    wanted = all_operations(reference, spans, x, hostile, form, key=key)
     for level in levels:
         for count in threads:
             torch.set_num_threads(count)
             with running_at(level):
-                got = all_operations(native, spans, x, hostile, **case)
+                got = all_operations(native, spans, x, hostile, form, key=key)
             torch.set_num_threads(1)
             wrong = [name for name in wanted if not same(wanted[name], got[name])]
-            assert not wrong, f"{wrong} differ: {case}, {x.dtype}, {level}, {count} threads"
+            assert not wrong, f"{wrong} differ: {form}, key {key}, {x.dtype}, {level}, {count} threads"
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_same_bits_as_the_reference(bucket: int, bits: int) -> None:
     sizes = (*SIZES, 2 * bucket if 1000 <= bucket <= 20_000 else 300)
-    spans = table(sizes, bits=bits, bucket=bucket)
-    for i, dtype in enumerate(DTYPES):
+    for i, form in enumerate(kinds(bits, bucket)):
+        spans = table(sizes, form)
         make = special if (bits + i) % 2 else values
-        x = make(spans.num_elements + 3, bits, dtype)
-        check_all(spans, x, bits=bits, bucket=bucket, key=bits << 40, nearest=(bits + i) % 3 == 0)
+        x = make(spans.num_elements + 3, bits, DTYPES[(bits + i // 2) % 3])
+        check_all(spans, x, form, key=bits << 40 | i)
 
 
 @settings(deadline=None, max_examples=100)
@@ -108,14 +115,16 @@ def test_same_bits_as_the_reference(bucket: int, bits: int) -> None:
     dtype=st.sampled_from(DTYPES),
     make=st.sampled_from([values, special]),
     key=st.integers(0, 2**64 - 2),
-    nearest=st.booleans(),
+    kind=st.integers(0, 13),
 )
 def test_same_bits_for_any_sizes(
-    sizes: list[int], bits: int, bucket: int, gap: int, dtype: torch.dtype, make, key: int, nearest: bool
+    sizes: list[int], bits: int, bucket: int, gap: int, dtype: torch.dtype, make, key: int, kind: int
 ) -> None:
-    spans = table(sizes, bits=bits, bucket=bucket, gap=gap)
+    forms = kinds(bits, bucket)
+    form = forms[kind % len(forms)]
+    spans = table(sizes, form, gap=gap)
     x = make(spans.num_elements + 3, key % 1000, dtype)
-    check_all(spans, x, bits=bits, bucket=bucket, key=key, nearest=nearest, levels=(LEVELS[0], LEVELS[-1]))
+    check_all(spans, x, form, key=key, levels=(LEVELS[0], LEVELS[-1]))
 
 
 @pytest.mark.parametrize(
@@ -126,36 +135,41 @@ def test_same_bits_for_large_rows_and_any_number_of_threads(bucket: int, numel: 
     spans = Table(torch.tensor([[5, numel, 0, 64, 3], [numel + 5, 1000, 0, 64 * 10**5, 4]]))
     for dtype, make in ((torch.float32, values), (torch.float32, special), (torch.bfloat16, special)):
         x = make(spans.num_elements, 1, dtype)
-        check_all(spans, x, bits=5, bucket=bucket, key=3, nearest=False, threads=(1, 3))
+        check_all(spans, x, Format(5, bucket), key=3, threads=(1, 3))
+    x = special(spans.num_elements, 1)
+    for form in (Format(3, bucket, rounding="shift"), *(Format(4, bucket, scheme) for scheme in ("maxabs", "norm"))):
+        check_all(spans, x, form, key=4, threads=(1, 3))
+    for form in (Format(4, bucket, "maxabs", clip=2.5), Format(1, bucket, "sides"), Format(1, bucket, "sign")):
+        check_all(spans, values(spans.num_elements, 1), form, key=5, threads=(1, 3))
 
 
 def test_a_layer_cut_at_the_grain_gets_the_codes_of_the_whole() -> None:
     x, cuts, bucket = values(20_000, 0), (0, 6400, 9600, 20_000), 100
-    form: dict[str, Any] = {"bits": 4, "bucket": bucket}
+    form = Format(4, bucket)
     whole, parts = torch.empty_like(x), torch.empty_like(x)
     rows = [[a, b - a, a, 64 * a, 5] for a, b in pairwise(cuts)]
     for rows_of, y in (([[0, 20_000, 0, 0, 5]], whole), (rows, parts)):
         spans = Table(torch.tensor(rows_of))
-        sent = message(spans, **form)
-        kernels.minmax_encode(x, spans, sent, key=1, **form)
-        kernels.minmax_decode(sent, spans, y, **form)
+        sent = message(spans, form)
+        kernels.bucketed_encode(x, spans, sent, form, key=1)
+        kernels.bucketed_decode(sent, spans, y, form)
     assert torch.equal(whole, parts)
 
 
 def test_messages_may_lie_at_any_address() -> None:
-    form: dict[str, Any] = {"bits": 3, "bucket": 100}
+    form = Format(3, 100)
     x = values(1000, 0)
     spans = one(1000)
-    wanted = message(spans, **form)
-    kernels.minmax_encode(x, spans, wanted, key=1, **form)
+    wanted = message(spans, form)
+    kernels.bucketed_encode(x, spans, wanted, form, key=1)
     for shift in (1, 2, 3, 17):
         sent = torch.zeros(wanted.numel() + shift, dtype=torch.uint8)[shift:]
         sent.fill_(0xAB)
-        kernels.minmax_encode(x[: x.numel()], spans, sent, key=1, **form)
+        kernels.bucketed_encode(x[: x.numel()], spans, sent, form, key=1)
         assert torch.equal(sent, wanted)
         y, again = torch.zeros(1000), torch.zeros(1000)
-        kernels.minmax_decode(sent, spans, y, **form)
-        kernels.minmax_decode(wanted, spans, again, **form)
+        kernels.bucketed_decode(sent, spans, y, form)
+        kernels.bucketed_decode(wanted, spans, again, form)
         assert torch.equal(y, again)
 
 
@@ -166,31 +180,31 @@ def test_random_bytes_in_buffers_without_an_element_to_spare(level: str, dtype: 
     generator = torch.Generator().manual_seed(0)
     for bits in range(1, 9):
         for bucket in (1, 7, 64, 100, 128, 1024, 2**40):
-            form: dict[str, Any] = {"bits": bits, "bucket": bucket}
+            form = Format(bits, bucket)
             for numel in (1, 5, 63, 64, 65, 127, 129, 1000, 2049):
                 spans = one(numel)
-                size = kernels.minmax_bytes(numel, **form)
+                size = kernels.bucketed_bytes(numel, form)
                 sent = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
                 x, y, out = values(numel, bits, dtype), torch.zeros(numel, dtype=dtype), torch.empty_like(sent)
                 with running_at(level):
-                    kernels.minmax_encode(x, spans, out, key=1, **form)
-                    kernels.minmax_decode(sent, spans, y, **form)
-                    kernels.minmax_decode(sent, spans, y, add=True, scale=0.5, **form)
-                    kernels.minmax_sum([sent, out], x, spans, y, **form)
-                    kernels.minmax_reduce([sent, out], x, spans, out.clone(), y, scale=0.5, key=1, **form)
+                    kernels.bucketed_encode(x, spans, out, form, key=1)
+                    kernels.bucketed_decode(sent, spans, y, form)
+                    kernels.bucketed_decode(sent, spans, y, form, add=True, scale=0.5)
+                    kernels.bucketed_sum([sent, out], x, spans, y, form)
+                    kernels.bucketed_reduce([sent, out], x, spans, out.clone(), y, form, scale=0.5, key=1)
                 with pytest.raises(ValueError, match="bytes"):
-                    kernels.minmax_decode(sent[:-1], spans, y, **form)
+                    kernels.bucketed_decode(sent[:-1], spans, y, form)
 
 
 def test_subnormal_values_count_even_where_torch_flushes_them() -> None:
     x, spans = torch.full((256,), 1e-40), one(256)
-    form: dict[str, Any] = {"bits": 4, "bucket": 128}
-    sent = message(spans, **form)
+    form = Format(4, 128)
+    sent = message(spans, form)
     flushes = torch.set_flush_denormal(True)
     try:
-        kernels.minmax_encode(x, spans, sent, key=1, **form)
+        kernels.bucketed_encode(x, spans, sent, form, key=1)
         y = torch.ones(256)
-        kernels.minmax_decode(sent, spans, y, **form)
+        kernels.bucketed_decode(sent, spans, y, form)
     finally:
         torch.set_flush_denormal(False)
     assert flushes
@@ -213,14 +227,14 @@ def test_threads_come_from_torch() -> None:
 def test_the_interpreter_runs_on_while_the_core_works() -> None:
     numel = 2**22
     x, spans = torch.ones(numel), one(numel)
-    form: dict[str, Any] = {"bits": 8, "bucket": 3}
-    sent = message(spans, **form)
+    form = Format(8, 3)
+    sent = message(spans, form)
     started: list[float] = []
 
     def work(times: int) -> None:
         for _ in range(times):
             started.append(time.perf_counter())
-            kernels.minmax_encode(x, spans, sent, key=1, **form)
+            kernels.bucketed_encode(x, spans, sent, form, key=1)
 
     work(5)
     shortest = min(b - a for a, b in pairwise(started))
@@ -241,15 +255,15 @@ def test_bad_addresses_and_counts_do_not_reach_the_core() -> None:
     with pytest.raises(TypeError, match="missing argument"):
         core.encode(0, 0)  # pyright: ignore[reportCallIssue]
     with pytest.raises(ValueError, match="bits"):
-        core.encode(0, 0, 0, 0, 0, 9, 128, 1, False)
+        core.encode(0, 0, 0, 0, 0, 9 | 1 << 32, 128, 0.0, 1, 0, 0, 1.0)
     with pytest.raises(ValueError, match="dtype"):
-        core.encode(0, 3, 0, 0, 0, 4, 128, 1, False)
+        core.encode(0, 3, 0, 0, 0, 4 | 15 << 32, 128, 0.0, 1, 0, 0, 1.0)
     with pytest.raises(ValueError, match="rows"):
-        core.encode(0, 0, 0, 1, 0, 4, 128, 1, False)
+        core.encode(0, 0, 0, 1, 0, 4 | 15 << 32, 128, 0.0, 1, 0, 0, 1.0)
     with pytest.raises(ValueError, match="too many"):
-        core.encode(0, 0, 0, 0, 0, 4, 128, 1, False, 5)  # pyright: ignore[reportCallIssue]
+        core.encode(0, 0, 0, 0, 0, 4 | 15 << 32, 128, 0.0, 1, 0, 0, 1.0, 5)  # pyright: ignore[reportCallIssue]
     with pytest.raises(OverflowError):
-        core.encode(-1, 0, 0, 0, 0, 4, 128, 1, False)
+        core.encode(-1, 0, 0, 0, 0, 4 | 15 << 32, 128, 0.0, 1, 0, 0, 1.0)
     with pytest.raises(ValueError, match="no such level"):
         core.set_level("x86-64-v9")
 
@@ -262,11 +276,11 @@ def test_a_forked_child_can_encode() -> None:
     torch.set_num_threads(2)
     numel = 400_000  # so many that the parent uses its threads
     x, spans = values(numel, 0), one(numel)
-    form: dict[str, Any] = {"bits": 4, "bucket": 128}
-    sent = message(spans, **form)
+    form = Format(4, 128)
+    sent = message(spans, form)
 
     def encode(pipe) -> None:  # no torch operation: those hang
-        kernels.minmax_encode(x, spans, sent, key=1, **form)
+        kernels.bucketed_encode(x, spans, sent, form, key=1)
         pipe.send(kernels.checksum(sent))
 
     receiver, sender = multiprocessing.Pipe(duplex=False)

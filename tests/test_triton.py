@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernel_cases import message, one, same, special, table, values
-from thinwire.kernels import Table, reference
+from thinwire.kernels import Format, Residual, Table, reference
 
 pytest.importorskip("triton", reason="triton is not installed: pip install --no-deps triton")
 
@@ -35,24 +35,23 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def check_all(spans: Table, x: Tensor, *, bits: int, bucket: int, key: int, nearest: bool) -> None:
+def check_all(spans: Table, x: Tensor, form: Format, *, key: int) -> None:
     """Every operation gives the bits of the reference."""
     from thinwire.kernels import gpu
 
-    form = {"bits": bits, "bucket": bucket}
-    hostile = torch.randint(0, 256, message(spans, **form).shape, dtype=torch.uint8)
+    hostile = torch.randint(0, 256, message(spans, form).shape, dtype=torch.uint8)
     results = []
     for run, device in ((reference, torch.device("cpu")), (gpu, DEVICE)):
         own, random = x.to(device), hostile.to(device)
         dtype = torch.float32 if run is reference else x.dtype
-        sent, out = (message(spans, **form).to(device) for _ in range(2))
-        run.minmax_encode(own, spans, sent, key=key, nearest=nearest, **form)
+        sent, out = (message(spans, form).to(device) for _ in range(2))
+        run.bucketed_encode(own, spans, sent, form, key=key)
         stored, summed = (torch.full(x.shape, 7.0, dtype=dtype, device=device) for _ in range(2))
         added, kept = (own.to(dtype, copy=True) for _ in range(2))
-        run.minmax_decode(sent, spans, stored, **form)
-        run.minmax_decode(random, spans, added, add=True, scale=0.3, **form)
-        run.minmax_sum([random, sent], None, spans, summed, scale=0.7, **form)
-        run.minmax_reduce([sent, sent], kept, spans, out, kept, scale=1 / 3, key=key + 1, nearest=nearest, **form)
+        run.bucketed_decode(sent, spans, stored, form)
+        run.bucketed_decode(random, spans, added, form, add=True, scale=0.3)
+        run.bucketed_sum([random, sent], None, spans, summed, form, scale=0.7)
+        run.bucketed_reduce([sent, sent], kept, spans, out, kept, form, scale=1 / 3, key=key + 1)
         results.append([v.cpu() for v in (sent, out, stored, added, summed, kept)])
     names = ("encode", "reduce: message", "decode", "decode add", "sum", "reduce: values")
     for name, wanted, got in zip(names, *results, strict=True):
@@ -73,11 +72,13 @@ def check_all(spans: Table, x: Tensor, *, bits: int, bucket: int, key: int, near
     ],
 )
 def test_same_bits_as_the_reference(bits: int, bucket: int, dtype: torch.dtype) -> None:
-    spans = table((129, 0, 4100 if bits in (2, 4) or bucket > 384 else 2100), bits=bits, bucket=bucket)
+    nearest = bits == 6 or dtype == torch.bfloat16
+    form = Format(bits, bucket, rounding="nearest" if nearest else "stochastic")
+    spans = table((129, 0, 4100 if bits in (2, 4) or bucket > 384 else 2100), form)
     make = special if dtype == torch.float32 else values  # the interpreter loses subnormal 16-bit values
     x = make(spans.num_elements + 3, bits, dtype)
     x[7] = torch.nan
-    check_all(spans, x, bits=bits, bucket=bucket, key=bits << 60 | 5, nearest=bits == 6 or dtype == torch.bfloat16)
+    check_all(spans, x, form, key=bits << 60 | 5)
 
 
 @runs
@@ -87,9 +88,9 @@ def test_nothing_to_do_and_nothing_to_sum() -> None:
     y = torch.ones(4, device=DEVICE)
     sent = torch.zeros(64, dtype=torch.uint8, device=DEVICE)
     for spans in (Table(torch.empty(0, 5, dtype=torch.int64)), one(0)):
-        gpu.minmax_encode(y, spans, sent, bits=4, bucket=100, key=1)
-        gpu.minmax_decode(sent, spans, y, bits=4, bucket=100)
-    gpu.minmax_sum([], y, one(4), y, bits=4, bucket=128, scale=0.5)
+        gpu.bucketed_encode(y, spans, sent, Format(4, 100), key=1)
+        gpu.bucketed_decode(sent, spans, y, Format(4, 100))
+    gpu.bucketed_sum([], y, one(4), y, Format(4, 128), scale=0.5)
     assert y.tolist() == [0.5] * 4
 
 
@@ -99,7 +100,18 @@ def test_a_message_at_an_odd_address_is_refused() -> None:
 
     sent = torch.zeros(1025, dtype=torch.uint8, device=DEVICE)[1:]
     with pytest.raises(ValueError, match="multiple of 4"):
-        gpu.minmax_encode(torch.ones(9, device=DEVICE), one(9), sent, bits=4, bucket=128, key=1)
+        gpu.bucketed_encode(torch.ones(9, device=DEVICE), one(9), sent, Format(4, 128), key=1)
+
+
+@compiled
+def test_what_the_kernels_lack_is_refused() -> None:
+    from thinwire.kernels import gpu
+
+    x, sent = torch.ones(9), torch.zeros(192, dtype=torch.uint8)
+    with pytest.raises(NotImplementedError, match="minmax"):
+        gpu.bucketed_encode(x, one(9), sent, Format(4, 128, "maxabs"), key=1)
+    with pytest.raises(NotImplementedError, match="fused"):
+        gpu.bucketed_encode(x, one(9), sent, Format(4, 128), key=1, residual=Residual(x, x))
 
 
 @compiled

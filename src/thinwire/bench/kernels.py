@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 from thinwire import kernels as core
-from thinwire.kernels import reference
+from thinwire.kernels import Format, reference
 from thinwire.results import Results
 
 _ROTATED = 4
@@ -40,24 +40,12 @@ class Case:
     more: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Format:
-    """A payload format and how it is rounded."""
-
-    bits: int
-    bucket: int
-    nearest: bool = False
-
-    def __str__(self) -> str:
-        # Stochastic rounding, the default, goes without saying.
-        return f"{self.bits} bits/{self.bucket}" + (", nearest" if self.nearest else "")
-
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        return {"bits": self.bits, "bucket": self.bucket}
-
-    def num_bytes(self, numel: int) -> int:
-        return core.minmax_bytes(numel, **self.kwargs)
+def _name(form: Format) -> str:
+    """What the rows of a format say; min-max and stochastic rounding, the defaults, go without saying."""
+    scheme = "" if form.scheme == "minmax" else f"{form.scheme} "
+    bits = "1 bit" if form.bits == 1 else f"{form.bits} bits"
+    rounding = "" if form.rounding == "stochastic" else f", {form.rounding}"
+    return f"{scheme}{bits}/{form.bucket}{rounding}"
 
 
 class Buffers:
@@ -71,9 +59,9 @@ class Buffers:
         self.bf16 = [x.bfloat16() for x in self.x]
 
     def messages(self, form: Format) -> list[Tensor]:
-        made = [torch.zeros(form.num_bytes(self.numel), dtype=torch.uint8) for _ in range(_ROTATED)]
+        made = [torch.zeros(core.bucketed_bytes(self.numel, form), dtype=torch.uint8) for _ in range(_ROTATED)]
         for x, message in zip(self.x, made, strict=True):
-            core.minmax_encode(x, self.table, message, key=1, nearest=form.nearest, **form.kwargs)
+            core.bucketed_encode(x, self.table, message, form, key=1)
         return made
 
 
@@ -104,7 +92,8 @@ def kernels(
         raise ValueError("size_mb must be above 0 and repeats at least 1")
     console = Console(highlight=False)
     with _threads(threads) as count:
-        formats = [Format(4, 128), Format(4, 128, nearest=True), Format(4, 1024), Format(8, 1024), Format(2, 64)]
+        formats = [Format(4, 128), Format(4, 128, rounding="nearest"), Format(4, 1024), Format(8, 1024), Format(2, 64)]
+        formats += [Format(4, 128, "maxabs"), Format(1, 1024, "sign"), Format(8, 1024, rounding="shift")]
         with console.status(f"{size_mb:g} MB, {count} threads: {repeats} turns ..."):
             cases = _cases(max(1, int(size_mb * 2**20 / 4)), formats)
             seconds = _measure(cases, repeats)
@@ -127,11 +116,11 @@ def kernels(
         even.add_column(column, justify="right", no_wrap=True)
     numel = cases[0].numel
     for form in formats:
-        taken = seconds[f"encode: {form}"] + seconds[f"decode and add: {form}"]
-        bits = 8 * form.num_bytes(numel) / numel
+        taken = seconds[f"encode: {_name(form)}"] + seconds[f"decode and add: {_name(form)}"]
+        bits = 8 * core.bucketed_bytes(numel, form) / numel
         gbit_per_s = (32 - bits) * numel / taken / 1e9
-        results.add(f"break-even: {form}", gbit_per_s, "Gbit/s", bits_per_element=bits)
-        even.add_row(str(form), f"{bits:.2f}", f"{gbit_per_s:.1f} Gbit/s")
+        results.add(f"break-even: {_name(form)}", gbit_per_s, "Gbit/s", bits_per_element=bits)
+        even.add_row(_name(form), f"{bits:.2f}", f"{gbit_per_s:.1f} Gbit/s")
     console.print(even)
     if json:
         results.write(json)
@@ -174,6 +163,8 @@ def _cases(numel: int, formats: list[Format]) -> list[Case]:
     ]
     for form in formats:
         cases += _of_format(full, form)
+    for form in (main, Format(4, 128, "maxabs"), Format(1, 1024, "sign")):
+        cases += _feedback(full, form)
     cases += _bf16(full, main) + _summing(full, main)
     cases.append(Case("copy_: one small call", _SMALL, lambda i: small.y[i].copy_(small.x[i])))
     cases += [_renamed(case, f"{case.name}: one small call") for case in _of_format(small, main)]
@@ -185,57 +176,75 @@ def _renamed(case: Case, name: str) -> Case:
 
 
 def _of_format(at: Buffers, form: Format) -> list[Case]:
-    sent, more = at.messages(form), {"bits": form.bits, "bucket": form.bucket, "nearest": form.nearest}
+    sent, more = at.messages(form), {"bits": form.bits, "bucket": form.bucket, "nearest": form.rounding == "nearest"}
 
     def encode(i: int) -> None:
-        core.minmax_encode(at.x[i], at.table, sent[i], key=i, nearest=form.nearest, **form.kwargs)
+        core.bucketed_encode(at.x[i], at.table, sent[i], form, key=i)
 
     def decode(i: int) -> None:
-        core.minmax_decode(sent[i], at.table, at.y[i], **form.kwargs)
+        core.bucketed_decode(sent[i], at.table, at.y[i], form)
 
     def add(i: int) -> None:
-        core.minmax_decode(sent[i], at.table, at.y[i], add=True, scale=0.5, **form.kwargs)
+        core.bucketed_decode(sent[i], at.table, at.y[i], form, add=True, scale=0.5)
 
     operations = {"encode": encode, "decode": decode, "decode and add": add}
-    return [Case(f"{name}: {form}", at.numel, run, more) for name, run in operations.items()]
+    return [Case(f"{name}: {_name(form)}", at.numel, run, more) for name, run in operations.items()]
+
+
+def _feedback(at: Buffers, form: Format) -> list[Case]:
+    """Error feedback in one pass, and with torch's additions and subtractions around the kernels."""
+    sent, now, later = at.messages(form), [0.1 * x for x in at.x], [torch.zeros(at.numel) for _ in at.x]
+
+    def fused(i: int) -> None:
+        core.bucketed_encode(at.x[i], at.table, sent[i], form, key=i, residual=core.Residual(now[i], later[i]))
+
+    def in_parts(i: int) -> None:
+        torch.add(at.x[i], now[i], out=later[i])
+        core.bucketed_encode(later[i], at.table, sent[i], form, key=i)
+        core.bucketed_decode(sent[i], at.table, at.y[i], form)
+        later[i].sub_(at.y[i])
+
+    return [
+        Case(f"encode with error feedback: {_name(form)}", at.numel, fused),
+        Case(f"encode with error feedback, in parts: {_name(form)}", at.numel, in_parts),
+    ]
 
 
 def _bf16(at: Buffers, form: Format) -> list[Case]:
     sent = at.messages(form)
 
     def encode(i: int) -> None:
-        core.minmax_encode(at.bf16[i], at.table, sent[i], key=i, **form.kwargs)
+        core.bucketed_encode(at.bf16[i], at.table, sent[i], form, key=i)
 
     def decode(i: int) -> None:
-        core.minmax_decode(sent[i], at.table, at.bf16[i], **form.kwargs)
+        core.bucketed_decode(sent[i], at.table, at.bf16[i], form)
 
     return [
-        Case("encode bf16 values: " + str(form), at.numel, encode),
-        Case("decode to bf16 values: " + str(form), at.numel, decode),
+        Case("encode bf16 values: " + _name(form), at.numel, encode),
+        Case("decode to bf16 values: " + _name(form), at.numel, decode),
     ]
 
 
 def _summing(at: Buffers, form: Format) -> list[Case]:
     """The owner's stage, fused and in its three parts, and the sum of three messages."""
     sent, out = at.messages(form), at.messages(form)
-    once: dict[str, Any] = {"scale": 0.5, **form.kwargs}
 
     def reduce(i: int) -> None:
-        core.minmax_reduce([sent[i]], at.x[i], at.table, out[i], at.y[i], key=i, **once)
+        core.bucketed_reduce([sent[i]], at.x[i], at.table, out[i], at.y[i], form, scale=0.5, key=i)
 
     def in_parts(i: int) -> None:
-        core.minmax_sum([sent[i]], at.x[i], at.table, at.y[i], **once)
-        core.minmax_encode(at.y[i], at.table, out[i], key=i, **form.kwargs)
-        core.minmax_decode(out[i], at.table, at.y[i], **form.kwargs)
+        core.bucketed_sum([sent[i]], at.x[i], at.table, at.y[i], form, scale=0.5)
+        core.bucketed_encode(at.y[i], at.table, out[i], form, key=i)
+        core.bucketed_decode(out[i], at.table, at.y[i], form)
 
     def sum_of_three(i: int) -> None:
-        core.minmax_sum(sent[:3], at.x[i], at.table, at.y[i], **once)
+        core.bucketed_sum(sent[:3], at.x[i], at.table, at.y[i], form, scale=0.5)
 
     return [
-        Case(f"reduce, fused: {form}", at.numel, reduce),
-        Case(f"reduce, in parts: {form}", at.numel, in_parts),
-        Case(f"sum of three messages: {form}", at.numel, sum_of_three),
-        Case(f"checksum of the message: {form}", at.numel, lambda i: core.checksum(sent[i])),
+        Case(f"reduce, fused: {_name(form)}", at.numel, reduce),
+        Case(f"reduce, in parts: {_name(form)}", at.numel, in_parts),
+        Case(f"sum of three messages: {_name(form)}", at.numel, sum_of_three),
+        Case(f"checksum of the message: {_name(form)}", at.numel, lambda i: core.checksum(sent[i])),
     ]
 
 
@@ -244,12 +253,12 @@ def _torch_reference(form: Format) -> list[Case]:
     sent = at.messages(form)
 
     def encode(i: int) -> None:
-        reference.minmax_encode(at.x[i], at.table, sent[i], key=i, **form.kwargs)
+        reference.bucketed_encode(at.x[i], at.table, sent[i], form, key=i)
 
     def add(i: int) -> None:
-        reference.minmax_decode(sent[i], at.table, at.y[i], add=True, **form.kwargs)
+        reference.bucketed_decode(sent[i], at.table, at.y[i], form, add=True)
 
     return [
-        Case("torch reference, 1 MB, encode: " + str(form), at.numel, encode),
-        Case("torch reference, 1 MB, decode and add: " + str(form), at.numel, add),
+        Case("torch reference, 1 MB, encode: " + _name(form), at.numel, encode),
+        Case("torch reference, 1 MB, decode and add: " + _name(form), at.numel, add),
     ]

@@ -1,41 +1,78 @@
 """Compressors: what a tensor may become on the wire."""
 
-from thinwire.compressors.base import (
-    GRADIENT_DTYPES,
-    Coded,
-    Compressor,
-    Piece,
-    Segments,
-    Slot,
-    State,
-    Summed,
-    check_int,
-)
+from thinwire.compressors.base import Coded, Compressor, Summed, Unsuited, first_state, sum_alone
 from thinwire.compressors.cast import Cast
-from thinwire.compressors.ef import ef
+from thinwire.compressors.chain import Chain
+from thinwire.compressors.checks import GRADIENT_DTYPES, check_int
+from thinwire.compressors.dgc import DGC
+from thinwire.compressors.ef import Wrapper, ef
+from thinwire.compressors.fft import FFT
+from thinwire.compressors.lattice import Lattice
+from thinwire.compressors.levels import Levels
+from thinwire.compressors.maxabs import MaxAbs
 from thinwire.compressors.minmax import MinMax
+from thinwire.compressors.natural import Natural
+from thinwire.compressors.onebit import OneBit, Sign
+from thinwire.compressors.pieces import Key, LayerState, Part, Piece, Segments, Slot, State
+from thinwire.compressors.powersgd import PowerSGD
+from thinwire.compressors.qsgd import QSGD
 from thinwire.compressors.randk import RandK
-from thinwire.compressors.raw import Raw
-from thinwire.compressors.spec import parse, register
+from thinwire.compressors.rangefloat import RangeFloat
+from thinwire.compressors.raw import Raw, RawSum
+from thinwire.compressors.sparse import Sparsifier
+from thinwire.compressors.spec import parse, register, registered
+from thinwire.compressors.terngrad import TernGrad
+from thinwire.compressors.topk import GlobalTopK, Threshold, TopK
+from thinwire.compressors.truncate import Truncate
 
-for _make in (Cast, MinMax, RandK, Raw, ef):
+for _make in (
+    *(Cast, DGC, FFT, GlobalTopK, Lattice, Levels, MaxAbs, MinMax, Natural, OneBit, PowerSGD, QSGD),
+    *(RandK, RangeFloat, Raw, Sign, TernGrad, Threshold, TopK, Truncate, ef),
+):
     register(_make)
 
 __all__ = [
+    "DGC",
+    "FFT",
     "GRADIENT_DTYPES",
+    "QSGD",
     "Cast",
+    "Chain",
     "Coded",
     "Compressor",
+    "GlobalTopK",
+    "Key",
+    "Lattice",
+    "LayerState",
+    "Levels",
+    "MaxAbs",
     "MinMax",
+    "Natural",
+    "OneBit",
+    "Part",
     "Piece",
+    "PowerSGD",
     "RandK",
+    "RangeFloat",
     "Raw",
+    "RawSum",
     "Segments",
+    "Sign",
     "Slot",
+    "Sparsifier",
     "State",
     "Summed",
+    "TernGrad",
+    "Threshold",
+    "TopK",
+    "Truncate",
+    "Unsuited",
+    "Wrapper",
     "check_int",
     "ef",
+    "first_state",
     "parse",
     "register",
+    "registered",
+    "sum_alone",
 ]

@@ -7,75 +7,17 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from thinwire.kernels import Table, derive_key, site_id
-
-GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that compressors take. Arithmetic is in fp32 whatever comes in."""
+from thinwire.compressors.checks import check_dtype
+from thinwire.compressors.pieces import Key, LayerState, Part, Piece, Segments, Slot, State
 
 
-@dataclass(frozen=True)
-class Slot:
-    """Named state that a compressor asks for: one value for each element of a layer.
-
-    The `Wire` owns it, checkpoints it by parameter name and reshards it; nothing else holds state.
-    """
-
-    name: str
-    dtype: torch.dtype = torch.float32
-
-
-@dataclass(frozen=True)
-class State:
-    """The slots of one flat tensor in one step, each a tensor aligned with it.
-
-    A compressor reads ``now`` and writes all elements of its segments in ``next``, which replaces ``now`` only when the
-    whole step turned out finite. Slots are in unscaled units; gradients are ``loss_scale`` times as large.
-    """
-
-    now: Mapping[str, Tensor]
-    next: Mapping[str, Tensor]
-    loss_scale: float = 1.0
-
-
-class Piece(NamedTuple):
-    """A run of consecutive elements of one layer."""
-
-    name: str
-    """Name of the layer's parameter."""
-    start: int
-    """Where it starts in the flat tensor, in elements."""
-    numel: int
-    index0: int
-    """Index of its first element inside its layer: draws are keyed by it, so cutting changes no bit."""
-    payload: int
-    """Where its payload starts in the message (or in the buffer that is summed), in bytes."""
-
-    @property
-    def elements(self) -> slice:
-        """Its place in the flat tensor."""
-        return slice(self.start, self.start + self.numel)
-
-
-@dataclass(frozen=True)
-class Segments:
-    """The pieces of layers that one compressor handles in one message: one kernel call for all of them."""
-
-    pieces: tuple[Piece, ...]
-    table: Table
-
-    @staticmethod
-    def build(pieces: Sequence[Piece]) -> Segments:
-        rows = [(p.start, p.numel, p.index0, p.payload, site_id(p.name)) for p in pieces]
-        table = Table(torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 5))
-        return Segments(tuple(pieces), table)
-
-    def __len__(self) -> int:
-        return len(self.pieces)
+class Unsuited(ValueError):
+    """A compressor cannot take layers of this shape: they travel raw. The text says why."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +25,16 @@ class Compressor(ABC):
     """A frozen set of parameters. ``str(c)`` is its spec and ``thinwire.parse`` gives it back."""
 
     spec_name: ClassVar[str]
-    exact_bits: ClassVar[bool] = True
-    """Whether its bytes are the same on any machine. False for FFT, SVD and matrix products."""
-    size: ClassVar[Literal["fixed", "bounded"]] = "fixed"
-    """Whether a message's size is a function of the shape alone."""
+
+    @property
+    def exact_bits(self) -> bool:
+        """Whether its bytes are the same on any machine. False for FFT, SVD and matrix products."""
+        return True
+
+    @property
+    def size(self) -> Literal["fixed", "bounded"]:
+        """Whether a message's size is a function of the shape alone, or has but an upper bound."""
+        return "fixed"
 
     @property
     def largest(self) -> float:
@@ -99,9 +47,39 @@ class Compressor(ABC):
         return True
 
     @property
+    def keeps_constants(self) -> bool:
+        """Whether a layer of one value is received as it is, up to rounding."""
+        return self.dense
+
+    @property
     @abstractmethod
     def unbiased(self) -> bool:
         """Whether the expectation of what is received is what was sent."""
+
+    @property
+    def wants_feedback(self) -> bool:
+        """Whether a plan puts error feedback around it: it drops or distorts so much that training needs it."""
+        return False
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The state that it needs for each layer."""
+        return ()
+
+    def fit(self, shape: Sequence[int]) -> Compressor:
+        """What a layer of this shape gets: this compressor with what depends on the shape filled in, or a simpler one.
+
+        Raises:
+            Unsuited: it cannot take such a layer.
+        """
+        return self
+
+    def at(self, step: int, learning_rate: float | None) -> Compressor:
+        """This compressor as it is in a step (counted from the first compressed one), where it has a schedule.
+
+        ``learning_rate`` is the optimizer's, if the Wire was given one.
+        """
+        return self
 
     @abstractmethod
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
@@ -109,12 +87,10 @@ class Compressor(ABC):
 
     @abstractmethod
     def roundtrip(self, x: Tensor, key: int = 0) -> Tensor:
-        """What the receiver will see of ``x``, as fp32 of the same shape."""
+        """What the receiver will see of ``x``, as fp32 of the same shape; ``x`` itself where it travels raw."""
 
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        """The state that it needs for each layer."""
-        return ()
+    def __or__(self, other: Compressor) -> Compressor:
+        raise TypeError(f"{self} chooses no values that {other} could code: put a sparsifier such as topk first")
 
     def __str__(self) -> str:
         shown = []
@@ -127,23 +103,33 @@ class Compressor(ABC):
 
 @dataclass(frozen=True)
 class Coded(Compressor):
-    """Becomes bytes that must be decoded to be added. Travels by scatter-reduce-all-gather and its like."""
+    """Becomes bytes that must be decoded to be added. Travels by scatter-reduce-all-gather, all-gather and the like."""
 
     @property
     @abstractmethod
     def grain(self) -> int | None:
         """Elements at whose multiples a layer may be cut among owners; None if it must stay whole."""
 
-    @abstractmethod
-    def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Bytes of the payload of a piece of ``numel`` elements of gradients of ``dtype``."""
+    @property
+    def gathered(self) -> bool:
+        """Whether every rank decodes what every other one encoded (an all-gather: each value is encoded once), instead
+        of an owner who sums and encodes again. So it is where layers stay whole."""
+        return self.grain is None
+
+    @property
+    def plain_sum(self) -> bool:
+        """Whether an owner adds up what ranks send; `add_up` says what else it may do."""
+        return True
 
     @abstractmethod
-    def encode(self, x: Tensor, segments: Segments, message: Tensor, *, key: int, state: State | None = None) -> None:
+    def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Bytes of the payload of a piece of ``numel`` elements of gradients of ``dtype``, at most."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, segments: Segments, message: Tensor, *, key: Key, state: State | None = None) -> None:
         """Write the payload of every segment of the flat tensor ``x`` (fp32, bf16 or fp16) into ``message`` (uint8).
 
         ``state`` is given if, and only if, the compressor asks for `slots`.
-        ``key`` names the random draws: they depend on it, on the layer's site and on the element's index only.
 
         Raises:
             TypeError: the dtype of ``x`` or ``message`` is not supported.
@@ -151,15 +137,7 @@ class Coded(Compressor):
         """
 
     @abstractmethod
-    def decode(
-        self,
-        message: Tensor,
-        segments: Segments,
-        y: Tensor,
-        *,
-        add: bool = False,
-        scale: float = 1.0,
-    ) -> None:
+    def decode(self, message: Tensor, segments: Segments, y: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
         """Set (or with ``add`` increase) every segment of ``y`` to its decoded payload times ``scale``.
 
         Raises:
@@ -174,7 +152,7 @@ class Coded(Compressor):
         out_message: Tensor,
         y: Tensor,
         *,
-        key: int,
+        key: Key,
         scale: float,
         state: State | None = None,
     ) -> None:
@@ -182,23 +160,127 @@ class Coded(Compressor):
 
         ``y`` may be ``own``. The sum is taken in fp32 in the order of ``messages``.
         """
-        total = own.to(torch.float32, copy=True)
-        for message in messages:
-            self.decode(message, segments, total, add=True)
-        self.encode(total.mul_(scale), segments, out_message, key=key, state=state)
+        total = torch.empty(own.numel(), dtype=torch.float32, device=own.device)
+        self.add_up(messages, own, segments, total, scale=scale)
+        self.encode(total, segments, out_message, key=key, state=state)
         self.decode(out_message, segments, y)
 
+    def add_up(
+        self, messages: Sequence[Tensor], own: Tensor, segments: Segments, total: Tensor, *, scale: float
+    ) -> None:
+        """Set the segments of ``total`` (fp32) to ``scale · (own + Σ decode(messages))``."""
+        for piece in segments.pieces:
+            total[piece.elements] = own[piece.elements]
+        for message in messages:
+            self.decode(message, segments, total, add=True)
+        for piece in segments.pieces:
+            total[piece.elements].mul_(scale)
+
+    def mean(self, messages: Sequence[Tensor], segments: Segments, y: Tensor, *, scale: float) -> None:
+        """The receiver's stage of an all-gather: set ``y`` to ``scale · Σ decode(messages)``, summed in their order."""
+        total = torch.empty(y.numel(), dtype=torch.float32, device=y.device) if y.dtype != torch.float32 else y
+        for i, message in enumerate(messages):
+            self.decode(message, segments, total, add=i > 0)
+        for piece in segments.pieces:
+            y[piece.elements] = total[piece.elements].mul_(scale)
+
+    def encode_rest(
+        self,
+        x: Tensor,
+        segments: Segments,
+        message: Tensor,
+        now: Tensor,
+        after: Tensor,
+        *,
+        key: Key,
+        loss_scale: float,
+        state: State | None = None,
+    ) -> None:
+        """Encode ``x + loss_scale · now`` and leave in ``after``, in unscaled units, what was not sent of it."""
+        for piece in segments.pieces:
+            part = piece.elements
+            torch.add(x[part], now[part], alpha=loss_scale, out=after[part])
+        self.encode(after, segments, message, key=key, state=state)
+        self.keep_rest(message, segments, after, loss_scale)
+
+    def reduce_rest(
+        self,
+        messages: Sequence[Tensor],
+        own: Tensor,
+        segments: Segments,
+        out_message: Tensor,
+        y: Tensor,
+        now: Tensor,
+        after: Tensor,
+        *,
+        key: Key,
+        scale: float,
+        loss_scale: float,
+        state: State | None = None,
+    ) -> None:
+        """`reduce` of ``scale · (own + Σ decode(messages)) + loss_scale · now``, leaving its rest as `encode_rest`."""
+        self.add_up(messages, own, segments, after, scale=scale)
+        for piece in segments.pieces:
+            after[piece.elements].add_(now[piece.elements], alpha=loss_scale)
+        self.encode(after, segments, out_message, key=key, state=state)
+        self.decode(out_message, segments, y)
+        self.keep_rest(out_message, segments, after, loss_scale)
+
+    def keep_rest(self, message: Tensor, segments: Segments, after: Tensor, loss_scale: float) -> None:
+        self.decode(message, segments, after, add=True, scale=-1.0)
+        if loss_scale != 1.0:
+            for piece in segments.pieces:
+                after[piece.elements].div_(loss_scale)
+
+    @property
+    def learns_at(self) -> tuple[int, ...]:
+        """Steps, counted from the first compressed one, before which `learn` is called."""
+        return ()
+
+    def learn(self, values: Tensor, slots: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """New values of its learned slots from a layer's gradient (flat, fp32) and their present values.
+
+        One rank learns and the Wire gives the result to all.
+        """
+        return {}
+
+    @property
+    def settles(self) -> bool:
+        """Whether `end_step` is to be called: its layers decide something together."""
+        return False
+
+    def end_step(self, layers: Sequence[LayerState], loss_scale: float) -> None:
+        """Between two steps: set slots of the next one from what this step left in ``next`` of all layers."""
+
+    def used_bytes(self, message: Tensor, piece: Piece) -> int:
+        """Bytes of a payload that mean something, a multiple of 64; of a bounded compressor fewer than it may take.
+
+        Raises:
+            ValueError: the payload says something impossible.
+        """
+        return self.payload_bytes(piece.numel, torch.float32)
+
+    def limits(self, message: Tensor, segments: Segments) -> tuple[int, int]:
+        """How many values of a message that was encoded here saturated, and how many did not fit into it."""
+        return 0, 0
+
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
-        return self.payload_bytes(torch.Size(shape).numel(), dtype)
+        fitted = self.fit(shape)
+        if not isinstance(fitted, Coded):
+            return fitted.wire_bytes(shape, dtype)
+        return fitted.payload_bytes(torch.Size(shape).numel(), dtype)
 
     def roundtrip(self, x: Tensor, key: int = 0) -> Tensor:
         check_dtype(x.dtype, self)
+        fitted = self.fit(x.shape)
+        if not isinstance(fitted, Coded):
+            return fitted.roundtrip(x, key)
         flat = x.detach().reshape(-1).contiguous()
-        segments = Segments.build([Piece("roundtrip", 0, flat.numel(), 0, 0)])
-        message = torch.zeros(self.payload_bytes(flat.numel(), x.dtype), dtype=torch.uint8, device=x.device)
-        self.encode(flat, segments, message, key=derive_key(key))
+        segments = Segments.build([Piece("roundtrip", 0, flat.numel(), 0, 0, tuple(x.shape))])
+        message = torch.zeros(fitted.payload_bytes(flat.numel(), x.dtype), dtype=torch.uint8, device=x.device)
+        fitted.encode(flat, segments, message, key=Key.of(key), state=first_state(fitted, flat, segments))
         y = torch.empty(flat.shape, dtype=torch.float32, device=x.device)
-        self.decode(message, segments, y)
+        fitted.decode(message, segments, y)
         return y.view(x.shape)
 
 
@@ -206,67 +288,88 @@ class Coded(Compressor):
 class Summed(Compressor):
     """Becomes tensors that a native all-reduce adds: no decoding on the way, and the same sum on every rank."""
 
-    rounds: ClassVar[int] = 1
+    @property
+    def rounds(self) -> int:
+        """Sums that it takes, one after the other."""
+        return 1
 
     @abstractmethod
     def part_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which the parts of gradients of ``dtype`` are added."""
 
     @abstractmethod
-    def part_numel(self, round: int, numel: int) -> int:
-        """Elements that a layer of ``numel`` elements contributes to the sum of a round."""
+    def part_numel(self, round: int, shape: Sequence[int]) -> int:
+        """Elements that a layer of this shape contributes to the sum of a round."""
 
     @abstractmethod
     def part(
         self,
         round: int,
         x: Tensor,
-        piece: Piece,
+        parts: Sequence[Part],
         out: Tensor,
         *,
         key: int,
         scale: float,
         state: State | None = None,
     ) -> None:
-        """Write what a layer (``piece`` of the flat tensor ``x``) contributes, times ``scale``, into ``out``.
+        """Write what layers of the flat tensor ``x`` contribute, times ``scale``, each to its place in ``out``.
 
         ``key`` is the same on all ranks.
         """
 
     @abstractmethod
     def absorb(
-        self, round: int, total: Tensor, x: Tensor, piece: Piece, *, key: int, state: State | None = None
+        self,
+        round: int,
+        total: Tensor,
+        x: Tensor,
+        parts: Sequence[Part],
+        *,
+        key: int,
+        state: State | None = None,
     ) -> None:
-        """Take the sum of all ranks' parts. The last round sets the layer in ``x`` to the result."""
+        """Take the sum of all ranks' parts. The last round sets the layers in ``x`` to the result."""
 
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
-        numel = torch.Size(shape).numel()
-        return sum(self.part_numel(round, numel) for round in range(self.rounds)) * self.part_dtype(dtype).itemsize
+        return sum(self.part_numel(r, shape) for r in range(self.rounds)) * self.part_dtype(dtype).itemsize
 
     def roundtrip(self, x: Tensor, key: int = 0) -> Tensor:
         check_dtype(x.dtype, self)
+        try:
+            fitted = self.fit(x.shape)
+        except Unsuited:
+            return x.detach().to(torch.float32, copy=True)
+        if not isinstance(fitted, Summed):
+            return fitted.roundtrip(x, key)
         y = x.detach().to(torch.float32, copy=True).reshape(-1)
-        piece = Piece("roundtrip", 0, y.numel(), 0, 0)
-        for round in range(self.rounds):
-            part = torch.empty(self.part_numel(round, y.numel()), dtype=self.part_dtype(x.dtype), device=x.device)
-            self.part(round, y, piece, part, key=derive_key(key), scale=1.0)
-            self.absorb(round, part, y, piece, key=derive_key(key))
+        piece = Piece("roundtrip", 0, y.numel(), 0, 0, tuple(x.shape))
+        state = first_state(fitted, y, Segments.build([piece]))
+        sum_alone(fitted, y, piece, x.dtype, key=Key.of(key).shared, state=state)
         return y.view(x.shape)
 
 
-def check_dtype(dtype: torch.dtype, compressor: object) -> None:
-    """Raise TypeError if gradients of ``dtype`` cannot be compressed."""
-    if dtype not in GRADIENT_DTYPES:
-        raise TypeError(
-            f"{compressor} takes float32, bfloat16 or float16, not {dtype}. "
-            "Leave such layers raw with exclude=[...], or train them in one of these dtypes."
-        )
+def sum_alone(
+    compressor: Summed, x: Tensor, piece: Piece, dtype: torch.dtype, *, key: int, state: State | None
+) -> None:
+    """All rounds of a world of one: replace the layer in ``x`` by what arrives of it."""
+    for round in range(compressor.rounds):
+        numel = compressor.part_numel(round, piece.shape)
+        buffer = torch.zeros(numel, dtype=compressor.part_dtype(dtype), device=x.device)
+        parts = [Part(piece, slice(0, numel))]
+        compressor.part(round, x, parts, buffer, key=key, scale=1.0, state=state)
+        compressor.absorb(round, buffer, x, parts, key=key, state=state)
 
 
-def check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
-    """Raise if a parameter of a compressor is not an integer in [low, high]."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, not {value!r}")
-    if value < low or (high is not None and value > high):
-        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ValueError(f"{name} must be {bounds}, not {value}")
+def first_state(compressor: Compressor, flat: Tensor, segments: Segments, loss_scale: float = 1.0) -> State | None:
+    """The state of a first step, with what is learned learned from ``flat``; None if the compressor asks for none."""
+    if not compressor.slots:
+        return None
+    layers = {piece.name: piece.shape for piece in segments.pieces}
+    state = State.fresh(compressor.slots, flat.numel(), loss_scale, layers)
+    if isinstance(compressor, Coded) and compressor.learns_at:
+        for piece in segments.pieces:
+            of = state.layers[piece.name].now
+            for name, value in compressor.learn(flat[piece.elements].float() / loss_scale, of).items():
+                of[name].copy_(value.view_as(of[name]))
+    return state

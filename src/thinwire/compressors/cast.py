@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from thinwire.compressors.base import Piece, State, Summed
+from thinwire.compressors.base import Summed
+from thinwire.compressors.pieces import Part, State
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -39,26 +42,35 @@ class Cast(Summed):
     def part_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return _DTYPES[self.to]
 
-    def part_numel(self, round: int, numel: int) -> int:
-        return numel
+    def part_numel(self, round: int, shape: Sequence[int]) -> int:
+        return math.prod(shape)
 
     def part(
         self,
         round: int,
         x: Tensor,
-        piece: Piece,
+        parts: Sequence[Part],
         out: Tensor,
         *,
         key: int,
         scale: float,
         state: State | None = None,
     ) -> None:
-        out.copy_(x[piece.elements].float() * scale)
+        for piece, where in parts:
+            out[where].copy_(x[piece.elements].float() * scale)
 
     def absorb(
-        self, round: int, total: Tensor, x: Tensor, piece: Piece, *, key: int, state: State | None = None
+        self,
+        round: int,
+        total: Tensor,
+        x: Tensor,
+        parts: Sequence[Part],
+        *,
+        key: int,
+        state: State | None = None,
     ) -> None:
-        x[piece.elements].copy_(total)
+        for piece, where in parts:
+            x[piece.elements].copy_(total[where])
 
     def __str__(self) -> str:
         return f"cast({self.to})"

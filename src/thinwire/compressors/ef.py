@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from thinwire.compressors.base import Coded, Compressor, Piece, Segments, Slot, State, Summed
+from thinwire.compressors.base import Coded, Compressor, Summed
+from thinwire.compressors.pieces import Key, LayerState, Part, Piece, Segments, Slot, State
 
 RESIDUAL = Slot("residual")
 
@@ -18,14 +20,15 @@ def ef(inner: Compressor) -> Compressor:
     """``inner`` with error feedback: ``p = g + e; c = Q(p); e = p − Q⁻¹(c)``, in fp32, one value an element.
 
     A coded compressor keeps the residual on both sides. The worker's holds for the chunks of other owners; the owner
-    of a chunk adds its own exact values, so the same tensor holds the error of the mean that it encodes again. For a
-    summed one the residual is what went in minus the final result.
+    of a chunk adds its own exact values, so the same tensor holds the error of the mean that it encodes again. What is
+    gathered is encoded once, and has the worker's alone. For a summed one the residual is what went in minus the final
+    result.
 
     Raises:
         TypeError: there is error feedback in it already, or it is none of the two kinds.
     """
-    if isinstance(inner, EfCoded | EfSummed):
-        raise TypeError(f"{inner} has error feedback already")
+    if isinstance(inner, Wrapper):
+        raise TypeError(f"{inner} keeps what it does not send already")
     if isinstance(inner, Coded):
         return EfCoded(inner)
     if isinstance(inner, Summed):
@@ -35,12 +38,18 @@ def ef(inner: Compressor) -> Compressor:
 
 
 @dataclass(frozen=True)
-class EfCoded(Coded):
-    """See `ef`."""
+class Wrapper(Compressor):
+    """A compressor around another, of which it is one in all but what it says itself."""
 
-    spec_name: ClassVar[str] = "ef"
+    inner: Compressor
 
-    inner: Coded
+    @property
+    def exact_bits(self) -> bool:
+        return self.inner.exact_bits
+
+    @property
+    def size(self) -> Literal["fixed", "bounded"]:
+        return self.inner.size
 
     @property
     def largest(self) -> float:
@@ -51,28 +60,97 @@ class EfCoded(Coded):
         return self.inner.dense
 
     @property
+    def keeps_constants(self) -> bool:
+        return self.inner.keeps_constants
+
+    @property
     def unbiased(self) -> bool:
         return False
+
+    def fit(self, shape: Sequence[int]) -> Compressor:
+        inner = self.inner.fit(shape)
+        return self if inner is self.inner else self.around(inner)
+
+    def at(self, step: int, learning_rate: float | None) -> Compressor:
+        inner = self.inner.at(step, learning_rate)
+        return self if inner is self.inner else self.around(inner)
+
+    @abstractmethod
+    def around(self, inner: Compressor) -> Compressor:
+        """The same around another compressor."""
+
+    def roundtrip(self, x: Tensor, key: int = 0) -> Tensor:
+        """Of a first step: nothing is owed yet."""
+        return self.inner.roundtrip(x, key)
+
+    def __str__(self) -> str:
+        return f"{self.spec_name}({self.inner})"
+
+
+@dataclass(frozen=True)
+class WrappedCoded(Wrapper, Coded):
+    """A `Wrapper` of a coded compressor: the same messages."""
+
+    inner: Coded
 
     @property
     def grain(self) -> int | None:
         return self.inner.grain
 
     @property
-    def slots(self) -> tuple[Slot, ...]:
-        return (*self.inner.slots, RESIDUAL)
+    def gathered(self) -> bool:
+        return self.inner.gathered
+
+    @property
+    def plain_sum(self) -> bool:
+        return self.inner.plain_sum
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return self.inner.payload_bytes(numel, dtype)
 
-    def encode(self, x: Tensor, segments: Segments, message: Tensor, *, key: int, state: State | None = None) -> None:
-        now, after, loss_scale = _residuals(state)
-        for part in _parts(segments):
-            torch.add(x[part], now[part], alpha=loss_scale, out=after[part])
-        self._encode_rest(segments, message, after, key=key, loss_scale=loss_scale, y=None)
-
     def decode(self, message: Tensor, segments: Segments, y: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
         self.inner.decode(message, segments, y, add=add, scale=scale)
+
+    def mean(self, messages: Sequence[Tensor], segments: Segments, y: Tensor, *, scale: float) -> None:
+        self.inner.mean(messages, segments, y, scale=scale)
+
+    @property
+    def learns_at(self) -> tuple[int, ...]:
+        return self.inner.learns_at
+
+    def learn(self, values: Tensor, slots: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return self.inner.learn(values, slots)
+
+    @property
+    def settles(self) -> bool:
+        return self.inner.settles
+
+    def end_step(self, layers: Sequence[LayerState], loss_scale: float) -> None:
+        self.inner.end_step(layers, loss_scale)
+
+    def used_bytes(self, message: Tensor, piece: Piece) -> int:
+        return self.inner.used_bytes(message, piece)
+
+    def limits(self, message: Tensor, segments: Segments) -> tuple[int, int]:
+        return self.inner.limits(message, segments)
+
+
+@dataclass(frozen=True)
+class EfCoded(WrappedCoded):
+    """See `ef`."""
+
+    spec_name: ClassVar[str] = "ef"
+
+    def around(self, inner: Compressor) -> Compressor:
+        return ef(inner)
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return (*self.inner.slots, RESIDUAL)
+
+    def encode(self, x: Tensor, segments: Segments, message: Tensor, *, key: Key, state: State | None = None) -> None:
+        now, after, loss_scale = _residuals(state)
+        self.inner.encode_rest(x, segments, message, now, after, key=key, loss_scale=loss_scale, state=state)
 
     def reduce(
         self,
@@ -82,74 +160,56 @@ class EfCoded(Coded):
         out_message: Tensor,
         y: Tensor,
         *,
-        key: int,
+        key: Key,
         scale: float,
         state: State | None = None,
     ) -> None:
         now, after, loss_scale = _residuals(state)
-        for part in _parts(segments):
-            after[part] = own[part]
-        for message in messages:
-            self.inner.decode(message, segments, after, add=True)
-        for part in _parts(segments):
-            after[part].mul_(scale).add_(now[part], alpha=loss_scale)
-        self._encode_rest(segments, out_message, after, key=key, loss_scale=loss_scale, y=y)
-
-    def _encode_rest(
-        self, segments: Segments, message: Tensor, after: Tensor, *, key: int, loss_scale: float, y: Tensor | None
-    ) -> None:
-        """Encode what stands in ``after`` and leave there what was not sent."""
-        self.inner.encode(after, segments, message, key=key)
-        if y is not None:
-            self.inner.decode(message, segments, y)
-        self.inner.decode(message, segments, after, add=True, scale=-1.0)
-        if loss_scale != 1.0:
-            for part in _parts(segments):
-                after[part].div_(loss_scale)
-
-    def roundtrip(self, x: Tensor, key: int = 0) -> Tensor:
-        """Of a first step: the residual is zero."""
-        return self.inner.roundtrip(x, key)
-
-    def __str__(self) -> str:
-        return f"ef({self.inner})"
+        self.inner.reduce_rest(
+            messages,
+            own,
+            segments,
+            out_message,
+            y,
+            now,
+            after,
+            key=key,
+            scale=scale,
+            loss_scale=loss_scale,
+            state=state,
+        )
 
 
 @dataclass(frozen=True)
-class EfSummed(Summed):
+class EfSummed(Wrapper, Summed):
     """See `ef`."""
 
     spec_name: ClassVar[str] = "ef"
 
     inner: Summed
 
-    @property
-    def largest(self) -> float:
-        return self.inner.largest
-
-    @property
-    def dense(self) -> bool:
-        return self.inner.dense
-
-    @property
-    def unbiased(self) -> bool:
-        return False
+    def around(self, inner: Compressor) -> Compressor:
+        return ef(inner)
 
     @property
     def slots(self) -> tuple[Slot, ...]:
         return (*self.inner.slots, RESIDUAL)
 
+    @property
+    def rounds(self) -> int:
+        return self.inner.rounds
+
     def part_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.inner.part_dtype(dtype)
 
-    def part_numel(self, round: int, numel: int) -> int:
-        return self.inner.part_numel(round, numel)
+    def part_numel(self, round: int, shape: Sequence[int]) -> int:
+        return self.inner.part_numel(round, shape)
 
     def part(
         self,
         round: int,
         x: Tensor,
-        piece: Piece,
+        parts: Sequence[Part],
         out: Tensor,
         *,
         key: int,
@@ -157,31 +217,31 @@ class EfSummed(Summed):
         state: State | None = None,
     ) -> None:
         now, after, loss_scale = _residuals(state)
-        if round == 0:
+        for piece, _ in parts if round == 0 else ():
             torch.add(x[piece.elements], now[piece.elements], alpha=loss_scale, out=after[piece.elements])
-        self.inner.part(round, after, piece, out, key=key, scale=scale)
+        self.inner.part(round, after, parts, out, key=key, scale=scale, state=state)
 
     def absorb(
-        self, round: int, total: Tensor, x: Tensor, piece: Piece, *, key: int, state: State | None = None
+        self,
+        round: int,
+        total: Tensor,
+        x: Tensor,
+        parts: Sequence[Part],
+        *,
+        key: int,
+        state: State | None = None,
     ) -> None:
-        self.inner.absorb(round, total, x, piece, key=key)
-        if round == self.rounds - 1:
-            _, after, loss_scale = _residuals(state)
-            after[piece.elements].sub_(x[piece.elements]).div_(loss_scale)
-
-    def roundtrip(self, x: Tensor, key: int = 0) -> Tensor:
-        """Of a first step: the residual is zero."""
-        return self.inner.roundtrip(x, key)
-
-    def __str__(self) -> str:
-        return f"ef({self.inner})"
+        self.inner.absorb(round, total, x, parts, key=key, state=state)
+        if round < self.rounds - 1:
+            return
+        _, after, loss_scale = _residuals(state)
+        for piece, _ in parts:
+            after[piece.elements].sub_(x[piece.elements])
+            if loss_scale != 1.0:
+                after[piece.elements].div_(loss_scale)
 
 
 def _residuals(state: State | None) -> tuple[Tensor, Tensor, float]:
     if state is None:
         raise ValueError("error feedback needs its residual: pass state=")
     return state.now[RESIDUAL.name], state.next[RESIDUAL.name], state.loss_scale
-
-
-def _parts(segments: Segments) -> list[slice]:
-    return [piece.elements for piece in segments.pieces]

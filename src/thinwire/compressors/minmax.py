@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
-
-from thinwire import kernels
-from thinwire.compressors.base import Coded, Segments, State, check_int
+from thinwire.compressors.bucketed import MAX_BUCKET, Bucketed
+from thinwire.compressors.checks import check_choice, check_int
+from thinwire.kernels import Format
 
 
 @dataclass(frozen=True)
-class MinMax(Coded):
+class MinMax(Bucketed):
     """Bucketed min-max quantiser (thesis, section 5.6.1; the default of CGX at 4 bits and buckets of 128, 3.5.3).
 
     Per bucket of ``bucket`` consecutive elements: ``unit = (max − min)/(2^bits − 1)``,
@@ -32,64 +29,12 @@ class MinMax(Coded):
 
     def __post_init__(self) -> None:
         check_int("bits", self.bits, 1, 8)
-        check_int("bucket", self.bucket, 1, 2**31 - 1)
-        if self.rounding not in ("stochastic", "nearest"):
-            raise ValueError(f"rounding must be stochastic or nearest, not {self.rounding!r}")
+        check_int("bucket", self.bucket, 1, MAX_BUCKET)
+        check_choice("rounding", self.rounding, ("stochastic", "nearest"))
 
     @property
     def unbiased(self) -> bool:
         return self.rounding == "stochastic"
 
-    @property
-    def grain(self) -> int:
-        return kernels.minmax_grain(self.bucket)
-
-    def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return kernels.minmax_bytes(numel, bits=self.bits, bucket=self.bucket)
-
-    def encode(self, x: Tensor, segments: Segments, message: Tensor, *, key: int, state: State | None = None) -> None:
-        kernels.minmax_encode(
-            x,
-            segments.table,
-            message,
-            bits=self.bits,
-            bucket=self.bucket,
-            key=key,
-            nearest=self.rounding == "nearest",
-        )
-
-    def decode(
-        self,
-        message: Tensor,
-        segments: Segments,
-        y: Tensor,
-        *,
-        add: bool = False,
-        scale: float = 1.0,
-    ) -> None:
-        kernels.minmax_decode(message, segments.table, y, bits=self.bits, bucket=self.bucket, add=add, scale=scale)
-
-    def reduce(
-        self,
-        messages: Sequence[Tensor],
-        own: Tensor,
-        segments: Segments,
-        out_message: Tensor,
-        y: Tensor,
-        *,
-        key: int,
-        scale: float,
-        state: State | None = None,
-    ) -> None:
-        kernels.minmax_reduce(
-            messages,
-            own,
-            segments.table,
-            out_message,
-            y,
-            bits=self.bits,
-            bucket=self.bucket,
-            scale=scale,
-            key=key,
-            nearest=self.rounding == "nearest",
-        )
+    def make_format(self) -> Format:
+        return Format(self.bits, self.bucket, rounding=self.rounding)

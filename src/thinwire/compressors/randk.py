@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from thinwire.compressors.base import Piece, State, Summed
+from thinwire.compressors.base import Summed
+from thinwire.compressors.checks import check_share
+from thinwire.compressors.pieces import Part, Piece, State
 from thinwire.kernels import derive_key, sample_indices, site_id
 
 
@@ -27,8 +30,7 @@ class RandK(Summed):
     scaled: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.density, int | float) or not 0 < self.density <= 1:
-            raise ValueError(f"density must be above 0 and at most 1, not {self.density!r}")
+        check_share("density", self.density)
 
     @property
     def dense(self) -> bool:
@@ -41,41 +43,51 @@ class RandK(Summed):
     def part_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32
 
-    def part_numel(self, round: int, numel: int) -> int:
+    def part_numel(self, round: int, shape: Sequence[int]) -> int:
+        numel = math.prod(shape)
         return self._k(numel) + 1 if numel else 0
 
     def part(
         self,
         round: int,
         x: Tensor,
-        piece: Piece,
+        parts: Sequence[Part],
         out: Tensor,
         *,
         key: int,
         scale: float,
         state: State | None = None,
     ) -> None:
-        if not piece.numel:
-            return
-        values = x[piece.elements]
-        k = self._k(piece.numel)
-        picked = values[self._indices(piece, k, key)].float()
-        out[:k] = picked * (scale * piece.numel / k if self.scaled else scale)
-        # A sum with a weight of zero is zero, or NaN if anything in it is not finite.
-        out[k] = torch.linalg.vector_norm(values.float(), math.inf) * 0.0
+        for piece, where in parts:
+            if piece.numel:
+                values, k = x[piece.elements], self._k(piece.numel)
+                picked = values[self._indices(piece, k, key)].float()
+                out[where][:k] = picked * (scale * piece.numel / k if self.scaled else scale)
+                out[where][k] = not_finite(values)
 
     def absorb(
-        self, round: int, total: Tensor, x: Tensor, piece: Piece, *, key: int, state: State | None = None
+        self,
+        round: int,
+        total: Tensor,
+        x: Tensor,
+        parts: Sequence[Part],
+        *,
+        key: int,
+        state: State | None = None,
     ) -> None:
-        if not piece.numel:
-            return
-        k = self._k(piece.numel)
-        values = x[piece.elements]
-        values.copy_(total[k].expand_as(values))
-        values[self._indices(piece, k, key)] = (total[:k] + total[k]).to(x.dtype)
+        for piece, where in parts:
+            if piece.numel:
+                k, values, mine = self._k(piece.numel), x[piece.elements], total[where]
+                values.copy_(mine[k].expand_as(values))
+                values[self._indices(piece, k, key)] = (mine[:k] + mine[k]).to(x.dtype)
 
     def _k(self, numel: int) -> int:
         return min(numel, math.ceil(self.density * numel))
 
     def _indices(self, piece: Piece, k: int, key: int) -> Tensor:
         return sample_indices(piece.numel, k, derive_key(key, site_id(piece.name)))
+
+
+def not_finite(values: Tensor) -> Tensor:
+    """NaN if anything in ``values`` is not finite, else 0: a sum with a weight of zero."""
+    return torch.linalg.vector_norm(values.float(), math.inf) * 0.0

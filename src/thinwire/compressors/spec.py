@@ -5,12 +5,16 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import re
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
 from thinwire.compressors.base import Compressor
 
 _registry: dict[str, Callable[..., Compressor]] = {}
+_EXAMPLE = "minmax(bits=4, bucket=128)"
+_COMPRESSOR = re.compile("Compressor|Coded|Summed|Sparsifier")
+_NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 def register(make: Callable[..., Compressor], name: str | None = None) -> Callable[..., Compressor]:
@@ -25,61 +29,138 @@ def register(make: Callable[..., Compressor], name: str | None = None) -> Callab
     return make
 
 
+def registered() -> dict[str, Callable[..., Compressor]]:
+    """What `parse` knows, by name: compressors of thinwire and of other packages that were registered or asked for."""
+    return dict(_registry)
+
+
 def parse(spec: str | Compressor) -> Compressor:
     """The compressor of a spec: ``parse("minmax(bits=4, bucket=128)") == MinMax(bits=4, bucket=128)``.
 
-    Nothing in the spec is evaluated. Positional values go to the parameters in their order.
+    ``topk(density=0.01) | minmax(bits=8)`` codes what the first chose. Nothing in the spec is evaluated. Positional
+    values go to the parameters in their order.
 
     Raises:
-        ValueError: the text is not a spec, or names a compressor or a parameter that does not exist.
+        ValueError: the text is not a spec, or names a compressor or a parameter that does not exist; the position and
+            the nearest valid spec are named. Or a parameter is out of its range, which is named.
     """
     if isinstance(spec, Compressor):
         return spec
+    text = spec.strip()
     try:
-        tree = ast.parse(spec.strip(), mode="eval").body
+        tree = ast.parse(text, mode="eval").body
     except SyntaxError as error:
-        raise ValueError(f"{spec!r} is not a spec such as 'minmax(bits=4, bucket=128)': {error.msg}") from None
-    return _build(tree, spec)
+        raise _not_a_spec(text, (error.offset or 1) - 1, error.msg) from None
+    return _Reader(text).compressor(tree)
 
 
-def _build(tree: ast.expr, spec: str) -> Compressor:
-    if isinstance(tree, ast.Name):
-        tree = ast.Call(func=tree, args=[], keywords=[])
-    if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name):
-        raise ValueError(f"{spec!r} is not a spec such as 'minmax(bits=4, bucket=128)'")
-    called = tree.func.id
-    make = _find(called)
-    names = list(inspect.signature(make).parameters)
-    if len(tree.args) > len(names):
-        raise ValueError(f"{called} takes at most {len(names)} parameters: {', '.join(names)}")
-    values = {name: _value(node, spec) for name, node in zip(names, tree.args, strict=False)}
-    for keyword in tree.keywords:
-        if keyword.arg not in names:
-            takes = f"it takes {', '.join(names)}" if names else "it takes none"
-            raise ValueError(f"{called} has no parameter {keyword.arg!r}: {takes}")
-        if keyword.arg in values:
-            raise ValueError(f"{keyword.arg} is given twice in {spec!r}")
-        values[keyword.arg] = _value(keyword.value, spec)
-    return make(**values)
+class _Reader:
+    """Makes compressors out of the nodes of one spec's text."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def compressor(self, node: ast.expr) -> Compressor:
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+            return self.compressor(node.left) | self.compressor(node.right)
+        called = node.func if isinstance(node, ast.Call) else node
+        if not isinstance(called, ast.Name):
+            raise _not_a_spec(self._text, node.col_offset, "a compressor's name must stand there")
+        make = self._find(called)
+        return make(**self._values(node, called.id, make)) if isinstance(node, ast.Call) else make()
+
+    def _values(self, node: ast.Call, called: str, make: Callable[..., Compressor]) -> dict[str, object]:
+        parameters = inspect.signature(make).parameters
+        names = list(parameters)
+        if len(node.args) > len(names):
+            raise _not_a_spec(
+                self._text,
+                node.args[len(names)].col_offset,
+                f"{called} takes at most {len(names)} parameters: {', '.join(names)}",
+            )
+        values = {n: self._value(arg, parameters[n]) for n, arg in zip(names, node.args, strict=False)}
+        for keyword in node.keywords:
+            if keyword.arg is None or keyword.arg not in names:
+                takes = f"it takes {', '.join(names)}" if names else "it takes none"
+                close = difflib.get_close_matches(keyword.arg or "", names, n=1, cutoff=0.5)
+                raise _not_a_spec(
+                    self._text,
+                    keyword.col_offset,
+                    f"{called} has no parameter {keyword.arg!r}: {takes}",
+                    self._replaced(keyword.col_offset, len(keyword.arg or ""), close),
+                )
+            if keyword.arg in values:
+                raise _not_a_spec(self._text, keyword.col_offset, f"{keyword.arg} is given twice")
+            values[keyword.arg] = self._value(keyword.value, parameters[keyword.arg])
+        return values
+
+    def _value(self, node: ast.expr, parameter: inspect.Parameter) -> object:
+        # `truncate` may be a compressor's name and a word: the parameter knows.
+        if isinstance(node, ast.Name) and not _COMPRESSOR.search(str(parameter.annotation)):
+            return node.id
+        if isinstance(node, ast.Name | ast.Call | ast.BinOp):
+            return self.compressor(node)
+        try:
+            return ast.literal_eval(node)
+        except (ValueError, TypeError, MemoryError, RecursionError):
+            raise _not_a_spec(self._text, node.col_offset, f"{ast.unparse(node)} is not a plain value") from None
+
+    def _find(self, node: ast.Name) -> Callable[..., Compressor]:
+        name = node.id
+        if name in _registry:
+            return _registry[name]
+        for point in entry_points(group="thinwire.compressors"):
+            if point.name == name:
+                return register(point.load(), name)
+        close = difflib.get_close_matches(name, _registry, n=1)
+        why = f"no compressor is called {name!r}"
+        if not close:
+            why += f": there are {', '.join(sorted(_registry))}"
+        raise _not_a_spec(self._text, node.col_offset, why, self._replaced(node.col_offset, len(name), close))
+
+    def _replaced(self, at: int, length: int, by: list[str]) -> str | None:
+        """The text with the name at ``at`` replaced, if that makes a spec."""
+        if not by:
+            return None
+        text = self._text[:at] + by[0] + self._text[at + length :]
+        return text if _is_spec(text) else None
 
 
-def _value(node: ast.expr, spec: str) -> object:
-    if isinstance(node, ast.Name) and node.id not in _registry:
-        return node.id
-    if isinstance(node, ast.Name | ast.Call):
-        return _build(node, spec)
+def _is_spec(text: str) -> bool:
     try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError, MemoryError, RecursionError):
-        raise ValueError(f"{ast.unparse(node)} in {spec!r} is not a plain value") from None
+        parse(text)
+    except (ValueError, TypeError):
+        return False
+    return True
 
 
-def _find(name: str) -> Callable[..., Compressor]:
-    if name in _registry:
-        return _registry[name]
-    for point in entry_points(group="thinwire.compressors"):
-        if point.name == name:
-            return register(point.load(), name)
-    close = difflib.get_close_matches(name, _registry, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(_registry))}"
-    raise ValueError(f"no compressor is called {name!r}: {hint}")
+def _not_a_spec(text: str, at: int, why: str, nearest: str | None = None) -> ValueError:
+    nearest = nearest or _nearest(text)
+    return ValueError(f"{text!r} is not a spec: at character {at + 1}, {why}. Did you mean {nearest!r}?")
+
+
+def _nearest(text: str) -> str:
+    """A spec that is close to a text that is none: with brackets closed, or of a compressor of such a name."""
+    for candidate in (text + ")", text + "))", text.rstrip(",(= ") + ")", text.removesuffix(")"), text.split("(")[0]):
+        if candidate != text and candidate.strip() and _parses(candidate):
+            return candidate.strip()
+    for word in _NAME.findall(text):
+        close = difflib.get_close_matches(word, _registry, n=1)
+        if close and _parses(close[0]):
+            return str(_registry[close[0]]())
+    return _EXAMPLE
+
+
+def _parses(text: str) -> bool:
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        return False
+    name = tree.func if isinstance(tree, ast.Call) else tree
+    if not isinstance(name, ast.Name) or name.id not in _registry:
+        return False
+    try:
+        _Reader(text.strip()).compressor(tree)
+    except (ValueError, TypeError):
+        return False
+    return True

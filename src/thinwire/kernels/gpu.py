@@ -36,7 +36,7 @@ from thinwire.kernels.gpu_tiles import (
     row_of,
     unpack_parts,
 )
-from thinwire.kernels.layout import GROUP
+from thinwire.kernels.layout import GROUP, Format, Residual
 from thinwire.kernels.table import Table
 
 TILE = 2048
@@ -265,12 +265,13 @@ def write(base, y, at, value, scale, mask, MODE: tl.constexpr):
     tl.store(y + at, value.to(y.dtype.element_ty), mask=mask)
 
 
-def minmax_encode(
-    x: Tensor, table: Table, message: Tensor, *, bits: int, bucket: int, key: int, nearest: bool = False
+def bucketed_encode(
+    x: Tensor, table: Table, message: Tensor, form: Format, *, key: int, residual: Residual | None = None
 ) -> None:
-    """See :func:`thinwire.kernels.minmax_encode`."""
+    """See :func:`thinwire.kernels.bucketed_encode`."""
+    _check_known(form, residual)
     _check_aligned(message)
-    bucket = _clamped(table, bucket)
+    bits, bucket, nearest = form.bits, _clamped(table, form.bucket), form.rounding == "nearest"
     key_words = (key & 0xFFFFFFFF) - 2**31, (key >> 32 & 0xFFFFFFFF) - 2**31  # int32, whatever the key
     per_bucket = bucket // GROUP
     with _device(x):
@@ -312,54 +313,48 @@ def _encode_any_bucket(
     )  # fmt: skip
 
 
-def minmax_decode(
-    message: Tensor, table: Table, y: Tensor, *, bits: int, bucket: int, add: bool = False, scale: float = 1.0
+def bucketed_decode(
+    message: Tensor, table: Table, y: Tensor, form: Format, *, add: bool = False, scale: float = 1.0
 ) -> None:
-    """See :func:`thinwire.kernels.minmax_decode`."""
-    _decode(message, table, y, y, bits=bits, bucket=bucket, scale=scale, mode=ADD if add else STORE)
+    """See :func:`thinwire.kernels.bucketed_decode`."""
+    _check_known(form)
+    _decode(message, table, y, y, bits=form.bits, bucket=form.bucket, scale=scale, mode=ADD if add else STORE)
 
 
-def minmax_sum(
-    messages: Sequence[Tensor],
-    own: Tensor | None,
-    table: Table,
-    y: Tensor,
-    *,
-    bits: int,
-    bucket: int,
-    scale: float = 1.0,
+def bucketed_sum(
+    messages: Sequence[Tensor], own: Tensor | None, table: Table, y: Tensor, form: Format, *, scale: float = 1.0
 ) -> None:
-    """See :func:`thinwire.kernels.minmax_sum`."""
+    """See :func:`thinwire.kernels.bucketed_sum`."""
+    _check_known(form)
     if not messages:
-        reference.minmax_sum(messages, own, table, y, bits=bits, bucket=bucket, scale=scale)
+        reference.bucketed_sum(messages, own, table, y, form, scale=scale)
         return
     sums = y if y.dtype == torch.float32 else torch.empty(y.shape, dtype=torch.float32, device=y.device)
     base = torch.zeros(y.shape, dtype=torch.float32, device=y.device) if own is None else own
-    form = {"bits": bits, "bucket": bucket}
     for message in messages[:-1]:
-        _decode(message, table, base, sums, scale=1.0, mode=ADD, **form)
+        _decode(message, table, base, sums, bits=form.bits, bucket=form.bucket, scale=1.0, mode=ADD)
         base = sums
-    _decode(messages[-1], table, base, y, scale=scale, mode=MEAN, **form)
+    _decode(messages[-1], table, base, y, bits=form.bits, bucket=form.bucket, scale=scale, mode=MEAN)
 
 
-def minmax_reduce(
+def bucketed_reduce(
     messages: Sequence[Tensor],
     own: Tensor,
     table: Table,
     out_message: Tensor,
     y: Tensor,
+    form: Format,
     *,
-    bits: int,
-    bucket: int,
     scale: float,
     key: int,
-    nearest: bool = False,
+    residual: Residual | None = None,
 ) -> None:
-    """See :func:`thinwire.kernels.minmax_reduce`."""
+    """See :func:`thinwire.kernels.bucketed_reduce`."""
+    _check_known(form, residual)
     mean = y if y.dtype == torch.float32 else torch.empty(y.shape, dtype=torch.float32, device=y.device)
-    minmax_sum(messages, own, table, mean, bits=bits, bucket=bucket, scale=scale)
-    minmax_encode(mean, table, out_message, bits=bits, bucket=bucket, key=key, nearest=nearest)
-    minmax_decode(out_message, table, y, bits=bits, bucket=bucket)
+    bucketed_sum(messages, own, table, mean, form, scale=scale)
+    bucketed_encode(mean, table, out_message, form, key=key)
+    bucketed_decode(out_message, table, y, form)
 
 
 def _decode(
@@ -380,6 +375,15 @@ def _decode(
 def _clamped(table: Table, bucket: int) -> int:
     """A bucket larger than every segment is as good as the largest segment, rounded up to whole groups."""
     return min(bucket, -(-table.largest // GROUP) * GROUP or GROUP)
+
+
+def _check_known(form: Format, residual: Residual | None = None) -> None:
+    if form.scheme != "minmax" or form.rounding == "shift":
+        raise NotImplementedError(
+            f"{form} does not run on GPUs: use scheme minmax, rounded stochastically or to nearest"
+        )
+    if residual is not None:
+        raise NotImplementedError("error feedback is not fused on GPUs: encode, decode and subtract, without residual=")
 
 
 def _check_aligned(message: Tensor) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from thinwire import compat
+from thinwire.kernels.layout import Format, Residual
 from thinwire.kernels.table import Table
 
 REFERENCE = "reference"
@@ -69,58 +70,42 @@ def core() -> ModuleType:
     return CORE
 
 
-def minmax_encode(
-    x: Tensor, table: Table, message: Tensor, *, bits: int, bucket: int, key: int, nearest: bool = False
+def bucketed_encode(
+    x: Tensor, table: Table, message: Tensor, form: Format, *, key: int, residual: Residual | None = None
 ) -> None:
-    """See :func:`thinwire.kernels.minmax_encode`."""
+    """See :func:`thinwire.kernels.bucketed_encode`."""
     core().encode(
         x.data_ptr(),
         CODES[x.dtype],
         table.pointer,
         len(table.segments),
         message.data_ptr(),
-        bits,
-        bucket,
+        *form.packed,
         key & MASK64,
-        nearest,
+        *_addresses(residual),
     )
 
 
-def minmax_decode(
-    message: Tensor,
-    table: Table,
-    y: Tensor,
-    *,
-    bits: int,
-    bucket: int,
-    add: bool = False,
-    scale: float = 1.0,
+def bucketed_decode(
+    message: Tensor, table: Table, y: Tensor, form: Format, *, add: bool = False, scale: float = 1.0
 ) -> None:
-    """See :func:`thinwire.kernels.minmax_decode`."""
+    """See :func:`thinwire.kernels.bucketed_decode`."""
     core().decode(
         message.data_ptr(),
         table.pointer,
         len(table.segments),
         y.data_ptr(),
         CODES[y.dtype],
-        bits,
-        bucket,
+        *form.packed,
         add,
         scale,
     )
 
 
-def minmax_sum(
-    messages: Sequence[Tensor],
-    own: Tensor | None,
-    table: Table,
-    y: Tensor,
-    *,
-    bits: int,
-    bucket: int,
-    scale: float = 1.0,
+def bucketed_sum(
+    messages: Sequence[Tensor], own: Tensor | None, table: Table, y: Tensor, form: Format, *, scale: float = 1.0
 ) -> None:
-    """See :func:`thinwire.kernels.minmax_sum`."""
+    """See :func:`thinwire.kernels.bucketed_sum`."""
     core().sum(
         0 if own is None else own.data_ptr(),
         0 if own is None else CODES[own.dtype],
@@ -128,27 +113,25 @@ def minmax_sum(
         len(table.segments),
         y.data_ptr(),
         CODES[y.dtype],
-        bits,
-        bucket,
+        *form.packed,
         scale,
         *[message.data_ptr() for message in messages],
     )
 
 
-def minmax_reduce(
+def bucketed_reduce(
     messages: Sequence[Tensor],
     own: Tensor,
     table: Table,
     out_message: Tensor,
     y: Tensor,
+    form: Format,
     *,
-    bits: int,
-    bucket: int,
     scale: float,
     key: int,
-    nearest: bool = False,
+    residual: Residual | None = None,
 ) -> None:
-    """See :func:`thinwire.kernels.minmax_reduce`."""
+    """See :func:`thinwire.kernels.bucketed_reduce`."""
     core().reduce(
         own.data_ptr(),
         CODES[own.dtype],
@@ -157,13 +140,18 @@ def minmax_reduce(
         out_message.data_ptr(),
         y.data_ptr(),
         CODES[y.dtype],
-        bits,
-        bucket,
+        *form.packed,
         scale,
         key & MASK64,
-        nearest,
+        *_addresses(residual),
         *[message.data_ptr() for message in messages],
     )
+
+
+def _addresses(residual: Residual | None) -> tuple[int, int, float]:
+    if residual is None:
+        return 0, 0, 1.0
+    return residual.now.data_ptr(), residual.next.data_ptr(), residual.loss_scale
 
 
 def checksum(message: Tensor) -> int:

@@ -9,113 +9,101 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import native, reference
+from thinwire.kernels.layout import Format, Residual
 from thinwire.kernels.table import Table
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def minmax_encode(
-    x: Tensor, table: Table, message: Tensor, *, bits: int, bucket: int, key: int, nearest: bool = False
+def bucketed_encode(
+    x: Tensor, table: Table, message: Tensor, form: Format, *, key: int, residual: Residual | None = None
 ) -> None:
-    """Quantise the table's segments of ``x`` into their payloads in ``message`` (thesis, section 5.6.1).
+    """Quantise the table's segments of ``x`` into their payloads in ``message``, as :class:`Format` says.
 
-    Per bucket of ``bucket`` elements, ``lo = min`` and ``unit = (max − min)/(2^bits − 1)`` in fp32, and a code of
-    ``bits`` bits an element, rounded stochastically (unbiased) with draws that depend only on ``key``, the row's site
-    and the element's index in its layer, or to nearest. A bucket that holds NaN or Inf, or whose range overflows
-    fp32, gets NaN for both; one with a range below 2^-100 decodes to its minimum.
+    Codes are rounded with draws that depend only on ``key``, the row's site and the element's index in its layer. A
+    bucket that holds NaN or Inf, or whose values on arrival could overflow fp32, is received as NaN throughout; one
+    whose range (minmax) or a (maxabs, norm) is below 2^-100 as its minimum or zeros.
 
-    Shapes: ``x`` (elements,) fp32, bf16 or fp16; ``message`` (bytes,) uint8; both contiguous and on one device.
-    Bytes of ``message`` outside the payloads are left alone. ``key`` is taken modulo 2^64.
+    With ``residual``, ``x + loss_scale · residual.now`` is encoded, and what that loses goes to ``residual.next``,
+    divided by ``loss_scale``, in the same pass.
 
-    Raises ``TypeError`` for a wrong dtype and ``ValueError`` for a format, a size, a device or a layout that cannot
-    work.
+    Shapes: ``x`` (elements,) fp32, bf16 or fp16; ``message`` (bytes,) uint8; all contiguous and on one device. Bytes
+    of ``message`` outside the payloads are left alone. ``key`` is taken modulo 2^64.
+
+    Raises ``TypeError`` for a wrong dtype and ``ValueError`` for a size, a device or a layout that cannot work.
     """
     run = _execution(x, table)
     _check_values("x", x, table, x)
-    _check_message("message", message, table.extent(bits, bucket).message_bytes, x)
-    run.minmax_encode(x, table, message, bits=bits, bucket=bucket, key=key, nearest=nearest)
+    _check_message("message", message, table.extent(form).message_bytes, x)
+    if residual is not None:
+        _check_residual(residual, table, x)
+    run.bucketed_encode(x, table, message, form, key=key, residual=residual)
 
 
-def minmax_decode(
-    message: Tensor, table: Table, y: Tensor, *, bits: int, bucket: int, add: bool = False, scale: float = 1.0
+def bucketed_decode(
+    message: Tensor, table: Table, y: Tensor, form: Format, *, add: bool = False, scale: float = 1.0
 ) -> None:
     """Write ``v · scale`` into the table's segments of ``y``, or add it, with ``v = lo + code · unit``.
 
     Each operation is rounded to fp32; a bf16 or fp16 ``y`` is rounded once more, to nearest even. Elements outside
     the segments are left alone. Every content of ``message`` decodes to something: its size is all that is checked.
 
-    Shapes and errors are those of :func:`minmax_encode`.
+    Shapes and errors are those of :func:`bucketed_encode`.
     """
     run = _execution(y, table)
     _check_values("y", y, table, y)
-    _check_message("message", message, table.extent(bits, bucket).message_bytes, y)
-    run.minmax_decode(message, table, y, bits=bits, bucket=bucket, add=add, scale=scale)
+    _check_message("message", message, table.extent(form).message_bytes, y)
+    run.bucketed_decode(message, table, y, form, add=add, scale=scale)
 
 
-def minmax_reduce(
+def bucketed_reduce(
     messages: Sequence[Tensor],
     own: Tensor,
     table: Table,
     out_message: Tensor,
     y: Tensor,
+    form: Format,
     *,
-    bits: int,
-    bucket: int,
     scale: float,
     key: int,
-    nearest: bool = False,
+    residual: Residual | None = None,
 ) -> None:
     """The owner's stage of a scatter-reduce-all-gather: sum, encode again, and keep what the others will decode.
 
     ``s = scale · (own + Σ v_j)`` over ``messages`` in the order given, in fp32; ``out_message`` receives the payloads
     of ``s``, ``y`` its decoded value. ``y`` may be ``own`` itself; otherwise the two must not overlap, and
-    ``out_message`` must be none of ``messages``. All messages share the table.
+    ``out_message`` must be none of ``messages``. All messages share the table. ``residual`` is as in
+    :func:`bucketed_encode`, with ``s`` for ``x``.
 
-    Shapes and errors are those of :func:`minmax_encode`.
+    Shapes and errors are those of :func:`bucketed_encode`.
     """
     run = _execution(y, table)
     _check_values("y", y, table, y)
     _check_values("own", own, table, y)
-    num_bytes = table.extent(bits, bucket).message_bytes
+    num_bytes = table.extent(form).message_bytes
     for message in messages:
         _check_message("each message", message, num_bytes, y)
     _check_message("out_message", out_message, num_bytes, y)
-    run.minmax_reduce(
-        messages,
-        own,
-        table,
-        out_message,
-        y,
-        bits=bits,
-        bucket=bucket,
-        scale=scale,
-        key=key,
-        nearest=nearest,
-    )
+    if residual is not None:
+        _check_residual(residual, table, y)
+    run.bucketed_reduce(messages, own, table, out_message, y, form, scale=scale, key=key, residual=residual)
 
 
-def minmax_sum(
-    messages: Sequence[Tensor],
-    own: Tensor | None,
-    table: Table,
-    y: Tensor,
-    *,
-    bits: int,
-    bucket: int,
-    scale: float = 1.0,
+def bucketed_sum(
+    messages: Sequence[Tensor], own: Tensor | None, table: Table, y: Tensor, form: Format, *, scale: float = 1.0
 ) -> None:
     """``y = scale · (own + Σ v_j)`` over ``messages`` in the order given; without ``own`` the sum starts at 0.
 
-    Shapes and errors are those of :func:`minmax_encode`; ``y`` may be ``own``.
+    Shapes and errors are those of :func:`bucketed_encode`; ``y`` may be ``own``.
     """
     run = _execution(y, table)
     _check_values("y", y, table, y)
     if own is not None:
         _check_values("own", own, table, y)
-    num_bytes = table.extent(bits, bucket).message_bytes
+    num_bytes = table.extent(form).message_bytes
     for message in messages:
         _check_message("each message", message, num_bytes, y)
-    run.minmax_sum(messages, own, table, y, bits=bits, bucket=bucket, scale=scale)
+    run.bucketed_sum(messages, own, table, y, form, scale=scale)
 
 
 def checksum(message: Tensor) -> int:
@@ -158,6 +146,15 @@ def _check_values(name: str, tensor: Tensor, table: Table, like: Tensor) -> None
         raise ValueError(
             f"{name} has {tensor.numel()} elements, but the table's segments reach to element {table.num_elements}"
         )
+
+
+def _check_residual(residual: Residual, table: Table, like: Tensor) -> None:
+    for name, tensor in (("residual.now", residual.now), ("residual.next", residual.next)):
+        _check_values(name, tensor, table, like)
+        if tensor.dtype is not torch.float32:
+            raise TypeError(f"{name} must be float32, not {tensor.dtype}")
+    if not 2.0**-126 <= residual.loss_scale <= 2.0**126:
+        raise ValueError(f"loss_scale must be 2^-126 to 2^126, not {residual.loss_scale}")
 
 
 def _check_message(name: str, tensor: Tensor, num_bytes: int, like: Tensor) -> None:

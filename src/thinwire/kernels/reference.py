@@ -1,60 +1,148 @@
 """The specification of the kernels, in torch operations: every other execution gives the same bytes.
 
 Also the fallback where no native core is built and no Triton runs. Takes fp32, bf16 and fp16 tensors (fp64 in tests)
-on any device; the arithmetic is fp32 throughout, one rounding per operation.
+on any device; the arithmetic is fp32 throughout, one rounding per operation, but for sums (:func:`lane_sums`).
 
-A payload of n elements holds, for each of its ceil(n / bucket) buckets, ``lo`` and then, for all of them, ``unit``
-(fp32, little-endian), zeros up to a multiple of 64 bytes, the codes in groups of 128 (:func:`pack`), and zeros up to a
-multiple of 64 bytes.
+A payload of n elements holds the scales of its ceil(n / bucket) buckets: ``lo`` of all of them, then ``unit`` of all,
+or ``unit`` alone where the format has one scale (fp32, little-endian); zeros up to a multiple of 64 bytes; the codes in
+groups of 128 (:func:`pack`), and zeros up to a multiple of 64 bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from thinwire.kernels.layout import GROUP, codes_at, minmax_bytes, num_buckets
+from thinwire.kernels.layout import GROUP, Format, Residual, bucketed_bytes, codes_at, num_buckets
 from thinwire.kernels.rng import random16, row_key
 from thinwire.kernels.table import Row, Table
 
 TINY_RANGE = 2.0**-100
-"""A bucket whose range is smaller is received as its minimum: the inverse of such a range could overflow."""
+"""A smaller range, or a, counts as zero: its inverse could overflow."""
 
 ONE = 1 << 16
 """Positions between two codes are in 16-bit fixed point."""
 
+LANES = 16
+"""Sums are taken in this many lanes."""
 
-def numerator(bits: int) -> float:
-    """What the range divides to give the factor from value to 16.16 code.
 
-    It lies 2^-22 below (2^bits − 1) · 2^16, so that rounding can never reach the code 2^bits and no clip is needed.
+class Scales(NamedTuple):
+    """Of every bucket, fp32. NaN in ``unit`` (and ``low``, where it is sent) says that the bucket decodes to NaN."""
+
+    low: Tensor
+    """What is subtracted before coding: the minimum, or 0 for codes on both sides of zero."""
+    unit: Tensor
+    inverse: Tensor
+    """From value to 16.16 code; 0 where all of a bucket gets one code."""
+
+
+def numerator(steps: int) -> float:
+    """What a range of ``steps`` units divides to give the factor from value to 16.16 code.
+
+    It lies 2^-22 below steps · 2^16, so that rounding can never reach one more code and no clip is needed.
     Exactly representable in fp32 after one rounding.
     """
-    return torch.tensor(((1 << bits) - 1) * ONE * (1.0 - 2.0**-22), dtype=torch.float32).item()
+    return torch.tensor(steps * ONE * (1.0 - 2.0**-22), dtype=torch.float32).item()
 
 
-def scales(x: Tensor, *, bits: int, bucket: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``lo``, ``unit`` and the factor ``inverse`` of every bucket of the flat fp32 tensor ``x`` (not empty).
+def scales(x: Tensor, form: Format) -> Scales:
+    """The scales of every bucket of the flat fp32 tensor ``x`` (not empty)."""
+    if form.scheme == "minmax":
+        low, high = torch.aminmax(_bucketed(x, form.bucket, fill=x[-1]), dim=1)
+        low, high = low + 0.0, high + 0.0  # −0 becomes +0: which of the two aminmax picks is not defined
+        return _ranged(low, high - low, form, bad=~torch.isfinite(high - low))
+    if form.scheme == "sides":
+        low, high = _sides(x, form.bucket)
+        unit = high - low
+        bad = ~torch.isfinite(unit)
+        return Scales(_or_nan(low, bad), _or_nan(unit, bad), torch.zeros_like(unit))
+    if form.scheme == "sign":
+        mean = lane_sums(x.abs(), form.bucket) / _counts(x, form.bucket)
+        unit = (2.0 * mean).to(torch.float32)
+        return Scales(torch.zeros_like(unit), _or_nan(unit, ~torch.isfinite(unit)), torch.zeros_like(unit))
+    largest = _largest(x, form)
+    found = _ranged(torch.zeros_like(largest), largest, form, bad=~torch.isfinite(largest))
+    bad = ~torch.isfinite(found.unit * torch.full_like(found.unit, form.max_code))  # what decoding would overflow
+    return Scales(found.low, _or_nan(found.unit, bad), torch.where(bad, 0.0, found.inverse))
 
-    NaN in ``lo`` and ``unit`` where the bucket holds NaN or Inf or its range overflows; ``inverse`` is 0 there and
-    where the range is below 2^-100, so that all codes are 0.
-    """
-    bucket = min(bucket, x.numel())
-    padding = num_buckets(x.numel(), bucket) * bucket - x.numel()
-    padded = torch.cat((x, x[-1:].expand(padding))).view(-1, bucket)
-    low, high = torch.aminmax(padded, dim=1)
-    low, high = low + 0.0, high + 0.0  # −0 becomes +0: which of the two aminmax picks is not defined
-    span = high - low
-    bad = ~torch.isfinite(span)
+
+def _ranged(low: Tensor, span: Tensor, form: Format, *, bad: Tensor) -> Scales:
+    """``unit`` and ``inverse`` of ``form.steps`` steps over ``span``."""
     flat = bad | (span < TINY_RANGE)
     divisor = torch.where(flat, 1.0, span)
-    unit = divisor / torch.full_like(divisor, (1 << bits) - 1)  # by a tensor: a scalar may become a reciprocal
-    inverse = torch.full_like(divisor, numerator(bits)) / divisor
-    nan = torch.full_like(span, torch.nan)
-    unit = torch.where(bad, nan, torch.where(flat, 0.0, unit))
-    return torch.where(bad, nan, low), unit, torch.where(flat, 0.0, inverse)
+    unit = divisor / torch.full_like(divisor, form.steps)  # by a tensor: a scalar may become a reciprocal
+    inverse = torch.full_like(divisor, numerator(form.steps)) / divisor
+    unit, inverse = (torch.where(flat, 0.0, v) for v in (unit, inverse))
+    return Scales(_or_nan(low, bad) if form.num_scales == 2 else low, _or_nan(unit, bad), inverse)
+
+
+def _largest(x: Tensor, form: Format) -> Tensor:
+    """a of every bucket: the value that the outermost code stands for, or the outermost interval ends at."""
+    if form.scheme == "norm":
+        return lane_sums(x.double().square(), form.bucket).sqrt().to(torch.float32)
+    largest = _bucketed(x.abs(), form.bucket).amax(dim=1)
+    if not form.clip:
+        return largest
+    mean = lane_sums(x.double().square(), form.bucket) / _counts(x, form.bucket)
+    bound = mean.sqrt().to(torch.float32) * torch.full_like(largest, form.clip)
+    return torch.where(torch.isfinite(largest), torch.minimum(largest, bound), largest)
+
+
+def _sides(x: Tensor, bucket: int) -> tuple[Tensor, Tensor]:
+    """Means of the negative values and of the others; a side that is empty takes the other's."""
+    upper = x >= 0
+    counts = _counts(x, bucket)
+    above = _bucketed(upper.double(), bucket).sum(dim=1)
+    low = lane_sums(torch.where(upper, 0.0, x), bucket) / (counts - above)
+    high = lane_sums(torch.where(upper, x, 0.0), bucket) / above
+    low, high = torch.where(above == counts, high, low), torch.where(above == 0, low, high)
+    return low.to(torch.float32), high.to(torch.float32)
+
+
+def _or_nan(value: Tensor, bad: Tensor) -> Tensor:
+    return torch.where(bad, torch.nan, value)
+
+
+def _bucketed(x: Tensor, bucket: int, fill: Tensor | float = 0.0) -> Tensor:
+    """The values as rows of one bucket each; what the last one lacks is ``fill``."""
+    bucket = min(bucket, x.numel())
+    padded = torch.empty(num_buckets(x.numel(), bucket) * bucket, dtype=x.dtype, device=x.device)
+    padded[: x.numel()] = x
+    padded[x.numel() :] = fill
+    return padded.view(-1, bucket)
+
+
+def _counts(x: Tensor, bucket: int) -> Tensor:
+    """Elements of every bucket, fp64."""
+    counts = x.new_full((num_buckets(x.numel(), bucket),), min(bucket, x.numel()), dtype=torch.float64)
+    counts[-1] = x.numel() - (counts.numel() - 1) * min(bucket, x.numel())
+    return counts
+
+
+def lane_sums(x: Tensor, bucket: int) -> Tensor:
+    """The sum of every bucket, fp64, in an order that all executions keep: element i of a bucket is added to lane
+    i % 16, one after the other; then lane j takes lane j + 8, then j + 4, j + 2, and j + 1.
+    """
+    rows = _bucketed(x.double(), bucket)
+    steps = -(-rows.shape[1] // LANES)
+    padded = torch.nn.functional.pad(rows, (0, steps * LANES - rows.shape[1])).view(-1, steps, LANES)
+    lanes = torch.zeros_like(padded[:, 0])
+    for step in padded.unbind(1):
+        lanes = lanes + step
+    for width in (8, 4, 2, 1):
+        lanes = lanes[:, :width] + lanes[:, width:]
+    return lanes[:, 0]
+
+
+def sent_low(found: Scales, form: Format, k0: int) -> Tensor:
+    """``lo`` as it is sent: with rounding "shift", moved by as much as the lattice is, −½ to ½ units."""
+    if form.rounding != "shift":
+        return found.low
+    return found.low + found.unit * torch.full_like(found.unit, 0.5 - (k0 & 0xFFFF) / ONE)
 
 
 def per_element(value: Tensor, numel: int, bucket: int) -> Tensor:
@@ -62,12 +150,30 @@ def per_element(value: Tensor, numel: int, bucket: int) -> Tensor:
     return value.repeat_interleave(min(bucket, numel))[:numel]
 
 
-def quantise(x: Tensor, low: Tensor, inverse: Tensor, *, bucket: int, draws: Tensor | None) -> Tensor:
-    """Codes (uint8) of the flat fp32 tensor ``x``: position in 16.16 fixed point plus 16 random bits or ½, cut off."""
-    low, inverse = (per_element(v, x.numel(), bucket) for v in (low, inverse))
-    distance = torch.where(inverse == 0, 0.0, x - low)
-    position = (distance * inverse).to(torch.int32)
-    return ((position + (ONE // 2 if draws is None else draws)) >> 16).to(torch.uint8)
+def quantise(x: Tensor, found: Scales, form: Format, noise: Tensor | int) -> Tensor:
+    """Codes (uint8) of the flat fp32 tensor ``x``: position in 16.16 fixed point plus ``noise`` (16 bits), cut off.
+
+    Buckets that decode to NaN have codes 0.
+    """
+    low, unit, inverse = (per_element(v, x.numel(), form.bucket) for v in found)
+    if form.scheme in ("sides", "sign"):
+        codes = (x >= 0).to(torch.uint8)
+    else:
+        position = torch.where(inverse == 0, 0.0, x - low) * inverse
+        middle = 0
+        if form.offset >= 0:
+            middle = int(form.offset * ONE)
+            position = position.clamp(-middle, middle)
+        codes = ((position.to(torch.int32) + middle + noise) >> 16).to(torch.uint8)
+    return torch.where(torch.isnan(unit), 0, codes)
+
+
+def noise16(form: Format, row: Row, numel: int, key: int, device: torch.device) -> Tensor | int:
+    """What is added to positions in units of 2^-16 codes before they are cut off."""
+    k0, k1 = row_key(key, row.site)
+    if form.rounding == "stochastic":
+        return random16(row.index0, numel, k0, k1, device)
+    return ONE // 2 if form.rounding == "nearest" else k0 & 0xFFFF
 
 
 def planes(bits: int) -> list[tuple[int, int]]:
@@ -111,109 +217,108 @@ def unpack(packed: Tensor, numel: int, bits: int) -> Tensor:
     return codes.view(-1)[:numel]
 
 
-def encode_row(x: Tensor, row: Row, *, bits: int, bucket: int, key: int, nearest: bool) -> Tensor:
+def encode_row(x: Tensor, row: Row, form: Format, *, key: int) -> Tensor:
     """The payload (uint8) of one segment; ``x`` holds its elements in fp32."""
-    low, unit, inverse = scales(x, bits=bits, bucket=bucket)
-    draws = None if nearest else random16(row.index0, x.numel(), *row_key(key, row.site), x.device)
-    codes = quantise(x, low, inverse, bucket=bucket, draws=draws)
-    payload = torch.zeros(minmax_bytes(x.numel(), bits=bits, bucket=bucket), dtype=torch.uint8, device=x.device)
-    meta = torch.cat((low, unit)).view(torch.uint8)
-    packed = pack(codes, bits)
-    at = codes_at(x.numel(), bucket)
+    found = scales(x, form)
+    codes = quantise(x, found, form, noise16(form, row, x.numel(), key, x.device))
+    payload = torch.zeros(bucketed_bytes(x.numel(), form), dtype=torch.uint8, device=x.device)
+    sent = (sent_low(found, form, row_key(key, row.site)[0]), found.unit)[-form.num_scales :]
+    meta = torch.cat(sent).view(torch.uint8)
+    packed = pack(codes, form.bits)
+    at = codes_at(x.numel(), form)
     payload[: meta.numel()] = meta
     payload[at : at + packed.numel()] = packed
     return payload
 
 
-def decode_row(message: Tensor, row: Row, *, bits: int, bucket: int) -> Tensor:
-    """The values (fp32) of one segment: ``lo + code · unit``, rounded after each of the two operations."""
-    count = num_buckets(row.numel, bucket)
-    meta = message[row.payload : row.payload + 8 * count].clone().view(torch.float32)
-    at = row.payload + codes_at(row.numel, bucket)
-    packed = message[at : at + -(-row.numel // GROUP) * 16 * bits]
-    codes = unpack(packed, row.numel, bits).to(torch.float32)
-    low, unit = (per_element(v, row.numel, bucket) for v in (meta[:count], meta[count:]))
+def decode_row(message: Tensor, row: Row, form: Format) -> Tensor:
+    """The values (fp32) of one segment: ``lo + code · unit``, rounded after each of the two operations.
+
+    With one scale, ``lo = −(offset · unit)``, so that the code ``offset`` is received as 0.
+    """
+    count = num_buckets(row.numel, form.bucket)
+    meta = message[row.payload : row.payload + 4 * form.num_scales * count].clone().view(torch.float32)
+    unit = meta[-count:]
+    low = meta[:count] if form.num_scales == 2 else -(torch.full_like(unit, form.offset) * unit)
+    at = row.payload + codes_at(row.numel, form)
+    packed = message[at : at + -(-row.numel // GROUP) * 16 * form.bits]
+    codes = unpack(packed, row.numel, form.bits).to(torch.float32)
+    low, unit = (per_element(v, row.numel, form.bucket) for v in (low, unit))
     return low + codes * unit
 
 
-def minmax_encode(
-    x: Tensor, table: Table, message: Tensor, *, bits: int, bucket: int, key: int, nearest: bool = False
+def send_row(values: Tensor, row: Row, message: Tensor, form: Format, *, key: int, residual: Residual | None) -> Tensor:
+    """Put the payload of a segment with these values (fp32) into ``message``; returns them as they will be decoded."""
+    span = slice(row.start, row.start + row.numel)
+    if residual is not None:
+        values = values + scaled(residual.now[span], residual.loss_scale)
+    payload = encode_row(values, row, form, key=key)
+    message[row.payload : row.payload + payload.numel()] = payload
+    decoded = decode_row(message, row, form)
+    if residual is not None:
+        residual.next[span] = (values - decoded) / torch.full_like(values, residual.loss_scale)
+    return decoded
+
+
+def bucketed_encode(
+    x: Tensor, table: Table, message: Tensor, form: Format, *, key: int, residual: Residual | None = None
 ) -> None:
-    """See :func:`thinwire.kernels.minmax_encode`."""
+    """See :func:`thinwire.kernels.bucketed_encode`."""
     for row in table.segments:
         if row.numel:
             values = x[row.start : row.start + row.numel].to(torch.float32)
-            payload = encode_row(values, row, bits=bits, bucket=bucket, key=key, nearest=nearest)
-            message[row.payload : row.payload + payload.numel()] = payload
+            send_row(values, row, message, form, key=key, residual=residual)
 
 
-def minmax_decode(
-    message: Tensor,
-    table: Table,
-    y: Tensor,
-    *,
-    bits: int,
-    bucket: int,
-    add: bool = False,
-    scale: float = 1.0,
+def bucketed_decode(
+    message: Tensor, table: Table, y: Tensor, form: Format, *, add: bool = False, scale: float = 1.0
 ) -> None:
-    """See :func:`thinwire.kernels.minmax_decode`."""
+    """See :func:`thinwire.kernels.bucketed_decode`."""
     for row in table.segments:
         if row.numel:
             out = y[row.start : row.start + row.numel]
-            value = scaled(decode_row(message, row, bits=bits, bucket=bucket), scale)
+            value = scaled(decode_row(message, row, form), scale)
             out.copy_(out.to(torch.float32) + value if add else value)
 
 
-def minmax_sum(
-    messages: Sequence[Tensor],
-    own: Tensor | None,
-    table: Table,
-    y: Tensor,
-    *,
-    bits: int,
-    bucket: int,
-    scale: float = 1.0,
+def bucketed_sum(
+    messages: Sequence[Tensor], own: Tensor | None, table: Table, y: Tensor, form: Format, *, scale: float = 1.0
 ) -> None:
-    """See :func:`thinwire.kernels.minmax_sum`."""
+    """See :func:`thinwire.kernels.bucketed_sum`."""
     for row in table.segments:
         if row.numel:
-            total = sum_row(messages, own, row, y.device, bits=bits, bucket=bucket)
+            total = sum_row(messages, own, row, y.device, form)
             y[row.start : row.start + row.numel] = scaled(total, scale).to(y.dtype)
 
 
-def minmax_reduce(
+def bucketed_reduce(
     messages: Sequence[Tensor],
     own: Tensor,
     table: Table,
     out_message: Tensor,
     y: Tensor,
+    form: Format,
     *,
-    bits: int,
-    bucket: int,
     scale: float,
     key: int,
-    nearest: bool = False,
+    residual: Residual | None = None,
 ) -> None:
-    """See :func:`thinwire.kernels.minmax_reduce`."""
+    """See :func:`thinwire.kernels.bucketed_reduce`."""
     for row in table.segments:
         if row.numel:
-            mean = scaled(sum_row(messages, own, row, y.device, bits=bits, bucket=bucket), scale)
-            payload = encode_row(mean, row, bits=bits, bucket=bucket, key=key, nearest=nearest)
-            out_message[row.payload : row.payload + payload.numel()] = payload
-            y[row.start : row.start + row.numel] = decode_row(out_message, row, bits=bits, bucket=bucket).to(y.dtype)
+            mean = scaled(sum_row(messages, own, row, y.device, form), scale)
+            decoded = send_row(mean, row, out_message, form, key=key, residual=residual)
+            y[row.start : row.start + row.numel] = decoded.to(y.dtype)
 
 
-def sum_row(
-    messages: Sequence[Tensor], own: Tensor | None, row: Row, device: torch.device, *, bits: int, bucket: int
-) -> Tensor:
+def sum_row(messages: Sequence[Tensor], own: Tensor | None, row: Row, device: torch.device, form: Format) -> Tensor:
     """``own`` (or 0) plus the decoded messages in the order given, fp32."""
     if own is None:
         total = torch.zeros(row.numel, dtype=torch.float32, device=device)
     else:
         total = own[row.start : row.start + row.numel].to(torch.float32)
     for message in messages:
-        total = total + decode_row(message, row, bits=bits, bucket=bucket)
+        total = total + decode_row(message, row, form)
     return total
 
 

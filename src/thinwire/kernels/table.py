@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.kernels.layout import ALIGN, GROUP, check_format, minmax_bytes, minmax_grain, num_buckets
+from thinwire.kernels.layout import ALIGN, GROUP, Format, bucketed_bytes, bucketed_grain, check_format, num_buckets
 
 LIMIT = 2**62
 """Offsets stay below this, so that sums of two of them cannot leave 64 bits."""
@@ -41,7 +42,7 @@ class Table:
     - ``start``: first element of the segment in the flat tensor;
     - ``numel``: its elements (0 is allowed and codes to nothing);
     - ``index0``: index of its first element inside its layer, a multiple of the format's grain
-      (:func:`minmax_grain`), so that a cut layer gets the codes and draws of the whole one;
+      (:func:`bucketed_grain`), so that a cut layer gets the codes and draws of the whole one;
     - ``payload``: byte at which its payload starts in the message, a multiple of 64;
     - ``site``: number of its layer (:func:`site_id`), which separates the draws of layers.
 
@@ -62,10 +63,11 @@ class Table:
         self.num_elements = max((row.start + row.numel for row in self.segments if row.numel), default=0)
         """A tensor must have at least this many elements to hold all segments."""
         self.pointer = self.rows.data_ptr()
-        self._extents: dict[tuple[int, int], Extent] = {}
+        self._extents: dict[Format, Extent] = {}
         self._copies: dict[torch.device, Tensor] = {}
         self._pieces: dict[tuple[torch.device, int, int], Tensor] = {}
         self._firsts: dict[tuple[torch.device, int], tuple[Tensor, int]] = {}
+        self._sizes: dict[Hashable, int] = {}
 
     def __len__(self) -> int:
         return len(self.segments)
@@ -82,14 +84,14 @@ class Table:
             self._copies[where] = self.rows.to(where)
         return self._copies[where]
 
-    def extent(self, bits: int, bucket: int) -> Extent:
-        """What the segments need in the format (bits, bucket).
+    def extent(self, form: Format) -> Extent:
+        """What the segments need in the format ``form``.
 
-        Raises ``ValueError`` for an impossible format, an ``index0`` off the format's grain, or payloads that overlap.
+        Raises ``ValueError`` for an ``index0`` off the format's grain, or payloads that overlap.
         """
-        found = self._extents.get((bits, bucket))
+        found = self._extents.get(form)
         if found is None:
-            found = self._extents[bits, bucket] = self._measure(bits, bucket)
+            found = self._extents[form] = self._measure(form)
         return found
 
     def _check(self) -> None:
@@ -99,25 +101,25 @@ class Table:
                     raise ValueError(f"row {i}: {name} must be between 0 and 2**62, not {value}")
             if row.index0 % GROUP:
                 raise ValueError(
-                    f"row {i}: index0 {row.index0} is not a multiple of {GROUP}: cut layers at minmax_grain(bucket)"
+                    f"row {i}: index0 {row.index0} is not a multiple of {GROUP}: cut layers at bucketed_grain(bucket)"
                 )
             if row.payload % ALIGN:
                 raise ValueError(f"row {i}: payload {row.payload} is not a multiple of {ALIGN} bytes")
         _check_apart("elements", [(row.start, row.start + row.numel) for row in self.segments if row.numel])
 
-    def _measure(self, bits: int, bucket: int) -> Extent:
-        check_format(bits, bucket)
-        grain = minmax_grain(bucket)
+    def _measure(self, form: Format) -> Extent:
+        check_format(form)
+        grain = bucketed_grain(form.bucket)
         spans = []
         for i, row in enumerate(self.segments):
             if not row.numel:
                 continue
             if row.index0 % grain:
                 raise ValueError(
-                    f"row {i}: index0 {row.index0} is not a multiple of {grain}, the grain of bucket {bucket}: "
-                    "cut layers at minmax_grain(bucket)"
+                    f"row {i}: index0 {row.index0} is not a multiple of {grain}, the grain of bucket {form.bucket}: "
+                    "cut layers at bucketed_grain(bucket)"
                 )
-            spans.append((row.payload, row.payload + minmax_bytes(row.numel, bits=bits, bucket=bucket)))
+            spans.append((row.payload, row.payload + bucketed_bytes(row.numel, form)))
         _check_apart("payload bytes", spans)
         return Extent(message_bytes=max((end for _, end in spans), default=0))
 
@@ -142,6 +144,22 @@ class Table:
             counts = torch.tensor([num_buckets(row.numel, bucket) for row in self.segments], dtype=torch.int64)
             self._firsts[key] = (counts.cumsum(0) - counts).to(device), int(counts.sum())
         return self._firsts[key]
+
+    def message_bytes(self, form: Hashable, num_bytes: Callable[[int], int], grain: int = GROUP) -> int:
+        """Bytes that a message needs in a format, named by ``form``, with payloads of ``num_bytes(numel)``. Found once.
+
+        Raises ``ValueError`` for an ``index0`` off the grain, or payloads that overlap.
+        """
+        if form not in self._sizes:
+            spans = []
+            for i, row in enumerate(self.segments):
+                if row.numel and row.index0 % grain:
+                    raise ValueError(f"row {i}: index0 {row.index0} is not a multiple of {grain}: cut layers there")
+                if row.numel:
+                    spans.append((row.payload, row.payload + num_bytes(row.numel)))
+            _check_apart("payload bytes", spans)
+            self._sizes[form] = max((end for _, end in spans), default=0)
+        return self._sizes[form]
 
 
 def _check_apart(what: str, spans: list[tuple[int, int]]) -> None:

@@ -1,0 +1,209 @@
+"""Sparsification in the frequency domain, with a float format made for what is kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.compressors.base import Coded, Compressor
+from thinwire.compressors.checks import check_choice, check_int
+from thinwire.compressors.pieces import Key, Piece, Segments, State
+from thinwire.compressors.rangefloat import best_mantissa
+from thinwire.compressors.sparse import HEADER, check_place, header_of, put_header
+from thinwire.kernels import Table, derive_key, site_id
+
+_FP32 = 32
+_GRID = 64
+_LEAST_RANGE = 2.0**-60
+
+
+@dataclass(frozen=True)
+class FFT(Coded):
+    """FFT sparsification (S3, section 3.1): the ``1 − θ`` largest components of a layer's spectrum.
+
+    The flat layer is cut into blocks of ``block`` elements (``whole``: one block, as in the paper), each is transformed
+    (real FFT, orthonormal), the ``ceil((1 − θ)·C)`` components with the largest magnitude of all C are kept, and their
+    real and imaginary parts travel as range-based floats of ``bits`` bits (`RangeFloat`; 32: as they are), beside a
+    bitmap or a list of indices, whichever is shorter. The range is that of what is kept, in every message.
+    ``cast=True`` rounds to fp16 first, as the paper does. Messages are added in the frequency domain, and one inverse
+    transform gives the mean.
+
+    ``theta`` is constant, or stepwise: ``((0, 0.9), (1000, 0.0))``, counted from the first compressed step, or
+    ``diminishing``: ``θ = sqrt(lipschitz · learning rate)`` (Theorem 3.5), which takes ``compress(optimizer=...)``. The
+    theorem holds for θ² ≤ ¼ and a learning rate of at most 1/(4L): the paper's own 0.85 lies outside. Biased: a plan
+    puts error feedback around it unless ``feedback=False``, as the paper's experiments have it.
+    """
+
+    spec_name: ClassVar[str] = "fft"
+
+    theta: float | tuple[tuple[int, float], ...] | Literal["diminishing"] = field(
+        default=0.85, metadata={"shown": True}
+    )
+    bits: int = field(default=10, metadata={"shown": True})
+    block: int | Literal["whole"] = 4096
+    mantissa: int | Literal["auto"] = "auto"
+    cast: bool = False
+    lipschitz: float = 1.0
+    feedback: bool = True
+
+    def __post_init__(self) -> None:
+        if self.bits != _FP32:
+            check_int("bits (or 32 for fp32)", self.bits, 4, 15)
+        if self.block != "whole":
+            check_int("block (or whole)", self.block, 2)
+        if self.mantissa != "auto":
+            check_int("mantissa", self.mantissa, 0, self.bits)
+        if isinstance(self.theta, str):
+            check_choice("theta", self.theta, ("diminishing",))
+        for share in [share for _, share in self._stages]:
+            if not isinstance(share, int | float) or not 0 <= share < 1:
+                raise ValueError(f"theta must be at least 0 and below 1, not {share!r}: the share that is dropped")
+        if not isinstance(self.lipschitz, int | float) or not 0 < self.lipschitz < math.inf:
+            raise ValueError(f"lipschitz must be above 0, not {self.lipschitz!r}: how fast the gradient changes")
+
+    @property
+    def _stages(self) -> tuple[tuple[int, float], ...]:
+        """Steps and the theta from each of them on."""
+        if isinstance(self.theta, str):
+            return ((0, 0.0),)
+        if not isinstance(self.theta, tuple):
+            return ((0, self.theta),)
+        steps = [stage[0] for stage in self.theta if isinstance(stage, tuple) and len(stage) == 2]
+        if len(steps) != len(self.theta) or steps != sorted(set(steps)) or steps[:1] != [0]:
+            raise ValueError(f"theta must be like ((0, 0.9), (1000, 0.0)), steps ascending from 0; not {self.theta!r}")
+        return self.theta
+
+    @property
+    def exact_bits(self) -> bool:
+        return False
+
+    @property
+    def dense(self) -> bool:
+        return False
+
+    @property
+    def unbiased(self) -> bool:
+        return False
+
+    @property
+    def wants_feedback(self) -> bool:
+        return self.feedback
+
+    @property
+    def grain(self) -> int | None:
+        return None
+
+    @property
+    def largest(self) -> float:
+        # Sums of squares, and twice the largest component, must stay finite in fp32.
+        return 65504.0 if self.cast else 2.0**60
+
+    def at(self, step: int, learning_rate: float | None) -> Compressor:
+        if not isinstance(self.theta, str | tuple):
+            return self
+        if isinstance(self.theta, tuple):
+            return replace(self, theta=[share for begin, share in self._stages if begin <= max(step, 0)][-1])
+        if learning_rate is None:
+            raise ValueError(f"{self} follows the learning rate: pass optimizer= to thinwire.compress()")
+        # On a grid, rounded down: each theta has message sizes of its own, and ranks agree on them anew.
+        share = math.sqrt(self.lipschitz * learning_rate)
+        return replace(self, theta=min(math.floor(share * _GRID), _GRID - 1) / _GRID)
+
+    def _sizes(self, numel: int) -> tuple[int, int, int]:
+        """Blocks, components and components kept of a layer of ``numel`` elements."""
+        block = self._block(numel)
+        blocks = -(-numel // block)
+        components = blocks * (block // 2 + 1)
+        return blocks, components, max(1, math.ceil((1 - self._stages[0][1]) * components - 1e-9))
+
+    def _block(self, numel: int) -> int:
+        return max(2, numel if self.block == "whole" else min(self.block, numel))
+
+    def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        if not numel:
+            return 0
+        _, components, kept = self._sizes(numel)
+        values = kernels.align(8 * kept) if self.bits == _FP32 else kernels.rangefloat_bytes(2 * kept, self.bits)
+        return HEADER + kernels.index_bytes(components, kept) + values
+
+    def _values_at(self, piece: Piece) -> int:
+        _, components, kept = self._sizes(piece.numel)
+        return piece.payload + HEADER + kernels.index_bytes(components, kept)
+
+    def spectrum(self, x: Tensor) -> Tensor:
+        """Components of a flat layer, block by block: complex64."""
+        values = x.to(torch.float16).float() if self.cast else x.float()
+        block = self._block(x.numel())
+        padded = torch.nn.functional.pad(values, (0, -x.numel() % block)).view(-1, block)
+        return torch.fft.rfft(padded, norm="ortho").view(-1)
+
+    def signal(self, components: Tensor, numel: int) -> Tensor:
+        """The inverse of `spectrum`: fp32, flat."""
+        block = self._block(numel)
+        blocks = components.view(-1, block // 2 + 1)
+        return torch.fft.irfft(blocks, n=block, norm="ortho").view(-1)[:numel]
+
+    def encode(self, x: Tensor, segments: Segments, message: Tensor, *, key: Key, state: State | None = None) -> None:
+        for piece in segments.pieces:
+            if not piece.numel:
+                continue
+            components = self.spectrum(x[piece.elements])
+            parts = torch.view_as_real(components)
+            magnitude = parts.square().sum(1)
+            _, count, kept = self._sizes(piece.numel)
+            draw = derive_key(key.own, site_id(piece.name))
+            indices, _, finite = kernels.select_topk(magnitude, 0, count, kept, key=draw)
+            put_header(message, piece, [int(not finite)])
+            kernels.pack_indices(indices, count, kept, message, piece.payload + HEADER)
+            self._put(parts[indices.long()].view(-1), message, self._values_at(piece), finite)
+
+    def _put(self, values: Tensor, message: Tensor, at: int, finite: bool) -> None:
+        if self.bits == _FP32:
+            end = at + values.numel() * 4
+            message[at:end].view(torch.float32).copy_(values)
+            message[end : at + kernels.align(4 * values.numel())] = 0
+            return
+        top = max(float(values.abs().max()), _LEAST_RANGE) if finite else 1.0
+        mantissa = best_mantissa(values, top, self.bits, "nearest") if self.mantissa == "auto" else self.mantissa
+        table = Table(torch.tensor([[0, values.numel(), 0, at, 0]]))
+        params = torch.tensor([[top, float(mantissa)]])
+        kernels.rangefloat_encode(values, table, message, params, bits=self.bits, rounding="nearest", key=0)
+
+    def decode(self, message: Tensor, segments: Segments, y: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
+        check_place(message, segments.pieces, y, self.payload_bytes)
+        for piece in segments.pieces:
+            if piece.numel:
+                received = self._sum([message], piece).mul_(scale).to(y.dtype)
+                out = y[piece.elements]
+                out.copy_(out + received if add else received)
+
+    def mean(self, messages: Sequence[Tensor], segments: Segments, y: Tensor, *, scale: float) -> None:
+        for message in messages:
+            check_place(message, segments.pieces, y, self.payload_bytes)
+        for piece in segments.pieces:
+            if piece.numel:
+                y[piece.elements] = self._sum(messages, piece).mul_(scale).to(y.dtype)
+
+    def _sum(self, messages: Sequence[Tensor], piece: Piece) -> Tensor:
+        """The sum of what messages hold of a layer: added in the frequency domain, one inverse transform."""
+        _, count, kept = self._sizes(piece.numel)
+        at = self._values_at(piece)
+        total = torch.zeros(count, 2, device=messages[0].device)
+        for message in messages:
+            if header_of(message, piece)[0]:
+                return torch.full((piece.numel,), math.nan, device=total.device)
+            values = torch.empty(2 * kept, device=total.device)
+            if self.bits == _FP32:
+                values.copy_(message[at : at + 8 * kept].view(torch.float32))
+            else:
+                table = Table(torch.tensor([[0, 2 * kept, 0, at, 0]]))
+                kernels.rangefloat_decode(message, table, values, bits=self.bits)
+            indices = kernels.unpack_indices(message, piece.payload + HEADER, count, kept).long()
+            total[indices] += values.view(-1, 2)[: indices.numel()]
+        return self.signal(torch.view_as_complex(total), piece.numel)

@@ -1,0 +1,49 @@
+"""Quantisation in steps of each bucket's norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from thinwire.compressors.bucketed import Bucketed, bucket_elements, check_bucket
+from thinwire.compressors.checks import check_choice, check_int
+from thinwire.kernels import Format
+
+_MAX_LEVELS = 127
+
+
+@dataclass(frozen=True)
+class QSGD(Bucketed):
+    """Norm-scaled QSGD (Alistarh et al. 2017; thesis, section 2.2.3): ``‖v‖ · sign(x) · ℓ/s``,
+    ``ℓ = floor(s·|x|/‖v‖ + u)``, per bucket, with ``s = 2^(bits−1) − 1`` steps on each side of zero.
+
+    ``levels`` gives s instead of ``bits`` (S4, C.1: 64, with the whole layer as bucket). Sign and step are one code, so
+    the rounding of a value and of its negative are one draw apart; in distribution it is the formula. Unbiased. Costs
+    ``bits + 32/bucket`` bits an element.
+    """
+
+    spec_name: ClassVar[str] = "qsgd"
+
+    bits: int = field(default=4, metadata={"shown": True})
+    bucket: int | Literal["layer"] = field(default=128, metadata={"shown": True})
+    norm: Literal["l2", "linf"] = "l2"
+    levels: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("bits", self.bits, 2, 8)
+        check_bucket(self.bucket)
+        check_choice("norm", self.norm, ("l2", "linf"))
+        check_int("levels (0: those of bits)", self.levels, 0, _MAX_LEVELS)
+
+    @property
+    def unbiased(self) -> bool:
+        return True
+
+    @property
+    def keeps_constants(self) -> bool:
+        return self.norm == "linf"
+
+    def make_format(self) -> Format:
+        bits = (2 * self.levels).bit_length() if self.levels else self.bits
+        scheme = "norm" if self.norm == "l2" else "maxabs"
+        return Format(max(2, bits), bucket_elements(self.bucket), scheme=scheme, levels=self.levels)

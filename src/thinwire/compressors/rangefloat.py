@@ -1,0 +1,123 @@
+"""A float format made for a range: few bits, all of them used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.compressors.base import Coded
+from thinwire.compressors.checks import check_choice, check_int
+from thinwire.compressors.natural import saturated
+from thinwire.compressors.pieces import Key, Segments, Slot, State
+from thinwire.kernels import rangefloat_eps
+
+_HEADROOM = 2.0
+_LEAST_RANGE, _MOST_RANGE = 2.0**-60, 2.0**127
+_SAMPLE = 1 << 14
+_FORMAT = Slot("format", shape=lambda layer: (2,), shared=True, learned=True)
+
+
+@dataclass(frozen=True)
+class RangeFloat(Coded):
+    """Range-based float (S3, section 3.2.1, Algorithm 1): ``bits`` bits, of which ``mantissa`` are kept of a float's.
+
+    What is left numbers exponents down from the range's upper end, so that the smallest magnitude ``eps`` follows in
+    closed form; below it a value is zero (rounding decides), above the range it saturates, and is counted.
+    ``range=auto`` takes twice the largest magnitude of the layer's gradient, as seen in the first step and a few times
+    later; ``range=1.0`` fixes it as the seed's experiments do. ``mantissa=auto`` takes what errs least on a sample.
+    """
+
+    spec_name: ClassVar[str] = "rangefloat"
+
+    bits: int = field(default=10, metadata={"shown": True})
+    mantissa: int | Literal["auto"] = field(default="auto", metadata={"shown": True})
+    range: float | Literal["auto"] = "auto"
+    rounding: Literal["nearest", "truncate", "stochastic"] = "nearest"
+    learn_at: tuple[int, ...] = (0, 10, 100, 1000)
+
+    def __post_init__(self) -> None:
+        check_int("bits", self.bits, 3, 15)
+        check_choice("rounding", self.rounding, ("nearest", "truncate", "stochastic"))
+        if self.range != "auto" and not _LEAST_RANGE <= float(self.range) <= _MOST_RANGE:
+            raise ValueError(f"range must be auto or between 2^-60 and 2^127, not {self.range!r}")
+        if self.mantissa != "auto":
+            check_int("mantissa", self.mantissa, 0, 22)
+            rangefloat_eps(self.bits, self.mantissa, 1.0 if self.range == "auto" else self.range)
+
+    @property
+    def unbiased(self) -> bool:
+        return self.rounding == "stochastic" and self.range == "auto"
+
+    @property
+    def keeps_constants(self) -> bool:
+        return False
+
+    @property
+    def largest(self) -> float:
+        return math.inf if self.range == "auto" else float(self.range)
+
+    @property
+    def grain(self) -> int:
+        return kernels.bucketed_grain(1)
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return (_FORMAT,) if self.learns_at else ()
+
+    @property
+    def learns_at(self) -> tuple[int, ...]:
+        return self.learn_at if "auto" in (self.range, self.mantissa) else ()
+
+    def learn(self, values: Tensor, slots: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {_FORMAT.name: torch.tensor(self.chosen(values))}
+
+    def chosen(self, values: Tensor) -> tuple[float, float]:
+        """Range and mantissa bits for a layer with such values."""
+        finite = values[torch.isfinite(values)]
+        top = float(finite.abs().max()) * _HEADROOM if finite.numel() else 1.0
+        top = min(max(top, _LEAST_RANGE), _MOST_RANGE) if self.range == "auto" else float(self.range)
+        return top, best_mantissa(finite, top, self.bits, self.rounding) if self.mantissa == "auto" else self.mantissa
+
+    def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        return kernels.rangefloat_bytes(numel, self.bits)
+
+    def encode(self, x: Tensor, segments: Segments, message: Tensor, *, key: Key, state: State | None = None) -> None:
+        if self.learns_at:
+            assert state is not None, "a range that is learned is kept in a slot"
+            params = torch.stack([state.layers[piece.name].now[_FORMAT.name] for piece in segments.pieces])
+        else:
+            params = torch.tensor([[float(self.range), float(self.mantissa)]]).repeat(len(segments), 1)
+        kernels.rangefloat_encode(
+            x, segments.table, message, params, bits=self.bits, rounding=self.rounding, key=key.own
+        )
+
+    def decode(self, message: Tensor, segments: Segments, y: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
+        kernels.rangefloat_decode(message, segments.table, y, bits=self.bits, add=add, scale=scale)
+
+    def limits(self, message: Tensor, segments: Segments) -> tuple[int, int]:
+        return saturated(message, segments), 0
+
+
+def best_mantissa(values: Tensor, top: float, bits: int, rounding: str) -> int:
+    """Mantissa bits with which ``values`` (flat, finite) lose least, in the square, on a sample of them."""
+    sample = values[:: max(1, values.numel() // _SAMPLE)].float().contiguous()
+    table = kernels.Table(torch.tensor([[0, sample.numel(), 0, 0, 0]]))
+    message = torch.zeros(kernels.rangefloat_bytes(sample.numel(), bits), dtype=torch.uint8, device=values.device)
+    errors: dict[int, float] = {}
+    for mantissa in range(bits):
+        try:
+            rangefloat_eps(bits, mantissa, top)
+        except ValueError:
+            continue
+        params = torch.tensor([[top, float(mantissa)]])
+        received = torch.empty_like(sample)
+        kernels.rangefloat_encode(sample, table, message, params, bits=bits, rounding=rounding, key=0)
+        kernels.rangefloat_decode(message, table, received, bits=bits)
+        errors[mantissa] = float(torch.linalg.vector_norm(received - sample))
+    return min(errors, key=lambda m: (errors[m], -m))

@@ -1,0 +1,285 @@
+"""Element-wise formats (powers of two, range floats), learned levels, and rounding to integers.
+
+A payload of floats starts with a header of 64 bytes (little-endian): u32 1 if a value was not finite, u32 how many
+saturated, f32 max and u32 mantissa bits of a range float, zeros.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from functools import lru_cache
+from math import lcm
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels import native, reference_floats
+from thinwire.kernels.layout import GROUP, MAX_BUCKET, align
+from thinwire.kernels.native import CODES, MASK64
+from thinwire.kernels.ops import _check_flat, _check_message, _check_values
+from thinwire.kernels.reference_floats import HEADER, ROUNDINGS, levels_parts, rangefloat_size
+from thinwire.kernels.table import Table
+
+_CLIPS = {torch.int8: 127, torch.int32: 2**31 - 128}
+"""The largest magnitudes of integers that fp32 holds, too."""
+
+
+def _is_native(tensor: Tensor) -> bool:
+    return native.CORE is not None and tensor.is_cpu
+
+
+def _source(x: Tensor, table: Table) -> tuple[int, int, int, int]:
+    return x.data_ptr(), CODES[x.dtype], table.pointer, len(table.segments)
+
+
+def _target(table: Table, y: Tensor) -> tuple[int, int, int, int]:
+    return table.pointer, len(table.segments), y.data_ptr(), CODES[y.dtype]
+
+
+def _check_numel(numel: int) -> None:
+    if numel < 0:
+        raise ValueError(f"numel must not be negative, got {numel}")
+
+
+def _check_per_row(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
+        raise TypeError(f"{name} must be a float32 tensor")
+    if tuple(tensor.shape) != shape or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous and of shape {shape}, one row a segment, not {tuple(tensor.shape)}"
+        )
+    if tensor.device != like.device:
+        raise ValueError(f"{name} is on {tensor.device}, but the values are on {like.device}: move one of them")
+
+
+# ---- Natural compression ------------------------------------------------------------------------------------------
+
+
+def natural_bytes(numel: int) -> int:
+    """Payload bytes of a segment of ``numel`` elements: a header of 64, one each, zeros to a multiple of 64."""
+    _check_numel(numel)
+    return HEADER + align(numel) if numel else 0
+
+
+def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int) -> None:
+    """Round each value to one of the two powers of two around it, unbiased, in one byte (Horváth et al. 2019).
+
+    The byte is sign << 7 | (biased exponent − 18), for exponents 19 to 145 (2^-108 to 2^18); what rounds below is 0,
+    what rounds above becomes ±2^18 and is counted as saturated. A segment with NaN or Inf decodes to NaN throughout.
+
+    Shapes: ``x`` (elements,) fp32, bf16 or fp16; ``message`` (bytes,) uint8; both contiguous and on one device.
+    ``key`` is taken modulo 2^64. Raises ``TypeError`` for a wrong dtype, ``ValueError`` for a size or a device.
+    """
+    _check_values("x", x, table, x)
+    _check_message("message", message, table.message_bytes("natural", natural_bytes), x)
+    if not _is_native(x):
+        return reference_floats.natural_encode(x, table, message, key=key)
+    native.core().natural_encode(*_source(x, table), message.data_ptr(), key & MASK64)
+    return None
+
+
+def natural_decode(message: Tensor, table: Table, y: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
+    """Write ``v · scale`` into the table's segments of ``y``, or add it. Every content of ``message`` decodes.
+
+    Shapes and errors are those of :func:`natural_encode`.
+    """
+    _check_values("y", y, table, y)
+    _check_message("message", message, table.message_bytes("natural", natural_bytes), y)
+    if not _is_native(y):
+        return reference_floats.natural_decode(message, table, y, add=add, scale=scale)
+    native.core().natural_decode(message.data_ptr(), *_target(table, y), add, scale)
+    return None
+
+
+# ---- Range floats -------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64, typed=True)
+def _check_bits(bits: int, low: int, high: int) -> None:
+    if not isinstance(bits, int) or isinstance(bits, bool):
+        raise TypeError(f"bits must be an int, not {type(bits).__name__}")
+    if not low <= bits <= high:
+        raise ValueError(f"bits must be {low} to {high}, not {bits}")
+
+
+def rangefloat_eps(bits: int, mantissa: int, max: float) -> tuple[int, float]:
+    """``(p, eps)``: the integer that the top bits of the smallest positive value make, and that value.
+
+    With m = ``mantissa`` bits, p = (bits32(max) >> (23 − m)) + 1 − P and P = 2^(bits−1) − 1 positive codes (spectral
+    sparsification, section 3.2.1). Raises ``ValueError``, naming the mantissas that work, unless p >= 1.
+    """
+    _check_bits(bits, 3, 15)
+    (word,) = struct.unpack("<i", struct.pack("<f", max))
+    if not (max > 0 and math.isfinite(max) and word > 0):
+        raise ValueError(f"max must be a positive, finite fp32 value, not {max}")
+    firsts = {m: (word >> (23 - m)) + 2 - (1 << (bits - 1)) for m in range(23)}
+    valid = [m for m, first in firsts.items() if first >= 1]
+    if mantissa not in valid:
+        which = f"{valid[0]} to {valid[-1]}" if valid else "none"
+        raise ValueError(f"mantissa={mantissa} does not work with bits={bits} and max={max:g}; these do: {which}")
+    first = firsts[mantissa]
+    return first, struct.unpack("<f", struct.pack("<i", first << (23 - mantissa)))[0]
+
+
+def rangefloat_bytes(numel: int, bits: int) -> int:
+    """Payload bytes of a segment: a header of 64, 16 · bits for each group of 128, zeros to a multiple of 64."""
+    _check_bits(bits, 3, 15)
+    _check_numel(numel)
+    return rangefloat_size(numel, bits)
+
+
+def rangefloat_encode(
+    x: Tensor,
+    table: Table,
+    message: Tensor,
+    params: Tensor,
+    *,
+    bits: int,
+    rounding: str = "nearest",
+    key: int = 0,
+) -> None:
+    """Code each value as a float of ``bits`` bits between −max and max (spectral sparsification, section 3.2.1).
+
+    ``params`` (segments, 2) fp32 holds max and the number m of mantissa bits (0..22) of each segment; a pair that
+    :func:`rangefloat_eps` refuses makes its segment decode to NaN. ``rounding`` is "truncate" (the paper's), "nearest"
+    or "stochastic" (unbiased up to max). |x| beyond max becomes max and is counted as saturated; NaN and Inf are
+    received as NaN. Codes: 0; 1..P positive; P+1..2P negative; 2P+1 not finite.
+
+    Other shapes and errors are those of :func:`natural_encode`.
+    """
+    _check_values("x", x, table, x)
+    _check_message("message", message, _rangefloat_bytes(table, bits), x)
+    _check_per_row("params", params, (len(table), 2), x)
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}, not {rounding!r}")
+    how = ROUNDINGS[rounding]
+    if not _is_native(x):
+        return reference_floats.rangefloat_encode(x, table, message, params, bits=bits, rounding=how, key=key)
+    where = message.data_ptr(), params.data_ptr()
+    native.core().rangefloat_encode(*_source(x, table), *where, bits, how, key & MASK64)
+    return None
+
+
+def rangefloat_decode(
+    message: Tensor, table: Table, y: Tensor, *, bits: int, add: bool = False, scale: float = 1.0
+) -> None:
+    """Write ``v · scale`` into the table's segments of ``y``, or add it. max and m come from the message.
+
+    Shapes and errors are those of :func:`natural_encode`; every content of ``message`` decodes.
+    """
+    _check_values("y", y, table, y)
+    _check_message("message", message, _rangefloat_bytes(table, bits), y)
+    if not _is_native(y):
+        return reference_floats.rangefloat_decode(message, table, y, bits=bits, add=add, scale=scale)
+    native.core().rangefloat_decode(message.data_ptr(), *_target(table, y), bits, add, scale)
+    return None
+
+
+def _rangefloat_bytes(table: Table, bits: int) -> int:
+    return table.message_bytes(("range float", bits), lambda numel: rangefloat_bytes(numel, bits))
+
+
+# ---- Learned levels -----------------------------------------------------------------------------------------------
+
+
+def levels_bytes(numel: int, bits: int, bucket: int) -> int:
+    """Payload bytes of a segment: 2^bits levels, lo and range of its buckets, its codes, each padded to 64 bytes."""
+    _check_bits(bits, 1, 8)
+    _check_numel(numel)
+    if not isinstance(bucket, int) or not 1 <= bucket <= MAX_BUCKET:
+        raise ValueError(f"bucket must be 1 to 2**62 elements, not {bucket}")
+    return levels_parts(numel, bits, bucket)[2] if numel else 0
+
+
+def levels_encode(x: Tensor, table: Table, message: Tensor, levels: Tensor, *, bits: int, bucket: int) -> None:
+    """Code each value as the nearest of 2^bits learned levels between its bucket's ends (thesis, Alg. 5.1).
+
+    ``levels`` (segments, 2^bits) fp32, ascending within [0, 1] (the codes of others are unspecified); they travel in
+    the message. A bucket that holds NaN or Inf, or whose range overflows, decodes to NaN; one with a range below 2^-100
+    to its minimum. ``index0`` must be a multiple of lcm(bucket, 128).
+
+    Other shapes and errors are those of :func:`natural_encode`.
+    """
+    _check_values("x", x, table, x)
+    _check_message("message", message, _levels_bytes(table, bits, bucket), x)
+    _check_per_row("levels", levels, (len(table), 1 << bits), x)
+    if not _is_native(x):
+        return reference_floats.levels_encode(x, table, message, levels, bits=bits, bucket=bucket)
+    native.core().levels_encode(*_source(x, table), message.data_ptr(), levels.data_ptr(), bits, bucket)
+    return None
+
+
+def levels_decode(
+    message: Tensor, table: Table, y: Tensor, *, bits: int, bucket: int, add: bool = False, scale: float = 1.0
+) -> None:
+    """Write ``v · scale``, v = lo + range · level, into the table's segments of ``y``, or add it.
+
+    Shapes and errors are those of :func:`natural_encode`; every content of ``message`` decodes.
+    """
+    _check_values("y", y, table, y)
+    _check_message("message", message, _levels_bytes(table, bits, bucket), y)
+    if not _is_native(y):
+        return reference_floats.levels_decode(message, table, y, bits=bits, bucket=bucket, add=add, scale=scale)
+    native.core().levels_decode(message.data_ptr(), *_target(table, y), bits, bucket, add, scale)
+    return None
+
+
+def _levels_bytes(table: Table, bits: int, bucket: int) -> int:
+    grain = lcm(bucket, GROUP) if isinstance(bucket, int) and bucket > 0 else GROUP
+    return table.message_bytes(("levels", bits, bucket), lambda numel: levels_bytes(numel, bits, bucket), grain)
+
+
+# ---- Integers -----------------------------------------------------------------------------------------------------
+
+
+def int_round(
+    x: Tensor, table: Table, alphas: Tensor, out: Tensor, *, clip: int, key: int = 0, nearest: bool = False
+) -> Tensor:
+    """``Int(α · x)`` of IntSGD, clipped to ±clip: round down or up at random, unbiased, or to nearest even.
+
+    ``alphas`` (segments,) fp32; ``out`` (values,) int8 or int32, where a segment's integers start at byte ``payload``.
+    What is not finite becomes 0: the caller carries a flag. Returns how many values of each segment were clipped:
+    int64 (segments,) on the device of ``x``.
+
+    Other shapes and errors are those of :func:`natural_encode`; ``ValueError`` for a ``clip`` that ``out`` cannot hold.
+    """
+    _check_values("x", x, table, x)
+    _check_integers(out, table, x)
+    _check_per_row("alphas", alphas, (len(table),), x)
+    if not 1 <= clip <= 2 ** (8 * out.element_size() - 1) - 1:
+        raise ValueError(f"clip must be 1 to the largest {out.dtype}, not {clip}")
+    limit = _not_above(min(int(clip), _CLIPS[out.dtype]))
+    if not _is_native(x):
+        return reference_floats.int_round(x, table, alphas, out, clip=limit, key=key, nearest=nearest)
+    clipped = torch.empty(len(table), dtype=torch.int64)
+    to = alphas.data_ptr(), out.data_ptr(), out.element_size()
+    native.core().int_round(*_source(x, table), *to, limit, key & MASK64, nearest, clipped.data_ptr())
+    return clipped
+
+
+def int_decode(out: Tensor, table: Table, y: Tensor, factors: Tensor) -> None:
+    """``y = factor · q`` for the integers of :func:`int_round`, or sums of them; ``factors`` (segments,) fp32."""
+    _check_values("y", y, table, y)
+    _check_integers(out, table, y)
+    _check_per_row("factors", factors, (len(table),), y)
+    if not _is_native(y):
+        return reference_floats.int_decode(out, table, y, factors)
+    native.core().int_decode(out.data_ptr(), out.element_size(), *_target(table, y), factors.data_ptr())
+    return None
+
+
+def _check_integers(out: Tensor, table: Table, like: Tensor) -> None:
+    if not isinstance(out, Tensor) or out.dtype not in _CLIPS:
+        raise TypeError("out must be an int8 or int32 tensor")
+    _check_flat("out", out, like)
+    size = out.element_size()
+    num_bytes = table.message_bytes(("integers", size), lambda numel: numel * size)
+    if out.numel() * size < num_bytes:
+        raise ValueError(f"out has {out.numel() * size} bytes, but the table's payloads take {num_bytes}")
+
+
+@lru_cache(maxsize=64)
+def _not_above(clip: int) -> float:
+    """The largest fp32 value that is not above an integer."""
+    return float(clip if clip < 2**24 else clip >> (clip.bit_length() - 24) << (clip.bit_length() - 24))

@@ -1,0 +1,484 @@
+"""Element-wise floats, learned levels, integer rounding: what they mean, and the native core against the reference."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_cases import DTYPES, one, special, values
+from kernel_levels import LEVELS, at, check, needs_native
+from thinwire import kernels
+from thinwire.kernels import Table, reference_floats, site_id
+
+
+def natural(x: Tensor, *, key: int = 1) -> Tensor:
+    spans, sent = one(x.numel()), torch.empty(kernels.natural_bytes(x.numel()), dtype=torch.uint8)
+    kernels.natural_encode(x, spans, sent, key=key)
+    y = torch.empty(x.numel())
+    kernels.natural_decode(sent, spans, y)
+    return y
+
+
+def rangefloat(
+    x: Tensor, largest: float, mantissa: int, *, bits: int, rounding: str = "nearest", key: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Decoded values and the message."""
+    spans, sent = one(x.numel()), torch.empty(kernels.rangefloat_bytes(x.numel(), bits), dtype=torch.uint8)
+    params = torch.tensor([[largest, float(mantissa)]])
+    kernels.rangefloat_encode(x, spans, sent, params, bits=bits, rounding=rounding, key=key)
+    y = torch.empty(x.numel())
+    kernels.rangefloat_decode(sent, spans, y, bits=bits)
+    return y, sent
+
+
+def head(message: Tensor) -> tuple[int, int, float, int]:
+    return struct.unpack("<IIfI", bytes(message[:16].tolist()))
+
+
+def grid(bits: int, largest: float, mantissa: int) -> Tensor:
+    """All positive values of a range float, ascending, in plain Python."""
+    first, eps = kernels.rangefloat_eps(bits, mantissa, largest)
+    words = [(first + i) << (23 - mantissa) for i in range(2 ** (bits - 1) - 1)]
+    made = torch.tensor([struct.unpack("<f", struct.pack("<i", w))[0] for w in words])
+    assert made[0] == eps
+    return made
+
+
+@pytest.mark.parametrize("exponent", range(-140, 128))
+def test_natural_keeps_powers_of_two_within_its_range(exponent: int) -> None:
+    y = natural(torch.tensor([2.0**exponent, -(2.0**exponent), 0.0, -0.0]))
+    wanted = 0.0 if exponent <= 18 - 127 else 2.0 ** min(exponent, 18)
+    assert y.tolist() == [wanted, -wanted, 0.0, 0.0]
+    assert not torch.signbit(y[2:]).any()
+
+
+def test_natural_rounds_to_the_neighbours_without_bias() -> None:
+    x = torch.tensor([1.0, 1.25, 1.5, 1.9, -0.3, 3e-5, 2.0**-107 * 1.5, -200.0]).repeat(40_000)
+    y = natural(x).view(-1, 8).double()
+    x = x[:8].double()
+    down = 2.0 ** torch.floor(torch.log2(x.abs()))
+    assert torch.all((y.abs() == down) | (y.abs() == 2 * down))
+    error, deviation = (y.mean(0) - x) / x.abs(), y.std(0) / x.abs()
+    assert torch.all(error.abs() <= 4.5 * deviation / 200 + 1e-9)
+    assert torch.all(deviation**2 <= 1 / 8 + 1e-3)  # ω = 1/8
+
+
+def test_natural_saturates_and_says_so() -> None:
+    sent = torch.empty(kernels.natural_bytes(3), dtype=torch.uint8)
+    kernels.natural_encode(torch.tensor([1e6, -3e38, 5.0]), one(3), sent, key=1)
+    assert head(sent)[:2] == (0, 2)
+    y = torch.empty(3)
+    kernels.natural_decode(sent, one(3), y)
+    assert y[:2].tolist() == [2.0**18, -(2.0**18)]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_not_laundered(bad: float) -> None:
+    x = values(300, 0)
+    x[200] = bad
+    assert torch.isnan(natural(x)).all()
+    y, sent = rangefloat(x, 4.0, 3, bits=8)
+    assert torch.isnan(y).tolist() == [i == 200 for i in range(300)]
+    assert head(sent)[0] == 1
+
+
+@pytest.mark.parametrize("rounding", ["truncate", "nearest", "stochastic"])
+@pytest.mark.parametrize(
+    ("bits", "mantissa", "largest"),
+    [(3, 0, 1.0), (4, 1, 0.7), (6, 3, 100.0), (8, 4, 1.0), (9, 2, 1.0), (10, 3, 1.0), (12, 6, 3.7), (15, 10, 1e-3)],
+)
+def test_rangefloat_keeps_its_grid_and_rounds_between(bits: int, mantissa: int, largest: float, rounding: str) -> None:
+    levels = grid(bits, largest, mantissa)
+    signed = torch.cat((-levels.flip(0), torch.zeros(1), levels))
+    y, sent = rangefloat(signed, largest, mantissa, bits=bits, rounding=rounding)
+    assert torch.equal(y, signed)
+    assert head(sent) == (0, 0, struct.unpack("<f", struct.pack("<f", largest))[0], mantissa)
+    x = (torch.rand(20_000, generator=torch.Generator().manual_seed(bits)) * 2 - 1) * largest
+    x[::3] *= 1e-2
+    y, _ = rangefloat(x, largest, mantissa, bits=bits, rounding=rounding)
+    above = torch.searchsorted(signed, x).clamp(max=signed.numel() - 1)
+    below = (above - 1).clamp(min=0)
+    assert torch.all((y == signed[above]) | (y == signed[below]))
+    if rounding == "truncate":
+        assert torch.all(y.abs() <= x.abs())
+    if rounding == "nearest":
+        best = torch.minimum((signed[above] - x).abs(), (signed[below] - x).abs())
+        assert torch.all((y - x).abs() <= best)
+        assert torch.all(y[x.argsort()].diff() >= 0)
+
+
+@pytest.mark.parametrize(("bits", "mantissa", "largest"), [(4, 0, 1.0), (8, 4, 1.0), (10, 7, 1.0), (15, 12, 2.0)])
+def test_stochastic_rangefloat_is_unbiased_also_below_its_smallest_value(
+    bits: int, mantissa: int, largest: float
+) -> None:
+    levels, times = grid(bits, largest, mantissa), 40_000
+    x = torch.tensor([levels[0] * 0.3, -levels[0] * 0.01, (levels[2] + 2 * levels[3]) / 3, -levels[-1] * 0.99])
+    y, _ = rangefloat(x.repeat(times), largest, mantissa, bits=bits, rounding="stochastic")
+    y = y.view(times, 4).double()
+    error = (y.mean(0) - x.double()).abs()
+    assert torch.all(error <= 4.5 * y.std(0) / math.sqrt(times) + 2.0**-16 * levels[0])
+
+
+def test_rangefloat_saturates_and_says_so() -> None:
+    y, sent = rangefloat(torch.tensor([1.0, 1.5, -7.0, 0.1]), 1.0, 4, bits=8)
+    assert y[:3].tolist() == [1.0, 1.0, -1.0]
+    assert head(sent)[:2] == (0, 2)
+
+
+@pytest.mark.parametrize("params", [(1.0, 2), (1.0, 23), (1.0, -1), (1.0, 3.5), (-1.0, 4), (0.0, 4), (torch.nan, 4),
+                                    (torch.inf, 4), (1.0, torch.nan), (1e-40, 4)])  # fmt: skip
+def test_rangefloat_with_impossible_parameters_decodes_to_nan(params: tuple[float, float]) -> None:
+    x, spans = values(200, 0), one(200)
+    sent, y = torch.empty(kernels.rangefloat_bytes(200, 10), dtype=torch.uint8), torch.empty(200)
+    kernels.rangefloat_encode(x, spans, sent, torch.tensor([params]), bits=10)
+    kernels.rangefloat_decode(sent, spans, y, bits=10)
+    assert torch.isnan(y).all()
+
+
+def test_rangefloat_eps_names_the_mantissas_that_work() -> None:
+    first, eps = kernels.rangefloat_eps(10, 3, 1.0)
+    assert (first, eps) == ((127 << 3) + 1 - 511, struct.unpack("<f", struct.pack("<i", first << 20))[0])
+    with pytest.raises(ValueError, match="3 to 22"):
+        kernels.rangefloat_eps(10, 2, 1.0)
+    for largest in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="max"):
+            kernels.rangefloat_eps(10, 3, largest)
+    with pytest.raises(ValueError, match="3 to 15"):
+        kernels.rangefloat_bytes(100, 16)
+
+
+@pytest.mark.parametrize("bits", range(3, 16))
+def test_wide_codes_are_packed_in_planes(bits: int) -> None:
+    codes = torch.randint(0, 2**bits, (1000,), generator=torch.Generator().manual_seed(bits))
+    packed = reference_floats.pack_wide(codes, bits)
+    assert packed.numel() == 8 * 16 * bits
+    assert torch.equal(reference_floats.unpack_wide(packed, 1000, bits), codes)
+    for i in (0, 1, 64, 127, 130, 999):
+        group, place, low, at = i // 128, i % 128, 0, 0
+        for width in [w for w in (8, 4, 2, 1) if bits & w]:
+            byte = int(packed[group * 16 * bits + at + place % (16 * width)])
+            field = (byte >> (place // (16 * width) * width)) & ((1 << width) - 1)
+            assert field == (int(codes[i]) >> low) & ((1 << width) - 1)
+            low, at = low + width, at + 16 * width
+
+
+def levels_roundtrip(x: Tensor, levels: Tensor, *, bits: int, bucket: int) -> Tensor:
+    spans = one(x.numel())
+    sent = torch.empty(kernels.levels_bytes(x.numel(), bits, bucket), dtype=torch.uint8)
+    kernels.levels_encode(x, spans, sent, levels.view(1, -1), bits=bits, bucket=bucket)
+    y = torch.empty(x.numel())
+    kernels.levels_decode(sent, spans, y, bits=bits, bucket=bucket)
+    return y
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("bucket", [1, 100, 128, 1000, 2**40])
+def test_levels_code_to_the_nearest(bits: int, bucket: int) -> None:
+    x = values(3001, bits)
+    levels = torch.rand(2**bits, generator=torch.Generator().manual_seed(bits)).sort().values
+    y = levels_roundtrip(x, levels, bits=bits, bucket=bucket)
+    for part, got in zip(x.double().split(bucket), y.double().split(bucket), strict=True):
+        span = part.max() - part.min()
+        best = ((part.min() + span * levels.double())[None] - part[:, None]).abs().min(1).values
+        assert torch.all((got - part).abs() <= best + 1e-5 * span + 1e-6 * part.abs().max())
+
+
+def test_levels_of_buckets_that_are_not_finite_or_constant() -> None:
+    x = values(512, 0)
+    x[130], x[256:384] = torch.nan, 3.5
+    y = levels_roundtrip(x, torch.linspace(0, 1, 16), bits=4, bucket=128)
+    assert torch.isnan(y[128:256]).all()
+    assert torch.isfinite(y[:128]).all()
+    assert torch.equal(y[256:384], x[256:384])
+    assert torch.isnan(levels_roundtrip(torch.tensor([3e38, -3e38]), torch.tensor([0.0, 1.0]), bits=1, bucket=2)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32])
+def test_int_round_is_unbiased_and_clips(dtype: torch.dtype) -> None:
+    times = 40_000
+    x = torch.tensor([0.3, -0.3, 1.0, -2.0, 5.9, 200.0, -6.01, 0.0]).repeat(times)
+    out = torch.full((x.numel(),), 77, dtype=dtype)
+    clipped = kernels.int_round(x, one(x.numel()), torch.tensor([1.0]), out, clip=6, key=3)
+    assert clipped.tolist() == [2 * times]
+    q = out.view(times, 8).double()
+    assert q.abs().max() == 6
+    wanted = x[:8].double().clamp(-6, 6)
+    assert torch.all((q.mean(0) - wanted).abs() <= 4.5 * q.std(0) / math.sqrt(times) + 2.0**-16)
+    assert torch.all((q - wanted).abs() < 1)
+
+
+def test_int_round_to_nearest_even_and_of_what_is_not_finite() -> None:
+    x = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, 0.49, torch.nan, torch.inf, 3e38])
+    out = torch.empty(9, dtype=torch.int32)
+    clipped = kernels.int_round(x, one(9), torch.tensor([1.0]), out, clip=2**31 - 1, nearest=True)
+    assert out.tolist() == [0, 2, 2, 0, -2, 0, 0, 0, 2**31 - 128]
+    assert clipped.tolist() == [1]
+    y = torch.empty(9)
+    kernels.int_decode(out, one(9), y, torch.tensor([0.25]))
+    assert y[:3].tolist() == [0.0, 0.5, 0.5]
+
+
+def test_impossible_requests_are_refused() -> None:
+    x, spans = values(100, 0), one(100)
+    sent = torch.zeros(1000, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="bytes"):
+        kernels.natural_encode(x, spans, sent[:191], key=0)
+    with pytest.raises(TypeError, match="float64"):
+        kernels.natural_encode(x.double(), spans, sent, key=0)
+    with pytest.raises(ValueError, match="rounding"):
+        kernels.rangefloat_encode(x, spans, sent, torch.ones(1, 2), bits=8, rounding="up")
+    with pytest.raises(ValueError, match="shape"):
+        kernels.rangefloat_encode(x, spans, sent, torch.ones(2, 2), bits=8)
+    with pytest.raises(ValueError, match="shape"):
+        kernels.levels_encode(x, spans, sent, torch.ones(1, 4), bits=4, bucket=128)
+    with pytest.raises(ValueError, match="bucket"):
+        kernels.levels_bytes(100, 4, 0)
+    with pytest.raises(ValueError, match="multiple"):
+        kernels.levels_encode(x, one(100, index0=128), sent, torch.ones(1, 16), bits=4, bucket=3)
+    with pytest.raises(ValueError, match="clip"):
+        kernels.int_round(x, spans, torch.ones(1), torch.zeros(100, dtype=torch.int8), clip=128)
+    with pytest.raises(ValueError, match="bytes"):
+        kernels.int_round(x, spans, torch.ones(1), torch.zeros(99, dtype=torch.int8), clip=12)
+    with pytest.raises(TypeError, match="int8"):
+        kernels.int_round(x, spans, torch.ones(1), torch.zeros(100, dtype=torch.int16), clip=12)
+
+
+def test_sizes() -> None:
+    assert [kernels.natural_bytes(n) for n in (0, 1, 64, 65)] == [0, 128, 128, 192]
+    assert [kernels.rangefloat_bytes(n, 10) for n in (0, 1, 128, 129)] == [0, 64 + 192, 64 + 192, 64 + 320]
+    assert kernels.levels_bytes(1000, 4, 128) == 64 + 64 + 8 * 64
+    assert kernels.levels_bytes(0, 4, 128) == 0
+
+
+# ---- The native core against the reference --------------------------------------------------------------------------
+
+SIZES = (0, 1, 63, 64, 127, 128, 129, 1000, 2048, 2049, 5000)
+
+
+def spread(sizes: tuple[int, ...], num_bytes, *, grain: int = 128, gap: int = 1) -> Table:
+    """Segments of these sizes, each of its own layer and elsewhere in it, with gaps between all of them."""
+    rows, start, payload = [], gap, 64 * gap
+    for i, numel in enumerate(sizes):
+        rows.append((start, numel, i * grain, payload, site_id(f"layer{i}")))
+        start, payload = start + numel + gap, payload + -(-num_bytes(numel) // 64) * 64 + 64 * gap
+    return Table(torch.tensor(rows))
+
+
+def blank(spans: Table, num_bytes, fill: int = 0xAB) -> Tensor:
+    end = max(row.payload + num_bytes(row.numel) for row in spans.segments)
+    return torch.full((end + 64,), fill, dtype=torch.uint8)
+
+
+def decoded(run, message: Tensor, x: Tensor) -> dict[str, Tensor]:
+    """What decoding makes of an ordinary message and of random bytes."""
+    hostile = torch.randint(0, 256, message.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    stored, added, wild = torch.full_like(x, 7.0), x.clone(), torch.full_like(x, 7.0)
+    run(message, stored, False, 0.7)
+    run(message, added, True, -0.3)
+    run(hostile, wild, False, 1.0)
+    return {"message": message, "stored": stored, "added": added, "hostile": wild}
+
+
+@needs_native
+@pytest.mark.parametrize("make", [values, special])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_natural_is_that_of_the_reference(dtype: torch.dtype, make) -> None:
+    for sizes, threads in ((SIZES, (1,)), ((300_001, 70), (1, 3))):
+        spans = spread(sizes, kernels.natural_bytes)
+        x = make(spans.num_elements + 3, 1, dtype)
+
+        def run(spans: Table = spans, x: Tensor = x) -> dict[str, Tensor]:
+            sent = blank(spans, kernels.natural_bytes)
+            kernels.natural_encode(x, spans, sent, key=5)
+            return decoded(lambda m, y, add, scale: kernels.natural_decode(m, spans, y, add=add, scale=scale), sent, x)
+
+        check(run, threads=threads, about=(dtype, make))
+
+
+@needs_native
+@pytest.mark.parametrize("rounding", ["truncate", "nearest", "stochastic"])
+@pytest.mark.parametrize("bits", range(3, 16))
+def test_rangefloat_is_that_of_the_reference(bits: int, rounding: str) -> None:
+    for i, dtype in enumerate(DTYPES):
+        large = bits == 10
+        sizes = (200_001, 129) if large else SIZES
+
+        def size(numel: int) -> int:
+            return kernels.rangefloat_bytes(numel, bits)
+
+        spans = spread(sizes, size)
+        make = special if (bits + i) % 2 else values
+        x = make(spans.num_elements + 3, 1, dtype)
+        mantissas = torch.arange(len(sizes)) * 22 // (len(sizes) - 1) * 1.0
+        largest = torch.tensor([1.0, 3.7, 100.0, 1e-3, 2e38, 1e-30, 3e-38]).repeat(2)[: len(sizes)]
+        params = torch.stack((largest, mantissas), dim=1)
+        if large:
+            params[:, 1] = torch.tensor([3.0, 8.0])
+
+        def run(spans: Table = spans, x: Tensor = x, params: Tensor = params) -> dict[str, Tensor]:
+            sent = blank(spans, size)
+            kernels.rangefloat_encode(x, spans, sent, params, bits=bits, rounding=rounding, key=5)
+
+            def decode(m: Tensor, y: Tensor, add: bool, scale: float) -> None:
+                kernels.rangefloat_decode(m, spans, y, bits=bits, add=add, scale=scale)
+
+            return decoded(decode, sent, x)
+
+        check(run, threads=(1, 3) if large else (1,), about=(dtype, make))
+
+
+@needs_native
+@pytest.mark.parametrize("bits", [3, 5, 8, 9, 12])
+def test_every_code_of_a_rangefloat_decodes_as_in_the_reference(bits: int) -> None:
+    """All codes, in all formats of one mantissa width each."""
+    numel = 2**bits
+    packed = reference_floats.pack_wide(torch.arange(numel), bits)
+    for mantissa in range(23):
+        for largest in (1.0, 1.9, 1e-38, 3.4e38):
+            params = (
+                torch.tensor([largest]).view(torch.uint8),
+                torch.tensor([mantissa], dtype=torch.int32).view(torch.uint8),
+            )
+            sent = torch.zeros(kernels.rangefloat_bytes(numel, bits), dtype=torch.uint8)
+            sent[8:16] = torch.cat(params)
+            sent[64 : 64 + packed.numel()] = packed
+
+            def run(sent: Tensor = sent) -> dict[str, Tensor]:
+                y = torch.empty(numel)
+                kernels.rangefloat_decode(sent, one(numel), y, bits=bits)
+                return {"y": y}
+
+            check(run, about=(mantissa, largest))
+
+
+@needs_native
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("bucket", [1, 3, 64, 100, 128, 1000, 4096, 20_000, 2**40])
+def test_levels_are_those_of_the_reference(bucket: int, bits: int) -> None:
+    for i, dtype in enumerate(DTYPES):
+        large = bits == 4
+        sizes = (150_001, 129) if large else (*SIZES, 2 * bucket if 1000 <= bucket <= 20_000 else 300)
+
+        def size(numel: int) -> int:
+            return kernels.levels_bytes(numel, bits, bucket)
+
+        grain = math.lcm(bucket, 128) if bucket < 2**20 else 0
+        spans = spread(sizes, size, grain=grain)
+        make = special if (bits + i) % 2 else values
+        x = make(spans.num_elements + 3, 1, dtype)
+        levels = torch.rand(len(sizes), 2**bits, generator=torch.Generator().manual_seed(bits)).sort(dim=1).values
+        levels[-1] = torch.linspace(0, 1, 2**bits)
+
+        def run(spans: Table = spans, x: Tensor = x, levels: Tensor = levels) -> dict[str, Tensor]:
+            sent = blank(spans, size)
+            kernels.levels_encode(x, spans, sent, levels, bits=bits, bucket=bucket)
+
+            def decode(m: Tensor, y: Tensor, add: bool, scale: float) -> None:
+                kernels.levels_decode(m, spans, y, bits=bits, bucket=bucket, add=add, scale=scale)
+
+            return decoded(decode, sent, x)
+
+        check(run, threads=(1, 3) if large else (1,), about=(dtype, make))
+
+
+@needs_native
+@pytest.mark.parametrize("nearest", [False, True])
+@pytest.mark.parametrize("integer", [torch.int8, torch.int32])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_integers_are_those_of_the_reference(dtype: torch.dtype, integer: torch.dtype, nearest: bool) -> None:
+    width = torch.empty(0, dtype=integer).element_size()
+    for sizes, threads in ((SIZES, (1,)), ((300_001, 70), (1, 3))):
+        spans = spread(sizes, lambda numel: numel * width)
+        alphas = torch.tensor([1.0, 0.3, 20.0, 1e9, 1e30, torch.inf, torch.nan, 0.0]).repeat(2)[: len(sizes)]
+        for make in (values, special):
+            x = make(spans.num_elements + 3, 1, dtype)
+            for clip in (1, 63, 127) if width == 1 else (1, 10**6, 715_827_882, 2**31 - 1):
+
+                def run(
+                    spans: Table = spans, x: Tensor = x, alphas: Tensor = alphas, clip: int = clip
+                ) -> dict[str, Tensor]:
+                    out = blank(spans, lambda numel: numel * width).view(integer)
+                    clipped = kernels.int_round(x, spans, alphas, out, clip=clip, key=3, nearest=nearest)
+                    y = x.clone()
+                    kernels.int_decode(out, spans, y, torch.linspace(-1, 1, len(alphas)))
+                    return {"out": out, "clipped": clipped, "y": y}
+
+                check(run, threads=threads, about=(dtype, make, clip))
+
+
+@needs_native
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_random_bytes_in_buffers_without_an_element_to_spare(level: str, dtype: torch.dtype) -> None:
+    """Every content of a message decodes to something; the sanitizer build sees any access past an end."""
+    generator = torch.Generator().manual_seed(0)
+    for numel in (1, 5, 63, 64, 65, 127, 129, 1000, 2049):
+        spans, y = one(numel), torch.zeros(numel, dtype=dtype)
+
+        def random(num_bytes: int) -> Tensor:
+            return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
+
+        with at(level):
+            kernels.natural_decode(random(kernels.natural_bytes(numel)), spans, y)
+            kernels.natural_encode(y, spans, random(kernels.natural_bytes(numel)), key=1)
+            for bits in range(3, 16):
+                sent = random(kernels.rangefloat_bytes(numel, bits))
+                kernels.rangefloat_decode(sent, spans, y, bits=bits)
+                sent[8:16] = torch.tensor([0, 0, 128, 63, 12, 0, 0, 0])
+                kernels.rangefloat_decode(sent, spans, y, bits=bits, add=True)
+                kernels.rangefloat_encode(y, spans, sent, torch.rand(1, 2) * 22, bits=bits)
+                with pytest.raises(ValueError, match="bytes"):
+                    kernels.rangefloat_decode(sent[:-1], spans, y, bits=bits)
+            for bits in range(1, 9):
+                for bucket in (1, 7, 64, 100, 128, 1024, 2**40):
+                    sent = random(kernels.levels_bytes(numel, bits, bucket))
+                    kernels.levels_decode(sent, spans, y, bits=bits, bucket=bucket)
+                    levels = torch.rand(1, 2**bits).sort().values
+                    kernels.levels_encode(y, spans, sent, levels, bits=bits, bucket=bucket)
+            for integer in (torch.int8, torch.int32):
+                out = torch.empty(numel, dtype=integer)
+                kernels.int_round(y, spans, torch.ones(1), out, clip=100, key=1)
+                kernels.int_decode(out, spans, y, torch.ones(1))
+
+
+@needs_native
+def test_messages_may_lie_at_any_address() -> None:
+    x, spans = values(1000, 0), one(1000)
+    levels = torch.linspace(0, 1, 16).view(1, -1)
+    sizes = kernels.natural_bytes(1000), kernels.rangefloat_bytes(1000, 10), kernels.levels_bytes(1000, 4, 100)
+    made = []
+    for shift in (0, 1, 3):
+        natural, ranged, learned = (torch.zeros(n + shift, dtype=torch.uint8)[shift:] for n in sizes)
+        y = torch.zeros(3, 1000)
+        kernels.natural_encode(x, spans, natural, key=1)
+        kernels.natural_decode(natural, spans, y[0])
+        kernels.rangefloat_encode(x, spans, ranged, torch.tensor([[4.0, 3.0]]), bits=10)
+        kernels.rangefloat_decode(ranged, spans, y[1], bits=10)
+        kernels.levels_encode(x, spans, learned, levels, bits=4, bucket=100)
+        kernels.levels_decode(learned, spans, y[2], bits=4, bucket=100)
+        made.append((natural, ranged, learned, y))
+    for others in made[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(made[0], others, strict=True))
+
+
+def test_a_layer_cut_at_the_grain_gets_the_codes_of_the_whole() -> None:
+    x = values(20_000, 0)
+    cuts = torch.tensor([[0, 6400, 0, 0, 5], [6400, 3200, 6400, 64 * 400, 5], [9600, 10_400, 9600, 64 * 900, 5]])
+    for spans in (one(20_000, site=5), Table(cuts)):
+        sent, y = torch.zeros(2**17, dtype=torch.uint8), torch.zeros(3, 20_000)
+        rows, levels = len(spans), torch.linspace(0, 1, 16)
+        kernels.natural_encode(x, spans, sent, key=1)
+        kernels.natural_decode(sent, spans, y[0])
+        kernels.rangefloat_encode(
+            x, spans, sent, torch.tensor([[4.0, 3.0]] * rows), bits=10, rounding="stochastic", key=1
+        )
+        kernels.rangefloat_decode(sent, spans, y[1], bits=10)
+        kernels.levels_encode(x, spans, sent, levels.repeat(rows, 1), bits=4, bucket=100)
+        kernels.levels_decode(sent, spans, y[2], bits=4, bucket=100)
+        if rows == 1:
+            whole = y
+    assert torch.equal(whole, y)

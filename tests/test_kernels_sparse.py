@@ -1,0 +1,303 @@
+"""Sparse selection and packed indices: what they mean, and the native core against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_cases import DTYPES, same, special, values
+from kernel_levels import LEVELS, at, check, needs_native
+from thinwire import kernels
+from thinwire.kernels import native
+
+
+def largest(x: Tensor, k: int) -> Tensor:
+    """Indices of the k largest |x|, of equal ones the lower, ascending."""
+    return x.float().abs().sort(descending=True, stable=True).indices[:k].sort().values.int()
+
+
+def constant(numel: int, value: float) -> Tensor:
+    return torch.full((numel,), value)
+
+
+def sparse_rows(numel: int) -> Tensor:
+    """An embedding's gradient: nearly all rows are zero."""
+    x = values(numel, 1)
+    x.view(-1, 64)[torch.rand(numel // 64, generator=torch.Generator().manual_seed(1)) > 0.004] = 0.0
+    return x
+
+
+def burst(numel: int) -> Tensor:
+    """All large values side by side, where a sample sees few of them."""
+    x = values(numel, 2) * 1e-3
+    x[1000:1900] += 5.0
+    return x
+
+
+def few_values(numel: int) -> Tensor:
+    return values(numel, 3).sign() * (torch.arange(numel) % 3 + 1)
+
+
+SHAPES = {
+    "ordinary": lambda n: values(n, 0),
+    "zeros": lambda n: constant(n, 0.0),
+    "equal": lambda n: constant(n, -2.5),
+    "rows": sparse_rows,
+    "burst": burst,
+    "few values": few_values,
+    "sorted": lambda n: torch.arange(n) / n,
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("numel", [64, 6400, 64 * 4000])
+def test_topk_is_that_of_torch(numel: int, shape: str) -> None:
+    x = SHAPES[shape](numel)
+    for k in {0, 1, numel // 1000, numel // 100, numel // 10, numel // 2, numel - 1, numel}:
+        indices, picked, finite = kernels.select_topk(x, 0, numel, k)
+        assert torch.equal(indices, largest(x, k))
+        assert torch.equal(picked, x[indices.long()])
+        assert finite
+        wanted = x.abs().topk(k).values.sort().values
+        assert torch.equal(picked.abs().sort().values, wanted)
+        some, _, _ = kernels.select_topk(x, 0, numel, k, sampled=True, key=k)
+        assert some.numel() <= k
+        assert bool(torch.isin(some, indices).all())
+
+
+def test_sampled_topk_finds_nearly_all() -> None:
+    x = values(300_000, 0)
+    found = [kernels.select_topk(x, 0, 300_000, 3000, sampled=True, key=key)[0].numel() for key in range(20)]
+    assert sum(found) > 0.97 * 20 * 3000
+    assert min(found) > 0.8 * 3000
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_selection_of_values_that_are_not_finite(dtype: torch.dtype) -> None:
+    x = values(5000, 0, dtype)
+    x[100], x[50], x[4000] = torch.inf, torch.nan, -torch.inf
+    indices, picked, finite = kernels.select_topk(x, 10, 4900, 3)
+    assert not finite
+    assert indices.tolist() == [40, 90, 3990]
+    assert same(picked, x[indices.long() + 10].float())
+    assert kernels.select_topk(x, 10, 4900, 1)[0].tolist() == [40]
+    assert not kernels.select_topk(x, 0, 5000, 0)[2]
+    assert kernels.select_topk(x, 101, 3000, 5)[2]
+    assert kernels.select_topk(x, 5000, 0, 0)[2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threshold_takes_all_above_it_or_the_largest(dtype: torch.dtype) -> None:
+    x = values(10_000, 0, dtype)
+    part = x[7:9007].float()
+    for threshold in (0.0, 1.0, 100.0, 3e38):
+        wanted = (part.abs() > threshold).nonzero().view(-1).int()
+        indices, picked, finite, overflow = kernels.select_threshold(x, 7, 9000, threshold, 9000)
+        assert (torch.equal(indices, wanted), finite, overflow) == (True, True, 0)
+        assert torch.equal(picked, part[indices.long()])
+        capacity = wanted.numel() // 2
+        indices, _, _, overflow = kernels.select_threshold(x, 7, 9000, threshold, capacity)
+        assert torch.equal(indices, largest(part, capacity))
+        assert overflow == wanted.numel() - capacity
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_histogram_counts_eighths_of_octaves(dtype: torch.dtype) -> None:
+    x = special(10_000, 0, dtype)
+    counts = kernels.abs_histogram(x, 3, 9990)
+    assert (counts.dtype, counts.shape, int(counts.sum())) == (torch.int32, (2048,), 9990)
+    ones = kernels.abs_histogram(torch.tensor([1.0, -1.1, 1.125, 2.0]), 0, 4)
+    assert ones.nonzero().view(-1).tolist() == [127 * 8, 127 * 8 + 1, 128 * 8]
+    assert int(ones[127 * 8]) == 2
+
+
+@pytest.mark.parametrize("numel", [1, 7, 8, 1000, 65_536, 65_537, 300_000])
+def test_indices_come_back(numel: int) -> None:
+    for k in sorted({0, 1, numel // 1000, numel // 100, numel // 20, numel // 2, numel}):
+        size = kernels.index_bytes(numel, k)
+        assert size % 64 == 0
+        assert size <= 64 + min(numel / 8 + 1, 2 * k + 4 * (numel / 65536 + 1))
+        generator = torch.Generator().manual_seed(k)
+        indices = torch.randperm(numel, generator=generator)[:k].sort().values.int()
+        for count in {k, k // 2, 0}:
+            message = torch.full((size + 11,), 0xAB, dtype=torch.uint8)
+            kernels.pack_indices(indices[:count], numel, k, message, 5)
+            assert torch.equal(kernels.unpack_indices(message, 5, numel, k), indices[:count])
+            assert bool((message[:5] == 0xAB).all())
+            assert bool((message[5 + size :] == 0xAB).all())
+
+
+@pytest.mark.parametrize("numel", [1, 9, 1000, 70_000, 200_000])
+def test_every_content_unpacks_to_ascending_indices_in_range(numel: int) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    for k in sorted({0, 1, numel // 100, numel // 3, numel}):
+        size = kernels.index_bytes(numel, k)
+        for top in (256, 2, 1):
+            message = torch.randint(0, top, (size,), dtype=torch.uint8, generator=generator)
+            indices = kernels.unpack_indices(message, 0, numel, k)
+            assert indices.dtype == torch.int32
+            assert indices.numel() <= k
+            if indices.numel():
+                assert int(indices[0]) >= 0
+                assert int(indices[-1]) < numel
+                assert bool((indices.diff() > 0).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sparse_add_and_zero(dtype: torch.dtype) -> None:
+    y = values(1000, 0, dtype)
+    before = y.clone()
+    indices, added = torch.tensor([0, 3, 899], dtype=torch.int32), torch.tensor([1.0, -2.0, 0.3])
+    kernels.sparse_add(y, 50, 900, indices, added, 0.5)
+    wanted = before.clone()
+    at = indices.long() + 50
+    wanted[at] = (before[at].float() + added * 0.5).to(dtype)
+    assert torch.equal(y, wanted)
+    kernels.sparse_zero(y, 50, 900, indices)
+    wanted[at] = 0
+    assert torch.equal(y, wanted)
+    for bad in (-1, 900):
+        wrong = torch.tensor([0, bad, 1], dtype=torch.int32)
+        with pytest.raises(ValueError, match="between 0 and 899"):
+            kernels.sparse_add(y, 50, 900, wrong, added)
+        with pytest.raises(ValueError, match="between 0 and 899"):
+            kernels.sparse_zero(y, 50, 900, wrong)
+    assert torch.equal(y, wanted)
+
+
+def test_impossible_requests_are_refused() -> None:
+    x = values(100, 0)
+    with pytest.raises(ValueError, match="not all in x"):
+        kernels.select_topk(x, 50, 51, 3)
+    with pytest.raises(ValueError, match="k must be"):
+        kernels.select_topk(x, 0, 50, 51)
+    with pytest.raises(TypeError, match="float32"):
+        kernels.select_topk(x.double(), 0, 50, 5)
+    for threshold in (-1.0, torch.nan):
+        with pytest.raises(ValueError, match="threshold"):
+            kernels.select_threshold(x, 0, 100, threshold, 5)
+    message, picks = torch.zeros(1000, dtype=torch.uint8), torch.tensor([3, 1], dtype=torch.int32)
+    for wrong in (picks, picks[1:].repeat(2), torch.tensor([-1, 1], dtype=torch.int32), picks.flip(0) + 97):
+        with pytest.raises(ValueError, match="ascend"):
+            kernels.pack_indices(wrong, 100, 5, message, 0)
+    with pytest.raises(ValueError, match="at most k"):
+        kernels.pack_indices(picks.flip(0), 100, 1, message, 0)
+    with pytest.raises(ValueError, match="bytes"):
+        kernels.unpack_indices(message, 990, 1000, 500)
+    with pytest.raises(ValueError, match="do not fit"):
+        kernels.sparse_add(x, 0, 100, picks, torch.ones(3))
+
+
+# ---- The native core against the reference --------------------------------------------------------------------------
+
+
+@needs_native
+@pytest.mark.parametrize("numel", [1, 63, 2049, 70_001, 300_000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_selection_is_that_of_the_reference(dtype: torch.dtype, numel: int) -> None:
+    large = numel == 300_000
+    for make in (values, special):
+        x = make(numel + 5, 1, dtype)
+
+        def run(x: Tensor = x) -> dict[str, Tensor]:
+            found = {"histogram": kernels.abs_histogram(x, 3, numel)}
+            for k in {0, 1, numel // 100, numel // 7, numel}:
+                for sampled in (False, True):
+                    indices, picked, finite = kernels.select_topk(x, 3, numel, k, sampled=sampled, key=k)
+                    found |= {f"indices {k}": indices, f"values {k}": picked, f"finite {k}": torch.tensor(finite)}
+            for threshold in (0.0, 1.0, 2.5, torch.inf):
+                for capacity in (0, 50, numel):
+                    *two, finite, overflow = kernels.select_threshold(x, 3, numel, threshold, capacity)
+                    name = f"{threshold}, {capacity}"
+                    found |= {f"indices {name}": two[0], f"values {name}": two[1]}
+                    found |= {f"rest {name}": torch.tensor([finite, overflow])}
+            return found
+
+        check(run, threads=(1, 3) if large else (1,), about=(dtype, make))
+
+
+@needs_native
+@pytest.mark.parametrize("shape", SHAPES)
+def test_selection_of_awkward_values_is_that_of_the_reference(shape: str) -> None:
+    """Ties, zeros and values that a sample misses: the sampled threshold is too high, or too many reach it."""
+    numel = 64 * 3200
+    x = SHAPES[shape](numel)
+
+    def run() -> dict[str, Tensor]:
+        found = {}
+        for k in (1, 200, 900, 2000, numel // 2):
+            for sampled in (False, True):
+                indices, picked, _ = kernels.select_topk(x, 0, numel, k, sampled=sampled, key=7)
+                found |= {f"indices {k} {sampled}": indices, f"values {k} {sampled}": picked}
+        indices, picked, _, overflow = kernels.select_threshold(x, 0, numel, 0.5, 1000)
+        return found | {"above": indices, "values above": picked, "overflow": torch.tensor(overflow)}
+
+    check(run, threads=(1, 2))
+
+
+@needs_native
+@pytest.mark.parametrize("numel", [1, 64, 1000, 70_000])
+def test_packed_indices_are_those_of_the_reference(numel: int) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    for k in {0, 1, numel // 100, numel // 16, numel // 3, numel}:
+        size = kernels.index_bytes(numel, k)
+        indices = torch.randperm(numel, generator=generator)[:k].sort().values.int()
+        wild = [torch.randint(0, top, (size,), dtype=torch.uint8, generator=generator) for top in (256, 2)]
+
+        def run(
+            k: int = k, size: int = size, indices: Tensor = indices, wild: list[Tensor] = wild
+        ) -> dict[str, Tensor]:
+            packed = torch.full((size + 1,), 0xAB, dtype=torch.uint8)
+            kernels.pack_indices(indices[: k - k // 4], numel, k, packed, 1)
+            hostile = {f"hostile {i}": kernels.unpack_indices(m, 0, numel, k) for i, m in enumerate(wild)}
+            return {"packed": packed, "indices": kernels.unpack_indices(packed, 1, numel, k)} | hostile
+
+        check(run, about=k)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scattering_is_that_of_the_reference(dtype: torch.dtype) -> None:
+    x = special(5000, 0, dtype)
+    indices = torch.randperm(4990)[:700].int()
+    added = special(700, 1)
+
+    def run() -> dict[str, Tensor]:
+        y, zeroed = x.clone(), x.clone()
+        kernels.sparse_add(y, 7, 4990, indices, added, 0.3)
+        kernels.sparse_zero(zeroed, 7, 4990, indices)
+        return {"y": y, "zeroed": zeroed}
+
+    check(run)
+
+
+@needs_native
+@pytest.mark.parametrize("level", LEVELS)
+def test_buffers_without_an_element_to_spare(level: str) -> None:
+    with at(level):
+        for numel in (1, 5, 63, 64, 65, 127, 2049, 70_000):
+            for dtype in DTYPES:
+                x = special(numel, 0, dtype)
+                kernels.abs_histogram(x, 0, numel)
+                kernels.select_threshold(x, 0, numel, 1.0, 3)
+                for k in {0, 1, numel // 3, numel}:
+                    indices, picked, _ = kernels.select_topk(x, 0, numel, k)
+                    sent = torch.zeros(kernels.index_bytes(numel, k), dtype=torch.uint8)
+                    kernels.pack_indices(indices, numel, k, sent, 0)
+                    assert torch.equal(kernels.unpack_indices(sent, 0, numel, k), indices)
+                    kernels.sparse_add(x, 0, numel, indices, picked)
+                    kernels.sparse_zero(x, 0, numel, indices)
+
+
+@needs_native
+def test_bad_spans_and_samples_do_not_reach_the_core() -> None:
+    core = native.core()
+    for bad in ((0, -1, 5), (0, 0, 2**31)):
+        with pytest.raises(ValueError, match="span"):
+            core.abs_histogram(0, *bad, 0)
+    for k, sample in ((11, (0, 1, 0, 0)), (5, (0, 1, 11, 1)), (5, (9, 1, 2, 1)), (5, (0, 1, 5, 6)), (5, (-1, 1, 5, 1))):
+        with pytest.raises(ValueError, match=r"numel|sample"):
+            core.pick(0, 0, 0, 10, k, 1, False, False, *sample, 0, 0)
+    with pytest.raises(ValueError, match="k"):
+        core.unpack_indices(0, 10, 11, False, 0)
