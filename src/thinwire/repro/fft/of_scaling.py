@@ -48,7 +48,7 @@ def figure_16(study: Study) -> list[Finding]:
                 f"scaling/{name}",
                 times[name][most],
                 "x",
-                "FFT has the highest iteration throughput" if name == FFT.name else "",
+                "FFT has a higher iteration throughput than top-k, QSGD and TernGrad" if name == FFT.name else "",
                 f"with {most} ranks {share:.0%} of the speed of sending nothing; the fastest is {best.title}",
                 best is FFT if name == FFT.name and study.timed else None,
                 {

@@ -45,8 +45,7 @@ class Rank(compare_rank.Rank):
         if spec == NOTHING:
             VARIANTS["noop"].attach(ddp, DemoTask())
         elif spec is not None:
-            measured: dict[str, Any] = {"measure": measure} if measure else {}
-            wire = thinwire.compress(ddp, spec, exclude=exclude, seed=seed, decline=False, **measured)
+            wire = thinwire.compress(ddp, spec, exclude=exclude, seed=seed, decline=False, measure=measure)
         dense_bytes = 0.0 if spec == NOTHING else gradient_bytes(model) * ring_factor(self.num_ranks)
         steps = self._steps(ddp, seed)
         scores, payload_bytes, step_s, losses = [self._score(model, probe=True)], [0.0], [], []
@@ -58,7 +57,7 @@ class Rank(compare_rank.Rank):
             self.channel.hold("trained")
             payload_bytes.append(wire.stats.payload_sent_bytes if wire else dense_bytes * until)
             scores.append(self._score(model, probe=True))
-        alpha: Any = vars(wire.stats)["alpha"] if wire and measure else []
+        alpha = wire.stats.alpha if wire else []
         result = {
             "step_s": step_s,
             "losses": losses,
@@ -66,7 +65,7 @@ class Rank(compare_rank.Rank):
             "payload_bytes": payload_bytes,
             "held_out": self._score(model, probe=False),
             "digest": digest(model),
-            "alpha": [[int(step), float(value)] for step, value in alpha],
+            "alpha": alpha,
         }
         if wire:
             wire.detach()

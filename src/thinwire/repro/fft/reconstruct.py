@@ -17,7 +17,7 @@ _QUANTILES = 1000
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """The mean gradient over ranks and what is received of it: fp32, flat, over all layers."""
+    """The mean gradient over ranks and what is received of it: fp32, flat."""
 
     exact: Tensor
     received: Tensor
@@ -35,19 +35,25 @@ class Reconstruction:
 
 def reconstruct(gradients: Gradients, step: int, compressor: Compressor) -> Reconstruction:
     """Send the gradients recorded at the ``step``-th step, each rank's own and layer by layer, and average."""
-    exact: list[Tensor] = []
-    received: list[Tensor] = []
+    return join([reconstruct_layer(gradients, step, i, compressor) for i in range(len(gradients.names))])
+
+
+def reconstruct_layer(gradients: Gradients, step: int, layer: int, compressor: Compressor) -> Reconstruction:
+    """The ``layer``-th layer of `reconstruct`."""
     ranks = gradients.layers[step]
-    for i in range(len(gradients.names)):
-        own = [layers[i] for layers in ranks]
-        seen = [compressor.roundtrip(layer, key=i * len(ranks) + rank) for rank, layer in enumerate(own)]
-        exact.append(torch.stack(own).mean(0).flatten())
-        received.append(torch.stack(seen).mean(0).flatten())
-    return Reconstruction(torch.cat(exact), torch.cat(received))
+    own = [layers[layer] for layers in ranks]
+    seen = [compressor.roundtrip(part, key=layer * len(ranks) + rank) for rank, part in enumerate(own)]
+    return Reconstruction(torch.stack(own).mean(0).flatten(), torch.stack(seen).mean(0).flatten())
+
+
+def largest_layer(gradients: Gradients) -> int:
+    """Which layer has the most elements."""
+    sizes = [layer.numel() for layer in gradients.layers[0][0]]
+    return sizes.index(max(sizes))
 
 
 def join(parts: Sequence[Reconstruction]) -> Reconstruction:
-    """Several steps' as one."""
+    """Several steps' or layers' as one."""
     return Reconstruction(torch.cat([part.exact for part in parts]), torch.cat([part.received for part in parts]))
 
 
@@ -56,11 +62,11 @@ def quantiles(values: Tensor, count: int = _QUANTILES) -> np.ndarray:
     return np.quantile(values.numpy(), np.linspace(0, 1, count))
 
 
-def share_with_least_error(errors: Mapping[str, Tensor], name: str) -> float:
-    """Share of the cumulative distribution over which ``name``'s error is the least of all (Fig. 15 e)."""
-    found = {key: quantiles(value) for key, value in errors.items()}
-    others = np.min([found[key] for key in found if key != name], axis=0)
-    return float(np.mean(found[name] <= others))
+def share_with_least_error(found: Mapping[str, np.ndarray], name: str, others: Sequence[str] = ()) -> float:
+    """Share of the cumulative distribution over which ``name``'s error is the least (Fig. 15 e): of all, or of its own
+    and that of ``others``. ``found`` holds the `quantiles` of the errors."""
+    least = np.min([found[key] for key in others or found if key != name], axis=0)
+    return float(np.mean(found[name] <= least))
 
 
 def distance(reconstruction: Reconstruction, edges: np.ndarray) -> float:
