@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -53,8 +54,8 @@ def test_the_small_version_makes_every_figure_and_judges_every_claim(tmp_path: P
     # One seed decides nothing.
     assert rows["fig14/accuracy/fft"]["holds"] is None
     assert rows["fig14/speedup/fft"]["holds"] is None
-    # TernGrad takes 2 bits an element and QSGD 3; the classifier, biases and norms are small, but raw.
-    assert 10 < rows["fig14/speedup/fft"]["ratio"] * 2 < 32
+    # Of so small a network much is raw.
+    assert rows["fig14/speedup/fft"]["ratio"] > 3
     for theta in of_theorems.alpha_thetas():
         assert [step for step, _ in rows[f"fig12/alpha/{theta}"]["samples"]] == [0, 3, 6, 9]
         assert 0 < rows[f"fig12/alpha/{theta}"]["value"] < 1
@@ -418,7 +419,15 @@ def test_theorems_are_judged_by_accuracy(tmp_path: Path) -> None:
         "accuracy/mild": True,
         "accuracy/strong": True,
         "accuracy/dropped": False,
+        "train_loss/mild": True,
+        "train_loss/strong": False,
     }
+
+
+def test_training_loss_is_compared_relatively() -> None:
+    base, above, diverged = (dataclasses.replace(_trained(0.9), train_loss=(2.0, x)) for x in (0.5, 0.6, math.nan))
+    assert of_theorems.added_loss([base, base], [base, above]) == pytest.approx([0.0, 0.2])
+    assert of_theorems.added_loss([base, diverged], [diverged, base]) == [math.inf, math.inf]
 
 
 def test_claims_are_judged_with_their_bounds() -> None:

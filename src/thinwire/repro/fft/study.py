@@ -18,7 +18,8 @@ NUM_RANKS = 2
 @dataclass(frozen=True)
 class Scale:
     """How much is measured. ``buffer_bytes`` is the size on which primitives are timed, ``scaling_steps`` those of a
-    run of Fig. 16 at each of ``world_sizes``, ``margin`` how much accuracy may be lost and still be the same."""
+    run of Fig. 16 at each of ``world_sizes``. Up to ``margin`` of accuracy may be lost, or the training loss be above
+    by a share of ``loss_margin``, and a run is still the same."""
 
     task: ImageTask
     seeds: int
@@ -28,6 +29,7 @@ class Scale:
     scaling_steps: int = 60
     world_sizes: tuple[int, ...] = (1, 2, 3, 4)
     margin: float = 0.01
+    loss_margin: float = 0.1
 
 
 @dataclass
