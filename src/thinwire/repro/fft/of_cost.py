@@ -154,7 +154,11 @@ def _draw_10(study: Study, speeds: Throughputs, built: float) -> None:
             label = "as measured" if factor == 1 else f"{factor} times"
             axes.plot(pays * useful_bandwidth(2 * faster.seconds_per_byte), ratios, label=label)
         axes.plot(
-            pays * useful_bandwidth(built), ratios, color="#333333", linestyle="--", label="thinwire's fft, whole"
+            pays * useful_bandwidth(built),
+            ratios,
+            color="#333333",
+            linestyle="--",
+            label="thinwire's fft, there and back",
         )
         for rate, link in ((_ETHERNET, "10 Gbit/s"), (_INFINIBAND, "56 Gbit/s")):
             axes.axvline(rate, color="#aaaaaa", linewidth=1)

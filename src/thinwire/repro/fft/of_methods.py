@@ -48,7 +48,8 @@ def _accuracies(study: Study, found: Mapping[str, Sequence[Trained]]) -> list[Fi
                 fmean(run.final_accuracy for run in runs),
                 "",
                 claim if judged else "",
-                f"{fmean(run.final_accuracy for run in runs):.2%}, lost: {points(estimate)}",
+                f"{fmean(run.final_accuracy for run in runs):.2%}"
+                + ("" if method is FP32 else f", lost: {points(estimate)}"),
                 holds if judged else None,
                 {"spec": method.spec, "margin": study.scale.margin, "lost": lost, **curves(runs)},
                 aside="" if judged else method.title,

@@ -71,5 +71,6 @@ def _draw_16(study: Study, times: dict[str, dict[int, float]]) -> None:
         dashed = "--" if name == NOTHING else "-"
         axes.plot(list(found), list(found.values()), color=colour, linestyle=dashed, marker="o", label=title)
     axes.set_xticks(list(study.scale.world_sizes))
-    axes.set_ylim(bottom=0)
+    # Room for the legend.
+    axes.set_ylim(0, 1.5 * axes.get_ylim()[1])
     plots.save(figure, study.picture("16"))

@@ -83,7 +83,8 @@ def figure_13(study: Study) -> list[Finding]:
                 fmean(run.final_accuracy for run in runs),
                 "",
                 claims.get(name, "").format("accuracy"),
-                f"{fmean(run.final_accuracy for run in runs):.2%}, lost: {points(estimate)}",
+                f"{fmean(run.final_accuracy for run in runs):.2%}"
+                + (f", lost: {points(estimate)}" if name in claims else ""),
                 holds if name in claims else None,
                 {"spec": specs[name], "margin": study.scale.margin, "lost": lost, **curves(runs)},
                 aside="" if name in claims else "SGD's accuracy",
