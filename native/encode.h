@@ -24,8 +24,9 @@ struct Tile {
 
 // The codes of a tile. Side by side with the extrema of the next block, whose waiting for memory, and for one lane
 // after the other, then costs nothing: its low and high become those of units of kUnit elements. Bucket and group are
-// multiples of kUnit; 0: buckets may end anywhere, and nothing is done on the side. Returns `seen` of quantise_group.
-template <int kUnit, Origin kOrigin, bool kRandom>
+// multiples of kUnit; 0: buckets may end anywhere, and nothing is done on the side. Returns `seen` of quantise_group. With
+// kFeedback, what Tile::feedback asks for is done beside both.
+template <int kUnit, Origin kOrigin, bool kRandom, bool kFeedback>
 THINWIRE_APART static Words quantise_tile(const Tile& tile, const Draws keys, const Coding how, Scratch& s) {
   const Draws draws = keys;
   const Coding coding = how;
@@ -71,9 +72,9 @@ THINWIRE_APART static Words quantise_tile(const Tile& tile, const Draws keys, co
       const float* y = next->x + from;
       for (; i < ready; i += kGroup, counter += kHalf) {
         if (ahead) prefetch(ahead + i), prefetch(ahead + i + kHalf);
-        if (also) prefetch(also + i), prefetch(also + i + kHalf);
+        if (kFeedback && also) prefetch(also + i), prefetch(also + i + kHalf);
         for (int u = 0; u < kGroup; u += kUnit) {
-          if (feedback.x) add_unit<kUnit>(feedback, i + u);
+          if (kFeedback && feedback.x) add_unit<kUnit>(feedback, i + u);
           if constexpr (kOrigin == kFromLow) {
             unit_extrema<kUnit>(y + i + u, *low++, *high++);
           } else {
@@ -82,16 +83,16 @@ THINWIRE_APART static Words quantise_tile(const Tile& tile, const Draws keys, co
         }
         const HalfScales scales = scales_at(i);
         quantise_group<false, kOrigin, kRandom>(x + i, scales, draws, coding, counter, codes + i, seen);
-        if (feedback.next) lose(i, scales);
+        if (kFeedback && feedback.next) lose(i, scales);
       }
     }
   }
   for (; i < whole; i += kGroup, counter += kHalf) {
     if (ahead) prefetch(ahead + i), prefetch(ahead + i + kHalf);
-    if (also) prefetch(also + i), prefetch(also + i + kHalf);
+    if (kFeedback && also) prefetch(also + i), prefetch(also + i + kHalf);
     const HalfScales scales = scales_at(i);
     quantise_group<kUnit == 0, kOrigin, kRandom>(x + i, scales, draws, coding, counter, codes + i, seen);
-    if (kUnit > 0 && feedback.next) lose(i, scales);
+    if (kFeedback && feedback.next) lose(i, scales);
   }
   if (i < n) {
     quantise_last<kUnit == 0, kOrigin, kRandom>(x + i, n - i, scales_at(i), draws, coding, counter, codes + i, seen);
@@ -153,9 +154,13 @@ struct Encoder {
 
   template <Origin kOrigin, bool kRandom>
   Words quantise_as(const Tile& tile) const {
-    return unit == kGroup  ? quantise_tile<kGroup, kOrigin, kRandom>(tile, draws, coding, s)
-           : unit == kHalf ? quantise_tile<kHalf, kOrigin, kRandom>(tile, draws, coding, s)
-                           : quantise_tile<0, kOrigin, kRandom>(tile, draws, coding, s);
+    if (unit && job.next) {
+      return unit == kGroup ? quantise_tile<kGroup, kOrigin, kRandom, true>(tile, draws, coding, s)
+                            : quantise_tile<kHalf, kOrigin, kRandom, true>(tile, draws, coding, s);
+    }
+    return unit == kGroup  ? quantise_tile<kGroup, kOrigin, kRandom, false>(tile, draws, coding, s)
+           : unit == kHalf ? quantise_tile<kHalf, kOrigin, kRandom, false>(tile, draws, coding, s)
+                           : quantise_tile<0, kOrigin, kRandom, false>(tile, draws, coding, s);
   }
 
   template <bool kRandom>
