@@ -20,6 +20,7 @@ namespace {
 #include "sums.h"
 #include "decode.h"
 #include "encode.h"
+#include "wide.h"
 } // namespace
 
 extern const Kernels kernels;
