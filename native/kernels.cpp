@@ -22,6 +22,7 @@ namespace {
 #include "sums.h"
 #include "decode.h"
 #include "encode.h"
+#include "wide.h"
 #include "floats.h"
 #include "levels.h"
 #include "sparse.h"

@@ -103,7 +103,7 @@ def test_levels_that_learned_err_less() -> None:
     for bits in (2, 3, 4):
         uniform = float((Levels(bits, 1024, (), 0).roundtrip(x) - x).norm())
         learned = float((Levels(bits, 1024, (0,), 0).roundtrip(x) - x).norm())
-        assert learned < 0.95 * uniform
+        assert learned < 0.9 * uniform
 
 
 def test_levels_are_ascending_and_small_layers_take_minmax() -> None:
