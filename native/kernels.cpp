@@ -20,6 +20,7 @@ namespace {
 #include "scales.h"
 #include "decode.h"
 #include "encode.h"
+#include "masks.h"
 #include "floats.h"
 #include "levels.h"
 #include "sparse.h"
@@ -32,7 +33,8 @@ const SparseKernels sparse_kernels = {sample, collect, histogram, find, gather, 
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    THINWIRE_LEVEL_NAME, &float_kernels, &sparse_kernels, encode_blocks, wide_extrema, wide_scales, wide_codes, decode_tiles, sum_tiles, checksum,
+    THINWIRE_LEVEL_NAME, &float_kernels, &sparse_kernels, encode_blocks, wide_extrema, wide_scales,
+    wide_codes,          decode_tiles,   sum_tiles,       checksum,
 };
 } // namespace THINWIRE_LEVEL
 } // namespace thinwire

@@ -111,6 +111,22 @@ def test_rangefloat_keeps_its_grid_and_rounds_between(bits: int, mantissa: int, 
         assert torch.all(y[x.argsort()].diff() >= 0)
 
 
+@pytest.mark.parametrize("bits", range(3, 13))
+def test_every_rangefloat_keeps_all_of_its_values(bits: int) -> None:
+    for largest in (1.0, 1.75, 1e-6, 3e38):
+        for mantissa in range(23):
+            try:
+                levels = grid(bits, largest, mantissa)
+            except ValueError:
+                continue
+            assert torch.all(levels.diff() > 0)
+            assert levels[-1] <= torch.tensor(largest) < 2 * levels[-1]
+            signed = torch.cat((-levels.flip(0), torch.zeros(1), levels))
+            for rounding in ("truncate", "nearest", "stochastic"):
+                y, _ = rangefloat(signed, largest, mantissa, bits=bits, rounding=rounding)
+                assert torch.equal(y, signed)
+
+
 @pytest.mark.parametrize(("bits", "mantissa", "largest"), [(4, 0, 1.0), (8, 4, 1.0), (10, 7, 1.0), (15, 12, 2.0)])
 def test_stochastic_rangefloat_is_unbiased_also_below_its_smallest_value(
     bits: int, mantissa: int, largest: float
