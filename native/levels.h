@@ -9,6 +9,11 @@ struct Lookup {
     if (kFew) return (Floats)_mm512_permutexvar_ps((__m512i)codes, _mm512_load_ps(values));
     return (Floats)_mm512_i32gather_ps((__m512i)codes, values, 4);
 #elif defined(__AVX2__)
+    if (kFew) {
+      const __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(values), (__m256i)codes);
+      const __m256 high = _mm256_permutevar8x32_ps(_mm256_load_ps(values + 8), (__m256i)codes);
+      return (Floats)_mm256_blendv_ps(low, high, (__m256)(codes << 28)); // by bit 3
+    }
     return (Floats)_mm256_i32gather_ps(values, (__m256i)codes, 4);
 #else
     Floats found;
@@ -102,10 +107,10 @@ THINWIRE_APART static void level_codes(const float* x, int64_t n, int bits, cons
       place[v] = kEach ? (load<Floats>(x + at) - load<Floats>(s.low + at)) * load<Floats>(s.inverse + at)
                        : (load<Floats>(x + at) - low) * inverse;
     }
-    if (kFew && kLanes < 8) { // without a look-up in registers, comparing with all is faster than searching
+    if (kFew && kLanes < 16) { // without a register of 16 values, comparing with all is faster than searching
       for (int j = 0; j < (1 << bits) - 1; j++) {
         const Floats middle = splat(middles.values[j]);
-        for (int v = 0; v < 4; v++) code[v] = add_where(reaches(place[v], middle), code[v], splat(1u));
+        for (int v = 0; v < 4; v++) code[v] -= (Words)(place[v] >= middle);
       }
     } else {
       for (uint32_t step = 1u << (bits - 1); step; step >>= 1) {
