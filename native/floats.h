@@ -205,15 +205,15 @@ struct RangeFloat {
   }
   static constexpr float kMost = 3.402823466e38f;
 
-  template <Rounding kRounding>
+  template <FloatRounding kRounding>
   inline Words code(Words w, Words random, Seen& seen) const {
     const Words size = w & 0x7FFFFFFF, bad = size + 0x00800000, limit = splat(largest);
     seen.nonfinite |= bad, seen.saturated += ((limit - size) >> 31) - (bad >> 31);
     const Words value = least(size, limit);
     Words c;
-    if (kRounding == kTruncate) {
+    if (kRounding == FloatRounding::kTruncate) {
       c = keep(above(value, splat(smallest - 1)), (value >> shift) - (first - 1));
-    } else if (kRounding == kToNearest) { // what rounds to 1 from below the smallest lies above half of it
+    } else if (kRounding == FloatRounding::kNearest) { // what rounds to 1 from below the smallest lies above half of it
       const Words steps = least(((value + half_step) >> shift) - (first - 1), splat(positives));
       c = keep(above(value, splat(half_smallest - 1)), most(steps, splat(1u)));
     } else {
@@ -227,7 +227,7 @@ struct RangeFloat {
   }
 };
 
-template <Rounding kRounding>
+template <FloatRounding kRounding>
 static void range_encode_as(const FloatJob& job, int64_t begin, int64_t end) {
   FloatScratch s;
   const int bits = job.bits;
@@ -244,14 +244,14 @@ static void range_encode_as(const FloatJob& job, int64_t begin, int64_t end) {
       uint8_t* low = bits >= 8 ? packed : s.low;
       if (bits <= 8) {
         const auto put = [&](int j, Words* c) { store_bytes(low + j, c[0], c[1], c[2], c[3]); };
-        for_group<kRounding == kStochastic>(from, draws, counter, code, put);
+        for_group<kRounding == FloatRounding::kStochastic>(from, draws, counter, code, put);
         if (bits < 8) pack(s.low, 1, bits, packed);
       } else {
         const auto put = [&](int j, Words* c) {
           store_bytes(low + j, c[0] & 255, c[1] & 255, c[2] & 255, c[3] & 255);
           store_bytes(s.high + j, c[0] >> 8, c[1] >> 8, c[2] >> 8, c[3] >> 8);
         };
-        for_group<kRounding == kStochastic>(from, draws, counter, code, put);
+        for_group<kRounding == FloatRounding::kStochastic>(from, draws, counter, code, put);
         pack(s.high, 1, bits - 8, packed + kGroup);
       }
       if (!form.valid) std::memset(packed, 0, 16 * bits);
@@ -265,9 +265,9 @@ static void range_encode_as(const FloatJob& job, int64_t begin, int64_t end) {
 
 static void range_encode(const FloatJob& job, int64_t begin, int64_t end) {
   switch (job.rounding) {
-  case kTruncate: return range_encode_as<kTruncate>(job, begin, end);
-  case kToNearest: return range_encode_as<kToNearest>(job, begin, end);
-  case kStochastic: return range_encode_as<kStochastic>(job, begin, end);
+  case FloatRounding::kTruncate: return range_encode_as<FloatRounding::kTruncate>(job, begin, end);
+  case FloatRounding::kNearest: return range_encode_as<FloatRounding::kNearest>(job, begin, end);
+  case FloatRounding::kStochastic: return range_encode_as<FloatRounding::kStochastic>(job, begin, end);
   }
 }
 

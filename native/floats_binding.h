@@ -65,7 +65,7 @@ PyObject* py_range_encode(PyObject*, PyObject* const* args, Py_ssize_t count) {
   read_bits(in, job, 3, 15);
   const int64_t rounding = in.integer();
   in.require(rounding >= 0 && rounding <= 2, "rounding must be 0, 1 or 2");
-  job.rounding = static_cast<Rounding>(rounding);
+  job.rounding = static_cast<FloatRounding>(rounding);
   job.key = in.bits64();
   return run_floats(in, job, range_encode);
 }

@@ -93,8 +93,8 @@ static void level_scales(const FloatJob& job, const Row& row, int64_t at, int64_
   three[0] = low, three[1] = span;
 }
 
-// Codes of a tile whose elements (kEach), or the first of each group, have their lo and factor in scratch: how many of the
-// middles lie at or below.
+// Codes of a tile whose elements (kEach), or the first of each group, have their lo and factor in scratch: how many of
+// the middles lie at or below.
 template <bool kFew, bool kEach>
 THINWIRE_APART static void level_codes(const float* x, int64_t n, int bits, const Lookup<kFew>& middles,
                                          LevelScratch& s) {

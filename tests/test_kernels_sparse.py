@@ -216,7 +216,7 @@ def test_selection_is_that_of_the_reference(dtype: torch.dtype, numel: int) -> N
                     found |= {f"rest {name}": torch.tensor([finite, overflow])}
             return found
 
-        check(run, threads=(1, 3) if large else (1,), about=(dtype, make))
+        check(run, threads=(1, 2) if large else (1,), about=(dtype, make))
 
 
 @needs_native
