@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernel_cases import DTYPES, one, special, values
-from kernel_levels import LEVELS, at, check, needs_native
+from kernel_levels import LEVELS, at, check, needs_native, one_thread  # noqa: F401 (used by every test)
 from thinwire import kernels
 from thinwire.kernels import Table, reference_floats, site_id
 
