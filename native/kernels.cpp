@@ -23,6 +23,7 @@ namespace {
 #include "decode.h"
 #include "encode.h"
 #include "wide.h"
+#include "masks.h"
 #include "floats.h"
 #include "levels.h"
 #include "sparse.h"

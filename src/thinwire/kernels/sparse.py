@@ -15,9 +15,9 @@ from thinwire.kernels.reference_sparse import BINS, BLOCK, Sample, magnitudes
 from thinwire.kernels.rng import splitmix64
 
 _SAMPLE = 16384
-"""Elements from which the threshold is guessed."""
+"""The threshold is guessed from an eighth of the elements, or from this many."""
 
-_SMALL = 4 * _SAMPLE
+_SMALL = 8192
 """No guess is made for fewer elements than this."""
 
 NO_SAMPLE = Sample(0, 1, 0, 0)
@@ -60,11 +60,12 @@ def _sample(numel: int, k: int, key: int, deviations: float) -> Sample:
     """
     if numel < _SMALL or not 0 < k < numel:
         return NO_SAMPLE
-    stride = (numel // _SAMPLE - 1) | 1
-    offset = splitmix64(key) % (numel - (_SAMPLE - 1) * stride)
-    expected = k * _SAMPLE / numel
+    count = min(_SAMPLE, numel // 8)
+    stride = (numel // count - 1) | 1
+    offset = splitmix64(key) % (numel - (count - 1) * stride)
+    expected = k * count / numel
     rank = math.ceil(expected + deviations * (math.sqrt(expected) + 1))
-    return Sample(offset, stride, _SAMPLE, rank) if rank < _SAMPLE else NO_SAMPLE
+    return Sample(offset, stride, count, rank) if rank < count else NO_SAMPLE
 
 
 def select_topk(
