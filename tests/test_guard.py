@@ -205,7 +205,15 @@ def _pairs(a: nn.Module, b: nn.Module):
 
 @pytest.mark.parametrize(
     ("spec", "most"),
-    [("minmax(bits=8)", 0.02), ("ef(minmax(bits=4))", 0.4), ("cast(bf16)", 0.01)],
+    [
+        ("minmax(bits=8)", 0.02),
+        ("ef(minmax(bits=4))", 0.4),
+        ("cast(bf16)", 0.01),
+        ("topk(density=0.1)", 1e-5),
+        ("powersgd(rank=2)", 2.0),
+        ("fft(theta=0.5)", 0.05),
+        ("levels(bits=6, learn_at=(0,), min_numel=0)", 0.2),
+    ],
 )
 def test_simulation_counts_the_bytes_of_the_real_thing(spec: str, most: float) -> None:
     for real, simulated, off in run_ranks(_simulates, 2, spec):
