@@ -76,8 +76,8 @@ def _encode_any_bucket(
     count = 8 if sums else GROUP
     pieces = table.pieces(x.device, count * bucket)
     bucket_scales[(len(pieces),)](
-        x, now, message, pieces, rows, firsts, low_keys, high_keys, inverses, *words(key), bucket, loss_scale, form.clip,
-        BITS=form.bits, STEPS=form.steps, SUMS=sums, RESIDUAL=fused, COUNT=count, **coding, **launch,
+        x, now, message, pieces, rows, firsts, low_keys, high_keys, inverses, *words(key), bucket, loss_scale,
+        form.clip, BITS=form.bits, STEPS=form.steps, SUMS=sums, RESIDUAL=fused, COUNT=count, **coding, **launch,
     )  # fmt: skip
     pieces = table.pieces(x.device, TILE)
     encode_codes[(len(pieces),)](
@@ -127,9 +127,7 @@ def bucketed_reduce(
     bucketed_decode(out_message, table, y, form)
 
 
-def _decode(
-    message: Tensor, table: Table, base: Tensor, y: Tensor, form: Format, *, scale: float, mode: int
-) -> None:
+def _decode(message: Tensor, table: Table, base: Tensor, y: Tensor, form: Format, *, scale: float, mode: int) -> None:
     check_aligned(message)
     pieces = table.pieces(y.device, TILE)
     bucket = _clamped(table, form.bucket)

@@ -100,7 +100,6 @@ def quantise_parts(
     GROUPS: tl.constexpr = parts[0].shape[0]
     below, above = (), ()
     for p in tl.static_range(HALF):
-        q: tl.constexpr = p + HALF
         if ROUNDING == 0:
             first, second = draws_of(counter, p, k0, k1, GROUPS, WIDTH)
         elif ROUNDING == 1:
@@ -110,7 +109,12 @@ def quantise_parts(
             first = tl.zeros((GROUPS, WIDTH), tl.int32) + (k0 & 0xFFFF).to(tl.int32)
             second = first
         below += (quantise(parts[p], lows[p], units[p], inverses[p], first, left, p, SCHEME, OFFSET2, EVEN),)
-        above += (quantise(parts[q], lows[q], units[q], inverses[q], second, left, q, SCHEME, OFFSET2, EVEN),)
+        above += (
+            quantise(
+                parts[p + HALF], lows[p + HALF], units[p + HALF], inverses[p + HALF], second, left, p + HALF,
+                SCHEME, OFFSET2, EVEN,
+            ),
+        )  # fmt: skip
     return below + above
 
 
