@@ -75,11 +75,21 @@ public:
     job.num_rows = integer();
     require(job.num_rows >= 0 && (job.rows || !job.num_rows), "rows must not be null");
   }
-  void format(Job& job) {
-    job.bits = static_cast<int>(integer());
-    job.bucket = integer();
-    require(job.bits >= 1 && job.bits <= 8, "bits must be 1 to 8");
-    require(job.bucket >= 1 && job.bucket <= (int64_t(1) << 62), "bucket must be 1 to 2**62");
+  void format(Job& job) { // thinwire.kernels.Format.packed
+    Format& form = job.form;
+    const int64_t code = integer();
+    form.bucket = integer(), form.clip = real();
+    form.bits = code & 0xFF, form.midrise = code >> 24 & 1, form.steps = static_cast<int>(code >> 32);
+    const int64_t scheme = code >> 8 & 0xFF, rounding = code >> 16 & 0xFF;
+    require(form.bits >= 1 && form.bits <= 8, "bits must be 1 to 8");
+    require(form.bucket >= 1 && form.bucket <= (int64_t(1) << 62), "bucket must be 1 to 2**62");
+    require(scheme <= kSign && rounding <= kShift && form.steps >= 1 && form.clip >= 0.0f, "no such format");
+    form.scheme = static_cast<Scheme>(scheme), form.rounding = static_cast<Rounding>(rounding);
+    require(form.max_code() < (1 << form.bits), "more levels than codes");
+  }
+  void residual(Job& job) {
+    job.now = address<const float>(), job.next = address<float>(), job.loss_scale = real();
+    require(!job.now == !job.next, "a residual has two tensors");
   }
   void messages(Job& job, const uint8_t** into) {
     job.messages = into;
@@ -127,7 +137,7 @@ PyObject* none_if(bool done) {
   return Py_None;
 }
 
-// encode(x, dtype, rows, num_rows, message, bits, bucket, key, nearest)
+// encode(x, dtype, rows, num_rows, message, *format, key, *residual)
 PyObject* py_encode(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments in(args, count);
   Job job;
@@ -135,12 +145,13 @@ PyObject* py_encode(PyObject*, PyObject* const* args, Py_ssize_t count) {
   in.rows(job);
   job.out = in.address<uint8_t>();
   in.format(job);
-  job.key = in.bits64(), job.nearest = in.flag();
+  job.key = in.bits64();
+  in.residual(job);
   if (in.failed()) return nullptr;
   return none_if(call(num_elements(job), [&](const Machine& now) { return encode(now, job); }));
 }
 
-// decode(message, rows, num_rows, y, dtype, bits, bucket, add, scale)
+// decode(message, rows, num_rows, y, dtype, *format, add, scale)
 PyObject* py_decode(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments in(args, count);
   Job job;
@@ -154,7 +165,7 @@ PyObject* py_decode(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return none_if(call(num_elements(job), [&](const Machine& now) { return decode(now, job); }));
 }
 
-// sum(own or 0, dtype, rows, num_rows, y, dtype, bits, bucket, scale, *messages)
+// sum(own or 0, dtype, rows, num_rows, y, dtype, *format, scale, *messages)
 PyObject* py_sum(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments in(args, count);
   Job job;
@@ -169,7 +180,7 @@ PyObject* py_sum(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return none_if(call(num_elements(job), [&](const Machine& now) { return sum(now, job); }));
 }
 
-// reduce(own, dtype, rows, num_rows, out_message, y, dtype, bits, bucket, scale, key, nearest, *messages)
+// reduce(own, dtype, rows, num_rows, out_message, y, dtype, *format, scale, key, *residual, *messages)
 PyObject* py_reduce(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments in(args, count);
   Job job;
@@ -180,7 +191,8 @@ PyObject* py_reduce(PyObject*, PyObject* const* args, Py_ssize_t count) {
   job.y = in.address<void>(), job.y_dtype = in.dtype();
   in.format(job);
   job.scale = in.real();
-  job.key = in.bits64(), job.nearest = in.flag();
+  job.key = in.bits64();
+  in.residual(job);
   in.messages(job, messages);
   if (in.failed()) return nullptr;
   return none_if(call(num_elements(job), [&](const Machine& now) { return encode(now, job); }));
@@ -241,7 +253,12 @@ PyCFunction method(Function function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
+#include "floats_binding.h"
+#include "sparse_binding.h"
+
 PyMethodDef methods[] = {
+    THINWIRE_FLOAT_METHODS,
+    THINWIRE_SPARSE_METHODS,
     {"encode", method(py_encode), METH_FASTCALL, nullptr},
     {"decode", method(py_decode), METH_FASTCALL, nullptr},
     {"sum", method(py_sum), METH_FASTCALL, nullptr},

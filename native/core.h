@@ -19,12 +19,35 @@ struct Row {
 
 enum Dtype : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
-// One call. Every operation reads `scale * (own + sum of messages)` and writes `out` and/or `y`.
+enum Scheme : int { kMinMax, kMaxAbs, kNorm, kSides, kSign };
+enum Rounding : int { kStochastic, kNearest, kShift };
+
+// thinwire.kernels.Format.
+struct Format {
+  int bits = 4;
+  int64_t bucket = kGroup;
+  Scheme scheme = kMinMax;
+  Rounding rounding = kStochastic;
+  int steps = 0;      // units from -a to 0, or from minimum to maximum
+  bool midrise = false;
+  float clip = 0.0f;
+
+  int num_scales() const { return scheme == kMinMax || scheme == kSides ? 2 : 1; }
+  // The code of 0 where there is one scale.
+  float offset() const { return scheme == kSign ? 0.5f : midrise ? (1 << (bits - 1)) - 0.5f : (float)steps; }
+  float max_code() const { return num_scales() == 2 ? (float)steps : 2.0f * offset(); }
+  // Whether values may lie beyond the outermost codes.
+  bool saturates() const { return midrise || clip > 0.0f; }
+  // Whether scales come from sums over a bucket, which have an order.
+  bool summed() const { return scheme >= kNorm || clip > 0.0f; }
+};
+
+// One call. Every operation reads `scale * (own + sum of messages)`, plus
+// `loss_scale * now`, and writes `out`, `y` and `next`, each if there is one.
 struct Job {
   const Row* rows = nullptr;
   int64_t num_rows = 0;
-  int bits = 0;
-  int64_t bucket = 0;
+  Format form;
   const void* own = nullptr; // null: zeros
   Dtype own_dtype = kFloat32;
   const uint8_t* const* messages = nullptr;
@@ -35,10 +58,12 @@ struct Job {
   Dtype y_dtype = kFloat32;
   bool add = false; // decode only: y += scale * v
   uint64_t key = 0;
-  bool nearest = false;
+  const float* now = nullptr; // null: no error feedback
+  float* next = nullptr;      // becomes (what was encoded - what it decodes to) / loss_scale; may be `now`
+  float loss_scale = 1.0f;
 };
 
-// Minimum and maximum of the buckets of a row too wide for one block, found piece by piece; then their scales.
+// What scales are made of for the buckets of a row too wide for one block, found piece by piece; then the scales.
 struct Wide {
   int32_t* low_key;  // ordered keys of the minima, merged atomically
   int32_t* high_key; // and of the maxima
@@ -47,12 +72,19 @@ struct Wide {
   float* inverse;
 };
 
+struct FloatKernels;
+struct SparseKernels;
+
 struct Kernels {
   const char* level;
+  const FloatKernels* floats;
+  const SparseKernels* sparse;
   // Blocks [begin, end) of all rows that are not wide, in table order.
   void (*encode_blocks)(const Job&, int64_t begin, int64_t end);
-  // A wide row: extrema of the pieces [begin, end) of kLoaded elements, then all scales, then codes of such pieces.
+  // A wide row: extrema of the pieces [begin, end) of kLoaded elements, or sums of the buckets [begin, end); then all
+  // scales, then codes of such pieces.
   void (*wide_extrema)(const Job&, const Row&, const Wide&, int64_t begin, int64_t end);
+  void (*wide_sums)(const Job&, const Row&, const Wide&, int64_t begin, int64_t end);
   void (*wide_scales)(const Job&, const Row&, const Wide&);
   void (*wide_codes)(const Job&, const Row&, const Wide&, int64_t begin, int64_t end);
   // Tiles [begin, end) of kTile elements of all rows, in table order.
@@ -72,7 +104,13 @@ inline int64_t num_buckets(int64_t numel, int64_t bucket) {
   return bucket >= numel ? (numel > 0) : ceil_div(numel, bucket);
 }
 
-inline int64_t codes_at(int64_t numel, int64_t bucket) { return align64(8 * num_buckets(numel, bucket)); }
+inline int64_t codes_at(int64_t numel, const Format& form) {
+  return align64(4 * form.num_scales() * num_buckets(numel, form.bucket));
+}
+
+inline bool taken_as_is(const Job& job) {
+  return job.own && job.own_dtype == kFloat32 && !job.num_messages && job.scale == 1.0f;
+}
 
 // How the rows of one job are cut into blocks: multiples of the grain, near a tile, or a single grain or row where that
 // still fits a cache; 0 blocks means the row is wide.
@@ -82,13 +120,14 @@ struct Blocks {
   int64_t size;  // elements of a block of a long row; 0 if one grain is over the limit
 
   explicit Blocks(const Job& job) {
-    direct = job.own && job.own_dtype == kFloat32 && job.num_messages == 0 && job.scale == 1.0f;
+    direct = taken_as_is(job) && !job.now && !job.y;
     limit = direct ? kDirect : kLoaded;
     size = 0;
-    if (job.bucket > limit) return;
+    const int64_t bucket = job.form.bucket;
+    if (bucket > limit) return;
     int64_t twos = 1;
-    while (twos < kGroup && job.bucket % (2 * twos) == 0) twos *= 2;
-    const int64_t grain = job.bucket * (kGroup / twos);
+    while (twos < kGroup && bucket % (2 * twos) == 0) twos *= 2;
+    const int64_t grain = bucket * (kGroup / twos);
     if (grain <= limit) size = grain >= kTile ? grain : kTile / grain * grain;
   }
   int64_t count(int64_t numel) const {

@@ -4,6 +4,8 @@ enum Mode {
   kStore, // to = v * scale
   kAdd,   // to = base + v * scale
   kMean,  // to = (base + v) * scale
+  kLost,  // to = (base - v) * scale
+  kLostOver, // to = (base - v) / scale
 };
 
 // Where decoded values go. `base` may be `to`; what lies at `ahead` (if not null) is fetched meanwhile.
@@ -17,7 +19,13 @@ struct Sink {
 
 template <Mode kMode, class V>
 static inline V combine(V v, V base, float scale) {
-  return kMode == kStore ? v * scale : kMode == kAdd ? base + v * scale : (base + v) * scale;
+  switch (kMode) {
+  case kStore: return v * scale;
+  case kAdd: return base + v * scale;
+  case kMean: return (base + v) * scale;
+  case kLost: return (base - v) * scale;
+  case kLostOver: return (base - v) / scale;
+  }
 }
 
 // Half a group, with one scale for all or with one for each (kEach).
@@ -41,10 +49,12 @@ static inline void dequantise_few(const uint8_t* codes, const float* low, const 
   }
 }
 
-// Where the scales of a row's buckets are: in a message or in scratch memory. `first` is the bucket at index 0.
+// Where the scales of a row's buckets are: in a message or in scratch memory. `first` is the bucket at index 0. Where
+// there is one scale, `low` is null, and lo is -(offset * unit).
 struct Scales {
   const float *low, *unit;
   int64_t first;
+  float offset;
 };
 
 template <bool kEach, Mode kMode>
@@ -53,8 +63,12 @@ THINWIRE_APART static void dequantise_as(const uint8_t* codes, const Scales& sca
   const float scale = sink.scale, *base = sink.base;
   float* to = sink.to;
   if (kEach) {
-    spread(scales.low, bucket, at, scales.first, n, s.each_low);
     spread(scales.unit, bucket, at, scales.first, n, s.each_other);
+    if (scales.low) {
+      spread(scales.low, bucket, at, scales.first, n, s.each_low);
+    } else {
+      for (int64_t i = 0; i < n; i++) s.each_low[i] = -(scales.offset * s.each_other[i]);
+    }
   }
   Cursor<kHalf> at_bucket(bucket, at, scales.first);
   for (int64_t i = 0; i < n; i += kHalf, at_bucket.advance(), to += kHalf, base += kMode == kStore ? 0 : kHalf) {
@@ -62,7 +76,9 @@ THINWIRE_APART static void dequantise_as(const uint8_t* codes, const Scales& sca
     float low, unit;
     const float *lows = s.each_low + i, *units = s.each_other + i;
     if (!kEach) { // a message may lie at any address
-      std::memcpy(&low, scales.low + at_bucket.k, 4), std::memcpy(&unit, scales.unit + at_bucket.k, 4);
+      std::memcpy(&unit, scales.unit + at_bucket.k, 4);
+      low = -(scales.offset * unit);
+      if (scales.low) std::memcpy(&low, scales.low + at_bucket.k, 4);
       lows = &low, units = &unit;
     }
     if (n - i >= kHalf) {
@@ -87,17 +103,22 @@ static void dequantise(const uint8_t* codes, const Scales& scales, int64_t bucke
   case kStore: return dequantise_in<kStore>(codes, scales, bucket, at, n, sink, s);
   case kAdd: return dequantise_in<kAdd>(codes, scales, bucket, at, n, sink, s);
   case kMean: return dequantise_in<kMean>(codes, scales, bucket, at, n, sink, s);
+  case kLost: return dequantise_in<kLost>(codes, scales, bucket, at, n, sink, s);
+  case kLostOver: return dequantise_in<kLostOver>(codes, scales, bucket, at, n, sink, s);
   }
 }
 
 // The same from a message; `at` is a multiple of the group.
-static void decode_tile(const uint8_t* message, const Row& row, int bits, int64_t bucket, int64_t at, int64_t n,
+static void decode_tile(const uint8_t* message, const Row& row, const Format& form, int64_t at, int64_t n,
                         const Sink& sink, Scratch& s) {
   const uint8_t* payload = message + row.payload;
-  const uint8_t* packed = payload + codes_at(row.numel, bucket) + at / kGroup * 16 * bits;
-  const float* low = (const float*)payload;
-  unpack(packed, ceil_div(n, kGroup), bits, s.codes);
-  dequantise(s.codes, Scales{low, low + num_buckets(row.numel, bucket), 0}, bucket, at, n, sink, s);
+  const uint8_t* packed = payload + codes_at(row.numel, form) + at / kGroup * 16 * form.bits;
+  const float* scales = (const float*)payload;
+  const bool two = form.num_scales() == 2;
+  const Scales found{two ? scales : nullptr, two ? scales + num_buckets(row.numel, form.bucket) : scales, 0,
+                     form.offset()};
+  unpack(packed, ceil_div(n, kGroup), form.bits, s.codes);
+  dequantise(s.codes, found, form.bucket, at, n, sink, s);
 }
 
 // Elements [at, at + n), at most a tile, of scale * (own + messages) into `to`; partial sums go through `sums`, which
@@ -116,18 +137,62 @@ static void load_tile(const Job& job, const Row& row, int64_t at, int64_t n, flo
   for (int64_t m = 0; m < job.num_messages; m++) {
     const bool last = m + 1 == job.num_messages;
     const Sink sink{last ? kMean : kAdd, last ? job.scale : 1.0f, base, last ? to : sums, m ? nullptr : ahead};
-    decode_tile(job.messages[m], row, job.bits, job.bucket, at, n, sink, s);
+    decode_tile(job.messages[m], row, job.form, at, n, sink, s);
     base = sums;
   }
-  if (!job.num_messages) {
+  if (!job.num_messages && job.scale != 1.0f) {
     const float scale = job.scale;
     for (int64_t j = 0; j < n; j++) to[j] *= scale;
   }
 }
 
+// to = x + scale * e
+THINWIRE_APART static void add_scaled(const float* x, const float* e, float scale, int64_t n, float* to) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(to + i, load<Floats>(x + i) + load<Floats>(e + i) * scale);
+  for (; i < n; i++) to[i] = x[i] + scale * e[i];
+}
+
+// The values that a job encodes: elements [at, at + n) of a row, with what error feedback kept for them.
 static void load_values(const Job& job, const Row& row, int64_t at, int64_t n, float* to, Scratch& s) {
+  const bool as_is = taken_as_is(job);
   for (int64_t i = 0; i < n; i += kTile) {
-    load_tile(job, row, at + i, n - i < kTile ? n - i : kTile, to + i, to + i, s);
+    const int64_t from = at + i, count = n - i < kTile ? n - i : kTile;
+    if (!(as_is && job.now)) load_tile(job, row, from, count, to + i, to + i, s);
+    if (!job.now) continue;
+    const float* own = (const float*)job.own;
+    add_scaled(as_is ? own + row.start + from : to + i, job.now + row.start + from, job.loss_scale, count, to + i);
+  }
+}
+
+// Error feedback side by side with coding, group by group: what the next block's values are made of, and where what
+// this one's codes lose goes.
+struct Feedback {
+  const float *x = nullptr, *now = nullptr; // null: the values are there already
+  float* values = nullptr;
+  float* next = nullptr; // null: written later
+  float scale = 1.0f, inverse = 1.0f;
+  bool past_caches = false;
+};
+
+template <int kUnit>
+static inline void add_unit(const Feedback& f, int64_t i) {
+  for (int j = 0; j < kUnit; j += kLanes) {
+    store(f.values + i + j, load<Floats>(f.x + i + j) + load<Floats>(f.now + i + j) * f.scale);
+  }
+}
+
+// Half a group at i, coded from x.
+static inline void lose_half(const Feedback& f, const float* x, const uint8_t* codes, float low, float unit,
+                             int64_t i) {
+  const Floats lows = splat(low), units = splat(unit);
+  for (int j = 0; j < kHalf; j += kLanes) {
+    const Floats lost = (load<Floats>(x + i + j) - (lows + widen(codes + i + j) * units)) * f.inverse;
+    if (f.past_caches) {
+      store_past_caches(f.next + i + j, lost);
+    } else {
+      store(f.next + i + j, lost);
+    }
   }
 }
 
@@ -152,12 +217,12 @@ static void decode_tiles(const Job& job, int64_t begin, int64_t end) {
     if (job.y_dtype == kFloat32) {
       float* y = (float*)job.y + row.start + at;
       const Sink sink{job.add ? kAdd : kStore, job.scale, y, y, ahead_of((const float*)job.y, row, at)};
-      decode_tile(message, row, job.bits, job.bucket, at, n, sink, s);
+      decode_tile(message, row, job.form, at, n, sink, s);
       return;
     }
     if (job.add) read_floats(job.y, job.y_dtype, row.start + at, n, s.tile);
     const Sink sink{job.add ? kAdd : kStore, job.scale, s.tile, s.tile, nullptr};
-    decode_tile(message, row, job.bits, job.bucket, at, n, sink, s);
+    decode_tile(message, row, job.form, at, n, sink, s);
     write_floats(s.tile, n, job.y, job.y_dtype, row.start + at);
   });
 }

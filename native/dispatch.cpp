@@ -1,6 +1,9 @@
 #include "dispatch.h"
 
+#include <algorithm>
 #include <cstdlib>
+#include <cstring>
+#include <functional>
 #if defined(__SSE2__)
 #include <xmmintrin.h>
 #endif
@@ -47,7 +50,7 @@ bool run(const Machine& machine, int64_t pieces, int64_t elements, Work& work) {
 }
 
 Status encode_wide(const Machine& machine, const Job& job, const Row& row) {
-  const int64_t buckets = num_buckets(row.numel, job.bucket), pieces = ceil_div(row.numel, kLoaded);
+  const int64_t buckets = num_buckets(row.numel, job.form.bucket), pieces = ceil_div(row.numel, kLoaded);
   void* memory = std::malloc(buckets * (2 * sizeof(int32_t) + 3 * sizeof(float)));
   if (!memory) return kNoMemory;
   int32_t* keys = static_cast<int32_t*>(memory);
@@ -57,7 +60,10 @@ Status encode_wide(const Machine& machine, const Job& job, const Row& row) {
   auto extrema = [&](int64_t begin, int64_t end) { machine.kernels->wide_extrema(job, row, wide, begin, end); };
   auto scales = [&](int64_t, int64_t) { machine.kernels->wide_scales(job, row, wide); };
   auto codes = [&](int64_t begin, int64_t end) { machine.kernels->wide_codes(job, row, wide, begin, end); };
-  const bool done = run(machine, pieces, row.numel, extrema) && run(machine, 1, buckets, scales) &&
+  auto sums = [&](int64_t begin, int64_t end) { machine.kernels->wide_sums(job, row, wide, begin, end); };
+  const bool found =
+      job.form.summed() ? run(machine, buckets, row.numel, sums) : run(machine, pieces, row.numel, extrema);
+  const bool done = found && run(machine, 1, buckets, scales) &&
                     run(machine, pieces, row.numel, codes);
   std::free(memory);
   return done ? kDone : kThreadsFailed;
@@ -132,5 +138,8 @@ Status checksum(const Machine& machine, const uint8_t* message, int64_t num_byte
   };
   return run(machine, pieces, words, work) ? kDone : kThreadsFailed;
 }
+
+#include "floats_dispatch.h"
+#include "sparse_dispatch.h"
 
 } // namespace thinwire

@@ -1,6 +1,8 @@
 // The kernels as the binding calls them: instruction-set level chosen, work spread over threads.
 #pragma once
 #include "core.h"
+#include "floats_core.h"
+#include "sparse_core.h"
 
 namespace thinwire {
 
@@ -24,5 +26,24 @@ Status encode(const Machine&, const Job&);
 Status decode(const Machine&, const Job&);
 Status sum(const Machine&, const Job&);
 Status checksum(const Machine&, const uint8_t* message, int64_t num_bytes, uint64_t& result);
+
+// floats_dispatch.h
+Status natural_encode(const Machine&, const FloatJob&);
+Status natural_decode(const Machine&, const FloatJob&);
+Status range_encode(const Machine&, const FloatJob&);
+Status range_decode(const Machine&, const FloatJob&);
+Status levels_encode(const Machine&, const FloatJob&);
+Status levels_decode(const Machine&, const FloatJob&);
+Status int_round(const Machine&, const FloatJob&, int64_t* clipped); // one count a row
+Status int_decode(const Machine&, const FloatJob&);
+
+// sparse_dispatch.h
+Status pick(const Machine&, const Span&, const Pick&, Picked&);
+Status abs_histogram(const Machine&, const Span&, int32_t* counts);
+bool are_inside(const int32_t* indices, int64_t count, int64_t numel);
+void scatter(const Machine&, void* y, Dtype, int64_t start, const int32_t* indices, const float* values, int64_t count,
+             float scale);
+bool pack_indices(const int32_t* indices, int64_t count, const IndexList&, uint8_t* bytes); // false: not ascending
+int64_t unpack_indices(const uint8_t* bytes, const IndexList&, int32_t* indices);
 
 } // namespace thinwire

@@ -1,11 +1,11 @@
 // Values to messages, block by block. Included inside a level's namespace.
 
-template <bool kEach, bool kNearest>
+template <bool kEach, Origin kOrigin, bool kRandom>
 THINWIRE_APART static void quantise_last(const float* x, int64_t n, const HalfScales& scales, const Draws& draws,
-                                 uint32_t counter, uint8_t* codes, Words& seen) {
+                                         const Coding& coding, uint32_t counter, uint8_t* codes, Words& seen) {
   alignas(64) float padded[kGroup];
   for (int64_t j = 0; j < kGroup; j++) padded[j] = x[j < n ? j : n - 1];
-  quantise_group<kEach, kNearest>(padded, scales, draws, counter, codes, seen);
+  quantise_group<kEach, kOrigin, kRandom>(padded, scales, draws, coding, counter, codes, seen);
   std::memset(codes + n, 0, kGroup - n);
 }
 
@@ -14,21 +14,25 @@ struct Tile {
   const Block& block;
   int64_t at, n, bucket;
   uint32_t counter; // of the first group
-  Block* next;      // null, or the block that follows: its extrema are found meanwhile
+  Block* next;        // null, or the block that follows: its extrema are found meanwhile
   const float* ahead; // null, or what will follow that one: it is fetched meanwhile
+  const float* also;  // the same of what error feedback kept
   uint8_t* codes;
+  Scales scales; // as they will be decoded with
+  Feedback feedback;
 };
 
 // The codes of a tile. Side by side with the extrema of the next block, whose waiting for memory, and for one lane
 // after the other, then costs nothing: its low and high become those of units of kUnit elements. Bucket and group are
 // multiples of kUnit; 0: buckets may end anywhere, and nothing is done on the side. Returns `seen` of quantise_group.
-template <int kUnit, bool kNearest>
-THINWIRE_APART static Words quantise_tile(const Tile& tile, const Draws keys, Scratch& s) {
+template <int kUnit, Origin kOrigin, bool kRandom>
+THINWIRE_APART static Words quantise_tile(const Tile& tile, const Draws keys, const Coding how, Scratch& s) {
   const Draws draws = keys;
+  const Coding coding = how;
   const Block& block = tile.block;
   const int64_t from = tile.at - block.at, n = tile.n, whole = n / kGroup * kGroup;
   if (kUnit == 0) {
-    spread(block.low, tile.bucket, tile.at, block.first, n, s.each_low);
+    if (kOrigin == kFromLow) spread(block.low, tile.bucket, tile.at, block.first, n, s.each_low);
     spread(block.inverse, tile.bucket, tile.at, block.first, n, s.each_other);
   }
   Cursor<kUnit ? kUnit : kGroup> in(tile.bucket, tile.at, block.first);
@@ -36,88 +40,184 @@ THINWIRE_APART static Words quantise_tile(const Tile& tile, const Draws keys, Sc
   const auto scales_at = [&](int64_t i) {
     if (kUnit == 0) {
       const float *low = s.each_low + i, *inverse = s.each_other + i;
-      return HalfScales{{low, low + kHalf}, {inverse, inverse + kHalf}};
+      return HalfScales{{low, low + kHalf}, {inverse, inverse + kHalf}, {}};
     }
     const float *low = block.low + in.k, *inverse = block.inverse + in.k;
+    const int64_t k = in.k;
     in.advance();
-    if (kUnit == kGroup || n - i <= kHalf) return HalfScales{{low, low}, {inverse, inverse}};
-    const HalfScales two{{low, block.low + in.k}, {inverse, block.inverse + in.k}};
+    if (kUnit == kGroup || n - i <= kHalf) return HalfScales{{low, low}, {inverse, inverse}, {k, k}};
+    const HalfScales two{{low, block.low + in.k}, {inverse, block.inverse + in.k}, {k, in.k}};
     in.advance();
     return two;
   };
-  const float *x = block.x + from, *ahead = tile.ahead;
+  const Feedback feedback = tile.feedback;
+  // What the codes of the group at i lose.
+  const auto lose = [&](int64_t i, const HalfScales& scales) {
+    for (int half = 0; half < 2; half++) {
+      const float unit = tile.scales.unit[scales.k[half]];
+      const float low = tile.scales.low ? tile.scales.low[scales.k[half]] : -(tile.scales.offset * unit);
+      lose_half(feedback, block.x + from, tile.codes, low, unit, i + half * kHalf);
+    }
+  };
+  const float *x = block.x + from, *ahead = tile.ahead, *also = tile.also;
   uint8_t* codes = tile.codes;
   uint32_t counter = tile.counter;
   Words seen = {};
   int64_t i = 0;
-  if constexpr (kUnit > 0) {
+  if constexpr (kUnit > 0 && kOrigin != kSaturating) {
     if (Block* next = tile.next) {
       const int64_t left = next->n - from, ready = left < whole ? left / kGroup * kGroup : whole;
       float *low = next->low + from / kUnit, *high = next->high + from / kUnit;
       const float* y = next->x + from;
       for (; i < ready; i += kGroup, counter += kHalf) {
         if (ahead) prefetch(ahead + i), prefetch(ahead + i + kHalf);
-        for (int u = 0; u < kGroup; u += kUnit) unit_extrema<kUnit>(y + i + u, *low++, *high++);
-        quantise_group<false, kNearest>(x + i, scales_at(i), draws, counter, codes + i, seen);
+        if (also) prefetch(also + i), prefetch(also + i + kHalf);
+        for (int u = 0; u < kGroup; u += kUnit) {
+          if (feedback.x) add_unit<kUnit>(feedback, i + u);
+          if constexpr (kOrigin == kFromLow) {
+            unit_extrema<kUnit>(y + i + u, *low++, *high++);
+          } else {
+            *high++ = unit_largest<kUnit>(y + i + u);
+          }
+        }
+        const HalfScales scales = scales_at(i);
+        quantise_group<false, kOrigin, kRandom>(x + i, scales, draws, coding, counter, codes + i, seen);
+        if (feedback.next) lose(i, scales);
       }
     }
   }
   for (; i < whole; i += kGroup, counter += kHalf) {
-    quantise_group<kUnit == 0, kNearest>(x + i, scales_at(i), draws, counter, codes + i, seen);
+    if (ahead) prefetch(ahead + i), prefetch(ahead + i + kHalf);
+    if (also) prefetch(also + i), prefetch(also + i + kHalf);
+    const HalfScales scales = scales_at(i);
+    quantise_group<kUnit == 0, kOrigin, kRandom>(x + i, scales, draws, coding, counter, codes + i, seen);
+    if (kUnit > 0 && feedback.next) lose(i, scales);
   }
-  if (i < n) quantise_last<kUnit == 0, kNearest>(x + i, n - i, scales_at(i), draws, counter, codes + i, seen);
+  if (i < n) {
+    quantise_last<kUnit == 0, kOrigin, kRandom>(x + i, n - i, scales_at(i), draws, coding, counter, codes + i, seen);
+  }
   return seen;
 }
 
 // The decoded values of a tile go to y as they will come out of the message.
-static void write_decoded(const Job& job, const Row& row, const Tile& tile, Scratch& s) {
-  const Scales scales{tile.block.low, tile.block.unit, tile.block.first};
+static void write_decoded(const Job& job, const Row& row, const Tile& tile, const Scales& scales, Scratch& s) {
   if (job.y_dtype == kFloat32) {
     float* y = (float*)job.y + row.start + tile.at;
     const float* ahead = job.y == job.own ? nullptr : ahead_of((const float*)job.y, row, tile.at);
-    dequantise(tile.codes, scales, job.bucket, tile.at, tile.n, Sink{kStore, 1.0f, y, y, ahead}, s);
+    dequantise(tile.codes, scales, job.form.bucket, tile.at, tile.n, Sink{kStore, 1.0f, y, y, ahead}, s);
     return;
   }
-  dequantise(tile.codes, scales, job.bucket, tile.at, tile.n, Sink{kStore, 1.0f, s.tile, s.tile, nullptr}, s);
+  dequantise(tile.codes, scales, job.form.bucket, tile.at, tile.n, Sink{kStore, 1.0f, s.tile, s.tile, nullptr}, s);
   write_floats(s.tile, tile.n, job.y, job.y_dtype, row.start + tile.at);
+}
+
+// Dividing by it is multiplying by its inverse, which is faster.
+static inline bool is_power_of_two(float v) {
+  uint32_t bits;
+  std::memcpy(&bits, &v, 4);
+  return (bits & 0x7FFFFF) == 0;
+}
+
+// What the tile's codes from `first` on lose goes to the residual.
+static void write_lost(const Job& job, const Row& row, const Tile& tile, int64_t first, Scratch& s) {
+  const int64_t at = tile.at + first, n = tile.n - first;
+  const bool power = is_power_of_two(job.loss_scale), in_place = job.next == job.now;
+  float* next = job.next + row.start + at;
+  const Sink sink{power ? kLost : kLostOver, power ? 1.0f / job.loss_scale : job.loss_scale,
+                  tile.block.x + (at - tile.block.at), in_place ? next : s.tile, nullptr};
+  if (n) dequantise(tile.codes + first, tile.scales, job.form.bucket, at, n, sink, s);
+  if (!in_place) stream(s.tile, n, next);
 }
 
 struct Encoder {
   const Job& job;
+  const Format& form;
   const Row& row;
   Scratch& s;
   const Draws draws;
-  const bool direct;  // the values are read where they are
+  const Coding coding;
+  const bool as_is;   // the values are neither converted nor summed
+  const bool direct;  // and read where they are
   const int64_t unit; // elements whose extrema are found together; 0 where buckets end anywhere
+  const bool beside;  // the extrema of one block are found beside the codes of the one before
+  const bool loads_beside; // and its values are made there
   const int64_t buckets;
   uint8_t* const payload;
   uint8_t* const packed;
 
   Encoder(const Job& job, const Row& row, Scratch& s)
-      : job(job), row(row), s(s), draws(job.key, row), direct(Blocks(job).direct),
-        unit(job.bucket % kHalf ? 0 : job.bucket % kGroup ? kHalf : kGroup),
-        buckets(num_buckets(row.numel, job.bucket)), payload(job.out + row.payload),
-        packed(payload + codes_at(row.numel, job.bucket)) {}
+      : job(job), form(job.form), row(row), s(s), draws(job.key, row), coding(form, draws), as_is(taken_as_is(job)), direct(Blocks(job).direct),
+        unit(form.bucket % kHalf ? 0 : form.bucket % kGroup ? kHalf : kGroup),
+        beside(unit && !form.summed() && !form.saturates()), loads_beside(beside && as_is && job.now), buckets(num_buckets(row.numel, form.bucket)),
+        payload(job.out + row.payload), packed(payload + codes_at(row.numel, form)) {}
 
-  template <bool kNearest>
-  Words quantise(const Tile& tile) const {
-    return unit == kGroup  ? quantise_tile<kGroup, kNearest>(tile, draws, s)
-           : unit == kHalf ? quantise_tile<kHalf, kNearest>(tile, draws, s)
-                           : quantise_tile<0, kNearest>(tile, draws, s);
+  template <Origin kOrigin, bool kRandom>
+  Words quantise_as(const Tile& tile) const {
+    return unit == kGroup  ? quantise_tile<kGroup, kOrigin, kRandom>(tile, draws, coding, s)
+           : unit == kHalf ? quantise_tile<kHalf, kOrigin, kRandom>(tile, draws, coding, s)
+                           : quantise_tile<0, kOrigin, kRandom>(tile, draws, coding, s);
   }
+
+  template <bool kRandom>
+  Words quantise(const Tile& tile) const {
+    return form.scheme == kMinMax ? quantise_as<kFromLow, kRandom>(tile)
+           : form.saturates()     ? quantise_as<kSaturating, kRandom>(tile)
+                                  : quantise_as<kFromZero, kRandom>(tile);
+  }
+
+  // Buckets that decode to NaN have codes 0. (Min-max's come out so.)
+  void clear_spoilt(const Tile& tile) const {
+    for (int64_t i = 0, k = tile.at / form.bucket; i < tile.n; k++) {
+      const int64_t end = (k + 1) * form.bucket - tile.at, until = end < tile.n ? end : tile.n;
+      const float unit = tile.block.unit[k - tile.block.first];
+      if (unit != unit) std::memset(tile.codes + i, 0, until - i);
+      i = until;
+    }
+  }
+
+  Scales scales_of(const Block& block) const {
+    const float* low = form.rounding == kShift ? block.sent : block.low;
+    return {form.num_scales() == 2 ? low : nullptr, block.unit, block.first, form.offset()};
+  }
+
+  // What is done about error feedback beside the codes of the tile at element i of a block.
+  Feedback feedback_of(const Block& block, Block* next, int64_t i) const {
+    Feedback f;
+    if (!job.next || !unit || form.scheme >= kSides) return f;
+    f.scale = job.loss_scale, f.inverse = 1.0f / job.loss_scale;
+    if (next && loads_beside) {
+      const int64_t at = row.start + next->at + i;
+      f.x = (const float*)job.own + at, f.now = job.now + at, f.values = next->values + i;
+    }
+    float* to = job.next + row.start + block.at + i;
+    f.past_caches = job.next != job.now;
+    if (is_power_of_two(job.loss_scale) && !(f.past_caches && (uintptr_t)to % 64)) f.next = to;
+    return f;
+  }
+
+  float shift() const { return 0.5f - (float)coding.noise / 65536.0f; }
 
   // Puts the codes of a block whose scales are known. Returns whether a NaN was seen in it, or infinity.
   bool codes(const Block& block, Block* next) const {
     Words seen = {};
+    const bool spoilt = form.scheme != kMinMax && any_nan(block.unit, block.count);
+    const Scales scales = scales_of(block);
     for (int64_t i = 0; i < block.n; i += kTile) {
       const int64_t at = block.at + i, n = block.n - i < kTile ? block.n - i : kTile;
-      uint8_t* to = packed + at / kGroup * 16 * job.bits;
-      const float* ahead = direct ? ahead_of((const float*)job.own, row, at + block.n) : nullptr;
-      const Tile tile{block, at, n, job.bucket, (uint32_t)((row.index0 + at) / 2), next, ahead,
-                      job.bits == 8 ? to : s.codes};
-      seen |= job.nearest ? quantise<true>(tile) : quantise<false>(tile);
-      if (job.bits < 8) pack(s.codes, ceil_div(n, kGroup), job.bits, to);
-      if (job.y) write_decoded(job, row, tile, s);
+      uint8_t* to = packed + at / kGroup * 16 * form.bits;
+      const float* ahead = as_is ? ahead_of((const float*)job.own, row, at + block.n) : nullptr;
+      const float* also = job.now ? ahead_of(job.now, row, at + block.n) : nullptr;
+      const Tile tile{block, at, n, form.bucket, (uint32_t)((row.index0 + at) / 2), next, ahead, also,
+                      form.bits == 8 ? to : s.codes, scales, feedback_of(block, next, i)};
+      if (form.scheme >= kSides) {
+        quantise_signs(block.x + i, n, tile.codes, ahead, also);
+      } else {
+        seen |= form.rounding == kStochastic ? quantise<true>(tile) : quantise<false>(tile);
+      }
+      if (spoilt) clear_spoilt(tile);
+      if (form.bits < 8) pack(s.codes, ceil_div(n, kGroup), form.bits, to);
+      if (job.y) write_decoded(job, row, tile, scales, s);
+      if (job.next) write_lost(job, row, tile, tile.feedback.next ? n / kGroup * kGroup : 0, s);
     }
     if (block.at + block.n == row.numel) zero_padding();
     uint32_t all = 0;
@@ -126,7 +226,7 @@ struct Encoder {
   }
 
   void zero_padding() const {
-    const int64_t meta = 8 * buckets, codes = ceil_div(row.numel, kGroup) * 16 * job.bits;
+    const int64_t meta = 4 * form.num_scales() * buckets, codes = ceil_div(row.numel, kGroup) * 16 * form.bits;
     std::memset(payload + meta, 0, align64(meta) - meta);
     std::memset(packed + codes, 0, align64(codes) - codes);
   }
@@ -135,47 +235,72 @@ struct Encoder {
   void load(Block& block, int64_t at, int64_t n) const {
     block.x = direct ? (const float*)job.own + row.start + at : block.values;
     block.at = at, block.n = n;
-    block.first = at / job.bucket, block.count = num_buckets(n, job.bucket);
+    block.first = at / form.bucket, block.count = num_buckets(n, form.bucket);
     if (!direct) load_values(job, row, at, n, block.values, s);
   }
 
-  // Extrema of all buckets of a block.
+  // The same where whole groups are left to the loop that codes the block before.
+  void load_rest(Block& block, int64_t at, int64_t n) const {
+    block.x = block.values, block.at = at, block.n = n;
+    block.first = at / form.bucket, block.count = num_buckets(n, form.bucket);
+    const int64_t rest = n / kGroup * kGroup;
+    load_values(job, row, at + rest, n - rest, block.values + rest, s);
+  }
+
+  // Extrema of x[0, n), or the largest magnitude.
+  void measure(const float* x, int64_t n, float& low, float& high) const {
+    if (form.scheme == kMinMax) return extrema(x, n, low, high);
+    high = largest(x, n);
+  }
+
+  // What the scales of all buckets of a block are made of.
   void measure(Block& block) const {
-    for (int64_t k = 0, from = 0; k < block.count; k++, from += job.bucket) {
-      const int64_t left = block.n - from;
-      extrema(block.x + from, left < job.bucket ? left : job.bucket, block.low[k], block.high[k]);
+    for (int64_t k = 0, from = 0; k < block.count; k++, from += form.bucket) {
+      const int64_t left = block.n - from, n = left < form.bucket ? left : form.bucket;
+      if (!form.summed()) {
+        measure(block.x + from, n, block.low[k], block.high[k]);
+        continue;
+      }
+      Gathered found(form);
+      found.add(block.x + from, n);
+      found.finish(block.low[k], block.high[k]);
     }
   }
 
   // The same where those of the units of all whole groups are known.
   void merge_units(Block& block) const {
-    const int64_t each = job.bucket / unit;
+    const int64_t each = form.bucket / unit;
     int64_t units = block.n / kGroup * (kGroup / unit);
     for (int64_t from = units * unit; from < block.n; from += unit, units++) {
       const int64_t left = block.n - from;
-      extrema(block.x + from, left < unit ? left : unit, block.low[units], block.high[units]);
+      measure(block.x + from, left < unit ? left : unit, block.low[units], block.high[units]);
     }
     for (int64_t k = 0; k < block.count && each > 1; k++) {
       const int64_t first = k * each, count = units - first < each ? units - first : each;
       float low, high, other;
-      extrema(block.low + first, count, low, other);
-      extrema(block.high + first, count, other, high);
-      block.low[k] = low, block.high[k] = high;
+      measure(block.high + first, count, other, high);
+      if (form.scheme == kMinMax) extrema(block.low + first, count, low, other), block.low[k] = low;
+      block.high[k] = high;
     }
   }
 
   void put_scales(Block& block) const {
-    finish_scales(block.low, block.high, block.unit, block.inverse, block.count, job.bits);
-    std::memcpy(payload + 4 * block.first, block.low, 4 * block.count);
-    std::memcpy(payload + 4 * (buckets + block.first), block.unit, 4 * block.count);
+    finish_scales(form, block.low, block.high, block.unit, block.inverse, block.count);
+    if (form.rounding == kShift) shift_lows(block.low, block.unit, block.count, shift(), block.sent);
+    send_scales(scales_of(block).low, block.unit, block.first, block.count);
+  }
+
+  void send_scales(const float* low, const float* unit, int64_t first, int64_t count) const {
+    if (low) std::memcpy(payload + 4 * first, low, 4 * count);
+    std::memcpy(payload + 4 * (low ? buckets + first : first), unit, 4 * count);
   }
 
   // Finds the buckets whose minimum hid a NaN; returns whether there are any.
   bool find_nan(Block& block) const {
     bool found = false;
-    for (int64_t k = 0, from = 0; k < block.count; k++, from += job.bucket) {
+    for (int64_t k = 0, from = 0; k < block.count; k++, from += form.bucket) {
       const int64_t left = block.n - from;
-      if (block.low[k] != block.low[k] || !holds_nan(block.x + from, left < job.bucket ? left : job.bucket)) continue;
+      if (block.low[k] != block.low[k] || !holds_nan(block.x + from, left < form.bucket ? left : form.bucket)) continue;
       block.low[k] = quiet_nan(), found = true;
     }
     return found;
@@ -184,7 +309,8 @@ struct Encoder {
   // Blocks [begin, end) of `size` elements: the codes of one and the extrema of the next side by side.
   void run(int64_t begin, int64_t end, int64_t size, Block* blocks) const {
     const auto load_block = [&](int64_t b) {
-      load(blocks[b % 2], b * size, row.numel - b * size < size ? row.numel - b * size : size);
+      const int64_t n = row.numel - b * size < size ? row.numel - b * size : size;
+      b > begin && loads_beside ? load_rest(blocks[b % 2], b * size, n) : load(blocks[b % 2], b * size, n);
     };
     load_block(begin);
     measure(blocks[begin % 2]);
@@ -192,11 +318,11 @@ struct Encoder {
       Block &block = blocks[b % 2], *next = b + 1 < end ? &blocks[(b + 1) % 2] : nullptr;
       put_scales(block);
       if (next) load_block(b + 1);
-      if (codes(block, next) && find_nan(block)) {
+      if (codes(block, beside ? next : nullptr) && find_nan(block)) {
         put_scales(block);
         codes(block, nullptr);
       }
-      if (next) unit ? merge_units(*next) : measure(*next);
+      if (next) beside ? merge_units(*next) : measure(*next);
     }
   }
 };
@@ -213,6 +339,7 @@ static void encode_blocks(const Job& job, int64_t begin, int64_t end) {
     if (first < last) Encoder(job, row, scratch).run(first, last, cut.size ? cut.size : row.numel, blocks);
     before += count;
   }
+  if (job.next) settle_stores();
 }
 
 // ---- Wide rows ----------------------------------------------------------------------------------------------------
@@ -244,26 +371,53 @@ static void wide_extrema(const Job& job, const Row& row, const Wide& wide, int64
   for (int64_t at = begin * kLoaded; at < end * kLoaded && at < row.numel; at += kLoaded) {
     encoder.load(block, at, row.numel - at < kLoaded ? row.numel - at : kLoaded);
     for (int64_t i = 0, k = block.first; i < block.n; k++) {
-      const int64_t left = job.bucket - (at + i) % job.bucket, count = left < block.n - i ? left : block.n - i;
-      float low, high;
-      extrema(block.x + i, count, low, high);
-      if (kHidesNan && holds_nan(block.x + i, count)) low = high = quiet_nan(); // a key above that of infinity
+      const int64_t left = job.form.bucket - (at + i) % job.form.bucket;
+      const int64_t count = left < block.n - i ? left : block.n - i;
+      float low = 0.0f, high;
+      encoder.measure(block.x + i, count, low, high);
+      if (kHidesNan && job.form.scheme == kMinMax && holds_nan(block.x + i, count)) {
+        low = high = quiet_nan(); // a key above that of infinity
+      }
       merge(wide.low_key + k, to_key(low), true), merge(wide.high_key + k, to_key(high), false);
       i += count;
     }
   }
 }
 
+// Sums have an order, so a bucket is summed by one thread. Its pieces begin a multiple of the lanes into it.
+static void wide_sums(const Job& job, const Row& row, const Wide& wide, int64_t begin, int64_t end) {
+  Scratch scratch;
+  Block block;
+  const Encoder encoder(job, row, scratch);
+  for (int64_t k = begin; k < end; k++) {
+    const int64_t left = row.numel - k * job.form.bucket;
+    const int64_t stop = row.numel - left + (left < job.form.bucket ? left : job.form.bucket);
+    Gathered found(job.form);
+    for (int64_t at = k * job.form.bucket, n; at < stop; at += n) {
+      const int64_t before = at % kGroup;
+      n = stop - at < kLoaded - kGroup ? stop - at : kLoaded - kGroup;
+      encoder.load(block, at - before, before + n);
+      found.add(block.x + before, n);
+    }
+    found.finish(wide.low[k], wide.inverse[k]);
+  }
+}
+
 static void wide_scales(const Job& job, const Row& row, const Wide& wide) {
-  const int64_t count = num_buckets(row.numel, job.bucket);
+  const int64_t count = num_buckets(row.numel, job.form.bucket);
   float* const high = wide.inverse; // becomes the factor in place
-  for (int64_t k = 0; k < count; k++) {
+  for (int64_t k = 0; k < count && !job.form.summed(); k++) {
     wide.low[k] = from_key(wide.low_key[k]), high[k] = from_key(wide.high_key[k]);
   }
-  finish_scales(wide.low, high, wide.unit, wide.inverse, count, job.bits);
-  uint8_t* payload = job.out + row.payload;
-  std::memcpy(payload, wide.low, 4 * count);
-  std::memcpy(payload + 4 * count, wide.unit, 4 * count);
+  finish_scales(job.form, wide.low, high, wide.unit, wide.inverse, count);
+  Scratch scratch;
+  const Encoder encoder(job, row, scratch);
+  const float* sent = wide.low;
+  if (job.form.rounding == kShift) {
+    float* shifted = (float*)wide.low_key; // the keys are done with
+    shift_lows(wide.low, wide.unit, count, encoder.shift(), shifted), sent = shifted;
+  }
+  encoder.send_scales(job.form.num_scales() == 2 ? sent : nullptr, wide.unit, 0, count);
 }
 
 static void wide_codes(const Job& job, const Row& row, const Wide& wide, int64_t begin, int64_t end) {
@@ -272,10 +426,13 @@ static void wide_codes(const Job& job, const Row& row, const Wide& wide, int64_t
   const Encoder encoder(job, row, scratch);
   for (int64_t at = begin * kLoaded; at < end * kLoaded && at < row.numel; at += kLoaded) {
     encoder.load(block, at, row.numel - at < kLoaded ? row.numel - at : kLoaded);
-    const int64_t count = num_buckets(at + block.n, job.bucket) - block.first;
+    const int64_t count = num_buckets(at + block.n, job.form.bucket) - block.first;
+    block.count = count;
     std::memcpy(block.low, wide.low + block.first, 4 * count);
     std::memcpy(block.unit, wide.unit + block.first, 4 * count);
     std::memcpy(block.inverse, wide.inverse + block.first, 4 * count);
+    if (job.form.rounding == kShift) shift_lows(block.low, block.unit, count, encoder.shift(), block.sent);
     encoder.codes(block, nullptr);
   }
+  if (job.next) settle_stores();
 }

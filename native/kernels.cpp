@@ -1,7 +1,10 @@
 // The kernels, compiled once per instruction-set level (THINWIRE_LEVEL names it); dispatch.cpp picks one at run time.
 // The arithmetic is normative (thinwire/kernels/reference.py): no contraction, one rounding per operation.
 #include "core.h"
+#include "floats_core.h"
+#include "sparse_core.h"
 
+#include <cmath>
 #include <cstring>
 
 #if defined(__x86_64__)
@@ -16,13 +19,23 @@ namespace {
 #include "planes.h"
 #include "rounding.h"
 #include "scales.h"
+#include "sums.h"
 #include "decode.h"
 #include "encode.h"
+#include "floats.h"
+#include "levels.h"
+#include "sparse.h"
+
+const FloatKernels float_kernels = {
+    natural_encode, natural_decode, range_encode, range_decode, levels_decode, int_round, int_decode, levels_encode,
+};
+const SparseKernels sparse_kernels = {sample, collect, histogram, find, gather, scatter};
 } // namespace
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    THINWIRE_LEVEL_NAME, encode_blocks, wide_extrema, wide_scales, wide_codes, decode_tiles, sum_tiles, checksum,
+    THINWIRE_LEVEL_NAME, &float_kernels, &sparse_kernels, encode_blocks, wide_extrema, wide_sums, wide_scales, wide_codes,
+    decode_tiles, sum_tiles, checksum,
 };
 } // namespace THINWIRE_LEVEL
 } // namespace thinwire

@@ -31,42 +31,84 @@ static inline Words lane_numbers() {
   return v;
 }
 
-// Code in 16.16 fixed point before the cut: (x - low) * inverse.
-static inline Words position(const float* x, Floats low, Floats inverse) {
-  return truncate((load<Floats>(x) - low) * inverse);
+enum Origin {
+  kFromLow,    // codes count from the bucket's minimum
+  kFromZero,   // from zero, where the code is Coding::middle >> 16
+  kSaturating, // the same, and values may lie beyond the outermost codes
+};
+
+// What all positions of a row have in common.
+struct Coding {
+  uint32_t middle; // the position of zero
+  uint32_t noise;  // what is added instead of random bits
+  explicit Coding(const Format& form, const Draws& draws)
+      : middle(form.num_scales() == 2 ? 0 : (uint32_t)(form.offset() * 65536.0f)),
+        noise(form.rounding == kShift ? draws.k0 & 0xFFFF : 0x8000) {}
+};
+
+// Code in 16.16 fixed point before the cut, counted from the origin.
+template <Origin kOrigin>
+static inline Words position(const float* x, Floats low, Floats inverse, float limit) {
+  const Floats v = load<Floats>(x);
+  if (kOrigin == kFromLow) return truncate((v - low) * inverse);
+  if (kOrigin == kFromZero) return truncate(v * inverse);
+  return truncate(greater(lesser(v * inverse, splat(limit)), splat(-limit)));
 }
 
 // The scales of a group's two halves of 64: one value each, or one per element where buckets end inside a half.
 struct HalfScales {
   const float *low[2], *inverse[2];
+  int64_t k[2]; // their buckets in the block
 };
 
 // The 128 codes of one group; `counter` is 64 times the group's number in its layer. Where lesser() hides NaNs, bits
 // above the codes are set in `seen` if a position is NaN: by its value, or by the scale of a bucket that has none.
-template <bool kEach, bool kNearest>
-static inline void quantise_group(const float* x, const HalfScales& scales, const Draws& draws, uint32_t counter,
-                                  uint8_t* codes, Words& seen) {
-  const Words lanes = lane_numbers();
+template <bool kEach, Origin kOrigin, bool kRandom>
+static inline void quantise_group(const float* x, const HalfScales& scales, const Draws& draws, const Coding& coding,
+                                  uint32_t counter, uint8_t* codes, Words& seen) {
+  const Words lanes = lane_numbers(), middle = splat(coding.middle), fixed = splat(coding.middle + coding.noise);
+  const float limit = (float)coding.middle;
   Words a[4], b[4];
   for (int j = 0; j < 64; j += 4 * kLanes) {
     Words random[4];
-    if (!kNearest) {
+    if (kRandom) {
       for (int v = 0; v < 4; v++) random[v] = lanes ^ (counter + j + v * kLanes); // a multiple of 64: xor adds
       draws.words<4>(random);
     }
     for (int v = 0; v < 4; v++) {
       const int at = j + v * kLanes;
       const auto spread = [at](const float* p) { return kEach ? load<Floats>(p + at) : splat(*p); };
-      a[v] = position(x + at, spread(scales.low[0]), spread(scales.inverse[0]));
-      b[v] = position(x + at + 64, spread(scales.low[1]), spread(scales.inverse[1]));
-      if (kNearest) {
-        a[v] += 0x8000, b[v] += 0x8000;
-      } else {
+      a[v] = position<kOrigin>(x + at, spread(scales.low[0]), spread(scales.inverse[0]), limit);
+      b[v] = position<kOrigin>(x + at + 64, spread(scales.low[1]), spread(scales.inverse[1]), limit);
+      if (!kRandom) {
+        a[v] += fixed, b[v] += fixed;
+      } else if (kOrigin == kFromLow) {
         a[v] += random[v] & 0xFFFF, b[v] += random[v] >> 16;
+      } else if (kOrigin == kFromZero) { // zero is a code: its position has no bits below 2^16
+        a[v] += (random[v] & 0xFFFF) | middle, b[v] += (random[v] >> 16) | middle;
+      } else {
+        a[v] += (random[v] & 0xFFFF) + middle, b[v] += (random[v] >> 16) + middle;
       }
       a[v] >>= 16, b[v] >>= 16;
-      if (kHidesNan) seen |= a[v] | b[v];
+      if (kHidesNan && kOrigin == kFromLow) seen |= a[v] | b[v];
     }
     store_bytes(codes + j, a[0], a[1], a[2], a[3]), store_bytes(codes + j + 64, b[0], b[1], b[2], b[3]);
   }
+}
+
+// Codes of one bit, x >= 0; zeros up to a whole group. What lies at `ahead` and `also` is fetched meanwhile.
+THINWIRE_APART static void quantise_signs(const float* x, int64_t n, uint8_t* codes, const float* ahead,
+                                          const float* also) {
+  int64_t i = 0;
+  for (; i + kGroup <= n; i += kGroup) {
+    if (ahead) prefetch(ahead + i), prefetch(ahead + i + kHalf);
+    if (also) prefetch(also + i), prefetch(also + i + kHalf);
+    for (int j = 0; j < kGroup; j += 4 * kLanes) {
+      Words v[4];
+      for (int k = 0; k < 4; k++) v[k] = (Words)(load<Floats>(x + i + j + k * kLanes) >= Floats{}) & 1u;
+      store_bytes(codes + i + j, v[0], v[1], v[2], v[3]);
+    }
+  }
+  for (; i < n; i++) codes[i] = x[i] >= 0.0f;
+  for (; i % kGroup; i++) codes[i] = 0;
 }

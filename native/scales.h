@@ -10,7 +10,7 @@ static inline float quiet_nan() {
   return v;
 }
 
-static inline float numerator(int bits) { return (float)(((1 << bits) - 1) * 65536.0 * (1.0 - 0x1p-22)); }
+static inline float numerator(int steps) { return (float)(steps * 65536.0 * (1.0 - 0x1p-22)); }
 
 static inline bool holds_nan(const float* x, int64_t n) {
   bool found = false;
@@ -45,9 +45,9 @@ THINWIRE_APART static void extrema(const float* x, int64_t n, float& low, float&
 }
 
 // lo, unit and factor of `n` buckets; `low` and `high` hold the extrema on entry. NaN or Inf spoil a bucket's range.
-THINWIRE_APART static void finish_scales(float* low, const float* high, float* unit, float* inverse, int64_t n,
-                                         int bits) {
-  const float levels = (float)((1 << bits) - 1), over = numerator(bits), nan = quiet_nan();
+THINWIRE_APART static void finish_minmax(float* low, const float* high, float* unit, float* inverse, int64_t n,
+                                         int steps) {
+  const float levels = (float)steps, over = numerator(steps), nan = quiet_nan();
   for (int64_t k = 0; k < n; k++) {
     const float lo = low[k] + 0.0f, span = (high[k] + 0.0f) - lo;
     const bool bad = !(span <= kLargest), flat = bad | (span < kTinyRange);
@@ -59,6 +59,44 @@ THINWIRE_APART static void finish_scales(float* low, const float* high, float* u
   }
 }
 
+// unit and factor where `largest` holds a. `largest` may be `inverse`.
+THINWIRE_APART static void finish_largest(const float* largest, float* unit, float* inverse, int64_t n,
+                                          const Format& form) {
+  const float levels = (float)form.steps, over = numerator(form.steps), top = form.max_code(), nan = quiet_nan();
+  for (int64_t k = 0; k < n; k++) {
+    const float a = largest[k];
+    const bool infinite = !(a <= kLargest), flat = infinite | (a < kTinyRange);
+    const float divisor = flat ? 1.0f : a;
+    const float u = divisor / levels, f = over / divisor;
+    const bool bad = infinite | !(u * top <= kLargest);
+    unit[k] = bad ? nan : (flat ? 0.0f : u);
+    inverse[k] = flat | bad ? 0.0f : f;
+  }
+}
+
+// The scales of `n` buckets from what was found of them: the extrema; a; the means of the two sides; the unit itself.
+static void finish_scales(const Format& form, float* low, const float* high, float* unit, float* inverse, int64_t n) {
+  if (form.scheme == kMinMax) return finish_minmax(low, high, unit, inverse, n, form.steps);
+  if (form.scheme == kMaxAbs || form.scheme == kNorm) return finish_largest(high, unit, inverse, n, form);
+  for (int64_t k = 0; k < n; k++) {
+    const float u = form.scheme == kSign ? high[k] : high[k] - low[k];
+    const bool bad = !(u <= kLargest);
+    unit[k] = bad ? quiet_nan() : u;
+    if (form.scheme == kSides && bad) low[k] = quiet_nan();
+  }
+}
+
+// The minima as they are sent: moved with the lattice.
+static void shift_lows(const float* low, const float* unit, int64_t n, float shift, float* sent) {
+  for (int64_t k = 0; k < n; k++) sent[k] = low[k] + unit[k] * shift;
+}
+
+static bool any_nan(const float* unit, int64_t n) {
+  bool found = false;
+  for (int64_t k = 0; k < n; k++) found |= unit[k] != unit[k];
+  return found;
+}
+
 // A block on its way to the message: its values, and the scales of its buckets, of which the first is bucket `first`.
 struct Block {
   const float* x;
@@ -68,6 +106,7 @@ struct Block {
   alignas(64) float high[kMaxBuckets];
   alignas(64) float unit[kMaxBuckets];
   alignas(64) float inverse[kMaxBuckets];
+  alignas(64) float sent[kMaxBuckets]; // minima of a shifted lattice
 };
 
 struct Scratch {

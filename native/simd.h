@@ -55,6 +55,21 @@ static inline Floats lesser(Floats v, Floats kept) { return ((v < kept) | (v != 
 static inline Floats greater(Floats v, Floats kept) { return ((v > kept) | (v != v)) ? v : kept; }
 #endif
 
+// The bits of |v|, whose order is that of the values; a NaN's are above those of infinity.
+static inline Ints magnitude(Floats v) { return bits_of<Ints>(v) & 0x7FFFFFFF; }
+
+static inline Ints greater_int(Ints a, Ints b) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (Ints)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#elif defined(__SSE4_1__)
+  return (Ints)_mm_max_epi32((__m128i)a, (__m128i)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
 // Towards zero. Where lesser() hides NaNs, a NaN becomes the least integer, by which it is found out.
 #if defined(__SSE2__)
 constexpr bool kHidesNan = true;
@@ -94,9 +109,51 @@ static inline float across_greater(Floats v) {
 #endif
 }
 
+static inline float across_greater_int(Ints v) {
+#if defined(__AVX512F__)
+  const int32_t kept = _mm512_reduce_max_epi32((__m512i)v);
+#else
+  int32_t kept = v[0];
+  for (int i = 1; i < kLanes; i++) kept = v[i] > kept ? v[i] : kept;
+#endif
+  float value;
+  __builtin_memcpy(&value, &kept, 4);
+  return value;
+}
+
 // Half a group of fp32 values, into the L2 cache. Also for what will be written: prefetchw measured slower.
 static inline void prefetch(const float* p) {
   for (int i = 0; i < 64; i += 16) __builtin_prefetch(p + i, 0, 2);
+}
+
+// To where nobody reads soon, a multiple of a vector's bytes: what is overwritten need not be fetched first.
+static inline void store_past_caches(float* p, Floats v) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(p, (__m512)v);
+#elif defined(__AVX2__)
+  _mm256_stream_ps(p, (__m256)v);
+#elif defined(__SSE2__)
+  _mm_stream_ps(p, (__m128)v);
+#else
+  store(p, v);
+#endif
+}
+
+// Before other threads may read what went past the caches.
+static inline void settle_stores() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+// Copies past the caches.
+THINWIRE_APART static void stream(const float* from, int64_t n, float* to) {
+  int64_t i = 0;
+  for (; i < n && (uintptr_t)(to + i) % 64; i++) to[i] = from[i];
+  for (; i + 16 <= n; i += 16) {
+    for (int j = 0; j < 16; j += kLanes) store_past_caches(to + i + j, load<Floats>(from + i + j));
+  }
+  for (; i < n; i++) to[i] = from[i];
 }
 
 // kLanes codes as floats. GCC takes u8 to i32 apart lane by lane, hence intrinsics.

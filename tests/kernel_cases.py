@@ -9,10 +9,26 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.kernels import Format, Table
+from thinwire.kernels.layout import ROUNDINGS
 
 BUCKETS = (1, 3, 64, 100, 128, 192, 1000, 1024, 4096, 20_000, 2**40)
 SIZES = (0, 1, 5, 63, 64, 65, 127, 128, 129, 1000, 2048, 2049, 5000)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def kinds(bits: int, bucket: int) -> list[Format]:
+    """Every scheme, rounding and option that there is at this width."""
+    made = [Format(bits, bucket, rounding=rounding) for rounding in ROUNDINGS]
+    made += [Format(bits, bucket, "maxabs", midrise=True, clip=clip) for clip in (0.0, 0.9)]
+    made.append(Format(bits, bucket, "maxabs", "nearest", midrise=True))
+    if bits == 1:
+        made += [Format(1, bucket, "sides"), Format(1, bucket, "sign")]
+        return made
+    for rounding in ("stochastic", "nearest"):
+        made += [Format(bits, bucket, "maxabs", rounding, clip=clip) for clip in (0.0, 2.5)]
+        made.append(Format(bits, bucket, "norm", rounding))
+    made += [Format(bits, bucket, scheme, levels=1) for scheme in ("maxabs", "norm")]
+    return made
 
 
 def table(sizes: Iterable[int], form: Format, *, gap: int = 1) -> Table:

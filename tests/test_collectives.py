@@ -21,7 +21,7 @@ def layers_of(*pairs: tuple[int, str]) -> list[Layer]:
     for i, (numel, spec) in enumerate(pairs):
         compressor = parse(spec)
         assert isinstance(compressor, Coded)
-        layers.append(Layer(f"layer{i}", start, numel, compressor))
+        layers.append(Layer(f"layer{i}", start, (numel,), compressor))
         start += numel
     return layers
 

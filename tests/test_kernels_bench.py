@@ -21,7 +21,7 @@ def test_figures_add_up(tmp_path: Path) -> None:
     rows = {row["name"]: row for row in record["results"]}
     copy = rows["copy_"]
     even = [row for name, row in rows.items() if name.startswith("break-even")]
-    assert len(even) == 5
+    assert len(even) == 8
     assert all(row["unit"] == "Gbit/s" and 0 < row["bits_per_element"] < 9 for row in even)
     assert copy["x_copy"] == pytest.approx(1)
     for row in rows.values():

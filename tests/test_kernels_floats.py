@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_cases import one, values
+from kernel_cases import DTYPES, one, special, values
+from kernel_levels import LEVELS, at, check, needs_native
 from thinwire import kernels
-from thinwire.kernels import reference_floats
+from thinwire.kernels import Table, reference_floats, site_id
 
 
 def natural(x: Tensor, *, key: int = 1) -> Tensor:
@@ -251,3 +252,233 @@ def test_sizes() -> None:
     assert [kernels.rangefloat_bytes(n, 10) for n in (0, 1, 128, 129)] == [0, 64 + 192, 64 + 192, 64 + 320]
     assert kernels.levels_bytes(1000, 4, 128) == 64 + 64 + 8 * 64
     assert kernels.levels_bytes(0, 4, 128) == 0
+
+
+# ---- The native core against the reference --------------------------------------------------------------------------
+
+SIZES = (0, 1, 63, 64, 127, 128, 129, 1000, 2048, 2049, 5000)
+
+
+def spread(sizes: tuple[int, ...], num_bytes, *, grain: int = 128, gap: int = 1) -> Table:
+    """Segments of these sizes, each of its own layer and elsewhere in it, with gaps between all of them."""
+    rows, start, payload = [], gap, 64 * gap
+    for i, numel in enumerate(sizes):
+        rows.append((start, numel, i * grain, payload, site_id(f"layer{i}")))
+        start, payload = start + numel + gap, payload + -(-num_bytes(numel) // 64) * 64 + 64 * gap
+    return Table(torch.tensor(rows))
+
+
+def blank(spans: Table, num_bytes, fill: int = 0xAB) -> Tensor:
+    end = max(row.payload + num_bytes(row.numel) for row in spans.segments)
+    return torch.full((end + 64,), fill, dtype=torch.uint8)
+
+
+def decoded(run, message: Tensor, x: Tensor) -> dict[str, Tensor]:
+    """What decoding makes of an ordinary message and of random bytes."""
+    hostile = torch.randint(0, 256, message.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    stored, added, wild = torch.full_like(x, 7.0), x.clone(), torch.full_like(x, 7.0)
+    run(message, stored, False, 0.7)
+    run(message, added, True, -0.3)
+    run(hostile, wild, False, 1.0)
+    return {"message": message, "stored": stored, "added": added, "hostile": wild}
+
+
+@needs_native
+@pytest.mark.parametrize("make", [values, special])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_natural_is_that_of_the_reference(dtype: torch.dtype, make) -> None:
+    for sizes, threads in ((SIZES, (1,)), ((300_001, 70), (1, 3))):
+        spans = spread(sizes, kernels.natural_bytes)
+        x = make(spans.num_elements + 3, 1, dtype)
+
+        def run(spans: Table = spans, x: Tensor = x) -> dict[str, Tensor]:
+            sent = blank(spans, kernels.natural_bytes)
+            kernels.natural_encode(x, spans, sent, key=5)
+            return decoded(lambda m, y, add, scale: kernels.natural_decode(m, spans, y, add=add, scale=scale), sent, x)
+
+        check(run, threads=threads, about=(dtype, make))
+
+
+@needs_native
+@pytest.mark.parametrize("rounding", ["truncate", "nearest", "stochastic"])
+@pytest.mark.parametrize("bits", range(3, 16))
+def test_rangefloat_is_that_of_the_reference(bits: int, rounding: str) -> None:
+    for i, dtype in enumerate(DTYPES):
+        large = bits == 10
+        sizes = (200_001, 129) if large else SIZES
+
+        def size(numel: int) -> int:
+            return kernels.rangefloat_bytes(numel, bits)
+
+        spans = spread(sizes, size)
+        make = special if (bits + i) % 2 else values
+        x = make(spans.num_elements + 3, 1, dtype)
+        mantissas = torch.arange(len(sizes)) * 22 // (len(sizes) - 1) * 1.0
+        largest = torch.tensor([1.0, 3.7, 100.0, 1e-3, 2e38, 1e-30, 3e-38]).repeat(2)[: len(sizes)]
+        params = torch.stack((largest, mantissas), dim=1)
+        if large:
+            params[:, 1] = torch.tensor([3.0, 8.0])
+
+        def run(spans: Table = spans, x: Tensor = x, params: Tensor = params) -> dict[str, Tensor]:
+            sent = blank(spans, size)
+            kernels.rangefloat_encode(x, spans, sent, params, bits=bits, rounding=rounding, key=5)
+
+            def decode(m: Tensor, y: Tensor, add: bool, scale: float) -> None:
+                kernels.rangefloat_decode(m, spans, y, bits=bits, add=add, scale=scale)
+
+            return decoded(decode, sent, x)
+
+        check(run, threads=(1, 3) if large else (1,), about=(dtype, make))
+
+
+@needs_native
+@pytest.mark.parametrize("bits", [3, 5, 8, 9, 12])
+def test_every_code_of_a_rangefloat_decodes_as_in_the_reference(bits: int) -> None:
+    """All codes, in all formats of one mantissa width each."""
+    numel = 2**bits
+    packed = reference_floats.pack_wide(torch.arange(numel), bits)
+    for mantissa in range(23):
+        for largest in (1.0, 1.9, 1e-38, 3.4e38):
+            params = (
+                torch.tensor([largest]).view(torch.uint8),
+                torch.tensor([mantissa], dtype=torch.int32).view(torch.uint8),
+            )
+            sent = torch.zeros(kernels.rangefloat_bytes(numel, bits), dtype=torch.uint8)
+            sent[8:16] = torch.cat(params)
+            sent[64 : 64 + packed.numel()] = packed
+
+            def run(sent: Tensor = sent) -> dict[str, Tensor]:
+                y = torch.empty(numel)
+                kernels.rangefloat_decode(sent, one(numel), y, bits=bits)
+                return {"y": y}
+
+            check(run, about=(mantissa, largest))
+
+
+@needs_native
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("bucket", [1, 3, 64, 100, 128, 1000, 4096, 20_000, 2**40])
+def test_levels_are_those_of_the_reference(bucket: int, bits: int) -> None:
+    for i, dtype in enumerate(DTYPES):
+        large = bits == 4
+        sizes = (150_001, 129) if large else (*SIZES, 2 * bucket if 1000 <= bucket <= 20_000 else 300)
+
+        def size(numel: int) -> int:
+            return kernels.levels_bytes(numel, bits, bucket)
+
+        grain = math.lcm(bucket, 128) if bucket < 2**20 else 0
+        spans = spread(sizes, size, grain=grain)
+        make = special if (bits + i) % 2 else values
+        x = make(spans.num_elements + 3, 1, dtype)
+        levels = torch.rand(len(sizes), 2**bits, generator=torch.Generator().manual_seed(bits)).sort(dim=1).values
+        levels[-1] = torch.linspace(0, 1, 2**bits)
+
+        def run(spans: Table = spans, x: Tensor = x, levels: Tensor = levels) -> dict[str, Tensor]:
+            sent = blank(spans, size)
+            kernels.levels_encode(x, spans, sent, levels, bits=bits, bucket=bucket)
+
+            def decode(m: Tensor, y: Tensor, add: bool, scale: float) -> None:
+                kernels.levels_decode(m, spans, y, bits=bits, bucket=bucket, add=add, scale=scale)
+
+            return decoded(decode, sent, x)
+
+        check(run, threads=(1, 3) if large else (1,), about=(dtype, make))
+
+
+@needs_native
+@pytest.mark.parametrize("nearest", [False, True])
+@pytest.mark.parametrize("integer", [torch.int8, torch.int32])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_integers_are_those_of_the_reference(dtype: torch.dtype, integer: torch.dtype, nearest: bool) -> None:
+    width = torch.empty(0, dtype=integer).element_size()
+    for sizes, threads in ((SIZES, (1,)), ((300_001, 70), (1, 3))):
+        spans = spread(sizes, lambda numel: numel * width)
+        alphas = torch.tensor([1.0, 0.3, 20.0, 1e9, 1e30, torch.inf, torch.nan, 0.0]).repeat(2)[: len(sizes)]
+        for make in (values, special):
+            x = make(spans.num_elements + 3, 1, dtype)
+            for clip in (1, 63, 127) if width == 1 else (1, 10**6, 715_827_882, 2**31 - 1):
+
+                def run(
+                    spans: Table = spans, x: Tensor = x, alphas: Tensor = alphas, clip: int = clip
+                ) -> dict[str, Tensor]:
+                    out = blank(spans, lambda numel: numel * width).view(integer)
+                    clipped = kernels.int_round(x, spans, alphas, out, clip=clip, key=3, nearest=nearest)
+                    y = x.clone()
+                    kernels.int_decode(out, spans, y, torch.linspace(-1, 1, len(alphas)))
+                    return {"out": out, "clipped": clipped, "y": y}
+
+                check(run, threads=threads, about=(dtype, make, clip))
+
+
+@needs_native
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_random_bytes_in_buffers_without_an_element_to_spare(level: str, dtype: torch.dtype) -> None:
+    """Every content of a message decodes to something; the sanitizer build sees any access past an end."""
+    generator = torch.Generator().manual_seed(0)
+    for numel in (1, 5, 63, 64, 65, 127, 129, 1000, 2049):
+        spans, y = one(numel), torch.zeros(numel, dtype=dtype)
+
+        def random(num_bytes: int) -> Tensor:
+            return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
+
+        with at(level):
+            kernels.natural_decode(random(kernels.natural_bytes(numel)), spans, y)
+            kernels.natural_encode(y, spans, random(kernels.natural_bytes(numel)), key=1)
+            for bits in range(3, 16):
+                sent = random(kernels.rangefloat_bytes(numel, bits))
+                kernels.rangefloat_decode(sent, spans, y, bits=bits)
+                sent[8:16] = torch.tensor([0, 0, 128, 63, 12, 0, 0, 0])
+                kernels.rangefloat_decode(sent, spans, y, bits=bits, add=True)
+                kernels.rangefloat_encode(y, spans, sent, torch.rand(1, 2) * 22, bits=bits)
+                with pytest.raises(ValueError, match="bytes"):
+                    kernels.rangefloat_decode(sent[:-1], spans, y, bits=bits)
+            for bits in range(1, 9):
+                for bucket in (1, 7, 64, 100, 128, 1024, 2**40):
+                    sent = random(kernels.levels_bytes(numel, bits, bucket))
+                    kernels.levels_decode(sent, spans, y, bits=bits, bucket=bucket)
+                    levels = torch.rand(1, 2**bits).sort().values
+                    kernels.levels_encode(y, spans, sent, levels, bits=bits, bucket=bucket)
+            for integer in (torch.int8, torch.int32):
+                out = torch.empty(numel, dtype=integer)
+                kernels.int_round(y, spans, torch.ones(1), out, clip=100, key=1)
+                kernels.int_decode(out, spans, y, torch.ones(1))
+
+
+@needs_native
+def test_messages_may_lie_at_any_address() -> None:
+    x, spans = values(1000, 0), one(1000)
+    levels = torch.linspace(0, 1, 16).view(1, -1)
+    sizes = kernels.natural_bytes(1000), kernels.rangefloat_bytes(1000, 10), kernels.levels_bytes(1000, 4, 100)
+    made = []
+    for shift in (0, 1, 3):
+        natural, ranged, learned = (torch.zeros(n + shift, dtype=torch.uint8)[shift:] for n in sizes)
+        y = torch.zeros(3, 1000)
+        kernels.natural_encode(x, spans, natural, key=1)
+        kernels.natural_decode(natural, spans, y[0])
+        kernels.rangefloat_encode(x, spans, ranged, torch.tensor([[4.0, 3.0]]), bits=10)
+        kernels.rangefloat_decode(ranged, spans, y[1], bits=10)
+        kernels.levels_encode(x, spans, learned, levels, bits=4, bucket=100)
+        kernels.levels_decode(learned, spans, y[2], bits=4, bucket=100)
+        made.append((natural, ranged, learned, y))
+    for others in made[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(made[0], others, strict=True))
+
+
+def test_a_layer_cut_at_the_grain_gets_the_codes_of_the_whole() -> None:
+    x = values(20_000, 0)
+    cuts = torch.tensor([[0, 6400, 0, 0, 5], [6400, 3200, 6400, 64 * 400, 5], [9600, 10_400, 9600, 64 * 900, 5]])
+    for spans in (one(20_000, site=5), Table(cuts)):
+        sent, y = torch.zeros(2**17, dtype=torch.uint8), torch.zeros(3, 20_000)
+        rows, levels = len(spans), torch.linspace(0, 1, 16)
+        kernels.natural_encode(x, spans, sent, key=1)
+        kernels.natural_decode(sent, spans, y[0])
+        kernels.rangefloat_encode(
+            x, spans, sent, torch.tensor([[4.0, 3.0]] * rows), bits=10, rounding="stochastic", key=1
+        )
+        kernels.rangefloat_decode(sent, spans, y[1], bits=10)
+        kernels.levels_encode(x, spans, sent, levels.repeat(rows, 1), bits=4, bucket=100)
+        kernels.levels_decode(sent, spans, y[2], bits=4, bucket=100)
+        if rows == 1:
+            whole = y
+    assert torch.equal(whole, y)

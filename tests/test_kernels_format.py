@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import pickle
 import subprocess
 import sys
 
@@ -11,9 +13,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernel_cases import message, one, table, values
+from kernel_cases import kinds, message, one, table, values
 from thinwire import kernels
-from thinwire.kernels import Format, Table, bucketed_bytes, bucketed_grain, derive_key, reference, rng, site_id
+from thinwire.kernels import (
+    Format,
+    Residual,
+    Table,
+    bucketed_bytes,
+    bucketed_grain,
+    derive_key,
+    reference,
+    rng,
+    site_id,
+)
 
 
 @given(numel=st.integers(0, 10**7), bits=st.integers(1, 8), bucket=st.integers(1, 10**6))
@@ -153,19 +165,96 @@ def test_formats_are_integers(bits: object, bucket: object) -> None:
         Format(bits, bucket)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"scheme": "median"}, ValueError, "scheme must be one of"),
+        ({"rounding": "up"}, ValueError, "rounding must be one of"),
+        ({"scheme": "maxabs", "rounding": "shift"}, ValueError, "shift is for scheme minmax"),
+        ({"scheme": "norm", "midrise": True}, ValueError, "midrise and clip"),
+        ({"clip": 2.5}, ValueError, "midrise and clip"),
+        ({"scheme": "maxabs", "clip": -1.0}, ValueError, "clip must be"),
+        ({"scheme": "maxabs", "clip": float("inf")}, ValueError, "clip must be"),
+        ({"scheme": "maxabs", "clip": float("nan")}, ValueError, "clip must be"),
+        ({"scheme": "sign"}, ValueError, "bits=1"),
+        ({"scheme": "sides", "bits": 2}, ValueError, "bits=1"),
+        ({"scheme": "maxabs", "bits": 1}, ValueError, "2 to 8"),
+        ({"scheme": "norm", "levels": 8}, ValueError, "1 to 7"),
+        ({"scheme": "maxabs", "levels": -1}, ValueError, "1 to 7"),
+        ({"scheme": "maxabs", "levels": 3, "midrise": True}, ValueError, "leave them at 0"),
+        ({"levels": 7}, ValueError, "leave them at 0"),
+        ({"scheme": "maxabs", "levels": 1.0}, TypeError, "levels must be an int"),
+        ({"scheme": "maxabs", "midrise": 1}, TypeError, "midrise must be a bool"),
+        ({"scheme": "maxabs", "clip": "2"}, TypeError, "clip must be a float"),
+    ],
+)
+def test_formats_that_do_not_fit_together_are_refused(change: dict, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        Format(**change)
+
+
+def test_a_format_is_a_value() -> None:
+    form = Format(4, 128, "maxabs", clip=2.5)
+    assert form == Format(4, 128, "maxabs", clip=2.5)
+    assert hash(form) == hash(Format(4, 128, "maxabs", clip=2.5))
+    assert form != Format(4, 128, "maxabs")
+    copy = pickle.loads(pickle.dumps(form))
+    assert (copy, hash(copy)) == (form, hash(form))
+    assert dataclasses.replace(form, bits=3).steps == 3
+
+
+@given(numel=st.integers(0, 10**6), bucket=st.integers(1, 10**5))
+def test_one_scale_costs_half_of_two(numel: int, bucket: int) -> None:
+    for bits, scheme in ((4, "maxabs"), (8, "norm"), (1, "sign")):
+        size, buckets = bucketed_bytes(numel, Format(bits, bucket, scheme)), -(-numel // bucket)
+        assert 0 <= size - (4 * buckets + 16 * bits * -(-numel // 128)) < 128
+    assert bucketed_bytes(numel, Format(1, bucket, "sides")) == bucketed_bytes(numel, Format(1, bucket))
+
+
+def test_what_is_no_format_is_refused() -> None:
+    with pytest.raises(TypeError, match="Format"):
+        bucketed_bytes(100, 4)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="Format"):
+        one(100).extent((4, 128))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("residual", "error", "says"),
+    [
+        (Residual(torch.zeros(299), torch.zeros(300)), ValueError, "residual.now has 299 elements"),
+        (Residual(torch.zeros(300), torch.zeros(300).bfloat16()), TypeError, "residual.next must be float32"),
+        (Residual(torch.zeros(300), torch.zeros(3, 100)), ValueError, "residual.next must be 1-D"),
+        (Residual(torch.zeros(300), torch.zeros(300, device="meta")), ValueError, "meta"),
+        (Residual(torch.zeros(300), torch.zeros(300), 0.0), ValueError, "loss_scale"),
+        (Residual(torch.zeros(300), torch.zeros(300), float("nan")), ValueError, "loss_scale"),
+        (Residual(torch.zeros(300), torch.zeros(300), float("inf")), ValueError, "loss_scale"),
+    ],
+)
+def test_residuals_that_cannot_work_are_refused(residual: Residual, error: type[Exception], says: str) -> None:
+    spans, form = one(300), Format(4, 128)
+    x, sent, out = values(300, 0), message(spans, form), message(spans, form)
+    with pytest.raises(error, match=says):
+        kernels.bucketed_encode(x, spans, sent, form, key=1, residual=residual)
+    with pytest.raises(error, match=says):
+        kernels.bucketed_reduce([sent], x, spans, out, x.clone(), form, scale=0.5, key=1, residual=residual)
+
+
 def test_nothing_outside_the_segments_is_touched() -> None:
-    form = Format(3, 100)
-    spans = table((0, 130, 1000), form, gap=2)
-    sent = message(spans, form)
-    kernels.bucketed_encode(values(spans.num_elements + 5, 0), spans, sent, form, key=1)
-    y = torch.full((spans.num_elements + 5,), 7.0)
-    kernels.bucketed_decode(sent, spans, y, form)
-    for row in spans.segments:
-        payload = bucketed_bytes(row.numel, form)
-        sent[row.payload : row.payload + payload] = 0xAB
-        y[row.start : row.start + row.numel] = 7.0
-    assert torch.all(sent == 0xAB)
-    assert torch.all(y == 7.0)
+    for form in kinds(1, 100) + kinds(3, 128):
+        spans = table((0, 130, 1000), form, gap=2)
+        sent, size = message(spans, form), spans.num_elements + 5
+        y, kept = torch.full((size,), 7.0), torch.full((size,), 7.0)
+        residual = Residual(torch.zeros(size), kept)
+        kernels.bucketed_encode(values(size, 0), spans, sent, form, key=1, residual=residual)
+        kernels.bucketed_decode(sent, spans, y, form)
+        for row in spans.segments:
+            payload = bucketed_bytes(row.numel, form)
+            sent[row.payload : row.payload + payload] = 0xAB
+            y[row.start : row.start + row.numel] = 7.0
+            kept[row.start : row.start + row.numel] = 7.0
+        assert torch.all(sent == 0xAB)
+        assert torch.all(y == 7.0)
+        assert torch.all(kept == 7.0)
 
 
 def test_padding_is_zero() -> None:

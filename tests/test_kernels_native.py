@@ -17,10 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernel_cases import BUCKETS, DTYPES, SIZES, message, one, same, special, table, values
+from kernel_cases import BUCKETS, DTYPES, SIZES, kinds, message, one, same, special, table, values
 from thinwire import compat, kernels
-from thinwire.kernels import Format, Table, native, reference
-from thinwire.kernels.layout import ROUNDINGS
+from thinwire.kernels import Format, Residual, Table, native, reference
 
 pytestmark = pytest.mark.skipif(not kernels.HAVE_NATIVE, reason="the native core is not built")
 
@@ -50,7 +49,7 @@ def running_at(level: str) -> Iterator[None]:
 def all_operations(
     run: ModuleType, spans: Table, x: Tensor, hostile: Tensor, form: Format, *, key: int
 ) -> dict[str, Tensor]:
-    """What every operation makes of an ordinary message and of random bytes."""
+    """What every operation makes of an ordinary message and of random bytes, without error feedback and with."""
     sent, out = message(spans, form), message(spans, form)
     run.bucketed_encode(x, spans, sent, form, key=key)
     stored, added, summed, kept = torch.full_like(x, 7.0), x.clone(), torch.full_like(x, 7.0), x.clone()
@@ -59,7 +58,19 @@ def all_operations(
     run.bucketed_sum([hostile, sent], None, spans, summed, form, scale=0.7)
     own = kept if run is native else x  # the native core also in place
     run.bucketed_reduce([sent, sent], own, spans, out, kept, form, scale=1 / 3, key=key + 1)
-    return {"encode": sent, "decode": stored, "add": added, "sum": summed, "reduce": out, "reduced values": kept}
+    got = {"encode": sent, "decode": stored, "add": added, "sum": summed, "reduce": out, "reduced values": kept}
+    now, scale = values(x.numel(), 99), (1024.0, 3.0)[key % 2]  # division by powers of two is a case of its own
+    twice, again, other = message(spans, form), message(spans, form), x.clone()
+    first, second = now.clone() if run is native else torch.zeros_like(now), torch.full_like(now, 7.0)
+    # The native core also in place.
+    run.bucketed_encode(
+        x, spans, twice, form, key=key, residual=Residual(first if run is native else now, first, scale)
+    )
+    held = Residual(now, second, scale)
+    run.bucketed_reduce([sent, sent], x, spans, again, other, form, scale=1 / 3, key=key + 1, residual=held)
+    inside = torch.cat([torch.arange(row.start, row.start + row.numel) for row in spans.segments])
+    got |= {"encode, residual": twice, "kept": first[inside]}
+    return got | {"reduce, residual": again, "reduced values, residual": other, "kept of reduced": second}
 
 
 def check_all(
@@ -88,11 +99,11 @@ def check_all(
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_same_bits_as_the_reference(bucket: int, bits: int) -> None:
     sizes = (*SIZES, 2 * bucket if 1000 <= bucket <= 20_000 else 300)
-    spans = table(sizes, Format(bits, bucket))
-    for i, dtype in enumerate(DTYPES):
+    for i, form in enumerate(kinds(bits, bucket)):
+        spans = table(sizes, form)
         make = special if (bits + i) % 2 else values
-        x = make(spans.num_elements + 3, bits, dtype)
-        check_all(spans, x, Format(bits, bucket, rounding=ROUNDINGS[(bits + i) % 3]), key=bits << 40)
+        x = make(spans.num_elements + 3, bits, DTYPES[(bits + i // 2) % 3])
+        check_all(spans, x, form, key=bits << 40 | i)
 
 
 @settings(deadline=None, max_examples=100)
@@ -104,12 +115,13 @@ def test_same_bits_as_the_reference(bucket: int, bits: int) -> None:
     dtype=st.sampled_from(DTYPES),
     make=st.sampled_from([values, special]),
     key=st.integers(0, 2**64 - 2),
-    rounding=st.sampled_from(ROUNDINGS),
+    kind=st.integers(0, 13),
 )
 def test_same_bits_for_any_sizes(
-    sizes: list[int], bits: int, bucket: int, gap: int, dtype: torch.dtype, make, key: int, rounding
+    sizes: list[int], bits: int, bucket: int, gap: int, dtype: torch.dtype, make, key: int, kind: int
 ) -> None:
-    form = Format(bits, bucket, rounding=rounding)
+    forms = kinds(bits, bucket)
+    form = forms[kind % len(forms)]
     spans = table(sizes, form, gap=gap)
     x = make(spans.num_elements + 3, key % 1000, dtype)
     check_all(spans, x, form, key=key, levels=(LEVELS[0], LEVELS[-1]))
@@ -124,6 +136,11 @@ def test_same_bits_for_large_rows_and_any_number_of_threads(bucket: int, numel: 
     for dtype, make in ((torch.float32, values), (torch.float32, special), (torch.bfloat16, special)):
         x = make(spans.num_elements, 1, dtype)
         check_all(spans, x, Format(5, bucket), key=3, threads=(1, 3))
+    x = special(spans.num_elements, 1)
+    for form in (Format(3, bucket, rounding="shift"), *(Format(4, bucket, scheme) for scheme in ("maxabs", "norm"))):
+        check_all(spans, x, form, key=4, threads=(1, 3))
+    for form in (Format(4, bucket, "maxabs", clip=2.5), Format(1, bucket, "sides"), Format(1, bucket, "sign")):
+        check_all(spans, values(spans.num_elements, 1), form, key=5, threads=(1, 3))
 
 
 def test_a_layer_cut_at_the_grain_gets_the_codes_of_the_whole() -> None:
@@ -238,15 +255,15 @@ def test_bad_addresses_and_counts_do_not_reach_the_core() -> None:
     with pytest.raises(TypeError, match="missing argument"):
         core.encode(0, 0)  # pyright: ignore[reportCallIssue]
     with pytest.raises(ValueError, match="bits"):
-        core.encode(0, 0, 0, 0, 0, 9, 128, 1, False)
+        core.encode(0, 0, 0, 0, 0, 9 | 1 << 32, 128, 0.0, 1, 0, 0, 1.0)
     with pytest.raises(ValueError, match="dtype"):
-        core.encode(0, 3, 0, 0, 0, 4, 128, 1, False)
+        core.encode(0, 3, 0, 0, 0, 4 | 15 << 32, 128, 0.0, 1, 0, 0, 1.0)
     with pytest.raises(ValueError, match="rows"):
-        core.encode(0, 0, 0, 1, 0, 4, 128, 1, False)
+        core.encode(0, 0, 0, 1, 0, 4 | 15 << 32, 128, 0.0, 1, 0, 0, 1.0)
     with pytest.raises(ValueError, match="too many"):
-        core.encode(0, 0, 0, 0, 0, 4, 128, 1, False, 5)  # pyright: ignore[reportCallIssue]
+        core.encode(0, 0, 0, 0, 0, 4 | 15 << 32, 128, 0.0, 1, 0, 0, 1.0, 5)  # pyright: ignore[reportCallIssue]
     with pytest.raises(OverflowError):
-        core.encode(-1, 0, 0, 0, 0, 4, 128, 1, False)
+        core.encode(-1, 0, 0, 0, 0, 4 | 15 << 32, 128, 0.0, 1, 0, 0, 1.0)
     with pytest.raises(ValueError, match="no such level"):
         core.set_level("x86-64-v9")
 

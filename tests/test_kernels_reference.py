@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernel_cases import one, table, values
-from thinwire.kernels import Format, bucketed_bytes, bucketed_grain, derive_key, reference, rng
+from kernel_cases import kinds, one, table, values
+from thinwire.kernels import Format, Residual, bucketed_bytes, bucketed_grain, derive_key, reference, rng
 from thinwire.kernels.table import Row
 
 ROW = Row(start=0, numel=0, index0=0, payload=0, site=7)
@@ -213,3 +213,180 @@ def test_sum_and_reduce_are_what_they_say() -> None:
     reference.bucketed_decode(again, spans, decoded_again, form)
     assert torch.equal(out, again)
     assert torch.equal(y[inside], decoded_again[inside])
+
+
+def test_bytes_of_minmax_are_those_they_always_were() -> None:
+    x = ((torch.arange(5000) * 2654435761 % 65536).float() - 32768) / 777
+    for form, wanted in (
+        (Format(4, 128), 0x3CE6E306C492B),
+        (Format(3, 100, rounding="nearest"), 0x28B0EC45334CB),
+        (Format(8, 2**40), 0xC4856BB00051A),
+    ):
+        sent = torch.zeros(bucketed_bytes(5000, form), dtype=torch.uint8)
+        reference.bucketed_encode(x, one(5000), sent, form, key=3)
+        assert reference.checksum(sent) == wanted
+
+
+def scale_of(x: Tensor, form: Format) -> Tensor:
+    """a of maxabs and norm for each element's bucket, in float64, from the formulas."""
+    found = []
+    for part in x.double().split(form.bucket):
+        a = part.norm() if form.scheme == "norm" else part.abs().max()
+        if form.clip:
+            a = torch.minimum(a, form.clip * part.square().mean().sqrt())
+        found.append(a.expand(part.numel()))
+    return torch.cat(found)
+
+
+SYMMETRIC = [
+    form
+    for bits in range(1, 9)
+    for bucket in (100, 10**6)
+    for form in kinds(bits, bucket)
+    if form.scheme in ("maxabs", "norm")
+]
+
+
+@pytest.mark.parametrize("form", SYMMETRIC, ids=str)
+def test_symmetric_grids_are_those_of_the_formulas(form: Format) -> None:
+    x = values(1003, form.bits)
+    x[::7] = 0.0
+    a, y = scale_of(x, form), roundtrip(x, form).double()
+    steps = 2 ** (form.bits - 1) if form.midrise else form.levels or 2 ** (form.bits - 1) - 1
+    unit = a / steps
+    saturated = x.double().clamp(-a, a)
+    if form.midrise:
+        saturated = saturated.clamp(unit / 2 - a, a - unit / 2)
+        half = 0.5 * unit
+        grid = (y / unit - 0.5).round() * unit + half
+    else:
+        grid = (y / unit).round() * unit
+        assert torch.all(y[x == 0] == 0)
+        assert not torch.signbit(y[x == 0]).any()
+    slack = 2.0**-13 * unit + 2.0**-21 * a
+    assert torch.all((y - grid).abs() <= slack)
+    assert torch.all(y.abs() <= a + slack)
+    bound = 0.5 if form.rounding == "nearest" else 1.0
+    assert torch.all((y - saturated).abs() <= bound * unit + slack)
+
+
+def test_two_bits_of_max_abs_are_ternary() -> None:
+    x = values(300, 0).clamp(-1, 1)
+    y = roundtrip(x, Format(2, 2**40, "maxabs"))
+    a = x.abs().max()
+    assert {v.item() for v in y.unique()} == {-a.item(), 0.0, a.item()}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Format(3, 128, "maxabs"),
+        Format(4, 128, "norm"),
+        Format(4, 128, "norm", levels=3),
+        Format(3, 128, "maxabs", midrise=True),
+        Format(4, 256, rounding="shift"),
+    ],
+    ids=str,
+)
+def test_every_stochastic_scheme_is_unbiased(form: Format) -> None:
+    x, keys = values(256, 3).clamp(-2, 2), 600
+    if form.midrise:
+        x[::128] = 4.0  # the others lie inside the outermost midpoints
+    mean = torch.stack([roundtrip(x, form, key=derive_key(5, k)) for k in range(keys)]).double().mean(0)
+    a = x[:128].abs().max().double() if form.scheme != "norm" else x[:128].double().norm()
+    unit = float(a) / form.steps if form.scheme != "minmax" else float(x.max() - x.min()) / form.steps
+    # A draw errs by at most a unit, so the mean's deviation is below half of one over the root of the draws.
+    inside = x.abs() < 3
+    error = (mean - x.double()).abs() / unit * math.sqrt(keys) / 0.5
+    assert error[inside].max() < 5.5
+
+
+def test_a_shifted_lattice_is_shifted_by_the_same_part_of_a_unit_throughout() -> None:
+    form, x = Format(4, 100, rounding="shift"), values(1000, 1)
+    low, unit, _ = (reference.per_element(v, 1000, 100).double() for v in reference.scales(x, form))
+    shifts = []
+    for key in range(200):
+        y = roundtrip(x, form, key=key).double()
+        rho = 0.5 - (rng.row_key(key, ROW.site)[0] & 0xFFFF) / 2**16
+        place = (y - low) / unit - rho
+        assert torch.all((place - place.round()).abs() < 1e-4)
+        assert torch.all((y - x.double()).abs() <= 0.5 * unit * (1 + 2.0**-10))
+        shifts.append(rho)
+    assert min(shifts) < -0.45
+    assert max(shifts) > 0.45
+
+
+@pytest.mark.parametrize("bucket", [1, 100, 2**40])
+def test_one_bit_schemes_decode_to_means(bucket: int) -> None:
+    x = values(1003, 2)
+    x[::11], x[5], x[200:300] = 0.0, -0.0, -1.5
+    sides, sign = roundtrip(x, Format(1, bucket, "sides")), roundtrip(x, Format(1, bucket, "sign"))
+    at = 0
+    for part in x.double().split(bucket):
+        upper = part >= 0
+        low, high = part[~upper].mean(), part[upper].mean()
+        wanted = torch.where(upper, high, low).float()
+        got = sides[at : at + part.numel()]
+        assert torch.allclose(got, wanted, rtol=1e-6, atol=1e-7)
+        mean = part.abs().mean().float()
+        assert torch.allclose(sign[at : at + part.numel()], torch.where(upper, mean, -mean), rtol=1e-6)
+        at += part.numel()
+
+
+@pytest.mark.parametrize("numel", [1, 15, 16, 17, 100, 333])
+def test_sums_keep_their_order(numel: int) -> None:
+    x = torch.randn(numel, dtype=torch.float64, generator=torch.Generator().manual_seed(numel)) * 1e8
+    x[::3] *= 1e-12
+    for bucket in (1, 16, 40, 10**6):
+        for got, part in zip(reference.lane_sums(x, bucket).tolist(), x.split(bucket), strict=True):
+            lanes = [0.0] * 16
+            for i, value in enumerate(part.tolist()):
+                lanes[i % 16] += value
+            for width in (8, 4, 2, 1):
+                for j in range(width):
+                    lanes[j] += lanes[j + width]
+            assert got == lanes[0]
+
+
+OTHERS = [form for bits in (1, 4) for form in kinds(bits, 128) if form.scheme != "minmax"]
+
+
+@pytest.mark.parametrize("form", OTHERS, ids=str)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_no_scheme_launders_what_is_not_finite(form: Format, bad: float) -> None:
+    x = values(512, 0)
+    x[200] = bad
+    y = roundtrip(x, form)
+    assert torch.isnan(y[128:256]).all()
+    assert torch.isfinite(y[:128]).all()
+    assert torch.isfinite(y[256:]).all()
+
+
+@pytest.mark.parametrize("form", OTHERS, ids=str)
+def test_extremes_come_back_finite_or_as_nan(form: Format) -> None:
+    for value in (0.0, -0.0, 1e-45, -1e-40, 1e-31, 1e30, -1e30):
+        y = roundtrip(torch.full((300,), value), form)
+        assert torch.isfinite(y).all()
+        # A norm of 128 equal values is 11 times as large as they are, a code as coarse.
+        assert torch.all((y - value).abs() <= max(12 * abs(value), 2.0**-96))
+    y = roundtrip(torch.tensor([3e38, -3e38, 1.0]), form)
+    assert torch.isnan(y).all() or torch.isfinite(y).all()
+
+
+@pytest.mark.parametrize("form", [form for bits in (1, 4) for form in kinds(bits, 100)], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 1024.0, 3.0])
+def test_error_feedback_keeps_what_encoding_loses(form: Format, scale: float) -> None:
+    x, now, kept, spans = values(1000, 0), values(1000, 1) / scale, torch.empty(1000), one(1000)
+    sent, plain = (torch.empty(bucketed_bytes(1000, form), dtype=torch.uint8) for _ in range(2))
+    reference.bucketed_encode(x, spans, sent, form, key=1, residual=Residual(now, kept, scale))
+    v = x + now * torch.tensor(scale)
+    reference.bucketed_encode(v, spans, plain, form, key=1)
+    assert torch.equal(sent, plain)
+    y = torch.empty(1000)
+    reference.bucketed_decode(sent, spans, y, form)
+    assert torch.equal(kept, (v - y) / torch.tensor(scale))
+    messages, out, decoded, again = [sent], torch.empty_like(sent), torch.empty(1000), torch.empty(1000)
+    held = Residual(now, again, scale)
+    reference.bucketed_reduce(messages, x, spans, out, decoded, form, scale=0.5, key=2, residual=held)
+    v = (x + y) * 0.5 + now * torch.tensor(scale)
+    assert torch.equal(again, (v - decoded) / torch.tensor(scale))

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from kernel_cases import DTYPES, same, special, values
+from kernel_levels import LEVELS, at, check, needs_native
 from thinwire import kernels
+from thinwire.kernels import native
 
 
 def largest(x: Tensor, k: int) -> Tensor:
@@ -185,3 +187,117 @@ def test_impossible_requests_are_refused() -> None:
         kernels.unpack_indices(message, 990, 1000, 500)
     with pytest.raises(ValueError, match="do not fit"):
         kernels.sparse_add(x, 0, 100, picks, torch.ones(3))
+
+
+# ---- The native core against the reference --------------------------------------------------------------------------
+
+
+@needs_native
+@pytest.mark.parametrize("numel", [1, 63, 2049, 70_001, 300_000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_selection_is_that_of_the_reference(dtype: torch.dtype, numel: int) -> None:
+    large = numel == 300_000
+    for make in (values, special):
+        x = make(numel + 5, 1, dtype)
+
+        def run(x: Tensor = x) -> dict[str, Tensor]:
+            found = {"histogram": kernels.abs_histogram(x, 3, numel)}
+            for k in {0, 1, numel // 100, numel // 7, numel}:
+                for sampled in (False, True):
+                    indices, picked, finite = kernels.select_topk(x, 3, numel, k, sampled=sampled, key=k)
+                    found |= {f"indices {k}": indices, f"values {k}": picked, f"finite {k}": torch.tensor(finite)}
+            for threshold in (0.0, 1.0, 2.5, torch.inf):
+                for capacity in (0, 50, numel):
+                    *two, finite, overflow = kernels.select_threshold(x, 3, numel, threshold, capacity)
+                    name = f"{threshold}, {capacity}"
+                    found |= {f"indices {name}": two[0], f"values {name}": two[1]}
+                    found |= {f"rest {name}": torch.tensor([finite, overflow])}
+            return found
+
+        check(run, threads=(1, 3) if large else (1,), about=(dtype, make))
+
+
+@needs_native
+@pytest.mark.parametrize("shape", SHAPES)
+def test_selection_of_awkward_values_is_that_of_the_reference(shape: str) -> None:
+    """Ties, zeros and values that a sample misses: the sampled threshold is too high, or too many reach it."""
+    numel = 64 * 3200
+    x = SHAPES[shape](numel)
+
+    def run() -> dict[str, Tensor]:
+        found = {}
+        for k in (1, 200, 900, 2000, numel // 2):
+            for sampled in (False, True):
+                indices, picked, _ = kernels.select_topk(x, 0, numel, k, sampled=sampled, key=7)
+                found |= {f"indices {k} {sampled}": indices, f"values {k} {sampled}": picked}
+        indices, picked, _, overflow = kernels.select_threshold(x, 0, numel, 0.5, 1000)
+        return found | {"above": indices, "values above": picked, "overflow": torch.tensor(overflow)}
+
+    check(run, threads=(1, 2))
+
+
+@needs_native
+@pytest.mark.parametrize("numel", [1, 64, 1000, 70_000])
+def test_packed_indices_are_those_of_the_reference(numel: int) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    for k in {0, 1, numel // 100, numel // 16, numel // 3, numel}:
+        size = kernels.index_bytes(numel, k)
+        indices = torch.randperm(numel, generator=generator)[:k].sort().values.int()
+        wild = [torch.randint(0, top, (size,), dtype=torch.uint8, generator=generator) for top in (256, 2)]
+
+        def run(
+            k: int = k, size: int = size, indices: Tensor = indices, wild: list[Tensor] = wild
+        ) -> dict[str, Tensor]:
+            packed = torch.full((size + 1,), 0xAB, dtype=torch.uint8)
+            kernels.pack_indices(indices[: k - k // 4], numel, k, packed, 1)
+            hostile = {f"hostile {i}": kernels.unpack_indices(m, 0, numel, k) for i, m in enumerate(wild)}
+            return {"packed": packed, "indices": kernels.unpack_indices(packed, 1, numel, k)} | hostile
+
+        check(run, about=k)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scattering_is_that_of_the_reference(dtype: torch.dtype) -> None:
+    x = special(5000, 0, dtype)
+    indices = torch.randperm(4990)[:700].int()
+    added = special(700, 1)
+
+    def run() -> dict[str, Tensor]:
+        y, zeroed = x.clone(), x.clone()
+        kernels.sparse_add(y, 7, 4990, indices, added, 0.3)
+        kernels.sparse_zero(zeroed, 7, 4990, indices)
+        return {"y": y, "zeroed": zeroed}
+
+    check(run)
+
+
+@needs_native
+@pytest.mark.parametrize("level", LEVELS)
+def test_buffers_without_an_element_to_spare(level: str) -> None:
+    with at(level):
+        for numel in (1, 5, 63, 64, 65, 127, 2049, 70_000):
+            for dtype in DTYPES:
+                x = special(numel, 0, dtype)
+                kernels.abs_histogram(x, 0, numel)
+                kernels.select_threshold(x, 0, numel, 1.0, 3)
+                for k in {0, 1, numel // 3, numel}:
+                    indices, picked, _ = kernels.select_topk(x, 0, numel, k)
+                    sent = torch.zeros(kernels.index_bytes(numel, k), dtype=torch.uint8)
+                    kernels.pack_indices(indices, numel, k, sent, 0)
+                    assert torch.equal(kernels.unpack_indices(sent, 0, numel, k), indices)
+                    kernels.sparse_add(x, 0, numel, indices, picked)
+                    kernels.sparse_zero(x, 0, numel, indices)
+
+
+@needs_native
+def test_bad_spans_and_samples_do_not_reach_the_core() -> None:
+    core = native.core()
+    for bad in ((0, -1, 5), (0, 0, 2**31)):
+        with pytest.raises(ValueError, match="span"):
+            core.abs_histogram(0, *bad, 0)
+    for k, sample in ((11, (0, 1, 0, 0)), (5, (0, 1, 11, 1)), (5, (9, 1, 2, 1)), (5, (0, 1, 5, 6)), (5, (-1, 1, 5, 1))):
+        with pytest.raises(ValueError, match=r"numel|sample"):
+            core.pick(0, 0, 0, 10, k, 1, False, False, *sample, 0, 0)
+    with pytest.raises(ValueError, match="k"):
+        core.unpack_indices(0, 10, 11, False, 0)

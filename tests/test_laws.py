@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from thinwire import parse
-from thinwire.compressors import Coded, Piece, Segments
-from thinwire.kernels import derive_key
+from thinwire.compressors import Coded, Key, Piece, Segments
 from thinwire.testing import LAWS
 
 SPECS = [
@@ -26,6 +25,59 @@ SPECS = [
     "ef(minmax(bits=1, bucket=64, rounding=nearest))",
     "ef(randk(density=0.05))",
     "ef(cast(bf16))",
+    "qsgd(bits=4, bucket=128)",
+    "qsgd(bits=2, bucket=64)",
+    "qsgd(bits=4, bucket=100, norm=linf)",
+    "qsgd(bits=4, bucket=layer, levels=64)",
+    *(f"maxabs(bits={bits})" for bits in range(2, 9)),
+    "maxabs(bits=4, scale=layer)",
+    "maxabs(bits=4, rounding=nearest)",
+    "maxabs(bits=3, midrise=True)",
+    "maxabs(bits=1, midrise=True, rounding=nearest)",
+    "terngrad",
+    "terngrad(clip=2.5)",
+    "terngrad(bucket=256)",
+    "natural",
+    "onebit(bucket=512)",
+    "onebit(bucket=layer)",
+    "sign",
+    "sign(majority=True)",
+    "sign(bucket=128)",
+    "ef(onebit)",
+    "ef(sign(majority=True))",
+    "ef(sign)",
+    "lattice(bits=8, bucket=1024)",
+    "lattice(bits=3, bucket=64)",
+    "levels(bits=4, bucket=1024, min_numel=0)",
+    "levels(bits=6, bucket=128, learn_at=(0,), min_numel=0)",
+    "rangefloat(bits=10)",
+    "rangefloat(bits=8, mantissa=3, range=1e31)",
+    "rangefloat(bits=8, rounding=stochastic)",
+    "rangefloat(bits=6, rounding=truncate)",
+    "truncate(gamma=4)",
+    "truncate(gamma=1)",
+    "topk(density=0.1)",
+    "topk(density=0.1, select=sampled)",
+    "topk(density=1.0)",
+    "threshold(lam=1.0, capacity=0.5)",
+    "threshold(lam=0.5, capacity=0.1)",
+    "globaltopk(density=0.05)",
+    "topk(density=0.1) | minmax(bits=8)",
+    "threshold(lam=1.0, capacity=0.5) | natural",
+    "fft(theta=0.85)",
+    "fft(theta=0.5, bits=32, block=whole)",
+    "fft(theta=0.9, bits=8, block=100, cast=True)",
+    "powersgd(rank=4)",
+    "ef(topk(density=0.1))",
+    "ef(topk(density=0.1) | minmax(bits=8))",
+    "ef(threshold(lam=1.0))",
+    "ef(globaltopk(density=0.05))",
+    "ef(fft(theta=0.85))",
+    "ef(powersgd(rank=2))",
+    "ef(natural)",
+    "ef(levels(bits=2, min_numel=0))",
+    "dgc(topk(density=0.05))",
+    "dgc(topk(density=0.05) | minmax(bits=8), momentum=0.5)",
 ]
 
 
@@ -74,9 +126,9 @@ def test_many_segments_are_one_call_and_equal_to_single_ones() -> None:
         pieces.append(Piece(name, start, numel, 0, at))
         at += compressor.payload_bytes(numel, x.dtype)
     message = torch.zeros(at, dtype=torch.uint8)
-    compressor.encode(x, Segments.build(pieces), message, key=derive_key(1))
+    compressor.encode(x, Segments.build(pieces), message, key=Key.of(1))
     for piece in pieces:
         alone = torch.zeros(compressor.payload_bytes(piece.numel, x.dtype), dtype=torch.uint8)
         part = x[piece.start : piece.start + piece.numel].clone()
-        compressor.encode(part, Segments.build([Piece(piece.name, 0, piece.numel, 0, 0)]), alone, key=derive_key(1))
+        compressor.encode(part, Segments.build([Piece(piece.name, 0, piece.numel, 0, 0)]), alone, key=Key.of(1))
         assert torch.equal(message[piece.payload : piece.payload + alone.numel()], alone)

@@ -232,7 +232,7 @@ def layout_of(num_ranks: int, *numels: int) -> Layout:
     compressor = parse("minmax(bits=4)")
     assert isinstance(compressor, Coded)
     starts = [sum(numels[:i]) for i in range(len(numels))]
-    layers = [Layer(f"layer{i}", starts[i], numels[i], compressor) for i in range(len(numels))]
+    layers = [Layer(f"layer{i}", starts[i], (numels[i],), compressor) for i in range(len(numels))]
     return Layout.build(layers, num_ranks, torch.float32)
 
 

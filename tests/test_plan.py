@@ -54,7 +54,7 @@ def test_specs(spec: str, compressor: thinwire.Compressor) -> None:
         ("minmax(4, 128, nearest, 1)", "at most 3 parameters"),
         ("randk(density=2)", "density must be above 0"),
         ("cast(int8)", "bf16 or fp16"),
-        ("mnmax", "did you mean 'minmax'"),
+        ("mnmax", "no compressor is called 'mnmax'. Did you mean 'minmax"),
     ],
 )
 def test_wrong_specs(spec: str, message: str) -> None:

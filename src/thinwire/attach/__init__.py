@@ -28,6 +28,8 @@ def compress(
     simulate: bool = False,
     parity: int = 1000,
     resync: int = 0,
+    measure: int = 0,
+    optimizer: torch.optim.Optimizer | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     timeout: timedelta | None = None,
 ) -> Wire:
@@ -41,7 +43,9 @@ def compress(
         model: a ``DistributedDataParallel`` model with its parameters on the CPU, over gloo.
         rules: a compressor, its spec, or a mapping from name patterns to them: the first pattern that matches holds. A
             pattern with ``*`` or ``?`` must match the whole name of the parameter in the module inside DDP; a plain
-            word matches any name that contains it. Layers that no pattern matches stay raw.
+            word matches any name that contains it. Layers that no pattern matches stay raw. Compressors that drop or
+            distort much (``topk``, ``powersgd`` ...) get error feedback around them unless they say
+            ``feedback=False``; layers that a compressor cannot take stay raw (``wire.unsuited`` says which and why).
         exclude: patterns of layers that stay raw. Layers with fewer than two dimensions (biases, norms) or fewer than
             ``min_numel`` elements do in any case, unless a rule gives their full name.
         min_numel: elements below which a layer stays raw.
@@ -57,6 +61,9 @@ def compress(
             difference raises `ParityError` and names the first parameter. 0 never does.
         resync: copy rank 0's parameters to all ranks every so many steps (S3 does every 10), for hardware that does not
             compute alike. 0 never does.
+        measure: every so many steps, also take the exact mean (an all-reduce in fp32, whose bytes count) and note how
+            far what arrived is from it, in ``wire.stats.alpha``. 0 never does.
+        optimizer: the optimizer, for compressors that follow its learning rate (``fft(theta=diminishing)``).
         grad_scaler: the ``GradScaler`` of an fp16 training; error feedback keeps its residuals in unscaled units.
         timeout: of the process group that the Wire makes for itself; that of the model's own if None.
 
@@ -83,6 +90,8 @@ def compress(
         simulate=simulate,
         parity=parity,
         resync=resync,
+        measure=measure,
+        optimizer=optimizer,
         grad_scaler=grad_scaler,
         timeout=timeout,
     )

@@ -119,6 +119,8 @@ class Options:
     simulate: bool = False
     parity: int = 0
     resync: int = 0
+    measure: int = 0
+    optimizer: torch.optim.Optimizer | None = None
     grad_scaler: torch.amp.GradScaler | None = None
     timeout: timedelta | None = None
 
@@ -128,7 +130,7 @@ def compress_ddp(model: DistributedDataParallel, rules: Rules, options: Options)
     hook = _attached.get(model)
     if hook is not None and hook.wire is not None and hook.wire.attached:
         raise RuntimeError("this model is compressed already: call detach() on its Wire first, on every rank")
-    for name in ("parity", "resync"):
+    for name in ("parity", "resync", "measure"):
         check_int(name, getattr(options, name), 0)
     shapes = _checked_shapes(model, options.simulate)
     plan = Plan.build(shapes, rules, Filter(min_numel=options.min_numel, exclude=tuple(options.exclude)))
@@ -142,6 +144,8 @@ def compress_ddp(model: DistributedDataParallel, rules: Rules, options: Options)
         start=options.start,
         decline=options.decline,
         simulated=options.simulate,
+        measure=options.measure,
+        optimizer=options.optimizer,
     )
     if model not in _attached:
         _register(model, hook, wire)

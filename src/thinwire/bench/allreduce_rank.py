@@ -28,7 +28,7 @@ class _Contest:
             raise TypeError(f"{spec} is not a compressor whose messages this benchmark can send")
         rank, num_ranks = transport.rank, transport.world_size
         self.transport = transport
-        self.layout = Layout.build([Layer("gradient", 0, numel, compressor)], num_ranks, torch.float32)
+        self.layout = Layout.build([Layer("gradient", 0, (numel,), compressor)], num_ranks, torch.float32)
         self.buffers = Buffers.scatter_reduce_allgather(self.layout, rank)
         self.gradient = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
         self.x = self.gradient.clone()

@@ -93,6 +93,7 @@ def kernels(
     console = Console(highlight=False)
     with _threads(threads) as count:
         formats = [Format(4, 128), Format(4, 128, rounding="nearest"), Format(4, 1024), Format(8, 1024), Format(2, 64)]
+        formats += [Format(4, 128, "maxabs"), Format(1, 1024, "sign"), Format(8, 1024, rounding="shift")]
         with console.status(f"{size_mb:g} MB, {count} threads: {repeats} turns ..."):
             cases = _cases(max(1, int(size_mb * 2**20 / 4)), formats)
             seconds = _measure(cases, repeats)
@@ -162,6 +163,8 @@ def _cases(numel: int, formats: list[Format]) -> list[Case]:
     ]
     for form in formats:
         cases += _of_format(full, form)
+    for form in (main, Format(4, 128, "maxabs"), Format(1, 1024, "sign")):
+        cases += _feedback(full, form)
     cases += _bf16(full, main) + _summing(full, main)
     cases.append(Case("copy_: one small call", _SMALL, lambda i: small.y[i].copy_(small.x[i])))
     cases += [_renamed(case, f"{case.name}: one small call") for case in _of_format(small, main)]
@@ -186,6 +189,25 @@ def _of_format(at: Buffers, form: Format) -> list[Case]:
 
     operations = {"encode": encode, "decode": decode, "decode and add": add}
     return [Case(f"{name}: {_name(form)}", at.numel, run, more) for name, run in operations.items()]
+
+
+def _feedback(at: Buffers, form: Format) -> list[Case]:
+    """Error feedback in one pass, and with torch's additions and subtractions around the kernels."""
+    sent, now, later = at.messages(form), [0.1 * x for x in at.x], [torch.zeros(at.numel) for _ in at.x]
+
+    def fused(i: int) -> None:
+        core.bucketed_encode(at.x[i], at.table, sent[i], form, key=i, residual=core.Residual(now[i], later[i]))
+
+    def in_parts(i: int) -> None:
+        torch.add(at.x[i], now[i], out=later[i])
+        core.bucketed_encode(later[i], at.table, sent[i], form, key=i)
+        core.bucketed_decode(sent[i], at.table, at.y[i], form)
+        later[i].sub_(at.y[i])
+
+    return [
+        Case(f"encode with error feedback: {_name(form)}", at.numel, fused),
+        Case(f"encode with error feedback, in parts: {_name(form)}", at.numel, in_parts),
+    ]
 
 
 def _bf16(at: Buffers, form: Format) -> list[Case]:

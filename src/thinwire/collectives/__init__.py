@@ -1,9 +1,11 @@
 """Collectives: how messages meet."""
 
+from thinwire.collectives.allgather import allgather
 from thinwire.collectives.exchange import Buffers, Exchange
-from thinwire.collectives.layout import Layer, Layout, owned_parts
+from thinwire.collectives.layout import Chunk, Layer, Layout, owned_parts
 from thinwire.collectives.message import MessageError, PeerFailedError
-from thinwire.collectives.scatter_reduce_allgather import complete, scatter_reduce_allgather
+from thinwire.collectives.scatter_reduce_allgather import scatter_reduce_allgather
+from thinwire.collectives.stages import complete
 from thinwire.collectives.summed import sum_buffers, summed_all_reduce
 from thinwire.collectives.transport import (
     LoopbackTransport,
@@ -15,6 +17,7 @@ from thinwire.collectives.transport import (
 
 __all__ = [
     "Buffers",
+    "Chunk",
     "Exchange",
     "Layer",
     "Layout",
@@ -24,6 +27,7 @@ __all__ = [
     "ProcessGroupTransport",
     "Transport",
     "TransportError",
+    "allgather",
     "complete",
     "owned_parts",
     "ring_bytes",

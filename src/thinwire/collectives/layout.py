@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from thinwire.collectives.message import HEADER_BYTES
+from thinwire.collectives.message import HEADER_BYTES, SIZE_BYTES
 from thinwire.collectives.transport import ring_bytes
-from thinwire.compressors import Coded, Piece, Segments, Slot, Summed
+from thinwire.compressors import Coded, Part, Piece, Segments, Slot, Summed
 from thinwire.kernels import site_id
 
 _LEAST_PIECE = 1024
@@ -25,8 +26,12 @@ class Layer(NamedTuple):
 
     name: str
     start: int
-    numel: int
+    shape: tuple[int, ...]
     compressor: Coded | Summed
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 class Group(NamedTuple):
@@ -38,19 +43,23 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """The part of a bucket that one rank owns: it sums the part and hands the mean to the others."""
+    """What one message carries: of a bucket, the part that one rank owns, or all layers that every rank gathers."""
 
     groups: tuple[Group, ...]
     message_bytes: int
-    """Size of its messages, header included: of each that comes to its owner, and of the one that the owner sends."""
+    """Size of its messages, header included; of bounded compressors, at most."""
+
+    @property
+    def bounded(self) -> bool:
+        """Whether its messages may be smaller."""
+        return any(group.compressor.size == "bounded" for group in self.groups)
 
 
-class Member(NamedTuple):
-    """A layer's place in a sum."""
+class Members(NamedTuple):
+    """Layers of one compressor, and their places in a sum."""
 
     compressor: Summed
-    piece: Piece
-    part: slice
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ class Sum:
 
     round: int
     dtype: torch.dtype
-    members: tuple[Member, ...]
+    members: tuple[Members, ...]
     numel: int
 
 
@@ -67,11 +76,13 @@ class Sum:
 class Layout:
     """How the layers of one flat tensor travel. A pure function of layers, world size and dtype.
 
-    Coded layers are cut among the ranks, one chunk each; summed layers share a few sums.
+    Coded layers are cut among the ranks, one chunk each, or gathered whole by all of them; summed layers share a few
+    sums.
     """
 
     layers: tuple[Layer, ...]
     chunks: tuple[Chunk, ...]
+    gathered: Chunk
     sums: tuple[Sum, ...]
     dtype: torch.dtype
 
@@ -79,7 +90,8 @@ class Layout:
     def build(layers: Sequence[Layer], world_size: int, dtype: torch.dtype) -> Layout:
         owned = _cut(layers, world_size)
         chunks = tuple(_chunk(pieces, dtype) for pieces in owned)
-        return Layout(tuple(layers), chunks, _sums(layers, dtype), dtype)
+        whole = [_Cut(layer, c, 0, layer.numel) for layer in layers if layer.numel and _gathers(c := layer.compressor)]
+        return Layout(tuple(layers), chunks, _chunk(whole, dtype), _sums(layers, dtype), dtype)
 
     @property
     def world_size(self) -> int:
@@ -90,8 +102,23 @@ class Layout:
         return sum(layer.numel for layer in self.layers)
 
     @property
-    def has_coded(self) -> bool:
+    def has_owned(self) -> bool:
+        """Whether any layer is cut among the ranks."""
         return any(chunk.groups for chunk in self.chunks)
+
+    @property
+    def has_gathered(self) -> bool:
+        return bool(self.gathered.groups)
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """All groups of coded pieces."""
+        return tuple(group for chunk in (*self.chunks, self.gathered) for group in chunk.groups)
+
+    @cached_property
+    def num_coded(self) -> int:
+        """Elements that a rank encodes in a step: each of its coded layers' once, as worker or as owner."""
+        return sum(layer.numel for layer in self.layers if isinstance(layer.compressor, Coded))
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -101,18 +128,22 @@ class Layout:
     def sent_bytes(self, rank: int) -> int:
         """Bytes that ``rank`` hands to the transport for it.
 
-        Of coded layers, the others' chunks and then its own to each of them; of sums, 2(n−1)/n of their size.
+        Of coded layers, the others' chunks and then its own to each of them; of gathered ones, its message to each
+        (at most, if it is bounded); of sums, 2(n−1)/n of their size.
         """
-        summed = sum(ring_bytes(s.numel * s.dtype.itemsize, self.world_size) for s in self.sums)
-        if not self.has_coded:
-            return summed
-        others = sum(chunk.message_bytes for owner, chunk in enumerate(self.chunks) if owner != rank)
-        return summed + others + (self.world_size - 1) * self.chunks[rank].message_bytes
+        peers = self.world_size - 1
+        sent = sum(ring_bytes(s.numel * s.dtype.itemsize, self.world_size) for s in self.sums)
+        if self.has_owned:
+            sent += sum(chunk.message_bytes for owner, chunk in enumerate(self.chunks) if owner != rank)
+            sent += peers * self.chunks[rank].message_bytes
+        if self.has_gathered:
+            sent += peers * (self.gathered.message_bytes + (SIZE_BYTES if self.gathered.bounded else 0))
+        return sent
 
     @cached_property
     def digest(self) -> int:
         """64 bits over everything that two ranks must have in common to understand each other's messages."""
-        text = "\n".join(f"{layer.name} {layer.start} {layer.numel} {layer.compressor}" for layer in self.layers)
+        text = "\n".join(f"{layer.name} {layer.start} {layer.shape} {layer.compressor}" for layer in self.layers)
         text += f"\n{self.world_size} {self.dtype}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -132,10 +163,14 @@ def _cut(layers: Sequence[Layer], world_size: int) -> list[list[_Cut]]:
     """
     owned: list[list[_Cut]] = [[] for _ in range(world_size)]
     for layer in layers:
-        if isinstance(layer.compressor, Coded):
+        if isinstance(layer.compressor, Coded) and not layer.compressor.gathered:
             for owner, begin, end in owned_parts(layer.name, layer.compressor, layer.numel, world_size):
                 owned[owner].append(_Cut(layer, layer.compressor, begin, end - begin))
     return owned
+
+
+def _gathers(compressor: Coded | Summed) -> bool:
+    return isinstance(compressor, Coded) and compressor.gathered
 
 
 def owned_parts(name: str, compressor: Coded, numel: int, world_size: int) -> list[tuple[int, int, int]]:
@@ -164,14 +199,14 @@ def _chunk(cuts: Sequence[_Cut], dtype: torch.dtype) -> Chunk:
     for compressor, members in by_compressor.items():
         pieces = []
         for layer, _, index0, numel in members:
-            pieces.append(Piece(layer.name, layer.start + index0, numel, index0, at))
+            pieces.append(Piece(layer.name, layer.start + index0, numel, index0, at, layer.shape))
             at += compressor.payload_bytes(numel, dtype)
         groups.append(Group(compressor, Segments.build(pieces)))
     return Chunk(tuple(groups), at)
 
 
 def _sums(layers: Sequence[Layer], dtype: torch.dtype) -> tuple[Sum, ...]:
-    members: dict[tuple[int, str], list[Member]] = {}
+    members: dict[tuple[int, str], dict[Summed, list[Part]]] = {}
     dtypes: dict[str, torch.dtype] = {}
     ends: dict[tuple[int, str], int] = {}
     for layer in layers:
@@ -180,13 +215,14 @@ def _sums(layers: Sequence[Layer], dtype: torch.dtype) -> tuple[Sum, ...]:
             continue
         part_dtype = compressor.part_dtype(dtype)
         dtypes[str(part_dtype)] = part_dtype
+        piece = Piece(layer.name, layer.start, layer.numel, 0, 0, layer.shape)
         for round in range(compressor.rounds):
             place = (round, str(part_dtype))
             start = ends.get(place, 0)
-            ends[place] = start + compressor.part_numel(round, layer.numel)
-            piece = Piece(layer.name, layer.start, layer.numel, 0, start * part_dtype.itemsize)
-            members.setdefault(place, []).append(Member(compressor, piece, slice(start, ends[place])))
+            ends[place] = start + compressor.part_numel(round, layer.shape)
+            members.setdefault(place, {}).setdefault(compressor, []).append(Part(piece, slice(start, ends[place])))
     # Sorted: all ranks must enter the all-reduces in one order, and a round must end before the next.
     return tuple(
-        Sum(round, dtypes[name], tuple(members[round, name]), ends[round, name]) for round, name in sorted(ends)
+        Sum(round, dtypes[name], tuple(Members(c, tuple(p)) for c, p in members[round, name].items()), end)
+        for (round, name), end in sorted(ends.items())
     )

@@ -14,6 +14,8 @@ from torch import Tensor
 from thinwire.kernels import FORMAT_VERSION, checksum
 
 HEADER_BYTES = 64
+SIZE_BYTES = HEADER_BYTES + 64
+"""A message that holds nothing but the size of another one."""
 _MAGIC = b"thin"
 _FIELDS = struct.Struct("<4sHHIIQQ")
 _OK, _FAILED = 0, 1

@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 from torch import Tensor
 
 from thinwire.collectives.exchange import Buffers, Exchange
+from thinwire.collectives.keys import OWNER, WORKER, stage_key
 from thinwire.collectives.layout import Layout
+from thinwire.collectives.stages import Clock, NoClock
 from thinwire.collectives.transport import Transport
 from thinwire.compressors import State
-from thinwire.kernels import derive_key
-
-WORKER, OWNER = 1, 2
-"""Sites of the random draws: the owner of a chunk never reuses a draw of a worker."""
-
-
-class Clock(Protocol):
-    """Times the stages of a collective."""
-
-    def stage(self, name: str) -> AbstractContextManager[None]:
-        """Time what runs inside as stage ``encode``, ``reduce``, ``decode`` or ``wire``."""
-        ...
-
-
-class NoClock:
-    """Times nothing."""
-
-    def stage(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 def scatter_reduce_allgather(
@@ -63,7 +44,7 @@ def scatter_reduce_allgather(
     peers = [(rank + shift) % num_ranks for shift in range(1, num_ranks)]
     mine = layout.chunks[rank]
     with Exchange(transport, buffers, step=step, digest=layout.digest, phases=2) as exchange:
-        key = derive_key(seed, step, WORKER, rank)
+        key = stage_key(seed, step, WORKER, rank)
         for peer in peers:
             with clock.stage("encode"):
                 for compressor, segments in layout.chunks[peer].groups:
@@ -74,7 +55,7 @@ def scatter_reduce_allgather(
         with clock.stage("wire"):
             received = [exchange.receive(0, peer) for peer in sorted(peers)]
         with clock.stage("reduce"):
-            key, mean = derive_key(seed, step, OWNER, rank), buffers.outbox[1, peers[0]]
+            key, mean = stage_key(seed, step, OWNER, rank), buffers.outbox[1, peers[0]]
             for compressor, segments in mine.groups:
                 compressor.reduce(received, x, segments, mean, x, key=key, scale=1.0 / num_ranks, state=state)
             exchange.send(1, *peers)
@@ -85,9 +66,3 @@ def scatter_reduce_allgather(
             with clock.stage("decode"):
                 for compressor, segments in layout.chunks[peer].groups:
                     compressor.decode(message, segments, x)
-
-
-def complete(collective: Iterator[None]) -> None:
-    """Run a collective to its end."""
-    for _ in collective:
-        pass

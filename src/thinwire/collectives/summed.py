@@ -7,14 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from thinwire.collectives.keys import SHARED
 from thinwire.collectives.layout import Layout
-from thinwire.collectives.scatter_reduce_allgather import Clock, NoClock
+from thinwire.collectives.stages import Clock, NoClock
 from thinwire.collectives.transport import Transport
 from thinwire.compressors import State
 from thinwire.kernels import derive_key
-
-SHARED = -1
-"""In place of the rank in the key of a draw that all ranks share."""
 
 
 def sum_buffers(layout: Layout) -> tuple[Tensor, ...]:
@@ -42,10 +40,10 @@ def summed_all_reduce(
     key, scale = derive_key(seed, step, SHARED), 1.0 / transport.world_size
     for s, buffer in zip(layout.sums, buffers, strict=True):
         with clock.stage("encode"):
-            for compressor, piece, part in s.members:
-                compressor.part(s.round, x, piece, buffer[part], key=key, scale=scale, state=state)
+            for compressor, parts in s.members:
+                compressor.part(s.round, x, parts, buffer, key=key, scale=scale, state=state)
         with clock.stage("wire"):
             transport.all_reduce(buffer)
         with clock.stage("decode"):
-            for compressor, piece, part in s.members:
-                compressor.absorb(s.round, buffer[part], x, piece, key=key, state=state)
+            for compressor, parts in s.members:
+                compressor.absorb(s.round, buffer, x, parts, key=key, state=state)

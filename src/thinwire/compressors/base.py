@@ -7,15 +7,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from thinwire.compressors.checks import check_dtype
 from thinwire.compressors.pieces import Key, LayerState, Part, Piece, Segments, Slot, State
-
-GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that compressors take. Arithmetic is in fp32 whatever comes in."""
 
 
 class Unsuited(ValueError):
@@ -49,8 +47,8 @@ class Compressor(ABC):
         return True
 
     @property
-    def local(self) -> bool:
-        """Whether each element is received from its own code alone, so that a constant comes back as a constant."""
+    def keeps_constants(self) -> bool:
+        """Whether a layer of one value is received as it is, up to rounding."""
         return self.dense
 
     @property
@@ -105,7 +103,7 @@ class Compressor(ABC):
 
 @dataclass(frozen=True)
 class Coded(Compressor):
-    """Becomes bytes that must be decoded to be added. Travels by scatter-reduce-all-gather, all-gather and their like."""
+    """Becomes bytes that must be decoded to be added. Travels by scatter-reduce-all-gather, all-gather and the like."""
 
     @property
     @abstractmethod
@@ -117,6 +115,11 @@ class Coded(Compressor):
         """Whether every rank decodes what every other one encoded (an all-gather: each value is encoded once), instead
         of an owner who sums and encodes again. So it is where layers stay whole."""
         return self.grain is None
+
+    @property
+    def plain_sum(self) -> bool:
+        """Whether an owner adds up what ranks send; `add_up` says what else it may do."""
+        return True
 
     @abstractmethod
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -370,35 +373,3 @@ def first_state(compressor: Compressor, flat: Tensor, segments: Segments, loss_s
             for name, value in compressor.learn(flat[piece.elements].float() / loss_scale, of).items():
                 of[name].copy_(value.view_as(of[name]))
     return state
-
-
-def check_dtype(dtype: torch.dtype, compressor: object) -> None:
-    """Raise TypeError if gradients of ``dtype`` cannot be compressed."""
-    if dtype not in GRADIENT_DTYPES:
-        raise TypeError(
-            f"{compressor} takes float32, bfloat16 or float16, not {dtype}. "
-            "Leave such layers raw with exclude=[...], or train them in one of these dtypes."
-        )
-
-
-def check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
-    """Raise if a parameter of a compressor is not an integer in [low, high]."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, not {value!r}")
-    if value < low or (high is not None and value > high):
-        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ValueError(f"{name} must be {bounds}, not {value}")
-
-
-def check_share(name: str, value: Any) -> None:
-    """Raise if a parameter of a compressor is not a number in (0, 1]."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, not {value!r}")
-    if not 0 < value <= 1:
-        raise ValueError(f"{name} must be above 0 and at most 1, not {value!r}")
-
-
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Raise if a parameter of a compressor is not one of a few words."""
-    if value not in choices:
-        raise ValueError(f"{name} must be {' or '.join(choices)}, not {value!r}")

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors.base import Coded, check_int
+from thinwire.compressors.base import Coded
+from thinwire.compressors.checks import check_int
 from thinwire.compressors.pieces import Key, Segments, State
 from thinwire.kernels import Format, Residual
 
@@ -37,11 +38,6 @@ class Bucketed(Coded):
     @property
     def grain(self) -> int | None:
         return None if self.form.bucket >= WHOLE else kernels.bucketed_grain(self.form.bucket)
-
-    @property
-    def plain_sum(self) -> bool:
-        """Whether an owner adds up what ranks send, in the kernel that encodes the mean again."""
-        return True
 
     def key_of(self, key: Key) -> int:
         """The key of its draws."""

@@ -15,7 +15,7 @@ from thinwire.compressors.sparse import Picked, Sparsifier
 
 @dataclass(frozen=True)
 class Chain(Sparsifier):
-    """``topk(density=0.01) | minmax(bits=8)``: the values that a sparsifier chose, in the codes of another compressor."""
+    """``topk(density=0.01) | minmax(bits=8)``: the values that a sparsifier chose, in codes of another compressor."""
 
     spec_name: ClassVar[str] = "chain"
 

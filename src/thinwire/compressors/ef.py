@@ -60,8 +60,8 @@ class Wrapper(Compressor):
         return self.inner.dense
 
     @property
-    def local(self) -> bool:
-        return self.inner.local
+    def keeps_constants(self) -> bool:
+        return self.inner.keeps_constants
 
     @property
     def unbiased(self) -> bool:
@@ -100,6 +100,10 @@ class WrappedCoded(Wrapper, Coded):
     @property
     def gathered(self) -> bool:
         return self.inner.gathered
+
+    @property
+    def plain_sum(self) -> bool:
+        return self.inner.plain_sum
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return self.inner.payload_bytes(numel, dtype)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors.base import Coded, Compressor, check_choice, check_int
+from thinwire.compressors.base import Coded, Compressor
+from thinwire.compressors.checks import check_choice, check_int
 from thinwire.compressors.pieces import Key, Piece, Segments, State
 from thinwire.compressors.rangefloat import best_mantissa
 from thinwire.compressors.sparse import HEADER, check_place, header_of, put_header
@@ -26,12 +27,12 @@ _LEAST_RANGE = 2.0**-60
 class FFT(Coded):
     """FFT sparsification (S3, section 3.1): the ``1 − θ`` largest components of a layer's spectrum.
 
-    The flat layer is cut into blocks of ``block`` elements (``whole``: one block, as in the paper; slow and alike in
-    error), each is transformed (real FFT, orthonormal), the ``ceil((1 − θ)·C)`` components with the largest magnitude of
-    all C are kept, and their real and imaginary parts travel as range-based floats of ``bits`` bits (`RangeFloat`; 32:
-    as they are), beside a bitmap or a list of indices, whichever is shorter. The range is that of what is kept, in every
-    message. ``cast=True`` rounds to fp16 first, as the paper does. Messages are added in the frequency domain, and one
-    inverse transform gives the mean.
+    The flat layer is cut into blocks of ``block`` elements (``whole``: one block, as in the paper), each is transformed
+    (real FFT, orthonormal), the ``ceil((1 − θ)·C)`` components with the largest magnitude of all C are kept, and their
+    real and imaginary parts travel as range-based floats of ``bits`` bits (`RangeFloat`; 32: as they are), beside a
+    bitmap or a list of indices, whichever is shorter. The range is that of what is kept, in every message.
+    ``cast=True`` rounds to fp16 first, as the paper does. Messages are added in the frequency domain, and one inverse
+    transform gives the mean.
 
     ``theta`` is constant, or stepwise: ``((0, 0.9), (1000, 0.0))``, counted from the first compressed step, or
     ``diminishing``: ``θ = sqrt(lipschitz · learning rate)`` (Theorem 3.5), which takes ``compress(optimizer=...)``. The

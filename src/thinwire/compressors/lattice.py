@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from thinwire.compressors.base import check_int
 from thinwire.compressors.bucketed import MAX_BUCKET, Bucketed
+from thinwire.compressors.checks import check_int
 from thinwire.compressors.pieces import Key
 from thinwire.kernels import Format
 

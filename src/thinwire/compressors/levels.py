@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors.base import Coded, Compressor, check_int
+from thinwire.compressors.base import Coded, Compressor
 from thinwire.compressors.bucketed import MAX_BUCKET
+from thinwire.compressors.checks import check_int
 from thinwire.compressors.minmax import MinMax
 from thinwire.compressors.pieces import Key, Segments, Slot, State
 
@@ -82,9 +83,7 @@ class Levels(Coded):
         kernels.levels_encode(x, segments.table, message, levels, bits=self.bits, bucket=self.bucket)
 
     def decode(self, message: Tensor, segments: Segments, y: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
-        kernels.levels_decode(
-            message, segments.table, y, bits=self.bits, bucket=self.bucket, add=add, scale=scale
-        )
+        kernels.levels_decode(message, segments.table, y, bits=self.bits, bucket=self.bucket, add=add, scale=scale)
 
 
 def learned_levels(values: Tensor, levels: Tensor, bucket: int) -> Tensor:

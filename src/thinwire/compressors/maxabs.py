@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
-from thinwire.compressors.base import Compressor, check_choice, check_int
+from thinwire.compressors.base import Compressor
 from thinwire.compressors.bucketed import MAX_BUCKET, Bucketed
+from thinwire.compressors.checks import check_choice, check_int
 from thinwire.kernels import Format
 
 
@@ -42,7 +43,7 @@ class MaxAbs(Bucketed):
         return self.rounding == "stochastic" and not self.midrise
 
     @property
-    def local(self) -> bool:
+    def keeps_constants(self) -> bool:
         return not self.midrise
 
     def fit(self, shape: Sequence[int]) -> Compressor:

@@ -28,7 +28,7 @@ class Natural(Coded):
         return True
 
     @property
-    def local(self) -> bool:
+    def keeps_constants(self) -> bool:
         return False
 
     @property

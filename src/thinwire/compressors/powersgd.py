@@ -10,7 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.compressors.base import Compressor, Summed, Unsuited, check_int
+from thinwire.compressors.base import Compressor, Summed, Unsuited
+from thinwire.compressors.checks import check_int
 from thinwire.compressors.pieces import Part, Slot, State
 from thinwire.compressors.randk import not_finite
 from thinwire.kernels import site_id
@@ -113,7 +114,10 @@ class PowerSGD(Summed):
             factors = [_slot(state, piece.name, "p" if round else "q") for piece, _ in alike]
             if round:
                 matrices = [m.T for m in matrices]
-            outs = [out[where].view(m.shape[0], f.shape[1]) for (_, where), m, f in zip(alike, matrices, factors)]
+            outs = [
+                out[where].view(m.shape[0], f.shape[1])
+                for (_, where), m, f in zip(alike, matrices, factors, strict=True)
+            ]
             _multiply(matrices, factors, outs)
             for product in outs:
                 product.mul_(scale)

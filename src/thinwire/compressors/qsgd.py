@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from thinwire.compressors.base import check_choice, check_int
 from thinwire.compressors.bucketed import Bucketed, bucket_elements, check_bucket
+from thinwire.compressors.checks import check_choice, check_int
 from thinwire.kernels import Format
 
 _MAX_LEVELS = 127
@@ -38,6 +38,10 @@ class QSGD(Bucketed):
     @property
     def unbiased(self) -> bool:
         return True
+
+    @property
+    def keeps_constants(self) -> bool:
+        return self.norm == "linf"
 
     def make_format(self) -> Format:
         bits = (2 * self.levels).bit_length() if self.levels else self.bits

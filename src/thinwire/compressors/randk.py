@@ -10,7 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.compressors.base import Summed, check_share
+from thinwire.compressors.base import Summed
+from thinwire.compressors.checks import check_share
 from thinwire.compressors.pieces import Part, Piece, State
 from thinwire.kernels import derive_key, sample_indices, site_id
 

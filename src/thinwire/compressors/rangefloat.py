@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors.base import Coded, check_choice, check_int
+from thinwire.compressors.base import Coded
+from thinwire.compressors.checks import check_choice, check_int
 from thinwire.compressors.natural import saturated
 from thinwire.compressors.pieces import Key, Segments, Slot, State
 from thinwire.kernels import rangefloat_eps
@@ -27,9 +28,9 @@ class RangeFloat(Coded):
     """Range-based float (S3, section 3.2.1, Algorithm 1): ``bits`` bits, of which ``mantissa`` are kept of a float's.
 
     What is left numbers exponents down from the range's upper end, so that the smallest magnitude ``eps`` follows in
-    closed form; below it a value is zero (rounding decides), above the range it saturates, and is counted. ``range=auto``
-    takes twice the largest magnitude of the layer's gradient, looked at in the first step and a few times later;
-    ``range=1.0`` fixes it as the seed's experiments do. ``mantissa=auto`` takes what errs least on a sample then.
+    closed form; below it a value is zero (rounding decides), above the range it saturates, and is counted.
+    ``range=auto`` takes twice the largest magnitude of the layer's gradient, as seen in the first step and a few times
+    later; ``range=1.0`` fixes it as the seed's experiments do. ``mantissa=auto`` takes what errs least on a sample.
     """
 
     spec_name: ClassVar[str] = "rangefloat"
@@ -54,7 +55,7 @@ class RangeFloat(Coded):
         return self.rounding == "stochastic" and self.range == "auto"
 
     @property
-    def local(self) -> bool:
+    def keeps_constants(self) -> bool:
         return False
 
     @property

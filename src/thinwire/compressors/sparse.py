@@ -151,12 +151,16 @@ class Sparsifier(Coded):
             kernels.sparse_zero(y, piece.start, piece.numel, indices)
 
     def used_bytes(self, message: Tensor, piece: Piece) -> int:
+        if self.size == "fixed":
+            return super().used_bytes(message, piece)
         count = header_of(message, piece)[1]
         if not 0 <= count <= self.room(piece.numel):
             raise ValueError(f"{piece.name}: {count} elements in a payload with room for {self.room(piece.numel)}")
         return self.payload_bytes_of(piece.numel, count)
 
     def limits(self, message: Tensor, segments: Segments) -> tuple[int, int]:
+        if self.size == "fixed":
+            return 0, 0
         return 0, sum(header_of(message, piece)[2] for piece in segments.pieces if piece.numel)
 
     def __or__(self, other: Compressor) -> Compressor:

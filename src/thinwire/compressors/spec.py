@@ -13,6 +13,7 @@ from thinwire.compressors.base import Compressor
 
 _registry: dict[str, Callable[..., Compressor]] = {}
 _EXAMPLE = "minmax(bits=4, bucket=128)"
+_COMPRESSOR = re.compile("Compressor|Coded|Summed|Sparsifier")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -69,14 +70,15 @@ class _Reader:
         return make(**self._values(node, called.id, make)) if isinstance(node, ast.Call) else make()
 
     def _values(self, node: ast.Call, called: str, make: Callable[..., Compressor]) -> dict[str, object]:
-        names = list(inspect.signature(make).parameters)
+        parameters = inspect.signature(make).parameters
+        names = list(parameters)
         if len(node.args) > len(names):
             raise _not_a_spec(
                 self._text,
                 node.args[len(names)].col_offset,
                 f"{called} takes at most {len(names)} parameters: {', '.join(names)}",
             )
-        values = {name: self._value(arg) for name, arg in zip(names, node.args, strict=False)}
+        values = {n: self._value(arg, parameters[n]) for n, arg in zip(names, node.args, strict=False)}
         for keyword in node.keywords:
             if keyword.arg is None or keyword.arg not in names:
                 takes = f"it takes {', '.join(names)}" if names else "it takes none"
@@ -89,11 +91,12 @@ class _Reader:
                 )
             if keyword.arg in values:
                 raise _not_a_spec(self._text, keyword.col_offset, f"{keyword.arg} is given twice")
-            values[keyword.arg] = self._value(keyword.value)
+            values[keyword.arg] = self._value(keyword.value, parameters[keyword.arg])
         return values
 
-    def _value(self, node: ast.expr) -> object:
-        if isinstance(node, ast.Name) and node.id not in _registry:
+    def _value(self, node: ast.expr, parameter: inspect.Parameter) -> object:
+        # `truncate` may be a compressor's name and a word: the parameter knows.
+        if isinstance(node, ast.Name) and not _COMPRESSOR.search(str(parameter.annotation)):
             return node.id
         if isinstance(node, ast.Name | ast.Call | ast.BinOp):
             return self.compressor(node)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors.base import check_choice, check_share
+from thinwire.compressors.checks import check_choice, check_share
 from thinwire.compressors.pieces import Key, LayerState, Piece, Slot, State
 from thinwire.compressors.sparse import Picked, Sparsifier
 from thinwire.kernels import derive_key, site_id
@@ -22,7 +22,7 @@ _BIN_SHIFT = 20
 
 @dataclass(frozen=True)
 class TopK(Sparsifier):
-    """The ``ceil(density · d)`` elements of each layer with the largest magnitude (S3, section 2.2; Aji, Heafield 2017).
+    """The ``ceil(density · d)`` elements of each layer with the largest magnitude (S3, 2.2; Aji, Heafield 2017).
 
     Of elements alike the first. ``select=sampled`` guesses their least magnitude from a sample of the layer: at most as
     many elements are sent, a few per cent fewer at times, and what is sent is larger than what is not. Biased: a plan

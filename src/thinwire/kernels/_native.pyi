@@ -1,7 +1,20 @@
-# The native CPU core (native/binding.cpp). Addresses and sizes are ints, and are not checked.
+# The native CPU core (native/binding.cpp). Addresses and sizes are ints, and are not checked; `form`, `bucket` and
+# `clip` are `Format.packed`.
 
 def encode(
-    x: int, dtype: int, rows: int, num_rows: int, message: int, bits: int, bucket: int, key: int, nearest: bool, /
+    x: int,
+    dtype: int,
+    rows: int,
+    num_rows: int,
+    message: int,
+    form: int,
+    bucket: int,
+    clip: float,
+    key: int,
+    now: int,
+    next: int,
+    loss_scale: float,
+    /,
 ) -> None: ...
 def decode(
     message: int,
@@ -9,8 +22,9 @@ def decode(
     num_rows: int,
     y: int,
     dtype: int,
-    bits: int,
+    form: int,
     bucket: int,
+    clip: float,
     add: bool,
     scale: float,
     /,
@@ -22,8 +36,9 @@ def sum(
     num_rows: int,
     y: int,
     dtype: int,
-    bits: int,
+    form: int,
     bucket: int,
+    clip: float,
     scale: float,
     /,
     *messages: int,
@@ -36,14 +51,69 @@ def reduce(
     out_message: int,
     y: int,
     dtype: int,
-    bits: int,
+    form: int,
     bucket: int,
+    clip: float,
     scale: float,
     key: int,
-    nearest: bool,
+    now: int,
+    next: int,
+    loss_scale: float,
     /,
     *messages: int,
 ) -> None: ...
+def natural_encode(x: int, dtype: int, rows: int, num_rows: int, message: int, key: int, /) -> None: ...
+def natural_decode(message: int, rows: int, num_rows: int, y: int, dtype: int, add: bool, scale: float, /) -> None: ...
+def rangefloat_encode(
+    x: int, dtype: int, rows: int, num_rows: int, message: int, params: int, bits: int, rounding: int, key: int, /
+) -> None: ...
+def rangefloat_decode(
+    message: int, rows: int, num_rows: int, y: int, dtype: int, bits: int, add: bool, scale: float, /
+) -> None: ...
+def levels_encode(
+    x: int, dtype: int, rows: int, num_rows: int, message: int, levels: int, bits: int, bucket: int, /
+) -> None: ...
+def levels_decode(
+    message: int, rows: int, num_rows: int, y: int, dtype: int, bits: int, bucket: int, add: bool, scale: float, /
+) -> None: ...
+def int_round(
+    x: int,
+    dtype: int,
+    rows: int,
+    num_rows: int,
+    alphas: int,
+    out: int,
+    width: int,
+    clip: float,
+    key: int,
+    nearest: bool,
+    clipped: int,
+    /,
+) -> None: ...
+def int_decode(integers: int, width: int, rows: int, num_rows: int, y: int, dtype: int, factors: int, /) -> None: ...
+def pick(
+    x: int,
+    dtype: int,
+    start: int,
+    numel: int,
+    k: int,
+    least: int,
+    partial: bool,
+    sampled: bool,
+    offset: int,
+    stride: int,
+    num_samples: int,
+    rank: int,
+    indices: int,
+    values: int,
+    /,
+) -> tuple[int, int, bool]: ...
+def abs_histogram(x: int, dtype: int, start: int, numel: int, counts: int, /) -> None: ...
+def pack_indices(indices: int, count: int, numel: int, k: int, bitmap: bool, bytes: int, /) -> bool: ...
+def unpack_indices(bytes: int, numel: int, k: int, bitmap: bool, indices: int, /) -> int: ...
+def sparse_scatter(
+    y: int, dtype: int, start: int, numel: int, indices: int, values: int, count: int, scale: float, /
+) -> bool: ...
 def checksum(message: int, num_bytes: int, /) -> int: ...
 def levels() -> list[str]: ...
 def level() -> str: ...

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from thinwire.kernels import native, reference_floats
 from thinwire.kernels.layout import GROUP, MAX_BUCKET, align
+from thinwire.kernels.native import CODES, MASK64
 from thinwire.kernels.ops import _check_flat, _check_message, _check_values
 from thinwire.kernels.reference_floats import HEADER, ROUNDINGS, levels_parts, rangefloat_size
 from thinwire.kernels.table import Table
@@ -26,6 +27,14 @@ _CLIPS = {torch.int8: 127, torch.int32: 2**31 - 128}
 
 def _is_native(tensor: Tensor) -> bool:
     return native.CORE is not None and tensor.is_cpu
+
+
+def _source(x: Tensor, table: Table) -> tuple[int, int, int, int]:
+    return x.data_ptr(), CODES[x.dtype], table.pointer, len(table.segments)
+
+
+def _target(table: Table, y: Tensor) -> tuple[int, int, int, int]:
+    return table.pointer, len(table.segments), y.data_ptr(), CODES[y.dtype]
 
 
 def _check_numel(numel: int) -> None:
@@ -64,7 +73,10 @@ def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int) -> Non
     """
     _check_values("x", x, table, x)
     _check_message("message", message, table.message_bytes("natural", natural_bytes), x)
-    reference_floats.natural_encode(x, table, message, key=key)
+    if not _is_native(x):
+        return reference_floats.natural_encode(x, table, message, key=key)
+    native.core().natural_encode(*_source(x, table), message.data_ptr(), key & MASK64)
+    return None
 
 
 def natural_decode(message: Tensor, table: Table, y: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
@@ -74,7 +86,10 @@ def natural_decode(message: Tensor, table: Table, y: Tensor, *, add: bool = Fals
     """
     _check_values("y", y, table, y)
     _check_message("message", message, table.message_bytes("natural", natural_bytes), y)
-    reference_floats.natural_decode(message, table, y, add=add, scale=scale)
+    if not _is_native(y):
+        return reference_floats.natural_decode(message, table, y, add=add, scale=scale)
+    native.core().natural_decode(message.data_ptr(), *_target(table, y), add, scale)
+    return None
 
 
 # ---- Range floats -------------------------------------------------------------------------------------------------
@@ -139,7 +154,11 @@ def rangefloat_encode(
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}, not {rounding!r}")
     how = ROUNDINGS[rounding]
-    reference_floats.rangefloat_encode(x, table, message, params, bits=bits, rounding=how, key=key)
+    if not _is_native(x):
+        return reference_floats.rangefloat_encode(x, table, message, params, bits=bits, rounding=how, key=key)
+    where = message.data_ptr(), params.data_ptr()
+    native.core().rangefloat_encode(*_source(x, table), *where, bits, how, key & MASK64)
+    return None
 
 
 def rangefloat_decode(
@@ -151,7 +170,10 @@ def rangefloat_decode(
     """
     _check_values("y", y, table, y)
     _check_message("message", message, _rangefloat_bytes(table, bits), y)
-    reference_floats.rangefloat_decode(message, table, y, bits=bits, add=add, scale=scale)
+    if not _is_native(y):
+        return reference_floats.rangefloat_decode(message, table, y, bits=bits, add=add, scale=scale)
+    native.core().rangefloat_decode(message.data_ptr(), *_target(table, y), bits, add, scale)
+    return None
 
 
 def _rangefloat_bytes(table: Table, bits: int) -> int:
@@ -182,7 +204,10 @@ def levels_encode(x: Tensor, table: Table, message: Tensor, levels: Tensor, *, b
     _check_values("x", x, table, x)
     _check_message("message", message, _levels_bytes(table, bits, bucket), x)
     _check_per_row("levels", levels, (len(table), 1 << bits), x)
-    reference_floats.levels_encode(x, table, message, levels, bits=bits, bucket=bucket)
+    if not _is_native(x):
+        return reference_floats.levels_encode(x, table, message, levels, bits=bits, bucket=bucket)
+    native.core().levels_encode(*_source(x, table), message.data_ptr(), levels.data_ptr(), bits, bucket)
+    return None
 
 
 def levels_decode(
@@ -194,7 +219,10 @@ def levels_decode(
     """
     _check_values("y", y, table, y)
     _check_message("message", message, _levels_bytes(table, bits, bucket), y)
-    reference_floats.levels_decode(message, table, y, bits=bits, bucket=bucket, add=add, scale=scale)
+    if not _is_native(y):
+        return reference_floats.levels_decode(message, table, y, bits=bits, bucket=bucket, add=add, scale=scale)
+    native.core().levels_decode(message.data_ptr(), *_target(table, y), bits, bucket, add, scale)
+    return None
 
 
 def _levels_bytes(table: Table, bits: int, bucket: int) -> int:
@@ -222,7 +250,12 @@ def int_round(
     if not 1 <= clip <= 2 ** (8 * out.element_size() - 1) - 1:
         raise ValueError(f"clip must be 1 to the largest {out.dtype}, not {clip}")
     limit = _not_above(min(int(clip), _CLIPS[out.dtype]))
-    return reference_floats.int_round(x, table, alphas, out, clip=limit, key=key, nearest=nearest)
+    if not _is_native(x):
+        return reference_floats.int_round(x, table, alphas, out, clip=limit, key=key, nearest=nearest)
+    clipped = torch.empty(len(table), dtype=torch.int64)
+    to = alphas.data_ptr(), out.data_ptr(), out.element_size()
+    native.core().int_round(*_source(x, table), *to, limit, key & MASK64, nearest, clipped.data_ptr())
+    return clipped
 
 
 def int_decode(out: Tensor, table: Table, y: Tensor, factors: Tensor) -> None:
@@ -230,7 +263,10 @@ def int_decode(out: Tensor, table: Table, y: Tensor, factors: Tensor) -> None:
     _check_values("y", y, table, y)
     _check_integers(out, table, y)
     _check_per_row("factors", factors, (len(table),), y)
-    reference_floats.int_decode(out, table, y, factors)
+    if not _is_native(y):
+        return reference_floats.int_decode(out, table, y, factors)
+    native.core().int_decode(out.data_ptr(), out.element_size(), *_target(table, y), factors.data_ptr())
+    return None
 
 
 def _check_integers(out: Tensor, table: Table, like: Tensor) -> None:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from thinwire import compat
-from thinwire.kernels import reference
 from thinwire.kernels.layout import Format, Residual
 from thinwire.kernels.table import Table
 
@@ -75,19 +74,15 @@ def bucketed_encode(
     x: Tensor, table: Table, message: Tensor, form: Format, *, key: int, residual: Residual | None = None
 ) -> None:
     """See :func:`thinwire.kernels.bucketed_encode`."""
-    if not _native(form) or residual is not None:
-        reference.bucketed_encode(x, table, message, form, key=key, residual=residual)
-        return
     core().encode(
         x.data_ptr(),
         CODES[x.dtype],
         table.pointer,
         len(table.segments),
         message.data_ptr(),
-        form.bits,
-        form.bucket,
+        *form.packed,
         key & MASK64,
-        form.rounding == "nearest",
+        *_addresses(residual),
     )
 
 
@@ -95,17 +90,13 @@ def bucketed_decode(
     message: Tensor, table: Table, y: Tensor, form: Format, *, add: bool = False, scale: float = 1.0
 ) -> None:
     """See :func:`thinwire.kernels.bucketed_decode`."""
-    if not _native(form):
-        reference.bucketed_decode(message, table, y, form, add=add, scale=scale)
-        return
     core().decode(
         message.data_ptr(),
         table.pointer,
         len(table.segments),
         y.data_ptr(),
         CODES[y.dtype],
-        form.bits,
-        form.bucket,
+        *form.packed,
         add,
         scale,
     )
@@ -115,9 +106,6 @@ def bucketed_sum(
     messages: Sequence[Tensor], own: Tensor | None, table: Table, y: Tensor, form: Format, *, scale: float = 1.0
 ) -> None:
     """See :func:`thinwire.kernels.bucketed_sum`."""
-    if not _native(form):
-        reference.bucketed_sum(messages, own, table, y, form, scale=scale)
-        return
     core().sum(
         0 if own is None else own.data_ptr(),
         0 if own is None else CODES[own.dtype],
@@ -125,8 +113,7 @@ def bucketed_sum(
         len(table.segments),
         y.data_ptr(),
         CODES[y.dtype],
-        form.bits,
-        form.bucket,
+        *form.packed,
         scale,
         *[message.data_ptr() for message in messages],
     )
@@ -145,9 +132,6 @@ def bucketed_reduce(
     residual: Residual | None = None,
 ) -> None:
     """See :func:`thinwire.kernels.bucketed_reduce`."""
-    if not _native(form) or residual is not None:
-        reference.bucketed_reduce(messages, own, table, out_message, y, form, scale=scale, key=key, residual=residual)
-        return
     core().reduce(
         own.data_ptr(),
         CODES[own.dtype],
@@ -156,18 +140,18 @@ def bucketed_reduce(
         out_message.data_ptr(),
         y.data_ptr(),
         CODES[y.dtype],
-        form.bits,
-        form.bucket,
+        *form.packed,
         scale,
         key & MASK64,
-        form.rounding == "nearest",
+        *_addresses(residual),
         *[message.data_ptr() for message in messages],
     )
 
 
-def _native(form: Format) -> bool:
-    """Whether the core knows the format; the reference serves the others."""
-    return form.scheme == "minmax" and form.rounding != "shift"
+def _addresses(residual: Residual | None) -> tuple[int, int, float]:
+    if residual is None:
+        return 0, 0, 1.0
+    return residual.now.data_ptr(), residual.next.data_ptr(), residual.loss_scale
 
 
 def checksum(message: Tensor) -> int:

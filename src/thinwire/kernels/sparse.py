@@ -9,8 +9,9 @@ from torch import Tensor
 
 from thinwire.kernels import native, reference_sparse
 from thinwire.kernels.layout import align
+from thinwire.kernels.native import CODES
 from thinwire.kernels.ops import DTYPES, _check_flat, _check_message
-from thinwire.kernels.reference_sparse import BLOCK, Sample
+from thinwire.kernels.reference_sparse import BINS, BLOCK, Sample, magnitudes
 from thinwire.kernels.rng import splitmix64
 
 _SAMPLE = 16384
@@ -18,6 +19,8 @@ _SAMPLE = 16384
 
 _SMALL = 4 * _SAMPLE
 """No guess is made for fewer elements than this."""
+
+NO_SAMPLE = Sample(0, 1, 0, 0)
 
 MAX_NUMEL = 2**31 - 1
 """Indices are int32."""
@@ -56,12 +59,12 @@ def _sample(numel: int, k: int, key: int, deviations: float) -> Sample:
     standard deviations beyond the expected one.
     """
     if numel < _SMALL or not 0 < k < numel:
-        return Sample(0, 1, 0, 0)
+        return NO_SAMPLE
     stride = (numel // _SAMPLE - 1) | 1
     offset = splitmix64(key) % (numel - (_SAMPLE - 1) * stride)
     expected = k * _SAMPLE / numel
     rank = math.ceil(expected + deviations * (math.sqrt(expected) + 1))
-    return Sample(offset, stride, _SAMPLE, rank) if rank < _SAMPLE else Sample(0, 1, 0, 0)
+    return Sample(offset, stride, _SAMPLE, rank) if rank < _SAMPLE else NO_SAMPLE
 
 
 def select_topk(
@@ -81,7 +84,21 @@ def select_topk(
     if not 0 <= k <= numel:
         raise ValueError(f"k must be 0 to {numel}, not {k}")
     sample = _sample(numel, k, key, 1.0 if sampled else 4.0)
-    return reference_sparse.select_topk(x[start : start + numel], k, sample, sampled=sampled)
+    if not _is_native(x):
+        return reference_sparse.select_topk(x[start : start + numel], k, sample, sampled=sampled)
+    indices, values, _, finite = _pick(x, start, numel, k, 1, sample, partial=False, sampled=sampled)
+    return indices, values, finite
+
+
+def _pick(
+    x: Tensor, start: int, numel: int, k: int, least: int, sample: Sample, *, partial: bool, sampled: bool
+) -> tuple[Tensor, Tensor, int, bool]:
+    """The native core's pick: indices, values, how many reached the threshold, and whether all is finite."""
+    indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
+    span = x.data_ptr(), CODES[x.dtype], start, numel
+    to = indices.data_ptr(), values.data_ptr()
+    count, total, finite = native.core().pick(*span, k, least, partial, sampled, *sample, *to)
+    return (indices, values, total, finite) if count == k else (indices[:count], values[:count], total, finite)
 
 
 def select_threshold(
@@ -98,7 +115,11 @@ def select_threshold(
         raise ValueError(f"threshold must be at least 0, not {threshold}")
     if capacity < 0:
         raise ValueError(f"capacity must not be negative, got {capacity}")
-    return reference_sparse.select_threshold(x[start : start + numel], threshold, capacity)
+    if not _is_native(x):
+        return reference_sparse.select_threshold(x[start : start + numel], threshold, capacity)
+    room, least = min(capacity, numel), int(magnitudes(torch.tensor([threshold]))) + 1
+    indices, values, total, finite = _pick(x, start, numel, room, least, NO_SAMPLE, partial=True, sampled=False)
+    return indices, values, finite, max(0, total - room)
 
 
 def abs_histogram(x: Tensor, start: int, numel: int) -> Tensor:
@@ -107,7 +128,11 @@ def abs_histogram(x: Tensor, start: int, numel: int) -> Tensor:
     Errors are those of :func:`select_topk`.
     """
     _check_span("x", x, start, numel)
-    return reference_sparse.abs_histogram(x[start : start + numel])
+    if not _is_native(x):
+        return reference_sparse.abs_histogram(x[start : start + numel])
+    counts = torch.empty(BINS, dtype=torch.int32)
+    native.core().abs_histogram(x.data_ptr(), CODES[x.dtype], start, numel, counts.data_ptr())
+    return counts
 
 
 def _is_bitmap(numel: int, k: int) -> bool:
@@ -135,11 +160,16 @@ def pack_indices(indices: Tensor, numel: int, k: int, message: Tensor, at: int) 
     _check_picks(indices, message)
     if at < 0 or indices.numel() > k:
         raise ValueError(f"{indices.numel()} indices at byte {at}: at most k={k}, and no byte before the first")
-    if indices.numel():
-        first, last = indices[0], indices[-1]
-        if first < 0 or last >= numel or (indices.numel() > 1 and not bool((indices.diff() > 0).all())):
-            raise ValueError(f"indices must ascend, between 0 and {numel - 1}")
-    reference_sparse.pack_indices(indices, numel, k, message, at, _is_bitmap(numel, k))
+    bitmap = _is_bitmap(numel, k)
+    if _is_native(indices):
+        where = indices.data_ptr(), indices.numel(), numel, k, bitmap, message.data_ptr() + at
+        good = native.core().pack_indices(*where)
+    else:
+        good = not indices.numel() or bool((indices[0] >= 0) & (indices[-1] < numel) & (indices.diff() > 0).all())
+        if good:
+            reference_sparse.pack_indices(indices, numel, k, message, at, bitmap)
+    if not good:
+        raise ValueError(f"indices must ascend, between 0 and {numel - 1}")
 
 
 def unpack_indices(message: Tensor, at: int, numel: int, k: int) -> Tensor:
@@ -151,7 +181,12 @@ def unpack_indices(message: Tensor, at: int, numel: int, k: int) -> Tensor:
     _check_message("message", message, at + num_bytes, message)
     if at < 0:
         raise ValueError(f"at must not be negative, got {at}")
-    return reference_sparse.unpack_indices(message, at, numel, k, _is_bitmap(numel, k))
+    bitmap = _is_bitmap(numel, k)
+    if not _is_native(message):
+        return reference_sparse.unpack_indices(message, at, numel, k, bitmap)
+    indices = torch.empty(k, dtype=torch.int32)
+    count = native.core().unpack_indices(message.data_ptr() + at, numel, k, bitmap, indices.data_ptr())
+    return indices if count == k else indices[:count]
 
 
 def sparse_add(y: Tensor, start: int, numel: int, indices: Tensor, values: Tensor, scale: float = 1.0) -> None:
@@ -162,18 +197,25 @@ def sparse_add(y: Tensor, start: int, numel: int, indices: Tensor, values: Tenso
     """
     _check_span("y", y, start, numel)
     _check_picks(indices, y, values)
-    _check_inside(indices, numel)
-    reference_sparse.sparse_add(y[start : start + numel], indices, values, scale)
+    if not _scatter(y, start, numel, indices, values.data_ptr(), scale):
+        reference_sparse.sparse_add(y[start : start + numel], indices, values, scale)
 
 
 def sparse_zero(y: Tensor, start: int, numel: int, indices: Tensor) -> None:
     """``y[start + i] = 0`` for all ``indices`` (int32). Errors are those of :func:`sparse_add`."""
     _check_span("y", y, start, numel)
     _check_picks(indices, y)
-    _check_inside(indices, numel)
-    reference_sparse.sparse_zero(y[start : start + numel], indices)
+    if not _scatter(y, start, numel, indices, 0, 1.0):
+        reference_sparse.sparse_zero(y[start : start + numel], indices)
 
 
-def _check_inside(indices: Tensor, numel: int) -> None:
-    if indices.numel() and not bool(((indices >= 0) & (indices < numel)).all()):
+def _scatter(y: Tensor, start: int, numel: int, indices: Tensor, values: int, scale: float) -> bool:
+    """Adds the values at an address, or zeroes, in the native core; False: nothing but the check was done."""
+    if _is_native(y):
+        span = y.data_ptr(), CODES[y.dtype], start, numel
+        inside = native.core().sparse_scatter(*span, indices.data_ptr(), values, indices.numel(), scale)
+    else:
+        inside = not indices.numel() or bool(((indices >= 0) & (indices < numel)).all())
+    if not inside:
         raise ValueError(f"indices must be between 0 and {numel - 1}")
+    return _is_native(y)

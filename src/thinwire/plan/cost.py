@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from thinwire.compressors import Coded, Compressor, Raw
 from thinwire.plan.plan import Plan
 
-_SAMPLE = 1 << 20
+_SAMPLE = (1 << 10, 1 << 10)
 _LEAST_GAIN = 0.9
 
 
@@ -32,8 +33,10 @@ class Speeds:
 
         Latency is left out: every layer shares the messages of its DDP bucket.
         """
-        num_bytes = compressor.wire_bytes((_SAMPLE,), dtype) / _SAMPLE
+        num_bytes = compressor.wire_bytes(_SAMPLE, dtype) / math.prod(_SAMPLE)
         crossings = 2 * (self.num_ranks - 1) / self.num_ranks
+        if isinstance(compressor, Coded) and compressor.gathered:
+            crossings = self.num_ranks - 1
         return self.codec_s.get(compressor, 0.0) + crossings * num_bytes / self.bandwidth
 
 
@@ -46,7 +49,7 @@ def declined(plan: Plan, speeds: Speeds) -> Plan:
     raw = speeds.seconds_per_element(Raw())
     pays = {c: speeds.seconds_per_element(c) < _LEAST_GAIN * raw for c in set(plan.layers.values())}
     layers = {name: c if pays[c] or isinstance(c, Raw) else Raw() for name, c in plan.layers.items()}
-    return Plan(layers, plan.rules, plan.keep)
+    return replace(plan, layers=layers)
 
 
 def codec_seconds(compressor: Compressor, num_ranks: int, seconds_of: Mapping[str, float]) -> float:
@@ -57,6 +60,8 @@ def codec_seconds(compressor: Compressor, num_ranks: int, seconds_of: Mapping[st
     """
     if not isinstance(compressor, Coded):
         return seconds_of["encode"] + seconds_of["decode"]
+    if compressor.gathered:
+        return seconds_of["encode"] + num_ranks * seconds_of["decode"]
     others = (num_ranks - 1) / num_ranks
     own = 1 / num_ranks
     encode = others + own

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from thinwire.compressors import Compressor, Raw, parse
+from thinwire.compressors import Compressor, Raw, Unsuited, ef, parse
 from thinwire.plan.filters import Filter, check_pattern, matches
 
 Rules = str | Compressor | Mapping[str, str | Compressor]
@@ -25,13 +25,17 @@ class Plan:
     rules: Mapping[str, Compressor] = field(default_factory=dict)
     """Patterns and compressors that it was built from."""
     keep: Filter = field(default_factory=Filter)
+    unsuited: Mapping[str, str] = field(default_factory=dict)
+    """Layers that the rules' compressor cannot take and that are raw therefore, and why."""
 
     @staticmethod
     def build(shapes: Mapping[str, Sequence[int]], rules: Rules = DEFAULT_RULES, keep: Filter | None = None) -> Plan:
         """Give each layer of ``shapes`` (parameter name to shape) the compressor that the rules name for it.
 
         Layers that ``keep`` filters, and layers that no rule matches, are raw. A rule that gives a parameter's full
-        name holds even for a layer that would be filtered for its size or dimensions.
+        name holds even for a layer that would be filtered for its size or dimensions. A compressor that drops or
+        distorts much gets error feedback around it, unless it says ``feedback=False``; one that cannot take a layer of
+        this shape leaves it raw (`unsuited`).
 
         Raises:
             ValueError: a pattern matches no parameter, or a spec is wrong.
@@ -44,10 +48,12 @@ class Plan:
             for pattern in (*parsed, *keep.exclude):
                 check_pattern(pattern, shapes)
         plan = Plan({}, parsed, keep)
-        return Plan({name: plan.choose(name, shape) for name, shape in shapes.items()}, parsed, keep)
+        for name, shape in shapes.items():
+            plan = plan.extended(name, shape)
+        return plan
 
-    def choose(self, name: str, shape: Sequence[int]) -> Compressor:
-        """What the rules give a layer of this name and shape."""
+    def _asked(self, name: str, shape: Sequence[int]) -> Compressor:
+        """What the rules name for a layer of this name and shape."""
         if name in self.rules:
             return self.rules[name]
         if self.keep.keeps_raw(name, shape):
@@ -55,8 +61,22 @@ class Plan:
         return next((c for pattern, c in self.rules.items() if matches(pattern, name)), Raw())
 
     def extended(self, name: str, shape: Sequence[int]) -> Plan:
-        """This plan with one more layer, which was frozen when the plan was built."""
-        return Plan({**self.layers, name: self.choose(name, shape)}, self.rules, self.keep)
+        """This plan with one more layer."""
+        asked = self._asked(name, shape)
+        try:
+            chosen = asked.fit(shape)
+        except Unsuited as why:
+            return replace(self, layers={**self.layers, name: Raw()}, unsuited={**self.unsuited, name: str(why)})
+        if chosen.wants_feedback:
+            chosen = ef(chosen)
+        return replace(self, layers={**self.layers, name: chosen})
+
+    def at(self, step: int, learning_rate: float | None) -> Plan:
+        """This plan as it is in a step, counted from the first compressed one; itself where nothing has a schedule."""
+        layers = {name: compressor.at(step, learning_rate) for name, compressor in self.layers.items()}
+        if all(layers[name] is compressor for name, compressor in self.layers.items()):
+            return self
+        return replace(self, layers=layers)
 
     def __getitem__(self, name: str) -> Compressor:
         return self.layers[name]
@@ -89,7 +109,7 @@ class Plan:
         found = json.loads(text)
         if not isinstance(found, dict) or not all(isinstance(spec, str) for spec in found.values()):
             raise ValueError("a plan is a JSON object of parameter names and specs")
-        return Plan({name: parse(spec) for name, spec in found.items()}, self.rules, self.keep)
+        return replace(self, layers={name: parse(spec) for name, spec in found.items()})
 
     @property
     def hash(self) -> str:

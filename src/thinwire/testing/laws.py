@@ -8,28 +8,32 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from thinwire.compressors import GRADIENT_DTYPES, Coded, Compressor, Piece, Segments, State, Summed, parse
-from thinwire.kernels import derive_key
+from thinwire.compressors import (
+    GRADIENT_DTYPES,
+    Coded,
+    Compressor,
+    Key,
+    Piece,
+    Segments,
+    State,
+    Summed,
+    first_state,
+    parse,
+    sum_alone,
+)
 
 _SIZES = (1, 2, 63, 64, 127, 128, 129, 1000, 4097)
 
 
 def encode_one(
-    compressor: Coded, x: Tensor, *, key: int = 0, name: str = "layer", index0: int = 0
+    compressor: Coded, x: Tensor, *, key: int = 0, name: str = "layer", index0: int = 0, state: State | None = None
 ) -> tuple[Tensor, Segments]:
-    """The message of one flat tensor as one piece of a layer, and its segments."""
+    """The message of one flat tensor as one piece of a layer, and its segments; in a first step without ``state``."""
     segments = Segments.build([Piece(name, 0, x.numel(), index0, 0)])
     message = torch.full((compressor.payload_bytes(x.numel(), x.dtype),), 0xAB, dtype=torch.uint8)
-    compressor.encode(x, segments, message, key=derive_key(key), state=new_state(compressor, x.numel()))
+    state = state or first_state(compressor, x, segments)
+    compressor.encode(x, segments, message, key=Key.of(key), state=state)
     return message, segments
-
-
-def new_state(compressor: Compressor, numel: int, loss_scale: float = 1.0) -> State | None:
-    """The state of a first step of a flat tensor of ``numel`` elements; None if the compressor asks for none."""
-    if not compressor.slots:
-        return None
-    now, after = ({slot.name: torch.zeros(numel, dtype=slot.dtype) for slot in compressor.slots} for _ in range(2))
-    return State(now, after, loss_scale)
 
 
 def decode_one(compressor: Coded, message: Tensor, segments: Segments, dtype: torch.dtype) -> Tensor:
@@ -57,24 +61,26 @@ def size_is_known_beforehand(compressor: Compressor) -> None:
     for dtype in GRADIENT_DTYPES:
         for numel in (0, *_SIZES):
             size = compressor.payload_bytes(numel, dtype)
-            assert size == compressor.wire_bytes((numel,), dtype)
+            assert size == compressor.wire_bytes((numel,), dtype) or compressor.fit((numel,)) != compressor
             assert (size == 0) == (numel == 0)
             x = _sample(numel).to(dtype)
             first, _ = encode_one(compressor, x)
             other = torch.zeros_like(first)
             segments = Segments.build([Piece("layer", 0, numel, 0, 0)])
-            compressor.encode(x, segments, other, key=derive_key(0), state=new_state(compressor, numel))
+            compressor.encode(x, segments, other, key=Key.of(0), state=first_state(compressor, x, segments))
             assert torch.equal(_meaningful(compressor, first, x), _meaningful(compressor, other, x))
 
 
 def _meaningful(compressor: Coded, message: Tensor, x: Tensor) -> Tensor:
-    """Raw payloads are padded to 64 bytes; what stands in the padding means nothing."""
-    return message[: x.numel() * x.element_size()] if compressor.spec_name == "raw" else message
+    """What a message says: of a bounded payload what it holds; of a raw one not the padding."""
+    if compressor.spec_name == "raw":
+        return message[: x.numel() * x.element_size()]
+    return message[: compressor.used_bytes(message, Piece("layer", 0, x.numel(), 0, 0)) if x.numel() else 0]
 
 
 def draws_are_counter_based(compressor: Compressor) -> None:
     """Law 3: the same key gives the same bytes, and no global generator is read or moved."""
-    x = _sample(4097)
+    x = _sample(4100).view(82, 50)
     torch.manual_seed(1)
     before = torch.get_rng_state()
     first = compressor.roundtrip(x, key=5)
@@ -89,11 +95,14 @@ def cutting_changes_no_bit(compressor: Compressor) -> None:
         return
     grain = compressor.grain
     x = _sample(3 * grain + 17)
-    whole = decode_one(compressor, *encode_one(compressor, x, key=3), torch.float32)
+    segments = Segments.build([Piece("layer", 0, x.numel(), 0, 0)])
+    state = first_state(compressor, x, segments)
+    whole = decode_one(compressor, *encode_one(compressor, x, key=3, state=state), torch.float32)
     for cut in (grain, 2 * grain):
         parts = []
         for start, stop in ((0, cut), (cut, x.numel())):
-            message, segments = encode_one(compressor, x[start:stop].contiguous(), key=3, index0=start)
+            cut_out = x[start:stop].contiguous()
+            message, segments = encode_one(compressor, cut_out, key=3, index0=start, state=state)
             parts.append(decode_one(compressor, message, segments, torch.float32))
         assert torch.equal(torch.cat(parts), whole)
 
@@ -120,13 +129,13 @@ def non_finite_is_not_laundered(compressor: Compressor) -> None:
         for at in (0, 100, 999):
             x = _sample(1000)
             x[at] = poison
-            y = compressor.roundtrip(x)
+            y = compressor.roundtrip(x.view(40, 25)).view(-1)
             assert not bool(torch.isfinite(y[at])), f"{poison} at {at} came out as {float(y[at])}"
 
 
 def dtypes_are_taken_or_refused(compressor: Compressor) -> None:
     """Law 6: fp32, bf16 and fp16 work and are handled in fp32; complex and integer tensors raise TypeError."""
-    x = _sample(1000).to(torch.bfloat16)
+    x = _sample(1000).view(40, 25).to(torch.bfloat16)
     wide = compressor.roundtrip(x.float(), key=1)
     assert wide.dtype == torch.float32
     assert torch.equal(compressor.roundtrip(x, key=1), wide)
@@ -150,10 +159,10 @@ def odd_tensors_work(compressor: Compressor) -> None:
             y = compressor.roundtrip(torch.full((numel,), value))
             if abs(value) <= compressor.largest:
                 assert bool(torch.isfinite(y).all())
-                assert bool(((y - value).abs() <= 0.01 * abs(value)).all()) or not compressor.dense
+                assert bool(((y - value).abs() <= 0.01 * abs(value)).all()) or not compressor.keeps_constants
     tiny = torch.tensor([1e-45, 1e-40, -1e-39, 0.0]).repeat(64)
     assert float(compressor.roundtrip(tiny).abs().max()) <= 1e-37
-    huge = _sample(1000) * min(1e30, compressor.largest / 10)
+    huge = _sample(1000).view(40, 25) * min(1e30, compressor.largest / 10)
     assert bool(torch.isfinite(compressor.roundtrip(huge)).all())
     assert compressor.roundtrip(_sample(24).view(2, 3, 4)).shape == (2, 3, 4)
 
@@ -197,9 +206,11 @@ def random_bytes_decode_to_something(compressor: Compressor) -> None:
         return
     generator = torch.Generator().manual_seed(0)
     segments = Segments.build([Piece("layer", 128, 1000, 0, 0)])
-    for _ in range(20):
+    for trial in range(20):
         size = compressor.payload_bytes(1000, torch.float32)
         message = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+        if trial % 2:
+            message[:4] = 0  # where some formats flag NaN, so that the rest is read
         y = torch.full((2000,), 7.0)
         compressor.decode(message, segments, y)
         assert bool((y[:128] == 7).all())
@@ -208,50 +219,70 @@ def random_bytes_decode_to_something(compressor: Compressor) -> None:
 
 def reduce_is_the_encoded_mean(compressor: Compressor) -> None:
     """Laws 1 and 8: the owner ends with what its message decodes to, and that is the mean up to one coding."""
-    if not isinstance(compressor, Coded):
+    if not isinstance(compressor, Coded) or not compressor.plain_sum:
         return
-    numel, num_ranks = 3000, 4
-    inputs = [_sample(numel, seed) for seed in range(num_ranks)]
-    coded = [encode_one(compressor, x, key=rank) for rank, x in enumerate(inputs[1:])]
-    messages, segments = [message for message, _ in coded], coded[0][1]
-    own = inputs[0].clone()
+    num_ranks = 4
+    inputs, messages, segments = _of_ranks(compressor, 3000, num_ranks)
+    own, messages = inputs[0].clone(), messages[1:]
     out = torch.zeros_like(messages[0])
     expected = own.clone()
     for message in messages:
         compressor.decode(message, segments, expected, add=True)
     expected *= 1 / num_ranks
-    state = new_state(compressor, numel)
-    compressor.reduce(messages, own, segments, out, own, key=derive_key(99), scale=1 / num_ranks, state=state)
+    state = first_state(compressor, expected, segments)
+    compressor.reduce(messages, own, segments, out, own, key=Key.of(99), scale=1 / num_ranks, state=state)
     assert torch.equal(decode_one(compressor, out, segments, torch.float32), own)
     again = torch.zeros_like(out)
-    compressor.encode(expected, segments, again, key=derive_key(99), state=new_state(compressor, numel))
+    state = first_state(compressor, expected, segments)
+    compressor.encode(expected, segments, again, key=Key.of(99), state=state)
     assert torch.equal(decode_one(compressor, again, segments, torch.float32), own)
+
+
+def mean_is_that_of_what_was_sent(compressor: Compressor) -> None:
+    """Law 8: whoever gathers all messages ends with the mean of what each decodes to."""
+    if not isinstance(compressor, Coded):
+        return
+    _, messages, segments = _of_ranks(compressor, 3000, 3)
+    for dtype in GRADIENT_DTYPES:
+        y = torch.empty(3000, dtype=dtype)
+        compressor.mean(messages, segments, y, scale=1 / 3)
+        expected = torch.stack([decode_one(compressor, m, segments, torch.float32) for m in messages]).sum(0) / 3
+        assert torch.allclose(y.float(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def _of_ranks(compressor: Coded, numel: int, num_ranks: int) -> tuple[list[Tensor], list[Tensor], Segments]:
+    """What some ranks have, and what each sends of it."""
+    inputs = [_sample(numel, seed) for seed in range(num_ranks)]
+    if compressor.spec_name == "raw":
+        # Raw values are decoded in the dtype that they were sent in; three of them add up exactly.
+        inputs = [x.bfloat16().float() for x in inputs]
+    segments = Segments.build([Piece("layer", 0, numel, 0, 0)])
+    state = first_state(compressor, inputs[0], segments)
+    coded = [encode_one(compressor, x, key=rank, state=state) for rank, x in enumerate(inputs)]
+    return inputs, [message for message, _ in coded], segments
 
 
 def what_is_not_sent_is_kept(compressor: Compressor) -> None:
     """Law 7: with error feedback, inputs and residuals before equal outputs and residuals after, summed over steps."""
-    if not compressor.slots:
+    if not any(slot.name == "residual" for slot in compressor.slots):
         return
-    numel, scale = 2000, 64.0
-    state = new_state(compressor, numel, loss_scale=scale)
+    shape, scale = (50, 40), 64.0
+    piece = Piece("layer", 0, 2000, 0, 0, shape)
+    segments = Segments.build([piece])
+    state = first_state(compressor, _sample(2000) * scale, segments, scale)
     assert state is not None
-    sent, given = torch.zeros(numel), torch.zeros(numel)
+    sent, given = torch.zeros(2000), torch.zeros(2000)
     for step in range(5):
-        x = _sample(numel, step) * scale
+        x = _sample(2000, step) * scale
         given += x / scale
         if isinstance(compressor, Coded):
-            segments = Segments.build([Piece("layer", 0, numel, 0, 0)])
-            message = torch.zeros(compressor.payload_bytes(numel, x.dtype), dtype=torch.uint8)
-            compressor.encode(x, segments, message, key=derive_key(step), state=state)
+            message = torch.zeros(compressor.payload_bytes(2000, x.dtype), dtype=torch.uint8)
+            compressor.encode(x, segments, message, key=Key.of(step), state=state)
             sent += decode_one(compressor, message, segments, torch.float32) / scale
         elif isinstance(compressor, Summed):
-            piece = Piece("layer", 0, numel, 0, 0)
-            for round in range(compressor.rounds):
-                part = torch.empty(compressor.part_numel(round, numel), dtype=compressor.part_dtype(x.dtype))
-                compressor.part(round, x, piece, part, key=derive_key(step), scale=1.0, state=state)
-                compressor.absorb(round, part, x, piece, key=derive_key(step), state=state)
+            sum_alone(compressor, x, piece, x.dtype, key=step, state=state)
             sent += x / scale
-        state = State(state.next, state.now, scale)
+        state = state.swapped()
     kept = state.now["residual"]
     assert float((given - sent - kept).abs().max()) <= 1e-4 * float(given.abs().max() + kept.abs().max())
 
@@ -269,5 +300,6 @@ LAWS: tuple[Callable[[Compressor], None], ...] = (
     short_messages_raise,
     random_bytes_decode_to_something,
     reduce_is_the_encoded_mean,
+    mean_is_that_of_what_was_sent,
     what_is_not_sent_is_kept,
 )

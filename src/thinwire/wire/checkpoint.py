@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.compressors import Compressor, Slot
 from thinwire.kernels import FORMAT_VERSION
 from thinwire.plan import Plan
 from thinwire.wire.slots import Slots, reshard
@@ -42,9 +43,9 @@ def write(
         "plan": torch.frombuffer(bytearray(plan.to_json().encode()), dtype=torch.uint8),
     }
     for name, compressor in plan.layers.items():
-        for slot in compressor.slots:
-            value = slots.value(name, slot.name, math.prod(shapes[name]))
-            state[_key(rank, slot.name, name)] = value.view(tuple(shapes[name]))
+        for slot in _saved(compressor):
+            value = slots.value(name, slot, shapes[name])
+            state[_key(rank, slot.name, name)] = value.view(slot.shape_of(shapes[name]))
     return state
 
 
@@ -73,19 +74,22 @@ def read(state: Mapping[str, Tensor], plan: Plan, shapes: Mapping[str, Sequence[
     old_size = int(state["world_size"])
     slots = {}
     for name, compressor in saved.layers.items():
-        for slot in compressor.slots:
-            numel = math.prod(shapes[name])
+        for slot in _saved(compressor):
             if old_size == size:
-                value = _find(state, rank, slot.name, name, numel)
+                value = _find(state, rank, slot, name, shapes[name])
             else:
-                values = {r: _find(state, r, slot.name, name, numel) for r in range(old_size)}
-                value = reshard(values, compressor, name, rank, size)
+                values = {r: _find(state, r, slot, name, shapes[name]) for r in range(old_size)}
+                value = reshard(values, slot, compressor, name, rank, size)
             slots[name, slot.name] = value
     return Loaded(int(state["step"]), int(state["seed"]), saved, slots)
 
 
-def _find(state: Mapping[str, Tensor], rank: int, slot: str, name: str, numel: int) -> Tensor:
-    key = _key(rank, slot, name)
+def _saved(compressor: Compressor) -> list[Slot]:
+    return [slot for slot in compressor.slots if not slot.scratch]
+
+
+def _find(state: Mapping[str, Tensor], rank: int, slot: Slot, name: str, shape: Sequence[int]) -> Tensor:
+    key, numel = _key(rank, slot.name, name), math.prod(slot.shape_of(shape))
     if key not in state:
         raise ValueError(
             f"the state lacks {key}: with as many ranks as before every rank loads what it saved itself; with another "
@@ -93,4 +97,4 @@ def _find(state: Mapping[str, Tensor], rank: int, slot: str, name: str, numel: i
         )
     if state[key].numel() != numel:
         raise ValueError(f"{key} has {state[key].numel()} elements in the state, {numel} in the model")
-    return state[key].detach().to("cpu", torch.float32, copy=True).reshape(-1)
+    return state[key].detach().to("cpu", slot.dtype, copy=True).reshape(-1)

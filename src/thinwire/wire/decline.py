@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
 
 from thinwire.collectives import Transport
-from thinwire.compressors import Coded, Compressor, Piece, Raw, Segments, State, Summed
+from thinwire.compressors import Coded, Compressor, Key, Part, Piece, Raw, Segments, Summed, first_state
 from thinwire.plan import Plan
 from thinwire.plan.cost import Speeds, codec_seconds, declined
 
+_SHAPE = (1 << 10, 1 << 10)
 _NUMEL = 1 << 20
 _REPEATS = 3
 _FIRST_PROBE_BYTES = 64 << 10
@@ -41,28 +43,25 @@ def decline(plan: Plan, transport: Transport) -> tuple[Plan, Speeds]:
 
 def _codec(compressor: Compressor, num_ranks: int) -> float:
     x = torch.randn(_NUMEL, generator=torch.Generator().manual_seed(0))
-    state = _state(compressor)
+    piece = Piece("probe", 0, _NUMEL, 0, 0, _SHAPE)
+    segments = Segments.build([piece])
+    state = first_state(compressor, x, segments)
     if isinstance(compressor, Coded):
-        segments = Segments.build([Piece("probe", 0, _NUMEL, 0, 0)])
         message = torch.zeros(compressor.payload_bytes(_NUMEL, x.dtype), dtype=torch.uint8)
-        encode = _seconds(lambda: compressor.encode(x, segments, message, key=1, state=state))
-        decode = _seconds(lambda: compressor.decode(message, segments, x))
+        encode = _seconds(lambda: compressor.encode(x, segments, message, key=Key.of(1), state=state))
+        y = torch.empty_like(x)
+        decode = _seconds(lambda: compressor.decode(message, segments, y))
     else:
         assert isinstance(compressor, Summed)
-        piece = Piece("probe", 0, _NUMEL, 0, 0)
+        y = x.clone()
         encode = decode = 0.0
         for round in range(compressor.rounds):
-            part = torch.zeros(compressor.part_numel(round, _NUMEL), dtype=compressor.part_dtype(x.dtype))
-            encode += _seconds(lambda p=part, r=round: compressor.part(r, x, piece, p, key=1, scale=1.0, state=state))
-            decode += _seconds(lambda p=part, r=round: compressor.absorb(r, p, x, piece, key=1, state=state))
+            numel = compressor.part_numel(round, _SHAPE)
+            buffer, parts = torch.zeros(numel, dtype=compressor.part_dtype(x.dtype)), [Part(piece, slice(0, numel))]
+            part, absorb = partial(compressor.part, round, key=1, state=state), partial(compressor.absorb, round)
+            encode += _seconds(partial(part, x, parts, buffer, scale=1.0))
+            decode += _seconds(partial(absorb, buffer, y, parts, key=1, state=state))
     return codec_seconds(compressor, num_ranks, {"encode": encode / _NUMEL, "decode": decode / _NUMEL})
-
-
-def _state(compressor: Compressor) -> State | None:
-    if not compressor.slots:
-        return None
-    now, after = ({slot.name: torch.zeros(_NUMEL, dtype=slot.dtype) for slot in compressor.slots} for _ in range(2))
-    return State(now, after)
 
 
 def _seconds(run: Callable[[], None]) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -16,45 +17,27 @@ from thinwire.collectives import (
     Layout,
     Transport,
     TransportError,
+    allgather,
     complete,
     ring_bytes,
     scatter_reduce_allgather,
     sum_buffers,
     summed_all_reduce,
 )
-from thinwire.compressors import Coded, Summed
+from thinwire.compressors import Coded, LayerState, Raw, RawSum, State, Summed
 from thinwire.kernels import FORMAT_VERSION, cpu_level
 from thinwire.plan import Plan
 from thinwire.wire import checkpoint
 from thinwire.wire.agree import agree
 from thinwire.wire.parity import check_parity
+from thinwire.wire.route import BucketLayers, Route, RouteKey
 from thinwire.wire.simulate import simulate
 from thinwire.wire.slots import Slots
 from thinwire.wire.stats import Stats
 from thinwire.wire.timeline import Timeline
 from thinwire.wire.worker import Job, Then
 
-BucketLayers = tuple[tuple[str, tuple[int, ...]], ...]
-"""Names and shapes of the layers of a bucket, in order."""
-
 _STALE_STEPS = 16
-
-
-@dataclass
-class Route:
-    """How a bucket travels: its layout, its buffers, and when it was last used."""
-
-    layout: Layout
-    messages: Buffers | None
-    sums: Sequence[Tensor]
-    last_step: int
-    sent_bytes: int
-    """What this rank hands to the transport for it in a compressed step."""
-
-    @property
-    def num_bytes(self) -> int:
-        held = self.messages.num_bytes if self.messages else 0
-        return held + sum(buffer.numel() * buffer.element_size() for buffer in self.sums)
 
 
 class Engine:
@@ -69,6 +52,7 @@ class Engine:
         seed: int,
         start: int,
         simulated: bool,
+        measure: int = 0,
     ) -> None:
         self.plan = plan
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
@@ -76,10 +60,21 @@ class Engine:
         self.seed = seed
         self.start = start
         self.simulated = simulated
+        self.measure = measure
+        self.learning_rate: float | None = None
+        """The optimizer's in the present step, for compressors that follow it."""
+        self._present = plan
+        self._forms: dict[str, int] = {}
+        self._form = 0
+        self._learns_at: set[int] = set()
+        self._raw_is_summed = False
+        self._error = self._norm = 0.0
+        self._measured_step = -1
+        self._loss_scale = 1.0
         self.reset_stats()
         self.timeline: Timeline | None = None
         self.slots = Slots()
-        self.routes: dict[tuple[BucketLayers, torch.dtype], Route] = {}
+        self.routes: dict[RouteKey, Route] = {}
         self._broken: TransportError | None = None
         self._found: Exception | None = None
         self._counted_step = -1
@@ -105,6 +100,7 @@ class Engine:
             "seed": str(self.seed),
             "start": str(self.start),
             "simulated": str(self.simulated),
+            "measure": str(self.measure),
             "step": str(step),
         }
         if not all(compressor.exact_bits for compressor in self.plan.layers.values()):
@@ -135,6 +131,7 @@ class Engine:
     def adopt(self, loaded: checkpoint.Loaded) -> None:
         self.seed, self.plan = loaded.seed, loaded.plan
         self.routes.clear()
+        self._forms.clear()
         self.slots.replace(loaded.slots)
         agree(self.record(loaded.step), self.transport)
 
@@ -158,9 +155,11 @@ class Engine:
     def simulate(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> None:
         """Replace ``flat`` by what would arrive of it, and count the bytes that would have been sent."""
         self._begin(step)
-        key = (layers, flat.dtype)
+        key = (layers, flat.dtype, self._form)
         route = self._route(flat, key, step)
-        state = self.slots.state(key, route.layout, loss_scale, flat.device)
+        state = self._state(key, route, loss_scale, flat.device)
+        if state is not None:
+            self._learn(flat, route.layout, step, state)
         simulate(flat, route.layout, seed=self.seed, step=step, rank=self.rank, state=state)
         dense = ring_bytes(flat.numel() * flat.element_size(), self.world_size)
         self._count_elsewhere(dense, route.sent_bytes)
@@ -171,25 +170,65 @@ class Engine:
             self._step_is_finite &= math.isfinite(float(torch.linalg.vector_norm(flat, math.inf)))
 
     def _communicate(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> Iterator[Then]:
-        key = (layers, flat.dtype)
-        if key not in self.routes:
-            # Ranks agree on a new route, which takes a native collective: those have one order on all ranks.
-            yield Then.ALONE
         self._begin(step)
+        key = (layers, flat.dtype, self._form)
+        learning = step - self.start in self._learns_at
+        if key not in self.routes or learning:
+            # Ranks agree on a new route, or share what is learned, by native collectives: those have one order.
+            yield Then.ALONE
         route = self._route(flat, key, step)
-        state = self.slots.state(key, route.layout, loss_scale, flat.device)
+        state = self._state(key, route, loss_scale, flat.device)
+        if learning and state is not None:
+            self._learn(flat, route.layout, step, state)
+        exact = flat.to(torch.float32, copy=True) if self.measure and step % self.measure == 0 else None
         options = {"seed": self.seed, "step": step, "state": state, "clock": self.timeline or self.stats}
-        exchange = iter(())
-        if route.messages is not None:
-            exchange = scatter_reduce_allgather(flat, route.layout, self.transport, route.messages, **options)
-            next(exchange)
-        yield Then.LATER
-        complete(exchange)
+        with ExitStack() as stack:
+            running = []
+            for collective, buffers in route.exchanges:
+                exchange = collective(flat, route.layout, self.transport, buffers, **options)
+                # Closed early, by an error in another one, it tells its peers.
+                running.append(stack.enter_context(closing(exchange)))
+                next(exchange)
+            yield Then.LATER
+            for exchange in running:
+                complete(exchange)
         if route.sums:
             summed_all_reduce(flat, route.layout, self.transport, route.sums, **options)
+        if exact is not None:
+            self._measure(exact, flat, step)
         self.note_result(flat)
+        saturated, overflowed = route.limits(self.rank)
+        self.stats.saturated += saturated
+        self.stats.overflowed += overflowed
+        self.stats.encoded += route.layout.num_coded
         self.stats.buckets += 1
         self.stats.dense_bytes += ring_bytes(flat.numel() * flat.element_size(), self.world_size)
+
+    def _state(self, key: RouteKey, route: Route, loss_scale: float, device: torch.device) -> State | None:
+        self._loss_scale = loss_scale
+        return self.slots.state(key, route.layout, loss_scale, device)
+
+    def _learn(self, flat: Tensor, layout: Layout, step: int, state: State) -> None:
+        """Learn from rank 0's gradients what all ranks are to code with from this step on."""
+        for layer in layout.layers:
+            compressor = layer.compressor
+            if not isinstance(compressor, Coded) or step - self.start not in compressor.learns_at:
+                continue
+            slots = state.layers[layer.name].now
+            if self.rank == 0:
+                values = flat[layer.start : layer.start + layer.numel].float() / state.loss_scale
+                for name, value in compressor.learn(values, slots).items():
+                    slots[name].copy_(value.view_as(slots[name]))
+            for slot in compressor.slots:
+                if slot.learned:
+                    self.transport.broadcast(slots[slot.name])
+
+    def _measure(self, exact: Tensor, received: Tensor, step: int) -> None:
+        """Add a bucket to this step's error: what arrived against the exact mean, which takes an all-reduce in fp32."""
+        self.transport.all_reduce(exact.div_(self.world_size))
+        self._measured_step = step
+        self._error += float((received.float() - exact).double().square().sum())
+        self._norm += float(exact.double().square().sum())
 
     def count_dense(self, num_bytes: int, step: int) -> None:
         """Count gradients of ``num_bytes`` that went by a native all-reduce."""
@@ -215,6 +254,7 @@ class Engine:
         held = sum(route.num_bytes for route in list(self.routes.values()))
         return replace(
             self.stats,
+            alpha=list(self.stats.alpha),
             payload_sent_bytes=self.stats.payload_sent_bytes + self.transport.sent_bytes - sent,
             payload_received_bytes=self.stats.payload_received_bytes + self.transport.received_bytes - received,
             buffer_bytes=held,
@@ -234,6 +274,7 @@ class Engine:
         if not self._count_step(step):
             return
         self._end()
+        self._follow_schedule(step)
         # DDP rebuilds its buckets once or twice; the buffers of the old ones are given back.
         stale = [key for key, route in self.routes.items() if route.last_step < step - _STALE_STEPS]
         self.slots.release(stale)
@@ -245,14 +286,39 @@ class Engine:
 
         They take nothing from a step in which some rank met NaN or Inf: the optimiser skips it too.
         """
+        if self._norm > 0.0:
+            self.stats.alpha.append((self._measured_step, math.sqrt(self._error / self._norm)))
+        self._error = self._norm = 0.0
         if self._step_is_finite:
+            self._settle()
             self.slots.commit()
         else:
             self.slots.discard()
             self.stats.nonfinite_steps += 1
         self._step_is_finite = True
 
-    def _route(self, flat: Tensor, key: tuple[BucketLayers, torch.dtype], step: int) -> Route:
+    def _settle(self) -> None:
+        """Let compressors decide what their layers decide together."""
+        together: dict[Coded, list[LayerState]] = {}
+        for layer, of in self.slots.touched_layers():
+            if isinstance(layer.compressor, Coded) and layer.compressor.settles:
+                together.setdefault(layer.compressor, []).append(of)
+        for compressor, layers in together.items():
+            compressor.end_step(layers, self._loss_scale)
+
+    def _follow_schedule(self, step: int) -> None:
+        """Take the plan as it is in this step. Slots stay with their layers; messages change their sizes."""
+        present = self.plan.at(step - self.start, self.learning_rate)
+        if present.layers == self._present.layers and self._forms:
+            return
+        self._present = present
+        self._form = self._forms.setdefault(present.hash, len(self._forms))
+        coded = [c for c in present.layers.values() if isinstance(c, Coded)]
+        self._learns_at = {at for compressor in coded for at in compressor.learns_at}
+        sums = any(isinstance(c, Summed) for c in present.layers.values())
+        self._raw_is_summed = sums and all(isinstance(c, Raw) for c in coded)
+
+    def _route(self, flat: Tensor, key: RouteKey, step: int) -> Route:
         route = self.routes.get(key)
         if route is None:
             route = self.routes[key] = self._new_route(flat, key[0], step)
@@ -263,25 +329,31 @@ class Engine:
         layout = Layout.build(self._place(flat, layers), self.world_size, flat.dtype)
         sent_bytes = layout.sent_bytes(self.rank) if self.world_size > 1 else 0
         if self.simulated:
-            return Route(Layout.build(layout.layers, 1, flat.dtype), None, (), step, sent_bytes)
+            return Route(Layout.build(layout.layers, 1, flat.dtype), (), (), step, sent_bytes)
         # gloo aborts the process when two ranks expect different sizes: agree before the first message.
         names = ", ".join(layer.name for layer in layout.layers)
         agree({"layers of a bucket": names, "cut": f"{layout.digest:016x}"}, self.transport)
-        messages = Buffers.scatter_reduce_allgather(layout, self.rank) if layout.has_coded else None
-        return Route(layout, messages, sum_buffers(layout), step, sent_bytes)
+        exchanges: list[tuple[Callable[..., Iterator[None]], Buffers]] = []
+        if layout.has_owned:
+            exchanges.append((scatter_reduce_allgather, Buffers.scatter_reduce_allgather(layout, self.rank)))
+        if layout.has_gathered:
+            exchanges.append((allgather, Buffers.allgather(layout, self.rank)))
+        return Route(layout, tuple(exchanges), sum_buffers(layout), step, sent_bytes)
 
     def _place(self, flat: Tensor, layers: BucketLayers) -> list[Layer]:
         placed, start = [], 0
         for name, shape in layers:
             if name not in self.plan.layers:
                 # Frozen when compress() was called, and trained now.
-                self.plan = self.plan.extended(name, shape)
+                self.plan, self._present = self.plan.extended(name, shape), self._present.extended(name, shape)
                 self.shapes[name] = shape
-            compressor, numel = self.plan[name], math.prod(shape)
+            compressor = self._present[name]
+            if isinstance(compressor, Raw) and self._raw_is_summed:
+                compressor = RawSum()
             if not isinstance(compressor, Coded | Summed):
                 raise TypeError(f"{name} has {compressor}, which is neither coded nor summed")
-            placed.append(Layer(name, start, numel, compressor))
-            start += numel
+            placed.append(Layer(name, start, shape, compressor))
+            start += math.prod(shape)
         if start != flat.numel():
             raise ValueError(f"a bucket of {flat.numel()} elements came with layers of {start}")
         return placed

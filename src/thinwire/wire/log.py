@@ -17,9 +17,11 @@ from thinwire.wire.stats import Stats
 from thinwire.wire.timeline import rank_path
 from thinwire.wire.wire import Wire
 
-_LEVELS = ("buffer_bytes", "slot_bytes", "declined_layers")
+_LEVELS = ("buffer_bytes", "slot_bytes", "declined_layers", "unsuited_layers")
 """Statistics that are no totals."""
-_TOTALS = tuple(field.name for field in fields(Stats) if field.name not in _LEVELS)
+_SERIES = ("alpha",)
+"""Statistics of single steps: the last one is told."""
+_TOTALS = tuple(field.name for field in fields(Stats) if field.name not in (*_LEVELS, *_SERIES))
 _STAGES = tuple(name for name in _TOTALS if name.endswith("_s"))
 
 _Writer = Callable[[int, dict[str, float]], None]
@@ -121,7 +123,7 @@ def _figures(now: Stats, before: Stats, elapsed_s: float) -> dict[str, float]:
     interval = replace(now, **{name: getattr(now, name) - getattr(before, name) for name in _TOTALS})
     num_steps = max(1, interval.steps)
     return {
-        **{f"total/{name}": value for name, value in now.to_dict().items() if name not in _LEVELS},
+        **{f"total/{name}": value for name, value in now.to_dict().items() if name not in (*_LEVELS, *_SERIES)},
         "interval/steps": interval.steps,
         "interval/elapsed_s": elapsed_s,
         "interval/payload_sent_bytes": interval.payload_sent_bytes,
@@ -131,6 +133,7 @@ def _figures(now: Stats, before: Stats, elapsed_s: float) -> dict[str, float]:
         "interval/nonfinite_steps": interval.nonfinite_steps,
         **{f"per_step/{name}": getattr(interval, name) / num_steps for name in ("payload_sent_bytes", *_STAGES)},
         **{f"now/{name}": getattr(now, name) for name in _LEVELS},
+        **{f"now/{name}": getattr(now, name)[-1][1] for name in _SERIES if getattr(now, name)},
     }
 
 

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from thinwire.collectives import Layer, Layout, owned_parts
-from thinwire.compressors import Coded, Compressor, State
+from thinwire.compressors import Coded, Compressor, LayerState, Slot, State
 
 
 @dataclass
 class _Place:
-    """The slots of one flat tensor."""
+    """The slots of one flat tensor: those of one value an element end to end, the others layer by layer."""
 
     layers: tuple[Layer, ...]
     now: dict[str, Tensor] = field(default_factory=dict)
     next: dict[str, Tensor] = field(default_factory=dict)
+    shaped: dict[str, LayerState] = field(default_factory=dict)
 
 
 class Slots:
     """The slots of all layers of one rank.
 
-    They lie in tensors aligned with the flat gradients of a DDP bucket: one kernel call serves all its layers. When DDP
-    forms other buckets, values follow their parameter. A step's new values count only once it is committed.
+    Those of one value an element lie in tensors aligned with the flat gradients of a DDP bucket: one kernel call serves
+    all its layers. When DDP forms other buckets, values follow their parameter. A step's new values count only once it
+    is committed.
     """
 
     def __init__(self) -> None:
@@ -38,6 +40,8 @@ class Slots:
     def num_bytes(self) -> int:
         """Memory held."""
         tensors = [t for place in self._places.values() for t in (*place.now.values(), *place.next.values())]
+        shaped = [of for place in self._places.values() for of in place.shaped.values()]
+        tensors += [t for of in shaped for t in {id(t): t for t in (*of.now.values(), *of.next.values())}.values()]
         return sum(t.numel() * t.element_size() for t in (*tensors, *self._kept.values()))
 
     def state(self, key: Hashable, layout: Layout, loss_scale: float, device: torch.device) -> State | None:
@@ -48,28 +52,42 @@ class Slots:
         if place is None or any(self._place_of.get(layer.name) != key for layer in place.layers):
             place = self._gather(key, layout, device)
         self._touched.add(key)
-        return State(place.now, place.next, loss_scale)
+        return State(place.now, place.next, loss_scale, place.shaped)
+
+    def touched_layers(self) -> list[tuple[Layer, LayerState]]:
+        """The layers with slots of their own shape that the present step has gone over."""
+        places = [self._places[key] for key in self._touched]
+        return [(layer, p.shaped[layer.name]) for p in places for layer in p.layers if layer.name in p.shaped]
 
     def commit(self) -> None:
         """Make the values written since the last commit the present ones."""
         for key in self._touched:
             place = self._places[key]
             place.now, place.next = place.next, place.now
+            place.shaped = {name: LayerState(of.next, of.now) for name, of in place.shaped.items()}
         self._touched.clear()
 
     def discard(self) -> None:
         """Forget the values written since the last commit."""
         self._touched.clear()
 
-    def value(self, name: str, slot: str, numel: int) -> Tensor:
-        """A copy of a layer's slot, flat; zeros if it was never used."""
-        key = self._place_of.get(name)
-        if key is not None:
-            place = self._places[key]
-            layer = next(layer for layer in place.layers if layer.name == name)
-            return place.now[slot][layer.start : layer.start + layer.numel].clone()
-        kept = self._kept.get((name, slot))
-        return torch.zeros(numel) if kept is None else kept.clone()
+    def value(self, layer: str, slot: Slot, shape: Sequence[int]) -> Tensor:
+        """A copy of a slot of a layer of this shape, flat; its first value if it was never used."""
+        key = self._place_of.get(layer)
+        if key is not None and (held := self._held(self._places[key], layer, slot.name)) is not None:
+            return held.clone()
+        kept = self._kept.get((layer, slot.name))
+        first = slot.first(shape, layer)
+        return first if kept is None or kept.numel() != first.numel() else kept.clone()
+
+    @staticmethod
+    def _held(place: _Place, name: str, slot: str) -> Tensor | None:
+        of = place.shaped.get(name)
+        if of is not None and slot in of.now:
+            return of.now[slot].reshape(-1)
+        layer = next(layer for layer in place.layers if layer.name == name)
+        flat = place.now.get(slot)
+        return None if flat is None else flat[layer.start : layer.start + layer.numel]
 
     def replace(self, values: Mapping[tuple[str, str], Tensor]) -> None:
         """Drop everything and start from ``values``: (parameter name, slot name) to flat tensor."""
@@ -88,38 +106,52 @@ class Slots:
                     self._keep(place, layer)
 
     def _keep(self, place: _Place | None, layer: Layer) -> None:
-        for slot, flat in place.now.items() if place else ():
-            self._kept[layer.name, slot] = flat[layer.start : layer.start + layer.numel].clone()
+        for slot in layer.compressor.slots if place else ():
+            held = self._held(place, layer.name, slot.name)
+            if held is not None and not slot.scratch:
+                self._kept[layer.name, slot.name] = held.clone()
 
     def _gather(self, key: Hashable, layout: Layout, device: torch.device) -> _Place:
         layers = tuple(layer for layer in layout.layers if layer.compressor.slots)
         place = self._places.get(key) or _Place(layers)
         for slot in layout.slots:
-            if slot.name not in place.now:
+            if slot.shape is None and slot.name not in place.now:
                 place.now[slot.name] = torch.zeros(layout.numel, dtype=slot.dtype, device=device)
                 place.next[slot.name] = torch.zeros(layout.numel, dtype=slot.dtype, device=device)
         for layer in layers:
             if self._place_of.get(layer.name) == key:
                 continue
-            for slot in layer.compressor.slots:
-                value = self.value(layer.name, slot.name, layer.numel)
-                place.now[slot.name][layer.start : layer.start + layer.numel] = value
+            values = {slot: self.value(layer.name, slot, layer.shape).to(device) for slot in layer.compressor.slots}
+            shaped = {s.name: v.view(s.shape_of(layer.shape)) for s, v in values.items() if s.shape is not None}
+            if shaped:
+                steady = {s.name for s in values if s.learned or s.scratch}
+                place.shaped[layer.name] = LayerState(
+                    shaped, {name: v if name in steady else v.clone() for name, v in shaped.items()}
+                )
+            for slot, value in values.items():
+                if slot.shape is None:
+                    place.now[slot.name][layer.start : layer.start + layer.numel] = value
                 self._kept.pop((layer.name, slot.name), None)
             self._place_of[layer.name] = key
         self._places[key] = place
         return place
 
 
-def reshard(saved: Mapping[int, Tensor], compressor: Compressor, name: str, rank: int, world_size: int) -> Tensor:
-    """A rank's residual of one layer in a world of another size, such that the mean error is kept.
+def reshard(
+    saved: Mapping[int, Tensor], slot: Slot, compressor: Compressor, name: str, rank: int, world_size: int
+) -> Tensor:
+    """A rank's slot of one layer in a world of another size, such that the mean of what is owed is kept.
 
-    ``saved`` holds the residuals of all ranks of the old world. In mean units the old world was owed
-    ``(1/n) Σ δ_i + e``, with the owner's e where it stands in the owner's tensor; every rank of the new one gets that
-    as its δ, and an owner its share ``1/n'`` of it as e.
+    ``saved`` holds the slots of all ranks of the old world. What all ranks share is theirs again. Of a residual,
+    in mean units, the old world was owed ``(1/n) Σ δ_i + e``, with the owner's e where it stands in the owner's tensor;
+    every rank of the new one gets that as its δ, and an owner its share ``1/n'`` of it as e. What is gathered has no
+    owner.
     """
     old_size = len(saved)
-    owed = torch.stack([saved[r] for r in range(old_size)]).mean(0)
-    if not isinstance(compressor, Coded):
+    if slot.shared:
+        return saved[0].clone()
+    owed = torch.stack([saved[r].double() for r in range(old_size)]).mean(0).to(saved[0].dtype)
+    if slot.shape is not None or not isinstance(compressor, Coded) or compressor.gathered:
         return owed
     for owner, begin, end in owned_parts(name, compressor, owed.numel(), old_size):
         owed[begin:end] += saved[owner][begin:end] * (1 - 1 / old_size)

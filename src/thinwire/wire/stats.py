@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 
 @dataclass
@@ -31,6 +31,16 @@ class Stats:
     decode_s: float = 0.0
     declined_layers: int = 0
     """Layers left raw because compressing them would have been slower."""
+    unsuited_layers: int = 0
+    """Layers left raw because their compressor cannot take such a shape."""
+    encoded: int = 0
+    """Elements encoded."""
+    saturated: int = 0
+    """Of those, how many lay outside the range of their format."""
+    overflowed: int = 0
+    """Elements that should have been sent and found no room in a message of bounded size."""
+    alpha: list[tuple[int, float]] = field(default_factory=list)
+    """(step, ‖mean − received‖ / ‖mean‖) of each step that was measured (``measure=``): S3's assumption 3.2."""
     nonfinite_steps: int = 0
     """Steps of which error feedback took nothing, because some rank met NaN or Inf."""
     parity_checks: int = 0

@@ -15,8 +15,9 @@ from thinwire.plan import Plan, Speeds
 from thinwire.wire import checkpoint
 from thinwire.wire.agree import agree
 from thinwire.wire.decline import decline as measure_and_decline
-from thinwire.wire.engine import BucketLayers, Engine
+from thinwire.wire.engine import Engine
 from thinwire.wire.parity import resync
+from thinwire.wire.route import BucketLayers
 from thinwire.wire.stats import Stats
 from thinwire.wire.timeline import Timeline, rank_path
 from thinwire.wire.worker import Worker
@@ -39,12 +40,16 @@ class Wire:
         start: int = 0,
         decline: bool = False,
         simulated: bool = False,
+        measure: int = 0,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         if start < 0:
             raise ValueError(f"start must not be negative, not {start}: it is the number of steps that stay dense")
         if not 0 <= seed < 2**63:
             raise ValueError(f"seed must be between 0 and 2**63 - 1, not {seed}")
-        self._engine = Engine(plan, shapes, transport, seed=seed, start=start, simulated=simulated)
+        self._optimizer = optimizer
+        plan.at(0, self._learning_rate())  # says now what it would lack then
+        self._engine = Engine(plan, shapes, transport, seed=seed, start=start, simulated=simulated, measure=measure)
         self._asked = plan
         self._step = -1
         self._attached = True
@@ -67,6 +72,11 @@ class Wire:
         return {
             name: str(asked[name]) for name, c in self._engine.plan.layers.items() if name in asked and asked[name] != c
         }
+
+    @property
+    def unsuited(self) -> dict[str, str]:
+        """Layers that stay raw because their compressor cannot take layers of their shape, and why."""
+        return dict(self._engine.plan.unsuited)
 
     @property
     def speeds(self) -> Speeds | None:
@@ -104,7 +114,9 @@ class Wire:
     @property
     def stats(self) -> Stats:
         """Totals so far, as a copy: what is under way is not in it."""
-        return dataclasses.replace(self._engine.present_stats(), declined_layers=len(self.declined))
+        return dataclasses.replace(
+            self._engine.present_stats(), declined_layers=len(self.declined), unsuited_layers=len(self.unsuited)
+        )
 
     @contextmanager
     def timeline(self, path: str | os.PathLike[str], *, steps: int = 5) -> Iterator[Timeline]:
@@ -145,7 +157,14 @@ class Wire:
         """Count a new backward pass. Attachments call this before its first bucket."""
         # After an error, buckets of that pass may still be under way: they must not write over this one's gradients.
         self._worker.wait_idle()
+        self._engine.learning_rate = self._learning_rate()
         self._step += 1
+
+    def _learning_rate(self) -> float | None:
+        """The highest of the optimizer's groups, which a schedule may follow."""
+        if self._optimizer is None:
+            return None
+        return max(float(group["lr"]) for group in self._optimizer.param_groups)
 
     def count_dense(self, num_bytes: int, future: torch.futures.Future[Tensor]) -> torch.futures.Future[Tensor]:
         """Count gradients of ``num_bytes`` that go through a native all-reduce; returns its future to pass on."""

@@ -1,0 +1,199 @@
+// Learned levels: codes for the nearest of 2^bits values between a bucket's ends. Included inside a level's namespace.
+
+// Values found by code, 16 in a register where there is such a register.
+template <bool kFew>
+struct Lookup {
+  alignas(64) float values[256];
+  inline Floats operator()(Words codes) const {
+#if defined(__AVX512F__)
+    if (kFew) return (Floats)_mm512_permutexvar_ps((__m512i)codes, _mm512_load_ps(values));
+    return (Floats)_mm512_i32gather_ps((__m512i)codes, values, 4);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_i32gather_ps(values, (__m256i)codes, 4);
+#else
+    Floats found;
+    for (int i = 0; i < kLanes; i++) found[i] = values[codes[i]];
+    return found;
+#endif
+  }
+};
+
+// Minimum and maximum of x[0, n), and whether it holds a NaN.
+static inline void measure_bucket(const float* x, int64_t n, float& low, float& high, bool& bad) {
+  Floats lows = splat(low), highs = splat(high);
+  Words nan = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const Floats v = load<Floats>(x + i);
+    lows = lesser(v, lows), highs = greater(v, highs), nan |= (Words)(v != v);
+  }
+  low = across_lesser(lows), high = across_greater(highs);
+  uint32_t any = any_bits(nan);
+  for (; i < n; i++) {
+    low = x[i] < low ? x[i] : low, high = x[i] > high ? x[i] : high, any |= x[i] != x[i];
+  }
+  bad |= any != 0;
+}
+
+// A bucket's value for each element of [at, at + n), up to a whole group; the values lie at any address.
+static inline void each_bucket(const uint8_t* values, int64_t bucket, int64_t at, int64_t n, float* each) {
+  int64_t k = at / bucket, left = bucket - at % bucket;
+  for (int64_t i = 0; i < n; k++, left = bucket) {
+    float value;
+    std::memcpy(&value, values + 4 * k, 4);
+    for (const int64_t end = left < n - i ? i + left : n; i < end; i++) each[i] = value;
+  }
+  for (int64_t i = n; i % kGroup; i++) each[i] = 0.0f;
+}
+
+static inline int64_t levels_meta(int bits) { return align64(int64_t(4) << bits); }
+
+struct LevelScratch {
+  alignas(64) float tile[kTile];
+  alignas(64) float low[kTile], inverse[kTile]; // per element
+  alignas(64) uint8_t codes[kTile];
+};
+
+// lo, range and 1 / range of a bucket that begins at element `at`.
+static void level_scales(const FloatJob& job, const Row& row, int64_t at, int64_t n, LevelScratch& s, float* three) {
+  float low = __builtin_inff(), high = -__builtin_inff();
+  bool bad = false;
+  for (int64_t i = 0; i < n; i += kTile) {
+    const int64_t count = n - i < kTile ? n - i : kTile;
+    const float* x = (const float*)job.own + row.start + at + i;
+    if (job.own_dtype != kFloat32) read_floats(job.own, job.own_dtype, row.start + at + i, count, s.tile), x = s.tile;
+    measure_bucket(x, count, low, high, bad);
+  }
+  low += 0.0f;
+  float span = (high + 0.0f) - low;
+  bad |= !(span <= 3.402823466e38f);
+  const bool flat = bad | (span < 0x1p-100f);
+  three[2] = flat ? 0.0f : 1.0f / span;
+  uint32_t nan = 0x7FC00000;
+  if (flat) span = 0.0f;
+  if (bad) std::memcpy(&low, &nan, 4), std::memcpy(&span, &nan, 4);
+  three[0] = low, three[1] = span;
+}
+
+// Codes of a tile whose elements have their lo and factor in scratch: how many of the middles lie at or below.
+template <bool kFew>
+THINWIRE_APART static void level_codes(const float* x, int64_t n, int bits, const Lookup<kFew>& middles, LevelScratch& s) {
+  for (int64_t i = 0; i < n; i += 4 * kLanes) {
+    Floats place[4];
+    Words code[4] = {};
+    for (int v = 0; v < 4; v++) {
+      const int64_t at = i + v * kLanes;
+      place[v] = (load<Floats>(x + at) - load<Floats>(s.low + at)) * load<Floats>(s.inverse + at);
+    }
+    if (kFew && kLanes < 8) { // without a look-up in registers, comparing with all is faster than searching
+      for (int j = 0; j < (1 << bits) - 1; j++) {
+        const Floats middle = splat(middles.values[j]);
+        for (int v = 0; v < 4; v++) code[v] = add_where(reaches(place[v], middle), code[v], splat(1u));
+      }
+    } else {
+      for (uint32_t step = 1u << (bits - 1); step; step >>= 1) {
+        for (int v = 0; v < 4; v++) {
+          code[v] = add_where(reaches(place[v], middles(code[v] + (step - 1))), code[v], splat(step));
+        }
+      }
+    }
+    store_bytes(s.codes + i, code[0], code[1], code[2], code[3]);
+  }
+}
+
+template <bool kFew>
+static void levels_encode_as(const FloatJob& job, int64_t begin, int64_t end) {
+  LevelScratch s;
+  const int bits = job.bits;
+  const int64_t bucket = job.bucket;
+  int64_t before = 0;
+  for (int64_t r = 0; r < job.num_rows && before < end; r++) {
+    const Row& row = job.rows[r];
+    if (!row.numel) continue;
+    const int64_t size = levels_block(row.numel, bucket), count = ceil_div(row.numel, size);
+    const int64_t buckets = num_buckets(row.numel, bucket);
+    const float* levels = job.params + (r << bits);
+    uint8_t* payload = job.out + row.payload;
+    uint8_t* scales = payload + levels_meta(bits);
+    uint8_t* packed = scales + align64(8 * buckets);
+    Lookup<kFew> middles;
+    for (int j = 0; j + 1 < 1 << bits; j++) middles.values[j] = (levels[j] + levels[j + 1]) * 0.5f;
+    for (int64_t b = begin > before ? begin - before : 0; b < count && before + b < end; b++) {
+      const int64_t first = b * size, last = first + size < row.numel ? first + size : row.numel;
+      if (b == 0) {
+        std::memcpy(payload, levels, int64_t(4) << bits);
+        zero_to_64(payload, int64_t(4) << bits), zero_to_64(scales, 8 * buckets);
+      }
+      float three[3] = {};
+      int64_t measured = first;
+      for (int64_t at = first; at < last; at += kTile) {
+        const int64_t n = last - at < kTile ? last - at : kTile;
+        for (int64_t i = 0; i < n;) { // the buckets that begin in this tile are measured, and spread over it
+          const int64_t here = at + i;
+          if (here == measured) {
+            const int64_t left = row.numel - here, in = left < bucket ? left : bucket, k = here / bucket;
+            level_scales(job, row, here, in, s, three);
+            std::memcpy(scales + 4 * k, three, 4), std::memcpy(scales + 4 * (buckets + k), three + 1, 4);
+            measured = here + in;
+          }
+          const int64_t until = measured - at < n ? measured - at : n;
+          for (; i < until; i++) s.low[i] = three[0], s.inverse[i] = three[2];
+        }
+        const float* x = (const float*)job.own + row.start + at;
+        const int64_t groups = ceil_div(n, kGroup), whole = n / kGroup * kGroup;
+        if (job.own_dtype != kFloat32 || whole < n) {
+          read_floats(job.own, job.own_dtype, row.start + at, n, s.tile), x = s.tile;
+          for (int64_t i = n; i < groups * kGroup; i++) s.tile[i] = s.low[i] = s.inverse[i] = 0.0f;
+        }
+        level_codes<kFew>(x, groups * kGroup, bits, middles, s);
+        std::memset(s.codes + n, 0, groups * kGroup - n);
+        pack(s.codes, groups, bits, packed + at / kGroup * 16 * bits);
+      }
+      if (last == row.numel) zero_to_64(packed, ceil_div(row.numel, kGroup) * 16 * bits);
+    }
+    before += count;
+  }
+}
+
+static void levels_encode(const FloatJob& job, int64_t begin, int64_t end) {
+  job.bits <= 4 ? levels_encode_as<true>(job, begin, end) : levels_encode_as<false>(job, begin, end);
+}
+
+template <bool kFew>
+struct LevelGroup {
+  const uint8_t *packed, *lows, *spans;
+  LevelScratch& s;
+  Lookup<kFew>& levels;
+  const int bits;
+  void read(int64_t i, int64_t) { unpack(packed + i / kGroup * 16 * bits, 1, bits, s.codes), base = i; }
+  Floats lanes(int j) const {
+    const Floats level = levels(widen_words(s.codes + j));
+    return load<Floats>(s.low + base + j) + load<Floats>(s.inverse + base + j) * level;
+  }
+  int64_t base = 0;
+};
+
+template <bool kAdd, bool kFew>
+static void levels_decode_as(const FloatJob& job, int64_t begin, int64_t end) {
+  FloatScratch tile;
+  LevelScratch s;
+  Lookup<kFew> levels;
+  decode_groups<kAdd>(job, begin, end, tile, [&](const Row& row, int64_t at, int64_t n) {
+    const uint8_t* payload = job.messages[0] + row.payload;
+    const uint8_t* scales = payload + levels_meta(job.bits);
+    const int64_t buckets = num_buckets(row.numel, job.bucket);
+    std::memcpy(levels.values, payload, int64_t(4) << job.bits);
+    each_bucket(scales, job.bucket, at, n, s.low);
+    each_bucket(scales + 4 * buckets, job.bucket, at, n, s.inverse);
+    const uint8_t* packed = scales + align64(8 * buckets) + at / kGroup * 16 * job.bits;
+    return LevelGroup<kFew>{packed, scales, scales, s, levels, job.bits};
+  });
+}
+
+static void levels_decode(const FloatJob& job, int64_t begin, int64_t end) {
+  if (job.bits <= 4) {
+    job.add ? levels_decode_as<true, true>(job, begin, end) : levels_decode_as<false, true>(job, begin, end);
+  } else {
+    job.add ? levels_decode_as<true, false>(job, begin, end) : levels_decode_as<false, false>(job, begin, end);
+  }
+}

@@ -1,0 +1,43 @@
+"""What parameters and tensors compressors take; errors name what they would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that compressors take. Arithmetic is in fp32 whatever comes in."""
+
+
+def check_dtype(dtype: torch.dtype, compressor: object) -> None:
+    """Raise TypeError if gradients of ``dtype`` cannot be compressed."""
+    if dtype not in GRADIENT_DTYPES:
+        raise TypeError(
+            f"{compressor} takes float32, bfloat16 or float16, not {dtype}. "
+            "Leave such layers raw with exclude=[...], or train them in one of these dtypes."
+        )
+
+
+def check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
+    """Raise if a parameter of a compressor is not an integer in [low, high]."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, not {value!r}")
+    if value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ValueError(f"{name} must be {bounds}, not {value}")
+
+
+def check_share(name: str, value: Any) -> None:
+    """Raise if a parameter of a compressor is not a number in (0, 1]."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    if not 0 < value <= 1:
+        raise ValueError(f"{name} must be above 0 and at most 1, not {value!r}")
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raise if a parameter of a compressor is not one of a few words."""
+    if value not in choices:
+        raise ValueError(f"{name} must be {' or '.join(choices)}, not {value!r}")

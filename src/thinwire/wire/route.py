@@ -1,0 +1,54 @@
+"""How a DDP bucket travels: its layout, its messages, and what the last of them could not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives import Buffers, Chunk, Layout
+
+BucketLayers = tuple[tuple[str, tuple[int, ...]], ...]
+"""Names and shapes of the layers of a bucket, in order."""
+
+RouteKey = tuple[BucketLayers, torch.dtype, int]
+"""Layers and dtype of a bucket, and which of the plan's forms holds where it has a schedule."""
+
+
+@dataclass
+class Route:
+    """How a bucket travels: its layout, its buffers, and when it was last used."""
+
+    layout: Layout
+    exchanges: tuple[tuple[Callable[..., Iterator[None]], Buffers], ...]
+    """The collectives of its coded layers, and their messages."""
+    sums: Sequence[Tensor]
+    last_step: int
+    sent_bytes: int
+    """What this rank hands to the transport for it in a compressed step, at most."""
+
+    @property
+    def num_bytes(self) -> int:
+        held = sum(buffers.num_bytes for _, buffers in self.exchanges)
+        return held + sum(buffer.numel() * buffer.element_size() for buffer in self.sums)
+
+    def limits(self, rank: int) -> tuple[int, int]:
+        """Values that saturated in this rank's last messages, and values that found no room in them."""
+        saturated = overflowed = 0
+        for chunk, message in self._encoded(rank):
+            for compressor, segments in chunk.groups:
+                more, over = compressor.limits(message, segments)
+                saturated, overflowed = saturated + more, overflowed + over
+        return saturated, overflowed
+
+    def _encoded(self, rank: int) -> Iterator[tuple[Chunk, Tensor]]:
+        for _, buffers in self.exchanges:
+            if buffers.work:
+                yield self.layout.gathered, buffers.work[rank]
+                continue
+            for peer, chunk in enumerate(self.layout.chunks):
+                if peer != rank:
+                    yield chunk, buffers.outbox[0, peer]
+            yield self.layout.chunks[rank], buffers.outbox[1, (rank + 1) % len(self.layout.chunks)]
