@@ -97,6 +97,27 @@ def test_integers(dtype: torch.dtype, nearest: bool) -> None:
 
 
 @runs
+@quiet
+@pytest.mark.parametrize(("bits", "bucket"), [(1, 128), (3, 100), (4, 1024), (5, 1), (8, 2**40)])
+def test_learned_levels(bits: int, bucket: int) -> None:
+    from thinwire.kernels import gpu_levels
+
+    spans, x, blank = segments(lambda numel: kernels.levels_bytes(numel, bits, bucket), (129, 0, 300, 1100))
+    x[-500:] = values(500, 3)
+    levels = torch.rand(4, 2**bits, generator=torch.Generator().manual_seed(bits)).sort().values
+    results = []
+    for run, device in ((reference_floats, torch.device("cpu")), (gpu_levels, DEVICE)):
+        sent, there = blank.to(device, copy=True), x.to(device)
+        run.levels_encode(there, spans, sent, levels.to(device), bits=bits, bucket=bucket)
+        stored, added = torch.full_like(there, 7.0), torch.ones_like(there)
+        run.levels_decode(sent, spans, stored, bits=bits, bucket=bucket, add=False, scale=0.3)
+        hostile = torch.arange(sent.numel(), device=device).mul(7919).remainder(251).to(torch.uint8)
+        run.levels_decode(hostile, spans, added, bits=bits, bucket=bucket, add=True, scale=0.3)
+        results.append([v.cpu() for v in (sent, stored, added)])
+    assert all(same(a, b) for a, b in zip(*results, strict=True))
+
+
+@runs
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
     spans, x, blank = segments(kernels.natural_bytes)
@@ -122,7 +143,7 @@ def test_nothing_to_do() -> None:
 
 @compiled
 def test_in_the_interpreter() -> None:
-    in_the_interpreter(__file__, at_least=28)
+    in_the_interpreter(__file__, at_least=34)
 
 
 TYPES = {
@@ -138,8 +159,9 @@ TYPES = {
 
 @compiled
 def test_compiles() -> None:
-    from thinwire.kernels import gpu_integers
+    from thinwire.kernels import gpu_elements, gpu_integers, gpu_levels
 
+    assert set(gpu_elements.__all__) == {name for name in dir(gpu_elements) if name.endswith(("code", "round"))}
     floats = gpu_floats()
     size = {"GROUPS": 16}
     cases = [
@@ -150,8 +172,27 @@ def test_compiles() -> None:
         *((floats.range_values, {"BITS": bits, "MODE": 1, **size}) for bits in (8, 10, 15)),
         *((gpu_integers.round_tiles, {"NEAREST": nearest, **size}) for nearest in (False, True)),
         (gpu_integers.scale_integers, {"SIZE": 2048}),
+        (gpu_levels.level_scales, {"BITS": 4, "COUNT": 128}),
+        (gpu_levels.level_codes, {"BITS": 4, **size}),
+        (gpu_levels.level_values, {"BITS": 5, "MODE": 0, **size}),
     ]
     for kernel, constants in cases:
         text = assembly(kernel, TYPES, **constants)
         assert "fma." not in text
         assert "approx" not in text
+
+
+@compiled
+def test_tensors_on_gpus_find_every_kernel() -> None:
+    from types import SimpleNamespace
+
+    from thinwire.kernels import floats, reference_sparse, sparse
+
+    there = SimpleNamespace(is_cuda=True)
+    for module, known in ((floats, reference_floats), (sparse, reference_sparse)):
+        found = module._torch_or_triton(there)
+        assert found is not known
+        used = [name for name in module.__dict__ if callable(getattr(known, name, None)) and name.islower()]
+        public = [name for name in used if name in kernels.__all__]
+        assert public
+        assert all(callable(getattr(found, name)) for name in public)

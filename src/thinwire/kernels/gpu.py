@@ -36,7 +36,7 @@ def bucketed_encode(
     check_aligned(message)
     if not table.numel:
         return
-    bucket = _clamped(table, form.bucket)
+    bucket = table.clamped(form.bucket)
     per_bucket = bucket // GROUP
     with on(x):
         if bucket % GROUP == 0 and bucket <= MAX_TILE_BUCKET and per_bucket & (per_bucket - 1) == 0:
@@ -130,7 +130,7 @@ def bucketed_reduce(
 def _decode(message: Tensor, table: Table, base: Tensor, y: Tensor, form: Format, *, scale: float, mode: int) -> None:
     check_aligned(message)
     pieces = table.pieces(y.device, TILE)
-    bucket = _clamped(table, form.bucket)
+    bucket = table.clamped(form.bucket)
     known = bucket if bucket % GROUP == 0 and bucket <= MAX_TILE_BUCKET else 0
     if len(pieces):
         with on(y):
@@ -155,8 +155,3 @@ def _coding(form: Format) -> dict[str, int]:
 
 def _needs_sums(form: Format) -> bool:
     return form.scheme in ("norm", "sides", "sign") or form.clip > 0
-
-
-def _clamped(table: Table, bucket: int) -> int:
-    """A bucket larger than every segment is as good as the largest segment, rounded up to whole groups."""
-    return min(bucket, -(-table.largest // GROUP) * GROUP or GROUP)
