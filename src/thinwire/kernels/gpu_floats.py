@@ -2,7 +2,7 @@
 
 # Triton is not installed everywhere, and its language has types of its own.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportAssignmentType=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import triton

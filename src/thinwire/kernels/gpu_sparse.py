@@ -7,7 +7,7 @@ once. Lists of indices, rarely long, are packed and unpacked in torch operations
 
 # Triton is not installed everywhere, and its language has types of its own.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportAssignmentType=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import torch
