@@ -144,6 +144,7 @@ def quantise(
 @triton.jit
 def put_residual(next, loss_scale, parts, codes, lows, units, left, EVEN: tl.constexpr):
     """What each value lost, over the loss scale. ``lows`` are those that were sent."""
+    tl.debug_barrier()  # ``next`` may be what other threads, whose work is the same, still read
     PARTS: tl.constexpr = len(parts)
     WIDTH: tl.constexpr = 128 // PARTS
     GROUPS: tl.constexpr = parts[0].shape[0]
