@@ -136,6 +136,7 @@ def test_a_message_at_an_odd_address_is_refused() -> None:
 
 
 @compiled
+@pytest.mark.timeout(300)
 def test_in_the_interpreter() -> None:
     in_the_interpreter(__file__, at_least=50)
 

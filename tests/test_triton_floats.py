@@ -144,6 +144,7 @@ def test_nothing_to_do() -> None:
 
 
 @compiled
+@pytest.mark.timeout(300)
 def test_in_the_interpreter() -> None:
     in_the_interpreter(__file__, at_least=34)
 

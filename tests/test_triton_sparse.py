@@ -105,6 +105,7 @@ def test_values_are_added_where_they_belong(dtype: torch.dtype) -> None:
 
 
 @compiled
+@pytest.mark.timeout(300)
 def test_in_the_interpreter() -> None:
     in_the_interpreter(__file__, at_least=16)
 

@@ -39,7 +39,7 @@ def in_the_interpreter(file: str, *, at_least: int) -> None:
         cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout[-4000:]
     passed = re.search(r"(\d+) passed", done.stdout)
