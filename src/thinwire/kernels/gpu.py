@@ -9,7 +9,7 @@ correctly rounded division (``tl.div_rn``). Host work is constant per call, and 
 """
 
 # Triton is not installed everywhere, and its language has types of its own.
-# pyright: reportMissingImports=false, reportArgumentType=false
+# pyright: reportMissingImports=false, reportArgumentType=false, reportIndexIssue=false
 from __future__ import annotations
 
 from collections.abc import Sequence
