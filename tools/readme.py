@@ -15,6 +15,7 @@ TITLES = {
     "fp32": "DDP, fp32",
     "bf16": "DDP, bf16 gradients",
     "powersgd": "PyTorch's PowerSGD, rank 4",
+    "low-rank": "thinwire's PowerSGD, rank 4",
     "noop": "nothing sent (the ceiling)",
     "control": "control: 1 bit, no error feedback",
 }
