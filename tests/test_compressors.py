@@ -382,3 +382,24 @@ def test_every_registered_compressor_is_exported_and_says_where_it_comes_from() 
     for name, make in registered().items():
         assert make.__doc__, name
         assert getattr(thinwire, make.__name__) is make
+
+
+def test_a_compressor_from_another_package_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import EntryPoint
+
+    from thinwire.compressors import spec
+    from thinwire.testing import LAWS
+
+    point = EntryPoint("outside", "test_compressors:Outside", "thinwire.compressors")
+    monkeypatch.setattr(spec, "entry_points", lambda group: [point] if group == point.group else [])
+    monkeypatch.setattr(spec, "_registry", dict(spec._registry))
+    found = parse("ef(outside(bits=3))")
+    assert str(found) == "ef(outside(bits=3, bucket=128))"
+    for law in LAWS:
+        law(found)
+
+
+class Outside(thinwire.MinMax):
+    """A compressor of another package."""
+
+    spec_name = "outside"

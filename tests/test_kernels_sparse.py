@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -306,18 +307,22 @@ def test_bad_spans_and_samples_do_not_reach_the_core() -> None:
 
 
 @needs_native
-def test_exact_topk_keeps_up_with_a_copy() -> None:
-    """The worst that is accepted on 25 MB; 2 to 3 times a copy's speed is usual, torch.topk has 0.03."""
+def test_selection_keeps_up_with_a_copy() -> None:
+    """The worst that is accepted on 25 MB: exact 0.2 times a copy's speed, sampled 0.7. torch.topk has 0.03."""
     numel = 25 * 2**18
     x, y = torch.randn(numel, generator=torch.Generator().manual_seed(0)), torch.zeros(numel)
-    best = {"copy": 9.0, "topk": 9.0}
+    runs = {
+        "copy": lambda key: y.copy_(x),
+        "exact": lambda key: kernels.select_topk(x, 0, numel, numel // 100, key=key),
+        "sampled": lambda key: kernels.select_topk(x, 0, numel, numel // 100, sampled=True, key=key),
+    }
+    best = dict.fromkeys(runs, math.inf)
     with at(LEVELS[0]):
-        for key in range(6):
-            for name, run in (
-                ("copy", lambda: y.copy_(x)),
-                ("topk", lambda key=key: kernels.select_topk(x, 0, numel, numel // 100, key=key)),
-            ):
+        for key in range(10):
+            for name, run in runs.items():
                 start = time.perf_counter()
-                run()
+                run(key)
                 best[name] = min(best[name], time.perf_counter() - start)
-    assert best["copy"] / best["topk"] >= 0.15
+    assert best["copy"] / best["exact"] >= 0.2
+    if LEVELS[0] == "x86-64-v4":
+        assert best["copy"] / best["sampled"] >= 0.7

@@ -156,7 +156,9 @@ class FFT(Coded):
             components = self.spectrum(x[piece.elements])
             parts = torch.view_as_real(components)
             real, imaginary = parts[:, 0], parts[:, 1]
-            magnitude = torch.mul(real, real).addcmul_(imaginary, imaginary)  # a sum over axis 1 takes ten times as long
+            magnitude = torch.mul(real, real).addcmul_(
+                imaginary, imaginary
+            )  # a sum over axis 1 takes ten times as long
             _, count, kept = self._sizes(piece.numel)
             draw = derive_key(key.own, site_id(piece.name))
             indices, _, finite = kernels.select_topk(magnitude, 0, count, kept, key=draw)
