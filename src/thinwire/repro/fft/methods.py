@@ -28,7 +28,8 @@ SPECS = {
     "fft theta": f"fft(theta={{theta}}, {_FFT}, feedback=False)",
     "fft theta to 0": f"fft(theta=((0, {{theta}}), ({{step}}, 0.0)), {_FFT}, feedback=False)",
 }
-"""Compressors by method; "ef": with error feedback, which the plan adds to biased ones on its own."""
+"""Compressors by method; "ef": with error feedback, which the plan adds to biased ones on its own. TernGrad's error can
+be larger than the gradient, and its residual grows: feedback is not for it, and it is here to be seen so."""
 
 
 @dataclass(frozen=True)
