@@ -284,8 +284,8 @@ def test_what_cannot_be_compared_is_told_before_anything_runs(
 
 
 def test_shares() -> None:
-    assert command._share("1%") == command._share("0.01") == 0.01
-    assert command._share("0.5 %") == 0.005
+    assert command.share_of("1%") == command.share_of("0.01") == 0.01
+    assert command.share_of("0.5 %") == 0.005
 
 
 def test_the_table_loses_nothing_on_a_narrow_terminal(capsys: pytest.CaptureFixture[str]) -> None:
