@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import math
@@ -17,7 +18,9 @@ from thinwire.bench.claims import Point, at_equal_bytes, at_the_settings, fft_po
 from thinwire.bench.gradients import Gradients, Moment, make_task, record
 from thinwire.bench.passes import Pass, measure_quality
 from thinwire.compressors import registered
+from thinwire.repro import every
 
+ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {"a": (48, 64), "b": (128, 40)}
 
 
@@ -114,6 +117,14 @@ def test_every_compressor_is_in_the_default_list() -> None:
     assert families.family(parse("ef(randk(density=0.1))")) == "random"
 
 
+@pytest.mark.skipif(not (ROOT / "tools" / "readme.py").exists(), reason="not in a source tree")
+def test_the_readme_names_what_both_benchmarks_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    named = set(importlib.import_module("readme").COMPRESSORS.values())
+    for measured in (families.default_specs(), every.EVERY):
+        assert named <= {str(parse(spec)) for spec in measured}
+
+
 def test_error_at_equal_bytes_is_on_a_straight_line_of_logarithms() -> None:
     curve = [(4.0, 0.01), (1.0, 1.0), (2.0, 0.1)]
     assert interpolated(curve, 2.0) == 0.1
@@ -132,6 +143,7 @@ def synthetic(topk_error: float) -> list[Point]:
         Point(TopK(0.15), topk_error, 0.25, 0.19),
         Point(TopK(0.9), 0.01, 3.0, 2.9),
         Point(QSGD(3), 1.0, 0.4, 0.4),
+        Point(QSGD(3, norm="linf"), 0.5, 0.4, 0.4),
         Point(TernGrad(), 2.0, 0.25, 0.25),
         Point(parse("topk(density=0.15) | minmax(bits=8)"), 0.25, 0.25, 0.19),
         Point(TopK(0.15, "sampled"), 0.25, 0.25, 0.19),
@@ -152,13 +164,14 @@ def test_the_claim_is_judged_for_each_other_one_and_both_ways_of_counting() -> N
     assert better["top-k", False].startswith("holds: FFT has 0.83 times")
     mixed = [*synthetic(0.4), Point(TopK(0.2), 0.9, 0.25, 0.19)]
     assert (
-        "holds at 1 of 2 sizes: FFT has 0.56 to 1.25"
+        "holds at 1 of 2 sizes, not beside topk(density=0.15): FFT has 0.56 to 1.25"
         in {(a, c): s for a, c, s in verdicts(at_equal_bytes(mixed))}["top-k", True]
     )
 
 
 def test_at_the_papers_settings() -> None:
     found = {finding.against: finding for finding in at_the_settings(synthetic(0.4))}
+    assert {finding.fft for finding in found.values()} == {"fft(theta=0.85, bits=10)"}
     assert {name: finding.holds for name, finding in found.items()} == {"top-k": False, "QSGD": True, "TernGrad": True}
     assert found["top-k"].ratio == pytest.approx(1.25)
     assert at_the_settings([Point(QSGD(3), 1.0, 0.4, 0.4)]) == []

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from thinwire.bench.claims import Point
 from thinwire.bench.families import FAMILIES, family
+from thinwire.compressors import Chain, Compressor, Wrapper
 
 # Okabe and Ito's colours, told apart by colour-blind readers too, and two of Tol's; markers differ as well.
 _LOOKS = {
@@ -25,9 +27,12 @@ _LOOKS = {
     "other": ("#999933", "p"),
 }
 _NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?")
-_NOISE = re.compile(r"\(\)|\(?majority=False(?:, )?|, mantissa=auto|, bucket=128(?=[,)])|, scaled=False")
-_FONT_POINTS = 6.5
-_REACH = (0, 7, -7, 14, -14, 21, -21)
+_LEADING = ("bits", "density", "theta", "rank", "lam", "gamma", "to")
+_UNSAID = ("scaled",)
+_FONT_POINTS = 7.0
+_REACH = (0, 7, -7, 14, -14, 21, -21, 28, -28, 36, -36, 44, -44, 54, -54)
+_NEAR = 14
+_SHADE = 0.72
 
 
 def draw(points: Sequence[Point], path: Path, title: str) -> None:
@@ -73,9 +78,19 @@ def draw(points: Sequence[Point], path: Path, title: str) -> None:
         figure.savefig(path, format=path.suffix.removeprefix(".") or "svg", metadata=metadata, dpi=130)
 
 
-def short(point: Point) -> str:
-    """A spec without what goes without saying."""
-    return _NOISE.sub("", str(point.compressor)).replace(" | minmax(bits=8)", " | 8 bits").replace("()", "")
+def short(compressor: Compressor) -> str:
+    """A spec without what goes without saying: ``fft(0.85)``, ``minmax(4, bucket=1024)``."""
+    if isinstance(compressor, Chain):
+        return f"{short(compressor.first)} | {short(compressor.values)}"
+    if isinstance(compressor, Wrapper):
+        return f"ef({short(compressor.inner)})"
+    shown = []
+    for field in fields(compressor):
+        value = getattr(compressor, field.name)
+        leading = not shown and field.name in _LEADING
+        if leading or (value != field.default and field.name not in _UNSAID):
+            shown.append(str(value) if leading or isinstance(value, str) else f"{field.name}={value}")
+    return compressor.spec_name + (f"({', '.join(shown)})" if shown else "")
 
 
 def _lines(points: Sequence[Point]) -> Iterator[list[Point]]:
@@ -94,44 +109,57 @@ def _places(points: Sequence[Point]) -> tuple[list[float], list[float]]:
     return [point.bytes_per_element for point in points], [point.error for point in points]
 
 
-def _label(figure: Any, axes: Any, points: Sequence[Point]) -> list[Any]:
-    """Name every point where the least of other names and points is covered."""
+def _names(points: Sequence[Point]) -> list[tuple[Point, str]]:
+    """What stands beside each point: a spec at the end of a line, along it only the number that changes."""
+    named = []
+    for line in _lines(points):
+        for point in line[:-1]:
+            number = _NUMBER.search(str(point.compressor))
+            named.append((point, number[0] if number else short(point.compressor)))
+        named.append((line[-1], short(line[-1].compressor)))
+    return named
+
+
+def _label(figure: Any, axes: Any, points: Sequence[Point]) -> Iterator[Any]:
+    """Name every point where the least of other names and points is covered; yields the texts."""
     figure.draw_without_rendering()
     scale = figure.dpi / 72
-    marks = [tuple(axes.transData.transform((p.bytes_per_element, p.error))) for p in points]
-    taken = [(x - 4 * scale, y - 4 * scale, x + 4 * scale, y + 4 * scale) for x, y in marks]
-    edge = axes.get_window_extent()
-    legend = axes.get_legend().get_window_extent()
-    taken.append((legend.x0, legend.y0, legend.x1, legend.y1))
-    found = []
-    for point, (x, y) in zip(points, marks, strict=True):
-        text = axes.annotate(
-            short(point),
+    edge, legend = axes.get_window_extent(), axes.get_legend().get_window_extent()
+    taken = [(legend.x0, legend.y0, legend.x1, legend.y1)]
+    named = _names(points)
+    marks = [tuple(axes.transData.transform((p.bytes_per_element, p.error))) for p, _ in named]
+    taken += [(x - 4 * scale, y - 4 * scale, x + 4 * scale, y + 4 * scale) for x, y in marks]
+    for (point, name), (x, y) in zip(named, marks, strict=True):
+        colour = _darker(_LOOKS[family(point.compressor)][0])
+        trial = axes.text(0, 0, name, fontsize=_FONT_POINTS)
+        size = trial.get_window_extent()
+        trial.remove()
+        places = []
+        for up, side in product(_REACH, (1, 0, -1)):
+            if side or up:
+                left = x + side * 6 * scale - (1 - side) / 2 * size.width
+                low = y + up * scale - size.height / 2
+                box = (left, low, left + size.width, low + size.height)
+                outside = left < edge.x0 or box[2] > figure.bbox.width or low < edge.y0 or box[3] > edge.y1
+                cost = sum(_shared(box, other) for other in taken) + abs(up) * scale + (1e9 if outside else 0)
+                places.append((cost, up, box))
+        _, up, box = min(places)
+        taken.append(box)
+        leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.4, "shrinkA": 0, "shrinkB": 3}
+        yield axes.annotate(
+            name,
             (point.bytes_per_element, point.error),
-            xytext=(0, 0),
+            xytext=((box[0] - x) / scale, (box[1] - y) / scale),
             textcoords="offset points",
             fontsize=_FONT_POINTS,
-            color=_LOOKS[family(point.compressor)][0],
-            annotation_clip=False,
+            color=colour,
+            arrowprops=leader if abs(up) > _NEAR else None,
         )
-        box = text.get_window_extent()
-        width, height = box.width, box.height
-        best, least = (6.0, 0.0, 0.0), float("inf")
-        for up, side in product(_REACH, (1, -1)):
-            left = x + 6 * scale if side > 0 else x - 6 * scale - width
-            if up not in (0, 7, -7):
-                left = x - width / 2
-            low = y + up * scale - height / 2
-            place = (left, low, left + width, low + height)
-            outside = place[0] < edge.x0 or place[2] > figure.bbox.width or place[1] < edge.y0
-            cost = sum(_shared(place, other) for other in taken) + abs(up) * 0.2 + (1e9 if outside else 0)
-            if cost < least:
-                best, least = (left, low, 0.0), cost
-        taken.append((best[0], best[1], best[0] + width, best[1] + height))
-        text.set_position(((best[0] - x) / scale, (best[1] - y) / scale))
-        text.set_verticalalignment("bottom")
-        found.append(text)
-    return found
+
+
+def _darker(colour: str) -> str:
+    """Small letters take more contrast than markers."""
+    return "#" + "".join(f"{int(int(colour[at : at + 2], 16) * _SHADE):02x}" for at in (1, 3, 5))
 
 
 def _shared(one: tuple[float, ...], other: tuple[float, ...]) -> float:

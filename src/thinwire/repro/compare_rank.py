@@ -82,13 +82,13 @@ class Rank:
             payload_bytes.append(wire.stats.payload_sent_bytes - exact_bytes if wire else dense_bytes * until)
             probes.append(self._evaluate(model, probe=True))
         result = {
+            "alpha": wire.stats.alpha if wire else [],
             "step_s": step_s,
             "probes": probes,
             "payload_bytes": payload_bytes,
             "formula_bytes": wire.wire_bytes_per_step() if wire and not wire.plan.all_raw else dense_bytes,
             "held_out": self._evaluate(model, probe=False),
             "digest": _digest(model),
-            "alpha": wire.stats.alpha if wire else [],
         }
         if wire:
             wire.detach()

@@ -154,8 +154,9 @@ class Comparison:
             "held-out\nloss",
             "difference\n%",
             "kB a\nstep",
+            # Over loopback speed means little: alpha takes its place.
             *(["alpha"] if self._measured else []),
-            "steps\na s",
+            *(["steps\na s"] if self.shaped or not self._measured else []),
             f"{'time' if self.shaped else 'steps'} to\nsame loss",
         ]
         for number in numbers:
@@ -172,13 +173,14 @@ class Comparison:
             found = judged.estimate
             difference = f"{found.mean * 100:+.2f}\n{found.lower * 100:+.2f}…{found.upper * 100:+.2f}"
             verdict = f"[{_COLOURS[judged.verdict]}]{textwrap.fill(str(judged), _VERDICT_WIDTH)}[/]"
+        speed = f"{side.steps_per_s:.2f}" if self._timed(side) else "–"
         return [
             escape(side.name) + (" (control)" if side is self.control else ""),
             f"{side.held_out_loss:.4f}",
             escape(difference),
             f"{side.bytes_per_step / 1e3:.1f}",
             *(["–" if side.alpha is None else f"{side.alpha:.3f}"] if self._measured else []),
-            f"{side.steps_per_s:.2f}" if self._timed(side) else "–",
+            *([speed] if self.shaped or not self._measured else []),
             self._reached(side),
             verdict,
         ]
