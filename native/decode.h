@@ -30,7 +30,7 @@ static inline V combine(V v, V base, float scale) {
 
 // Half a group, with one scale for all or with one for each (kEach).
 template <bool kEach, Mode kMode>
-static inline void dequantise_half(const uint8_t* codes, const float* low, const float* unit, const float* base,
+THINWIRE_WITHIN static inline void dequantise_half(const uint8_t* codes, const float* low, const float* unit, const float* base,
                                    float* to, float scale) {
   for (int j = 0; j < kHalf; j += kLanes) {
     const Floats lows = kEach ? load<Floats>(low + j) : splat(*low);
@@ -176,14 +176,14 @@ struct Feedback {
 };
 
 template <int kUnit>
-static inline void add_unit(const Feedback& f, int64_t i) {
+THINWIRE_WITHIN static inline void add_unit(const Feedback& f, int64_t i) {
   for (int j = 0; j < kUnit; j += kLanes) {
     store(f.values + i + j, load<Floats>(f.x + i + j) + load<Floats>(f.now + i + j) * f.scale);
   }
 }
 
 // Half a group at i, coded from x.
-static inline void lose_half(const Feedback& f, const float* x, const uint8_t* codes, float low, float unit,
+THINWIRE_WITHIN static inline void lose_half(const Feedback& f, const float* x, const uint8_t* codes, float low, float unit,
                              int64_t i) {
   const Floats lows = splat(low), units = splat(unit);
   for (int j = 0; j < kHalf; j += kLanes) {

@@ -24,8 +24,9 @@ struct Tile {
 
 // The codes of a tile. Side by side with the extrema of the next block, whose waiting for memory, and for one lane
 // after the other, then costs nothing: its low and high become those of units of kUnit elements. Bucket and group are
-// multiples of kUnit; 0: buckets may end anywhere, and nothing is done on the side. Returns `seen` of quantise_group.
-template <int kUnit, Origin kOrigin, bool kRandom>
+// multiples of kUnit; 0: buckets may end anywhere, and nothing is done on the side. Returns `seen` of quantise_group. With
+// kFeedback, what Tile::feedback asks for is done beside both.
+template <int kUnit, Origin kOrigin, bool kRandom, bool kFeedback>
 THINWIRE_APART static Words quantise_tile(const Tile& tile, const Draws keys, const Coding how, Scratch& s) {
   const Draws draws = keys;
   const Coding coding = how;
@@ -71,9 +72,9 @@ THINWIRE_APART static Words quantise_tile(const Tile& tile, const Draws keys, co
       const float* y = next->x + from;
       for (; i < ready; i += kGroup, counter += kHalf) {
         if (ahead) prefetch(ahead + i), prefetch(ahead + i + kHalf);
-        if (also) prefetch(also + i), prefetch(also + i + kHalf);
+        if (kFeedback && also) prefetch(also + i), prefetch(also + i + kHalf);
         for (int u = 0; u < kGroup; u += kUnit) {
-          if (feedback.x) add_unit<kUnit>(feedback, i + u);
+          if (kFeedback && feedback.x) add_unit<kUnit>(feedback, i + u);
           if constexpr (kOrigin == kFromLow) {
             unit_extrema<kUnit>(y + i + u, *low++, *high++);
           } else {
@@ -82,16 +83,16 @@ THINWIRE_APART static Words quantise_tile(const Tile& tile, const Draws keys, co
         }
         const HalfScales scales = scales_at(i);
         quantise_group<false, kOrigin, kRandom>(x + i, scales, draws, coding, counter, codes + i, seen);
-        if (feedback.next) lose(i, scales);
+        if (kFeedback && feedback.next) lose(i, scales);
       }
     }
   }
   for (; i < whole; i += kGroup, counter += kHalf) {
     if (ahead) prefetch(ahead + i), prefetch(ahead + i + kHalf);
-    if (also) prefetch(also + i), prefetch(also + i + kHalf);
+    if (kFeedback && also) prefetch(also + i), prefetch(also + i + kHalf);
     const HalfScales scales = scales_at(i);
     quantise_group<kUnit == 0, kOrigin, kRandom>(x + i, scales, draws, coding, counter, codes + i, seen);
-    if (kUnit > 0 && feedback.next) lose(i, scales);
+    if (kFeedback && feedback.next) lose(i, scales);
   }
   if (i < n) {
     quantise_last<kUnit == 0, kOrigin, kRandom>(x + i, n - i, scales_at(i), draws, coding, counter, codes + i, seen);
@@ -153,9 +154,13 @@ struct Encoder {
 
   template <Origin kOrigin, bool kRandom>
   Words quantise_as(const Tile& tile) const {
-    return unit == kGroup  ? quantise_tile<kGroup, kOrigin, kRandom>(tile, draws, coding, s)
-           : unit == kHalf ? quantise_tile<kHalf, kOrigin, kRandom>(tile, draws, coding, s)
-                           : quantise_tile<0, kOrigin, kRandom>(tile, draws, coding, s);
+    if (unit && job.next) {
+      return unit == kGroup ? quantise_tile<kGroup, kOrigin, kRandom, true>(tile, draws, coding, s)
+                            : quantise_tile<kHalf, kOrigin, kRandom, true>(tile, draws, coding, s);
+    }
+    return unit == kGroup  ? quantise_tile<kGroup, kOrigin, kRandom, false>(tile, draws, coding, s)
+           : unit == kHalf ? quantise_tile<kHalf, kOrigin, kRandom, false>(tile, draws, coding, s)
+                           : quantise_tile<0, kOrigin, kRandom, false>(tile, draws, coding, s);
   }
 
   template <bool kRandom>
@@ -338,101 +343,6 @@ static void encode_blocks(const Job& job, int64_t begin, int64_t end) {
     const int64_t first = begin > before ? begin - before : 0;
     if (first < last) Encoder(job, row, scratch).run(first, last, cut.size ? cut.size : row.numel, blocks);
     before += count;
-  }
-  if (job.next) settle_stores();
-}
-
-// ---- Wide rows ----------------------------------------------------------------------------------------------------
-
-static inline int32_t to_key(float v) {
-  int32_t bits;
-  std::memcpy(&bits, &v, 4);
-  return bits ^ ((bits >> 31) & 0x7FFFFFFF);
-}
-
-static inline float from_key(int32_t key) {
-  const int32_t bits = key ^ ((key >> 31) & 0x7FFFFFFF);
-  float v;
-  std::memcpy(&v, &bits, 4);
-  return v;
-}
-
-static inline void merge(int32_t* into, int32_t key, bool lower) {
-  int32_t seen = __atomic_load_n(into, __ATOMIC_RELAXED);
-  while ((lower ? key < seen : key > seen) &&
-         !__atomic_compare_exchange_n(into, &seen, key, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-  }
-}
-
-static void wide_extrema(const Job& job, const Row& row, const Wide& wide, int64_t begin, int64_t end) {
-  Scratch scratch;
-  Block block;
-  const Encoder encoder(job, row, scratch);
-  for (int64_t at = begin * kLoaded; at < end * kLoaded && at < row.numel; at += kLoaded) {
-    encoder.load(block, at, row.numel - at < kLoaded ? row.numel - at : kLoaded);
-    for (int64_t i = 0, k = block.first; i < block.n; k++) {
-      const int64_t left = job.form.bucket - (at + i) % job.form.bucket;
-      const int64_t count = left < block.n - i ? left : block.n - i;
-      float low = 0.0f, high;
-      encoder.measure(block.x + i, count, low, high);
-      if (kHidesNan && job.form.scheme == kMinMax && holds_nan(block.x + i, count)) {
-        low = high = quiet_nan(); // a key above that of infinity
-      }
-      merge(wide.low_key + k, to_key(low), true), merge(wide.high_key + k, to_key(high), false);
-      i += count;
-    }
-  }
-}
-
-// Sums have an order, so a bucket is summed by one thread. Its pieces begin a multiple of the lanes into it.
-static void wide_sums(const Job& job, const Row& row, const Wide& wide, int64_t begin, int64_t end) {
-  Scratch scratch;
-  Block block;
-  const Encoder encoder(job, row, scratch);
-  for (int64_t k = begin; k < end; k++) {
-    const int64_t left = row.numel - k * job.form.bucket;
-    const int64_t stop = row.numel - left + (left < job.form.bucket ? left : job.form.bucket);
-    Gathered found(job.form);
-    for (int64_t at = k * job.form.bucket, n; at < stop; at += n) {
-      const int64_t before = at % kGroup;
-      n = stop - at < kLoaded - kGroup ? stop - at : kLoaded - kGroup;
-      encoder.load(block, at - before, before + n);
-      found.add(block.x + before, n);
-    }
-    found.finish(wide.low[k], wide.inverse[k]);
-  }
-}
-
-static void wide_scales(const Job& job, const Row& row, const Wide& wide) {
-  const int64_t count = num_buckets(row.numel, job.form.bucket);
-  float* const high = wide.inverse; // becomes the factor in place
-  for (int64_t k = 0; k < count && !job.form.summed(); k++) {
-    wide.low[k] = from_key(wide.low_key[k]), high[k] = from_key(wide.high_key[k]);
-  }
-  finish_scales(job.form, wide.low, high, wide.unit, wide.inverse, count);
-  Scratch scratch;
-  const Encoder encoder(job, row, scratch);
-  const float* sent = wide.low;
-  if (job.form.rounding == kShift) {
-    float* shifted = (float*)wide.low_key; // the keys are done with
-    shift_lows(wide.low, wide.unit, count, encoder.shift(), shifted), sent = shifted;
-  }
-  encoder.send_scales(job.form.num_scales() == 2 ? sent : nullptr, wide.unit, 0, count);
-}
-
-static void wide_codes(const Job& job, const Row& row, const Wide& wide, int64_t begin, int64_t end) {
-  Scratch scratch;
-  Block block;
-  const Encoder encoder(job, row, scratch);
-  for (int64_t at = begin * kLoaded; at < end * kLoaded && at < row.numel; at += kLoaded) {
-    encoder.load(block, at, row.numel - at < kLoaded ? row.numel - at : kLoaded);
-    const int64_t count = num_buckets(at + block.n, job.form.bucket) - block.first;
-    block.count = count;
-    std::memcpy(block.low, wide.low + block.first, 4 * count);
-    std::memcpy(block.unit, wide.unit + block.first, 4 * count);
-    std::memcpy(block.inverse, wide.inverse + block.first, 4 * count);
-    if (job.form.rounding == kShift) shift_lows(block.low, block.unit, count, encoder.shift(), block.sent);
-    encoder.codes(block, nullptr);
   }
   if (job.next) settle_stores();
 }

@@ -1,55 +1,9 @@
 // Powers of two, range floats, learned levels, integers: element by element. Included inside a level's namespace.
-// Integers stay below 2^31, so signed comparisons, which every level has, serve.
 
 struct FloatScratch {
   alignas(64) float tile[kTile];
-  alignas(64) float each_low[kTile]; // of learned levels, where buckets end inside groups
-  alignas(64) float each_other[kTile];
   alignas(64) uint8_t low[kGroup], high[kGroup];
 };
-
-// Lanes for which something holds: a mask register where there are such, otherwise all bits of the lanes.
-#if defined(__AVX512F__)
-typedef __mmask16 Mask;
-static inline Mask above(Words a, Words b) { return _mm512_cmpgt_epi32_mask((__m512i)a, (__m512i)b); }
-static inline Mask negative(Words a) { return _mm512_movepi32_mask((__m512i)a); }
-static inline Mask ordered(Floats a) { return _mm512_cmp_ps_mask((__m512)a, (__m512)a, _CMP_ORD_Q); }
-static inline Mask below(Floats a, Floats b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ); }
-static inline Mask reaches(Floats a, Floats b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GE_OQ); }
-static inline Words select(Mask is, Words a, Words b) {
-  return (Words)_mm512_mask_mov_epi32((__m512i)b, is, (__m512i)a);
-}
-static inline Words keep(Mask is, Words a) { return (Words)_mm512_maskz_mov_epi32(is, (__m512i)a); }
-static inline Words add_where(Mask is, Words a, Words b) {
-  return (Words)_mm512_mask_add_epi32((__m512i)a, is, (__m512i)a, (__m512i)b);
-}
-static inline Words least(Words a, Words b) { return (Words)_mm512_min_epi32((__m512i)a, (__m512i)b); }
-static inline Words most(Words a, Words b) { return (Words)_mm512_max_epi32((__m512i)a, (__m512i)b); }
-static inline bool any_bits(Words a) { return _mm512_test_epi32_mask((__m512i)a, (__m512i)a) != 0; }
-#else
-typedef Words Mask;
-static inline Mask above(Words a, Words b) { return (Words)((Ints)a > (Ints)b); }
-static inline Mask negative(Words a) { return (Words)((Ints)a >> 31); }
-static inline Mask ordered(Floats a) { return (Words)(a == a); }
-static inline Mask below(Floats a, Floats b) { return (Words)(a < b); }
-static inline Mask reaches(Floats a, Floats b) { return (Words)(a >= b); }
-static inline Words select(Mask is, Words a, Words b) { return (is & a) | (~is & b); }
-static inline Words keep(Mask is, Words a) { return is & a; }
-static inline Words add_where(Mask is, Words a, Words b) { return a + (is & b); }
-#if defined(__AVX2__)
-static inline Words least(Words a, Words b) { return (Words)_mm256_min_epi32((__m256i)a, (__m256i)b); }
-static inline Words most(Words a, Words b) { return (Words)_mm256_max_epi32((__m256i)a, (__m256i)b); }
-static inline bool any_bits(Words a) { return !_mm256_testz_si256((__m256i)a, (__m256i)a); }
-#else
-static inline Words least(Words a, Words b) { return select(above(a, b), b, a); }
-static inline Words most(Words a, Words b) { return select(above(a, b), a, b); }
-static inline bool any_bits(Words a) {
-  uint32_t any = 0;
-  for (int i = 0; i < kLanes; i++) any |= a[i];
-  return any != 0;
-}
-#endif
-#endif
 
 static inline int64_t sum_lanes(Words v) {
   int64_t sum = 0;
@@ -257,9 +211,9 @@ struct RangeFloat {
     seen.nonfinite |= bad, seen.saturated += ((limit - size) >> 31) - (bad >> 31);
     const Words value = least(size, limit);
     Words c;
-    if (kRounding == kTruncate) {
+    if (kRounding == FloatRounding::kTruncate) {
       c = keep(above(value, splat(smallest - 1)), (value >> shift) - (first - 1));
-    } else if (kRounding == kToNearest) { // what rounds to 1 from below the smallest lies above half of it
+    } else if (kRounding == FloatRounding::kNearest) { // what rounds to 1 from below the smallest lies above half of it
       const Words steps = least(((value + half_step) >> shift) - (first - 1), splat(positives));
       c = keep(above(value, splat(half_smallest - 1)), most(steps, splat(1u)));
     } else {
@@ -290,14 +244,14 @@ static void range_encode_as(const FloatJob& job, int64_t begin, int64_t end) {
       uint8_t* low = bits >= 8 ? packed : s.low;
       if (bits <= 8) {
         const auto put = [&](int j, Words* c) { store_bytes(low + j, c[0], c[1], c[2], c[3]); };
-        for_group<kRounding == kByDraw>(from, draws, counter, code, put);
+        for_group<kRounding == FloatRounding::kStochastic>(from, draws, counter, code, put);
         if (bits < 8) pack(s.low, 1, bits, packed);
       } else {
         const auto put = [&](int j, Words* c) {
           store_bytes(low + j, c[0] & 255, c[1] & 255, c[2] & 255, c[3] & 255);
           store_bytes(s.high + j, c[0] >> 8, c[1] >> 8, c[2] >> 8, c[3] >> 8);
         };
-        for_group<kRounding == kByDraw>(from, draws, counter, code, put);
+        for_group<kRounding == FloatRounding::kStochastic>(from, draws, counter, code, put);
         pack(s.high, 1, bits - 8, packed + kGroup);
       }
       if (!form.valid) std::memset(packed, 0, 16 * bits);
@@ -311,9 +265,9 @@ static void range_encode_as(const FloatJob& job, int64_t begin, int64_t end) {
 
 static void range_encode(const FloatJob& job, int64_t begin, int64_t end) {
   switch (job.rounding) {
-  case kTruncate: return range_encode_as<kTruncate>(job, begin, end);
-  case kToNearest: return range_encode_as<kToNearest>(job, begin, end);
-  case kByDraw: return range_encode_as<kByDraw>(job, begin, end);
+  case FloatRounding::kTruncate: return range_encode_as<FloatRounding::kTruncate>(job, begin, end);
+  case FloatRounding::kNearest: return range_encode_as<FloatRounding::kNearest>(job, begin, end);
+  case FloatRounding::kStochastic: return range_encode_as<FloatRounding::kStochastic>(job, begin, end);
   }
 }
 

@@ -6,19 +6,19 @@ namespace thinwire {
 
 constexpr int64_t kHeader = 64; // bytes at the start of a payload of floats
 
-enum FloatRounding : int { kTruncate = 0, kToNearest = 1, kByDraw = 2 };
+enum class FloatRounding : int { kTruncate = 0, kNearest = 1, kStochastic = 2 };
 
 struct Found { // in a row's values; merged atomically
   int64_t saturated, nonfinite;
 };
 
 struct FloatJob : Job {
-  int bits = 0;
-  int64_t bucket = 0;
-  bool nearest = false;
   const float* params = nullptr; // per row: max and mantissa, levels, alpha, or factor
-  FloatRounding rounding = kTruncate;
-  int width = 0; // bytes of an integer
+  FloatRounding rounding = FloatRounding::kTruncate;
+  int bits = 0;
+  int64_t bucket = 0;    // of learned levels
+  bool nearest = false;  // of integers
+  int width = 0;         // bytes of an integer
   float clip = 0.0f;
   uint8_t* integers = nullptr;
   Found* found = nullptr; // per row

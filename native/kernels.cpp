@@ -22,6 +22,8 @@ namespace {
 #include "sums.h"
 #include "decode.h"
 #include "encode.h"
+#include "wide.h"
+#include "masks.h"
 #include "floats.h"
 #include "levels.h"
 #include "sparse.h"

@@ -9,6 +9,11 @@ struct Lookup {
     if (kFew) return (Floats)_mm512_permutexvar_ps((__m512i)codes, _mm512_load_ps(values));
     return (Floats)_mm512_i32gather_ps((__m512i)codes, values, 4);
 #elif defined(__AVX2__)
+    if (kFew) {
+      const __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(values), (__m256i)codes);
+      const __m256 high = _mm256_permutevar8x32_ps(_mm256_load_ps(values + 8), (__m256i)codes);
+      return (Floats)_mm256_blendv_ps(low, high, (__m256)(codes << 28)); // by bit 3
+    }
     return (Floats)_mm256_i32gather_ps(values, (__m256i)codes, 4);
 #else
     Floats found;
@@ -18,17 +23,27 @@ struct Lookup {
   }
 };
 
+// The sign bit is set for a NaN: its magnitude is over that of infinity, 0x7F800000.
+static inline Words over_infinity(Floats v) { return (bits_of<Words>(v) & 0x7FFFFFFF) + 0x7FFFFF; }
+
 // Minimum and maximum of x[0, n), and whether it holds a NaN.
 static inline void measure_bucket(const float* x, int64_t n, float& low, float& high, bool& bad) {
   Floats lows = splat(low), highs = splat(high);
   Words nan = {};
   int64_t i = 0;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+    const Floats a = load<Floats>(x + i), b = load<Floats>(x + i + kLanes);
+    const Floats c = load<Floats>(x + i + 2 * kLanes), d = load<Floats>(x + i + 3 * kLanes);
+    lows = lesser(lesser(lesser(a, b), lesser(c, d)), lows);
+    highs = greater(greater(greater(a, b), greater(c, d)), highs);
+    nan |= (over_infinity(a) | over_infinity(b)) | (over_infinity(c) | over_infinity(d));
+  }
   for (; i + kLanes <= n; i += kLanes) {
     const Floats v = load<Floats>(x + i);
-    lows = lesser(v, lows), highs = greater(v, highs), nan |= (Words)(v != v);
+    lows = lesser(v, lows), highs = greater(v, highs), nan |= over_infinity(v);
   }
   low = across_lesser(lows), high = across_greater(highs);
-  uint32_t any = any_bits(nan);
+  uint32_t any = any_bits(nan >> 31);
   for (; i < n; i++) {
     low = x[i] < low ? x[i] : low, high = x[i] > high ? x[i] : high, any |= x[i] != x[i];
   }
@@ -62,6 +77,9 @@ static void level_scales(const FloatJob& job, const Row& row, int64_t at, int64_
     const int64_t count = n - i < kTile ? n - i : kTile;
     const float* x = (const float*)job.own + row.start + at + i;
     if (job.own_dtype != kFloat32) read_floats(job.own, job.own_dtype, row.start + at + i, count, s.tile), x = s.tile;
+    if (job.own_dtype == kFloat32 && at + i + count + kAhead <= row.numel) {
+      for (int64_t j = 0; j < count; j += 16) __builtin_prefetch(x + kAhead + j, 0, 2);
+    }
     measure_bucket(x, count, low, high, bad);
   }
   low += 0.0f;
@@ -75,20 +93,24 @@ static void level_scales(const FloatJob& job, const Row& row, int64_t at, int64_
   three[0] = low, three[1] = span;
 }
 
-// Codes of a tile whose elements have their lo and factor in scratch: how many of the middles lie at or below.
-template <bool kFew>
-THINWIRE_APART static void level_codes(const float* x, int64_t n, int bits, const Lookup<kFew>& middles, LevelScratch& s) {
+// Codes of a tile whose elements (kEach), or the first of each group, have their lo and factor in scratch: how many of
+// the middles lie at or below.
+template <bool kFew, bool kEach>
+THINWIRE_APART static void level_codes(const float* x, int64_t n, int bits, const Lookup<kFew>& middles,
+                                         LevelScratch& s) {
   for (int64_t i = 0; i < n; i += 4 * kLanes) {
     Floats place[4];
+    const Floats low = splat(s.low[i / kGroup * kGroup]), inverse = splat(s.inverse[i / kGroup * kGroup]);
     Words code[4] = {};
     for (int v = 0; v < 4; v++) {
       const int64_t at = i + v * kLanes;
-      place[v] = (load<Floats>(x + at) - load<Floats>(s.low + at)) * load<Floats>(s.inverse + at);
+      place[v] = kEach ? (load<Floats>(x + at) - load<Floats>(s.low + at)) * load<Floats>(s.inverse + at)
+                       : (load<Floats>(x + at) - low) * inverse;
     }
-    if (kFew && kLanes < 8) { // without a look-up in registers, comparing with all is faster than searching
+    if (kFew && kLanes < 16) { // without a register of 16 values, comparing with all is faster than searching
       for (int j = 0; j < (1 << bits) - 1; j++) {
         const Floats middle = splat(middles.values[j]);
-        for (int v = 0; v < 4; v++) code[v] = add_where(reaches(place[v], middle), code[v], splat(1u));
+        for (int v = 0; v < 4; v++) code[v] -= (Words)(place[v] >= middle);
       }
     } else {
       for (uint32_t step = 1u << (bits - 1); step; step >>= 1) {
@@ -106,6 +128,7 @@ static void levels_encode_as(const FloatJob& job, int64_t begin, int64_t end) {
   LevelScratch s;
   const int bits = job.bits;
   const int64_t bucket = job.bucket;
+  const bool each = bucket % kGroup != 0;
   int64_t before = 0;
   for (int64_t r = 0; r < job.num_rows && before < end; r++) {
     const Row& row = job.rows[r];
@@ -137,15 +160,18 @@ static void levels_encode_as(const FloatJob& job, int64_t begin, int64_t end) {
             measured = here + in;
           }
           const int64_t until = measured - at < n ? measured - at : n;
-          for (; i < until; i++) s.low[i] = three[0], s.inverse[i] = three[2];
+          const int64_t step = each ? 1 : kGroup;
+          for (; i < until; i += step) s.low[i] = three[0], s.inverse[i] = three[2];
         }
         const float* x = (const float*)job.own + row.start + at;
         const int64_t groups = ceil_div(n, kGroup), whole = n / kGroup * kGroup;
         if (job.own_dtype != kFloat32 || whole < n) {
           read_floats(job.own, job.own_dtype, row.start + at, n, s.tile), x = s.tile;
-          for (int64_t i = n; i < groups * kGroup; i++) s.tile[i] = s.low[i] = s.inverse[i] = 0.0f;
+          for (int64_t i = n; i < groups * kGroup; i++) s.tile[i] = 0.0f;
+          if (each) for (int64_t i = n; i < groups * kGroup; i++) s.low[i] = s.inverse[i] = 0.0f;
         }
-        level_codes<kFew>(x, groups * kGroup, bits, middles, s);
+        each ? level_codes<kFew, true>(x, groups * kGroup, bits, middles, s)
+             : level_codes<kFew, false>(x, groups * kGroup, bits, middles, s);
         std::memset(s.codes + n, 0, groups * kGroup - n);
         pack(s.codes, groups, bits, packed + at / kGroup * 16 * bits);
       }
@@ -161,16 +187,16 @@ static void levels_encode(const FloatJob& job, int64_t begin, int64_t end) {
 
 template <bool kFew>
 struct LevelGroup {
-  const uint8_t *packed, *lows, *spans;
+  const uint8_t* packed;
   LevelScratch& s;
-  Lookup<kFew>& levels;
+  const Lookup<kFew>& levels;
   const int bits;
+  int64_t base;
   void read(int64_t i, int64_t) { unpack(packed + i / kGroup * 16 * bits, 1, bits, s.codes), base = i; }
   Floats lanes(int j) const {
     const Floats level = levels(widen_words(s.codes + j));
     return load<Floats>(s.low + base + j) + load<Floats>(s.inverse + base + j) * level;
   }
-  int64_t base = 0;
 };
 
 template <bool kAdd, bool kFew>
@@ -186,7 +212,7 @@ static void levels_decode_as(const FloatJob& job, int64_t begin, int64_t end) {
     each_bucket(scales, job.bucket, at, n, s.low);
     each_bucket(scales + 4 * buckets, job.bucket, at, n, s.inverse);
     const uint8_t* packed = scales + align64(8 * buckets) + at / kGroup * 16 * job.bits;
-    return LevelGroup<kFew>{packed, scales, scales, s, levels, job.bits};
+    return LevelGroup<kFew>{packed, s, levels, job.bits, 0};
   });
 }
 

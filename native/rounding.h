@@ -15,7 +15,7 @@ struct Draws {
   }
   // Random words for kCount counters, step by step for all: the processor need not look far ahead for work.
   template <int kCount>
-  inline void words(Words* x) const {
+  THINWIRE_WITHIN inline void words(Words* x) const {
     for (int i = 0; i < kCount; i++) x[i] ^= k0;
     for (int i = 0; i < kCount; i++) x[i] = (x[i] ^ (x[i] >> 17)) * 0xED5AD4BBu;
     for (int i = 0; i < kCount; i++) x[i] += k1;
@@ -48,7 +48,7 @@ struct Coding {
 
 // Code in 16.16 fixed point before the cut, counted from the origin.
 template <Origin kOrigin>
-static inline Words position(const float* x, Floats low, Floats inverse, float limit) {
+THINWIRE_WITHIN static inline Words position(const float* x, Floats low, Floats inverse, float limit) {
   const Floats v = load<Floats>(x);
   if (kOrigin == kFromLow) return truncate((v - low) * inverse);
   if (kOrigin == kFromZero) return truncate(v * inverse);
@@ -64,7 +64,7 @@ struct HalfScales {
 // The 128 codes of one group; `counter` is 64 times the group's number in its layer. Where lesser() hides NaNs, bits
 // above the codes are set in `seen` if a position is NaN: by its value, or by the scale of a bucket that has none.
 template <bool kEach, Origin kOrigin, bool kRandom>
-static inline void quantise_group(const float* x, const HalfScales& scales, const Draws& draws, const Coding& coding,
+THINWIRE_WITHIN static inline void quantise_group(const float* x, const HalfScales& scales, const Draws& draws, const Coding& coding,
                                   uint32_t counter, uint8_t* codes, Words& seen) {
   const Words lanes = lane_numbers(), middle = splat(coding.middle), fixed = splat(coding.middle + coding.noise);
   const float limit = (float)coding.middle;

@@ -148,7 +148,7 @@ static inline const float* ahead_of(const float* values, const Row& row, int64_t
 
 // Minimum and maximum of kUnit elements, like extrema() but with nothing to decide.
 template <int kUnit>
-static inline void unit_extrema(const float* x, float& low, float& high) {
+THINWIRE_WITHIN static inline void unit_extrema(const float* x, float& low, float& high) {
   Floats lows, highs;
   for (int j = 0; j < kUnit; j += 4 * kLanes) {
     const Floats a = load<Floats>(x + j), b = load<Floats>(x + j + kLanes);

@@ -25,7 +25,8 @@ PyObject* py_pick(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Picked to = {in.address<int32_t>(), in.address<float>(), 0, 0, true};
   in.require(least >= 1 && least <= kNanKey + 1, "no such key");
   in.require(job.k >= 0 && job.k <= kMaxIndex && (job.k <= span.numel || job.partial), "k is 0 to numel");
-  in.require(job.rank >= 0 && job.rank <= job.num_samples && job.num_samples <= span.numel, "rank is within the sample");
+  in.require(job.rank >= 0 && job.rank <= job.num_samples && job.num_samples <= span.numel,
+             "rank is within the sample");
   in.require(!job.num_samples || (job.offset >= 0 && job.stride >= 1 && job.stride <= span.numel &&
                                   job.offset + (job.num_samples - 1) * job.stride < span.numel),
              "the sample is within the span");

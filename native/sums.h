@@ -10,7 +10,7 @@ constexpr int kSumVectors = kSumLanes / kPart;
 
 // max |x| of kUnit elements; NaN if there is one.
 template <int kUnit>
-static inline float unit_largest(const float* x) {
+THINWIRE_WITHIN static inline float unit_largest(const float* x) {
   Ints most = magnitude(load<Floats>(x));
   for (int j = kLanes; j < kUnit; j += kLanes) most = greater_int(most, magnitude(load<Floats>(x + j)));
   return across_greater_int(most);

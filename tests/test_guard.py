@@ -18,8 +18,9 @@ import thinwire
 from harness import run_ranks, run_threads
 from nets import assert_replicas_identical, batch, fingerprint, loss_of, make, train, trained
 from thinwire.collectives import LoopbackTransport
+from thinwire.compressors import Coded, parse
 from thinwire.plan import Plan, Speeds, declined
-from thinwire.wire.decline import decline
+from thinwire.wire.decline import _codec, decline
 
 SHAPES = {"big.weight": (512, 512), "other.weight": (64, 64), "bias": (64,)}
 
@@ -79,6 +80,22 @@ def _declines(rank: int) -> tuple[bool, dict, int, bool]:
         if a.grad is not None and b.grad is not None
     )
     return same, wire.declined, wire.stats.declined_layers, wire.stats.payload_sent_bytes == wire.stats.dense_bytes
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["topk(density=0.01)", "ef(threshold(lam=2.0))", "powersgd(rank=4)", "fft(theta=0.9)", "levels(bits=4)", "sign"],
+)
+def test_declining_times_every_kind_of_compressor(spec: str) -> None:
+    """What is cheap in bytes pays on a slow link, and what is gathered costs more of them with more ranks."""
+    compressor = parse(spec)
+    seconds = _codec(compressor, 2)
+    assert 0 < seconds < 1e-6
+    plan = Plan.build({"w": (512, 1024)}, spec)
+    slow = Speeds({plan["w"]: seconds}, bandwidth=1e6, latency_s=0.0, num_ranks=2)
+    assert not declined(plan, slow).all_raw
+    crowd = Speeds({plan["w"]: seconds}, bandwidth=1e6, latency_s=0.0, num_ranks=400)
+    assert declined(plan, crowd).all_raw == (isinstance(plan["w"], Coded) and plan["w"].gathered)
 
 
 def test_declined_layers_travel_as_in_stock_ddp() -> None:
@@ -188,7 +205,15 @@ def _pairs(a: nn.Module, b: nn.Module):
 
 @pytest.mark.parametrize(
     ("spec", "most"),
-    [("minmax(bits=8)", 0.02), ("ef(minmax(bits=4))", 0.4), ("cast(bf16)", 0.01)],
+    [
+        ("minmax(bits=8)", 0.02),
+        ("ef(minmax(bits=4))", 0.4),
+        ("cast(bf16)", 0.01),
+        ("topk(density=0.1)", 1e-5),
+        ("powersgd(rank=2)", 2.0),
+        ("fft(theta=0.5)", 0.05),
+        ("levels(bits=6, learn_at=(0,), min_numel=0)", 0.2),
+    ],
 )
 def test_simulation_counts_the_bytes_of_the_real_thing(spec: str, most: float) -> None:
     for real, simulated, off in run_ranks(_simulates, 2, spec):

@@ -103,7 +103,8 @@ def test_same_bits_as_the_reference(bucket: int, bits: int) -> None:
         spans = table(sizes, form)
         make = special if (bits + i) % 2 else values
         x = make(spans.num_elements + 3, bits, DTYPES[(bits + i // 2) % 3])
-        check_all(spans, x, form, key=bits << 40 | i)
+        levels = {LEVELS[0], LEVELS[(i + bits) % len(LEVELS)], LEVELS[-1]}
+        check_all(spans, x, form, key=bits << 40 | i, levels=sorted(levels))
 
 
 @settings(deadline=None, max_examples=100)
@@ -180,20 +181,38 @@ def test_random_bytes_in_buffers_without_an_element_to_spare(level: str, dtype: 
     generator = torch.Generator().manual_seed(0)
     for bits in range(1, 9):
         for bucket in (1, 7, 64, 100, 128, 1024, 2**40):
-            form = Format(bits, bucket)
-            for numel in (1, 5, 63, 64, 65, 127, 129, 1000, 2049):
-                spans = one(numel)
+            forms = kinds(bits, bucket)
+            for i, numel in enumerate((1, 5, 63, 64, 65, 127, 129, 1000, 2049)):
+                spans, form = one(numel), forms[(bits + bucket + i) % len(forms)]
                 size = kernels.bucketed_bytes(numel, form)
                 sent = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
                 x, y, out = values(numel, bits, dtype), torch.zeros(numel, dtype=dtype), torch.empty_like(sent)
+                held = Residual(values(numel, 7), torch.empty(numel), 3.0)
                 with running_at(level):
                     kernels.bucketed_encode(x, spans, out, form, key=1)
+                    kernels.bucketed_encode(x, spans, out, form, key=1, residual=held)
                     kernels.bucketed_decode(sent, spans, y, form)
                     kernels.bucketed_decode(sent, spans, y, form, add=True, scale=0.5)
                     kernels.bucketed_sum([sent, out], x, spans, y, form)
-                    kernels.bucketed_reduce([sent, out], x, spans, out.clone(), y, form, scale=0.5, key=1)
+                    again = out.clone()
+                    kernels.bucketed_reduce([sent, out], x, spans, again, y, form, scale=0.5, key=1)
+                    held = held._replace(loss_scale=2.0)
+                    kernels.bucketed_reduce([sent, out], x, spans, again, y, form, scale=0.5, key=1, residual=held)
                 with pytest.raises(ValueError, match="bytes"):
                     kernels.bucketed_decode(sent[:-1], spans, y, form)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_reducing_in_place_without_messages_keeps_nan(level: str) -> None:
+    """A bucket whose NaN is found late is coded again, from values that must still be there."""
+    form, spans = Format(4, 128), one(4096)
+    x = values(4096, 0)
+    x[200] = torch.nan
+    sent = message(spans, form)
+    with running_at(level):
+        kernels.bucketed_reduce([], x, spans, sent, x, form, scale=1.0, key=1)
+    assert torch.isnan(x[128:256]).all()
+    assert torch.isnan(x).sum() == 128
 
 
 def test_subnormal_values_count_even_where_torch_flushes_them() -> None:

@@ -17,6 +17,7 @@ FEATURES = ("accumulation", "clipping", "find_unused", "static_graph", "bucket v
 KINDS = {
     "coded": "minmax(bits=4)",
     "coded with error feedback": "ef(minmax(bits=2))",
+    "gathered and low rank": {"embed.weight": "powersgd(rank=2)", "*": "topk(density=0.05) | minmax(bits=8)"},
     "summed": {"embed.weight": "ef(randk(density=0.2))", "*": "cast(bf16)"},
 }
 DDP_OPTIONS = {"find_unused": {"unused": True}, "static_graph": {"static_graph": True}}

@@ -1,15 +1,7 @@
-"""The Triton kernels: bit for bit against the reference in Triton's interpreter, compiled for GPUs that are not here.
-
-The interpreter must be chosen before Triton is imported, so this file runs itself again in another process.
-"""
+"""The bucketed Triton kernels: bit for bit against the reference in Triton's interpreter, compiled for absent GPUs."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,19 +12,35 @@ from thinwire.kernels import Format, Residual, Table, reference
 
 pytest.importorskip("triton", reason="triton is not installed: pip install --no-deps triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+from triton_cases import DEVICE, assembly, compiled, in_the_interpreter, quiet, rounded, runs
 
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
-compiled = pytest.mark.skipif(INTERPRETED, reason="runs outside the interpreter's process")
-runs = pytest.mark.skipif(not INTERPRETED and DEVICE.type == "cpu", reason="needs a GPU, or the interpreter")
+NEAREST, SHIFT = {"rounding": "nearest"}, {"rounding": "shift"}
+FORMATS = [
+    *(Format(bits, 128) for bits in (1, 3, 4, 7, 8)),
+    *(Format(bits, bucket) for bits, bucket in [(2, 1), (3, 3), (2, 64), (5, 100), (4, 256), (8, 4096), (7, 2**40)]),
+    Format(6, 384, **NEAREST),
+    *(Format(bits, bucket, **SHIFT) for bits, bucket in [(4, 128), (8, 1024), (5, 100), (3, 2**40)]),
+    Format(4, 128, "maxabs"),
+    Format(8, 256, "maxabs", **NEAREST),
+    Format(2, 100, "maxabs"),
+    Format(2, 2**40, "maxabs", clip=2.5),
+    Format(3, 512, "maxabs", clip=1.0),
+    Format(1, 128, "maxabs", midrise=True),
+    Format(6, 2**40, "maxabs", midrise=True, **NEAREST),
+    Format(4, 128, "norm"),
+    Format(5, 300, "norm", levels=3),
+    Format(8, 2**40, "norm"),
+    *(Format(1, bucket, scheme) for scheme in ("sides", "sign") for bucket in (128, 100, 4096, 2**40)),
+]
 
 
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 as a kernel stores it. Triton's interpreter cuts bf16 off where GPUs round to nearest even."""
-    if dtype == torch.bfloat16 and INTERPRETED:
-        return (x.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
-    return x.to(dtype)
+def names(form: Format) -> str:
+    return f"{form.scheme}-{form.bits}-{form.bucket}-{form.rounding}-{form.midrise:d}-{form.clip}"
+
+
+def residual(x: Tensor, seed: int, loss_scale: float, device: torch.device) -> Residual:
+    now = values(x.numel(), seed).to(device)
+    return Residual(now, torch.full_like(now, 5.0), loss_scale)
 
 
 def check_all(spans: Table, x: Tensor, form: Format, *, key: int) -> None:
@@ -44,41 +52,65 @@ def check_all(spans: Table, x: Tensor, form: Format, *, key: int) -> None:
     for run, device in ((reference, torch.device("cpu")), (gpu, DEVICE)):
         own, random = x.to(device), hostile.to(device)
         dtype = torch.float32 if run is reference else x.dtype
-        sent, out = (message(spans, form).to(device) for _ in range(2))
+        sent, fed, out = (message(spans, form).to(device) for _ in range(3))
         run.bucketed_encode(own, spans, sent, form, key=key)
+        errors = residual(x, 1, 0.3, device), residual(x, 2, 3.0, device)
+        run.bucketed_encode(own, spans, fed, form, key=key + 2, residual=errors[0])
         stored, summed = (torch.full(x.shape, 7.0, dtype=dtype, device=device) for _ in range(2))
         added, kept = (own.to(dtype, copy=True) for _ in range(2))
         run.bucketed_decode(sent, spans, stored, form)
         run.bucketed_decode(random, spans, added, form, add=True, scale=0.3)
         run.bucketed_sum([random, sent], None, spans, summed, form, scale=0.7)
-        run.bucketed_reduce([sent, sent], kept, spans, out, kept, form, scale=1 / 3, key=key + 1)
-        results.append([v.cpu() for v in (sent, out, stored, added, summed, kept)])
-    names = ("encode", "reduce: message", "decode", "decode add", "sum", "reduce: values")
-    for name, wanted, got in zip(names, *results, strict=True):
-        wanted = rounded(wanted, x.dtype) if wanted.is_floating_point() else wanted
-        assert same(wanted, got), f"{name} differs"
+        run.bucketed_reduce([sent, sent], kept, spans, out, kept, form, scale=1 / 3, key=key + 1, residual=errors[1])
+        results.append([v.cpu() for v in (sent, fed, out, errors[0].next, errors[1].next, stored, added, summed, kept)])
+    what = ("encode", "encode with residual", "reduce: message", "residual", "reduce: residual")
+    what += ("decode", "decode add", "sum", "reduce: values")
+    for i, (name, wanted, got) in enumerate(zip(what, *results, strict=True)):
+        assert same(rounded(wanted, x.dtype) if i >= 5 else wanted, got), f"{name} differs"
 
 
 @runs
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, about the NaNs of the interpreter
-@pytest.mark.parametrize(
-    ("bits", "bucket", "dtype"),
-    [
-        *((bits, 128, torch.float32) for bits in (1, 3, 4, 7, 8)),
-        *((bits, bucket, torch.float32) for bits, bucket in [(2, 1), (3, 3), (2, 64), (5, 100), (4, 256), (6, 384)]),
-        *((bits, bucket, torch.float32) for bits, bucket in [(8, 4096), (7, 2**40)]),
-        *((bits, bucket, torch.bfloat16) for bits, bucket in [(4, 128), (7, 100)]),
-        *((bits, bucket, torch.float16) for bits, bucket in [(4, 128), (7, 100)]),
-    ],
-)
-def test_same_bits_as_the_reference(bits: int, bucket: int, dtype: torch.dtype) -> None:
-    nearest = bits == 6 or dtype == torch.bfloat16
-    form = Format(bits, bucket, rounding="nearest" if nearest else "stochastic")
-    spans = table((129, 0, 4100 if bits in (2, 4) or bucket > 384 else 2100), form)
-    make = special if dtype == torch.float32 else values  # the interpreter loses subnormal 16-bit values
-    x = make(spans.num_elements + 3, bits, dtype)
+@quiet
+@pytest.mark.parametrize("form", FORMATS, ids=names)
+def test_same_bits_as_the_reference(form: Format) -> None:
+    spans = table((129, 0, 1300), form)
+    make = special if form.bucket <= 1024 else values
+    check_all(spans, make(spans.num_elements + 3, form.bits), form, key=form.bits << 60 | 5)
+
+
+@runs
+@quiet
+@pytest.mark.parametrize("form", [Format(4, 128), Format(5, 256, **SHIFT), Format(1, 128, "sides"),
+                                  Format(2, 128, "maxabs"), Format(8, 512, "norm")], ids=names)  # fmt: skip
+def test_whole_tiles_at_wide_addresses(form: Format) -> None:
+    check_all(one(9000, index0=512), values(9000, 0), form, key=5)
+
+
+@runs
+@quiet
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", [Format(4, 128, **NEAREST), Format(7, 100), Format(2, 128, "maxabs", clip=2.5),
+                                  Format(1, 100, "sides")], ids=names)  # fmt: skip
+def test_half_precision(form: Format, dtype: torch.dtype) -> None:
+    spans = table((129, 0, 900), form)  # `special` holds subnormals, which the interpreter loses in 16 bits
+    x = values(spans.num_elements + 3, form.bits, dtype)
     x[7] = torch.nan
-    check_all(spans, x, form, key=bits << 60 | 5)
+    check_all(spans, x, form, key=3)
+
+
+@runs
+def test_a_residual_may_be_written_over() -> None:
+    from thinwire.kernels import gpu
+
+    for form in (Format(4, 128), Format(1, 128, "sides"), Format(4, 100, "maxabs")):
+        x, now, sent = values(3000, 0), values(3000, 1), message(one(3000), form)
+        spans = one(3000)
+        apart = Residual(now, torch.empty_like(now))
+        reference.bucketed_encode(x, spans, sent, form, key=1, residual=apart)
+        over, there = now.to(DEVICE, copy=True), sent.to(DEVICE)
+        gpu.bucketed_encode(x.to(DEVICE), spans, there, form, key=1, residual=Residual(over, over))
+        assert same(apart.next, over.cpu())
+        assert same(sent, there.cpu())
 
 
 @runs
@@ -104,82 +136,67 @@ def test_a_message_at_an_odd_address_is_refused() -> None:
 
 
 @compiled
-def test_what_the_kernels_lack_is_refused() -> None:
-    from thinwire.kernels import gpu
-
-    x, sent = torch.ones(9), torch.zeros(192, dtype=torch.uint8)
-    with pytest.raises(NotImplementedError, match="minmax"):
-        gpu.bucketed_encode(x, one(9), sent, Format(4, 128, "maxabs"), key=1)
-    with pytest.raises(NotImplementedError, match="fused"):
-        gpu.bucketed_encode(x, one(9), sent, Format(4, 128), key=1, residual=Residual(x, x))
-
-
-@compiled
+@pytest.mark.timeout(300)
 def test_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "19 passed" in done.stdout
+    in_the_interpreter(__file__, at_least=50)
 
 
 TYPES = {
-    **dict.fromkeys(("x", "base", "y", "inverses"), "*fp32"),
+    **dict.fromkeys(("x", "now", "next", "base", "y", "inverses"), "*fp32"),
     **dict.fromkeys(("pieces", "rows", "firsts"), "*i64"),
     **dict.fromkeys(("low_keys", "high_keys"), "*i32"),
     **dict.fromkeys(("key_low", "key_high", "bucket", "slices"), "i32"),
+    **dict.fromkeys(("scale", "loss_scale", "clip"), "fp32"),
     "message": "*u8",
-    "scale": "fp32",
 }
 
 
-def ptx(name: str, bits: int, capability: int = 90, **constants: int | bool) -> str:
-    """The kernel as PTX for an NVIDIA GPU, compiled to machine code on the way; needs no GPU."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+def ptx(name: str, form: Format, capability: int = 90, **constants: int | bool) -> str:
     from thinwire.kernels import gpu
+    from thinwire.kernels.gpu_launch import options
 
     kernel = getattr(gpu, name)
-    constants = {"BITS": bits, "GROUPS": 16, "BUCKET": 128, "NEAREST": False, "MODE": 1, **constants}
-    constants = {k: v for k, v in constants.items() if k in kernel.arg_names}
-    source = ASTSource(
-        fn=kernel,
-        signature={arg: "constexpr" if arg in constants else TYPES[arg] for arg in kernel.arg_names},
-        constexprs={(kernel.arg_names.index(arg),): value for arg, value in constants.items()},
-        attrs={
-            (i,): [["tt.divisibility", 16]]
-            for i, arg in enumerate(kernel.arg_names)
-            if TYPES.get(arg, "").startswith("*")
-        },
-    )
-    target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options=gpu._options(bits)).asm["ptx"]
+    known = {"BITS": form.bits, "GROUPS": 16, "BUCKET": form.bucket, "MODE": 1, "STEPS": form.steps}
+    known |= {"SUMS": gpu._needs_sums(form), "RESIDUAL": False} | gpu._coding(form) | constants
+    known = {k: v for k, v in known.items() if k in kernel.arg_names}
+    return assembly(kernel, TYPES, capability, int(options(form.bits)["num_warps"]), **known)
 
 
 @compiled
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_compiles_without_fused_multiply_add_and_with_wide_loads(bits: int) -> None:
+    form = Format(bits, 128)
     for name in ("encode_tiles", "decode_tiles"):
-        text = ptx(name, bits)
+        text = ptx(name, form)
         assert "fma." not in text
         assert "ld.global.v4" in text
-    assert "div.rn" in ptx("encode_tiles", bits)
+    assert "div.rn" in ptx("encode_tiles", form)
+
+
+@compiled
+@pytest.mark.parametrize("form", [Format(4, 128, "maxabs"), Format(2, 256, "maxabs", clip=2.5), Format(4, 128, "norm"),
+                                  Format(1, 128, "sides"), Format(1, 512, "sign"), Format(4, 128, **SHIFT)],
+                         ids=names)  # fmt: skip
+def test_schemes_and_residuals_compile(form: Format) -> None:
+    text = ptx("encode_tiles", form, RESIDUAL=True)
+    assert "fma." not in text
+    assert "approx" not in text
+    assert "div.full" not in text
+    assert "fma." not in ptx("decode_tiles", form)
 
 
 @compiled
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_other_buckets_compile_for_every_generation(capability: int) -> None:
-    for name, constants in {
-        "bucket_extrema": {"ROWS": 16, "COLS": 128},
-        "bucket_scales": {"COUNT": 128},
-        "encode_codes": {},
-        "decode_tiles": {"BUCKET": 0, "MODE": 2},
-    }.items():
-        assert "fma." not in ptx(name, 4, capability, **constants)
+    for name, form, constants in [
+        ("bucket_extrema", Format(4, 100), {"ROWS": 16, "COLS": 128}),
+        ("bucket_scales", Format(4, 100), {"COUNT": 128}),
+        ("bucket_scales", Format(4, 100, "norm"), {"COUNT": 8}),
+        ("bucket_scales", Format(1, 100, "sides"), {"COUNT": 8}),
+        ("encode_codes", Format(4, 100), {}),
+        ("encode_codes", Format(4, 100, "maxabs"), {"RESIDUAL": True}),
+        ("decode_tiles", Format(4, 100), {"BUCKET": 0, "MODE": 2}),
+    ]:
+        text = ptx(name, form, capability, **constants)
+        assert "fma." not in text
+        assert "approx" not in text

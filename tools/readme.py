@@ -15,6 +15,7 @@ TITLES = {
     "fp32": "DDP, fp32",
     "bf16": "DDP, bf16 gradients",
     "powersgd": "PyTorch's PowerSGD, rank 4",
+    "low-rank": "thinwire's PowerSGD, rank 4",
     "noop": "nothing sent (the ceiling)",
     "control": "control: 1 bit, no error feedback",
 }
@@ -53,6 +54,8 @@ def demo() -> str:
     for name, title in TITLES.items():
         speed, loss = figures.get(f"steps_per_s/{name}"), figures.get(f"val_loss/{name}")
         sent = figures.get(f"payload_bytes/{name}")
+        if speed is None and loss is None:
+            continue
         shaped = name != "control" and speed is not None
         rows.append(
             [

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives import ProcessGroupTransport
 from thinwire.compat import group_timeout
-from thinwire.compressors import GRADIENT_DTYPES, Raw, check_int
+from thinwire.compressors import GRADIENT_DTYPES, Raw, Wrapper, check_int
 from thinwire.plan import Filter, Plan, Rules
 from thinwire.wire import Wire
 
@@ -135,6 +135,7 @@ def compress_ddp(model: DistributedDataParallel, rules: Rules, options: Options)
     shapes = _checked_shapes(model, options.simulate)
     plan = Plan.build(shapes, rules, Filter(min_numel=options.min_numel, exclude=tuple(options.exclude)))
     _check_dtypes(model, plan)
+    _check_feedback(plan)
     hook = hook or _Hook(model)
     wire = Wire(
         plan,
@@ -184,6 +185,16 @@ def _check_dtypes(model: DistributedDataParallel, plan: Plan) -> None:
             raise TypeError(
                 f"{name} is {parameter.dtype}, and {plan[name]} takes float32, bfloat16 or float16: "
                 f"leave it raw with exclude=[{name!r}], or train it in one of these"
+            )
+
+
+def _check_feedback(plan: Plan) -> None:
+    for compressor in set(plan.layers.values()):
+        if isinstance(compressor, Wrapper) and not compressor.inner.contracts:
+            warnings.warn(
+                f"{compressor}: {compressor.inner} can err by more than its input, so that what error feedback owes "
+                "grows from step to step and training diverges: give it more bits, or smaller buckets, or no ef()",
+                stacklevel=4,
             )
 
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 from thinwire import kernels as core
+from thinwire.bench.kernels_more import cases as more_cases
 from thinwire.kernels import Format, reference
 from thinwire.results import Results
 
@@ -166,6 +167,7 @@ def _cases(numel: int, formats: list[Format]) -> list[Case]:
     for form in (main, Format(4, 128, "maxabs"), Format(1, 1024, "sign")):
         cases += _feedback(full, form)
     cases += _bf16(full, main) + _summing(full, main)
+    cases += [Case(name, numel, run) for name, run in more_cases(full.x, full.y)]
     cases.append(Case("copy_: one small call", _SMALL, lambda i: small.y[i].copy_(small.x[i])))
     cases += [_renamed(case, f"{case.name}: one small call") for case in _of_format(small, main)]
     return cases + _torch_reference(main)

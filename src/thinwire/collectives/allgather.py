@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def allgather(
     step: int,
     state: State | None = None,
     clock: Clock | None = None,
-) -> Iterator[None]:
+) -> Generator[None]:
     """Replace the gathered layers of the flat tensor ``x`` by their mean; every rank ends with the same bytes.
 
     1. Each rank encodes its layers and sends them to all. 2. All decode all messages, their own among them, in the

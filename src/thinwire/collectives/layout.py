@@ -90,7 +90,10 @@ class Layout:
     def build(layers: Sequence[Layer], world_size: int, dtype: torch.dtype) -> Layout:
         owned = _cut(layers, world_size)
         chunks = tuple(_chunk(pieces, dtype) for pieces in owned)
-        whole = [_Cut(layer, c, 0, layer.numel) for layer in layers if layer.numel and _gathers(c := layer.compressor)]
+        whole = []
+        for layer in layers:
+            if layer.numel and isinstance(layer.compressor, Coded) and layer.compressor.gathered:
+                whole.append(_Cut(layer, layer.compressor, 0, layer.numel))
         return Layout(tuple(layers), chunks, _chunk(whole, dtype), _sums(layers, dtype), dtype)
 
     @property
@@ -167,10 +170,6 @@ def _cut(layers: Sequence[Layer], world_size: int) -> list[list[_Cut]]:
             for owner, begin, end in owned_parts(layer.name, layer.compressor, layer.numel, world_size):
                 owned[owner].append(_Cut(layer, layer.compressor, begin, end - begin))
     return owned
-
-
-def _gathers(compressor: Coded | Summed) -> bool:
-    return isinstance(compressor, Coded) and compressor.gathered
 
 
 def owned_parts(name: str, compressor: Coded, numel: int, world_size: int) -> list[tuple[int, int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ def scatter_reduce_allgather(
     step: int,
     state: State | None = None,
     clock: Clock | None = None,
-) -> Iterator[None]:
+) -> Generator[None]:
     """Replace the coded layers of the flat tensor ``x`` by their mean; every rank ends with the same bytes.
 
     1. Each rank encodes every other owner's chunk and sends it. 2. The owner adds what it decodes to its own exact

@@ -1,7 +1,7 @@
 """Compressors: what a tensor may become on the wire."""
 
 from thinwire.compressors.base import Coded, Compressor, Summed, Unsuited, first_state, sum_alone
-from thinwire.compressors.cast import Cast
+from thinwire.compressors.cast import Cast, RawSum
 from thinwire.compressors.chain import Chain
 from thinwire.compressors.checks import GRADIENT_DTYPES, check_int
 from thinwire.compressors.dgc import DGC
@@ -18,7 +18,7 @@ from thinwire.compressors.powersgd import PowerSGD
 from thinwire.compressors.qsgd import QSGD
 from thinwire.compressors.randk import RandK
 from thinwire.compressors.rangefloat import RangeFloat
-from thinwire.compressors.raw import Raw, RawSum
+from thinwire.compressors.raw import Raw
 from thinwire.compressors.sparse import Sparsifier
 from thinwire.compressors.spec import parse, register, registered
 from thinwire.compressors.terngrad import TernGrad

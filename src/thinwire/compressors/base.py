@@ -57,6 +57,11 @@ class Compressor(ABC):
         """Whether the expectation of what is received is what was sent."""
 
     @property
+    def contracts(self) -> bool:
+        """Whether its error is smaller than its input, as error feedback needs: else what is owed grows without end."""
+        return True
+
+    @property
     def wants_feedback(self) -> bool:
         """Whether a plan puts error feedback around it: it drops or distorts so much that training needs it."""
         return False

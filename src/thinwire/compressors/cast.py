@@ -17,30 +17,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Cast(Summed):
-    """The mean in bf16 or fp16: each rank divides by the number of ranks, casts, and a native all-reduce adds.
-
-    Dividing first keeps fp16 sums from overflowing; what overflows all the same arrives as Inf.
-    """
-
-    spec_name: ClassVar[str] = "cast"
-
-    to: Literal["bf16", "fp16"] = field(default="bf16", metadata={"shown": True})
-
-    def __post_init__(self) -> None:
-        if self.to not in _DTYPES:
-            raise ValueError(f"cast takes bf16 or fp16, not {self.to!r}")
-
-    @property
-    def largest(self) -> float:
-        return torch.finfo(_DTYPES[self.to]).max
-
-    @property
-    def unbiased(self) -> bool:
-        return False
-
-    def part_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return _DTYPES[self.to]
+class Plain(Summed):
+    """All elements, each divided by the number of ranks and added in some dtype."""
 
     def part_numel(self, round: int, shape: Sequence[int]) -> int:
         return math.prod(shape)
@@ -72,5 +50,47 @@ class Cast(Summed):
         for piece, where in parts:
             x[piece.elements].copy_(total[where])
 
+
+@dataclass(frozen=True)
+class Cast(Plain):
+    """The mean in bf16 or fp16: each rank divides by the number of ranks, casts, and a native all-reduce adds.
+
+    Dividing first keeps fp16 sums from overflowing; what overflows all the same arrives as Inf.
+    """
+
+    spec_name: ClassVar[str] = "cast"
+
+    to: Literal["bf16", "fp16"] = field(default="bf16", metadata={"shown": True})
+
+    def __post_init__(self) -> None:
+        if self.to not in _DTYPES:
+            raise ValueError(f"cast takes bf16 or fp16, not {self.to!r}")
+
+    @property
+    def largest(self) -> float:
+        return torch.finfo(_DTYPES[self.to]).max
+
+    @property
+    def unbiased(self) -> bool:
+        return False
+
+    def part_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return _DTYPES[self.to]
+
     def __str__(self) -> str:
         return f"cast({self.to})"
+
+
+@dataclass(frozen=True)
+class RawSum(Plain):
+    """What `Raw` becomes in a plan whose other compressors are all summed: a part of their sums, not messages of its
+    own. The Wire puts it in; it has no spec."""
+
+    spec_name: ClassVar[str] = "rawsum"
+
+    @property
+    def unbiased(self) -> bool:
+        return True
+
+    def part_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype

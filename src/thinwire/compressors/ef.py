@@ -22,7 +22,8 @@ def ef(inner: Compressor) -> Compressor:
     A coded compressor keeps the residual on both sides. The worker's holds for the chunks of other owners; the owner
     of a chunk adds its own exact values, so the same tensor holds the error of the mean that it encodes again. What is
     gathered is encoded once, and has the worker's alone. For a summed one the residual is what went in minus the final
-    result.
+    result. What errs by more than its input (`Compressor.contracts`: TernGrad, QSGD of few steps in large buckets) must
+    not be in it: what is owed would grow without end. `thinwire.compress` warns of that.
 
     Raises:
         TypeError: there is error feedback in it already, or it is none of the two kinds.

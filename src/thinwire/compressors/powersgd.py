@@ -140,8 +140,8 @@ class PowerSGD(Summed):
                 continue
             for piece, where in alike:
                 q, p = total[where].view(self._q_shape(piece.shape)), _slot(state, piece.name, "p")
-                result = torch.mm(p, q.T).add_(not_finite(total[where]))
-                x[piece.elements].copy_(result.view(-1))
+                # NaN in the small factor spreads over the whole product.
+                _product(p + not_finite(total[where]), q.T, x[piece.elements].view(matrix_shape(piece.shape)))
                 _slot(state, piece.name, "q", after=True).copy_(q)
 
 
@@ -176,6 +176,13 @@ def _multiply(matrices: Sequence[Tensor], factors: Sequence[Tensor], outs: Seque
         return
     for matrix, factor, out in zip(matrices, factors, outs, strict=True):
         torch.mm(matrix, factor, out=out)
+
+
+def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    if out.dtype == torch.float32:
+        torch.mm(left, right, out=out)
+    else:
+        out.copy_(torch.mm(left, right))
 
 
 def _slot(state: State | None, name: str, slot: str, *, after: bool = False) -> Tensor:

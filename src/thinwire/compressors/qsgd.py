@@ -43,6 +43,15 @@ class QSGD(Bucketed):
     def keeps_constants(self) -> bool:
         return self.norm == "linf"
 
+    @property
+    def contracts(self) -> bool:
+        # Rounding between steps of unit ‖v‖/s errs by at most unit/2 in standard deviation, on each of the bucket.
+        return self.norm == "linf" or bucket_elements(self.bucket) < 4 * self._steps**2
+
+    @property
+    def _steps(self) -> int:
+        return self.levels or (1 << (self.bits - 1)) - 1
+
     def make_format(self) -> Format:
         bits = (2 * self.levels).bit_length() if self.levels else self.bits
         scheme = "norm" if self.norm == "l2" else "maxabs"

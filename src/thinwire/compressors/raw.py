@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors.base import Coded, Summed
-from thinwire.compressors.pieces import Key, Part, Segments, State
+from thinwire.compressors.base import Coded
+from thinwire.compressors.pieces import Key, Segments, State
 
 
 @dataclass(frozen=True)
@@ -99,48 +98,3 @@ def _views(flat: Tensor, segments: Segments, message: Tensor, dtype: torch.dtype
         if stop > flat.numel():
             raise ValueError(f"{piece.name} ends at element {stop} of a tensor of {flat.numel()}")
         yield flat[piece.start : stop], message[piece.payload : end].view(dtype)
-
-
-@dataclass(frozen=True)
-class RawSum(Summed):
-    """What `Raw` becomes in a plan whose other compressors are all summed: a part of their sums, not messages of its
-    own. The Wire puts it in; it has no spec."""
-
-    spec_name: ClassVar[str] = "rawsum"
-
-    @property
-    def unbiased(self) -> bool:
-        return True
-
-    def part_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
-    def part_numel(self, round: int, shape: Sequence[int]) -> int:
-        return math.prod(shape)
-
-    def part(
-        self,
-        round: int,
-        x: Tensor,
-        parts: Sequence[Part],
-        out: Tensor,
-        *,
-        key: int,
-        scale: float,
-        state: State | None = None,
-    ) -> None:
-        for piece, where in parts:
-            torch.mul(x[piece.elements], scale, out=out[where])
-
-    def absorb(
-        self,
-        round: int,
-        total: Tensor,
-        x: Tensor,
-        parts: Sequence[Part],
-        *,
-        key: int,
-        state: State | None = None,
-    ) -> None:
-        for piece, where in parts:
-            x[piece.elements].copy_(total[where])

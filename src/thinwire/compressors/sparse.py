@@ -169,6 +169,8 @@ class Sparsifier(Coded):
     def __or__(self, other: Compressor) -> Compressor:
         from thinwire.compressors.chain import Chain
 
+        if not isinstance(other, Coded):
+            raise TypeError(f"{other} cannot follow |: what codes chosen values is a quantiser without state")
         return Chain(self, other)
 
 

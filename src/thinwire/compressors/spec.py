@@ -6,6 +6,7 @@ import ast
 import difflib
 import inspect
 import re
+import threading
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
@@ -14,6 +15,7 @@ from thinwire.compressors.base import Compressor
 _registry: dict[str, Callable[..., Compressor]] = {}
 _EXAMPLE = "minmax(bits=4, bucket=128)"
 _COMPRESSOR = re.compile("Compressor|Coded|Summed|Sparsifier")
+_one_at_a_time = threading.Lock()
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -48,10 +50,16 @@ def parse(spec: str | Compressor) -> Compressor:
         return spec
     text = spec.strip()
     try:
-        tree = ast.parse(text, mode="eval").body
+        tree = _tree(text)
     except SyntaxError as error:
         raise _not_a_spec(text, (error.offset or 1) - 1, error.msg) from None
     return _Reader(text).compressor(tree)
+
+
+def _tree(text: str) -> ast.expr:
+    # Python before 3.12 counts the depth of all threads' trees together (CPython issue 106905).
+    with _one_at_a_time:
+        return ast.parse(text, mode="eval").body
 
 
 class _Reader:
@@ -153,7 +161,7 @@ def _nearest(text: str) -> str:
 
 def _parses(text: str) -> bool:
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        tree = _tree(text.strip())
     except SyntaxError:
         return False
     name = tree.func if isinstance(tree, ast.Call) else tree

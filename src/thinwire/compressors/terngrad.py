@@ -33,5 +33,9 @@ class TernGrad(Bucketed):
     def unbiased(self) -> bool:
         return self.clip == 0
 
+    @property
+    def contracts(self) -> bool:
+        return False
+
     def make_format(self) -> Format:
         return Format(2, bucket_elements(self.bucket), scheme="maxabs", levels=1, clip=float(self.clip))

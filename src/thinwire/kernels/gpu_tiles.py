@@ -2,7 +2,7 @@
 
 # Triton is not installed everywhere, and its language has types of its own.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportAssignmentType=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import triton
@@ -19,9 +19,9 @@ def row_of(pieces, rows):
 
 
 @triton.jit
-def codes_of(message, payload, numel, bucket, first, BITS: tl.constexpr):
-    """Where the codes from element ``first`` (a multiple of 128) on lie."""
-    at = ((numel + bucket - 1) // bucket * 8 + 63) // 64 * 64
+def codes_of(message, payload, numel, bucket, first, BITS: tl.constexpr, SCALES: tl.constexpr):
+    """Where the codes from element ``first`` (a multiple of 128) on lie, behind ``SCALES`` scales a bucket."""
+    at = ((numel + bucket - 1) // bucket * (4 * SCALES) + 63) // 64 * 64
     return message + payload + tl.multiple_of(at, 64) + tl.multiple_of(first // 128 * (16 * BITS), 16)
 
 
@@ -30,35 +30,6 @@ def bucket_of(first, within, bucket):
     """The buckets of the elements ``first + within``; the division per element stays in 32 bits where it can."""
     before = first // bucket
     return before + ((first - before * bucket).to(bucket.dtype) + within) // bucket
-
-
-@triton.jit
-def ordered_key(x):
-    """An int32 that orders as the floats do, with NaNs beyond the infinities."""
-    bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def from_key(key):
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def finish_scales(low, high, BITS: tl.constexpr):
-    """lo, unit and factor from the extrema: thinwire.kernels.reference.scales."""
-    LEVELS: tl.constexpr = 2**BITS - 1
-    OVER: tl.constexpr = LEVELS * 65536.0 * (1.0 - 2.0**-22)
-    low = low + 0.0
-    span = (high + 0.0) - low
-    bad = (span <= 3.4028234663852886e38) == 0
-    flat = bad | (span < 7.888609052210118e-31)
-    divisor = tl.where(flat, 1.0, span)
-    unit = tl.div_rn(divisor, tl.full(divisor.shape, LEVELS, tl.float32))
-    inverse = tl.div_rn(tl.full(divisor.shape, OVER, tl.float32), divisor)
-    nan = tl.full(divisor.shape, 0x7FC00000, tl.int32).to(tl.float32, bitcast=True)
-    unit = tl.where(bad, nan, tl.where(flat, 0.0, unit))
-    return tl.where(bad, nan, low), unit, tl.where(flat, 0.0, inverse)
 
 
 @triton.jit
@@ -83,7 +54,18 @@ def mix3(counter, k0, k1):
 
 
 @triton.jit
-def load_parts(x, left, BITS: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr):
+def load_value(x, now, loss_scale, at, mask, RESIDUAL: tl.constexpr):
+    """What is encoded of the elements ``at``, in fp32: x, or x + loss_scale · now."""
+    value = tl.load(x + at, mask=mask, other=None if mask is None else 0.0).to(tl.float32)
+    if RESIDUAL:
+        value = value + tl.load(now + at, mask=mask, other=None if mask is None else 0.0) * loss_scale
+    return value
+
+
+@triton.jit
+def load_parts(
+    x, now, loss_scale, left, BITS: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr, RESIDUAL: tl.constexpr
+):
     """The tile's values as fp32: a tuple of (GROUPS, width) tensors; 0 from element ``left`` on."""
     PARTS: tl.constexpr = 2 if BITS % 4 == 0 else 4 if BITS % 2 == 0 else 8
     WIDTH: tl.constexpr = 128 // PARTS
@@ -91,47 +73,89 @@ def load_parts(x, left, BITS: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.const
     parts = ()
     for p in tl.static_range(PARTS):
         if EVEN:
-            values = tl.load(x + at + p * WIDTH)
+            parts += (load_value(x, now, loss_scale, at + p * WIDTH, None, RESIDUAL),)
         else:
-            values = tl.load(x + at + p * WIDTH, mask=at + p * WIDTH < left, other=0.0)
-        parts += (values.to(tl.float32),)
+            parts += (load_value(x, now, loss_scale, at + p * WIDTH, at + p * WIDTH < left, RESIDUAL),)
     return parts
 
 
 @triton.jit
-def quantise_parts(parts, lows, inverses, counter, left, k0, k1, NEAREST: tl.constexpr, EVEN: tl.constexpr):
-    """Codes (int32) of each part, whose scales are the part's own in ``lows`` and ``inverses``."""
+def draws_of(counter, p: tl.constexpr, k0, k1, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+    """16 random bits (int32) for the elements of part ``p``, and for those 64 places behind."""
+    group = tl.arange(0, GROUPS)[:, None]
+    column = tl.arange(0, WIDTH)[None, :]
+    word = mix3(counter.to(tl.uint32) + (group * 64 + p * WIDTH + column).to(tl.uint32), k0, k1)
+    return (word & 0xFFFF).to(tl.int32), (word >> 16).to(tl.int32)
+
+
+@triton.jit
+def quantise_parts(
+    parts, lows, units, inverses, counter, left, k0, k1,
+    SCHEME: tl.constexpr, ROUNDING: tl.constexpr, OFFSET2: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Codes (int32) of each part, whose scales are the part's own in ``lows``, ``units`` and ``inverses``."""
     PARTS: tl.constexpr = len(parts)
     HALF: tl.constexpr = PARTS // 2
     WIDTH: tl.constexpr = 128 // PARTS
     GROUPS: tl.constexpr = parts[0].shape[0]
-    group = tl.arange(0, GROUPS)[:, None]
-    column = tl.arange(0, WIDTH)[None, :]
     below, above = (), ()
     for p in tl.static_range(HALF):
-        if NEAREST:
+        if ROUNDING == 0:
+            first, second = draws_of(counter, p, k0, k1, GROUPS, WIDTH)
+        elif ROUNDING == 1:
             first = tl.full((GROUPS, WIDTH), 0x8000, tl.int32)
             second = first
         else:
-            index = counter.to(tl.uint32) + (group * 64 + p * WIDTH + column).to(tl.uint32)
-            word = mix3(index, k0, k1)
-            first = (word & 0xFFFF).to(tl.int32)
-            second = (word >> 16).to(tl.int32)
-        below += (quantise(parts[p], lows[p], inverses[p], first, left, p, EVEN),)
-        above += (quantise(parts[p + HALF], lows[p + HALF], inverses[p + HALF], second, left, p + HALF, EVEN),)
+            first = tl.zeros((GROUPS, WIDTH), tl.int32) + (k0 & 0xFFFF).to(tl.int32)
+            second = first
+        below += (quantise(parts[p], lows[p], units[p], inverses[p], first, left, p, SCHEME, OFFSET2, EVEN),)
+        above += (
+            quantise(
+                parts[p + HALF], lows[p + HALF], units[p + HALF], inverses[p + HALF], second, left, p + HALF,
+                SCHEME, OFFSET2, EVEN,
+            ),
+        )  # fmt: skip
     return below + above
 
 
 @triton.jit
-def quantise(x, low, inverse, draws, left, p: tl.constexpr, EVEN: tl.constexpr):
-    distance = tl.where(inverse == 0.0, 0.0, x - low)
-    code = ((distance * inverse).to(tl.int32) + draws) >> 16
+def quantise(
+    x, low, unit, inverse, draws, left, p: tl.constexpr, SCHEME: tl.constexpr, OFFSET2: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """thinwire.kernels.reference.quantise. Minmax needs no clip, and gets code 0 in buckets that decode to NaN."""
+    if SCHEME == 0:
+        distance = tl.where(inverse == 0.0, 0.0, x - low)
+        code = ((distance * inverse).to(tl.int32) + draws) >> 16
+    elif SCHEME <= 2:
+        MIDDLE: tl.constexpr = OFFSET2 * 32768
+        position = tl.where(inverse == 0.0, 0.0, x) * inverse
+        position = tl.minimum(tl.maximum(position, -1.0 * MIDDLE), 1.0 * MIDDLE)
+        code = tl.where(unit == unit, (position.to(tl.int32) + MIDDLE + draws) >> 16, 0)
+    else:
+        code = ((x >= 0.0) & (unit == unit)).to(tl.int32)
     if not EVEN:
         GROUPS: tl.constexpr = code.shape[0]
         WIDTH: tl.constexpr = code.shape[1]
         at = tl.arange(0, GROUPS)[:, None] * 128 + p * WIDTH + tl.arange(0, WIDTH)[None, :]
         code = tl.where(at < left, code, 0)
     return code
+
+
+@triton.jit
+def put_residual(next, loss_scale, parts, codes, lows, units, left, EVEN: tl.constexpr):
+    """What each value lost, over the loss scale. ``lows`` are those that were sent."""
+    tl.debug_barrier()  # ``next`` may be what other threads, whose work is the same, still read
+    PARTS: tl.constexpr = len(parts)
+    WIDTH: tl.constexpr = 128 // PARTS
+    GROUPS: tl.constexpr = parts[0].shape[0]
+    at = tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, WIDTH)[None, :]
+    for p in tl.static_range(PARTS):
+        lost = parts[p] - dequantise(codes[p], lows[p], units[p])
+        kept = tl.div_rn(lost, tl.zeros((GROUPS, WIDTH), tl.float32) + loss_scale)
+        if EVEN:
+            tl.store(next + at + p * WIDTH, kept)
+        else:
+            tl.store(next + at + p * WIDTH, kept, mask=at + p * WIDTH < left)
 
 
 @triton.jit
@@ -210,3 +234,13 @@ def unpack_plane(
 def dequantise(code, low, unit):
     """lo + code · unit, rounded twice."""
     return low + code.to(tl.float32) * unit
+
+
+@triton.jit
+def write(base, y, at, value, scale, mask, MODE: tl.constexpr):
+    if MODE == 0:
+        value = value * scale
+    else:
+        before = tl.load(base + at, mask=mask).to(tl.float32)
+        value = before + value * scale if MODE == 1 else (before + value) * scale
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=mask)

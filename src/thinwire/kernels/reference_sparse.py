@@ -17,11 +17,11 @@ BLOCK = 65536
 
 
 class Sample(NamedTuple):
-    """Elements ``offset + j · stride``, j < count, of which the ``rank``-th largest gives a threshold; rank 0: none."""
+    """Elements ``offset + j · stride``, j < num, of which the ``rank``-th largest gives a threshold; rank 0: none."""
 
     offset: int
     stride: int
-    count: int
+    num: int
     rank: int
 
 
@@ -35,7 +35,7 @@ def select_topk(x: Tensor, k: int, sample: Sample, *, sampled: bool) -> tuple[Te
     keys = magnitudes(x)
     chosen = keys.sort(descending=True, stable=True).indices[:k].sort().values
     if sampled and sample.rank:
-        last = sample.offset + (sample.count - 1) * sample.stride
+        last = sample.offset + (sample.num - 1) * sample.stride
         some = keys[sample.offset : last + 1 : sample.stride].sort(descending=True).values
         reach = keys >= some[sample.rank - 1]
         if int(reach.sum()) < k:

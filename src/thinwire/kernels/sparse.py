@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -15,9 +16,9 @@ from thinwire.kernels.reference_sparse import BINS, BLOCK, Sample, magnitudes
 from thinwire.kernels.rng import splitmix64
 
 _SAMPLE = 16384
-"""Elements from which the threshold is guessed."""
+"""The threshold is guessed from an eighth of the elements, or from this many."""
 
-_SMALL = 4 * _SAMPLE
+_SMALL = 8192
 """No guess is made for fewer elements than this."""
 
 NO_SAMPLE = Sample(0, 1, 0, 0)
@@ -28,6 +29,15 @@ MAX_NUMEL = 2**31 - 1
 
 def _is_native(tensor: Tensor) -> bool:
     return native.CORE is not None and tensor.is_cpu
+
+
+def _torch_or_triton(tensor: Tensor) -> ModuleType:
+    """What computes where the native core does not."""
+    if not tensor.is_cuda:
+        return reference_sparse
+    from thinwire.kernels import gpu_sparse
+
+    return gpu_sparse
 
 
 def _check_span(name: str, tensor: Tensor, start: int, numel: int) -> None:
@@ -60,11 +70,12 @@ def _sample(numel: int, k: int, key: int, deviations: float) -> Sample:
     """
     if numel < _SMALL or not 0 < k < numel:
         return NO_SAMPLE
-    stride = (numel // _SAMPLE - 1) | 1
-    offset = splitmix64(key) % (numel - (_SAMPLE - 1) * stride)
-    expected = k * _SAMPLE / numel
+    count = min(_SAMPLE, numel // 8)
+    stride = (numel // count - 1) | 1
+    offset = splitmix64(key) % (numel - (count - 1) * stride)
+    expected = k * count / numel
     rank = math.ceil(expected + deviations * (math.sqrt(expected) + 1))
-    return Sample(offset, stride, _SAMPLE, rank) if rank < _SAMPLE else NO_SAMPLE
+    return Sample(offset, stride, count, rank) if rank < count else NO_SAMPLE
 
 
 def select_topk(
@@ -85,7 +96,7 @@ def select_topk(
         raise ValueError(f"k must be 0 to {numel}, not {k}")
     sample = _sample(numel, k, key, 1.0 if sampled else 4.0)
     if not _is_native(x):
-        return reference_sparse.select_topk(x[start : start + numel], k, sample, sampled=sampled)
+        return _torch_or_triton(x).select_topk(x[start : start + numel], k, sample, sampled=sampled)
     indices, values, _, finite = _pick(x, start, numel, k, 1, sample, partial=False, sampled=sampled)
     return indices, values, finite
 
@@ -116,7 +127,7 @@ def select_threshold(
     if capacity < 0:
         raise ValueError(f"capacity must not be negative, got {capacity}")
     if not _is_native(x):
-        return reference_sparse.select_threshold(x[start : start + numel], threshold, capacity)
+        return _torch_or_triton(x).select_threshold(x[start : start + numel], threshold, capacity)
     room, least = min(capacity, numel), int(magnitudes(torch.tensor([threshold]))) + 1
     indices, values, total, finite = _pick(x, start, numel, room, least, NO_SAMPLE, partial=True, sampled=False)
     return indices, values, finite, max(0, total - room)
@@ -129,7 +140,7 @@ def abs_histogram(x: Tensor, start: int, numel: int) -> Tensor:
     """
     _check_span("x", x, start, numel)
     if not _is_native(x):
-        return reference_sparse.abs_histogram(x[start : start + numel])
+        return _torch_or_triton(x).abs_histogram(x[start : start + numel])
     counts = torch.empty(BINS, dtype=torch.int32)
     native.core().abs_histogram(x.data_ptr(), CODES[x.dtype], start, numel, counts.data_ptr())
     return counts
@@ -167,7 +178,7 @@ def pack_indices(indices: Tensor, numel: int, k: int, message: Tensor, at: int) 
     else:
         good = not indices.numel() or bool((indices[0] >= 0) & (indices[-1] < numel) & (indices.diff() > 0).all())
         if good:
-            reference_sparse.pack_indices(indices, numel, k, message, at, bitmap)
+            _torch_or_triton(message).pack_indices(indices, numel, k, message, at, bitmap)
     if not good:
         raise ValueError(f"indices must ascend, between 0 and {numel - 1}")
 
@@ -183,7 +194,7 @@ def unpack_indices(message: Tensor, at: int, numel: int, k: int) -> Tensor:
         raise ValueError(f"at must not be negative, got {at}")
     bitmap = _is_bitmap(numel, k)
     if not _is_native(message):
-        return reference_sparse.unpack_indices(message, at, numel, k, bitmap)
+        return _torch_or_triton(message).unpack_indices(message, at, numel, k, bitmap)
     indices = torch.empty(k, dtype=torch.int32)
     count = native.core().unpack_indices(message.data_ptr() + at, numel, k, bitmap, indices.data_ptr())
     return indices if count == k else indices[:count]
@@ -198,7 +209,7 @@ def sparse_add(y: Tensor, start: int, numel: int, indices: Tensor, values: Tenso
     _check_span("y", y, start, numel)
     _check_picks(indices, y, values)
     if not _scatter(y, start, numel, indices, values.data_ptr(), scale):
-        reference_sparse.sparse_add(y[start : start + numel], indices, values, scale)
+        _torch_or_triton(y).sparse_add(y[start : start + numel], indices, values, scale)
 
 
 def sparse_zero(y: Tensor, start: int, numel: int, indices: Tensor) -> None:
@@ -206,7 +217,7 @@ def sparse_zero(y: Tensor, start: int, numel: int, indices: Tensor) -> None:
     _check_span("y", y, start, numel)
     _check_picks(indices, y)
     if not _scatter(y, start, numel, indices, 0, 1.0):
-        reference_sparse.sparse_zero(y[start : start + numel], indices)
+        _torch_or_triton(y).sparse_zero(y[start : start + numel], indices)
 
 
 def _scatter(y: Tensor, start: int, numel: int, indices: Tensor, values: int, scale: float) -> bool:

@@ -145,6 +145,10 @@ class Table:
             self._firsts[key] = (counts.cumsum(0) - counts).to(device), int(counts.sum())
         return self._firsts[key]
 
+    def clamped(self, bucket: int) -> int:
+        """A bucket larger than every segment is as good as the largest segment, rounded up to whole groups."""
+        return min(bucket, -(-self.largest // GROUP) * GROUP or GROUP)
+
     def message_bytes(self, form: Hashable, num_bytes: Callable[[int], int], grain: int = GROUP) -> int:
         """Bytes that a message needs in a format, named by ``form``, with payloads of ``num_bytes(numel)``. Found once.
 

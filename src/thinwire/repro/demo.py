@@ -1,4 +1,4 @@
-"""``thinwire demo``: the same training over a slow wire, with gradients that travel in six ways.
+"""``thinwire demo``: the same training over a slow wire, with gradients that travel in several ways.
 
 Two ranks train a byte-level GPT on the standard library's own source. Everything is paired: one common start, the same
 batches, the same learning rates; only the gradients travel differently.
@@ -28,7 +28,7 @@ from thinwire.repro.progress import Screen
 from thinwire.repro.report import Report, Run
 from thinwire.repro.train import CONTROL_RULES, VARIANTS, Task
 
-_ORDER = ("thinwire", "fp32", "bf16", "powersgd", "noop", "control")
+_ORDER = ("thinwire", "fp32", "bf16", "powersgd", "low-rank", "noop", "control")
 _SMOKE = Task(
     model=GPTConfig(context=32, width=64, layers=2, heads=2),
     steps=8,
@@ -45,7 +45,7 @@ _JUDGED_RATE, _JUDGED_RANKS = "100mbit", 2
 # Rough, for the time that is foretold: on two cores of a 2020s server.
 _STEP_S, _START_S, _EVALUATION_S = 0.1, 6.0, 5.0
 _RATE_REACHED = 0.93
-_SENT_SHARE = {"fp32": 1.0, "bf16": 0.5, "powersgd": 0.05, "thinwire": 0.14, "noop": 0.0, "control": 0.0}
+_SENT_SHARE = {"fp32": 1.0, "bf16": 0.5, "powersgd": 0.05, "low-rank": 0.03, "thinwire": 0.14}
 
 
 def demo(
@@ -248,7 +248,7 @@ class Stage:
         width, layers = self.task.model.width, self.task.model.layers
         num_bytes = 4 * (12 * width**2 * layers + self.task.model.vocabulary * width)
         ring = 2 * (self.ranks - 1) / self.ranks
-        sent_s = 8 * num_bytes * ring * _SENT_SHARE[name] / (_RATE_REACHED * self.rate_bps)
+        sent_s = 8 * num_bytes * ring * _SENT_SHARE.get(name, 0.0) / (_RATE_REACHED * self.rate_bps)
         compute_s = _STEP_S * num_bytes / 19.2e6
         return compute_s + max(0.0, sent_s - compute_s / 2)
 

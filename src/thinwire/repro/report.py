@@ -134,7 +134,17 @@ class Report:
             self._ratio(),
             self._yes("every message has the size that the formula says", "thinwire", Run.payload_is_formula),
             self._yes("replicas stay bit-identical", "thinwire", lambda run: run.replicas_identical),
+            self._at_least(
+                "thinwire's PowerSGD makes at least the steps/s of PyTorch's", self.speedup("low-rank", "powersgd"), 1
+            ),
+            self._no_worse("... at no more loss", "low-rank", "powersgd"),
         ]
+
+    def _no_worse(self, text: str, name: str, than: str) -> Check:
+        mine, theirs = self.excess(name), self.excess(than)
+        if mine is None or theirs is None:
+            return Check(text, "not measured", None)
+        return Check(text, f"{mine:+.2%} against {theirs:+.2%}", mine <= theirs if self.judged else None)
 
     def _at_least(self, text: str, value: float | None, limit: float) -> Check:
         if value is None:
@@ -249,7 +259,13 @@ class Report:
         import matplotlib
         from matplotlib.figure import Figure
 
-        colours = {"thinwire": "#0a7d4f", "powersgd": "#8250c4", "bf16": "#d98a00", "fp32": "#c0392b"}
+        colours = {
+            "thinwire": "#0a7d4f",
+            "powersgd": "#8250c4",
+            "low-rank": "#2a6fdb",
+            "bf16": "#d98a00",
+            "fp32": "#c0392b",
+        }
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.add_subplot()
         for run in self.ordered():

@@ -161,6 +161,12 @@ def _compressed(ddp: DistributedDataParallel, task: Task) -> Attached:
     return _Thinwire(thinwire.compress(ddp, seed=task.seed, decline=False))
 
 
+def _low_rank(ddp: DistributedDataParallel, task: Task) -> Attached:
+    return _Thinwire(
+        thinwire.compress(ddp, f"powersgd(rank={POWERSGD_RANK})", seed=task.seed, decline=False, start=_POWERSGD_START)
+    )
+
+
 def _control(ddp: DistributedDataParallel, task: Task) -> Attached:
     return _Thinwire(thinwire.compress(ddp, CONTROL_RULES, seed=task.seed, decline=False))
 
@@ -196,8 +202,9 @@ class Variant:
 VARIANTS = {
     "fp32": Variant("DDP fp32", _fp32),
     "bf16": Variant("DDP bf16", _bf16),
-    "powersgd": Variant(f"PowerSGD rank {POWERSGD_RANK}", _powersgd, one_bucket=True, own_processes=True),
+    "powersgd": Variant(f"torch PowerSGD {POWERSGD_RANK}", _powersgd, one_bucket=True, own_processes=True),
     "thinwire": Variant("thinwire 4-bit", _compressed),
+    "low-rank": Variant(f"thinwire PowerSGD {POWERSGD_RANK}", _low_rank),
     "noop": Variant("nothing sent", _noop, exact=False),
     "control": Variant("1-bit control", _control, shaped=False),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -333,7 +333,7 @@ class Engine:
         # gloo aborts the process when two ranks expect different sizes: agree before the first message.
         names = ", ".join(layer.name for layer in layout.layers)
         agree({"layers of a bucket": names, "cut": f"{layout.digest:016x}"}, self.transport)
-        exchanges: list[tuple[Callable[..., Iterator[None]], Buffers]] = []
+        exchanges: list[tuple[Callable[..., Generator[None]], Buffers]] = []
         if layout.has_owned:
             exchanges.append((scatter_reduce_allgather, Buffers.scatter_reduce_allgather(layout, self.rank)))
         if layout.has_gathered:

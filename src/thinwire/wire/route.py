@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ class Route:
     """How a bucket travels: its layout, its buffers, and when it was last used."""
 
     layout: Layout
-    exchanges: tuple[tuple[Callable[..., Iterator[None]], Buffers], ...]
+    exchanges: tuple[tuple[Callable[..., Generator[None]], Buffers], ...]
     """The collectives of its coded layers, and their messages."""
     sums: Sequence[Tensor]
     last_step: int

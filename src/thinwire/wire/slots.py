@@ -100,13 +100,15 @@ class Slots:
         """Give back the tensors of flat tensors that are not used any more; values not moved elsewhere are kept."""
         for key in keys:
             place = self._places.pop(key, None)
-            for layer in place.layers if place else ():
+            if place is None:
+                continue
+            for layer in place.layers:
                 if self._place_of.get(layer.name) == key:
                     del self._place_of[layer.name]
                     self._keep(place, layer)
 
-    def _keep(self, place: _Place | None, layer: Layer) -> None:
-        for slot in layer.compressor.slots if place else ():
+    def _keep(self, place: _Place, layer: Layer) -> None:
+        for slot in layer.compressor.slots:
             held = self._held(place, layer.name, slot.name)
             if held is not None and not slot.scratch:
                 self._kept[layer.name, slot.name] = held.clone()
