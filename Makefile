@@ -39,6 +39,8 @@ bench: .venv/ready
 	$(BIN)/thinwire bench allreduce --rate 10gbit --json benchmarks/allreduce-10gbit.json
 	$(BIN)/thinwire bench step --rate 1gbit --json benchmarks/step-1gbit.json
 	$(BIN)/thinwire bench step --rate none --decline --target 0 --batches 8 --json benchmarks/step-loopback.json
+	$(BIN)/thinwire bench compressors --json benchmarks/compressors.json --plot benchmarks/compressors.svg
+	$(BIN)/thinwire compare every --json benchmarks/compare-every.json
 	$(BIN)/thinwire demo --out benchmarks/demo --json benchmarks/demo.json
 
 # The figures of README.md, from the JSON files that `make bench` wrote.

@@ -12,7 +12,8 @@ import pytest
 from thinwire import cli, lab
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ["demo", "lab", "compare", "bench kernels", "bench allreduce", "bench step", "repro fft"]
+COMMANDS = ["demo", "lab", "compare", "compare every", "repro fft"]
+COMMANDS += ["bench kernels", "bench allreduce", "bench step", "bench compressors"]
 
 
 def test_help_names_every_command(capsys) -> None:

@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 from scipy import stats
 
-from thinwire import lab
+from thinwire import lab, parse
+from thinwire.compressors import registered
 from thinwire.repro import compare as command
-from thinwire.repro import paired, statistics, tasks
+from thinwire.repro import every, paired, statistics, tasks
 from thinwire.repro.compare_rank import learning_rate, probe_steps
 from thinwire.repro.comparison import Comparison, Side
 from thinwire.repro.report import Run
@@ -284,8 +285,8 @@ def test_what_cannot_be_compared_is_told_before_anything_runs(
 
 
 def test_shares() -> None:
-    assert command._share("1%") == command._share("0.01") == 0.01
-    assert command._share("0.5 %") == 0.005
+    assert command.share_of("1%") == command.share_of("0.01") == 0.01
+    assert command.share_of("0.5 %") == 0.005
 
 
 def test_the_table_loses_nothing_on_a_narrow_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -388,3 +389,73 @@ def test_over_a_slow_link_time_counts_and_bytes_are_seen_on_the_interface(tmp_pa
     # 466 kB a step in each direction at 20 Mbit/s take 0.19 s.
     assert found.baseline.steps_per_s < 5.4 < ours.steps_per_s
     assert found.about["link"]["rate_bps"] == [20_000_000] * 2
+
+
+@pytest.fixture(scope="module")
+def all_of_them(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    path = tmp_path_factory.mktemp("every") / "out.json"
+    argv = [sys.executable, "-m", "thinwire.cli", "compare", "every", "--smoke", "--json", str(path)]
+    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, json.loads(path.read_text())
+
+
+def test_every_compressor_with_its_error_feedback_and_without(all_of_them: Any) -> None:
+    text, record = all_of_them
+    found = rows(record)
+    for name in ("topk(density=0.01)", "topk(density=0.01, feedback=False)", MINMAX, "onebit(bucket=512)"):
+        assert found[f"held_out_loss/{name}"]["value"] < 1.1 * math.log(256)
+        series = found[f"alpha/{name}"]["by_seed"][0]
+        assert series["steps"][0] == 0
+        assert len(series["steps"]) == len(series["alpha"]) >= 1
+        assert found[f"alpha/{name}"]["value"] > 0
+        # What measuring sends does not count.
+        size = found[f"bytes_per_step/{name}"]
+        assert size["value"] == pytest.approx(size["formula"], rel=0.05)
+    assert "alpha/fp32" not in found
+    assert found["alpha/topk(density=0.01, feedback=False)"]["value"] < 1
+    assert len(record["about"]["convergence"]) == 3
+    assert "Without error feedback" in text
+    assert "alpha" in text
+
+
+def test_measuring_changes_no_bit_of_the_training() -> None:
+    task = replace(SMOKE, steps=4, probe_every=2, held_out_windows=16, probe_windows=8)
+    topk = "topk(density=0.05)"
+    with_it, without = (
+        paired.compare_training(task, [topk, "raw"], seeds=[0], control=None, measure=every_so_many)
+        for every_so_many in (1, 0)
+    )
+    for measured, plain in zip(with_it.variants, without.variants, strict=True):
+        assert measured.losses == plain.losses
+        assert measured.bytes_per_step == pytest.approx(plain.bytes_per_step, rel=1e-3)
+        assert plain.alpha is None
+    assert with_it.variants[0].alpha is not None
+    assert with_it.variants[1].alpha is None
+    with pytest.raises(ValueError, match="measuring every -1 steps"):
+        paired.compare_training(task, [topk], seeds=[0], measure=-1)
+
+
+def test_the_list_has_every_compressor() -> None:
+    specs = [str(parse(spec)) for spec in every.EVERY]
+    assert len(set(specs)) == len(specs)
+    # raw is the baseline itself.
+    assert not [name for name in registered() if name != "raw" and not any(name in spec for spec in specs)]
+    for spec, bare in every.WITHOUT.items():
+        assert spec in every.EVERY
+        assert parse(spec).wants_feedback
+        assert replace(parse(spec), feedback=False) == parse(bare)  # pyright: ignore[reportCallIssue]
+
+
+def test_how_a_variant_ends_is_told_plainly() -> None:
+    lost = side("topk(density=0.01, feedback=False)", [[5, 6, 7, 8, 9]] * 2)
+    same = side("topk(density=0.01)", [[5, 3, 2, 2, 2]] * 2, [2.001, 2.002])
+    worse = side("sign(majority=False)", [[5, 3, 3, 3, 3]] * 2, [3.0, 3.001])
+    found = replace(comparison(same, None, FP32), variants=(same, worse, side(MINMAX, [[5, 2]] * 2), lost))
+    assert [str(told) for told in every.converged(found)] == [
+        "topk(density=0.01): converges to the same loss (+0.07%); without error feedback: diverges",
+        "sign(majority=False): ends at a higher loss (+50.02%)",
+    ]
+    first, second = every.sections(found, list(every.WITHOUT.values()))
+    assert [one.name for one in first[1].variants] == [same.name, worse.name, MINMAX]
+    assert [one.name for one in second[1].variants] == [lost.name]

@@ -54,6 +54,8 @@ def demo() -> str:
     for name, title in TITLES.items():
         speed, loss = figures.get(f"steps_per_s/{name}"), figures.get(f"val_loss/{name}")
         sent = figures.get(f"payload_bytes/{name}")
+        if speed is None and loss is None:
+            continue
         shaped = name != "control" and speed is not None
         rows.append(
             [
@@ -123,7 +125,55 @@ def kernels() -> str:
     return f"`thinwire bench kernels`, at {level}:\n\n{table(head, body)}\n\n{first.machine}."
 
 
-SECTIONS = {"demo": demo, "allreduce": allreduce, "step": step, "kernels": kernels}
+COMPRESSORS = {
+    "4-bit min-max (the default)": "minmax(bits=4, bucket=128)",
+    "4-bit QSGD": "qsgd(bits=4, bucket=128)",
+    "4-bit max-abs": "maxabs(bits=4, bucket=128)",
+    "TernGrad, clipped": "terngrad(clip=2.5)",
+    "natural": "natural()",
+    "8-bit range float": "rangefloat(bits=8, mantissa=auto)",
+    "bf16": "cast(bf16)",
+    "1-bit SGD": "onebit(bucket=512)",
+    "sign": "sign(majority=False)",
+    "top-k, 1 %": "topk(density=0.01)",
+    "top-k, 1 %, 8-bit values": "topk(density=0.01) | minmax(bits=8, bucket=128)",
+    "random k, 10 %": "randk(density=0.1)",
+    "FFT, 15 %, 10 bits": "fft(theta=0.85, bits=10)",
+    "PowerSGD, rank 4": "powersgd(rank=4)",
+}
+"""Rows of the table of compressors, by spec as both benchmarks name it."""
+
+
+def compressors() -> str:
+    path, trained_path = BENCHMARKS / "compressors.json", BENCHMARKS / "compare-every.json"
+    if not path.exists() or not trained_path.exists():
+        return "Not measured yet: `make bench`."
+    figures, trained = Figures(path), Figures(trained_path)
+    rows = []
+    for title, spec in COMPRESSORS.items():
+        facts = figures.rows[f"relative_error/{spec}"]
+        difference, alpha = trained.get(f"difference/mean/{spec}"), trained.get(f"alpha/{spec}")
+        rows.append(
+            [
+                title,
+                f"{8 * (figures.get(f'bytes_per_element/{spec}') or 0):.2f}",
+                f"{facts['value']:.3f}",
+                *(f"{figures.get(f'{way}_x_copy/{spec}'):.3f}x" for way in ("encode", "decode")),
+                "yes" if facts["unbiased"] else "EF" if facts["feedback"] else "no",
+                "diverged" if difference is None else f"{100 * difference:+.2f} %",
+                "" if alpha is None else f"{alpha:.2f}",
+            ]
+        )
+    head = ["", "bits an element", "error", "encode", "decode", "unbiased", "held-out loss", "alpha"]
+    return (
+        "`thinwire bench compressors`: relative error of one message of a real gradient, all bytes counted, speeds in "
+        "multiples of `torch.Tensor.copy_`. EF: biased, trained with error feedback. `thinwire compare every`: "
+        "held-out loss of a small GPT against fp32's, at its learning rate; alpha: error of the mean that arrives.\n\n"
+        f"{table(head, rows)}\n\n![Error against bytes](benchmarks/compressors.svg)\n\n{figures.machine}."
+    )
+
+
+SECTIONS = {"compressors": compressors, "demo": demo, "allreduce": allreduce, "step": step, "kernels": kernels}
 
 
 def fill(text: str) -> str:

@@ -19,7 +19,9 @@ _COMMANDS = {
     "bench kernels": "thinwire.bench.kernels:kernels",
     "bench allreduce": "thinwire.bench.allreduce:allreduce",
     "bench step": "thinwire.bench.step:step",
+    "bench compressors": "thinwire.bench.compressors:compressors",
     "compare": "thinwire.repro.compare:compare",
+    "compare every": "thinwire.repro.every:every",
     "repro fft": "thinwire.repro.fft.command:fft",
 }
 
@@ -31,7 +33,9 @@ _HELP = """\
   [bold]thinwire bench kernels[/]     how fast this machine quantises, beside a plain copy
   [bold]thinwire bench allreduce[/]   an all-reduce over a slow link, beside gloo and beside its own limit
   [bold]thinwire bench step[/]        a training step over a slow link, beside stock DDP and beside its own limit
+  [bold]thinwire bench compressors[/] error, bytes and speed of every compressor on the gradients of a real training
   [bold]thinwire compare[/]           is it the same loss? paired runs, an interval, a control that must fail
+  [bold]thinwire compare every[/]     the same for every compressor at once, with and without error feedback
   [bold]thinwire repro fft[/]         the FFT sparsification paper's figures on this machine: does each claim hold?
 
   thinwire COMMAND --help       what a command takes, with examples

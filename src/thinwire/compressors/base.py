@@ -265,6 +265,10 @@ class Coded(Compressor):
         """
         return self.payload_bytes(piece.numel, torch.float32)
 
+    def index_bytes(self, message: Tensor, piece: Piece) -> int:
+        """Bytes of a payload that only say which elements it carries."""
+        return 0
+
     def limits(self, message: Tensor, segments: Segments) -> tuple[int, int]:
         """How many values of a message that was encoded here saturated, and how many did not fit into it."""
         return 0, 0

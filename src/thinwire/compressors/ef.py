@@ -132,6 +132,9 @@ class WrappedCoded(Wrapper, Coded):
     def used_bytes(self, message: Tensor, piece: Piece) -> int:
         return self.inner.used_bytes(message, piece)
 
+    def index_bytes(self, message: Tensor, piece: Piece) -> int:
+        return self.inner.index_bytes(message, piece)
+
     def limits(self, message: Tensor, segments: Segments) -> tuple[int, int]:
         return self.inner.limits(message, segments)
 

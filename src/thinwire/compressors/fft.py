@@ -133,8 +133,14 @@ class FFT(Coded):
         return HEADER + kernels.index_bytes(components, kept) + values
 
     def _values_at(self, piece: Piece) -> int:
-        _, components, kept = self._sizes(piece.numel)
-        return piece.payload + HEADER + kernels.index_bytes(components, kept)
+        return piece.payload + HEADER + self._index_bytes(piece.numel)
+
+    def _index_bytes(self, numel: int) -> int:
+        _, components, kept = self._sizes(numel)
+        return kernels.index_bytes(components, kept)
+
+    def index_bytes(self, message: Tensor, piece: Piece) -> int:
+        return self._index_bytes(piece.numel) if piece.numel else 0
 
     def spectrum(self, x: Tensor) -> Tensor:
         """Components of a flat layer, block by block: complex64."""

@@ -158,6 +158,9 @@ class Sparsifier(Coded):
             raise ValueError(f"{piece.name}: {count} elements in a payload with room for {self.room(piece.numel)}")
         return self.payload_bytes_of(piece.numel, count)
 
+    def index_bytes(self, message: Tensor, piece: Piece) -> int:
+        return kernels.index_bytes(piece.numel, self._rooms(message, [piece])[0]) if piece.numel else 0
+
     def limits(self, message: Tensor, segments: Segments) -> tuple[int, int]:
         if self.size == "fixed":
             return 0, 0

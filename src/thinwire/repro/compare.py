@@ -40,6 +40,7 @@ def compare(
     learning_rate: float | None = None,
     tune: bool = False,
     tune_each: bool = False,
+    measure: int = 0,
     smoke: bool = False,
     strict: bool = False,
     json: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None,
@@ -67,6 +68,7 @@ def compare(
         learning_rate: the highest one, for all variants, instead of the size's own.
         tune: sweep the learning rate of uncompressed training first, on a seed of its own; its best holds for all.
         tune_each: as --tune, and a second table with the learning rate of every variant tuned.
+        measure: every so many steps, also measure how far the mean that arrives is from the exact one (alpha).
         smoke: a tiny model and few steps, under a minute: the same path, no figures worth keeping.
         strict: exit with 1 unless every variant is within the margin.
         json: write the figures to this file.
@@ -75,16 +77,17 @@ def compare(
     tuning: Tune = "each" if tune_each else "baseline" if tune else "no"
     try:
         task = _task("smoke" if smoke else size, steps, learning_rate)
-        with _Bar(console, task.steps) as bar:
+        with Bar(console, task.steps) as bar:
             found = compare_training(
                 task,
                 variants,
                 seeds=range(seeds),
-                margin=_share(within),
+                margin=share_of(within),
                 control=control,
                 num_ranks=ranks,
                 rate=rate,
                 tune=tuning,
+                measure=measure,
                 watcher=bar,
             )
         _show(console, found)
@@ -98,7 +101,7 @@ def compare(
         Console(stderr=True, highlight=False).print(f"thinwire compare: {error}", style="bold red", markup=False)
         return 64
     if json:
-        results = Results("thinwire compare", about=_about(found))
+        results = Results("thinwire compare", about=facts_of(found))
         found.record(results)
         results.write(json)
         console.print(f"Figures: {json}", soft_wrap=True, markup=False)
@@ -118,7 +121,7 @@ def _task(size: str, steps: int | None, learning_rate: float | None) -> GPTTask:
     return task
 
 
-def _share(text: str) -> float:
+def share_of(text: str) -> float:
     """0.01 of ``"1%"`` or ``"0.01"``."""
     number = text.strip()
     try:
@@ -139,7 +142,8 @@ def _show(console: Console, found: Comparison) -> None:
             console.print(line, soft_wrap=True)
 
 
-def _about(found: Comparison) -> dict[str, object]:
+def facts_of(found: Comparison) -> dict[str, object]:
+    """What a record of the comparison says besides its figures."""
     text = standard_library()
     return {
         **found.about,
@@ -151,7 +155,7 @@ def _about(found: Comparison) -> dict[str, object]:
     }
 
 
-class _Bar:
+class Bar:
     """Progress over all runs, with the time left; a line for each run where there is no terminal."""
 
     def __init__(self, console: Console, steps: int) -> None:

@@ -57,15 +57,18 @@ class Rank:
             timeout=timedelta(seconds=setup["timeout_s"]),
         )
 
-    def run(self, rules: str | None, seed: int, highest: float) -> dict[str, Any]:
+    def run(self, rules: str | None, seed: int, highest: float, measure: int = 0) -> dict[str, Any]:
         """Train from ``seed`` with gradients compressed by ``rules`` (None: plain DDP).
 
         ``step_s`` has the seconds of every step, without the evaluations between them; ``payload_bytes`` those sent
-        until each probe; ``probes`` and ``held_out`` this rank's sums of the loss with their numbers of terms.
+        until each probe, without those of ``measure``, which takes the exact mean every so many steps; ``probes`` and
+        ``held_out`` are this rank's sums of the loss with their numbers of terms.
         """
         model = self.task.build(seed)
         ddp = self.task.distribute(model)
-        wire = thinwire.compress(ddp, rules, seed=seed, decline=False) if rules is not None else None
+        wire = thinwire.compress(ddp, rules, seed=seed, decline=False, measure=measure) if rules is not None else None
+        if wire and wire.plan.all_raw:
+            measure = 0
         dense_bytes = gradient_bytes(model) * ring_factor(self.num_ranks)
         # What a model draws while it trains (dropout) is the same for every variant, too.
         torch.manual_seed(seed * self.num_ranks + self.rank)
@@ -75,9 +78,11 @@ class Rank:
             self.channel.hold("train")
             step_s += list(islice(steps, until - len(step_s)))
             self.channel.hold("trained")
-            payload_bytes.append(wire.stats.payload_sent_bytes if wire else dense_bytes * until)
+            exact_bytes = dense_bytes * math.ceil(until / measure) if measure else 0.0
+            payload_bytes.append(wire.stats.payload_sent_bytes - exact_bytes if wire else dense_bytes * until)
             probes.append(self._evaluate(model, probe=True))
         result = {
+            "alpha": wire.stats.alpha if wire else [],
             "step_s": step_s,
             "probes": probes,
             "payload_bytes": payload_bytes,
@@ -127,7 +132,8 @@ def _serve(channel: Channel) -> None:
     channel.send("done")
     while True:
         command = channel.receive()
-        channel.send("done", **rank.run(command["rules"], int(command["seed"]), float(command["learning_rate"])))
+        asked = command["rules"], int(command["seed"]), float(command["learning_rate"]), int(command["measure"])
+        channel.send("done", **rank.run(*asked))
 
 
 if __name__ == "__main__":

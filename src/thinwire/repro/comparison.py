@@ -53,6 +53,12 @@ class Side:
         return self._mean(counted) if counted else None
 
     @property
+    def alpha(self) -> float | None:
+        """Mean relative error of the averaged gradient over the steps that were measured; None where none was."""
+        found = [alpha for run in self.runs for _, alpha in run.alpha]
+        return self._mean(found) if found else None
+
+    @property
     def steps_per_s(self) -> float:
         return self._mean([run.steps_per_s for run in self.runs])
 
@@ -148,7 +154,9 @@ class Comparison:
             "held-out\nloss",
             "difference\n%",
             "kB a\nstep",
-            "steps\na s",
+            # Over loopback speed means little: alpha takes its place.
+            *(["alpha"] if self._measured else []),
+            *(["steps\na s"] if self.shaped or not self._measured else []),
             f"{'time' if self.shaped else 'steps'} to\nsame loss",
         ]
         for number in numbers:
@@ -165,15 +173,21 @@ class Comparison:
             found = judged.estimate
             difference = f"{found.mean * 100:+.2f}\n{found.lower * 100:+.2f}…{found.upper * 100:+.2f}"
             verdict = f"[{_COLOURS[judged.verdict]}]{textwrap.fill(str(judged), _VERDICT_WIDTH)}[/]"
+        speed = f"{side.steps_per_s:.2f}" if self._timed(side) else "–"
         return [
             escape(side.name) + (" (control)" if side is self.control else ""),
             f"{side.held_out_loss:.4f}",
             escape(difference),
             f"{side.bytes_per_step / 1e3:.1f}",
-            f"{side.steps_per_s:.2f}" if self._timed(side) else "–",
+            *(["–" if side.alpha is None else f"{side.alpha:.3f}"] if self._measured else []),
+            *([speed] if self.shaped or not self._measured else []),
             self._reached(side),
             verdict,
         ]
+
+    @property
+    def _measured(self) -> bool:
+        return any(side.alpha is not None for side in self.sides())
 
     def _timed(self, side: Side) -> bool:
         # The control runs on an unshaped link: it is there for its loss.
@@ -200,6 +214,8 @@ class Comparison:
             f"Within {self.margin:.2%}: yes where the upper bound is, no where even the lower bound is not. "
             f"The same loss: at most {self.margin:.2%} above that which {BASELINE} ends with."
         )
+        if self._measured:
+            yield "Alpha: error of the mean that arrived, as a share of the exact mean, averaged over measured steps."
         if self.control is None:
             yield "[yellow]No control was run: whether this training shows damage at all is not known.[/]"
             return
@@ -227,6 +243,7 @@ class Comparison:
             add("learning_rate", side.learning_rate, "")
             add("bytes_per_step", side.bytes_per_step, "B", formula=side.runs[0].formula_bytes)
             add("wire_bytes_per_step", side.wire_bytes_per_step, "B")
+            add("alpha", side.alpha, "", by_seed=[_series(run.alpha) for run in side.runs])
             if self._timed(side):
                 add("steps_per_s", side.steps_per_s, "1/s", by_seed=[run.steps_per_s for run in side.runs])
             if side is not self.control:
@@ -265,6 +282,10 @@ class _Adder:
     def __call__(self, label: str, value: float | None, unit: str, **more: Any) -> None:
         if value is not None and math.isfinite(value):
             self._results.add(f"{label}/{self._name}", value, unit, **more)
+
+
+def _series(alpha: Sequence[tuple[int, float]]) -> dict[str, list[Any]]:
+    return {"steps": [step for step, _ in alpha], "alpha": _known([value for _, value in alpha])}
 
 
 def _known(values: Sequence[float]) -> list[float | None]:

@@ -77,6 +77,7 @@ def compare_training(
     num_ranks: int = 2,
     rate: str | None = None,
     tune: Tune = "no",
+    measure: int = 0,
     watcher: Watcher | None = None,
 ) -> Comparison:
     """Train ``task`` with each variant and without compression, from each seed, and compare the held-out losses.
@@ -92,6 +93,8 @@ def compare_training(
         tune: "baseline" looks for the baseline's best learning rate first, by doubling and halving the task's on a seed
             that is not compared, and takes it for all; "each" makes a second comparison, in which every variant and the
             control have their own (``Comparison.each_tuned``).
+        measure: every so many steps, take the exact mean as well and note how far what arrived is from it
+            (``Run.alpha``); its bytes are not counted, but where a link is emulated its time is. 0 never does.
         watcher: told how the runs go.
 
     Raises:
@@ -107,8 +110,8 @@ def compare_training(
     control = None if control is None else str(parse(control))
     if control in specs:
         raise ValueError(f"{control} is both a variant and the control, which must fail: give another control")
-    _check(specs, seeds, margin, num_ranks, rate)
-    with _Runs(task, num_ranks, rate, watcher or Unwatched()) as runs:
+    _check(specs, seeds, margin, num_ranks, rate, measure)
+    with _Runs(task, num_ranks, rate, watcher or Unwatched(), measure) as runs:
         others = [*specs, *([control] if control else [])]
         highest = runs.tuned(None, max(seeds) + 1) if tune != "no" else task.learning_rate
         rates = dict.fromkeys([None, *others], highest)
@@ -120,7 +123,9 @@ def compare_training(
         return replace(first, each_tuned=second)
 
 
-def _check(specs: Sequence[str], seeds: Sequence[int], margin: float, num_ranks: int, rate: str | None) -> None:
+def _check(
+    specs: Sequence[str], seeds: Sequence[int], margin: float, num_ranks: int, rate: str | None, measure: int
+) -> None:
     if not specs:
         raise ValueError("nothing to compare: give at least one spec, as 'minmax(bits=4, bucket=128)'")
     if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0:
@@ -129,6 +134,8 @@ def _check(specs: Sequence[str], seeds: Sequence[int], margin: float, num_ranks:
         raise ValueError(f"a margin of {margin}: give a share between 0 and 1, as 0.01 for 1 %")
     if num_ranks < 2:
         raise ValueError(f"{num_ranks} ranks: a comparison needs at least 2, with one nothing is sent")
+    if measure < 0:
+        raise ValueError(f"measuring every {measure} steps: give a number of steps, or 0 for never")
     if rate is not None:
         parse_rates(rate, num_ranks)
 
@@ -183,9 +190,9 @@ class Setup:
 class _Runs:
     """The rank processes and their link, and every run they have made; a context manager."""
 
-    def __init__(self, task: Task, num_ranks: int, rate: str | None, watcher: Watcher) -> None:
+    def __init__(self, task: Task, num_ranks: int, rate: str | None, watcher: Watcher, measure: int = 0) -> None:
         self.task, self.shaped = task, rate is not None
-        self._num_ranks, self._rate, self._watcher = num_ranks, rate, watcher
+        self._num_ranks, self._rate, self._watcher, self._measure = num_ranks, rate, watcher, measure
         self._known: dict[tuple[str | None, int, float], Run] = {}
         self._stack = ExitStack()
 
@@ -257,7 +264,7 @@ class _Runs:
 
         name = spec or BASELINE
         self._watcher.begin(f"{name}, seed {seed}")
-        command = {"do": "run", "rules": spec, "seed": seed, "learning_rate": highest}
+        command = {"do": "run", "rules": spec, "seed": seed, "learning_rate": highest, "measure": self._measure}
         answers = self._crew.run(command, on_event, on_hold)
         first = answers[0]
         run = Run(
@@ -270,6 +277,7 @@ class _Runs:
             wire_bytes=sum(counted[1::2]) - sum(counted[::2]) if counted else None,
             val_loss=_mean([answer["held_out"] for answer in answers]),
             replicas_identical=len({answer["digest"] for answer in answers}) == 1,
+            alpha=[(int(step), float(alpha)) for step, alpha in first["alpha"]],
         )
         if math.isfinite(run.val_loss) and not run.replicas_identical:
             raise ParityError(f"{name}, seed {seed}: ranks hold different parameters after {self.task.steps} steps")

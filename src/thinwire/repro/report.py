@@ -38,6 +38,8 @@ class Run:
     """Sent by rank 0 over its interface in all steps, headers included."""
     val_loss: float = 0.0
     replicas_identical: bool = False
+    alpha: list[tuple[int, float]] = field(default_factory=list)
+    """(step, relative error of the mean that arrived), where that was measured (`thinwire.Stats.alpha`)."""
 
     @property
     def steps_per_s(self) -> float:
