@@ -348,9 +348,15 @@ def _other_hook(state, bucket):
         ("another hook", "RuntimeError: this DDP model has a communication hook already"),
         ("pattern", "ValueError: the pattern 'embedding.*' matches no parameter; close names are embed.weight"),
         ("exclude", "ValueError: the pattern 'batchnorm' matches no parameter"),
-        ("spec", "minmax has no parameter 'bit': it takes bits, bucket, rounding. Did you mean"),
+        (
+            "spec",
+            "ValueError: 'minmax(bit=4)' is not a spec: at character 8, minmax has no parameter 'bit': it takes bits",
+        ),
         ("bits", "ValueError: bits must be between 1 and 8, not 9"),
-        ("unknown", "no compressor is called 'minmx'. Did you mean 'minmax"),
+        (
+            "unknown",
+            "ValueError: 'minmx' is not a spec: at character 1, no compressor is called 'minmx'. Did you mean 'minmax'",
+        ),
         ("dtype", "TypeError: embed.weight is torch.float64"),
         ("seeds differ", "DisagreementError: ranks do not agree: rank 0 has 'seed: 0', rank 1 has 'seed: 1'"),
         (

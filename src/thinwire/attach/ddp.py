@@ -199,10 +199,13 @@ def _check_feedback(plan: Plan) -> None:
 
 
 def _transport(group: dist.ProcessGroup, timeout: timedelta | None) -> ProcessGroupTransport:
-    """A process group of our own: DDP uses its own group from the main thread while ours is busy in the worker."""
+    """Process groups of our own: DDP uses its own group from the main thread while ours are busy in the worker."""
     timeout = timeout or group_timeout(group)
     ranks = dist.get_process_group_ranks(group)
     part = len(ranks) != dist.get_world_size()
-    mine = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=part)
+    mine, second = (
+        dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=part) for _ in range(2)
+    )
     assert isinstance(mine, dist.ProcessGroup)
-    return ProcessGroupTransport(mine, timeout)
+    assert isinstance(second, dist.ProcessGroup)
+    return ProcessGroupTransport(mine, timeout, second)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
 
 from thinwire.collectives.keys import SHARED
-from thinwire.collectives.layout import Layout
+from thinwire.collectives.layout import Layout, Sum
 from thinwire.collectives.stages import Clock, NoClock
 from thinwire.collectives.transport import Transport
 from thinwire.compressors import State
@@ -30,20 +30,43 @@ def summed_all_reduce(
     step: int,
     state: State | None = None,
     clock: Clock | None = None,
-) -> None:
+) -> Generator[None]:
     """Replace the summed layers of the flat tensor ``x`` by their mean over all ranks.
+
+    Yields once, when the sums of the first round are on their way, as `scatter_reduce_allgather` does; later rounds
+    take the transport's second lane, so that the next bucket's first round need not wait for them.
 
     Raises:
         TransportError: a rank is gone or silent.
     """
     clock = clock or NoClock()
     key, scale = derive_key(seed, step, SHARED), 1.0 / transport.world_size
-    for s, buffer in zip(layout.sums, buffers, strict=True):
+
+    def encode(s: Sum, buffer: Tensor) -> None:
         with clock.stage("encode"):
             for compressor, parts in s.members:
                 compressor.part(s.round, x, parts, buffer, key=key, scale=scale, state=state)
-        with clock.stage("wire"):
-            transport.all_reduce(buffer)
+
+    def decode(s: Sum, buffer: Tensor) -> None:
         with clock.stage("decode"):
             for compressor, parts in s.members:
                 compressor.absorb(s.round, buffer, x, parts, key=key, state=state)
+
+    sums = list(zip(layout.sums, buffers, strict=True))
+    started = []
+    for s, buffer in sums:
+        if s.round == 0:
+            encode(s, buffer)
+            started.append((s, buffer, transport.start_all_reduce(buffer)))
+    yield
+
+    for s, buffer, pending in started:
+        with clock.stage("wire"):
+            pending.wait()
+        decode(s, buffer)
+    for s, buffer in sums:
+        if s.round > 0:
+            encode(s, buffer)
+            with clock.stage("wire"):
+                transport.all_reduce(buffer, lane=1)
+            decode(s, buffer)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
 
@@ -38,8 +39,8 @@ class Pending(Protocol):
 class Transport(ABC):
     """Moves uint8 tensors between ranks, and counts what it moves.
 
-    Sends and receives may come from several threads; all-reduces and the like from one at a time, in the same order on
-    every rank.
+    Sends and receives may come from several threads. All-reduces have two lanes, each of which has one order on every
+    rank, whatever happens on the other; the other collectives, which have none, are for when nothing else is under way.
     """
 
     rank: int
@@ -77,14 +78,18 @@ class Transport(ABC):
     @abstractmethod
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending: ...
 
-    def all_reduce(self, x: Tensor) -> None:
-        """Replace ``x`` by its sum over all ranks, in its own dtype. Counted as a ring all-reduce."""
-        self._all_reduce(x)
+    def start_all_reduce(self, x: Tensor, *, lane: int = 0) -> Pending:
+        """Begin to replace ``x`` by its sum over all ranks, in its own dtype. Counted as a ring all-reduce."""
         moved = ring_bytes(x.numel() * x.element_size(), self.world_size)
         self._count(moved, moved)
+        return self._start_all_reduce(x, lane)
+
+    def all_reduce(self, x: Tensor, *, lane: int = 0) -> None:
+        """The same, to its end."""
+        self.start_all_reduce(x, lane=lane).wait()
 
     @abstractmethod
-    def _all_reduce(self, x: Tensor) -> None: ...
+    def _start_all_reduce(self, x: Tensor, lane: int) -> Pending: ...
 
     @abstractmethod
     def broadcast(self, x: Tensor) -> None:
@@ -114,11 +119,15 @@ def _first_line(error: BaseException) -> str:
 
 
 class ProcessGroupTransport(Transport):
-    """Over a torch process group that nobody else uses. CPU tensors (gloo)."""
+    """Over torch process groups that nobody else uses, of the same ranks. CPU tensors (gloo).
 
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
+    ``second`` is the group of the second lane; without one both lanes are the first, for who uses but one thread.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta, second: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.group = group
+        self._lanes = (group, second or group)
         self.timeout = timeout
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
@@ -140,11 +149,14 @@ class ProcessGroupTransport(Transport):
             raise TransportError(f"{doing} failed: this process is not in the group")
         return _PendingWork(work, doing, self.timeout)
 
-    def _all_reduce(self, x: Tensor) -> None:
+    def _start_all_reduce(self, x: Tensor, lane: int) -> Pending:
         try:
-            dist.all_reduce(x, group=self.group)
+            work = dist.all_reduce(x, group=self._lanes[lane], async_op=True)
         except RuntimeError as error:
             raise TransportError(f"the all-reduce failed: {_first_line(error)}") from error
+        if work is None:
+            raise TransportError("the all-reduce failed: this process is not in the group")
+        return _PendingWork(work, "the all-reduce", self.timeout)
 
     def broadcast(self, x: Tensor) -> None:
         try:
@@ -185,26 +197,28 @@ class LoopbackTransport(Transport):
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending:
         return _Arrival(message, self._world.mailbox(peer, self.rank, tag), self._world.timeout_s, peer)
 
-    def _all_reduce(self, x: Tensor) -> None:
-        x.copy_(self.all_gather(x).sum(0))
+    def _start_all_reduce(self, x: Tensor, lane: int) -> Pending:
+        return _Sum(x, lambda: self._gather(x, lane).sum(0))
 
     def broadcast(self, x: Tensor) -> None:
         x.copy_(self.all_gather(x)[0])
 
     def all_gather(self, x: Tensor) -> Tensor:
-        world = self._world
-        world.shared[self.rank] = x.clone()
-        world.barrier.wait(world.timeout_s)
-        gathered = torch.stack(world.shared)
-        world.barrier.wait(world.timeout_s)
+        return self._gather(x, 0)
+
+    def _gather(self, x: Tensor, lane: int) -> Tensor:
+        barrier, shared = self._world.lanes[lane]
+        shared[self.rank] = x.clone()
+        barrier.wait(self._world.timeout_s)
+        gathered = torch.stack(shared)
+        barrier.wait(self._world.timeout_s)
         return gathered
 
 
 class _LoopbackWorld:
     def __init__(self, size: int, timeout_s: float) -> None:
         self.size, self.timeout_s = size, timeout_s
-        self.barrier = threading.Barrier(size)
-        self.shared = [torch.empty(0)] * size
+        self.lanes = [(threading.Barrier(size), [torch.empty(0)] * size) for _ in range(2)]
         self._lock = threading.Lock()
         self._mailboxes: dict[tuple[int, int, int], queue.Queue[Tensor]] = {}
 
@@ -216,6 +230,16 @@ class _LoopbackWorld:
 class _Done:
     def wait(self) -> None:
         return
+
+
+class _Sum:
+    """A sum that is taken when it is waited for: all ranks wait for those of a lane in one order."""
+
+    def __init__(self, into: Tensor, total: Callable[[], Tensor]) -> None:
+        self._into, self._total = into, total
+
+    def wait(self) -> None:
+        self._into.copy_(self._total())
 
 
 class _Arrival:

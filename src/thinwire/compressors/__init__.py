@@ -3,7 +3,7 @@
 from thinwire.compressors.base import Coded, Compressor, Summed, Unsuited, first_state, sum_alone
 from thinwire.compressors.cast import Cast, RawSum
 from thinwire.compressors.chain import Chain
-from thinwire.compressors.checks import GRADIENT_DTYPES, check_int
+from thinwire.compressors.checks import GRADIENT_DTYPES, check_int, not_finite
 from thinwire.compressors.dgc import DGC
 from thinwire.compressors.ef import Wrapper, ef
 from thinwire.compressors.fft import FFT
@@ -71,6 +71,7 @@ __all__ = [
     "check_int",
     "ef",
     "first_state",
+    "not_finite",
     "parse",
     "register",
     "registered",

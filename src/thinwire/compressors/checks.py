@@ -6,9 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that compressors take. Arithmetic is in fp32 whatever comes in."""
+
+
+def not_finite(values: Tensor) -> Tensor:
+    """NaN if anything in ``values`` is not finite, else 0: what may be added to a result so that NaN is not lost."""
+    if not values.numel():
+        return torch.zeros((), device=values.device)
+    low, high = torch.aminmax(values)  # a tenth of the time that a norm takes
+    return low.float() * 0.0 + high.float() * 0.0
 
 
 def check_dtype(dtype: torch.dtype, compressor: object) -> None:

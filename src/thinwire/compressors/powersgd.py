@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from thinwire.compressors.base import Compressor, Summed, Unsuited
-from thinwire.compressors.checks import check_int
+from thinwire.compressors.checks import check_int, not_finite
 from thinwire.compressors.pieces import Part, Slot, State
-from thinwire.compressors.randk import not_finite
 from thinwire.kernels import site_id
 
 _LEAST_RATIO = 2

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.compressors.base import Summed
-from thinwire.compressors.checks import check_share
+from thinwire.compressors.checks import check_share, not_finite
 from thinwire.compressors.pieces import Part, Piece, State
 from thinwire.kernels import derive_key, sample_indices, site_id
 
@@ -86,8 +86,3 @@ class RandK(Summed):
 
     def _indices(self, piece: Piece, k: int, key: int) -> Tensor:
         return sample_indices(piece.numel, k, derive_key(key, site_id(piece.name)))
-
-
-def not_finite(values: Tensor) -> Tensor:
-    """NaN if anything in ``values`` is not finite, else 0: a sum with a weight of zero."""
-    return torch.linalg.vector_norm(values.float(), math.inf) * 0.0

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from thinwire.compressors.base import Summed
+from thinwire.compressors.checks import not_finite
 from thinwire.compressors.pieces import Part, State
-from thinwire.compressors.randk import not_finite
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from thinwire.collectives import (
     sum_buffers,
     summed_all_reduce,
 )
-from thinwire.compressors import Coded, LayerState, Raw, RawSum, State, Summed
+from thinwire.compressors import Coded, LayerState, Raw, RawSum, State, Summed, not_finite
 from thinwire.kernels import FORMAT_VERSION, cpu_level
 from thinwire.plan import Plan
 from thinwire.wire import checkpoint
@@ -167,7 +167,7 @@ class Engine:
     def note_result(self, flat: Tensor) -> None:
         """See whether a mean is finite: if one of a step's is not, no slot moves in it, on any rank."""
         if self.plan.has_slots:
-            self._step_is_finite &= math.isfinite(float(torch.linalg.vector_norm(flat, math.inf)))
+            self._step_is_finite &= math.isfinite(float(not_finite(flat)))
 
     def _communicate(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> Iterator[Then]:
         self._begin(step)
@@ -189,11 +189,13 @@ class Engine:
                 # Closed early, by an error in another one, it tells its peers.
                 running.append(stack.enter_context(closing(exchange)))
                 next(exchange)
+            if route.sums:
+                sums = summed_all_reduce(flat, route.layout, self.transport, route.sums, **options)
+                running.append(sums)
+                next(sums)
             yield Then.LATER
             for exchange in running:
                 complete(exchange)
-        if route.sums:
-            summed_all_reduce(flat, route.layout, self.transport, route.sums, **options)
         if exact is not None:
             self._measure(exact, flat, step)
         self.note_result(flat)
@@ -225,7 +227,7 @@ class Engine:
 
     def _measure(self, exact: Tensor, received: Tensor, step: int) -> None:
         """Add a bucket to this step's error: what arrived against the exact mean, which takes an all-reduce in fp32."""
-        self.transport.all_reduce(exact.div_(self.world_size))
+        self.transport.all_reduce(exact.div_(self.world_size), lane=1)
         self._measured_step = step
         self._error += float((received.float() - exact).double().square().sum())
         self._norm += float(exact.double().square().sum())
