@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import math
+import time
 
 import pytest
 import torch
 
 from harness import run_threads
-from thinwire import DisagreementError, Plan, Wire
+from thinwire import DisagreementError, Plan, TransportError, Wire
 from thinwire.plan import Filter
 
 SHAPES = {"a.weight": (40, 100), "a.bias": (40,), "b.weight": (64, 64), "c.weight": (30, 70), "scalar": ()}
@@ -287,3 +288,20 @@ def test_wrong_arguments(argument: dict[str, int]) -> None:
             make(transport, "minmax", **argument)
 
     run_threads(run, 1)
+
+
+def test_a_silent_rank_is_waited_for_once() -> None:
+    """Layers that meet in several ways, and a rank that stops: one timeout, not one for each of them."""
+    rules = {"a.weight": "minmax(bits=4)", "b.weight": "topk(density=0.1)", "c.*": "threshold(lam=1.0)"}
+
+    def run(transport):
+        wire = make(transport, rules)
+        step_on(wire, gradients(transport.rank, 0))
+        if transport.rank == 2:
+            return 0.0
+        started = time.monotonic()
+        with pytest.raises(TransportError, match="rank 2"):
+            step_on(wire, gradients(transport.rank, 1))
+        return time.monotonic() - started
+
+    assert max(run_threads(run, 3, timeout_s=2.0)) < 3.5

@@ -117,7 +117,8 @@ class Exchange:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, TransportError):
+        self._transport.broken |= isinstance(error, TransportError)
+        if self._transport.broken:
             return
         if error is not None:
             self._tell_failure()

@@ -49,6 +49,8 @@ class Transport(ABC):
     def __init__(self) -> None:
         self.sent_bytes = 0
         self.received_bytes = 0
+        self.broken = False
+        """Set by whoever met a `TransportError`: nothing is waited for on it any more."""
         self._next_tag = 0
         self._lock = threading.Lock()
 

@@ -150,7 +150,7 @@ def dtypes_are_taken_or_refused(compressor: Compressor) -> None:
 
 
 def odd_tensors_work(compressor: Compressor) -> None:
-    """Law 9: zeros, constants, single elements, empty tensors, subnormals and 1e30."""
+    """Law 9: zeros, constants, single elements, empty and transposed tensors, subnormals and 1e30."""
     assert torch.equal(compressor.roundtrip(torch.zeros(1000)), torch.zeros(1000))
     assert compressor.roundtrip(torch.zeros(0)).numel() == 0
     assert compressor.roundtrip(torch.zeros(3, 0)).shape == (3, 0)
@@ -165,6 +165,8 @@ def odd_tensors_work(compressor: Compressor) -> None:
     huge = _sample(1000).view(40, 25) * min(1e30, compressor.largest / 10)
     assert bool(torch.isfinite(compressor.roundtrip(huge)).all())
     assert compressor.roundtrip(_sample(24).view(2, 3, 4)).shape == (2, 3, 4)
+    turned = _sample(1000).view(40, 25).T
+    assert torch.equal(compressor.roundtrip(turned), compressor.roundtrip(turned.contiguous()))
 
 
 def unbiased_if_it_says_so(compressor: Compressor) -> None:
