@@ -41,9 +41,10 @@ bench: .venv/ready
 	$(BIN)/thinwire bench step --rate none --decline --target 0 --batches 8 --json benchmarks/step-loopback.json
 	$(BIN)/thinwire bench compressors --json benchmarks/compressors.json --plot benchmarks/compressors.svg
 	$(BIN)/thinwire compare every --json benchmarks/compare-every.json
+	$(BIN)/thinwire repro fft --out benchmarks/repro-fft --json benchmarks/repro-fft.json
 	$(BIN)/thinwire demo --out benchmarks/demo --json benchmarks/demo.json
 
-# The figures of README.md, from the JSON files that `make bench` wrote.
+# The figures of README.md and docs/, from the JSON files that `make bench` wrote.
 readme: .venv/ready
 	$(BIN)/python tools/readme.py
 

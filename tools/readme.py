@@ -1,4 +1,4 @@
-"""Write the figures of README.md from the JSON files in benchmarks/. ``--check`` only says whether they are new."""
+"""Write the figures of README.md and docs/ from the JSON files in benchmarks/. ``--check`` says if they are new."""
 
 from __future__ import annotations
 
@@ -112,13 +112,26 @@ def step() -> str:
     )
 
 
+KERNELS = (
+    "natural, encode",
+    "natural, decode",
+    "range float of 10 bits, encode",
+    "range float of 10 bits, decode",
+    "round to int8",
+    "top-k, exact, 1 %",
+    "top-k, sampled, 1 %",
+    "torch.topk, 1 %",
+)
+"""Rows of the table of kernels beside those of the default format."""
+
+
 def kernels() -> str:
     runs = {threads: Figures(BENCHMARKS / f"kernels-{threads}.json") for threads in (1, 2)}
     first = runs[1]
     body = []
     for name, row in first.rows.items():
         same_size = "x_copy" in row and row["numel"] == first.rows["copy_"]["numel"]
-        if same_size and (name == "copy_" or "4 bits/128" in name):
+        if same_size and (name == "copy_" or "4 bits/128" in name or name in KERNELS):
             body.append([f"`{name}`", *(f"{run.rows[name]['x_copy']:.2f}x" for run in runs.values())])
     head = ["25 MB, in multiples of `torch.Tensor.copy_` on as many bytes", "1 thread", "2 threads"]
     level = first.record["about"]["cpu_level"]
@@ -173,27 +186,63 @@ def compressors() -> str:
     )
 
 
-SECTIONS = {"compressors": compressors, "demo": demo, "allreduce": allreduce, "step": step, "kernels": kernels}
+def repro_fft() -> str:
+    path = BENCHMARKS / "repro-fft.json"
+    if not path.exists():
+        return "Not measured yet: `make bench`."
+    figures = Figures(path)
+    words = {True: "yes", False: "no", None: "open"}
+    rows = [
+        [row["figure"], row["claim"], row["found"], words[row["holds"]]]
+        for row in figures.record["results"]
+        if row.get("claim")
+    ]
+    about = figures.record["about"]
+    differs = "".join(f"- {text}\n" for text in about["differs_from_the_paper"])
+    pictures = "\n".join(
+        f"![{picture.stem}](../benchmarks/repro-fft/{picture.name})\n"
+        for picture in sorted(
+            (BENCHMARKS / "repro-fft").glob("*.svg"), key=lambda p: [int(n) for n in re.findall(r"\d+", p.stem)]
+        )
+    )
+    return (
+        f"{table(['figure', 'the paper', 'here', 'holds'], rows)}\n\nHow a claim is judged: {about['judged']}.\n\n"
+        f"In what this is not the paper's experiment:\n\n{differs}\n{pictures}\n{figures.machine}."
+    )
 
 
-def fill(text: str) -> str:
-    """The text with every marked section written anew."""
-    for name, section in SECTIONS.items():
+PAGES = {
+    "README.md": {
+        "compressors": compressors,
+        "demo": demo,
+        "allreduce": allreduce,
+        "step": step,
+        "kernels": kernels,
+    },
+    "docs/repro-fft.md": {"repro-fft": repro_fft},
+}
+"""Pages, and what stands between which marks in them."""
+
+
+def fill(page: str, text: str) -> str:
+    """The text of a page with every marked section written anew."""
+    for name, section in PAGES[page].items():
         pattern = re.compile(rf"(<!-- figures: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         found = pattern.search(text)
         if not found:
-            raise SystemExit(f"README.md has no section 'figures: {name}'")
+            raise SystemExit(f"{page} has no section 'figures: {name}'")
         text = f"{text[: found.end(1)]}{section()}\n{text[found.start(2) :]}"
     return text
 
 
 def main() -> int:
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    filled = fill(text)
-    if "--check" in sys.argv[1:]:
-        return 0 if filled == text else 1
-    readme.write_text(filled)
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        filled = fill(page, text)
+        if "--check" not in sys.argv[1:]:
+            (ROOT / page).write_text(filled)
+        elif filled != text:
+            return 1
     return 0
 
 
