@@ -378,7 +378,7 @@ def test_theta_drops_to_0_at_its_step() -> None:
 
 
 def _trained(accuracy: float, alpha: tuple[tuple[int, float], ...] = ()) -> Trained:
-    return Trained((0.1, 0.2), (2.0, 1.0), (2,), (0.1, accuracy), (2.3, 1.0), 8.0, accuracy, 1.0, alpha)
+    return Trained((0.1, 0.2), 0.15, (2.0, 1.0), (2,), (0.1, accuracy), (2.3, 1.0), 8.0, accuracy, 1.0, alpha)
 
 
 class _Study:

@@ -27,14 +27,14 @@ def figure_16(study: Study) -> list[Finding]:
     for size in scale.world_sizes:
         with Runs(task, size, study.runs.rate) as runs:
             if size == 1:
-                alone = size / study.train_on(runs, None, 0).step_seconds
+                alone = size / study.train_on(runs, None, 0).mean_step_s
                 for name in names:
                     speeds[name][1] = alone
                 continue
             for method in _METHODS:
                 found = study.train_on(runs, method.spec, 0, exclude=method.exclude, shaped=True)
-                speeds[method.name][size] = size / found.step_seconds
-            speeds[NOTHING][size] = size / study.train_on(runs, NOTHING, 0, shaped=True).step_seconds
+                speeds[method.name][size] = size / found.mean_step_s
+            speeds[NOTHING][size] = size / study.train_on(runs, NOTHING, 0, shaped=True).mean_step_s
     times = {name: {size: value / found[min(found)] for size, value in found.items()} for name, found in speeds.items()}
     _draw_16(study, times)
     most = max(scale.world_sizes)

@@ -38,6 +38,9 @@ class Trained:
     ``probe_steps``; ``train_loss`` is the mean over ranks of every step's, ``step_s`` the slowest rank's."""
 
     step_s: tuple[float, ...]
+    mean_step_s: float
+    """The slowest rank's mean step, the first ones left out: where nothing makes ranks wait for each other, a core that
+    they share hands each of them some steps whole and others in pieces, and a median says little."""
     train_loss: tuple[float, ...]
     probe_steps: tuple[int, ...]
     accuracy: tuple[float, ...]
@@ -149,7 +152,9 @@ class Runs:
         same = len({answer["digest"] for answer in answers}) == 1
         if not same and spec != NOTHING and math.isfinite(final_loss):
             raise ParityError(f"{spec}: ranks hold different parameters after {self.task.steps} steps")
+        first_steps = min(_FIRST_STEPS, self.task.steps // 2)
         return Trained(
+            mean_step_s=max(fmean(answer["step_s"][first_steps:]) for answer in answers),
             step_s=tuple(max(seconds) for seconds in zip(*(answer["step_s"] for answer in answers), strict=True)),
             train_loss=tuple(fmean(losses) for losses in zip(*(answer["losses"] for answer in answers), strict=True)),
             probe_steps=tuple(probe_steps(self.task)),
