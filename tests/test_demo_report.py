@@ -35,6 +35,7 @@ def _runs() -> dict[str, Run]:
         "fp32": _run("fp32", 1.8, 2.0, wire_bytes=7_100, payload=350.0),
         "bf16": _run("bf16", 0.95, 2.001, wire_bytes=3_550, payload=175.0),
         "powersgd": _run("powersgd", 0.16, 2.03, wire_bytes=300, payload=14.0),
+        "low-rank": _run("low-rank", 0.15, 2.029, wire_bytes=300, payload=14.0),
         "thinwire": _run("thinwire", 0.28, 2.002, wire_bytes=1_000, payload=50.0),
         "noop": _run("noop", 0.08, 2.1),
         "control": _run("control", 0.1, 2.09),
@@ -69,7 +70,7 @@ def test_time_to_a_loss_is_interpolated_between_probes() -> None:
 
 
 def test_all_checks_pass_where_everything_is_as_it_should_be() -> None:
-    assert [check.passed for check in _report(_runs()).checks()] == [True] * 7
+    assert [check.passed for check in _report(_runs()).checks()] == [True] * 9
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,8 @@ def test_all_checks_pass_where_everything_is_as_it_should_be() -> None:
         (_with("thinwire", wire_bytes=950), "within 2 % of the formula"),
         (_with("thinwire", payload_bytes=[0.0, 500.0, 1001.0]), "size that the formula says"),
         (_with("thinwire", replicas_identical=False), "bit-identical"),
+        (_with("low-rank", step_s=[0.17] * 20), "at least the steps/s of PyTorch's"),
+        (_with("low-rank", val_loss=2.031), "at no more loss"),
     ],
 )
 def test_each_check_fails_alone(broken: dict[str, Run], check: str) -> None:
@@ -98,7 +101,7 @@ def test_better_than_fp32_is_no_failure() -> None:
 def test_order_is_by_time_to_the_same_loss_then_what_does_not_reach_it() -> None:
     report = _report(_runs())
     assert report.target == pytest.approx(2.0 * SAME_LOSS)
-    assert [run.name for run in report.ordered()] == ["thinwire", "bf16", "fp32", "powersgd", "control", "noop"]
+    assert [run.name for run in report.ordered()] == ["thinwire", "bf16", "fp32", "low-rank", "powersgd", "control", "noop"]
     faster = _report(_with("powersgd", losses=[3.0, 2.5, 2.01]))
     assert faster.ordered()[0].name == "powersgd"
 

@@ -202,9 +202,9 @@ class Variant:
 VARIANTS = {
     "fp32": Variant("DDP fp32", _fp32),
     "bf16": Variant("DDP bf16", _bf16),
-    "powersgd": Variant(f"torch PowerSGD {POWERSGD_RANK}", _powersgd, one_bucket=True, own_processes=True),
+    "powersgd": Variant("torch PowerSGD", _powersgd, one_bucket=True, own_processes=True),
     "thinwire": Variant("thinwire 4-bit", _compressed),
-    "low-rank": Variant(f"thinwire PowerSGD {POWERSGD_RANK}", _low_rank),
+    "low-rank": Variant(f"thinwire rank {POWERSGD_RANK}", _low_rank),
     "noop": Variant("nothing sent", _noop, exact=False),
     "control": Variant("1-bit control", _control, shaped=False),
 }
