@@ -101,7 +101,15 @@ def test_better_than_fp32_is_no_failure() -> None:
 def test_order_is_by_time_to_the_same_loss_then_what_does_not_reach_it() -> None:
     report = _report(_runs())
     assert report.target == pytest.approx(2.0 * SAME_LOSS)
-    assert [run.name for run in report.ordered()] == ["thinwire", "bf16", "fp32", "low-rank", "powersgd", "control", "noop"]
+    assert [run.name for run in report.ordered()] == [
+        "thinwire",
+        "bf16",
+        "fp32",
+        "low-rank",
+        "powersgd",
+        "control",
+        "noop",
+    ]
     faster = _report(_with("powersgd", losses=[3.0, 2.5, 2.01]))
     assert faster.ordered()[0].name == "powersgd"
 
