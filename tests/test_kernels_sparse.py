@@ -308,21 +308,28 @@ def test_bad_spans_and_samples_do_not_reach_the_core() -> None:
 
 @needs_native
 def test_selection_keeps_up_with_a_copy() -> None:
-    """The worst that is accepted on 25 MB: exact 0.2 times a copy's speed, sampled 0.7. torch.topk has 0.03."""
+    """The worst that is accepted on 25 MB, one thread: exact 0.2 times a copy's speed, sampled 0.7 (1.1 is usual of both,
+    and torch.topk has 0.03). Buffers take turns, so that none is found in a cache."""
     numel = 25 * 2**18
-    x, y = torch.randn(numel, generator=torch.Generator().manual_seed(0)), torch.zeros(numel)
+    x = [torch.randn(numel, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    y = [torch.zeros(numel) for _ in x]
     runs = {
-        "copy": lambda key: y.copy_(x),
-        "exact": lambda key: kernels.select_topk(x, 0, numel, numel // 100, key=key),
-        "sampled": lambda key: kernels.select_topk(x, 0, numel, numel // 100, sampled=True, key=key),
+        "copy": lambda i: y[i % 4].copy_(x[i % 4]),
+        "exact": lambda i: kernels.select_topk(x[(i + 1) % 4], 0, numel, numel // 100, key=i),
+        "sampled": lambda i: kernels.select_topk(x[(i + 2) % 4], 0, numel, numel // 100, sampled=True, key=i),
     }
     best = dict.fromkeys(runs, math.inf)
-    with at(LEVELS[0]):
-        for key in range(10):
-            for name, run in runs.items():
-                start = time.perf_counter()
-                run(key)
-                best[name] = min(best[name], time.perf_counter() - start)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with at(LEVELS[0]):
+            for turn in range(16):
+                for name, run in runs.items():
+                    start = time.perf_counter()
+                    run(turn)
+                    best[name] = min(best[name], time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
     assert best["copy"] / best["exact"] >= 0.2
     if LEVELS[0] == "x86-64-v4":
-        assert best["copy"] / best["sampled"] >= 0.7
+        assert best["copy"] / best["sampled"] >= 0.7, best
