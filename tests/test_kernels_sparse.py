@@ -308,8 +308,10 @@ def test_bad_spans_and_samples_do_not_reach_the_core() -> None:
 
 @needs_native
 def test_selection_keeps_up_with_a_copy() -> None:
-    """The worst that is accepted on 25 MB, one thread: exact 0.2 times a copy's speed, sampled 0.7 (1.1 is usual of both,
-    and torch.topk has 0.03). Buffers take turns, so that none is found in a cache."""
+    """The worst that is accepted on 25 MB, one thread: exact 0.2 times a copy's speed, sampled 0.7 (1.1 is usual).
+
+    torch.topk has 0.03. Buffers take turns, so that none is found in a cache.
+    """
     numel = 25 * 2**18
     x = [torch.randn(numel, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     y = [torch.zeros(numel) for _ in x]
