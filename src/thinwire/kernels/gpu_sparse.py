@@ -100,7 +100,7 @@ def select_topk(x: Tensor, k: int, sample: Sample, *, sampled: bool) -> tuple[Te
     keys = magnitudes(x)
     least = _kth(keys, k)
     if sampled and sample.rank:
-        last = sample.offset + (sample.count - 1) * sample.stride
+        last = sample.offset + (sample.num - 1) * sample.stride
         some = keys[sample.offset : last + 1 : sample.stride]
         least = torch.maximum(least, _kth(some, sample.rank))
     return _put(x, least, k)[:3]
