@@ -113,11 +113,6 @@ class Layout:
     def has_gathered(self) -> bool:
         return bool(self.gathered.groups)
 
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        """All groups of coded pieces."""
-        return tuple(group for chunk in (*self.chunks, self.gathered) for group in chunk.groups)
-
     @cached_property
     def num_coded(self) -> int:
         """Elements that a rank encodes in a step: each of its coded layers' once, as worker or as owner."""

@@ -15,7 +15,7 @@ from thinwire.compressors.base import Coded, Compressor
 from thinwire.compressors.checks import check_choice, check_int
 from thinwire.compressors.pieces import Key, Piece, Segments, State
 from thinwire.compressors.rangefloat import best_mantissa
-from thinwire.compressors.sparse import HEADER, check_place, header_of, put_header
+from thinwire.compressors.sparse import HEADER, check_place, header_of, put_floats, put_header
 from thinwire.kernels import Table, derive_key, site_id
 
 _FP32 = 32
@@ -115,12 +115,11 @@ class FFT(Coded):
         share = math.sqrt(self.lipschitz * learning_rate)
         return replace(self, theta=min(math.floor(share * _GRID), _GRID - 1) / _GRID)
 
-    def _sizes(self, numel: int) -> tuple[int, int, int]:
-        """Blocks, components and components kept of a layer of ``numel`` elements."""
+    def _sizes(self, numel: int) -> tuple[int, int]:
+        """Components of a layer of ``numel`` elements, and how many of them are kept."""
         block = self._block(numel)
-        blocks = -(-numel // block)
-        components = blocks * (block // 2 + 1)
-        return blocks, components, max(1, math.ceil((1 - self._stages[0][1]) * components - 1e-9))
+        components = -(-numel // block) * (block // 2 + 1)
+        return components, max(1, math.ceil((1 - self._stages[0][1]) * components - 1e-9))
 
     def _block(self, numel: int) -> int:
         return max(2, numel if self.block == "whole" else min(self.block, numel))
@@ -128,7 +127,7 @@ class FFT(Coded):
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         if not numel:
             return 0
-        _, components, kept = self._sizes(numel)
+        components, kept = self._sizes(numel)
         values = kernels.align(8 * kept) if self.bits == _FP32 else kernels.rangefloat_bytes(2 * kept, self.bits)
         return HEADER + kernels.index_bytes(components, kept) + values
 
@@ -136,7 +135,7 @@ class FFT(Coded):
         return piece.payload + HEADER + self._index_bytes(piece.numel)
 
     def _index_bytes(self, numel: int) -> int:
-        _, components, kept = self._sizes(numel)
+        components, kept = self._sizes(numel)
         return kernels.index_bytes(components, kept)
 
     def index_bytes(self, message: Tensor, piece: Piece) -> int:
@@ -162,10 +161,9 @@ class FFT(Coded):
             components = self.spectrum(x[piece.elements])
             parts = torch.view_as_real(components)
             real, imaginary = parts[:, 0], parts[:, 1]
-            magnitude = torch.mul(real, real).addcmul_(
-                imaginary, imaginary
-            )  # a sum over axis 1 takes ten times as long
-            _, count, kept = self._sizes(piece.numel)
+            # Summing the squares over axis 1 takes ten times as long.
+            magnitude = torch.mul(real, real).addcmul_(imaginary, imaginary)
+            count, kept = self._sizes(piece.numel)
             draw = derive_key(key.own, site_id(piece.name))
             indices, _, finite = kernels.select_topk(magnitude, 0, count, kept, key=draw)
             put_header(message, piece, [int(not finite)])
@@ -174,9 +172,7 @@ class FFT(Coded):
 
     def _put(self, values: Tensor, message: Tensor, at: int, finite: bool) -> None:
         if self.bits == _FP32:
-            end = at + values.numel() * 4
-            message[at:end].view(torch.float32).copy_(values)
-            message[end : at + kernels.align(4 * values.numel())] = 0
+            put_floats(message, at, values, values.numel())
             return
         top = max(float(values.abs().max()), _LEAST_RANGE) if finite else 1.0
         mantissa = best_mantissa(values, top, self.bits, "nearest") if self.mantissa == "auto" else self.mantissa
@@ -201,7 +197,7 @@ class FFT(Coded):
 
     def _sum(self, messages: Sequence[Tensor], piece: Piece) -> Tensor:
         """The sum of what messages hold of a layer: added in the frequency domain, one inverse transform."""
-        _, count, kept = self._sizes(piece.numel)
+        count, kept = self._sizes(piece.numel)
         at = self._values_at(piece)
         total = torch.zeros(count, dtype=torch.complex64, device=messages[0].device)
         for message in messages:

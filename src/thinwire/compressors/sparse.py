@@ -93,9 +93,7 @@ class Sparsifier(Coded):
         if self.coder is None:
             for piece, room, mine in zip(pieces, rooms, values, strict=True):
                 at = piece.payload + HEADER + kernels.index_bytes(piece.numel, room)
-                end = at + kernels.align(4 * room)
-                message[at : at + 4 * mine.numel()].view(torch.float32).copy_(mine)
-                message[at + 4 * mine.numel() : end] = 0
+                put_floats(message, at, mine, room)
             return
         flat = torch.zeros(sum(rooms), dtype=torch.float32, device=message.device)
         for mine, start in zip(values, _starts(rooms), strict=True):
@@ -178,6 +176,13 @@ def put_header(message: Tensor, piece: Piece, words: Sequence[int]) -> None:
     """Write the first words of a payload's header, and zeros after them."""
     header = message[piece.payload : piece.payload + HEADER]
     header.view(torch.int32).copy_(torch.tensor([*words, *[0] * (HEADER // 4 - len(words))], dtype=torch.int32))
+
+
+def put_floats(message: Tensor, at: int, values: Tensor, room: int) -> None:
+    """Write fp32 ``values`` at byte ``at``, and zeros up to the end of what ``room`` values take."""
+    end = at + 4 * values.numel()
+    message[at:end].view(torch.float32).copy_(values)
+    message[end : at + kernels.align(4 * room)] = 0
 
 
 def header_of(message: Tensor, piece: Piece) -> list[int]:

@@ -26,10 +26,6 @@ _CLIPS = {torch.int8: 127, torch.int32: 2**31 - 128}
 """The largest magnitudes of integers that fp32 holds, too."""
 
 
-def _is_native(tensor: Tensor) -> bool:
-    return native.CORE is not None and tensor.is_cpu
-
-
 def _source(x: Tensor, table: Table) -> tuple[int, int, int, int]:
     return x.data_ptr(), CODES[x.dtype], table.pointer, len(table.segments)
 
@@ -83,7 +79,7 @@ def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int) -> Non
     """
     _check_values("x", x, table, x)
     _check_message("message", message, table.message_bytes("natural", natural_bytes), x)
-    if not _is_native(x):
+    if not native.computes(x):
         return _torch_or_triton(x).natural_encode(x, table, message, key=key)
     native.core().natural_encode(*_source(x, table), message.data_ptr(), key & MASK64)
     return None
@@ -96,7 +92,7 @@ def natural_decode(message: Tensor, table: Table, y: Tensor, *, add: bool = Fals
     """
     _check_values("y", y, table, y)
     _check_message("message", message, table.message_bytes("natural", natural_bytes), y)
-    if not _is_native(y):
+    if not native.computes(y):
         return _torch_or_triton(y).natural_decode(message, table, y, add=add, scale=scale)
     native.core().natural_decode(message.data_ptr(), *_target(table, y), add, scale)
     return None
@@ -164,7 +160,7 @@ def rangefloat_encode(
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}, not {rounding!r}")
     how = ROUNDINGS[rounding]
-    if not _is_native(x):
+    if not native.computes(x):
         return _torch_or_triton(x).rangefloat_encode(x, table, message, params, bits=bits, rounding=how, key=key)
     where = message.data_ptr(), params.data_ptr()
     native.core().rangefloat_encode(*_source(x, table), *where, bits, how, key & MASK64)
@@ -180,7 +176,7 @@ def rangefloat_decode(
     """
     _check_values("y", y, table, y)
     _check_message("message", message, _rangefloat_bytes(table, bits), y)
-    if not _is_native(y):
+    if not native.computes(y):
         return _torch_or_triton(y).rangefloat_decode(message, table, y, bits=bits, add=add, scale=scale)
     native.core().rangefloat_decode(message.data_ptr(), *_target(table, y), bits, add, scale)
     return None
@@ -214,7 +210,7 @@ def levels_encode(x: Tensor, table: Table, message: Tensor, levels: Tensor, *, b
     _check_values("x", x, table, x)
     _check_message("message", message, _levels_bytes(table, bits, bucket), x)
     _check_per_row("levels", levels, (len(table), 1 << bits), x)
-    if not _is_native(x):
+    if not native.computes(x):
         return _torch_or_triton(x).levels_encode(x, table, message, levels, bits=bits, bucket=bucket)
     native.core().levels_encode(*_source(x, table), message.data_ptr(), levels.data_ptr(), bits, bucket)
     return None
@@ -229,7 +225,7 @@ def levels_decode(
     """
     _check_values("y", y, table, y)
     _check_message("message", message, _levels_bytes(table, bits, bucket), y)
-    if not _is_native(y):
+    if not native.computes(y):
         return _torch_or_triton(y).levels_decode(message, table, y, bits=bits, bucket=bucket, add=add, scale=scale)
     native.core().levels_decode(message.data_ptr(), *_target(table, y), bits, bucket, add, scale)
     return None
@@ -260,7 +256,7 @@ def int_round(
     if not 1 <= clip <= 2 ** (8 * out.element_size() - 1) - 1:
         raise ValueError(f"clip must be 1 to the largest {out.dtype}, not {clip}")
     limit = _not_above(min(int(clip), _CLIPS[out.dtype]))
-    if not _is_native(x):
+    if not native.computes(x):
         return _torch_or_triton(x).int_round(x, table, alphas, out, clip=limit, key=key, nearest=nearest)
     clipped = torch.empty(len(table), dtype=torch.int64)
     to = alphas.data_ptr(), out.data_ptr(), out.element_size()
@@ -273,7 +269,7 @@ def int_decode(out: Tensor, table: Table, y: Tensor, factors: Tensor) -> None:
     _check_values("y", y, table, y)
     _check_integers(out, table, y)
     _check_per_row("factors", factors, (len(table),), y)
-    if not _is_native(y):
+    if not native.computes(y):
         return _torch_or_triton(y).int_decode(out, table, y, factors)
     native.core().int_decode(out.data_ptr(), out.element_size(), *_target(table, y), factors.data_ptr())
     return None

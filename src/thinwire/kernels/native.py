@@ -63,6 +63,11 @@ def cpu_level() -> str:
     return REFERENCE if CORE is None else CORE.level()
 
 
+def computes(tensor: Tensor) -> bool:
+    """Whether the native core works on this tensor."""
+    return CORE is not None and tensor.is_cpu
+
+
 def core() -> ModuleType:
     """The native core. Raises ``RuntimeError`` if there is none."""
     if CORE is None:

@@ -27,10 +27,6 @@ MAX_NUMEL = 2**31 - 1
 """Indices are int32."""
 
 
-def _is_native(tensor: Tensor) -> bool:
-    return native.CORE is not None and tensor.is_cpu
-
-
 def _torch_or_triton(tensor: Tensor) -> ModuleType:
     """What computes where the native core does not."""
     if not tensor.is_cuda:
@@ -95,7 +91,7 @@ def select_topk(
     if not 0 <= k <= numel:
         raise ValueError(f"k must be 0 to {numel}, not {k}")
     sample = _sample(numel, k, key, 1.0 if sampled else 4.0)
-    if not _is_native(x):
+    if not native.computes(x):
         return _torch_or_triton(x).select_topk(x[start : start + numel], k, sample, sampled=sampled)
     indices, values, _, finite = _pick(x, start, numel, k, 1, sample, partial=False, sampled=sampled)
     return indices, values, finite
@@ -126,7 +122,7 @@ def select_threshold(
         raise ValueError(f"threshold must be at least 0, not {threshold}")
     if capacity < 0:
         raise ValueError(f"capacity must not be negative, got {capacity}")
-    if not _is_native(x):
+    if not native.computes(x):
         return _torch_or_triton(x).select_threshold(x[start : start + numel], threshold, capacity)
     room, least = min(capacity, numel), int(magnitudes(torch.tensor([threshold]))) + 1
     indices, values, total, finite = _pick(x, start, numel, room, least, NO_SAMPLE, partial=True, sampled=False)
@@ -139,7 +135,7 @@ def abs_histogram(x: Tensor, start: int, numel: int) -> Tensor:
     Errors are those of :func:`select_topk`.
     """
     _check_span("x", x, start, numel)
-    if not _is_native(x):
+    if not native.computes(x):
         return _torch_or_triton(x).abs_histogram(x[start : start + numel])
     counts = torch.empty(BINS, dtype=torch.int32)
     native.core().abs_histogram(x.data_ptr(), CODES[x.dtype], start, numel, counts.data_ptr())
@@ -172,7 +168,7 @@ def pack_indices(indices: Tensor, numel: int, k: int, message: Tensor, at: int) 
     if at < 0 or indices.numel() > k:
         raise ValueError(f"{indices.numel()} indices at byte {at}: at most k={k}, and no byte before the first")
     bitmap = _is_bitmap(numel, k)
-    if _is_native(indices):
+    if native.computes(indices):
         where = indices.data_ptr(), indices.numel(), numel, k, bitmap, message.data_ptr() + at
         good = native.core().pack_indices(*where)
     else:
@@ -193,7 +189,7 @@ def unpack_indices(message: Tensor, at: int, numel: int, k: int) -> Tensor:
     if at < 0:
         raise ValueError(f"at must not be negative, got {at}")
     bitmap = _is_bitmap(numel, k)
-    if not _is_native(message):
+    if not native.computes(message):
         return _torch_or_triton(message).unpack_indices(message, at, numel, k, bitmap)
     indices = torch.empty(k, dtype=torch.int32)
     count = native.core().unpack_indices(message.data_ptr() + at, numel, k, bitmap, indices.data_ptr())
@@ -222,11 +218,11 @@ def sparse_zero(y: Tensor, start: int, numel: int, indices: Tensor) -> None:
 
 def _scatter(y: Tensor, start: int, numel: int, indices: Tensor, values: int, scale: float) -> bool:
     """Adds the values at an address, or zeroes, in the native core; False: nothing but the check was done."""
-    if _is_native(y):
+    if native.computes(y):
         span = y.data_ptr(), CODES[y.dtype], start, numel
         inside = native.core().sparse_scatter(*span, indices.data_ptr(), values, indices.numel(), scale)
     else:
         inside = not indices.numel() or bool(((indices >= 0) & (indices < numel)).all())
     if not inside:
         raise ValueError(f"indices must be between 0 and {numel - 1}")
-    return _is_native(y)
+    return native.computes(y)
