@@ -24,11 +24,12 @@ from thinwire.collectives import (
     sum_buffers,
     summed_all_reduce,
 )
-from thinwire.compressors import Coded, LayerState, Raw, RawSum, State, Summed, not_finite
+from thinwire.compressors import Coded, Compressor, LayerState, Raw, RawSum, State, Summed, not_finite
 from thinwire.kernels import FORMAT_VERSION, cpu_level
 from thinwire.plan import Plan
 from thinwire.wire import checkpoint
 from thinwire.wire.agree import agree
+from thinwire.wire.clipping import Clipping
 from thinwire.wire.parity import check_parity
 from thinwire.wire.route import BucketLayers, Route, RouteKey
 from thinwire.wire.simulate import simulate
@@ -67,6 +68,7 @@ class Engine:
         self._forms: dict[str, int] = {}
         self._form = 0
         self._learns_at: set[int] = set()
+        self._begun: set[str] = set()
         self._raw_is_summed = False
         self._error = self._norm = 0.0
         self._measured_step = -1
@@ -75,6 +77,7 @@ class Engine:
         self.timeline: Timeline | None = None
         self.slots = Slots()
         self.routes: dict[RouteKey, Route] = {}
+        self.clipping = Clipping()
         self._broken: TransportError | None = None
         self._found: Exception | None = None
         self._counted_step = -1
@@ -132,6 +135,7 @@ class Engine:
         self.seed, self.plan = loaded.seed, loaded.plan
         self.routes.clear()
         self._forms.clear()
+        self._begun.clear()
         self.slots.replace(loaded.slots)
         agree(self.record(loaded.step), self.transport)
 
@@ -160,7 +164,9 @@ class Engine:
         state = self._state(key, route, loss_scale, flat.device)
         if state is not None:
             self._learn(flat, route.layout, step, state)
-        simulate(flat, route.layout, seed=self.seed, step=step, rank=self.rank, state=state)
+        options = {"seed": self.seed, "step": step, "rank": self.rank, "num_ranks": self.world_size}
+        simulate(flat, route.layout, state=state, **options)
+        self._count_clipped(route, state)
         dense = ring_bytes(flat.numel() * flat.element_size(), self.world_size)
         self._count_elsewhere(dense, route.sent_bytes)
 
@@ -168,6 +174,15 @@ class Engine:
         """See whether a mean is finite: if one of a step's is not, no slot moves in it, on any rank."""
         if self.plan.has_slots:
             self._step_is_finite &= math.isfinite(float(not_finite(flat)))
+
+    def follow(self, mean: Tensor, layers: BucketLayers) -> None:
+        """Give slots that follow the mean of all ranks a simulated step's: until now they had this rank's own."""
+        start = 0
+        for name, shape in layers:
+            numel = math.prod(shape)
+            if (of := self.slots.layer(name)) is not None:
+                self.plan[name].follow(mean[start : start + numel], self._loss_scale, of)
+            start += numel
 
     def _communicate(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> Iterator[Then]:
         self._begin(step)
@@ -203,8 +218,15 @@ class Engine:
         self.stats.saturated += saturated
         self.stats.overflowed += overflowed
         self.stats.encoded += route.layout.num_coded
+        self._count_clipped(route, state)
         self.stats.buckets += 1
         self.stats.dense_bytes += ring_bytes(flat.numel() * flat.element_size(), self.world_size)
+
+    def _count_clipped(self, route: Route, state: State | None) -> None:
+        clipped, rounded = route.clipped(state)
+        self.clipping.add(clipped, rounded)
+        self.stats.saturated += clipped
+        self.stats.encoded += rounded
 
     def _state(self, key: RouteKey, route: Route, loss_scale: float, device: torch.device) -> State | None:
         self._loss_scale = loss_scale
@@ -301,16 +323,18 @@ class Engine:
 
     def _settle(self) -> None:
         """Let compressors decide what their layers decide together."""
-        together: dict[Coded, list[LayerState]] = {}
+        together: dict[Compressor, list[LayerState]] = {}
         for layer, of in self.slots.touched_layers():
-            if isinstance(layer.compressor, Coded) and layer.compressor.settles:
-                together.setdefault(layer.compressor, []).append(of)
+            # That of the plan: a layer's form in this step may differ from the others'.
+            compressor = self.plan[layer.name]
+            if compressor.settles:
+                together.setdefault(compressor, []).append(of)
         for compressor, layers in together.items():
             compressor.end_step(layers, self._loss_scale)
 
     def _follow_schedule(self, step: int) -> None:
         """Take the plan as it is in this step. Slots stay with their layers; messages change their sizes."""
-        present = self.plan.at(step - self.start, self.learning_rate)
+        present = self._plan_in(step)
         if present.layers == self._present.layers and self._forms:
             return
         self._present = present
@@ -320,6 +344,13 @@ class Engine:
         sums = any(isinstance(c, Summed) for c in present.layers.values())
         self._raw_is_summed = sums and all(isinstance(c, Raw) for c in coded)
 
+    def _plan_in(self, step: int) -> Plan:
+        for name, compressor in self.plan.layers.items():
+            if name not in self._begun and compressor.opening and self.slots.moved(name, compressor, self.shapes[name]):
+                self._begun.add(name)
+        plan = self.plan.at(step - self.start, self.learning_rate).among(self.world_size, self.shapes)
+        return plan.opened(self._begun)
+
     def _route(self, flat: Tensor, key: RouteKey, step: int) -> Route:
         route = self.routes.get(key)
         if route is None:
@@ -328,7 +359,7 @@ class Engine:
         return route
 
     def _new_route(self, flat: Tensor, layers: BucketLayers, step: int) -> Route:
-        layout = Layout.build(self._place(flat, layers), self.world_size, flat.dtype)
+        layout = Layout.build(self._place(flat, layers, step), self.world_size, flat.dtype)
         sent_bytes = layout.sent_bytes(self.rank) if self.world_size > 1 else 0
         if self.simulated:
             return Route(Layout.build(layout.layers, 1, flat.dtype), (), (), step, sent_bytes)
@@ -342,13 +373,14 @@ class Engine:
             exchanges.append((allgather, Buffers.allgather(layout, self.rank)))
         return Route(layout, tuple(exchanges), sum_buffers(layout), step, sent_bytes)
 
-    def _place(self, flat: Tensor, layers: BucketLayers) -> list[Layer]:
+    def _place(self, flat: Tensor, layers: BucketLayers, step: int) -> list[Layer]:
         placed, start = [], 0
         for name, shape in layers:
             if name not in self.plan.layers:
                 # Frozen when compress() was called, and trained now.
-                self.plan, self._present = self.plan.extended(name, shape), self._present.extended(name, shape)
-                self.shapes[name] = shape
+                self.plan, self.shapes[name] = self.plan.extended(name, shape), shape
+                late = self._plan_in(step)[name]
+                self._present = replace(self._present, layers={**self._present.layers, name: late})
             compressor = self._present[name]
             if isinstance(compressor, Raw) and self._raw_is_summed:
                 compressor = RawSum()
