@@ -5,7 +5,7 @@ from thinwire.compressors.cast import Cast, RawSum
 from thinwire.compressors.chain import Chain
 from thinwire.compressors.checks import GRADIENT_DTYPES, check_int, not_finite
 from thinwire.compressors.dgc import DGC
-from thinwire.compressors.ef import Wrapper, ef
+from thinwire.compressors.ef import RESIDUAL, Wrapper, ef
 from thinwire.compressors.fft import FFT
 from thinwire.compressors.intsgd import IntSGD
 from thinwire.compressors.lattice import Lattice
@@ -37,6 +37,7 @@ __all__ = [
     "FFT",
     "GRADIENT_DTYPES",
     "QSGD",
+    "RESIDUAL",
     "Cast",
     "Chain",
     "Coded",

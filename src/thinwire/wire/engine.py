@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -12,24 +12,25 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import (
-    Buffers,
     Layer,
     Layout,
+    Topology,
     Transport,
     TransportError,
-    allgather,
+    World,
     complete,
+    gather_buffers,
     ring_bytes,
-    scatter_reduce_allgather,
     sum_buffers,
     summed_all_reduce,
 )
-from thinwire.compressors import Coded, Compressor, LayerState, Raw, RawSum, State, Summed, not_finite
+from thinwire.compressors import Coded, Compressor, LayerState, State, Summed, not_finite
 from thinwire.kernels import FORMAT_VERSION, cpu_level
 from thinwire.plan import Plan
 from thinwire.wire import checkpoint
 from thinwire.wire.agree import agree
 from thinwire.wire.clipping import Clipping
+from thinwire.wire.forms import Forms
 from thinwire.wire.parity import check_parity
 from thinwire.wire.route import BucketLayers, Route, RouteKey
 from thinwire.wire.simulate import simulate
@@ -50,12 +51,15 @@ class Engine:
         shapes: Mapping[str, Sequence[int]],
         transport: Transport,
         *,
+        topology: Topology,
+        world: World,
         seed: int,
         start: int,
         simulated: bool,
         measure: int = 0,
     ) -> None:
         self.plan = plan
+        self.topology, self.world = topology, world
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.transport = transport
         self.seed = seed
@@ -64,18 +68,13 @@ class Engine:
         self.measure = measure
         self.learning_rate: float | None = None
         """The optimizer's in the present step, for compressors that follow it."""
-        self._present = plan
-        self._forms: dict[str, int] = {}
-        self._form = 0
-        self._learns_at: set[int] = set()
-        self._begun: set[str] = set()
-        self._raw_is_summed = False
         self._error = self._norm = 0.0
         self._measured_step = -1
         self._loss_scale = 1.0
         self.reset_stats()
         self.timeline: Timeline | None = None
         self.slots = Slots()
+        self._forms = Forms(transport.world_size, self.shapes, self.slots)
         self.routes: dict[RouteKey, Route] = {}
         self.clipping = Clipping()
         self._broken: TransportError | None = None
@@ -100,6 +99,7 @@ class Engine:
         record = {
             "thinwire version": library,
             "wire format": str(FORMAT_VERSION),
+            "topology": f"{self.topology} on nodes {self.world.nodes}",
             "seed": str(self.seed),
             "start": str(self.start),
             "simulated": str(self.simulated),
@@ -109,6 +109,11 @@ class Engine:
         if not all(compressor.exact_bits for compressor in self.plan.layers.values()):
             record |= {"CPU level": cpu_level(), "threads": str(torch.get_num_threads())}
         return record | {f"layer {name}": str(compressor) for name, compressor in self.plan.layers.items()}
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """How much of every layer each rank owns, in proportion; nobody owns anything where all is gathered."""
+        return (0,) * self.world_size if self.topology.gathers else self.topology.shares(self.world)
 
     def check_parity(self, parameters: Mapping[str, Tensor], step: int) -> Job:
         """A job of the worker: compare all ranks' parameters; a difference is raised by the bucket that follows."""
@@ -128,14 +133,13 @@ class Engine:
     def collect(self, step: int) -> dict[str, Tensor]:
         self._end()
         return checkpoint.write(
-            self.slots, self.plan, self.shapes, step=step, seed=self.seed, rank=self.rank, size=self.world_size
+            self.slots, self.plan, self.shapes, step=step, seed=self.seed, rank=self.rank, shares=self.shares
         )
 
     def adopt(self, loaded: checkpoint.Loaded) -> None:
         self.seed, self.plan = loaded.seed, loaded.plan
         self.routes.clear()
-        self._forms.clear()
-        self._begun.clear()
+        self._forms.forget()
         self.slots.replace(loaded.slots)
         agree(self.record(loaded.step), self.transport)
 
@@ -159,7 +163,7 @@ class Engine:
     def simulate(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> None:
         """Replace ``flat`` by what would arrive of it, and count the bytes that would have been sent."""
         self._begin(step)
-        key = (layers, flat.dtype, self._form)
+        key = (layers, flat.dtype, self._forms.number)
         route = self._route(flat, key, step)
         state = self._state(key, route, loss_scale, flat.device)
         if state is not None:
@@ -186,8 +190,8 @@ class Engine:
 
     def _communicate(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> Iterator[Then]:
         self._begin(step)
-        key = (layers, flat.dtype, self._form)
-        learning = step - self.start in self._learns_at
+        key = (layers, flat.dtype, self._forms.number)
+        learning = step - self.start in self._forms.learns_at
         if key not in self.routes or learning:
             # Ranks agree on a new route, or share what is learned, by native collectives: those have one order.
             yield Then.ALONE
@@ -298,7 +302,7 @@ class Engine:
         if not self._count_step(step):
             return
         self._end()
-        self._follow_schedule(step)
+        self._forms.follow(self.plan, step - self.start, self.learning_rate)
         # DDP rebuilds its buckets once or twice; the buffers of the old ones are given back.
         stale = [key for key, route in self.routes.items() if route.last_step < step - _STALE_STEPS]
         self.slots.release(stale)
@@ -332,25 +336,6 @@ class Engine:
         for compressor, layers in together.items():
             compressor.end_step(layers, self._loss_scale)
 
-    def _follow_schedule(self, step: int) -> None:
-        """Take the plan as it is in this step. Slots stay with their layers; messages change their sizes."""
-        present = self._plan_in(step)
-        if present.layers == self._present.layers and self._forms:
-            return
-        self._present = present
-        self._form = self._forms.setdefault(present.hash, len(self._forms))
-        coded = [c for c in present.layers.values() if isinstance(c, Coded)]
-        self._learns_at = {at for compressor in coded for at in compressor.learns_at}
-        sums = any(isinstance(c, Summed) for c in present.layers.values())
-        self._raw_is_summed = sums and all(isinstance(c, Raw) for c in coded)
-
-    def _plan_in(self, step: int) -> Plan:
-        for name, compressor in self.plan.layers.items():
-            if name not in self._begun and compressor.opening and self.slots.moved(name, compressor, self.shapes[name]):
-                self._begun.add(name)
-        plan = self.plan.at(step - self.start, self.learning_rate).among(self.world_size, self.shapes)
-        return plan.opened(self._begun)
-
     def _route(self, flat: Tensor, key: RouteKey, step: int) -> Route:
         route = self.routes.get(key)
         if route is None:
@@ -359,19 +344,16 @@ class Engine:
         return route
 
     def _new_route(self, flat: Tensor, layers: BucketLayers, step: int) -> Route:
-        layout = Layout.build(self._place(flat, layers, step), self.world_size, flat.dtype)
+        layout = Layout.build(self._place(flat, layers, step), self.world, flat.dtype, self.topology)
         sent_bytes = layout.sent_bytes(self.rank) if self.world_size > 1 else 0
         if self.simulated:
-            return Route(Layout.build(layout.layers, 1, flat.dtype), (), (), step, sent_bytes)
+            return Route(Layout.build(layout.layers, 1, flat.dtype), None, None, (), step, sent_bytes)
         # gloo aborts the process when two ranks expect different sizes: agree before the first message.
         names = ", ".join(layer.name for layer in layout.layers)
         agree({"layers of a bucket": names, "cut": f"{layout.digest:016x}"}, self.transport)
-        exchanges: list[tuple[Callable[..., Generator[None]], Buffers]] = []
-        if layout.has_owned:
-            exchanges.append((scatter_reduce_allgather, Buffers.scatter_reduce_allgather(layout, self.rank)))
-        if layout.has_gathered:
-            exchanges.append((allgather, Buffers.allgather(layout, self.rank)))
-        return Route(layout, tuple(exchanges), sum_buffers(layout), step, sent_bytes)
+        reduction = self.transport.open(layout.reduction_traffic()) if layout.has_owned else None
+        gathering = gather_buffers(layout, self.transport) if layout.has_gathered else None
+        return Route(layout, reduction, gathering, sum_buffers(layout), step, sent_bytes)
 
     def _place(self, flat: Tensor, layers: BucketLayers, step: int) -> list[Layer]:
         placed, start = [], 0
@@ -379,11 +361,8 @@ class Engine:
             if name not in self.plan.layers:
                 # Frozen when compress() was called, and trained now.
                 self.plan, self.shapes[name] = self.plan.extended(name, shape), shape
-                late = self._plan_in(step)[name]
-                self._present = replace(self._present, layers={**self._present.layers, name: late})
-            compressor = self._present[name]
-            if isinstance(compressor, Raw) and self._raw_is_summed:
-                compressor = RawSum()
+                self._forms.add(name, self.plan, step - self.start, self.learning_rate)
+            compressor = self._forms[name]
             if not isinstance(compressor, Coded | Summed):
                 raise TypeError(f"{name} has {compressor}, which is neither coded nor summed")
             placed.append(Layer(name, start, shape, compressor))
