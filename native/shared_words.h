@@ -6,6 +6,7 @@
 
 #ifdef __linux__
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -55,6 +56,7 @@ inline bool shared_wait(const uint32_t* word, uint32_t value, int64_t timeout_ns
       if (shared_reached(shared_read(word), value)) return true;
       pause_briefly();
     }
+    sched_yield(); // the other one may be waiting for this core
   }
   for (;;) {
     const uint32_t present = shared_read(word);
