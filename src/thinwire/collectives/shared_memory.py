@@ -7,7 +7,6 @@ ticket says is checked, not believed. Only Linux has all that this takes: `unava
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import mmap
 import os
 import secrets
@@ -16,50 +15,26 @@ import stat
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from thinwire.collectives.transport import TransportError
+from thinwire.collectives import nodes
+from thinwire.collectives.transport import Transport, TransportError
 from thinwire.kernels import HAVE_NATIVE, LINE_BYTES, Word
 
-NODE_VARIABLE = "THINWIRE_NODE"
-NODE_BYTES = 16
 TICKET_BYTES = 32
 _TICKET = struct.Struct("<qq16s")
 _TOKEN_BYTES = 16
-_NAMESPACES = ("pid", "ipc", "user")
 _LOOK_S = 0.2
 """How often a rank that waits looks whether the other one is still alive."""
 
 
 class SharedMemoryError(RuntimeError):
     """Memory of another rank cannot be mapped, or is not what its ticket said."""
-
-
-def node_identity() -> Tensor:
-    """What is equal for two ranks that can share memory: a digest of 16 bytes, uint8.
-
-    It covers the boot of the kernel, the user, and the namespaces of processes, IPC, users and the network. Network
-    namespaces are part of it because an emulated network has its hosts there. The environment variable
-    ``THINWIRE_NODE`` stands in for the network namespace alone: any text that names the node.
-
-    Raises:
-        OSError: this system does not tell.
-    """
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        parts = [file.read().strip(), str(os.geteuid())]
-    parts += [_namespace(name) for name in _NAMESPACES]
-    named = os.environ.get(NODE_VARIABLE)
-    parts.append(f"named {named}" if named else _namespace("net"))
-    digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=NODE_BYTES).digest()
-    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-
-
-def _namespace(name: str) -> str:
-    return f"{name} {os.stat(f'/proc/self/ns/{name}').st_ino}"
 
 
 @cache
@@ -70,7 +45,6 @@ def unavailable() -> str | None:
     if not HAVE_NATIVE:
         return "shared memory between ranks needs thinwire's native core, which is not in use here"
     try:
-        node_identity()
         with Segment(LINE_BYTES) as made, Process(os.getpid()) as process:
             other = Segment.of(made.ticket, LINE_BYTES)
             Word(made.memory, 0).post(7)
@@ -133,7 +107,7 @@ class Segment:
         except OSError as error:
             raise SharedMemoryError(
                 f"cannot map the memory of process {pid}: {error}. Ranks of one host must run as one user and see "
-                f"each other in /proc; where they do not, give them different names in {NODE_VARIABLE}"
+                f"each other in /proc; where they do not, give them different names in {nodes.VARIABLE}"
             ) from error
         finally:
             segment.close()
@@ -188,14 +162,17 @@ class Process:
     Who maps a `Segment` of that process after this is made, and then finds it alive, watches the right one.
 
     Raises:
-        OSError: there is no such process, or this system cannot watch one.
+        SharedMemoryError: there is no such process, or this system cannot watch one.
     """
 
     _fd = -1
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._fd = os.pidfd_open(pid)
+        try:
+            self._fd = os.pidfd_open(pid)
+        except (OSError, OverflowError) as error:
+            raise SharedMemoryError(f"cannot watch process {pid}: {error}") from error
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
 
@@ -217,6 +194,45 @@ class Process:
 
     def __del__(self) -> None:
         self.close()
+
+
+class Shared(NamedTuple):
+    """Memory of another rank, and the process that made it."""
+
+    memory: Tensor
+    process: Process
+
+
+def share(transport: Transport, num_bytes: int, others: Mapping[int, int]) -> tuple[Tensor, dict[int, Shared]]:
+    """Make memory of ``num_bytes`` (none of 0) for node-mates to map, and map that of ``others``: rank to bytes.
+
+    All ranks must call this, in the same order, with nothing else under way on ``transport``.
+
+    Raises:
+        SharedMemoryError: on every rank alike, if any of them could not.
+        TransportError: a rank is gone or silent.
+    """
+    problem: SharedMemoryError | None = None
+    mine, found = None, {}
+    try:
+        mine = Segment(num_bytes) if num_bytes else None
+    except SharedMemoryError as error:
+        problem = error
+    tickets = transport.all_gather(mine.ticket if mine else torch.zeros(TICKET_BYTES, dtype=torch.uint8))
+    try:
+        for rank in others if problem is None else ():
+            process = Process(read_ticket(tickets[rank])[0])
+            found[rank] = Shared(Segment.of(tickets[rank], others[rank]).memory, process)
+    except SharedMemoryError as error:
+        problem = error
+    failed = transport.all_gather(torch.tensor([problem is not None]))[:, 0].tolist()
+    if mine is not None:
+        mine.close()
+    if any(failed):
+        ranks = ", ".join(str(rank) for rank, bad in enumerate(failed) if bad)
+        why = f": {problem}" if problem else ""
+        raise SharedMemoryError(f"ranks {ranks} could not share memory with their node-mates{why}") from problem
+    return mine.memory if mine else torch.empty(0, dtype=torch.uint8), found
 
 
 def await_word(
