@@ -7,7 +7,7 @@ from thinwire.collectives.message import MessageError, PeerFailedError
 from thinwire.collectives.nodes import node_identity, number_nodes
 from thinwire.collectives.reduction import all_gather, all_reduce, encoded, reduce_scatter
 from thinwire.collectives.shared_memory import SharedMemoryError
-from thinwire.collectives.shared_transport import SharedMemoryTransport, with_shared_memory
+from thinwire.collectives.shared_transport import SharedMemoryTransport, TransportChoice, with_shared_memory
 from thinwire.collectives.stages import complete
 from thinwire.collectives.summed import sum_buffers, summed_all_reduce
 from thinwire.collectives.topology import (
@@ -53,6 +53,7 @@ __all__ = [
     "Topology",
     "Traffic",
     "Transport",
+    "TransportChoice",
     "TransportError",
     "World",
     "all_gather",

@@ -220,7 +220,8 @@ def share(transport: Transport, num_bytes: int, others: Mapping[int, int]) -> tu
         problem = error
     tickets = transport.all_gather(mine.ticket if mine else torch.zeros(TICKET_BYTES, dtype=torch.uint8))
     try:
-        for rank in others if problem is None else ():
+        # Who has none to show says so itself.
+        for rank in [rank for rank in others if problem is None and tickets[rank].any()]:
             process = Process(read_ticket(tickets[rank])[0])
             found[rank] = Shared(Segment.of(tickets[rank], others[rank]).memory, process)
     except SharedMemoryError as error:

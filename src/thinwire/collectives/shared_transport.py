@@ -21,12 +21,12 @@ from thinwire.collectives.traffic import Outgoing, Traffic, arriving, num_phases
 from thinwire.collectives.transport import Buffers, Pending, Transport, TransportError, room
 from thinwire.kernels import LINE_BYTES, Word, align
 
-Choice = Literal["auto", "group", "shared"]
+TransportChoice = Literal["auto", "group", "shared"]
 _SPIN_S = 30e-6
 """About what it costs to fall asleep and be woken."""
 
 
-def with_shared_memory(transport: Transport, timeout: timedelta, choice: Choice = "auto") -> Transport:
+def with_shared_memory(transport: Transport, timeout: timedelta, choice: TransportChoice = "auto") -> Transport:
     """``transport``, with shared memory where ranks share a node. All ranks must call this.
 
     ``choice``: "auto" leaves ``transport`` as it is where no two ranks can share memory, and warns if they should be
