@@ -30,10 +30,12 @@ from thinwire.collectives import (
 )
 from thinwire.collectives.topology import parse_topology
 from thinwire.compressors import Coded, parse
+from thinwire.lab.network import INTERFACE
 from thinwire.wire.link import settle
 
 _TIMEOUT = timedelta(seconds=180)
-_COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
+_COUNTERS = Path("/proc/self/net/dev")
+_SENT_BYTES = 8
 
 
 class Way:
@@ -96,8 +98,12 @@ def _time(run: Callable[[], object]) -> float:
 
 
 def _on_interface() -> int:
-    """Bytes that this rank's node has sent so far; 0 where there is no such interface."""
-    return int(_COUNTER.read_text()) if _COUNTER.exists() else 0
+    """Bytes that this rank's node has sent so far; 0 where it has no interface of the lab."""
+    for line in _COUNTERS.read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(counts.split()[_SENT_BYTES])
+    return 0
 
 
 def _gather(value: float) -> list[float]:
