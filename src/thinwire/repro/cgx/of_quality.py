@@ -11,7 +11,7 @@ from thinwire.repro.cgx.ways import CGX, NORM
 from thinwire.repro.comparison import Comparison
 from thinwire.repro.fft.of_theorems import lost_accuracy
 from thinwire.repro.fft.runs import Runs, Trained
-from thinwire.repro.findings import Finding, no_worse, points
+from thinwire.repro.findings import Finding, no_worse, points, share
 from thinwire.repro.paired import CONTROL, compare_training
 from thinwire.repro.report import Run
 from thinwire.repro.statistics import Verdict
@@ -75,8 +75,7 @@ def gpt_rows(found: Comparison) -> list[Finding]:
                 side.name,
                 at.mean,
                 "held-out loss",
-                f"held-out loss {side.held_out_loss:.4f} against {found.baseline.held_out_loss:.4f}: {at.mean:+.2%} "
-                f"({at.lower:+.2%} to {at.upper:+.2%})",
+                f"held-out loss {side.held_out_loss:.4f} against {found.baseline.held_out_loss:.4f}: {share(at)}",
                 None if judged.verdict is Verdict.UNDECIDED else judged.verdict is Verdict.WITHIN,
                 sensitive,
                 {"losses": side.losses, "fp32_losses": found.baseline.losses, "lower": at.lower, "upper": at.upper},
@@ -144,7 +143,7 @@ def _judged(
         value,
         "",
         f"{title}, {spec}: {metric} within 1 % of fp32's ({_THESIS[model]})",
-        text if sensitive else f"{text}; the control did not fail, so that this says nothing",
+        text if sensitive else f"{text}; the control did not surely fail, so that this says nothing",
         holds if sensitive else None,
         {"spec": spec, "metric": metric, "num_ranks": NUM_RANKS, **more},
     )

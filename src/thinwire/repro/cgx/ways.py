@@ -2,13 +2,18 @@
 
 # No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from thinwire.collectives.nodes import VARIABLE as NODE_VARIABLE
 from thinwire.repro.train import VARIANTS
 from thinwire.repro.train import Task as DemoTask
 
@@ -16,7 +21,7 @@ CGX = "minmax(bits=4, bucket=128)"
 """The thesis's default (section 3.5.3): "4 bits and 128 bucket size always recovers full accuracy"."""
 NORM = "qsgd(bits=4, bucket=128)"
 """QSGD as its paper scales it, by the bucket's L2 norm (section 3.3.3)."""
-GRACE = "maxabs(bits=8, bucket=layer)"
+GRACE = "qsgd(bits=8, bucket=layer, norm=linf)"
 """What the thesis says GRACE's 4-bit quantisation amounts to on the wire (section 3.7.2): one scale for a whole tensor,
 no buckets, codes sent as INT8, and an all-gather."""
 ALMOST_NOTHING_GAMMA = 10_000.0
@@ -37,6 +42,8 @@ class Way:
     topology: str = "sra"
     transport: str = "group"
     measure: int = 0
+    ranks_per_node: int = 0
+    """How many ranks are told to be one node, though each has a link of its own; 0 leaves them what they are."""
     rank: int = 0
     """Of PyTorch's PowerSGD."""
 
@@ -55,13 +62,27 @@ class Way:
             )
             ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         elif self.kind == "thinwire":
-            return thinwire.compress(
-                ddp,
-                self.spec,
-                decline=False,
-                measure=self.measure,
-            )
+            options: dict[str, Any] = {} if self.transport == "group" else {"transport": self.transport}
+            with _told_nodes(self.ranks_per_node):
+                return thinwire.compress(
+                    ddp, self.spec, topology=self.topology, decline=False, measure=self.measure, **options
+                )
         return None
+
+
+@contextmanager
+def _told_nodes(ranks_per_node: int) -> Iterator[None]:
+    """While the body runs, ranks take so many of them for a node."""
+    before = os.environ.get(NODE_VARIABLE)
+    if ranks_per_node:
+        os.environ[NODE_VARIABLE] = str(dist.get_rank() // ranks_per_node)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(NODE_VARIABLE, None)
+        else:
+            os.environ[NODE_VARIABLE] = before
 
 
 FP32 = Way("fp32", "DDP fp32", "#555555", kind="ddp")
