@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from thinwire.repro.cgx.contest import Contest, Place, Times
+from thinwire.repro.cgx.contest import Contest, Place, Times, shown_rate
 from thinwire.repro.cgx.models import TIMED, TIMED_SMOKE, TRAINED, TRAINED_SMOKE, Model
 from thinwire.repro.cgx.ways import FP32, NOTHING, Way
 from thinwire.repro.fft.task import ImageTask
@@ -100,8 +100,10 @@ class Study:
 
     def where(self, model: Model, place: Place = "links") -> str:
         """The link, for people."""
+        if place == "host":
+            return "on one host"
         rate = self.rate_of(model, place)
-        return "over loopback" if rate is None else f"over {rate}"
+        return "over loopback" if rate is None else f"over {shown_rate(rate)}"
 
     def times(self, model: Model, ways: Sequence[Way], place: Place = "links") -> Times:
         """`Contest.times`, at the rate that is this model's."""
@@ -136,7 +138,7 @@ class Study:
         """Keep what the link was, and the proportion of communication to computation that it made."""
         if not {FP32.name, NOTHING.name} <= found.rounds.keys():
             return
-        key = f"{place}/{model.name}"
+        key = f"{model.title}, {'each node' if place == 'nodes' else 'each rank'} on a link"
         about = self.links.setdefault(key, {"link": contest.link, "rate": self.rate_of(model, place), "fp32_share": []})
         about["fp32_share"].append(found.times_faster(FP32.name, NOTHING.name))
 
