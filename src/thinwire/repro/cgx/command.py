@@ -50,8 +50,8 @@ _JUDGED = (
 )
 
 # Rough, for the time that is foretold: on two cores of a 2020s server.
-_START_S, _STEP_S, _TRAINING_STEP_S = 10.0, {"links": 0.4, "nodes": 1.2, "host": 0.3}, 0.04
-_SMOKE_STEP_S = 0.03
+_START_S, _STEP_S, _TRAINING_STEP_S = 10.0, {"links": 0.35, "nodes": 1.4, "host": 0.25}, 0.03
+_SMOKE_START_S, _SMOKE_STEP_S = 6.0, 0.03
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class _Part:
     def steps(self, scale: Scale) -> int:
         if self.place is None:
             return of_quality.num_steps(scale)
-        steps = self.num_ways(scale) * scale.steps * (1 + scale.rounds)
+        steps = self.num_ways(scale) * scale.turn(self.place) * (1 + scale.rounds)
         return steps + (3 * scale.error_steps if self.make is of_schemes.table_3_4 else 0)
 
     def seconds(self, scale: Scale) -> float:
         if scale is SMOKE:
-            return _START_S + self.steps(scale) * _SMOKE_STEP_S
+            return _SMOKE_START_S + self.steps(scale) * _SMOKE_STEP_S
         if self.place is None:
             return self.steps(scale) * _TRAINING_STEP_S
         return _START_S + self.steps(scale) * _STEP_S[self.place]

@@ -38,6 +38,10 @@ class Scale:
     seeds: int = 3
     margin: float = 0.01
 
+    def turn(self, place: Place) -> int:
+        """Steps of a turn: between nodes a step takes long enough by itself."""
+        return 1 if place == "nodes" else self.steps
+
 
 SMOKE = Scale(TIMED_SMOKE, TRAINED_SMOKE, gammas=(1, 10, 100, 400), rounds=1, steps=1, error_steps=2, seeds=1)
 SMOKE_RATE = "100mbit"
@@ -110,7 +114,7 @@ class Study:
         rate = self.rate_of(model, place)
         contest = self._contest(place)
         found = contest.times(
-            model, ways, rounds=self.scale.rounds, steps=self.scale.steps, rate=rate, on_turn=self.advance
+            model, ways, rounds=self.scale.rounds, steps=self.scale.turn(place), rate=rate, on_turn=self.advance
         )
         if rate is not None:
             self._note_share(model, place, found, contest)
@@ -130,7 +134,7 @@ class Study:
         if key not in self._rates:
             share = FP32_SHARE[place][model.name]
             self._rates[key] = self._contest(place).calibrate(
-                model, share, steps=self.scale.steps, on_turn=lambda _, title: self.advance(0, f"link: {title}")
+                model, share, on_turn=lambda _, title: self.advance(0, f"finding the link's rate: {title}")
             )
         return self._rates[key]
 
