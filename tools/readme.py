@@ -258,30 +258,90 @@ def compressors() -> str:
     )
 
 
+HOLDS = {True: "yes", False: "no", None: "open"}
+
+
+def claims(results: list[dict[str, Any]], whose: str) -> str:
+    """What a paper claims and what was found, row by row."""
+    rows = [[row["figure"], row["claim"], row["found"], HOLDS[row["holds"]]] for row in results if row.get("claim")]
+    return table(["figure", whose, "here", "holds"], rows, numbers=False)
+
+
+def bullets(texts: list[str]) -> str:
+    return "".join(f"- {text}\n" for text in texts)
+
+
+def pictures(folder: str) -> str:
+    def numbers(path: Path) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", path.stem)]
+
+    paths = sorted((BENCHMARKS / folder).glob("*.svg"), key=numbers)
+    return "\n".join(f"![{path.stem}](../benchmarks/{folder}/{path.name})\n" for path in paths)
+
+
 def repro_fft() -> str:
     path = BENCHMARKS / "repro-fft.json"
     if not path.exists():
         return "Not measured yet: `make bench`."
     figures = Figures(path)
-    words = {True: "yes", False: "no", None: "open"}
     results = figures.record["results"]
     for later in sorted(BENCHMARKS.glob("repro-fft-*.json")):
         # A run of single figures takes the place of what the whole run found of them.
         again = Figures(later).record["results"]
         results = [row for row in results if row["figure"] not in {other["figure"] for other in again}] + again
-    rows = [[row["figure"], row["claim"], row["found"], words[row["holds"]]] for row in results if row.get("claim")]
     about = figures.record["about"]
-    differs = "".join(f"- {text}\n" for text in about["differs_from_the_paper"])
-    pictures = "\n".join(
-        f"![{picture.stem}](../benchmarks/repro-fft/{picture.name})\n"
-        for picture in sorted(
-            (BENCHMARKS / "repro-fft").glob("*.svg"), key=lambda p: [int(n) for n in re.findall(r"\d+", p.stem)]
-        )
-    )
-    claims = table(["figure", "the paper", "here", "holds"], rows, numbers=False)
     return (
-        f"{claims}\n\nHow a claim is judged: {about['judged']}.\n\n"
-        f"In what this is not the paper's experiment:\n\n{differs}\n{pictures}\n{figures.machine}."
+        f"{claims(results, 'the paper')}\n\nHow a claim is judged: {about['judged']}.\n\n"
+        f"In what this is not the paper's experiment:\n\n{bullets(about['differs_from_the_paper'])}\n"
+        f"{pictures('repro-fft')}\n{figures.machine}."
+    )
+
+
+CGX_TABLES = {
+    "3.4": "Table 3.4: reduction schemes",
+    "3.6": "Table 3.6: systems",
+    "3.9": "Table 3.9: two nodes",
+    "3.3": "Figure 3.3: transports on one host",
+}
+"""Of throughput, by what they are in the thesis."""
+
+
+def throughput(results: list[dict[str, Any]], part: str) -> str:
+    """Items per second by way and model, also in multiples of the reference's, here and in the thesis."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in results:
+        if row["figure"] == part and "/items_per_s/" in row["name"]:
+            found.setdefault(row["way"], {})[row["model"]] = row
+    models = list(dict.fromkeys(model for rows in found.values() for model in rows))
+    head, body = [""], []
+    for model in models:
+        row = next(rows[model] for rows in found.values() if model in rows)
+        head += [f"{model}, {row['unit']}", f"over {row['reference']}", f"{row['model_of_thesis']} in the thesis"]
+    for way, rows in found.items():
+        line = [way]
+        for model in models:
+            row = rows[model]
+            theirs = row["thesis_relative"]
+            line += [f"{row['value']:,.0f}", f"{row['relative']:.2f}x", "" if theirs is None else f"{theirs:.2f}x"]
+        body.append(line)
+    return table(head, body)
+
+
+def repro_cgx() -> str:
+    path = BENCHMARKS / "repro-cgx.json"
+    if not path.exists():
+        return "Not measured yet: `make bench`."
+    figures = Figures(path)
+    results, about = figures.record["results"], figures.record["about"]
+    parts = [row["figure"] for row in results]
+    tables = "\n\n".join(
+        f"{title}\n\n{throughput(results, part)}" for part, title in CGX_TABLES.items() if part in parts
+    )
+    return (
+        f"{claims(results, 'the thesis')}\n\nHow a claim is judged: {about['judged']}.\n\n{tables}\n\n"
+        f"The links, and what fp32 is on them:\n\n{bullets([link['proportion'] for link in about['links'].values()])}\n"
+        f"In what this is not the thesis's experiment:\n\n{bullets(about['differs_from_the_thesis'])}\n"
+        f"{pictures('repro-cgx')}\n{figures.machine}."
     )
 
 
@@ -290,6 +350,7 @@ PAGES = {
     "docs/kernels.md": {"kernels": kernels},
     "docs/topologies.md": {"topologies": topologies},
     "docs/repro-fft.md": {"repro-fft": repro_fft},
+    "docs/repro-cgx.md": {"repro-cgx": repro_cgx},
 }
 """Pages, and what stands between which marks in them."""
 
