@@ -34,9 +34,7 @@ bench: .venv/ready
 	mkdir -p benchmarks
 	$(BIN)/thinwire bench kernels --threads 1 --json benchmarks/kernels-1.json
 	$(BIN)/thinwire bench kernels --threads 2 --json benchmarks/kernels-2.json
-	$(BIN)/thinwire bench allreduce --rate 100mbit --json benchmarks/allreduce-100mbit.json
-	$(BIN)/thinwire bench allreduce --rate 1gbit --json benchmarks/allreduce-1gbit.json
-	$(BIN)/thinwire bench allreduce --rate 10gbit --json benchmarks/allreduce-10gbit.json
+	$(BIN)/thinwire bench topologies --json benchmarks/topologies.json
 	$(BIN)/thinwire bench step --rate 1gbit --json benchmarks/step-1gbit.json
 	$(BIN)/thinwire bench step --rate none --decline --target 0 --batches 8 --json benchmarks/step-loopback.json
 	$(BIN)/thinwire bench compressors --json benchmarks/compressors.json --plot benchmarks/compressors.svg
