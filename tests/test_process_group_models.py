@@ -1,4 +1,4 @@
-"""Unmodified DDP, FSDP2 and meshes over the process group of backend thinwire, and what it makes of registered layers."""
+"""Unmodified DDP, FSDP2 and meshes over the process group of backend thinwire, and registered layers."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_no_sync_accumulates() -> None:
 
 def _compiled(rank: int) -> tuple[list[float], int]:
     group = group_of(ProcessGroupOptions("minmax(bits=8)"))
-    model = ddp_of(group)
+    model = ddp_of(group, bucket_cap_mb=25)
     compiled = torch.compile(model, backend="aot_eager")
     losses = train(compiled, rank, 12)
     assert_replicas_identical(model)

@@ -96,7 +96,7 @@ def ddp_ready_order(model: Any) -> tuple[int, ...] | None:
     """The order in which a ``DistributedDataParallel`` model's buckets hold its trained parameters, by their index.
 
     DDP logs it in the first passes after it has rebuilt its buckets, the same on every rank. None before that, and
-    where this PyTorch does not tell.
+    where this PyTorch does not tell. Not to be called while backward runs, which holds a lock that this takes.
     """
     try:
         told = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -117,9 +116,7 @@ def _walks(model: nn.Module) -> tuple[dict[torch.dtype, Walk], list[NamedShape]]
     if any(isinstance(p, DTensor) for _, p in trained):
         raise TypeError("this model is sharded, and its buffers interleave shards: no run of layers is in them")
     rebuilds = ddp is None or not ddp.find_unused_parameters or ddp.static_graph
-    told = None
-    if ddp is not None and rebuilds:
-        told = _ready_order(weakref.ref(ddp), [name for name, _ in trained])
+    told = _BucketOrder(ddp, [name for name, _ in trained]) if ddp is not None and rebuilds else None
     walks = {}
     for dtype in dict.fromkeys(p.dtype for _, p in trained):
         layers = [(name, tuple(p.shape)) for name, p in trained if p.dtype == dtype]
@@ -128,13 +125,25 @@ def _walks(model: nn.Module) -> tuple[dict[torch.dtype, Walk], list[NamedShape]]
     return walks, [(name, tuple(p.shape)) for name, p in trained]
 
 
-def _ready_order(ddp: weakref.ref[DistributedDataParallel], names: Sequence[str]) -> Callable[[], Sequence[str] | None]:
-    def ask() -> Sequence[str] | None:
-        model = ddp()
-        order = ddp_ready_order(model) if model is not None else None
-        return [names[index] for index in order] if order and len(order) == len(names) else None
+class _BucketOrder:
+    """Asks a DDP model before each forward pass for the order of the layers in its buckets, until it knows.
 
-    return ask
+    It may not be asked while backward runs: its reducer holds a lock then.
+    """
+
+    def __init__(self, model: DistributedDataParallel, names: Sequence[str]) -> None:
+        self._names = names
+        self._order: Sequence[str] | None = None
+        self._hook = model.register_forward_pre_hook(self._ask)
+
+    def __call__(self) -> Sequence[str] | None:
+        return self._order
+
+    def _ask(self, model: nn.Module, inputs: object) -> None:
+        order = ddp_ready_order(model)
+        if order:
+            self._hook.remove()
+            self._order = [self._names[i] for i in order] if len(order) == len(self._names) else None
 
 
 def _compressible(x: Tensor) -> bool:

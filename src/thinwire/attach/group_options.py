@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 from thinwire.collectives import Topology, parse_topology
 from thinwire.compressors import Coded, Compressor, Raw, Summed, check_int, parse
@@ -35,6 +36,7 @@ class ProcessGroupOptions:
             `ProcessGroup.register_layout` takes them.
         topology: how the messages of an all-reduce meet, as `thinwire.compress` takes it.
         seed: of the random draws of stochastic rounding.
+        timeout: of every message; by default the one that ``init_process_group`` or ``new_group`` was given.
 
     Raises:
         ValueError: a spec or a value is wrong, or a compressor needs state.
@@ -49,6 +51,7 @@ class ProcessGroupOptions:
     layout: Sequence[tuple[str, Sequence[int]]] = ()
     topology: str | Topology = "sra"
     seed: int = 0
+    timeout: timedelta | None = None
 
     def __post_init__(self) -> None:
         check_int("min_numel", self.min_numel, 0)
@@ -70,6 +73,11 @@ class ProcessGroupOptions:
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+    @property
+    def _timeout(self) -> timedelta | None:
+        """Where a `DeviceMesh` looks for it."""
+        return self.timeout
 
     def compressor_of(self, kind: Kind) -> Compressor:
         """The compressor of one kind of collective."""

@@ -47,9 +47,10 @@ class ProcessGroup(dist.ProcessGroup):
             TypeError: the options are not `ProcessGroupOptions`.
             DisagreementError: ranks gave different options.
         """
-        rank, size, timeout = creation.group_rank, creation.group_size, creation.timeout
+        rank, size = creation.group_rank, creation.group_size
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue] - of the subclasses that Python may make
         self.options = _checked(options)
+        timeout = self.options.timeout or creation.timeout
         backend = gloo_backend(prefixed("exact", creation.store), rank, size, timeout)
         register_gloo(self, backend)
         # The same gloo once more, for our own calls: those of this object would come back to its own methods.
