@@ -1,4 +1,4 @@
-"""Unmodified DDP, FSDP2 and meshes over the process group of backend thinwire, and what it makes of registered layers."""
+"""Unmodified DDP, FSDP2 and meshes over the process group of backend thinwire, and what registered layers change."""
 
 from __future__ import annotations
 
