@@ -1,7 +1,7 @@
 """Train over thin wires: compressed gradients for distributed PyTorch."""
 
 from thinwire.attach import ProcessGroup, ProcessGroupOptions, compress, register_model
-from thinwire.collectives import MessageError, PeerFailedError, TransportError
+from thinwire.collectives import MessageError, PeerFailedError, SharedMemoryError, TransportError
 from thinwire.compressors import (
     DGC,
     FFT,
@@ -57,6 +57,7 @@ __all__ = [
     "RandK",
     "RangeFloat",
     "Raw",
+    "SharedMemoryError",
     "Sign",
     "Stats",
     "StatsLogger",

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.attach.ddp import Options, compress_ddp
 from thinwire.attach.group_options import ProcessGroupOptions
 from thinwire.attach.process_group import ProcessGroup, register_backend, register_model
-from thinwire.collectives import Topology, parse_topology
+from thinwire.collectives import Topology, TransportChoice, parse_topology
 from thinwire.plan import DEFAULT_RULES, Rules
 from thinwire.wire import Wire
 
@@ -35,6 +35,7 @@ def compress(
     resync: int = 0,
     measure: int = 0,
     topology: str | Topology = "sra",
+    transport: TransportChoice = "auto",
     optimizer: torch.optim.Optimizer | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     timeout: timedelta | None = None,
@@ -72,6 +73,9 @@ def compress(
         topology: how messages meet. ``sra`` (scatter-reduce-all-gather) is the default; ``sra(rates=measured)`` gives
             ranks with faster links more to own; ``ring``, ``tree``, ``allgather``, ``parameter_server(server=0)``;
             ``hierarchical(inside=dense, across=slices)`` adds up inside each node first.
+        transport: ``auto`` lets coded messages between ranks of one node lie in memory that these share (Linux), and
+            sends the others over the process group; ``shared`` insists on it; ``group`` sends all of them. Ranks find
+            out themselves who shares a node; the environment variable ``THINWIRE_NODE`` names a rank's node otherwise.
         optimizer: the optimizer, for compressors that follow its learning rate (``fft(theta=diminishing)``).
         grad_scaler: the ``GradScaler`` of an fp16 training; error feedback keeps its residuals in unscaled units.
         timeout: of the process group that the Wire makes for itself; that of the model's own if None.
@@ -84,6 +88,7 @@ def compress(
         ValueError: a pattern matches no parameter, or a spec is wrong.
         RuntimeError: the model is compressed already, or has another communication hook.
         DisagreementError: the ranks gave different arguments.
+        SharedMemoryError: ``transport="shared"``, and ranks cannot share memory.
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
@@ -101,6 +106,7 @@ def compress(
         resync=resync,
         measure=measure,
         topology=parse_topology(topology),
+        transport=transport,
         optimizer=optimizer,
         grad_scaler=grad_scaler,
         timeout=timeout,

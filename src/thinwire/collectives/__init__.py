@@ -7,6 +7,8 @@ from thinwire.collectives.message import MessageError, PeerFailedError
 from thinwire.collectives.nodes import node_identity, number_nodes
 from thinwire.collectives.parts import part_layout
 from thinwire.collectives.reduction import all_gather, all_reduce, encoded, reduce_scatter
+from thinwire.collectives.shared_memory import SharedMemoryError
+from thinwire.collectives.shared_transport import SharedMemoryTransport, TransportChoice, with_shared_memory
 from thinwire.collectives.stages import complete
 from thinwire.collectives.summed import sum_buffers, summed_all_reduce
 from thinwire.collectives.topology import (
@@ -47,9 +49,12 @@ __all__ = [
     "ProcessGroupTransport",
     "Ring",
     "ScatterReduceAllGather",
+    "SharedMemoryError",
+    "SharedMemoryTransport",
     "Topology",
     "Traffic",
     "Transport",
+    "TransportChoice",
     "TransportError",
     "World",
     "all_gather",
@@ -68,4 +73,5 @@ __all__ = [
     "sent_bytes",
     "sum_buffers",
     "summed_all_reduce",
+    "with_shared_memory",
 ]

@@ -45,6 +45,8 @@ class Stats(StageSeconds):
     payload_sent_bytes: int = 0
     """Bytes handed to the transport: messages with their headers, without those of TCP."""
     payload_received_bytes: int = 0
+    payload_shared_bytes: int = 0
+    """Of the bytes sent, those that ranks of the same node took from shared memory."""
     declined_layers: int = 0
     """Layers left raw because compressing them would have been slower."""
     unsuited_layers: int = 0
