@@ -10,11 +10,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach.ddp import Options, compress_ddp
+from thinwire.attach.group_options import ProcessGroupOptions
+from thinwire.attach.process_group import ProcessGroup, register_backend, register_model
 from thinwire.collectives import Topology, TransportChoice, parse_topology
 from thinwire.plan import DEFAULT_RULES, Rules
 from thinwire.wire import Wire
 
-__all__ = ["compress"]
+__all__ = ["ProcessGroup", "ProcessGroupOptions", "compress", "register_model"]
+
+register_backend()
 
 
 def compress(

@@ -122,6 +122,10 @@ class Layout:
     dtype: torch.dtype
     topology: Topology
     world: World
+    part_numel: int = 0
+    """Elements of each rank's part, in a buffer that has one for each (`part_layout`)."""
+    local: tuple[Chunk, ...] = ()
+    """In such a buffer, its chunks as seen from where their part begins."""
 
     @staticmethod
     def build(
@@ -326,6 +330,13 @@ def _slices(cuts: Sequence[_Cut]) -> list[list[_Cut]]:
                 slices.append([])
                 room = size
     return [part for part in slices if part]
+
+
+def owned_chunks(layers: Sequence[Layer], dtype: torch.dtype, owner: int) -> list[Chunk]:
+    """Chunks of all coded layers, for one owner."""
+    coded = [(layer, layer.compressor) for layer in layers if isinstance(layer.compressor, Coded)]
+    cuts = [_Cut(layer, compressor, 0, layer.numel) for layer, compressor in coded if layer.numel]
+    return [_chunk(part, dtype, owner) for part in _slices(cuts)]
 
 
 def _chunk(cuts: Sequence[_Cut], dtype: torch.dtype, owner: int = -1) -> Chunk:
