@@ -1,6 +1,6 @@
 """The Wire and what keeps it alive."""
 
-from thinwire.wire.agree import DisagreementError
+from thinwire.wire.agree import DisagreementError, agree
 from thinwire.wire.log import StatsLogger
 from thinwire.wire.parity import ParityError
 from thinwire.wire.stats import Stats
@@ -16,5 +16,6 @@ __all__ = [
     "Timeline",
     "Wire",
     "Worker",
+    "agree",
     "merge_timelines",
 ]
