@@ -24,8 +24,12 @@ from thinwire.collectives import (
 from thinwire.compat import group_timeout
 from thinwire.compressors import GRADIENT_DTYPES, Raw, Wrapper, check_int
 from thinwire.plan import Filter, Plan, Rules
+<<<<<<< HEAD
 from thinwire.wire import Wire
 from thinwire.wire.route import BucketLayers
+=======
+from thinwire.wire import Wire, agree
+>>>>>>> shm
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented, yet not exported
 _BIG_BUCKET_BYTES = 4 << 20
@@ -226,6 +230,9 @@ def _transport(group: dist.ProcessGroup, options: Options) -> Transport:
     )
     assert isinstance(mine, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
+    transport = ProcessGroupTransport(mine, timeout, second)
+    # What follows until the plan is agreed on depends on these: ranks that differ would wait for each other.
+    told = {"simulate": str(options.simulate), "transport": options.transport, "topology": str(options.topology)}
+    agree(told, transport)
     # A simulation sends no messages.
-    choice = "group" if options.simulate else options.transport
-    return with_shared_memory(ProcessGroupTransport(mine, timeout, second), timeout, choice)
+    return with_shared_memory(transport, timeout, "group" if options.simulate else options.transport)

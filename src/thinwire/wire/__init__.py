@@ -1,7 +1,11 @@
 """The Wire and what keeps it alive."""
 
+<<<<<<< HEAD
 from thinwire.wire.agree import DisagreementError
 from thinwire.wire.flat import Contents, FlatEngine, FlatStats, Kind, Operation, group_seed
+=======
+from thinwire.wire.agree import DisagreementError, agree
+>>>>>>> shm
 from thinwire.wire.log import StatsLogger
 from thinwire.wire.parity import ParityError
 from thinwire.wire.registered import NamedShape, Registered, Walk
@@ -26,6 +30,10 @@ __all__ = [
     "Walk",
     "Wire",
     "Worker",
+<<<<<<< HEAD
     "group_seed",
+=======
+    "agree",
+>>>>>>> shm
     "merge_timelines",
 ]
