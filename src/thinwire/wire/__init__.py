@@ -1,11 +1,7 @@
 """The Wire and what keeps it alive."""
 
-<<<<<<< HEAD
-from thinwire.wire.agree import DisagreementError
-from thinwire.wire.flat import Contents, FlatEngine, FlatStats, Kind, Operation, group_seed
-=======
 from thinwire.wire.agree import DisagreementError, agree
->>>>>>> shm
+from thinwire.wire.flat import Contents, FlatEngine, FlatStats, Kind, Operation, group_seed
 from thinwire.wire.log import StatsLogger
 from thinwire.wire.parity import ParityError
 from thinwire.wire.registered import NamedShape, Registered, Walk
@@ -30,10 +26,7 @@ __all__ = [
     "Walk",
     "Wire",
     "Worker",
-<<<<<<< HEAD
-    "group_seed",
-=======
     "agree",
->>>>>>> shm
+    "group_seed",
     "merge_timelines",
 ]
