@@ -24,12 +24,8 @@ from thinwire.collectives import (
 from thinwire.compat import group_timeout
 from thinwire.compressors import GRADIENT_DTYPES, Raw, Wrapper, check_int
 from thinwire.plan import Filter, Plan, Rules
-<<<<<<< HEAD
-from thinwire.wire import Wire
-from thinwire.wire.route import BucketLayers
-=======
 from thinwire.wire import Wire, agree
->>>>>>> shm
+from thinwire.wire.route import BucketLayers
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented, yet not exported
 _BIG_BUCKET_BYTES = 4 << 20
