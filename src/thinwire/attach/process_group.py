@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.attach.group_contents import Chooser
 from thinwire.attach.group_options import ProcessGroupOptions
 from thinwire.attach.group_work import Work
-from thinwire.collectives import ProcessGroupTransport, parse_topology
+from thinwire.collectives import ProcessGroupTransport, parse_topology, with_shared_memory
 from thinwire.compat import collective_options, gloo_backend, gloo_group, prefixed, premul_factor, register_gloo
 from thinwire.plan import Rules
 from thinwire.wire import Contents, FlatEngine, FlatStats, Kind, NamedShape, Operation, group_seed
@@ -46,6 +46,7 @@ class ProcessGroup(dist.ProcessGroup):
         Raises:
             TypeError: the options are not `ProcessGroupOptions`.
             DisagreementError: ranks gave different options.
+            SharedMemoryError: ``transport="shared"``, and ranks cannot share memory.
         """
         rank, size = creation.group_rank, creation.group_size
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue] - of the subclasses that Python may make
@@ -59,7 +60,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._chooser = Chooser(self.options, size)
         lanes = [gloo_group(prefixed(f"lane {i}", creation.store), rank, size, timeout) for i in range(2)]
         self._engine: FlatEngine | None = FlatEngine(
-            ProcessGroupTransport(lanes[0], timeout, lanes[1]),
+            with_shared_memory(ProcessGroupTransport(lanes[0], timeout, lanes[1]), timeout, self.options.transport),
             topology=parse_topology(self.options.topology),
             seed=group_seed(self.options.seed, tuple(creation.global_ranks_in_group)),
             record=self.options.record(),

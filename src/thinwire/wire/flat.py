@@ -57,6 +57,8 @@ class FlatStats(StageSeconds):
     """Bytes that the compressed buffers would have taken in fp32 (or what they are in), by a ring."""
     payload_sent_bytes: int = 0
     """Bytes handed to the transport for compressed buffers: messages with their headers, without those of TCP."""
+    payload_shared_bytes: int = 0
+    """Of these, what ranks of the same node took from shared memory."""
     payload_received_bytes: int = 0
     buffer_bytes: int = 0
     """Memory that messages take on this rank now."""
@@ -145,8 +147,13 @@ class FlatEngine:
     def present_stats(self) -> FlatStats:
         """Totals so far, as a copy: what is under way is partly in it."""
         held = sum(route.num_bytes for ways in list(self._ways.values()) for route, _ in list(ways.routes.values()))
-        sent, received = self.transport.sent_bytes, self.transport.received_bytes
-        return replace(self.stats, payload_sent_bytes=sent, payload_received_bytes=received, buffer_bytes=held)
+        return replace(
+            self.stats,
+            payload_sent_bytes=self.transport.sent_bytes,
+            payload_shared_bytes=self.transport.shared_bytes,
+            payload_received_bytes=self.transport.received_bytes,
+            buffer_bytes=held,
+        )
 
     def close(self) -> None:
         """End the threads after what was handed over."""
