@@ -29,8 +29,8 @@ class ProcessGroupOptions:
         all_gather: of all-gathers, which FSDP2 sends weights by. None: as ``compressor``; exact, if that one is summed
             (``cast``, ``randk``), since nothing is summed there.
         reduce_scatter: of reduce-scatters. None: as ``compressor``; exact, if that one is summed.
-        min_numel: buffers of fewer elements (a loss that is averaged, say) travel exact, by gloo; so do registered
-            layers of fewer elements.
+        min_numel: buffers of fewer elements (a loss that is averaged, say), and those of which each rank has a part of
+            fewer, travel exact, by gloo; registered layers of fewer travel raw.
         exclude: patterns of registered layers that travel raw, besides those with fewer than two dimensions.
         layout: names and shapes of the layers, end to end, of every buffer of exactly as many elements; as
             `ProcessGroup.register_layout` takes them.
