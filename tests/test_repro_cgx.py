@@ -105,7 +105,7 @@ def test_rows_of_throughput_say_what_travelled(small: Small) -> None:
         sra, ring, gathered = (
             small.rows[f"3.4/items_per_s/{model}/{way}"]["payload_bytes"] for way in ("sra", "ring", "allgather")
         )
-        assert ring == pytest.approx(sra, rel=0.05)
+        assert ring == pytest.approx(sra, rel=0.15)
         assert gathered == pytest.approx(2 * sra, rel=0.15)
     assert small.rows["3.4/items_per_s/gpt/ring"]["thesis_relative"] == pytest.approx(236 / 260)
 
@@ -268,6 +268,17 @@ def test_turns_are_taken_by_all_and_counted_after_the_first() -> None:
     assert found.payload_bytes["fp32"] == 1.5 * SMOKE.models[1].gradient_bytes
 
 
+def test_errors_are_those_of_what_arrives() -> None:
+    pytest.importorskip("sklearn")
+    half = Way("half", "half", "#000000", spec="truncate(gamma=2)")
+    with Contest("host", emulated=False) as contest:
+        found = contest.errors(SMOKE.models[1], (FP32, THINWIRE, half), steps=3, on_turn=lambda steps, title: None)
+    assert {name: len(errors) for name, errors in found.items()} == {"fp32": 3, "thinwire": 3, "half": 3}
+    assert max(found["fp32"]) < 1e-6
+    assert all(0.02 < error < 0.5 for error in found["thinwire"])
+    assert all(0.3 < error < 1 for error in found["half"])
+
+
 def test_ways_are_compared_round_by_round() -> None:
     times = Times({"slow": (2.0, 8.0, 3.0), "fast": (1.0, 2.0, 1.5)}, {})
     assert times.over("fast", "slow") == [2.0, 4.0, 2.0]
@@ -346,7 +357,6 @@ class _Study:
         return Times({way.name: tuple(self._seconds.get(way.name, 1.0) * n for n in noise) for way in ways}, {})
 
     def errors(self, model: Any, ways: Sequence[Way]) -> dict[str, list[float]]:
-        assert all(way.measure == 1 for way in ways)
         return {way.name: [self._errors[way.name] * (1 + 0.01 * step) for step in range(8)] for way in ways}
 
 

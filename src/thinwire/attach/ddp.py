@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.attach.updates import Updates
 from thinwire.collectives import (
     ProcessGroupTransport,
     ScatterReduceAllGather,
@@ -24,6 +25,7 @@ from thinwire.compat import group_timeout
 from thinwire.compressors import GRADIENT_DTYPES, Raw, Wrapper, check_int
 from thinwire.plan import Filter, Plan, Rules
 from thinwire.wire import Wire, agree
+from thinwire.wire.route import BucketLayers
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented, yet not exported
 _BIG_BUCKET_BYTES = 4 << 20
@@ -40,6 +42,7 @@ class _Hook:
         self.names: dict[torch.Tensor, str] = {p: name for name, p in model.module.named_parameters()}
         self.wire: Wire | None = None
         self.grad_scaler: torch.amp.GradScaler | None = None
+        self.updates: Updates | None = None
         self.parity = 0
         self.resync = 0
         self._passes = 0
@@ -59,7 +62,7 @@ class _Hook:
         if wire is None or not wire.attached:
             return _plain_mean(flat, self.group)
         if bucket.index() == 0:
-            wire.begin_step()
+            wire.begin_step(self.updates.learning_rates() if self.updates else None)
             self._check_overlap(bucket, flat, wire)
             if self.parity and wire.step % self.parity == 0:
                 wire.check_parity({name: p for p, name in self.names.items()})
@@ -72,7 +75,7 @@ class _Hook:
         if not wire.simulated:
             return wire.reduce(flat, layers, loss_scale=scale)
         wire.simulate(flat, layers, loss_scale=scale)
-        return _plain_mean(flat, self.group).then(lambda future: _noted(future.value(), wire))
+        return _plain_mean(flat, self.group).then(lambda future: _noted(future.value(), wire, layers))
 
     def before_forward(self, model: DistributedDataParallel, inputs: object) -> None:
         """Copy rank 0's parameters to all every ``resync`` steps: here nothing else reads or writes them."""
@@ -105,8 +108,8 @@ def _plain_mean(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.F
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def _noted(mean: torch.Tensor, wire: Wire) -> torch.Tensor:
-    wire.note_result(mean)
+def _noted(mean: torch.Tensor, wire: Wire, layers: BucketLayers) -> torch.Tensor:
+    wire.note_result(mean, layers)
     return mean
 
 
@@ -146,6 +149,8 @@ def compress_ddp(model: DistributedDataParallel, rules: Rules, options: Options)
     _check_dtypes(model, plan)
     _check_feedback(plan)
     hook = hook or _Hook(model)
+    parameters = {name: p for p, name in hook.names.items()}
+    follows = Updates.check(plan, options.optimizer, parameters)
     wire = Wire(
         plan,
         shapes,
@@ -161,6 +166,9 @@ def compress_ddp(model: DistributedDataParallel, rules: Rules, options: Options)
     if model not in _attached:
         _register(model, hook, wire)
     hook.wire = wire
+    hook.updates = None
+    if follows and options.optimizer is not None:
+        hook.updates = Updates(wire, options.optimizer, parameters)
     hook.grad_scaler, hook.parity, hook.resync = options.grad_scaler, options.parity, options.resync
     return wire
 

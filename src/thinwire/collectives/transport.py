@@ -20,6 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.traffic import Outgoing, Traffic, arriving, num_phases
+from thinwire.compressors import Reduction
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class TransportError(RuntimeError):
@@ -144,18 +147,19 @@ class Transport(ABC):
     @abstractmethod
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending: ...
 
-    def start_all_reduce(self, x: Tensor, *, lane: int = 0) -> Pending:
-        """Begin to replace ``x`` by its sum over all ranks, in its own dtype. Counted as a ring all-reduce."""
+    def start_all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> Pending:
+        """Begin to replace ``x`` by its sum (or maximum) over all ranks, in its own dtype. Counted as a
+        ring all-reduce."""
         moved = ring_bytes(x.numel() * x.element_size(), self.world_size)
         self._count(moved, moved)
-        return self._start_all_reduce(x, lane)
+        return self._start_all_reduce(x, lane, op)
 
-    def all_reduce(self, x: Tensor, *, lane: int = 0) -> None:
+    def all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> None:
         """The same, to its end."""
-        self.start_all_reduce(x, lane=lane).wait()
+        self.start_all_reduce(x, lane=lane, op=op).wait()
 
     @abstractmethod
-    def _start_all_reduce(self, x: Tensor, lane: int) -> Pending: ...
+    def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending: ...
 
     @abstractmethod
     def broadcast(self, x: Tensor) -> None:
@@ -194,6 +198,7 @@ class ProcessGroupTransport(Transport):
     """Over torch process groups that nobody else uses, of the same ranks. CPU tensors (gloo).
 
     ``second`` is the group of the second lane; without one both lanes are the first, for who uses but one thread.
+    Groups are spoken to directly: they may be ones that ``torch.distributed`` has no list of.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta, second: dist.ProcessGroup | None = None) -> None:
@@ -201,48 +206,31 @@ class ProcessGroupTransport(Transport):
         self.group = group
         self._lanes = (group, second or group)
         self.timeout = timeout
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+        self.rank = group.rank()
+        self.world_size = group.size()
 
     def _send(self, message: Tensor, peer: int, tag: int) -> Pending:
-        return self._start(dist.isend, message, peer, tag, "sending to")
+        return self._start(f"sending to rank {peer}", lambda: self.group.send([message], peer, tag))
 
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending:
-        return self._start(dist.irecv, message, peer, tag, "receiving from")
+        return self._start(f"receiving from rank {peer}", lambda: self.group.recv([message], peer, tag))
 
-    def _start(self, operation, message: Tensor, peer: int, tag: int, doing: str) -> Pending:
-        side = "group_dst" if operation is dist.isend else "group_src"
-        doing = f"{doing} rank {peer}"
-        try:
-            work = operation(message, group=self.group, tag=tag, **{side: peer})
-        except RuntimeError as error:
-            raise TransportError(f"{doing} failed: {_first_line(error)}") from error
-        if work is None:
-            raise TransportError(f"{doing} failed: this process is not in the group")
-        return _PendingWork(work, doing, self.timeout)
-
-    def _start_all_reduce(self, x: Tensor, lane: int) -> Pending:
-        try:
-            work = dist.all_reduce(x, group=self._lanes[lane], async_op=True)
-        except RuntimeError as error:
-            raise TransportError(f"the all-reduce failed: {_first_line(error)}") from error
-        if work is None:
-            raise TransportError("the all-reduce failed: this process is not in the group")
-        return _PendingWork(work, "the all-reduce", self.timeout)
+    def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
+        return self._start("the all-reduce", lambda: self._lanes[lane].allreduce([x], _OPS[op]))
 
     def broadcast(self, x: Tensor) -> None:
-        try:
-            dist.broadcast(x, group=self.group, group_src=0)
-        except RuntimeError as error:
-            raise TransportError(f"the broadcast failed: {_first_line(error)}") from error
+        self._start("the broadcast", lambda: self.group.broadcast(x, 0)).wait()
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = [torch.empty_like(x) for _ in range(self.world_size)]
-        try:
-            dist.all_gather(out, x, group=self.group)
-        except RuntimeError as error:
-            raise TransportError(f"the all-gather failed: {_first_line(error)}") from error
+        self._start("the all-gather", lambda: self.group.allgather(out, x)).wait()
         return torch.stack(out)
+
+    def _start(self, doing: str, operation: Callable[[], dist.Work]) -> Pending:
+        try:
+            return _PendingWork(operation(), doing, self.timeout)
+        except RuntimeError as error:
+            raise TransportError(f"{doing} failed: {_first_line(error)}") from error
 
 
 class LoopbackTransport(Transport):
@@ -269,7 +257,9 @@ class LoopbackTransport(Transport):
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending:
         return _Arrival(message, self._world.mailbox(peer, self.rank, tag), self._world.timeout_s, peer)
 
-    def _start_all_reduce(self, x: Tensor, lane: int) -> Pending:
+    def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
+        if op == "max":
+            return _Sum(x, lambda: self._gather(x, lane).amax(0))
         return _Sum(x, lambda: self._gather(x, lane).sum(0))
 
     def broadcast(self, x: Tensor) -> None:

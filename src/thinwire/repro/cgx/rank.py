@@ -1,7 +1,7 @@
 """One rank of the thesis's timings: holds a model for every way of sending gradients and trains each when told to.
 
 Commands: ``setup`` (first), ``enter`` (build models, attach ways, warm up), ``turn`` (some steps of one of them),
-``leave``. The conversation is that of the demo's ranks.
+``errors`` (of what arrives of some gradients), ``leave``. The conversation is that of the demo's ranks.
 """
 
 # No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from thinwire.repro.cgx.ways import Way
 from thinwire.repro.demo_rank import Channel, run_rank
@@ -39,9 +40,28 @@ class Contestant:
 
     def train(self, steps: int) -> None:
         for batch in islice(self.batches, steps):
-            self.optimizer.zero_grad(set_to_none=True)
-            self.task.loss(self.ddp, batch).backward()
+            self._backward(batch)
             self.optimizer.step()
+
+    def errors(self, steps: int) -> list[float]:
+        """``‖arrived − mean‖ / ‖mean‖`` of ``steps`` gradients at the same weights; ``mean`` is gloo's, in fp32."""
+        found = []
+        for batch in islice(self.batches, steps):
+            with self.ddp.no_sync():
+                self._backward(batch)
+            mean = self._gradient()
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+            self._backward(batch)
+            found.append(float((self._gradient() - mean).norm() / mean.norm()))
+        return found
+
+    def _backward(self, batch: Any) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.task.loss(self.ddp, batch).backward()
+
+    def _gradient(self) -> Tensor:
+        return torch.cat([p.grad.flatten() for p in self.ddp.parameters() if p.grad is not None])
 
 
 class Rank:
@@ -76,8 +96,7 @@ class Rank:
         self.channel.hold("turn")
         started = time.perf_counter()
         contestant.train(steps)
-        seconds = (time.perf_counter() - started) / steps
-        return {"seconds": seconds, "alpha": contestant.wire.stats.alpha if contestant.wire else []}
+        return {"seconds": (time.perf_counter() - started) / steps}
 
     def leave(self) -> dict[str, Any]:
         for contestant in self.contestants:
@@ -98,6 +117,8 @@ def _serve(channel: Channel) -> None:
                 answer = rank.enter(command["task"], command["ways"])
             case "turn":
                 answer = rank.turn(int(command["which"]), int(command["steps"]))
+            case "errors":
+                answer = {"errors": rank.contestants[int(command["which"])].errors(int(command["steps"]))}
             case _:
                 answer = rank.leave()
         channel.send("done", **answer)

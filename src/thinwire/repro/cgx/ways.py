@@ -32,7 +32,7 @@ _TORCH_POWERSGD_START = 2
 
 @dataclass(frozen=True)
 class Way:
-    """How gradients travel. ``spec``, ``topology``, ``transport`` and ``measure`` are those of `thinwire.compress`."""
+    """How gradients travel. ``spec``, ``topology`` and ``transport`` are those of `thinwire.compress`."""
 
     name: str
     title: str
@@ -41,7 +41,6 @@ class Way:
     spec: str = CGX
     topology: str = "sra"
     transport: Literal["auto", "group", "shared"] = "group"
-    measure: int = 0
     ranks_per_node: int = 0
     """How many ranks are told to be one node, though each has a link of its own; 0 leaves them what they are."""
     rank: int = 0
@@ -69,7 +68,6 @@ class Way:
                     topology=self.topology,
                     transport=self.transport,
                     decline=False,
-                    measure=self.measure,
                 )
         return None
 
