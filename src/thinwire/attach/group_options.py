@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from thinwire.collectives import Topology, parse_topology
+from thinwire.collectives import Topology, TransportChoice, check_choice, parse_topology
 from thinwire.compressors import Coded, Compressor, Raw, Summed, check_int, parse
 from thinwire.plan import DEFAULT_RULES
 from thinwire.wire import Kind
@@ -35,6 +35,7 @@ class ProcessGroupOptions:
         layout: names and shapes of the layers, end to end, of every buffer of exactly as many elements; as
             `ProcessGroup.register_layout` takes them.
         topology: how the messages of an all-reduce meet, as `thinwire.compress` takes it.
+        transport: ``auto``, ``shared`` or ``group``: how messages move, as `thinwire.compress` takes it.
         seed: of the random draws of stochastic rounding.
         timeout: of every message; by default the one that ``init_process_group`` or ``new_group`` was given.
 
@@ -50,6 +51,7 @@ class ProcessGroupOptions:
     exclude: Sequence[str] = ()
     layout: Sequence[tuple[str, Sequence[int]]] = ()
     topology: str | Topology = "sra"
+    transport: TransportChoice = "auto"
     seed: int = 0
     timeout: timedelta | None = None
 
@@ -61,6 +63,7 @@ class ProcessGroupOptions:
         self._set("exclude", tuple(self.exclude))
         self._set("layout", tuple((name, tuple(shape)) for name, shape in self.layout))
         self._set("topology", parse_topology(self.topology))
+        check_choice(self.transport)
         self._set("compressor", stateless("compressor", self.compressor))
         for name in ("all_gather", "reduce_scatter"):
             asked = getattr(self, name)

@@ -46,6 +46,7 @@ class ProcessGroup(dist.ProcessGroup):
         Raises:
             TypeError: the options are not `ProcessGroupOptions`.
             DisagreementError: ranks gave different options.
+            SharedMemoryError: the options insist on shared memory, and ranks cannot share it.
         """
         rank, size = creation.group_rank, creation.group_size
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue] - of the subclasses that Python may make
@@ -63,6 +64,8 @@ class ProcessGroup(dist.ProcessGroup):
             topology=parse_topology(self.options.topology),
             seed=group_seed(self.options.seed, tuple(creation.global_ranks_in_group)),
             record=self.options.record(),
+            timeout=timeout,
+            choice=self.options.transport,
         )
 
     @property

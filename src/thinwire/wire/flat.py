@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Generator, Hashable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from thinwire.collectives import (
     Layout,
     Topology,
     Transport,
+    TransportChoice,
     TransportError,
     all_gather,
     complete,
@@ -26,6 +28,7 @@ from thinwire.collectives import (
     sent_bytes,
     sum_buffers,
     summed_all_reduce,
+    with_shared_memory,
 )
 from thinwire.kernels import derive_key
 from thinwire.wire.agree import agree
@@ -58,6 +61,8 @@ class FlatStats(StageSeconds):
     payload_sent_bytes: int = 0
     """Bytes handed to the transport for compressed buffers: messages with their headers, without those of TCP."""
     payload_received_bytes: int = 0
+    payload_shared_bytes: int = 0
+    """Of the bytes sent, those that ranks of the same node took from shared memory."""
     buffer_bytes: int = 0
     """Memory that messages take on this rank now."""
 
@@ -108,16 +113,26 @@ class _Ways:
 class FlatEngine:
     """Runs compressed collectives on flat buffers, in the order in which they are handed over, on a `Worker`."""
 
-    def __init__(self, transport: Transport, *, topology: Topology, seed: int, record: Mapping[str, str]) -> None:
-        """``record``: what else all ranks must have in common.
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        topology: Topology,
+        seed: int,
+        record: Mapping[str, str],
+        timeout: timedelta,
+        choice: TransportChoice,
+    ) -> None:
+        """``record``: what all ranks must have in common. ``timeout`` and ``choice``: as `with_shared_memory` has them.
 
         Raises:
             DisagreementError: they do not.
+            SharedMemoryError: ``choice`` insists on shared memory, and ranks cannot share it.
             ValueError: the topology does not fit this world.
             TransportError: a rank is gone or silent.
         """
         agree(record, transport)
-        self.transport = transport
+        self.transport = transport = with_shared_memory(transport, timeout, choice)
         self.topology, self.world = settle(topology, transport)
         self.stats = FlatStats()
         self._seed = seed
@@ -145,8 +160,13 @@ class FlatEngine:
     def present_stats(self) -> FlatStats:
         """Totals so far, as a copy: what is under way is partly in it."""
         held = sum(route.num_bytes for ways in list(self._ways.values()) for route, _ in list(ways.routes.values()))
-        sent, received = self.transport.sent_bytes, self.transport.received_bytes
-        return replace(self.stats, payload_sent_bytes=sent, payload_received_bytes=received, buffer_bytes=held)
+        return replace(
+            self.stats,
+            payload_sent_bytes=self.transport.sent_bytes,
+            payload_received_bytes=self.transport.received_bytes,
+            payload_shared_bytes=self.transport.shared_bytes,
+            buffer_bytes=held,
+        )
 
     def close(self) -> None:
         """End the threads after what was handed over."""
