@@ -1,12 +1,7 @@
 """The Wire and what keeps it alive."""
 
-<<<<<<< HEAD
 from thinwire.wire.agree import DisagreementError, agree
-from thinwire.wire.flat import Contents, FlatEngine, FlatStats, Kind, Operation, group_seed
-=======
-from thinwire.wire.agree import DisagreementError
 from thinwire.wire.flat import Contents, FlatEngine, FlatStats, Kind, Operation, dense_bytes, group_seed
->>>>>>> blob
 from thinwire.wire.log import StatsLogger
 from thinwire.wire.parity import ParityError
 from thinwire.wire.registered import NamedShape, Registered, Walk
@@ -31,11 +26,8 @@ __all__ = [
     "Walk",
     "Wire",
     "Worker",
-<<<<<<< HEAD
     "agree",
-=======
     "dense_bytes",
->>>>>>> blob
     "group_seed",
     "merge_timelines",
 ]
