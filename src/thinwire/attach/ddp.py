@@ -27,7 +27,7 @@ from thinwire.collectives import (
 from thinwire.compat import group_timeout
 from thinwire.compressors import GRADIENT_DTYPES, Raw, Summed, Wrapper, check_int
 from thinwire.plan import Filter, Plan, Rules
-from thinwire.wire import Wire
+from thinwire.wire import Wire, agree
 from thinwire.wire.route import BucketLayers
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented, yet not exported
@@ -241,9 +241,14 @@ def _transport(group: dist.ProcessGroup, options: Options) -> Transport:
     )
     assert isinstance(mine, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
+    transport = ProcessGroupTransport(mine, timeout, second)
+    # What follows until the plan is agreed on depends on these: ranks that differ would wait for each other.
+    told = {"simulate": str(options.simulate), "transport": options.transport, "topology": str(options.topology)}
+    told["aggregator"] = str(options.aggregator)
+    agree(told, transport)
     # A simulation sends no messages.
     choice = "group" if options.simulate else options.transport
-    transport = with_shared_memory(ProcessGroupTransport(mine, timeout, second), timeout, choice)
+    transport = with_shared_memory(transport, timeout, choice)
     if options.aggregator is not None and not options.simulate and transport.world_size > 1:
         session = torch.tensor([session_number()])
         transport.broadcast(session)
