@@ -16,6 +16,7 @@ from rich.console import Console
 _COMMANDS = {
     "demo": "thinwire.repro.demo:demo",
     "lab": "thinwire.lab.command:lab",
+    "aggregator": "thinwire.aggregator.command:aggregator",
     "bench kernels": "thinwire.bench.kernels:kernels",
     "bench allreduce": "thinwire.bench.allreduce:allreduce",
     "bench topologies": "thinwire.bench.topologies:topologies",
@@ -33,6 +34,7 @@ _HELP = """\
 
   [bold]thinwire demo[/]              train over a 100 Mbit/s wire: fp32, bf16, PowerSGD and thinwire; the same loss?
   [bold]thinwire lab[/]               run any torchrun-style script over a slow network, emulated on this machine
+  [bold]thinwire aggregator[/]        add up integers in the network, as a programmable switch would, for intsgd
   [bold]thinwire bench kernels[/]     how fast this machine quantises, beside a plain copy
   [bold]thinwire bench allreduce[/]   an all-reduce over a slow link, beside gloo and beside its own limit
   [bold]thinwire bench topologies[/]  the same by ring, tree, hierarchy ... and through shared memory, over many links

@@ -12,18 +12,23 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.attach.updates import Updates
 from thinwire.collectives import (
+    AggregatorClient,
     ProcessGroupTransport,
     ScatterReduceAllGather,
     Topology,
     Transport,
     TransportChoice,
+    parse_address,
+    session_number,
     with_shared_memory,
 )
 from thinwire.compat import group_timeout
-from thinwire.compressors import GRADIENT_DTYPES, Raw, Wrapper, check_int
+from thinwire.compressors import GRADIENT_DTYPES, Raw, Summed, Wrapper, check_int
 from thinwire.plan import Filter, Plan, Rules
-from thinwire.wire import Wire
+from thinwire.wire import Wire, agree
+from thinwire.wire.route import BucketLayers
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented, yet not exported
 _BIG_BUCKET_BYTES = 4 << 20
@@ -40,6 +45,7 @@ class _Hook:
         self.names: dict[torch.Tensor, str] = {p: name for name, p in model.module.named_parameters()}
         self.wire: Wire | None = None
         self.grad_scaler: torch.amp.GradScaler | None = None
+        self.updates: Updates | None = None
         self.parity = 0
         self.resync = 0
         self._passes = 0
@@ -59,7 +65,7 @@ class _Hook:
         if wire is None or not wire.attached:
             return _plain_mean(flat, self.group)
         if bucket.index() == 0:
-            wire.begin_step()
+            wire.begin_step(self.updates.learning_rates() if self.updates else None)
             self._check_overlap(bucket, flat, wire)
             if self.parity and wire.step % self.parity == 0:
                 wire.check_parity({name: p for p, name in self.names.items()})
@@ -72,7 +78,7 @@ class _Hook:
         if not wire.simulated:
             return wire.reduce(flat, layers, loss_scale=scale)
         wire.simulate(flat, layers, loss_scale=scale)
-        return _plain_mean(flat, self.group).then(lambda future: _noted(future.value(), wire))
+        return _plain_mean(flat, self.group).then(lambda future: _noted(future.value(), wire, layers))
 
     def before_forward(self, model: DistributedDataParallel, inputs: object) -> None:
         """Copy rank 0's parameters to all every ``resync`` steps: here nothing else reads or writes them."""
@@ -105,8 +111,8 @@ def _plain_mean(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.F
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def _noted(mean: torch.Tensor, wire: Wire) -> torch.Tensor:
-    wire.note_result(mean)
+def _noted(mean: torch.Tensor, wire: Wire, layers: BucketLayers) -> torch.Tensor:
+    wire.note_result(mean, layers)
     return mean
 
 
@@ -129,6 +135,7 @@ class Options:
     measure: int = 0
     topology: Topology = field(default_factory=ScatterReduceAllGather)
     transport: TransportChoice = "auto"
+    aggregator: str | None = None
     optimizer: torch.optim.Optimizer | None = None
     grad_scaler: torch.amp.GradScaler | None = None
     timeout: timedelta | None = None
@@ -145,7 +152,11 @@ def compress_ddp(model: DistributedDataParallel, rules: Rules, options: Options)
     plan = Plan.build(shapes, rules, Filter(min_numel=options.min_numel, exclude=tuple(options.exclude)))
     _check_dtypes(model, plan)
     _check_feedback(plan)
+    if options.aggregator is not None:
+        _check_aggregator(plan, options.aggregator)
     hook = hook or _Hook(model)
+    parameters = {name: p for p, name in hook.names.items()}
+    follows = Updates.check(plan, options.optimizer, parameters)
     wire = Wire(
         plan,
         shapes,
@@ -161,6 +172,9 @@ def compress_ddp(model: DistributedDataParallel, rules: Rules, options: Options)
     if model not in _attached:
         _register(model, hook, wire)
     hook.wire = wire
+    hook.updates = None
+    if follows and options.optimizer is not None:
+        hook.updates = Updates(wire, options.optimizer, parameters)
     hook.grad_scaler, hook.parity, hook.resync = options.grad_scaler, options.parity, options.resync
     return wire
 
@@ -208,6 +222,15 @@ def _check_feedback(plan: Plan) -> None:
             )
 
 
+def _check_aggregator(plan: Plan, address: str) -> None:
+    parse_address(address)
+    sums = [c for c in plan.layers.values() if isinstance(c, Summed)]
+    if all(c.part_dtype(torch.float32).is_floating_point for c in sums):
+        raise ValueError(
+            f"aggregator={address!r} adds integers, and no layer has a compressor that makes any: intsgd(bits=8) does"
+        )
+
+
 def _transport(group: dist.ProcessGroup, options: Options) -> Transport:
     """Process groups of our own: DDP uses its own group from the main thread while ours are busy in the worker."""
     timeout = options.timeout or group_timeout(group)
@@ -218,6 +241,22 @@ def _transport(group: dist.ProcessGroup, options: Options) -> Transport:
     )
     assert isinstance(mine, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
+    transport = ProcessGroupTransport(mine, timeout, second)
+    # What follows until the plan is agreed on depends on these: ranks that differ would wait for each other.
+    told = {"simulate": str(options.simulate), "transport": options.transport, "topology": str(options.topology)}
+    told["aggregator"] = str(options.aggregator)
+    agree(told, transport)
     # A simulation sends no messages.
     choice = "group" if options.simulate else options.transport
-    return with_shared_memory(ProcessGroupTransport(mine, timeout, second), timeout, choice)
+    transport = with_shared_memory(transport, timeout, choice)
+    if options.aggregator is not None and not options.simulate and transport.world_size > 1:
+        session = torch.tensor([session_number()])
+        transport.broadcast(session)
+        transport.aggregator = AggregatorClient(
+            options.aggregator,
+            rank=transport.rank,
+            world_size=transport.world_size,
+            session=int(session),
+            timeout_s=timeout.total_seconds(),
+        )
+    return transport

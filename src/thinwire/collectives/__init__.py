@@ -1,5 +1,6 @@
 """Collectives: how messages meet."""
 
+from thinwire.collectives.aggregator import AggregatorClient, parse_address, session_number
 from thinwire.collectives.allgather import gather_buffers, gather_mean
 from thinwire.collectives.exchange import Exchange
 from thinwire.collectives.layout import Chunk, Layer, Layout, owned_parts
@@ -33,6 +34,7 @@ from thinwire.collectives.transport import (
 )
 
 __all__ = [
+    "AggregatorClient",
     "AllGather",
     "Binomial",
     "Buffers",
@@ -66,11 +68,13 @@ __all__ = [
     "node_identity",
     "number_nodes",
     "owned_parts",
+    "parse_address",
     "parse_topology",
     "part_layout",
     "reduce_scatter",
     "ring_bytes",
     "sent_bytes",
+    "session_number",
     "sum_buffers",
     "summed_all_reduce",
     "with_shared_memory",

@@ -15,8 +15,8 @@ import torch
 from thinwire.collectives.message import HEADER_BYTES, SIZE_BYTES
 from thinwire.collectives.topology import ScatterReduceAllGather, Topology, Tree, World
 from thinwire.collectives.traffic import Outgoing, Traffic, sent_bytes
-from thinwire.collectives.transport import ring_bytes
-from thinwire.compressors import Coded, Part, Piece, Segments, Slot, Summed
+from thinwire.collectives.transport import Transport, ring_bytes
+from thinwire.compressors import Coded, Part, Piece, Reduction, Segments, Slot, Summed
 from thinwire.kernels import site_id
 
 _LEAST_PIECE = 1024
@@ -71,9 +71,10 @@ class Members(NamedTuple):
 
 @dataclass(frozen=True)
 class Sum:
-    """What one native all-reduce adds: the parts of all summed layers of one round and dtype."""
+    """What one native all-reduce adds, or takes the largest of: the parts of all layers of one round and dtype."""
 
     round: int
+    op: Reduction
     dtype: torch.dtype
     members: tuple[Members, ...]
     numel: int
@@ -251,12 +252,15 @@ class Layout:
                 traffic.append([Outgoing(k, chunk.message_bytes, others) for k, chunk in enumerate(self.gathered)])
         return traffic
 
-    def sent_bytes(self, rank: int) -> int:
+    def sent_bytes(self, rank: int, transport: Transport | None = None) -> int:
         """Bytes that ``rank`` hands to the transport for it: at most, if it gathers what is bounded.
 
-        Of a sum, 2(n−1)/n of its size.
+        Of a sum, 2(n−1)/n of its size, unless ``transport`` has it otherwise.
         """
-        sums = sum(ring_bytes(s.numel * s.dtype.itemsize, self.world_size) for s in self.sums)
+        if transport is None:
+            sums = sum(ring_bytes(s.numel * s.dtype.itemsize, self.world_size) for s in self.sums)
+        else:
+            sums = sum(transport.all_reduce_bytes(s.numel, s.dtype) for s in self.sums)
         return sums + sent_bytes(self.reduction_traffic(), rank) + sent_bytes(self.gather_traffic(), rank)
 
     @cached_property
@@ -365,9 +369,9 @@ def _placed(groups: Sequence[tuple[Coded, Sequence[Piece]]], dtype: torch.dtype,
 
 
 def _sums(layers: Sequence[Layer], dtype: torch.dtype) -> tuple[Sum, ...]:
-    members: dict[tuple[int, str], dict[Summed, list[Part]]] = {}
+    members: dict[tuple[int, Reduction, str], dict[Summed, list[Part]]] = {}
     dtypes: dict[str, torch.dtype] = {}
-    ends: dict[tuple[int, str], int] = {}
+    ends: dict[tuple[int, Reduction, str], int] = {}
     for layer in layers:
         compressor = layer.compressor
         if not isinstance(compressor, Summed) or not layer.numel:
@@ -376,12 +380,12 @@ def _sums(layers: Sequence[Layer], dtype: torch.dtype) -> tuple[Sum, ...]:
         dtypes[str(part_dtype)] = part_dtype
         piece = Piece(layer.name, layer.start, layer.numel, 0, 0, layer.shape)
         for round in range(compressor.rounds):
-            place = (round, str(part_dtype))
+            place = (round, compressor.operation(round), str(part_dtype))
             start = ends.get(place, 0)
             ends[place] = start + compressor.part_numel(round, layer.shape)
             members.setdefault(place, {}).setdefault(compressor, []).append(Part(piece, slice(start, ends[place])))
     # Sorted: all ranks must enter the all-reduces in one order, and a round must end before the next.
     return tuple(
-        Sum(round, dtypes[name], tuple(Members(c, tuple(p)) for c, p in members[round, name].items()), end)
-        for (round, name), end in sorted(ends.items())
+        Sum(place[0], place[1], dtypes[place[2]], tuple(Members(c, tuple(p)) for c, p in members[place].items()), end)
+        for place, end in sorted(ends.items())
     )

@@ -19,6 +19,7 @@ from thinwire.collectives.nodes import node_identity, number_nodes
 from thinwire.collectives.shared_memory import Process, SharedMemoryError, await_word, share, unavailable
 from thinwire.collectives.traffic import Outgoing, Traffic, arriving, num_phases
 from thinwire.collectives.transport import Buffers, Pending, Transport, TransportError, room
+from thinwire.compressors import Reduction
 from thinwire.kernels import LINE_BYTES, Word, align
 
 TransportChoice = Literal["auto", "group", "shared"]
@@ -262,8 +263,8 @@ class SharedMemoryTransport(Transport):
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending:
         return self._inner._receive(message, peer, tag)
 
-    def _start_all_reduce(self, x: Tensor, lane: int) -> Pending:
-        return self._inner._start_all_reduce(x, lane)
+    def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
+        return self._inner._start_all_reduce(x, lane, op)
 
     def broadcast(self, x: Tensor) -> None:
         self._inner.broadcast(x)

@@ -7,12 +7,11 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.collectives.keys import SHARED
+from thinwire.collectives.keys import sum_key
 from thinwire.collectives.layout import Layout, Sum
 from thinwire.collectives.stages import Clock, NoClock
 from thinwire.collectives.transport import Transport
 from thinwire.compressors import State
-from thinwire.kernels import derive_key
 
 
 def sum_buffers(layout: Layout) -> tuple[Tensor, ...]:
@@ -42,7 +41,7 @@ def summed_all_reduce(
         TransportError: a rank is gone or silent.
     """
     clock = clock or NoClock()
-    key = derive_key(seed, step, SHARED)
+    key = sum_key(seed, step, transport.rank)
     scale = 1.0 / transport.world_size if scale is None else scale
 
     def encode(s: Sum, buffer: Tensor) -> None:
@@ -60,7 +59,7 @@ def summed_all_reduce(
     for s, buffer in sums:
         if s.round == 0:
             encode(s, buffer)
-            started.append((s, buffer, transport.start_all_reduce(buffer)))
+            started.append((s, buffer, transport.start_all_reduce(buffer, op=s.op)))
     yield
 
     for s, buffer, pending in started:
@@ -71,5 +70,5 @@ def summed_all_reduce(
         if s.round > 0:
             encode(s, buffer)
             with clock.stage("wire"):
-                transport.all_reduce(buffer, lane=1)
+                transport.all_reduce(buffer, lane=1, op=s.op)
             decode(s, buffer)

@@ -20,6 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.traffic import Outgoing, Traffic, arriving, num_phases
+from thinwire.compressors import Reduction
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class TransportError(RuntimeError):
@@ -36,6 +39,22 @@ class Pending(Protocol):
 
     def wait(self) -> None:
         """Block until it is done. Raises TransportError if the peer is gone or does not answer in time."""
+        ...
+
+
+class IntegerReducer(Protocol):
+    """Who adds up integers for all ranks: an `AggregatorClient`."""
+
+    def start_all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> Pending:
+        """As `Transport.start_all_reduce`."""
+        ...
+
+    def wire_bytes(self, numel: int, width: int) -> int:
+        """Bytes that a rank sends for so many integers of ``width`` bytes, and receives."""
+        ...
+
+    def close(self) -> None:
+        """Leave."""
         ...
 
 
@@ -80,6 +99,8 @@ class Transport(ABC):
         """Of those sent: what its receivers took from memory that they share with this rank."""
         self.broken = False
         """Whether somebody gave it up: nothing is waited for on it any more."""
+        self.aggregator: IntegerReducer | None = None
+        """Where sums of integers go instead, if given."""
         self._next_tag = 0
         self._lock = threading.Lock()
 
@@ -144,18 +165,32 @@ class Transport(ABC):
     @abstractmethod
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending: ...
 
-    def start_all_reduce(self, x: Tensor, *, lane: int = 0) -> Pending:
-        """Begin to replace ``x`` by its sum over all ranks, in its own dtype. Counted as a ring all-reduce."""
-        moved = ring_bytes(x.numel() * x.element_size(), self.world_size)
+    def start_all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> Pending:
+        """Begin to replace ``x`` by its sum (or maximum) over all ranks, in its own dtype. Counted as a
+        ring all-reduce."""
+        moved = self.all_reduce_bytes(x.numel(), x.dtype)
         self._count(moved, moved)
-        return self._start_all_reduce(x, lane)
+        if self.aggregator is not None and not x.dtype.is_floating_point:
+            return self.aggregator.start_all_reduce(x, lane=lane, op=op)
+        return self._start_all_reduce(x, lane, op)
 
-    def all_reduce(self, x: Tensor, *, lane: int = 0) -> None:
+    def all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> None:
         """The same, to its end."""
-        self.start_all_reduce(x, lane=lane).wait()
+        self.start_all_reduce(x, lane=lane, op=op).wait()
+
+    def all_reduce_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Bytes that a rank sends in an all-reduce, and receives."""
+        if self.aggregator is not None and not dtype.is_floating_point:
+            return self.aggregator.wire_bytes(numel, dtype.itemsize)
+        return ring_bytes(numel * dtype.itemsize, self.world_size)
+
+    def close(self) -> None:
+        """Let go of what is not a process group's."""
+        if self.aggregator is not None:
+            self.aggregator.close()
 
     @abstractmethod
-    def _start_all_reduce(self, x: Tensor, lane: int) -> Pending: ...
+    def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending: ...
 
     @abstractmethod
     def broadcast(self, x: Tensor) -> None:
@@ -211,8 +246,8 @@ class ProcessGroupTransport(Transport):
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending:
         return self._start(f"receiving from rank {peer}", lambda: self.group.recv([message], peer, tag))
 
-    def _start_all_reduce(self, x: Tensor, lane: int) -> Pending:
-        return self._start("the all-reduce", lambda: self._lanes[lane].allreduce([x]))
+    def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
+        return self._start("the all-reduce", lambda: self._lanes[lane].allreduce([x], _OPS[op]))
 
     def broadcast(self, x: Tensor) -> None:
         self._start("the broadcast", lambda: self.group.broadcast(x, 0)).wait()
@@ -253,7 +288,9 @@ class LoopbackTransport(Transport):
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending:
         return _Arrival(message, self._world.mailbox(peer, self.rank, tag), self._world.timeout_s, peer)
 
-    def _start_all_reduce(self, x: Tensor, lane: int) -> Pending:
+    def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
+        if op == "max":
+            return _Sum(x, lambda: self._gather(x, lane).amax(0))
         return _Sum(x, lambda: self._gather(x, lane).sum(0))
 
     def broadcast(self, x: Tensor) -> None:

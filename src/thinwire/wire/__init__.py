@@ -1,6 +1,6 @@
 """The Wire and what keeps it alive."""
 
-from thinwire.wire.agree import DisagreementError
+from thinwire.wire.agree import DisagreementError, agree
 from thinwire.wire.flat import Contents, FlatEngine, FlatStats, Kind, Operation, dense_bytes, group_seed
 from thinwire.wire.log import StatsLogger
 from thinwire.wire.parity import ParityError
@@ -26,6 +26,7 @@ __all__ = [
     "Walk",
     "Wire",
     "Worker",
+    "agree",
     "dense_bytes",
     "group_seed",
     "merge_timelines",
