@@ -33,7 +33,7 @@ def ddp_of(group=None, *, unused: bool = False, dtype=torch.float32, net: type[n
     return DDP(net.to(dtype), process_group=group, find_unused_parameters=unused, **options)
 
 
-def train(model: nn.Module, rank: int, steps: int = 30, lr: float = 0.03) -> list[float]:
+def train(model: nn.Module, rank: int, steps: int = 20, lr: float = 0.03) -> list[float]:
     optimizer = torch.optim.SGD(trained(model), lr=lr, momentum=0.9)
     losses = []
     for step in range(steps):
@@ -73,7 +73,7 @@ def test_unmodified_ddp_trains(name: str, registered: bool) -> None:
     for losses, exact, stats in run_ranks(_trains, 2, OPTIONS[name], registered):
         assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
         assert sum(losses[-5:]) == pytest.approx(sum(exact[-5:]), rel=0.03)
-        assert stats["compressed"] > 30
+        assert stats["compressed"] > 20
         assert stats["ratio"] > (5 if name != "bf16 model" else 2.5)
         if registered:
             # Every bucket: they are what the registered layers make up, from the first pass on.
@@ -113,7 +113,7 @@ def _compiled(rank: int) -> tuple[list[float], int]:
 def test_ddp_under_compile() -> None:
     for losses, compressed in run_ranks(_compiled, 2, timeout_s=100.0):
         assert sum(losses[-3:]) < 0.98 * sum(losses[:3])
-        assert compressed > 12
+        assert compressed >= 12
 
 
 def _breaks_once(rank: int) -> tuple[str, int]:
@@ -143,6 +143,19 @@ def test_an_error_reaches_backward_and_ddp_stays_usable() -> None:
     assert theirs[1] == ours[1]
 
 
+def _layerwise_over_it(rank: int) -> tuple[int, int]:
+    group = group_of()
+    model = ddp_of(group)
+    wire = thinwire.compress(model, decline=False)
+    train(model, rank, 4)
+    assert_replicas_identical(model)
+    return wire.stats.compressed_steps, group.stats.compressed
+
+
+def test_compress_goes_its_own_way() -> None:
+    assert run_ranks(_layerwise_over_it, 2) == [(4, 0), (4, 0)]
+
+
 def _dies(rank: int) -> str:
     model = ddp_of(group_of())
     train(model, rank, 3)
@@ -156,7 +169,7 @@ def _dies(rank: int) -> str:
 def test_a_dead_rank_ends_backward_with_an_error() -> None:
     text, none = run_ranks(_dies, 2, may_die=True)
     assert none is None
-    assert "rank 1" in text
+    assert "restart from the last checkpoint" in text.lower()
 
 
 # --- meshes ----------------------------------------------------------------------------------------------------------
@@ -189,7 +202,7 @@ def test_fsdp2_over_a_mesh() -> None:
         assert torch.equal(full, results[0][1])
         assert 0 < float((full - want_full).norm()) < 0.05 * float(want_full.norm())
         # Of five groups of parameters: weights twice a step or once, gradients once.
-        assert counted[0] >= 30 * 5 * 2
+        assert counted[0] >= 20 * 5 * 2
 
 
 def _hsdp(rank: int, options: ProcessGroupOptions | None) -> tuple[list[float], bytes, int]:
@@ -215,7 +228,7 @@ def test_hsdp_with_a_compressed_replicate_dimension() -> None:
         assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
         assert sum(losses[-5:]) == pytest.approx(sum(want[-5:]), rel=0.03)
         assert full == results[0][1]
-        assert compressed == 30 * 5
+        assert compressed == 20 * 5
 
 
 # --- registered layers -----------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Collectives: how messages meet."""
 
+from thinwire.collectives.aggregator import AggregatorClient, parse_address, session_number
 from thinwire.collectives.allgather import gather_buffers, gather_mean
 from thinwire.collectives.exchange import Exchange
 from thinwire.collectives.layout import Chunk, Layer, Layout, owned_parts
@@ -11,7 +12,6 @@ from thinwire.collectives.shared_memory import SharedMemoryError
 from thinwire.collectives.shared_transport import (
     SharedMemoryTransport,
     TransportChoice,
-    check_choice,
     with_shared_memory,
 )
 from thinwire.collectives.stages import complete
@@ -38,6 +38,7 @@ from thinwire.collectives.transport import (
 )
 
 __all__ = [
+    "AggregatorClient",
     "AllGather",
     "Binomial",
     "Buffers",
@@ -64,7 +65,6 @@ __all__ = [
     "World",
     "all_gather",
     "all_reduce",
-    "check_choice",
     "complete",
     "encoded",
     "gather_buffers",
@@ -72,11 +72,13 @@ __all__ = [
     "node_identity",
     "number_nodes",
     "owned_parts",
+    "parse_address",
     "parse_topology",
     "part_layout",
     "reduce_scatter",
     "ring_bytes",
     "sent_bytes",
+    "session_number",
     "sum_buffers",
     "summed_all_reduce",
     "with_shared_memory",

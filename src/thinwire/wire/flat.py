@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Generator, Hashable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Literal, NamedTuple
 
 import torch
@@ -17,7 +16,6 @@ from thinwire.collectives import (
     Layout,
     Topology,
     Transport,
-    TransportChoice,
     TransportError,
     all_gather,
     complete,
@@ -28,7 +26,6 @@ from thinwire.collectives import (
     sent_bytes,
     sum_buffers,
     summed_all_reduce,
-    with_shared_memory,
 )
 from thinwire.kernels import derive_key
 from thinwire.wire.agree import agree
@@ -55,14 +52,16 @@ class FlatStats(StageSeconds):
     uniform: int = 0
     """Buffers compressed as if they were one layer."""
     passed: int = 0
-    """Buffers that travelled exact, by gloo."""
+    """Buffers of these kinds of collectives that travelled exact, by gloo."""
+    passed_bytes: int = 0
+    """Bytes that these take, sent by a ring."""
     dense_bytes: int = 0
-    """Bytes that the compressed buffers would have taken in fp32 (or what they are in), by a ring."""
+    """Bytes that the compressed buffers would have taken, sent exact by a ring."""
     payload_sent_bytes: int = 0
     """Bytes handed to the transport for compressed buffers: messages with their headers, without those of TCP."""
-    payload_received_bytes: int = 0
     payload_shared_bytes: int = 0
-    """Of the bytes sent, those that ranks of the same node took from shared memory."""
+    """Of these, what ranks of the same node took from shared memory."""
+    payload_received_bytes: int = 0
     buffer_bytes: int = 0
     """Memory that messages take on this rank now."""
 
@@ -113,26 +112,16 @@ class _Ways:
 class FlatEngine:
     """Runs compressed collectives on flat buffers, in the order in which they are handed over, on a `Worker`."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        *,
-        topology: Topology,
-        seed: int,
-        record: Mapping[str, str],
-        timeout: timedelta,
-        choice: TransportChoice,
-    ) -> None:
-        """``record``: what all ranks must have in common. ``timeout`` and ``choice``: as `with_shared_memory` has them.
+    def __init__(self, transport: Transport, *, topology: Topology, seed: int, record: Mapping[str, str]) -> None:
+        """``record``: what else all ranks must have in common.
 
         Raises:
             DisagreementError: they do not.
-            SharedMemoryError: ``choice`` insists on shared memory, and ranks cannot share it.
             ValueError: the topology does not fit this world.
             TransportError: a rank is gone or silent.
         """
         agree(record, transport)
-        self.transport = transport = with_shared_memory(transport, timeout, choice)
+        self.transport = transport
         self.topology, self.world = settle(topology, transport)
         self.stats = FlatStats()
         self._seed = seed
@@ -163,8 +152,8 @@ class FlatEngine:
         return replace(
             self.stats,
             payload_sent_bytes=self.transport.sent_bytes,
-            payload_received_bytes=self.transport.received_bytes,
             payload_shared_bytes=self.transport.shared_bytes,
+            payload_received_bytes=self.transport.received_bytes,
             buffer_bytes=held,
         )
 
@@ -205,7 +194,8 @@ class FlatEngine:
                 complete(collective)
             if operation.done is not None:
                 operation.done(x)
-        self.stats.dense_bytes += self._dense_bytes(operation)
+        num_bytes = operation.contents.numel * operation.dtype.itemsize
+        self.stats.dense_bytes += dense_bytes(operation.kind, num_bytes, self.world.size)
 
     def _present(self, operation: Operation, number: int) -> _Ways:
         key = (operation.kind, operation.contents.key, operation.dtype)
@@ -252,11 +242,10 @@ class FlatEngine:
             return [reduce_scatter(x, layout, transport, route.reduction, scale=scale, out=out, **shared)]
         return [all_gather(x, layout, transport, route.reduction, **shared)]
 
-    def _dense_bytes(self, operation: Operation) -> int:
-        num_bytes = operation.contents.numel * operation.dtype.itemsize
-        if operation.kind == "all_reduce":
-            return ring_bytes(num_bytes, self.world.size)
-        return (self.world.size - 1) * num_bytes
+
+def dense_bytes(kind: Kind, num_bytes: int, world_size: int) -> int:
+    """Bytes that each rank sends by a ring: of a buffer of ``num_bytes``, or one of parts of ``num_bytes`` each."""
+    return ring_bytes(num_bytes, world_size) if kind == "all_reduce" else (world_size - 1) * num_bytes
 
 
 def group_seed(seed: int, ranks: tuple[int, ...]) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.repro.cgx.ways import Way
 from thinwire.repro.demo_rank import Channel, run_rank
@@ -33,7 +34,14 @@ class Contestant:
 
     def __init__(self, task: GPTTask | ImageTask, way: Way, batches: Iterator[Any]) -> None:
         self.task = replace(task, bucket_cap_mb=_ONE_BUCKET_MB) if way.one_bucket else task
-        self.ddp = self.task.distribute(self.task.build(0))
+        self.group = way.group()
+        model = self.task.build(0)
+        if self.group is None:
+            self.ddp = self.task.distribute(model)
+        else:
+            self.ddp = DistributedDataParallel(
+                model, process_group=self.group, bucket_cap_mb=task.bucket_cap_mb, broadcast_buffers=False
+            )
         self.optimizer = self.task.optimizer(self.ddp.module)
         self.wire = way.attach(self.ddp)
         self.batches = batches
@@ -102,8 +110,11 @@ class Rank:
         for contestant in self.contestants:
             if contestant.wire is not None:
                 contestant.wire.detach()
+        groups = [contestant.group for contestant in self.contestants if contestant.group is not None]
         self.contestants.clear()
         gc.collect()
+        for group in groups:
+            dist.destroy_process_group(group)
         return {}
 
 

@@ -37,7 +37,7 @@ class Way:
     name: str
     title: str
     colour: str
-    kind: Literal["ddp", "thinwire", "nothing", "torch powersgd"] = "thinwire"
+    kind: Literal["ddp", "thinwire", "blob", "nothing", "torch powersgd"] = "thinwire"
     spec: str = CGX
     topology: str = "sra"
     transport: Literal["auto", "group", "shared"] = "group"
@@ -50,6 +50,15 @@ class Way:
     def one_bucket(self) -> bool:
         """Whether all gradients must be in one DDP bucket: PyTorch's PowerSGD aborts on gloo with several."""
         return self.kind == "torch powersgd"
+
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group that DDP is to use, where that is not the default one: of kind ``blob`` it compresses."""
+        if self.kind != "blob":
+            return None
+        options = thinwire.ProcessGroupOptions(self.spec, topology=self.topology)
+        made = dist.new_group(backend="thinwire", pg_options=options)
+        assert isinstance(made, dist.ProcessGroup)
+        return made
 
     def attach(self, ddp: DistributedDataParallel) -> thinwire.Wire | None:
         """Have ``ddp``'s gradients travel so; the Wire where there is one."""
