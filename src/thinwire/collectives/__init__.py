@@ -12,6 +12,7 @@ from thinwire.collectives.shared_memory import SharedMemoryError
 from thinwire.collectives.shared_transport import (
     SharedMemoryTransport,
     TransportChoice,
+    check_choice,
     with_shared_memory,
 )
 from thinwire.collectives.stages import complete
@@ -65,6 +66,7 @@ __all__ = [
     "World",
     "all_gather",
     "all_reduce",
+    "check_choice",
     "complete",
     "encoded",
     "gather_buffers",
