@@ -43,3 +43,11 @@ def group_timeout(group: Any) -> timedelta:
         if isinstance(timeout, timedelta):
             return timeout
     raise RuntimeError("this PyTorch does not tell the timeout of a process group: pass timeout= yourself")
+
+
+def all_gather_single(out: torch.Tensor, x: torch.Tensor, group: Any) -> Any:
+    """``torch.distributed.all_gather_single``, which was ``all_gather_into_tensor`` before PyTorch 2.13."""
+    import torch.distributed as dist
+
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(out, x, group=group)

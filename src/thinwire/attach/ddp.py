@@ -7,16 +7,17 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.collectives import ProcessGroupTransport
+from thinwire.collectives import DeviceGroupTransport, ProcessGroupTransport, Transport
 from thinwire.compat import group_timeout
 from thinwire.compressors import GRADIENT_DTYPES, Raw, Wrapper, check_int
 from thinwire.plan import Filter, Plan, Rules
-from thinwire.wire import Wire
+from thinwire.wire import Later, Wire
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented, yet not exported
 _BIG_BUCKET_BYTES = 4 << 20
@@ -37,6 +38,8 @@ class _Hook:
         self.resync = 0
         self._passes = 0
         self._resynced = -1
+        self._loss_scale = 1.0
+        self._told_scale = Later()
 
     def __call__(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         # Whatever is raised here would leave DDP's reducer unusable: it goes through the future instead.
@@ -53,6 +56,7 @@ class _Hook:
             return _plain_mean(flat, self.group)
         if bucket.index() == 0:
             wire.begin_step()
+            self._loss_scale = self._present_scale()
             self._check_overlap(bucket, flat, wire)
             if self.parity and wire.step % self.parity == 0:
                 wire.check_parity({name: p for p, name in self.names.items()})
@@ -61,16 +65,25 @@ class _Hook:
         if flat.is_sparse:
             raise TypeError("sparse gradients (Embedding(sparse=True)) cannot be compressed: make the embedding dense")
         layers = tuple((self.names[p], tuple(p.shape)) for p in bucket.parameters())
-        scale = self.grad_scaler.get_scale() if self.grad_scaler else 1.0
         if not wire.simulated:
-            return wire.reduce(flat, layers, loss_scale=scale)
-        wire.simulate(flat, layers, loss_scale=scale)
+            return wire.reduce(flat, layers, loss_scale=self._loss_scale)
+        wire.simulate(flat, layers, loss_scale=self._loss_scale)
         return _plain_mean(flat, self.group).then(lambda future: _noted(future.value(), wire))
+
+    def _present_scale(self) -> float:
+        """The loss scale of this backward pass."""
+        told = self._told_scale.read()
+        if told:
+            return float(told[-1])
+        return self.grad_scaler.get_scale() if self.grad_scaler else 1.0
 
     def before_forward(self, model: DistributedDataParallel, inputs: object) -> None:
         """Copy rank 0's parameters to all every ``resync`` steps: here nothing else reads or writes them."""
         wire = self.wire
         training = model.training and model.require_backward_grad_sync and torch.is_grad_enabled()
+        if self.grad_scaler and wire and wire.device is not None and training:
+            # Asked for later, in the middle of backward, it would make the host wait for what backward did so far.
+            self._told_scale.note(self.grad_scaler.scale(torch.ones((), device=wire.device)))
         if not (self.resync and wire and wire.attached and training) or wire.step == self._resynced:
             return
         if wire.step >= 0 and (wire.step + 1) % self.resync == 0:
@@ -123,6 +136,8 @@ class Options:
     optimizer: torch.optim.Optimizer | None = None
     grad_scaler: torch.amp.GradScaler | None = None
     timeout: timedelta | None = None
+    as_device: bool = False
+    """Send gradients on the CPU the way that those on a GPU go: for tests."""
 
 
 def compress_ddp(model: DistributedDataParallel, rules: Rules, options: Options) -> Wire:
@@ -132,15 +147,16 @@ def compress_ddp(model: DistributedDataParallel, rules: Rules, options: Options)
         raise RuntimeError("this model is compressed already: call detach() on its Wire first, on every rank")
     for name in ("parity", "resync", "measure"):
         check_int(name, getattr(options, name), 0)
-    shapes = _checked_shapes(model, options.simulate)
+    hook = hook or _Hook(model)
+    shapes = {name: p.shape for name, p in _trained(model).items()}
+    device = None if options.simulate else _device_of(model, hook.group, options.as_device)
     plan = Plan.build(shapes, rules, Filter(min_numel=options.min_numel, exclude=tuple(options.exclude)))
     _check_dtypes(model, plan)
     _check_feedback(plan)
-    hook = hook or _Hook(model)
     wire = Wire(
         plan,
         shapes,
-        _transport(hook.group, options.timeout),
+        _transport(hook.group, options.timeout, device),
         seed=options.seed,
         start=options.start,
         decline=options.decline,
@@ -168,15 +184,46 @@ def _register(model: DistributedDataParallel, hook: _Hook, wire: Wire) -> None:
     _attached[model] = hook
 
 
-def _checked_shapes(model: DistributedDataParallel, any_device: bool) -> Mapping[str, Sequence[int]]:
-    trained = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
-    for name, parameter in trained.items():
-        if parameter.device.type != "cpu" and not any_device:
-            raise NotImplementedError(
-                f"{name} is on {parameter.device}: this version of thinwire compresses gradients on the CPU (gloo) "
-                "only; simulate=True studies the effect on accuracy on any device"
-            )
-    return {name: p.shape for name, p in trained.items()}
+def _trained(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in model.module.named_parameters() if p.requires_grad}
+
+
+def _device_of(model: DistributedDataParallel, group: dist.ProcessGroup, as_device: bool) -> torch.device | None:
+    """The device from which gradients are sent without going over the host; None if they are on the CPU."""
+    devices = {p.device: name for name, p in _trained(model).items()}
+    if all(device.type == "cpu" for device in devices):
+        return torch.device("cpu") if as_device else None
+    return check_device(devices, dist.get_backend_config(group))
+
+
+def check_device(devices: Mapping[torch.device, str], backends: str) -> torch.device:
+    """The one device on which a model's parameters are (with the name of one of them), if gradients can leave it.
+
+    ``backends`` is how a process group says what moves which tensors: ``cpu:gloo,cuda:nccl``.
+
+    Raises:
+        NotImplementedError: they are on several devices, or on one that is no GPU.
+        RuntimeError: something is missing that the text names.
+    """
+    device, name = next((device, name) for device, name in devices.items() if device.type != "cpu")
+    simulated = "simulate=True studies the effect on accuracy on any device"
+    if len(devices) > 1 or device.type != "cuda":
+        where = ", ".join(str(device) for device in devices)
+        raise NotImplementedError(
+            f"{name} is on {device}, and parameters are on {where}: thinwire compresses gradients that are all on the "
+            f"CPU (over gloo) or all on one CUDA device of each rank (over NCCL); {simulated}"
+        )
+    if "cuda:nccl" not in backends.split(","):
+        raise RuntimeError(
+            f"{name} is on {device}, where gradients travel over NCCL, but the model's process group has {backends}: "
+            f"call init_process_group('nccl'), or 'cpu:gloo,cuda:nccl'; {simulated}"
+        )
+    if find_spec("triton") is None:
+        raise RuntimeError(
+            f"{name} is on {device}, where Triton compresses, and Triton is not installed: pip install triton, in the "
+            f"version that this PyTorch wants ({torch.__version__}); {simulated}"
+        )
+    return device
 
 
 def _check_dtypes(model: DistributedDataParallel, plan: Plan) -> None:
@@ -198,8 +245,12 @@ def _check_feedback(plan: Plan) -> None:
             )
 
 
-def _transport(group: dist.ProcessGroup, timeout: timedelta | None) -> ProcessGroupTransport:
-    """Process groups of our own: DDP uses its own group from the main thread while ours are busy in the worker."""
+def _transport(group: dist.ProcessGroup, timeout: timedelta | None, device: torch.device | None) -> Transport:
+    """Process groups of our own: DDP uses its own group from the main thread while ours are busy in the worker.
+
+    On a device there is no worker: what travels goes over the model's own group, from the thread that DDP uses it
+    from, and in one order with what DDP itself sends. Ours then serve for what ranks agree on.
+    """
     timeout = timeout or group_timeout(group)
     ranks = dist.get_process_group_ranks(group)
     part = len(ranks) != dist.get_world_size()
@@ -208,4 +259,5 @@ def _transport(group: dist.ProcessGroup, timeout: timedelta | None) -> ProcessGr
     )
     assert isinstance(mine, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
-    return ProcessGroupTransport(mine, timeout, second)
+    host = ProcessGroupTransport(mine, timeout, second)
+    return host if device is None else DeviceGroupTransport(host, device, group, timeout)

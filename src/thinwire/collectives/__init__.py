@@ -1,6 +1,8 @@
 """Collectives: how messages meet."""
 
 from thinwire.collectives.allgather import allgather
+from thinwire.collectives.device import DeviceBuffers, device_all_reduce
+from thinwire.collectives.device_transport import DeviceGroupTransport, DeviceLoopbackTransport, DeviceTransport
 from thinwire.collectives.exchange import Buffers, Exchange
 from thinwire.collectives.layout import Chunk, Layer, Layout, owned_parts
 from thinwire.collectives.message import MessageError, PeerFailedError
@@ -18,6 +20,10 @@ from thinwire.collectives.transport import (
 __all__ = [
     "Buffers",
     "Chunk",
+    "DeviceBuffers",
+    "DeviceGroupTransport",
+    "DeviceLoopbackTransport",
+    "DeviceTransport",
     "Exchange",
     "Layer",
     "Layout",
@@ -29,6 +35,7 @@ __all__ = [
     "TransportError",
     "allgather",
     "complete",
+    "device_all_reduce",
     "owned_parts",
     "ring_bytes",
     "scatter_reduce_allgather",

@@ -375,7 +375,7 @@ def first_state(compressor: Compressor, flat: Tensor, segments: Segments, loss_s
     if not compressor.slots:
         return None
     layers = {piece.name: piece.shape for piece in segments.pieces}
-    state = State.fresh(compressor.slots, flat.numel(), loss_scale, layers)
+    state = State.fresh(compressor.slots, flat.numel(), loss_scale, layers, device=flat.device)
     if isinstance(compressor, Coded) and compressor.learns_at:
         for piece in segments.pieces:
             of = state.layers[piece.name].now

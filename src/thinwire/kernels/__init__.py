@@ -15,7 +15,7 @@ from thinwire.kernels.floats import (
     rangefloat_eps,
 )
 from thinwire.kernels.layout import Format, Residual, align, bucketed_bytes, bucketed_grain
-from thinwire.kernels.native import CORE, cpu_level
+from thinwire.kernels.native import CORE, asynchronous, cpu_level
 from thinwire.kernels.ops import bucketed_decode, bucketed_encode, bucketed_reduce, bucketed_sum, checksum
 from thinwire.kernels.rng import derive_key, site_id
 from thinwire.kernels.sample import sample_indices
@@ -45,6 +45,7 @@ __all__ = [
     "Table",
     "abs_histogram",
     "align",
+    "asynchronous",
     "bucketed_bytes",
     "bucketed_decode",
     "bucketed_encode",

@@ -65,7 +65,12 @@ def cpu_level() -> str:
 
 def computes(tensor: Tensor) -> bool:
     """Whether the native core works on this tensor."""
-    return CORE is not None and tensor.is_cpu
+    return CORE is not None and tensor.is_cpu and not asynchronous(tensor)
+
+
+def asynchronous(tensor: Tensor) -> bool:
+    """Whether kernels on this tensor (Triton's, on a GPU) run behind the host's back: looking at a value waits."""
+    return tensor.is_cuda
 
 
 def core() -> ModuleType:

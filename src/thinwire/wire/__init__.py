@@ -4,12 +4,14 @@ from thinwire.wire.agree import DisagreementError
 from thinwire.wire.log import StatsLogger
 from thinwire.wire.parity import ParityError
 from thinwire.wire.stats import Stats
+from thinwire.wire.stream import Later
 from thinwire.wire.timeline import Timeline, merge_timelines
 from thinwire.wire.wire import Wire
 from thinwire.wire.worker import Worker
 
 __all__ = [
     "DisagreementError",
+    "Later",
     "ParityError",
     "Stats",
     "StatsLogger",

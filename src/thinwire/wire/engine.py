@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,8 +105,12 @@ class Engine:
             "step": str(step),
         }
         if not all(compressor.exact_bits for compressor in self.plan.layers.values()):
-            record |= {"CPU level": cpu_level(), "threads": str(torch.get_num_threads())}
+            record |= self._machine()
         return record | {f"layer {name}": str(compressor) for name, compressor in self.plan.layers.items()}
+
+    def _machine(self) -> dict[str, str]:
+        """What must be alike where compressors do not give the same bits on any machine."""
+        return {"CPU level": cpu_level(), "threads": str(torch.get_num_threads())}
 
     def check_parity(self, parameters: Mapping[str, Tensor], step: int) -> Job:
         """A job of the worker: compare all ranks' parameters; a difference is raised by the bucket that follows."""
@@ -182,6 +187,17 @@ class Engine:
             self._learn(flat, route.layout, step, state)
         exact = flat.to(torch.float32, copy=True) if self.measure and step % self.measure == 0 else None
         options = {"seed": self.seed, "step": step, "state": state, "clock": self.timeline or self.stats}
+        yield from self._exchange(flat, route, options)
+        if exact is not None:
+            self._measure(exact, flat, step)
+        self.note_result(flat)
+        self._note_limits(route)
+        self.stats.encoded += route.layout.num_coded
+        self.stats.buckets += 1
+        self.stats.dense_bytes += ring_bytes(flat.numel() * flat.element_size(), self.world_size)
+
+    def _exchange(self, flat: Tensor, route: Route, options: Mapping[str, Any]) -> Iterator[Then]:
+        """All collectives of a bucket."""
         with ExitStack() as stack:
             running = []
             for collective, buffers in route.exchanges:
@@ -196,15 +212,12 @@ class Engine:
             yield Then.LATER
             for exchange in running:
                 complete(exchange)
-        if exact is not None:
-            self._measure(exact, flat, step)
-        self.note_result(flat)
+
+    def _note_limits(self, route: Route) -> None:
+        """Count what the last messages could not hold."""
         saturated, overflowed = route.limits(self.rank)
         self.stats.saturated += saturated
         self.stats.overflowed += overflowed
-        self.stats.encoded += route.layout.num_coded
-        self.stats.buckets += 1
-        self.stats.dense_bytes += ring_bytes(flat.numel() * flat.element_size(), self.world_size)
 
     def _state(self, key: RouteKey, route: Route, loss_scale: float, device: torch.device) -> State | None:
         self._loss_scale = loss_scale
@@ -335,6 +348,10 @@ class Engine:
         # gloo aborts the process when two ranks expect different sizes: agree before the first message.
         names = ", ".join(layer.name for layer in layout.layers)
         agree({"layers of a bucket": names, "cut": f"{layout.digest:016x}"}, self.transport)
+        return self._open(layout, step, sent_bytes)
+
+    def _open(self, layout: Layout, step: int, sent_bytes: int) -> Route:
+        """Make room for the messages of a new route. All ranks are known to want the same."""
         exchanges: list[tuple[Callable[..., Generator[None]], Buffers]] = []
         if layout.has_owned:
             exchanges.append((scatter_reduce_allgather, Buffers.scatter_reduce_allgather(layout, self.rank)))
