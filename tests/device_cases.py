@@ -9,16 +9,16 @@ from torch import Tensor
 
 from thinwire import parse
 from thinwire.collectives import (
-    Buffers,
     DeviceBuffers,
     DeviceTransport,
     Layer,
     Layout,
     Transport,
-    allgather,
+    all_reduce,
     complete,
     device_all_reduce,
-    scatter_reduce_allgather,
+    gather_buffers,
+    gather_mean,
     sum_buffers,
     summed_all_reduce,
 )
@@ -61,18 +61,17 @@ def first_state(layout: Layout, device: torch.device) -> State | None:
 def through_the_host(transport: Transport, layout: Layout, steps: int, poison: int = -1) -> list[Tensor]:
     """What a rank has after each of some steps, by way of messages on the CPU."""
     state, found = first_state(layout, torch.device("cpu")), []
-    owned, gathered = Buffers.scatter_reduce_allgather(layout, transport.rank), None
-    if layout.has_gathered:
-        gathered = Buffers.allgather(layout, transport.rank)
+    owned = transport.open(layout.reduction_traffic())
+    gathered = gather_buffers(layout, transport) if layout.has_gathered else None
     sums = sum_buffers(layout)
     for step in range(steps):
         x = _input(layout, transport.rank, step, poison)
         options = {"seed": 5, "step": step, "state": state}
         complete(summed_all_reduce(x, layout, transport, sums, **options))
         if layout.has_owned:
-            complete(scatter_reduce_allgather(x, layout, transport, owned, **options))
+            complete(all_reduce(x, layout, transport, owned, **options))
         if gathered is not None:
-            complete(allgather(x, layout, transport, gathered, **options))
+            complete(gather_mean(x, layout, transport, gathered, **options))
         found.append(x)
         state = state.swapped() if state else None
     return found

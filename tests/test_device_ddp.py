@@ -165,7 +165,7 @@ def _differs(rank: int, as_device: bool) -> dict:
     train(model, rank, 2)
     with torch.no_grad():
         model.module.norm.weight.add_(float(rank == 1))
-    with pytest.raises(RuntimeError, match="norm.weight of rank 1 is not that of rank 0"):
+    with pytest.raises(RuntimeError, match=r"norm\.weight of rank 1 is not that of rank 0"):
         train(model, rank, 1, first=2)
     return {"steps": wire.stats.steps}
 
@@ -203,7 +203,7 @@ def _counts(rank: int) -> tuple[int, int, list[str]]:
     train(model, rank, 4)
     wire.reset_stats()
     train(model, rank, 5)
-    with pytest.raises(RuntimeError, match="torch.profiler"), wire.timeline("never.json"):
+    with pytest.raises(RuntimeError, match=r"torch\.profiler"), wire.timeline("never.json"):
         pass
     names = [thread.name for thread in threading.enumerate()]
     assert wire.stats.buffer_bytes > 0

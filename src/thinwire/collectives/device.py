@@ -1,7 +1,7 @@
 """The all-reduce of a bucket on a device: a straight line of kernels and collectives, for which no host waits.
 
-It moves the payloads of `scatter_reduce_allgather`, `allgather` and `summed_all_reduce`, at the same places behind
-headers of the same size, and ends with the same bytes. What differs is where they lie: all messages of one kind share a
+It moves the payloads of `all_reduce` along a star, of `gather_mean` and of `summed_all_reduce`, behind headers of the
+same size, and ends with the same bytes. What differs is where they lie: all messages of one kind share a
 tensor, so that one launch encodes for all owners, one exchange carries it, and one launch decodes what all owners send.
 Headers are not written: to look at one, the host would have to wait.
 """
@@ -19,6 +19,7 @@ from thinwire.collectives.keys import OWNER, WORKER, stage_key
 from thinwire.collectives.layout import Chunk, Group, Layout
 from thinwire.collectives.stages import Clock, NoClock, complete
 from thinwire.collectives.summed import sum_buffers, summed_all_reduce
+from thinwire.collectives.topology import Topology
 from thinwire.collectives.transport import ring_bytes
 from thinwire.compressors import Coded, Piece, Segments, State
 
@@ -56,8 +57,10 @@ class DeviceBuffers:
 
     @staticmethod
     def of(layout: Layout, rank: int, device: torch.device) -> DeviceBuffers:
-        owned = [[chunk] for chunk in layout.chunks]
-        sizes = [sum(chunk.message_bytes for chunk in chunks) if _any(chunks) else 0 for chunks in owned]
+        """Raises ``ValueError`` for a topology that is no star."""
+        check_star(layout.topology)
+        owned = [[chunk for chunk in layout.chunks if chunk.owner == peer] for peer in range(layout.world_size)]
+        sizes = [sum(chunk.message_bytes for chunk in chunks) for chunks in owned]
         own, total, num_ranks = sizes[rank], sum(sizes), len(sizes)
         widest = max(sizes)
         padded = num_ranks * widest <= _WASTE * total
@@ -66,8 +69,7 @@ class DeviceBuffers:
         without_mine = [0 if peer == rank else size for peer, size in enumerate(sizes)]
         others = [(owned[peer], at) for peer, at in enumerate(_starts(without_mine)) if peer != rank]
         theirs = [(owned[peer], at) for peer, at in enumerate(starts) if peer != rank]
-        gathered = [layout.gathered] if layout.has_gathered else []
-        width = sum(chunk.message_bytes for chunk in gathered)
+        width = sum(chunk.message_bytes for chunk in layout.gathered)
         summed = sum(ring_bytes(s.numel * s.dtype.itemsize, num_ranks) for s in layout.sums)
         means_bytes = (num_ranks - 1) * (widest if padded else own)
 
@@ -85,7 +87,7 @@ class DeviceBuffers:
             sizes=tuple(sizes),
             padded=padded,
             rank=rank,
-            gathered=_merged([(gathered, 0)]),
+            gathered=_merged([(layout.gathered, 0)]),
             work=room(num_ranks * width).view(num_ranks, width),
             sums=sum_buffers(layout, device),
             sent_bytes=total - own + means_bytes + (num_ranks - 1) * width + summed,
@@ -116,6 +118,15 @@ class DeviceBuffers:
         for groups, message in ((self.others, self.sent), (self.mine, self.mean)):
             yield from ((group, message) for group in groups)
         yield from ((group, self.work[self.rank]) for group in self.gathered)
+
+
+def check_star(topology: Topology) -> None:
+    """Raise ``ValueError`` unless owners hear from everybody and speak to everybody themselves, or nobody owns."""
+    if not topology.is_star and not topology.gathers:
+        raise ValueError(
+            f"the topology {topology} is for messages over the host: between devices messages meet as sra, "
+            "parameter_server or allgather"
+        )
 
 
 def device_all_reduce(
@@ -205,10 +216,6 @@ def _starts(sizes: Iterable[int]) -> list[int]:
         starts.append(at)
         at += size
     return starts
-
-
-def _any(chunks: Sequence[Chunk]) -> bool:
-    return any(chunk.groups for chunk in chunks)
 
 
 def _merged(placed: Iterable[tuple[Sequence[Chunk], int]]) -> tuple[Group, ...]:

@@ -52,7 +52,7 @@ class DeviceEngine(Engine):
 
     def _open(self, layout: Layout, step: int, sent_bytes: int) -> Route:
         buffers = DeviceBuffers.of(layout, self.rank, self.transport.device)
-        return DeviceRoute(layout, (), (), step, buffers.sent_bytes, buffers)
+        return DeviceRoute(layout, None, None, (), step, buffers.sent_bytes, buffers)
 
     def _exchange(self, flat: Tensor, route: Route, options: Mapping[str, Any]) -> Iterator[Then]:
         assert isinstance(route, DeviceRoute)

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from thinwire.collectives import DeviceTransport, Transport
+from thinwire.collectives import DeviceTransport, ScatterReduceAllGather, Topology, Transport
 from thinwire.plan import Plan, Speeds
 from thinwire.wire import checkpoint
 from thinwire.wire.agree import agree
 from thinwire.wire.decline import decline as measure_and_decline
 from thinwire.wire.device_engine import DeviceEngine
 from thinwire.wire.engine import Engine
+from thinwire.wire.link import settle
 from thinwire.wire.parity import resync
 from thinwire.wire.route import BucketLayers
 from thinwire.wire.stats import Stats
@@ -44,6 +45,7 @@ class Wire:
         simulated: bool = False,
         measure: int = 0,
         optimizer: torch.optim.Optimizer | None = None,
+        topology: Topology | None = None,
     ) -> None:
         if start < 0:
             raise ValueError(f"start must not be negative, not {start}: it is the number of steps that stay dense")
@@ -54,8 +56,19 @@ class Wire:
         # Between devices the same is done on a stream beside backward's, without threads.
         self.device = transport.device if isinstance(transport, DeviceTransport) else None
         """The device on which gradients are compressed and sent; None if they go over the host."""
+        topology, world = settle(topology or ScatterReduceAllGather(), transport)
         make = Engine if self.device is None else DeviceEngine
-        self._engine = make(plan, shapes, transport, seed=seed, start=start, simulated=simulated, measure=measure)
+        self._engine = make(
+            plan,
+            shapes,
+            transport,
+            topology=topology,
+            world=world,
+            seed=seed,
+            start=start,
+            simulated=simulated,
+            measure=measure,
+        )
         self._asked = plan
         self._step = -1
         self._attached = True
@@ -83,6 +96,11 @@ class Wire:
     def unsuited(self) -> dict[str, str]:
         """Layers that stay raw because their compressor cannot take layers of their shape, and why."""
         return dict(self._engine.plan.unsuited)
+
+    @property
+    def topology(self) -> Topology:
+        """How coded messages meet."""
+        return self._engine.topology
 
     @property
     def speeds(self) -> Speeds | None:
@@ -249,7 +267,7 @@ class Wire:
             ValueError: the state is of another wire format or of a model with other layers, or ranks are missing in it.
             DisagreementError: ranks loaded different states.
         """
-        loaded = checkpoint.read(state, self._engine.plan, self._engine.shapes, self.rank, self.world_size)
+        loaded = checkpoint.read(state, self._engine.plan, self._engine.shapes, self.rank, self._engine.shares)
         self._step = loaded.step
         self._worker.call(lambda: self._engine.adopt(loaded))
 
