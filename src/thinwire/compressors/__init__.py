@@ -1,6 +1,6 @@
 """Compressors: what a tensor may become on the wire."""
 
-from thinwire.compressors.base import Coded, Compressor, Summed, Unsuited, first_state, sum_alone
+from thinwire.compressors.base import Coded, Compressor, Count, Summed, Unsuited, first_state, sum_alone
 from thinwire.compressors.cast import Cast, RawSum
 from thinwire.compressors.chain import Chain
 from thinwire.compressors.checks import GRADIENT_DTYPES, check_int, not_finite
@@ -41,6 +41,7 @@ __all__ = [
     "Chain",
     "Coded",
     "Compressor",
+    "Count",
     "GlobalTopK",
     "Key",
     "Lattice",

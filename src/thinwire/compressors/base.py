@@ -12,8 +12,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.compressors.checks import check_dtype
 from thinwire.compressors.pieces import Key, LayerState, Part, Piece, Segments, Slot, State
+
+Count = int | Tensor
+"""A number; where the host would have to wait to know it, a tensor of no dimensions on the device."""
 
 
 class Unsuited(ValueError):
@@ -174,20 +178,17 @@ class Coded(Compressor):
         self, messages: Sequence[Tensor], own: Tensor, segments: Segments, total: Tensor, *, scale: float
     ) -> None:
         """Set the segments of ``total`` (fp32) to ``scale · (own + Σ decode(messages))``."""
-        for piece in segments.pieces:
-            total[piece.elements] = own[piece.elements]
+        kernels.rows_scale(own, segments.table, total)
         for message in messages:
             self.decode(message, segments, total, add=True)
-        for piece in segments.pieces:
-            total[piece.elements].mul_(scale)
+        kernels.rows_scale(total, segments.table, total, by=scale)
 
     def mean(self, messages: Sequence[Tensor], segments: Segments, y: Tensor, *, scale: float) -> None:
         """The receiver's stage of an all-gather: set ``y`` to ``scale · Σ decode(messages)``, summed in their order."""
         total = torch.empty(y.numel(), dtype=torch.float32, device=y.device) if y.dtype != torch.float32 else y
         for i, message in enumerate(messages):
             self.decode(message, segments, total, add=i > 0)
-        for piece in segments.pieces:
-            y[piece.elements] = total[piece.elements].mul_(scale)
+        kernels.rows_scale(total, segments.table, y, by=scale)
 
     def encode_rest(
         self,
@@ -202,9 +203,7 @@ class Coded(Compressor):
         state: State | None = None,
     ) -> None:
         """Encode ``x + loss_scale · now`` and leave in ``after``, in unscaled units, what was not sent of it."""
-        for piece in segments.pieces:
-            part = piece.elements
-            torch.add(x[part], now[part], alpha=loss_scale, out=after[part])
+        kernels.rows_add(x, now, segments.table, after, alpha=loss_scale)
         self.encode(after, segments, message, key=key, state=state)
         self.keep_rest(message, segments, after, loss_scale)
 
@@ -225,8 +224,7 @@ class Coded(Compressor):
     ) -> None:
         """`reduce` of ``scale · (own + Σ decode(messages)) + loss_scale · now``, leaving its rest as `encode_rest`."""
         self.add_up(messages, own, segments, after, scale=scale)
-        for piece in segments.pieces:
-            after[piece.elements].add_(now[piece.elements], alpha=loss_scale)
+        kernels.rows_add(after, now, segments.table, after, alpha=loss_scale)
         self.encode(after, segments, out_message, key=key, state=state)
         self.decode(out_message, segments, y)
         self.keep_rest(out_message, segments, after, loss_scale)
@@ -234,8 +232,7 @@ class Coded(Compressor):
     def keep_rest(self, message: Tensor, segments: Segments, after: Tensor, loss_scale: float) -> None:
         self.decode(message, segments, after, add=True, scale=-1.0)
         if loss_scale != 1.0:
-            for piece in segments.pieces:
-                after[piece.elements].div_(loss_scale)
+            kernels.rows_scale(after, segments.table, after, over=loss_scale)
 
     @property
     def learns_at(self) -> tuple[int, ...]:
@@ -269,7 +266,7 @@ class Coded(Compressor):
         """Bytes of a payload that only say which elements it carries."""
         return 0
 
-    def limits(self, message: Tensor, segments: Segments) -> tuple[int, int]:
+    def limits(self, message: Tensor, segments: Segments) -> tuple[Count, Count]:
         """How many values of a message that was encoded here saturated, and how many did not fit into it."""
         return 0, 0
 

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from thinwire.compressors.base import Coded, Compressor, Summed
+from thinwire.compressors.base import Coded, Compressor, Count, Summed
 from thinwire.compressors.pieces import Key, LayerState, Part, Piece, Segments, Slot, State
 
 RESIDUAL = Slot("residual")
@@ -135,7 +135,7 @@ class WrappedCoded(Wrapper, Coded):
     def index_bytes(self, message: Tensor, piece: Piece) -> int:
         return self.inner.index_bytes(message, piece)
 
-    def limits(self, message: Tensor, segments: Segments) -> tuple[int, int]:
+    def limits(self, message: Tensor, segments: Segments) -> tuple[Count, Count]:
         return self.inner.limits(message, segments)
 
 

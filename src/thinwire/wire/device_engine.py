@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import DeviceBuffers, DeviceTransport, Layout, device_all_reduce
-from thinwire.compressors import not_finite
+from thinwire.compressors import Count, not_finite
 from thinwire.wire.engine import Engine
 from thinwire.wire.route import Route
 from thinwire.wire.stats import Stats
@@ -69,8 +69,8 @@ class DeviceEngine(Engine):
         assert route.buffers is not None
         for (compressor, segments), message in route.buffers.encoded():
             limits = compressor.limits(message, segments)
-            if limits != (0, 0):
-                self._limits.note(torch.stack([torch.as_tensor(count, device=message.device) for count in limits]))
+            if any(isinstance(count, Tensor) or count for count in limits):
+                self._limits.note(torch.stack([_tensor(count, message.device) for count in limits]))
 
     def _end(self) -> None:
         for value in self._finite.read():
@@ -94,3 +94,8 @@ class DeviceEngine(Engine):
     def _machine(self) -> dict[str, str]:
         device = self.transport.device
         return {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type}
+
+
+def _tensor(count: Count, device: torch.device) -> Tensor:
+    # Filled there: a number sent from the host would make it wait.
+    return count if isinstance(count, Tensor) else torch.full((), count, device=device)

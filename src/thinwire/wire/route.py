@@ -50,7 +50,7 @@ class Route:
         for chunk, message in self._encoded(rank):
             for compressor, segments in chunk.groups:
                 more, over = compressor.limits(message, segments)
-                saturated, overflowed = saturated + more, overflowed + over
+                saturated, overflowed = saturated + int(more), overflowed + int(over)
         return saturated, overflowed
 
     def _encoded(self, rank: int) -> Iterator[tuple[Chunk, Tensor]]:
