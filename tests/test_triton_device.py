@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install --no-
 
 from triton_cases import DEVICE, INTERPRETED, assembly, compiled, in_the_interpreter, quiet, runs
 
-SIZES = (3000, 0, 1, 70_000, 129)
+SIZES = (3000, 0, 1, 4500, 129)
 
 
 @pytest.fixture
@@ -38,7 +38,8 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 return launch(self, *args, **options)
 
         monkeypatch.setattr(GridExecutor, "__call__", launch_alone)
-        monkeypatch.setattr(native, "asynchronous", lambda tensor: getattr(_here, "there", False))
+        for where in (native, kernels):
+            monkeypatch.setattr(where, "asynchronous", lambda tensor: getattr(_here, "there", False))
         _here.there = True
     yield
     _here.there = False
@@ -133,13 +134,14 @@ SPARSE = ["topk(density=0.1)", "topk(density=0.01)", "topk(density=1.0)", "topk(
           "topk(density=0.1) | minmax(bits=8)", "topk(density=0.03) | natural", "dgc(topk(density=0.05))"]  # fmt: skip
 
 
-def coded(
-    spec: str, x: Tensor, device: torch.device, steps: int = 2
-) -> tuple[list[Tensor], list[Tensor], State | None]:
+Coding = tuple[list[Tensor], list[Tensor], State | None]
+
+
+def coded(spec: str, x: Tensor, device: torch.device, steps: int = 2, sizes=SIZES) -> Coding:
     """Messages and decoded values of some steps, with state."""
     compressor = parse(spec)
     assert isinstance(compressor, Coded)
-    segments, numel, size = segments_of(spec=spec)
+    segments, numel, size = segments_of(sizes, spec)
     layers = {piece.name: piece.shape for piece in segments.pieces}
     state = State.fresh(compressor.slots, numel, 2.0, layers, device=device) if compressor.slots else None
     sent, seen = [], []
@@ -158,9 +160,9 @@ def coded(
     return sent, seen, state
 
 
-def check_alike(spec: str, x: Tensor, *, messages: bool = True) -> None:
-    wanted = on_the_host(lambda: coded(spec, x, torch.device("cpu")))
-    got = coded(spec, x, DEVICE)
+def check_alike(spec: str, x: Tensor, *, messages: bool = True, **options) -> None:
+    wanted = on_the_host(lambda: coded(spec, x, torch.device("cpu"), **options))
+    got = coded(spec, x, DEVICE, **options)
     for a, b in zip(wanted[1], got[1], strict=True):
         assert same(a, b)
     if messages:
@@ -176,6 +178,14 @@ def check_alike(spec: str, x: Tensor, *, messages: bool = True) -> None:
 @pytest.mark.parametrize("spec", SPARSE)
 def test_chosen_elements(spec: str, there: None) -> None:
     check_alike(spec, values(segments_of()[1], 0))
+
+
+@runs
+@quiet
+@pytest.mark.parametrize("spec", ["topk(density=0.01)", "topk(density=0.02, select=sampled)"])
+def test_lists_of_several_blocks_and_samples(spec: str, there: None) -> None:
+    sizes = (200, 70_000)
+    check_alike(spec, values(segments_of(sizes)[1], 0), steps=1, sizes=sizes)
 
 
 @runs
@@ -222,7 +232,7 @@ def test_any_bytes_decode(spec: str, there: None) -> None:
     inside = torch.zeros(numel, dtype=torch.bool)
     for piece in segments.pieces:
         inside[piece.elements] = True
-    for trial in range(4):
+    for trial in range(2):
         message = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
         if trial % 2:
             for piece in segments.pieces:
@@ -281,9 +291,11 @@ def test_all_kinds_in_one_bucket_end_with_the_bytes_of_the_cpu(num_ranks: int, t
         assert all(same(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-KINDS = ["ef(minmax(bits=2))", "lattice(bits=4)", "qsgd(bits=4)", "terngrad(clip=2.5)", "natural", "cast(fp16)",
-         "rangefloat(bits=8, mantissa=3, range=4.0)", "levels(bits=3, min_numel=0)", "truncate(gamma=4)", "ef(sign)",
-         "sign(majority=True)", "randk(density=0.1)", "dgc(topk(density=0.05))", "ef(globaltopk(density=0.05))"]  # fmt: skip
+KINDS = [
+    *("ef(minmax(bits=2))", "lattice(bits=4)", "qsgd(bits=4)", "terngrad(clip=2.5)", "natural", "cast(fp16)"),
+    *("rangefloat(bits=8, mantissa=3, range=4.0)", "levels(bits=3, min_numel=0)", "truncate(gamma=4)", "ef(sign)"),
+    *("sign(majority=True)", "randk(density=0.1)", "dgc(topk(density=0.05))", "ef(globaltopk(density=0.05))"),
+]
 
 
 @runs

@@ -19,6 +19,7 @@ _COMMANDS = {
     "bench kernels": "thinwire.bench.kernels:kernels",
     "bench allreduce": "thinwire.bench.allreduce:allreduce",
     "bench step": "thinwire.bench.step:step",
+    "bench cuda": "thinwire.bench.cuda:cuda",
     "bench compressors": "thinwire.bench.compressors:compressors",
     "compare": "thinwire.repro.compare:compare",
     "compare every": "thinwire.repro.every:every",
@@ -33,6 +34,7 @@ _HELP = """\
   [bold]thinwire bench kernels[/]     how fast this machine quantises, beside a plain copy
   [bold]thinwire bench allreduce[/]   an all-reduce over a slow link, beside gloo and beside its own limit
   [bold]thinwire bench step[/]        a training step over a slow link, beside stock DDP and beside its own limit
+  [bold]thinwire bench cuda[/]        the same on a GPU: speed and launches of each compressor, ranks that share the GPU
   [bold]thinwire bench compressors[/] error, bytes and speed of every compressor on the gradients of a real training
   [bold]thinwire compare[/]           is it the same loss? paired runs, an interval, a control that must fail
   [bold]thinwire compare every[/]     the same for every compressor at once, with and without error feedback

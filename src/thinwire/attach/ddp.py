@@ -23,7 +23,7 @@ from thinwire.collectives import (
 from thinwire.compat import group_timeout
 from thinwire.compressors import GRADIENT_DTYPES, Raw, Wrapper, check_int
 from thinwire.plan import Filter, Plan, Rules
-from thinwire.wire import Later, Wire
+from thinwire.wire import Later, Wire, on_the_host
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented, yet not exported
 _BIG_BUCKET_BYTES = 4 << 20
@@ -89,6 +89,7 @@ class _Hook:
         training = model.training and model.require_backward_grad_sync and torch.is_grad_enabled()
         if self.grad_scaler and wire and wire.device is not None and training:
             # Asked for later, in the middle of backward, it would make the host wait for what backward did so far.
+            self._told_scale = Later()
             self._told_scale.note(self.grad_scaler.scale(torch.ones((), device=wire.device)))
         if not (self.resync and wire and wire.attached and training) or wire.step == self._resynced:
             return
@@ -149,6 +150,11 @@ class Options:
 
 def compress_ddp(model: DistributedDataParallel, rules: Rules, options: Options) -> Wire:
     """See `thinwire.compress`."""
+    with on_the_host():
+        return _compress(model, rules, options)
+
+
+def _compress(model: DistributedDataParallel, rules: Rules, options: Options) -> Wire:
     hook = _attached.get(model)
     if hook is not None and hook.wire is not None and hook.wire.attached:
         raise RuntimeError("this model is compressed already: call detach() on its Wire first, on every rank")
@@ -249,7 +255,7 @@ def _check_feedback(plan: Plan) -> None:
             warnings.warn(
                 f"{compressor}: {compressor.inner} can err by more than its input, so that what error feedback owes "
                 "grows from step to step and training diverges: give it more bits, or smaller buckets, or no ef()",
-                stacklevel=4,
+                stacklevel=5,
             )
 
 

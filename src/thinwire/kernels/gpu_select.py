@@ -80,7 +80,7 @@ def count_digits(
     DIGITS: tl.constexpr = 1 << BITS
     alike = at < num
     if SHIFT + BITS < 31:
-        alike &= (key >> (SHIFT + BITS)) == tl.load(prefixes + row)
+        alike = alike & ((key >> (SHIFT + BITS)) == tl.load(prefixes + row))
     digit = tl.where(alike, (key >> SHIFT) & (DIGITS - 1), 0)
     found = tl.histogram(digit, DIGITS)
     bin = tl.arange(0, DIGITS)
@@ -236,10 +236,12 @@ def clear_rows(y, message, pieces, rows, ADD: tl.constexpr, SIZE: tl.constexpr):
     """NaN where the header says so, and elsewhere, unless values are added, zeros."""
     piece, start, numel, _index0, payload, _site = row_of(pieces, rows)
     at = piece * SIZE + tl.arange(0, SIZE)
-    odd = tl.load((message + payload).to(tl.pointer_type(tl.int32))) != 0
+    odd = tl.load((message + payload).to(tl.pointer_type(tl.int32))) + tl.zeros((SIZE,), tl.int32)
     nan = tl.full((SIZE,), 0x7FC00000, tl.int32).to(tl.float32, bitcast=True)
-    value = tl.where(odd, nan, 0.0)
-    written = (at < numel) & odd if ADD else at < numel
+    value = tl.where(odd != 0, nan, 0.0)
+    written = at < numel
+    if ADD:
+        written = written & (odd != 0)
     tl.store(y + start + at, value.to(y.dtype.element_ty), mask=written)
 
 
@@ -255,7 +257,7 @@ def add_chosen(
     at = piece * SIZE + tl.arange(0, SIZE)
     inside = at < tl.load(mark)
     index = tl.load(indices + tl.load(mark + 1) + at, mask=inside, other=-1)
-    inside &= index >= 0
+    inside = inside & (index >= 0)
     if ZERO:
         tl.store(y + start + index, tl.zeros((SIZE,), y.dtype.element_ty), mask=inside)
     else:
@@ -264,7 +266,8 @@ def add_chosen(
             value = tl.load(from_message + at, mask=inside, other=0.0)
         else:
             value = tl.load(values + tl.load(mark + 1) + at, mask=inside, other=0.0)
-        inside &= tl.load((message + payload).to(tl.pointer_type(tl.int32))) == 0
+        odd = tl.load((message + payload).to(tl.pointer_type(tl.int32))) + tl.zeros((SIZE,), tl.int32)
+        inside = inside & (odd == 0)
         there = tl.load(y + start + index, mask=inside, other=0.0).to(tl.float32)
         tl.store(y + start + index, (there + value * scale).to(y.dtype.element_ty), mask=inside)
 

@@ -4,7 +4,7 @@ from thinwire.wire.agree import DisagreementError
 from thinwire.wire.log import StatsLogger
 from thinwire.wire.parity import ParityError
 from thinwire.wire.stats import Stats
-from thinwire.wire.stream import Later
+from thinwire.wire.stream import Later, on_the_host
 from thinwire.wire.timeline import Timeline, merge_timelines
 from thinwire.wire.wire import Wire
 from thinwire.wire.worker import Worker
@@ -19,4 +19,5 @@ __all__ = [
     "Wire",
     "Worker",
     "merge_timelines",
+    "on_the_host",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -55,12 +55,13 @@ class StreamWorker:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield
+        with on_the_host():
+            if self._stream is None:
+                yield
+                return
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                yield
 
 
 def _whole(job: Job) -> Tensor:
@@ -71,6 +72,11 @@ def _whole(job: Job) -> Tensor:
             return end.value
 
 
+def on_the_host() -> AbstractContextManager[object]:
+    """Inside, a tensor that is made without a device is on the CPU, whatever `torch.set_default_device` says."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+
+
 class Later:
     """Small tensors that a device computes, for the host to read once they are there, without stopping it before."""
 
@@ -79,12 +85,11 @@ class Later:
 
     def note(self, values: Tensor) -> None:
         """Send ``values`` to the host when the current stream has computed them."""
-        if not values.is_cuda:
-            self._noted.append((values, None))
-            return
         here = values.to("cpu", non_blocking=True)  # into pinned memory, where PyTorch puts it by itself
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(values.device))
+        event = None
+        if values.is_cuda:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(values.device))
         self._noted.append((here, event))
 
     def read(self) -> list[Tensor]:
