@@ -95,11 +95,12 @@ def test_raw_values(dtype: torch.dtype, there: None) -> None:
                 sent = [marked(size).to(device) for _ in range(count)]
                 for values_, message in zip(given, sent, strict=False):
                     kernels.raw_encode(values_.to(device), table, message)
-                out, y, scaled = marked(size).to(device), own.clone(), own.clone()
-                kernels.raw_reduce(sent, own, table, out, y, scale=0.25)
+                out, y, scaled, again = marked(size).to(device), own.clone(), own.clone(), own.clone()
+                kernels.raw_sum(sent, own.float(), table, y, scale=0.25, out_message=out)
+                kernels.raw_sum(sent, own, table, again, scale=2.0)
                 kernels.raw_decode(out, table, own, add=True)
                 kernels.raw_decode(out, table, scaled, scale=2.0)
-                return [*sent, out, y, own, scaled]
+                return [*sent, out, y, own, scaled, again]
 
             results.append(on_the_host(run) if device.type == "cpu" and not results else run())
         for wanted, got in zip(*results, strict=True):
@@ -316,7 +317,7 @@ def test_in_the_interpreter() -> None:
 
 @compiled
 def test_compiles() -> None:
-    from thinwire.kernels import gpu_rows, gpu_sample, gpu_select
+    from thinwire.kernels import gpu_rows, gpu_sample, gpu_select, gpu_unpack
 
     types = dict.fromkeys(("x", "y", "base", "total", "other", "out", "values"), "*fp32")
     types |= dict.fromkeys(("message", "out_message"), "*u8")
@@ -329,14 +330,14 @@ def test_compiles() -> None:
     size = {"SIZE": 2048}
     cases = [
         (gpu_rows.put_rows, size), (gpu_rows.take_rows, {"MODE": 1, **size}), (gpu_rows.add_rows, size),
-        (gpu_rows.sum_rows, {"MESSAGE": True, "LAST": True, **size}), (gpu_rows.scale_rows, size),
+        (gpu_rows.sum_rows, {"MESSAGE": True, "LAST": True, "SEND": True, **size}), (gpu_rows.scale_rows, size),
         *((gpu_select.count_digits, {"SHIFT": s, "BITS": b, "WHOLE": False, **size}) for s, b in gpu_select.DIGITS),
         (gpu_select.choose_digit, {"BITS": 11}), (gpu_select.count_rows, size), (gpu_select.clear_words, size),
         (gpu_select.put_chosen, {"FLOATS": True, **size}), (gpu_select.put_chosen, {"FLOATS": False, **size}),
-        (gpu_select.put_headers, {"BOUNDED": False}), (gpu_select.count_marked, size), (gpu_select.put_indices, size),
-        (gpu_select.clear_rows, {"ADD": True, **size}),
-        (gpu_select.add_chosen, {"FLOATS": True, "ZERO": False, **size}),
-        (gpu_select.add_chosen, {"FLOATS": False, "ZERO": True, **size}),
+        (gpu_select.put_headers, {"BOUNDED": False}), (gpu_unpack.count_marked, size), (gpu_unpack.put_indices, size),
+        (gpu_unpack.clear_rows, {"ADD": True, **size}),
+        (gpu_unpack.add_chosen, {"FLOATS": True, "ZERO": False, **size}),
+        (gpu_unpack.add_chosen, {"FLOATS": False, "ZERO": True, **size}),
     ]  # fmt: skip
     for kernel, constants in cases:
         assert "fma." not in assembly(kernel, types, **constants)

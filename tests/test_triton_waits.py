@@ -28,6 +28,7 @@ STEADY = [
     *("ef(sign(majority=True, bucket=64))", "natural"),
     *("rangefloat(bits=8, mantissa=3, range=4.0)", "rangefloat(bits=8)", "levels(bits=3, min_numel=0)", "cast(bf16)"),
     *("ef(randk(density=0.1))", "ef(powersgd(rank=2))", "truncate(gamma=4)", "ef(topk(density=0.1))"),
+    *("intsgd", "ef(intsgd(bits=32, block=global))", "heuristic_intsgd"),
     *("ef(topk(density=0.1, select=sampled))", "ef(topk(density=0.1) | minmax(bits=8))", "dgc(topk(density=0.05))"),
     *("ef(threshold(lam=1.0))", "ef(globaltopk(density=0.05))"),
 ]
@@ -38,8 +39,6 @@ STEADY = [
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels take tensors of the device; a host's numbers may not go there by way of `torch.tensor`."""
     from triton.runtime.interpreter import GridExecutor
-
-    from thinwire.kernels import gpu_select
 
     one_at_a_time, launch = threading.Lock(), GridExecutor.__call__
 
@@ -60,7 +59,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GridExecutor, "__call__", launch_alone)
     for where in (native, kernels):
         monkeypatch.setattr(where, "asynchronous", lambda t: isinstance(t, Pretended))
-    monkeypatch.setattr(gpu_select, "sent", lambda values, where: values.to(where, non_blocking=True))
+        monkeypatch.setattr(where, "sent", lambda values, device: values.to(device, non_blocking=True))
     monkeypatch.setattr(torch, "tensor", checked)
 
 
@@ -68,7 +67,10 @@ _thread = threading.local()
 
 
 def steps(spec: str, transport, num_steps: int, poison: int = -1) -> tuple[int, list[torch.Tensor]]:
-    """Backward passes of a Wire on one rank; the third and later ones may not wait. Non-finite steps, and what came out."""
+    """Backward passes of a Wire on one rank, of which the third and later ones may not wait.
+
+    How many steps were not finite, and what came out.
+    """
     with Pretend() as mode:
         plan = Plan.build(SHAPES, spec)
         wire = Wire(plan, SHAPES, transport, decline=False)

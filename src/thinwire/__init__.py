@@ -1,7 +1,7 @@
 """Train over thin wires: compressed gradients for distributed PyTorch."""
 
-from thinwire.attach import compress
-from thinwire.collectives import MessageError, PeerFailedError, TransportError
+from thinwire.attach import ProcessGroup, ProcessGroupOptions, compress, register_model
+from thinwire.collectives import MessageError, PeerFailedError, SharedMemoryError, TransportError
 from thinwire.compressors import (
     DGC,
     FFT,
@@ -10,6 +10,8 @@ from thinwire.compressors import (
     Chain,
     Compressor,
     GlobalTopK,
+    HeuristicIntSGD,
+    IntSGD,
     Lattice,
     Levels,
     MaxAbs,
@@ -41,6 +43,8 @@ __all__ = [
     "Compressor",
     "DisagreementError",
     "GlobalTopK",
+    "HeuristicIntSGD",
+    "IntSGD",
     "Lattice",
     "Levels",
     "MaxAbs",
@@ -52,9 +56,12 @@ __all__ = [
     "PeerFailedError",
     "Plan",
     "PowerSGD",
+    "ProcessGroup",
+    "ProcessGroupOptions",
     "RandK",
     "RangeFloat",
     "Raw",
+    "SharedMemoryError",
     "Sign",
     "Stats",
     "StatsLogger",
@@ -70,4 +77,5 @@ __all__ = [
     "merge_timelines",
     "parse",
     "register",
+    "register_model",
 ]

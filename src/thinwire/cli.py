@@ -18,12 +18,14 @@ _COMMANDS = {
     "lab": "thinwire.lab.command:lab",
     "bench kernels": "thinwire.bench.kernels:kernels",
     "bench allreduce": "thinwire.bench.allreduce:allreduce",
+    "bench topologies": "thinwire.bench.topologies:topologies",
     "bench step": "thinwire.bench.step:step",
     "bench cuda": "thinwire.bench.cuda:cuda",
     "bench compressors": "thinwire.bench.compressors:compressors",
     "compare": "thinwire.repro.compare:compare",
     "compare every": "thinwire.repro.every:every",
     "repro fft": "thinwire.repro.fft.command:fft",
+    "repro cgx": "thinwire.repro.cgx.command:cgx",
 }
 
 _HELP = """\
@@ -33,12 +35,14 @@ _HELP = """\
   [bold]thinwire lab[/]               run any torchrun-style script over a slow network, emulated on this machine
   [bold]thinwire bench kernels[/]     how fast this machine quantises, beside a plain copy
   [bold]thinwire bench allreduce[/]   an all-reduce over a slow link, beside gloo and beside its own limit
+  [bold]thinwire bench topologies[/]  the same by ring, tree, hierarchy ... and through shared memory, over many links
   [bold]thinwire bench step[/]        a training step over a slow link, beside stock DDP and beside its own limit
   [bold]thinwire bench cuda[/]        the same on a GPU: speed and launches of each compressor, ranks that share the GPU
   [bold]thinwire bench compressors[/] error, bytes and speed of every compressor on the gradients of a real training
   [bold]thinwire compare[/]           is it the same loss? paired runs, an interval, a control that must fail
   [bold]thinwire compare every[/]     the same for every compressor at once, with and without error feedback
   [bold]thinwire repro fft[/]         the FFT sparsification paper's figures on this machine: does each claim hold?
+  [bold]thinwire repro cgx[/]         the thesis's chapter on CGX, table by table: does each claim hold?
 
   thinwire COMMAND --help       what a command takes, with examples
 

@@ -10,11 +10,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach.ddp import Options, compress_ddp
-from thinwire.collectives import Topology, parse_topology
+from thinwire.attach.group_options import ProcessGroupOptions
+from thinwire.attach.process_group import ProcessGroup, register_backend, register_model
+from thinwire.collectives import Topology, TransportChoice, parse_topology
 from thinwire.plan import DEFAULT_RULES, Rules
 from thinwire.wire import Wire
 
-__all__ = ["compress"]
+__all__ = ["ProcessGroup", "ProcessGroupOptions", "compress", "register_model"]
+
+register_backend()
 
 
 def compress(
@@ -31,6 +35,7 @@ def compress(
     resync: int = 0,
     measure: int = 0,
     topology: str | Topology = "sra",
+    transport: TransportChoice = "auto",
     optimizer: torch.optim.Optimizer | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     timeout: timedelta | None = None,
@@ -49,7 +54,8 @@ def compress(
             distort much (``topk``, ``powersgd`` ...) get error feedback around them unless they say
             ``feedback=False``; layers that a compressor cannot take stay raw (``wire.unsuited`` says which and why).
         exclude: patterns of layers that stay raw. Layers with fewer than two dimensions (biases, norms) or fewer than
-            ``min_numel`` elements do in any case, unless a rule gives their full name.
+            ``min_numel`` elements do in any case, unless a rule gives their full name, or the compressor takes every
+            layer (``intsgd``, so that no float is sent).
         min_numel: elements below which a layer stays raw.
         start: steps at the beginning that stay uncompressed; the thesis (section 4.6.1) turns compression on after the
             learning rate's warm-up.
@@ -68,7 +74,11 @@ def compress(
         topology: how messages meet. ``sra`` (scatter-reduce-all-gather) is the default; ``sra(rates=measured)`` gives
             ranks with faster links more to own; ``ring``, ``tree``, ``allgather``, ``parameter_server(server=0)``;
             ``hierarchical(inside=dense, across=slices)`` adds up inside each node first.
-        optimizer: the optimizer, for compressors that follow its learning rate (``fft(theta=diminishing)``).
+        transport: ``auto`` lets coded messages between ranks of one node lie in memory that these share (Linux), and
+            sends the others over the process group; ``shared`` insists on it; ``group`` sends all of them. Ranks find
+            out themselves who shares a node; the environment variable ``THINWIRE_NODE`` names a rank's node otherwise.
+        optimizer: the optimizer, for compressors that follow its learning rate (``fft(theta=diminishing)``) or its
+            steps (``intsgd(scale=params)``).
         grad_scaler: the ``GradScaler`` of an fp16 training; error feedback keeps its residuals in unscaled units.
         timeout: of the process group that the Wire makes for itself; that of the model's own if None.
 
@@ -80,6 +90,7 @@ def compress(
         ValueError: a pattern matches no parameter, or a spec is wrong.
         RuntimeError: the model is compressed already, or has another communication hook.
         DisagreementError: the ranks gave different arguments.
+        SharedMemoryError: ``transport="shared"``, and ranks cannot share memory.
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
@@ -97,6 +108,7 @@ def compress(
         resync=resync,
         measure=measure,
         topology=parse_topology(topology),
+        transport=transport,
         optimizer=optimizer,
         grad_scaler=grad_scaler,
         timeout=timeout,

@@ -13,17 +13,21 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.attach.updates import Updates
 from thinwire.collectives import (
     DeviceGroupTransport,
     ProcessGroupTransport,
     ScatterReduceAllGather,
     Topology,
     Transport,
+    TransportChoice,
+    with_shared_memory,
 )
 from thinwire.compat import group_timeout
 from thinwire.compressors import GRADIENT_DTYPES, Raw, Wrapper, check_int
 from thinwire.plan import Filter, Plan, Rules
-from thinwire.wire import Later, Wire, on_the_host
+from thinwire.wire import Later, Wire, agree, on_the_host
+from thinwire.wire.route import BucketLayers
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented, yet not exported
 _BIG_BUCKET_BYTES = 4 << 20
@@ -40,6 +44,7 @@ class _Hook:
         self.names: dict[torch.Tensor, str] = {p: name for name, p in model.module.named_parameters()}
         self.wire: Wire | None = None
         self.grad_scaler: torch.amp.GradScaler | None = None
+        self.updates: Updates | None = None
         self.parity = 0
         self.resync = 0
         self._passes = 0
@@ -61,7 +66,7 @@ class _Hook:
         if wire is None or not wire.attached:
             return _plain_mean(flat, self.group)
         if bucket.index() == 0:
-            wire.begin_step()
+            wire.begin_step(self.updates.learning_rates() if self.updates else None)
             self._loss_scale = self._present_scale()
             self._check_overlap(bucket, flat, wire)
             if self.parity and wire.step % self.parity == 0:
@@ -74,7 +79,7 @@ class _Hook:
         if not wire.simulated:
             return wire.reduce(flat, layers, loss_scale=self._loss_scale)
         wire.simulate(flat, layers, loss_scale=self._loss_scale)
-        return _plain_mean(flat, self.group).then(lambda future: _noted(future.value(), wire))
+        return _plain_mean(flat, self.group).then(lambda future: _noted(future.value(), wire, layers))
 
     def _present_scale(self) -> float:
         """The loss scale of this backward pass."""
@@ -118,8 +123,8 @@ def _plain_mean(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.F
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def _noted(mean: torch.Tensor, wire: Wire) -> torch.Tensor:
-    wire.note_result(mean)
+def _noted(mean: torch.Tensor, wire: Wire, layers: BucketLayers) -> torch.Tensor:
+    wire.note_result(mean, layers)
     return mean
 
 
@@ -141,6 +146,7 @@ class Options:
     resync: int = 0
     measure: int = 0
     topology: Topology = field(default_factory=ScatterReduceAllGather)
+    transport: TransportChoice = "auto"
     optimizer: torch.optim.Optimizer | None = None
     grad_scaler: torch.amp.GradScaler | None = None
     timeout: timedelta | None = None
@@ -166,10 +172,12 @@ def _compress(model: DistributedDataParallel, rules: Rules, options: Options) ->
     plan = Plan.build(shapes, rules, Filter(min_numel=options.min_numel, exclude=tuple(options.exclude)))
     _check_dtypes(model, plan)
     _check_feedback(plan)
+    parameters = {name: p for p, name in hook.names.items()}
+    follows = Updates.check(plan, options.optimizer, parameters)
     wire = Wire(
         plan,
         shapes,
-        _transport(hook.group, options.timeout, device),
+        _transport(hook.group, options, device),
         seed=options.seed,
         start=options.start,
         decline=options.decline,
@@ -181,6 +189,9 @@ def _compress(model: DistributedDataParallel, rules: Rules, options: Options) ->
     if model not in _attached:
         _register(model, hook, wire)
     hook.wire = wire
+    hook.updates = None
+    if follows and options.optimizer is not None:
+        hook.updates = Updates(wire, options.optimizer, parameters)
     hook.grad_scaler, hook.parity, hook.resync = options.grad_scaler, options.parity, options.resync
     return wire
 
@@ -259,13 +270,13 @@ def _check_feedback(plan: Plan) -> None:
             )
 
 
-def _transport(group: dist.ProcessGroup, timeout: timedelta | None, device: torch.device | None) -> Transport:
+def _transport(group: dist.ProcessGroup, options: Options, device: torch.device | None) -> Transport:
     """Process groups of our own: DDP uses its own group from the main thread while ours are busy in the worker.
 
     On a device there is no worker: what travels goes over the model's own group, from the thread that DDP uses it
     from, and in one order with what DDP itself sends. Ours then serve for what ranks agree on.
     """
-    timeout = timeout or group_timeout(group)
+    timeout = options.timeout or group_timeout(group)
     ranks = dist.get_process_group_ranks(group)
     part = len(ranks) != dist.get_world_size()
     mine, second = (
@@ -273,5 +284,15 @@ def _transport(group: dist.ProcessGroup, timeout: timedelta | None, device: torc
     )
     assert isinstance(mine, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
-    host = ProcessGroupTransport(mine, timeout, second)
-    return host if device is None else DeviceGroupTransport(host, device, group, timeout)
+    transport = ProcessGroupTransport(mine, timeout, second)
+    # What follows until the plan is agreed on depends on these: ranks that differ would wait for each other.
+    told = {"simulate": str(options.simulate), "transport": options.transport, "topology": str(options.topology)}
+    agree(told | {"gradients on": device.type if device else "the host"}, transport)
+    if device is not None:
+        if options.transport == "shared":
+            raise ValueError(
+                "transport='shared' is memory of the host: between devices bytes go over the model's group"
+            )
+        return DeviceGroupTransport(transport, device, group, timeout)
+    # A simulation sends no messages.
+    return with_shared_memory(transport, timeout, "group" if options.simulate else options.transport)

@@ -7,7 +7,10 @@ from thinwire.collectives.exchange import Exchange
 from thinwire.collectives.layout import Chunk, Layer, Layout, owned_parts
 from thinwire.collectives.message import MessageError, PeerFailedError
 from thinwire.collectives.nodes import node_identity, number_nodes
+from thinwire.collectives.parts import part_layout
 from thinwire.collectives.reduction import all_gather, all_reduce, encoded, reduce_scatter
+from thinwire.collectives.shared_memory import SharedMemoryError
+from thinwire.collectives.shared_transport import SharedMemoryTransport, TransportChoice, with_shared_memory
 from thinwire.collectives.stages import complete
 from thinwire.collectives.summed import sum_buffers, summed_all_reduce
 from thinwire.collectives.topology import (
@@ -52,9 +55,12 @@ __all__ = [
     "ProcessGroupTransport",
     "Ring",
     "ScatterReduceAllGather",
+    "SharedMemoryError",
+    "SharedMemoryTransport",
     "Topology",
     "Traffic",
     "Transport",
+    "TransportChoice",
     "TransportError",
     "World",
     "all_gather",
@@ -69,9 +75,11 @@ __all__ = [
     "number_nodes",
     "owned_parts",
     "parse_topology",
+    "part_layout",
     "reduce_scatter",
     "ring_bytes",
     "sent_bytes",
     "sum_buffers",
     "summed_all_reduce",
+    "with_shared_memory",
 ]

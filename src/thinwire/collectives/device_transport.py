@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.transport import (
+    _OPS,
     Pending,
     Transport,
     TransportError,
@@ -24,6 +25,7 @@ from thinwire.collectives.transport import (
     _PendingWork,
 )
 from thinwire.compat import all_gather_single
+from thinwire.compressors import Reduction
 
 
 class DeviceTransport(Transport):
@@ -83,8 +85,8 @@ class DeviceGroupTransport(DeviceTransport):
     def _all_gather_into(self, out: Tensor, x: Tensor) -> None:
         self._run("all-gather", lambda: all_gather_single(out, x, self.group))
 
-    def _start_all_reduce(self, x: Tensor, lane: int) -> Pending:
-        work = self._run("all-reduce", lambda: dist.all_reduce(x, group=self.group, async_op=True))
+    def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
+        work = self._run("all-reduce", lambda: dist.all_reduce(x, _OPS[op], group=self.group, async_op=True))
         if work is None:
             raise TransportError("the all-reduce failed: this process is not in the group")
         return _PendingWork(work, "the all-reduce", self._timeout)
@@ -132,9 +134,14 @@ class DeviceLoopbackTransport(DeviceTransport):
 
         self._share((x, []), take)
 
-    def _start_all_reduce(self, x: Tensor, lane: int) -> Pending:
+    def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
         totals: list[Tensor] = []
-        self._share((x, []), lambda given: totals.append(torch.stack([theirs for theirs, _ in given]).sum(0)))
+
+        def take(given: list[tuple[Tensor, list[int]]]) -> None:
+            theirs = torch.stack([theirs for theirs, _ in given])
+            totals.append(theirs.sum(0, dtype=x.dtype) if op == "sum" else theirs.amax(0))
+
+        self._share((x, []), take)
         x.copy_(totals[0])
         return _Nothing()
 

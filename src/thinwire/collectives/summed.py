@@ -7,12 +7,11 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.collectives.keys import SHARED
+from thinwire.collectives.keys import sum_key
 from thinwire.collectives.layout import Layout, Sum
 from thinwire.collectives.stages import Clock, NoClock
 from thinwire.collectives.transport import Transport
 from thinwire.compressors import State
-from thinwire.kernels import derive_key
 
 
 def sum_buffers(layout: Layout, device: torch.device | None = None) -> tuple[Tensor, ...]:
@@ -28,19 +27,22 @@ def summed_all_reduce(
     *,
     seed: int,
     step: int,
+    scale: float | None = None,
     state: State | None = None,
     clock: Clock | None = None,
 ) -> Generator[None]:
-    """Replace the summed layers of the flat tensor ``x`` by their mean over all ranks.
+    """Replace the summed layers of the flat tensor ``x`` by ``scale`` times their sum over all ranks, by default their
+    mean.
 
-    Yields once, when the sums of the first round are on their way, as `scatter_reduce_allgather` does; later rounds
-    take the transport's second lane, so that the next bucket's first round need not wait for them.
+    Yields once, when the sums of the first round are on their way, as `all_reduce` does; later rounds take the
+    transport's second lane, so that the next bucket's first round need not wait for them.
 
     Raises:
         TransportError: a rank is gone or silent.
     """
     clock = clock or NoClock()
-    key, scale = derive_key(seed, step, SHARED), 1.0 / transport.world_size
+    key = sum_key(seed, step, transport.rank)
+    scale = 1.0 / transport.world_size if scale is None else scale
 
     def encode(s: Sum, buffer: Tensor) -> None:
         with clock.stage("encode"):
@@ -57,7 +59,7 @@ def summed_all_reduce(
     for s, buffer in sums:
         if s.round == 0:
             encode(s, buffer)
-            started.append((s, buffer, transport.start_all_reduce(buffer)))
+            started.append((s, buffer, transport.start_all_reduce(buffer, op=s.op)))
     yield
 
     for s, buffer, pending in started:
@@ -68,5 +70,5 @@ def summed_all_reduce(
         if s.round > 0:
             encode(s, buffer)
             with clock.stage("wire"):
-                transport.all_reduce(buffer, lane=1)
+                transport.all_reduce(buffer, lane=1, op=s.op)
             decode(s, buffer)

@@ -19,7 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.traffic import Outgoing, Traffic, num_phases
+from thinwire.collectives.traffic import Outgoing, Traffic, arriving, num_phases
+from thinwire.compressors import Reduction
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class TransportError(RuntimeError):
@@ -76,10 +79,16 @@ class Transport(ABC):
     def __init__(self) -> None:
         self.sent_bytes = 0
         self.received_bytes = 0
+        self.shared_bytes = 0
+        """Of those sent: what its receivers took from memory that they share with this rank."""
         self.broken = False
-        """Set by whoever met a `TransportError`: nothing is waited for on it any more."""
+        """Whether somebody gave it up: nothing is waited for on it any more."""
         self._next_tag = 0
         self._lock = threading.Lock()
+
+    def give_up(self) -> None:
+        """Called by whoever met a `TransportError`."""
+        self.broken = True
 
     def new_tag(self, num: int) -> int:
         """First of ``num`` tags that no exchange under way uses. All ranks must call this in the same order."""
@@ -88,10 +97,11 @@ class Transport(ABC):
             self._next_tag = (tag + num) % (1 << 20)
         return tag
 
-    def _count(self, sent: int, received: int) -> None:
+    def _count(self, sent: int, received: int, shared: int = 0) -> None:
         with self._lock:
             self.sent_bytes += sent
             self.received_bytes += received
+            self.shared_bytes += shared
 
     def open(self, traffic: Traffic) -> Buffers:
         """Make room for the messages of a collective. All ranks must call this, in the same order.
@@ -99,18 +109,13 @@ class Transport(ABC):
         A message that a rank hands on leaves from where it arrived.
         """
         outgoing = {message.phase: message for message in traffic[self.rank]}
-        arriving = {
-            (message.phase, peer): message
-            for peer, messages in enumerate(traffic)
-            for message in messages
-            if self.rank in message.receivers
-        }
-        inbox = {address: _room(message) for address, message in arriving.items()}
+        incoming = arriving(traffic, self.rank)
+        inbox = {address: room(message) for address, message in incoming.items()}
         arrived = {phase: tensor for (phase, _), tensor in inbox.items()}
         outbox = {
-            phase: _room(message) if message.maker is None else arrived[phase] for phase, message in outgoing.items()
+            phase: room(message) if message.maker is None else arrived[phase] for phase, message in outgoing.items()
         }
-        return Buffers(outgoing, outbox, inbox, arriving, num_phases(traffic))
+        return Buffers(outgoing, outbox, inbox, incoming, num_phases(traffic))
 
     def begin(self, buffers: Buffers) -> None:
         """Before the first message of an exchange. All ranks must begin their exchanges in the same order."""
@@ -142,18 +147,19 @@ class Transport(ABC):
     @abstractmethod
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending: ...
 
-    def start_all_reduce(self, x: Tensor, *, lane: int = 0) -> Pending:
-        """Begin to replace ``x`` by its sum over all ranks, in its own dtype. Counted as a ring all-reduce."""
+    def start_all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> Pending:
+        """Begin to replace ``x`` by its sum (or maximum) over all ranks, in its own dtype. Counted as a
+        ring all-reduce."""
         moved = ring_bytes(x.numel() * x.element_size(), self.world_size)
         self._count(moved, moved)
-        return self._start_all_reduce(x, lane)
+        return self._start_all_reduce(x, lane, op)
 
-    def all_reduce(self, x: Tensor, *, lane: int = 0) -> None:
+    def all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> None:
         """The same, to its end."""
-        self.start_all_reduce(x, lane=lane).wait()
+        self.start_all_reduce(x, lane=lane, op=op).wait()
 
     @abstractmethod
-    def _start_all_reduce(self, x: Tensor, lane: int) -> Pending: ...
+    def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending: ...
 
     @abstractmethod
     def broadcast(self, x: Tensor) -> None:
@@ -164,7 +170,8 @@ class Transport(ABC):
         """The tensors of all ranks, stacked by rank. Shapes and dtypes must agree."""
 
 
-def _room(message: Outgoing) -> Tensor:
+def room(message: Outgoing) -> Tensor:
+    """Memory for it that is this rank's alone."""
     return torch.zeros(message.num_bytes, dtype=torch.uint8)
 
 
@@ -191,6 +198,7 @@ class ProcessGroupTransport(Transport):
     """Over torch process groups that nobody else uses, of the same ranks. CPU tensors (gloo).
 
     ``second`` is the group of the second lane; without one both lanes are the first, for who uses but one thread.
+    Groups are spoken to directly: they may be ones that ``torch.distributed`` has no list of.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta, second: dist.ProcessGroup | None = None) -> None:
@@ -198,48 +206,31 @@ class ProcessGroupTransport(Transport):
         self.group = group
         self._lanes = (group, second or group)
         self.timeout = timeout
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+        self.rank = group.rank()
+        self.world_size = group.size()
 
     def _send(self, message: Tensor, peer: int, tag: int) -> Pending:
-        return self._start(dist.isend, message, peer, tag, "sending to")
+        return self._start(f"sending to rank {peer}", lambda: self.group.send([message], peer, tag))
 
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending:
-        return self._start(dist.irecv, message, peer, tag, "receiving from")
+        return self._start(f"receiving from rank {peer}", lambda: self.group.recv([message], peer, tag))
 
-    def _start(self, operation, message: Tensor, peer: int, tag: int, doing: str) -> Pending:
-        side = "group_dst" if operation is dist.isend else "group_src"
-        doing = f"{doing} rank {peer}"
-        try:
-            work = operation(message, group=self.group, tag=tag, **{side: peer})
-        except RuntimeError as error:
-            raise TransportError(f"{doing} failed: {_first_line(error)}") from error
-        if work is None:
-            raise TransportError(f"{doing} failed: this process is not in the group")
-        return _PendingWork(work, doing, self.timeout)
-
-    def _start_all_reduce(self, x: Tensor, lane: int) -> Pending:
-        try:
-            work = dist.all_reduce(x, group=self._lanes[lane], async_op=True)
-        except RuntimeError as error:
-            raise TransportError(f"the all-reduce failed: {_first_line(error)}") from error
-        if work is None:
-            raise TransportError("the all-reduce failed: this process is not in the group")
-        return _PendingWork(work, "the all-reduce", self.timeout)
+    def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
+        return self._start("the all-reduce", lambda: self._lanes[lane].allreduce([x], _OPS[op]))
 
     def broadcast(self, x: Tensor) -> None:
-        try:
-            dist.broadcast(x, group=self.group, group_src=0)
-        except RuntimeError as error:
-            raise TransportError(f"the broadcast failed: {_first_line(error)}") from error
+        self._start("the broadcast", lambda: self.group.broadcast(x, 0)).wait()
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = [torch.empty_like(x) for _ in range(self.world_size)]
-        try:
-            dist.all_gather(out, x, group=self.group)
-        except RuntimeError as error:
-            raise TransportError(f"the all-gather failed: {_first_line(error)}") from error
+        self._start("the all-gather", lambda: self.group.allgather(out, x)).wait()
         return torch.stack(out)
+
+    def _start(self, doing: str, operation: Callable[[], dist.Work]) -> Pending:
+        try:
+            return _PendingWork(operation(), doing, self.timeout)
+        except RuntimeError as error:
+            raise TransportError(f"{doing} failed: {_first_line(error)}") from error
 
 
 class LoopbackTransport(Transport):
@@ -266,7 +257,9 @@ class LoopbackTransport(Transport):
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending:
         return _Arrival(message, self._world.mailbox(peer, self.rank, tag), self._world.timeout_s, peer)
 
-    def _start_all_reduce(self, x: Tensor, lane: int) -> Pending:
+    def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
+        if op == "max":
+            return _Sum(x, lambda: self._gather(x, lane).amax(0))
         return _Sum(x, lambda: self._gather(x, lane).sum(0))
 
     def broadcast(self, x: Tensor) -> None:

@@ -2,112 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from thinwire import kernels
 from thinwire.compressors.checks import check_dtype
-from thinwire.compressors.pieces import Key, LayerState, Part, Piece, Segments, Slot, State
+from thinwire.compressors.compressor import Compressor, Unsuited
+from thinwire.compressors.pieces import Key, Part, Piece, Segments, State
 
 Count = int | Tensor
 """A number; where the host would have to wait to know it, a tensor of no dimensions on the device."""
 
-
-class Unsuited(ValueError):
-    """A compressor cannot take layers of this shape: they travel raw. The text says why."""
-
-
-@dataclass(frozen=True)
-class Compressor(ABC):
-    """A frozen set of parameters. ``str(c)`` is its spec and ``thinwire.parse`` gives it back."""
-
-    spec_name: ClassVar[str]
-
-    @property
-    def exact_bits(self) -> bool:
-        """Whether its bytes are the same on any machine. False for FFT, SVD and matrix products."""
-        return True
-
-    @property
-    def size(self) -> Literal["fixed", "bounded"]:
-        """Whether a message's size is a function of the shape alone, or has but an upper bound."""
-        return "fixed"
-
-    @property
-    def largest(self) -> float:
-        """Largest magnitude that can be received; beyond it a value saturates or arrives as Inf."""
-        return math.inf
-
-    @property
-    def dense(self) -> bool:
-        """Whether every element is sent, not a choice of them."""
-        return True
-
-    @property
-    def keeps_constants(self) -> bool:
-        """Whether a layer of one value is received as it is, up to rounding."""
-        return self.dense
-
-    @property
-    @abstractmethod
-    def unbiased(self) -> bool:
-        """Whether the expectation of what is received is what was sent."""
-
-    @property
-    def contracts(self) -> bool:
-        """Whether its error is smaller than its input, as error feedback needs: else what is owed grows without end."""
-        return True
-
-    @property
-    def wants_feedback(self) -> bool:
-        """Whether a plan puts error feedback around it: it drops or distorts so much that training needs it."""
-        return False
-
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        """The state that it needs for each layer."""
-        return ()
-
-    def fit(self, shape: Sequence[int]) -> Compressor:
-        """What a layer of this shape gets: this compressor with what depends on the shape filled in, or a simpler one.
-
-        Raises:
-            Unsuited: it cannot take such a layer.
-        """
-        return self
-
-    def at(self, step: int, learning_rate: float | None) -> Compressor:
-        """This compressor as it is in a step (counted from the first compressed one), where it has a schedule.
-
-        ``learning_rate`` is the optimizer's, if the Wire was given one.
-        """
-        return self
-
-    @abstractmethod
-    def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
-        """Bytes that a whole layer of this shape takes in a message."""
-
-    @abstractmethod
-    def roundtrip(self, x: Tensor, key: int = 0) -> Tensor:
-        """What the receiver will see of ``x``, as fp32 of the same shape; ``x`` itself where it travels raw."""
-
-    def __or__(self, other: Compressor) -> Compressor:
-        raise TypeError(f"{self} chooses no values that {other} could code: put a sparsifier such as topk first")
-
-    def __str__(self) -> str:
-        shown = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.metadata.get("shown") or value != field.default:
-                shown.append(f"{field.name}={value}")
-        return f"{self.spec_name}({', '.join(shown)})"
+Reduction = Literal["sum", "max"]
 
 
 @dataclass(frozen=True)
@@ -177,11 +88,12 @@ class Coded(Compressor):
     def add_up(
         self, messages: Sequence[Tensor], own: Tensor, segments: Segments, total: Tensor, *, scale: float
     ) -> None:
-        """Set the segments of ``total`` (fp32) to ``scale · (own + Σ decode(messages))``."""
-        kernels.rows_scale(own, segments.table, total)
+        """Set the segments of ``total`` to ``scale · (own + Σ decode(messages))``, summed in fp32 in their order."""
+        sums = total if total.dtype == torch.float32 else torch.empty_like(total, dtype=torch.float32)
+        kernels.rows_scale(own, segments.table, sums)
         for message in messages:
-            self.decode(message, segments, total, add=True)
-        kernels.rows_scale(total, segments.table, total, by=scale)
+            self.decode(message, segments, sums, add=True)
+        kernels.rows_scale(sums, segments.table, total, by=scale)
 
     def mean(self, messages: Sequence[Tensor], segments: Segments, y: Tensor, *, scale: float) -> None:
         """The receiver's stage of an all-gather: set ``y`` to ``scale · Σ decode(messages)``, summed in their order."""
@@ -246,14 +158,6 @@ class Coded(Compressor):
         """
         return {}
 
-    @property
-    def settles(self) -> bool:
-        """Whether `end_step` is to be called: its layers decide something together."""
-        return False
-
-    def end_step(self, layers: Sequence[LayerState], loss_scale: float) -> None:
-        """Between two steps: set slots of the next one from what this step left in ``next`` of all layers."""
-
     def used_bytes(self, message: Tensor, piece: Piece) -> int:
         """Bytes of a payload that mean something, a multiple of 64; of a bounded compressor fewer than it may take.
 
@@ -299,6 +203,10 @@ class Summed(Compressor):
         """Sums that it takes, one after the other."""
         return 1
 
+    def operation(self, round: int) -> Reduction:
+        """What becomes of the ranks' parts in a round: their sum, or the largest of each element."""
+        return "sum"
+
     @abstractmethod
     def part_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which the parts of gradients of ``dtype`` are added."""
@@ -315,14 +223,11 @@ class Summed(Compressor):
         parts: Sequence[Part],
         out: Tensor,
         *,
-        key: int,
+        key: Key,
         scale: float,
         state: State | None = None,
     ) -> None:
-        """Write what layers of the flat tensor ``x`` contribute, times ``scale``, each to its place in ``out``.
-
-        ``key`` is the same on all ranks.
-        """
+        """Write what layers of the flat tensor ``x`` contribute, times ``scale``, each to its place in ``out``."""
 
     @abstractmethod
     def absorb(
@@ -332,10 +237,14 @@ class Summed(Compressor):
         x: Tensor,
         parts: Sequence[Part],
         *,
-        key: int,
+        key: Key,
         state: State | None = None,
     ) -> None:
         """Take the sum of all ranks' parts. The last round sets the layers in ``x`` to the result."""
+
+    def clipped(self, parts: Sequence[Part], state: State | None) -> Count | None:
+        """How many of this rank's values of these layers the last step clipped; None if it never clips."""
+        return None
 
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
         return sum(self.part_numel(r, shape) for r in range(self.rounds)) * self.part_dtype(dtype).itemsize
@@ -351,12 +260,12 @@ class Summed(Compressor):
         y = x.detach().to(torch.float32, copy=True).reshape(-1)
         piece = Piece("roundtrip", 0, y.numel(), 0, 0, tuple(x.shape))
         state = first_state(fitted, y, Segments.build([piece]))
-        sum_alone(fitted, y, piece, x.dtype, key=Key.of(key).shared, state=state)
+        sum_alone(fitted, y, piece, x.dtype, key=Key.of(key), state=state)
         return y.view(x.shape)
 
 
 def sum_alone(
-    compressor: Summed, x: Tensor, piece: Piece, dtype: torch.dtype, *, key: int, state: State | None
+    compressor: Summed, x: Tensor, piece: Piece, dtype: torch.dtype, *, key: Key, state: State | None
 ) -> None:
     """All rounds of a world of one: replace the layer in ``x`` by what arrives of it."""
     for round in range(compressor.rounds):
@@ -368,11 +277,14 @@ def sum_alone(
 
 
 def first_state(compressor: Compressor, flat: Tensor, segments: Segments, loss_scale: float = 1.0) -> State | None:
-    """The state of a first step, with what is learned learned from ``flat``; None if the compressor asks for none."""
+    """The state of a first step, as if ``flat`` had been seen before; None if the compressor asks for none."""
     if not compressor.slots:
         return None
     layers = {piece.name: piece.shape for piece in segments.pieces}
     state = State.fresh(compressor.slots, flat.numel(), loss_scale, layers, device=flat.device)
+    for piece in segments.pieces:
+        compressor.follow(flat[piece.elements], piece.name, state)
+    state = state.swapped()
     if isinstance(compressor, Coded) and compressor.learns_at:
         for piece in segments.pieces:
             of = state.layers[piece.name].now

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from thinwire.compressors.base import Coded, Compressor, Count, Summed
+from thinwire.compressors.base import Coded, Compressor, Count, Reduction, Summed
 from thinwire.compressors.pieces import Key, LayerState, Part, Piece, Segments, Slot, State
 
 RESIDUAL = Slot("residual")
@@ -76,6 +76,36 @@ class Wrapper(Compressor):
         inner = self.inner.at(step, learning_rate)
         return self if inner is self.inner else self.around(inner)
 
+    def among(self, num_ranks: int, numel: int) -> Compressor:
+        inner = self.inner.among(num_ranks, numel)
+        return self if inner is self.inner else self.around(inner)
+
+    @property
+    def opening(self) -> Compressor | None:
+        inner = self.inner.opening
+        return None if inner is None else self.around(inner)
+
+    @property
+    def takes_every_layer(self) -> bool:
+        return self.inner.takes_every_layer
+
+    def follow(self, mean: Tensor, layer: str, state: State) -> None:
+        self.inner.follow(mean, layer, state)
+
+    @property
+    def follows_optimizer(self) -> bool:
+        return self.inner.follows_optimizer
+
+    def updated(self, changes: Sequence[tuple[LayerState, float]]) -> None:
+        self.inner.updated(changes)
+
+    @property
+    def settles(self) -> bool:
+        return self.inner.settles
+
+    def end_step(self, layers: Sequence[LayerState], loss_scale: float) -> None:
+        self.inner.end_step(layers, loss_scale)
+
     @abstractmethod
     def around(self, inner: Compressor) -> Compressor:
         """The same around another compressor."""
@@ -121,13 +151,6 @@ class WrappedCoded(Wrapper, Coded):
 
     def learn(self, values: Tensor, slots: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return self.inner.learn(values, slots)
-
-    @property
-    def settles(self) -> bool:
-        return self.inner.settles
-
-    def end_step(self, layers: Sequence[LayerState], loss_scale: float) -> None:
-        self.inner.end_step(layers, loss_scale)
 
     def used_bytes(self, message: Tensor, piece: Piece) -> int:
         return self.inner.used_bytes(message, piece)
@@ -206,6 +229,9 @@ class EfSummed(Wrapper, Summed):
     def part_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.inner.part_dtype(dtype)
 
+    def operation(self, round: int) -> Reduction:
+        return self.inner.operation(round)
+
     def part_numel(self, round: int, shape: Sequence[int]) -> int:
         return self.inner.part_numel(round, shape)
 
@@ -216,7 +242,7 @@ class EfSummed(Wrapper, Summed):
         parts: Sequence[Part],
         out: Tensor,
         *,
-        key: int,
+        key: Key,
         scale: float,
         state: State | None = None,
     ) -> None:
@@ -232,7 +258,7 @@ class EfSummed(Wrapper, Summed):
         x: Tensor,
         parts: Sequence[Part],
         *,
-        key: int,
+        key: Key,
         state: State | None = None,
     ) -> None:
         self.inner.absorb(round, total, x, parts, key=key, state=state)
@@ -243,6 +269,9 @@ class EfSummed(Wrapper, Summed):
             after[piece.elements].sub_(x[piece.elements])
             if loss_scale != 1.0:
                 after[piece.elements].div_(loss_scale)
+
+    def clipped(self, parts: Sequence[Part], state: State | None) -> Count | None:
+        return self.inner.clipped(parts, state)
 
 
 def _residuals(state: State | None) -> tuple[Tensor, Tensor, float]:

@@ -68,4 +68,10 @@ class Raw(Coded):
         state: State | None = None,
     ) -> None:
         # Only the raw segments are touched: a copy of the whole flat tensor would cost more than the sum.
-        kernels.raw_reduce(messages, own, segments.table, out_message, y, scale=scale)
+        kernels.raw_sum(messages, own, segments.table, y, scale=scale, out_message=out_message)
+
+    def add_up(
+        self, messages: Sequence[Tensor], own: Tensor, segments: Segments, total: Tensor, *, scale: float
+    ) -> None:
+        """As `Coded.add_up`; messages hold values of the dtype of ``total``, and the sum is taken in fp32."""
+        kernels.raw_sum(messages, own, segments.table, total, scale=scale)

@@ -15,11 +15,12 @@ from thinwire.kernels.floats import (
     rangefloat_eps,
 )
 from thinwire.kernels.layout import Format, Residual, align, bucketed_bytes, bucketed_grain
-from thinwire.kernels.native import CORE, asynchronous, cpu_level
+from thinwire.kernels.native import CORE, asynchronous, cpu_level, sent
 from thinwire.kernels.ops import bucketed_decode, bucketed_encode, bucketed_reduce, bucketed_sum, checksum
 from thinwire.kernels.rng import derive_key, site_id
-from thinwire.kernels.rows import raw_decode, raw_encode, raw_reduce, rows_add, rows_scale
+from thinwire.kernels.rows import raw_decode, raw_encode, raw_sum, rows_add, rows_scale
 from thinwire.kernels.sample import sample_indices
+from thinwire.kernels.shared import LINE_BYTES, Word
 from thinwire.kernels.sparse import (
     abs_histogram,
     index_bytes,
@@ -50,9 +51,11 @@ HAVE_NATIVE: bool = CORE is not None
 __all__ = [
     "FORMAT_VERSION",
     "HAVE_NATIVE",
+    "LINE_BYTES",
     "Format",
     "Residual",
     "Table",
+    "Word",
     "abs_histogram",
     "align",
     "asynchronous",
@@ -83,7 +86,7 @@ __all__ = [
     "rangefloat_eps",
     "raw_decode",
     "raw_encode",
-    "raw_reduce",
+    "raw_sum",
     "rows_add",
     "rows_add_at",
     "rows_choose",
@@ -94,6 +97,7 @@ __all__ = [
     "sample_indices",
     "select_threshold",
     "select_topk",
+    "sent",
     "site_id",
     "sparse_add",
     "sparse_zero",

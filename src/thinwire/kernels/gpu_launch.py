@@ -32,8 +32,3 @@ def check_aligned(message: Tensor) -> None:
     """Raise ``ValueError`` unless the kernels can read 32-bit words of a message."""
     if message.data_ptr() % 4:
         raise ValueError("a message on a GPU must start at a multiple of 4 bytes: slice it at a multiple of 64")
-
-
-def sent(values: Tensor, device: torch.device) -> Tensor:
-    """A small tensor of the host, on the device, without waiting for what that does at present."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

@@ -37,7 +37,7 @@ def take_rows(message, y, pieces, rows, scale, SIZE: tl.constexpr, MODE: tl.cons
 @triton.jit
 def sum_rows(
     message, base, total, out_message, y, pieces, rows, scale,
-    SIZE: tl.constexpr, MESSAGE: tl.constexpr, LAST: tl.constexpr,
+    SIZE: tl.constexpr, MESSAGE: tl.constexpr, LAST: tl.constexpr, SEND: tl.constexpr,
 ):  # fmt: skip
     """``base`` and, with ``MESSAGE``, a payload, in fp32: to ``total``, or if it is the ``LAST`` scaled, to where the
     mean goes. Payloads have the dtype of ``y``."""
@@ -50,7 +50,8 @@ def sum_rows(
         value += tl.load((message + payload).to(tl.pointer_type(kind)) + at, mask=inside, other=0.0).to(tl.float32)
     if LAST:
         mean = (value * scale).to(kind)
-        tl.store((out_message + payload).to(tl.pointer_type(kind)) + at, mean, mask=inside)
+        if SEND:
+            tl.store((out_message + payload).to(tl.pointer_type(kind)) + at, mean, mask=inside)
         tl.store(y + start + at, mean, mask=inside)
     else:
         tl.store(total + start + at, value, mask=inside)
@@ -86,22 +87,22 @@ def raw_decode(message: Tensor, table: Table, y: Tensor, *, add: bool, scale: fl
     _launch(take_rows, y, table, message, y, after=(scale,), MODE=int(add))
 
 
-def raw_reduce(
-    messages: Sequence[Tensor], own: Tensor, table: Table, out_message: Tensor, y: Tensor, *, scale: float
+def raw_sum(
+    messages: Sequence[Tensor], own: Tensor, table: Table, y: Tensor, *, scale: float, out_message: Tensor | None
 ) -> None:
-    """See :func:`thinwire.kernels.rows.raw_reduce`."""
-    for message in (*messages, out_message):
+    """See :func:`thinwire.kernels.rows.raw_sum`."""
+    for message in messages if out_message is None else (*messages, out_message):
         check_aligned(message)
-    base = own
+    base, sent = own, y if out_message is None else out_message
     if len(messages) > 1:
         total = torch.empty(own.numel(), dtype=torch.float32, device=own.device)
         for message in messages[:-1]:
-            given = (message, base, total, out_message, y)
-            _launch(sum_rows, y, table, *given, after=(scale,), MESSAGE=True, LAST=False)
+            given = (message, base, total, sent, y)
+            _launch(sum_rows, y, table, *given, after=(scale,), MESSAGE=True, LAST=False, SEND=False)
             base = total
-    last = messages[-1] if messages else out_message
-    given = (last, base, base, out_message, y)
-    _launch(sum_rows, y, table, *given, after=(scale,), MESSAGE=bool(messages), LAST=True)
+    given = (messages[-1] if messages else sent, base, base, sent, y)
+    send = out_message is not None
+    _launch(sum_rows, y, table, *given, after=(scale,), MESSAGE=bool(messages), LAST=True, SEND=send)
 
 
 def rows_add(x: Tensor, other: Tensor, table: Table, out: Tensor, *, alpha: float) -> None:

@@ -73,6 +73,11 @@ def asynchronous(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """A small tensor of the host, on a device, without waiting for what that does at present."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
 def core() -> ModuleType:
     """The native core. Raises ``RuntimeError`` if there is none."""
     if CORE is None:

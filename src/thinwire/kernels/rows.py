@@ -51,29 +51,36 @@ def raw_decode(message: Tensor, table: Table, y: Tensor, *, add: bool = False, s
             torch.mul(payload, scale, out=values)
 
 
-def raw_reduce(
-    messages: Sequence[Tensor], own: Tensor, table: Table, out_message: Tensor, y: Tensor, *, scale: float
+def raw_sum(
+    messages: Sequence[Tensor],
+    own: Tensor,
+    table: Table,
+    y: Tensor,
+    *,
+    scale: float,
+    out_message: Tensor | None = None,
 ) -> None:
-    """``scale · (own + Σ messages)``, summed in fp32 (or wider) in their order, to ``out_message`` and to ``y``.
+    """``y = scale · (own + Σ messages)``, summed in fp32 (or wider) in their order, and the same to ``out_message``.
 
-    ``y`` may be ``own``. Shapes and errors are those of :func:`raw_encode`; all dtypes are that of ``own``.
+    ``y`` may be ``own``, which may be of a wider dtype; messages have that of ``y``. Shapes and errors are those of
+    :func:`raw_encode`.
     """
-    for message in (*messages, out_message):
-        _check(own, table, message)
-    if _at_once(own):
+    for message in messages if out_message is None else (*messages, out_message):
+        _check(y, table, message)
+    if _at_once(y):
         from thinwire.kernels import gpu_rows
 
-        gpu_rows.raw_reduce(messages, own, table, out_message, y, scale=scale)
+        gpu_rows.raw_sum(messages, own, table, y, scale=scale, out_message=out_message)
         return
     wide = torch.promote_types(own.dtype, torch.float32)
-    payloads = [[payload for _, payload in _views(own, table, message)] for message in messages]
-    for i, (values, out) in enumerate(_views(own, table, out_message)):
-        total = values.to(wide, copy=True)
+    payloads = [[payload for _, payload in _views(y, table, message)] for message in messages]
+    for i, span in enumerate(_spans(table)):
+        total = own[span].to(wide, copy=True)
         for received in payloads:
             total += received[i]
-        out.copy_(total.mul_(scale))
-        start, numel = table.segments[i][:2]
-        y[start : start + numel].copy_(out)
+        y[span].copy_(total.mul_(scale))
+    if out_message is not None:
+        raw_encode(y, table, out_message)
 
 
 def rows_add(x: Tensor, other: Tensor, table: Table, out: Tensor, *, alpha: float = 1.0) -> None:

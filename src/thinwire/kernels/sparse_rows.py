@@ -65,10 +65,10 @@ def rows_unpack(message: Tensor, table: Table, rooms: tuple[int, ...]) -> Tensor
 
     Every content of ``message`` gives indices inside their segments. Errors are those of :func:`rows_choose`.
     """
-    from thinwire.kernels import gpu_select
+    from thinwire.kernels import gpu_unpack
 
     _check_message("message", message, _bytes(table, rooms, False), message)
-    return gpu_select.unpack(message, table, _places(table, rooms, message.device, False))
+    return gpu_unpack.unpack(message, table, _places(table, rooms, message.device, False))
 
 
 def rows_add_at(
@@ -87,20 +87,20 @@ def rows_add_at(
     ``indices`` are those of :func:`rows_unpack`, ``values`` lie as they do, or None: those in the message. A segment
     whose header says that it was not finite becomes NaN. Errors are those of :func:`rows_choose`.
     """
-    from thinwire.kernels import gpu_select
+    from thinwire.kernels import gpu_unpack
 
     _check_values("y", y, table, y)
     _check_message("message", message, _bytes(table, rooms, values is None), y)
     places = _places(table, rooms, y.device, values is None)
-    gpu_select.add(y, message, table, places, indices, values, add=add, scale=scale)
+    gpu_unpack.add(y, message, table, places, indices, values, add=add, scale=scale)
 
 
 def rows_zero_at(y: Tensor, table: Table, rooms: tuple[int, ...], indices: Tensor) -> None:
     """Zero the segments of ``y`` at ``indices``, those of :func:`rows_unpack`."""
-    from thinwire.kernels import gpu_select
+    from thinwire.kernels import gpu_unpack
 
     _check_values("y", y, table, y)
-    gpu_select.zero(y, table, _places(table, rooms, y.device, False), indices)
+    gpu_unpack.zero(y, table, _places(table, rooms, y.device, False), indices)
 
 
 def rows_histograms(x: Tensor, table: Table) -> Tensor:

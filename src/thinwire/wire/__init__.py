@@ -1,8 +1,10 @@
 """The Wire and what keeps it alive."""
 
-from thinwire.wire.agree import DisagreementError
+from thinwire.wire.agree import DisagreementError, agree
+from thinwire.wire.flat import Contents, FlatEngine, FlatStats, Kind, Operation, group_seed
 from thinwire.wire.log import StatsLogger
 from thinwire.wire.parity import ParityError
+from thinwire.wire.registered import NamedShape, Registered, Walk
 from thinwire.wire.stats import Stats
 from thinwire.wire.stream import Later, on_the_host
 from thinwire.wire.timeline import Timeline, merge_timelines
@@ -10,14 +12,24 @@ from thinwire.wire.wire import Wire
 from thinwire.wire.worker import Worker
 
 __all__ = [
+    "Contents",
     "DisagreementError",
+    "FlatEngine",
+    "FlatStats",
+    "Kind",
     "Later",
+    "NamedShape",
+    "Operation",
     "ParityError",
+    "Registered",
     "Stats",
     "StatsLogger",
     "Timeline",
+    "Walk",
     "Wire",
     "Worker",
+    "agree",
+    "group_seed",
     "merge_timelines",
     "on_the_host",
 ]

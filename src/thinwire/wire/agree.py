@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -14,6 +15,13 @@ _MAX_RECORD_BYTES = 64 << 20
 
 class DisagreementError(RuntimeError):
     """Ranks were given different plans, seeds or versions."""
+
+
+def library_version() -> str:
+    try:
+        return version("thinwire")
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def agree(record: Mapping[str, str], transport: Transport) -> None:
@@ -42,7 +50,7 @@ def agree(record: Mapping[str, str], transport: Transport) -> None:
         raise DisagreementError(
             f"ranks do not agree: rank 0 has '{_short(at_first)}', rank {rank} has '{_short(here)}' "
             f"(ranks that differ from rank 0 like this: {', '.join(others)}). "
-            "Call compress() with the same arguments, model and thinwire version on every rank"
+            "Give every rank the same arguments, model and thinwire version"
         )
 
 

@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from thinwire.collectives import DeviceTransport, Transport
+from thinwire.collectives import DeviceTransport, Topology, Transport, World
 from thinwire.compressors import Coded, Compressor, Key, Part, Piece, Raw, Segments, Summed, first_state
 from thinwire.plan import Plan
 from thinwire.plan.cost import Speeds, codec_seconds, declined
@@ -20,7 +20,7 @@ _NUMEL = 1 << 20
 _REPEATS = 3
 
 
-def decline(plan: Plan, transport: Transport) -> tuple[Plan, Speeds]:
+def decline(plan: Plan, transport: Transport, topology: Topology, world: World) -> tuple[Plan, Speeds]:
     """The plan without what would make a step slower, and the speeds that say so. The same on every rank.
 
     Takes a few milliseconds for each compressor and some tens for the link.
@@ -36,7 +36,7 @@ def decline(plan: Plan, transport: Transport) -> tuple[Plan, Speeds]:
     figures = torch.tensor([*mine, 1 / bandwidth, latency], dtype=torch.float64)
     slowest = transport.all_gather(figures).amax(0).tolist()
     codec_s = dict(zip(compressors, slowest, strict=False))
-    speeds = Speeds(codec_s, 1 / slowest[-2], slowest[-1], transport.world_size)
+    speeds = Speeds(codec_s, 1 / slowest[-2], slowest[-1], transport.world_size, topology.crossings(world))
     return declined(plan, speeds), speeds
 
 
@@ -56,13 +56,14 @@ def _codec(compressor: Compressor, num_ranks: int, device: torch.device) -> floa
         encode = decode = 0.0
         for round in range(compressor.rounds):
             numel = compressor.part_numel(round, _SHAPE)
-            buffer, parts = (
-                torch.zeros(numel, dtype=compressor.part_dtype(x.dtype), device=device),
-                [Part(piece, slice(0, numel))],
+            buffer = torch.zeros(numel, dtype=compressor.part_dtype(x.dtype), device=device)
+            parts = [Part(piece, slice(0, numel))]
+            part, absorb = (
+                partial(compressor.part, round, key=Key.of(1), state=state),
+                partial(compressor.absorb, round),
             )
-            part, absorb = partial(compressor.part, round, key=1, state=state), partial(compressor.absorb, round)
             encode += _seconds(partial(part, x, parts, buffer, scale=1.0), device)
-            decode += _seconds(partial(absorb, buffer, y, parts, key=1, state=state), device)
+            decode += _seconds(partial(absorb, buffer, y, parts, key=Key.of(1), state=state), device)
     return codec_seconds(compressor, num_ranks, {"encode": encode / _NUMEL, "decode": decode / _NUMEL})
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import DeviceBuffers, DeviceTransport, Layout, device_all_reduce
-from thinwire.compressors import Count, not_finite
+from thinwire.compressors import Count, State, not_finite
 from thinwire.wire.engine import Engine
 from thinwire.wire.route import Route
 from thinwire.wire.stats import Stats
@@ -47,7 +47,7 @@ class DeviceEngine(Engine):
     transport: DeviceTransport
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._finite, self._limits = Later(), Later()
+        self._finite, self._limits, self._clippings = Later(), Later(), Later()
         super().__init__(*args, **options)
 
     def _open(self, layout: Layout, step: int, sent_bytes: int) -> Route:
@@ -64,13 +64,17 @@ class DeviceEngine(Engine):
         if self.plan.has_slots:
             self._finite.note(not_finite(flat))
 
-    def _note_limits(self, route: Route) -> None:
+    def _note_limits(self, route: Route, state: State | None) -> None:
         assert isinstance(route, DeviceRoute)
         assert route.buffers is not None
         for (compressor, segments), message in route.buffers.encoded():
             limits = compressor.limits(message, segments)
             if any(isinstance(count, Tensor) or count for count in limits):
                 self._limits.note(torch.stack([_tensor(count, message.device) for count in limits]))
+        clipped, rounded = route.clipped(state)
+        if rounded:
+            device = self.transport.device
+            self._clippings.note(torch.stack([_tensor(count, device) for count in (clipped, rounded)]))
 
     def _end(self) -> None:
         for value in self._finite.read():
@@ -83,13 +87,16 @@ class DeviceEngine(Engine):
         return super().present_stats()
 
     def reset_stats(self) -> None:
-        self._limits.read()
+        for told in (self._limits, self._clippings):
+            told.read()
         super().reset_stats()
 
     def _count_limits(self) -> None:
         for saturated, overflowed in (counts.tolist() for counts in self._limits.read()):
             self.stats.saturated += saturated
             self.stats.overflowed += overflowed
+        for clipped, rounded in (counts.tolist() for counts in self._clippings.read()):
+            self._count_clipped(clipped, rounded)
 
     def _machine(self) -> dict[str, str]:
         device = self.transport.device

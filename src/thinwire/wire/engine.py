@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -25,11 +24,13 @@ from thinwire.collectives import (
     sum_buffers,
     summed_all_reduce,
 )
-from thinwire.compressors import Coded, LayerState, Raw, RawSum, State, Summed, not_finite
+from thinwire.compressors import Coded, Compressor, Count, LayerState, State, Summed, not_finite
 from thinwire.kernels import FORMAT_VERSION, cpu_level
 from thinwire.plan import Plan
 from thinwire.wire import checkpoint
-from thinwire.wire.agree import agree
+from thinwire.wire.agree import agree, library_version
+from thinwire.wire.clipping import Clipping
+from thinwire.wire.forms import Forms
 from thinwire.wire.parity import check_parity
 from thinwire.wire.route import BucketLayers, Route, RouteKey
 from thinwire.wire.simulate import simulate
@@ -67,18 +68,19 @@ class Engine:
         self.measure = measure
         self.learning_rate: float | None = None
         """The optimizer's in the present step, for compressors that follow it."""
-        self._present = plan
-        self._forms: dict[str, int] = {}
-        self._form = 0
-        self._learns_at: set[int] = set()
-        self._raw_is_summed = False
+        self.learning_rates: Mapping[str, float] = {}
+        """The same by layer."""
+        self.changes: Mapping[str, float] = {}
+        """What the optimizer's last step did to each layer that follows it: ``‖x^k − x^{k−1}‖²``."""
         self._error = self._norm = 0.0
         self._measured_step = -1
         self._loss_scale = 1.0
         self.reset_stats()
         self.timeline: Timeline | None = None
         self.slots = Slots()
+        self._forms = Forms(transport.world_size, self.shapes, self.slots)
         self.routes: dict[RouteKey, Route] = {}
+        self.clipping = Clipping()
         self._broken: TransportError | None = None
         self._found: Exception | None = None
         self._counted_step = -1
@@ -94,12 +96,8 @@ class Engine:
 
     def record(self, step: int) -> dict[str, str]:
         """What all ranks must have in common, in the order in which a difference is best told."""
-        try:
-            library = version("thinwire")
-        except PackageNotFoundError:
-            library = "not installed"
         record = {
-            "thinwire version": library,
+            "thinwire version": library_version(),
             "wire format": str(FORMAT_VERSION),
             "topology": f"{self.topology} on nodes {self.world.nodes}",
             "seed": str(self.seed),
@@ -145,7 +143,7 @@ class Engine:
     def adopt(self, loaded: checkpoint.Loaded) -> None:
         self.seed, self.plan = loaded.seed, loaded.plan
         self.routes.clear()
-        self._forms.clear()
+        self._forms.forget()
         self.slots.replace(loaded.slots)
         agree(self.record(loaded.step), self.transport)
 
@@ -169,12 +167,14 @@ class Engine:
     def simulate(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> None:
         """Replace ``flat`` by what would arrive of it, and count the bytes that would have been sent."""
         self._begin(step)
-        key = (layers, flat.dtype, self._form)
+        key = (layers, flat.dtype, self._forms.number)
         route = self._route(flat, key, step)
         state = self._state(key, route, loss_scale, flat.device)
         if state is not None:
             self._learn(flat, route.layout, step, state)
-        simulate(flat, route.layout, seed=self.seed, step=step, rank=self.rank, state=state)
+        options = {"seed": self.seed, "step": step, "rank": self.rank, "num_ranks": self.world_size}
+        simulate(flat, route.layout, state=state, **options)
+        self._count_clipped(*route.clipped(state))
         dense = ring_bytes(flat.numel() * flat.element_size(), self.world_size)
         self._count_elsewhere(dense, route.sent_bytes)
 
@@ -183,10 +183,20 @@ class Engine:
         if self.plan.has_slots:
             self._step_is_finite &= math.isfinite(float(not_finite(flat)))
 
+    def follow(self, mean: Tensor, layers: BucketLayers) -> None:
+        """Give slots that follow the mean of all ranks a simulated step's: until now they had this rank's own."""
+        start = 0
+        for name, shape in layers:
+            numel = math.prod(shape)
+            if (of := self.slots.layer(name)) is not None:
+                state = State({}, {}, self._loss_scale, {name: of}, self.learning_rates)
+                self.plan[name].follow(mean[start : start + numel], name, state)
+            start += numel
+
     def _communicate(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> Iterator[Then]:
         self._begin(step)
-        key = (layers, flat.dtype, self._form)
-        learning = step - self.start in self._learns_at
+        key = (layers, flat.dtype, self._forms.number)
+        learning = step - self.start in self._forms.learns_at
         if key not in self.routes or learning:
             # Ranks agree on a new route, or share what is learned, by native collectives: those have one order.
             yield Then.ALONE
@@ -200,7 +210,7 @@ class Engine:
         if exact is not None:
             self._measure(exact, flat, step)
         self.note_result(flat)
-        self._note_limits(route)
+        self._note_limits(route, state)
         self.stats.encoded += route.layout.num_coded
         self.stats.buckets += 1
         self.stats.dense_bytes += ring_bytes(flat.numel() * flat.element_size(), self.world_size)
@@ -222,15 +232,22 @@ class Engine:
             for exchange in running:
                 complete(exchange)
 
-    def _note_limits(self, route: Route) -> None:
-        """Count what the last messages could not hold."""
+    def _note_limits(self, route: Route, state: State | None) -> None:
+        """Count what the last messages and sums could not hold."""
         saturated, overflowed = route.limits(self.rank)
         self.stats.saturated += saturated
         self.stats.overflowed += overflowed
+        self._count_clipped(*route.clipped(state))
+
+    def _count_clipped(self, clipped: Count, rounded: int) -> None:
+        self.clipping.add(int(clipped), rounded)
+        self.stats.saturated += int(clipped)
+        self.stats.encoded += rounded
 
     def _state(self, key: RouteKey, route: Route, loss_scale: float, device: torch.device) -> State | None:
         self._loss_scale = loss_scale
-        return self.slots.state(key, route.layout, loss_scale, device)
+        state = self.slots.state(key, route.layout, loss_scale, device)
+        return replace(state, learning_rates=self.learning_rates) if state and self.learning_rates else state
 
     def _learn(self, flat: Tensor, layout: Layout, step: int, state: State) -> None:
         """Learn from rank 0's gradients what all ranks are to code with from this step on."""
@@ -270,17 +287,19 @@ class Engine:
     def reset_stats(self) -> None:
         """Start counting anew."""
         self.stats = Stats()
-        self._counted_from = (self.transport.sent_bytes, self.transport.received_bytes)
+        of = self.transport
+        self._counted_from = (of.sent_bytes, of.received_bytes, of.shared_bytes)
 
     def present_stats(self) -> Stats:
         """Totals, with what the transport has moved and the memory held now."""
-        sent, received = self._counted_from
+        sent, received, shared = self._counted_from
         held = sum(route.num_bytes for route in list(self.routes.values()))
         return replace(
             self.stats,
             alpha=list(self.stats.alpha),
             payload_sent_bytes=self.stats.payload_sent_bytes + self.transport.sent_bytes - sent,
             payload_received_bytes=self.stats.payload_received_bytes + self.transport.received_bytes - received,
+            payload_shared_bytes=self.transport.shared_bytes - shared,
             buffer_bytes=held,
             slot_bytes=self.slots.num_bytes,
         )
@@ -298,7 +317,7 @@ class Engine:
         if not self._count_step(step):
             return
         self._end()
-        self._follow_schedule(step)
+        self._forms.follow(self.plan, step - self.start, self.learning_rate)
         # DDP rebuilds its buckets once or twice; the buffers of the old ones are given back.
         stale = [key for key, route in self.routes.items() if route.last_step < step - _STALE_STEPS]
         self.slots.release(stale)
@@ -306,10 +325,7 @@ class Engine:
             del self.routes[key]
 
     def _end(self) -> None:
-        """Let the slots take what the last step left for them.
-
-        They take nothing from a step in which some rank met NaN or Inf: the optimiser skips it too.
-        """
+        """Let the slots take what the last step left for them: nothing, if some rank met NaN or Inf in it."""
         if self._norm > 0.0:
             self.stats.alpha.append((self._measured_step, math.sqrt(self._error / self._norm)))
         self._error = self._norm = 0.0
@@ -320,27 +336,27 @@ class Engine:
             self.slots.discard()
             self.stats.nonfinite_steps += 1
         self._step_is_finite = True
+        self._follow_optimizer()
+
+    def _follow_optimizer(self) -> None:
+        together: dict[Compressor, list[tuple[LayerState, float]]] = {}
+        for name, change in self.changes.items():
+            if (of := self.slots.layer(name)) is not None and math.isfinite(change):
+                together.setdefault(self.plan[name], []).append((of, change))
+        self.changes = {}
+        for compressor, changes in together.items():
+            compressor.updated(changes)
 
     def _settle(self) -> None:
         """Let compressors decide what their layers decide together."""
-        together: dict[Coded, list[LayerState]] = {}
+        together: dict[Compressor, list[LayerState]] = {}
         for layer, of in self.slots.touched_layers():
-            if isinstance(layer.compressor, Coded) and layer.compressor.settles:
-                together.setdefault(layer.compressor, []).append(of)
+            # That of the plan: a layer's form in this step may differ from the others'.
+            compressor = self.plan[layer.name]
+            if compressor.settles:
+                together.setdefault(compressor, []).append(of)
         for compressor, layers in together.items():
             compressor.end_step(layers, self._loss_scale)
-
-    def _follow_schedule(self, step: int) -> None:
-        """Take the plan as it is in this step. Slots stay with their layers; messages change their sizes."""
-        present = self.plan.at(step - self.start, self.learning_rate)
-        if present.layers == self._present.layers and self._forms:
-            return
-        self._present = present
-        self._form = self._forms.setdefault(present.hash, len(self._forms))
-        coded = [c for c in present.layers.values() if isinstance(c, Coded)]
-        self._learns_at = {at for compressor in coded for at in compressor.learns_at}
-        sums = any(isinstance(c, Summed) for c in present.layers.values())
-        self._raw_is_summed = sums and all(isinstance(c, Raw) for c in coded)
 
     def _route(self, flat: Tensor, key: RouteKey, step: int) -> Route:
         route = self.routes.get(key)
@@ -350,7 +366,7 @@ class Engine:
         return route
 
     def _new_route(self, flat: Tensor, layers: BucketLayers, step: int) -> Route:
-        layout = Layout.build(self._place(flat, layers), self.world, flat.dtype, self.topology)
+        layout = Layout.build(self._place(flat, layers, step), self.world, flat.dtype, self.topology)
         sent_bytes = layout.sent_bytes(self.rank) if self.world_size > 1 else 0
         if self.simulated:
             return Route(Layout.build(layout.layers, 1, flat.dtype), None, None, (), step, sent_bytes)
@@ -365,16 +381,14 @@ class Engine:
         gathering = gather_buffers(layout, self.transport) if layout.has_gathered else None
         return Route(layout, reduction, gathering, sum_buffers(layout), step, sent_bytes)
 
-    def _place(self, flat: Tensor, layers: BucketLayers) -> list[Layer]:
+    def _place(self, flat: Tensor, layers: BucketLayers, step: int) -> list[Layer]:
         placed, start = [], 0
         for name, shape in layers:
             if name not in self.plan.layers:
                 # Frozen when compress() was called, and trained now.
-                self.plan, self._present = self.plan.extended(name, shape), self._present.extended(name, shape)
-                self.shapes[name] = shape
-            compressor = self._present[name]
-            if isinstance(compressor, Raw) and self._raw_is_summed:
-                compressor = RawSum()
+                self.plan, self.shapes[name] = self.plan.extended(name, shape), shape
+                self._forms.add(name, self.plan, step - self.start, self.learning_rate)
+            compressor = self._forms[name]
             if not isinstance(compressor, Coded | Summed):
                 raise TypeError(f"{name} has {compressor}, which is neither coded nor summed")
             placed.append(Layer(name, start, shape, compressor))

@@ -9,7 +9,29 @@ from dataclasses import asdict, dataclass, field
 
 
 @dataclass
-class Stats:
+class StageSeconds:
+    """Time that communication spends in each of its stages."""
+
+    encode_s: float = 0.0
+    wire_s: float = 0.0
+    """Waiting for messages."""
+    reduce_s: float = 0.0
+    """Summing a chunk of one's own and encoding its mean."""
+    decode_s: float = 0.0
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time that the body takes to ``<name>_s``."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            key = f"{name}_s"
+            setattr(self, key, getattr(self, key) + time.perf_counter() - started)
+
+
+@dataclass
+class Stats(StageSeconds):
     """Totals of this rank since the Wire was made (or since `reset`)."""
 
     steps: int = 0
@@ -23,12 +45,8 @@ class Stats:
     payload_sent_bytes: int = 0
     """Bytes handed to the transport: messages with their headers, without those of TCP."""
     payload_received_bytes: int = 0
-    encode_s: float = 0.0
-    wire_s: float = 0.0
-    """Waiting for messages."""
-    reduce_s: float = 0.0
-    """Summing a chunk of one's own and encoding its mean."""
-    decode_s: float = 0.0
+    payload_shared_bytes: int = 0
+    """Of the bytes sent, those that ranks of the same node took from shared memory."""
     declined_layers: int = 0
     """Layers left raw because compressing them would have been slower."""
     unsuited_layers: int = 0
@@ -57,21 +75,16 @@ class Stats:
         return self.dense_bytes / self.payload_sent_bytes if self.payload_sent_bytes else 1.0
 
     @property
+    def clipped(self) -> float:
+        """Share of the encoded elements that saturated: of IntSGD, that were clipped so that integer sums fit."""
+        return self.saturated / self.encoded if self.encoded else 0.0
+
+    @property
     def saved_bytes(self) -> int:
         return self.dense_bytes - self.payload_sent_bytes
 
     def to_dict(self) -> dict[str, float]:
-        return {**asdict(self), "ratio": self.ratio, "saved_bytes": self.saved_bytes}
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the time that the body takes to ``<name>_s``."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            key = f"{name}_s"
-            setattr(self, key, getattr(self, key) + time.perf_counter() - started)
+        return {**asdict(self), "ratio": self.ratio, "saved_bytes": self.saved_bytes, "clipped": self.clipped}
 
     def __str__(self) -> str:
         return (

@@ -52,7 +52,8 @@ class Wire:
         if not 0 <= seed < 2**63:
             raise ValueError(f"seed must be between 0 and 2**63 - 1, not {seed}")
         self._optimizer = optimizer
-        plan.at(0, self._learning_rate())  # says now what it would lack then
+        # Says now what it would lack then.
+        plan.at(0, self._learning_rate()).among(transport.world_size, shapes)
         # Between devices the same is done on a stream beside backward's, without threads.
         self.device = transport.device if isinstance(transport, DeviceTransport) else None
         """The device on which gradients are compressed and sent; None if they go over the host."""
@@ -75,7 +76,7 @@ class Wire:
         self._speeds: Speeds | None = None
         agree(self._engine.record(self._step), transport)
         if decline and not simulated and self.world_size > 1:
-            self._engine.plan, self._speeds = measure_and_decline(plan, transport)
+            self._engine.plan, self._speeds = measure_and_decline(plan, transport, topology, world)
             self._engine.reset_stats()
         self._worker = Worker("thinwire") if self.device is None else StreamWorker(self.device)
 
@@ -182,12 +183,21 @@ class Wire:
         """
         return not self._attached or self._step < self.start or self._engine.plan.all_raw
 
-    def begin_step(self) -> None:
-        """Count a new backward pass. Attachments call this before its first bucket."""
+    def begin_step(self, learning_rates: Mapping[str, float] | None = None) -> None:
+        """Count a new backward pass. Attachments call this before its first bucket.
+
+        ``learning_rates`` are those of the layers that follow the optimizer; `updated` says what it does to them.
+        """
         # After an error, buckets of that pass may still be under way: they must not write over this one's gradients.
         self._worker.wait_idle()
+        self._engine.clipping.warn()
         self._engine.learning_rate = self._learning_rate()
+        self._engine.learning_rates = learning_rates or {}
         self._step += 1
+
+    def updated(self, changes: Mapping[str, float]) -> None:
+        """Say what the optimizer did to the layers that follow it: ``‖x^k − x^{k−1}‖²``, the same on all ranks."""
+        self._engine.changes = dict(changes)
 
     def _learning_rate(self) -> float | None:
         """The highest of the optimizer's groups, which a schedule may follow."""
@@ -219,9 +229,10 @@ class Wire:
         """
         self._engine.simulate(flat, layers, self._step, loss_scale)
 
-    def note_result(self, flat: Tensor) -> None:
-        """See whether a simulated step's mean is finite: if not, no slot moves in it."""
+    def note_result(self, flat: Tensor, layers: BucketLayers) -> None:
+        """See whether a simulated step's mean is finite: if not, no slot moves in it. Scales follow it."""
         self._engine.note_result(flat)
+        self._engine.follow(flat, layers)
 
     def check_parity(self, parameters: Mapping[str, Tensor]) -> None:
         """Compare all ranks' parameters, behind the training loop's back; this step's gradients raise a difference.

@@ -1,0 +1,241 @@
+"""IntSGD: integers whose scale follows the gradients that arrived (Mishchenko et al. 2022)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.compressors.base import Compressor, Summed
+from thinwire.compressors.checks import check_choice, not_finite
+from thinwire.compressors.integers import Integers, fp32, slots_of
+from thinwire.compressors.norms import square_sum
+from thinwire.compressors.pieces import Key, LayerState, Part, Slot, State
+
+_UNSET = -1.0
+_NORM, _ALL = "r", "r_all"
+
+
+@dataclass(frozen=True)
+class IntSGD(Integers):
+    """IntSGD (S4, Algorithm 1): ``g̃ = 1/(nα) · Σ Int(α·g_i)``, with an α from steps past that all ranks work out alike.
+
+    ``r_k = β·r_{k−1} + (1−β)·‖g̃^{k−1}‖²`` and ``α_k = √d / √(2n·r_k + ε²)``: of the whole model (``block=global``,
+    Proposition 2), or of each layer by itself, with its share ``d_l/d`` of ε² (``block=layer``, Proposition 4). The
+    first step is exact: its sum is in fp32. ``rounding`` is random (unbiased) or determ (to the nearest integer). One
+    more integer counts the ranks where a layer held NaN or Inf: it is received as NaN then.
+
+    Scales are those of the gradients themselves, whatever the optimizer does with them, and in unscaled units.
+    ``scale=params`` is the paper's own form, which takes them from the optimizer's steps, at its learning rates η:
+    ``r_k = β·r_{k−1} + (1−β)·‖x^k − x^{k−1}‖²`` and ``α_k = η_k·√d / √(2n·r_k + η_k²·ε²)``. For plain SGD at a constant
+    learning rate it is the same; it needs ``compress(optimizer=...)``, an SGD, and a copy of the parameters.
+
+    Only where nothing is clipped is the result unbiased: `Stats.clipped` tells the share.
+    """
+
+    spec_name: ClassVar[str] = "intsgd"
+
+    block: Literal["layer", "global"] = "layer"
+    beta: float = 0.9
+    eps: float = 1e-8
+    scale: Literal["gradient", "params"] = "gradient"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("block", self.block, ("layer", "global"))
+        check_choice("scale", self.scale, ("gradient", "params"))
+        if not isinstance(self.beta, int | float) or not 0 <= self.beta < 1:
+            raise ValueError(f"beta must be at least 0 and below 1, not {self.beta!r}: the share of the former scale")
+        if not isinstance(self.eps, int | float) or not 0 < self.eps < math.inf:
+            raise ValueError(f"eps must be above 0, not {self.eps!r}: it keeps the scale finite where gradients vanish")
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        shared = [_NORM, _ALL] if self.block == "global" else [_NORM]
+        return (
+            *(Slot(name, torch.float64, shape=_one, initial=_unset, shared=True) for name in shared),
+            *super().slots,
+        )
+
+    @property
+    def opening(self) -> Compressor:
+        return Exact(self)
+
+    def at(self, step: int, learning_rate: float | None) -> Compressor:
+        if self.follows_optimizer and learning_rate is None:
+            raise ValueError(f"{self} takes its scale from the optimizer's steps: pass compress(..., optimizer=...)")
+        return self
+
+    def follow(self, mean: Tensor, layer: str, state: State) -> None:
+        of = state.layers[layer]
+        before = of.now[_NORM][0]
+        rate = state.learning_rates.get(layer, 1.0) if self.follows_optimizer else 1.0
+        # The first step of plain SGD is known; at a rate of 0 nothing is.
+        norm = square_sum(mean) * (rate / state.loss_scale) ** 2
+        after = before if self.follows_optimizer else before * self.beta + norm * (1.0 - self.beta)
+        after = torch.where(before < 0.0, norm if rate > 0.0 else before, after)
+        after = torch.where(torch.isfinite(norm), after, before)
+        for name in (_NORM, _ALL) if self.block == "global" else (_NORM,):
+            # Of all layers: of this one only until `end_step`.
+            of.next[name].copy_(after)
+
+    @property
+    def follows_optimizer(self) -> bool:
+        return self.scale == "params"
+
+    def updated(self, changes: Sequence[tuple[LayerState, float]]) -> None:
+        for of, change in changes:
+            norm = of.now[_NORM]
+            norm.copy_(torch.where(norm < 0.0, norm, norm * self.beta + change * (1.0 - self.beta)))
+        if self.block == "global":
+            _share([of.now for of, _ in changes])
+
+    @property
+    def settles(self) -> bool:
+        return self.block == "global"
+
+    def end_step(self, layers: Sequence[LayerState], loss_scale: float) -> None:
+        """Give all layers the norm of all of them."""
+        _share([of.next for of in layers])
+
+    def alphas(self, parts: Sequence[Part], state: State | None) -> Tensor:
+        """α of each layer in unscaled units: fp64, (parts,)."""
+        norms = torch.cat([slots_of(state, p.name)[_ALL if self.settles else _NORM] for p, _ in parts]).clamp(min=0.0)
+        sizes = self.sizes(parts, norms.device)
+        total = self.numel or sizes
+        blocks = torch.ones_like(sizes) * total if self.settles else sizes
+        rates = torch.ones_like(sizes)
+        if self.follows_optimizer and state is not None:
+            given = [state.learning_rates.get(p.name, 1.0) for p, _ in parts]
+            rates = kernels.sent(torch.tensor(given), sizes.device).to(sizes)
+        safe = rates**2 * blocks / total * self.eps**2
+        return rates * blocks.sqrt() / (norms * (2 * self.num_ranks) + safe).sqrt()
+
+    def _scales(self, parts: Sequence[Part], state: State | None) -> Tensor:
+        """What gradients are multiplied by."""
+        assert state is not None
+        return fp32(self.alphas(parts, state) / state.loss_scale)
+
+    def part_numel(self, round: int, shape: Sequence[int]) -> int:
+        numel = math.prod(shape)
+        return self.padded(numel + 1) if numel else 0
+
+    def part(
+        self,
+        round: int,
+        x: Tensor,
+        parts: Sequence[Part],
+        out: Tensor,
+        *,
+        key: Key,
+        scale: float,
+        state: State | None = None,
+    ) -> None:
+        parts = [part for part in parts if part.piece.numel]
+        if parts:
+            self.put(x, parts, self._scales(parts, state), out, key, state)
+        for piece, where in parts:
+            out[where.start + piece.numel] = torch.isnan(not_finite(x[piece.elements]))
+
+    def absorb(
+        self,
+        round: int,
+        total: Tensor,
+        x: Tensor,
+        parts: Sequence[Part],
+        *,
+        key: Key,
+        state: State | None = None,
+    ) -> None:
+        parts = [part for part in parts if part.piece.numel]
+        if not parts:
+            return
+        assert state is not None
+        flags = torch.stack([total[where.start + piece.numel] for piece, where in parts])
+        self.get(total, x, parts, self._scales(parts, state), flags == 0)
+        for piece, _ in parts:
+            self.follow(x[piece.elements], piece.name, state)
+
+
+def _share(slots: Sequence[Mapping[str, Tensor]]) -> None:
+    if slots and kernels.asynchronous(slots[0][_NORM]):
+        # The same, for which the host need not look: sorted, the order of the layers does not matter either.
+        norms = torch.cat([of[_NORM] for of in slots])
+        total = torch.where(norms < 0.0, 0.0, norms).sort().values.sum()
+        for of, norm in zip(slots, norms, strict=True):
+            of[_ALL].copy_(torch.where(norm < 0.0, of[_ALL], total))
+        return
+    known = [(of, norm) for of in slots if (norm := float(of[_NORM])) >= 0.0]
+    # Rounded once, so that the order of the layers does not matter.
+    total = math.fsum(norm for _, norm in known)
+    for of, _ in known:
+        of[_ALL].fill_(total)
+
+
+def _one(layer: Sequence[int]) -> tuple[int]:
+    return (1,)
+
+
+def _unset(layer: Sequence[int], name: str) -> Tensor:
+    return torch.tensor([_UNSET])
+
+
+@dataclass(frozen=True)
+class Exact(Summed):
+    """What layers have before their first scale is known: the exact mean, in fp32, which sets it. It has no spec."""
+
+    spec_name: ClassVar[str] = "exact"
+
+    until: Compressor
+
+    @property
+    def unbiased(self) -> bool:
+        return True
+
+    @property
+    def takes_every_layer(self) -> bool:
+        return self.until.takes_every_layer
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return self.until.slots
+
+    def part_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32
+
+    def part_numel(self, round: int, shape: Sequence[int]) -> int:
+        return math.prod(shape)
+
+    def part(
+        self,
+        round: int,
+        x: Tensor,
+        parts: Sequence[Part],
+        out: Tensor,
+        *,
+        key: Key,
+        scale: float,
+        state: State | None = None,
+    ) -> None:
+        for piece, where in parts:
+            out[where].copy_(x[piece.elements].float() * scale)
+
+    def absorb(
+        self,
+        round: int,
+        total: Tensor,
+        x: Tensor,
+        parts: Sequence[Part],
+        *,
+        key: Key,
+        state: State | None = None,
+    ) -> None:
+        assert state is not None
+        for piece, where in parts:
+            x[piece.elements].copy_(total[where])
+            self.until.follow(total[where], piece.name, state)
