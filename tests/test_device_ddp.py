@@ -11,7 +11,9 @@ from torch import nn
 import thinwire
 from harness import run_ranks
 from nets import assert_replicas_identical, batch, fingerprint, loss_of, make, train, trained
-from thinwire.attach.ddp import Options, check_device, compress_ddp
+from thinwire.attach.ddp import Options, compress_ddp
+from thinwire.attach.devices import check_device
+from thinwire.collectives import parse_topology
 
 MIXED = {
     "embed*": "ef(topk(density=0.1))",
@@ -232,13 +234,29 @@ def test_detach_and_compress_again() -> None:
     assert run_ranks(_detaches, 2) == [True, True]
 
 
+def _refuses(rank: int) -> list[str]:
+    texts = []
+    for options in ({"topology": parse_topology("ring")}, {"transport": "shared"}, {"aggregator": "localhost:1"}):
+        with pytest.raises(ValueError) as raised:
+            attach(make(rank), "intsgd", True, **options)
+        texts.append(str(raised.value))
+    return texts
+
+
+def test_ways_of_the_host_are_refused() -> None:
+    for ring, shared, aggregator in run_ranks(_refuses, 2):
+        assert "between devices messages meet as sra" in ring
+        assert "memory of the host" in shared
+        assert "between devices NCCL adds them" in aggregator
+
+
 # --- what compress() says of devices ---------------------------------------------------------------------------------
 
 GPU, OTHER = torch.device("cuda:0"), torch.device("cuda:1")
 
 
 def test_a_model_on_one_gpu_over_nccl_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thinwire.attach.ddp.find_spec", lambda name: object())
+    monkeypatch.setattr("thinwire.attach.devices.find_spec", lambda name: object())
     for backends in ("cuda:nccl", "cpu:gloo,cuda:nccl"):
         assert check_device({GPU: "w"}, backends) == GPU
 
@@ -256,6 +274,6 @@ def test_another_backend_is_refused() -> None:
 
 
 def test_a_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thinwire.attach.ddp.find_spec", lambda name: None)
+    monkeypatch.setattr("thinwire.attach.devices.find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="pip install triton"):
         check_device({GPU: "w"}, "cuda:nccl")

@@ -143,6 +143,19 @@ def test_an_error_reaches_backward_and_ddp_stays_usable() -> None:
     assert theirs[1] == ours[1]
 
 
+def _layerwise_over_it(rank: int) -> tuple[int, int]:
+    group = group_of()
+    model = ddp_of(group)
+    wire = thinwire.compress(model, decline=False)
+    train(model, rank, 4)
+    assert_replicas_identical(model)
+    return wire.stats.compressed_steps, group.stats.compressed
+
+
+def test_compress_goes_its_own_way() -> None:
+    assert run_ranks(_layerwise_over_it, 2) == [(4, 0), (4, 0)]
+
+
 def _dies(rank: int) -> str:
     model = ddp_of(group_of())
     train(model, rank, 3)

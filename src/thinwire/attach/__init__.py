@@ -36,6 +36,7 @@ def compress(
     measure: int = 0,
     topology: str | Topology = "sra",
     transport: TransportChoice = "auto",
+    aggregator: str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     timeout: timedelta | None = None,
@@ -77,6 +78,9 @@ def compress(
         transport: ``auto`` lets coded messages between ranks of one node lie in memory that these share (Linux), and
             sends the others over the process group; ``shared`` insists on it; ``group`` sends all of them. Ranks find
             out themselves who shares a node; the environment variable ``THINWIRE_NODE`` names a rank's node otherwise.
+        aggregator: ``host:port`` of a ``thinwire aggregator`` that adds up integers in the network, for ``intsgd`` and
+            ``heuristic_intsgd``. Floats never go there: sums of raw layers, and the exact first step of ``intsgd``,
+            are native all-reduces as ever. ``host:port?slots=16`` asks for a part of its slots.
         optimizer: the optimizer, for compressors that follow its learning rate (``fft(theta=diminishing)``) or its
             steps (``intsgd(scale=params)``).
         grad_scaler: the ``GradScaler`` of an fp16 training; error feedback keeps its residuals in unscaled units.
@@ -109,6 +113,7 @@ def compress(
         measure=measure,
         topology=parse_topology(topology),
         transport=transport,
+        aggregator=aggregator,
         optimizer=optimizer,
         grad_scaler=grad_scaler,
         timeout=timeout,

@@ -4,27 +4,29 @@
 
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.attach.devices import device_of, on_device, trained
 from thinwire.attach.updates import Updates
 from thinwire.collectives import (
-    DeviceGroupTransport,
+    AggregatorClient,
     ProcessGroupTransport,
     ScatterReduceAllGather,
     Topology,
     Transport,
     TransportChoice,
+    parse_address,
+    session_number,
     with_shared_memory,
 )
 from thinwire.compat import group_timeout
-from thinwire.compressors import GRADIENT_DTYPES, Raw, Wrapper, check_int
+from thinwire.compressors import GRADIENT_DTYPES, Raw, Summed, Wrapper, check_int
 from thinwire.plan import Filter, Plan, Rules
 from thinwire.wire import Later, Wire, agree, on_the_host
 from thinwire.wire.route import BucketLayers
@@ -147,6 +149,7 @@ class Options:
     measure: int = 0
     topology: Topology = field(default_factory=ScatterReduceAllGather)
     transport: TransportChoice = "auto"
+    aggregator: str | None = None
     optimizer: torch.optim.Optimizer | None = None
     grad_scaler: torch.amp.GradScaler | None = None
     timeout: timedelta | None = None
@@ -167,11 +170,15 @@ def _compress(model: DistributedDataParallel, rules: Rules, options: Options) ->
     for name in ("parity", "resync", "measure"):
         check_int(name, getattr(options, name), 0)
     hook = hook or _Hook(model)
-    shapes = {name: p.shape for name, p in _trained(model).items()}
-    device = None if options.simulate else _device_of(model, hook.group, options.as_device)
+    shapes = {name: p.shape for name, p in trained(model).items()}
+    device = None if options.simulate else device_of(model, hook.group, options.as_device)
     plan = Plan.build(shapes, rules, Filter(min_numel=options.min_numel, exclude=tuple(options.exclude)))
     _check_dtypes(model, plan)
     _check_feedback(plan)
+    if options.aggregator is not None:
+        _check_aggregator(plan, options.aggregator)
+        if device is not None:
+            raise ValueError("aggregator= adds integers that come from the host; between devices NCCL adds them")
     parameters = {name: p for p, name in hook.names.items()}
     follows = Updates.check(plan, options.optimizer, parameters)
     wire = Wire(
@@ -209,48 +216,6 @@ def _register(model: DistributedDataParallel, hook: _Hook, wire: Wire) -> None:
     _attached[model] = hook
 
 
-def _trained(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
-    return {name: p for name, p in model.module.named_parameters() if p.requires_grad}
-
-
-def _device_of(model: DistributedDataParallel, group: dist.ProcessGroup, as_device: bool) -> torch.device | None:
-    """The device from which gradients are sent without going over the host; None if they are on the CPU."""
-    devices = {p.device: name for name, p in _trained(model).items()}
-    if all(device.type == "cpu" for device in devices):
-        return torch.device("cpu") if as_device else None
-    return check_device(devices, dist.get_backend_config(group))
-
-
-def check_device(devices: Mapping[torch.device, str], backends: str) -> torch.device:
-    """The one device on which a model's parameters are (with the name of one of them), if gradients can leave it.
-
-    ``backends`` is how a process group says what moves which tensors: ``cpu:gloo,cuda:nccl``.
-
-    Raises:
-        NotImplementedError: they are on several devices, or on one that is no GPU.
-        RuntimeError: something is missing that the text names.
-    """
-    device, name = next((device, name) for device, name in devices.items() if device.type != "cpu")
-    simulated = "simulate=True studies the effect on accuracy on any device"
-    if len(devices) > 1 or device.type != "cuda":
-        where = ", ".join(str(device) for device in devices)
-        raise NotImplementedError(
-            f"{name} is on {device}, and parameters are on {where}: thinwire compresses gradients that are all on the "
-            f"CPU (over gloo) or all on one CUDA device of each rank (over NCCL); {simulated}"
-        )
-    if "cuda:nccl" not in backends.split(","):
-        raise RuntimeError(
-            f"{name} is on {device}, where gradients travel over NCCL, but the model's process group has {backends}: "
-            f"call init_process_group('nccl'), or 'cpu:gloo,cuda:nccl'; {simulated}"
-        )
-    if find_spec("triton") is None:
-        raise RuntimeError(
-            f"{name} is on {device}, where Triton compresses, and Triton is not installed: pip install triton, in the "
-            f"version that this PyTorch wants ({torch.__version__}); {simulated}"
-        )
-    return device
-
-
 def _check_dtypes(model: DistributedDataParallel, plan: Plan) -> None:
     for name, parameter in model.module.named_parameters():
         if name in plan.layers and not isinstance(plan[name], Raw) and parameter.dtype not in GRADIENT_DTYPES:
@@ -270,12 +235,17 @@ def _check_feedback(plan: Plan) -> None:
             )
 
 
-def _transport(group: dist.ProcessGroup, options: Options, device: torch.device | None) -> Transport:
-    """Process groups of our own: DDP uses its own group from the main thread while ours are busy in the worker.
+def _check_aggregator(plan: Plan, address: str) -> None:
+    parse_address(address)
+    sums = [c for c in plan.layers.values() if isinstance(c, Summed)]
+    if all(c.part_dtype(torch.float32).is_floating_point for c in sums):
+        raise ValueError(
+            f"aggregator={address!r} adds integers, and no layer has a compressor that makes any: intsgd(bits=8) does"
+        )
 
-    On a device there is no worker: what travels goes over the model's own group, from the thread that DDP uses it
-    from, and in one order with what DDP itself sends. Ours then serve for what ranks agree on.
-    """
+
+def _transport(group: dist.ProcessGroup, options: Options, device: torch.device | None) -> Transport:
+    """Process groups of our own: DDP uses its own group from the main thread while ours are busy in the worker."""
     timeout = options.timeout or group_timeout(group)
     ranks = dist.get_process_group_ranks(group)
     part = len(ranks) != dist.get_world_size()
@@ -287,12 +257,22 @@ def _transport(group: dist.ProcessGroup, options: Options, device: torch.device 
     transport = ProcessGroupTransport(mine, timeout, second)
     # What follows until the plan is agreed on depends on these: ranks that differ would wait for each other.
     told = {"simulate": str(options.simulate), "transport": options.transport, "topology": str(options.topology)}
-    agree(told | {"gradients on": device.type if device else "the host"}, transport)
+    told["aggregator"] = str(options.aggregator)
+    told["gradients on"] = device.type if device else "the host"
+    agree(told, transport)
     if device is not None:
-        if options.transport == "shared":
-            raise ValueError(
-                "transport='shared' is memory of the host: between devices bytes go over the model's group"
-            )
-        return DeviceGroupTransport(transport, device, group, timeout)
+        return on_device(transport, device, group, timeout, options.transport)
     # A simulation sends no messages.
-    return with_shared_memory(transport, timeout, "group" if options.simulate else options.transport)
+    choice = "group" if options.simulate else options.transport
+    transport = with_shared_memory(transport, timeout, choice)
+    if options.aggregator is not None and not options.simulate and transport.world_size > 1:
+        session = torch.tensor([session_number()])
+        transport.broadcast(session)
+        transport.aggregator = AggregatorClient(
+            options.aggregator,
+            rank=transport.rank,
+            world_size=transport.world_size,
+            session=int(session),
+            timeout_s=timeout.total_seconds(),
+        )
+    return transport

@@ -14,7 +14,7 @@ from thinwire.collectives import Layer
 from thinwire.compat import ddp_ready_order
 from thinwire.compressors import GRADIENT_DTYPES, Coded, Compressor, Raw, Summed, Unsuited
 from thinwire.plan import Filter, Plan, Rules
-from thinwire.wire import Contents, FlatStats, Kind, NamedShape, Registered, Walk
+from thinwire.wire import Contents, FlatStats, Kind, NamedShape, Registered, Walk, dense_bytes
 
 _KINDS: tuple[Kind, ...] = ("all_reduce", "reduce_scatter", "all_gather")
 
@@ -50,14 +50,16 @@ class Chooser:
         """What a registered layer has in all-reduces."""
         return self._compressors["all_reduce"][name]
 
-    def choose(self, kind: Kind, tensors: Sequence[Tensor], numel: int, stats: FlatStats) -> Contents | None:
+    def choose(
+        self, kind: Kind, tensors: Sequence[Tensor], numel: int, stats: FlatStats, *, may: bool
+    ) -> Contents | None:
         """What a buffer holds, or each rank's part of it (``numel`` elements); None if it is to travel exact.
 
-        ``tensors``: all that the collective reads and writes.
+        ``tensors``: all that the collective reads and writes. ``may``: whether what it does with them allows it.
         """
         first = tensors[0]
         with self._lock:
-            if self._world_size > 1 and all(_compressible(x) and x.dtype == first.dtype for x in tensors):
+            if may and self._world_size > 1 and all(_compressible(x) and x.dtype == first.dtype for x in tensors):
                 run = self._registered.exact(numel)
                 if run is None and kind == "all_reduce" and first.dim() == 1:
                     run = self._registered.find(numel, first.dtype)
@@ -68,6 +70,7 @@ class Chooser:
                     stats.uniform += run is None
                     return contents
             stats.passed += 1
+            stats.passed_bytes += dense_bytes(kind, numel * first.element_size(), self._world_size)
         return None
 
     def _matched(self, kind: Kind, run: tuple[NamedShape, ...]) -> Contents | None:
@@ -83,8 +86,7 @@ class Chooser:
         return None if all(isinstance(layer.compressor, Raw) for layer in contents.layers) else contents
 
     def _uniform(self, kind: Kind, numel: int) -> Contents | None:
-        whole = numel if kind == "all_reduce" else numel * self._world_size
-        if whole < self.options.min_numel:
+        if numel < self.options.min_numel:
             return None
         try:
             compressor = self.options.compressor_of(kind).fit((numel,))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from thinwire.collectives import Topology, TransportChoice, parse_topology
+from thinwire.collectives import Topology, TransportChoice, check_choice, parse_topology
 from thinwire.compressors import Coded, Compressor, Raw, Summed, check_int, parse
 from thinwire.plan import DEFAULT_RULES
 from thinwire.wire import Kind
@@ -29,8 +29,8 @@ class ProcessGroupOptions:
         all_gather: of all-gathers, which FSDP2 sends weights by. None: as ``compressor``; exact, if that one is summed
             (``cast``, ``randk``), since nothing is summed there.
         reduce_scatter: of reduce-scatters. None: as ``compressor``; exact, if that one is summed.
-        min_numel: buffers of fewer elements (a loss that is averaged, say) travel exact, by gloo; so do registered
-            layers of fewer elements.
+        min_numel: buffers of fewer elements (a loss that is averaged, say), and those of which each rank has a part of
+            fewer, travel exact, by gloo; registered layers of fewer travel raw.
         exclude: patterns of registered layers that travel raw, besides those with fewer than two dimensions.
         layout: names and shapes of the layers, end to end, of every buffer of exactly as many elements; as
             `ProcessGroup.register_layout` takes them.
@@ -58,8 +58,7 @@ class ProcessGroupOptions:
     def __post_init__(self) -> None:
         check_int("min_numel", self.min_numel, 0)
         check_int("seed", self.seed, 0)
-        if self.transport not in ("auto", "group", "shared"):
-            raise ValueError(f"transport is {self.transport!r}: auto, group or shared")
+        check_choice(self.transport)
         if isinstance(self.exclude, str):
             raise TypeError(f"exclude takes a list of patterns: exclude=[{self.exclude!r}]")
         self._set("exclude", tuple(self.exclude))

@@ -35,6 +35,9 @@ class ProcessGroup(dist.ProcessGroup):
     exact: other operations and dtypes, small and sparse tensors, broadcasts, objects, point-to-point messages, and
     all-gathers and reduce-scatters of functional collectives (``DTensor.full_tensor()`` among them).
 
+    It cannot tell gradients from anything else, such as the statistics of ``SyncBatchNorm``: hand it to the model or
+    the mesh dimension that it is for, rather than make it the default group of a program that sends other floats.
+
     A draw depends on the options' seed, the group's ranks, a count of its compressed collectives, the buffer's layers
     and the element. The count starts at 0 with the group and is in no checkpoint: a training that resumes draws as one
     that begins, which changes no expectation.
@@ -180,7 +183,7 @@ class ProcessGroup(dist.ProcessGroup):
         futures, passed, opts = [], [], _options(kind, opts, overload)
         scale = self._scale(opts.reduceOp)
         for x in tensors:
-            contents = None if scale is None else self._choose("all_reduce", [x], x.numel())
+            contents = self._choose("all_reduce", [x], x.numel(), may=scale is not None)
             if contents is None or scale is None:
                 passed.append(x)
                 continue
@@ -196,10 +199,9 @@ class ProcessGroup(dist.ProcessGroup):
     def _reduce_scatter(self, output: Tensor, inputs: Tensor | list[Tensor], opts: Any) -> Work | None:
         scale = self._scale(opts.reduceOp)
         given = [output, *inputs] if isinstance(inputs, list) else [output, inputs]
-        if scale is None or any(part.numel() != output.numel() for part in given if isinstance(inputs, list)):
-            return None
-        contents = self._choose("reduce_scatter", given, output.numel())
-        if contents is None:
+        alike = isinstance(inputs, Tensor) or all(part.numel() == output.numel() for part in inputs)
+        contents = self._choose("reduce_scatter", given, output.numel(), may=alike and scale is not None)
+        if contents is None or scale is None:
             return None
         out = output.detach().view(-1)
 
@@ -213,9 +215,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _all_gather(self, outputs: Tensor | list[Tensor], input: Tensor) -> Work | None:
         given = [input, *outputs] if isinstance(outputs, list) else [input, outputs]
-        if any(out.numel() != input.numel() for out in given if isinstance(outputs, list)):
-            return None
-        contents = self._choose("all_gather", given, input.numel())
+        alike = isinstance(outputs, Tensor) or all(out.numel() == input.numel() for out in outputs)
+        contents = self._choose("all_gather", given, input.numel(), may=alike)
         if contents is None:
             return None
         mine, rank, size = input.detach().view(-1), self.rank(), self.size()
@@ -249,8 +250,8 @@ class ProcessGroup(dist.ProcessGroup):
             return 1.0 / self.size()
         return premul_factor(op) if _is_premul(op) else None
 
-    def _choose(self, kind: Kind, tensors: Sequence[Tensor], numel: int) -> Contents | None:
-        return self._chooser.choose(kind, tensors, numel, self._running().stats)
+    def _choose(self, kind: Kind, tensors: Sequence[Tensor], numel: int, *, may: bool) -> Contents | None:
+        return self._chooser.choose(kind, tensors, numel, self._running().stats, may=may)
 
     def _agree_on(self, layers: Sequence[NamedShape]) -> None:
         planned = self._chooser.compressor_of

@@ -42,6 +42,22 @@ class Pending(Protocol):
         ...
 
 
+class IntegerReducer(Protocol):
+    """Who adds up integers for all ranks: an `AggregatorClient`."""
+
+    def start_all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> Pending:
+        """As `Transport.start_all_reduce`."""
+        ...
+
+    def wire_bytes(self, numel: int, width: int) -> int:
+        """Bytes that a rank sends for so many integers of ``width`` bytes, and receives."""
+        ...
+
+    def close(self) -> None:
+        """Leave."""
+        ...
+
+
 @dataclass
 class Buffers:
     """Every message that a rank sends and receives in one collective: allocated once, by `Transport.open`."""
@@ -83,6 +99,8 @@ class Transport(ABC):
         """Of those sent: what its receivers took from memory that they share with this rank."""
         self.broken = False
         """Whether somebody gave it up: nothing is waited for on it any more."""
+        self.aggregator: IntegerReducer | None = None
+        """Where sums of integers go instead, if given."""
         self._next_tag = 0
         self._lock = threading.Lock()
 
@@ -150,13 +168,26 @@ class Transport(ABC):
     def start_all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> Pending:
         """Begin to replace ``x`` by its sum (or maximum) over all ranks, in its own dtype. Counted as a
         ring all-reduce."""
-        moved = ring_bytes(x.numel() * x.element_size(), self.world_size)
+        moved = self.all_reduce_bytes(x.numel(), x.dtype)
         self._count(moved, moved)
+        if self.aggregator is not None and not x.dtype.is_floating_point:
+            return self.aggregator.start_all_reduce(x, lane=lane, op=op)
         return self._start_all_reduce(x, lane, op)
 
     def all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> None:
         """The same, to its end."""
         self.start_all_reduce(x, lane=lane, op=op).wait()
+
+    def all_reduce_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Bytes that a rank sends in an all-reduce, and receives."""
+        if self.aggregator is not None and not dtype.is_floating_point:
+            return self.aggregator.wire_bytes(numel, dtype.itemsize)
+        return ring_bytes(numel * dtype.itemsize, self.world_size)
+
+    def close(self) -> None:
+        """Let go of what is not a process group's."""
+        if self.aggregator is not None:
+            self.aggregator.close()
 
     @abstractmethod
     def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending: ...

@@ -23,8 +23,9 @@ _NORM, _ALL = "r", "r_all"
 
 @dataclass(frozen=True)
 class IntSGD(Integers):
-    """IntSGD (S4, Algorithm 1): ``g̃ = 1/(nα) · Σ Int(α·g_i)``, with an α from steps past that all ranks work out alike.
+    """IntSGD (Mishchenko et al. 2022; S4, Algorithm 1): ``g̃ = 1/(nα) · Σ Int(α·g_i)``.
 
+    α comes from past steps, and all ranks work it out alike:
     ``r_k = β·r_{k−1} + (1−β)·‖g̃^{k−1}‖²`` and ``α_k = √d / √(2n·r_k + ε²)``: of the whole model (``block=global``,
     Proposition 2), or of each layer by itself, with its share ``d_l/d`` of ε² (``block=layer``, Proposition 4). The
     first step is exact: its sum is in fp32. ``rounding`` is random (unbiased) or determ (to the nearest integer). One

@@ -18,9 +18,10 @@ def square_sum(x: Tensor) -> Tensor:
     flat = x.reshape(-1)
     count = 1 << max(0, min(flat.numel(), _LANES) - 1).bit_length()
     lanes = torch.zeros(count, dtype=torch.float64, device=x.device)
+    wide = torch.empty_like(lanes)
     for run in flat.split(count):
-        wide = run.to(torch.float64, copy=True)
-        lanes[: run.numel()] += wide.mul_(wide)
+        square = wide[: run.numel()].copy_(run)
+        lanes[: run.numel()].add_(square.mul_(square))
     while count > 1:
         count //= 2
         lanes[:count] += lanes[count : 2 * count]

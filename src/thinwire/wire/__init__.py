@@ -1,7 +1,7 @@
 """The Wire and what keeps it alive."""
 
 from thinwire.wire.agree import DisagreementError, agree
-from thinwire.wire.flat import Contents, FlatEngine, FlatStats, Kind, Operation, group_seed
+from thinwire.wire.flat import Contents, FlatEngine, FlatStats, Kind, Operation, dense_bytes, group_seed
 from thinwire.wire.log import StatsLogger
 from thinwire.wire.parity import ParityError
 from thinwire.wire.registered import NamedShape, Registered, Walk
@@ -29,6 +29,7 @@ __all__ = [
     "Wire",
     "Worker",
     "agree",
+    "dense_bytes",
     "group_seed",
     "merge_timelines",
     "on_the_host",

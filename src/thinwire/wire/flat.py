@@ -52,9 +52,11 @@ class FlatStats(StageSeconds):
     uniform: int = 0
     """Buffers compressed as if they were one layer."""
     passed: int = 0
-    """Buffers that travelled exact, by gloo."""
+    """Buffers of these kinds of collectives that travelled exact, by gloo."""
+    passed_bytes: int = 0
+    """Bytes that these take, sent by a ring."""
     dense_bytes: int = 0
-    """Bytes that the compressed buffers would have taken in fp32 (or what they are in), by a ring."""
+    """Bytes that the compressed buffers would have taken, sent exact by a ring."""
     payload_sent_bytes: int = 0
     """Bytes handed to the transport for compressed buffers: messages with their headers, without those of TCP."""
     payload_shared_bytes: int = 0
@@ -192,7 +194,8 @@ class FlatEngine:
                 complete(collective)
             if operation.done is not None:
                 operation.done(x)
-        self.stats.dense_bytes += self._dense_bytes(operation)
+        num_bytes = operation.contents.numel * operation.dtype.itemsize
+        self.stats.dense_bytes += dense_bytes(operation.kind, num_bytes, self.world.size)
 
     def _present(self, operation: Operation, number: int) -> _Ways:
         key = (operation.kind, operation.contents.key, operation.dtype)
@@ -239,11 +242,10 @@ class FlatEngine:
             return [reduce_scatter(x, layout, transport, route.reduction, scale=scale, out=out, **shared)]
         return [all_gather(x, layout, transport, route.reduction, **shared)]
 
-    def _dense_bytes(self, operation: Operation) -> int:
-        num_bytes = operation.contents.numel * operation.dtype.itemsize
-        if operation.kind == "all_reduce":
-            return ring_bytes(num_bytes, self.world.size)
-        return (self.world.size - 1) * num_bytes
+
+def dense_bytes(kind: Kind, num_bytes: int, world_size: int) -> int:
+    """Bytes that each rank sends by a ring: of a buffer of ``num_bytes``, or one of parts of ``num_bytes`` each."""
+    return ring_bytes(num_bytes, world_size) if kind == "all_reduce" else (world_size - 1) * num_bytes
 
 
 def group_seed(seed: int, ranks: tuple[int, ...]) -> int:

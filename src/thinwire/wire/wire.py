@@ -295,3 +295,4 @@ class Wire:
         """
         self._attached = False
         self._worker.close()
+        self._engine.transport.close()
