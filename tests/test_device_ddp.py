@@ -14,6 +14,7 @@ from nets import assert_replicas_identical, batch, fingerprint, loss_of, make, t
 from thinwire.attach.ddp import Options, compress_ddp
 from thinwire.attach.devices import check_device
 from thinwire.collectives import parse_topology
+from thinwire.wire.stream import StreamWorker
 
 MIXED = {
     "embed*": "ef(topk(density=0.1))",
@@ -234,6 +235,36 @@ def test_detach_and_compress_again() -> None:
     assert run_ranks(_detaches, 2) == [True, True]
 
 
+def _backward_inside_autocast(rank: int, as_device: bool) -> dict:
+    model = make(rank)
+    wire = attach(model, "powersgd(rank=2)", as_device)
+    for step in range(3):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss_of(model, batch(rank, step)).backward()
+    return digest(model, wire)
+
+
+def test_autocast_does_not_reach_what_compresses() -> None:
+    both(_backward_inside_autocast, 2)
+
+
+def _measures(rank: int) -> tuple[dict, float, str]:
+    model = make(rank)
+    options = Options(as_device=True, topology=parse_topology("sra(rates=measured)"))
+    wire = compress_ddp(model, "minmax(bits=4)", options)
+    train(model, rank, 2)
+    assert wire.speeds is not None
+    return wire.declined, wire.speeds.bytes_per_s, str(wire.topology)
+
+
+def test_links_and_codecs_are_measured() -> None:
+    answers = run_ranks(_measures, 2)
+    assert answers[0] == answers[1]
+    assert answers[0][1] > 0
+    assert "rates=(" in answers[0][2]
+
+
 def _refuses(rank: int) -> list[str]:
     texts = []
     for options in ({"topology": parse_topology("ring")}, {"transport": "shared"}, {"aggregator": "localhost:1"}):
@@ -251,6 +282,14 @@ def test_ways_of_the_host_are_refused() -> None:
 
 
 # --- what compress() says of devices ---------------------------------------------------------------------------------
+
+
+def test_a_default_device_does_not_reach_the_hosts_own_tensors() -> None:
+    seen = []
+    with torch.device("meta"):
+        StreamWorker(torch.device("cpu")).call(lambda: seen.append(torch.zeros(1).device.type))
+    assert seen == ["cpu"]
+
 
 GPU, OTHER = torch.device("cuda:0"), torch.device("cuda:1")
 

@@ -55,7 +55,8 @@ class StreamWorker:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        with on_the_host():
+        # Backward may have been called inside autocast, which would make factors and sums of 16 bits.
+        with on_the_host(), torch.autocast("cuda" if self._stream else "cpu", enabled=False):
             if self._stream is None:
                 yield
                 return
