@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(wildcard native/*) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: demo test check format sanitize triton bench readme clean
+.PHONY: demo test check format sanitize triton cuda bench readme clean
 
 demo: .venv/ready
 	$(BIN)/thinwire demo
@@ -29,6 +29,11 @@ sanitize: .venv/ready
 triton: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.9.0
 	$(BIN)/python -m pytest tests/test_triton*.py
+
+# What needs a GPU: its tests, across several if there are, and its figures.
+cuda: .venv/ready
+	$(BIN)/python -m pytest tests/test_cuda.py tests/test_triton*.py
+	$(BIN)/thinwire bench cuda --json benchmarks/cuda.json
 
 bench: .venv/ready
 	mkdir -p benchmarks

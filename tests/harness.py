@@ -36,8 +36,9 @@ def run_ranks(
     timeout_s: float = 30.0,
     group_timeout_s: float = 20.0,
     may_die: bool = False,
+    backend: str = "gloo",
 ) -> list[Any]:
-    """``[function(rank, *args) for each rank]``, each in a process of its own with a gloo process group.
+    """``[function(rank, *args) for each rank]``, each in a process of its own with a process group, of gloo or another.
 
     ``function`` must be at the top of a module. With ``may_die`` a rank that dies without an answer gives None, and one
     that raises gives the exception's text as an ``Exception``.
@@ -47,7 +48,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(num_ranks):
             mine, theirs = _processes.Pipe(duplex=False)
-            job = (function, rank, num_ranks, args, os.path.join(folder, "store"), group_timeout_s, theirs)
+            job = (function, rank, num_ranks, args, os.path.join(folder, "store"), group_timeout_s, theirs, backend)
             process = _processes.Process(target=_rank_main, args=job, daemon=True)
             process.start()
             theirs.close()
@@ -95,12 +96,13 @@ def _rank_main(
     store_path: str,
     group_timeout_s: float,
     pipe: Connection,
+    backend: str,
 ) -> None:
     torch.set_num_threads(1)
     try:
         timeout = timedelta(seconds=group_timeout_s)
         store = dist.FileStore(store_path, num_ranks)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
         answer = ("ok", function(rank, *args))
     except BaseException:  # noqa: BLE001 - the test gets it
         answer = ("error", traceback.format_exc())

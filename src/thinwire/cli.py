@@ -21,6 +21,7 @@ _COMMANDS = {
     "bench allreduce": "thinwire.bench.allreduce:allreduce",
     "bench topologies": "thinwire.bench.topologies:topologies",
     "bench step": "thinwire.bench.step:step",
+    "bench cuda": "thinwire.bench.cuda:cuda",
     "bench blob": "thinwire.bench.blob:blob",
     "bench compressors": "thinwire.bench.compressors:compressors",
     "compare": "thinwire.repro.compare:compare",
@@ -39,6 +40,7 @@ _HELP = """\
   [bold]thinwire bench allreduce[/]   an all-reduce over a slow link, beside gloo and beside its own limit
   [bold]thinwire bench topologies[/]  the same by ring, tree, hierarchy ... and through shared memory, over many links
   [bold]thinwire bench step[/]        a training step over a slow link, beside stock DDP and beside its own limit
+  [bold]thinwire bench cuda[/]        the same on a GPU: speed and launches of each compressor, ranks that share the GPU
   [bold]thinwire bench blob[/]        DDP over a process group that compresses buffers, beside compressing layers
   [bold]thinwire bench compressors[/] error, bytes and speed of every compressor on the gradients of a real training
   [bold]thinwire compare[/]           is it the same loss? paired runs, an interval, a control that must fail

@@ -45,6 +45,14 @@ def group_timeout(group: Any) -> timedelta:
     raise RuntimeError("this PyTorch does not tell the timeout of a process group: pass timeout= yourself")
 
 
+def all_gather_single(out: torch.Tensor, x: torch.Tensor, group: Any) -> Any:
+    """``torch.distributed.all_gather_single``, which was ``all_gather_into_tensor`` before PyTorch 2.13."""
+    import torch.distributed as dist
+
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(out, x, group=group)
+
+
 def register_gloo(group: Any, backend: Any) -> None:
     """Make gloo the backend of a ``torch.distributed.ProcessGroup`` that Python made.
 

@@ -48,7 +48,8 @@ def compress(
         wire = thinwire.compress(model, {"embed.*": "minmax(bits=2)", "*": "minmax(bits=4)"}, exclude=["bn", "bias"])
 
     Args:
-        model: a ``DistributedDataParallel`` model with its parameters on the CPU, over gloo.
+        model: a ``DistributedDataParallel`` model with its parameters on the CPU, over gloo; or on one CUDA device of
+            each rank, over NCCL, where Triton compresses (docs/gpu.md says what differs there).
         rules: a compressor, its spec, or a mapping from name patterns to them: the first pattern that matches holds. A
             pattern with ``*`` or ``?`` must match the whole name of the parameter in the module inside DDP; a plain
             word matches any name that contains it. Layers that no pattern matches stay raw. Compressors that drop or
@@ -84,7 +85,8 @@ def compress(
         optimizer: the optimizer, for compressors that follow its learning rate (``fft(theta=diminishing)``) or its
             steps (``intsgd(scale=params)``).
         grad_scaler: the ``GradScaler`` of an fp16 training; error feedback keeps its residuals in unscaled units.
-        timeout: of the process group that the Wire makes for itself; that of the model's own if None.
+        timeout: of the process group that the Wire makes for itself; that of the model's own if None. Gradients on a
+            GPU travel over the model's own.
 
     Returns:
         The Wire: ``stats``, ``plan``, ``state_dict()``, ``detach()``.
@@ -92,7 +94,9 @@ def compress(
     Raises:
         TypeError: the model is not a ``DistributedDataParallel``, or a layer's dtype cannot be compressed.
         ValueError: a pattern matches no parameter, or a spec is wrong.
-        RuntimeError: the model is compressed already, or has another communication hook.
+        RuntimeError: the model is compressed already, or has another communication hook; or it is on a GPU, and NCCL
+            or Triton is missing.
+        NotImplementedError: its parameters are on several devices, or on an accelerator that is not CUDA's.
         DisagreementError: the ranks gave different arguments.
         SharedMemoryError: ``transport="shared"``, and ranks cannot share memory.
     """

@@ -4,7 +4,7 @@
 
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.attach.devices import device_of, on_device, trained
 from thinwire.attach.updates import Updates
 from thinwire.collectives import (
     AggregatorClient,
@@ -27,7 +28,7 @@ from thinwire.collectives import (
 from thinwire.compat import group_timeout
 from thinwire.compressors import GRADIENT_DTYPES, Raw, Summed, Wrapper, check_int
 from thinwire.plan import Filter, Plan, Rules
-from thinwire.wire import Wire, agree
+from thinwire.wire import Later, Wire, agree, on_the_host
 from thinwire.wire.route import BucketLayers
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented, yet not exported
@@ -50,6 +51,8 @@ class _Hook:
         self.resync = 0
         self._passes = 0
         self._resynced = -1
+        self._loss_scale = 1.0
+        self._told_scale = Later()
 
     def __call__(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         # Whatever is raised here would leave DDP's reducer unusable: it goes through the future instead.
@@ -66,6 +69,7 @@ class _Hook:
             return _plain_mean(flat, self.group)
         if bucket.index() == 0:
             wire.begin_step(self.updates.learning_rates() if self.updates else None)
+            self._loss_scale = self._present_scale()
             self._check_overlap(bucket, flat, wire)
             if self.parity and wire.step % self.parity == 0:
                 wire.check_parity({name: p for p, name in self.names.items()})
@@ -74,16 +78,26 @@ class _Hook:
         if flat.is_sparse:
             raise TypeError("sparse gradients (Embedding(sparse=True)) cannot be compressed: make the embedding dense")
         layers = tuple((self.names[p], tuple(p.shape)) for p in bucket.parameters())
-        scale = self.grad_scaler.get_scale() if self.grad_scaler else 1.0
         if not wire.simulated:
-            return wire.reduce(flat, layers, loss_scale=scale)
-        wire.simulate(flat, layers, loss_scale=scale)
+            return wire.reduce(flat, layers, loss_scale=self._loss_scale)
+        wire.simulate(flat, layers, loss_scale=self._loss_scale)
         return _plain_mean(flat, self.group).then(lambda future: _noted(future.value(), wire, layers))
+
+    def _present_scale(self) -> float:
+        """The loss scale of this backward pass."""
+        told = self._told_scale.read()
+        if told:
+            return float(told[-1])
+        return self.grad_scaler.get_scale() if self.grad_scaler else 1.0
 
     def before_forward(self, model: DistributedDataParallel, inputs: object) -> None:
         """Copy rank 0's parameters to all every ``resync`` steps: here nothing else reads or writes them."""
         wire = self.wire
         training = model.training and model.require_backward_grad_sync and torch.is_grad_enabled()
+        if self.grad_scaler and wire and wire.device is not None and training:
+            # Asked for later, in the middle of backward, it would make the host wait for what backward did so far.
+            self._told_scale = Later()
+            self._told_scale.note(self.grad_scaler.scale(torch.ones((), device=wire.device)))
         if not (self.resync and wire and wire.attached and training) or wire.step == self._resynced:
             return
         if wire.step >= 0 and (wire.step + 1) % self.resync == 0:
@@ -139,28 +153,38 @@ class Options:
     optimizer: torch.optim.Optimizer | None = None
     grad_scaler: torch.amp.GradScaler | None = None
     timeout: timedelta | None = None
+    as_device: bool = False
+    """Send gradients on the CPU the way that those on a GPU go: for tests."""
 
 
 def compress_ddp(model: DistributedDataParallel, rules: Rules, options: Options) -> Wire:
     """See `thinwire.compress`."""
+    with on_the_host():
+        return _compress(model, rules, options)
+
+
+def _compress(model: DistributedDataParallel, rules: Rules, options: Options) -> Wire:
     hook = _attached.get(model)
     if hook is not None and hook.wire is not None and hook.wire.attached:
         raise RuntimeError("this model is compressed already: call detach() on its Wire first, on every rank")
     for name in ("parity", "resync", "measure"):
         check_int(name, getattr(options, name), 0)
-    shapes = _checked_shapes(model, options.simulate)
+    hook = hook or _Hook(model)
+    shapes = {name: p.shape for name, p in trained(model).items()}
+    device = None if options.simulate else device_of(model, hook.group, options.as_device)
     plan = Plan.build(shapes, rules, Filter(min_numel=options.min_numel, exclude=tuple(options.exclude)))
     _check_dtypes(model, plan)
     _check_feedback(plan)
     if options.aggregator is not None:
         _check_aggregator(plan, options.aggregator)
-    hook = hook or _Hook(model)
+        if device is not None:
+            raise ValueError("aggregator= adds integers that come from the host; between devices NCCL adds them")
     parameters = {name: p for p, name in hook.names.items()}
     follows = Updates.check(plan, options.optimizer, parameters)
     wire = Wire(
         plan,
         shapes,
-        _transport(hook.group, options),
+        _transport(hook.group, options, device),
         seed=options.seed,
         start=options.start,
         decline=options.decline,
@@ -192,17 +216,6 @@ def _register(model: DistributedDataParallel, hook: _Hook, wire: Wire) -> None:
     _attached[model] = hook
 
 
-def _checked_shapes(model: DistributedDataParallel, any_device: bool) -> Mapping[str, Sequence[int]]:
-    trained = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
-    for name, parameter in trained.items():
-        if parameter.device.type != "cpu" and not any_device:
-            raise NotImplementedError(
-                f"{name} is on {parameter.device}: this version of thinwire compresses gradients on the CPU (gloo) "
-                "only; simulate=True studies the effect on accuracy on any device"
-            )
-    return {name: p.shape for name, p in trained.items()}
-
-
 def _check_dtypes(model: DistributedDataParallel, plan: Plan) -> None:
     for name, parameter in model.module.named_parameters():
         if name in plan.layers and not isinstance(plan[name], Raw) and parameter.dtype not in GRADIENT_DTYPES:
@@ -218,7 +231,7 @@ def _check_feedback(plan: Plan) -> None:
             warnings.warn(
                 f"{compressor}: {compressor.inner} can err by more than its input, so that what error feedback owes "
                 "grows from step to step and training diverges: give it more bits, or smaller buckets, or no ef()",
-                stacklevel=4,
+                stacklevel=5,
             )
 
 
@@ -231,7 +244,7 @@ def _check_aggregator(plan: Plan, address: str) -> None:
         )
 
 
-def _transport(group: dist.ProcessGroup, options: Options) -> Transport:
+def _transport(group: dist.ProcessGroup, options: Options, device: torch.device | None) -> Transport:
     """Process groups of our own: DDP uses its own group from the main thread while ours are busy in the worker."""
     timeout = options.timeout or group_timeout(group)
     ranks = dist.get_process_group_ranks(group)
@@ -245,7 +258,10 @@ def _transport(group: dist.ProcessGroup, options: Options) -> Transport:
     # What follows until the plan is agreed on depends on these: ranks that differ would wait for each other.
     told = {"simulate": str(options.simulate), "transport": options.transport, "topology": str(options.topology)}
     told["aggregator"] = str(options.aggregator)
+    told["gradients on"] = device.type if device else "the host"
     agree(told, transport)
+    if device is not None:
+        return on_device(transport, device, group, timeout, options.transport)
     # A simulation sends no messages.
     choice = "group" if options.simulate else options.transport
     transport = with_shared_memory(transport, timeout, choice)

@@ -2,6 +2,8 @@
 
 from thinwire.collectives.aggregator import AggregatorClient, parse_address, session_number
 from thinwire.collectives.allgather import gather_buffers, gather_mean
+from thinwire.collectives.device import DeviceBuffers, check_star, device_all_reduce
+from thinwire.collectives.device_transport import DeviceGroupTransport, DeviceLoopbackTransport, DeviceTransport
 from thinwire.collectives.exchange import Exchange
 from thinwire.collectives.layout import Chunk, Layer, Layout, owned_parts
 from thinwire.collectives.message import MessageError, PeerFailedError
@@ -44,6 +46,10 @@ __all__ = [
     "Binomial",
     "Buffers",
     "Chunk",
+    "DeviceBuffers",
+    "DeviceGroupTransport",
+    "DeviceLoopbackTransport",
+    "DeviceTransport",
     "Exchange",
     "Hierarchical",
     "Layer",
@@ -67,7 +73,9 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "check_choice",
+    "check_star",
     "complete",
+    "device_all_reduce",
     "encoded",
     "gather_buffers",
     "gather_mean",

@@ -14,9 +14,9 @@ from thinwire.collectives.transport import Transport
 from thinwire.compressors import State
 
 
-def sum_buffers(layout: Layout) -> tuple[Tensor, ...]:
+def sum_buffers(layout: Layout, device: torch.device | None = None) -> tuple[Tensor, ...]:
     """The tensors that are added, one for each sum of the layout."""
-    return tuple(torch.zeros(s.numel, dtype=s.dtype) for s in layout.sums)
+    return tuple(torch.zeros(s.numel, dtype=s.dtype, device=device) for s in layout.sums)
 
 
 def summed_all_reduce(

@@ -1,6 +1,6 @@
 """Compressors: what a tensor may become on the wire."""
 
-from thinwire.compressors.base import Coded, Compressor, Reduction, Summed, Unsuited, first_state, sum_alone
+from thinwire.compressors.base import Coded, Compressor, Count, Reduction, Summed, Unsuited, first_state, sum_alone
 from thinwire.compressors.cast import Cast, RawSum
 from thinwire.compressors.chain import Chain
 from thinwire.compressors.checks import GRADIENT_DTYPES, check_int, not_finite
@@ -44,6 +44,7 @@ __all__ = [
     "Chain",
     "Coded",
     "Compressor",
+    "Count",
     "GlobalTopK",
     "HeuristicIntSGD",
     "IntSGD",

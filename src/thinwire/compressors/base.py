@@ -10,9 +10,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.compressors.checks import check_dtype
 from thinwire.compressors.compressor import Compressor, Unsuited
 from thinwire.compressors.pieces import Key, Part, Piece, Segments, State
+
+Count = int | Tensor
+"""A number; where the host would have to wait to know it, a tensor of no dimensions on the device."""
 
 Reduction = Literal["sum", "max"]
 
@@ -86,20 +90,17 @@ class Coded(Compressor):
     ) -> None:
         """Set the segments of ``total`` to ``scale · (own + Σ decode(messages))``, summed in fp32 in their order."""
         sums = total if total.dtype == torch.float32 else torch.empty_like(total, dtype=torch.float32)
-        for piece in segments.pieces:
-            sums[piece.elements] = own[piece.elements]
+        kernels.rows_scale(own, segments.table, sums)
         for message in messages:
             self.decode(message, segments, sums, add=True)
-        for piece in segments.pieces:
-            total[piece.elements] = sums[piece.elements].mul_(scale)
+        kernels.rows_scale(sums, segments.table, total, by=scale)
 
     def mean(self, messages: Sequence[Tensor], segments: Segments, y: Tensor, *, scale: float) -> None:
         """The receiver's stage of an all-gather: set ``y`` to ``scale · Σ decode(messages)``, summed in their order."""
         total = torch.empty(y.numel(), dtype=torch.float32, device=y.device) if y.dtype != torch.float32 else y
         for i, message in enumerate(messages):
             self.decode(message, segments, total, add=i > 0)
-        for piece in segments.pieces:
-            y[piece.elements] = total[piece.elements].mul_(scale)
+        kernels.rows_scale(total, segments.table, y, by=scale)
 
     def encode_rest(
         self,
@@ -114,9 +115,7 @@ class Coded(Compressor):
         state: State | None = None,
     ) -> None:
         """Encode ``x + loss_scale · now`` and leave in ``after``, in unscaled units, what was not sent of it."""
-        for piece in segments.pieces:
-            part = piece.elements
-            torch.add(x[part], now[part], alpha=loss_scale, out=after[part])
+        kernels.rows_add(x, now, segments.table, after, alpha=loss_scale)
         self.encode(after, segments, message, key=key, state=state)
         self.keep_rest(message, segments, after, loss_scale)
 
@@ -137,8 +136,7 @@ class Coded(Compressor):
     ) -> None:
         """`reduce` of ``scale · (own + Σ decode(messages)) + loss_scale · now``, leaving its rest as `encode_rest`."""
         self.add_up(messages, own, segments, after, scale=scale)
-        for piece in segments.pieces:
-            after[piece.elements].add_(now[piece.elements], alpha=loss_scale)
+        kernels.rows_add(after, now, segments.table, after, alpha=loss_scale)
         self.encode(after, segments, out_message, key=key, state=state)
         self.decode(out_message, segments, y)
         self.keep_rest(out_message, segments, after, loss_scale)
@@ -146,8 +144,7 @@ class Coded(Compressor):
     def keep_rest(self, message: Tensor, segments: Segments, after: Tensor, loss_scale: float) -> None:
         self.decode(message, segments, after, add=True, scale=-1.0)
         if loss_scale != 1.0:
-            for piece in segments.pieces:
-                after[piece.elements].div_(loss_scale)
+            kernels.rows_scale(after, segments.table, after, over=loss_scale)
 
     @property
     def learns_at(self) -> tuple[int, ...]:
@@ -173,7 +170,7 @@ class Coded(Compressor):
         """Bytes of a payload that only say which elements it carries."""
         return 0
 
-    def limits(self, message: Tensor, segments: Segments) -> tuple[int, int]:
+    def limits(self, message: Tensor, segments: Segments) -> tuple[Count, Count]:
         """How many values of a message that was encoded here saturated, and how many did not fit into it."""
         return 0, 0
 
@@ -245,7 +242,7 @@ class Summed(Compressor):
     ) -> None:
         """Take the sum of all ranks' parts. The last round sets the layers in ``x`` to the result."""
 
-    def clipped(self, parts: Sequence[Part], state: State | None) -> int | None:
+    def clipped(self, parts: Sequence[Part], state: State | None) -> Count | None:
         """How many of this rank's values of these layers the last step clipped; None if it never clips."""
         return None
 
@@ -284,7 +281,7 @@ def first_state(compressor: Compressor, flat: Tensor, segments: Segments, loss_s
     if not compressor.slots:
         return None
     layers = {piece.name: piece.shape for piece in segments.pieces}
-    state = State.fresh(compressor.slots, flat.numel(), loss_scale, layers)
+    state = State.fresh(compressor.slots, flat.numel(), loss_scale, layers, device=flat.device)
     for piece in segments.pieces:
         compressor.follow(flat[piece.elements], piece.name, state)
     state = state.swapped()

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from thinwire.compressors.base import Coded
-from thinwire.compressors.pieces import Key, LayerState, Piece, Slot, State
+from thinwire.compressors.pieces import Key, LayerState, Piece, Segments, Slot, State
 from thinwire.compressors.sparse import Picked, Sparsifier
 
 
@@ -58,6 +58,9 @@ class Chain(Sparsifier):
 
     def pick(self, x: Tensor, piece: Piece, *, key: Key, state: State | None) -> Picked:
         return self.first.pick(x, piece, key=key, state=state)
+
+    def rule(self, x: Tensor, segments: Segments, *, key: Key, state: State | None) -> dict[str, Any]:
+        return self.first.rule(x, segments, key=key, state=state)
 
     @property
     def settles(self) -> bool:

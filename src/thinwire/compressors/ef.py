@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from thinwire.compressors.base import Coded, Compressor, Reduction, Summed
+from thinwire.compressors.base import Coded, Compressor, Count, Reduction, Summed
 from thinwire.compressors.pieces import Key, LayerState, Part, Piece, Segments, Slot, State
 
 RESIDUAL = Slot("residual")
@@ -158,7 +158,7 @@ class WrappedCoded(Wrapper, Coded):
     def index_bytes(self, message: Tensor, piece: Piece) -> int:
         return self.inner.index_bytes(message, piece)
 
-    def limits(self, message: Tensor, segments: Segments) -> tuple[int, int]:
+    def limits(self, message: Tensor, segments: Segments) -> tuple[Count, Count]:
         return self.inner.limits(message, segments)
 
 
@@ -270,7 +270,7 @@ class EfSummed(Wrapper, Summed):
             if loss_scale != 1.0:
                 after[piece.elements].div_(loss_scale)
 
-    def clipped(self, parts: Sequence[Part], state: State | None) -> int | None:
+    def clipped(self, parts: Sequence[Part], state: State | None) -> Count | None:
         return self.inner.clipped(parts, state)
 
 

@@ -177,7 +177,7 @@ class FFT(Coded):
         top = max(float(values.abs().max()), _LEAST_RANGE) if finite else 1.0
         mantissa = best_mantissa(values, top, self.bits, "nearest") if self.mantissa == "auto" else self.mantissa
         table = Table(torch.tensor([[0, values.numel(), 0, at, 0]]))
-        params = torch.tensor([[top, float(mantissa)]])
+        params = torch.tensor([[top, float(mantissa)]], device=values.device)
         kernels.rangefloat_encode(values, table, message, params, bits=self.bits, rounding="nearest", key=0)
 
     def decode(self, message: Tensor, segments: Segments, y: Tensor, *, add: bool = False, scale: float = 1.0) -> None:

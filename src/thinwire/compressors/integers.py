@@ -11,10 +11,10 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from thinwire.compressors.base import Summed
+from thinwire.compressors.base import Count, Summed
 from thinwire.compressors.checks import check_choice, check_int
 from thinwire.compressors.pieces import Key, Part, Slot, State
-from thinwire.kernels import Table, align, int_decode, int_round, site_id
+from thinwire.kernels import Table, align, asynchronous, int_decode, int_round, site_id
 
 _DTYPES = {8: torch.int8, 32: torch.int32}
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -101,8 +101,15 @@ class Integers(Summed):
         factors = fp32(1.0 / (scales.double() * self.num_ranks))
         int_decode(total, _table(parts, self.bits // 8), x, torch.where(finite, factors, math.nan))
 
-    def clipped(self, parts: Sequence[Part], state: State | None) -> int | None:
-        return sum(int(slots_of(state, piece.name)["clipped"]) for piece, _ in parts)
+    def clipped(self, parts: Sequence[Part], state: State | None) -> Count | None:
+        counts = [slots_of(state, piece.name)["clipped"] for piece, _ in parts]
+        return torch.cat(counts).sum() if asynchronous(counts[0]) else sum(int(count) for count in counts)
+
+    def sizes(self, parts: Sequence[Part], device: torch.device) -> Tensor:
+        """Elements of each layer: fp64, (parts,)."""
+        numels = [piece.numel for piece, _ in parts]
+        table = _table(parts, self.bits // 8)
+        return table.kept(("sizes", device), lambda: torch.tensor(numels, dtype=torch.float64).to(device))
 
 
 def slots_of(state: State | None, name: str) -> Mapping[str, Tensor]:

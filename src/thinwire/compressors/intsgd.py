@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.compressors.base import Compressor, Summed
 from thinwire.compressors.checks import check_choice, not_finite
 from thinwire.compressors.integers import Integers, fp32, slots_of
@@ -111,7 +112,7 @@ class IntSGD(Integers):
     def alphas(self, parts: Sequence[Part], state: State | None) -> Tensor:
         """α of each layer in unscaled units: fp64, (parts,)."""
         norms = torch.cat([slots_of(state, p.name)[_ALL if self.settles else _NORM] for p, _ in parts]).clamp(min=0.0)
-        sizes = torch.tensor([p.numel for p, _ in parts], dtype=torch.float64, device=norms.device)
+        sizes = self.sizes(parts, norms.device)
         total = self.numel or sizes
         blocks = torch.ones_like(sizes) * total if self.settles else sizes
         rates = (
@@ -123,7 +124,8 @@ class IntSGD(Integers):
     @staticmethod
     def _rates(layers: Sequence[str], state: State | None, like: Tensor) -> Tensor:
         known = state.learning_rates if state is not None else {}
-        return torch.tensor([known.get(name, 1.0) for name in layers], dtype=torch.float64).to(like.device)
+        given = torch.tensor([known.get(name, 1.0) for name in layers], dtype=torch.float64)
+        return kernels.sent(given, like.device)
 
     def _scales(self, parts: Sequence[Part], state: State | None) -> Tensor:
         """What gradients are multiplied by."""
@@ -174,6 +176,13 @@ class IntSGD(Integers):
 
 
 def _share(slots: Sequence[Mapping[str, Tensor]]) -> None:
+    if slots and kernels.asynchronous(slots[0][_NORM]):
+        # The same, for which the host need not look: sorted, the order of the layers does not matter either.
+        norms = torch.cat([of[_NORM] for of in slots])
+        total = torch.where(norms < 0.0, 0.0, norms).sort().values.sum()
+        for of, norm in zip(slots, norms, strict=True):
+            of[_ALL].copy_(torch.where(norm < 0.0, of[_ALL], total))
+        return
     known = [(of, norm) for of in slots if (norm := float(of[_NORM])) >= 0.0]
     # Rounded once, so that the order of the layers does not matter.
     total = math.fsum(norm for _, norm in known)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors.base import Coded
+from thinwire.compressors.base import Coded, Count
 from thinwire.compressors.pieces import Key, Segments, State
 
 
@@ -48,10 +48,12 @@ class Natural(Coded):
     def decode(self, message: Tensor, segments: Segments, y: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
         kernels.natural_decode(message, segments.table, y, add=add, scale=scale)
 
-    def limits(self, message: Tensor, segments: Segments) -> tuple[int, int]:
+    def limits(self, message: Tensor, segments: Segments) -> tuple[Count, Count]:
         return saturated(message, segments), 0
 
 
-def saturated(message: Tensor, segments: Segments) -> int:
+def saturated(message: Tensor, segments: Segments) -> Count:
     """Values that saturated, as the headers of a message encoded here say."""
+    if kernels.asynchronous(message):
+        return kernels.header_words(message, segments.table, 1).sum()
     return sum(int(message[p.payload + 4 : p.payload + 8].view(torch.int32)) for p in segments.pieces if p.numel)

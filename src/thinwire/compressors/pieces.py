@@ -135,16 +135,22 @@ class State:
 
     @staticmethod
     def fresh(
-        slots: Sequence[Slot], numel: int, loss_scale: float = 1.0, layers: Mapping[str, Sequence[int]] | None = None
+        slots: Sequence[Slot],
+        numel: int,
+        loss_scale: float = 1.0,
+        layers: Mapping[str, Sequence[int]] | None = None,
+        *,
+        device: torch.device | None = None,
     ) -> State:
         """The state of a first step of a flat tensor of ``numel`` elements whose ``layers`` have these shapes."""
         now, after = (
-            {slot.name: torch.zeros(numel, dtype=slot.dtype) for slot in slots if slot.shape is None} for _ in range(2)
+            {slot.name: torch.zeros(numel, dtype=slot.dtype, device=device) for slot in slots if slot.shape is None}
+            for _ in range(2)
         )
         shaped = [slot for slot in slots if slot.shape is not None]
         per_layer = {}
         for name, shape in (layers or {}).items() if shaped else ():
-            values = {slot.name: slot.first(shape, name).view(slot.shape_of(shape)) for slot in shaped}
+            values = {slot.name: slot.first(shape, name).to(device).view(slot.shape_of(shape)) for slot in shaped}
             copies = {slot.name: values[slot.name] if slot.learned else values[slot.name].clone() for slot in shaped}
             per_layer[name] = LayerState(values, copies)
         return State(now, after, loss_scale, per_layer)

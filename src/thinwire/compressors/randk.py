@@ -61,7 +61,7 @@ class RandK(Summed):
         for piece, where in parts:
             if piece.numel:
                 values, k = x[piece.elements], self._k(piece.numel)
-                picked = values[self._indices(piece, k, key.shared)].float()
+                picked = values[self._indices(piece, k, key.shared, values)].float()
                 out[where][:k] = picked * (scale * piece.numel / k if self.scaled else scale)
                 out[where][k] = not_finite(values)
 
@@ -79,10 +79,10 @@ class RandK(Summed):
             if piece.numel:
                 k, values, mine = self._k(piece.numel), x[piece.elements], total[where]
                 values.copy_(mine[k].expand_as(values))
-                values[self._indices(piece, k, key.shared)] = (mine[:k] + mine[k]).to(x.dtype)
+                values[self._indices(piece, k, key.shared, values)] = (mine[:k] + mine[k]).to(x.dtype)
 
     def _k(self, numel: int) -> int:
         return min(numel, math.ceil(self.density * numel))
 
-    def _indices(self, piece: Piece, k: int, key: int) -> Tensor:
-        return sample_indices(piece.numel, k, derive_key(key, site_id(piece.name)))
+    def _indices(self, piece: Piece, k: int, key: int, like: Tensor) -> Tensor:
+        return sample_indices(piece.numel, k, derive_key(key, site_id(piece.name)), like)

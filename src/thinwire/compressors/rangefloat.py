@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors.base import Coded
+from thinwire.compressors.base import Coded, Count
 from thinwire.compressors.checks import check_choice, check_int
 from thinwire.compressors.natural import saturated
 from thinwire.compressors.pieces import Key, Segments, Slot, State
@@ -92,15 +92,18 @@ class RangeFloat(Coded):
             assert state is not None, "a range that is learned is kept in a slot"
             params = torch.stack([state.layers[piece.name].now[_FORMAT.name] for piece in segments.pieces])
         else:
-            params = torch.tensor([[float(self.range), float(self.mantissa)]]).repeat(len(segments), 1)
+            params = segments.table.kept((self, x.device), lambda: self._params(len(segments)).to(x.device))
         kernels.rangefloat_encode(
             x, segments.table, message, params, bits=self.bits, rounding=self.rounding, key=key.own
         )
 
+    def _params(self, num_segments: int) -> Tensor:
+        return torch.tensor([[float(self.range), float(self.mantissa)]]).repeat(num_segments, 1)
+
     def decode(self, message: Tensor, segments: Segments, y: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
         kernels.rangefloat_decode(message, segments.table, y, bits=self.bits, add=add, scale=scale)
 
-    def limits(self, message: Tensor, segments: Segments) -> tuple[int, int]:
+    def limits(self, message: Tensor, segments: Segments) -> tuple[Count, Count]:
         return saturated(message, segments), 0
 
 
@@ -115,7 +118,7 @@ def best_mantissa(values: Tensor, top: float, bits: int, rounding: str) -> int:
             rangefloat_eps(bits, mantissa, top)
         except ValueError:
             continue
-        params = torch.tensor([[top, float(mantissa)]])
+        params = torch.tensor([[top, float(mantissa)]], device=values.device)
         received = torch.empty_like(sample)
         kernels.rangefloat_encode(sample, table, message, params, bits=bits, rounding=rounding, key=0)
         kernels.rangefloat_decode(message, table, received, bits=bits)

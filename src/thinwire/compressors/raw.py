@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -36,8 +36,7 @@ class Raw(Coded):
         return kernels.align(numel * dtype.itemsize)
 
     def encode(self, x: Tensor, segments: Segments, message: Tensor, *, key: Key, state: State | None = None) -> None:
-        for values, payload in _views(x, segments, message, x.dtype):
-            payload.copy_(values)
+        kernels.raw_encode(x, segments.table, message)
 
     def decode(
         self,
@@ -49,13 +48,7 @@ class Raw(Coded):
         scale: float = 1.0,
     ) -> None:
         """As `Coded.decode`; the message holds values of the dtype of ``y``."""
-        for values, payload in _views(y, segments, message, y.dtype):
-            if add:
-                values.add_(payload, alpha=scale)
-            elif scale == 1.0:
-                values.copy_(payload)
-            else:
-                torch.mul(payload, scale, out=values)
+        kernels.raw_decode(message, segments.table, y, add=add, scale=scale)
 
     def roundtrip(self, x: Tensor, key: int = 0) -> Tensor:
         if not x.dtype.is_floating_point:
@@ -74,39 +67,11 @@ class Raw(Coded):
         scale: float,
         state: State | None = None,
     ) -> None:
-        # Only the raw segments are touched: a copy of the whole flat tensor would cost more than the sum. Messages hold
-        # values of the dtype of ``y``; ``own`` may be a wider sum.
-        wide = torch.promote_types(own.dtype, torch.float32)
-        payloads = [[payload for _, payload in _views(y, segments, m, y.dtype)] for m in messages]
-        for row, (values, out) in enumerate(_views(y, segments, out_message, y.dtype)):
-            total = own[segments.pieces[row].elements].to(wide, copy=True)
-            for received in payloads:
-                total += received[row]
-            out.copy_(total.mul_(scale))
-            values.copy_(out)
+        # Only the raw segments are touched: a copy of the whole flat tensor would cost more than the sum.
+        kernels.raw_sum(messages, own, segments.table, y, scale=scale, out_message=out_message)
 
     def add_up(
         self, messages: Sequence[Tensor], own: Tensor, segments: Segments, total: Tensor, *, scale: float
     ) -> None:
         """As `Coded.add_up`; messages hold values of the dtype of ``total``, and the sum is taken in fp32."""
-        wide = torch.promote_types(total.dtype, torch.float32)
-        payloads = [[payload for _, payload in _views(total, segments, m, total.dtype)] for m in messages]
-        for row, piece in enumerate(segments.pieces):
-            sums = own[piece.elements].to(wide, copy=True)
-            for received in payloads:
-                sums += received[row]
-            total[piece.elements].copy_(sums.mul_(scale))
-
-
-def _views(flat: Tensor, segments: Segments, message: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """For every segment, its values in the flat tensor and its payload as a tensor of ``dtype``."""
-    if message.dtype != torch.uint8:
-        raise TypeError(f"a message is a uint8 tensor, not {message.dtype}")
-    for piece in segments.pieces:
-        stop = piece.start + piece.numel
-        end = piece.payload + piece.numel * dtype.itemsize
-        if end > message.numel():
-            raise ValueError(f"message of {message.numel()} bytes is too short: {piece.name} ends at byte {end}")
-        if stop > flat.numel():
-            raise ValueError(f"{piece.name} ends at element {stop} of a tensor of {flat.numel()}")
-        yield flat[piece.start : stop], message[piece.payload : end].view(dtype)
+        kernels.raw_sum(messages, own, segments.table, total, scale=scale)

@@ -12,13 +12,13 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors.base import Coded, Compressor
+from thinwire.compressors.base import Coded, Compressor, Count
 from thinwire.compressors.pieces import Key, Piece, Segments, State
 
 HEADER = 64
@@ -66,6 +66,13 @@ class Sparsifier(Coded):
     def pick(self, x: Tensor, piece: Piece, *, key: Key, state: State | None) -> Picked:
         """Choose elements of a piece of the flat tensor ``x``."""
 
+    def rule(self, x: Tensor, segments: Segments, *, key: Key, state: State | None) -> dict[str, Any]:
+        """The same choice for all pieces at once, in terms of `thinwire.kernels.rows_choose`."""
+        return {}
+
+    def _row_rooms(self, segments: Segments) -> tuple[int, ...]:
+        return tuple(self.room(piece.numel) for piece in segments.pieces)
+
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return self.payload_bytes_of(numel, self.room(numel))
 
@@ -77,6 +84,9 @@ class Sparsifier(Coded):
         return HEADER + kernels.index_bytes(numel, room) + values
 
     def encode(self, x: Tensor, segments: Segments, message: Tensor, *, key: Key, state: State | None = None) -> None:
+        if kernels.asynchronous(x):
+            self._encode_at_once(x, segments, message, key, state)
+            return
         chosen = [(p, self.pick(x, p, key=key, state=state)) for p in segments.pieces if p.numel]
         rooms = []
         for piece, picked in chosen:
@@ -86,6 +96,16 @@ class Sparsifier(Coded):
             kernels.pack_indices(picked.indices, piece.numel, room, message, piece.payload + HEADER)
             rooms.append(room)
         self._put_values([p for p, _ in chosen], rooms, [picked.values for _, picked in chosen], message, key)
+
+    def _encode_at_once(self, x: Tensor, segments: Segments, message: Tensor, key: Key, state: State | None) -> None:
+        """Where the host cannot count without waiting: what is bounded takes all of its room."""
+        rooms, rule = self._row_rooms(segments), self.rule(x, segments, key=key, state=state)
+        options = {"floats": self.coder is None, "bounded": self.size == "bounded", **rule}
+        values = kernels.rows_choose(x, segments.table, message, rooms, **options)
+        if self.coder is not None:
+            pieces = tuple(piece for piece in segments.pieces if piece.numel)
+            rooms = tuple(self.room(piece.numel) for piece in pieces)
+            self.coder.encode(values, _value_segments(pieces, rooms), message, key=key)
 
     def _put_values(
         self, pieces: Sequence[Piece], rooms: Sequence[int], values: Sequence[Tensor], message: Tensor, key: Key
@@ -120,6 +140,9 @@ class Sparsifier(Coded):
     def decode(self, message: Tensor, segments: Segments, y: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
         pieces = [piece for piece in segments.pieces if piece.numel]
         check_place(message, pieces, y, self.payload_bytes)
+        if kernels.asynchronous(y):
+            self._decode_at_once(message, segments, y, add, scale)
+            return
         rooms = self._rooms(message, pieces)
         values = self._values(message, pieces, rooms)
         for piece, room, mine in zip(pieces, rooms, values, strict=True):
@@ -132,17 +155,32 @@ class Sparsifier(Coded):
             indices = kernels.unpack_indices(message, piece.payload + HEADER, piece.numel, room)
             kernels.sparse_add(y, piece.start, piece.numel, indices, mine[: indices.numel()], scale)
 
+    def _decode_at_once(self, message: Tensor, segments: Segments, y: Tensor, add: bool, scale: float) -> None:
+        table, rooms = segments.table, self._row_rooms(segments)
+        pieces = tuple(piece for piece in segments.pieces if piece.numel)
+        if self.coder is None:
+            values = None
+        else:
+            values = torch.empty(sum(rooms), dtype=torch.float32, device=y.device)
+            at = _value_segments(pieces, tuple(self.room(piece.numel) for piece in pieces))
+            self.coder.decode(message, at, values)
+        indices = kernels.rows_unpack(message, table, rooms)
+        kernels.rows_add_at(y, message, table, rooms, indices, values, add=add, scale=scale)
+
     def keep_rest(self, message: Tensor, segments: Segments, after: Tensor, loss_scale: float) -> None:
         if self.coder is None:
             self.forget_sent(message, segments, after)
         else:
             self.decode(message, segments, after, add=True, scale=-1.0)
         if loss_scale != 1.0:
-            for piece in segments.pieces:
-                after[piece.elements].div_(loss_scale)
+            kernels.rows_scale(after, segments.table, after, over=loss_scale)
 
     def forget_sent(self, message: Tensor, segments: Segments, y: Tensor) -> None:
         """Zero the elements of ``y`` that a message carries."""
+        if kernels.asynchronous(y):
+            rooms = self._row_rooms(segments)
+            kernels.rows_zero_at(y, segments.table, rooms, kernels.rows_unpack(message, segments.table, rooms))
+            return
         pieces = [piece for piece in segments.pieces if piece.numel]
         for piece, room in zip(pieces, self._rooms(message, pieces), strict=True):
             indices = kernels.unpack_indices(message, piece.payload + HEADER, piece.numel, room)
@@ -159,9 +197,11 @@ class Sparsifier(Coded):
     def index_bytes(self, message: Tensor, piece: Piece) -> int:
         return kernels.index_bytes(piece.numel, self._rooms(message, [piece])[0]) if piece.numel else 0
 
-    def limits(self, message: Tensor, segments: Segments) -> tuple[int, int]:
+    def limits(self, message: Tensor, segments: Segments) -> tuple[Count, Count]:
         if self.size == "fixed":
             return 0, 0
+        if kernels.asynchronous(message):
+            return 0, kernels.header_words(message, segments.table, 2).sum()
         return 0, sum(header_of(message, piece)[2] for piece in segments.pieces if piece.numel)
 
     def __or__(self, other: Compressor) -> Compressor:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from thinwire import kernels
 from thinwire.compressors.checks import check_choice, check_share
-from thinwire.compressors.pieces import Key, LayerState, Piece, Slot, State
+from thinwire.compressors.pieces import Key, LayerState, Piece, Segments, Slot, State
 from thinwire.compressors.sparse import Picked, Sparsifier
 from thinwire.kernels import derive_key, site_id
 
@@ -52,6 +52,11 @@ class TopK(Sparsifier):
             *kernels.select_topk(x, piece.start, piece.numel, self.room(piece.numel), sampled=sampled, key=draw)
         )
 
+    def rule(self, x: Tensor, segments: Segments, *, key: Key, state: State | None) -> dict[str, Any]:
+        if self.select == "exact":
+            return {}
+        return {"sample_keys": [derive_key(key.own, site_id(piece.name)) for piece in segments.pieces]}
+
 
 @dataclass(frozen=True)
 class Threshold(Sparsifier):
@@ -88,6 +93,11 @@ class Threshold(Sparsifier):
         # Gradients come loss_scale times as large; lam is in their own units.
         lam = self.lam * (state.loss_scale if state else 1.0)
         return Picked(*kernels.select_threshold(x, piece.start, piece.numel, lam, self.room(piece.numel)))
+
+    def rule(self, x: Tensor, segments: Segments, *, key: Key, state: State | None) -> dict[str, Any]:
+        lam = self.lam * (state.loss_scale if state else 1.0)
+        reach = int(kernels.magnitude_keys(torch.tensor([lam])))
+        return {"asked": torch.full((len(segments),), reach, dtype=torch.int32, device=x.device)}
 
 
 @dataclass(frozen=True)
@@ -140,6 +150,24 @@ class GlobalTopK(Sparsifier):
             return Picked(*kernels.select_topk(x, piece.start, piece.numel, share))
         return Picked(*kernels.select_threshold(x, piece.start, piece.numel, least, self.room(piece.numel)))
 
+    def rule(self, x: Tensor, segments: Segments, *, key: Key, state: State | None) -> dict[str, Any]:
+        assert state is not None, "the threshold is kept in a slot"
+        layers = [state.layers[piece.name] for piece in segments.pieces]
+        for of, counts in zip(layers, kernels.rows_histograms(x, segments.table), strict=True):
+            of.next["histogram"].copy_(counts)
+            of.next["threshold"].copy_(of.now["threshold"])
+        least = torch.cat([of.now["threshold"] for of in layers]) * state.loss_scale
+
+        def limits() -> Tensor:
+            sizes = [piece.numel for piece in segments.pieces]
+            shares = [min(numel, math.ceil(self.density * numel)) for numel in sizes]
+            return torch.tensor([shares, [self.room(numel) for numel in sizes]], dtype=torch.int32).to(x.device)
+
+        shares, rooms = segments.table.kept((self, x.device), limits)
+        first = least == 0.0
+        asked = torch.where(first, 0, kernels.magnitude_keys(least))
+        return {"asked": asked, "limits": torch.where(first, shares, rooms)}
+
     @property
     def settles(self) -> bool:
         return True
@@ -147,9 +175,10 @@ class GlobalTopK(Sparsifier):
     def end_step(self, layers: Sequence[LayerState], loss_scale: float) -> None:
         """Give all layers the least magnitude of this step's largest elements."""
         counts = torch.stack([of.next["histogram"] for of in layers]).sum(0, dtype=torch.int64)
-        wanted = math.ceil(self.density * int(counts.sum()))
+        # In tensors, so that nobody waits where they lie on a device.
+        wanted = torch.ceil(self.density * counts.sum().double())
         from_top = counts.flip(0).cumsum(0)
-        bin = _BINS - 1 - int((from_top < wanted).sum())
-        least = torch.tensor([max(bin, 1) << _BIN_SHIFT], dtype=torch.int32).view(torch.float32) / loss_scale
+        bin = (_BINS - 1 - (from_top < wanted).sum()).clamp(min=1).to(torch.int32)
+        least = (bin << _BIN_SHIFT).view(1).view(torch.float32) / loss_scale
         for of in layers:
             of.next["threshold"].copy_(least)

@@ -15,9 +15,10 @@ from thinwire.kernels.floats import (
     rangefloat_eps,
 )
 from thinwire.kernels.layout import Format, Residual, align, bucketed_bytes, bucketed_grain
-from thinwire.kernels.native import CORE, cpu_level
+from thinwire.kernels.native import CORE, asynchronous, cpu_level, sent
 from thinwire.kernels.ops import bucketed_decode, bucketed_encode, bucketed_reduce, bucketed_sum, checksum
 from thinwire.kernels.rng import derive_key, site_id
+from thinwire.kernels.rows import raw_decode, raw_encode, raw_sum, rows_add, rows_scale
 from thinwire.kernels.sample import sample_indices
 from thinwire.kernels.shared import LINE_BYTES, Word
 from thinwire.kernels.sparse import (
@@ -29,6 +30,15 @@ from thinwire.kernels.sparse import (
     sparse_add,
     sparse_zero,
     unpack_indices,
+)
+from thinwire.kernels.sparse_rows import (
+    header_words,
+    magnitude_keys,
+    rows_add_at,
+    rows_choose,
+    rows_histograms,
+    rows_unpack,
+    rows_zero_at,
 )
 from thinwire.kernels.table import Table
 
@@ -48,6 +58,7 @@ __all__ = [
     "Word",
     "abs_histogram",
     "align",
+    "asynchronous",
     "bucketed_bytes",
     "bucketed_decode",
     "bucketed_encode",
@@ -57,12 +68,14 @@ __all__ = [
     "checksum",
     "cpu_level",
     "derive_key",
+    "header_words",
     "index_bytes",
     "int_decode",
     "int_round",
     "levels_bytes",
     "levels_decode",
     "levels_encode",
+    "magnitude_keys",
     "natural_bytes",
     "natural_decode",
     "natural_encode",
@@ -71,9 +84,20 @@ __all__ = [
     "rangefloat_decode",
     "rangefloat_encode",
     "rangefloat_eps",
+    "raw_decode",
+    "raw_encode",
+    "raw_sum",
+    "rows_add",
+    "rows_add_at",
+    "rows_choose",
+    "rows_histograms",
+    "rows_scale",
+    "rows_unpack",
+    "rows_zero_at",
     "sample_indices",
     "select_threshold",
     "select_topk",
+    "sent",
     "site_id",
     "sparse_add",
     "sparse_zero",

@@ -36,7 +36,7 @@ def _target(table: Table, y: Tensor) -> tuple[int, int, int, int]:
 
 def _torch_or_triton(tensor: Tensor) -> ModuleType:
     """What computes where the native core does not."""
-    if not tensor.is_cuda:
+    if not native.asynchronous(tensor):
         return reference_floats
     from thinwire.kernels import gpu_elements
 

@@ -65,7 +65,17 @@ def cpu_level() -> str:
 
 def computes(tensor: Tensor) -> bool:
     """Whether the native core works on this tensor."""
-    return CORE is not None and tensor.is_cpu
+    return CORE is not None and tensor.is_cpu and not asynchronous(tensor)
+
+
+def asynchronous(tensor: Tensor) -> bool:
+    """Whether kernels on this tensor (Triton's, on a GPU) run behind the host's back: looking at a value waits."""
+    return tensor.is_cuda
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """A small tensor of the host, on a device, without waiting for what that does at present."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def core() -> ModuleType:

@@ -127,13 +127,11 @@ def _execution(tensor: Tensor, table: Table) -> ModuleType:
         raise TypeError(f"table must be a thinwire.kernels.Table, not {type(table).__name__}")
     if not isinstance(tensor, Tensor):
         raise TypeError(f"expected a tensor, not {type(tensor).__name__}")
-    if tensor.is_cpu:
-        return reference if native.CORE is None else native
-    if tensor.is_cuda:
+    if native.asynchronous(tensor):
         from thinwire.kernels import gpu
 
         return gpu
-    return reference
+    return native if native.computes(tensor) else reference
 
 
 def _check_values(name: str, tensor: Tensor, table: Table, like: Tensor) -> None:

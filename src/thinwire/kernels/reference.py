@@ -26,6 +26,9 @@ TINY_RANGE = 2.0**-100
 ONE = 1 << 16
 """Positions between two codes are in 16-bit fixed point."""
 
+CHECKED = 1 << 22
+"""Words that a checksum takes at a time."""
+
 LANES = 16
 """Sums are taken in this many lanes."""
 
@@ -329,6 +332,10 @@ def scaled(value: Tensor, scale: float) -> Tensor:
 
 def checksum(message: Tensor) -> int:
     """See :func:`thinwire.kernels.checksum`."""
-    words = message.clone().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    weights = 2 * torch.arange(words.numel(), device=words.device) + 1
-    return int((words * weights).sum().item()) % (1 << 64)
+    total = torch.zeros((), dtype=torch.int64, device=message.device)
+    at = 0
+    for part in message.split(4 * CHECKED):  # or the integers would take many times the memory of the message
+        words = part.clone().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+        total += (words * (2 * torch.arange(at, at + words.numel(), device=words.device) + 1)).sum()
+        at += words.numel()
+    return int(total) % (1 << 64)

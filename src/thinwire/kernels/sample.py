@@ -5,13 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from thinwire.kernels import native
 from thinwire.kernels.rng import derive_key, mix3
 
 _ROUNDS = 6
 
 
-def sample_indices(numel: int, k: int, key: int) -> Tensor:
+def sample_indices(numel: int, k: int, key: int, like: Tensor | None = None) -> Tensor:
     """``k`` distinct indices below ``numel`` (int64), the same on every machine; O(k) work.
+
+    They are on the device of ``like``, or on the CPU.
 
     They are the first k values of a random permutation: a Feistel network over the next power of four, whose values
     outside the range are permuted again until they fall inside.
@@ -21,11 +24,15 @@ def sample_indices(numel: int, k: int, key: int) -> Tensor:
     if not 0 <= k <= numel:
         raise ValueError(f"cannot pick {k} distinct indices out of {numel}")
     half_bits = max(1, (max(numel - 1, 1).bit_length() + 1) // 2)
+    if like is not None and native.asynchronous(like):
+        from thinwire.kernels import gpu_sample
+
+        return gpu_sample.sample_indices(numel, k, derive_key(key), half_bits, like)
     keys = [derive_key(key, round) for round in range(_ROUNDS)]
     picked = _permute(torch.arange(k), half_bits, keys)
     while bool((outside := picked >= numel).any()):
         picked[outside] = _permute(picked[outside], half_bits, keys)
-    return picked
+    return picked if like is None else picked.to(like.device)
 
 
 def _permute(values: Tensor, half_bits: int, keys: list[int]) -> Tensor:

@@ -29,7 +29,7 @@ MAX_NUMEL = 2**31 - 1
 
 def _torch_or_triton(tensor: Tensor) -> ModuleType:
     """What computes where the native core does not."""
-    if not tensor.is_cuda:
+    if not native.asynchronous(tensor):
         return reference_sparse
     from thinwire.kernels import gpu_sparse
 

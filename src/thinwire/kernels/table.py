@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,6 +68,7 @@ class Table:
         self._pieces: dict[tuple[torch.device, int, int], Tensor] = {}
         self._firsts: dict[tuple[torch.device, int], tuple[Tensor, int]] = {}
         self._sizes: dict[Hashable, int] = {}
+        self._kept: dict[Hashable, Any] = {}
 
     def __len__(self) -> int:
         return len(self.segments)
@@ -144,6 +145,12 @@ class Table:
             counts = torch.tensor([num_buckets(row.numel, bucket) for row in self.segments], dtype=torch.int64)
             self._firsts[key] = (counts.cumsum(0) - counts).to(device), int(counts.sum())
         return self._firsts[key]
+
+    def kept(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What ``make`` gives, made once for each ``key``: for what else the programs of a GPU launch look up."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
     def clamped(self, bucket: int) -> int:
         """A bucket larger than every segment is as good as the largest segment, rounded up to whole groups."""

@@ -6,6 +6,7 @@ from thinwire.wire.log import StatsLogger
 from thinwire.wire.parity import ParityError
 from thinwire.wire.registered import NamedShape, Registered, Walk
 from thinwire.wire.stats import Stats
+from thinwire.wire.stream import Later, on_the_host
 from thinwire.wire.timeline import Timeline, merge_timelines
 from thinwire.wire.wire import Wire
 from thinwire.wire.worker import Worker
@@ -16,6 +17,7 @@ __all__ = [
     "FlatEngine",
     "FlatStats",
     "Kind",
+    "Later",
     "NamedShape",
     "Operation",
     "ParityError",
@@ -30,4 +32,5 @@ __all__ = [
     "dense_bytes",
     "group_seed",
     "merge_timelines",
+    "on_the_host",
 ]

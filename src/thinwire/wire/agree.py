@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -14,6 +15,13 @@ _MAX_RECORD_BYTES = 64 << 20
 
 class DisagreementError(RuntimeError):
     """Ranks were given different plans, seeds or versions."""
+
+
+def library_version() -> str:
+    try:
+        return version("thinwire")
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def agree(record: Mapping[str, str], transport: Transport) -> None:

@@ -54,7 +54,7 @@ def write(
     }
     for name, compressor in plan.layers.items():
         for slot in _saved(compressor):
-            value = slots.value(name, slot, shapes[name])
+            value = slots.value(name, slot, shapes[name]).cpu()
             state[_key(rank, slot.name, name)] = value.view(slot.shape_of(shapes[name]))
     return state
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
 
 import torch
 
-from thinwire.collectives import Topology, Transport, World
+from thinwire.collectives import DeviceTransport, Topology, Transport, World
 from thinwire.compressors import Coded, Compressor, Key, Part, Piece, Raw, Segments, Summed, first_state
 from thinwire.plan import Plan
 from thinwire.plan.cost import Speeds, codec_seconds, declined
 from thinwire.wire.link import measure_link
+from thinwire.wire.stream import elapsed
 
 _SHAPE = (1 << 10, 1 << 10)
 _NUMEL = 1 << 20
@@ -29,7 +29,8 @@ def decline(plan: Plan, transport: Transport, topology: Topology, world: World) 
         TransportError: a rank is gone or silent.
     """
     compressors = sorted({c for c in plan.layers.values() if not isinstance(c, Raw)}, key=str)
-    mine = [_codec(compressor, transport.world_size) for compressor in compressors]
+    device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
+    mine = [_codec(compressor, transport.world_size, device) for compressor in compressors]
     bandwidth, latency = measure_link(transport)
     # The slowest rank decides for all.
     figures = torch.tensor([*mine, 1 / bandwidth, latency], dtype=torch.float64)
@@ -39,37 +40,33 @@ def decline(plan: Plan, transport: Transport, topology: Topology, world: World) 
     return declined(plan, speeds), speeds
 
 
-def _codec(compressor: Compressor, num_ranks: int) -> float:
-    x = torch.randn(_NUMEL, generator=torch.Generator().manual_seed(0))
+def _codec(compressor: Compressor, num_ranks: int, device: torch.device) -> float:
+    x = torch.randn(_NUMEL, generator=torch.Generator().manual_seed(0)).to(device)
     piece = Piece("probe", 0, _NUMEL, 0, 0, _SHAPE)
     segments = Segments.build([piece])
     state = first_state(compressor, x, segments)
     if isinstance(compressor, Coded):
-        message = torch.zeros(compressor.payload_bytes(_NUMEL, x.dtype), dtype=torch.uint8)
-        encode = _seconds(lambda: compressor.encode(x, segments, message, key=Key.of(1), state=state))
+        message = torch.zeros(compressor.payload_bytes(_NUMEL, x.dtype), dtype=torch.uint8, device=device)
+        encode = _seconds(lambda: compressor.encode(x, segments, message, key=Key.of(1), state=state), device)
         y = torch.empty_like(x)
-        decode = _seconds(lambda: compressor.decode(message, segments, y))
+        decode = _seconds(lambda: compressor.decode(message, segments, y), device)
     else:
         assert isinstance(compressor, Summed)
         y = x.clone()
         encode = decode = 0.0
         for round in range(compressor.rounds):
             numel = compressor.part_numel(round, _SHAPE)
-            buffer, parts = torch.zeros(numel, dtype=compressor.part_dtype(x.dtype)), [Part(piece, slice(0, numel))]
+            buffer = torch.zeros(numel, dtype=compressor.part_dtype(x.dtype), device=device)
+            parts = [Part(piece, slice(0, numel))]
             part, absorb = (
                 partial(compressor.part, round, key=Key.of(1), state=state),
                 partial(compressor.absorb, round),
             )
-            encode += _seconds(partial(part, x, parts, buffer, scale=1.0))
-            decode += _seconds(partial(absorb, buffer, y, parts, key=Key.of(1), state=state))
+            encode += _seconds(partial(part, x, parts, buffer, scale=1.0), device)
+            decode += _seconds(partial(absorb, buffer, y, parts, key=Key.of(1), state=state), device)
     return codec_seconds(compressor, num_ranks, {"encode": encode / _NUMEL, "decode": decode / _NUMEL})
 
 
-def _seconds(run: Callable[[], None]) -> float:
+def _seconds(run: Callable[[], None], device: torch.device) -> float:
     run()
-    times = []
-    for _ in range(_REPEATS):
-        started = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started)
-    return median(times)
+    return median(elapsed(run, device) for _ in range(_REPEATS))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +24,11 @@ from thinwire.collectives import (
     sum_buffers,
     summed_all_reduce,
 )
-from thinwire.compressors import Coded, Compressor, LayerState, State, Summed, not_finite
+from thinwire.compressors import Coded, Compressor, Count, LayerState, State, Summed, not_finite
 from thinwire.kernels import FORMAT_VERSION, cpu_level
 from thinwire.plan import Plan
 from thinwire.wire import checkpoint
-from thinwire.wire.agree import agree
+from thinwire.wire.agree import agree, library_version
 from thinwire.wire.clipping import Clipping
 from thinwire.wire.forms import Forms
 from thinwire.wire.parity import check_parity
@@ -96,12 +96,8 @@ class Engine:
 
     def record(self, step: int) -> dict[str, str]:
         """What all ranks must have in common, in the order in which a difference is best told."""
-        try:
-            library = version("thinwire")
-        except PackageNotFoundError:
-            library = "not installed"
         record = {
-            "thinwire version": library,
+            "thinwire version": library_version(),
             "wire format": str(FORMAT_VERSION),
             "topology": f"{self.topology} on nodes {self.world.nodes}",
             "seed": str(self.seed),
@@ -111,8 +107,12 @@ class Engine:
             "step": str(step),
         }
         if not all(compressor.exact_bits for compressor in self.plan.layers.values()):
-            record |= {"CPU level": cpu_level(), "threads": str(torch.get_num_threads())}
+            record |= self._machine()
         return record | {f"layer {name}": str(compressor) for name, compressor in self.plan.layers.items()}
+
+    def _machine(self) -> dict[str, str]:
+        """What must be alike where compressors do not give the same bits on any machine."""
+        return {"CPU level": cpu_level(), "threads": str(torch.get_num_threads())}
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -174,7 +174,7 @@ class Engine:
             self._learn(flat, route.layout, step, state)
         options = {"seed": self.seed, "step": step, "rank": self.rank, "num_ranks": self.world_size}
         simulate(flat, route.layout, state=state, **options)
-        self._count_clipped(route, state)
+        self._count_clipped(*route.clipped(state))
         dense = ring_bytes(flat.numel() * flat.element_size(), self.world_size)
         self._count_elsewhere(dense, route.sent_bytes)
 
@@ -206,6 +206,17 @@ class Engine:
             self._learn(flat, route.layout, step, state)
         exact = flat.to(torch.float32, copy=True) if self.measure and step % self.measure == 0 else None
         options = {"seed": self.seed, "step": step, "state": state, "clock": self.timeline or self.stats}
+        yield from self._exchange(flat, route, options)
+        if exact is not None:
+            self._measure(exact, flat, step)
+        self.note_result(flat)
+        self._note_limits(route, state)
+        self.stats.encoded += route.layout.num_coded
+        self.stats.buckets += 1
+        self.stats.dense_bytes += ring_bytes(flat.numel() * flat.element_size(), self.world_size)
+
+    def _exchange(self, flat: Tensor, route: Route, options: Mapping[str, Any]) -> Iterator[Then]:
+        """All collectives of a bucket."""
         with ExitStack() as stack:
             running = []
             for collective, buffers in route.exchanges:
@@ -220,21 +231,17 @@ class Engine:
             yield Then.LATER
             for exchange in running:
                 complete(exchange)
-        if exact is not None:
-            self._measure(exact, flat, step)
-        self.note_result(flat)
+
+    def _note_limits(self, route: Route, state: State | None) -> None:
+        """Count what the last messages and sums could not hold."""
         saturated, overflowed = route.limits(self.rank)
         self.stats.saturated += saturated
         self.stats.overflowed += overflowed
-        self.stats.encoded += route.layout.num_coded
-        self._count_clipped(route, state)
-        self.stats.buckets += 1
-        self.stats.dense_bytes += ring_bytes(flat.numel() * flat.element_size(), self.world_size)
+        self._count_clipped(*route.clipped(state))
 
-    def _count_clipped(self, route: Route, state: State | None) -> None:
-        clipped, rounded = route.clipped(state)
-        self.clipping.add(clipped, rounded)
-        self.stats.saturated += clipped
+    def _count_clipped(self, clipped: Count, rounded: int) -> None:
+        self.clipping.add(int(clipped), rounded)
+        self.stats.saturated += int(clipped)
         self.stats.encoded += rounded
 
     def _state(self, key: RouteKey, route: Route, loss_scale: float, device: torch.device) -> State | None:
@@ -318,10 +325,7 @@ class Engine:
             del self.routes[key]
 
     def _end(self) -> None:
-        """Let the slots take what the last step left for them.
-
-        They take nothing from a step in which some rank met NaN or Inf: the optimiser skips it too.
-        """
+        """Let the slots take what the last step left for them: nothing, if some rank met NaN or Inf in it."""
         if self._norm > 0.0:
             self.stats.alpha.append((self._measured_step, math.sqrt(self._error / self._norm)))
         self._error = self._norm = 0.0
@@ -369,6 +373,10 @@ class Engine:
         # gloo aborts the process when two ranks expect different sizes: agree before the first message.
         names = ", ".join(layer.name for layer in layout.layers)
         agree({"layers of a bucket": names, "cut": f"{layout.digest:016x}"}, self.transport)
+        return self._open(layout, step, sent_bytes)
+
+    def _open(self, layout: Layout, step: int, sent_bytes: int) -> Route:
+        """Make room for the messages of a new route. All ranks are known to want the same."""
         reduction = self.transport.open(layout.reduction_traffic()) if layout.has_owned else None
         gathering = gather_buffers(layout, self.transport) if layout.has_gathered else None
         return Route(layout, reduction, gathering, sum_buffers(layout), step, sent_bytes)

@@ -10,14 +10,17 @@ from statistics import median
 import torch
 
 from thinwire.collectives import (
+    DeviceTransport,
     Outgoing,
     ScatterReduceAllGather,
     Topology,
     Transport,
     World,
+    check_star,
     node_identity,
     number_nodes,
 )
+from thinwire.wire.stream import elapsed
 
 _REPEATS = 3
 _FIRST_PROBE_BYTES = 64 << 10
@@ -32,6 +35,8 @@ def settle(topology: Topology, transport: Transport) -> tuple[Topology, World]:
         ValueError: it does not fit this world.
         TransportError: a rank is gone or silent.
     """
+    if isinstance(transport, DeviceTransport):
+        check_star(topology)
     nodes: tuple[int, ...] = ()
     if topology.needs_nodes:
         nodes = number_nodes([bytes(row.tolist()) for row in transport.all_gather(node_identity())])
@@ -77,6 +82,8 @@ def _speed(transport: Transport, pairs: Sequence[tuple[int, int]]) -> tuple[floa
 
 def _probe(transport: Transport, pairs: Sequence[tuple[int, int]], num_bytes: int) -> float:
     """Seconds in which the busiest sender sends ``num_bytes``, the others as much to each receiver."""
+    if isinstance(transport, DeviceTransport):
+        return _probe_devices(transport, pairs, num_bytes)
     receivers = [tuple(target for source, target in pairs if source == rank) for rank in range(transport.world_size)]
     share = -(-num_bytes // max(len(of) for of in receivers))
     buffers = transport.open([[Outgoing(0, share, of)] if of else [] for of in receivers])
@@ -90,3 +97,13 @@ def _probe(transport: Transport, pairs: Sequence[tuple[int, int]], num_bytes: in
         message.wait()
     transport.end(buffers)
     return time.perf_counter() - started
+
+
+def _probe_devices(transport: DeviceTransport, pairs: Sequence[tuple[int, int]], num_bytes: int) -> float:
+    ranks, mine = range(transport.world_size), transport.rank
+    share = -(-num_bytes // max(sum(source == rank for source, _ in pairs) for rank in ranks))
+    sent = [share * ((mine, rank) in pairs) for rank in ranks]
+    received = [share * ((rank, mine) in pairs) for rank in ranks]
+    out, x = (torch.zeros(sum(sizes), dtype=torch.uint8, device=transport.device) for sizes in (received, sent))
+    transport.all_gather(torch.zeros(1))
+    return elapsed(lambda: transport.all_to_all(out, x, received, sent), transport.device)

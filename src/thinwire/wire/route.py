@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import Buffers, Chunk, Layout, all_reduce, encoded, gather_mean
-from thinwire.compressors import State
+from thinwire.compressors import Count, State
 
 BucketLayers = tuple[tuple[str, tuple[int, ...]], ...]
 """Names and shapes of the layers of a bucket, in order."""
@@ -51,12 +51,13 @@ class Route:
         for chunk, message in self._encoded(rank):
             for compressor, segments in chunk.groups:
                 more, over = compressor.limits(message, segments)
-                saturated, overflowed = saturated + more, overflowed + over
+                saturated, overflowed = saturated + int(more), overflowed + int(over)
         return saturated, overflowed
 
-    def clipped(self, state: State | None) -> tuple[int, int]:
+    def clipped(self, state: State | None) -> tuple[Count, int]:
         """Values that this rank clipped to fit into integers in the last step, and all that it made integers of."""
-        clipped = rounded = 0
+        clipped: Count = 0
+        rounded = 0
         for s in self.layout.sums:
             for compressor, parts in s.members:
                 found = compressor.clipped(parts, state) if s.round == compressor.rounds - 1 else None

@@ -13,6 +13,7 @@ class StageSeconds:
     """Time that communication spends in each of its stages."""
 
     encode_s: float = 0.0
+    """Seconds of the host, as those of the other stages: on a GPU, where the host only enqueues, they stay 0."""
     wire_s: float = 0.0
     """Waiting for messages."""
     reduce_s: float = 0.0

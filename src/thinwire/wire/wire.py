@@ -10,16 +10,18 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from thinwire.collectives import ScatterReduceAllGather, Topology, Transport
+from thinwire.collectives import DeviceTransport, ScatterReduceAllGather, Topology, Transport
 from thinwire.plan import Plan, Speeds
 from thinwire.wire import checkpoint
 from thinwire.wire.agree import agree
 from thinwire.wire.decline import decline as measure_and_decline
+from thinwire.wire.device_engine import DeviceEngine
 from thinwire.wire.engine import Engine
 from thinwire.wire.link import settle
 from thinwire.wire.parity import resync
 from thinwire.wire.route import BucketLayers
 from thinwire.wire.stats import Stats
+from thinwire.wire.stream import StreamWorker
 from thinwire.wire.timeline import Timeline, rank_path
 from thinwire.wire.worker import Worker
 
@@ -52,8 +54,12 @@ class Wire:
         self._optimizer = optimizer
         # Says now what it would lack then.
         plan.at(0, self._learning_rate()).among(transport.world_size, shapes)
+        # Between devices the same is done on a stream beside backward's, without threads.
+        self.device = transport.device if isinstance(transport, DeviceTransport) else None
+        """The device on which gradients are compressed and sent; None if they go over the host."""
         topology, world = settle(topology or ScatterReduceAllGather(), transport)
-        self._engine = Engine(
+        make = Engine if self.device is None else DeviceEngine
+        self._engine = make(
             plan,
             shapes,
             transport,
@@ -72,7 +78,7 @@ class Wire:
         if decline and not simulated and self.world_size > 1:
             self._engine.plan, self._speeds = measure_and_decline(plan, transport, topology, world)
             self._engine.reset_stats()
-        self._worker = Worker("thinwire")
+        self._worker = Worker("thinwire") if self.device is None else StreamWorker(self.device)
 
     @property
     def plan(self) -> Plan:
@@ -145,8 +151,13 @@ class Wire:
         `thinwire.merge_timelines` joins them.
 
         Raises:
-            RuntimeError: a recording is under way, or communication is only simulated.
+            RuntimeError: a recording is under way, or communication is only simulated, or on a device.
         """
+        if self.device is not None:
+            raise RuntimeError(
+                "no timeline: a timeline times the host, and on a device the host does not communicate; torch.profiler "
+                "shows the stages there as 'thinwire encode', 'wire', 'reduce' and 'decode'"
+            )
         if self._engine.timeline is not None or self.simulated:
             raise RuntimeError("no timeline: one is being recorded, or communication is simulated (simulate=True)")
         timeline = self._engine.timeline = Timeline(lambda: self._engine.stats, self.rank, steps=steps)

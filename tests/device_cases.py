@@ -1,0 +1,105 @@
+"""What the tests of the way through a device share: buckets of layers, and the CPU's way to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire import parse
+from thinwire.collectives import (
+    DeviceBuffers,
+    DeviceTransport,
+    Layer,
+    Layout,
+    Transport,
+    all_reduce,
+    complete,
+    device_all_reduce,
+    gather_buffers,
+    gather_mean,
+    sum_buffers,
+    summed_all_reduce,
+)
+from thinwire.compressors import Coded, State, Summed
+
+SHAPES = ((70, 50), (3,), (40, 100), (0,), (9, 11), (1300,), (64,))
+MIXED = (
+    *("minmax(bits=4)", "raw", "ef(minmax(bits=2))", "ef(topk(density=0.1))", "raw"),
+    *("maxabs(bits=3)", "ef(randk(density=0.2))", "cast(bf16)", "ef(onebit)", "topk(density=0.2) | minmax(bits=8)"),
+)
+"""A compressor of each kind, for layers side by side in one bucket."""
+
+
+def layers_of(specs: Sequence[str], shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Layer]:
+    """Layers end to end, their compressors from ``specs`` by turns, with a raw one where a shape does not suit."""
+    layers, start = [], 0
+    for i, shape in enumerate(shapes):
+        try:
+            compressor = parse(specs[i % len(specs)]).fit(shape)
+        except ValueError:
+            compressor = parse("raw")
+        assert isinstance(compressor, Coded | Summed)
+        layers.append(Layer(f"layer{i}", start, shape, compressor))
+        start += layers[-1].numel
+    return layers
+
+
+def gradients(layout: Layout, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(layout.numel, generator=generator).to(layout.dtype)
+
+
+def first_state(layout: Layout, device: torch.device) -> State | None:
+    if not layout.slots:
+        return None
+    shapes = {layer.name: layer.shape for layer in layout.layers}
+    return State.fresh(layout.slots, layout.numel, 2.0, shapes, device=device)
+
+
+def through_the_host(transport: Transport, layout: Layout, steps: int, poison: int = -1) -> list[Tensor]:
+    """What a rank has after each of some steps, by way of messages on the CPU."""
+    state, found = first_state(layout, torch.device("cpu")), []
+    owned = transport.open(layout.reduction_traffic())
+    gathered = gather_buffers(layout, transport) if layout.has_gathered else None
+    sums = sum_buffers(layout)
+    for step in range(steps):
+        x = _input(layout, transport.rank, step, poison)
+        options = {"seed": 5, "step": step, "state": state}
+        complete(summed_all_reduce(x, layout, transport, sums, **options))
+        if layout.has_owned:
+            complete(all_reduce(x, layout, transport, owned, **options))
+        if gathered is not None:
+            complete(gather_mean(x, layout, transport, gathered, **options))
+        found.append(x)
+        state = state.swapped() if state else None
+    return found
+
+
+def through_the_device(transport: DeviceTransport, layout: Layout, steps: int, poison: int = -1) -> list[Tensor]:
+    """The same by way of the device."""
+    device = transport.device
+    state, found = first_state(layout, device), []
+    buffers = DeviceBuffers.of(layout, transport.rank, device)
+    before = transport.sent_bytes
+    for step in range(steps):
+        x = _input(layout, transport.rank, step, poison).to(device)
+        device_all_reduce(x, layout, transport, buffers, seed=5, step=step, state=state)
+        found.append(x)
+        state = state.swapped() if state else None
+    assert transport.sent_bytes - before == steps * buffers.sent_bytes
+    return found
+
+
+def _input(layout: Layout, rank: int, step: int, poison: int) -> Tensor:
+    x = gradients(layout, rank, step)
+    if poison >= 0 and rank == layout.world_size - 1:
+        x[poison] = torch.inf
+    return x
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, whatever they hold."""
+    kind = {4: torch.int32, 2: torch.int16}[a.element_size()]
+    return a.dtype == b.dtype and torch.equal(a.cpu().view(kind), b.cpu().view(kind))
