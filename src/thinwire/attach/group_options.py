@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from thinwire.collectives import Topology, TransportChoice, parse_topology
+from thinwire.collectives import Topology, TransportChoice, check_choice, parse_topology
 from thinwire.compressors import Coded, Compressor, Raw, Summed, check_int, parse
 from thinwire.plan import DEFAULT_RULES
 from thinwire.wire import Kind
@@ -58,8 +58,7 @@ class ProcessGroupOptions:
     def __post_init__(self) -> None:
         check_int("min_numel", self.min_numel, 0)
         check_int("seed", self.seed, 0)
-        if self.transport not in ("auto", "group", "shared"):
-            raise ValueError(f"transport is {self.transport!r}: auto, group or shared")
+        check_choice(self.transport)
         if isinstance(self.exclude, str):
             raise TypeError(f"exclude takes a list of patterns: exclude=[{self.exclude!r}]")
         self._set("exclude", tuple(self.exclude))

@@ -9,7 +9,12 @@ from thinwire.collectives.nodes import node_identity, number_nodes
 from thinwire.collectives.parts import part_layout
 from thinwire.collectives.reduction import all_gather, all_reduce, encoded, reduce_scatter
 from thinwire.collectives.shared_memory import SharedMemoryError
-from thinwire.collectives.shared_transport import SharedMemoryTransport, TransportChoice, with_shared_memory
+from thinwire.collectives.shared_transport import (
+    SharedMemoryTransport,
+    TransportChoice,
+    check_choice,
+    with_shared_memory,
+)
 from thinwire.collectives.stages import complete
 from thinwire.collectives.summed import sum_buffers, summed_all_reduce
 from thinwire.collectives.topology import (
@@ -61,6 +66,7 @@ __all__ = [
     "World",
     "all_gather",
     "all_reduce",
+    "check_choice",
     "complete",
     "encoded",
     "gather_buffers",
