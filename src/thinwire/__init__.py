@@ -1,5 +1,6 @@
 """Train over thin wires: compressed gradients for distributed PyTorch."""
 
+from thinwire import optim
 from thinwire.attach import compress
 from thinwire.collectives import MessageError, PeerFailedError, TransportError
 from thinwire.compressors import (
@@ -68,6 +69,7 @@ __all__ = [
     "compress",
     "ef",
     "merge_timelines",
+    "optim",
     "parse",
     "register",
 ]
