@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from harness import run_threads
 from thinwire import MessageError, PeerFailedError, TransportError, parse
-from thinwire.collectives import Buffers, Layer, Layout, LoopbackTransport, complete, scatter_reduce_allgather
+from thinwire.collectives import Layer, Layout, LoopbackTransport, all_reduce, complete
 from thinwire.collectives.message import HEADER_BYTES, seal, verify
 from thinwire.compressors import Coded, MinMax, Raw
 
@@ -32,8 +32,8 @@ MIXED = layers_of(
 
 
 def reduce_on(transport, layout, x, *, step=0, seed=0):
-    buffers = Buffers.scatter_reduce_allgather(layout, transport.rank)
-    complete(scatter_reduce_allgather(x, layout, transport, buffers, seed=seed, step=step))
+    buffers = transport.open(layout.reduction_traffic())
+    complete(all_reduce(x, layout, transport, buffers, seed=seed, step=step))
     return x
 
 
@@ -147,6 +147,7 @@ def test_not_a_number_reaches_every_rank() -> None:
 
 class TestHostileMessages:
     frame: ClassVar[dict[str, int]] = {"source": 1, "phase": 0, "step": 7, "digest": 0x1234}
+    expected: ClassVar[dict[str, int]] = {"peer": 1, **frame}
 
     def sealed(self) -> torch.Tensor:
         message = torch.randint(0, 256, (HEADER_BYTES + 256,), dtype=torch.uint8)
@@ -154,7 +155,7 @@ class TestHostileMessages:
         return message
 
     def test_what_was_sealed_is_accepted(self) -> None:
-        verify(self.sealed(), **self.frame)
+        verify(self.sealed(), **self.expected)
 
     def test_every_flipped_bit_of_the_payload_is_found(self) -> None:
         message = self.sealed()
@@ -163,32 +164,32 @@ class TestHostileMessages:
                 damaged = message.clone()
                 damaged[at] ^= 1 << bit
                 with pytest.raises(MessageError, match="damaged"):
-                    verify(damaged, **self.frame)
+                    verify(damaged, **self.expected)
 
     def test_every_flipped_bit_of_the_header_is_found(self) -> None:
         message = self.sealed()
-        for at in range(32):
+        for at in range(36):
             for bit in range(8):
                 damaged = message.clone()
                 damaged[at] ^= 1 << bit
                 with pytest.raises((MessageError, PeerFailedError)):
-                    verify(damaged, **self.frame)
+                    verify(damaged, **self.expected)
 
     @pytest.mark.parametrize("size", [0, 1, 63])
     def test_short_messages_raise(self, size: int) -> None:
         with pytest.raises(MessageError):
-            verify(self.sealed()[:size], **self.frame)
+            verify(self.sealed()[:size], **self.expected)
 
     def test_random_bytes_raise(self) -> None:
         for seed in range(50):
             generator = torch.Generator().manual_seed(seed)
             with pytest.raises(MessageError):
-                verify(torch.randint(0, 256, (320,), dtype=torch.uint8, generator=generator), **self.frame)
+                verify(torch.randint(0, 256, (320,), dtype=torch.uint8, generator=generator), **self.expected)
 
     @pytest.mark.parametrize("other", [{"source": 2}, {"phase": 1}, {"step": 8}, {"digest": 1}])
     def test_a_message_of_something_else_raises(self, other: dict[str, int]) -> None:
         with pytest.raises(MessageError, match="out of step"):
-            verify(self.sealed(), **{**self.frame, **other})
+            verify(self.sealed(), **{**self.expected, **other})
 
 
 class TestFailures:
@@ -198,15 +199,15 @@ class TestFailures:
         """Rank ``failing_rank`` gets a tensor of the wrong dtype in step 0; step 1 is in order."""
 
         def run(transport: LoopbackTransport):
-            buffers = Buffers.scatter_reduce_allgather(self.layout, transport.rank)
+            buffers = transport.open(self.layout.reduction_traffic())
             x = gradient(transport.rank, self.layout.numel)
             first: BaseException | None = None
             bad = x.double() if transport.rank == failing_rank else x.clone()
             try:
-                complete(scatter_reduce_allgather(bad, self.layout, transport, buffers, seed=0, step=0))
+                complete(all_reduce(bad, self.layout, transport, buffers, seed=0, step=0))
             except (TypeError, PeerFailedError) as error:
                 first = error
-            complete(scatter_reduce_allgather(x, self.layout, transport, buffers, seed=0, step=1))
+            complete(all_reduce(x, self.layout, transport, buffers, seed=0, step=1))
             return first, x
 
         return run_threads(run, 3, timeout_s=10.0)

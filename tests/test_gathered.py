@@ -10,7 +10,7 @@ import torch
 
 from harness import run_threads
 from thinwire import MessageError, TransportError, parse
-from thinwire.collectives import Buffers, Layer, Layout, allgather, complete
+from thinwire.collectives import Layer, Layout, complete, gather_buffers, gather_mean
 from thinwire.collectives.exchange import Exchange
 from thinwire.collectives.message import HEADER_BYTES, PeerFailedError
 from thinwire.compressors import Coded
@@ -36,11 +36,11 @@ def values_of(rank: int) -> torch.Tensor:
 
 def gather(transport, spec: str, steps: int = 1):
     layout = layout_of(spec, transport.world_size)
-    buffers = Buffers.allgather(layout, transport.rank)
+    buffers = gather_buffers(layout, transport)
     found = []
     for step in range(steps):
         x = values_of(transport.rank)
-        complete(allgather(x, layout, transport, buffers, seed=0, step=step))
+        complete(gather_mean(x, layout, transport, buffers, seed=0, step=step))
         found.append(x)
     return found, transport.sent_bytes, layout.sent_bytes(transport.rank)
 
@@ -70,7 +70,7 @@ def test_not_a_number_reaches_every_rank(spec: str) -> None:
         x = values_of(transport.rank)
         if transport.rank == 1:
             x[100] = math.nan
-        complete(allgather(x, layout, transport, Buffers.allgather(layout, transport.rank), seed=0, step=0))
+        complete(gather_mean(x, layout, transport, gather_buffers(layout, transport), seed=0, step=0))
         return x
 
     for x in run_threads(run, 3):
@@ -83,15 +83,15 @@ def test_not_a_number_reaches_every_rank(spec: str) -> None:
 def test_all_ranks_hear_of_a_failure_and_the_next_step_works(spec: str, failing: int) -> None:
     def run(transport):
         layout = layout_of(spec, transport.world_size)
-        buffers = Buffers.allgather(layout, transport.rank)
+        buffers = gather_buffers(layout, transport)
         bad = values_of(transport.rank).to(torch.float64 if transport.rank == failing else torch.float32)
         error: Exception | None = None
         try:
-            complete(allgather(bad, layout, transport, buffers, seed=0, step=0))
+            complete(gather_mean(bad, layout, transport, buffers, seed=0, step=0))
         except (TypeError, ValueError, PeerFailedError) as raised:
             error = raised
         x = values_of(transport.rank)
-        complete(allgather(x, layout, transport, buffers, seed=0, step=1))
+        complete(gather_mean(x, layout, transport, buffers, seed=0, step=1))
         return type(error), x
 
     answers = run_threads(run, 3)
@@ -105,13 +105,11 @@ def test_a_size_that_cannot_be_is_refused(size: int, monkeypatch: pytest.MonkeyP
     """What a rank announces is compared with the room there is, and never obeyed beyond."""
     send = Exchange.send
 
-    def lie(self, phase, *peers, num_bytes=None):
+    def lie(self, phase, *, num_bytes=None):
         if phase == 0 and self._transport.rank == 1:
             told = bytearray(struct.pack("<i", size))
-            self._buffers.outbox[0, peers[0]][HEADER_BYTES : HEADER_BYTES + 4] = torch.frombuffer(
-                told, dtype=torch.uint8
-            )
-        send(self, phase, *peers, num_bytes=num_bytes)
+            self.outgoing(0)[HEADER_BYTES : HEADER_BYTES + 4] = torch.frombuffer(told, dtype=torch.uint8)
+        send(self, phase, num_bytes=num_bytes)
 
     monkeypatch.setattr(Exchange, "send", lie)
 
@@ -127,10 +125,10 @@ def test_a_size_that_cannot_be_is_refused(size: int, monkeypatch: pytest.MonkeyP
 def test_counts_inside_a_bounded_message_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     send = Exchange.send
 
-    def lie(self, phase, *peers, num_bytes=None):
+    def lie(self, phase, *, num_bytes=None):
         if phase == 1 and self._transport.rank == 1:
-            self._buffers.outbox[1, peers[0]][HEADER_BYTES + 4 : HEADER_BYTES + 8].view(torch.int32).fill_(1_000_000)
-        send(self, phase, *peers, num_bytes=num_bytes)
+            self.outgoing(1)[HEADER_BYTES + 4 : HEADER_BYTES + 8].view(torch.int32).fill_(1_000_000)
+        send(self, phase, num_bytes=num_bytes)
 
     monkeypatch.setattr(Exchange, "send", lie)
 

@@ -15,7 +15,7 @@ import thinwire
 from harness import run_ranks, run_threads
 from test_wire import MIXED, gradients, make, step_on
 from thinwire import parse
-from thinwire.collectives import Buffers, Layer, Layout, complete, scatter_reduce_allgather
+from thinwire.collectives import Layer, Layout, all_reduce, complete
 from thinwire.compressors import Coded
 from thinwire.wire import Stats, Worker
 from thinwire.wire.log import StatsLogger
@@ -247,15 +247,13 @@ class CountingStats(Stats):
 def train(transport, num_steps: int, **options) -> Any:
     """Steps of two buckets, handed over by this thread and reduced by a worker; with options under a Timeline."""
     layouts = [layout_of(transport.world_size, 40_000, 9_000), layout_of(transport.world_size, 70_000)]
-    buffers = [Buffers.scatter_reduce_allgather(layout, transport.rank) for layout in layouts]
+    buffers = [transport.open(layout.reduction_traffic()) for layout in layouts]
     stats, worker, results = CountingStats(), Worker("test"), []
     timeline = Timeline(lambda: stats, transport.rank, **options) if options else None
 
     def reduce(x, i: int, step: int) -> Job:
         clock = timeline or stats
-        exchange = scatter_reduce_allgather(
-            x, layouts[i], transport, buffers[i], seed=0, step=2 * step + i, clock=clock
-        )
+        exchange = all_reduce(x, layouts[i], transport, buffers[i], seed=0, step=2 * step + i, clock=clock)
         next(exchange)
         yield Then.LATER
         complete(exchange)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach.ddp import Options, compress_ddp
+from thinwire.collectives import Topology, parse_topology
 from thinwire.plan import DEFAULT_RULES, Rules
 from thinwire.wire import Wire
 
@@ -29,6 +30,7 @@ def compress(
     parity: int = 1000,
     resync: int = 0,
     measure: int = 0,
+    topology: str | Topology = "sra",
     optimizer: torch.optim.Optimizer | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     timeout: timedelta | None = None,
@@ -63,6 +65,9 @@ def compress(
             compute alike. 0 never does.
         measure: every so many steps, also take the exact mean (an all-reduce in fp32, whose bytes count) and note how
             far what arrived is from it, in ``wire.stats.alpha``. 0 never does.
+        topology: how messages meet. ``sra`` (scatter-reduce-all-gather) is the default; ``sra(rates=measured)`` gives
+            ranks with faster links more to own; ``ring``, ``tree``, ``allgather``, ``parameter_server(server=0)``;
+            ``hierarchical(inside=dense, across=slices)`` adds up inside each node first.
         optimizer: the optimizer, for compressors that follow its learning rate (``fft(theta=diminishing)``).
         grad_scaler: the ``GradScaler`` of an fp16 training; error feedback keeps its residuals in unscaled units.
         timeout: of the process group that the Wire makes for itself; that of the model's own if None.
@@ -91,6 +96,7 @@ def compress(
         parity=parity,
         resync=resync,
         measure=measure,
+        topology=parse_topology(topology),
         optimizer=optimizer,
         grad_scaler=grad_scaler,
         timeout=timeout,

@@ -5,14 +5,14 @@
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.collectives import ProcessGroupTransport
+from thinwire.collectives import ProcessGroupTransport, ScatterReduceAllGather, Topology
 from thinwire.compat import group_timeout
 from thinwire.compressors import GRADIENT_DTYPES, Raw, Wrapper, check_int
 from thinwire.plan import Filter, Plan, Rules
@@ -120,6 +120,7 @@ class Options:
     parity: int = 0
     resync: int = 0
     measure: int = 0
+    topology: Topology = field(default_factory=ScatterReduceAllGather)
     optimizer: torch.optim.Optimizer | None = None
     grad_scaler: torch.amp.GradScaler | None = None
     timeout: timedelta | None = None
@@ -147,6 +148,7 @@ def compress_ddp(model: DistributedDataParallel, rules: Rules, options: Options)
         simulated=options.simulate,
         measure=options.measure,
         optimizer=options.optimizer,
+        topology=options.topology,
     )
     if model not in _attached:
         _register(model, hook, wire)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives import Buffers, Layer, Layout, ProcessGroupTransport, complete, scatter_reduce_allgather
+from thinwire.collectives import Layer, Layout, ProcessGroupTransport, all_reduce, complete
 from thinwire.compressors import Coded, parse
 
 _TIMEOUT = timedelta(seconds=120)
@@ -29,7 +29,7 @@ class _Contest:
         rank, num_ranks = transport.rank, transport.world_size
         self.transport = transport
         self.layout = Layout.build([Layer("gradient", 0, (numel,), compressor)], num_ranks, torch.float32)
-        self.buffers = Buffers.scatter_reduce_allgather(self.layout, rank)
+        self.buffers = transport.open(self.layout.reduction_traffic())
         self.gradient = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
         self.x = self.gradient.clone()
         self.step = 0
@@ -39,24 +39,33 @@ class _Contest:
 
     def thinwire(self) -> None:
         self.step += 1
-        complete(scatter_reduce_allgather(self.x, self.layout, self.transport, self.buffers, seed=0, step=self.step))
+        complete(all_reduce(self.x, self.layout, self.transport, self.buffers, seed=0, step=self.step))
 
     def bare(self) -> None:
-        tag = self.transport.new_tag(2)
-        arriving = {
-            (phase, peer): self.transport.receive(buffer, peer, tag + phase)
-            for (phase, peer), buffer in self.buffers.inbox.items()
-        }
+        """The same messages in the same order, with nothing done to them."""
+        layout, transport, buffers = self.layout, self.transport, self.buffers
+        schedule, rank, num_chunks = layout.schedule(transport.rank), transport.rank, len(layout.chunks)
+        transport.begin(buffers)
+        arriving = {address: transport.receive_into(buffers, *address) for address in buffers.inbox}
         leaving = []
-        for phase in (0, 1):
-            for (its_phase, peer), message in self.buffers.outbox.items():
-                if its_phase == phase:
-                    leaving.append(self.transport.send(message, peer, tag + phase))
-            for (its_phase, _), pending in arriving.items():
-                if its_phase == phase:
-                    pending.wait()
+
+        def send(phase: int) -> None:
+            leaving.extend(transport.send_from(buffers, phase, buffers.outbox[phase].numel()))
+
+        for k, _ in schedule.leaves:
+            send(k)
+        for k in schedule.inner:
+            tree = layout.trees[layout.chunks[k].owner]
+            for child in tree.children[rank]:
+                arriving[k, child].wait()
+            send(k if tree.parents[rank] is not None else num_chunks + k)
+        for k, parent in schedule.means:
+            arriving[num_chunks + k, parent].wait()
+            if layout.trees[layout.chunks[k].owner].children[rank]:
+                send(num_chunks + k)
         for pending in leaving:
             pending.wait()
+        transport.end(buffers)
 
 
 def _time(run: Callable[[], None]) -> float:

@@ -1,13 +1,27 @@
 """Collectives: how messages meet."""
 
-from thinwire.collectives.allgather import allgather
-from thinwire.collectives.exchange import Buffers, Exchange
+from thinwire.collectives.allgather import gather_buffers, gather_mean
+from thinwire.collectives.exchange import Exchange
 from thinwire.collectives.layout import Chunk, Layer, Layout, owned_parts
 from thinwire.collectives.message import MessageError, PeerFailedError
-from thinwire.collectives.scatter_reduce_allgather import scatter_reduce_allgather
+from thinwire.collectives.nodes import node_identity, number_nodes
+from thinwire.collectives.reduction import all_gather, all_reduce, encoded, reduce_scatter
 from thinwire.collectives.stages import complete
 from thinwire.collectives.summed import sum_buffers, summed_all_reduce
+from thinwire.collectives.topology import (
+    AllGather,
+    Binomial,
+    Hierarchical,
+    ParameterServer,
+    Ring,
+    ScatterReduceAllGather,
+    Topology,
+    World,
+    parse_topology,
+)
+from thinwire.collectives.traffic import Outgoing, Traffic, sent_bytes
 from thinwire.collectives.transport import (
+    Buffers,
     LoopbackTransport,
     ProcessGroupTransport,
     Transport,
@@ -16,22 +30,40 @@ from thinwire.collectives.transport import (
 )
 
 __all__ = [
+    "AllGather",
+    "Binomial",
     "Buffers",
     "Chunk",
     "Exchange",
+    "Hierarchical",
     "Layer",
     "Layout",
     "LoopbackTransport",
     "MessageError",
+    "Outgoing",
+    "ParameterServer",
     "PeerFailedError",
     "ProcessGroupTransport",
+    "Ring",
+    "ScatterReduceAllGather",
+    "Topology",
+    "Traffic",
     "Transport",
     "TransportError",
-    "allgather",
+    "World",
+    "all_gather",
+    "all_reduce",
     "complete",
+    "encoded",
+    "gather_buffers",
+    "gather_mean",
+    "node_identity",
+    "number_nodes",
     "owned_parts",
+    "parse_topology",
+    "reduce_scatter",
     "ring_bytes",
-    "scatter_reduce_allgather",
+    "sent_bytes",
     "sum_buffers",
     "summed_all_reduce",
 ]

@@ -8,18 +8,31 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from thinwire.collectives.exchange import Buffers, Exchange
+from thinwire.collectives.exchange import Exchange
 from thinwire.collectives.keys import WORKER, stage_key
 from thinwire.collectives.layout import Chunk, Layout
 from thinwire.collectives.message import HEADER_BYTES, MessageError
 from thinwire.collectives.stages import Clock, NoClock
-from thinwire.collectives.transport import Transport
+from thinwire.collectives.transport import Buffers, Transport
 from thinwire.compressors import State
 
 _SIZE = struct.Struct("<i")
 
 
-def allgather(
+def gather_buffers(layout: Layout, transport: Transport) -> Buffers:
+    """Room for the messages of `gather_mean`. All ranks must call this, in the same order.
+
+    Where sizes depend on the data, messages are packed for the wire: ``work`` then holds every rank's payloads where
+    decoding finds them.
+    """
+    buffers = transport.open(layout.gather_traffic())
+    if any(chunk.bounded for chunk in layout.gathered):
+        size = layout.gathered[0].message_bytes
+        buffers.work = [torch.zeros(size, dtype=torch.uint8) for _ in range(layout.world_size)]
+    return buffers
+
+
+def gather_mean(
     x: Tensor,
     layout: Layout,
     transport: Transport,
@@ -27,60 +40,57 @@ def allgather(
     *,
     seed: int,
     step: int,
+    scale: float | None = None,
     state: State | None = None,
     clock: Clock | None = None,
 ) -> Generator[None]:
-    """Replace the gathered layers of the flat tensor ``x`` by their mean; every rank ends with the same bytes.
+    """Replace the gathered layers of the flat tensor ``x`` by ``scale`` times their sum, by default their mean.
 
     1. Each rank encodes its layers and sends them to all. 2. All decode all messages, their own among them, in the
     order of ranks. For compressors that cannot cut a layer, or whose sum would have to be compressed anew and worse.
-    Where sizes depend on the data, ranks tell each other one size first.
+    Where sizes depend on the data, ranks tell each other one size first. ``buffers`` are `gather_buffers`.
 
-    Yields once, as `scatter_reduce_allgather` does, and raises what it raises.
+    Yields once, as `all_reduce` does, and raises what it raises.
     """
     clock = clock or NoClock()
-    rank, num_ranks, chunk = transport.rank, transport.world_size, layout.gathered
-    peers = [(rank + shift) % num_ranks for shift in range(1, num_ranks)]
-    run = _Bounded(chunk, buffers) if chunk.bounded else _Fixed()
-    with Exchange(transport, buffers, step=step, digest=layout.digest, phases=run.phases) as exchange:
-        mine = buffers.work[rank]
-        with clock.stage("encode"):
-            key = stage_key(seed, step, WORKER, rank)
-            for compressor, segments in chunk.groups:
-                compressor.encode(x, segments, mine, key=key, state=state)
-            run.send(exchange, mine, peers)
+    scale = 1.0 / layout.world_size if scale is None else scale
+    rank, key = transport.rank, stage_key(seed, step, WORKER, transport.rank)
+    peers = [(rank + shift) % layout.world_size for shift in range(1, layout.world_size)]
+    with Exchange(transport, buffers, step=step, digest=layout.digest) as exchange:
+        packing = _Packing(layout.gathered[0], buffers, exchange) if buffers.work else None
+        for k, chunk in enumerate(layout.gathered):
+            with clock.stage("encode"):
+                mine = buffers.work[rank] if packing else exchange.outgoing(k)
+                for compressor, segments in chunk.groups:
+                    compressor.encode(x, segments, mine, key=key, state=state)
+                if packing:
+                    packing.announce(mine)
+                else:
+                    exchange.send(k)
         yield
 
-        with clock.stage("wire"):
-            run.receive(exchange, peers)
-        with clock.stage("decode"):
-            for compressor, segments in chunk.groups:
-                compressor.mean(buffers.work, segments, x, scale=1.0 / num_ranks)
+        for k, chunk in enumerate(layout.gathered):
+            with clock.stage("wire"):
+                if packing:
+                    packing.receive(peers)
+                    messages = list(buffers.work)
+                else:
+                    arrived = {peer: exchange.receive(k, peer) for peer in peers}
+                    arrived[rank] = exchange.outgoing(k)
+                    messages = [arrived[r] for r in range(layout.world_size)]
+            with clock.stage("decode"):
+                for compressor, segments in chunk.groups:
+                    compressor.mean(messages, segments, x, scale=scale)
 
 
-class _Fixed:
-    """Messages as they are encoded: one phase."""
+class _Packing:
+    """Sizes in phase 0, and in phase 1 what each message holds, without the room that it did not need."""
 
-    phases = 1
+    def __init__(self, chunk: Chunk, buffers: Buffers, exchange: Exchange) -> None:
+        self._chunk, self._buffers, self._exchange = chunk, buffers, exchange
 
-    def send(self, exchange: Exchange, mine: Tensor, peers: list[int]) -> None:
-        exchange.send(0, *peers)
-
-    def receive(self, exchange: Exchange, peers: list[int]) -> None:
-        for peer in peers:
-            exchange.receive(0, peer)
-
-
-class _Bounded:
-    """Sizes in one phase, and in another what each message holds, without the room that it did not need."""
-
-    phases = 2
-
-    def __init__(self, chunk: Chunk, buffers: Buffers) -> None:
-        self._chunk, self._buffers = chunk, buffers
-
-    def send(self, exchange: Exchange, mine: Tensor, peers: list[int]) -> None:
-        packed = self._buffers.outbox[1, peers[0]]
+    def announce(self, mine: Tensor) -> None:
+        packed = self._exchange.outgoing(1)
         size = HEADER_BYTES
         for compressor, segments in self._chunk.groups:
             for piece in segments.pieces:
@@ -88,19 +98,17 @@ class _Bounded:
                 packed[size : size + used] = mine[piece.payload : piece.payload + used]
                 size += used
         told = bytearray(_SIZE.pack(size))
-        self._buffers.outbox[0, peers[0]][HEADER_BYTES : HEADER_BYTES + _SIZE.size] = torch.frombuffer(
-            told, dtype=torch.uint8
-        )
-        exchange.send(0, *peers)
+        self._exchange.outgoing(0)[HEADER_BYTES : HEADER_BYTES + _SIZE.size] = torch.frombuffer(told, dtype=torch.uint8)
+        self._exchange.send(0)
         self._size = size
 
-    def receive(self, exchange: Exchange, peers: list[int]) -> None:
-        sizes = {peer: self._told(exchange.receive(0, peer), peer) for peer in peers}
+    def receive(self, peers: list[int]) -> None:
+        sizes = {peer: self._told(self._exchange.receive(0, peer), peer) for peer in peers}
         for peer, size in sizes.items():
-            exchange.expect(1, peer, size)
-        exchange.send(1, *peers, num_bytes=self._size)
-        for peer, size in sizes.items():
-            self._unpack(exchange.receive(1, peer)[:size], self._buffers.work[peer], peer)
+            self._exchange.expect(1, peer, size)
+        self._exchange.send(1, num_bytes=self._size)
+        for peer in peers:
+            self._unpack(self._exchange.receive(1, peer), self._buffers.work[peer], peer)
 
     def _told(self, message: Tensor, peer: int) -> int:
         (size,) = _SIZE.unpack(message[HEADER_BYTES : HEADER_BYTES + _SIZE.size].numpy().tobytes())

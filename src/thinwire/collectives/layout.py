@@ -7,18 +7,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
 from thinwire.collectives.message import HEADER_BYTES, SIZE_BYTES
+from thinwire.collectives.topology import ScatterReduceAllGather, Topology, Tree, World
+from thinwire.collectives.traffic import Outgoing, Traffic, sent_bytes
 from thinwire.collectives.transport import ring_bytes
 from thinwire.compressors import Coded, Part, Piece, Segments, Slot, Summed
 from thinwire.kernels import site_id
 
 _LEAST_PIECE = 1024
 """Elements. Smaller pieces would spend much of their bytes on padding; in buckets of 128, multiples need none."""
+
+_SLICE = 1 << 20
+"""Elements that one message carries, about: while one is on the wire, the next is encoded and the last one decoded."""
 
 
 class Layer(NamedTuple):
@@ -43,11 +48,13 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one message carries: of a bucket, the part that one rank owns, or all layers that every rank gathers."""
+    """What one message carries: a part of what one rank owns of a bucket, or of the layers that every rank gathers."""
 
     groups: tuple[Group, ...]
     message_bytes: int
     """Size of its messages, header included; of bounded compressors, at most."""
+    owner: int = -1
+    """Rank that adds it up; −1 if it is gathered."""
 
     @property
     def bounded(self) -> bool:
@@ -72,33 +79,88 @@ class Sum:
     numel: int
 
 
+class Schedule(NamedTuple):
+    """The order in which one rank works through the chunks. No two ranks can wait for each other in it: whatever one
+    waits for was sent at a lower height of its tree, and everybody works upwards, and then downwards."""
+
+    leaves: tuple[tuple[int, int], ...]
+    """Chunks of which nobody sends it parts, and to whom it sends its own."""
+    inner: tuple[int, ...]
+    """Chunks of which it gets parts."""
+    means: tuple[tuple[int, int], ...]
+    """Chunks of others, and who sends it their mean."""
+
+    @staticmethod
+    def of(layout: Layout, rank: int) -> Schedule:
+        seen: dict[int, int] = {}
+        ups, downs = [], []
+        for k, chunk in enumerate(layout.chunks):
+            tree = layout.trees[chunk.owner]
+            part = seen[chunk.owner] = seen.get(chunk.owner, -1) + 1
+            ups.append((tree.height[rank], part, (chunk.owner - rank) % layout.world_size, k))
+            downs.append((tree.depth[rank], part, (rank - chunk.owner) % layout.world_size, k))
+        parents = [layout.trees[chunk.owner].parents[rank] for chunk in layout.chunks]
+        leaves = [(k, parent) for height, _, _, k in sorted(ups) if not height and (parent := parents[k]) is not None]
+        inner = [k for height, _, _, k in sorted(ups) if height or parents[k] is None]
+        means = [(k, parent) for _, _, _, k in sorted(downs) if (parent := parents[k]) is not None]
+        return Schedule(tuple(leaves), tuple(inner), tuple(means))
+
+
 @dataclass(frozen=True)
 class Layout:
-    """How the layers of one flat tensor travel. A pure function of layers, world size and dtype.
+    """How the layers of one flat tensor travel. A pure function of layers, world, dtype and topology.
 
-    Coded layers are cut among the ranks, one chunk each, or gathered whole by all of them; summed layers share a few
-    sums.
+    Coded layers are cut among the ranks, in chunks that each have an owner, or gathered by all of them; summed layers
+    share a few sums.
     """
 
     layers: tuple[Layer, ...]
     chunks: tuple[Chunk, ...]
-    gathered: Chunk
+    gathered: tuple[Chunk, ...]
     sums: tuple[Sum, ...]
     dtype: torch.dtype
+    topology: Topology
+    world: World
 
     @staticmethod
-    def build(layers: Sequence[Layer], world_size: int, dtype: torch.dtype) -> Layout:
-        owned = _cut(layers, world_size)
-        chunks = tuple(_chunk(pieces, dtype) for pieces in owned)
-        whole = []
+    def build(
+        layers: Sequence[Layer],
+        world: World | int,
+        dtype: torch.dtype,
+        topology: Topology | None = None,
+    ) -> Layout:
+        """Lay out ``layers`` for ``world`` (or a world of so many ranks), by default as scatter-reduce-all-gather.
+
+        Raises:
+            ValueError: a layer's compressor and the topology do not go together.
+        """
+        world = World(world) if isinstance(world, int) else world
+        topology = topology or ScatterReduceAllGather()
+        whole, shared = [], []
         for layer in layers:
-            if layer.numel and isinstance(layer.compressor, Coded) and layer.compressor.gathered:
+            if not layer.numel or not isinstance(layer.compressor, Coded):
+                continue
+            if layer.compressor.gathered or topology.gathers:
                 whole.append(_Cut(layer, layer.compressor, 0, layer.numel))
-        return Layout(tuple(layers), chunks, _chunk(whole, dtype), _sums(layers, dtype), dtype)
+            else:
+                _check_sum(layer, topology)
+                shared.append((layer, layer.compressor))
+        chunks = []
+        shares = topology.shares(world)
+        owned: list[list[_Cut]] = [[] for _ in range(world.size)]
+        for layer, compressor in shared:
+            for owner, begin, end in owned_parts(layer.name, compressor, layer.numel, shares):
+                owned[owner].append(_Cut(layer, compressor, begin, end - begin))
+        for owner, cuts in enumerate(owned):
+            chunks += [_chunk(part, dtype, owner) for part in _slices(cuts)]
+        # A size that depends on the data is told once for everything.
+        bounded = any(cut.compressor.size == "bounded" for cut in whole)
+        gathered = tuple(_chunk(part, dtype) for part in ([whole] if bounded else _slices(whole)))
+        return Layout(tuple(layers), tuple(chunks), gathered, _sums(layers, dtype), dtype, topology, world)
 
     @property
     def world_size(self) -> int:
-        return len(self.chunks)
+        return self.world.size
 
     @property
     def numel(self) -> int:
@@ -107,11 +169,11 @@ class Layout:
     @property
     def has_owned(self) -> bool:
         """Whether any layer is cut among the ranks."""
-        return any(chunk.groups for chunk in self.chunks)
+        return bool(self.chunks)
 
     @property
     def has_gathered(self) -> bool:
-        return bool(self.gathered.groups)
+        return bool(self.gathered)
 
     @cached_property
     def num_coded(self) -> int:
@@ -123,26 +185,81 @@ class Layout:
         """The state that its layers need."""
         return tuple(dict.fromkeys(slot for layer in self.layers for slot in layer.compressor.slots))
 
-    def sent_bytes(self, rank: int) -> int:
-        """Bytes that ``rank`` hands to the transport for it.
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """The dtype of sums, and of what travels in another form than its chunk's."""
+        return torch.promote_types(self.dtype, torch.float32)
 
-        Of coded layers, the others' chunks and then its own to each of them; of gathered ones, its message to each
-        (at most, if it is bounded); of sums, 2(n−1)/n of their size.
+    @cached_property
+    def trees(self) -> tuple[Tree, ...]:
+        """By owner, the way of its chunks."""
+        return tuple(self.topology.tree(owner, self.world) for owner in range(self.world.size))
+
+    def schedule(self, rank: int) -> Schedule:
+        """When ``rank`` does what with which chunk."""
+        if rank not in self._schedules:
+            self._schedules[rank] = Schedule.of(self, rank)
+        return self._schedules[rank]
+
+    @cached_property
+    def _schedules(self) -> dict[int, Schedule]:
+        return {}
+
+    def form(self, k: int, rank: int, parent: int) -> Chunk:
+        """How ``rank`` encodes its part of chunk ``k`` for ``parent``: most often as the chunk itself."""
+        chunk = self.chunks[k]
+        forms = [self.topology.form(group.compressor, rank, parent, self.world) for group in chunk.groups]
+        if all(form is group.compressor for form, group in zip(forms, chunk.groups, strict=True)):
+            return chunk
+        key = (k, tuple(forms))
+        if key not in self._forms:
+            self._forms[key] = _formed(chunk, forms, self.wide_dtype)
+        return self._forms[key]
+
+    @cached_property
+    def _forms(self) -> dict[tuple[int, tuple[Coded, ...]], Chunk]:
+        return {}
+
+    def reduction_traffic(self, *, up: bool = True, down: bool = True) -> Traffic:
+        """The messages of its chunks. Phase k: parts of chunk k on their way to its owner (``up``); phase K + k of K
+        chunks: its mean on the way back (``down``)."""
+        traffic: list[list[Outgoing]] = [[] for _ in range(self.world.size)]
+        for k, chunk in enumerate(self.chunks):
+            tree = self.trees[chunk.owner]
+            for rank, parent in enumerate(tree.parents):
+                if up and parent is not None:
+                    traffic[rank].append(Outgoing(k, self.form(k, rank, parent).message_bytes, (parent,)))
+                if down and tree.children[rank]:
+                    maker = None if parent is None else chunk.owner
+                    mean = Outgoing(len(self.chunks) + k, chunk.message_bytes, tree.children[rank], maker=maker)
+                    traffic[rank].append(mean)
+        return traffic
+
+    def gather_traffic(self) -> Traffic:
+        """The messages of its gathered chunks: phase k is chunk k. If bounded, phase 0 tells the size of phase 1."""
+        traffic = []
+        for rank in range(self.world.size):
+            others = tuple(other for other in range(self.world.size) if other != rank)
+            if any(chunk.bounded for chunk in self.gathered):
+                told = Outgoing(0, SIZE_BYTES, others)
+                traffic.append([told, Outgoing(1, self.gathered[0].message_bytes, others, late=True)])
+            else:
+                traffic.append([Outgoing(k, chunk.message_bytes, others) for k, chunk in enumerate(self.gathered)])
+        return traffic
+
+    def sent_bytes(self, rank: int) -> int:
+        """Bytes that ``rank`` hands to the transport for it: at most, if it gathers what is bounded.
+
+        Of a sum, 2(n−1)/n of its size.
         """
-        peers = self.world_size - 1
-        sent = sum(ring_bytes(s.numel * s.dtype.itemsize, self.world_size) for s in self.sums)
-        if self.has_owned:
-            sent += sum(chunk.message_bytes for owner, chunk in enumerate(self.chunks) if owner != rank)
-            sent += peers * self.chunks[rank].message_bytes
-        if self.has_gathered:
-            sent += peers * (self.gathered.message_bytes + (SIZE_BYTES if self.gathered.bounded else 0))
-        return sent
+        sums = sum(ring_bytes(s.numel * s.dtype.itemsize, self.world_size) for s in self.sums)
+        return sums + sent_bytes(self.reduction_traffic(), rank) + sent_bytes(self.gather_traffic(), rank)
 
     @cached_property
     def digest(self) -> int:
         """64 bits over everything that two ranks must have in common to understand each other's messages."""
         text = "\n".join(f"{layer.name} {layer.start} {layer.shape} {layer.compressor}" for layer in self.layers)
-        text += f"\n{self.world_size} {self.dtype}"
+        text += f"\n{self.world_size} {self.world.nodes} {self.dtype} {self.topology} {_SLICE}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
@@ -153,50 +270,87 @@ class _Cut(NamedTuple):
     numel: int
 
 
-def _cut(layers: Sequence[Layer], world_size: int) -> list[list[_Cut]]:
-    """Share every layer out among the owners, in pieces of at least `_LEAST_PIECE` elements.
+def _check_sum(layer: Layer, topology: Topology) -> None:
+    assert isinstance(layer.compressor, Coded)
+    if not topology.is_star and not layer.compressor.plain_sum:
+        raise ValueError(
+            f"{layer.name} has {layer.compressor}, whose votes an owner must count itself: "
+            f"use the topology sra or parameter_server with it, not {topology}"
+        )
 
-    Who owns an element depends on its layer alone, not on the layers that happen to be in the same DDP bucket: the
-    result of a step is the same bit for bit however DDP forms its buckets, also right after a resume.
+
+def owned_parts(name: str, compressor: Coded, numel: int, shares: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Which elements of a coded layer which rank owns: (owner, begin, end) of each piece, none of them empty.
+
+    Pieces have at least `_LEAST_PIECE` elements. Who owns an element depends on its layer alone, not on the layers that
+    happen to be in the same DDP bucket: the result of a step is the same bit for bit however DDP forms its buckets,
+    also right after a resume.
     """
-    owned: list[list[_Cut]] = [[] for _ in range(world_size)]
-    for layer in layers:
-        if isinstance(layer.compressor, Coded) and not layer.compressor.gathered:
-            for owner, begin, end in owned_parts(layer.name, layer.compressor, layer.numel, world_size):
-                owned[owner].append(_Cut(layer, layer.compressor, begin, end - begin))
-    return owned
-
-
-def owned_parts(name: str, compressor: Coded, numel: int, world_size: int) -> list[tuple[int, int, int]]:
-    """Which elements of a coded layer which rank owns: (owner, begin, end) of each piece, none of them empty."""
     # Layers with fewer pieces than there are owners begin with different owners.
-    first = site_id(name) % world_size
-    parts = enumerate(_parts(compressor, numel, world_size))
-    return [((first + part) % world_size, begin, end) for part, (begin, end) in parts if end > begin]
-
-
-def _parts(compressor: Coded, numel: int, world_size: int) -> list[tuple[int, int]]:
+    owners = [rank for rank, share in enumerate(shares) if share]
+    first = site_id(name) % len(owners)
+    owners = owners[first:] + owners[:first]
     grain = compressor.grain
     if grain is None:
-        return [(0, numel)]
-    unit = -(-_LEAST_PIECE // grain) * grain
-    units = -(-numel // unit)
-    edges = [min(numel, part * units // world_size * unit) for part in range(world_size + 1)]
-    return list(pairwise(edges))
+        return [(owners[0], 0, numel)] if numel else []
+    unit = _unit(grain)
+    units, total = -(-numel // unit), sum(shares)
+    ends = [min(numel, end * units // total * unit) for end in accumulate(shares[owner] for owner in owners)]
+    parts = zip(owners, [0, *ends], ends, strict=False)
+    return [(owner, begin, end) for owner, begin, end in parts if end > begin]
 
 
-def _chunk(cuts: Sequence[_Cut], dtype: torch.dtype) -> Chunk:
+def _unit(grain: int) -> int:
+    return -(-_LEAST_PIECE // grain) * grain
+
+
+def _slices(cuts: Sequence[_Cut]) -> list[list[_Cut]]:
+    """Share pieces out among messages of about the same size, cutting those that can be cut."""
+    numel = sum(cut.numel for cut in cuts)
+    if not numel:
+        return []
+    size = -(-numel // max(1, round(numel / _SLICE)))
+    slices: list[list[_Cut]] = [[]]
+    room = size
+    for layer, compressor, index0, left in cuts:
+        while left:
+            grain = None if compressor.gathered else compressor.grain
+            take = left if grain is None else min(left, -(-room // _unit(grain)) * _unit(grain))
+            slices[-1].append(_Cut(layer, compressor, index0, take))
+            index0, left, room = index0 + take, left - take, room - take
+            if room <= 0:
+                slices.append([])
+                room = size
+    return [part for part in slices if part]
+
+
+def _chunk(cuts: Sequence[_Cut], dtype: torch.dtype, owner: int = -1) -> Chunk:
     by_compressor: dict[Coded, list[_Cut]] = {}
     for cut in cuts:
         by_compressor.setdefault(cut.compressor, []).append(cut)
-    at, groups = HEADER_BYTES, []
+    groups = []
     for compressor, members in by_compressor.items():
-        pieces = []
-        for layer, _, index0, numel in members:
-            pieces.append(Piece(layer.name, layer.start + index0, numel, index0, at, layer.shape))
-            at += compressor.payload_bytes(numel, dtype)
-        groups.append(Group(compressor, Segments.build(pieces)))
-    return Chunk(tuple(groups), at)
+        pieces = [Piece(c.layer.name, c.layer.start + c.index0, c.numel, c.index0, 0, c.layer.shape) for c in members]
+        groups.append((compressor, pieces))
+    return _placed(groups, dtype, owner)
+
+
+def _formed(chunk: Chunk, forms: Sequence[Coded], dtype: torch.dtype) -> Chunk:
+    """The same elements, encoded otherwise."""
+    groups = [(form, group.segments.pieces) for form, group in zip(forms, chunk.groups, strict=True)]
+    return _placed(groups, dtype, chunk.owner)
+
+
+def _placed(groups: Sequence[tuple[Coded, Sequence[Piece]]], dtype: torch.dtype, owner: int) -> Chunk:
+    """Give every piece its place in the message."""
+    at, placed = HEADER_BYTES, []
+    for compressor, pieces in groups:
+        moved = []
+        for piece in pieces:
+            moved.append(piece._replace(payload=at))
+            at += compressor.payload_bytes(piece.numel, dtype)
+        placed.append(Group(compressor, Segments.build(moved)))
+    return Chunk(tuple(placed), at, owner)
 
 
 def _sums(layers: Sequence[Layer], dtype: torch.dtype) -> tuple[Sum, ...]:

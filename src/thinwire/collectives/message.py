@@ -17,7 +17,7 @@ HEADER_BYTES = 64
 SIZE_BYTES = HEADER_BYTES + 64
 """A message that holds nothing but the size of another one."""
 _MAGIC = b"thin"
-_FIELDS = struct.Struct("<4sHHIIQQ")
+_FIELDS = struct.Struct("<4sHHIIIQQ")
 _OK, _FAILED = 0, 1
 
 
@@ -36,7 +36,8 @@ def seal(message: Tensor, *, source: int, phase: int, step: int, digest: int, fa
         _MAGIC,
         FORMAT_VERSION,
         _FAILED if failed else _OK,
-        (source << 8 | phase) & 0xFFFFFFFF,
+        source,
+        phase,
         step & 0xFFFFFFFF,
         digest,
         total,
@@ -44,8 +45,8 @@ def seal(message: Tensor, *, source: int, phase: int, step: int, digest: int, fa
     message[: _FIELDS.size].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
 
 
-def verify(message: Tensor, *, source: int, phase: int, step: int, digest: int) -> None:
-    """Check that a received message is the one expected from rank ``source``.
+def verify(message: Tensor, *, peer: int, source: int, phase: int, step: int, digest: int) -> None:
+    """Check that a message received from rank ``peer`` is the one expected, which rank ``source`` made.
 
     Raises:
         PeerFailedError: the sender could not do its part.
@@ -53,20 +54,23 @@ def verify(message: Tensor, *, source: int, phase: int, step: int, digest: int) 
     """
     if message.dtype != torch.uint8 or message.dim() != 1 or message.numel() < HEADER_BYTES:
         raise MessageError(f"a message is a 1-D uint8 tensor of at least {HEADER_BYTES} bytes")
-    magic, version, status, sender, its_step, its_digest, total = _FIELDS.unpack(
+    magic, version, status, its_source, its_phase, its_step, its_digest, total = _FIELDS.unpack(
         message[: _FIELDS.size].numpy().tobytes()
     )
     if magic != _MAGIC:
-        raise MessageError(f"what came from rank {source} is not a thinwire message")
+        raise MessageError(f"what came from rank {peer} is not a thinwire message")
     if version != FORMAT_VERSION:
-        raise MessageError(f"rank {source} has wire format {version}, this rank {FORMAT_VERSION}: install one version")
-    if sender != (source << 8 | phase) or its_step != step & 0xFFFFFFFF or its_digest != digest:
+        raise MessageError(f"rank {peer} has wire format {version}, this rank {FORMAT_VERSION}: install one version")
+    failed = status != _OK
+    # Whoever could not do its part says so in its own name, also where it would have handed on another's message.
+    expected = its_source if failed else source
+    if (its_source, its_phase, its_step, its_digest) != (expected, phase, step & 0xFFFFFFFF, digest):
         raise MessageError(
-            f"rank {source} is out of step: its message is of step {its_step} phase {sender & 255} layout "
-            f"{its_digest:016x}, expected step {step} phase {phase} layout {digest:016x}. "
-            "Every rank must run the same number of backward passes on the same model"
+            f"rank {peer} is out of step: its message is of step {its_step} phase {its_phase} layout "
+            f"{its_digest:016x} by rank {its_source}, expected step {step} phase {phase} layout {digest:016x} by rank "
+            f"{source}. Every rank must run the same number of backward passes on the same model"
         )
-    if status != _OK:
-        raise PeerFailedError(f"rank {source} failed in step {step} and said so; its own error is in its log")
+    if failed:
+        raise PeerFailedError(f"rank {peer} failed in step {step} and said so; its own error is in its log")
     if checksum(message[HEADER_BYTES:]) != total:
-        raise MessageError(f"a message from rank {source} arrived damaged in step {step} (checksum differs)")
+        raise MessageError(f"a message from rank {peer} arrived damaged in step {step} (checksum differs)")

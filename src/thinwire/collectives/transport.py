@@ -10,13 +10,16 @@ from __future__ import annotations
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from thinwire.collectives.traffic import Outgoing, Traffic, num_phases
 
 
 class TransportError(RuntimeError):
@@ -34,6 +37,30 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Block until it is done. Raises TransportError if the peer is gone or does not answer in time."""
         ...
+
+
+@dataclass
+class Buffers:
+    """Every message that a rank sends and receives in one collective: allocated once, by `Transport.open`."""
+
+    outgoing: Mapping[int, Outgoing]
+    """By phase."""
+    outbox: Mapping[int, Tensor]
+    inbox: Mapping[tuple[int, int], Tensor]
+    """By phase and sender."""
+    arriving: Mapping[tuple[int, int], Outgoing]
+    """What is in the inbox, as its sender has it."""
+    num_phases: int
+    work: Sequence[Tensor] = ()
+    """What else the collective keeps from step to step."""
+    tag: int = field(default=0)
+    """First tag of the exchange under way."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        tensors = {t.data_ptr(): t.numel() for t in (*self.outbox.values(), *self.inbox.values(), *self.work)}
+        return sum(tensors.values())
 
 
 class Transport(ABC):
@@ -65,6 +92,41 @@ class Transport(ABC):
         with self._lock:
             self.sent_bytes += sent
             self.received_bytes += received
+
+    def open(self, traffic: Traffic) -> Buffers:
+        """Make room for the messages of a collective. All ranks must call this, in the same order.
+
+        A message that a rank hands on leaves from where it arrived.
+        """
+        outgoing = {message.phase: message for message in traffic[self.rank]}
+        arriving = {
+            (message.phase, peer): message
+            for peer, messages in enumerate(traffic)
+            for message in messages
+            if self.rank in message.receivers
+        }
+        inbox = {address: _room(message) for address, message in arriving.items()}
+        arrived = {phase: tensor for (phase, _), tensor in inbox.items()}
+        outbox = {
+            phase: _room(message) if message.maker is None else arrived[phase] for phase, message in outgoing.items()
+        }
+        return Buffers(outgoing, outbox, inbox, arriving, num_phases(traffic))
+
+    def begin(self, buffers: Buffers) -> None:
+        """Before the first message of an exchange. All ranks must begin their exchanges in the same order."""
+        buffers.tag = self.new_tag(buffers.num_phases)
+
+    def end(self, buffers: Buffers) -> None:  # noqa: B027 - most transports have nothing to do
+        """After the last message of an exchange: what arrived is not needed any more."""
+
+    def send_from(self, buffers: Buffers, phase: int, num_bytes: int) -> list[Pending]:
+        """Send the first ``num_bytes`` of the message of a phase to its receivers."""
+        message = buffers.outbox[phase][:num_bytes]
+        return [self.send(message, peer, buffers.tag + phase) for peer in buffers.outgoing[phase].receivers]
+
+    def receive_into(self, buffers: Buffers, phase: int, peer: int, num_bytes: int | None = None) -> Pending:
+        """Receive a peer's message of a phase, of ``num_bytes`` or of the size of its buffer."""
+        return self.receive(buffers.inbox[phase, peer][:num_bytes], peer, buffers.tag + phase)
 
     def send(self, message: Tensor, peer: int, tag: int) -> Pending:
         self._count(message.numel(), 0)
@@ -102,6 +164,10 @@ class Transport(ABC):
         """The tensors of all ranks, stacked by rank. Shapes and dtypes must agree."""
 
 
+def _room(message: Outgoing) -> Tensor:
+    return torch.zeros(message.num_bytes, dtype=torch.uint8)
+
+
 class _PendingWork:
     def __init__(self, work: dist.Work, doing: str, timeout: timedelta) -> None:
         self._work, self._doing, self._timeout = work, doing, timeout
@@ -111,8 +177,9 @@ class _PendingWork:
             self._work.wait()
         except RuntimeError as error:
             raise TransportError(
-                f"{self._doing} failed: {_first_line(error)}. That rank has died or is stuck (the process group's "
-                f"timeout is {self._timeout.total_seconds():g} s); restart from the last checkpoint"
+                f"{self._doing} failed: {_first_line(error)}. That rank has died, is stuck, or waits for one that "
+                f"is (the process group's timeout is {self._timeout.total_seconds():g} s); restart from the last "
+                "checkpoint"
             ) from error
 
 

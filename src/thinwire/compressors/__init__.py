@@ -5,7 +5,7 @@ from thinwire.compressors.cast import Cast, RawSum
 from thinwire.compressors.chain import Chain
 from thinwire.compressors.checks import GRADIENT_DTYPES, check_int, not_finite
 from thinwire.compressors.dgc import DGC
-from thinwire.compressors.ef import Wrapper, ef
+from thinwire.compressors.ef import RESIDUAL, Wrapper, ef
 from thinwire.compressors.fft import FFT
 from thinwire.compressors.lattice import Lattice
 from thinwire.compressors.levels import Levels
@@ -36,6 +36,7 @@ __all__ = [
     "FFT",
     "GRADIENT_DTYPES",
     "QSGD",
+    "RESIDUAL",
     "Cast",
     "Chain",
     "Coded",

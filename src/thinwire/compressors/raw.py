@@ -74,16 +74,16 @@ class Raw(Coded):
         scale: float,
         state: State | None = None,
     ) -> None:
-        # Only the raw segments are touched: a copy of the whole flat tensor would cost more than the sum.
+        # Only the raw segments are touched: a copy of the whole flat tensor would cost more than the sum. Messages hold
+        # values of the dtype of ``y``; ``own`` may be a wider sum.
         wide = torch.promote_types(own.dtype, torch.float32)
-        payloads = [[payload for _, payload in _views(own, segments, m, own.dtype)] for m in messages]
-        for row, (values, out) in enumerate(_views(own, segments, out_message, own.dtype)):
-            total = values.to(wide, copy=True)
+        payloads = [[payload for _, payload in _views(y, segments, m, y.dtype)] for m in messages]
+        for row, (values, out) in enumerate(_views(y, segments, out_message, y.dtype)):
+            total = own[segments.pieces[row].elements].to(wide, copy=True)
             for received in payloads:
                 total += received[row]
             out.copy_(total.mul_(scale))
-            piece = segments.pieces[row]
-            y[piece.start : piece.start + piece.numel].copy_(out)
+            values.copy_(out)
 
 
 def _views(flat: Tensor, segments: Segments, message: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:

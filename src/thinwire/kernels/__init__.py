@@ -31,7 +31,7 @@ from thinwire.kernels.sparse import (
 )
 from thinwire.kernels.table import Table
 
-FORMAT_VERSION: int = 2
+FORMAT_VERSION: int = 3
 """Raised whenever the same call gives other bytes than before."""
 
 HAVE_NATIVE: bool = CORE is not None

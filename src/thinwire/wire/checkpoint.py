@@ -14,7 +14,7 @@ from thinwire.kernels import FORMAT_VERSION
 from thinwire.plan import Plan
 from thinwire.wire.slots import Slots, reshard
 
-_SHARED = ("step", "seed", "format_version", "world_size", "plan")
+_SHARED = ("step", "seed", "format_version", "shares", "plan")
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,24 @@ def _key(rank: int, slot: str, name: str) -> str:
 
 
 def write(
-    slots: Slots, plan: Plan, shapes: Mapping[str, Sequence[int]], *, step: int, seed: int, rank: int, size: int
+    slots: Slots,
+    plan: Plan,
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    step: int,
+    seed: int,
+    rank: int,
+    shares: Sequence[int],
 ) -> dict[str, Tensor]:
-    """Shared entries (step, seed, wire format, world size, plan), and this rank's slots with their layers' shapes."""
+    """Shared entries, and this rank's slots with their layers' shapes.
+
+    Shared are step, seed, wire format, plan, and how much of each layer every rank owned.
+    """
     state = {
         "step": torch.tensor(step),
         "seed": torch.tensor(seed),
         "format_version": torch.tensor(FORMAT_VERSION),
-        "world_size": torch.tensor(size),
+        "shares": torch.tensor(shares),
         "plan": torch.frombuffer(bytearray(plan.to_json().encode()), dtype=torch.uint8),
     }
     for name, compressor in plan.layers.items():
@@ -53,12 +63,14 @@ def template(plan: Plan, shapes: Mapping[str, Sequence[int]], size: int) -> dict
     """What `write` gives on all ranks of a world of ``size`` together, with slots of zeros."""
     state: dict[str, Tensor] = {}
     for rank in range(size):
-        state |= write(Slots(), plan, shapes, step=-1, seed=0, rank=rank, size=size)
+        state |= write(Slots(), plan, shapes, step=-1, seed=0, rank=rank, shares=[1] * size)
     return state
 
 
-def read(state: Mapping[str, Tensor], plan: Plan, shapes: Mapping[str, Sequence[int]], rank: int, size: int) -> Loaded:
-    """What a state says of ``rank`` in a world of ``size`` ranks. See `Wire.load_state_dict`."""
+def read(
+    state: Mapping[str, Tensor], plan: Plan, shapes: Mapping[str, Sequence[int]], rank: int, shares: Sequence[int]
+) -> Loaded:
+    """What a state says of ``rank`` in a world whose ranks own these shares. See `Wire.load_state_dict`."""
     missing = set(_SHARED) - set(state)
     if missing:
         raise ValueError(f"this is not the state of a Wire: {', '.join(sorted(missing))} missing")
@@ -71,15 +83,17 @@ def read(state: Mapping[str, Tensor], plan: Plan, shapes: Mapping[str, Sequence[
     if set(saved) != set(plan):
         differing = sorted(set(saved) ^ set(plan))
         raise ValueError(f"the state is of a model with other layers; the first that differs is {differing[0]}")
-    old_size = int(state["world_size"])
+    old_shares = [int(share) for share in state["shares"].reshape(-1).tolist()]
+    if not old_shares or min(old_shares) < 0:
+        raise ValueError(f"the state says that its ranks owned {old_shares} of each layer, which no world does")
     slots = {}
     for name, compressor in saved.layers.items():
         for slot in _saved(compressor):
-            if old_size == size:
+            if old_shares == list(shares):
                 value = _find(state, rank, slot, name, shapes[name])
             else:
-                values = {r: _find(state, r, slot, name, shapes[name]) for r in range(old_size)}
-                value = reshard(values, slot, compressor, name, rank, size)
+                values = {r: _find(state, r, slot, name, shapes[name]) for r in range(len(old_shares))}
+                value = reshard(values, slot, compressor, name, rank, old_shares, shares)
             slots[name, slot.name] = value
     return Loaded(int(state["step"]), int(state["seed"]), saved, slots)
 

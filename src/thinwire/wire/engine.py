@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import (
-    Buffers,
     Layer,
     Layout,
+    Topology,
     Transport,
     TransportError,
-    allgather,
+    World,
     complete,
+    gather_buffers,
     ring_bytes,
-    scatter_reduce_allgather,
     sum_buffers,
     summed_all_reduce,
 )
@@ -49,12 +49,15 @@ class Engine:
         shapes: Mapping[str, Sequence[int]],
         transport: Transport,
         *,
+        topology: Topology,
+        world: World,
         seed: int,
         start: int,
         simulated: bool,
         measure: int = 0,
     ) -> None:
         self.plan = plan
+        self.topology, self.world = topology, world
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.transport = transport
         self.seed = seed
@@ -97,6 +100,7 @@ class Engine:
         record = {
             "thinwire version": library,
             "wire format": str(FORMAT_VERSION),
+            "topology": f"{self.topology} on nodes {self.world.nodes}",
             "seed": str(self.seed),
             "start": str(self.start),
             "simulated": str(self.simulated),
@@ -106,6 +110,11 @@ class Engine:
         if not all(compressor.exact_bits for compressor in self.plan.layers.values()):
             record |= {"CPU level": cpu_level(), "threads": str(torch.get_num_threads())}
         return record | {f"layer {name}": str(compressor) for name, compressor in self.plan.layers.items()}
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """How much of every layer each rank owns, in proportion; nobody owns anything where all is gathered."""
+        return (0,) * self.world_size if self.topology.gathers else self.topology.shares(self.world)
 
     def check_parity(self, parameters: Mapping[str, Tensor], step: int) -> Job:
         """A job of the worker: compare all ranks' parameters; a difference is raised by the bucket that follows."""
@@ -125,7 +134,7 @@ class Engine:
     def collect(self, step: int) -> dict[str, Tensor]:
         self._end()
         return checkpoint.write(
-            self.slots, self.plan, self.shapes, step=step, seed=self.seed, rank=self.rank, size=self.world_size
+            self.slots, self.plan, self.shapes, step=step, seed=self.seed, rank=self.rank, shares=self.shares
         )
 
     def adopt(self, loaded: checkpoint.Loaded) -> None:
@@ -328,19 +337,16 @@ class Engine:
         return route
 
     def _new_route(self, flat: Tensor, layers: BucketLayers, step: int) -> Route:
-        layout = Layout.build(self._place(flat, layers), self.world_size, flat.dtype)
+        layout = Layout.build(self._place(flat, layers), self.world, flat.dtype, self.topology)
         sent_bytes = layout.sent_bytes(self.rank) if self.world_size > 1 else 0
         if self.simulated:
-            return Route(Layout.build(layout.layers, 1, flat.dtype), (), (), step, sent_bytes)
+            return Route(Layout.build(layout.layers, 1, flat.dtype), None, None, (), step, sent_bytes)
         # gloo aborts the process when two ranks expect different sizes: agree before the first message.
         names = ", ".join(layer.name for layer in layout.layers)
         agree({"layers of a bucket": names, "cut": f"{layout.digest:016x}"}, self.transport)
-        exchanges: list[tuple[Callable[..., Generator[None]], Buffers]] = []
-        if layout.has_owned:
-            exchanges.append((scatter_reduce_allgather, Buffers.scatter_reduce_allgather(layout, self.rank)))
-        if layout.has_gathered:
-            exchanges.append((allgather, Buffers.allgather(layout, self.rank)))
-        return Route(layout, tuple(exchanges), sum_buffers(layout), step, sent_bytes)
+        reduction = self.transport.open(layout.reduction_traffic()) if layout.has_owned else None
+        gathering = gather_buffers(layout, self.transport) if layout.has_gathered else None
+        return Route(layout, reduction, gathering, sum_buffers(layout), step, sent_bytes)
 
     def _place(self, flat: Tensor, layers: BucketLayers) -> list[Layer]:
         placed, start = [], 0

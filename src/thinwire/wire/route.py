@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.collectives import Buffers, Chunk, Layout
+from thinwire.collectives import Buffers, Chunk, Layout, all_reduce, encoded, gather_mean
 
 BucketLayers = tuple[tuple[str, tuple[int, ...]], ...]
 """Names and shapes of the layers of a bucket, in order."""
@@ -22,12 +22,22 @@ class Route:
     """How a bucket travels: its layout, its buffers, and when it was last used."""
 
     layout: Layout
-    exchanges: tuple[tuple[Callable[..., Generator[None]], Buffers], ...]
-    """The collectives of its coded layers, and their messages."""
+    reduction: Buffers | None
+    """Messages of the layers that are cut among owners."""
+    gathering: Buffers | None
+    """Messages of the layers that every rank gathers."""
     sums: Sequence[Tensor]
     last_step: int
     sent_bytes: int
     """What this rank hands to the transport for it in a compressed step, at most."""
+
+    @property
+    def exchanges(self) -> Iterator[tuple[Callable[..., Generator[None]], Buffers]]:
+        """The collectives of its coded layers, and their messages."""
+        if self.reduction is not None:
+            yield all_reduce, self.reduction
+        if self.gathering is not None:
+            yield gather_mean, self.gathering
 
     @property
     def num_bytes(self) -> int:
@@ -44,11 +54,9 @@ class Route:
         return saturated, overflowed
 
     def _encoded(self, rank: int) -> Iterator[tuple[Chunk, Tensor]]:
-        for _, buffers in self.exchanges:
-            if buffers.work:
-                yield self.layout.gathered, buffers.work[rank]
-                continue
-            for peer, chunk in enumerate(self.layout.chunks):
-                if peer != rank:
-                    yield chunk, buffers.outbox[0, peer]
-            yield self.layout.chunks[rank], buffers.outbox[1, (rank + 1) % len(self.layout.chunks)]
+        if self.reduction is not None:
+            for chunk, phase in encoded(self.layout, rank):
+                yield chunk, self.reduction.outbox[phase]
+        if self.gathering is not None:
+            for k, chunk in enumerate(self.layout.gathered):
+                yield chunk, self.gathering.work[rank] if self.gathering.work else self.gathering.outbox[k]

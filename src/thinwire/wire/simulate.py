@@ -18,7 +18,7 @@ def simulate(flat: Tensor, layout: Layout, *, seed: int, step: int, rank: int, s
     left out, and error feedback works on the worker's side alone.
     """
     key = stage_key(seed, step, WORKER, rank)
-    for chunk in (*layout.chunks, layout.gathered):
+    for chunk in (*layout.chunks, *layout.gathered):
         message = torch.zeros(chunk.message_bytes, dtype=torch.uint8, device=flat.device)
         for compressor, segments in chunk.groups:
             compressor.encode(flat, segments, message, key=key, state=state)

@@ -140,9 +140,15 @@ class Slots:
 
 
 def reshard(
-    saved: Mapping[int, Tensor], slot: Slot, compressor: Compressor, name: str, rank: int, world_size: int
+    saved: Mapping[int, Tensor],
+    slot: Slot,
+    compressor: Compressor,
+    name: str,
+    rank: int,
+    old_shares: Sequence[int],
+    shares: Sequence[int],
 ) -> Tensor:
-    """A rank's slot of one layer in a world of another size, such that the mean of what is owed is kept.
+    """A rank's slot of one layer in a world of another size or with other owners; the mean of what is owed is kept.
 
     ``saved`` holds the slots of all ranks of the old world. What all ranks share is theirs again. Of a residual,
     in mean units, the old world was owed ``(1/n) Σ δ_i + e``, with the owner's e where it stands in the owner's tensor;
@@ -155,10 +161,12 @@ def reshard(
     owed = torch.stack([saved[r].double() for r in range(old_size)]).mean(0).to(saved[0].dtype)
     if slot.shape is not None or not isinstance(compressor, Coded) or compressor.gathered:
         return owed
-    for owner, begin, end in owned_parts(name, compressor, owed.numel(), old_size):
-        owed[begin:end] += saved[owner][begin:end] * (1 - 1 / old_size)
+    if any(old_shares):
+        for owner, begin, end in owned_parts(name, compressor, owed.numel(), old_shares):
+            owed[begin:end] += saved[owner][begin:end] * (1 - 1 / old_size)
     mine = owed.clone()
-    for owner, begin, end in owned_parts(name, compressor, owed.numel(), world_size):
-        if owner == rank:
-            mine[begin:end] /= world_size
+    if any(shares):
+        for owner, begin, end in owned_parts(name, compressor, owed.numel(), shares):
+            if owner == rank:
+                mine[begin:end] /= len(shares)
     return mine

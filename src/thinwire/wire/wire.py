@@ -10,12 +10,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from thinwire.collectives import Transport
+from thinwire.collectives import ScatterReduceAllGather, Topology, Transport
 from thinwire.plan import Plan, Speeds
 from thinwire.wire import checkpoint
 from thinwire.wire.agree import agree
 from thinwire.wire.decline import decline as measure_and_decline
 from thinwire.wire.engine import Engine
+from thinwire.wire.link import settle
 from thinwire.wire.parity import resync
 from thinwire.wire.route import BucketLayers
 from thinwire.wire.stats import Stats
@@ -42,6 +43,7 @@ class Wire:
         simulated: bool = False,
         measure: int = 0,
         optimizer: torch.optim.Optimizer | None = None,
+        topology: Topology | None = None,
     ) -> None:
         if start < 0:
             raise ValueError(f"start must not be negative, not {start}: it is the number of steps that stay dense")
@@ -49,7 +51,18 @@ class Wire:
             raise ValueError(f"seed must be between 0 and 2**63 - 1, not {seed}")
         self._optimizer = optimizer
         plan.at(0, self._learning_rate())  # says now what it would lack then
-        self._engine = Engine(plan, shapes, transport, seed=seed, start=start, simulated=simulated, measure=measure)
+        topology, world = settle(topology or ScatterReduceAllGather(), transport)
+        self._engine = Engine(
+            plan,
+            shapes,
+            transport,
+            topology=topology,
+            world=world,
+            seed=seed,
+            start=start,
+            simulated=simulated,
+            measure=measure,
+        )
         self._asked = plan
         self._step = -1
         self._attached = True
@@ -77,6 +90,11 @@ class Wire:
     def unsuited(self) -> dict[str, str]:
         """Layers that stay raw because their compressor cannot take layers of their shape, and why."""
         return dict(self._engine.plan.unsuited)
+
+    @property
+    def topology(self) -> Topology:
+        """How coded messages meet."""
+        return self._engine.topology
 
     @property
     def speeds(self) -> Speeds | None:
@@ -238,7 +256,7 @@ class Wire:
             ValueError: the state is of another wire format or of a model with other layers, or ranks are missing in it.
             DisagreementError: ranks loaded different states.
         """
-        loaded = checkpoint.read(state, self._engine.plan, self._engine.shapes, self.rank, self.world_size)
+        loaded = checkpoint.read(state, self._engine.plan, self._engine.shapes, self.rank, self._engine.shares)
         self._step = loaded.step
         self._worker.call(lambda: self._engine.adopt(loaded))
 
