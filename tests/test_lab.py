@@ -63,7 +63,7 @@ class Stream:
         self.receiver = network.popen(target, [*PYTHON, RECEIVER, port])
         self.sender = network.popen(
             source,
-            [*PYTHON, SENDER, port, address(target)],
+            [*PYTHON, SENDER, port, address(target // network.ranks_per_node)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -254,9 +254,36 @@ def test_a_rank_has_what_torchrun_would_set_and_only_its_own_network() -> None:
     assert "HOME" not in environment
 
 
+def test_ranks_of_a_node_share_its_link_and_nothing_shapes_what_they_say_to_each_other() -> None:
+    show = "import json, os; print(json.dumps([dict(os.environ), os.stat('/proc/self/ns/net').st_ino]))"
+    with lab.Network(4, ranks_per_node=2, rate="50mbit") as network:
+        asked = [network.popen(rank, [*PYTHON, show], stdout=subprocess.PIPE) for rank in range(4)]
+        environments, namespaces = zip(*(json.loads(process.communicate()[0]) for process in asked), strict=True)
+        assert [namespaces.index(namespace) for namespace in namespaces] == [0, 0, 2, 2]
+        for name, expected in {"RANK": "0123", "LOCAL_RANK": "0101", "GROUP_RANK": "0011"}.items():
+            assert "".join(environment[name] for environment in environments) == expected
+        for name, expected in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}.items():
+            assert {environment[name] for environment in environments} == {expected}
+        hosts = [environment["NCCL_HOSTID"] for environment in environments]
+        assert [hosts.index(host) for host in hosts] == [0, 0, 2, 2]
+        assert network.describe()["rate_bps"] == [50_000_000] * 2
+        before = network.interface_bytes(0)
+        with stream_between(network, 0, 1) as inside:
+            assert reached(0.3e9, lambda: inside.rate(20_000_000)) > 0.3e9
+        assert network.interface_bytes(1) == before
+        with stream_between(network, 1, 3) as across:
+            assert 0.88 * 50e6 < reached(0.88 * 50e6, lambda: across.rate(3_000_000)) < 50e6
+        # The link is the node's: both of its ranks see the bytes.
+        assert network.interface_bytes(0) == network.interface_bytes(1)
+        assert network.interface_bytes(0)[0] > 3_000_000
+
+
 def test_wrong_arguments_are_errors() -> None:
     with pytest.raises(ValueError, match="1 to 250 ranks"):
         lab.Network(0)
+    for per_node in (0, 2):
+        with pytest.raises(ValueError, match=f"3 ranks do not fill nodes of {per_node}"):
+            lab.Network(3, ranks_per_node=per_node)
     with lab.Network(2) as network:
         with pytest.raises(ValueError, match="rank 2 of a network with ranks 0 to 1"):
             network.interface_bytes(2)

@@ -19,11 +19,11 @@ from thinwire import cli, lab
 from thinwire.compressors import MinMax
 from thinwire.repro.crew import Crew, RankFailed
 from thinwire.repro.fft import cost, images, methods, of_theorems, reconstruct
-from thinwire.repro.fft.findings import Finding, no_worse, record, table, worse
 from thinwire.repro.fft.of_methods import faster
 from thinwire.repro.fft.runs import Gradients, Trained
 from thinwire.repro.fft.study import Scale
 from thinwire.repro.fft.task import ImageTask, ResNet
+from thinwire.repro.findings import Finding, no_worse, record, table, worse
 
 RECORD = 3073
 FIGURES = ("5", "6", "10", "12", "13", "14", "15", "16")
@@ -449,7 +449,7 @@ def test_rows_carry_claim_and_verdict_and_no_value_that_is_not_json() -> None:
         Finding("10", "more", 1.0, "x", "", "as it is", None),
         Finding("10", "shown", 1.0, "x", "", "as it is", None, aside="with [error] feedback"),
     ]
-    found = record(rows, {}).to_dict()["results"]
+    found = record(rows, "thinwire repro fft", {}).to_dict()["results"]
     assert found[0] == {
         "name": "fig10/ratio",
         "value": None,
@@ -460,4 +460,4 @@ def test_rows_carry_claim_and_verdict_and_no_value_that_is_not_json() -> None:
         "holds": False,
         "curve": [1.0, None],
     }
-    assert table(rows).row_count == 2
+    assert table(rows, "as found").row_count == 2

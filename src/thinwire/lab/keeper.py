@@ -1,7 +1,7 @@
 """The process that keeps a lab's network namespaces alive, and takes everything down with it.
 
 Started by `thinwire.lab.network.Network` as a script (the standard library only: no PyTorch is loaded), in a
-session of its own. It makes one network namespace per rank and one for the hub and holds them by file descriptors
+session of its own. It makes one network namespace per node and one for the hub and holds them by file descriptors
 alone: they have no name in the file system, so when this process and the processes inside them are gone, the kernel
 removes the namespaces with all their interfaces.
 
@@ -49,7 +49,7 @@ def new_network_namespace() -> int:
     return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
 
-def make(num_ranks: int) -> dict[str, Any]:
+def make(num_nodes: int) -> dict[str, Any]:
     """Make all namespaces; this process ends up in the hub's. The answer says where they are."""
     mode = "root"
     try:
@@ -60,8 +60,8 @@ def make(num_ranks: int) -> dict[str, Any]:
             become_root_of_user_namespace()
         except OSError as error:
             raise OSError(error.errno, f"{refused.strerror}; {error.strerror}", error.filename) from error
-    ranks = [new_network_namespace() for _ in range(num_ranks)]
-    return {"mode": mode, "ranks": ranks, "hub": new_network_namespace()}
+    nodes = [new_network_namespace() for _ in range(num_nodes)]
+    return {"mode": mode, "nodes": nodes, "hub": new_network_namespace()}
 
 
 def kill_inside(namespaces: set[tuple[int, int]]) -> int:
@@ -108,13 +108,13 @@ def say(answer: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parent_pid, num_ranks = int(sys.argv[1]), int(sys.argv[2])
+    parent_pid, num_nodes = int(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         parent = os.pidfd_open(parent_pid)
         if os.getppid() != parent_pid:
             return
-        made = make(num_ranks)
+        made = make(num_nodes)
     except OSError as error:
         say({"refused": f"{error.strerror}{f': {error.filename}' if error.filename else ''}"})
         return
@@ -122,7 +122,7 @@ def main() -> None:
         say(made)
         wait_for_end(parent)
     finally:
-        empty([*made["ranks"], made["hub"]])
+        empty([*made["nodes"], made["hub"]])
 
 
 if __name__ == "__main__":

@@ -53,7 +53,8 @@ def link_text(link: dict[str, Any]) -> str:
     parts.append(f"round trip +{link['rtt_s'] * 1e3:g} ms" if link["rtt_s"] else "no added latency")
     parts.append(f"TCP {link['congestion_control']}, MTU {link['mtu']}")
     parts.append(f"network namespaces ({link['mode']})")
-    return f"{link['num_ranks']} ranks: " + " · ".join(parts)
+    each_node = f", {link['ranks_per_node']} to a node" if link["ranks_per_node"] > 1 else ""
+    return f"{link['num_ranks']} ranks{each_node}: " + " · ".join(parts)
 
 
 def run(command: Sequence[str], *, num_ranks: int, **options: Any) -> int:

@@ -1,8 +1,9 @@
-"""A network of slow links on one machine: one network namespace per rank, all joined at a hub.
+"""A network of slow links on one machine: one network namespace per node, all joined at a hub. A node holds one rank,
+or several, which then share its link and reach each other by its own loopback device, at any speed.
 
-Every rank has an interface ``eth0`` with an address of its own; its other end is in the hub's namespace, on a bridge
+Every node has an interface ``eth0`` with an address of its own; its other end is in the hub's namespace, on a bridge
 (or, with a latency, on the relay of `thinwire.lab.relay`). A token bucket (``tc tbf``) at each end limits each
-direction: what a rank sends, and what it receives. The machine's own network is never touched.
+direction: what a node sends, and what it receives. The machine's own network is never touched.
 
 The namespaces have no names. One small process keeps them (`thinwire.lab.keeper`), and when it ends, because the
 network was closed or because this process died in whatever way, everything goes with it.
@@ -55,23 +56,24 @@ def default_queue_bytes(rate_bps: int, queue_s: float, burst_bytes: int) -> int:
     return max(128 * 1024, 4 * burst_bytes, round(rate_bps / 8 * queue_s))
 
 
-def address(rank: int) -> str:
-    """IPv4 address of ``rank`` inside the lab."""
-    return f"10.77.0.{rank + 1}"
+def address(node: int) -> str:
+    """IPv4 address of ``node`` inside the lab."""
+    return f"10.77.0.{node + 1}"
 
 
-def ethernet_address(rank: int) -> str:
-    """Ethernet address (locally administered) of ``rank``'s interface."""
-    return f"02:77:00:00:00:{rank:02x}"
+def ethernet_address(node: int) -> str:
+    """Ethernet address (locally administered) of ``node``'s interface."""
+    return f"02:77:00:00:00:{node:02x}"
 
 
 class Network:
     """Links between ``num_ranks`` ranks; a context manager.
 
     Args:
-        num_ranks: how many ranks, each with a network namespace of its own.
-        rate: ``"100mbit"`` for all, ``"1gbit,100mbit"`` or a list for each rank; None leaves the links unshaped.
-        rtt: round-trip time added between any two ranks, as ``"20ms"``.
+        num_ranks: how many ranks.
+        ranks_per_node: how many of them, in order, share a node: its network namespace and its link.
+        rate: ``"100mbit"`` for all, ``"1gbit,100mbit"`` or a list for each node; None leaves the links unshaped.
+        rtt: round-trip time added between any two nodes, as ``"20ms"``.
         burst_bytes: burst of the token buckets; None for `default_burst_bytes`.
         queue_s: limit of the queue before each token bucket, in seconds at its rate.
         congestion: TCP congestion control inside the lab; None for cubic, Linux's own default, so that figures of
@@ -79,13 +81,15 @@ class Network:
 
     Raises:
         LabUnavailable: a network cannot be made here; says what is missing.
-        ValueError: a rate or a time is not one, the relay cannot carry the rate, or the congestion control is unknown.
+        ValueError: a rate or a time is not one, ranks do not fill the nodes, the relay cannot carry the rate, or the
+            congestion control is unknown.
     """
 
     def __init__(
         self,
         num_ranks: int,
         *,
+        ranks_per_node: int = 1,
         rate: str | Sequence[str] | None = None,
         rtt: str | None = None,
         burst_bytes: int | None = None,
@@ -94,7 +98,10 @@ class Network:
     ) -> None:
         if not 1 <= num_ranks <= MAX_RANKS:
             raise ValueError(f"num_ranks is {num_ranks}: a lab has 1 to {MAX_RANKS} ranks")
-        self.num_ranks = num_ranks
+        if ranks_per_node < 1 or num_ranks % ranks_per_node:
+            raise ValueError(f"{num_ranks} ranks do not fill nodes of {ranks_per_node}")
+        self.num_ranks, self.ranks_per_node = num_ranks, ranks_per_node
+        self.num_nodes = num_ranks // ranks_per_node
         self._rtt_s = parse_time(rtt) if rtt is not None else 0.0
         self._burst_bytes = burst_bytes
         self._queue_s = queue_s
@@ -104,7 +111,7 @@ class Network:
         self._congestion = _chosen_congestion(congestion)
         for tool in tools.PACKAGES:
             tools.find(tool)
-        self._keeper = _start([keeper.__file__, str(os.getpid()), str(num_ranks)], inside=(), what="the keeper")
+        self._keeper = _start([keeper.__file__, str(os.getpid()), str(self.num_nodes)], inside=(), what="the keeper")
         try:
             self._made = _answer(self._keeper, "the keeper")
             if "refused" in self._made:
@@ -124,7 +131,7 @@ class Network:
         self.close()
 
     def popen(self, rank: int, argv: Sequence[str], **popen_kwargs: Any) -> subprocess.Popen[Any]:
-        """Start ``argv`` in ``rank``'s namespace; arguments as `subprocess.Popen`, ``env`` completed by `env`.
+        """Start ``argv`` on ``rank``'s node; arguments as `subprocess.Popen`, ``env`` completed by `env`.
 
         It gets a session of its own unless ``popen_kwargs`` say otherwise, so that a Ctrl-C in the terminal reaches
         this process alone, which then decides. It is killed when the network closes or this process ends.
@@ -138,27 +145,26 @@ class Network:
         if os.sep not in argv[0] and shutil.which(argv[0], path=environment.get("PATH")) is None:
             raise FileNotFoundError(f"there is no command {argv[0]!r} on the PATH")
         popen_kwargs.setdefault("start_new_session", True)
-        process = subprocess.Popen([*self._inside_rank(rank), *argv], env=environment, **popen_kwargs)
+        process = subprocess.Popen([*self._inside_node(self._node(rank)), *argv], env=environment, **popen_kwargs)
         self._processes = [started for started in self._processes if started.poll() is None] + [process]
         return process
 
     def env(self, rank: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """Variables of ``rank``, as ``torchrun`` sets them on machines with one rank each.
+        """Variables of ``rank``, as ``torchrun`` sets them on a machine for each node.
 
-        ``OMP_NUM_THREADS`` is taken from ``base`` if it is set there, else 1. NCCL is told that ranks are on different
-        machines, so that it uses their links and not the memory they share.
+        ``OMP_NUM_THREADS`` is taken from ``base`` if it is set there, else 1. NCCL is told that nodes are
+        different machines, so that it uses their links and not the memory they share.
         """
-        self._check_rank(rank)
-        size = str(self.num_ranks)
+        size, node = str(self.num_ranks), self._node(rank)
         return {
             "MASTER_ADDR": address(0),
             "MASTER_PORT": str(MASTER_PORT),
             "RANK": str(rank),
             "WORLD_SIZE": size,
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "GROUP_RANK": str(rank),
-            "GROUP_WORLD_SIZE": size,
+            "LOCAL_RANK": str(rank % self.ranks_per_node),
+            "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
+            "GROUP_RANK": str(node),
+            "GROUP_WORLD_SIZE": str(self.num_nodes),
             "ROLE_NAME": "default",
             "ROLE_RANK": str(rank),
             "ROLE_WORLD_SIZE": size,
@@ -166,7 +172,7 @@ class Network:
             "TP_SOCKET_IFNAME": INTERFACE,
             "NCCL_SOCKET_IFNAME": INTERFACE,
             "NCCL_IB_DISABLE": "1",
-            "NCCL_HOSTID": f"thinwire-lab-{os.getpid()}-{rank}",
+            "NCCL_HOSTID": f"thinwire-lab-{os.getpid()}-{node}",
             "OMP_NUM_THREADS": base.get("OMP_NUM_THREADS", "1"),
         }
 
@@ -185,23 +191,24 @@ class Network:
         self._set_buckets()
 
     def interface_bytes(self, rank: int) -> tuple[int, int]:
-        """(sent, received) by ``rank`` over its link since the start, in bytes with Ethernet, IP and TCP headers.
+        """(sent, received) by ``rank``'s node over its link since the start, in bytes with Ethernet, IP and TCP headers.
 
         Counted where each link's rate is limited, in frames of at most the MTU: a large frame that the kernel hands
         on whole counts with the headers of all the packets a network card would make of it.
         """
-        self._check_rank(rank)
-        sent = _counted_bytes(self._inside_rank(rank), INTERFACE)
-        return sent, _counted_bytes(self._inside_hub(), _port(rank))
+        node = self._node(rank)
+        sent = _counted_bytes(self._inside_node(node), INTERFACE)
+        return sent, _counted_bytes(self._inside_hub(), _port(node))
 
     def describe(self) -> dict[str, Any]:
-        """What the links are: of each rank rate (None when unshaped), burst and queue limit; latency, TCP, mode.
+        """What the links are: of each node rate (None when unshaped), burst and queue limit; latency, TCP, mode.
 
         With a latency, ``relay`` has the relay's counters (`thinwire.lab.relay.Counters`).
         """
-        buckets = [self._bucket(rank) for rank in range(self.num_ranks)] if self._rates is not None else None
+        buckets = [self._bucket(node) for node in range(self.num_nodes)] if self._rates is not None else None
         return {
             "num_ranks": self.num_ranks,
+            "ranks_per_node": self.ranks_per_node,
             "rate_bps": list(self._rates) if self._rates is not None else None,
             "burst_bytes": [burst for _, burst, _ in buckets] if buckets is not None else None,
             "queue_bytes": [queue for _, _, queue in buckets] if buckets is not None else None,
@@ -229,16 +236,17 @@ class Network:
                     if pipe is not None:
                         pipe.close()
 
-    def _check_rank(self, rank: int) -> None:
+    def _node(self, rank: int) -> int:
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank {rank} of a network with ranks 0 to {self.num_ranks - 1}")
+        return rank // self.ranks_per_node
 
     def _checked(self, rate: str | Sequence[str]) -> tuple[int, ...]:
-        rates = parse_rates(rate, self.num_ranks)
+        rates = parse_rates(rate, self.num_nodes)
         if self._rtt_s and sum(rates) > relay.CEILING_BPS:
             raise ValueError(
                 f"the links sum up to {format_rate(sum(rates))}, and the relay that adds the latency carries "
-                f"{format_rate(relay.CEILING_BPS)} at most: lower the rate, take fewer ranks, or leave the latency out"
+                f"{format_rate(relay.CEILING_BPS)} at most: lower the rate, take fewer nodes, or leave the latency out"
             )
         return rates
 
@@ -250,9 +258,8 @@ class Network:
         user = [f"--user={process}/ns/user", "--preserve-credentials"] if self._made["mode"] != "root" else []
         return [tools.find("nsenter"), *user, f"--net={process}/fd/{namespace}", "--"]
 
-    def _inside_rank(self, rank: int) -> list[str]:
-        self._check_rank(rank)
-        return self._inside(self._made["ranks"][rank])
+    def _inside_node(self, node: int) -> list[str]:
+        return self._inside(self._made["nodes"][node])
 
     def _inside_hub(self) -> list[str]:
         return self._inside(self._made["hub"])
@@ -266,28 +273,28 @@ class Network:
         if not self._rtt_s:
             bridge = "link add bridge type bridge stp_state 0 mcast_snooping 0"
             hub += [bridge, f"link set bridge mtu {MTU} {quiet}", "link set bridge up"]
-        for rank in range(self.num_ranks):
-            port, inside = _port(rank), f"/proc/{self._keeper.pid}/fd/{self._made['ranks'][rank]}"
+        for node in range(self.num_nodes):
+            port, inside = _port(node), f"/proc/{self._keeper.pid}/fd/{self._made['nodes'][node]}"
             hub += [
                 f"link add {port} mtu {MTU} type veth peer name {INTERFACE} mtu {MTU} netns {inside}",
                 f"link set {port} {joined} {quiet}",
                 f"link set {port} up",
             ]
         tools.call(self._inside_hub(), "ip", ["-batch", "-"], lines=hub)
-        for rank in range(self.num_ranks):
+        for node in range(self.num_nodes):
             lines = [
                 "link set lo up",
-                f"link set {INTERFACE} address {ethernet_address(rank)} {quiet}",
+                f"link set {INTERFACE} address {ethernet_address(node)} {quiet}",
                 f"link set {INTERFACE} up",
-                f"address add {address(rank)}/24 dev {INTERFACE}",
+                f"address add {address(node)}/24 dev {INTERFACE}",
             ]
             if self._congestion is not None:
                 # By route and not by the namespace's setting, which takes only what the machine allows to all users.
-                route = f"{NETWORK} dev {INTERFACE} proto kernel scope link src {address(rank)}"
+                route = f"{NETWORK} dev {INTERFACE} proto kernel scope link src {address(node)}"
                 lines.append(f"route replace {route} congctl {self._congestion}")
-            tools.call(self._inside_rank(rank), "ip", ["-batch", "-"], lines=lines)
+            tools.call(self._inside_node(node), "ip", ["-batch", "-"], lines=lines)
         if self._rtt_s:
-            ports = [f"{_port(rank)}={ethernet_address(rank).replace(':', '')}" for rank in range(self.num_ranks)]
+            ports = [f"{_port(node)}={ethernet_address(node).replace(':', '')}" for node in range(self.num_nodes)]
             self._relay = _start(
                 [relay.__file__, repr(self._rtt_s / 2), str(RELAY_MEMORY_BYTES), *ports],
                 inside=self._inside_hub(),
@@ -295,28 +302,28 @@ class Network:
             )
             _answer(self._relay, "the relay")
 
-    def _bucket(self, rank: int) -> tuple[int, int, int]:
-        """Rate in bits/s, burst and queue limit in bytes of ``rank``'s token buckets."""
+    def _bucket(self, node: int) -> tuple[int, int, int]:
+        """Rate in bits/s, burst and queue limit in bytes of ``node``'s token buckets."""
         if self._rates is None:
             return UNSHAPED_BPS, UNSHAPED_BURST_BYTES, UNSHAPED_QUEUE_BYTES
-        rate = self._rates[rank]
+        rate = self._rates[node]
         burst = self._burst_bytes or default_burst_bytes(rate)
         return rate, burst, default_queue_bytes(rate, self._queue_s, burst)
 
     def _set_buckets(self) -> None:
         hub = []
-        for rank in range(self.num_ranks):
-            rate, burst, queue = self._bucket(rank)
+        for node in range(self.num_nodes):
+            rate, burst, queue = self._bucket(node)
             # `replace` with the same handle changes a bucket in place: what it holds and has counted stays.
             bucket = f"root handle 1: tbf rate {rate} burst {burst} limit {queue}"
-            hub.append(f"qdisc replace dev {_port(rank)} {bucket}")
+            hub.append(f"qdisc replace dev {_port(node)} {bucket}")
             line = f"qdisc replace dev {INTERFACE} {bucket}"
-            tools.call(self._inside_rank(rank), "tc", ["-batch", "-"], lines=[line])
+            tools.call(self._inside_node(node), "tc", ["-batch", "-"], lines=[line])
         tools.call(self._inside_hub(), "tc", ["-batch", "-"], lines=hub)
 
     def _inherited_congestion(self) -> str:
         """What the kernel gave the new namespaces: read inside, since it need not be the machine's own."""
-        return tools.call(self._inside_rank(0), "cat", [CONGESTION_DEFAULT]).strip()
+        return tools.call(self._inside_node(0), "cat", [CONGESTION_DEFAULT]).strip()
 
     def _relay_counters(self) -> dict[str, int] | None:
         if self._relay is None:
@@ -348,9 +355,9 @@ def _chosen_congestion(asked: str | None) -> str | None:
     return asked or ("cubic" if "cubic" in available else None)
 
 
-def _port(rank: int) -> str:
-    """Name of the hub's end of ``rank``'s link."""
-    return f"rank{rank}"
+def _port(node: int) -> str:
+    """Name of the hub's end of ``node``'s link."""
+    return f"node{node}"
 
 
 def _start(script: Sequence[str], *, inside: Sequence[str], what: str) -> subprocess.Popen[str]:

@@ -14,13 +14,14 @@ from rich.console import Console
 from thinwire import lab
 from thinwire.compressors import parse
 from thinwire.lab.units import parse_rates
+from thinwire.repro import plots
 from thinwire.repro.crew import RankFailed
-from thinwire.repro.fft import methods, of_cost, of_gradients, of_methods, of_scaling, of_theorems, plots
-from thinwire.repro.fft.findings import Finding, record, table
+from thinwire.repro.fft import methods, of_cost, of_gradients, of_methods, of_scaling, of_theorems
 from thinwire.repro.fft.images import load
 from thinwire.repro.fft.runs import Runs
 from thinwire.repro.fft.study import NUM_RANKS, Scale, Study
 from thinwire.repro.fft.task import ImageTask
+from thinwire.repro.findings import Finding, record, table
 from thinwire.repro.progress import Screen
 from thinwire.repro.statistics import need_scipy
 from thinwire.wire import ParityError
@@ -142,9 +143,9 @@ def fft(
         "judged": _JUDGED,
         **({"failures": failures} if failures else {}),
     }
-    console.print(table(findings))
+    console.print(table(findings, "FFT sparsification, section 4, as found here"))
     path = json or out / "repro-fft.json"
-    record(findings, about).write(path)
+    record(findings, "thinwire repro fft", about).write(path)
     console.print(f"Pictures: {out}  Figures: {path}", soft_wrap=True, markup=False)
     return 1 if failures else 0
 

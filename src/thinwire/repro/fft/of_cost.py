@@ -11,7 +11,8 @@ import torch
 
 from thinwire.compressors import parse
 from thinwire.lab.units import format_rate
-from thinwire.repro.fft import methods, plots
+from thinwire.repro import plots
+from thinwire.repro.fft import methods
 from thinwire.repro.fft.cost import (
     Throughputs,
     measure,
@@ -21,8 +22,8 @@ from thinwire.repro.fft.cost import (
     ratio_with_bitmap,
     useful_bandwidth,
 )
-from thinwire.repro.fft.findings import Finding
 from thinwire.repro.fft.study import Study
+from thinwire.repro.findings import Finding
 
 _MESSAGE_BYTES = 100_000_000
 _RATIOS = (2, 5, 10, 20, 40, 80)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from thinwire.compressors import parse
-from thinwire.repro.fft import methods, plots
-from thinwire.repro.fft.findings import Finding
+from thinwire.repro import plots
+from thinwire.repro.fft import methods
 from thinwire.repro.fft.methods import FFT, LOSSY, QSGD, TERNGRAD, TOPK
 from thinwire.repro.fft.reconstruct import (
     Reconstruction,
@@ -23,6 +23,7 @@ from thinwire.repro.fft.reconstruct import (
     share_with_least_error,
 )
 from thinwire.repro.fft.study import Study
+from thinwire.repro.findings import Finding
 
 _SHOWN = 200
 # Odd, so that zero lies within a bin.

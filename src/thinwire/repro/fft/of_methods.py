@@ -7,12 +7,12 @@ from statistics import fmean
 
 import numpy as np
 
-from thinwire.repro.fft import plots
-from thinwire.repro.fft.findings import Finding, no_worse, points, worse
+from thinwire.repro import plots
 from thinwire.repro.fft.methods import FFT, FP32, LOSSY, Method
 from thinwire.repro.fft.of_theorems import curves, lost_accuracy
 from thinwire.repro.fft.runs import Trained
 from thinwire.repro.fft.study import Study
+from thinwire.repro.findings import Finding, no_worse, points, worse
 
 
 def all_methods() -> tuple[Method, ...]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from thinwire.repro.fft import plots
-from thinwire.repro.fft.findings import Finding
+from thinwire.repro import plots
 from thinwire.repro.fft.methods import FFT, FP32, LOSSY, NOTHING
 from thinwire.repro.fft.runs import Runs
 from thinwire.repro.fft.study import Study
+from thinwire.repro.findings import Finding
 
 _METHODS = (FP32, *LOSSY)
 

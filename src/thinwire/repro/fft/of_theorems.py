@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.repro.fft import methods, plots
-from thinwire.repro.fft.findings import Finding, no_worse, points, worse
+from thinwire.repro import plots
+from thinwire.repro.fft import methods
 from thinwire.repro.fft.runs import Trained
 from thinwire.repro.fft.study import Study
+from thinwire.repro.findings import Finding, no_worse, points, worse
 
 MILD, STRONG = 0.5, 0.9
 _COLOURS = {"sgd": "#555555", "mild": "#0a7d4f", "strong": "#c0392b", "dropped": "#d98a00"}

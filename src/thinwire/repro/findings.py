@@ -1,4 +1,4 @@
-"""What was found beside what the paper claims: rows of a table and of the JSON file."""
+"""What a repetition of a paper found beside what the paper claims: rows of a table and of the JSON file."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from thinwire.results import Results
 
 @dataclass(frozen=True)
 class Finding:
-    """One figure of the paper's that was measured here. ``holds`` is None where it cannot be judged: too few seeds, too
-    much noise, or the paper says nothing about it, ``claim`` being empty. ``aside``: in the table even so, under this
-    name. ``more``: the curves behind the value, for the JSON file."""
+    """One value of a figure (or table) of the paper's, as measured here. ``holds`` is None where it cannot be judged:
+    too few seeds, too much noise, or the paper says nothing about it, ``claim`` being empty. ``aside``: in the table
+    even so, under this name. ``more``: the curves behind the value, for the JSON file."""
 
     figure: str
     name: str
@@ -53,8 +53,9 @@ def points(found: Estimate) -> str:
     return text
 
 
-def table(findings: Sequence[Finding]) -> Table:
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="FFT sparsification, section 4, as found here")
+def table(findings: Sequence[Finding], title: str) -> Table:
+    """Every claim with what was found, for people."""
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title)
     shown.add_column("figure", no_wrap=True)
     shown.add_column("the paper")
     shown.add_column("here")
@@ -69,12 +70,12 @@ def table(findings: Sequence[Finding]) -> Table:
     return shown
 
 
-def record(findings: Sequence[Finding], about: dict[str, Any]) -> Results:
-    """All findings as rows; what is not finite becomes null."""
-    results = Results("thinwire repro fft", about=about)
+def record(findings: Sequence[Finding], command: str, about: dict[str, Any], prefix: str = "fig") -> Results:
+    """All findings as rows of ``command``'s, by ``prefix``, figure and name; what is not finite becomes null."""
+    results = Results(command, about=about)
     for finding in findings:
         results.add(
-            f"fig{finding.figure}/{finding.name}",
+            f"{prefix}{finding.figure}/{finding.name}",
             _plain(finding.value),
             finding.unit,
             figure=finding.figure,
