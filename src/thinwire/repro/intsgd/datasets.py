@@ -147,3 +147,8 @@ _MAKERS: dict[str, Callable[[], Data]] = {
 }
 
 NAMES = tuple(_MAKERS)
+
+
+def size(name: str) -> int:
+    """Entries of a set that is made; 0 of others."""
+    return round(SHAPES[name].rows * SHAPES[name].entries) if name in SHAPES else 0

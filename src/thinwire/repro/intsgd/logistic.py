@@ -13,7 +13,7 @@ from thinwire.repro.intsgd.world import Array, Draw
 NUM_WORKERS = 12
 BATCH_SHARE = 0.05
 _MOST_ITERATIONS = 5000
-_TOLERANCE = 1e-24
+_TOLERANCE = 1e-16
 _DENSE_SHARE = 0.2
 
 
@@ -122,7 +122,7 @@ class Optimum:
 
 
 def optimum(problem: Logistic, smoothness: float) -> Optimum:
-    """Gradient descent to 5000 iterations or ‖∇f‖² ≤ 1e-24, and L-BFGS from where it ends: a gap to a point that is
+    """Gradient descent to 5000 iterations or ‖∇f‖² ≤ 1e-16, and L-BFGS from where it ends: a gap to a point that is
     not the least would become negative."""
     from scipy.optimize import minimize
 
