@@ -12,6 +12,8 @@ from thinwire.repro.intsgd.world import Array, Draw
 
 NUM_WORKERS = 12
 BATCH_SHARE = 0.05
+REGULARISATION = 10.0
+"""λ in 1/m."""
 _MOST_ITERATIONS = 5000
 _TOLERANCE = 1e-16
 _DENSE_SHARE = 0.2
@@ -33,7 +35,7 @@ class Logistic:
     Rows that do not divide by the number of workers are left out at the end. A `thinwire.repro.intsgd.world.Problem`.
     """
 
-    def __init__(self, data: Data, num_workers: int = NUM_WORKERS, regularisation: float = 1.0) -> None:
+    def __init__(self, data: Data, num_workers: int = NUM_WORKERS, regularisation: float = REGULARISATION) -> None:
         self.data, self.num_workers = data, num_workers
         self.m = data.rows.shape[0] // num_workers
         if self.m < 1:
