@@ -12,7 +12,7 @@ import pytest
 from thinwire import cli, lab
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ["demo", "lab", "compare", "compare every", "repro fft"]
+COMMANDS = ["demo", "lab", "compare", "compare every", "repro fft", "repro cgx"]
 COMMANDS += ["bench kernels", "bench allreduce", "bench step", "bench compressors"]
 
 

@@ -23,6 +23,7 @@ _COMMANDS = {
     "compare": "thinwire.repro.compare:compare",
     "compare every": "thinwire.repro.every:every",
     "repro fft": "thinwire.repro.fft.command:fft",
+    "repro cgx": "thinwire.repro.cgx.command:cgx",
 }
 
 _HELP = """\
@@ -37,6 +38,7 @@ _HELP = """\
   [bold]thinwire compare[/]           is it the same loss? paired runs, an interval, a control that must fail
   [bold]thinwire compare every[/]     the same for every compressor at once, with and without error feedback
   [bold]thinwire repro fft[/]         the FFT sparsification paper's figures on this machine: does each claim hold?
+  [bold]thinwire repro cgx[/]         the thesis's chapter on CGX, table by table: does each claim hold?
 
   thinwire COMMAND --help       what a command takes, with examples
 

@@ -124,6 +124,13 @@ class _Run:
     clock: Clock
     _wide: Tensor | None = field(default=None)
 
+    def __post_init__(self) -> None:
+        if self.x.dtype != self.layout.dtype or self.x.numel() < self.layout.numel:
+            raise TypeError(
+                f"a {self.x.dtype} tensor of {self.x.numel()} elements, laid out as {self.layout.dtype} of "
+                f"{self.layout.numel}"
+            )
+
     @property
     def wide(self) -> Tensor:
         """The values in the dtype in which sums are taken."""

@@ -191,7 +191,7 @@ class Network:
         self._set_buckets()
 
     def interface_bytes(self, rank: int) -> tuple[int, int]:
-        """(sent, received) by ``rank``'s node over its link since the start, in bytes with Ethernet, IP and TCP headers.
+        """(sent, received) by ``rank``'s node over its link since the start, in bytes with Ethernet, IP, TCP headers.
 
         Counted where each link's rate is limited, in frames of at most the MTU: a large frame that the kernel hands
         on whole counts with the headers of all the packets a network card would make of it.

@@ -47,10 +47,18 @@ def worse(differences: Sequence[float], margin: float) -> tuple[Estimate, bool |
 
 def points(found: Estimate) -> str:
     """A difference in accuracy, with its bounds: ``"−0.4 points (−0.9 to +0.1)"``."""
-    text = f"{100 * found.mean:+.2f} points"
-    if math.isfinite(found.lower):
-        text += f" ({100 * found.lower:+.2f} to {100 * found.upper:+.2f})"
-    return text
+    return _bounded(found, f"{100 * found.mean:+.2f} points")
+
+
+def share(found: Estimate) -> str:
+    """A relative difference, with its bounds: ``"−0.4 % (−0.9 to +0.1)"``."""
+    return _bounded(found, f"{100 * found.mean:+.2f} %")
+
+
+def _bounded(found: Estimate, text: str) -> str:
+    if not math.isfinite(found.lower):
+        return text
+    return f"{text} ({100 * found.lower:+.2f} to {100 * found.upper:+.2f})"
 
 
 def table(findings: Sequence[Finding], title: str) -> Table:

@@ -30,6 +30,16 @@ def canvas(panels: int, *, titles: Sequence[str], x: str, y: str | Sequence[str]
     return figure, found[:panels]
 
 
+def bars(axes: Any, shown: Sequence[tuple[str, str, float]]) -> None:
+    """Horizontal bars, ``(label, colour, value)`` each, the first on top."""
+    labels, colours, values = zip(*shown, strict=True)
+    axes.barh(range(len(shown)), values, color=colours)
+    axes.set_yticks(range(len(shown)), labels)
+    axes.invert_yaxis()
+    axes.set(xlabel=axes.get_ylabel(), ylabel="")
+    axes.grid(visible=False, axis="y")
+
+
 def save(figure: Any, path: Path) -> None:
     """Write ``figure`` as SVG, with a legend on every panel that has labelled lines."""
     import matplotlib

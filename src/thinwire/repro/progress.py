@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -89,10 +90,11 @@ class Screen:
             self._done_s += self._phases[name][2]
             self._show_whole(0.0)
 
-    def advance(self, name: str, step: int, loss: float) -> None:
-        """``step`` steps of ``name`` are done; ``loss`` was the last one's."""
+    def advance(self, name: str, step: int, now: float | str) -> None:
+        """``step`` steps of ``name`` are done; ``now`` is the last one's loss, or what is being done."""
         _, steps, seconds = self._phases[name]
-        self._progress.update(self._tasks[name], completed=step, note=f"loss {loss:.2f}")
+        note = escape(now) if isinstance(now, str) else f"loss {now:.2f}"
+        self._progress.update(self._tasks[name], completed=step, note=note)
         self._show_whole(seconds * step / steps)
 
     def note(self, name: str, text: str) -> None:

@@ -1,0 +1,205 @@
+"""Ways of sending gradients timed against each other: rank processes that hold a model for each and take turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from thinwire import lab
+from thinwire.lab.units import format_rate
+from thinwire.repro.cgx import rank as rank_module
+from thinwire.repro.cgx.models import Model
+from thinwire.repro.cgx.ways import FP32, NOTHING, Way
+from thinwire.repro.crew import Crew, Loopback
+from thinwire.repro.paired import Ranks
+from thinwire.repro.tasks import describe
+from thinwire.repro.train import ring_factor
+
+NUM_RANKS = 4
+RANKS_PER_NODE = 2
+
+Place = Literal["links", "nodes", "host"]
+"""Where ranks are: each behind a link of its own; two to a node, which has a link; or all on this host."""
+
+_TIMEOUT_S = 180.0
+_CALIBRATION_ROUNDS = 3
+# Communication hides behind half of the computation at best.
+_FIRST_GUESS_HIDDEN = 0.5
+
+OnTurn = Callable[[int, str], None]
+"""Called after every turn, with the steps it took and the name of the way."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step by way and round: the mean of a turn on the slowest rank.
+
+    A mean, because without communication nothing makes ranks that share a core wait for each other: it hands each of
+    them some steps whole and others in pieces.
+    """
+
+    rounds: dict[str, tuple[float, ...]]
+    payload_bytes: dict[str, float]
+    """That rank 0 hands to the network in a step, of those ways that say."""
+
+    def step_s(self, name: str) -> float:
+        """Of the median round."""
+        return median(self.rounds[name])
+
+    def over(self, name: str, other: str) -> list[float]:
+        """How many times faster ``name`` is than ``other``: round by round, so that a machine that slows down slows
+        both down."""
+        return [theirs / mine for mine, theirs in zip(self.rounds[name], self.rounds[other], strict=True)]
+
+    def times_faster(self, name: str, other: str) -> float:
+        """The same of the median round."""
+        return median(self.over(name, other))
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """What rank processes are told first: nothing, since every contest brings its own task."""
+
+
+class Contest:
+    """Rank processes at a ``place``; a context manager. ``emulated``: the place's links are, else all use loopback."""
+
+    def __init__(self, place: Place, *, emulated: bool) -> None:
+        self._place, self._emulated = place, emulated and place != "host"
+        self._stack = ExitStack()
+        self.link: dict[str, Any] | str = "loopback"
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="thinwire-repro-")))
+            per_node = RANKS_PER_NODE if self._place == "nodes" else 1
+            network = lab.Network(NUM_RANKS, ranks_per_node=per_node) if self._emulated else None
+            self._network = stack.enter_context(network) if network is not None else None
+            link = Ranks(self._network or Loopback(), rank_module.__name__)
+            setup: Any = _Ranks()
+            self._crew = stack.enter_context(
+                Crew(link, setup, NUM_RANKS, folder=folder, name=self._place, timeout_s=_TIMEOUT_S)
+            )
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def times(
+        self, model: Model, ways: Sequence[Way], *, rounds: int, steps: int, rate: str | None, on_turn: OnTurn
+    ) -> Times:
+        """Train with ``ways`` in turns of ``steps`` steps over links of ``rate``, after a turn that does not count.
+
+        Raises:
+            RankFailed: a rank did not make it. The contest is of no more use then.
+        """
+        payload_bytes = self._enter(model, ways)
+        self._shape(rate)
+        found = self._turns(ways, rounds=rounds, steps=steps, on_turn=on_turn)
+        self._leave()
+        return Times(found, payload_bytes)
+
+    def errors(self, model: Model, ways: Sequence[Way], *, steps: int, on_turn: OnTurn) -> dict[str, list[float]]:
+        """Relative error of the averaged gradient at each of ``steps`` steps by way, whose ``measure`` must be 1."""
+        self._enter(model, ways)
+        found = {}
+        for which, way in enumerate(ways):
+            answers = self._crew.run({"do": "turn", "which": which, "steps": steps}, _nothing, _nothing)
+            found[way.name] = [float(alpha) for _, alpha in answers[0]["alpha"][-steps:]]
+            on_turn(steps, way.title)
+        self._leave()
+        return found
+
+    def calibrate(self, model: Model, share: float, *, steps: int, on_turn: OnTurn) -> str:
+        """The rate at which a step of plain DDP takes ``1 / share`` of the time that it takes with nothing sent.
+
+        Seconds of a step are taken for ``a + b / rate``, which two rates tell.
+        """
+        self._enter(model, (FP32, NOTHING))
+
+        def seconds(rate: float | None) -> dict[str, float]:
+            self._shape(None if rate is None else rate_text(rate))
+            found = self._turns((FP32, NOTHING), rounds=_CALIBRATION_ROUNDS, steps=steps, on_turn=on_turn)
+            return {name: median(rounds) for name, rounds in found.items()}
+
+        ceiling = seconds(None)["nothing"]
+        bits = 8 * model.gradient_bytes * ring_factor(NUM_RANKS)
+        high = bits / (ceiling * (1 / share - _FIRST_GUESS_HIDDEN))
+        low = high / 2
+        at_high, at_low = seconds(high), seconds(low)
+        self._leave()
+        rate = solve_rate(
+            (high, at_high["fp32"]),
+            (low, at_low["fp32"]),
+            median([ceiling, at_high["nothing"], at_low["nothing"]]) / share,
+        )
+        return rate_text(rate)
+
+    def _enter(self, model: Model, ways: Sequence[Way]) -> dict[str, float]:
+        """Build and warm up, over links without a limit; bytes that each way hands to the network in a step."""
+        self._shape(None)
+        command = {"do": "enter", "task": describe(model.task), "ways": [dataclasses.asdict(way) for way in ways]}
+        found = self._crew.run(command, _nothing, _nothing)[0]["payload_bytes"]
+        sent = {way.name: count for way, count in zip(ways, found, strict=True) if count is not None}
+        plain = {way.name: model.gradient_bytes * ring_factor(NUM_RANKS) for way in ways if way.kind == "ddp"}
+        return {**sent, **plain}
+
+    def _leave(self) -> None:
+        self._crew.run({"do": "leave"}, _nothing, _nothing)
+
+    def _turns(self, ways: Sequence[Way], *, rounds: int, steps: int, on_turn: OnTurn) -> dict[str, tuple[float, ...]]:
+        found: dict[str, list[float]] = {way.name: [] for way in ways}
+        order = list(enumerate(ways))
+        for round_ in range(1 + rounds):
+            # To and fro, so that none is always the first or the last.
+            for which, way in order if round_ % 2 else reversed(order):
+                answers = self._crew.run({"do": "turn", "which": which, "steps": steps}, _nothing, _nothing)
+                if round_:
+                    found[way.name].append(max(answer["seconds"] for answer in answers))
+                on_turn(steps, way.title)
+        return {name: tuple(seconds) for name, seconds in found.items()}
+
+    def _shape(self, rate: str | None) -> None:
+        if self._network is None:
+            return
+        if rate is None:
+            self._network.unshape()
+        else:
+            self._network.shape(rate)
+            self.link = self._network.describe()
+
+
+def solve_rate(fast: tuple[float, float], slow: tuple[float, float], wanted_s: float) -> float:
+    """The rate at which a step takes ``wanted_s``, from two (rate, seconds): seconds are ``a + b / rate``.
+
+    Within an eighth of the slower and eight times the faster of the two rates, whatever was measured.
+    """
+    (high, short_s), (low, long_s) = fast, slow
+    per_rate = (long_s - short_s) / (1 / low - 1 / high)
+    left = wanted_s - (short_s - per_rate / high)
+    rate = per_rate / left if per_rate > 0 and left > 0 else high
+    return min(max(rate, low / 8), 8 * high)
+
+
+def rate_text(rate_bps: float) -> str:
+    """A rate of two digits, as the lab reads it: ``"290mbit"``."""
+    return f"{float(f'{rate_bps / 1e6:.2g}'):g}mbit"
+
+
+def shown_rate(rate: str) -> str:
+    """The same for people."""
+    return format_rate(lab.parse_rate(rate))
+
+
+def _nothing(*_: Any) -> None:
+    """For what need not be told."""

@@ -1,0 +1,107 @@
+"""One rank of the thesis's timings: holds a model for every way of sending gradients and trains each when told to.
+
+Commands: ``setup`` (first), ``enter`` (build models, attach ways, warm up), ``turn`` (some steps of one of them),
+``leave``. The conversation is that of the demo's ranks.
+"""
+
+# No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thinwire.repro.cgx.ways import Way
+from thinwire.repro.demo_rank import Channel, run_rank
+from thinwire.repro.fft.task import ImageTask
+from thinwire.repro.tasks import GPTTask, restore
+
+_WARM_UP_STEPS = 3
+_BATCHES = 4
+_ONE_BUCKET_MB = 1e6
+
+
+class Contestant:
+    """One model and the way its gradients travel."""
+
+    def __init__(self, task: GPTTask | ImageTask, way: Way, batches: Iterator[Any]) -> None:
+        self.task = replace(task, bucket_cap_mb=_ONE_BUCKET_MB) if way.one_bucket else task
+        self.ddp = self.task.distribute(self.task.build(0))
+        self.optimizer = self.task.optimizer(self.ddp.module)
+        self.wire = way.attach(self.ddp)
+        self.batches = batches
+
+    def train(self, steps: int) -> None:
+        for batch in islice(self.batches, steps):
+            self.optimizer.zero_grad(set_to_none=True)
+            self.task.loss(self.ddp, batch).backward()
+            self.optimizer.step()
+
+
+class Rank:
+    """What stays alive over all contests: the process group."""
+
+    def __init__(self, setup: dict[str, Any], channel: Channel) -> None:
+        self.channel = channel
+        self.rank, self.num_ranks = int(setup["rank"]), int(setup["num_ranks"])
+        self.contestants: list[Contestant] = []
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{setup['rendezvous']}",
+            rank=self.rank,
+            world_size=self.num_ranks,
+            timeout=timedelta(seconds=setup["timeout_s"]),
+        )
+
+    def enter(self, task_described: dict[str, Any], ways: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Build a model for each of ``ways`` and train it for a few steps; bytes that each hands to the network."""
+        task: Any = restore(task_described)
+        for way in ways:
+            batches = cycle(list(islice(task.batches(0, self.rank, self.num_ranks), _BATCHES)))
+            contestant = Contestant(task, Way(**way), batches)
+            contestant.train(_WARM_UP_STEPS)
+            self.contestants.append(contestant)
+        return {"payload_bytes": [c.wire.wire_bytes_per_step() if c.wire else None for c in self.contestants]}
+
+    def turn(self, which: int, steps: int) -> dict[str, Any]:
+        """Train ``steps`` steps; the mean seconds of one."""
+        contestant = self.contestants[which]
+        self.channel.hold("turn")
+        started = time.perf_counter()
+        contestant.train(steps)
+        seconds = (time.perf_counter() - started) / steps
+        return {"seconds": seconds, "alpha": contestant.wire.stats.alpha if contestant.wire else []}
+
+    def leave(self) -> dict[str, Any]:
+        for contestant in self.contestants:
+            if contestant.wire is not None:
+                contestant.wire.detach()
+        self.contestants.clear()
+        gc.collect()
+        return {}
+
+
+def _serve(channel: Channel) -> None:
+    rank = Rank(channel.receive(), channel)
+    channel.send("done")
+    while True:
+        command = channel.receive()
+        match command["do"]:
+            case "enter":
+                answer = rank.enter(command["task"], command["ways"])
+            case "turn":
+                answer = rank.turn(int(command["which"]), int(command["steps"]))
+            case _:
+                answer = rank.leave()
+        channel.send("done", **answer)
+
+
+if __name__ == "__main__":
+    run_rank(_serve)
