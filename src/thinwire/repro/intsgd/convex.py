@@ -15,7 +15,8 @@ from thinwire.repro.intsgd import datasets
 from thinwire.repro.intsgd.logistic import BATCH_SHARE, NUM_WORKERS, Logistic, Optimum, optimum
 from thinwire.repro.intsgd.world import Method, Trace, run
 
-_K, _V = TypeVar("_K"), TypeVar("_V")
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 NUM_RECORDS = 50
 _PROCESSES = 2

@@ -35,4 +35,4 @@ class Study:
     def job_done(self, title: str) -> None:
         """One more of part (a)'s runs is over."""
         self._done += 1
-        self.screen.tell(self._part, self._done, title)
+        self.screen.advance(self._part, self._done, title)
