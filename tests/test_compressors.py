@@ -222,8 +222,8 @@ def _power_steps(layers: dict[str, torch.Tensor], rank: int, steps: int = 1) -> 
                 parts.append(Part(piece, slice(at, at + numel)))
                 at += numel
             buffer = torch.zeros(at)
-            compressor.part(round, x, parts, buffer, key=0, scale=1.0, state=state)
-            compressor.absorb(round, buffer, x, parts, key=0, state=state)
+            compressor.part(round, x, parts, buffer, key=Key.of(0), scale=1.0, state=state)
+            compressor.absorb(round, buffer, x, parts, key=Key.of(0), state=state)
         state = state.swapped()
     return {p.name: x[p.elements].view(p.layer_shape) for p in pieces}
 
@@ -246,13 +246,13 @@ def test_powersgd_survives_zero_columns() -> None:
     x = torch.zeros(60 * 80)
     state = first_state(compressor, x, Segments.build([piece]))
     assert state is not None
-    sum_alone(compressor, x, piece, x.dtype, key=0, state=state)
+    sum_alone(compressor, x, piece, x.dtype, key=Key.of(0), state=state)
     assert torch.equal(x, torch.zeros(60 * 80))
     full = normal(60, 4) @ normal(4, 80, seed=1)
     for _ in range(3):
         state = state.swapped()
         x = full.reshape(-1).clone()
-        sum_alone(compressor, x, piece, x.dtype, key=0, state=state)
+        sum_alone(compressor, x, piece, x.dtype, key=Key.of(0), state=state)
     assert float((x.view(60, 80) - full).norm() / full.norm()) < 1e-3
 
 

@@ -76,6 +76,11 @@ SPECS = [
     "ef(powersgd(rank=2))",
     "ef(natural)",
     "ef(levels(bits=2, min_numel=0))",
+    "intsgd(bits=8)",
+    "intsgd(bits=32)",
+    "intsgd(bits=8, rounding=determ)",
+    "intsgd(bits=8, block=global, beta=0.5, eps=1e-06)",
+    "ef(intsgd(bits=8, rounding=determ))",
     "dgc(topk(density=0.05))",
     "dgc(topk(density=0.05) | minmax(bits=8), momentum=0.5)",
 ]

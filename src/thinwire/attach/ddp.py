@@ -17,6 +17,7 @@ from thinwire.compat import group_timeout
 from thinwire.compressors import GRADIENT_DTYPES, Raw, Wrapper, check_int
 from thinwire.plan import Filter, Plan, Rules
 from thinwire.wire import Wire
+from thinwire.wire.route import BucketLayers
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented, yet not exported
 _BIG_BUCKET_BYTES = 4 << 20
@@ -65,7 +66,7 @@ class _Hook:
         if not wire.simulated:
             return wire.reduce(flat, layers, loss_scale=scale)
         wire.simulate(flat, layers, loss_scale=scale)
-        return _plain_mean(flat, self.group).then(lambda future: _noted(future.value(), wire))
+        return _plain_mean(flat, self.group).then(lambda future: _noted(future.value(), wire, layers))
 
     def before_forward(self, model: DistributedDataParallel, inputs: object) -> None:
         """Copy rank 0's parameters to all every ``resync`` steps: here nothing else reads or writes them."""
@@ -98,8 +99,8 @@ def _plain_mean(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.F
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def _noted(mean: torch.Tensor, wire: Wire) -> torch.Tensor:
-    wire.note_result(mean)
+def _noted(mean: torch.Tensor, wire: Wire, layers: BucketLayers) -> torch.Tensor:
+    wire.note_result(mean, layers)
     return mean
 
 

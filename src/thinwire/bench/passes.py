@@ -83,17 +83,19 @@ class _Summed:
             buffer, parts = self.rounds[at]
             if at:
                 self._absorb(at - 1, y, key)
-            self.compressor.part(at, y, parts, buffer, key=key.shared, scale=1.0, state=self.state)
+            self.compressor.part(at, y, parts, buffer, key=key, scale=1.0, state=self.state)
 
     def decode(self, y: Tensor, key: Key) -> None:
         self._absorb(self.compressor.rounds - 1, y, key)
 
     def _absorb(self, at: int, y: Tensor, key: Key) -> None:
         buffer, parts = self.rounds[at]
-        self.compressor.absorb(at, buffer, y, parts, key=key.shared, state=self.state)
+        self.compressor.absorb(at, buffer, y, parts, key=key, state=self.state)
 
     def end_step(self) -> None:
         if self.state is not None:
+            if self.compressor.settles:
+                self.compressor.end_step(list(self.state.layers.values()), self.state.loss_scale)
             self.state = self.state.swapped()
 
     def sizes(self) -> Sizes:

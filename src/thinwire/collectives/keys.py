@@ -15,3 +15,8 @@ SHARED = -1
 def stage_key(seed: int, step: int, site: int, rank: int) -> Key:
     """The key of what ``rank`` encodes in a step, as worker or as owner."""
     return Key(derive_key(seed, step, site, rank), derive_key(seed, step, site, SHARED))
+
+
+def sum_key(seed: int, step: int, rank: int) -> Key:
+    """The key of what ``rank`` adds to the sums of a step."""
+    return Key(derive_key(seed, step, WORKER, rank), derive_key(seed, step, SHARED))

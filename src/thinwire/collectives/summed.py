@@ -7,12 +7,11 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.collectives.keys import SHARED
+from thinwire.collectives.keys import sum_key
 from thinwire.collectives.layout import Layout, Sum
 from thinwire.collectives.stages import Clock, NoClock
 from thinwire.collectives.transport import Transport
 from thinwire.compressors import State
-from thinwire.kernels import derive_key
 
 
 def sum_buffers(layout: Layout) -> tuple[Tensor, ...]:
@@ -40,7 +39,7 @@ def summed_all_reduce(
         TransportError: a rank is gone or silent.
     """
     clock = clock or NoClock()
-    key, scale = derive_key(seed, step, SHARED), 1.0 / transport.world_size
+    key, scale = sum_key(seed, step, transport.rank), 1.0 / transport.world_size
 
     def encode(s: Sum, buffer: Tensor) -> None:
         with clock.stage("encode"):

@@ -7,6 +7,7 @@ from thinwire.compressors.checks import GRADIENT_DTYPES, check_int, not_finite
 from thinwire.compressors.dgc import DGC
 from thinwire.compressors.ef import RESIDUAL, Wrapper, ef
 from thinwire.compressors.fft import FFT
+from thinwire.compressors.intsgd import IntSGD
 from thinwire.compressors.lattice import Lattice
 from thinwire.compressors.levels import Levels
 from thinwire.compressors.maxabs import MaxAbs
@@ -26,7 +27,7 @@ from thinwire.compressors.topk import GlobalTopK, Threshold, TopK
 from thinwire.compressors.truncate import Truncate
 
 for _make in (
-    *(Cast, DGC, FFT, GlobalTopK, Lattice, Levels, MaxAbs, MinMax, Natural, OneBit, PowerSGD, QSGD),
+    *(Cast, DGC, FFT, GlobalTopK, IntSGD, Lattice, Levels, MaxAbs, MinMax, Natural, OneBit, PowerSGD, QSGD),
     *(RandK, RangeFloat, Raw, Sign, TernGrad, Threshold, TopK, Truncate, ef),
 ):
     register(_make)
@@ -42,6 +43,7 @@ __all__ = [
     "Coded",
     "Compressor",
     "GlobalTopK",
+    "IntSGD",
     "Key",
     "Lattice",
     "LayerState",

@@ -86,6 +86,35 @@ class Compressor(ABC):
         """
         return self
 
+    def among(self, num_ranks: int, numel: int) -> Compressor:
+        """This compressor as it is in a world of so many ranks, where its layers have ``numel`` elements in all.
+
+        Raises:
+            ValueError: it cannot serve so many ranks; what can is named.
+        """
+        return self
+
+    @property
+    def opening(self) -> Compressor | None:
+        """What each layer has until a finite step has set its slots; None where that needs no other compressor."""
+        return None
+
+    @property
+    def takes_every_layer(self) -> bool:
+        """Whether biases, norms and small layers are for it, too, which a plan leaves raw otherwise."""
+        return False
+
+    def follow(self, mean: Tensor, loss_scale: float, of: LayerState) -> None:  # noqa: B027 - most follow nothing
+        """Set slots of the next step from the mean gradient of a layer, as all ranks received it: flat, scaled."""
+
+    @property
+    def settles(self) -> bool:
+        """Whether `end_step` is to be called: its layers decide something together."""
+        return False
+
+    def end_step(self, layers: Sequence[LayerState], loss_scale: float) -> None:  # noqa: B027 - most decide nothing
+        """Between two steps: set slots of the next one from what this step left in ``next`` of all layers."""
+
     @abstractmethod
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
         """Bytes that a whole layer of this shape takes in a message."""
@@ -249,14 +278,6 @@ class Coded(Compressor):
         """
         return {}
 
-    @property
-    def settles(self) -> bool:
-        """Whether `end_step` is to be called: its layers decide something together."""
-        return False
-
-    def end_step(self, layers: Sequence[LayerState], loss_scale: float) -> None:
-        """Between two steps: set slots of the next one from what this step left in ``next`` of all layers."""
-
     def used_bytes(self, message: Tensor, piece: Piece) -> int:
         """Bytes of a payload that mean something, a multiple of 64; of a bounded compressor fewer than it may take.
 
@@ -318,14 +339,11 @@ class Summed(Compressor):
         parts: Sequence[Part],
         out: Tensor,
         *,
-        key: int,
+        key: Key,
         scale: float,
         state: State | None = None,
     ) -> None:
-        """Write what layers of the flat tensor ``x`` contribute, times ``scale``, each to its place in ``out``.
-
-        ``key`` is the same on all ranks.
-        """
+        """Write what layers of the flat tensor ``x`` contribute, times ``scale``, each to its place in ``out``."""
 
     @abstractmethod
     def absorb(
@@ -335,10 +353,14 @@ class Summed(Compressor):
         x: Tensor,
         parts: Sequence[Part],
         *,
-        key: int,
+        key: Key,
         state: State | None = None,
     ) -> None:
         """Take the sum of all ranks' parts. The last round sets the layers in ``x`` to the result."""
+
+    def clipped(self, parts: Sequence[Part], state: State | None) -> int | None:
+        """How many of this rank's values of these layers the last step clipped; None if it never clips."""
+        return None
 
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
         return sum(self.part_numel(r, shape) for r in range(self.rounds)) * self.part_dtype(dtype).itemsize
@@ -354,12 +376,12 @@ class Summed(Compressor):
         y = x.detach().to(torch.float32, copy=True).reshape(-1)
         piece = Piece("roundtrip", 0, y.numel(), 0, 0, tuple(x.shape))
         state = first_state(fitted, y, Segments.build([piece]))
-        sum_alone(fitted, y, piece, x.dtype, key=Key.of(key).shared, state=state)
+        sum_alone(fitted, y, piece, x.dtype, key=Key.of(key), state=state)
         return y.view(x.shape)
 
 
 def sum_alone(
-    compressor: Summed, x: Tensor, piece: Piece, dtype: torch.dtype, *, key: int, state: State | None
+    compressor: Summed, x: Tensor, piece: Piece, dtype: torch.dtype, *, key: Key, state: State | None
 ) -> None:
     """All rounds of a world of one: replace the layer in ``x`` by what arrives of it."""
     for round in range(compressor.rounds):
@@ -371,11 +393,15 @@ def sum_alone(
 
 
 def first_state(compressor: Compressor, flat: Tensor, segments: Segments, loss_scale: float = 1.0) -> State | None:
-    """The state of a first step, with what is learned learned from ``flat``; None if the compressor asks for none."""
+    """The state of a first step, as if ``flat`` had been seen before; None if the compressor asks for none."""
     if not compressor.slots:
         return None
     layers = {piece.name: piece.shape for piece in segments.pieces}
     state = State.fresh(compressor.slots, flat.numel(), loss_scale, layers)
+    for piece in segments.pieces:
+        if piece.name in state.layers:
+            now = state.layers[piece.name].now
+            compressor.follow(flat[piece.elements], loss_scale, LayerState(now, now))
     if isinstance(compressor, Coded) and compressor.learns_at:
         for piece in segments.pieces:
             of = state.layers[piece.name].now

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.compressors.base import Summed
-from thinwire.compressors.pieces import Part, State
+from thinwire.compressors.pieces import Key, Part, State
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -30,7 +30,7 @@ class Plain(Summed):
         parts: Sequence[Part],
         out: Tensor,
         *,
-        key: int,
+        key: Key,
         scale: float,
         state: State | None = None,
     ) -> None:
@@ -44,7 +44,7 @@ class Plain(Summed):
         x: Tensor,
         parts: Sequence[Part],
         *,
-        key: int,
+        key: Key,
         state: State | None = None,
     ) -> None:
         for piece, where in parts:

@@ -76,6 +76,29 @@ class Wrapper(Compressor):
         inner = self.inner.at(step, learning_rate)
         return self if inner is self.inner else self.around(inner)
 
+    def among(self, num_ranks: int, numel: int) -> Compressor:
+        inner = self.inner.among(num_ranks, numel)
+        return self if inner is self.inner else self.around(inner)
+
+    @property
+    def opening(self) -> Compressor | None:
+        inner = self.inner.opening
+        return None if inner is None else self.around(inner)
+
+    @property
+    def takes_every_layer(self) -> bool:
+        return self.inner.takes_every_layer
+
+    def follow(self, mean: Tensor, loss_scale: float, of: LayerState) -> None:
+        self.inner.follow(mean, loss_scale, of)
+
+    @property
+    def settles(self) -> bool:
+        return self.inner.settles
+
+    def end_step(self, layers: Sequence[LayerState], loss_scale: float) -> None:
+        self.inner.end_step(layers, loss_scale)
+
     @abstractmethod
     def around(self, inner: Compressor) -> Compressor:
         """The same around another compressor."""
@@ -121,13 +144,6 @@ class WrappedCoded(Wrapper, Coded):
 
     def learn(self, values: Tensor, slots: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return self.inner.learn(values, slots)
-
-    @property
-    def settles(self) -> bool:
-        return self.inner.settles
-
-    def end_step(self, layers: Sequence[LayerState], loss_scale: float) -> None:
-        self.inner.end_step(layers, loss_scale)
 
     def used_bytes(self, message: Tensor, piece: Piece) -> int:
         return self.inner.used_bytes(message, piece)
@@ -216,7 +232,7 @@ class EfSummed(Wrapper, Summed):
         parts: Sequence[Part],
         out: Tensor,
         *,
-        key: int,
+        key: Key,
         scale: float,
         state: State | None = None,
     ) -> None:
@@ -232,7 +248,7 @@ class EfSummed(Wrapper, Summed):
         x: Tensor,
         parts: Sequence[Part],
         *,
-        key: int,
+        key: Key,
         state: State | None = None,
     ) -> None:
         self.inner.absorb(round, total, x, parts, key=key, state=state)
@@ -243,6 +259,9 @@ class EfSummed(Wrapper, Summed):
             after[piece.elements].sub_(x[piece.elements])
             if loss_scale != 1.0:
                 after[piece.elements].div_(loss_scale)
+
+    def clipped(self, parts: Sequence[Part], state: State | None) -> int | None:
+        return self.inner.clipped(parts, state)
 
 
 def _residuals(state: State | None) -> tuple[Tensor, Tensor, float]:

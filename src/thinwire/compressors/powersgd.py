@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.compressors.base import Compressor, Summed, Unsuited
 from thinwire.compressors.checks import check_int, not_finite
-from thinwire.compressors.pieces import Part, Slot, State
+from thinwire.compressors.pieces import Key, Part, Slot, State
 from thinwire.kernels import site_id
 
 _LEAST_RATIO = 2
@@ -104,7 +104,7 @@ class PowerSGD(Summed):
         parts: Sequence[Part],
         out: Tensor,
         *,
-        key: int,
+        key: Key,
         scale: float,
         state: State | None = None,
     ) -> None:
@@ -128,7 +128,7 @@ class PowerSGD(Summed):
         x: Tensor,
         parts: Sequence[Part],
         *,
-        key: int,
+        key: Key,
         state: State | None = None,
     ) -> None:
         for alike in _by_shape(parts):

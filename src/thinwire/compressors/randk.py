@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.compressors.base import Summed
 from thinwire.compressors.checks import check_share, not_finite
-from thinwire.compressors.pieces import Part, Piece, State
+from thinwire.compressors.pieces import Key, Part, Piece, State
 from thinwire.kernels import derive_key, sample_indices, site_id
 
 
@@ -54,14 +54,14 @@ class RandK(Summed):
         parts: Sequence[Part],
         out: Tensor,
         *,
-        key: int,
+        key: Key,
         scale: float,
         state: State | None = None,
     ) -> None:
         for piece, where in parts:
             if piece.numel:
                 values, k = x[piece.elements], self._k(piece.numel)
-                picked = values[self._indices(piece, k, key)].float()
+                picked = values[self._indices(piece, k, key.shared)].float()
                 out[where][:k] = picked * (scale * piece.numel / k if self.scaled else scale)
                 out[where][k] = not_finite(values)
 
@@ -72,14 +72,14 @@ class RandK(Summed):
         x: Tensor,
         parts: Sequence[Part],
         *,
-        key: int,
+        key: Key,
         state: State | None = None,
     ) -> None:
         for piece, where in parts:
             if piece.numel:
                 k, values, mine = self._k(piece.numel), x[piece.elements], total[where]
                 values.copy_(mine[k].expand_as(values))
-                values[self._indices(piece, k, key)] = (mine[:k] + mine[k]).to(x.dtype)
+                values[self._indices(piece, k, key.shared)] = (mine[:k] + mine[k]).to(x.dtype)
 
     def _k(self, numel: int) -> int:
         return min(numel, math.ceil(self.density * numel))

@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from keyword import kwlist
 
 from thinwire.compressors.base import Compressor
 
@@ -17,6 +18,8 @@ _EXAMPLE = "minmax(bits=4, bucket=128)"
 _COMPRESSOR = re.compile("Compressor|Coded|Summed|Sparsifier")
 _one_at_a_time = threading.Lock()
 _NAME = re.compile(r"[A-Za-z_]\w*")
+_WORDS = re.compile(rf"\b(?:{'|'.join(sorted(set(kwlist) - {'True', 'False', 'None'}))})\b")
+"""Words of Python's that a spec may hold: ``block=global``."""
 
 
 def register(make: Callable[..., Compressor], name: str | None = None) -> Callable[..., Compressor]:
@@ -59,7 +62,7 @@ def parse(spec: str | Compressor) -> Compressor:
 def _tree(text: str) -> ast.expr:
     # Python before 3.12 counts the depth of all threads' trees together (CPython issue 106905).
     with _one_at_a_time:
-        return ast.parse(text, mode="eval").body
+        return ast.parse(_WORDS.sub(lambda word: word[0].upper(), text), mode="eval").body
 
 
 class _Reader:
@@ -105,7 +108,7 @@ class _Reader:
     def _value(self, node: ast.expr, parameter: inspect.Parameter) -> object:
         # `truncate` may be a compressor's name and a word: the parameter knows.
         if isinstance(node, ast.Name) and not _COMPRESSOR.search(str(parameter.annotation)):
-            return node.id
+            return self._text[node.col_offset : node.end_col_offset]
         if isinstance(node, ast.Name | ast.Call | ast.BinOp):
             return self.compressor(node)
         try:

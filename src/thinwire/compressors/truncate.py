@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.compressors.base import Summed
 from thinwire.compressors.checks import not_finite
-from thinwire.compressors.pieces import Part, State
+from thinwire.compressors.pieces import Key, Part, State
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Truncate(Summed):
         parts: Sequence[Part],
         out: Tensor,
         *,
-        key: int,
+        key: Key,
         scale: float,
         state: State | None = None,
     ) -> None:
@@ -71,7 +71,7 @@ class Truncate(Summed):
         x: Tensor,
         parts: Sequence[Part],
         *,
-        key: int,
+        key: Key,
         state: State | None = None,
     ) -> None:
         for piece, where in parts:

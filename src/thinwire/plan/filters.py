@@ -43,12 +43,12 @@ class Filter:
     min_dim: int = 2
     exclude: tuple[str, ...] = ()
 
+    def excludes(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether a layer was excluded by name."""
+        return any(matches(pattern, name) for pattern in self.exclude)
+
     def keeps_raw(self, name: str, shape: Sequence[int]) -> bool:
         numel = 1
         for size in shape:
             numel *= size
-        return (
-            len(shape) < self.min_dim
-            or numel < self.min_numel
-            or any(matches(pattern, name) for pattern in self.exclude)
-        )
+        return len(shape) < self.min_dim or numel < self.min_numel or self.excludes(name, shape)

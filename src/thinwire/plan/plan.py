@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from thinwire.compressors import Compressor, Raw, Unsuited, ef, parse
@@ -32,7 +33,8 @@ class Plan:
     def build(shapes: Mapping[str, Sequence[int]], rules: Rules = DEFAULT_RULES, keep: Filter | None = None) -> Plan:
         """Give each layer of ``shapes`` (parameter name to shape) the compressor that the rules name for it.
 
-        Layers that ``keep`` filters, and layers that no rule matches, are raw. A rule that gives a parameter's full
+        Layers that ``keep`` filters, and layers that no rule matches, are raw; a compressor that takes every layer
+        gets those that are filtered for their size or dimensions, too. A rule that gives a parameter's full
         name holds even for a layer that would be filtered for its size or dimensions. A compressor that drops or
         distorts much gets error feedback around it, unless it says ``feedback=False``; one that cannot take a layer of
         this shape leaves it raw (`unsuited`).
@@ -56,9 +58,9 @@ class Plan:
         """What the rules name for a layer of this name and shape."""
         if name in self.rules:
             return self.rules[name]
-        if self.keep.keeps_raw(name, shape):
-            return Raw()
-        return next((c for pattern, c in self.rules.items() if matches(pattern, name)), Raw())
+        asked = next((c for pattern, c in self.rules.items() if matches(pattern, name)), Raw())
+        keeps_raw = self.keep.excludes if asked.takes_every_layer else self.keep.keeps_raw
+        return Raw() if keeps_raw(name, shape) else asked
 
     def extended(self, name: str, shape: Sequence[int]) -> Plan:
         """This plan with one more layer."""
@@ -77,6 +79,25 @@ class Plan:
         if all(layers[name] is compressor for name, compressor in self.layers.items()):
             return self
         return replace(self, layers=layers)
+
+    def among(self, num_ranks: int, shapes: Mapping[str, Sequence[int]]) -> Plan:
+        """This plan as it is in a world of so many ranks, with layers of these shapes; itself where none matters.
+
+        Raises:
+            ValueError: a compressor cannot serve so many ranks.
+        """
+        numels: dict[Compressor, int] = {}
+        for name, compressor in self.layers.items():
+            numels[compressor] = numels.get(compressor, 0) + math.prod(shapes[name])
+        placed = {compressor: compressor.among(num_ranks, numel) for compressor, numel in numels.items()}
+        if all(placed[compressor] is compressor for compressor in placed):
+            return self
+        return replace(self, layers={name: placed[compressor] for name, compressor in self.layers.items()})
+
+    def opened(self, begun: Collection[str]) -> Plan:
+        """This plan with the opening form of every layer that has one and has not begun; itself if there is none."""
+        opening = {n: c.opening for n, c in self.layers.items() if n not in begun and c.opening is not None}
+        return replace(self, layers={**self.layers, **opening}) if opening else self
 
     def __getitem__(self, name: str) -> Compressor:
         return self.layers[name]

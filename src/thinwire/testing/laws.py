@@ -282,7 +282,7 @@ def what_is_not_sent_is_kept(compressor: Compressor) -> None:
             compressor.encode(x, segments, message, key=Key.of(step), state=state)
             sent += decode_one(compressor, message, segments, torch.float32) / scale
         elif isinstance(compressor, Summed):
-            sum_alone(compressor, x, piece, x.dtype, key=step, state=state)
+            sum_alone(compressor, x, piece, x.dtype, key=Key.of(step), state=state)
             sent += x / scale
         state = state.swapped()
     kept = state.now["residual"]

@@ -56,9 +56,12 @@ def _codec(compressor: Compressor, num_ranks: int) -> float:
         for round in range(compressor.rounds):
             numel = compressor.part_numel(round, _SHAPE)
             buffer, parts = torch.zeros(numel, dtype=compressor.part_dtype(x.dtype)), [Part(piece, slice(0, numel))]
-            part, absorb = partial(compressor.part, round, key=1, state=state), partial(compressor.absorb, round)
+            part, absorb = (
+                partial(compressor.part, round, key=Key.of(1), state=state),
+                partial(compressor.absorb, round),
+            )
             encode += _seconds(partial(part, x, parts, buffer, scale=1.0))
-            decode += _seconds(partial(absorb, buffer, y, parts, key=1, state=state))
+            decode += _seconds(partial(absorb, buffer, y, parts, key=Key.of(1), state=state))
     return codec_seconds(compressor, num_ranks, {"encode": encode / _NUMEL, "decode": decode / _NUMEL})
 
 

@@ -24,11 +24,13 @@ from thinwire.collectives import (
     sum_buffers,
     summed_all_reduce,
 )
-from thinwire.compressors import Coded, LayerState, Raw, RawSum, State, Summed, not_finite
+from thinwire.compressors import Coded, Compressor, LayerState, State, Summed, not_finite
 from thinwire.kernels import FORMAT_VERSION, cpu_level
 from thinwire.plan import Plan
 from thinwire.wire import checkpoint
 from thinwire.wire.agree import agree
+from thinwire.wire.clipping import Clipping
+from thinwire.wire.forms import Forms
 from thinwire.wire.parity import check_parity
 from thinwire.wire.route import BucketLayers, Route, RouteKey
 from thinwire.wire.simulate import simulate
@@ -66,18 +68,15 @@ class Engine:
         self.measure = measure
         self.learning_rate: float | None = None
         """The optimizer's in the present step, for compressors that follow it."""
-        self._present = plan
-        self._forms: dict[str, int] = {}
-        self._form = 0
-        self._learns_at: set[int] = set()
-        self._raw_is_summed = False
         self._error = self._norm = 0.0
         self._measured_step = -1
         self._loss_scale = 1.0
         self.reset_stats()
         self.timeline: Timeline | None = None
         self.slots = Slots()
+        self._forms = Forms(transport.world_size, self.shapes, self.slots)
         self.routes: dict[RouteKey, Route] = {}
+        self.clipping = Clipping()
         self._broken: TransportError | None = None
         self._found: Exception | None = None
         self._counted_step = -1
@@ -140,7 +139,7 @@ class Engine:
     def adopt(self, loaded: checkpoint.Loaded) -> None:
         self.seed, self.plan = loaded.seed, loaded.plan
         self.routes.clear()
-        self._forms.clear()
+        self._forms.forget()
         self.slots.replace(loaded.slots)
         agree(self.record(loaded.step), self.transport)
 
@@ -164,12 +163,14 @@ class Engine:
     def simulate(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> None:
         """Replace ``flat`` by what would arrive of it, and count the bytes that would have been sent."""
         self._begin(step)
-        key = (layers, flat.dtype, self._form)
+        key = (layers, flat.dtype, self._forms.number)
         route = self._route(flat, key, step)
         state = self._state(key, route, loss_scale, flat.device)
         if state is not None:
             self._learn(flat, route.layout, step, state)
-        simulate(flat, route.layout, seed=self.seed, step=step, rank=self.rank, state=state)
+        options = {"seed": self.seed, "step": step, "rank": self.rank, "num_ranks": self.world_size}
+        simulate(flat, route.layout, state=state, **options)
+        self._count_clipped(route, state)
         dense = ring_bytes(flat.numel() * flat.element_size(), self.world_size)
         self._count_elsewhere(dense, route.sent_bytes)
 
@@ -178,10 +179,19 @@ class Engine:
         if self.plan.has_slots:
             self._step_is_finite &= math.isfinite(float(not_finite(flat)))
 
+    def follow(self, mean: Tensor, layers: BucketLayers) -> None:
+        """Give slots that follow the mean of all ranks a simulated step's: until now they had this rank's own."""
+        start = 0
+        for name, shape in layers:
+            numel = math.prod(shape)
+            if (of := self.slots.layer(name)) is not None:
+                self.plan[name].follow(mean[start : start + numel], self._loss_scale, of)
+            start += numel
+
     def _communicate(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> Iterator[Then]:
         self._begin(step)
-        key = (layers, flat.dtype, self._form)
-        learning = step - self.start in self._learns_at
+        key = (layers, flat.dtype, self._forms.number)
+        learning = step - self.start in self._forms.learns_at
         if key not in self.routes or learning:
             # Ranks agree on a new route, or share what is learned, by native collectives: those have one order.
             yield Then.ALONE
@@ -212,8 +222,15 @@ class Engine:
         self.stats.saturated += saturated
         self.stats.overflowed += overflowed
         self.stats.encoded += route.layout.num_coded
+        self._count_clipped(route, state)
         self.stats.buckets += 1
         self.stats.dense_bytes += ring_bytes(flat.numel() * flat.element_size(), self.world_size)
+
+    def _count_clipped(self, route: Route, state: State | None) -> None:
+        clipped, rounded = route.clipped(state)
+        self.clipping.add(clipped, rounded)
+        self.stats.saturated += clipped
+        self.stats.encoded += rounded
 
     def _state(self, key: RouteKey, route: Route, loss_scale: float, device: torch.device) -> State | None:
         self._loss_scale = loss_scale
@@ -285,7 +302,7 @@ class Engine:
         if not self._count_step(step):
             return
         self._end()
-        self._follow_schedule(step)
+        self._forms.follow(self.plan, step - self.start, self.learning_rate)
         # DDP rebuilds its buckets once or twice; the buffers of the old ones are given back.
         stale = [key for key, route in self.routes.items() if route.last_step < step - _STALE_STEPS]
         self.slots.release(stale)
@@ -310,24 +327,14 @@ class Engine:
 
     def _settle(self) -> None:
         """Let compressors decide what their layers decide together."""
-        together: dict[Coded, list[LayerState]] = {}
+        together: dict[Compressor, list[LayerState]] = {}
         for layer, of in self.slots.touched_layers():
-            if isinstance(layer.compressor, Coded) and layer.compressor.settles:
-                together.setdefault(layer.compressor, []).append(of)
+            # That of the plan: a layer's form in this step may differ from the others'.
+            compressor = self.plan[layer.name]
+            if compressor.settles:
+                together.setdefault(compressor, []).append(of)
         for compressor, layers in together.items():
             compressor.end_step(layers, self._loss_scale)
-
-    def _follow_schedule(self, step: int) -> None:
-        """Take the plan as it is in this step. Slots stay with their layers; messages change their sizes."""
-        present = self.plan.at(step - self.start, self.learning_rate)
-        if present.layers == self._present.layers and self._forms:
-            return
-        self._present = present
-        self._form = self._forms.setdefault(present.hash, len(self._forms))
-        coded = [c for c in present.layers.values() if isinstance(c, Coded)]
-        self._learns_at = {at for compressor in coded for at in compressor.learns_at}
-        sums = any(isinstance(c, Summed) for c in present.layers.values())
-        self._raw_is_summed = sums and all(isinstance(c, Raw) for c in coded)
 
     def _route(self, flat: Tensor, key: RouteKey, step: int) -> Route:
         route = self.routes.get(key)
@@ -337,7 +344,7 @@ class Engine:
         return route
 
     def _new_route(self, flat: Tensor, layers: BucketLayers, step: int) -> Route:
-        layout = Layout.build(self._place(flat, layers), self.world, flat.dtype, self.topology)
+        layout = Layout.build(self._place(flat, layers, step), self.world, flat.dtype, self.topology)
         sent_bytes = layout.sent_bytes(self.rank) if self.world_size > 1 else 0
         if self.simulated:
             return Route(Layout.build(layout.layers, 1, flat.dtype), None, None, (), step, sent_bytes)
@@ -348,16 +355,14 @@ class Engine:
         gathering = gather_buffers(layout, self.transport) if layout.has_gathered else None
         return Route(layout, reduction, gathering, sum_buffers(layout), step, sent_bytes)
 
-    def _place(self, flat: Tensor, layers: BucketLayers) -> list[Layer]:
+    def _place(self, flat: Tensor, layers: BucketLayers, step: int) -> list[Layer]:
         placed, start = [], 0
         for name, shape in layers:
             if name not in self.plan.layers:
                 # Frozen when compress() was called, and trained now.
-                self.plan, self._present = self.plan.extended(name, shape), self._present.extended(name, shape)
-                self.shapes[name] = shape
-            compressor = self._present[name]
-            if isinstance(compressor, Raw) and self._raw_is_summed:
-                compressor = RawSum()
+                self.plan, self.shapes[name] = self.plan.extended(name, shape), shape
+                self._forms.add(name, self.plan, step - self.start, self.learning_rate)
+            compressor = self._forms[name]
             if not isinstance(compressor, Coded | Summed):
                 raise TypeError(f"{name} has {compressor}, which is neither coded nor summed")
             placed.append(Layer(name, start, shape, compressor))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import Buffers, Chunk, Layout, all_reduce, encoded, gather_mean
+from thinwire.compressors import State
 
 BucketLayers = tuple[tuple[str, tuple[int, ...]], ...]
 """Names and shapes of the layers of a bucket, in order."""
@@ -52,6 +53,16 @@ class Route:
                 more, over = compressor.limits(message, segments)
                 saturated, overflowed = saturated + more, overflowed + over
         return saturated, overflowed
+
+    def clipped(self, state: State | None) -> tuple[int, int]:
+        """Values that this rank clipped to fit into integers in the last step, and all that it made integers of."""
+        clipped = rounded = 0
+        for s in self.layout.sums:
+            for compressor, parts in s.members:
+                found = compressor.clipped(parts, state) if s.round == compressor.rounds - 1 else None
+                if found is not None:
+                    clipped, rounded = clipped + found, rounded + sum(part.piece.numel for part in parts)
+        return clipped, rounded
 
     def _encoded(self, rank: int) -> Iterator[tuple[Chunk, Tensor]]:
         if self.reduction is not None:

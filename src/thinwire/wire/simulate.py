@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import Layout
-from thinwire.collectives.keys import SHARED, WORKER, stage_key
+from thinwire.collectives.keys import WORKER, stage_key, sum_key
 from thinwire.compressors import State
-from thinwire.kernels import derive_key
 
 
-def simulate(flat: Tensor, layout: Layout, *, seed: int, step: int, rank: int, state: State | None) -> None:
+def simulate(
+    flat: Tensor, layout: Layout, *, seed: int, step: int, rank: int, num_ranks: int, state: State | None
+) -> None:
     """Replace each layer of ``flat`` by what its receivers would decode, on any device.
 
     ``layout`` is that of a world of one: every layer is whole. The second coding, that of the mean by its owner, is
@@ -23,9 +24,13 @@ def simulate(flat: Tensor, layout: Layout, *, seed: int, step: int, rank: int, s
         for compressor, segments in chunk.groups:
             compressor.encode(flat, segments, message, key=key, state=state)
             compressor.decode(message, segments, flat)
-    shared = derive_key(seed, step, SHARED)
+    key = sum_key(seed, step, rank)
     for s in layout.sums:
         buffer = torch.zeros(s.numel, dtype=s.dtype, device=flat.device)
         for compressor, parts in s.members:
-            compressor.part(s.round, flat, parts, buffer, key=shared, scale=1.0, state=state)
-            compressor.absorb(s.round, buffer, flat, parts, key=shared, state=state)
+            compressor.part(s.round, flat, parts, buffer, key=key, scale=1.0, state=state)
+        if not s.dtype.is_floating_point:
+            # As if all ranks had sent the same: integers are not divided by their number beforehand.
+            buffer.mul_(num_ranks)
+        for compressor, parts in s.members:
+            compressor.absorb(s.round, buffer, flat, parts, key=key, state=state)

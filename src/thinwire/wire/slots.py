@@ -59,6 +59,11 @@ class Slots:
         places = [self._places[key] for key in self._touched]
         return [(layer, p.shaped[layer.name]) for p in places for layer in p.layers if layer.name in p.shaped]
 
+    def layer(self, name: str) -> LayerState | None:
+        """The slots of a layer that have a shape of their own, once its first step has come."""
+        key = self._place_of.get(name)
+        return None if key is None else self._places[key].shaped.get(name)
+
     def commit(self) -> None:
         """Make the values written since the last commit the present ones."""
         for key in self._touched:
@@ -79,6 +84,11 @@ class Slots:
         kept = self._kept.get((layer, slot.name))
         first = slot.first(shape, layer)
         return first if kept is None or kept.numel() != first.numel() else kept.clone()
+
+    def moved(self, layer: str, compressor: Compressor, shape: Sequence[int]) -> bool:
+        """Whether any slot of a layer has another value than its first."""
+        slots = [slot for slot in compressor.slots if not slot.scratch]
+        return any(not torch.equal(self.value(layer, slot, shape).cpu(), slot.first(shape, layer)) for slot in slots)
 
     @staticmethod
     def _held(place: _Place, name: str, slot: str) -> Tensor | None:

@@ -57,11 +57,16 @@ class Stats:
         return self.dense_bytes / self.payload_sent_bytes if self.payload_sent_bytes else 1.0
 
     @property
+    def clipped(self) -> float:
+        """Share of the encoded elements that saturated: of IntSGD, that were clipped so that integer sums fit."""
+        return self.saturated / self.encoded if self.encoded else 0.0
+
+    @property
     def saved_bytes(self) -> int:
         return self.dense_bytes - self.payload_sent_bytes
 
     def to_dict(self) -> dict[str, float]:
-        return {**asdict(self), "ratio": self.ratio, "saved_bytes": self.saved_bytes}
+        return {**asdict(self), "ratio": self.ratio, "saved_bytes": self.saved_bytes, "clipped": self.clipped}
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -50,7 +50,8 @@ class Wire:
         if not 0 <= seed < 2**63:
             raise ValueError(f"seed must be between 0 and 2**63 - 1, not {seed}")
         self._optimizer = optimizer
-        plan.at(0, self._learning_rate())  # says now what it would lack then
+        # Says now what it would lack then.
+        plan.at(0, self._learning_rate()).among(transport.world_size, shapes)
         topology, world = settle(topology or ScatterReduceAllGather(), transport)
         self._engine = Engine(
             plan,
@@ -175,6 +176,7 @@ class Wire:
         """Count a new backward pass. Attachments call this before its first bucket."""
         # After an error, buckets of that pass may still be under way: they must not write over this one's gradients.
         self._worker.wait_idle()
+        self._engine.clipping.warn()
         self._engine.learning_rate = self._learning_rate()
         self._step += 1
 
@@ -208,9 +210,10 @@ class Wire:
         """
         self._engine.simulate(flat, layers, self._step, loss_scale)
 
-    def note_result(self, flat: Tensor) -> None:
-        """See whether a simulated step's mean is finite: if not, no slot moves in it."""
+    def note_result(self, flat: Tensor, layers: BucketLayers) -> None:
+        """See whether a simulated step's mean is finite: if not, no slot moves in it. Scales follow it."""
         self._engine.note_result(flat)
+        self._engine.follow(flat, layers)
 
     def check_parity(self, parameters: Mapping[str, Tensor]) -> None:
         """Compare all ranks' parameters, behind the training loop's back; this step's gradients raise a difference.

@@ -1,0 +1,188 @@
+"""IntSGD: integers whose scale follows the gradients that arrived (Mishchenko et al. 2022)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from thinwire.compressors.base import Compressor, Summed
+from thinwire.compressors.checks import check_choice
+from thinwire.compressors.integers import Integers, fp32, slots_of
+from thinwire.compressors.norms import square_sum
+from thinwire.compressors.pieces import Key, LayerState, Part, Slot, State
+
+_UNSET = -1.0
+_NORM, _ALL = "r", "r_all"
+
+
+@dataclass(frozen=True)
+class IntSGD(Integers):
+    """IntSGD (S4, Algorithm 1): ``g̃ = 1/(nα) · Σ Int(α·g_i)``, with an α from steps past that all ranks work out alike.
+
+    ``r_k = β·r_{k−1} + (1−β)·‖g̃^{k−1}‖²`` and ``α_k = √d / √(2n·r_k + ε²)``: of the whole model (``block=global``,
+    Proposition 2), or of each layer by itself, with its share ``d_l/d`` of ε² (``block=layer``, Proposition 4). The
+    first step is exact: its sum is in fp32. ``rounding`` is random (unbiased) or determ (to the nearest integer).
+
+    Scales are those of the gradients themselves, whatever the optimizer does with them, and in unscaled units. Only
+    where nothing is clipped is the result unbiased: `Stats.clipped` tells the share.
+    """
+
+    spec_name: ClassVar[str] = "intsgd"
+
+    block: Literal["layer", "global"] = "layer"
+    beta: float = 0.9
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("block", self.block, ("layer", "global"))
+        if not isinstance(self.beta, int | float) or not 0 <= self.beta < 1:
+            raise ValueError(f"beta must be at least 0 and below 1, not {self.beta!r}: the share of the former scale")
+        if not isinstance(self.eps, int | float) or not 0 < self.eps < math.inf:
+            raise ValueError(f"eps must be above 0, not {self.eps!r}: it keeps the scale finite where gradients vanish")
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        shared = [_NORM, _ALL] if self.block == "global" else [_NORM]
+        return (
+            *(Slot(name, torch.float64, shape=_one, initial=_unset, shared=True) for name in shared),
+            *super().slots,
+        )
+
+    @property
+    def opening(self) -> Compressor:
+        return Exact(self)
+
+    def follow(self, mean: Tensor, loss_scale: float, of: LayerState) -> None:
+        norm, before = square_sum(mean) / loss_scale**2, of.now[_NORM][0]
+        after = torch.where(before < 0.0, norm, before * self.beta + norm * (1.0 - self.beta))
+        for name in (_NORM, _ALL)[: 1 + self.settles]:
+            # Of all layers only until `end_step`.
+            of.next[name].copy_(torch.where(torch.isfinite(norm), after, before))
+
+    @property
+    def settles(self) -> bool:
+        return self.block == "global"
+
+    def end_step(self, layers: Sequence[LayerState], loss_scale: float) -> None:
+        """Give all layers the norm of all of them."""
+        # Rounded once, so that the order of the layers does not matter.
+        total = math.fsum(float(of.next[_NORM]) for of in layers)
+        for of in layers:
+            of.next[_ALL].fill_(total)
+
+    def alphas(self, parts: Sequence[Part], state: State | None) -> Tensor:
+        """α of each layer in unscaled units: fp64, (parts,)."""
+        norms = torch.cat([slots_of(state, p.name)[_ALL if self.settles else _NORM] for p, _ in parts]).clamp(min=0.0)
+        sizes = torch.tensor([p.numel for p, _ in parts], dtype=torch.float64, device=norms.device)
+        total = self.numel or sizes
+        blocks = torch.ones_like(sizes) * total if self.settles else sizes
+        return blocks.sqrt() / (norms * (2 * self.num_ranks) + blocks / total * self.eps**2).sqrt()
+
+    def _scales(self, parts: Sequence[Part], state: State | None) -> tuple[Tensor, Tensor]:
+        """What gradients are multiplied by (fp32), and 1/n of its inverse (fp64)."""
+        assert state is not None
+        scales = fp32(self.alphas(parts, state) / state.loss_scale)
+        return scales, 1.0 / (scales.double() * self.num_ranks)
+
+    def part(
+        self,
+        round: int,
+        x: Tensor,
+        parts: Sequence[Part],
+        out: Tensor,
+        *,
+        key: Key,
+        scale: float,
+        state: State | None = None,
+    ) -> None:
+        parts = [part for part in parts if part.piece.numel]
+        if parts:
+            self.put(x, parts, self._scales(parts, state)[0], out, key, state)
+
+    def absorb(
+        self,
+        round: int,
+        total: Tensor,
+        x: Tensor,
+        parts: Sequence[Part],
+        *,
+        key: Key,
+        state: State | None = None,
+    ) -> None:
+        parts = [part for part in parts if part.piece.numel]
+        if not parts:
+            return
+        assert state is not None
+        self.get(total, x, parts, fp32(self._scales(parts, state)[1]))
+        for piece, _ in parts:
+            self.follow(x[piece.elements], state.loss_scale, state.layers[piece.name])
+
+
+def _one(layer: Sequence[int]) -> tuple[int]:
+    return (1,)
+
+
+def _unset(layer: Sequence[int], name: str) -> Tensor:
+    return torch.tensor([_UNSET])
+
+
+@dataclass(frozen=True)
+class Exact(Summed):
+    """What layers have before their first scale is known: the exact mean, in fp32, which sets it. It has no spec."""
+
+    spec_name: ClassVar[str] = "exact"
+
+    until: Compressor
+
+    @property
+    def unbiased(self) -> bool:
+        return True
+
+    @property
+    def takes_every_layer(self) -> bool:
+        return self.until.takes_every_layer
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return self.until.slots
+
+    def part_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32
+
+    def part_numel(self, round: int, shape: Sequence[int]) -> int:
+        return math.prod(shape)
+
+    def part(
+        self,
+        round: int,
+        x: Tensor,
+        parts: Sequence[Part],
+        out: Tensor,
+        *,
+        key: Key,
+        scale: float,
+        state: State | None = None,
+    ) -> None:
+        for piece, where in parts:
+            out[where].copy_(x[piece.elements].float() * scale)
+
+    def absorb(
+        self,
+        round: int,
+        total: Tensor,
+        x: Tensor,
+        parts: Sequence[Part],
+        *,
+        key: Key,
+        state: State | None = None,
+    ) -> None:
+        assert state is not None
+        for piece, where in parts:
+            x[piece.elements].copy_(total[where])
+            self.until.follow(total[where], state.loss_scale, state.layers[piece.name])
