@@ -14,6 +14,7 @@ from torch import Tensor
 
 from thinwire.collectives import LoopbackTransport, ProcessGroupTransport, Transport, ring_bytes
 from thinwire.compat import group_timeout
+from thinwire.compressors.norms import square_sum
 from thinwire.kernels import derive_key
 from thinwire.optim.integers import IntegerStats, IntegerSum
 
@@ -299,7 +300,9 @@ class IntDIANA(torch.optim.Optimizer):
     def _update_scales(self, parameters: Sequence[Tensor], estimates: Sequence[Tensor]) -> None:
         options = self.param_groups[0]
         beta = options["beta"] if options["step"] else 0.0
-        squares = [_squares(estimate, options["block"] == "coordinate") for estimate in estimates]
+        # Summed in an order that no machine changes: all ranks must have the same α.
+        each = options["block"] == "coordinate"
+        squares = [e.double().square() if each else square_sum(e) for e in estimates]
         if options["block"] == "global":
             # Exactly rounded, so that it is the same on every machine.
             squares = [torch.tensor(math.fsum(map(float, squares)), dtype=torch.float64)] * len(squares)
@@ -331,20 +334,6 @@ class IntDIANA(torch.optim.Optimizer):
                 f"IntDIANA clips {clipped / values:.1%} of the values of this step, to ±{sums.clip}: {why}",
                 stacklevel=4,
             )
-
-
-def _squares(x: Tensor, each: bool) -> Tensor:
-    """‖x‖², or every coordinate's square, in fp64. Adds in pairs by a tree whose shape depends on the size alone:
-    whatever threads and vector width a machine has, the sum has the same bits."""
-    squares = x.detach().double().square()
-    if each:
-        return squares
-    left = squares.reshape(-1)
-    while left.numel() > 1:
-        half = (left.numel() + 1) // 2
-        left[: left.numel() - half] += left[half:]
-        left = left[:half]
-    return left.sum()
 
 
 def _set(parameters: Sequence[Tensor], values: Iterable[Tensor]) -> None:
