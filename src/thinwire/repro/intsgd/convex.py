@@ -38,12 +38,16 @@ class Extent:
     """How long and how often a data set is gone over: ``steps`` of full gradients, ``reference_steps`` of L-SVRG."""
 
     steps: int = 800
-    reference_steps: int = 2400
+    reference_steps: int = 1600
     seeds: int = 20
 
 
-_EXTENTS = {"w8a": Extent(400, 1200), "real-sim": Extent(300, 600, seeds=3)}
-"""Of the large sets; the others take the default."""
+_EXTENTS = {
+    "breast_cancer": Extent(100, 200),
+    "w8a": Extent(500, 1000),
+    "real-sim": Extent(150, 300, seeds=3),
+}
+"""The others take the default."""
 _LIKE = {"real-sim": 20_000_000, "w8a": 2_000_000}
 """A LibSVM file of so many bytes is treated like these."""
 
