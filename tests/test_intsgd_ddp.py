@@ -17,6 +17,7 @@ SPECS = [
     "intsgd(bits=8, block=global)",
     "intsgd(bits=8, rounding=determ)",
 ]
+HEURISTIC = ["heuristic_intsgd(bits=8)", "heuristic_intsgd(bits=32, rounding=random)"]
 
 
 def _trains(rank: int, spec: str) -> tuple[list[float], dict, int, dict[str, int]]:
@@ -165,3 +166,14 @@ def test_simulation_gives_what_integers_would() -> None:
     assert torch.allclose(real, simulated, rtol=1e-5, atol=1e-8)
     assert sent["encoded"] == counted["encoded"]
     assert sent["payload_sent_bytes"] == counted["payload_sent_bytes"]
+
+
+@pytest.mark.parametrize("spec", HEURISTIC)
+def test_a_profiled_scale_costs_a_round_of_maxima(spec: str) -> None:
+    width = 4 if "32" in spec else 1
+    for losses, stats, per_step, sizes in run_ranks(_trains, 2, spec):
+        assert sum(losses[-5:]) < 0.3 * sum(losses[:5])
+        assert stats["encoded"] == 30 * sum(sizes.values())
+        padded = sum(-(-numel * width // 64) * 64 for numel in sizes.values())
+        assert per_step == padded + len(sizes) * width
+        assert stats["payload_sent_bytes"] == 30 * per_step

@@ -81,6 +81,11 @@ SPECS = [
     "intsgd(bits=8, rounding=determ)",
     "intsgd(bits=8, block=global, beta=0.5, eps=1e-06)",
     "ef(intsgd(bits=8, rounding=determ))",
+    "intsgd(bits=8, scale=params)",
+    "heuristic_intsgd(bits=8)",
+    "heuristic_intsgd(bits=32)",
+    "heuristic_intsgd(bits=8, rounding=random)",
+    "ef(heuristic_intsgd(bits=8))",
     "dgc(topk(density=0.05))",
     "dgc(topk(density=0.05) | minmax(bits=8), momentum=0.5)",
 ]

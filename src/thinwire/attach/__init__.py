@@ -49,7 +49,8 @@ def compress(
             distort much (``topk``, ``powersgd`` ...) get error feedback around them unless they say
             ``feedback=False``; layers that a compressor cannot take stay raw (``wire.unsuited`` says which and why).
         exclude: patterns of layers that stay raw. Layers with fewer than two dimensions (biases, norms) or fewer than
-            ``min_numel`` elements do in any case, unless a rule gives their full name.
+            ``min_numel`` elements do in any case, unless a rule gives their full name, or the compressor takes every
+            layer (``intsgd``, so that no float is sent).
         min_numel: elements below which a layer stays raw.
         start: steps at the beginning that stay uncompressed; the thesis (section 4.6.1) turns compression on after the
             learning rate's warm-up.
@@ -68,7 +69,8 @@ def compress(
         topology: how messages meet. ``sra`` (scatter-reduce-all-gather) is the default; ``sra(rates=measured)`` gives
             ranks with faster links more to own; ``ring``, ``tree``, ``allgather``, ``parameter_server(server=0)``;
             ``hierarchical(inside=dense, across=slices)`` adds up inside each node first.
-        optimizer: the optimizer, for compressors that follow its learning rate (``fft(theta=diminishing)``).
+        optimizer: the optimizer, for compressors that follow its learning rate (``fft(theta=diminishing)``) or its
+            steps (``intsgd(scale=params)``).
         grad_scaler: the ``GradScaler`` of an fp16 training; error feedback keeps its residuals in unscaled units.
         timeout: of the process group that the Wire makes for itself; that of the model's own if None.
 

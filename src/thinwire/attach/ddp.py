@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.attach.updates import Updates
 from thinwire.collectives import ProcessGroupTransport, ScatterReduceAllGather, Topology
 from thinwire.compat import group_timeout
 from thinwire.compressors import GRADIENT_DTYPES, Raw, Wrapper, check_int
@@ -34,6 +35,7 @@ class _Hook:
         self.names: dict[torch.Tensor, str] = {p: name for name, p in model.module.named_parameters()}
         self.wire: Wire | None = None
         self.grad_scaler: torch.amp.GradScaler | None = None
+        self.updates: Updates | None = None
         self.parity = 0
         self.resync = 0
         self._passes = 0
@@ -53,7 +55,7 @@ class _Hook:
         if wire is None or not wire.attached:
             return _plain_mean(flat, self.group)
         if bucket.index() == 0:
-            wire.begin_step()
+            wire.begin_step(self.updates.learning_rates() if self.updates else None)
             self._check_overlap(bucket, flat, wire)
             if self.parity and wire.step % self.parity == 0:
                 wire.check_parity({name: p for p, name in self.names.items()})
@@ -139,6 +141,8 @@ def compress_ddp(model: DistributedDataParallel, rules: Rules, options: Options)
     _check_dtypes(model, plan)
     _check_feedback(plan)
     hook = hook or _Hook(model)
+    parameters = {name: p for p, name in hook.names.items()}
+    follows = Updates.check(plan, options.optimizer, parameters)
     wire = Wire(
         plan,
         shapes,
@@ -154,6 +158,9 @@ def compress_ddp(model: DistributedDataParallel, rules: Rules, options: Options)
     if model not in _attached:
         _register(model, hook, wire)
     hook.wire = wire
+    hook.updates = None
+    if follows and options.optimizer is not None:
+        hook.updates = Updates(wire, options.optimizer, parameters)
     hook.grad_scaler, hook.parity, hook.resync = options.grad_scaler, options.parity, options.resync
     return wire
 

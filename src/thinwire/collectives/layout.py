@@ -16,7 +16,7 @@ from thinwire.collectives.message import HEADER_BYTES, SIZE_BYTES
 from thinwire.collectives.topology import ScatterReduceAllGather, Topology, Tree, World
 from thinwire.collectives.traffic import Outgoing, Traffic, sent_bytes
 from thinwire.collectives.transport import ring_bytes
-from thinwire.compressors import Coded, Part, Piece, Segments, Slot, Summed
+from thinwire.compressors import Coded, Part, Piece, Reduction, Segments, Slot, Summed
 from thinwire.kernels import site_id
 
 _LEAST_PIECE = 1024
@@ -71,9 +71,10 @@ class Members(NamedTuple):
 
 @dataclass(frozen=True)
 class Sum:
-    """What one native all-reduce adds: the parts of all summed layers of one round and dtype."""
+    """What one native all-reduce adds, or takes the largest of: the parts of all layers of one round and dtype."""
 
     round: int
+    op: Reduction
     dtype: torch.dtype
     members: tuple[Members, ...]
     numel: int
@@ -354,9 +355,9 @@ def _placed(groups: Sequence[tuple[Coded, Sequence[Piece]]], dtype: torch.dtype,
 
 
 def _sums(layers: Sequence[Layer], dtype: torch.dtype) -> tuple[Sum, ...]:
-    members: dict[tuple[int, str], dict[Summed, list[Part]]] = {}
+    members: dict[tuple[int, Reduction, str], dict[Summed, list[Part]]] = {}
     dtypes: dict[str, torch.dtype] = {}
-    ends: dict[tuple[int, str], int] = {}
+    ends: dict[tuple[int, Reduction, str], int] = {}
     for layer in layers:
         compressor = layer.compressor
         if not isinstance(compressor, Summed) or not layer.numel:
@@ -365,12 +366,12 @@ def _sums(layers: Sequence[Layer], dtype: torch.dtype) -> tuple[Sum, ...]:
         dtypes[str(part_dtype)] = part_dtype
         piece = Piece(layer.name, layer.start, layer.numel, 0, 0, layer.shape)
         for round in range(compressor.rounds):
-            place = (round, str(part_dtype))
+            place = (round, compressor.operation(round), str(part_dtype))
             start = ends.get(place, 0)
             ends[place] = start + compressor.part_numel(round, layer.shape)
             members.setdefault(place, {}).setdefault(compressor, []).append(Part(piece, slice(start, ends[place])))
     # Sorted: all ranks must enter the all-reduces in one order, and a round must end before the next.
     return tuple(
-        Sum(round, dtypes[name], tuple(Members(c, tuple(p)) for c, p in members[round, name].items()), end)
-        for (round, name), end in sorted(ends.items())
+        Sum(place[0], place[1], dtypes[place[2]], tuple(Members(c, tuple(p)) for c, p in members[place].items()), end)
+        for place, end in sorted(ends.items())
     )

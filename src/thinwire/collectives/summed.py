@@ -56,7 +56,7 @@ def summed_all_reduce(
     for s, buffer in sums:
         if s.round == 0:
             encode(s, buffer)
-            started.append((s, buffer, transport.start_all_reduce(buffer)))
+            started.append((s, buffer, transport.start_all_reduce(buffer, op=s.op)))
     yield
 
     for s, buffer, pending in started:
@@ -67,5 +67,5 @@ def summed_all_reduce(
         if s.round > 0:
             encode(s, buffer)
             with clock.stage("wire"):
-                transport.all_reduce(buffer, lane=1)
+                transport.all_reduce(buffer, lane=1, op=s.op)
             decode(s, buffer)

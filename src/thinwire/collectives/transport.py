@@ -20,6 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.traffic import Outgoing, Traffic, num_phases
+from thinwire.compressors import Reduction
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class TransportError(RuntimeError):
@@ -142,18 +145,19 @@ class Transport(ABC):
     @abstractmethod
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending: ...
 
-    def start_all_reduce(self, x: Tensor, *, lane: int = 0) -> Pending:
-        """Begin to replace ``x`` by its sum over all ranks, in its own dtype. Counted as a ring all-reduce."""
+    def start_all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> Pending:
+        """Begin to replace ``x`` by its sum (or maximum) over all ranks, in its own dtype. Counted as a
+        ring all-reduce."""
         moved = ring_bytes(x.numel() * x.element_size(), self.world_size)
         self._count(moved, moved)
-        return self._start_all_reduce(x, lane)
+        return self._start_all_reduce(x, lane, op)
 
-    def all_reduce(self, x: Tensor, *, lane: int = 0) -> None:
+    def all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> None:
         """The same, to its end."""
-        self.start_all_reduce(x, lane=lane).wait()
+        self.start_all_reduce(x, lane=lane, op=op).wait()
 
     @abstractmethod
-    def _start_all_reduce(self, x: Tensor, lane: int) -> Pending: ...
+    def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending: ...
 
     @abstractmethod
     def broadcast(self, x: Tensor) -> None:
@@ -218,9 +222,9 @@ class ProcessGroupTransport(Transport):
             raise TransportError(f"{doing} failed: this process is not in the group")
         return _PendingWork(work, doing, self.timeout)
 
-    def _start_all_reduce(self, x: Tensor, lane: int) -> Pending:
+    def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
         try:
-            work = dist.all_reduce(x, group=self._lanes[lane], async_op=True)
+            work = dist.all_reduce(x, op=_OPS[op], group=self._lanes[lane], async_op=True)
         except RuntimeError as error:
             raise TransportError(f"the all-reduce failed: {_first_line(error)}") from error
         if work is None:
@@ -266,7 +270,9 @@ class LoopbackTransport(Transport):
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending:
         return _Arrival(message, self._world.mailbox(peer, self.rank, tag), self._world.timeout_s, peer)
 
-    def _start_all_reduce(self, x: Tensor, lane: int) -> Pending:
+    def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
+        if op == "max":
+            return _Sum(x, lambda: self._gather(x, lane).amax(0))
         return _Sum(x, lambda: self._gather(x, lane).sum(0))
 
     def broadcast(self, x: Tensor) -> None:

@@ -1,18 +1,20 @@
 """Compressors: what a tensor may become on the wire."""
 
-from thinwire.compressors.base import Coded, Compressor, Summed, Unsuited, first_state, sum_alone
+from thinwire.compressors.base import Coded, Compressor, Reduction, Summed, Unsuited, first_state, sum_alone
 from thinwire.compressors.cast import Cast, RawSum
 from thinwire.compressors.chain import Chain
 from thinwire.compressors.checks import GRADIENT_DTYPES, check_int, not_finite
 from thinwire.compressors.dgc import DGC
 from thinwire.compressors.ef import RESIDUAL, Wrapper, ef
 from thinwire.compressors.fft import FFT
+from thinwire.compressors.heuristic_intsgd import HeuristicIntSGD
 from thinwire.compressors.intsgd import IntSGD
 from thinwire.compressors.lattice import Lattice
 from thinwire.compressors.levels import Levels
 from thinwire.compressors.maxabs import MaxAbs
 from thinwire.compressors.minmax import MinMax
 from thinwire.compressors.natural import Natural
+from thinwire.compressors.norms import square_sum
 from thinwire.compressors.onebit import OneBit, Sign
 from thinwire.compressors.pieces import Key, LayerState, Part, Piece, Segments, Slot, State
 from thinwire.compressors.powersgd import PowerSGD
@@ -27,8 +29,8 @@ from thinwire.compressors.topk import GlobalTopK, Threshold, TopK
 from thinwire.compressors.truncate import Truncate
 
 for _make in (
-    *(Cast, DGC, FFT, GlobalTopK, IntSGD, Lattice, Levels, MaxAbs, MinMax, Natural, OneBit, PowerSGD, QSGD),
-    *(RandK, RangeFloat, Raw, Sign, TernGrad, Threshold, TopK, Truncate, ef),
+    *(Cast, DGC, FFT, GlobalTopK, HeuristicIntSGD, IntSGD, Lattice, Levels, MaxAbs, MinMax, Natural, OneBit),
+    *(PowerSGD, QSGD, RandK, RangeFloat, Raw, Sign, TernGrad, Threshold, TopK, Truncate, ef),
 ):
     register(_make)
 
@@ -43,6 +45,7 @@ __all__ = [
     "Coded",
     "Compressor",
     "GlobalTopK",
+    "HeuristicIntSGD",
     "IntSGD",
     "Key",
     "Lattice",
@@ -59,6 +62,7 @@ __all__ = [
     "RangeFloat",
     "Raw",
     "RawSum",
+    "Reduction",
     "Segments",
     "Sign",
     "Slot",
@@ -78,5 +82,6 @@ __all__ = [
     "parse",
     "register",
     "registered",
+    "square_sum",
     "sum_alone",
 ]

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from thinwire.compressors.base import Coded, Compressor, Summed
+from thinwire.compressors.base import Coded, Compressor, Reduction, Summed
 from thinwire.compressors.pieces import Key, LayerState, Part, Piece, Segments, Slot, State
 
 RESIDUAL = Slot("residual")
@@ -89,8 +89,15 @@ class Wrapper(Compressor):
     def takes_every_layer(self) -> bool:
         return self.inner.takes_every_layer
 
-    def follow(self, mean: Tensor, loss_scale: float, of: LayerState) -> None:
-        self.inner.follow(mean, loss_scale, of)
+    def follow(self, mean: Tensor, layer: str, state: State) -> None:
+        self.inner.follow(mean, layer, state)
+
+    @property
+    def follows_optimizer(self) -> bool:
+        return self.inner.follows_optimizer
+
+    def updated(self, changes: Sequence[tuple[LayerState, float]]) -> None:
+        self.inner.updated(changes)
 
     @property
     def settles(self) -> bool:
@@ -221,6 +228,9 @@ class EfSummed(Wrapper, Summed):
 
     def part_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.inner.part_dtype(dtype)
+
+    def operation(self, round: int) -> Reduction:
+        return self.inner.operation(round)
 
     def part_numel(self, round: int, shape: Sequence[int]) -> int:
         return self.inner.part_numel(round, shape)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.compressors.base import Summed
-from thinwire.compressors.checks import check_choice, check_int, not_finite
+from thinwire.compressors.checks import check_choice, check_int
 from thinwire.compressors.pieces import Key, Part, Slot, State
 from thinwire.kernels import Table, align, int_decode, int_round, site_id
 
@@ -25,8 +25,7 @@ class Integers(Summed):
     """``Int(α·g)``, one integer an element, with one α for each layer that all ranks know without being told.
 
     A rank's integers are at most ``(2^(bits−1) − 1) / n`` in magnitude, so that the sum of n ranks fits: what is larger
-    is clipped and counted. One more integer counts the ranks where a layer held NaN or Inf: it is received as NaN then.
-    Layers are padded to a multiple of 64 bytes.
+    is clipped and counted. Layers are padded to a multiple of 64 bytes.
     """
 
     spec_name: ClassVar[str] = "integers"
@@ -84,24 +83,23 @@ class Integers(Summed):
     def part_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return _DTYPES[self.bits]
 
-    def part_numel(self, round: int, shape: Sequence[int]) -> int:
-        numel, size = math.prod(shape), self.bits // 8
-        return align((numel + 1) * size) // size if numel else 0
+    def padded(self, numel: int) -> int:
+        """Elements that so many take in a sum."""
+        size = self.bits // 8
+        return align(numel * size) // size
 
-    def put(self, x: Tensor, parts: Sequence[Part], alphas: Tensor, out: Tensor, key: Key, state: State | None) -> None:
-        """Write ``Int(α·x)`` and the flags; ``alphas`` (parts,) fp32."""
+    def put(self, x: Tensor, parts: Sequence[Part], scales: Tensor, out: Tensor, key: Key, state: State | None) -> None:
+        """Write ``Int(scale·x)``, clipped, and note how many were; ``scales`` (parts,) fp32."""
         table = _table(parts, self.bits // 8)
         nearest = self.rounding == "determ"
-        clipped = int_round(x, table, alphas, out, clip=self.clip, key=key.own, nearest=nearest)
-        for at, (piece, where) in enumerate(parts):
-            flag = torch.isnan(not_finite(x[piece.elements]))
-            out[where.start + piece.numel] = flag
+        clipped = int_round(x, table, scales, out, clip=self.clip, key=key.own, nearest=nearest)
+        for at, (piece, _) in enumerate(parts):
             slots_of(state, piece.name)["clipped"].copy_(clipped[at])
 
-    def get(self, total: Tensor, x: Tensor, parts: Sequence[Part], factors: Tensor) -> None:
-        """Set the layers in ``x`` to the sum times ``factors`` (parts,) fp32: NaN where any rank held NaN or Inf."""
-        flags = torch.stack([total[where.start + piece.numel] for piece, where in parts])
-        int_decode(total, _table(parts, self.bits // 8), x, torch.where(flags == 0, factors, math.nan))
+    def get(self, total: Tensor, x: Tensor, parts: Sequence[Part], scales: Tensor, finite: Tensor) -> None:
+        """Set the layers in ``x`` to ``total / (n·scale)``, those that are not ``finite`` (parts,) to NaN."""
+        factors = fp32(1.0 / (scales.double() * self.num_ranks))
+        int_decode(total, _table(parts, self.bits // 8), x, torch.where(finite, factors, math.nan))
 
     def clipped(self, parts: Sequence[Part], state: State | None) -> int | None:
         return sum(int(slots_of(state, piece.name)["clipped"]) for piece, _ in parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.compressors.base import Compressor, Summed
-from thinwire.compressors.checks import check_choice
+from thinwire.compressors.checks import check_choice, not_finite
 from thinwire.compressors.integers import Integers, fp32, slots_of
 from thinwire.compressors.norms import square_sum
 from thinwire.compressors.pieces import Key, LayerState, Part, Slot, State
@@ -26,10 +26,15 @@ class IntSGD(Integers):
 
     ``r_k = β·r_{k−1} + (1−β)·‖g̃^{k−1}‖²`` and ``α_k = √d / √(2n·r_k + ε²)``: of the whole model (``block=global``,
     Proposition 2), or of each layer by itself, with its share ``d_l/d`` of ε² (``block=layer``, Proposition 4). The
-    first step is exact: its sum is in fp32. ``rounding`` is random (unbiased) or determ (to the nearest integer).
+    first step is exact: its sum is in fp32. ``rounding`` is random (unbiased) or determ (to the nearest integer). One
+    more integer counts the ranks where a layer held NaN or Inf: it is received as NaN then.
 
-    Scales are those of the gradients themselves, whatever the optimizer does with them, and in unscaled units. Only
-    where nothing is clipped is the result unbiased: `Stats.clipped` tells the share.
+    Scales are those of the gradients themselves, whatever the optimizer does with them, and in unscaled units.
+    ``scale=params`` is the paper's own form, which takes them from the optimizer's steps, at its learning rates η:
+    ``r_k = β·r_{k−1} + (1−β)·‖x^k − x^{k−1}‖²`` and ``α_k = η_k·√d / √(2n·r_k + η_k²·ε²)``. For plain SGD at a constant
+    learning rate it is the same; it needs ``compress(optimizer=...)``, an SGD, and a copy of the parameters.
+
+    Only where nothing is clipped is the result unbiased: `Stats.clipped` tells the share.
     """
 
     spec_name: ClassVar[str] = "intsgd"
@@ -37,10 +42,12 @@ class IntSGD(Integers):
     block: Literal["layer", "global"] = "layer"
     beta: float = 0.9
     eps: float = 1e-8
+    scale: Literal["gradient", "params"] = "gradient"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("block", self.block, ("layer", "global"))
+        check_choice("scale", self.scale, ("gradient", "params"))
         if not isinstance(self.beta, int | float) or not 0 <= self.beta < 1:
             raise ValueError(f"beta must be at least 0 and below 1, not {self.beta!r}: the share of the former scale")
         if not isinstance(self.eps, int | float) or not 0 < self.eps < math.inf:
@@ -58,12 +65,34 @@ class IntSGD(Integers):
     def opening(self) -> Compressor:
         return Exact(self)
 
-    def follow(self, mean: Tensor, loss_scale: float, of: LayerState) -> None:
-        norm, before = square_sum(mean) / loss_scale**2, of.now[_NORM][0]
-        after = torch.where(before < 0.0, norm, before * self.beta + norm * (1.0 - self.beta))
-        for name in (_NORM, _ALL)[: 1 + self.settles]:
-            # Of all layers only until `end_step`.
-            of.next[name].copy_(torch.where(torch.isfinite(norm), after, before))
+    def at(self, step: int, learning_rate: float | None) -> Compressor:
+        if self.follows_optimizer and learning_rate is None:
+            raise ValueError(f"{self} takes its scale from the optimizer's steps: pass compress(..., optimizer=...)")
+        return self
+
+    def follow(self, mean: Tensor, layer: str, state: State) -> None:
+        of = state.layers[layer]
+        before = of.now[_NORM][0]
+        rate = state.learning_rates.get(layer, 1.0) if self.follows_optimizer else 1.0
+        # The first step of plain SGD is known; at a rate of 0 nothing is.
+        norm = square_sum(mean) * (rate / state.loss_scale) ** 2
+        after = before if self.follows_optimizer else before * self.beta + norm * (1.0 - self.beta)
+        after = torch.where(before < 0.0, norm if rate > 0.0 else before, after)
+        after = torch.where(torch.isfinite(norm), after, before)
+        for name in (_NORM, _ALL) if self.block == "global" else (_NORM,):
+            # Of all layers: of this one only until `end_step`.
+            of.next[name].copy_(after)
+
+    @property
+    def follows_optimizer(self) -> bool:
+        return self.scale == "params"
+
+    def updated(self, changes: Sequence[tuple[LayerState, float]]) -> None:
+        for of, change in changes:
+            norm = of.now[_NORM]
+            norm.copy_(torch.where(norm < 0.0, norm, norm * self.beta + change * (1.0 - self.beta)))
+        if self.block == "global":
+            _share([of.now for of, _ in changes])
 
     @property
     def settles(self) -> bool:
@@ -71,10 +100,7 @@ class IntSGD(Integers):
 
     def end_step(self, layers: Sequence[LayerState], loss_scale: float) -> None:
         """Give all layers the norm of all of them."""
-        # Rounded once, so that the order of the layers does not matter.
-        total = math.fsum(float(of.next[_NORM]) for of in layers)
-        for of in layers:
-            of.next[_ALL].fill_(total)
+        _share([of.next for of in layers])
 
     def alphas(self, parts: Sequence[Part], state: State | None) -> Tensor:
         """α of each layer in unscaled units: fp64, (parts,)."""
@@ -82,13 +108,20 @@ class IntSGD(Integers):
         sizes = torch.tensor([p.numel for p, _ in parts], dtype=torch.float64, device=norms.device)
         total = self.numel or sizes
         blocks = torch.ones_like(sizes) * total if self.settles else sizes
-        return blocks.sqrt() / (norms * (2 * self.num_ranks) + blocks / total * self.eps**2).sqrt()
+        rates = torch.ones_like(sizes)
+        if self.follows_optimizer and state is not None:
+            rates = torch.tensor([state.learning_rates.get(p.name, 1.0) for p, _ in parts]).to(sizes)
+        safe = rates**2 * blocks / total * self.eps**2
+        return rates * blocks.sqrt() / (norms * (2 * self.num_ranks) + safe).sqrt()
 
-    def _scales(self, parts: Sequence[Part], state: State | None) -> tuple[Tensor, Tensor]:
-        """What gradients are multiplied by (fp32), and 1/n of its inverse (fp64)."""
+    def _scales(self, parts: Sequence[Part], state: State | None) -> Tensor:
+        """What gradients are multiplied by."""
         assert state is not None
-        scales = fp32(self.alphas(parts, state) / state.loss_scale)
-        return scales, 1.0 / (scales.double() * self.num_ranks)
+        return fp32(self.alphas(parts, state) / state.loss_scale)
+
+    def part_numel(self, round: int, shape: Sequence[int]) -> int:
+        numel = math.prod(shape)
+        return self.padded(numel + 1) if numel else 0
 
     def part(
         self,
@@ -103,7 +136,9 @@ class IntSGD(Integers):
     ) -> None:
         parts = [part for part in parts if part.piece.numel]
         if parts:
-            self.put(x, parts, self._scales(parts, state)[0], out, key, state)
+            self.put(x, parts, self._scales(parts, state), out, key, state)
+        for piece, where in parts:
+            out[where.start + piece.numel] = torch.isnan(not_finite(x[piece.elements]))
 
     def absorb(
         self,
@@ -119,9 +154,18 @@ class IntSGD(Integers):
         if not parts:
             return
         assert state is not None
-        self.get(total, x, parts, fp32(self._scales(parts, state)[1]))
+        flags = torch.stack([total[where.start + piece.numel] for piece, where in parts])
+        self.get(total, x, parts, self._scales(parts, state), flags == 0)
         for piece, _ in parts:
-            self.follow(x[piece.elements], state.loss_scale, state.layers[piece.name])
+            self.follow(x[piece.elements], piece.name, state)
+
+
+def _share(slots: Sequence[Mapping[str, Tensor]]) -> None:
+    known = [(of, norm) for of in slots if (norm := float(of[_NORM])) >= 0.0]
+    # Rounded once, so that the order of the layers does not matter.
+    total = math.fsum(norm for _, norm in known)
+    for of, _ in known:
+        of[_ALL].fill_(total)
 
 
 def _one(layer: Sequence[int]) -> tuple[int]:
@@ -185,4 +229,4 @@ class Exact(Summed):
         assert state is not None
         for piece, where in parts:
             x[piece.elements].copy_(total[where])
-            self.until.follow(total[where], state.loss_scale, state.layers[piece.name])
+            self.until.follow(total[where], piece.name, state)

@@ -130,6 +130,8 @@ class State:
     next: Mapping[str, Tensor]
     loss_scale: float = 1.0
     layers: Mapping[str, LayerState] = field(default_factory=dict)
+    learning_rates: Mapping[str, float] = field(default_factory=dict)
+    """By layer, for compressors that follow the optimizer."""
 
     @staticmethod
     def fresh(
@@ -152,4 +154,4 @@ class State:
         layers = {
             name: LayerState(of.next, of.now) for name, of in self.layers.items()
         }  # what is learned is the same tensor on both sides
-        return State(self.next, self.now, self.loss_scale, layers)
+        return State(self.next, self.now, self.loss_scale, layers, self.learning_rates)

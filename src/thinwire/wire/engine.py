@@ -68,6 +68,10 @@ class Engine:
         self.measure = measure
         self.learning_rate: float | None = None
         """The optimizer's in the present step, for compressors that follow it."""
+        self.learning_rates: Mapping[str, float] = {}
+        """The same by layer."""
+        self.changes: Mapping[str, float] = {}
+        """What the optimizer's last step did to each layer that follows it: ``‖x^k − x^{k−1}‖²``."""
         self._error = self._norm = 0.0
         self._measured_step = -1
         self._loss_scale = 1.0
@@ -185,7 +189,8 @@ class Engine:
         for name, shape in layers:
             numel = math.prod(shape)
             if (of := self.slots.layer(name)) is not None:
-                self.plan[name].follow(mean[start : start + numel], self._loss_scale, of)
+                state = State({}, {}, self._loss_scale, {name: of}, self.learning_rates)
+                self.plan[name].follow(mean[start : start + numel], name, state)
             start += numel
 
     def _communicate(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> Iterator[Then]:
@@ -234,7 +239,8 @@ class Engine:
 
     def _state(self, key: RouteKey, route: Route, loss_scale: float, device: torch.device) -> State | None:
         self._loss_scale = loss_scale
-        return self.slots.state(key, route.layout, loss_scale, device)
+        state = self.slots.state(key, route.layout, loss_scale, device)
+        return replace(state, learning_rates=self.learning_rates) if state and self.learning_rates else state
 
     def _learn(self, flat: Tensor, layout: Layout, step: int, state: State) -> None:
         """Learn from rank 0's gradients what all ranks are to code with from this step on."""
@@ -324,6 +330,16 @@ class Engine:
             self.slots.discard()
             self.stats.nonfinite_steps += 1
         self._step_is_finite = True
+        self._follow_optimizer()
+
+    def _follow_optimizer(self) -> None:
+        together: dict[Compressor, list[tuple[LayerState, float]]] = {}
+        for name, change in self.changes.items():
+            if (of := self.slots.layer(name)) is not None and math.isfinite(change):
+                together.setdefault(self.plan[name], []).append((of, change))
+        self.changes = {}
+        for compressor, changes in together.items():
+            compressor.updated(changes)
 
     def _settle(self) -> None:
         """Let compressors decide what their layers decide together."""

@@ -29,7 +29,7 @@ def simulate(
         buffer = torch.zeros(s.numel, dtype=s.dtype, device=flat.device)
         for compressor, parts in s.members:
             compressor.part(s.round, flat, parts, buffer, key=key, scale=1.0, state=state)
-        if not s.dtype.is_floating_point:
+        if s.op == "sum" and not s.dtype.is_floating_point:
             # As if all ranks had sent the same: integers are not divided by their number beforehand.
             buffer.mul_(num_ranks)
         for compressor, parts in s.members:

@@ -172,13 +172,21 @@ class Wire:
         """
         return not self._attached or self._step < self.start or self._engine.plan.all_raw
 
-    def begin_step(self) -> None:
-        """Count a new backward pass. Attachments call this before its first bucket."""
+    def begin_step(self, learning_rates: Mapping[str, float] | None = None) -> None:
+        """Count a new backward pass. Attachments call this before its first bucket.
+
+        ``learning_rates`` are those of the layers that follow the optimizer; `updated` says what it does to them.
+        """
         # After an error, buckets of that pass may still be under way: they must not write over this one's gradients.
         self._worker.wait_idle()
         self._engine.clipping.warn()
         self._engine.learning_rate = self._learning_rate()
+        self._engine.learning_rates = learning_rates or {}
         self._step += 1
+
+    def updated(self, changes: Mapping[str, float]) -> None:
+        """Say what the optimizer did to the layers that follow it: ``‖x^k − x^{k−1}‖²``, the same on all ranks."""
+        self._engine.changes = dict(changes)
 
     def _learning_rate(self) -> float | None:
         """The highest of the optimizer's groups, which a schedule may follow."""
