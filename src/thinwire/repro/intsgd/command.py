@@ -22,34 +22,33 @@ from thinwire.repro.findings import Finding, record, table
 from thinwire.repro.intsgd import convex, datasets, of_convex, of_sensitivity, of_training
 from thinwire.repro.intsgd.logistic import BATCH_SHARE, NUM_WORKERS, REGULARISATION
 from thinwire.repro.intsgd.study import FULL, SMOKE, TASKS, Scale, Study, steps_of_b, steps_of_c, with_images
-from thinwire.repro.intsgd.tasks import NUM_RANKS
 from thinwire.repro.intsgd.ways import RANDOM, TRAINED, WAYS, sensitive
 from thinwire.repro.progress import Screen
 from thinwire.repro.statistics import need_scipy
 from thinwire.wire import ParityError
 
 _DIFFERS = (
-    f"(a) the {NUM_WORKERS} workers are an axis of arrays in one process and compute, in fp64, what each would compute; "
-    "integers are neither clipped nor limited in size",
-    "(a) a5a, mushrooms, w8a and real-sim are made with the shapes of the LibSVM sets, not these sets, which --libsvm "
-    f"reads; lambda is {REGULARISATION:g}/m, learning rates are {convex.RATES[False]:g}/L and, of L-SVRG, "
+    f"(a) the {NUM_WORKERS} workers are an axis of arrays in one process and compute, in fp64, what each would compute "
+    "alone; integers are neither clipped nor limited in size",
+    "(a) a5a, mushrooms, w8a and real-sim are made with the shapes of the LibSVM sets; they are not these sets, which "
+    f"--libsvm reads; lambda is {REGULARISATION:g}/m, learning rates are {convex.RATES[False]:g}/L and, of L-SVRG, "
     f"{convex.RATES[True]:g}/L; mini-batches are {BATCH_SHARE:.0%} of a worker's data, drawn with replacement",
     "(a) 20 seeds, but 3 on real-sim's shape; f* is gradient descent's, brought to its end by L-BFGS",
-    f"(b) {NUM_RANKS} ranks are processes that share this machine's cores, on emulated links, instead of 16 GPUs on "
-    "InfiniBand; what is timed is larger than what is trained",
-    "(b) a ResNet of three blocks with group norm on small images for 20 epochs instead of ResNet18 on CIFAR-10 for 300",
+    f"(b) {FULL.num_ranks} ranks are processes that share this machine's cores, on emulated links, instead of 16 GPUs "
+    "on InfiniBand; what is timed is larger than what is trained",
+    "(b) a ResNet of three blocks with group norm on small images, 20 epochs, instead of ResNet18 on CIFAR-10, 300",
     "(b) a 3-layer LSTM of 96 units on the words of Python's standard library, 360 steps with momentum and gradients "
     "clipped to 0.5, instead of 650 units on Wikitext-2 for 90 epochs; the hidden state is not carried on",
-    "(b) all methods have the learning rate that suits SGD; scales are by layer and from the aggregated gradient",
+    "(b) all methods have the learning rate that suits SGD; IntSGD's scales are by layer, from the aggregated gradient",
     "(c) one seed",
 )
 """In what this is not the paper's experiment: kept beside the figures."""
 _JUDGED = (
-    "(a): a claim holds if it does on every data set at every seed; linear is R² of at least 0.99 of a line through the "
-    "gap's logarithm, and as fast as full precision at most 1.5 times its steps; (b) quality: the mean over seeds is, at "
-    "95 %, no worse than SGD's by more than SGD's own seeds spread (half a point or 0.01 nats at least), or is worse by "
-    "more where the paper says so; times: it is so in so many of the rounds, in which all take turns, that chance would "
-    "do it in 5 % of all cases at most; (c): no choice is worse than the default by more than a point, or 2 % of the loss"
+    "(a): a claim holds if it does on every data set at every seed; linear is an R² of at least 0.99 of a line through "
+    "the gap's logarithm, and like full precision at most 1.5 times its steps; (b) quality: the mean over seeds is, at "
+    "95 %, worse than SGD's by no more than SGD's own seeds spread (half a point or 0.01 nats at least), or by more "
+    "where the paper says so; times: it is so in so many of the rounds, in which all take turns, that chance would do "
+    "it in 5 % of all cases at most; (c): no choice is worse than the default by more than a point, or 2 % of the loss"
 )
 
 # Rough, for the time that is foretold: on two quiet cores of a 2020s server.
@@ -134,7 +133,7 @@ def intsgd(
     record_about = {
         **about,
         "images": images.name,
-        "num_ranks": NUM_RANKS,
+        "num_ranks": scale.num_ranks,
         "seeds": scale.seeds,
         "tasks": {task: dataclasses.asdict(scale.trained[task]) for task in TASKS},
         "timed": {task: dataclasses.asdict(scale.timed[task]) for task in TASKS},
@@ -153,7 +152,7 @@ def intsgd(
 def _make(
     console: Console, phases: dict[str, tuple[str, int, float]], study: Study
 ) -> tuple[list[Finding], dict[str, str], dict[str, Any]]:
-    """What was found, which parts failed and why, and what was measured on. A failure costs its part, not the others."""
+    """What was found, which parts failed and why, and on what was measured. A failure costs its part only."""
     found: list[Finding] = []
     failures: dict[str, str] = {}
     with study.screen as screen, study:

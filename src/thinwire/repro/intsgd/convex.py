@@ -43,7 +43,7 @@ class Extent:
 
 
 _EXTENTS = {
-    "breast_cancer": Extent(100, 200),
+    "breast_cancer": Extent(60, 120),
     "w8a": Extent(500, 1000),
     "real-sim": Extent(150, 300, seeds=3),
 }
@@ -64,7 +64,7 @@ class Source:
 
     def extent(self, smoke: bool) -> Extent:
         if smoke:
-            return Extent(60, 120, seeds=2)
+            return Extent(40, 80, seeds=2)
         if self.path is None:
             return _EXTENTS.get(self.name, Extent())
         like = [name for name, least in _LIKE.items() if self.file_bytes >= least]

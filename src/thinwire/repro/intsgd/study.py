@@ -10,10 +10,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from thinwire.repro.fft.runs import Runs, Trained
-from thinwire.repro.intsgd import timing
 from thinwire.repro.intsgd.convex import Source
-from thinwire.repro.intsgd.tasks import NUM_RANKS, LanguageTask, Pictures
-from thinwire.repro.intsgd.timing import Times
+from thinwire.repro.intsgd.tasks import LanguageTask, Pictures
+from thinwire.repro.intsgd.timing import Contest, Times
 from thinwire.repro.intsgd.ways import WAYS, Task, Way
 from thinwire.repro.progress import Screen
 
@@ -27,6 +26,7 @@ class Scale:
 
     trained: dict[Task, Pictures | LanguageTask]
     timed: dict[Task, Pictures | LanguageTask]
+    num_ranks: int = 4
     seeds: int = 3
     rounds: int = 8
     turn_steps: int = 2
@@ -50,6 +50,7 @@ SMOKE = Scale(
         "pictures": Pictures(width=8, batch=4),
         "words": LanguageTask(words=64, width=16, context=8, batch=1),
     },
+    num_ranks=2,
     seeds=1,
     rounds=1,
     turn_steps=1,
@@ -124,7 +125,7 @@ class Study:
     def train(self, task: Task, spec: str | None, seed: int, title: str, topology: str = "sra") -> Trained:
         """Train over loopback, unless it has been."""
         if task not in self._runs:
-            self._runs[task] = self._stack.enter_context(Runs(self.scale.trained[task], NUM_RANKS, None))
+            self._runs[task] = self._stack.enter_context(Runs(self.scale.trained[task], self.scale.num_ranks, None))
         before = self._done
 
         def on_step(step: int, loss: float) -> None:
@@ -135,22 +136,19 @@ class Study:
         self._done = before + self.scale.trained[task].steps
         return found
 
-    def times(self, task: Task) -> dict[str, Times]:
-        """Of every way over the slow links."""
-        scale = self.scale
+    def times(self) -> dict[Task, dict[str, Times]]:
+        """Of every way over the slow links, by task."""
+        scale, found = self.scale, {}
 
         def on_turn(title: str) -> None:
             self.advance(scale.turn_steps, f"times of {title}")
 
-        found, self.link = timing.contest(
-            scale.timed[task],
-            task,
-            WAYS,
-            rounds=scale.rounds,
-            steps=scale.turn_steps,
-            rate=self.rate,
-            on_turn=on_turn,
-        )
+        with Contest(scale.num_ranks, self.rate) as contest:
+            for task in TASKS:
+                found[task] = contest.times(
+                    scale.timed[task], task, WAYS, rounds=scale.rounds, steps=scale.turn_steps, on_turn=on_turn
+                )
+            self.link = contest.link
         return found
 
 

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.repro.data import draw_offsets, even_offsets, standard_library, windows
 from thinwire.repro.fft.task import ImageTask
 
-NUM_RANKS = 4
 _WARM_UP_EPOCHS, _EPOCHS = 5, 20
 _DROPS = (0.5, 5 / 6)
 """Shares of a run after which the learning rate falls to a tenth: epochs 150 and 250 of 300 (C.1)."""

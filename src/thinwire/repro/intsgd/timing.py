@@ -9,12 +9,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from thinwire import lab
 from thinwire.repro.crew import Crew, Loopback
 from thinwire.repro.intsgd import rank as rank_module
-from thinwire.repro.intsgd.tasks import NUM_RANKS
 from thinwire.repro.intsgd.ways import Task, Way
 from thinwire.repro.paired import Ranks
 from thinwire.repro.tasks import ScoredTask, describe
@@ -51,37 +51,61 @@ class _Ranks:
 OnTurn = Callable[[str], None]
 
 
-def contest(
-    task: ScoredTask, kind: Task, ways: Sequence[Way], *, rounds: int, steps: int, rate: str | None, on_turn: OnTurn
-) -> tuple[dict[str, Times], Any]:
-    """The times of ``ways`` by name over links of ``rate`` (None: loopback), and the link's description.
+class Contest:
+    """Rank processes on links of ``rate`` (None: loopback); a context manager."""
 
-    Raises:
-        RankFailed: a rank did not make it.
-    """
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="thinwire-repro-")))
-        network = stack.enter_context(lab.Network(NUM_RANKS)) if rate is not None else None
-        link = Ranks(network or Loopback(), rank_module.__name__)
-        setup: Any = _Ranks()
-        crew = stack.enter_context(Crew(link, setup, NUM_RANKS, folder=folder, name="rank", timeout_s=_TIMEOUT_S))
+    def __init__(self, num_ranks: int, rate: str | None) -> None:
+        self._num_ranks, self._rate = num_ranks, rate
+        self._stack = ExitStack()
+        self.link: dict[str, Any] | str = "loopback"
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="thinwire-repro-")))
+            network = lab.Network(self._num_ranks) if self._rate is not None else None
+            self._network = stack.enter_context(network) if network is not None else None
+            link = Ranks(self._network or Loopback(), rank_module.__name__)
+            setup: Any = _Ranks()
+            self._crew = stack.enter_context(
+                Crew(link, setup, self._num_ranks, folder=folder, name="rank", timeout_s=_TIMEOUT_S)
+            )
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def times(
+        self, task: ScoredTask, kind: Task, ways: Sequence[Way], *, rounds: int, steps: int, on_turn: OnTurn
+    ) -> dict[str, Times]:
+        """The times of ``ways`` by name: ``rounds`` turns of ``steps`` steps each, after one that does not count.
+
+        Raises:
+            RankFailed: a rank did not make it. The contest is of no more use then.
+        """
         names = [way.name for way in ways]
-        crew.run({"do": "enter", "task": describe(task), "kind": kind, "ways": names}, _nothing, _nothing)
-        about: Any = "loopback"
-        if network is not None and rate is not None:
-            network.shape(rate)
-            about = network.describe()
+        if self._network is not None:
+            self._network.unshape()
+        self._do({"do": "enter", "task": describe(task), "kind": kind, "ways": names})
+        if self._network is not None and self._rate is not None:
+            self._network.shape(self._rate)
+            self.link = self._network.describe()
         found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
         order = list(enumerate(names))
         for round_ in range(1 + rounds):
-            # To and fro, so that none is always the first or the last; the first round does not count.
+            # To and fro, so that none is always the first or the last.
             for which, name in order if round_ % 2 else reversed(order):
-                answers = crew.run({"do": "turn", "which": which, "steps": steps}, _nothing, _nothing)
+                answers = self._do({"do": "turn", "which": which, "steps": steps})
                 if round_:
                     found[name].append(_turn(answers))
                 on_turn(name)
-        crew.run({"do": "leave"}, _nothing, _nothing)
-    return {name: _times(rows) for name, rows in found.items()}, about
+        self._do({"do": "leave"})
+        return {name: _times(rows) for name, rows in found.items()}
+
+    def _do(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        return self._crew.run(command, _nothing, _nothing)
 
 
 _PARTS = ("communication", "overhead")
