@@ -182,7 +182,7 @@ def linearity(steps: Array, gap: Array) -> float:
     rounding error; 0 where there is too little to tell."""
     kept = np.nonzero(gap > 10 * _FLOOR)[0]
     kept = kept[len(kept) // 2 :]
-    if len(kept) < 3:
+    if len(kept) < 3 or np.ptp(gap[kept]) == 0:
         return 0.0
     correlation = np.corrcoef(steps[kept], np.log(gap[kept]))[0, 1]
     return float(correlation**2) if correlation < 0 else 0.0
