@@ -34,14 +34,13 @@ bench: .venv/ready
 	mkdir -p benchmarks
 	$(BIN)/thinwire bench kernels --threads 1 --json benchmarks/kernels-1.json
 	$(BIN)/thinwire bench kernels --threads 2 --json benchmarks/kernels-2.json
-	$(BIN)/thinwire bench allreduce --rate 100mbit --json benchmarks/allreduce-100mbit.json
-	$(BIN)/thinwire bench allreduce --rate 1gbit --json benchmarks/allreduce-1gbit.json
-	$(BIN)/thinwire bench allreduce --rate 10gbit --json benchmarks/allreduce-10gbit.json
+	$(BIN)/thinwire bench topologies --json benchmarks/topologies.json
 	$(BIN)/thinwire bench step --rate 1gbit --json benchmarks/step-1gbit.json
 	$(BIN)/thinwire bench step --rate none --decline --target 0 --batches 8 --json benchmarks/step-loopback.json
 	$(BIN)/thinwire bench compressors --json benchmarks/compressors.json --plot benchmarks/compressors.svg
 	$(BIN)/thinwire compare every --json benchmarks/compare-every.json
 	$(BIN)/thinwire repro fft --out benchmarks/repro-fft --json benchmarks/repro-fft.json
+	$(BIN)/thinwire repro cgx --out benchmarks/repro-cgx --json benchmarks/repro-cgx.json
 	$(BIN)/thinwire demo --out benchmarks/demo --json benchmarks/demo.json
 
 # The figures of README.md and docs/, from the JSON files that `make bench` wrote.

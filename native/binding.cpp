@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "dispatch.h"
+#include "shared_words.h"
 
 namespace {
 
@@ -254,11 +255,13 @@ PyCFunction method(Function function) {
 }
 
 #include "floats_binding.h"
+#include "shared_binding.h"
 #include "sparse_binding.h"
 
 PyMethodDef methods[] = {
     THINWIRE_FLOAT_METHODS,
     THINWIRE_SPARSE_METHODS,
+    THINWIRE_SHARED_METHODS,
     {"encode", method(py_encode), METH_FASTCALL, nullptr},
     {"decode", method(py_decode), METH_FASTCALL, nullptr},
     {"sum", method(py_sum), METH_FASTCALL, nullptr},

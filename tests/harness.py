@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.collectives import LoopbackTransport, Transport
+from thinwire.collectives import LoopbackTransport, SharedMemoryTransport, Transport
 
 # A fork server that has imported torch already: a test of two ranks costs a tenth of a second instead of five.
 _processes = multiprocessing.get_context("forkserver")
@@ -115,15 +115,27 @@ def _rank_main(
         os._exit(0)
 
 
-def run_threads(function: Callable[[Transport], Any], num_ranks: int, timeout_s: float = 30.0) -> list[Any]:
-    """``[function(transport) for each rank]``, in threads, over a loopback transport. Raises what a rank raised."""
+def run_threads(
+    function: Callable[[Any], Any],
+    num_ranks: int,
+    timeout_s: float = 30.0,
+    node_of: Callable[[int], int] | None = None,
+) -> list[Any]:
+    """``[function(transport) for each rank]``, in threads, over a loopback transport. Raises what a rank raised.
+
+    With ``node_of``, which names each rank's node, ranks of one node share memory.
+    """
     transports = LoopbackTransport.world(num_ranks, timeout_s)
     answers: list[Any] = [None] * num_ranks
     errors: list[BaseException | None] = [None] * num_ranks
 
     def run(rank: int) -> None:
         try:
-            answers[rank] = function(transports[rank])
+            transport: Transport = transports[rank]
+            if node_of is not None:
+                identity = torch.full((16,), node_of(rank), dtype=torch.uint8)
+                transport = SharedMemoryTransport(transport, timedelta(seconds=timeout_s), identity=identity)
+            answers[rank] = function(transport)
         except BaseException as error:  # noqa: BLE001 - raised below
             errors[rank] = error
 

@@ -13,7 +13,7 @@ from thinwire import cli, lab
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ["demo", "lab", "compare", "compare every", "repro fft", "repro cgx"]
-COMMANDS += ["bench kernels", "bench allreduce", "bench step", "bench compressors"]
+COMMANDS += ["bench kernels", "bench allreduce", "bench topologies", "bench step", "bench compressors"]
 
 
 def test_help_names_every_command(capsys) -> None:
@@ -63,10 +63,28 @@ def test_bench_allreduce(tmp_path: Path) -> None:
     arguments = ["bench", "allreduce", "--rate", "200mbit", "--size-mb", "2", "--repeats", "2", "--json", str(path)]
     assert cli.main(arguments) == 0
     found = figures(path)
-    assert found["replicas_identical"] == 1.0
-    assert found["speedup_over_gloo"] > 2
-    assert found["payload_bytes/thinwire"] == pytest.approx(found["payload_bytes/gloo"] * 4.5 / 32, rel=0.01)
-    assert 0.05 < found["relative_error"] < 0.3
+    assert found["replicas_identical/sra/group"] == 1.0
+    assert found["speedup_over_gloo/sra/group"] > 2
+    sent = found["formula_bytes/sra/group"]
+    assert sent == pytest.approx(2 * found["payload_bytes/gloo"] * 4.5 / 32, rel=0.01)
+    assert sent <= found["interface_bytes/sra/group"] < 1.15 * sent + 20_000
+    assert 0.05 < found["relative_error/sra/group"] < 0.3
+
+
+@pytest.mark.network
+@pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
+def test_bench_topologies(tmp_path: Path) -> None:
+    path = tmp_path / "topologies.json"
+    cell = ["--ranks", "4", "--sizes-mb", "1", "--rates", "1gbit", "--rtts", "0ms", "--repeats", "1"]
+    assert cli.main(["bench", "topologies", *cell, "--json", str(path)]) == 0
+    found = figures(path)
+    flat, nested, one = (f"4 ranks/{n} a node/{r}/0ms/1 MB/" for n, r in ((1, "1gbit"), (2, "1gbit"), (4, "none")))
+    assert found[f"{flat}variance/ring/group"] > found[f"{flat}variance/sra/group"]
+    assert found[f"{flat}formula_bytes/allgather/group"] > found[f"{flat}formula_bytes/ring/group"]
+    across = "crossing_bytes/hierarchical(inside=dense, across=leaders)/auto"
+    assert found[nested + across] == pytest.approx(found[f"{nested}crossing_bytes/sra/auto"] / 2, rel=0.1)
+    assert found[f"{one}crossing_bytes/sra/shared"] == 0
+    assert all(value == 1.0 for name, value in found.items() if "replicas_identical" in name)
 
 
 def test_bench_step_over_loopback(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 import thinwire
 from harness import run_ranks, run_threads
 from nets import assert_replicas_identical, batch, fingerprint, loss_of, make, train, trained
-from thinwire.collectives import LoopbackTransport
+from thinwire.collectives import LoopbackTransport, ScatterReduceAllGather, World
 from thinwire.compressors import Coded, parse
 from thinwire.plan import Plan, Speeds, declined
 from thinwire.wire.decline import _codec, decline
@@ -53,7 +53,7 @@ class Slow(LoopbackTransport):
 def test_declining_measures_the_link() -> None:
     def run(transport):
         transport.__class__ = Slow
-        return decline(Plan.build(SHAPES, "minmax"), transport)
+        return decline(Plan.build(SHAPES, "minmax"), transport, ScatterReduceAllGather(), World(transport.world_size))
 
     (first, speeds), (second, _) = run_threads(run, 2)
     assert first.layers == second.layers == Plan.build(SHAPES, "minmax").layers

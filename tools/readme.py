@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -10,6 +11,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
+RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
+NESTED = ("sra", "hierarchical(inside=dense, across=slices)", "hierarchical(inside=dense, across=leaders)")
+NESTED += ("hierarchical(inside=same, across=slices)",)
+ONE_NODE = ("sra", "ring", "allgather")
 TITLES = {
     "thinwire": "**thinwire, 4 bits**",
     "fp32": "DDP, fp32",
@@ -77,24 +82,91 @@ def demo() -> str:
 
 
 def allreduce() -> str:
-    rows, machine = [], ""
-    for rate in ("100mbit", "1gbit", "10gbit"):
-        figures = Figures(BENCHMARKS / f"allreduce-{rate}.json")
-        machine = figures.machine
-        ms = {name: 1e3 * (figures.get(f"seconds/{name}") or 0) for name in ("gloo", "thinwire", "bare")}
+    path = BENCHMARKS / "topologies.json"
+    if not path.exists():
+        return "Not measured yet: `make bench`."
+    figures, rows = Figures(path), []
+    for ranks, rate, rtt in itertools.product((2, 4), RATES, ("0ms", "20ms")):
+        cell = f"{ranks} ranks/1 a node/{rate}/{rtt}/25 MB/"
+        ms = [1e3 * (figures.get(f"{cell}seconds/{name}") or 0) for name in ("gloo", "sra/group", "bare")]
         rows.append(
             [
-                rate.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s"),
-                *(f"{ms[name]:.1f} ms" for name in ("gloo", "thinwire", "bare")),
-                f"{figures.get('speedup_over_gloo'):.2f}x",
-                f"{figures.get('times_bare_exchange'):.2f}x",
+                f"{ranks} ranks, {RATES[rate]}" + ("" if rtt == "0ms" else f", +{rtt.replace('ms', ' ms')}"),
+                *(f"{value:.1f} ms" for value in ms),
+                f"{ms[0] / ms[1]:.2f}x",
+                f"{ms[1] / ms[2]:.2f}x",
             ]
         )
-    head = ["25 MB, 2 ranks", "gloo fp32", "thinwire", "its bytes, bare", "against gloo", "against bare bytes"]
+    head = ["25 MB", "gloo fp32", "thinwire", "its messages, bare", "against gloo", "against bare messages"]
     return (
-        "`thinwire bench allreduce`: one all-reduce of a 25 MB gradient, in 4 bits, beside gloo's in fp32 and beside "
-        f"an exchange of thinwire's bytes with nothing done to them.\n\n{table(head, rows)}\n\n{machine}."
+        "`thinwire bench topologies`: one all-reduce of a 25 MB gradient, in 4 bits, beside gloo's in fp32 and beside "
+        "an exchange of the same messages with nothing done to them; links with and without a round-trip time. "
+        f"[All topologies and transports](docs/topologies.md).\n\n{table(head, rows)}\n\n{figures.machine}."
     )
+
+
+def topologies() -> str:
+    path = BENCHMARKS / "topologies.json"
+    if not path.exists():
+        return "Not measured yet: `make bench`."
+    figures = Figures(path)
+    flat = ("sra/group", "ring/group", "tree/group", "allgather/group", "parameter_server/group")
+    parts = []
+    for size in figures.record["about"]["sizes_mb"]:
+        rows = []
+        for ranks, rate, rtt in itertools.product((2, 4), RATES, ("0ms", "20ms")):
+            cell = f"{ranks} ranks/1 a node/{rate}/{rtt}/{size:g} MB/"
+            rows.append(
+                [f"{ranks} ranks, {RATES[rate]}" + ("" if rtt == "0ms" else ", +20 ms"), *_ways(figures, cell, flat)]
+            )
+        head = [f"{size:g} MB, a rank on each node", "gloo fp32", *(way.split("/")[0] for way in flat), "sra, bare"]
+        parts.append(table(head, rows))
+    cell = f"4 ranks/1 a node/{next(iter(RATES))}/0ms/25 MB/"
+    rows = []
+    for way in flat:
+        by_node = figures.rows[f"{cell}crossing_bytes/{way}"]["by_node"]
+        counted = (figures.get(f"{cell}interface_bytes/{way}") or 0) / sum(by_node)
+        variance = (figures.get(f"{cell}variance/{way}") or 0) / (figures.get(f"{cell}variance/sra/group") or 1)
+        sent = " / ".join(f"{value / 1e6:.2f}" for value in by_node)
+        rows.append([way.split("/")[0], f"{sent} MB", f"{counted:.3f}", f"{variance:.2f}"])
+    head = ["4 ranks, 25 MB", "sent by each rank", "on the interfaces / formula", "variance of the mean / sra's"]
+    parts.append(table(head, rows))
+    for each_node, rates, ways, title in (
+        (2, RATES, NESTED, "4 ranks, two to a node"),
+        (4, {"none": "no limit"}, ONE_NODE, "4 ranks on one node"),
+        (2, {"none": "no limit"}, ONE_NODE, "2 ranks on one node"),
+    ):
+        ranks = 4 if rates is RATES else each_node
+        rows = []
+        for size, (rate, text) in itertools.product(figures.record["about"]["sizes_mb"], rates.items()):
+            cell = f"{ranks} ranks/{each_node}  a node/{rate}/0ms/{size:g} MB/".replace("  ", " ")
+            rows += [
+                [
+                    f"{size:g} MB, {text}",
+                    "fp32, gloo",
+                    f"{1e3 * figures.rows[f'{cell}seconds/gloo']['value']:.1f}",
+                    "",
+                    "",
+                ]
+            ]
+            for way in ways:
+                by_group, shared = (
+                    figures.get(f"{cell}seconds/{way}/{kind}")
+                    for kind in ("group", "auto" if each_node < ranks else "shared")
+                )
+                if by_group and shared:
+                    rows.append(["", way, f"{1e3 * by_group:.1f}", f"{1e3 * shared:.1f}", f"{by_group / shared:.2f}x"])
+        parts.append(table([title, "", "gloo, ms", "shared memory inside a node, ms", "shared memory gains"], rows))
+    return "\n\n".join(parts) + f"\n\n{figures.machine}."
+
+
+def _ways(figures: Figures, cell: str, ways: tuple[str, ...]) -> list[str]:
+    gloo = figures.get(f"{cell}seconds/gloo") or 0
+    found = [f"{1e3 * gloo:.1f} ms"]
+    for way in (*ways, "bare"):
+        seconds = figures.get(f"{cell}seconds/{way}")
+        found.append(f"{gloo / seconds:.2f}x" if seconds else "")
+    return found
 
 
 def step() -> str:
@@ -186,42 +258,99 @@ def compressors() -> str:
     )
 
 
+HOLDS = {True: "yes", False: "no", None: "open"}
+
+
+def claims(results: list[dict[str, Any]], whose: str) -> str:
+    """What a paper claims and what was found, row by row."""
+    rows = [[row["figure"], row["claim"], row["found"], HOLDS[row["holds"]]] for row in results if row.get("claim")]
+    return table(["figure", whose, "here", "holds"], rows, numbers=False)
+
+
+def bullets(texts: list[str]) -> str:
+    return "".join(f"- {text}\n" for text in texts)
+
+
+def pictures(folder: str) -> str:
+    def numbers(path: Path) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", path.stem)]
+
+    paths = sorted((BENCHMARKS / folder).glob("*.svg"), key=numbers)
+    return "\n".join(f"![{path.stem}](../benchmarks/{folder}/{path.name})\n" for path in paths)
+
+
 def repro_fft() -> str:
     path = BENCHMARKS / "repro-fft.json"
     if not path.exists():
         return "Not measured yet: `make bench`."
     figures = Figures(path)
-    words = {True: "yes", False: "no", None: "open"}
     results = figures.record["results"]
     for later in sorted(BENCHMARKS.glob("repro-fft-*.json")):
         # A run of single figures takes the place of what the whole run found of them.
         again = Figures(later).record["results"]
         results = [row for row in results if row["figure"] not in {other["figure"] for other in again}] + again
-    rows = [[row["figure"], row["claim"], row["found"], words[row["holds"]]] for row in results if row.get("claim")]
     about = figures.record["about"]
-    differs = "".join(f"- {text}\n" for text in about["differs_from_the_paper"])
-    pictures = "\n".join(
-        f"![{picture.stem}](../benchmarks/repro-fft/{picture.name})\n"
-        for picture in sorted(
-            (BENCHMARKS / "repro-fft").glob("*.svg"), key=lambda p: [int(n) for n in re.findall(r"\d+", p.stem)]
-        )
-    )
-    claims = table(["figure", "the paper", "here", "holds"], rows, numbers=False)
     return (
-        f"{claims}\n\nHow a claim is judged: {about['judged']}.\n\n"
-        f"In what this is not the paper's experiment:\n\n{differs}\n{pictures}\n{figures.machine}."
+        f"{claims(results, 'the paper')}\n\nHow a claim is judged: {about['judged']}.\n\n"
+        f"In what this is not the paper's experiment:\n\n{bullets(about['differs_from_the_paper'])}\n"
+        f"{pictures('repro-fft')}\n{figures.machine}."
+    )
+
+
+CGX_TABLES = {
+    "3.4": "Table 3.4: reduction schemes",
+    "3.6": "Table 3.6: systems",
+    "3.9": "Table 3.9: two nodes",
+    "3.3": "Figure 3.3: transports on one host",
+}
+"""Of throughput, by what they are in the thesis."""
+
+
+def throughput(results: list[dict[str, Any]], part: str) -> str:
+    """Items per second by way and model, also in multiples of the reference's, here and in the thesis."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in results:
+        if row["figure"] == part and "/items_per_s/" in row["name"]:
+            found.setdefault(row["way"], {})[row["model"]] = row
+    models = list(dict.fromkeys(model for rows in found.values() for model in rows))
+    head, body = [""], []
+    for model in models:
+        row = next(rows[model] for rows in found.values() if model in rows)
+        head += [f"{model}, {row['unit']}", f"over {row['reference']}", f"{row['model_of_thesis']} in the thesis"]
+    for way, rows in found.items():
+        line = [way]
+        for model in models:
+            row = rows[model]
+            theirs = row["thesis_relative"]
+            line += [f"{row['value']:,.0f}", f"{row['relative']:.2f}x", "" if theirs is None else f"{theirs:.2f}x"]
+        body.append(line)
+    return table(head, body)
+
+
+def repro_cgx() -> str:
+    path = BENCHMARKS / "repro-cgx.json"
+    if not path.exists():
+        return "Not measured yet: `make bench`."
+    figures = Figures(path)
+    results, about = figures.record["results"], figures.record["about"]
+    parts = [row["figure"] for row in results]
+    tables = "\n\n".join(
+        f"{title}\n\n{throughput(results, part)}" for part, title in CGX_TABLES.items() if part in parts
+    )
+    return (
+        f"{claims(results, 'the thesis')}\n\nHow a claim is judged: {about['judged']}.\n\n{tables}\n\n"
+        f"The links, and what fp32 is on them:\n\n{bullets([link['proportion'] for link in about['links'].values()])}\n"
+        f"In what this is not the thesis's experiment:\n\n{bullets(about['differs_from_the_thesis'])}\n"
+        f"{pictures('repro-cgx')}\n{figures.machine}."
     )
 
 
 PAGES = {
-    "README.md": {
-        "compressors": compressors,
-        "demo": demo,
-        "allreduce": allreduce,
-        "step": step,
-        "kernels": kernels,
-    },
+    "README.md": {"compressors": compressors, "demo": demo, "allreduce": allreduce, "step": step},
+    "docs/kernels.md": {"kernels": kernels},
+    "docs/topologies.md": {"topologies": topologies},
     "docs/repro-fft.md": {"repro-fft": repro_fft},
+    "docs/repro-cgx.md": {"repro-cgx": repro_cgx},
 }
 """Pages, and what stands between which marks in them."""
 

@@ -2,7 +2,7 @@
 
 from thinwire import optim
 from thinwire.attach import compress
-from thinwire.collectives import MessageError, PeerFailedError, TransportError
+from thinwire.collectives import MessageError, PeerFailedError, SharedMemoryError, TransportError
 from thinwire.compressors import (
     DGC,
     FFT,
@@ -60,6 +60,7 @@ __all__ = [
     "RandK",
     "RangeFloat",
     "Raw",
+    "SharedMemoryError",
     "Sign",
     "Stats",
     "StatsLogger",

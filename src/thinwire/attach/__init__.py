@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach.ddp import Options, compress_ddp
-from thinwire.collectives import Topology, parse_topology
+from thinwire.collectives import Topology, TransportChoice, parse_topology
 from thinwire.plan import DEFAULT_RULES, Rules
 from thinwire.wire import Wire
 
@@ -31,6 +31,7 @@ def compress(
     resync: int = 0,
     measure: int = 0,
     topology: str | Topology = "sra",
+    transport: TransportChoice = "auto",
     optimizer: torch.optim.Optimizer | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     timeout: timedelta | None = None,
@@ -69,6 +70,9 @@ def compress(
         topology: how messages meet. ``sra`` (scatter-reduce-all-gather) is the default; ``sra(rates=measured)`` gives
             ranks with faster links more to own; ``ring``, ``tree``, ``allgather``, ``parameter_server(server=0)``;
             ``hierarchical(inside=dense, across=slices)`` adds up inside each node first.
+        transport: ``auto`` lets coded messages between ranks of one node lie in memory that these share (Linux), and
+            sends the others over the process group; ``shared`` insists on it; ``group`` sends all of them. Ranks find
+            out themselves who shares a node; the environment variable ``THINWIRE_NODE`` names a rank's node otherwise.
         optimizer: the optimizer, for compressors that follow its learning rate (``fft(theta=diminishing)``) or its
             steps (``intsgd(scale=params)``).
         grad_scaler: the ``GradScaler`` of an fp16 training; error feedback keeps its residuals in unscaled units.
@@ -82,6 +86,7 @@ def compress(
         ValueError: a pattern matches no parameter, or a spec is wrong.
         RuntimeError: the model is compressed already, or has another communication hook.
         DisagreementError: the ranks gave different arguments.
+        SharedMemoryError: ``transport="shared"``, and ranks cannot share memory.
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
@@ -99,6 +104,7 @@ def compress(
         resync=resync,
         measure=measure,
         topology=parse_topology(topology),
+        transport=transport,
         optimizer=optimizer,
         grad_scaler=grad_scaler,
         timeout=timeout,

@@ -13,7 +13,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach.updates import Updates
-from thinwire.collectives import ProcessGroupTransport, ScatterReduceAllGather, Topology
+from thinwire.collectives import (
+    ProcessGroupTransport,
+    ScatterReduceAllGather,
+    Topology,
+    Transport,
+    TransportChoice,
+    with_shared_memory,
+)
 from thinwire.compat import group_timeout
 from thinwire.compressors import GRADIENT_DTYPES, Raw, Wrapper, check_int
 from thinwire.plan import Filter, Plan, Rules
@@ -124,6 +131,7 @@ class Options:
     resync: int = 0
     measure: int = 0
     topology: Topology = field(default_factory=ScatterReduceAllGather)
+    transport: TransportChoice = "auto"
     optimizer: torch.optim.Optimizer | None = None
     grad_scaler: torch.amp.GradScaler | None = None
     timeout: timedelta | None = None
@@ -146,7 +154,7 @@ def compress_ddp(model: DistributedDataParallel, rules: Rules, options: Options)
     wire = Wire(
         plan,
         shapes,
-        _transport(hook.group, options.timeout),
+        _transport(hook.group, options),
         seed=options.seed,
         start=options.start,
         decline=options.decline,
@@ -208,9 +216,9 @@ def _check_feedback(plan: Plan) -> None:
             )
 
 
-def _transport(group: dist.ProcessGroup, timeout: timedelta | None) -> ProcessGroupTransport:
+def _transport(group: dist.ProcessGroup, options: Options) -> Transport:
     """Process groups of our own: DDP uses its own group from the main thread while ours are busy in the worker."""
-    timeout = timeout or group_timeout(group)
+    timeout = options.timeout or group_timeout(group)
     ranks = dist.get_process_group_ranks(group)
     part = len(ranks) != dist.get_world_size()
     mine, second = (
@@ -218,4 +226,6 @@ def _transport(group: dist.ProcessGroup, timeout: timedelta | None) -> ProcessGr
     )
     assert isinstance(mine, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
-    return ProcessGroupTransport(mine, timeout, second)
+    # A simulation sends no messages.
+    choice = "group" if options.simulate else options.transport
+    return with_shared_memory(ProcessGroupTransport(mine, timeout, second), timeout, choice)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json as json_text
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -11,38 +13,45 @@ from rich.table import Table
 
 from thinwire import lab
 from thinwire.bench.ranks import run_ranks
+from thinwire.collectives.topology import parse_topology
 from thinwire.results import Results
 
-_LABELS = {
-    "gloo": "gloo all-reduce, fp32",
-    "thinwire": "thinwire",
-    "bare": "bare exchange, same bytes",
-}
+Kind = Literal["group", "shared", "auto"]
 
 
 def allreduce(
     *,
     rate: str = "1gbit",
+    rtt: str | None = None,
     ranks: int = 2,
+    ranks_per_node: int = 1,
     size_mb: float = 25.0,
     compressor: str = "minmax(bits=4, bucket=128)",
+    topology: tuple[str, ...] = ("sra",),
+    transport: Kind = "group",
     repeats: int = 7,
     json: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None,
 ) -> int:
     """Time an all-reduce of one gradient over an emulated link.
 
-    Three ways in turn, in one run: gloo's fp32 all-reduce, thinwire, and an exchange of thinwire's bytes with nothing
-    done to them, which is the limit that the link sets.
+    Several ways in turn, in one run: gloo's fp32 all-reduce, thinwire by each topology, and an exchange of the first
+    one's messages with nothing done to them, which is the limit that the link sets.
 
     Examples:
       thinwire bench allreduce --rate 100mbit
       thinwire bench allreduce --rate 1gbit --ranks 4 --compressor 'minmax(bits=8, bucket=1024)'
+      thinwire bench allreduce --rate 1gbit --ranks 4 --topology sra ring tree
+      thinwire bench allreduce --ranks 4 --ranks-per-node 2 --topology sra hierarchical --transport auto
 
     Args:
-        rate: of each rank's link, both ways (100mbit, 1gbit ...).
-        ranks: number of ranks, each in a network namespace of its own.
+        rate: of each node's link, both ways (100mbit, 1gbit ...), or none.
+        rtt: round-trip time added between nodes, as 20ms.
+        ranks: number of ranks.
+        ranks_per_node: how many of them share a node: its network namespace, its link, its memory.
         size_mb: size of the gradient in fp32, in MB (10^6 bytes).
         compressor: its spec.
+        topology: how messages meet: sra, ring, tree, allgather, parameter_server, hierarchical ...
+        transport: inside a node, by gloo (group) or through shared memory (shared, or auto where there is any).
         repeats: measurements of each way; the median counts.
         json: write the figures to this file.
     """
@@ -51,54 +60,92 @@ def allreduce(
     if missing:
         Console(stderr=True, highlight=False).print(f"No slow network can be made here: {missing}")
         return 1
-    numel = int(size_mb * 1e6 / 4)
-    with lab.Network(ranks, rate=rate) as network:
-        about = network.describe()
-        with console.status(f"{ranks} ranks, {rate}: {repeats} rounds of {size_mb:g} MB ..."):
-            answer = run_ranks("thinwire.bench.allreduce_rank", [str(numel), compressor, str(repeats)], ranks, network)
-    results = _results(answer, about, rate=rate, ranks=ranks, size_mb=size_mb, compressor=compressor)
-    _print(console, answer, results, rate, ranks, size_mb, compressor)
+    ways = [(str(parse_topology(spec)), transport) for spec in topology]
+    with console.status(f"{ranks} ranks, {rate}: {repeats} rounds of {size_mb:g} MB ..."):
+        [answer], about = measure(
+            ways, [size_mb], ranks=ranks, ranks_per_node=ranks_per_node, rate=rate, rtt=rtt, compressor=compressor,
+            repeats=repeats,
+        )  # fmt: skip
+    parameters = {"rate": rate, "rtt": rtt, "ranks": ranks, "ranks_per_node": ranks_per_node, "size_mb": size_mb}
+    results = Results("thinwire bench allreduce", about={"link": about, **parameters, "compressor": compressor})
+    add(results, answer)
+    console.print(f"All-reduce of {size_mb:g} MB, {ranks} ranks, {rate}, {compressor}")
+    console.print(_table(answer))
+    console.print(
+        "ms: median; MB: what the busiest rank sends; gloo, bare: in multiples of gloo's speed, and of the time of the "
+        "first way's messages with nothing done to them; error: relative, of the mean."
+    )
     if json:
         results.write(json)
     return 0
 
 
-def _results(answer: dict[str, Any], about: dict[str, Any], **parameters: Any) -> Results:
-    results = Results("thinwire bench allreduce", about={"link": about, **parameters})
-    seconds = answer["seconds"]
-    for name, value in seconds.items():
-        results.add(f"seconds/{name}", value, "s", all=answer["all"][name])
-    results.add("speedup_over_gloo", seconds["gloo"] / seconds["thinwire"], "x")
-    results.add("times_bare_exchange", seconds["thinwire"] / seconds["bare"], "x")
-    results.add("payload_bytes/thinwire", answer["message_bytes"], "B")
-    results.add("payload_bytes/gloo", answer["gloo_bytes"], "B")
-    results.add("relative_error", answer["relative_error"], "")
-    results.add("replicas_identical", float(answer["replicas_identical"]), "")
-    return results
-
-
-def _print(
-    console: Console,
-    answer: dict[str, Any],
-    results: Results,
-    rate: str,
+def measure(
+    ways: Sequence[tuple[str, str]],
+    sizes_mb: Sequence[float],
+    *,
     ranks: int,
-    size_mb: float,
+    rate: str,
     compressor: str,
-) -> None:
-    console.print(f"All-reduce of {size_mb:g} MB, {ranks} ranks, {rate}, {compressor}")
+    repeats: int,
+    ranks_per_node: int = 1,
+    rtt: str | None = None,
+    budget_s: float = 600.0,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What rank 0 answers for each size, and the link. ``ways``: topology and transport; ``budget_s``: for each size,
+    after which no further round is begun."""
+    config = {
+        "ways": list(ways),
+        "numels": [int(size * 1e6 / 4) for size in sizes_mb],
+        "compressor": compressor,
+        "ranks_per_node": ranks_per_node,
+        "repeats": repeats,
+        "budget_s": budget_s,
+    }
+    shaped = None if rate == "none" else rate
+    with lab.Network(ranks, rate=shaped, rtt=rtt, ranks_per_node=ranks_per_node) as network:
+        about = network.describe()
+        answer: Any = run_ranks("thinwire.bench.allreduce_rank", [json_text.dumps(config)], ranks, network)
+    return answer, about
+
+
+def add(results: Results, answer: dict[str, Any], prefix: str = "") -> None:
+    """Add what was measured of one size: seconds of each way, and what they mean."""
+    seconds, first = answer["seconds"], next(iter(answer["about"]))
+    for name, value in seconds.items():
+        results.add(f"{prefix}seconds/{name}", value, "s", all=answer["all"][name])
+    results.add(f"{prefix}payload_bytes/gloo", answer["gloo_bytes"], "B")
+    for name, about in answer["about"].items():
+        results.add(f"{prefix}speedup_over_gloo/{name}", seconds["gloo"] / seconds[name], "x")
+        results.add(f"{prefix}formula_bytes/{name}", sum(about["formula_bytes"]), "B", by_rank=about["formula_bytes"])
+        for what in ("crossing_bytes", "interface_bytes"):
+            results.add(f"{prefix}{what}/{name}", sum(about[what]), "B", by_node=about[what])
+        results.add(f"{prefix}relative_error/{name}", about["relative_error"], "")
+        results.add(f"{prefix}variance/{name}", about["variance"], "")
+        results.add(f"{prefix}replicas_identical/{name}", float(about["replicas_identical"]), "")
+    if "bare" in seconds:
+        results.add(f"{prefix}times_bare_exchange", seconds[first] / seconds["bare"], "x")
+
+
+def _table(answer: dict[str, Any]) -> Table:
     table = Table()
-    for column in ("way", "median ms", "min .. max", "MB sent", "vs gloo"):
+    for column in ("way", "ms", "min .. max", "MB", "gloo", "bare", "error"):
         table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
-    for name, label in _LABELS.items():
-        median, times = answer["seconds"][name], answer["all"][name]
-        sent = answer["gloo_bytes" if name == "gloo" else "message_bytes"]
-        spread = f"{min(times) * 1e3:.1f} .. {max(times) * 1e3:.1f}"
-        faster = f"{answer['seconds']['gloo'] / median:.2f}x"
-        table.add_row(label, f"{median * 1e3:.1f}", spread, f"{sent / 1e6:.2f}", faster)
-    console.print(table)
-    identical = "bit-identical on all ranks" if answer["replicas_identical"] else "[red]DIFFERENT between ranks[/]"
-    console.print(
-        f"thinwire takes {results.value('times_bare_exchange'):.2f}x the bare exchange of its bytes; "
-        f"relative error of the mean {answer['relative_error']:.4f}; result {identical}."
-    )
+    seconds, first = answer["seconds"], next(iter(answer["about"]))
+    for name, value in seconds.items():
+        of = answer["about"].get(first if name == "bare" else name)
+        sent = max(of["formula_bytes"]) if of else answer["gloo_bytes"]
+        times = answer["all"][name]
+        title = {"gloo": "gloo, fp32", "bare": f"{first}, bare"}.get(name, name)
+        table.add_row(
+            title,
+            f"{value * 1e3:.1f}",
+            f"{min(times) * 1e3:.1f} .. {max(times) * 1e3:.1f}",
+            f"{sent / 1e6:.2f}",
+            f"{seconds['gloo'] / value:.2f}x",
+            f"{value / seconds['bare']:.2f}x" if "bare" in seconds else "",
+            f"{of['relative_error']:.4f}" if of and name != "bare" else "",
+        )
+        if of and not of["replicas_identical"]:
+            table.add_row("[red]  ranks got DIFFERENT results[/]")
+    return table

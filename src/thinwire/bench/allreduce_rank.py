@@ -1,4 +1,4 @@
-"""One rank of ``thinwire bench allreduce``. Prints its measurements as one line of JSON."""
+"""One rank of ``thinwire bench allreduce`` and ``bench topologies``. Rank 0 prints a line of JSON."""
 
 from __future__ import annotations
 
@@ -7,39 +7,58 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives import Layer, Layout, ProcessGroupTransport, all_reduce, complete
+from thinwire.collectives import (
+    Layer,
+    Layout,
+    ProcessGroupTransport,
+    Transport,
+    World,
+    all_reduce,
+    complete,
+    gather_buffers,
+    gather_mean,
+    ring_bytes,
+    with_shared_memory,
+)
+from thinwire.collectives.topology import parse_topology
 from thinwire.compressors import Coded, parse
+from thinwire.lab.network import INTERFACE
+from thinwire.wire.link import settle
 
-_TIMEOUT = timedelta(seconds=120)
+_TIMEOUT = timedelta(seconds=180)
+_COUNTERS = Path("/proc/self/net/dev")
+_SENT_BYTES = 8
 
 
-class _Contest:
-    """Three ways to move one gradient: gloo's fp32 all-reduce, thinwire's, and its bytes with nothing done to them."""
+class Way:
+    """One topology over one transport: how it moves a gradient, and its messages with nothing done to them."""
 
-    def __init__(self, numel: int, spec: str, transport: ProcessGroupTransport) -> None:
+    def __init__(self, numel: int, spec: str, topology: str, transport: Transport) -> None:
         compressor = parse(spec)
         if not isinstance(compressor, Coded):
             raise TypeError(f"{spec} is not a compressor whose messages this benchmark can send")
-        rank, num_ranks = transport.rank, transport.world_size
+        settled, world = settle(parse_topology(topology), transport)
         self.transport = transport
-        self.layout = Layout.build([Layer("gradient", 0, (numel,), compressor)], num_ranks, torch.float32)
-        self.buffers = transport.open(self.layout.reduction_traffic())
-        self.gradient = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
-        self.x = self.gradient.clone()
+        layer = Layer("gradient", 0, (numel,), compressor)
+        self.layout = Layout.build([layer], World(world.size, world.nodes), torch.float32, settled)
+        self.gathers = self.layout.has_gathered
+        self.buffers = (
+            gather_buffers(self.layout, transport) if self.gathers else transport.open(self.layout.reduction_traffic())
+        )
         self.step = 0
 
-    def gloo(self) -> None:
-        dist.all_reduce(self.x)
-
-    def thinwire(self) -> None:
+    def run(self, x: Tensor) -> None:
         self.step += 1
-        complete(all_reduce(self.x, self.layout, self.transport, self.buffers, seed=0, step=self.step))
+        collective = gather_mean if self.gathers else all_reduce
+        complete(collective(x, self.layout, self.transport, self.buffers, seed=0, step=self.step))
 
     def bare(self) -> None:
         """The same messages in the same order, with nothing done to them."""
@@ -68,24 +87,29 @@ class _Contest:
         transport.end(buffers)
 
 
-def _time(run: Callable[[], None]) -> float:
+def _time(run: Callable[[], object]) -> float:
+    """Seconds until the slowest rank has ended: then an all-reduce has."""
     dist.barrier()
     started = time.perf_counter()
     run()
     mine = torch.tensor(time.perf_counter() - started)
-    # An all-reduce has ended when it has on the slowest rank.
     dist.all_reduce(mine, op=dist.ReduceOp.MAX)
     return float(mine)
 
 
-def _error(contest: _Contest) -> float:
-    """Relative L2 error of one compressed mean against the exact one, which travels as fp64."""
-    contest.x.copy_(contest.gradient)
-    contest.thinwire()
-    exact = contest.gradient.double()
-    dist.all_reduce(exact)
-    exact /= contest.layout.world_size
-    return float((contest.x - exact).norm() / exact.norm())
+def _on_interface() -> int:
+    """Bytes that this rank's node has sent so far; 0 where it has no interface of the lab."""
+    for line in _COUNTERS.read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(counts.split()[_SENT_BYTES])
+    return 0
+
+
+def _gather(value: float) -> list[float]:
+    out = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
+    dist.all_gather(out, torch.tensor([value], dtype=torch.float64))
+    return [float(v) for v in out]
 
 
 def _same_everywhere(x: Tensor) -> bool:
@@ -95,32 +119,79 @@ def _same_everywhere(x: Tensor) -> bool:
     return bool(torch.equal(low, high))
 
 
-def main(numel: int, spec: str, repeats: int) -> None:
-    """Measure in rounds, one of each at a time, so that a noisy machine is noisy for all alike."""
+def _checked(way: Way, gradient: Tensor, exact: Tensor, ranks_per_node: int) -> dict[str, Any]:
+    """Once, untimed: its error, its bytes, and whether all ranks got the same."""
+    x, ranks = gradient.clone(), range(dist.get_world_size())
+    dist.barrier()
+    before = _on_interface()
+    way.run(x)
+    # The kernel counts what it has sent: give what is under way the time to leave.
+    time.sleep(0.05)
+    on_interface = _gather(_on_interface() - before)
+    traffic = way.layout.gather_traffic() if way.gathers else way.layout.reduction_traffic()
+    crossing = [
+        sum(m.num_bytes for m in traffic[rank] for r in m.receivers if r // ranks_per_node != rank // ranks_per_node)
+        for rank in ranks
+    ]
+    return {
+        "formula_bytes": [way.layout.sent_bytes(rank) for rank in ranks],
+        "crossing_bytes": [sum(crossing[n : n + ranks_per_node]) for n in ranks[::ranks_per_node]],
+        "interface_bytes": on_interface[::ranks_per_node],
+        "variance": float((x - exact).double().square().mean()),
+        "relative_error": float((x - exact).norm() / exact.norm()),
+        "replicas_identical": _same_everywhere(x),
+    }
+
+
+def contest(numel: int, config: dict[str, Any], transports: dict[str, Transport]) -> dict[str, Any]:
+    """All ways on one gradient, in rounds, one of each at a time: a noisy machine is noisy for all alike."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+    exact = gradient.double()
+    dist.all_reduce(exact)
+    exact = (exact / num_ranks).float()
+    x = gradient.clone()
+    ways = {
+        f"{topology}/{transport}": Way(numel, config["compressor"], topology, transports[transport])
+        for topology, transport in config["ways"]
+    }
+    about: dict[str, Any] = {}
+    times: dict[str, list[float]] = {"gloo": []} | {name: [] for name in ways} | {"bare": []}
+    first = next(iter(ways))
+    for name, way in ways.items():
+        about[name] = _checked(way, gradient, exact, config["ranks_per_node"])
+    del exact
+    started = time.perf_counter()
+    for done in range(config["repeats"]):
+        x.copy_(gradient)
+        times["gloo"].append(_time(lambda: dist.all_reduce(x)))
+        for name, way in ways.items():
+            x.copy_(gradient)
+            times[name].append(_time(lambda way=way: way.run(x)))
+            if name == first and not way.gathers:
+                times["bare"].append(_time(way.bare))
+        # All ranks must agree on when it is enough: a slow link gets fewer rounds.
+        took = max(_gather(time.perf_counter() - started))
+        if took * (done + 2) / (done + 1) > config["budget_s"]:
+            break
+    return {
+        "seconds": {name: median(values) for name, values in times.items() if values},
+        "all": times,
+        "about": about,
+        "gloo_bytes": ring_bytes(numel * 4, num_ranks),
+    }
+
+
+def main(config: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     group = dist.new_group(timeout=_TIMEOUT)
     assert isinstance(group, dist.ProcessGroup)
-    contest = _Contest(numel, spec, ProcessGroupTransport(group, _TIMEOUT))
-    ways = {"gloo": contest.gloo, "thinwire": contest.thinwire, "bare": contest.bare}
-    for name in ("thinwire", "bare"):
-        _time(ways[name])
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeats):
-        for name, way in ways.items():
-            contest.x.copy_(contest.gradient)
-            times[name].append(_time(way))
-    error = _error(contest)
-    same = _same_everywhere(contest.x)
+    transports: dict[str, Transport] = {}
+    for kind in dict.fromkeys(transport for _, transport in config["ways"]):
+        transports[kind] = with_shared_memory(ProcessGroupTransport(group, _TIMEOUT), _TIMEOUT, kind)
+    answer = [contest(numel, config, transports) for numel in config["numels"]]
     if dist.get_rank() == 0:
-        answer = {
-            "seconds": {name: median(values) for name, values in times.items()},
-            "all": times,
-            "message_bytes": contest.layout.sent_bytes(0),
-            "gloo_bytes": 2 * (contest.layout.world_size - 1) * numel * 4 // contest.layout.world_size,
-            "relative_error": error,
-            "replicas_identical": same,
-        }
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
     dist.barrier()
@@ -128,4 +199,4 @@ def main(numel: int, spec: str, repeats: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(json.loads(sys.argv[1]))

@@ -6,6 +6,8 @@ from thinwire.collectives.layout import Chunk, Layer, Layout, owned_parts
 from thinwire.collectives.message import MessageError, PeerFailedError
 from thinwire.collectives.nodes import node_identity, number_nodes
 from thinwire.collectives.reduction import all_gather, all_reduce, encoded, reduce_scatter
+from thinwire.collectives.shared_memory import SharedMemoryError
+from thinwire.collectives.shared_transport import SharedMemoryTransport, TransportChoice, with_shared_memory
 from thinwire.collectives.stages import complete
 from thinwire.collectives.summed import sum_buffers, summed_all_reduce
 from thinwire.collectives.topology import (
@@ -46,9 +48,12 @@ __all__ = [
     "ProcessGroupTransport",
     "Ring",
     "ScatterReduceAllGather",
+    "SharedMemoryError",
+    "SharedMemoryTransport",
     "Topology",
     "Traffic",
     "Transport",
+    "TransportChoice",
     "TransportError",
     "World",
     "all_gather",
@@ -66,4 +71,5 @@ __all__ = [
     "sent_bytes",
     "sum_buffers",
     "summed_all_reduce",
+    "with_shared_memory",
 ]

@@ -34,7 +34,7 @@ class Exchange:
                 if not self._buffers.arriving[address].late:
                     self._arriving[address] = self._transport.receive_into(self._buffers, *address)
         except TransportError:
-            self._transport.broken = True
+            self._transport.give_up()
             raise
         return self
 
@@ -76,24 +76,29 @@ class Exchange:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._transport.broken |= isinstance(error, TransportError)
+        if isinstance(error, TransportError):
+            self._transport.give_up()
         if self._transport.broken:
             return
-        if error is not None:
-            self._tell_failure()
         try:
+            if error is not None:
+                self._tell_failure()
             for pending in (*self._arriving.values(), *(p for leaving in self._leaving.values() for p in leaving)):
                 pending.wait()
             self._transport.end(self._buffers)
         except TransportError:
-            self._transport.broken = True
+            self._transport.give_up()
             raise
 
     def _tell_failure(self) -> None:
-        for phase, message in self._buffers.outbox.items():
-            # Nobody waits for a message of a size that was never told: who hears of the failure before goes no further.
-            if phase in self._leaving or self._buffers.outgoing[phase].late:
-                continue
+        # Nobody waits for a message of a size that was never told: who hears of the failure before goes no further.
+        outgoing = [m for m in self._buffers.outgoing.values() if m.phase not in self._leaving and not m.late]
+        for phase, _, _, _, maker in sorted(outgoing, key=lambda m: m.maker is not None):
+            if maker is not None:
+                # Its buffer may be the one in which it arrives. It will: nothing that this rank owes is missing now.
+                for address in [address for address in self._arriving if address[0] == phase]:
+                    self._arriving.pop(address).wait()
+            message = self._buffers.outbox[phase]
             self._seal(message, phase, failed=True)
             self._leaving[phase] = self._transport.send_from(self._buffers, phase, message.numel())
 

@@ -102,6 +102,10 @@ class Topology(ABC):
         """How much of every layer each rank owns, in proportion."""
         return (1,) * world.size
 
+    def crossings(self, world: World) -> float:
+        """How many times the bytes of an encoded bucket the busiest rank sends, about."""
+        return 2 * (world.size - 1) / world.size
+
     @abstractmethod
     def parent(self, rank: int, owner: int, world: World) -> int:
         """To whom ``rank``, which is not the owner, sends its part of a chunk, and who sends it the mean."""
@@ -164,6 +168,9 @@ class ParameterServer(Topology):
 
     server: int = 0
 
+    def crossings(self, world: World) -> float:
+        return world.size - 1
+
     @property
     def is_star(self) -> bool:
         return True
@@ -215,6 +222,9 @@ class AllGather(Topology):
     @property
     def gathers(self) -> bool:
         return True
+
+    def crossings(self, world: World) -> float:
+        return world.size - 1
 
     def parent(self, rank: int, owner: int, world: World) -> int:
         return owner

@@ -24,6 +24,12 @@ Traffic = Sequence[Sequence[Outgoing]]
 """By rank, what it sends: a pure function of the layout."""
 
 
+def arriving(traffic: Traffic, rank: int) -> dict[tuple[int, int], Outgoing]:
+    """By phase and sender, what ``rank`` receives."""
+    found = [(peer, message) for peer, messages in enumerate(traffic) for message in messages]
+    return {(message.phase, peer): message for peer, message in found if rank in message.receivers}
+
+
 def sent_bytes(traffic: Traffic, rank: int) -> int:
     """Bytes that ``rank`` hands to its transport, at most."""
     return sum(message.num_bytes * len(message.receivers) for message in traffic[rank])

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.traffic import Outgoing, Traffic, num_phases
+from thinwire.collectives.traffic import Outgoing, Traffic, arriving, num_phases
 from thinwire.compressors import Reduction
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -79,10 +79,16 @@ class Transport(ABC):
     def __init__(self) -> None:
         self.sent_bytes = 0
         self.received_bytes = 0
+        self.shared_bytes = 0
+        """Of those sent: what its receivers took from memory that they share with this rank."""
         self.broken = False
-        """Set by whoever met a `TransportError`: nothing is waited for on it any more."""
+        """Whether somebody gave it up: nothing is waited for on it any more."""
         self._next_tag = 0
         self._lock = threading.Lock()
+
+    def give_up(self) -> None:
+        """Called by whoever met a `TransportError`."""
+        self.broken = True
 
     def new_tag(self, num: int) -> int:
         """First of ``num`` tags that no exchange under way uses. All ranks must call this in the same order."""
@@ -91,10 +97,11 @@ class Transport(ABC):
             self._next_tag = (tag + num) % (1 << 20)
         return tag
 
-    def _count(self, sent: int, received: int) -> None:
+    def _count(self, sent: int, received: int, shared: int = 0) -> None:
         with self._lock:
             self.sent_bytes += sent
             self.received_bytes += received
+            self.shared_bytes += shared
 
     def open(self, traffic: Traffic) -> Buffers:
         """Make room for the messages of a collective. All ranks must call this, in the same order.
@@ -102,18 +109,13 @@ class Transport(ABC):
         A message that a rank hands on leaves from where it arrived.
         """
         outgoing = {message.phase: message for message in traffic[self.rank]}
-        arriving = {
-            (message.phase, peer): message
-            for peer, messages in enumerate(traffic)
-            for message in messages
-            if self.rank in message.receivers
-        }
-        inbox = {address: _room(message) for address, message in arriving.items()}
+        incoming = arriving(traffic, self.rank)
+        inbox = {address: room(message) for address, message in incoming.items()}
         arrived = {phase: tensor for (phase, _), tensor in inbox.items()}
         outbox = {
-            phase: _room(message) if message.maker is None else arrived[phase] for phase, message in outgoing.items()
+            phase: room(message) if message.maker is None else arrived[phase] for phase, message in outgoing.items()
         }
-        return Buffers(outgoing, outbox, inbox, arriving, num_phases(traffic))
+        return Buffers(outgoing, outbox, inbox, incoming, num_phases(traffic))
 
     def begin(self, buffers: Buffers) -> None:
         """Before the first message of an exchange. All ranks must begin their exchanges in the same order."""
@@ -168,7 +170,8 @@ class Transport(ABC):
         """The tensors of all ranks, stacked by rank. Shapes and dtypes must agree."""
 
 
-def _room(message: Outgoing) -> Tensor:
+def room(message: Outgoing) -> Tensor:
+    """Memory for it that is this rank's alone."""
     return torch.zeros(message.num_bytes, dtype=torch.uint8)
 
 

@@ -19,6 +19,7 @@ from thinwire.kernels.native import CORE, cpu_level
 from thinwire.kernels.ops import bucketed_decode, bucketed_encode, bucketed_reduce, bucketed_sum, checksum
 from thinwire.kernels.rng import derive_key, site_id
 from thinwire.kernels.sample import sample_indices
+from thinwire.kernels.shared import LINE_BYTES, Word
 from thinwire.kernels.sparse import (
     abs_histogram,
     index_bytes,
@@ -40,9 +41,11 @@ HAVE_NATIVE: bool = CORE is not None
 __all__ = [
     "FORMAT_VERSION",
     "HAVE_NATIVE",
+    "LINE_BYTES",
     "Format",
     "Residual",
     "Table",
+    "Word",
     "abs_histogram",
     "align",
     "bucketed_bytes",

@@ -27,6 +27,8 @@ class Speeds:
     bandwidth: float
     latency_s: float
     num_ranks: int
+    crossings: float = 0.0
+    """How many times the bytes of an encoded bucket a rank sends; 0 for the 2(n−1)/n of a scatter-reduce-all-gather."""
 
     def seconds_per_element(self, compressor: Compressor, dtype: torch.dtype = torch.float32) -> float:
         """``encode + bytes / bandwidth + decode`` for an element of a large layer (generalised from S3, equation 1).
@@ -34,7 +36,7 @@ class Speeds:
         Latency is left out: every layer shares the messages of its DDP bucket.
         """
         num_bytes = compressor.wire_bytes(_SAMPLE, dtype) / math.prod(_SAMPLE)
-        crossings = 2 * (self.num_ranks - 1) / self.num_ranks
+        crossings = self.crossings or 2 * (self.num_ranks - 1) / self.num_ranks
         if isinstance(compressor, Coded) and compressor.gathered:
             crossings = self.num_ranks - 1
         return self.codec_s.get(compressor, 0.0) + crossings * num_bytes / self.bandwidth

@@ -36,6 +36,7 @@ def bars(axes: Any, shown: Sequence[tuple[str, str, float]]) -> None:
     axes.barh(range(len(shown)), values, color=colours)
     axes.set_yticks(range(len(shown)), labels)
     axes.invert_yaxis()
+    axes.set_axisbelow(True)
     axes.set(xlabel=axes.get_ylabel(), ylabel="")
     axes.grid(visible=False, axis="y")
 

@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from thinwire.collectives import Transport
+from thinwire.collectives import Topology, Transport, World
 from thinwire.compressors import Coded, Compressor, Key, Part, Piece, Raw, Segments, Summed, first_state
 from thinwire.plan import Plan
 from thinwire.plan.cost import Speeds, codec_seconds, declined
@@ -20,7 +20,7 @@ _NUMEL = 1 << 20
 _REPEATS = 3
 
 
-def decline(plan: Plan, transport: Transport) -> tuple[Plan, Speeds]:
+def decline(plan: Plan, transport: Transport, topology: Topology, world: World) -> tuple[Plan, Speeds]:
     """The plan without what would make a step slower, and the speeds that say so. The same on every rank.
 
     Takes a few milliseconds for each compressor and some tens for the link.
@@ -35,7 +35,7 @@ def decline(plan: Plan, transport: Transport) -> tuple[Plan, Speeds]:
     figures = torch.tensor([*mine, 1 / bandwidth, latency], dtype=torch.float64)
     slowest = transport.all_gather(figures).amax(0).tolist()
     codec_s = dict(zip(compressors, slowest, strict=False))
-    speeds = Speeds(codec_s, 1 / slowest[-2], slowest[-1], transport.world_size)
+    speeds = Speeds(codec_s, 1 / slowest[-2], slowest[-1], transport.world_size, topology.crossings(world))
     return declined(plan, speeds), speeds
 
 

@@ -280,17 +280,19 @@ class Engine:
     def reset_stats(self) -> None:
         """Start counting anew."""
         self.stats = Stats()
-        self._counted_from = (self.transport.sent_bytes, self.transport.received_bytes)
+        of = self.transport
+        self._counted_from = (of.sent_bytes, of.received_bytes, of.shared_bytes)
 
     def present_stats(self) -> Stats:
         """Totals, with what the transport has moved and the memory held now."""
-        sent, received = self._counted_from
+        sent, received, shared = self._counted_from
         held = sum(route.num_bytes for route in list(self.routes.values()))
         return replace(
             self.stats,
             alpha=list(self.stats.alpha),
             payload_sent_bytes=self.stats.payload_sent_bytes + self.transport.sent_bytes - sent,
             payload_received_bytes=self.stats.payload_received_bytes + self.transport.received_bytes - received,
+            payload_shared_bytes=self.transport.shared_bytes - shared,
             buffer_bytes=held,
             slot_bytes=self.slots.num_bytes,
         )

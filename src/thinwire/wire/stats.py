@@ -23,6 +23,8 @@ class Stats:
     payload_sent_bytes: int = 0
     """Bytes handed to the transport: messages with their headers, without those of TCP."""
     payload_received_bytes: int = 0
+    payload_shared_bytes: int = 0
+    """Of the bytes sent, those that ranks of the same node took from shared memory."""
     encode_s: float = 0.0
     wire_s: float = 0.0
     """Waiting for messages."""

@@ -70,7 +70,7 @@ class Wire:
         self._speeds: Speeds | None = None
         agree(self._engine.record(self._step), transport)
         if decline and not simulated and self.world_size > 1:
-            self._engine.plan, self._speeds = measure_and_decline(plan, transport)
+            self._engine.plan, self._speeds = measure_and_decline(plan, transport, topology, world)
             self._engine.reset_stats()
         self._worker = Worker("thinwire")
 

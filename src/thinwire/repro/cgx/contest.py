@@ -32,6 +32,7 @@ _TIMEOUT_S = 180.0
 _CALIBRATION_ROUNDS = 3
 # Communication hides behind half of the computation at best.
 _FIRST_GUESS_HIDDEN = 0.5
+_SLOWEST_GUESS = 4.0
 
 OnTurn = Callable[[int, str], None]
 """Called after every turn, with the steps it took and the name of the way."""
@@ -120,21 +121,21 @@ class Contest:
         self._leave()
         return found
 
-    def calibrate(self, model: Model, share: float, *, steps: int, on_turn: OnTurn) -> str:
+    def calibrate(self, model: Model, share: float, *, on_turn: OnTurn) -> str:
         """The rate at which a step of plain DDP takes ``1 / share`` of the time that it takes with nothing sent.
 
-        Seconds of a step are taken for ``a + b / rate``, which two rates tell.
+        Seconds of a step are taken for ``a + b / rate``, which two rates tell; none at which steps take for ever.
         """
         self._enter(model, (FP32, NOTHING))
 
         def seconds(rate: float | None) -> dict[str, float]:
             self._shape(None if rate is None else rate_text(rate))
-            found = self._turns((FP32, NOTHING), rounds=_CALIBRATION_ROUNDS, steps=steps, on_turn=on_turn)
+            found = self._turns((FP32, NOTHING), rounds=_CALIBRATION_ROUNDS, steps=1, on_turn=on_turn)
             return {name: median(rounds) for name, rounds in found.items()}
 
         ceiling = seconds(None)["nothing"]
         bits = 8 * model.gradient_bytes * ring_factor(NUM_RANKS)
-        high = bits / (ceiling * (1 / share - _FIRST_GUESS_HIDDEN))
+        high = bits / (ceiling * (min(1 / share, _SLOWEST_GUESS) - _FIRST_GUESS_HIDDEN))
         low = high / 2
         at_high, at_low = seconds(high), seconds(low)
         self._leave()

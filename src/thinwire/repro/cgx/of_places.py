@@ -48,7 +48,7 @@ def figure_3_3(study: Study) -> list[Finding]:
                 f"{gained - 1:+.1%} throughput against gloo on one host",
                 above(times.over(SHARED.name, GROUP.name)),
             ),
-            *throughput("3.3", model, times, ways, reference=GROUP, thesis={}, where="on one host"),
+            *throughput("3.3", model, times, ways, reference=GROUP, thesis={}, where=study.where(model, "host")),
         ]
     return rows
 

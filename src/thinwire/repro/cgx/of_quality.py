@@ -15,9 +15,12 @@ from thinwire.repro.findings import Finding, no_worse, points, share
 from thinwire.repro.paired import CONTROL, compare_training
 from thinwire.repro.report import Run
 from thinwire.repro.statistics import Verdict
+from thinwire.repro.train import CONTROL_RULES
 
 NUM_RANKS = 2
 GPT_SPECS = (CGX, NORM)
+CNN_CONTROL = CONTROL_RULES
+"""More damaging than the GPT's: so small a classification forgives one bit with a scale for 8192 values."""
 CNN_SPECS = ("minmax(bits=4, bucket=1024)", CGX, NORM)
 """The thesis takes buckets of 1024 for convolutional networks (section 3.7.2) and calls 128 always safe (3.5.3)."""
 _THESIS = {"gpt": "perplexity 22.9 against 22.8, Transformer-XL", "cnn": "75.9 % against 75.8 %, ResNet-50"}
@@ -83,12 +86,12 @@ def gpt_rows(found: Comparison) -> list[Finding]:
         )
     assert found.control is not None
     judged = found.judge(found.control)
-    return [*rows, _control("gpt", "GPT", f"{judged.estimate.mean:+.1%} loss", sensitive)]
+    return [*rows, _control("gpt", "GPT", CONTROL, share(judged.estimate), sensitive)]
 
 
 def _cnn_rows(study: Study) -> list[Finding]:
     task, seeds = study.scale.trained[1], range(study.scale.seeds)
-    specs = (None, *(str(parse(spec)) for spec in CNN_SPECS), CONTROL)
+    specs = (None, *(str(parse(spec)) for spec in CNN_SPECS), CNN_CONTROL)
     found: dict[str | None, list[Trained]] = {spec: [] for spec in specs}
     with Runs(task, NUM_RANKS, None) as runs:
         for seed in seeds:
@@ -105,11 +108,11 @@ def cnn_rows(found: dict[str | None, list[Trained]], margin: float) -> list[Find
     base = fmean(run.final_accuracy for run in found[None])
     # As the thesis counts (section 3.4): a share of the baseline's metric.
     allowed = margin * base
-    _, control_within = no_worse(lost_accuracy(found[None], found[CONTROL]), allowed)
+    control, control_within = no_worse(lost_accuracy(found[None], found[CNN_CONTROL]), allowed)
     sensitive = control_within is False
     rows = []
     for spec, runs in found.items():
-        if spec in (None, CONTROL):
+        if spec in (None, CNN_CONTROL):
             continue
         lost = lost_accuracy(found[None], runs)
         at, holds = no_worse(lost, allowed)
@@ -122,8 +125,7 @@ def cnn_rows(found: dict[str | None, list[Trained]], margin: float) -> list[Find
         }
         text = f"accuracy {accuracy:.2%} against {base:.2%}, lost: {points(at)}"
         rows.append(_judged("cnn", "CNN", str(spec), at.mean, "accuracy", text, holds, sensitive, more))
-    lost_by_control = fmean(lost_accuracy(found[None], found[CONTROL]))
-    return [*rows, _control("cnn", "CNN", f"{100 * lost_by_control:+.1f} points lost", sensitive)]
+    return [*rows, _control("cnn", "CNN", CNN_CONTROL, f"lost: {points(control)}", sensitive)]
 
 
 def _judged(
@@ -149,7 +151,7 @@ def _judged(
     )
 
 
-def _control(model: str, title: str, text: str, sensitive: bool) -> Finding:
+def _control(model: str, title: str, spec: str, text: str, sensitive: bool) -> Finding:
     return Finding(
         "3.5",
         f"control/{model}",
@@ -158,6 +160,6 @@ def _control(model: str, title: str, text: str, sensitive: bool) -> Finding:
         "",
         f"{text}: {'damage is seen' if sensitive else 'damage is not shown to be seen'}",
         None,
-        {"spec": CONTROL},
-        aside=f"{title}, a control that must fail, {CONTROL}",
+        {"spec": spec},
+        aside=f"{title}, a control that must fail, {spec}",
     )

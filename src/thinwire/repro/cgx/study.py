@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from thinwire.repro.cgx.contest import Contest, Place, Times
+from thinwire.repro.cgx.contest import Contest, Place, Times, shown_rate
 from thinwire.repro.cgx.models import TIMED, TIMED_SMOKE, TRAINED, TRAINED_SMOKE, Model
 from thinwire.repro.cgx.ways import FP32, NOTHING, Way
 from thinwire.repro.fft.task import ImageTask
@@ -37,6 +37,10 @@ class Scale:
     error_steps: int = 8
     seeds: int = 3
     margin: float = 0.01
+
+    def turn(self, place: Place) -> int:
+        """Steps of a turn: between nodes a step takes long enough by itself."""
+        return 1 if place == "nodes" else self.steps
 
 
 SMOKE = Scale(TIMED_SMOKE, TRAINED_SMOKE, gammas=(1, 10, 100, 400), rounds=1, steps=1, error_steps=2, seeds=1)
@@ -100,15 +104,17 @@ class Study:
 
     def where(self, model: Model, place: Place = "links") -> str:
         """The link, for people."""
+        if place == "host":
+            return "on one host"
         rate = self.rate_of(model, place)
-        return "over loopback" if rate is None else f"over {rate}"
+        return "over loopback" if rate is None else f"over {shown_rate(rate)}"
 
     def times(self, model: Model, ways: Sequence[Way], place: Place = "links") -> Times:
         """`Contest.times`, at the rate that is this model's."""
         rate = self.rate_of(model, place)
         contest = self._contest(place)
         found = contest.times(
-            model, ways, rounds=self.scale.rounds, steps=self.scale.steps, rate=rate, on_turn=self.advance
+            model, ways, rounds=self.scale.rounds, steps=self.scale.turn(place), rate=rate, on_turn=self.advance
         )
         if rate is not None:
             self._note_share(model, place, found, contest)
@@ -128,7 +134,7 @@ class Study:
         if key not in self._rates:
             share = FP32_SHARE[place][model.name]
             self._rates[key] = self._contest(place).calibrate(
-                model, share, steps=self.scale.steps, on_turn=lambda _, title: self.advance(0, f"link: {title}")
+                model, share, on_turn=lambda _, title: self.advance(0, f"finding the link's rate: {title}")
             )
         return self._rates[key]
 
@@ -136,7 +142,7 @@ class Study:
         """Keep what the link was, and the proportion of communication to computation that it made."""
         if not {FP32.name, NOTHING.name} <= found.rounds.keys():
             return
-        key = f"{place}/{model.name}"
+        key = f"{model.title}, {'each node' if place == 'nodes' else 'each rank'} on a link"
         about = self.links.setdefault(key, {"link": contest.link, "rate": self.rate_of(model, place), "fp32_share": []})
         about["fp32_share"].append(found.times_faster(FP32.name, NOTHING.name))
 

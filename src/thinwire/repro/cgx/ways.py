@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -40,7 +40,7 @@ class Way:
     kind: Literal["ddp", "thinwire", "nothing", "torch powersgd"] = "thinwire"
     spec: str = CGX
     topology: str = "sra"
-    transport: str = "group"
+    transport: Literal["auto", "group", "shared"] = "group"
     measure: int = 0
     ranks_per_node: int = 0
     """How many ranks are told to be one node, though each has a link of its own; 0 leaves them what they are."""
@@ -62,10 +62,14 @@ class Way:
             )
             ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         elif self.kind == "thinwire":
-            options: dict[str, Any] = {} if self.transport == "group" else {"transport": self.transport}
             with _told_nodes(self.ranks_per_node):
                 return thinwire.compress(
-                    ddp, self.spec, topology=self.topology, decline=False, measure=self.measure, **options
+                    ddp,
+                    self.spec,
+                    topology=self.topology,
+                    transport=self.transport,
+                    decline=False,
+                    measure=self.measure,
                 )
         return None
 

@@ -1,0 +1,86 @@
+// Counters in memory that several processes have mapped: one raises a word, others sleep until it is there. Linux's
+// futex, in its form for memory shared between processes: the kernel knows a word by its file and place, not by address.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <climits>
+
+namespace thinwire {
+
+constexpr bool kHaveSharedWords = true;
+
+// What the kernel reads: two longs, whatever this C library makes of time_t.
+struct FutexTime {
+  long seconds, nanoseconds;
+};
+
+inline int64_t now_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return int64_t(now.tv_sec) * 1000000000 + now.tv_nsec;
+}
+
+inline void pause_briefly() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory"); // as long as x86's pause; yield is a no-op
+#endif
+}
+
+// Everything written before is seen by who sees the word.
+inline void shared_post(uint32_t* word, uint32_t value) {
+  __atomic_store_n(word, value, __ATOMIC_RELEASE);
+  syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+inline uint32_t shared_read(const uint32_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+
+// Counters wrap: what is less than 2^31 ahead counts as reached.
+inline bool shared_reached(uint32_t present, uint32_t value) { return static_cast<int32_t>(present - value) >= 0; }
+
+// Whether the word reached the value in time. Looks for spin_ns, then sleeps.
+inline bool shared_wait(const uint32_t* word, uint32_t value, int64_t timeout_ns, int64_t spin_ns) {
+  if (shared_reached(shared_read(word), value)) return true;
+  const int64_t start = now_ns();
+  for (int64_t passed = 0; passed < spin_ns && passed < timeout_ns; passed = now_ns() - start) {
+    for (int i = 0; i < 16; i++) {
+      if (shared_reached(shared_read(word), value)) return true;
+      pause_briefly();
+    }
+    sched_yield(); // the other one may be waiting for this core
+  }
+  for (;;) {
+    const uint32_t present = shared_read(word);
+    if (shared_reached(present, value)) return true;
+    const int64_t left = timeout_ns - (now_ns() - start);
+    if (left <= 0) return false;
+    const FutexTime time = {static_cast<long>(left / 1000000000), static_cast<long>(left % 1000000000)};
+    // Returns at once if the word is no longer what was read; a signal ends it early.
+    syscall(SYS_futex, word, FUTEX_WAIT, present, &time, nullptr, 0);
+  }
+}
+
+} // namespace thinwire
+
+#else
+
+namespace thinwire {
+
+constexpr bool kHaveSharedWords = false;
+
+inline void shared_post(uint32_t*, uint32_t) {}
+inline uint32_t shared_read(const uint32_t*) { return 0; }
+inline bool shared_wait(const uint32_t*, uint32_t, int64_t, int64_t) { return false; }
+
+} // namespace thinwire
+
+#endif

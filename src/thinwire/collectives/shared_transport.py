@@ -1,0 +1,285 @@
+"""Messages between ranks of one node without a wire: encoded into memory that their receivers decode from.
+
+The thesis (section 3.5.2) moves messages inside a node through shared memory; here they do not move at all.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives.nodes import node_identity, number_nodes
+from thinwire.collectives.shared_memory import Process, SharedMemoryError, await_word, share, unavailable
+from thinwire.collectives.traffic import Outgoing, Traffic, arriving, num_phases
+from thinwire.collectives.transport import Buffers, Pending, Transport, TransportError, room
+from thinwire.compressors import Reduction
+from thinwire.kernels import LINE_BYTES, Word, align
+
+TransportChoice = Literal["auto", "group", "shared"]
+_SPIN_S = 30e-6
+"""About what it costs to fall asleep and be woken."""
+
+
+def with_shared_memory(transport: Transport, timeout: timedelta, choice: TransportChoice = "auto") -> Transport:
+    """``transport``, with shared memory where ranks share a node. All ranks must call this.
+
+    ``choice``: "auto" leaves ``transport`` as it is where no two ranks can share memory, and warns if they should be
+    able to; "shared" raises there, and where only some ranks can; "group" leaves it in any case. ``timeout``: of every
+    wait for another rank.
+
+    Raises:
+        SharedMemoryError: as said; on every rank alike.
+        TransportError: a rank is gone or silent.
+    """
+    if choice not in ("auto", "group", "shared"):
+        raise ValueError(f"transport is {choice!r}: auto, group or shared")
+    if choice == "group" or transport.world_size == 1:
+        return transport
+    try:
+        return SharedMemoryTransport(transport, timeout, strict=choice == "shared")
+    except SharedMemoryError as error:
+        if choice == "shared":
+            raise
+        if not isinstance(error, _NobodyError):
+            text = f'{error}. Messages between ranks of one node go over the network; transport="group" accepts that'
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return transport
+
+
+class _NobodyError(SharedMemoryError):
+    """No two ranks share a node, or nobody has shared memory."""
+
+
+class _Neighbour:
+    """Another rank of this node."""
+
+    def __init__(self, rank: int, process: Process, memory: Tensor) -> None:
+        self.rank, self._process = rank, process
+        self._given_up = Word(memory, 0)
+
+    def check(self) -> None:
+        """Raise TransportError if there is nothing more to expect of it."""
+        if not self._process.is_alive():
+            raise TransportError(
+                f"rank {self.rank} has died (process {self._process.pid} of this node has ended); its own log says "
+                "why. Restart from the last checkpoint"
+            )
+        if self._given_up.value:
+            raise TransportError(
+                f"rank {self.rank} has given up, because another rank had died or was silent; its own log says which. "
+                "Restart from the last checkpoint"
+            )
+
+
+class _Place(NamedTuple):
+    """Where a message lies in the memory of its sender."""
+
+    published: int
+    consumed: dict[int, int]
+    """By receiver."""
+    payload: int
+
+
+def _places(messages: Sequence[Outgoing], neighbours: frozenset[int]) -> tuple[dict[int, _Place], int]:
+    """By phase, where the messages of a rank lie that have receivers among its ``neighbours``; and their bytes.
+
+    Every rank computes this for every rank of its node: nothing about it is told.
+    """
+    places, at = {}, 0
+    for message in messages:
+        receivers = [rank for rank in message.receivers if rank in neighbours]
+        if receivers:
+            consumed = {rank: at + LINE_BYTES * (i + 1) for i, rank in enumerate(receivers)}
+            payload = at + LINE_BYTES * (len(receivers) + 1)
+            places[message.phase] = _Place(at, consumed, payload)
+            at = payload + align(message.num_bytes)
+    return places, at
+
+
+@dataclass
+class SharedBuffers(Buffers):
+    """Messages of which those inside the node lie in shared memory.
+
+    Words count exchanges: a message is published when its word says the present one's number, and may be written
+    again when its receivers' words do.
+    """
+
+    own_bytes: int = 0
+    generation: int = 0
+    published: dict[int, Word] = field(default_factory=dict)
+    """By phase, of what this rank sends."""
+    taken: list[tuple[int, Word]] = field(default_factory=list)
+    """(receiver, word), of what this rank sends."""
+    awaited: dict[tuple[int, int], Word] = field(default_factory=dict)
+    """By phase and sender, of what it receives."""
+    done: list[Word] = field(default_factory=list)
+    """Of what it receives, this rank's own."""
+    remote: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """By phase, receivers on other nodes."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held: what other ranks made counts there."""
+        return self.own_bytes + sum(t.numel() for t in self.work)
+
+
+class SharedMemoryTransport(Transport):
+    """Shared memory inside a node; another transport between nodes and for native collectives.
+
+    A message to ranks of this node is encoded into memory that they have mapped, and decoded from there: it is not
+    copied, except where it is handed on. A rank that dies is noticed by those of its node that wait for it within a
+    second, however long the timeout.
+    """
+
+    def __init__(
+        self, inner: Transport, timeout: timedelta, *, strict: bool = False, identity: Tensor | None = None
+    ) -> None:
+        """All ranks must call this. ``strict``: raise also if only some ranks have no shared memory. ``identity``: what
+        names this rank's node, instead of `node_identity`.
+
+        Raises:
+            SharedMemoryError: no two ranks share a node, or a rank cannot share memory; on every rank alike.
+            TransportError: a rank is gone or silent.
+        """
+        super().__init__()
+        self._inner = inner
+        self._timeout_s = timeout.total_seconds()
+        self.rank, self.world_size = inner.rank, inner.world_size
+        self._node = self._find_node(node_identity() if identity is None else identity, strict)
+        # Without another core, who is waited for could not run meanwhile.
+        self._spin_s = _SPIN_S if self._node and len(os.sched_getaffinity(0)) > 1 else 0.0
+        others = self._others(self.rank)
+        mine, found = share(inner, LINE_BYTES if others else 0, dict.fromkeys(others, LINE_BYTES))
+        self._given_up = Word(mine, 0) if others else None
+        self._neighbours = {rank: _Neighbour(rank, of.process, of.memory) for rank, of in found.items()}
+
+    def _find_node(self, identity: Tensor, strict: bool) -> frozenset[int]:
+        """Ranks with which this one shares memory, itself among them; none if it cannot."""
+        why = unavailable()
+        told = self._inner.all_gather(torch.cat([identity, torch.tensor([why is not None], dtype=torch.uint8)]))
+        without = [rank for rank, row in enumerate(told) if row[-1]]
+        numbers = number_nodes([bytes(row.tolist()) for row in told])
+        able = [number for rank, number in enumerate(numbers) if rank not in without]
+        if without and (strict or not able):
+            ranks = ", ".join(str(rank) for rank in without)
+            raise _NobodyError(f"no shared memory on ranks {ranks}: {why or 'they know why'}")
+        if len(able) == len(set(able)):
+            raise _NobodyError("no two ranks are on one node, so none can share memory")
+        return frozenset(rank for rank in range(self.world_size) if numbers[rank] == numbers[self.rank] and not why)
+
+    def _others(self, rank: int) -> frozenset[int]:
+        """Neighbours of a rank of this node."""
+        return self._node - {rank}
+
+    def give_up(self) -> None:
+        super().give_up()
+        if self._given_up is not None:
+            # Neighbours that wait for this rank need not wait until their timeout.
+            self._given_up.post(1)
+
+    def open(self, traffic: Traffic) -> SharedBuffers:
+        """As `Transport.open`. Raises `SharedMemoryError`, on every rank alike, if memory runs out."""
+        rank = self.rank
+        places = {peer: _places(traffic[peer], self._others(peer)) for peer in self._node | {rank}}
+        mine, own_bytes = places[rank]
+        senders = {p: size for p, (of, size) in places.items() if any(rank in place.consumed for place in of.values())}
+        memory, others = share(self._inner, own_bytes, senders)
+        outgoing = {message.phase: message for message in traffic[rank]}
+        outbox: dict[int, Tensor] = {}
+        inbox: dict[tuple[int, int], Tensor] = {}
+        buffers = SharedBuffers(outgoing, outbox, inbox, arriving(traffic, rank), num_phases(traffic))
+        for phase, place in mine.items():
+            outbox[phase] = _payload(memory, place, outgoing[phase])
+            buffers.published[phase] = Word(memory, place.published)
+            buffers.taken += [(peer, Word(memory, at)) for peer, at in place.consumed.items()]
+        private = []
+        for (phase, peer), message in buffers.arriving.items():
+            handed_on = phase in outgoing and outgoing[phase].maker is not None
+            if peer in others:
+                place = places[peer][0][phase]
+                inbox[phase, peer] = _payload(others[peer].memory, place, message)
+                buffers.awaited[phase, peer] = Word(others[peer].memory, place.published)
+                buffers.done.append(Word(others[peer].memory, place.consumed[rank]))
+            elif handed_on and phase in mine:
+                # From another node, and for others of this one: it arrives where they find it.
+                inbox[phase, peer] = outbox[phase]
+            else:
+                inbox[phase, peer] = room(message)
+                private.append(inbox[phase, peer])
+                if handed_on:
+                    outbox[phase] = inbox[phase, peer]
+        for phase, message in outgoing.items():
+            buffers.remote[phase] = tuple(peer for peer in message.receivers if peer not in self._node)
+            if phase not in outbox:
+                outbox[phase] = room(message)
+                private.append(outbox[phase])
+        buffers.own_bytes = own_bytes + sum(tensor.numel() for tensor in private)
+        return buffers
+
+    def begin(self, buffers: Buffers) -> None:
+        """As `Transport.begin`; waits until neighbours have read what the last exchange left in the same memory."""
+        super().begin(buffers)
+        assert isinstance(buffers, SharedBuffers)
+        for peer, word in buffers.taken:
+            self._await(word, buffers.generation, peer, "sending to")
+        buffers.generation += 1
+
+    def end(self, buffers: Buffers) -> None:
+        assert isinstance(buffers, SharedBuffers)
+        for word in buffers.done:
+            word.post(buffers.generation)
+
+    def send_from(self, buffers: Buffers, phase: int, num_bytes: int) -> list[Pending]:
+        assert isinstance(buffers, SharedBuffers)
+        if phase in buffers.published:
+            shared = num_bytes * (len(buffers.outgoing[phase].receivers) - len(buffers.remote[phase]))
+            self._count(shared, 0, shared)
+            buffers.published[phase].post(buffers.generation)
+        message = buffers.outbox[phase][:num_bytes]
+        return [self.send(message, peer, buffers.tag + phase) for peer in buffers.remote[phase]]
+
+    def receive_into(self, buffers: Buffers, phase: int, peer: int, num_bytes: int | None = None) -> Pending:
+        assert isinstance(buffers, SharedBuffers)
+        word = buffers.awaited.get((phase, peer))
+        if word is None:
+            return super().receive_into(buffers, phase, peer, num_bytes)
+        self._count(0, buffers.inbox[phase, peer][:num_bytes].numel())
+        return _Publication(self, word, buffers.generation, peer)
+
+    def _await(self, word: Word, value: int, peer: int, doing: str) -> None:
+        check, waiting = self._neighbours[peer].check, f"{doing} rank {peer} failed"
+        await_word(word, value, check, timeout_s=self._timeout_s, spin_s=self._spin_s, waiting=waiting)
+
+    def _send(self, message: Tensor, peer: int, tag: int) -> Pending:
+        return self._inner._send(message, peer, tag)
+
+    def _receive(self, message: Tensor, peer: int, tag: int) -> Pending:
+        return self._inner._receive(message, peer, tag)
+
+    def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
+        return self._inner._start_all_reduce(x, lane, op)
+
+    def broadcast(self, x: Tensor) -> None:
+        self._inner.broadcast(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self._inner.all_gather(x)
+
+
+class _Publication:
+    def __init__(self, transport: SharedMemoryTransport, word: Word, generation: int, peer: int) -> None:
+        self._transport, self._word, self._generation, self._peer = transport, word, generation, peer
+
+    def wait(self) -> None:
+        self._transport._await(self._word, self._generation, self._peer, "receiving from")
+
+
+def _payload(memory: Tensor, place: _Place, message: Outgoing) -> Tensor:
+    return memory[place.payload : place.payload + message.num_bytes]

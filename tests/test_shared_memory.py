@@ -1,0 +1,411 @@
+"""Memory shared by ranks of one host: segments, words in them, and what happens when a rank dies."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness import run_ranks
+from thinwire import TransportError
+from thinwire.collectives.nodes import VARIABLE, node_identity
+from thinwire.collectives.shared_memory import (
+    TICKET_BYTES,
+    Process,
+    Segment,
+    SharedMemoryError,
+    await_word,
+    read_ticket,
+    unavailable,
+)
+from thinwire.kernels import LINE_BYTES, Word
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+
+LIMITS = {"timeout_s": 10.0, "spin_s": 0.0, "waiting": "waiting"}
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mappings() -> int:
+    return sum("memfd:thinwire" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def ticket_of(pid: int, fd: int, token: bytes) -> torch.Tensor:
+    content = pid.to_bytes(8, "little", signed=True) + fd.to_bytes(8, "little", signed=True) + token
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def exchange(rank: int, num_bytes: int, size: int) -> tuple[list[Process], list[Segment]]:
+    """Every rank makes a segment and maps all of the others'."""
+    mine = Segment(num_bytes)
+    tickets = [torch.empty(TICKET_BYTES, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(tickets, mine.ticket)
+    processes = [Process(read_ticket(ticket)[0]) for ticket in tickets]
+    segments = [mine if peer == rank else Segment.of(tickets[peer], num_bytes) for peer in range(size)]
+    dist.barrier()
+    mine.close()
+    return processes, segments
+
+
+# ---- Segments -----------------------------------------------------------------------------------------------------
+
+
+def test_two_mappings_are_one_memory_and_hold_no_file() -> None:
+    before = open_files(), mappings()
+    mine = Segment(1000)
+    assert mine.memory.numel() == 1000
+    assert mine.memory.data_ptr() % LINE_BYTES == 0
+    assert not mine.memory.any()
+    other = Segment.of(mine.ticket, 1000)
+    assert other.memory.data_ptr() != mine.memory.data_ptr()
+    mine.memory.copy_(torch.arange(1000))
+    assert torch.equal(other.memory, torch.arange(1000).to(torch.uint8))
+    mine.close()
+    mine.close()
+    assert (open_files(), mappings()) == (before[0], before[1] + 2)
+    part = other.memory[990:]
+    del mine, other
+    gc.collect()
+    assert mappings() == before[1] + 1
+    assert part[9] == 999 % 256
+    del part
+    assert mappings() == before[1]
+
+
+def test_what_is_dropped_gives_its_file_back() -> None:
+    before = open_files()
+    made = [Segment(64) for _ in range(10)]
+    watched = [Process(os.getpid()) for _ in range(10)]
+    assert open_files() == before + 20
+    del made, watched
+    gc.collect()
+    assert open_files() == before
+
+
+def test_memory_is_given_back() -> None:
+    """256 MB five times over, and no more than one of them held at a time."""
+
+    def shared_kb() -> int:
+        fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+        return int(fields["RssShmem"].split()[0])
+
+    before = shared_kb()
+    for _ in range(5):
+        with Segment(256 << 20) as segment:
+            segment.memory.fill_(1)
+            assert shared_kb() - before > 250 << 10
+            del segment.memory
+        del segment
+        assert shared_kb() - before < 10 << 10
+
+
+def test_an_empty_segment_and_a_negative_one() -> None:
+    with Segment(0) as mine:
+        assert mine.memory.numel() == Segment.of(mine.ticket, 0).memory.numel() == 0
+    with pytest.raises(ValueError, match="at least 0"):
+        Segment(-1)
+
+
+def test_a_refusal_of_the_system_leaves_nothing() -> None:
+    before = open_files()
+    for num_bytes in (1 << 62, 1 << 63, 1 << 64):
+        with pytest.raises(SharedMemoryError, match=f"gives no {num_bytes} bytes"):
+            Segment(num_bytes)
+    assert open_files() == before
+
+
+def test_a_segment_cannot_change_its_size() -> None:
+    with Segment(1000) as mine:
+        _, fd, _ = read_ticket(mine.ticket)
+        for size in (0, 1 << 20):
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, size)
+
+
+class TestHostileTickets:
+    """Each is refused, and no file stays open."""
+
+    def refused(self, ticket: torch.Tensor, num_bytes: int, match: str) -> None:
+        before = open_files(), mappings()
+        with pytest.raises(SharedMemoryError, match=match):
+            Segment.of(ticket, num_bytes)
+        gc.collect()
+        assert (open_files(), mappings()) == before
+
+    def test_too_small(self) -> None:
+        with Segment(1000) as mine:
+            assert Segment.of(mine.ticket, 1000).memory.numel() == 1000
+            self.refused(mine.ticket, 1001, "has 1064 bytes, expected 1065")
+
+    def test_another_token(self) -> None:
+        with Segment(64) as mine, Segment(64) as other:
+            pid, fd, _ = read_ticket(mine.ticket)
+            self.refused(ticket_of(pid, fd, read_ticket(other.ticket)[2]), 64, "another segment")
+
+    def test_closed(self) -> None:
+        mine = Segment(64)
+        mine.close()
+        self.refused(mine.ticket, 64, "cannot map")
+
+    def test_a_process_that_is_none(self) -> None:
+        for pid in (0, -1, 1 << 40):
+            self.refused(ticket_of(pid, 3, bytes(16)), 0, r"not a segment|cannot map")
+
+    def test_other_kinds_of_files(self) -> None:
+        reading, writing = os.pipe()
+        with open("/dev/null") as null, tempfile.TemporaryFile() as file, tempfile.TemporaryDirectory() as folder:
+            file.write(bytes(4096))
+            file.flush()
+            unsealed = os.memfd_create("unsealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(unsealed, 4096)
+            opened = os.open(folder, os.O_RDONLY)
+            for fd in (reading, writing, null.fileno(), file.fileno(), unsealed, opened, -1, 1 << 40):
+                self.refused(ticket_of(os.getpid(), fd, bytes(16)), 64, r"not a segment|cannot map")
+            for fd in (reading, writing, unsealed, opened):
+                os.close(fd)
+
+    def test_one_that_cannot_be_written(self) -> None:
+        fd = os.memfd_create("readonly", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, 4096)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE)
+        self.refused(ticket_of(os.getpid(), fd, bytes(16)), 64, "cannot map")
+        os.close(fd)
+
+    def test_what_is_no_ticket(self) -> None:
+        for ticket in (torch.zeros(31, dtype=torch.uint8), torch.zeros(8, dtype=torch.int32)):
+            self.refused(ticket, 0, "a ticket is")
+
+
+# ---- Between processes --------------------------------------------------------------------------------------------
+
+
+def ping_pong(rank: int, size: int, first: int, num: int, num_bytes: int) -> tuple[int, list[int]]:
+    """A message goes round the ranks ``num`` times, growing by one in every byte; each checks it."""
+    room = LINE_BYTES + num_bytes
+    files = open_files()
+    processes, segments = exchange(rank, room, size)
+    held = open_files() - files
+    words = [Word(segment.memory, 0) for segment in segments]
+    words[rank].post(first)
+    dist.barrier()
+    left = (rank - 1) % size
+    into, out = segments[left].memory[LINE_BYTES:], segments[rank].memory[LINE_BYTES:]
+    check = processes[left].is_alive
+    wrong = []
+    for i in range(1, num + 1):
+        if rank:
+            await_word(words[left], first + i, lambda: None if check() else died(left), **LIMITS)
+        elif i > 1:
+            await_word(words[left], first + i - 1, lambda: None if check() else died(left), **LIMITS)
+        expected = ((i - (rank == 0)) * size + (left if rank else size - 1)) % 251 if rank or i > 1 else 0
+        if not bool((into == expected).all()):
+            wrong.append(i)
+        out.fill_((i * size + rank) % 251)
+        words[rank].post(first + i)
+    dist.barrier()
+    return held, wrong
+
+
+def died(rank: int) -> None:
+    raise TransportError(f"rank {rank} has died")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_messages_go_round(size: int) -> None:
+    """Thousands of them, over the wrap of the counters; one file descriptor is held per process that is watched."""
+    answers = run_ranks(ping_pong, size, size, (1 << 32) - 1500, 3000, 5000)
+    assert answers == [(size, [])] * size
+
+
+def wait_for_the_dead(rank: int, how: str) -> float:
+    processes, segments = exchange(rank, LINE_BYTES, 2)
+    word = Word(segments[1].memory, 0)
+    if rank == 1:
+        word.post(1)
+        if how == "fork":
+            # Like a worker of a data loader: it outlives its parent, with all that it inherited.
+            pid = os.fork()
+            if not pid:
+                time.sleep(2.5)
+                os._exit(0)
+        if how == "exit":
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    check = processes[1].is_alive
+    time.sleep(0.5)
+    # What it did before counts, though it is dead.
+    await_word(word, 1, lambda: None if check() else died(1), **LIMITS)
+    start = time.monotonic()
+    with pytest.raises(TransportError, match="rank 1 has died"):
+        await_word(word, 2, lambda: None if check() else died(1), **LIMITS)
+    assert not segments[1].memory[4:].any()
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("how", ["kill", "exit", "fork"])
+def test_a_dead_rank_is_noticed(how: str) -> None:
+    first, second = run_ranks(wait_for_the_dead, 2, how, may_die=True)
+    assert second is None
+    assert isinstance(first, float), first
+    assert first < 2.0
+
+
+def wait_for_the_killed(rank: int) -> float:
+    """Rank 1 is killed while rank 0 waits already."""
+    processes, segments = exchange(rank, LINE_BYTES, 2)
+    if rank == 1:
+        time.sleep(0.7)
+        Word(segments[1].memory, LINE_BYTES - 8).post(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    check = processes[1].is_alive
+    with pytest.raises(TransportError, match="rank 1 has died"):
+        await_word(Word(segments[1].memory, 0), 2, lambda: None if check() else died(1), **LIMITS)
+    end = time.monotonic()
+    assert Word(segments[1].memory, LINE_BYTES - 8).value == 1
+    return end
+
+
+def test_a_rank_killed_during_the_wait_is_noticed() -> None:
+    start = time.monotonic()
+    end, _ = run_ranks(wait_for_the_killed, 2, may_die=True)
+    assert isinstance(end, float), end
+    assert end - start < 10.0
+
+
+def test_a_silent_rank_is_noticed_in_time() -> None:
+    with Segment(LINE_BYTES) as mine:
+        for timeout_s in (0.05, 0.5):
+            start = time.monotonic()
+            with pytest.raises(TransportError, match=f"rank 5: nothing came within {timeout_s:g} s"):
+                await_word(
+                    Word(mine.memory, 0),
+                    1,
+                    lambda: None,
+                    timeout_s=timeout_s,
+                    spin_s=0.0,
+                    waiting="receiving from rank 5",
+                )
+            assert timeout_s <= time.monotonic() - start < timeout_s + 2.0
+
+
+def test_a_process_that_ended_is_dead_before_it_is_buried() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with Process(child.pid) as process:
+        assert process.is_alive()
+        child.kill()
+        deadline = time.monotonic() + 2.0
+        while process.is_alive():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    child.communicate()
+    for pid in (child.pid, -1, 1 << 40):
+        with pytest.raises(SharedMemoryError, match=f"cannot watch process {pid}"):
+            Process(pid)
+
+
+def kill_after_making(rank: int) -> None:
+    exchange(rank, 16 << 20, 2)[1][rank].memory.fill_(1)
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_nothing_is_left_behind() -> None:
+    """Two ranks are killed while they share memory that was never a file of /dev/shm."""
+    before = set(os.listdir("/dev/shm"))
+    run_ranks(kill_after_making, 2, may_die=True)
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "thinwire" in name}
+
+
+# ---- Nodes --------------------------------------------------------------------------------------------------------
+
+
+def same_node(rank: int, names: list[str]) -> list[bool]:
+    if names[rank]:
+        os.environ[VARIABLE] = names[rank]
+    identities = [torch.empty(16, dtype=torch.uint8) for _ in names]
+    dist.all_gather(identities, node_identity())
+    return [torch.equal(identity, identities[rank]) for identity in identities]
+
+
+def test_ranks_of_one_host_know_each_other() -> None:
+    answers = run_ranks(same_node, 4, ["", "a", "a", "b"])
+    assert answers == [
+        [True, False, False, False],
+        [False, True, True, False],
+        [False, True, True, False],
+        [False, False, False, True],
+    ]
+    assert run_ranks(same_node, 2, ["", ""]) == [[True, True]] * 2
+
+
+IDENTITY = f"""
+import os
+from thinwire.collectives.nodes import node_identity
+from thinwire.collectives.shared_memory import unavailable
+print(node_identity().tolist())
+os.environ["{VARIABLE}"] = "one"
+print(node_identity().tolist())
+print(unavailable())
+"""
+
+
+def python(code: str, *before: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [*before, sys.executable, "-W", "ignore", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+@pytest.mark.network
+def test_another_namespace_is_another_node() -> None:
+    """An emulated host (a network namespace) counts as one, unless its node is named; a container always does."""
+    if subprocess.run(["unshare", "--net", "--pid", "--fork", "--mount-proc", "true"]).returncode:
+        pytest.skip("this machine gives no namespaces")
+    plain, named, why = python(IDENTITY).stdout.splitlines()
+    assert plain != named
+    assert why == "None"
+    for options in (["--net"], ["--pid", "--fork", "--mount-proc"]):
+        other, other_named, why = python(IDENTITY, "unshare", *options).stdout.splitlines()
+        assert other != plain, options
+        assert (other_named == named) == (options == ["--net"]), options
+        assert why == "None", options
+
+
+def test_what_is_missing_is_said() -> None:
+    assert unavailable() is None
+    answer = python(IDENTITY, THINWIRE_CPU_LEVEL="reference")
+    assert answer.stdout.strip().endswith("needs thinwire's native core, which is not in use here")
+
+
+def test_a_system_that_lacks_something_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    before = open_files()
+    for owner, name, put, reason in [
+        (sys, "platform", "darwin", "needs Linux, this is darwin"),
+        (os, "memfd_create", None, "has no attribute 'memfd_create'"),
+        (os, "pidfd_open", None, "has no attribute 'pidfd_open'"),
+        (os, "pidfd_open", refuse, "cannot watch process"),
+        (os, "stat", refuse, "cannot map the memory of process"),
+        (Word, "wait", lambda *_, **__: False, "does not behave"),
+        (Process, "is_alive", lambda _: False, "does not behave"),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, put) if put else patch.delattr(owner, name)
+            said = unavailable.__wrapped__()
+        assert said is not None
+        assert reason in said
+    assert open_files() == before
+    assert unavailable.__wrapped__() is None
