@@ -132,6 +132,7 @@ def intsgd(
     findings, failures, about = _make(console, phases, study)
     record_about = {
         **about,
+        "rate": emulated,
         "images": images.name,
         "num_ranks": scale.num_ranks,
         "seeds": scale.seeds,
