@@ -268,11 +268,13 @@ def _draw(study: Study, minimised: Minimised) -> None:
     for method in METHODS:
         trace, gap, colour = minimised.traces[method.name], gaps(minimised, method.name), _COLOURS[method.name]
         style: dict[str, Any] = {"color": colour, "linestyle": "--" if method.name in _DASHED else "-"}
+        # One panel has the legend of all three.
+        panels[1].plot([], [], label=method.title, **style)
         for axes, across in zip(panels, (trace.bits.mean(1), trace.gradients.mean(1)), strict=False):
-            axes.plot(across, gap.mean(1), label=method.title, **style)
+            axes.plot(across, gap.mean(1), **style)
             axes.fill_between(across, gap.min(1), gap.max(1), color=colour, alpha=0.2, linewidth=0)
         if method.integers:
-            panels[2].plot(trace.steps[1:], trace.largest_sent[1:].mean(1), label=method.title, **style)
+            panels[2].plot(trace.steps[1:], trace.largest_sent[1:].mean(1), **style)
             low, high = trace.largest_sent[1:].min(1), trace.largest_sent[1:].max(1)
             panels[2].fill_between(trace.steps[1:], low, high, color=colour, alpha=0.2, linewidth=0)
     most = bound(known.coordinates, minimised.num_workers)
