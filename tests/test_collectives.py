@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from harness import run_threads
 from thinwire import MessageError, PeerFailedError, TransportError, parse
-from thinwire.collectives import Layer, Layout, LoopbackTransport, all_reduce, complete
+from thinwire.collectives import (
+    Layer,
+    Layout,
+    LoopbackTransport,
+    all_gather,
+    all_reduce,
+    complete,
+    part_layout,
+    reduce_scatter,
+    sent_bytes,
+)
 from thinwire.collectives.message import HEADER_BYTES, seal, verify
 from thinwire.compressors import Coded, MinMax, Raw
 
@@ -229,3 +239,68 @@ class TestFailures:
             return True
 
         assert run_threads(run, 3, timeout_s=1.0)[:2] == [True, True]
+
+
+class TestParts:
+    """Reduce-scatter and all-gather of buffers that have a part for each rank."""
+
+    def part(self, dtype: torch.dtype, num_ranks: int) -> Layout:
+        return part_layout(MIXED, num_ranks, dtype)
+
+    @pytest.mark.parametrize("num_ranks", [2, 3, 4])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_each_rank_gets_the_sum_of_its_part(self, num_ranks: int, dtype: torch.dtype) -> None:
+        layout = self.part(dtype, num_ranks)
+        inputs = [gradient(rank, layout.numel, dtype) for rank in range(num_ranks)]
+
+        def run(transport):
+            x, out = inputs[transport.rank].clone(), torch.empty(layout.part_numel, dtype=dtype)
+            buffers = transport.open(layout.reduction_traffic(up=True, down=False))
+            complete(reduce_scatter(x, layout, transport, buffers, seed=0, step=0, scale=1.0, out=out))
+            assert torch.equal(x, inputs[transport.rank])
+            assert transport.sent_bytes == sent_bytes(layout.reduction_traffic(down=False), transport.rank)
+            return out
+
+        exact = torch.stack([x.float() for x in inputs]).sum(0).view(num_ranks, -1)
+        for rank, out in enumerate(run_threads(run, num_ranks)):
+            off = (out.float() - exact[rank]).abs()
+            assert off[5000:5071].max() <= (1e-6 if dtype == torch.float32 else 4e-2)
+            level = max(float(x.max() - x.min()) for x in inputs) / 15
+            assert 0 < float(off[:5000].max()) < (num_ranks - 1) * level + (0.0 if dtype == torch.float32 else 0.1)
+
+    @pytest.mark.parametrize("num_ranks", [2, 3])
+    def test_all_ranks_hold_what_each_part_decodes_to(self, num_ranks: int) -> None:
+        layout = self.part(torch.float32, num_ranks)
+        whole = gradient(0, layout.numel).view(num_ranks, -1)
+
+        def run(transport):
+            x = torch.zeros(num_ranks, layout.part_numel)
+            x[transport.rank] = whole[transport.rank]
+            buffers = transport.open(layout.reduction_traffic(up=False))
+            complete(all_gather(x.view(-1), layout, transport, buffers, seed=0, step=0))
+            return x
+
+        results = run_threads(run, num_ranks)
+        for result in results:
+            assert torch.equal(result, results[0])
+        assert torch.equal(results[0][:, 5000:5071], whole[:, 5000:5071])
+        assert 0 < float((results[0] - whole).abs().max()) < 1.01 * float(whole.max() - whole.min()) / 3
+
+    def test_a_long_part_travels_in_slices(self) -> None:
+        layers = layers_of((3 << 20, "minmax"))
+        layout = part_layout(layers, 2, torch.float32)
+        assert len(layout.chunks) == len(layout.local) == 6
+        assert [chunk.owner for chunk in layout.chunks] == [0, 0, 0, 1, 1, 1]
+
+    def test_parts_draw_apart(self) -> None:
+        layout = part_layout(layers_of((4096, "minmax(bits=2)")), 3, torch.float32)
+
+        def run(transport):
+            x = gradient(0, 4096).repeat(3) if transport.rank == 0 else torch.zeros(3 * 4096)
+            out, buffers = torch.empty(4096), transport.open(layout.reduction_traffic(down=False))
+            complete(reduce_scatter(x, layout, transport, buffers, seed=0, step=0, scale=1.0, out=out))
+            return out
+
+        exact, first, second = run_threads(run, 3)
+        assert torch.equal(exact, gradient(0, 4096))
+        assert not torch.equal(first, second)

@@ -12,7 +12,7 @@ import pytest
 from thinwire import cli, lab
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ["demo", "lab", "compare", "compare every", "repro fft", "repro cgx"]
+COMMANDS = ["demo", "lab", "aggregator", "compare", "compare every", "repro fft", "repro cgx"]
 COMMANDS += ["bench kernels", "bench allreduce", "bench topologies", "bench step", "bench compressors"]
 
 
@@ -92,6 +92,22 @@ def test_bench_step_over_loopback(tmp_path: Path) -> None:
     options = ["--rate", "none", "--decline", "--target", "0", "--rounds", "1", "--steps", "1", "--batches", "1"]
     assert cli.main(["bench", "step", *options, "--json", str(path)]) == 0
     assert figures(path)["share_of_ceiling/thinwire"] > 0.2
+
+
+def test_bench_blob_over_loopback(tmp_path: Path) -> None:
+    path = tmp_path / "blob.json"
+    options = ["--rates", "none", "--batch", "1", "--rounds", "1", "--steps", "1", "--json", str(path)]
+    assert cli.main(["bench", "blob", *options]) == 0
+    found = figures(path)
+    sent = {name: found[f"payload_bytes_per_step/{name}/loopback"] for name in ("fp32", "uniform", "registered")}
+    assert sent["uniform"] < sent["registered"] < 1.05 * sent["uniform"] < sent["fp32"] / 6.5
+    error = {name: found[f"relative_error/{name}/loopback"] for name in ("fp32", "uniform", "registered", "layerwise")}
+    assert error["fp32"] == 0
+    assert error["registered"] == pytest.approx(error["layerwise"], rel=0.1)
+    assert error["registered"] < error["uniform"]
+    assert found["relative_error_of_biases_and_norms/registered/loopback"] < 1e-6
+    assert found["relative_error_of_biases_and_norms/uniform/loopback"] > 0.01
+    assert found["uniform_buffers/registered/loopback"] == 0
 
 
 @pytest.mark.skipif(not (ROOT / "tools" / "readme.py").exists(), reason="not in a source tree")

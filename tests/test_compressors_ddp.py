@@ -32,6 +32,9 @@ SPECS = (
     "fft(theta=((0, 0.9), (3, 0.0)), feedback=False)",
     "powersgd(rank=2)",
     "dgc(topk(density=0.1))",
+    "intsgd(bits=8)",
+    "heuristic_intsgd(bits=8, rounding=random)",
+    "ef(intsgd(bits=8, rounding=determ))",
 )
 _STEPS = 5
 

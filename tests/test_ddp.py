@@ -327,6 +327,14 @@ def _refused(rank: int, what: str) -> str:
         arguments = {"rules": f"minmax(bits={4 + rank})"}
     elif what == "seeds differ":
         arguments = {"seed": rank}
+    elif what == "transports differ":
+        arguments = {"transport": ("auto", "group")[rank]}
+    elif what == "topologies differ":
+        arguments = {"topology": ("hierarchical", "sra")[rank]}
+    elif what == "simulations differ":
+        arguments = {"simulate": rank == 1}
+    elif what == "transport":
+        arguments = {"transport": "memory"}
     try:
         thinwire.compress(model, decline=False, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -358,6 +366,10 @@ def _other_hook(state, bucket):
             "ValueError: 'minmx' is not a spec: at character 1, no compressor is called 'minmx'. Did you mean 'minmax'",
         ),
         ("dtype", "TypeError: embed.weight is torch.float64"),
+        ("transport", "ValueError: transport is 'memory': auto, group or shared"),
+        ("transports differ", "DisagreementError: ranks do not agree: rank 0 has 'transport: auto', rank 1 has 'tran"),
+        ("topologies differ", "DisagreementError: ranks do not agree: rank 0 has 'topology: hierarchical(inside=dense"),
+        ("simulations differ", "DisagreementError: ranks do not agree: rank 0 has 'simulate: False', rank 1 has 'sim"),
         ("seeds differ", "DisagreementError: ranks do not agree: rank 0 has 'seed: 0', rank 1 has 'seed: 1'"),
         (
             "plans differ",

@@ -16,7 +16,7 @@ import pytest
 import thinwire
 from thinwire import cli, lab
 from thinwire.collectives import parse_topology
-from thinwire.repro.cgx import command, of_bandwidth, of_places, of_quality, of_schemes, of_systems
+from thinwire.repro.cgx import command, of_bandwidth, of_blob, of_places, of_quality, of_schemes, of_systems
 from thinwire.repro.cgx.contest import Contest, Times, rate_text, solve_rate
 from thinwire.repro.cgx.judging import above, all_hold
 from thinwire.repro.cgx.study import FP32_SHARE, SMOKE, Scale
@@ -28,9 +28,9 @@ from thinwire.repro.findings import Finding
 from thinwire.repro.report import Run
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("3.1", "3.3", "3.4", "3.5", "3.6", "3.7", "3.9")
-PICTURES = ("3.1", "3.3", "3.4", "3.6", "3.7", "3.9")
-THROUGHPUT = ("3.3", "3.4", "3.6", "3.9")
+PARTS = ("3.1", "3.3", "3.4", "3.5", "3.6", "3.7", "3.9", "blob")
+PICTURES = ("3.1", "3.3", "3.4", "3.6", "3.7", "3.9", "blob")
+THROUGHPUT = ("3.3", "3.4", "3.6", "3.9", "blob")
 
 
 # --- the command
@@ -232,11 +232,11 @@ def test_every_way_is_one_of_the_thesis() -> None:
     assert ideal.wire_bytes((numel,)) < 1e-3 * 4 * numel
     scale = Scale()
     lists = [of_bandwidth.ways(scale), of_schemes.ways(scale), of_systems.shares(scale), of_places.nodes(scale)]
-    lists += [of_places.transports(scale), *(of_systems.systems(model) for model in scale.models)]
+    lists += [of_places.transports(scale), of_blob.ways(scale), *(of_systems.systems(model) for model in scale.models)]
     for ways in lists:
         assert len({way.name for way in ways}) == len(ways)
         for way in ways:
-            if way.kind == "thinwire":
+            if way.kind in ("thinwire", "blob"):
                 thinwire.parse(way.spec)
                 parse_topology(way.topology)
     assert [model.powersgd_rank for model in scale.models] == [8, 4]
@@ -266,6 +266,17 @@ def test_turns_are_taken_by_all_and_counted_after_the_first() -> None:
     assert set(found.payload_bytes) == {"fp32", "thinwire"}
     # Four ranks: 2 · 3/4 of the gradient.
     assert found.payload_bytes["fp32"] == 1.5 * SMOKE.models[1].gradient_bytes
+
+
+def test_errors_are_those_of_what_arrives() -> None:
+    pytest.importorskip("sklearn")
+    half = Way("half", "half", "#000000", spec="truncate(gamma=2)")
+    with Contest("host", emulated=False) as contest:
+        found = contest.errors(SMOKE.models[1], (FP32, THINWIRE, half), steps=3, on_turn=lambda steps, title: None)
+    assert {name: len(errors) for name, errors in found.items()} == {"fp32": 3, "thinwire": 3, "half": 3}
+    assert max(found["fp32"]) < 1e-6
+    assert all(0.02 < error < 0.5 for error in found["thinwire"])
+    assert all(0.3 < error < 1 for error in found["half"])
 
 
 def test_ways_are_compared_round_by_round() -> None:
@@ -346,7 +357,6 @@ class _Study:
         return Times({way.name: tuple(self._seconds.get(way.name, 1.0) * n for n in noise) for way in ways}, {})
 
     def errors(self, model: Any, ways: Sequence[Way]) -> dict[str, list[float]]:
-        assert all(way.measure == 1 for way in ways)
         return {way.name: [self._errors[way.name] * (1 + 0.01 * step) for step in range(8)] for way in ways}
 
 
@@ -444,6 +454,17 @@ def test_transports_and_nodes_are_judged(made_up: Any) -> None:
     rows = of_places.table_3_9(made_up({"fp32": 7.0, "thinwire": 2.0, "hierarchical": 1.0}))
     assert _verdicts(rows) == {"speedup/gpt/thinwire": True, "speedup/cnn/thinwire": False}
     assert next(row for row in rows if row.name == "speedup/gpt/hierarchical").value == pytest.approx(7)
+
+
+def test_compression_without_layers_is_judged_by_speed_and_error(made_up: Any) -> None:
+    seconds = {"fp32": 2.0, "thinwire": 1.0, "blob": 1.5}
+    errors = {"thinwire": 0.1, "blob": 0.11, "thinwire 1024": 0.2, "blob 1024": 0.25}
+    found = _verdicts(of_blob.blob(made_up(seconds, errors)))
+    names = ("blob_over_fp32", "layers_over_blob", "error")
+    assert found == {f"{name}/{model}": True for model in ("gpt", "cnn") for name in names}
+    found = _verdicts(of_blob.blob(made_up({**seconds, "blob": 0.9}, {**errors, "blob 1024": 0.19})))
+    assert [found[f"{name}/gpt"] for name in names] == [True, False, False]
+    assert _verdicts(of_blob.blob(made_up({**seconds, "blob": 2.5}, errors)))["blob_over_fp32/gpt"] is False
 
 
 # --- quality

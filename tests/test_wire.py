@@ -93,6 +93,8 @@ OWING = [
     "fft(theta=0.9, block=256)",
     "fft(theta=((0, 0.95), (3, 0.5)))",
     "powersgd(rank=1)",
+    "ef(intsgd(bits=8, rounding=determ))",
+    "ef(heuristic_intsgd(bits=8))",
 ]
 """Rules under which something is owed: error feedback, by name or by default."""
 

@@ -302,6 +302,7 @@ CGX_TABLES = {
     "3.6": "Table 3.6: systems",
     "3.9": "Table 3.9: two nodes",
     "3.3": "Figure 3.3: transports on one host",
+    "blob": "Section 3.7.2, QNCCL: compression that sees no layers",
 }
 """Of throughput, by what they are in the thesis."""
 

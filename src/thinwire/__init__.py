@@ -1,7 +1,7 @@
 """Train over thin wires: compressed gradients for distributed PyTorch."""
 
 from thinwire import optim
-from thinwire.attach import compress
+from thinwire.attach import ProcessGroup, ProcessGroupOptions, compress, register_model
 from thinwire.collectives import MessageError, PeerFailedError, SharedMemoryError, TransportError
 from thinwire.compressors import (
     DGC,
@@ -57,6 +57,8 @@ __all__ = [
     "PeerFailedError",
     "Plan",
     "PowerSGD",
+    "ProcessGroup",
+    "ProcessGroupOptions",
     "RandK",
     "RangeFloat",
     "Raw",
@@ -77,4 +79,5 @@ __all__ = [
     "optim",
     "parse",
     "register",
+    "register_model",
 ]

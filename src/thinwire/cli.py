@@ -16,10 +16,12 @@ from rich.console import Console
 _COMMANDS = {
     "demo": "thinwire.repro.demo:demo",
     "lab": "thinwire.lab.command:lab",
+    "aggregator": "thinwire.aggregator.command:aggregator",
     "bench kernels": "thinwire.bench.kernels:kernels",
     "bench allreduce": "thinwire.bench.allreduce:allreduce",
     "bench topologies": "thinwire.bench.topologies:topologies",
     "bench step": "thinwire.bench.step:step",
+    "bench blob": "thinwire.bench.blob:blob",
     "bench compressors": "thinwire.bench.compressors:compressors",
     "compare": "thinwire.repro.compare:compare",
     "compare every": "thinwire.repro.every:every",
@@ -33,10 +35,12 @@ _HELP = """\
 
   [bold]thinwire demo[/]              train over a 100 Mbit/s wire: fp32, bf16, PowerSGD and thinwire; the same loss?
   [bold]thinwire lab[/]               run any torchrun-style script over a slow network, emulated on this machine
+  [bold]thinwire aggregator[/]        add up integers in the network, as a programmable switch would, for intsgd
   [bold]thinwire bench kernels[/]     how fast this machine quantises, beside a plain copy
   [bold]thinwire bench allreduce[/]   an all-reduce over a slow link, beside gloo and beside its own limit
   [bold]thinwire bench topologies[/]  the same by ring, tree, hierarchy ... and through shared memory, over many links
   [bold]thinwire bench step[/]        a training step over a slow link, beside stock DDP and beside its own limit
+  [bold]thinwire bench blob[/]        DDP over a process group that compresses buffers, beside compressing layers
   [bold]thinwire bench compressors[/] error, bytes and speed of every compressor on the gradients of a real training
   [bold]thinwire compare[/]           is it the same loss? paired runs, an interval, a control that must fail
   [bold]thinwire compare every[/]     the same for every compressor at once, with and without error feedback

@@ -43,3 +43,64 @@ def group_timeout(group: Any) -> timedelta:
         if isinstance(timeout, timedelta):
             return timeout
     raise RuntimeError("this PyTorch does not tell the timeout of a process group: pass timeout= yourself")
+
+
+def register_gloo(group: Any, backend: Any) -> None:
+    """Make gloo the backend of a ``torch.distributed.ProcessGroup`` that Python made.
+
+    Raises ``RuntimeError`` where this PyTorch has no way to.
+    """
+    kinds = torch.distributed.ProcessGroup.BackendType
+    try:
+        group._register_backend(torch.device("cpu"), kinds.GLOO, backend)
+        group._set_default_backend(kinds.GLOO)
+    except AttributeError as error:
+        raise RuntimeError(f"this PyTorch does not let a process group be made of gloo: {error}") from None
+
+
+def gloo_backend(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A ``torch.distributed.ProcessGroupGloo``, connected through ``store``."""
+    backend = torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
+    backend._set_sequence_number_for_group()
+    return backend
+
+
+def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A gloo process group of its own, which ``torch.distributed`` does not list; it ends when nobody holds it."""
+    group = torch.distributed.ProcessGroup(store, rank, size)
+    register_gloo(group, gloo_backend(store, rank, size, timeout))
+    return group
+
+
+def prefixed(prefix: str, store: Any) -> Any:
+    """The store with all its keys under a prefix."""
+    return torch.distributed.PrefixStore(f"{prefix}/", store)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def collective_options(name: str) -> Any:
+    """New options of a collective of process groups: ``Allreduce``, ``ReduceScatter``, ``Allgather`` ..."""
+    from torch._C import _distributed_c10d
+
+    return getattr(_distributed_c10d, f"{name}Options")()
+
+
+def premul_factor(op: Any) -> float | None:
+    """The factor of a ``ReduceOp.PREMUL_SUM``; None if it is a tensor of several values, or not told."""
+    factor = getattr(op, "factor", None)
+    if isinstance(factor, torch.Tensor):
+        return float(factor) if factor.numel() == 1 else None
+    return float(factor) if isinstance(factor, int | float) else None
+
+
+def ddp_ready_order(model: Any) -> tuple[int, ...] | None:
+    """The order in which a ``DistributedDataParallel`` model's buckets hold its trained parameters, by their index.
+
+    DDP logs it in the first passes after it has rebuilt its buckets, the same on every rank. None before that, and
+    where this PyTorch does not tell. Not to be called while backward runs, which holds a lock that this takes.
+    """
+    try:
+        told = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
+        order = tuple(int(index) for index in told.replace(",", " ").split()) if told else ()
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return None
+    return order if order and sorted(order) == list(range(len(order))) else None

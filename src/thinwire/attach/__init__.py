@@ -10,11 +10,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach.ddp import Options, compress_ddp
+from thinwire.attach.group_options import ProcessGroupOptions
+from thinwire.attach.process_group import ProcessGroup, register_backend, register_model
 from thinwire.collectives import Topology, TransportChoice, parse_topology
 from thinwire.plan import DEFAULT_RULES, Rules
 from thinwire.wire import Wire
 
-__all__ = ["compress"]
+__all__ = ["ProcessGroup", "ProcessGroupOptions", "compress", "register_model"]
+
+register_backend()
 
 
 def compress(
@@ -32,6 +36,7 @@ def compress(
     measure: int = 0,
     topology: str | Topology = "sra",
     transport: TransportChoice = "auto",
+    aggregator: str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     timeout: timedelta | None = None,
@@ -73,6 +78,9 @@ def compress(
         transport: ``auto`` lets coded messages between ranks of one node lie in memory that these share (Linux), and
             sends the others over the process group; ``shared`` insists on it; ``group`` sends all of them. Ranks find
             out themselves who shares a node; the environment variable ``THINWIRE_NODE`` names a rank's node otherwise.
+        aggregator: ``host:port`` of a ``thinwire aggregator`` that adds up integers in the network, for ``intsgd`` and
+            ``heuristic_intsgd``. Floats never go there: sums of raw layers, and the exact first step of ``intsgd``,
+            are native all-reduces as ever. ``host:port?slots=16`` asks for a part of its slots.
         optimizer: the optimizer, for compressors that follow its learning rate (``fft(theta=diminishing)``) or its
             steps (``intsgd(scale=params)``).
         grad_scaler: the ``GradScaler`` of an fp16 training; error feedback keeps its residuals in unscaled units.
@@ -105,6 +113,7 @@ def compress(
         measure=measure,
         topology=parse_topology(topology),
         transport=transport,
+        aggregator=aggregator,
         optimizer=optimizer,
         grad_scaler=grad_scaler,
         timeout=timeout,

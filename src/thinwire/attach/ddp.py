@@ -14,17 +14,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach.updates import Updates
 from thinwire.collectives import (
+    AggregatorClient,
     ProcessGroupTransport,
     ScatterReduceAllGather,
     Topology,
     Transport,
     TransportChoice,
+    parse_address,
+    session_number,
     with_shared_memory,
 )
 from thinwire.compat import group_timeout
-from thinwire.compressors import GRADIENT_DTYPES, Raw, Wrapper, check_int
+from thinwire.compressors import GRADIENT_DTYPES, Raw, Summed, Wrapper, check_int
 from thinwire.plan import Filter, Plan, Rules
-from thinwire.wire import Wire
+from thinwire.wire import Wire, agree
 from thinwire.wire.route import BucketLayers
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented, yet not exported
@@ -132,6 +135,7 @@ class Options:
     measure: int = 0
     topology: Topology = field(default_factory=ScatterReduceAllGather)
     transport: TransportChoice = "auto"
+    aggregator: str | None = None
     optimizer: torch.optim.Optimizer | None = None
     grad_scaler: torch.amp.GradScaler | None = None
     timeout: timedelta | None = None
@@ -148,6 +152,8 @@ def compress_ddp(model: DistributedDataParallel, rules: Rules, options: Options)
     plan = Plan.build(shapes, rules, Filter(min_numel=options.min_numel, exclude=tuple(options.exclude)))
     _check_dtypes(model, plan)
     _check_feedback(plan)
+    if options.aggregator is not None:
+        _check_aggregator(plan, options.aggregator)
     hook = hook or _Hook(model)
     parameters = {name: p for p, name in hook.names.items()}
     follows = Updates.check(plan, options.optimizer, parameters)
@@ -216,6 +222,15 @@ def _check_feedback(plan: Plan) -> None:
             )
 
 
+def _check_aggregator(plan: Plan, address: str) -> None:
+    parse_address(address)
+    sums = [c for c in plan.layers.values() if isinstance(c, Summed)]
+    if all(c.part_dtype(torch.float32).is_floating_point for c in sums):
+        raise ValueError(
+            f"aggregator={address!r} adds integers, and no layer has a compressor that makes any: intsgd(bits=8) does"
+        )
+
+
 def _transport(group: dist.ProcessGroup, options: Options) -> Transport:
     """Process groups of our own: DDP uses its own group from the main thread while ours are busy in the worker."""
     timeout = options.timeout or group_timeout(group)
@@ -226,6 +241,22 @@ def _transport(group: dist.ProcessGroup, options: Options) -> Transport:
     )
     assert isinstance(mine, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
+    transport = ProcessGroupTransport(mine, timeout, second)
+    # What follows until the plan is agreed on depends on these: ranks that differ would wait for each other.
+    told = {"simulate": str(options.simulate), "transport": options.transport, "topology": str(options.topology)}
+    told["aggregator"] = str(options.aggregator)
+    agree(told, transport)
     # A simulation sends no messages.
     choice = "group" if options.simulate else options.transport
-    return with_shared_memory(ProcessGroupTransport(mine, timeout, second), timeout, choice)
+    transport = with_shared_memory(transport, timeout, choice)
+    if options.aggregator is not None and not options.simulate and transport.world_size > 1:
+        session = torch.tensor([session_number()])
+        transport.broadcast(session)
+        transport.aggregator = AggregatorClient(
+            options.aggregator,
+            rank=transport.rank,
+            world_size=transport.world_size,
+            session=int(session),
+            timeout_s=timeout.total_seconds(),
+        )
+    return transport

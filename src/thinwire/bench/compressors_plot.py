@@ -19,6 +19,7 @@ _LOOKS = {
     "max-abs": ("#56B4E9", "s"),
     "QSGD": ("#E69F00", "^"),
     "floats": ("#CC79A7", "D"),
+    "integers": ("#332288", "d"),
     "one bit": ("#000000", "P"),
     "top-k": ("#D55E00", "v"),
     "random": ("#777777", "X"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 import warnings
 from datetime import timedelta
 from statistics import median
@@ -12,43 +11,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.repro.gpt import GPT, GPTConfig, next_token_loss
+from thinwire.bench.turns import Turns, gpt, token_batch
 
 _TIMEOUT = timedelta(seconds=120)
-_WARM_UP = 4
-_VOCABULARY = 256
 
 
-class Contest:
+class Contest(Turns):
     """The same model three times: stock DDP, thinwire, and with a hook that sends nothing, which is the ceiling."""
 
     def __init__(self, cap_mb: float, spec: str, decline: bool) -> None:
-        self.models = {}
-        for name in ("fp32", "thinwire", "noop"):
-            torch.manual_seed(0)
-            self.models[name] = DistributedDataParallel(GPT(GPTConfig()), bucket_cap_mb=cap_mb)
-        self.wire = thinwire.compress(self.models["thinwire"], spec, decline=decline)
-        self.models["noop"].register_comm_hook(None, _noop)
-        self.optimizers = {name: torch.optim.AdamW(m.parameters(), lr=1e-4) for name, m in self.models.items()}
-
-    def step(self, name: str, tokens: Tensor) -> None:
-        self.optimizers[name].zero_grad()
-        next_token_loss(self.models[name](tokens[:, :-1]), tokens[:, 1:]).backward()
-        self.optimizers[name].step()
-
-    def seconds(self, name: str, tokens: Tensor, steps: int) -> float:
-        """Seconds a step, on the slowest rank."""
-        dist.barrier()
-        started = time.perf_counter()
-        for _ in range(steps):
-            self.step(name, tokens)
-        mine = torch.tensor((time.perf_counter() - started) / steps)
-        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-        return float(mine)
+        models = {name: gpt(cap_mb) for name in ("fp32", "thinwire", "noop")}
+        self.wire = thinwire.compress(models["thinwire"], spec, decline=decline)
+        models["noop"].register_comm_hook(None, _noop)
+        super().__init__(models)
 
 
 def _noop(state, bucket):
@@ -58,16 +35,7 @@ def _noop(state, bucket):
 
 
 def _measure(contest: Contest, batch: int, rounds: int, steps: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    context = GPTConfig().context
-    tokens = torch.randint(0, _VOCABULARY, (batch, context + 1), generator=generator)
-    for name in contest.models:
-        for _ in range(_WARM_UP):
-            contest.step(name, tokens)
-    times: dict[str, list[float]] = {name: [] for name in contest.models}
-    for _ in range(rounds):
-        for name, found in times.items():
-            found.append(contest.seconds(name, tokens, steps))
+    times = contest.seconds(token_batch(batch), rounds, steps)
     seconds = {name: median(found) for name, found in times.items()}
     # Round by round, so that a machine that slows down slows both down.
     shares = {name: median(n / t for n, t in zip(times["noop"], times[name], strict=True)) for name in times}

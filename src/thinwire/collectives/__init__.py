@@ -1,13 +1,20 @@
 """Collectives: how messages meet."""
 
+from thinwire.collectives.aggregator import AggregatorClient, parse_address, session_number
 from thinwire.collectives.allgather import gather_buffers, gather_mean
 from thinwire.collectives.exchange import Exchange
 from thinwire.collectives.layout import Chunk, Layer, Layout, owned_parts
 from thinwire.collectives.message import MessageError, PeerFailedError
 from thinwire.collectives.nodes import node_identity, number_nodes
+from thinwire.collectives.parts import part_layout
 from thinwire.collectives.reduction import all_gather, all_reduce, encoded, reduce_scatter
 from thinwire.collectives.shared_memory import SharedMemoryError
-from thinwire.collectives.shared_transport import SharedMemoryTransport, TransportChoice, with_shared_memory
+from thinwire.collectives.shared_transport import (
+    SharedMemoryTransport,
+    TransportChoice,
+    check_choice,
+    with_shared_memory,
+)
 from thinwire.collectives.stages import complete
 from thinwire.collectives.summed import sum_buffers, summed_all_reduce
 from thinwire.collectives.topology import (
@@ -32,6 +39,7 @@ from thinwire.collectives.transport import (
 )
 
 __all__ = [
+    "AggregatorClient",
     "AllGather",
     "Binomial",
     "Buffers",
@@ -58,6 +66,7 @@ __all__ = [
     "World",
     "all_gather",
     "all_reduce",
+    "check_choice",
     "complete",
     "encoded",
     "gather_buffers",
@@ -65,10 +74,13 @@ __all__ = [
     "node_identity",
     "number_nodes",
     "owned_parts",
+    "parse_address",
     "parse_topology",
+    "part_layout",
     "reduce_scatter",
     "ring_bytes",
     "sent_bytes",
+    "session_number",
     "sum_buffers",
     "summed_all_reduce",
     "with_shared_memory",

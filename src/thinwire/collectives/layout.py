@@ -15,7 +15,7 @@ import torch
 from thinwire.collectives.message import HEADER_BYTES, SIZE_BYTES
 from thinwire.collectives.topology import ScatterReduceAllGather, Topology, Tree, World
 from thinwire.collectives.traffic import Outgoing, Traffic, sent_bytes
-from thinwire.collectives.transport import ring_bytes
+from thinwire.collectives.transport import Transport, ring_bytes
 from thinwire.compressors import Coded, Part, Piece, Reduction, Segments, Slot, Summed
 from thinwire.kernels import site_id
 
@@ -122,6 +122,10 @@ class Layout:
     dtype: torch.dtype
     topology: Topology
     world: World
+    part_numel: int = 0
+    """Elements of each rank's part, in a buffer that has one for each (`part_layout`)."""
+    local: tuple[Chunk, ...] = ()
+    """In such a buffer, its chunks as seen from where their part begins."""
 
     @staticmethod
     def build(
@@ -248,12 +252,15 @@ class Layout:
                 traffic.append([Outgoing(k, chunk.message_bytes, others) for k, chunk in enumerate(self.gathered)])
         return traffic
 
-    def sent_bytes(self, rank: int) -> int:
+    def sent_bytes(self, rank: int, transport: Transport | None = None) -> int:
         """Bytes that ``rank`` hands to the transport for it: at most, if it gathers what is bounded.
 
-        Of a sum, 2(n−1)/n of its size.
+        Of a sum, 2(n−1)/n of its size, unless ``transport`` has it otherwise.
         """
-        sums = sum(ring_bytes(s.numel * s.dtype.itemsize, self.world_size) for s in self.sums)
+        if transport is None:
+            sums = sum(ring_bytes(s.numel * s.dtype.itemsize, self.world_size) for s in self.sums)
+        else:
+            sums = sum(transport.all_reduce_bytes(s.numel, s.dtype) for s in self.sums)
         return sums + sent_bytes(self.reduction_traffic(), rank) + sent_bytes(self.gather_traffic(), rank)
 
     @cached_property
@@ -323,6 +330,13 @@ def _slices(cuts: Sequence[_Cut]) -> list[list[_Cut]]:
                 slices.append([])
                 room = size
     return [part for part in slices if part]
+
+
+def owned_chunks(layers: Sequence[Layer], dtype: torch.dtype, owner: int) -> list[Chunk]:
+    """Chunks of all coded layers, for one owner."""
+    coded = [(layer, layer.compressor) for layer in layers if isinstance(layer.compressor, Coded)]
+    cuts = [_Cut(layer, compressor, 0, layer.numel) for layer, compressor in coded if layer.numel]
+    return [_chunk(part, dtype, owner) for part in _slices(cuts)]
 
 
 def _chunk(cuts: Sequence[_Cut], dtype: torch.dtype, owner: int = -1) -> Chunk:

@@ -70,10 +70,12 @@ def reduce_scatter(
     scale: float | None = None,
     state: State | None = None,
     clock: Clock | None = None,
+    out: Tensor | None = None,
 ) -> Generator[None]:
     """The first half of `all_reduce`: each owner's chunks become ``scale`` times the sum, exactly as it adds them up.
 
-    ``buffers`` are those of ``reduction_traffic(down=False)``. What ``x`` holds elsewhere is undefined. Yields and
+    ``buffers`` are those of ``reduction_traffic(down=False)``. What ``x`` holds elsewhere is undefined. With a
+    `part_layout`, ``out`` (flat, of a part's size) may be given: it gets the sum, and ``x`` stays as it is. Yields and
     raises as `all_reduce` does.
     """
     scale = 1.0 / layout.world_size if scale is None else scale
@@ -83,7 +85,7 @@ def reduce_scatter(
         yield
         for k in run.inner():
             if layout.chunks[k].owner == transport.rank:
-                run.keep_sum(k, scale)
+                run.keep_sum(k, scale, out)
             else:
                 run.pass_on(k)
 
@@ -180,12 +182,15 @@ class _Run:
                 compressor.reduce(parts, own, segments, out, into, key=key, scale=1.0, state=self.state)
             self.exchange.send(k)
 
-    def keep_sum(self, k: int, scale: float) -> None:
+    def keep_sum(self, k: int, scale: float, out: Tensor | None) -> None:
         """As owner of chunk k: add up its parts, and leave it at that."""
         own, parts = self._parts(k)
+        chunk, into = self.layout.chunks[k], self.x
+        if out is not None:
+            chunk, into, own = self.layout.local[k], out, own[self.rank * self.layout.part_numel :]
         with self.clock.stage("reduce"):
-            for compressor, segments in self.layout.chunks[k].groups:
-                compressor.add_up(parts, own, segments, self.x, scale=scale)
+            for compressor, segments in chunk.groups:
+                compressor.add_up(parts, own, segments, into, scale=scale)
 
     def send_own(self) -> None:
         """Encode this rank's own chunks, as they are, and keep what they decode to."""

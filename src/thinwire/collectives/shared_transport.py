@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -38,8 +38,7 @@ def with_shared_memory(transport: Transport, timeout: timedelta, choice: Transpo
         SharedMemoryError: as said; on every rank alike.
         TransportError: a rank is gone or silent.
     """
-    if choice not in ("auto", "group", "shared"):
-        raise ValueError(f"transport is {choice!r}: auto, group or shared")
+    check_choice(choice)
     if choice == "group" or transport.world_size == 1:
         return transport
     try:
@@ -51,6 +50,12 @@ def with_shared_memory(transport: Transport, timeout: timedelta, choice: Transpo
             text = f'{error}. Messages between ranks of one node go over the network; transport="group" accepts that'
             warnings.warn(text, RuntimeWarning, stacklevel=2)
         return transport
+
+
+def check_choice(choice: str) -> None:
+    """Raise ``ValueError`` for what is no choice."""
+    if choice not in get_args(TransportChoice):
+        raise ValueError(f"transport is {choice!r}: auto, group or shared")
 
 
 class _NobodyError(SharedMemoryError):

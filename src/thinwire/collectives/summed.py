@@ -27,19 +27,22 @@ def summed_all_reduce(
     *,
     seed: int,
     step: int,
+    scale: float | None = None,
     state: State | None = None,
     clock: Clock | None = None,
 ) -> Generator[None]:
-    """Replace the summed layers of the flat tensor ``x`` by their mean over all ranks.
+    """Replace the summed layers of the flat tensor ``x`` by ``scale`` times their sum over all ranks, by default their
+    mean.
 
-    Yields once, when the sums of the first round are on their way, as `scatter_reduce_allgather` does; later rounds
-    take the transport's second lane, so that the next bucket's first round need not wait for them.
+    Yields once, when the sums of the first round are on their way, as `all_reduce` does; later rounds take the
+    transport's second lane, so that the next bucket's first round need not wait for them.
 
     Raises:
         TransportError: a rank is gone or silent.
     """
     clock = clock or NoClock()
-    key, scale = sum_key(seed, step, transport.rank), 1.0 / transport.world_size
+    key = sum_key(seed, step, transport.rank)
+    scale = 1.0 / transport.world_size if scale is None else scale
 
     def encode(s: Sum, buffer: Tensor) -> None:
         with clock.stage("encode"):

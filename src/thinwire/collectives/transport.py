@@ -42,6 +42,22 @@ class Pending(Protocol):
         ...
 
 
+class IntegerReducer(Protocol):
+    """Who adds up integers for all ranks: an `AggregatorClient`."""
+
+    def start_all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> Pending:
+        """As `Transport.start_all_reduce`."""
+        ...
+
+    def wire_bytes(self, numel: int, width: int) -> int:
+        """Bytes that a rank sends for so many integers of ``width`` bytes, and receives."""
+        ...
+
+    def close(self) -> None:
+        """Leave."""
+        ...
+
+
 @dataclass
 class Buffers:
     """Every message that a rank sends and receives in one collective: allocated once, by `Transport.open`."""
@@ -83,6 +99,8 @@ class Transport(ABC):
         """Of those sent: what its receivers took from memory that they share with this rank."""
         self.broken = False
         """Whether somebody gave it up: nothing is waited for on it any more."""
+        self.aggregator: IntegerReducer | None = None
+        """Where sums of integers go instead, if given."""
         self._next_tag = 0
         self._lock = threading.Lock()
 
@@ -150,13 +168,26 @@ class Transport(ABC):
     def start_all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> Pending:
         """Begin to replace ``x`` by its sum (or maximum) over all ranks, in its own dtype. Counted as a
         ring all-reduce."""
-        moved = ring_bytes(x.numel() * x.element_size(), self.world_size)
+        moved = self.all_reduce_bytes(x.numel(), x.dtype)
         self._count(moved, moved)
+        if self.aggregator is not None and not x.dtype.is_floating_point:
+            return self.aggregator.start_all_reduce(x, lane=lane, op=op)
         return self._start_all_reduce(x, lane, op)
 
     def all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> None:
         """The same, to its end."""
         self.start_all_reduce(x, lane=lane, op=op).wait()
+
+    def all_reduce_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Bytes that a rank sends in an all-reduce, and receives."""
+        if self.aggregator is not None and not dtype.is_floating_point:
+            return self.aggregator.wire_bytes(numel, dtype.itemsize)
+        return ring_bytes(numel * dtype.itemsize, self.world_size)
+
+    def close(self) -> None:
+        """Let go of what is not a process group's."""
+        if self.aggregator is not None:
+            self.aggregator.close()
 
     @abstractmethod
     def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending: ...
@@ -198,6 +229,7 @@ class ProcessGroupTransport(Transport):
     """Over torch process groups that nobody else uses, of the same ranks. CPU tensors (gloo).
 
     ``second`` is the group of the second lane; without one both lanes are the first, for who uses but one thread.
+    Groups are spoken to directly: they may be ones that ``torch.distributed`` has no list of.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta, second: dist.ProcessGroup | None = None) -> None:
@@ -205,48 +237,31 @@ class ProcessGroupTransport(Transport):
         self.group = group
         self._lanes = (group, second or group)
         self.timeout = timeout
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+        self.rank = group.rank()
+        self.world_size = group.size()
 
     def _send(self, message: Tensor, peer: int, tag: int) -> Pending:
-        return self._start(dist.isend, message, peer, tag, "sending to")
+        return self._start(f"sending to rank {peer}", lambda: self.group.send([message], peer, tag))
 
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending:
-        return self._start(dist.irecv, message, peer, tag, "receiving from")
-
-    def _start(self, operation, message: Tensor, peer: int, tag: int, doing: str) -> Pending:
-        side = "group_dst" if operation is dist.isend else "group_src"
-        doing = f"{doing} rank {peer}"
-        try:
-            work = operation(message, group=self.group, tag=tag, **{side: peer})
-        except RuntimeError as error:
-            raise TransportError(f"{doing} failed: {_first_line(error)}") from error
-        if work is None:
-            raise TransportError(f"{doing} failed: this process is not in the group")
-        return _PendingWork(work, doing, self.timeout)
+        return self._start(f"receiving from rank {peer}", lambda: self.group.recv([message], peer, tag))
 
     def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
-        try:
-            work = dist.all_reduce(x, op=_OPS[op], group=self._lanes[lane], async_op=True)
-        except RuntimeError as error:
-            raise TransportError(f"the all-reduce failed: {_first_line(error)}") from error
-        if work is None:
-            raise TransportError("the all-reduce failed: this process is not in the group")
-        return _PendingWork(work, "the all-reduce", self.timeout)
+        return self._start("the all-reduce", lambda: self._lanes[lane].allreduce([x], _OPS[op]))
 
     def broadcast(self, x: Tensor) -> None:
-        try:
-            dist.broadcast(x, group=self.group, group_src=0)
-        except RuntimeError as error:
-            raise TransportError(f"the broadcast failed: {_first_line(error)}") from error
+        self._start("the broadcast", lambda: self.group.broadcast(x, 0)).wait()
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = [torch.empty_like(x) for _ in range(self.world_size)]
-        try:
-            dist.all_gather(out, x, group=self.group)
-        except RuntimeError as error:
-            raise TransportError(f"the all-gather failed: {_first_line(error)}") from error
+        self._start("the all-gather", lambda: self.group.allgather(out, x)).wait()
         return torch.stack(out)
+
+    def _start(self, doing: str, operation: Callable[[], dist.Work]) -> Pending:
+        try:
+            return _PendingWork(operation(), doing, self.timeout)
+        except RuntimeError as error:
+            raise TransportError(f"{doing} failed: {_first_line(error)}") from error
 
 
 class LoopbackTransport(Transport):

@@ -84,13 +84,14 @@ class Coded(Compressor):
     def add_up(
         self, messages: Sequence[Tensor], own: Tensor, segments: Segments, total: Tensor, *, scale: float
     ) -> None:
-        """Set the segments of ``total`` (fp32) to ``scale · (own + Σ decode(messages))``."""
+        """Set the segments of ``total`` to ``scale · (own + Σ decode(messages))``, summed in fp32 in their order."""
+        sums = total if total.dtype == torch.float32 else torch.empty_like(total, dtype=torch.float32)
         for piece in segments.pieces:
-            total[piece.elements] = own[piece.elements]
+            sums[piece.elements] = own[piece.elements]
         for message in messages:
-            self.decode(message, segments, total, add=True)
+            self.decode(message, segments, sums, add=True)
         for piece in segments.pieces:
-            total[piece.elements].mul_(scale)
+            total[piece.elements] = sums[piece.elements].mul_(scale)
 
     def mean(self, messages: Sequence[Tensor], segments: Segments, y: Tensor, *, scale: float) -> None:
         """The receiver's stage of an all-gather: set ``y`` to ``scale · Σ decode(messages)``, summed in their order."""

@@ -55,6 +55,14 @@ class Bucketed(Coded):
     def mean(self, messages: Sequence[Tensor], segments: Segments, y: Tensor, *, scale: float) -> None:
         kernels.bucketed_sum(messages, None, segments.table, y, self.form, scale=scale)
 
+    def add_up(
+        self, messages: Sequence[Tensor], own: Tensor, segments: Segments, total: Tensor, *, scale: float
+    ) -> None:
+        if not self.plain_sum:
+            super().add_up(messages, own, segments, total, scale=scale)
+            return
+        kernels.bucketed_sum(messages, own, segments.table, total, self.form, scale=scale)
+
     def reduce(
         self,
         messages: Sequence[Tensor],

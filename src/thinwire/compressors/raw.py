@@ -85,6 +85,18 @@ class Raw(Coded):
             out.copy_(total.mul_(scale))
             values.copy_(out)
 
+    def add_up(
+        self, messages: Sequence[Tensor], own: Tensor, segments: Segments, total: Tensor, *, scale: float
+    ) -> None:
+        """As `Coded.add_up`; messages hold values of the dtype of ``total``, and the sum is taken in fp32."""
+        wide = torch.promote_types(total.dtype, torch.float32)
+        payloads = [[payload for _, payload in _views(total, segments, m, total.dtype)] for m in messages]
+        for row, piece in enumerate(segments.pieces):
+            sums = own[piece.elements].to(wide, copy=True)
+            for received in payloads:
+                sums += received[row]
+            total[piece.elements].copy_(sums.mul_(scale))
+
 
 def _views(flat: Tensor, segments: Segments, message: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
     """For every segment, its values in the flat tensor and its payload as a tensor of ``dtype``."""

@@ -33,6 +33,8 @@ EVERY = (
     "natural",
     "rangefloat(bits=8)",
     "cast(bf16)",
+    "intsgd(bits=8)",
+    "heuristic_intsgd(bits=8)",
     "onebit",
     "sign",
     "topk(density=0.01)",

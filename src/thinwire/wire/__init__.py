@@ -1,20 +1,33 @@
 """The Wire and what keeps it alive."""
 
-from thinwire.wire.agree import DisagreementError
+from thinwire.wire.agree import DisagreementError, agree
+from thinwire.wire.flat import Contents, FlatEngine, FlatStats, Kind, Operation, dense_bytes, group_seed
 from thinwire.wire.log import StatsLogger
 from thinwire.wire.parity import ParityError
+from thinwire.wire.registered import NamedShape, Registered, Walk
 from thinwire.wire.stats import Stats
 from thinwire.wire.timeline import Timeline, merge_timelines
 from thinwire.wire.wire import Wire
 from thinwire.wire.worker import Worker
 
 __all__ = [
+    "Contents",
     "DisagreementError",
+    "FlatEngine",
+    "FlatStats",
+    "Kind",
+    "NamedShape",
+    "Operation",
     "ParityError",
+    "Registered",
     "Stats",
     "StatsLogger",
     "Timeline",
+    "Walk",
     "Wire",
     "Worker",
+    "agree",
+    "dense_bytes",
+    "group_seed",
     "merge_timelines",
 ]

@@ -42,7 +42,7 @@ def agree(record: Mapping[str, str], transport: Transport) -> None:
         raise DisagreementError(
             f"ranks do not agree: rank 0 has '{_short(at_first)}', rank {rank} has '{_short(here)}' "
             f"(ranks that differ from rank 0 like this: {', '.join(others)}). "
-            "Call compress() with the same arguments, model and thinwire version on every rank"
+            "Give every rank the same arguments, model and thinwire version"
         )
 
 

@@ -363,7 +363,7 @@ class Engine:
 
     def _new_route(self, flat: Tensor, layers: BucketLayers, step: int) -> Route:
         layout = Layout.build(self._place(flat, layers, step), self.world, flat.dtype, self.topology)
-        sent_bytes = layout.sent_bytes(self.rank) if self.world_size > 1 else 0
+        sent_bytes = layout.sent_bytes(self.rank, self.transport) if self.world_size > 1 else 0
         if self.simulated:
             return Route(Layout.build(layout.layers, 1, flat.dtype), None, None, (), step, sent_bytes)
         # gloo aborts the process when two ranks expect different sizes: agree before the first message.

@@ -9,7 +9,29 @@ from dataclasses import asdict, dataclass, field
 
 
 @dataclass
-class Stats:
+class StageSeconds:
+    """Time that communication spends in each of its stages."""
+
+    encode_s: float = 0.0
+    wire_s: float = 0.0
+    """Waiting for messages."""
+    reduce_s: float = 0.0
+    """Summing a chunk of one's own and encoding its mean."""
+    decode_s: float = 0.0
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time that the body takes to ``<name>_s``."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            key = f"{name}_s"
+            setattr(self, key, getattr(self, key) + time.perf_counter() - started)
+
+
+@dataclass
+class Stats(StageSeconds):
     """Totals of this rank since the Wire was made (or since `reset`)."""
 
     steps: int = 0
@@ -25,12 +47,6 @@ class Stats:
     payload_received_bytes: int = 0
     payload_shared_bytes: int = 0
     """Of the bytes sent, those that ranks of the same node took from shared memory."""
-    encode_s: float = 0.0
-    wire_s: float = 0.0
-    """Waiting for messages."""
-    reduce_s: float = 0.0
-    """Summing a chunk of one's own and encoding its mean."""
-    decode_s: float = 0.0
     declined_layers: int = 0
     """Layers left raw because compressing them would have been slower."""
     unsuited_layers: int = 0
@@ -69,16 +85,6 @@ class Stats:
 
     def to_dict(self) -> dict[str, float]:
         return {**asdict(self), "ratio": self.ratio, "saved_bytes": self.saved_bytes, "clipped": self.clipped}
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the time that the body takes to ``<name>_s``."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            key = f"{name}_s"
-            setattr(self, key, getattr(self, key) + time.perf_counter() - started)
 
     def __str__(self) -> str:
         return (

@@ -284,3 +284,4 @@ class Wire:
         """
         self._attached = False
         self._worker.close()
+        self._engine.transport.close()

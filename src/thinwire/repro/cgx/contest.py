@@ -111,12 +111,12 @@ class Contest:
         return Times(found, payload_bytes)
 
     def errors(self, model: Model, ways: Sequence[Way], *, steps: int, on_turn: OnTurn) -> dict[str, list[float]]:
-        """Relative error of the averaged gradient at each of ``steps`` steps by way, whose ``measure`` must be 1."""
+        """Relative error of what arrives of ``steps`` averaged gradients, by way."""
         self._enter(model, ways)
         found = {}
         for which, way in enumerate(ways):
-            answers = self._crew.run({"do": "turn", "which": which, "steps": steps}, _nothing, _nothing)
-            found[way.name] = [float(alpha) for _, alpha in answers[0]["alpha"][-steps:]]
+            answers = self._crew.run({"do": "errors", "which": which, "steps": steps}, _nothing, _nothing)
+            found[way.name] = [float(error) for error in answers[0]["errors"]]
             on_turn(steps, way.title)
         self._leave()
         return found

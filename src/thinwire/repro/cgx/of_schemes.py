@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from statistics import fmean
 
 from thinwire.repro import plots
@@ -39,7 +38,7 @@ def table_3_4(study: Study) -> list[Finding]:
     models = study.scale.models
     found = {model.name: study.times(model, ways(study.scale)) for model in models}
     rows = [row for model in models for row in _rows(study, model, found[model.name])]
-    errors = study.errors(models[0], [replace(way, measure=1) for way in (SRA, RING, TREE)])
+    errors = study.errors(models[0], (SRA, RING, TREE))
     _draw(study, found, errors)
     return [*rows, _error_row(models[0], errors)]
 

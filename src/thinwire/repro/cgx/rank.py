@@ -1,7 +1,7 @@
 """One rank of the thesis's timings: holds a model for every way of sending gradients and trains each when told to.
 
 Commands: ``setup`` (first), ``enter`` (build models, attach ways, warm up), ``turn`` (some steps of one of them),
-``leave``. The conversation is that of the demo's ranks.
+``errors`` (of what arrives of some gradients), ``leave``. The conversation is that of the demo's ranks.
 """
 
 # No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.repro.cgx.ways import Way
 from thinwire.repro.demo_rank import Channel, run_rank
@@ -32,16 +34,42 @@ class Contestant:
 
     def __init__(self, task: GPTTask | ImageTask, way: Way, batches: Iterator[Any]) -> None:
         self.task = replace(task, bucket_cap_mb=_ONE_BUCKET_MB) if way.one_bucket else task
-        self.ddp = self.task.distribute(self.task.build(0))
+        self.group = way.group()
+        model = self.task.build(0)
+        if self.group is None:
+            self.ddp = self.task.distribute(model)
+        else:
+            self.ddp = DistributedDataParallel(
+                model, process_group=self.group, bucket_cap_mb=task.bucket_cap_mb, broadcast_buffers=False
+            )
         self.optimizer = self.task.optimizer(self.ddp.module)
         self.wire = way.attach(self.ddp)
         self.batches = batches
 
     def train(self, steps: int) -> None:
         for batch in islice(self.batches, steps):
-            self.optimizer.zero_grad(set_to_none=True)
-            self.task.loss(self.ddp, batch).backward()
+            self._backward(batch)
             self.optimizer.step()
+
+    def errors(self, steps: int) -> list[float]:
+        """``‖arrived − mean‖ / ‖mean‖`` of ``steps`` gradients at the same weights; ``mean`` is gloo's, in fp32."""
+        found = []
+        for batch in islice(self.batches, steps):
+            with self.ddp.no_sync():
+                self._backward(batch)
+            mean = self._gradient()
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+            self._backward(batch)
+            found.append(float((self._gradient() - mean).norm() / mean.norm()))
+        return found
+
+    def _backward(self, batch: Any) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.task.loss(self.ddp, batch).backward()
+
+    def _gradient(self) -> Tensor:
+        return torch.cat([p.grad.flatten() for p in self.ddp.parameters() if p.grad is not None])
 
 
 class Rank:
@@ -76,15 +104,17 @@ class Rank:
         self.channel.hold("turn")
         started = time.perf_counter()
         contestant.train(steps)
-        seconds = (time.perf_counter() - started) / steps
-        return {"seconds": seconds, "alpha": contestant.wire.stats.alpha if contestant.wire else []}
+        return {"seconds": (time.perf_counter() - started) / steps}
 
     def leave(self) -> dict[str, Any]:
         for contestant in self.contestants:
             if contestant.wire is not None:
                 contestant.wire.detach()
+        groups = [contestant.group for contestant in self.contestants if contestant.group is not None]
         self.contestants.clear()
         gc.collect()
+        for group in groups:
+            dist.destroy_process_group(group)
         return {}
 
 
@@ -98,6 +128,8 @@ def _serve(channel: Channel) -> None:
                 answer = rank.enter(command["task"], command["ways"])
             case "turn":
                 answer = rank.turn(int(command["which"]), int(command["steps"]))
+            case "errors":
+                answer = {"errors": rank.contestants[int(command["which"])].errors(int(command["steps"]))}
             case _:
                 answer = rank.leave()
         channel.send("done", **answer)

@@ -32,16 +32,15 @@ _TORCH_POWERSGD_START = 2
 
 @dataclass(frozen=True)
 class Way:
-    """How gradients travel. ``spec``, ``topology``, ``transport`` and ``measure`` are those of `thinwire.compress`."""
+    """How gradients travel. ``spec``, ``topology`` and ``transport`` are those of `thinwire.compress`."""
 
     name: str
     title: str
     colour: str
-    kind: Literal["ddp", "thinwire", "nothing", "torch powersgd"] = "thinwire"
+    kind: Literal["ddp", "thinwire", "blob", "nothing", "torch powersgd"] = "thinwire"
     spec: str = CGX
     topology: str = "sra"
     transport: Literal["auto", "group", "shared"] = "group"
-    measure: int = 0
     ranks_per_node: int = 0
     """How many ranks are told to be one node, though each has a link of its own; 0 leaves them what they are."""
     rank: int = 0
@@ -51,6 +50,15 @@ class Way:
     def one_bucket(self) -> bool:
         """Whether all gradients must be in one DDP bucket: PyTorch's PowerSGD aborts on gloo with several."""
         return self.kind == "torch powersgd"
+
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group that DDP is to use, where that is not the default one: of kind ``blob`` it compresses."""
+        if self.kind != "blob":
+            return None
+        options = thinwire.ProcessGroupOptions(self.spec, topology=self.topology)
+        made = dist.new_group(backend="thinwire", pg_options=options)
+        assert isinstance(made, dist.ProcessGroup)
+        return made
 
     def attach(self, ddp: DistributedDataParallel) -> thinwire.Wire | None:
         """Have ``ddp``'s gradients travel so; the Wire where there is one."""
@@ -69,7 +77,6 @@ class Way:
                     topology=self.topology,
                     transport=self.transport,
                     decline=False,
-                    measure=self.measure,
                 )
         return None
 

@@ -46,10 +46,11 @@ _DIFFERS = (
 """In what this is not the paper's experiment: kept beside the figures."""
 _JUDGED = (
     "(a): a claim holds if it does on every data set at every seed; linear is an R² of at least 0.99 of a line through "
-    "the gap's logarithm, and like full precision at most 1.5 times its steps; (b) quality: to end at SGD's is, at "
-    "95 %, to be worse by no more than SGD's own seeds spread (half a point or 0.01 nats at least), to fall short is to be "
-    "worse at all, each in the mean over pairs of runs from one seed; times: it is so in so many of the rounds, in which all take turns, that chance would do "
-    "it in 5 % of all cases at most; (c): no choice is worse than the default by more than a point, or 2 % of the loss"
+    "the gap's logarithm, and like full precision at most 1.5 times its steps; (b) quality, at 95 % and in the mean of "
+    "pairs of runs from one seed: to end at SGD's is to be worse by no more than SGD's own seeds spread (half a point "
+    "or 0.01 nats at least), to fall short is to be worse at all; times: it is so in so many of the rounds, in which "
+    "all take turns, that chance would do it in 5 % of all cases at most; (c): no choice is worse than the default by "
+    "more than a point, or 2 % of the loss"
 )
 
 # Rough, for the time that is foretold: on two quiet cores of a 2020s server.

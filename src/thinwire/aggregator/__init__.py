@@ -1,0 +1,5 @@
+"""In-network aggregation: a process that adds up integers for workers, as a programmable switch would (SwitchML)."""
+
+from thinwire.aggregator.server import Aggregator, Counters
+
+__all__ = ["Aggregator", "Counters"]

@@ -1,0 +1,174 @@
+"""The workers of one training, the chunks that they add up, and what ends it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from thinwire.collectives.aggregation import Greeting, Header, Kind, Op, ProtocolError
+
+_RANGES = {1: np.iinfo(np.int8), 4: np.iinfo(np.int32)}
+_DTYPES = {1: np.dtype("<i1"), 4: np.dtype("<i4")}
+
+
+class SessionError(Exception):
+    """A session is over. The text says why, for all its workers."""
+
+
+@dataclass
+class Slot:
+    """One accumulator, and the chunk that it serves."""
+
+    wide: np.ndarray
+    """int64: what int32 values are added in, so that an overflow is seen."""
+    narrow: np.ndarray
+    """int32, in the same memory: what int8 values are added in."""
+    header: Header | None = None
+    """Of the first contribution to the present chunk; None while there is none."""
+    ranks: set[int] = field(default_factory=set)
+    since_s: float = 0.0
+
+    @staticmethod
+    def pool(count: int, elements: int) -> list[Slot]:
+        """All accumulators that an aggregator has."""
+        memory = np.zeros((count, elements), dtype=np.int64)
+        narrow = memory.view(np.int32)[:, :elements]
+        return [Slot(memory[i], narrow[i]) for i in range(count)]
+
+    def free(self) -> None:
+        """Forget what it holds."""
+        self.header = None
+        self.ranks.clear()
+
+
+class Session:
+    """The workers of one training. Knows nothing of sockets."""
+
+    def __init__(self, greeting: Greeting, slots: list[Slot], slot_elements: int, now_s: float) -> None:
+        self.greeting = greeting
+        self.slots = slots
+        self.slot_elements = slot_elements
+        self.slots_per_lane = len(slots) // greeting.lanes
+        self.joined: set[int] = set()
+        self.left: set[int] = set()
+        self.since_s = now_s
+        self._next = [list(range(self.slots_per_lane)) for _ in range(greeting.lanes)]
+        """The chunk that each slot of each lane serves next."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all workers are there."""
+        return len(self.joined) == self.greeting.world_size
+
+    def join(self, greeting: Greeting) -> None:
+        """Take in one more worker.
+
+        Raises:
+            ProtocolError: its rank is there already.
+            SessionError: it sees the session otherwise than the others.
+        """
+        if greeting.rank in self.joined:
+            raise ProtocolError(f"rank {greeting.rank} of this session is here already: every rank joins once")
+        for name, mine in self.greeting._asdict().items():
+            its = getattr(greeting, name)
+            if name != "rank" and its != mine:
+                raise SessionError(
+                    f"ranks disagree: {name} is {its} for rank {greeting.rank} and {mine} for rank {self.greeting.rank}"
+                )
+        self.joined.add(greeting.rank)
+
+    def leave(self, rank: int, how: str) -> None:
+        """Let a worker go.
+
+        Raises:
+            SessionError: others wait for it.
+        """
+        self.left.add(rank)
+        for slot in self.slots:
+            if slot.header is not None and rank not in slot.ranks:
+                raise SessionError(f"rank {rank} {how}, and others wait for its integers")
+        if not self.complete:
+            raise SessionError(f"rank {rank} {how} before all were there")
+
+    def add(self, rank: int, header: Header, payload: memoryview, now_s: float) -> bytes | None:
+        """Take a worker's integers of a chunk in; the frame for all workers once all have contributed.
+
+        Raises:
+            ProtocolError: the frame breaks the rules.
+            SessionError: workers contributed what does not fit together, or a sum overflowed.
+        """
+        if header.kind != Kind.CONTRIBUTE or not self.complete:
+            raise ProtocolError(f"it sent a frame of kind {header.kind.name} when integers were due")
+        if header.lane >= self.greeting.lanes or header.slot >= self.slots_per_lane or not header.elements:
+            raise ProtocolError(f"it sent {header.elements} integers to slot {header.slot} of lane {header.lane}")
+        expected = self._next[header.lane][header.slot]
+        if header.chunk != expected:
+            raise ProtocolError(f"it sent chunk {header.chunk} to slot {header.slot}, which serves chunk {expected}")
+        if self.left:
+            raise SessionError(f"rank {min(self.left)} has left, and rank {rank} sent integers to be added to its own")
+        slot = self.slots[header.lane * self.slots_per_lane + header.slot]
+        if rank in slot.ranks:
+            raise ProtocolError(f"it sent chunk {header.chunk} twice")
+        values = np.frombuffer(payload, dtype=_DTYPES[header.width])
+        held = (slot.narrow if header.width == 1 else slot.wide)[: header.elements]
+        if slot.header is None:
+            slot.header, slot.since_s = header, now_s
+            np.copyto(held, values)
+        elif slot.header != header:
+            raise SessionError(
+                f"ranks disagree on chunk {header.chunk} of lane {header.lane}: rank {rank} sends {_told(header)}, "
+                f"rank {min(slot.ranks)} {_told(slot.header)}"
+            )
+        elif header.op == Op.MAX:
+            np.maximum(held, values, out=held)
+        else:
+            np.add(held, values, out=held)
+        slot.ranks.add(rank)
+        if len(slot.ranks) < self.greeting.world_size:
+            return None
+        slot.free()
+        self._next[header.lane][header.slot] += self.slots_per_lane
+        return self._result(header, held)
+
+    def _result(self, header: Header, held: np.ndarray) -> bytes:
+        limits = _RANGES[header.width]
+        if header.op == Op.SUM and (held.min() < limits.min or held.max() > limits.max):
+            raise SessionError(
+                f"a sum in chunk {header.chunk} of lane {header.lane} does not fit into int{8 * header.width}: send "
+                "smaller integers, or wider ones"
+            )
+        result = Header(Kind.RESULT, header.op, header.width, header.lane, header.slot, header.elements, header.chunk)
+        return result.pack() + held.astype(_DTYPES[header.width]).tobytes()
+
+    def check(self, now_s: float, join_timeout_s: float) -> None:
+        """See whether somebody is waited for too long.
+
+        Raises:
+            SessionError: with the ranks that are missing.
+        """
+        everybody, timeout_s = set(range(self.greeting.world_size)), self.greeting.timeout_ms / 1000
+        if not self.complete:
+            join_timeout_s = min(join_timeout_s, timeout_s)
+            if now_s - self.since_s > join_timeout_s:
+                raise SessionError(f"{_ranks(everybody - self.joined)} did not join within {join_timeout_s:g} s")
+            return
+        late = [slot for slot in self.slots if slot.header is not None and now_s - slot.since_s > timeout_s]
+        if late:
+            missing = set().union(*(everybody - slot.ranks for slot in late))
+            raise SessionError(f"nothing came from {_ranks(missing)} within {timeout_s:g} s, and others wait for it")
+
+    @property
+    def slots_in_use(self) -> int:
+        """Slots that hold a chunk."""
+        return sum(slot.header is not None for slot in self.slots)
+
+
+def _told(header: Header) -> str:
+    return f"{header.elements} of int{8 * header.width} to {header.op.name}"
+
+
+def _ranks(ranks: set[int]) -> str:
+    first = sorted(ranks)[:16]
+    more = f" and {len(ranks) - len(first)} more" if len(ranks) > len(first) else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, first))}{more}"

@@ -1,0 +1,330 @@
+"""A process group of backend ``thinwire``: unmodified DDP, FSDP2 and mesh dimensions run over it, compressed.
+
+It is the low-level way that the thesis contrasts with its layer-wise one (QNCCL, sections 3.4 and 3.5.4): it sees flat
+buffers, not layers. Whatever it does not compress goes through gloo, as it is.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.attach.group_contents import Chooser
+from thinwire.attach.group_options import ProcessGroupOptions
+from thinwire.attach.group_work import Work
+from thinwire.collectives import ProcessGroupTransport, parse_topology, with_shared_memory
+from thinwire.compat import collective_options, gloo_backend, gloo_group, prefixed, premul_factor, register_gloo
+from thinwire.plan import Rules
+from thinwire.wire import Contents, FlatEngine, FlatStats, Kind, NamedShape, Operation, group_seed
+
+BACKEND = "thinwire"
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """What ``dist.new_group(backend="thinwire", pg_options=ProcessGroupOptions(...))`` returns. CPU tensors.
+
+    All-reduces that sum (SUM, AVG, PREMUL_SUM), reduce-scatters and all-gathers of contiguous fp32, bf16 and fp16
+    tensors of at least ``min_numel`` elements travel compressed; all ranks end with the same bytes. Everything else is
+    exact: other operations and dtypes, small and sparse tensors, broadcasts, objects, point-to-point messages, and
+    all-gathers and reduce-scatters of functional collectives (``DTensor.full_tensor()`` among them).
+
+    It cannot tell gradients from anything else, such as the statistics of ``SyncBatchNorm``: hand it to the model or
+    the mesh dimension that it is for, rather than make it the default group of a program that sends other floats.
+
+    A draw depends on the options' seed, the group's ranks, a count of its compressed collectives, the buffer's layers
+    and the element. The count starts at 0 with the group and is in no checkpoint: a training that resumes draws as one
+    that begins, which changes no expectation.
+    """
+
+    def __init__(self, creation: Any, options: ProcessGroupOptions | None) -> None:
+        """Called by ``torch.distributed``; ``creation`` says store, ranks and timeout.
+
+        Raises:
+            TypeError: the options are not `ProcessGroupOptions`.
+            DisagreementError: ranks gave different options.
+            SharedMemoryError: ``transport="shared"``, and ranks cannot share memory.
+        """
+        rank, size = creation.group_rank, creation.group_size
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue] - of the subclasses that Python may make
+        self.options = _checked(options)
+        timeout = self.options.timeout or creation.timeout
+        backend = gloo_backend(prefixed("exact", creation.store), rank, size, timeout)
+        register_gloo(self, backend)
+        # The same gloo once more, for our own calls: those of this object would come back to its own methods.
+        self._exact: Any = dist.ProcessGroup(creation.store, rank, size)
+        register_gloo(self._exact, backend)
+        self._chooser = Chooser(self.options, size)
+        lanes = [gloo_group(prefixed(f"lane {i}", creation.store), rank, size, timeout) for i in range(2)]
+        self._engine: FlatEngine | None = FlatEngine(
+            with_shared_memory(ProcessGroupTransport(lanes[0], timeout, lanes[1]), timeout, self.options.transport),
+            topology=parse_topology(self.options.topology),
+            seed=group_seed(self.options.seed, tuple(creation.global_ranks_in_group)),
+            record=self.options.record(),
+        )
+
+    @property
+    def stats(self) -> FlatStats:
+        """Totals so far, as a copy."""
+        return self._running().present_stats()
+
+    def register_layout(self, layers: Sequence[tuple[str, Sequence[int]]], *, rules: Rules | None = None) -> None:
+        """Compress buffers of exactly as many elements as ``layers`` have layer by layer, not as one.
+
+        ``layers``: names and shapes, in the order in which the buffer holds them end to end; of reduce-scatters and
+        all-gathers, in which each rank's part does. Layers that are 1-D, smaller than ``min_numel`` or excluded travel
+        raw. All ranks must register the same, between the same collectives. ``rules``: compressors by name pattern,
+        instead of the options' one.
+
+        Raises:
+            ValueError: a pattern matches no layer, a compressor needs state, or there is another layout of this size.
+        """
+        named = [(name, tuple(shape)) for name, shape in layers]
+        self._chooser.register_layout(named, rules)
+        self._agree_on(named)
+
+    def register_model(self, model: nn.Module, *, rules: Rules | None = None) -> None:
+        """Find the layers of a model's gradients in the buffers of all-reduces, by their sizes alone.
+
+        Call it once DistributedDataParallel has wrapped the model, before the first backward pass. A 1-D buffer that
+        holds exactly a run of layers is compressed layer by layer, with biases, norms and small layers raw; others as
+        one. DDP tells in which order it has put layers into buckets after two or three passes; until then the order in
+        which they are registered counts, and where that is not the one in which the model uses them, compression errs a
+        little more in these passes. `stats` counts both kinds. ``rules`` as in `register_layout`.
+
+        Raises:
+            TypeError: the model is sharded: its buffers interleave shards.
+            ValueError: a pattern matches no layer, or a compressor needs state.
+        """
+        self._agree_on(self._chooser.register_model(model, rules))
+
+    # What torch.distributed calls. C++ callers (DDP's reducer, functional collectives) see those of these names that
+    # PyTorch's trampoline has; Python callers see them all.
+
+    def allreduce(self, tensors: Any, opts: Any = None, **overload: Any) -> Any:
+        given = _listed(tensors)
+        if len(given) > 1:
+            # One tensor for each device of this rank, all of them added: nobody who has one device means that.
+            return self._exact.allreduce(given, _options("Allreduce", opts, overload))
+        return self._all_reduce(given, opts, overload, "Allreduce", self._exact.allreduce)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        return self._all_reduce(_listed(tensors), opts, {}, "AllreduceCoalesced", self._exact.allreduce_coalesced)
+
+    def reduce_scatter(self, output_tensors: Any, input_tensor: Any, opts: Any = None, **overload: Any) -> Any:
+        opts = _options("ReduceScatter", opts, overload)
+        outputs = _listed(output_tensors)
+        inputs = [input_tensor] if isinstance(output_tensors, Tensor) else list(input_tensor)
+        if len(outputs) == len(inputs) == 1 and len(inputs[0]) == self.size():
+            work = self._reduce_scatter(outputs[0], list(inputs[0]), opts)
+            if work is not None:
+                return work
+        if _is_premul(opts.reduceOp):
+            inputs = [_scaled(parts, opts) for parts in inputs]
+            opts = _summing("ReduceScatter")
+        return self._exact.reduce_scatter(outputs, inputs, opts)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        opts = _options("ReduceScatter", opts, {})
+        work = None
+        if input.numel() == output.numel() * self.size() and input.is_contiguous():
+            work = self._reduce_scatter(output, input, opts)
+        if work is not None:
+            return work
+        if _is_premul(opts.reduceOp):
+            (input,), opts = _scaled([input], opts), _summing("ReduceScatter")
+        return _named(self._exact, "reduce_scatter_single", "_reduce_scatter_base")(output, input, opts)
+
+    def allgather(self, output_tensors: Any, input_tensor: Any, opts: Any = None, **overload: Any) -> Any:
+        opts = _options("Allgather", opts, overload)
+        inputs = _listed(input_tensor)
+        outputs = (
+            [list(output_tensors)] if isinstance(input_tensor, Tensor) else [list(outs) for outs in output_tensors]
+        )
+        if len(inputs) == len(outputs) == 1 and len(outputs[0]) == self.size():
+            work = self._all_gather(list(outputs[0]), inputs[0])
+            if work is not None:
+                return work
+        return self._exact.allgather(outputs, inputs, opts)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        opts = _options("Allgather", opts, {})
+        if output.numel() == input.numel() * self.size() and output.is_contiguous():
+            work = self._all_gather(output, input)
+            if work is not None:
+                return work
+        return _named(self._exact, "all_gather_single", "_allgather_base")(output, input, opts)
+
+    # Their names before PyTorch 2.13.
+    _reduce_scatter_base = reduce_scatter_single  # pyright: ignore[reportAssignmentType]
+    _allgather_base = all_gather_single
+
+    def split_group(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError('a thinwire group cannot be split: use dist.new_group(ranks, backend="thinwire")')
+
+    def shutdown(self) -> None:
+        """End threads and connections, after what is under way. Called by ``dist.destroy_process_group``."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+        super().shutdown()
+
+    # How each kind of collective is compressed, if it is.
+
+    def _all_reduce(
+        self, tensors: list[Tensor], opts: Any, overload: Mapping[str, Any], kind: str, exact: Callable[..., Any]
+    ) -> Any:
+        futures, passed, opts = [], [], _options(kind, opts, overload)
+        scale = self._scale(opts.reduceOp)
+        for x in tensors:
+            contents = self._choose("all_reduce", [x], x.numel(), may=scale is not None)
+            if contents is None or scale is None:
+                passed.append(x)
+                continue
+            flat = x.detach().view(-1)
+            futures.append(self._start(Operation("all_reduce", contents, x.dtype, lambda flat=flat: flat, scale)))
+        if passed and _is_premul(opts.reduceOp):
+            for x, scaled in zip(passed, _scaled(passed, opts), strict=True):
+                x.detach().copy_(scaled)
+            opts = _summing(kind)
+        works = [exact(passed, opts)] if passed else []
+        return Work(futures, works, tensors) if futures else works[0]
+
+    def _reduce_scatter(self, output: Tensor, inputs: Tensor | list[Tensor], opts: Any) -> Work | None:
+        scale = self._scale(opts.reduceOp)
+        given = [output, *inputs] if isinstance(inputs, list) else [output, inputs]
+        alike = isinstance(inputs, Tensor) or all(part.numel() == output.numel() for part in inputs)
+        contents = self._choose("reduce_scatter", given, output.numel(), may=alike and scale is not None)
+        if contents is None or scale is None:
+            return None
+        out = output.detach().view(-1)
+
+        def fill() -> Tensor:
+            if isinstance(inputs, Tensor):
+                return inputs.detach().view(-1)
+            return torch.cat([part.detach().view(-1) for part in inputs])
+
+        future = self._start(Operation("reduce_scatter", contents, out.dtype, fill, scale, out))
+        return Work([future], [], [output])
+
+    def _all_gather(self, outputs: Tensor | list[Tensor], input: Tensor) -> Work | None:
+        given = [input, *outputs] if isinstance(outputs, list) else [input, outputs]
+        alike = isinstance(outputs, Tensor) or all(out.numel() == input.numel() for out in outputs)
+        contents = self._choose("all_gather", given, input.numel(), may=alike)
+        if contents is None:
+            return None
+        mine, rank, size = input.detach().view(-1), self.rank(), self.size()
+
+        def fill() -> Tensor:
+            if isinstance(outputs, Tensor):
+                flat = outputs.detach().view(-1)
+            else:
+                flat = torch.empty(size * mine.numel(), dtype=mine.dtype)
+            part = flat.view(size, -1)[rank]
+            if part.data_ptr() != mine.data_ptr():
+                part.copy_(mine)
+            return flat
+
+        def hand_out(flat: Tensor) -> None:
+            for out, part in zip(outputs, flat.view(size, -1), strict=True):
+                out.detach().view(-1).copy_(part)
+
+        done = None if isinstance(outputs, Tensor) else hand_out
+        future = self._start(Operation("all_gather", contents, mine.dtype, fill, done=done))
+        return Work([future], [], [outputs])
+
+    def _start(self, operation: Operation) -> torch.futures.Future:
+        return self._running().submit(operation)
+
+    def _scale(self, op: Any) -> float | None:
+        """What a sum is multiplied by; None if the operation is no sum, or one by a tensor of factors."""
+        if op == dist.ReduceOp.SUM:
+            return 1.0
+        if op == dist.ReduceOp.AVG:
+            return 1.0 / self.size()
+        return premul_factor(op) if _is_premul(op) else None
+
+    def _choose(self, kind: Kind, tensors: Sequence[Tensor], numel: int, *, may: bool) -> Contents | None:
+        return self._chooser.choose(kind, tensors, numel, self._running().stats, may=may)
+
+    def _agree_on(self, layers: Sequence[NamedShape]) -> None:
+        planned = self._chooser.compressor_of
+        self._running().agree({f"layer {name}": f"{shape} {planned(name)}" for name, shape in layers})
+
+    def _running(self) -> FlatEngine:
+        if self._engine is None:
+            raise RuntimeError("this process group was destroyed")
+        return self._engine
+
+
+def register_model(model: nn.Module, group: dist.ProcessGroup | None = None, *, rules: Rules | None = None) -> None:
+    """Tell a process group of backend ``thinwire`` the layers of a model: `ProcessGroup.register_model`.
+
+    ``group``: by default the one that a DistributedDataParallel model has, else the default group.
+
+    Raises:
+        TypeError: the group is of another backend, or the model is sharded.
+    """
+    if group is None:
+        group = model.process_group if isinstance(model, DistributedDataParallel) else dist.group.WORLD  # pyright: ignore[reportAssignmentType]
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(
+            "this process group does not compress: make it with backend='thinwire' and hand it to "
+            "DistributedDataParallel(model, process_group=group)"
+        )
+    group.register_model(model, rules=rules)
+
+
+def register_backend() -> None:
+    """Make the backend known to ``torch.distributed``. Importing thinwire does it."""
+    dist.Backend.register_backend(BACKEND, ProcessGroup, extended_api=True, devices=["cpu"])
+
+
+def _checked(options: Any) -> ProcessGroupOptions:
+    if options is None:
+        default = dist.group.WORLD
+        return default.options if isinstance(default, ProcessGroup) else ProcessGroupOptions()
+    if not isinstance(options, ProcessGroupOptions):
+        raise TypeError(f"pg_options must be thinwire.ProcessGroupOptions(...), not {type(options).__name__}")
+    return options
+
+
+def _is_premul(op: Any) -> bool:
+    return bool(op == dist.ReduceOp.PREMUL_SUM)
+
+
+def _scaled(tensors: Sequence[Tensor], opts: Any) -> list[Tensor]:
+    """What PREMUL_SUM, which gloo lacks, adds up."""
+    factor = opts.reduceOp.factor
+    return [x.detach() * factor for x in tensors]
+
+
+def _summing(kind: str) -> Any:
+    opts = collective_options(kind)
+    opts.reduceOp = dist.ReduceOp.SUM
+    return opts
+
+
+def _listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _options(kind: str, opts: Any, overload: Mapping[str, Any]) -> Any:
+    """The options of a call; some overloads of PyTorch give the operation alone."""
+    made = collective_options(kind)
+    if isinstance(opts, type(made)):
+        return opts
+    op = overload.get("op", opts)
+    if op is not None:
+        made.reduceOp = op
+    return made
+
+
+def _named(group: Any, *names: str) -> Callable[..., Any]:
+    return next(getattr(group, name) for name in names if hasattr(group, name))

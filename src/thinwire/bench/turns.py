@@ -1,0 +1,66 @@
+"""Copies of one model that train in turn, so that a machine that slows down slows all of them down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.repro.gpt import GPT, GPTConfig, next_token_loss
+
+_WARM_UP = 4
+_VOCABULARY = 256
+
+
+def gpt(cap_mb: float, group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
+    """The demo's GPT, the same each time and on every rank."""
+    torch.manual_seed(0)
+    return DistributedDataParallel(GPT(GPTConfig()), bucket_cap_mb=cap_mb, process_group=group)
+
+
+def token_batch(batch: int) -> Tensor:
+    """``[batch, context + 1]`` random tokens, other ones on each rank."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randint(0, _VOCABULARY, (batch, GPTConfig().context + 1), generator=generator)
+
+
+def backward(model: DistributedDataParallel, tokens: Tensor) -> None:
+    """Leave the mean gradient of a batch in the model's parameters."""
+    model.zero_grad()
+    next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+
+
+class Turns:
+    """A model for each way of sending gradients, and an optimizer for each."""
+
+    def __init__(self, models: Mapping[str, DistributedDataParallel]) -> None:
+        self.models = models
+        self._optimizers = {name: torch.optim.AdamW(m.parameters(), lr=1e-4) for name, m in models.items()}
+
+    def seconds(self, tokens: Tensor, rounds: int, steps: int) -> dict[str, list[float]]:
+        """By way and round, the seconds of a step on the slowest rank, after some steps that do not count."""
+        for name in self.models:
+            for _ in range(_WARM_UP):
+                self._step(name, tokens)
+        times: dict[str, list[float]] = {name: [] for name in self.models}
+        for _ in range(rounds):
+            for name, found in times.items():
+                found.append(self._turn(name, tokens, steps))
+        return times
+
+    def _turn(self, name: str, tokens: Tensor, steps: int) -> float:
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(steps):
+            self._step(name, tokens)
+        mine = torch.tensor((time.perf_counter() - started) / steps)
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+        return float(mine)
+
+    def _step(self, name: str, tokens: Tensor) -> None:
+        backward(self.models[name], tokens)
+        self._optimizers[name].step()

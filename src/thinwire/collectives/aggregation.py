@@ -1,0 +1,139 @@
+"""What an aggregator and its workers say to each other: integers in frames of fixed headers.
+
+A worker greets with a `Greeting`. From then on both sides send frames: a header of 24 bytes (little-endian) and its
+payload. ``CONTRIBUTE`` carries a chunk of integers up, ``RESULT`` the sum (or the maxima) of all workers' down. Chunk k
+of a lane goes to slot k modulo the lane's slots, and no worker sends chunk k before it has the result of the chunk that
+had its slot before: so every slot serves one chunk at a time, and the number of slots bounds what is under way. There
+is no field for a float.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+VERSION = 1
+GREETING = struct.Struct("<4sHHHBxIIQ")
+HEADER = struct.Struct("<4sBBBBHHIQ")
+MAX_WORKERS = 1024
+MAX_LANES = 8
+MAX_SLOTS = 1 << 16
+MAX_SLOT_ELEMENTS = 1 << 20
+MAX_TEXT_BYTES = 1000
+_MAGIC = b"twag"
+
+
+class ProtocolError(ValueError):
+    """What arrived is not of this protocol, or breaks its rules."""
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    WELCOME = 1
+    """Down, once all workers are there: ``elements`` in a slot, ``chunk`` slots for each lane."""
+    CONTRIBUTE = 2
+    RESULT = 3
+    LEAVE = 4
+    """Up: this worker will send no more."""
+    ERROR = 5
+    """Down: the session is over; the payload is ``elements`` bytes of text that say why."""
+
+
+class Op(IntEnum):
+    """What becomes of the workers' integers."""
+
+    SUM = 0
+    MAX = 1
+
+
+class Greeting(NamedTuple):
+    """The first thing that a worker says. All workers of a session must say the same but for their rank."""
+
+    rank: int
+    world_size: int
+    lanes: int
+    slots: int
+    """Wanted for all lanes together; 0 takes what the aggregator has."""
+    timeout_ms: int
+    """How long workers may wait for one another."""
+    session: int
+
+    def pack(self) -> bytes:
+        """Its bytes."""
+        return GREETING.pack(
+            _MAGIC, VERSION, self.rank, self.world_size, self.lanes, self.slots, self.timeout_ms, self.session
+        )
+
+    @staticmethod
+    def unpack(data: bytes | bytearray | memoryview) -> Greeting:
+        """What a worker said.
+
+        Raises:
+            ProtocolError: it is no greeting, or one with impossible values.
+        """
+        magic, version, rank, world_size, lanes, slots, timeout_ms, session = GREETING.unpack(data)
+        if magic != _MAGIC:
+            raise ProtocolError("it does not speak the aggregator's protocol")
+        if version != VERSION:
+            raise ProtocolError(f"it speaks version {version} of the protocol, this is {VERSION}: install one version")
+        if not 1 <= world_size <= MAX_WORKERS or rank >= world_size:
+            raise ProtocolError(f"it says that it is rank {rank} of {world_size}; there may be {MAX_WORKERS} workers")
+        if not 1 <= lanes <= MAX_LANES or slots > MAX_SLOTS or not timeout_ms:
+            raise ProtocolError(f"it wants {lanes} lanes, {slots} slots and a timeout of {timeout_ms} ms")
+        return Greeting(rank, world_size, lanes, slots, timeout_ms, session)
+
+
+class Header(NamedTuple):
+    """The first 24 bytes of a frame."""
+
+    kind: Kind
+    op: Op = Op.SUM
+    width: int = 1
+    """Bytes of an integer: 1 or 4."""
+    lane: int = 0
+    slot: int = 0
+    elements: int = 0
+    """Of the payload; bytes of a text."""
+    chunk: int = 0
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes that follow."""
+        if self.kind == Kind.ERROR:
+            return self.elements
+        return self.elements * self.width if self.kind in (Kind.CONTRIBUTE, Kind.RESULT) else 0
+
+    def pack(self) -> bytes:
+        """Its bytes."""
+        return HEADER.pack(_MAGIC, self.kind, self.op, self.width, self.lane, self.slot, 0, self.elements, self.chunk)
+
+    @staticmethod
+    def unpack(data: bytes | bytearray | memoryview, slot_elements: int) -> Header:
+        """The header of a frame whose payload is of at most so many elements.
+
+        Raises:
+            ProtocolError: it is no header, or one with impossible values.
+        """
+        magic, kind, op, width, lane, slot, _, count, chunk = HEADER.unpack(data)
+        if magic != _MAGIC:
+            raise ProtocolError("what it sent is no frame of the aggregator's protocol")
+        try:
+            header = Header(Kind(kind), Op(op), width, lane, slot, count, chunk)
+        except ValueError as error:
+            raise ProtocolError(f"it sent a frame with {error}") from None
+        if header.width not in (1, 4):
+            raise ProtocolError(f"it sent integers of {header.width} bytes; there are those of 1 and 4")
+        most = MAX_TEXT_BYTES if header.kind == Kind.ERROR else MAX_SLOT_ELEMENTS
+        if header.kind in (Kind.CONTRIBUTE, Kind.RESULT):
+            most = slot_elements
+        if count > most:
+            raise ProtocolError(f"it sent a frame of {count} elements, and {most} is the most that was agreed")
+        return header
+
+
+def error_frame(text: str) -> bytes:
+    """A frame that ends a session."""
+    data = text.encode()[:MAX_TEXT_BYTES].decode(errors="ignore").encode()
+    return Header(Kind.ERROR, elements=len(data)).pack() + data
