@@ -89,6 +89,8 @@ def allreduce() -> str:
     for ranks, rate, rtt in itertools.product((2, 4), RATES, ("0ms", "20ms")):
         cell = f"{ranks} ranks/1 a node/{rate}/{rtt}/25 MB/"
         ms = [1e3 * (figures.get(f"{cell}seconds/{name}") or 0) for name in ("gloo", "sra/group", "bare")]
+        if not all(ms):
+            continue
         rows.append(
             [
                 f"{ranks} ranks, {RATES[rate]}" + ("" if rtt == "0ms" else f", +{rtt.replace('ms', ' ms')}"),
@@ -116,6 +118,8 @@ def topologies() -> str:
         rows = []
         for ranks, rate, rtt in itertools.product((2, 4), RATES, ("0ms", "20ms")):
             cell = f"{ranks} ranks/1 a node/{rate}/{rtt}/{size:g} MB/"
+            if figures.get(f"{cell}seconds/gloo") is None:
+                continue
             rows.append(
                 [f"{ranks} ranks, {RATES[rate]}" + ("" if rtt == "0ms" else ", +20 ms"), *_ways(figures, cell, flat)]
             )
