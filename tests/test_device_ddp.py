@@ -255,7 +255,7 @@ def _measures(rank: int) -> tuple[dict, float, str]:
     wire = compress_ddp(model, "minmax(bits=4)", options)
     train(model, rank, 2)
     assert wire.speeds is not None
-    return wire.declined, wire.speeds.bytes_per_s, str(wire.topology)
+    return wire.declined, wire.speeds.bandwidth, str(wire.topology)
 
 
 def test_links_and_codecs_are_measured() -> None:

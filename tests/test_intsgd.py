@@ -26,6 +26,7 @@ from thinwire.compressors import (
     first_state,
     square_sum,
 )
+from thinwire.compressors.norms import integer_square_sum
 from thinwire.wire.clipping import Clipping
 
 LAYERS = {"a": (40, 30), "b": (7,), "c": (1000,)}
@@ -161,9 +162,13 @@ def test_scales_are_alike_on_all_ranks_and_other_machines() -> None:
     torch.set_num_threads(threads)
     assert len(found) == 1
     assert found.pop() == pytest.approx(math.fsum(float(v) ** 2 for v in x.double()), rel=1e-14)
-    q = torch.randint(-127, 128, (200_003,), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
-    assert float(square_sum(q)) == sum(v * v for v in q.tolist())
     assert float(square_sum(torch.zeros(0))) == 0.0
+    for dtype, least, most in ((torch.int8, -128, 127), (torch.int32, -(2**31), 2**31 - 1)):
+        for numel in (0, 1, 1000, 70_001, 600_003):
+            q = torch.randint(least, most + 1, (numel,), generator=torch.Generator().manual_seed(0)).to(dtype)
+            assert float(integer_square_sum(q)) == pytest.approx(sum(v * v for v in q.tolist()), rel=2.0**-51)
+    q = torch.full((600_000,), -128, dtype=torch.int8)
+    assert float(integer_square_sum(q)) == 600_000 * 128**2
 
 
 # ---- Integers -------------------------------------------------------------------------------------------------------

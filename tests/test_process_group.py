@@ -396,7 +396,9 @@ def test_a_world_of_one_sends_nothing() -> None:
 # --- options ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", ["topk(density=0.1)", "powersgd", "ef(minmax)", "onebit", "levels", "fft", "sign"])
+@pytest.mark.parametrize(
+    "spec", ["topk(density=0.1)", "powersgd", "ef(minmax)", "onebit", "levels", "fft", "sign", "intsgd"]
+)
 def test_compressors_that_need_state_are_refused(spec: str) -> None:
     with pytest.raises(ValueError, match=r"thinwire\.compress\(model\)"):
         ProcessGroupOptions(spec)

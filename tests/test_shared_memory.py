@@ -36,10 +36,12 @@ LIMITS = {"timeout_s": 10.0, "spin_s": 0.0, "waiting": "waiting"}
 
 
 def open_files() -> int:
+    gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
 def mappings() -> int:
+    gc.collect()
     return sum("memfd:thinwire" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
@@ -78,7 +80,6 @@ def test_two_mappings_are_one_memory_and_hold_no_file() -> None:
     assert (open_files(), mappings()) == (before[0], before[1] + 2)
     part = other.memory[990:]
     del mine, other
-    gc.collect()
     assert mappings() == before[1] + 1
     assert part[9] == 999 % 256
     del part
@@ -91,7 +92,6 @@ def test_what_is_dropped_gives_its_file_back() -> None:
     watched = [Process(os.getpid()) for _ in range(10)]
     assert open_files() == before + 20
     del made, watched
-    gc.collect()
     assert open_files() == before
 
 
@@ -142,7 +142,6 @@ class TestHostileTickets:
         before = open_files(), mappings()
         with pytest.raises(SharedMemoryError, match=match):
             Segment.of(ticket, num_bytes)
-        gc.collect()
         assert (open_files(), mappings()) == before
 
     def test_too_small(self) -> None:

@@ -6,8 +6,10 @@ The thesis (section 3.5.2) moves messages inside a node through shared memory; h
 from __future__ import annotations
 
 import os
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal, NamedTuple, get_args
@@ -25,6 +27,7 @@ from thinwire.kernels import LINE_BYTES, Word, align
 TransportChoice = Literal["auto", "group", "shared"]
 _SPIN_S = 30e-6
 """About what it costs to fall asleep and be woken."""
+_ENDING_S = 0.2
 
 
 def with_shared_memory(transport: Transport, timeout: timedelta, choice: TransportChoice = "auto") -> Transport:
@@ -73,13 +76,13 @@ class _Neighbour:
         """Raise TransportError if there is nothing more to expect of it."""
         if not self._process.is_alive():
             raise TransportError(
-                f"rank {self.rank} has died (process {self._process.pid} of this node has ended); its own log says "
-                "why. Restart from the last checkpoint"
+                f"rank {self.rank} has died (process {self._process.pid} of this node has ended; its own log may say "
+                "why): restart from the last checkpoint"
             )
         if self._given_up.value:
             raise TransportError(
-                f"rank {self.rank} has given up, because another rank had died or was silent; its own log says which. "
-                "Restart from the last checkpoint"
+                f"rank {self.rank} has given up, because another rank had died or was silent (its own log says which): "
+                "restart from the last checkpoint"
             )
 
 
@@ -195,7 +198,7 @@ class SharedMemoryTransport(Transport):
         places = {peer: _places(traffic[peer], self._others(peer)) for peer in self._node | {rank}}
         mine, own_bytes = places[rank]
         senders = {p: size for p, (of, size) in places.items() if any(rank in place.consumed for place in of.values())}
-        memory, others = share(self._inner, own_bytes, senders)
+        memory, others = share(self, own_bytes, senders)
         outgoing = {message.phase: message for message in traffic[rank]}
         outbox: dict[int, Tensor] = {}
         inbox: dict[tuple[int, int], Tensor] = {}
@@ -272,10 +275,29 @@ class SharedMemoryTransport(Transport):
         return self._inner._start_all_reduce(x, lane, op)
 
     def broadcast(self, x: Tensor) -> None:
-        self._inner.broadcast(x)
+        with self._blaming():
+            self._inner.broadcast(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return self._inner.all_gather(x)
+        with self._blaming():
+            return self._inner.all_gather(x)
+
+    @contextmanager
+    def _blaming(self) -> Iterator[None]:
+        """Say which rank of this node has died, if one has, where a native collective says only that it failed."""
+        try:
+            yield
+        except TransportError as error:
+            # A connection breaks a moment before its process has ended.
+            end = time.monotonic() + _ENDING_S
+            while time.monotonic() < end:
+                for neighbour in self._neighbours.values():
+                    try:
+                        neighbour.check()
+                    except TransportError as named:
+                        raise named from error
+                time.sleep(_ENDING_S / 10)
+            raise
 
 
 class _Publication:

@@ -14,7 +14,7 @@ from thinwire import kernels
 from thinwire.compressors.base import Compressor, Summed
 from thinwire.compressors.checks import check_choice, not_finite
 from thinwire.compressors.integers import Integers, fp32, slots_of
-from thinwire.compressors.norms import square_sum
+from thinwire.compressors.norms import integer_square_sum, square_sum
 from thinwire.compressors.pieces import Key, LayerState, Part, Slot, State
 
 _UNSET = -1.0
@@ -73,17 +73,22 @@ class IntSGD(Integers):
         return self
 
     def follow(self, mean: Tensor, layer: str, state: State) -> None:
-        of = state.layers[layer]
-        before = of.now[_NORM][0]
-        rate = state.learning_rates.get(layer, 1.0) if self.follows_optimizer else 1.0
-        # The first step of plain SGD is known; at a rate of 0 nothing is.
-        norm = square_sum(mean) * (rate / state.loss_scale) ** 2
-        after = before if self.follows_optimizer else before * self.beta + norm * (1.0 - self.beta)
-        after = torch.where(before < 0.0, norm if rate > 0.0 else before, after)
-        after = torch.where(torch.isfinite(norm), after, before)
-        for name in (_NORM, _ALL) if self.block == "global" else (_NORM,):
-            # Of all layers: of this one only until `end_step`.
-            of.next[name].copy_(after)
+        self._follow((square_sum(mean) / state.loss_scale**2).view(1), [layer], state)
+
+    def _follow(self, norms: Tensor, layers: Sequence[str], state: State) -> None:
+        """Set r of the next step; ``norms`` (layers,) fp64 are ``‖g̃‖²``."""
+        before = torch.cat([state.layers[name].now[_NORM] for name in layers])
+        after = before * self.beta + norms * (1.0 - self.beta)
+        if self.follows_optimizer:
+            # Plain SGD's first step is known beforehand, and at a rate of 0 nothing is; of others `updated` is told.
+            rates = self._rates(layers, state, norms)
+            norms, after = torch.where(rates > 0.0, norms * rates**2, before), before
+        after = torch.where(before < 0.0, norms, after)
+        after = torch.where(torch.isfinite(norms), after, before)
+        for name, value in zip(layers, after, strict=True):
+            for slot in (_NORM, _ALL) if self.block == "global" else (_NORM,):
+                # Of all layers: of this one only until `end_step`.
+                state.layers[name].next[slot].copy_(value)
 
     @property
     def follows_optimizer(self) -> bool:
@@ -110,12 +115,17 @@ class IntSGD(Integers):
         sizes = self.sizes(parts, norms.device)
         total = self.numel or sizes
         blocks = torch.ones_like(sizes) * total if self.settles else sizes
-        rates = torch.ones_like(sizes)
-        if self.follows_optimizer and state is not None:
-            given = [state.learning_rates.get(p.name, 1.0) for p, _ in parts]
-            rates = kernels.sent(torch.tensor(given), sizes.device).to(sizes)
+        rates = (
+            self._rates([p.name for p, _ in parts], state, norms) if self.follows_optimizer else torch.ones_like(norms)
+        )
         safe = rates**2 * blocks / total * self.eps**2
         return rates * blocks.sqrt() / (norms * (2 * self.num_ranks) + safe).sqrt()
+
+    @staticmethod
+    def _rates(layers: Sequence[str], state: State | None, like: Tensor) -> Tensor:
+        known = state.learning_rates if state is not None else {}
+        rates = torch.tensor([known.get(name, 1.0) for name in layers], dtype=torch.float64)
+        return kernels.sent(rates, like.device)
 
     def _scales(self, parts: Sequence[Part], state: State | None) -> Tensor:
         """What gradients are multiplied by."""
@@ -158,9 +168,11 @@ class IntSGD(Integers):
             return
         assert state is not None
         flags = torch.stack([total[where.start + piece.numel] for piece, where in parts])
-        self.get(total, x, parts, self._scales(parts, state), flags == 0)
-        for piece, _ in parts:
-            self.follow(x[piece.elements], piece.name, state)
+        scales, finite = self._scales(parts, state), flags == 0
+        self.get(total, x, parts, scales, finite)
+        norms = torch.stack([integer_square_sum(total[where][: piece.numel]) for piece, where in parts])
+        norms = norms / (scales.double() * (self.num_ranks * state.loss_scale)) ** 2
+        self._follow(torch.where(finite, norms, math.nan), [piece.name for piece, _ in parts], state)
 
 
 def _share(slots: Sequence[Mapping[str, Tensor]]) -> None:

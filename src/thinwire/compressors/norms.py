@@ -7,13 +7,16 @@ from torch import Tensor
 
 _LANES = 1 << 16
 """Elements. Two lanes' worth of fp64 stay in a core's cache."""
+_RUN = 1 << 18
+_EXACT = 1 << 10
+"""Squares of so many int8 values add up to less than 2^24: exactly in fp32, in any order."""
 
 
 def square_sum(x: Tensor) -> Tensor:
     """``‖x‖²`` in fp64, a scalar on the device of ``x``.
 
     Products and sums are separate element-wise operations in an order that depends on the number of elements alone: not
-    on threads, vector width or a BLAS. Of integers it is exact as long as it stays below 2^53.
+    on threads, vector width or a BLAS.
     """
     flat = x.reshape(-1)
     count = 1 << max(0, min(flat.numel(), _LANES) - 1).bit_length()
@@ -26,3 +29,32 @@ def square_sum(x: Tensor) -> Tensor:
         count //= 2
         lanes[:count] += lanes[count : 2 * count]
     return lanes[0]
+
+
+def integer_square_sum(q: Tensor) -> Tensor:
+    """``‖q‖²`` of a flat int8 or int32 tensor, exact up to its last rounding to fp64: a scalar on the device of ``q``."""
+    if q.dtype == torch.int8:
+        return _of_bytes(q)
+    high, cross, low = torch.zeros(3, dtype=torch.int64, device=q.device)
+    for run in q.split(_RUN):
+        wide = run.to(torch.int64)
+        top, bottom = wide >> 16, wide & 0xFFFF
+        high += (top * top).sum()
+        cross += (top * bottom).sum()
+        low += (bottom * bottom).sum()
+    return high.double() * 2.0**32 + cross.double() * 2.0**17 + low.double()
+
+
+def _of_bytes(q: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64, device=q.device)
+    for run in q.split(_RUN):
+        if run.numel() < _LANES:
+            wide = run.to(torch.int32)
+            total += wide.mul_(wide).sum()
+            continue
+        square = run.to(torch.float32)
+        square.mul_(square)
+        whole = run.numel() // _EXACT * _EXACT
+        total += square[:whole].view(-1, _EXACT).sum(1).sum(dtype=torch.float64)
+        total += square[whole:].sum(dtype=torch.float64)
+    return total
