@@ -46,6 +46,7 @@ bench: .venv/ready
 	$(BIN)/thinwire compare every --json benchmarks/compare-every.json
 	$(BIN)/thinwire repro fft --out benchmarks/repro-fft --json benchmarks/repro-fft.json
 	$(BIN)/thinwire repro cgx --out benchmarks/repro-cgx --json benchmarks/repro-cgx.json
+	$(BIN)/thinwire repro intsgd --out benchmarks/repro-intsgd --json benchmarks/repro-intsgd.json
 	$(BIN)/thinwire demo --out benchmarks/demo --json benchmarks/demo.json
 
 # The figures of README.md and docs/, from the JSON files that `make bench` wrote.

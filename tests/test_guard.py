@@ -89,7 +89,7 @@ def _declines(rank: int) -> tuple[bool, dict, int, bool]:
 def test_declining_times_every_kind_of_compressor(spec: str) -> None:
     """What is cheap in bytes pays on a slow link, and what is gathered costs more of them with more ranks."""
     compressor = parse(spec)
-    seconds = _codec(compressor, 2)
+    seconds = _codec(compressor, 2, torch.device("cpu"))
     assert 0 < seconds < 1e-6
     plan = Plan.build({"w": (512, 1024)}, spec)
     slow = Speeds({plan["w"]: seconds}, bandwidth=1e6, latency_s=0.0, num_ranks=2)

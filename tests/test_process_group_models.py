@@ -193,9 +193,10 @@ def _fsdp(rank: int, options: ProcessGroupOptions | None) -> tuple[list[float], 
     return losses, full, [group.stats.compressed, group.stats.passed] if options else []
 
 
+@pytest.mark.timeout(200)
 def test_fsdp2_over_a_mesh() -> None:
-    results = run_ranks(_fsdp, 2, EIGHT)
-    exact = run_ranks(_fsdp, 2, None)
+    results = run_ranks(_fsdp, 2, EIGHT, timeout_s=80)
+    exact = run_ranks(_fsdp, 2, None, timeout_s=80)
     for (losses, full, counted), (want, want_full, _) in zip(results, exact, strict=True):
         assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
         assert sum(losses[-5:]) == pytest.approx(sum(want[-5:]), rel=0.02)

@@ -275,7 +275,7 @@ def pictures(folder: str) -> str:
     def numbers(path: Path) -> list[int]:
         return [int(number) for number in re.findall(r"\d+", path.stem)]
 
-    paths = sorted((BENCHMARKS / folder).glob("*.svg"), key=numbers)
+    paths = sorted((BENCHMARKS / folder).glob("*.svg"), key=lambda path: (numbers(path), path.stem))
     return "\n".join(f"![{path.stem}](../benchmarks/{folder}/{path.name})\n" for path in paths)
 
 
@@ -346,12 +346,60 @@ def repro_cgx() -> str:
     )
 
 
+INTSGD_WAYS = {
+    "sgd all-gather": "SGD (all-gather)",
+    "qsgd": "QSGD",
+    "natsgd": "NatSGD",
+    "sgd": "SGD (all-reduce)",
+    "powersgd": "PowerSGD (EF)",
+    "intsgd determ": "IntSGD (determ.)",
+    "intsgd": "IntSGD (random)",
+    "intsgd 32": "IntSGD (random), int32",
+    "heuristic": "Heuristic IntSGD, int8",
+    "heuristic 32": "Heuristic IntSGD, int32",
+}
+"""Rows of tables 2 and 3 of the IntSGD paper, and those of its figure 1."""
+
+
+def intsgd_table(figures: Figures, number: str) -> str:
+    """Quality and times of every way: table 2 (images) or 3 (words)."""
+    rows = []
+    for name, title in INTSGD_WAYS.items():
+        quality, times = figures.get(f"{number}/quality/{name}"), figures.rows[f"{number}/step_s/{name}"]
+        shown = "" if quality is None else f"{quality:.2%}" if number == "2" else f"{quality:.3f}"
+        seconds = (times[key] for key in ("overhead_s", "communication_s", "value"))
+        rows.append([title, shown, *(f"{1e3 * value:.1f}" for value in seconds)])
+    quality = "test accuracy" if number == "2" else "test loss"
+    return table(["", quality, "overhead, ms", "communication, ms", "step, ms"], rows)
+
+
+def repro_intsgd() -> str:
+    path = BENCHMARKS / "repro-intsgd.json"
+    if not path.exists():
+        return "Not measured yet: `make bench`."
+    figures = Figures(path)
+    results, about = figures.record["results"], figures.record["about"]
+    titles = {"2": "Table 2, the small ResNet", "3": "Table 3, the LSTM"}
+    tables = "\n\n".join(
+        f"{title}; a step on {about['num_ranks']} ranks, links of {about['rate'] or 'this host'}:\n\n"
+        f"{intsgd_table(figures, number)}"
+        for number, title in titles.items()
+        if f"{number}/step_s/sgd" in figures.rows
+    )
+    return (
+        f"{claims(results, 'the paper')}\n\nHow a claim is judged: {about['judged']}.\n\n{tables}\n\n"
+        f"In what this is not the paper's experiment:\n\n{bullets(about['differs_from_the_paper'])}\n"
+        f"{pictures('repro-intsgd')}\n{figures.machine}."
+    )
+
+
 PAGES = {
     "README.md": {"compressors": compressors, "demo": demo, "allreduce": allreduce, "step": step},
     "docs/kernels.md": {"kernels": kernels},
     "docs/topologies.md": {"topologies": topologies},
     "docs/repro-fft.md": {"repro-fft": repro_fft},
     "docs/repro-cgx.md": {"repro-cgx": repro_cgx},
+    "docs/repro-intsgd.md": {"repro-intsgd": repro_intsgd},
 }
 """Pages, and what stands between which marks in them."""
 

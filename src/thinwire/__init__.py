@@ -1,5 +1,6 @@
 """Train over thin wires: compressed gradients for distributed PyTorch."""
 
+from thinwire import optim
 from thinwire.attach import ProcessGroup, ProcessGroupOptions, compress, register_model
 from thinwire.collectives import MessageError, PeerFailedError, SharedMemoryError, TransportError
 from thinwire.compressors import (
@@ -75,6 +76,7 @@ __all__ = [
     "compress",
     "ef",
     "merge_timelines",
+    "optim",
     "parse",
     "register",
     "register_model",

@@ -28,6 +28,7 @@ _COMMANDS = {
     "compare every": "thinwire.repro.every:every",
     "repro fft": "thinwire.repro.fft.command:fft",
     "repro cgx": "thinwire.repro.cgx.command:cgx",
+    "repro intsgd": "thinwire.repro.intsgd.command:intsgd",
 }
 
 _HELP = """\
@@ -47,6 +48,7 @@ _HELP = """\
   [bold]thinwire compare every[/]     the same for every compressor at once, with and without error feedback
   [bold]thinwire repro fft[/]         the FFT sparsification paper's figures on this machine: does each claim hold?
   [bold]thinwire repro cgx[/]         the thesis's chapter on CGX, table by table: does each claim hold?
+  [bold]thinwire repro intsgd[/]      the IntSGD paper's experiments: integers on the wire; does each claim hold?
 
   thinwire COMMAND --help       what a command takes, with examples
 

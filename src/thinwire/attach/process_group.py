@@ -193,7 +193,7 @@ class ProcessGroup(dist.ProcessGroup):
             for x, scaled in zip(passed, _scaled(passed, opts), strict=True):
                 x.detach().copy_(scaled)
             opts = _summing(kind)
-        works = [exact(passed, opts)] if passed else []
+        works = [exact(passed, opts)] if passed or not futures else []
         return Work(futures, works, tensors) if futures else works[0]
 
     def _reduce_scatter(self, output: Tensor, inputs: Tensor | list[Tensor], opts: Any) -> Work | None:

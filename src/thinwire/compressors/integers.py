@@ -11,10 +11,11 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.compressors.base import Count, Summed
 from thinwire.compressors.checks import check_choice, check_int
 from thinwire.compressors.pieces import Key, Part, Slot, State
-from thinwire.kernels import Table, align, asynchronous, int_decode, int_round, site_id
+from thinwire.kernels import Table, align, int_decode, int_round, site_id
 
 _DTYPES = {8: torch.int8, 32: torch.int32}
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -103,7 +104,7 @@ class Integers(Summed):
 
     def clipped(self, parts: Sequence[Part], state: State | None) -> Count | None:
         counts = [slots_of(state, piece.name)["clipped"] for piece, _ in parts]
-        return torch.cat(counts).sum() if asynchronous(counts[0]) else sum(int(count) for count in counts)
+        return torch.cat(counts).sum() if kernels.asynchronous(counts[0]) else sum(int(count) for count in counts)
 
     def sizes(self, parts: Sequence[Part], device: torch.device) -> Tensor:
         """Elements of each layer: fp64, (parts,)."""

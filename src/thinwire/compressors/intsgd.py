@@ -124,8 +124,8 @@ class IntSGD(Integers):
     @staticmethod
     def _rates(layers: Sequence[str], state: State | None, like: Tensor) -> Tensor:
         known = state.learning_rates if state is not None else {}
-        rates = torch.tensor([known.get(name, 1.0) for name in layers], dtype=torch.float64)
-        return kernels.sent(rates, like.device)
+        given = torch.tensor([known.get(name, 1.0) for name in layers], dtype=torch.float64)
+        return kernels.sent(given, like.device)
 
     def _scales(self, parts: Sequence[Part], state: State | None) -> Tensor:
         """What gradients are multiplied by."""

@@ -32,7 +32,7 @@ def square_sum(x: Tensor) -> Tensor:
 
 
 def integer_square_sum(q: Tensor) -> Tensor:
-    """``‖q‖²`` of a flat int8 or int32 tensor, exact up to its last rounding to fp64: a scalar on the device of ``q``."""
+    """``‖q‖²`` of a flat int8 or int32 tensor, exact but for its last roundings to fp64: a scalar."""
     if q.dtype == torch.int8:
         return _of_bytes(q)
     high, cross, low = torch.zeros(3, dtype=torch.int64, device=q.device)

@@ -23,7 +23,7 @@ from thinwire.repro import compare_rank
 from thinwire.repro.compare_rank import digest, probe_steps
 from thinwire.repro.demo_rank import Channel, run_rank
 from thinwire.repro.fft.methods import NOTHING
-from thinwire.repro.fft.task import ImageTask
+from thinwire.repro.tasks import ScoredTask
 from thinwire.repro.train import VARIANTS, gradient_bytes, ring_factor
 from thinwire.repro.train import Task as DemoTask
 
@@ -31,9 +31,11 @@ from thinwire.repro.train import Task as DemoTask
 class Rank(compare_rank.Rank):
     """What stays alive over all trainings: the process group and the task."""
 
-    task: ImageTask
+    task: ScoredTask
 
-    def train(self, spec: str | None, exclude: Sequence[str], seed: int, measure: int) -> dict[str, Any]:
+    def train(
+        self, spec: str | None, exclude: Sequence[str], seed: int, measure: int, topology: str = "sra"
+    ) -> dict[str, Any]:
         """Train from ``seed`` with gradients compressed by ``spec`` (None: plain DDP; `NOTHING`: none sent).
 
         ``measure``: take the exact mean as well every so many steps, for alpha (assumption 3.2); 0 never does.
@@ -45,7 +47,9 @@ class Rank(compare_rank.Rank):
         if spec == NOTHING:
             VARIANTS["noop"].attach(ddp, DemoTask())
         elif spec is not None:
-            wire = thinwire.compress(ddp, spec, exclude=exclude, seed=seed, decline=False, measure=measure)
+            wire = thinwire.compress(
+                ddp, spec, exclude=exclude, seed=seed, decline=False, measure=measure, topology=topology
+            )
         dense_bytes = 0.0 if spec == NOTHING else gradient_bytes(model) * ring_factor(self.num_ranks)
         steps = self._steps(ddp, seed)
         scores, payload_bytes, step_s, losses = [self._score(model, probe=True)], [0.0], [], []
@@ -90,6 +94,8 @@ class Rank(compare_rank.Rank):
         gradient to which list."""
         optimizer = self.task.optimizer(ddp.module)
         parameters = list(ddp.module.parameters())
+        # What a model draws while it trains (dropout) is the same for every method.
+        torch.manual_seed(seed * self.num_ranks + self.rank)
         for step, batch in enumerate(self.task.batches(seed, self.rank, self.num_ranks)):
             if record and step in record[0]:
                 own = torch.autograd.grad(self.task.loss(ddp.module, batch), parameters)
@@ -119,7 +125,8 @@ def _serve(channel: Channel) -> None:
             channel.send("done", **rank.record(int(command["seed"]), command["at"], path))
         else:
             spec, exclude = command["spec"], command["exclude"]
-            channel.send("done", **rank.train(spec, exclude, int(command["seed"]), int(command["measure"])))
+            numbers = int(command["seed"]), int(command["measure"])
+            channel.send("done", **rank.train(spec, exclude, *numbers, topology=command["topology"]))
 
 
 if __name__ == "__main__":

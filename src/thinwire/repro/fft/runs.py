@@ -21,9 +21,8 @@ from thinwire.repro.compare_rank import probe_steps
 from thinwire.repro.crew import Crew, Loopback
 from thinwire.repro.fft import rank as rank_module
 from thinwire.repro.fft.methods import NOTHING
-from thinwire.repro.fft.task import ImageTask
 from thinwire.repro.paired import Ranks, Setup
-from thinwire.repro.tasks import describe
+from thinwire.repro.tasks import ScoredTask, describe
 from thinwire.wire import ParityError
 
 _TIMEOUT_S = 180.0
@@ -81,7 +80,7 @@ class Gradients:
 class Runs:
     """Rank processes on a link of ``rate`` (None: loopback), and what they have trained; a context manager."""
 
-    def __init__(self, task: ImageTask, num_ranks: int, rate: str | None) -> None:
+    def __init__(self, task: ScoredTask, num_ranks: int, rate: str | None) -> None:
         self.task, self.num_ranks, self.rate = task, num_ranks, rate
         self.link: dict[str, Any] | str = "loopback"
         self._known: dict[tuple[Any, ...], Trained] = {}
@@ -113,18 +112,20 @@ class Runs:
         exclude: Sequence[str] = (),
         measure: int = 0,
         shaped: bool = False,
+        topology: str = "sra",
     ) -> Trained:
-        """Train, unless it has been; ``shaped``: over the slow link.
+        """Train, unless it has been; ``shaped``: over the slow link. ``topology`` is that of `thinwire.compress`.
 
         Raises:
             RankFailed: a rank did not make it.
             ParityError: ranks ended with different parameters.
         """
         shaped = shaped and self._network is not None
-        key = (spec, seed, tuple(exclude), measure, shaped)
+        key = (spec, seed, tuple(exclude), measure, shaped, topology)
         if key not in self._known:
             self._set_link(shaped)
             command = {"do": "train", "spec": spec, "exclude": list(exclude), "seed": seed, "measure": measure}
+            command["topology"] = topology
             self._known[key] = self._trained(self._crew.run(command, _shower(on_step), _nothing), spec)
         return self._known[key]
 

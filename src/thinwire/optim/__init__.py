@@ -1,0 +1,6 @@
+"""Optimizers whose messages are compressed: for methods that need more than a gradient hook sees."""
+
+from thinwire.optim.int_diana import IntDIANA
+from thinwire.optim.integers import IntegerStats
+
+__all__ = ["IntDIANA", "IntegerStats"]
