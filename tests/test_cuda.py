@@ -34,6 +34,8 @@ from thinwire.collectives import (
     Layout,
     LoopbackTransport,
     ProcessGroupTransport,
+    ScatterReduceAllGather,
+    World,
 )
 from thinwire.compressors import Coded, Key, Piece, Segments, first_state
 from thinwire.plan import Plan
@@ -217,7 +219,9 @@ def test_fft_runs_and_waits() -> None:
 def test_speeds_are_measured() -> None:
     devices = DeviceLoopbackTransport.world(LoopbackTransport.world(2), gpu(), timeout_s=300.0)
     plan = Plan.build({"a": (1024, 1024)}, "minmax(bits=4)")
-    for _, speeds in run_threads(lambda t: decline(plan, devices[t.rank]), 2, timeout_s=400.0):
+    for _, speeds in run_threads(
+        lambda t: decline(plan, devices[t.rank], ScatterReduceAllGather(), World(2)), 2, timeout_s=400.0
+    ):
         assert all(seconds > 0 for seconds in speeds.codec_s.values())
 
 

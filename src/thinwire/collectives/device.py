@@ -1,9 +1,9 @@
 """The all-reduce of a bucket on a device: a straight line of kernels and collectives, for which no host waits.
 
 It moves the payloads of `all_reduce` along a star, of `gather_mean` and of `summed_all_reduce`, behind headers of the
-same size, and ends with the same bytes. What differs is where they lie: all messages of one kind share a
-tensor, so that one launch encodes for all owners, one exchange carries it, and one launch decodes what all owners send.
-Headers are not written: to look at one, the host would have to wait.
+same size, and ends with the same bytes. What differs is where they lie: all messages of one kind share a tensor, so
+that one launch encodes for all owners, one exchange carries it, and one launch decodes what all owners send. Headers
+are not written: to look at one, the host would have to wait.
 """
 
 from __future__ import annotations
