@@ -23,7 +23,7 @@ from scipy import stats
 from thinwire import lab, parse
 from thinwire.compressors import registered
 from thinwire.repro import compare as command
-from thinwire.repro import every, paired, statistics, tasks
+from thinwire.repro import crew, every, paired, statistics, tasks
 from thinwire.repro.compare_rank import learning_rate, probe_steps
 from thinwire.repro.comparison import Comparison, Side
 from thinwire.repro.report import Run
@@ -279,7 +279,7 @@ def test_what_cannot_be_compared_is_told_before_anything_runs(
 ) -> None:
     from thinwire.cli import main
 
-    monkeypatch.setattr(paired, "Crew", None)
+    monkeypatch.setattr(crew, "Crew", None)
     assert main(["compare", *argv]) == 64
     assert said in " ".join(capfd.readouterr().err.split())
 

@@ -49,6 +49,10 @@ class Slow(LoopbackTransport):
         time.sleep(message.numel() / self.bytes_per_s)
         return super()._send(message, peer, tag)
 
+    def _start_all_reduce(self, x, lane, op):
+        time.sleep(self.all_reduce_bytes(x.numel(), x.dtype) / self.bytes_per_s)
+        return super()._start_all_reduce(x, lane, op)
+
 
 def test_declining_measures_the_link() -> None:
     def run(transport):
@@ -58,6 +62,17 @@ def test_declining_measures_the_link() -> None:
     (first, speeds), (second, _) = run_threads(run, 2)
     assert first.layers == second.layers == Plan.build(SHAPES, "minmax").layers
     assert speeds.bandwidth == pytest.approx(Slow.bytes_per_s, rel=0.3)
+    assert speeds.native == pytest.approx(Slow.bytes_per_s, rel=0.3)
+
+
+def test_what_there_is_without_compression_and_sums_go_by_the_native_all_reduce() -> None:
+    """Beside shared memory, messages inside a node are almost free and the native all-reduce is not."""
+    coded, summed = thinwire.MinMax(), parse("powersgd(rank=4)")
+    speeds = Speeds({coded: 1e-9, summed: 1e-9}, bandwidth=1e12, latency_s=0.0, num_ranks=2, native=1e9)
+    assert speeds.seconds_per_element(thinwire.Raw()) == pytest.approx(4e-9)
+    assert speeds.seconds_per_element(coded) == pytest.approx(1e-9, rel=0.01)
+    assert 1e-9 < speeds.seconds_per_element(summed) < 1.1e-9
+    assert not declined(Plan.build(SHAPES, coded), speeds).all_raw
 
 
 def _declines(rank: int) -> tuple[bool, dict, int, bool]:

@@ -193,7 +193,7 @@ def test_ranks_that_do_not_start_are_told(
     def refuse(*_: Any, **__: Any) -> None:
         raise RankFailed(0, "it ended", "no such module")
 
-    monkeypatch.setattr("thinwire.repro.cgx.contest.Crew", refuse)
+    monkeypatch.setattr("thinwire.repro.crew.Crew", refuse)
     monkeypatch.setattr(lab, "unavailable", lambda: "no right to make namespaces")
     assert cli.main(["repro", "cgx", "--smoke", "--parts", "3.1", "3.4", "--out", str(tmp_path)]) == 1
     found = json.loads((tmp_path / "repro-cgx.json").read_text())

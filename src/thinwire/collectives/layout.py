@@ -212,17 +212,17 @@ class Layout:
 
     def form(self, k: int, rank: int, parent: int) -> Chunk:
         """How ``rank`` encodes its part of chunk ``k`` for ``parent``: most often as the chunk itself."""
-        chunk = self.chunks[k]
-        forms = [self.topology.form(group.compressor, rank, parent, self.world) for group in chunk.groups]
-        if all(form is group.compressor for form, group in zip(forms, chunk.groups, strict=True)):
-            return chunk
-        key = (k, tuple(forms))
+        # Asked in every step: a topology may have to parse a spec for its answer.
+        key = (k, rank, parent)
         if key not in self._forms:
-            self._forms[key] = _formed(chunk, forms, self.wide_dtype)
+            chunk = self.chunks[k]
+            forms = [self.topology.form(group.compressor, rank, parent, self.world) for group in chunk.groups]
+            same = all(form is group.compressor for form, group in zip(forms, chunk.groups, strict=True))
+            self._forms[key] = chunk if same else _formed(chunk, forms, self.wide_dtype)
         return self._forms[key]
 
     @cached_property
-    def _forms(self) -> dict[tuple[int, tuple[Coded, ...]], Chunk]:
+    def _forms(self) -> dict[tuple[int, int, int], Chunk]:
         return {}
 
     def reduction_traffic(self, *, up: bool = True, down: bool = True) -> Traffic:

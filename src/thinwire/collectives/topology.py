@@ -125,7 +125,19 @@ class Topology(ABC):
 
 
 @dataclass(frozen=True)
-class ScatterReduceAllGather(Topology):
+class _Star(Topology):
+    """Everybody speaks to each owner directly."""
+
+    @property
+    def is_star(self) -> bool:
+        return True
+
+    def parent(self, rank: int, owner: int, world: World) -> int:
+        return owner
+
+
+@dataclass(frozen=True)
+class ScatterReduceAllGather(_Star):
     """Everybody sends each owner its chunk, the owners send everybody the means (thesis, section 3.5.1). The default.
 
     Two hops, and every value is quantised twice, whatever the number of ranks. Each rank sends ``2(n−1)/n`` of the
@@ -145,13 +157,6 @@ class ScatterReduceAllGather(Topology):
         elif not self.rates or min(self.rates) <= 0:
             raise ValueError(f"rates {self.rates}: every rank needs one above zero")
 
-    @property
-    def is_star(self) -> bool:
-        return True
-
-    def parent(self, rank: int, owner: int, world: World) -> int:
-        return owner
-
     def shares(self, world: World) -> tuple[int, ...]:
         if isinstance(self.rates, str):
             return (1,) * world.size
@@ -161,7 +166,7 @@ class ScatterReduceAllGather(Topology):
 
 
 @dataclass(frozen=True)
-class ParameterServer(Topology):
+class ParameterServer(_Star):
     """One rank owns everything: it gets all messages, and sends all means. For the only rank with a fast link."""
 
     spec_name: ClassVar[str] = "parameter_server"
@@ -170,13 +175,6 @@ class ParameterServer(Topology):
 
     def crossings(self, world: World) -> float:
         return world.size - 1
-
-    @property
-    def is_star(self) -> bool:
-        return True
-
-    def parent(self, rank: int, owner: int, world: World) -> int:
-        return owner
 
     def shares(self, world: World) -> tuple[int, ...]:
         if not 0 <= self.server < world.size:

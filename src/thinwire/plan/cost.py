@@ -29,6 +29,8 @@ class Speeds:
     num_ranks: int
     crossings: float = 0.0
     """How many times the bytes of an encoded bucket a rank sends; 0 for the 2(n−1)/n of a scatter-reduce-all-gather."""
+    native: float = 0.0
+    """What a rank sends in a native all-reduce, in bytes per second; 0 for as much as ``bandwidth``."""
 
     def seconds_per_element(self, compressor: Compressor, dtype: torch.dtype = torch.float32) -> float:
         """``encode + bytes / bandwidth + decode`` for an element of a large layer (generalised from S3, equation 1).
@@ -36,10 +38,14 @@ class Speeds:
         Latency is left out: every layer shares the messages of its DDP bucket.
         """
         num_bytes = compressor.wire_bytes(_SAMPLE, dtype) / math.prod(_SAMPLE)
-        crossings = self.crossings or 2 * (self.num_ranks - 1) / self.num_ranks
-        if isinstance(compressor, Coded) and compressor.gathered:
+        both_ways = 2 * (self.num_ranks - 1) / self.num_ranks
+        crossings, bandwidth = self.crossings or both_ways, self.bandwidth
+        if isinstance(compressor, Raw) or not isinstance(compressor, Coded):
+            # Raw is what there is without compression, and sums have no other way.
+            crossings, bandwidth = both_ways, self.native or self.bandwidth
+        elif compressor.gathered:
             crossings = self.num_ranks - 1
-        return self.codec_s.get(compressor, 0.0) + crossings * num_bytes / self.bandwidth
+        return self.codec_s.get(compressor, 0.0) + crossings * num_bytes / bandwidth
 
 
 def declined(plan: Plan, speeds: Speeds) -> Plan:

@@ -11,17 +11,15 @@ import hashlib
 import math
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.repro.demo_rank import Channel, run_rank
+from thinwire.repro.demo_rank import Channel, join, run_rank
 from thinwire.repro.tasks import Task, restore
 from thinwire.repro.train import gradient_bytes, ring_factor
 
@@ -47,15 +45,7 @@ class Rank:
     def __init__(self, setup: dict[str, Any], channel: Channel) -> None:
         self.channel = channel
         self.task = restore(setup["task"])
-        self.rank, self.num_ranks = int(setup["rank"]), int(setup["num_ranks"])
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{setup['rendezvous']}",
-            rank=self.rank,
-            world_size=self.num_ranks,
-            timeout=timedelta(seconds=setup["timeout_s"]),
-        )
+        self.rank, self.num_ranks = join(setup)
 
     def run(self, rules: str | None, seed: int, highest: float, measure: int = 0) -> dict[str, Any]:
         """Train from ``seed`` with gradients compressed by ``rules`` (None: plain DDP).

@@ -12,10 +12,13 @@ import os
 import selectors
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, Protocol, Self
 
 from thinwire.repro.train import Task
@@ -103,6 +106,16 @@ class _Member:
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None and not stream.closed:
                 stream.close()
+
+
+class Ranks:
+    """A link on which a `Crew` finds ranks that run ``module``."""
+
+    def __init__(self, link: Link, module: str) -> None:
+        self._link, self._module = link, module
+
+    def popen(self, rank: int, argv: Sequence[str], **popen_kwargs: Any) -> subprocess.Popen[Any]:
+        return self._link.popen(rank, [sys.executable, "-m", self._module], **popen_kwargs)
 
 
 class Crew:
@@ -210,3 +223,22 @@ class Crew:
 
 def _nothing(*_: Any) -> None:
     """For what need not be told."""
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """A setup for ranks that are told their task later."""
+
+
+@contextmanager
+def crew_of(
+    module: ModuleType, setup: Any, num_ranks: int, network: Link | None, *, timeout_s: float, name: str = "rank"
+) -> Iterator[tuple[Crew, Path]]:
+    """Ranks that run ``module`` on ``network``, or else on loopback, and a folder that lives as long as they do.
+
+    ``setup``: the dataclass that they are told first.
+    """
+    with tempfile.TemporaryDirectory(prefix="thinwire-repro-") as folder:
+        link = Ranks(network or Loopback(), module.__name__)
+        with Crew(link, setup, num_ranks, folder=Path(folder), name=name, timeout_s=timeout_s) as crew:
+            yield crew, Path(folder)

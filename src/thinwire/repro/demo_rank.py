@@ -56,23 +56,29 @@ class Channel:
         self.receive()
 
 
+def join(setup: dict[str, Any]) -> tuple[int, int]:
+    """Make the process group that the parent's first words describe, on one thread; rank and number of ranks."""
+    rank, num_ranks = int(setup["rank"]), int(setup["num_ranks"])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{setup['rendezvous']}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=setup["timeout_s"]),
+    )
+    return rank, num_ranks
+
+
 class Rank:
     """What stays alive over all variants: the text, the process group, the batches."""
 
     def __init__(self, setup: dict[str, Any], channel: Channel) -> None:
         self.channel = channel
         self.task = Task.from_json(setup["task"])
-        self.rank, self.num_ranks = int(setup["rank"]), int(setup["num_ranks"])
         self.state = Path(setup["state"])
-        torch.set_num_threads(1)
         self.text: Text = standard_library()
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{setup['rendezvous']}",
-            rank=self.rank,
-            world_size=self.num_ranks,
-            timeout=timedelta(seconds=setup["timeout_s"]),
-        )
+        self.rank, self.num_ranks = join(setup)
 
     def base(self) -> dict[str, Any]:
         """Train the common start in plain DDP; rank 0 saves it."""

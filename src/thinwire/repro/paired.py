@@ -6,13 +6,9 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
@@ -22,7 +18,7 @@ from thinwire.lab.units import parse_rates
 from thinwire.repro import compare_rank, statistics
 from thinwire.repro.compare_rank import probe_steps
 from thinwire.repro.comparison import BASELINE, Comparison, Side
-from thinwire.repro.crew import Crew, Link, Loopback
+from thinwire.repro.crew import crew_of
 from thinwire.repro.report import Run
 from thinwire.repro.tasks import Task, describe
 from thinwire.wire import ParityError
@@ -168,16 +164,6 @@ def _compare(
     )
 
 
-class Ranks:
-    """A link on which a `Crew` finds ranks that run ``module``."""
-
-    def __init__(self, link: Link, module: str) -> None:
-        self._link, self._module = link, module
-
-    def popen(self, rank: int, argv: Sequence[str], **popen_kwargs: Any) -> subprocess.Popen[Any]:
-        return self._link.popen(rank, [sys.executable, "-m", self._module], **popen_kwargs)
-
-
 @dataclass(frozen=True)
 class Setup:
     """What a rank is told first, in place of the demo's task; see `thinwire.repro.tasks.describe`."""
@@ -198,13 +184,10 @@ class _Runs:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="thinwire-compare-")))
             self._network = stack.enter_context(lab.Network(self._num_ranks)) if self._rate is not None else None
-            link = Ranks(self._network or Loopback(), compare_rank.__name__)
             setup: Any = Setup(**describe(self.task))
-            self._crew = stack.enter_context(
-                Crew(link, setup, self._num_ranks, folder=folder, name="rank", timeout_s=_TIMEOUT_S)
-            )
+            started = crew_of(compare_rank, setup, self._num_ranks, self._network, timeout_s=_TIMEOUT_S)
+            self._crew, _ = stack.enter_context(started)
             self.about = {"task": asdict(setup), "num_ranks": self._num_ranks, "link": "loopback"}
             self._stack = stack.pop_all()
         return self

@@ -12,7 +12,7 @@ from thinwire.collectives import DeviceTransport, Topology, Transport, World
 from thinwire.compressors import Coded, Compressor, Key, Part, Piece, Raw, Segments, Summed, first_state
 from thinwire.plan import Plan
 from thinwire.plan.cost import Speeds, codec_seconds, declined
-from thinwire.wire.link import measure_link
+from thinwire.wire.link import measure_link, measure_native
 from thinwire.wire.stream import elapsed
 
 _SHAPE = (1 << 10, 1 << 10)
@@ -33,10 +33,11 @@ def decline(plan: Plan, transport: Transport, topology: Topology, world: World) 
     mine = [_codec(compressor, transport.world_size, device) for compressor in compressors]
     bandwidth, latency = measure_link(transport)
     # The slowest rank decides for all.
-    figures = torch.tensor([*mine, 1 / bandwidth, latency], dtype=torch.float64)
-    slowest = transport.all_gather(figures).amax(0).tolist()
-    codec_s = dict(zip(compressors, slowest, strict=False))
-    speeds = Speeds(codec_s, 1 / slowest[-2], slowest[-1], transport.world_size, topology.crossings(world))
+    figures = torch.tensor([*mine, 1 / bandwidth, latency, 1 / measure_native(transport)], dtype=torch.float64)
+    *slowest, per_byte, latency, per_native_byte = transport.all_gather(figures).amax(0).tolist()
+    codec_s = dict(zip(compressors, slowest, strict=True))
+    crossings = topology.crossings(world)
+    speeds = Speeds(codec_s, 1 / per_byte, latency, transport.world_size, crossings, native=1 / per_native_byte)
     return declined(plan, speeds), speeds
 
 

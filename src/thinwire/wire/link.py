@@ -55,6 +55,23 @@ def measure_link(transport: Transport) -> tuple[float, float]:
     return _speed(transport, [(rank, other) for rank in everybody for other in everybody if other != rank])
 
 
+def measure_native(transport: Transport) -> float:
+    """Bytes per second that every rank sends in the transport's own all-reduce, of fp32: what stock training has.
+
+    It may take another way than messages do: beside shared memory it goes over the network, even inside a node.
+    """
+    device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
+    num_bytes = _FIRST_PROBE_BYTES
+    while True:
+        x = torch.zeros(num_bytes // 4, device=device)
+        transport.all_gather(torch.zeros(1))
+        took = median(elapsed(lambda x=x: transport.all_reduce(x), device) for _ in range(_REPEATS))
+        took = float(transport.all_gather(torch.tensor([took], dtype=torch.float64)).max())
+        if took >= _LONG_ENOUGH_S or num_bytes >= _LAST_PROBE_BYTES:
+            return transport.all_reduce_bytes(x.numel(), x.dtype) / max(took, 1e-6)
+        num_bytes *= 4
+
+
 def measure_rates(transport: Transport) -> list[float]:
     """By rank, the bytes per second of its link: what it sends to all others while they all send to it."""
     rates = []

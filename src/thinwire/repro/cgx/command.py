@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 from rich.console import Console
@@ -19,13 +19,12 @@ from thinwire.repro.cgx import of_bandwidth, of_blob, of_places, of_quality, of_
 from thinwire.repro.cgx.contest import NUM_RANKS, RANKS_PER_NODE, Place, shown_rate
 from thinwire.repro.cgx.study import FP32_SHARE, SMOKE, SMOKE_RATE, Scale, Study
 from thinwire.repro.cgx.ways import CGX, GRACE
-from thinwire.repro.crew import RankFailed
 from thinwire.repro.data import standard_library
 from thinwire.repro.fft.images import load
 from thinwire.repro.findings import Finding, record, table
+from thinwire.repro.parts import make_parts
 from thinwire.repro.progress import Screen
 from thinwire.repro.statistics import need_scipy
-from thinwire.wire import ParityError
 
 _DIFFERS = (
     f"{NUM_RANKS} ranks are processes that share this machine's cores, on emulated links or in its memory, instead of "
@@ -152,9 +151,11 @@ def cgx(
         console.print(f"No slow network can be made here, so times over links are not judged: {missing}", markup=False)
     minutes = sum(_PARTS[part].seconds(scale) for part in chosen) / 60
     console.print(f"This takes about {minutes:.0f} minutes." if minutes >= 1.5 else "This takes about a minute.")
-    findings, failures, links = _make(
-        console, chosen, scale, out, missing is None, rate or (SMOKE_RATE if smoke else None)
-    )
+    phases = {
+        part: (_PARTS[part].title, max(1, _PARTS[part].steps(scale)), _PARTS[part].seconds(scale)) for part in chosen
+    }
+    study = Study(scale, out, Screen(console, phases), missing is None, rate or (SMOKE_RATE if smoke else None))
+    findings, failures = make_parts(console, study, {part: _PARTS[part].make for part in chosen})
     about = {
         "models": [{**dataclasses.asdict(model), "gradient_bytes": model.gradient_bytes} for model in scale.models],
         "trained": [dataclasses.asdict(task) for task in scale.trained],
@@ -165,7 +166,7 @@ def cgx(
         "margin": scale.margin,
         "links": {
             name: {**link, "proportion": proportion(name, link["rate"], link["fp32_share"])}
-            for name, link in links.items()
+            for name, link in study.links.items()
         },
         "fp32_share_of_the_thesis": FP32_SHARE,
         "smoke": smoke,
@@ -189,34 +190,6 @@ def proportion(name: str, rate: str, shares: Sequence[float]) -> str:
         f"{name} of {shown_rate(rate)}: fp32 reaches {share:.0%} of the speed with nothing sent, so communication that "
         f"is not hidden takes {1 / share - 1:.1f} times as long as computation"
     )
-
-
-def _make(
-    console: Console, chosen: Sequence[str], scale: Scale, out: Path, emulated: bool, rate: str | None
-) -> tuple[list[Finding], dict[str, str], dict[str, dict[str, Any]]]:
-    """What was found, which parts failed and why, and the links. A failure costs its part, not the others."""
-    phases = {
-        part: (_PARTS[part].title, max(1, _PARTS[part].steps(scale)), _PARTS[part].seconds(scale)) for part in chosen
-    }
-    found: list[Finding] = []
-    failures: dict[str, str] = {}
-    with Screen(console, phases) as screen, Study(scale, out, screen, emulated, rate) as study:
-        for part in chosen:
-            try:
-                with study.part(part):
-                    rows = _PARTS[part].make(study)
-            except (RankFailed, ParityError) as failure:
-                # After a rank's failure the others are of no more use: what is left starts with new ones.
-                study.close()
-                failures[part] = str(failure)
-                screen.fail(part, str(failure))
-                if isinstance(failure, RankFailed):
-                    console.print(failure.log, style="dim", markup=False)
-                continue
-            found += rows
-            judged = [row.holds for row in rows if row.claim and row.holds is not None]
-            screen.note(part, f"{sum(judged)} of {len(judged)} claims hold" if judged else "none judged")
-    return found, failures, study.links
 
 
 def _chosen(parts: Sequence[str]) -> list[str]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -17,8 +15,7 @@ from thinwire.lab.units import format_rate
 from thinwire.repro.cgx import rank as rank_module
 from thinwire.repro.cgx.models import Model
 from thinwire.repro.cgx.ways import FP32, NOTHING, Way
-from thinwire.repro.crew import Crew, Loopback
-from thinwire.repro.paired import Ranks
+from thinwire.repro.crew import Nothing, crew_of
 from thinwire.repro.tasks import describe
 from thinwire.repro.train import ring_factor
 
@@ -64,11 +61,6 @@ class Times:
         return median(self.over(name, other))
 
 
-@dataclass(frozen=True)
-class _Ranks:
-    """What rank processes are told first: nothing, since every contest brings its own task."""
-
-
 class Contest:
     """Rank processes at a ``place``; a context manager. ``emulated``: the place's links are, else all use loopback."""
 
@@ -79,15 +71,11 @@ class Contest:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="thinwire-repro-")))
             per_node = RANKS_PER_NODE if self._place == "nodes" else 1
             network = lab.Network(NUM_RANKS, ranks_per_node=per_node) if self._emulated else None
             self._network = stack.enter_context(network) if network is not None else None
-            link = Ranks(self._network or Loopback(), rank_module.__name__)
-            setup: Any = _Ranks()
-            self._crew = stack.enter_context(
-                Crew(link, setup, NUM_RANKS, folder=folder, name=self._place, timeout_s=_TIMEOUT_S)
-            )
+            started = crew_of(rank_module, Nothing(), NUM_RANKS, self._network, name=self._place, timeout_s=_TIMEOUT_S)
+            self._crew, _ = stack.enter_context(started)
             self._stack = stack.pop_all()
         return self
 

@@ -10,7 +10,6 @@ import gc
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from itertools import cycle, islice
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.repro.cgx.ways import Way
-from thinwire.repro.demo_rank import Channel, run_rank
+from thinwire.repro.demo_rank import Channel, join, run_rank
 from thinwire.repro.fft.task import ImageTask
 from thinwire.repro.tasks import GPTTask, restore
 
@@ -77,16 +76,8 @@ class Rank:
 
     def __init__(self, setup: dict[str, Any], channel: Channel) -> None:
         self.channel = channel
-        self.rank, self.num_ranks = int(setup["rank"]), int(setup["num_ranks"])
+        self.rank, self.num_ranks = join(setup)
         self.contestants: list[Contestant] = []
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{setup['rendezvous']}",
-            rank=self.rank,
-            world_size=self.num_ranks,
-            timeout=timedelta(seconds=setup["timeout_s"]),
-        )
 
     def enter(self, task_described: dict[str, Any], ways: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Build a model for each of ``ways`` and train it for a few steps; bytes that each hands to the network."""

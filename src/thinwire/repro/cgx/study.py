@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from thinwire.repro.cgx.contest import Contest, Place, Times, shown_rate
 from thinwire.repro.cgx.models import TIMED, TIMED_SMOKE, TRAINED, TRAINED_SMOKE, Model
 from thinwire.repro.cgx.ways import FP32, NOTHING, Way
 from thinwire.repro.fft.task import ImageTask
+from thinwire.repro.parts import Parted
 from thinwire.repro.progress import Screen
 from thinwire.repro.tasks import GPTTask
 
@@ -48,7 +48,7 @@ SMOKE_RATE = "100mbit"
 
 
 @dataclass
-class Study:
+class Study(Parted):
     """One run of the command; a context manager. ``emulated``: slow links are, so that their times mean something.
 
     ``rate``: of the links, where one was asked for; None takes what the thesis's own baseline tells (`FP32_SHARE`).
@@ -63,36 +63,13 @@ class Study:
     _contests: dict[Place, Contest] = field(default_factory=dict)
     _rates: dict[tuple[Place, str], str] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
-    _part: str = ""
-    _done: int = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
-        """End all ranks; a later part starts new ones."""
         self._stack.close()
         self._contests.clear()
 
-    @contextmanager
-    def part(self, part: str) -> Iterator[None]:
-        """While the body runs, progress is that part's."""
-        self._part, self._done = part, 0
-        with self.screen.phase(part):
-            yield
-
     def picture(self, part: str) -> Path:
         return self.out / f"cgx-{part}.svg"
-
-    def advance(self, steps: int, now: str) -> None:
-        """So many more steps of this part are done."""
-        self._done += steps
-        self.screen.advance(self._part, self._done, now)
 
     def timed(self, place: Place) -> bool:
         """Whether times at ``place`` say something: a host needs no link."""

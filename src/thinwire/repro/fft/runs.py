@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, median
 from types import TracebackType
 from typing import Any, Self
@@ -18,10 +16,10 @@ from torch import Tensor
 
 from thinwire import lab
 from thinwire.repro.compare_rank import probe_steps
-from thinwire.repro.crew import Crew, Loopback
+from thinwire.repro.crew import crew_of
 from thinwire.repro.fft import rank as rank_module
 from thinwire.repro.fft.methods import NOTHING
-from thinwire.repro.paired import Ranks, Setup
+from thinwire.repro.paired import Setup
 from thinwire.repro.tasks import ScoredTask, describe
 from thinwire.wire import ParityError
 
@@ -88,13 +86,10 @@ class Runs:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="thinwire-repro-")))
             self._network = stack.enter_context(lab.Network(self.num_ranks)) if self.rate is not None else None
-            link = Ranks(self._network or Loopback(), rank_module.__name__)
-            setup: Any = Setup(**describe(self.task))
-            self._crew = stack.enter_context(
-                Crew(link, setup, self.num_ranks, folder=self._folder, name="rank", timeout_s=_TIMEOUT_S)
-            )
+            setup = Setup(**describe(self.task))
+            started = crew_of(rank_module, setup, self.num_ranks, self._network, timeout_s=_TIMEOUT_S)
+            self._crew, self._folder = stack.enter_context(started)
             self._stack = stack.pop_all()
         return self
 

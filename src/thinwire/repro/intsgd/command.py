@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 from rich.console import Console
@@ -15,7 +15,6 @@ from thinwire import lab
 from thinwire.compressors import parse
 from thinwire.lab.units import parse_rate
 from thinwire.repro import plots
-from thinwire.repro.crew import RankFailed
 from thinwire.repro.data import standard_library
 from thinwire.repro.fft.images import load
 from thinwire.repro.findings import Finding, record, table
@@ -23,9 +22,9 @@ from thinwire.repro.intsgd import convex, datasets, of_convex, of_sensitivity, o
 from thinwire.repro.intsgd.logistic import BATCH_SHARE, NUM_WORKERS, REGULARISATION
 from thinwire.repro.intsgd.study import FULL, SMOKE, TASKS, Scale, Study, steps_of_b, steps_of_c, with_images
 from thinwire.repro.intsgd.ways import RANDOM, TRAINED, WAYS, sensitive
+from thinwire.repro.parts import make_parts
 from thinwire.repro.progress import Screen
 from thinwire.repro.statistics import need_scipy
-from thinwire.wire import ParityError
 
 _DIFFERS = (
     f"(a) the {NUM_WORKERS} workers are an axis of arrays in one process and compute, in fp64, what each would compute "
@@ -131,9 +130,10 @@ def intsgd(
     console.print(f"Takes about {max(1, round(minutes))} minutes on two quiet cores.")
     emulated = None if missing or "b" not in chosen else rate
     study = Study(out, Screen(console, phases), sources, smoke=smoke, scale=scale, rate=emulated)
-    findings, failures, about = _make(console, phases, study)
-    record_about = {
-        **about,
+    findings, failures = make_parts(console, study, {part: _PARTS[part].make for part in chosen})
+    about = {
+        "link": study.link,
+        "datasets": study.datasets,
         "rate": emulated,
         "images": images.name,
         "num_ranks": scale.num_ranks,
@@ -147,34 +147,9 @@ def intsgd(
     }
     console.print(table(findings, "IntSGD's experiments, as found here"))
     path = json or out / "repro-intsgd.json"
-    record(findings, "thinwire repro intsgd", record_about, prefix="").write(path)
+    record(findings, "thinwire repro intsgd", about, prefix="").write(path)
     console.print(f"Pictures: {out}  Figures: {path}", soft_wrap=True, markup=False)
     return 1 if failures else 0
-
-
-def _make(
-    console: Console, phases: dict[str, tuple[str, int, float]], study: Study
-) -> tuple[list[Finding], dict[str, str], dict[str, Any]]:
-    """What was found, which parts failed and why, and on what was measured. A failure costs its part only."""
-    found: list[Finding] = []
-    failures: dict[str, str] = {}
-    with study.screen as screen, study:
-        for part in phases:
-            try:
-                with study.part(part):
-                    rows = _PARTS[part].make(study)
-            except (RankFailed, ParityError) as failure:
-                # After a rank's failure the others are of no more use: what is left starts with new ones.
-                study.close()
-                failures[part] = str(failure)
-                screen.fail(part, str(failure))
-                if isinstance(failure, RankFailed):
-                    console.print(failure.log, style="dim", markup=False)
-                continue
-            found += rows
-            judged = [row.holds for row in rows if row.claim and row.holds is not None]
-            screen.note(part, f"{sum(judged)} of {len(judged)} claims hold" if judged else "none judged")
-    return found, failures, {"link": study.link, "datasets": study.datasets}
 
 
 def _phase(part: str, scale: Scale, sources: Sequence[convex.Source], smoke: bool) -> tuple[str, int, float]:

@@ -8,14 +8,10 @@ Commands: ``setup`` (first), ``enter`` (build and warm up), ``turn`` (some steps
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from itertools import cycle, islice
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from thinwire.repro.demo_rank import Channel, run_rank
+from thinwire.repro.demo_rank import Channel, join, run_rank
 from thinwire.repro.intsgd.ways import WAYS, Attached, Task
 from thinwire.repro.tasks import restore
 
@@ -51,16 +47,8 @@ class Rank:
 
     def __init__(self, setup: dict[str, Any], channel: Channel) -> None:
         self.channel = channel
-        self.rank, self.num_ranks = int(setup["rank"]), int(setup["num_ranks"])
+        self.rank, self.num_ranks = join(setup)
         self.contestants: list[_Contestant] = []
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{setup['rendezvous']}",
-            rank=self.rank,
-            world_size=self.num_ranks,
-            timeout=timedelta(seconds=setup["timeout_s"]),
-        )
 
     def enter(self, described: dict[str, Any], kind: Task, ways: Sequence[str]) -> dict[str, Any]:
         """Build a model for each of ``ways`` and train it for a few steps."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from thinwire.repro.fft.runs import Runs, Trained
 from thinwire.repro.intsgd.convex import Source
 from thinwire.repro.intsgd.tasks import LanguageTask, Pictures
 from thinwire.repro.intsgd.timing import Contest, Times
 from thinwire.repro.intsgd.ways import WAYS, Task, Way
+from thinwire.repro.parts import Parted
 from thinwire.repro.progress import Screen
 
 TASKS: tuple[Task, ...] = ("pictures", "words")
@@ -70,7 +70,7 @@ def with_images(scale: Scale, data: str | None) -> Scale:
 
 
 @dataclass
-class Study:
+class Study(Parted):
     """One run of the command; a context manager. ``rate`` is that of the slow links, None where none can be made."""
 
     out: Path
@@ -83,19 +83,8 @@ class Study:
     datasets: dict[str, Any] = field(default_factory=dict)
     _runs: dict[Task, Runs] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
-    _part: str = ""
-    _done: int = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
-        """End all ranks; a later part starts new ones."""
         self._stack.close()
         self._runs.clear()
 
@@ -105,18 +94,6 @@ class Study:
 
     def picture(self, figure: str) -> Path:
         return self.out / f"fig{figure}.svg"
-
-    @contextmanager
-    def part(self, part: str) -> Iterator[None]:
-        """While the body runs, progress is that part's."""
-        self._part, self._done = part, 0
-        with self.screen.phase(part):
-            yield
-
-    def advance(self, steps: int, now: str) -> None:
-        """So many more steps of this part are done."""
-        self._done += steps
-        self.screen.advance(self._part, self._done, now)
 
     def job_done(self, title: str) -> None:
         """One more of part (a)'s runs is over."""

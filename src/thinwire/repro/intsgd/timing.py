@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, median
 from types import TracebackType
 from typing import Any, Self
 
 from thinwire import lab
-from thinwire.repro.crew import Crew, Loopback
+from thinwire.repro.crew import Nothing, crew_of
 from thinwire.repro.intsgd import rank as rank_module
 from thinwire.repro.intsgd.ways import Task, Way
-from thinwire.repro.paired import Ranks
 from thinwire.repro.tasks import ScoredTask, describe
 
 _TIMEOUT_S = 180.0
@@ -43,11 +40,6 @@ def over(times: Sequence[float], others: Sequence[float]) -> list[float]:
     return [mine / other for mine, other in zip(times, others, strict=True)]
 
 
-@dataclass(frozen=True)
-class _Ranks:
-    """What rank processes are told first: nothing, since every contest brings its own task."""
-
-
 OnTurn = Callable[[str], None]
 
 
@@ -61,14 +53,10 @@ class Contest:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="thinwire-repro-")))
             network = lab.Network(self._num_ranks) if self._rate is not None else None
             self._network = stack.enter_context(network) if network is not None else None
-            link = Ranks(self._network or Loopback(), rank_module.__name__)
-            setup: Any = _Ranks()
-            self._crew = stack.enter_context(
-                Crew(link, setup, self._num_ranks, folder=folder, name="rank", timeout_s=_TIMEOUT_S)
-            )
+            started = crew_of(rank_module, Nothing(), self._num_ranks, self._network, timeout_s=_TIMEOUT_S)
+            self._crew, _ = stack.enter_context(started)
             self._stack = stack.pop_all()
         return self
 

@@ -1,0 +1,76 @@
+"""A repetition of a paper in parts: their progress, and what the failure of one costs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self, TypeVar
+
+from rich.console import Console
+
+from thinwire.repro.crew import RankFailed
+from thinwire.repro.findings import Finding
+from thinwire.repro.progress import Screen
+from thinwire.wire import ParityError
+
+
+class Parted(ABC):
+    """What all parts of one run are made from; a context manager. Their progress is on ``screen``."""
+
+    screen: Screen
+    _part = ""
+    _done = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all ranks; a later part starts new ones."""
+
+    @contextmanager
+    def part(self, part: str) -> Iterator[None]:
+        """While the body runs, progress is that part's."""
+        self._part, self._done = part, 0
+        with self.screen.phase(part):
+            yield
+
+    def advance(self, steps: int, now: str) -> None:
+        """So many more steps of this part are done."""
+        self._done += steps
+        self.screen.advance(self._part, self._done, now)
+
+
+StudyT = TypeVar("StudyT", bound=Parted)
+
+
+def make_parts(
+    console: Console, study: StudyT, parts: Mapping[str, Callable[[StudyT], list[Finding]]]
+) -> tuple[list[Finding], dict[str, str]]:
+    """What was found, and which parts failed and why. A failure costs its part, not the others."""
+    found: list[Finding] = []
+    failures: dict[str, str] = {}
+    with study.screen as screen, study:
+        for part, make in parts.items():
+            try:
+                with study.part(part):
+                    rows = make(study)
+            except (RankFailed, ParityError) as failure:
+                # After a rank's failure the others are of no more use: what is left starts with new ones.
+                study.close()
+                failures[part] = str(failure)
+                screen.fail(part, str(failure))
+                if isinstance(failure, RankFailed):
+                    console.print(failure.log, style="dim", markup=False)
+                continue
+            found += rows
+            judged = [row.holds for row in rows if row.claim and row.holds is not None]
+            screen.note(part, f"{sum(judged)} of {len(judged)} claims hold" if judged else "none judged")
+    return found, failures
