@@ -40,6 +40,7 @@ bench: .venv/ready
 	$(BIN)/thinwire bench kernels --threads 1 --json benchmarks/kernels-1.json
 	$(BIN)/thinwire bench kernels --threads 2 --json benchmarks/kernels-2.json
 	$(BIN)/thinwire bench topologies --json benchmarks/topologies.json
+	$(BIN)/thinwire bench blob --json benchmarks/blob.json
 	$(BIN)/thinwire bench step --rate 1gbit --json benchmarks/step-1gbit.json
 	$(BIN)/thinwire bench step --rate none --decline --target 0 --batches 8 --json benchmarks/step-loopback.json
 	$(BIN)/thinwire bench compressors --json benchmarks/compressors.json --plot benchmarks/compressors.svg
@@ -47,6 +48,7 @@ bench: .venv/ready
 	$(BIN)/thinwire repro fft --out benchmarks/repro-fft --json benchmarks/repro-fft.json
 	$(BIN)/thinwire repro cgx --out benchmarks/repro-cgx --json benchmarks/repro-cgx.json
 	$(BIN)/thinwire repro intsgd --out benchmarks/repro-intsgd --json benchmarks/repro-intsgd.json
+	$(BIN)/thinwire repro lgreco --out benchmarks/repro-lgreco --json benchmarks/repro-lgreco.json
 	$(BIN)/thinwire demo --out benchmarks/demo --json benchmarks/demo.json
 
 # The figures of README.md and docs/, from the JSON files that `make bench` wrote.

@@ -237,7 +237,7 @@ def test_the_schedule_rises_to_its_highest_and_decays_to_the_end(steps: int) -> 
     assert probe_steps(replace(SMOKE, steps=steps))[-1] == steps
 
 
-class _Valley(paired._Runs):
+class _Valley(paired.Runs):
     """Runs whose loss is least at one learning rate."""
 
     def __init__(self, best: float) -> None:

@@ -37,10 +37,10 @@ from thinwire.collectives import (
     ScatterReduceAllGather,
     World,
 )
-from thinwire.compressors import Coded, Key, Piece, Segments, first_state
+from thinwire.compressors import Coded, Key, Piece, Segments, first_state, parse
 from thinwire.plan import Plan
 from thinwire.wire import Wire
-from thinwire.wire.decline import decline
+from thinwire.wire.speeds import measure_speeds
 from thinwire.wire.stream import StreamWorker
 from thinwire.wire.worker import Job, Then
 
@@ -218,9 +218,9 @@ def test_fft_runs_and_waits() -> None:
 
 def test_speeds_are_measured() -> None:
     devices = DeviceLoopbackTransport.world(LoopbackTransport.world(2), gpu(), timeout_s=300.0)
-    plan = Plan.build({"a": (1024, 1024)}, "minmax(bits=4)")
-    for _, speeds in run_threads(
-        lambda t: decline(plan, devices[t.rank], ScatterReduceAllGather(), World(2)), 2, timeout_s=400.0
+    timed = [parse("minmax(bits=4)")]
+    for speeds in run_threads(
+        lambda t: measure_speeds(timed, devices[t.rank], ScatterReduceAllGather(), World(2)), 2, timeout_s=400.0
     ):
         assert all(seconds > 0 for seconds in speeds.codec_s.values())
 

@@ -20,7 +20,7 @@ from nets import assert_replicas_identical, batch, fingerprint, loss_of, make, t
 from thinwire.collectives import LoopbackTransport, ScatterReduceAllGather, World
 from thinwire.compressors import Coded, parse
 from thinwire.plan import Plan, Speeds, declined
-from thinwire.wire.decline import _codec, decline
+from thinwire.wire.speeds import _codec, measure_speeds
 
 SHAPES = {"big.weight": (512, 512), "other.weight": (64, 64), "bias": (64,)}
 
@@ -57,10 +57,12 @@ class Slow(LoopbackTransport):
 def test_declining_measures_the_link() -> None:
     def run(transport):
         transport.__class__ = Slow
-        return decline(Plan.build(SHAPES, "minmax"), transport, ScatterReduceAllGather(), World(transport.world_size))
+        return measure_speeds([parse("minmax")], transport, ScatterReduceAllGather(), World(transport.world_size))
 
-    (first, speeds), (second, _) = run_threads(run, 2)
-    assert first.layers == second.layers == Plan.build(SHAPES, "minmax").layers
+    speeds, others = run_threads(run, 2)
+    assert speeds == others
+    plan = Plan.build(SHAPES, "minmax")
+    assert declined(plan, speeds).layers == plan.layers
     assert speeds.bandwidth == pytest.approx(Slow.bytes_per_s, rel=0.3)
     assert speeds.native == pytest.approx(Slow.bytes_per_s, rel=0.3)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import math
 import time
@@ -134,27 +134,18 @@ def test_links_are_told_with_what_they_make_of_fp32(small: Small) -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(not (ROOT / "tools" / "readme.py").exists(), reason="not in a source tree")
 def test_the_page_is_made_of_the_figures(small: Small, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    readme = _readme()
-    monkeypatch.setattr(readme, "BENCHMARKS", tmp_path)
-    assert "Not measured yet" in readme.repro_cgx()
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    pages = importlib.import_module("repro_pages")
+    assert "Not measured yet" in pages.repro_cgx(tmp_path)
     (tmp_path / "repro-cgx.json").write_text(json.dumps(small.record))
-    page = readme.repro_cgx()
+    page = pages.repro_cgx(tmp_path)
     for row in small.record["results"]:
         assert not row["claim"] or f"| {row['figure']} | {row['claim']} | {row['found']} | open |" in page
     for part in THROUGHPUT:
-        assert readme.CGX_TABLES[part] in page
+        assert pages.CGX_TABLES[part] in page
     assert "Transformer-XL in the thesis" in page
     assert "| ring | " in page
     assert " 0.91x |" in page
-
-
-def _readme() -> Any:
-    spec = importlib.util.spec_from_file_location("readme", ROOT / "tools" / "readme.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_a_rank_that_fails_costs_its_part_only(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import sys
-from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-BENCHMARKS = ROOT / "benchmarks"
+from figures import BENCHMARKS, ROOT, Figures, table
+from lgreco_page import repro_lgreco
+from repro_pages import repro_cgx, repro_fft, repro_intsgd
+
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 NESTED = ("sra", "hierarchical(inside=dense, across=slices)", "hierarchical(inside=dense, across=leaders)")
 NESTED += ("hierarchical(inside=same, across=slices)",)
@@ -24,31 +23,6 @@ TITLES = {
     "noop": "nothing sent (the ceiling)",
     "control": "control: 1 bit, no error feedback",
 }
-
-
-class Figures:
-    """The results of one command, by name."""
-
-    def __init__(self, path: Path) -> None:
-        self.record: dict[str, Any] = json.loads(path.read_text())
-        self.rows = {row["name"]: row for row in self.record["results"]}
-
-    def get(self, name: str) -> float | None:
-        return self.rows[name]["value"] if name in self.rows else None
-
-    @property
-    def machine(self) -> str:
-        machine, versions = self.record["machine"], self.record["versions"]
-        memory = machine["memory_bytes"] / 2**30
-        return (
-            f"{machine['cores']} shared cores of an {machine['cpu']}, {memory:.0f} GiB, {machine['system']}, "
-            f"PyTorch {versions['torch']}, Python {versions['python']}"
-        )
-
-
-def table(head: list[str], rows: list[list[str]], *, numbers: bool = True) -> str:
-    rule = ["---"] + ["---:" if numbers else "---"] * (len(head) - 1)
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])
 
 
 def demo() -> str:
@@ -262,148 +236,46 @@ def compressors() -> str:
     )
 
 
-HOLDS = {True: "yes", False: "no", None: "open"}
-
-
-def claims(results: list[dict[str, Any]], whose: str) -> str:
-    """What a paper claims and what was found, row by row."""
-    rows = [[row["figure"], row["claim"], row["found"], HOLDS[row["holds"]]] for row in results if row.get("claim")]
-    return table(["figure", whose, "here", "holds"], rows, numbers=False)
-
-
-def bullets(texts: list[str]) -> str:
-    return "".join(f"- {text}\n" for text in texts)
-
-
-def pictures(folder: str) -> str:
-    def numbers(path: Path) -> list[int]:
-        return [int(number) for number in re.findall(r"\d+", path.stem)]
-
-    paths = sorted((BENCHMARKS / folder).glob("*.svg"), key=lambda path: (numbers(path), path.stem))
-    return "\n".join(f"![{path.stem}](../benchmarks/{folder}/{path.name})\n" for path in paths)
-
-
-def repro_fft() -> str:
-    path = BENCHMARKS / "repro-fft.json"
-    if not path.exists():
-        return "Not measured yet: `make bench`."
-    figures = Figures(path)
-    results = figures.record["results"]
-    for later in sorted(BENCHMARKS.glob("repro-fft-*.json")):
-        # A run of single figures takes the place of what the whole run found of them.
-        again = Figures(later).record["results"]
-        results = [row for row in results if row["figure"] not in {other["figure"] for other in again}] + again
-    about = figures.record["about"]
-    return (
-        f"{claims(results, 'the paper')}\n\nHow a claim is judged: {about['judged']}.\n\n"
-        f"In what this is not the paper's experiment:\n\n{bullets(about['differs_from_the_paper'])}\n"
-        f"{pictures('repro-fft')}\n{figures.machine}."
-    )
-
-
-CGX_TABLES = {
-    "3.4": "Table 3.4: reduction schemes",
-    "3.6": "Table 3.6: systems",
-    "3.9": "Table 3.9: two nodes",
-    "3.3": "Figure 3.3: transports on one host",
-    "blob": "Section 3.7.2, QNCCL: compression that sees no layers",
+BLOB = {
+    "fp32": "stock DDP, fp32",
+    "uniform": "process group, each buffer as one layer",
+    "registered": "process group, layers registered",
+    "layerwise": "`thinwire.compress(model)`",
 }
-"""Of throughput, by what they are in the thesis."""
+"""Ways of ``thinwire bench blob``, by what they are called for people."""
 
 
-def throughput(results: list[dict[str, Any]], part: str) -> str:
-    """Items per second by way and model, also in multiples of the reference's, here and in the thesis."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in results:
-        if row["figure"] == part and "/items_per_s/" in row["name"]:
-            found.setdefault(row["way"], {})[row["model"]] = row
-    models = list(dict.fromkeys(model for rows in found.values() for model in rows))
-    head, body = [""], []
-    for model in models:
-        row = next(rows[model] for rows in found.values() if model in rows)
-        head += [f"{model}, {row['unit']}", f"over {row['reference']}", f"{row['model_of_thesis']} in the thesis"]
-    for way, rows in found.items():
-        line = [way]
-        for model in models:
-            row = rows[model]
-            theirs = row["thesis_relative"]
-            line += [f"{row['value']:,.0f}", f"{row['relative']:.2f}x", "" if theirs is None else f"{theirs:.2f}x"]
-        body.append(line)
-    return table(head, body)
-
-
-def repro_cgx() -> str:
-    path = BENCHMARKS / "repro-cgx.json"
+def blob() -> str:
+    path = BENCHMARKS / "blob.json"
     if not path.exists():
         return "Not measured yet: `make bench`."
-    figures = Figures(path)
-    results, about = figures.record["results"], figures.record["about"]
-    parts = [row["figure"] for row in results]
-    tables = "\n\n".join(
-        f"{title}\n\n{throughput(results, part)}" for part, title in CGX_TABLES.items() if part in parts
-    )
+    figures, rows = Figures(path), []
+    rates = [rate for rate in RATES if figures.get(f"steps_per_s/fp32/{rate}") is not None]
+    for way, title in BLOB.items():
+        speeds = [
+            f"{figures.get(f'steps_per_s/{way}/{rate}'):.2f} ({figures.get(f'over_fp32/{way}/{rate}'):.2f}x)"
+            for rate in rates
+        ]
+        errors = [
+            f"{figures.get(f'{name}/{way}/{rates[0]}'):.1%}"
+            for name in ("relative_error", "relative_error_of_biases_and_norms")
+        ]
+        rows.append([title, *speeds, *errors])
+    head = ["steps/s, 2 ranks", *(RATES[rate] for rate in rates), "error of the mean", "of biases and norms"]
     return (
-        f"{claims(results, 'the thesis')}\n\nHow a claim is judged: {about['judged']}.\n\n{tables}\n\n"
-        f"The links, and what fp32 is on them:\n\n{bullets([link['proportion'] for link in about['links'].values()])}\n"
-        f"In what this is not the thesis's experiment:\n\n{bullets(about['differs_from_the_thesis'])}\n"
-        f"{pictures('repro-cgx')}\n{figures.machine}."
-    )
-
-
-INTSGD_WAYS = {
-    "sgd all-gather": "SGD (all-gather)",
-    "qsgd": "QSGD",
-    "natsgd": "NatSGD",
-    "sgd": "SGD (all-reduce)",
-    "powersgd": "PowerSGD (EF)",
-    "intsgd determ": "IntSGD (determ.)",
-    "intsgd": "IntSGD (random)",
-    "intsgd 32": "IntSGD (random), int32",
-    "heuristic": "Heuristic IntSGD, int8",
-    "heuristic 32": "Heuristic IntSGD, int32",
-}
-"""Rows of tables 2 and 3 of the IntSGD paper, and those of its figure 1."""
-
-
-def intsgd_table(figures: Figures, number: str) -> str:
-    """Quality and times of every way: table 2 (images) or 3 (words)."""
-    rows = []
-    for name, title in INTSGD_WAYS.items():
-        quality, times = figures.get(f"{number}/quality/{name}"), figures.rows[f"{number}/step_s/{name}"]
-        shown = "" if quality is None else f"{quality:.2%}" if number == "2" else f"{quality:.3f}"
-        seconds = (times[key] for key in ("overhead_s", "communication_s", "value"))
-        rows.append([title, shown, *(f"{1e3 * value:.1f}" for value in seconds)])
-    quality = "test accuracy" if number == "2" else "test loss"
-    return table(["", quality, "overhead, ms", "communication, ms", "step, ms"], rows)
-
-
-def repro_intsgd() -> str:
-    path = BENCHMARKS / "repro-intsgd.json"
-    if not path.exists():
-        return "Not measured yet: `make bench`."
-    figures = Figures(path)
-    results, about = figures.record["results"], figures.record["about"]
-    titles = {"2": "Table 2, the small ResNet", "3": "Table 3, the LSTM"}
-    tables = "\n\n".join(
-        f"{title}; a step on {about['num_ranks']} ranks, links of {about['rate'] or 'this host'}:\n\n"
-        f"{intsgd_table(figures, number)}"
-        for number, title in titles.items()
-        if f"{number}/step_s/sgd" in figures.rows
-    )
-    return (
-        f"{claims(results, 'the paper')}\n\nHow a claim is judged: {about['judged']}.\n\n{tables}\n\n"
-        f"In what this is not the paper's experiment:\n\n{bullets(about['differs_from_the_paper'])}\n"
-        f"{pictures('repro-intsgd')}\n{figures.machine}."
+        "`thinwire bench blob`: the demo's GPT in 4 bits, its gradients compressed as flat buffers or as layers.\n\n"
+        f"{table(head, rows)}\n\n{figures.machine}."
     )
 
 
 PAGES = {
-    "README.md": {"compressors": compressors, "demo": demo, "allreduce": allreduce, "step": step},
+    "README.md": {"compressors": compressors, "demo": demo, "allreduce": allreduce, "step": step, "blob": blob},
     "docs/kernels.md": {"kernels": kernels},
     "docs/topologies.md": {"topologies": topologies},
     "docs/repro-fft.md": {"repro-fft": repro_fft},
     "docs/repro-cgx.md": {"repro-cgx": repro_cgx},
     "docs/repro-intsgd.md": {"repro-intsgd": repro_intsgd},
+    "docs/repro-lgreco.md": {"repro-lgreco": repro_lgreco},
 }
 """Pages, and what stands between which marks in them."""
 

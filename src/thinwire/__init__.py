@@ -32,22 +32,37 @@ from thinwire.compressors import (
     parse,
     register,
 )
-from thinwire.plan import Plan
-from thinwire.wire import DisagreementError, ParityError, Stats, StatsLogger, Timeline, Wire, merge_timelines
+from thinwire.plan import Accordion, Bayes, KMeans, LGreco, Linear, Plan, Policy, family, parse_policy
+from thinwire.wire import (
+    Decision,
+    DisagreementError,
+    ParityError,
+    Stats,
+    StatsLogger,
+    Timeline,
+    Wire,
+    merge_timelines,
+)
 
 __all__ = [
     "DGC",
     "FFT",
     "QSGD",
+    "Accordion",
+    "Bayes",
     "Cast",
     "Chain",
     "Compressor",
+    "Decision",
     "DisagreementError",
     "GlobalTopK",
     "HeuristicIntSGD",
     "IntSGD",
+    "KMeans",
+    "LGreco",
     "Lattice",
     "Levels",
+    "Linear",
     "MaxAbs",
     "MessageError",
     "MinMax",
@@ -56,6 +71,7 @@ __all__ = [
     "ParityError",
     "PeerFailedError",
     "Plan",
+    "Policy",
     "PowerSGD",
     "ProcessGroup",
     "ProcessGroupOptions",
@@ -75,9 +91,11 @@ __all__ = [
     "Wire",
     "compress",
     "ef",
+    "family",
     "merge_timelines",
     "optim",
     "parse",
+    "parse_policy",
     "register",
     "register_model",
 ]

@@ -26,9 +26,11 @@ _COMMANDS = {
     "bench compressors": "thinwire.bench.compressors:compressors",
     "compare": "thinwire.repro.compare:compare",
     "compare every": "thinwire.repro.every:every",
+    "plan show": "thinwire.repro.plan_show:plan_show",
     "repro fft": "thinwire.repro.fft.command:fft",
     "repro cgx": "thinwire.repro.cgx.command:cgx",
     "repro intsgd": "thinwire.repro.intsgd.command:intsgd",
+    "repro lgreco": "thinwire.repro.lgreco.command:lgreco",
 }
 
 _HELP = """\
@@ -46,9 +48,11 @@ _HELP = """\
   [bold]thinwire bench compressors[/] error, bytes and speed of every compressor on the gradients of a real training
   [bold]thinwire compare[/]           is it the same loss? paired runs, an interval, a control that must fail
   [bold]thinwire compare every[/]     the same for every compressor at once, with and without error feedback
+  [bold]thinwire plan show[/]         which compressor each layer has, what that saves and errs; as a table or a picture
   [bold]thinwire repro fft[/]         the FFT sparsification paper's figures on this machine: does each claim hold?
   [bold]thinwire repro cgx[/]         the thesis's chapter on CGX, table by table: does each claim hold?
   [bold]thinwire repro intsgd[/]      the IntSGD paper's experiments: integers on the wire; does each claim hold?
+  [bold]thinwire repro lgreco[/]      the thesis's chapter on L-GreCo, compression layer by layer: does each claim hold?
 
   thinwire COMMAND --help       what a command takes, with examples
 

@@ -13,7 +13,7 @@ from thinwire.attach.ddp import Options, compress_ddp
 from thinwire.attach.group_options import ProcessGroupOptions
 from thinwire.attach.process_group import ProcessGroup, register_backend, register_model
 from thinwire.collectives import Topology, TransportChoice, parse_topology
-from thinwire.plan import DEFAULT_RULES, Rules
+from thinwire.plan import DEFAULT_RULES, Policy, Rules, parse_policy
 from thinwire.wire import Wire
 
 __all__ = ["ProcessGroup", "ProcessGroupOptions", "compress", "register_model"]
@@ -37,6 +37,7 @@ def compress(
     topology: str | Topology = "sra",
     transport: TransportChoice = "auto",
     aggregator: str | None = None,
+    adapt: str | Policy | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     timeout: timedelta | None = None,
@@ -82,8 +83,11 @@ def compress(
         aggregator: ``host:port`` of a ``thinwire aggregator`` that adds up integers in the network, for ``intsgd`` and
             ``heuristic_intsgd``. Floats never go there: sums of raw layers, and the exact first step of ``intsgd``,
             are native all-reduces as ever. ``host:port?slots=16`` asks for a part of its slots.
+        adapt: a policy that chooses each layer's compression anew from time to time while the model trains:
+            ``lgreco(every=500, warmup=100)`` sends the least at the error that the rules would have (docs/adaptive.md).
+            Its ``warmup`` is a ``start``. ``wire.decisions`` says what it did.
         optimizer: the optimizer, for compressors that follow its learning rate (``fft(theta=diminishing)``) or its
-            steps (``intsgd(scale=params)``).
+            steps (``intsgd(scale=params)``), and for ``accordion``.
         grad_scaler: the ``GradScaler`` of an fp16 training; error feedback keeps its residuals in unscaled units.
         timeout: of the process group that the Wire makes for itself; that of the model's own if None. Gradients on a
             GPU travel over the model's own.
@@ -93,7 +97,8 @@ def compress(
 
     Raises:
         TypeError: the model is not a ``DistributedDataParallel``, or a layer's dtype cannot be compressed.
-        ValueError: a pattern matches no parameter, or a spec is wrong.
+        ValueError: a pattern matches no parameter, a spec or a policy is wrong, or the policy cannot choose among
+            compressors like the rules'.
         RuntimeError: the model is compressed already, or has another communication hook; or it is on a GPU, and NCCL
             or Triton is missing.
         NotImplementedError: its parameters are on several devices, or on an accelerator that is not CUDA's.
@@ -105,10 +110,11 @@ def compress(
             f"thinwire.compress() takes a DistributedDataParallel model, not {type(model).__name__}: "
             "wrap it first, model = DistributedDataParallel(model)"
         )
+    policy = None if adapt is None else parse_policy(adapt)
     options = Options(
         exclude=exclude,
         min_numel=min_numel,
-        start=start,
+        start=max(start, policy.warmup if policy else 0),
         seed=seed,
         decline=decline,
         simulate=simulate,
@@ -118,6 +124,7 @@ def compress(
         topology=parse_topology(topology),
         transport=transport,
         aggregator=aggregator,
+        adapt=policy,
         optimizer=optimizer,
         grad_scaler=grad_scaler,
         timeout=timeout,

@@ -27,7 +27,7 @@ from thinwire.collectives import (
 )
 from thinwire.compat import group_timeout
 from thinwire.compressors import GRADIENT_DTYPES, Raw, Summed, Wrapper, check_int
-from thinwire.plan import Filter, Plan, Rules
+from thinwire.plan import Filter, Plan, Policy, Rules
 from thinwire.wire import Later, Wire, agree, on_the_host
 from thinwire.wire.route import BucketLayers
 
@@ -73,11 +73,13 @@ class _Hook:
             self._check_overlap(bucket, flat, wire)
             if self.parity and wire.step % self.parity == 0:
                 wire.check_parity({name: p for p, name in self.names.items()})
+        layers = tuple((self.names[p], tuple(p.shape)) for p in bucket.parameters())
+        if not flat.is_sparse:
+            wire.observe(flat, layers, loss_scale=self._loss_scale)
         if wire.dense:
             return wire.count_dense(flat.numel() * flat.element_size(), _plain_mean(flat, self.group))
         if flat.is_sparse:
             raise TypeError("sparse gradients (Embedding(sparse=True)) cannot be compressed: make the embedding dense")
-        layers = tuple((self.names[p], tuple(p.shape)) for p in bucket.parameters())
         if not wire.simulated:
             return wire.reduce(flat, layers, loss_scale=self._loss_scale)
         wire.simulate(flat, layers, loss_scale=self._loss_scale)
@@ -150,6 +152,7 @@ class Options:
     topology: Topology = field(default_factory=ScatterReduceAllGather)
     transport: TransportChoice = "auto"
     aggregator: str | None = None
+    adapt: Policy | None = None
     optimizer: torch.optim.Optimizer | None = None
     grad_scaler: torch.amp.GradScaler | None = None
     timeout: timedelta | None = None
@@ -192,6 +195,7 @@ def _compress(model: DistributedDataParallel, rules: Rules, options: Options) ->
         measure=options.measure,
         optimizer=options.optimizer,
         topology=options.topology,
+        adapt=options.adapt,
     )
     if model not in _attached:
         _register(model, hook, wire)

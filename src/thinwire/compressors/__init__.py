@@ -3,7 +3,7 @@
 from thinwire.compressors.base import Coded, Compressor, Count, Reduction, Summed, Unsuited, first_state, sum_alone
 from thinwire.compressors.cast import Cast, RawSum
 from thinwire.compressors.chain import Chain
-from thinwire.compressors.checks import GRADIENT_DTYPES, check_int, not_finite
+from thinwire.compressors.checks import GRADIENT_DTYPES, check_choice, check_int, not_finite
 from thinwire.compressors.dgc import DGC
 from thinwire.compressors.ef import RESIDUAL, Wrapper, ef
 from thinwire.compressors.fft import FFT
@@ -76,6 +76,7 @@ __all__ = [
     "Truncate",
     "Unsuited",
     "Wrapper",
+    "check_choice",
     "check_int",
     "ef",
     "first_state",

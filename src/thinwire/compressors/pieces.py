@@ -98,6 +98,8 @@ class Slot:
     """Written by `Coded.learn` at a few steps, not by every step's encoding."""
     scratch: bool = False
     """Of no use after the step: never saved."""
+    columns: bool = False
+    """A matrix whose columns keep their meaning when there are more or fewer of them: low rank factors."""
 
     def shape_of(self, layer: Sequence[int]) -> tuple[int, ...]:
         """Shape of the slot of a layer of this shape; that of the layer itself for a value an element."""

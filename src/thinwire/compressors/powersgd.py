@@ -60,7 +60,7 @@ class PowerSGD(Summed):
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        q = Slot("q", shape=self._q_shape, initial=self._first_q, shared=True)
+        q = Slot("q", shape=self._q_shape, initial=self._first_q, shared=True, columns=True)
         return q, Slot("p", shape=self._p_shape, shared=True, scratch=True)
 
     def fit(self, shape: Sequence[int]) -> Compressor:

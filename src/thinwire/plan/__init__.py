@@ -1,7 +1,36 @@
 """Plans: which compressor for which layer."""
 
-from thinwire.plan.cost import Speeds, declined
+from thinwire.plan.accordion import Accordion
+from thinwire.plan.cost import Speeds, declined, sent_bytes
+from thinwire.plan.family import family
 from thinwire.plan.filters import Filter, matches
+from thinwire.plan.heuristics import Bayes, KMeans, Linear
+from thinwire.plan.lgreco import LGreco
 from thinwire.plan.plan import DEFAULT_RULES, Plan, Rules
+from thinwire.plan.policy import Evidence, Policy, Proposal, Sync
+from thinwire.plan.record import LayerRow, PlanRecord
+from thinwire.plan.spec import parse_policy
 
-__all__ = ["DEFAULT_RULES", "Filter", "Plan", "Rules", "Speeds", "declined", "matches"]
+__all__ = [
+    "DEFAULT_RULES",
+    "Accordion",
+    "Bayes",
+    "Evidence",
+    "Filter",
+    "KMeans",
+    "LGreco",
+    "LayerRow",
+    "Linear",
+    "Plan",
+    "PlanRecord",
+    "Policy",
+    "Proposal",
+    "Rules",
+    "Speeds",
+    "Sync",
+    "declined",
+    "family",
+    "matches",
+    "parse_policy",
+    "sent_bytes",
+]

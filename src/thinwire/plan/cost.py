@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,15 +37,33 @@ class Speeds:
 
         Latency is left out: every layer shares the messages of its DDP bucket.
         """
-        num_bytes = compressor.wire_bytes(_SAMPLE, dtype) / math.prod(_SAMPLE)
-        both_ways = 2 * (self.num_ranks - 1) / self.num_ranks
-        crossings, bandwidth = self.crossings or both_ways, self.bandwidth
-        if isinstance(compressor, Raw) or not isinstance(compressor, Coded):
-            # Raw is what there is without compression, and sums have no other way.
-            crossings, bandwidth = both_ways, self.native or self.bandwidth
-        elif compressor.gathered:
-            crossings = self.num_ranks - 1
-        return self.codec_s.get(compressor, 0.0) + crossings * num_bytes / bandwidth
+        return self.codec_s.get(compressor, 0.0) + self.wire_seconds(compressor, _SAMPLE, dtype) / math.prod(_SAMPLE)
+
+    def wire_seconds(self, compressor: Compressor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> float:
+        """Seconds that the bytes of a layer of this shape take."""
+        # Raw is what there is without compression, and sums have no other way.
+        native = isinstance(compressor, Raw) or not isinstance(compressor, Coded)
+        crossings = 0.0 if native else self.crossings
+        num_bytes = sent_bytes(compressor, shape, self.num_ranks, dtype, crossings=crossings)
+        return num_bytes / ((native and self.native) or self.bandwidth)
+
+
+def sent_bytes(
+    compressor: Compressor,
+    shape: Sequence[int],
+    num_ranks: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    crossings: float = 0.0,
+) -> float:
+    """Bytes that a rank sends for a layer: what is gathered n−1 times, everything else ``crossings`` times.
+
+    ``crossings``: as of `Speeds`.
+    """
+    times = crossings or 2 * (num_ranks - 1) / num_ranks
+    if isinstance(compressor, Coded) and compressor.gathered:
+        times = num_ranks - 1
+    return times * compressor.wire_bytes(shape, dtype)
 
 
 def declined(plan: Plan, speeds: Speeds) -> Plan:

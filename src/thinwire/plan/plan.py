@@ -97,7 +97,11 @@ class Plan:
     def opened(self, begun: Collection[str]) -> Plan:
         """This plan with the opening form of every layer that has one and has not begun; itself if there is none."""
         opening = {n: c.opening for n, c in self.layers.items() if n not in begun and c.opening is not None}
-        return replace(self, layers={**self.layers, **opening}) if opening else self
+        return self.changed(opening)
+
+    def changed(self, layers: Mapping[str, Compressor]) -> Plan:
+        """This plan with other compressors for some layers; itself if there are none."""
+        return replace(self, layers={**self.layers, **layers}) if layers else self
 
     def __getitem__(self, name: str) -> Compressor:
         return self.layers[name]

@@ -54,10 +54,12 @@ def compare(
       thinwire compare "minmax(bits=4, bucket=128)" "ef(minmax(bits=2))"
       thinwire compare "minmax(bits=4)" --seeds 5 --within 0.5% --rate 100mbit --json out.json
       thinwire compare "ef(minmax(bits=1))" --tune-each
+      thinwire compare "topk(density=0.01)" "topk(density=0.01) with lgreco(every=25)"
       thinwire compare --smoke
 
     Args:
-        variants: specs of compressors.
+        variants: specs of compressors; "SPEC with POLICY" has a policy (lgreco, kmeans, accordion ...) choose each
+            layer's own while training goes on.
         seeds: number of seeds, each one paired run of every variant; a verdict takes at least 2.
         within: how much higher a loss may be and still be the same: 1% or 0.01.
         control: a spec that must fail; None for none, which leaves open whether this training shows damage at all.

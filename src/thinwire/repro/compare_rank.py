@@ -10,7 +10,7 @@ import gc
 import hashlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -19,9 +19,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from thinwire.plan import Plan, parse_policy, sent_bytes
 from thinwire.repro.demo_rank import Channel, join, run_rank
 from thinwire.repro.tasks import Task, restore
 from thinwire.repro.train import gradient_bytes, ring_factor
+from thinwire.repro.variants import Variant
 
 _WARM_UP_SHARE = 0.1
 
@@ -48,21 +50,24 @@ class Rank:
         self.rank, self.num_ranks = join(setup)
 
     def run(self, rules: str | None, seed: int, highest: float, measure: int = 0) -> dict[str, Any]:
-        """Train from ``seed`` with gradients compressed by ``rules`` (None: plain DDP).
+        """Train from ``seed`` with gradients compressed by ``rules``, a `Variant`'s text (None: plain DDP).
 
         ``step_s`` has the seconds of every step, without the evaluations between them; ``payload_bytes`` those sent
         until each probe, without those of ``measure``, which takes the exact mean every so many steps; ``probes`` and
-        ``held_out`` are this rank's sums of the loss with their numbers of terms.
+        ``held_out`` are this rank's sums of the loss with their numbers of terms, ``right`` the number of right answers
+        of a task that counts them.
         """
         model = self.task.build(seed)
         ddp = self.task.distribute(model)
-        wire = thinwire.compress(ddp, rules, seed=seed, decline=False, measure=measure) if rules is not None else None
+        optimizer = self.task.optimizer(ddp.module)
+        wire = _compress(ddp, rules, optimizer, seed, measure)
+        asked = wire.plan if wire else None
         if wire and wire.plan.all_raw:
             measure = 0
         dense_bytes = gradient_bytes(model) * ring_factor(self.num_ranks)
         # What a model draws while it trains (dropout) is the same for every variant, too.
         torch.manual_seed(seed * self.num_ranks + self.rank)
-        steps = self._train(ddp, seed, highest)
+        steps = self._train(ddp, optimizer, seed, highest)
         probes, payload_bytes, step_s = [self._evaluate(model, probe=True)], [0.0], []
         for until in probe_steps(self.task):
             self.channel.hold("train")
@@ -71,13 +76,17 @@ class Rank:
             exact_bytes = dense_bytes * math.ceil(until / measure) if measure else 0.0
             payload_bytes.append(wire.stats.payload_sent_bytes - exact_bytes if wire else dense_bytes * until)
             probes.append(self._evaluate(model, probe=True))
+        held_out, right = self._held_out(model)
         result = {
             "alpha": wire.stats.alpha if wire else [],
+            "plans": decided(wire, asked, ddp.module, self.num_ranks) if wire and asked else [],
+            "adapt_s": wire.stats.adapt_s if wire else 0.0,
             "step_s": step_s,
             "probes": probes,
             "payload_bytes": payload_bytes,
             "formula_bytes": wire.wire_bytes_per_step() if wire and not wire.plan.all_raw else dense_bytes,
-            "held_out": self._evaluate(model, probe=False),
+            "held_out": held_out,
+            "right": right,
             "digest": digest(model),
         }
         if wire:
@@ -86,9 +95,10 @@ class Rank:
         gc.collect()
         return result
 
-    def _train(self, ddp: DistributedDataParallel, seed: int, highest: float) -> Iterator[float]:
+    def _train(
+        self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int, highest: float
+    ) -> Iterator[float]:
         """Train step by step; yields the seconds of each."""
-        optimizer = self.task.optimizer(ddp.module)
         for step, batch in enumerate(self.task.batches(seed, self.rank, self.num_ranks)):
             started = time.perf_counter()
             for group in optimizer.param_groups:
@@ -107,6 +117,56 @@ class Rank:
         found = self.task.evaluate(model, self.rank, self.num_ranks, probe=probe)
         model.train()
         return found
+
+    @torch.no_grad()
+    def _held_out(self, model: nn.Module) -> tuple[tuple[float, int], int | None]:
+        """The loss over the whole held-out set as `_evaluate`, and how many answers are right, where that counts."""
+        score = getattr(self.task, "score", None)
+        if score is None:
+            return self._evaluate(model, probe=False), None
+        model.eval()
+        total, right, count = score(model, self.rank, self.num_ranks, probe=False)
+        model.train()
+        return (total, count), right
+
+
+def _compress(
+    ddp: DistributedDataParallel, rules: str | None, optimizer: torch.optim.Optimizer, seed: int, measure: int
+) -> thinwire.Wire | None:
+    if rules is None:
+        return None
+    variant = Variant.parse(rules)
+    adapted: dict[str, Any] = {}
+    if variant.policy is not None:
+        # With the optimizer, whose learning rate Accordion looks at.
+        adapted = {"adapt": parse_policy(variant.policy), "optimizer": optimizer}
+    return thinwire.compress(ddp, variant.spec, seed=seed, decline=False, measure=measure, **adapted)
+
+
+def plan_bytes(plan: Plan, shapes: Mapping[str, Sequence[int]], num_ranks: int) -> float:
+    """Bytes that a rank sends for all layers of a plan in one step, without the messages' headers."""
+    return sum(sent_bytes(compressor, shapes[name], num_ranks) for name, compressor in plan.layers.items())
+
+
+def decided(wire: thinwire.Wire, asked: Plan, model: nn.Module, num_ranks: int) -> list[dict[str, Any]]:
+    """The plans that a policy chose: from which step on, bytes a step (and those of ``asked``, which the rules name),
+    squared errors of plan and reference (None where the policy takes none, or on another rank), and seconds."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    reference_bytes = plan_bytes(asked, shapes, num_ranks)
+    return [
+        {
+            "step": decision.step,
+            "wire_bytes": plan_bytes(decision.plan, shapes, num_ranks),
+            "reference_wire_bytes": reference_bytes,
+            "error": math.fsum(decision.errors.values()) if decision.errors else None,
+            "reference_error": math.fsum(decision.reference_errors.values()) if decision.reference_errors else None,
+            "errors_s": decision.errors_s,
+            "solve_s": decision.solve_s,
+            "waited_s": decision.waited_s,
+            "note": decision.note,
+        }
+        for decision in wire.decisions
+    ]
 
 
 def digest(model: nn.Module) -> str:

@@ -59,6 +59,13 @@ class Side:
         return self._mean(found) if found else None
 
     @property
+    def plan_gain(self) -> float | None:
+        """How many times fewer bytes the plans that a policy chose send than those that the rules name, in the mean
+        over its decisions; None without a policy."""
+        gains = [plan["reference_wire_bytes"] / plan["wire_bytes"] for run in self.runs for plan in run.plans]
+        return self._mean(gains) if gains else None
+
+    @property
     def steps_per_s(self) -> float:
         return self._mean([run.steps_per_s for run in self.runs])
 
@@ -244,6 +251,10 @@ class Comparison:
             add("bytes_per_step", side.bytes_per_step, "B", formula=side.runs[0].formula_bytes)
             add("wire_bytes_per_step", side.wire_bytes_per_step, "B")
             add("alpha", side.alpha, "", by_seed=[_series(run.alpha) for run in side.runs])
+            accuracies = [run.accuracy for run in side.runs if run.accuracy is not None]
+            add("accuracy", math.fsum(accuracies) / len(accuracies) if accuracies else None, "", by_seed=accuracies)
+            adapted = {"plans": [run.plans for run in side.runs], "adapt_s": [run.adapt_s for run in side.runs]}
+            add("plan_gain", side.plan_gain, "x", **adapted)
             if self._timed(side):
                 add("steps_per_s", side.steps_per_s, "1/s", by_seed=[run.steps_per_s for run in side.runs])
             if side is not self.control:

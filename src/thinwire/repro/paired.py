@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
 from thinwire import lab
-from thinwire.compressors import parse
 from thinwire.lab.units import parse_rates
 from thinwire.repro import compare_rank, statistics
 from thinwire.repro.compare_rank import probe_steps
@@ -21,6 +20,7 @@ from thinwire.repro.comparison import BASELINE, Comparison, Side
 from thinwire.repro.crew import crew_of
 from thinwire.repro.report import Run
 from thinwire.repro.tasks import Task, describe
+from thinwire.repro.variants import Variant
 from thinwire.wire import ParityError
 
 CONTROL = "minmax(bits=1, bucket=8192, rounding=nearest)"
@@ -80,7 +80,8 @@ def compare_training(
 
     Args:
         task: what is trained (`thinwire.repro.tasks.Task`).
-        variants: specs of compressors, as ``"minmax(bits=4, bucket=128)"``.
+        variants: specs of compressors, as ``"minmax(bits=4, bucket=128)"``; or specs with a policy that adapts them
+            layer by layer, as ``"topk(density=0.01) with lgreco(every=25)"``.
         seeds: of weights, batches and rounding; one paired run each.
         margin: how much higher a loss may be, as a share, and still be the same.
         control: a spec that must turn out worse than that; None for none.
@@ -94,7 +95,7 @@ def compare_training(
         watcher: told how the runs go.
 
     Raises:
-        ValueError: a spec, a rate or a number is wrong, or the baseline diverged.
+        ValueError: a spec, a policy, a rate or a number is wrong, or the baseline diverged.
         TypeError: the task cannot be made again in another process.
         ImportError: scipy is missing.
         LabUnavailable: a rate is given and no network can be emulated here.
@@ -102,12 +103,9 @@ def compare_training(
         ParityError: ranks ended with different parameters, so that there is no one loss.
     """
     statistics.need_scipy()
-    specs = list(dict.fromkeys(str(parse(variant)) for variant in variants))
-    control = None if control is None else str(parse(control))
-    if control in specs:
-        raise ValueError(f"{control} is both a variant and the control, which must fail: give another control")
+    specs, control = _named(variants, control)
     _check(specs, seeds, margin, num_ranks, rate, measure)
-    with _Runs(task, num_ranks, rate, watcher or Unwatched(), measure) as runs:
+    with Runs(task, num_ranks, rate, watcher or Unwatched(), measure) as runs:
         others = [*specs, *([control] if control else [])]
         highest = runs.tuned(None, max(seeds) + 1) if tune != "no" else task.learning_rate
         rates = dict.fromkeys([None, *others], highest)
@@ -119,8 +117,34 @@ def compare_training(
         return replace(first, each_tuned=second)
 
 
+def compare_runs(
+    runs: Runs, variants: Sequence[str], *, seeds: Sequence[int], margin: float = 0.01, control: str | None = CONTROL
+) -> Comparison:
+    """`compare_training` by processes that live on, at the task's own learning rate: what they have trained already is
+    not trained again."""
+    statistics.need_scipy()
+    specs, control = _named(variants, control)
+    _check(specs, seeds, margin)
+    rates: dict[str | None, float] = dict.fromkeys([None, *specs, control], runs.task.learning_rate)
+    return _compare(runs, seeds, margin, specs, control, rates)
+
+
+def _named(variants: Sequence[str], control: str | None) -> tuple[list[str], str | None]:
+    """Variants and control as canonical text, each once."""
+    specs = list(dict.fromkeys(str(Variant.parse(variant)) for variant in variants))
+    control = None if control is None else str(Variant.parse(control))
+    if control in specs:
+        raise ValueError(f"{control} is both a variant and the control, which must fail: give another control")
+    return specs, control
+
+
 def _check(
-    specs: Sequence[str], seeds: Sequence[int], margin: float, num_ranks: int, rate: str | None, measure: int
+    specs: Sequence[str],
+    seeds: Sequence[int],
+    margin: float,
+    num_ranks: int = 2,
+    rate: str | None = None,
+    measure: int = 0,
 ) -> None:
     if not specs:
         raise ValueError("nothing to compare: give at least one spec, as 'minmax(bits=4, bucket=128)'")
@@ -137,7 +161,7 @@ def _check(
 
 
 def _compare(
-    runs: _Runs,
+    runs: Runs,
     seeds: Sequence[int],
     margin: float,
     specs: Sequence[str],
@@ -173,7 +197,7 @@ class Setup:
     fields: dict[str, Any]
 
 
-class _Runs:
+class Runs:
     """The rank processes and their link, and every run they have made; a context manager."""
 
     def __init__(self, task: Task, num_ranks: int, rate: str | None, watcher: Watcher, measure: int = 0) -> None:
@@ -259,8 +283,11 @@ class _Runs:
             formula_bytes=first["formula_bytes"],
             wire_bytes=sum(counted[1::2]) - sum(counted[::2]) if counted else None,
             val_loss=_mean([answer["held_out"] for answer in answers]),
+            accuracy=None if first["right"] is None else _accuracy(answers),
             replicas_identical=len({answer["digest"] for answer in answers}) == 1,
             alpha=[(int(step), float(alpha)) for step, alpha in first["alpha"]],
+            plans=first["plans"],
+            adapt_s=float(first["adapt_s"]),
         )
         if math.isfinite(run.val_loss) and not run.replicas_identical:
             raise ParityError(f"{name}, seed {seed}: ranks hold different parameters after {self.task.steps} steps")
@@ -280,3 +307,8 @@ class _Runs:
 def _mean(parts: Sequence[tuple[float, int]]) -> float:
     """Mean of a loss from every rank's sum and number of terms."""
     return math.fsum(total for total, _ in parts) / sum(count for _, count in parts)
+
+
+def _accuracy(answers: Sequence[dict[str, Any]]) -> float:
+    """Share of right answers among all ranks' held-out ones."""
+    return sum(answer["right"] for answer in answers) / sum(answer["held_out"][1] for answer in answers)

@@ -41,11 +41,11 @@ def bars(axes: Any, shown: Sequence[tuple[str, str, float]]) -> None:
     axes.grid(visible=False, axis="y")
 
 
-def save(figure: Any, path: Path) -> None:
-    """Write ``figure`` as SVG, with a legend on every panel that has labelled lines."""
+def save(figure: Any, path: Path, *, legends: bool = True) -> None:
+    """Write ``figure`` as SVG, with a legend on every panel that has labelled lines unless it has its own."""
     import matplotlib
 
-    for axes in figure.axes:
+    for axes in figure.axes if legends else ():
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False, fontsize="small")
     with matplotlib.rc_context({"svg.hashsalt": "thinwire"}):

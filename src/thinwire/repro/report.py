@@ -40,6 +40,12 @@ class Run:
     replicas_identical: bool = False
     alpha: list[tuple[int, float]] = field(default_factory=list)
     """(step, relative error of the mean that arrived), where that was measured (`thinwire.Stats.alpha`)."""
+    accuracy: float | None = None
+    """Share of right answers on the held-out set, of tasks that count them."""
+    plans: list[dict[str, Any]] = field(default_factory=list)
+    """What a policy decided, in the order of steps; see `thinwire.repro.compare_rank.decided`."""
+    adapt_s: float = 0.0
+    """Seconds of the training thread that the policy took: summing gradients and changing plans."""
 
     @property
     def steps_per_s(self) -> float:

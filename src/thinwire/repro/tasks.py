@@ -85,6 +85,16 @@ class ScoredTask(Task, Protocol):
         ...
 
 
+class Tokens(Protocol):
+    """A corpus: integers of any dtype, those that are learnt and those that are held out."""
+
+    @property
+    def train(self) -> Tensor: ...
+
+    @property
+    def held_out(self) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class GPTTask:
     """A byte-level GPT that learns the standard library's own source. ``batch`` is in windows of ``model.context``
@@ -103,6 +113,11 @@ class GPTTask:
     def from_json(cls, record: dict[str, Any]) -> Self:
         return cls(**{**record, "model": GPTConfig(**record["model"])})
 
+    @property
+    def text(self) -> Tokens:
+        """What is learnt, and what is held out."""
+        return _text()
+
     def build(self, seed: int) -> GPT:
         torch.manual_seed(seed)
         return GPT(self.model)
@@ -115,7 +130,7 @@ class GPTTask:
         return torch.optim.AdamW(model.parameters(), betas=_BETAS, weight_decay=_WEIGHT_DECAY, fused=True)
 
     def batches(self, seed: int, rank: int, num_ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
-        tokens, context = _text().train, self.model.context
+        tokens, context = self.text.train, self.model.context
         offsets = draw_offsets(
             tokens.numel(), steps=self.steps, num_ranks=num_ranks, batch=self.batch, context=context, seed=seed
         )
@@ -126,7 +141,7 @@ class GPTTask:
         return next_token_loss(model(inputs), targets)
 
     def evaluate(self, model: nn.Module, rank: int, num_ranks: int, *, probe: bool) -> tuple[float, int]:
-        tokens, context = _text().held_out, self.model.context
+        tokens, context = self.text.held_out, self.model.context
         count = self.probe_windows if probe else self.held_out_windows
         mine = even_offsets(tokens.numel(), count=count, context=context)[rank::num_ranks]
         return evaluate(model, tokens, mine, context), mine.numel() * context

@@ -1,5 +1,6 @@
 """The Wire and what keeps it alive."""
 
+from thinwire.wire.adapt import Decision
 from thinwire.wire.agree import DisagreementError, agree
 from thinwire.wire.flat import Contents, FlatEngine, FlatStats, Kind, Operation, dense_bytes, group_seed
 from thinwire.wire.log import StatsLogger
@@ -13,6 +14,7 @@ from thinwire.wire.worker import Worker
 
 __all__ = [
     "Contents",
+    "Decision",
     "DisagreementError",
     "FlatEngine",
     "FlatStats",

@@ -37,7 +37,7 @@ def agree(record: Mapping[str, str], transport: Transport) -> None:
     digests = transport.all_gather(digest)
     if bool((digests == digests[0]).all()):
         return
-    texts = _exchange_texts(mine, transport)
+    texts = exchange_texts(mine, transport)
     first = texts[0].splitlines()
     for rank, text in enumerate(texts):
         if text == texts[0]:
@@ -62,7 +62,8 @@ def _short(line: str) -> str:
     return line if len(line) <= 200 else line[:200] + "..."
 
 
-def _exchange_texts(mine: bytes, transport: Transport) -> list[str]:
+def exchange_texts(mine: bytes, transport: Transport) -> list[str]:
+    """The texts of all ranks, by rank. A native collective: all ranks must call it, and nothing else at the time."""
     sizes = transport.all_gather(torch.tensor([len(mine)]))[:, 0].tolist()
     size = max(sizes)
     if not 0 <= size <= _MAX_RECORD_BYTES:

@@ -14,6 +14,7 @@ from thinwire.kernels import FORMAT_VERSION
 from thinwire.plan import Plan
 from thinwire.wire.slots import Slots, reshard
 
+_SPEC_ROOM = 128
 _SHARED = ("step", "seed", "format_version", "shares", "plan")
 
 
@@ -50,13 +51,19 @@ def write(
         "seed": torch.tensor(seed),
         "format_version": torch.tensor(FORMAT_VERSION),
         "shares": torch.tensor(shares),
-        "plan": torch.frombuffer(bytearray(plan.to_json().encode()), dtype=torch.uint8),
+        "plan": _text(plan),
     }
     for name, compressor in plan.layers.items():
         for slot in _saved(compressor):
             value = slots.value(name, slot, shapes[name]).cpu()
             state[_key(rank, slot.name, name)] = value.view(slot.shape_of(shapes[name]))
     return state
+
+
+def _text(plan: Plan) -> Tensor:
+    # Of one size whatever the plan's compressors are: checkpoints are loaded into tensors of the size that was saved.
+    room = sum(len(name.encode()) + _SPEC_ROOM for name in plan)
+    return torch.frombuffer(bytearray(plan.to_json().encode().ljust(room)), dtype=torch.uint8)
 
 
 def template(plan: Plan, shapes: Mapping[str, Sequence[int]], size: int) -> dict[str, Tensor]:
@@ -79,10 +86,7 @@ def read(
             f"the state has wire format {int(state['format_version'])}, this version of thinwire has {FORMAT_VERSION}: "
             "resume with the version that wrote it, or start without this state"
         )
-    saved = plan.with_json(bytes(state["plan"].tolist()).decode())
-    if set(saved) != set(plan):
-        differing = sorted(set(saved) ^ set(plan))
-        raise ValueError(f"the state is of a model with other layers; the first that differs is {differing[0]}")
+    saved = plan_of(state, plan)
     old_shares = [int(share) for share in state["shares"].reshape(-1).tolist()]
     if not old_shares or min(old_shares) < 0:
         raise ValueError(f"the state says that its ranks owned {old_shares} of each layer, which no world does")
@@ -96,6 +100,15 @@ def read(
                 value = reshard(values, slot, compressor, name, rank, old_shares, shares)
             slots[name, slot.name] = value
     return Loaded(int(state["step"]), int(state["seed"]), saved, slots)
+
+
+def plan_of(state: Mapping[str, Tensor], plan: Plan) -> Plan:
+    """The plan that a state was saved with. Raises ``ValueError`` if it is not of a model with ``plan``'s layers."""
+    saved = plan.with_json(bytes(state["plan"].tolist()).decode())
+    if set(saved) != set(plan):
+        differing = sorted(set(saved) ^ set(plan))
+        raise ValueError(f"the state is of a model with other layers; the first that differs is {differing[0]}")
+    return saved
 
 
 def _saved(compressor: Compressor) -> list[Slot]:

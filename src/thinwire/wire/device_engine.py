@@ -93,10 +93,9 @@ class DeviceEngine(Engine):
 
     def _count_limits(self) -> None:
         for saturated, overflowed in (counts.tolist() for counts in self._limits.read()):
-            self.stats.saturated += saturated
-            self.stats.overflowed += overflowed
+            self.tally.limits(saturated, overflowed)
         for clipped, rounded in (counts.tolist() for counts in self._clippings.read()):
-            self._count_clipped(clipped, rounded)
+            self.tally.clipped(clipped, rounded)
 
     def _machine(self) -> dict[str, str]:
         device = self.transport.device

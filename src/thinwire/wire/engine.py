@@ -24,18 +24,18 @@ from thinwire.collectives import (
     sum_buffers,
     summed_all_reduce,
 )
-from thinwire.compressors import Coded, Compressor, Count, LayerState, State, Summed, not_finite
+from thinwire.compressors import Coded, Compressor, LayerState, State, Summed, not_finite
 from thinwire.kernels import FORMAT_VERSION, cpu_level
-from thinwire.plan import Plan
+from thinwire.plan import Plan, Sync
 from thinwire.wire import checkpoint
 from thinwire.wire.agree import agree, library_version
-from thinwire.wire.clipping import Clipping
 from thinwire.wire.forms import Forms
 from thinwire.wire.parity import check_parity
 from thinwire.wire.route import BucketLayers, Route, RouteKey
 from thinwire.wire.simulate import simulate
 from thinwire.wire.slots import Slots
 from thinwire.wire.stats import Stats
+from thinwire.wire.tally import Tally
 from thinwire.wire.timeline import Timeline
 from thinwire.wire.worker import Job, Then
 
@@ -72,19 +72,20 @@ class Engine:
         """The same by layer."""
         self.changes: Mapping[str, float] = {}
         """What the optimizer's last step did to each layer that follows it: ``‖x^k − x^{k−1}‖²``."""
-        self._error = self._norm = 0.0
-        self._measured_step = -1
         self._loss_scale = 1.0
-        self.reset_stats()
+        self.tally = Tally(transport)
         self.timeline: Timeline | None = None
         self.slots = Slots()
         self._forms = Forms(transport.world_size, self.shapes, self.slots)
         self.routes: dict[RouteKey, Route] = {}
-        self.clipping = Clipping()
         self._broken: TransportError | None = None
         self._found: Exception | None = None
-        self._counted_step = -1
         self._step_is_finite = True
+
+    @property
+    def stats(self) -> Stats:
+        """Totals while they grow."""
+        return self.tally.stats
 
     @property
     def rank(self) -> int:
@@ -140,6 +141,27 @@ class Engine:
             self.slots, self.plan, self.shapes, step=step, seed=self.seed, rank=self.rank, shares=self.shares
         )
 
+    def end_step(self) -> Sync | None:
+        """Between two steps: what the last one's communication took, if it was compressed; asked once."""
+        seconds = self.tally.sync_seconds()
+        sizes = tuple(route.sent_bytes for route in self.present_routes())
+        return Sync(sizes, seconds) if seconds and sizes else None
+
+    def present_routes(self) -> list[Route]:
+        """Those of the last step, in the order in which buckets leave."""
+        last = max((route.last_step for route in self.routes.values()), default=-1)
+        return [route for route in self.routes.values() if route.last_step == last]
+
+    def change(self, plan: Plan, step: int) -> None:
+        """Between two steps, on every rank: take another plan. What error feedback owes goes with its layer."""
+        self._end()
+        for name, compressor in plan.layers.items():
+            if (old := self.plan[name]) != compressor:
+                self.slots.hand_over(name, self.shapes[name], old, compressor, self.rank, self.shares)
+        self.plan = plan
+        self.stats.plan_changes += 1
+        agree({"step": str(step), "plan": plan.hash}, self.transport)
+
     def adopt(self, loaded: checkpoint.Loaded) -> None:
         self.seed, self.plan = loaded.seed, loaded.plan
         self.routes.clear()
@@ -174,9 +196,8 @@ class Engine:
             self._learn(flat, route.layout, step, state)
         options = {"seed": self.seed, "step": step, "rank": self.rank, "num_ranks": self.world_size}
         simulate(flat, route.layout, state=state, **options)
-        self._count_clipped(*route.clipped(state))
-        dense = ring_bytes(flat.numel() * flat.element_size(), self.world_size)
-        self._count_elsewhere(dense, route.sent_bytes)
+        self.tally.clipped(*route.clipped(state))
+        self.tally.bucket(ring_bytes(flat.nbytes, self.world_size), route.sent_bytes)
 
     def note_result(self, flat: Tensor) -> None:
         """See whether a mean is finite: if one of a step's is not, no slot moves in it, on any rank."""
@@ -195,6 +216,7 @@ class Engine:
 
     def _communicate(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> Iterator[Then]:
         self._begin(step)
+        self.tally.bucket_begins()
         key = (layers, flat.dtype, self._forms.number)
         learning = step - self.start in self._forms.learns_at
         if key not in self.routes or learning:
@@ -208,12 +230,14 @@ class Engine:
         options = {"seed": self.seed, "step": step, "state": state, "clock": self.timeline or self.stats}
         yield from self._exchange(flat, route, options)
         if exact is not None:
-            self._measure(exact, flat, step)
+            # Against the exact mean, which takes an all-reduce in fp32.
+            self.transport.all_reduce(exact.div_(self.world_size), lane=1)
+            self.tally.measure(exact, flat, step)
         self.note_result(flat)
         self._note_limits(route, state)
         self.stats.encoded += route.layout.num_coded
-        self.stats.buckets += 1
-        self.stats.dense_bytes += ring_bytes(flat.numel() * flat.element_size(), self.world_size)
+        self.tally.bucket(ring_bytes(flat.nbytes, self.world_size))
+        self.tally.bucket_ends()
 
     def _exchange(self, flat: Tensor, route: Route, options: Mapping[str, Any]) -> Iterator[Then]:
         """All collectives of a bucket."""
@@ -234,15 +258,8 @@ class Engine:
 
     def _note_limits(self, route: Route, state: State | None) -> None:
         """Count what the last messages and sums could not hold."""
-        saturated, overflowed = route.limits(self.rank)
-        self.stats.saturated += saturated
-        self.stats.overflowed += overflowed
-        self._count_clipped(*route.clipped(state))
-
-    def _count_clipped(self, clipped: Count, rounded: int) -> None:
-        self.clipping.add(int(clipped), rounded)
-        self.stats.saturated += int(clipped)
-        self.stats.encoded += rounded
+        self.tally.limits(*route.limits(self.rank))
+        self.tally.clipped(*route.clipped(state))
 
     def _state(self, key: RouteKey, route: Route, loss_scale: float, device: torch.device) -> State | None:
         self._loss_scale = loss_scale
@@ -264,54 +281,23 @@ class Engine:
                 if slot.learned:
                     self.transport.broadcast(slots[slot.name])
 
-    def _measure(self, exact: Tensor, received: Tensor, step: int) -> None:
-        """Add a bucket to this step's error: what arrived against the exact mean, which takes an all-reduce in fp32."""
-        self.transport.all_reduce(exact.div_(self.world_size), lane=1)
-        self._measured_step = step
-        self._error += float((received.float() - exact).double().square().sum())
-        self._norm += float(exact.double().square().sum())
-
     def count_dense(self, num_bytes: int, step: int) -> None:
         """Count gradients of ``num_bytes`` that went by a native all-reduce."""
         self._count_step(step)
         moved = ring_bytes(num_bytes, self.world_size)
-        self._count_elsewhere(moved, moved)
-
-    def _count_elsewhere(self, dense: int, sent: int) -> None:
-        """Count a bucket that did not go through the transport."""
-        self.stats.buckets += 1
-        self.stats.dense_bytes += dense
-        self.stats.payload_sent_bytes += sent
-        self.stats.payload_received_bytes += sent
+        self.tally.bucket(moved, moved)
 
     def reset_stats(self) -> None:
         """Start counting anew."""
-        self.stats = Stats()
-        of = self.transport
-        self._counted_from = (of.sent_bytes, of.received_bytes, of.shared_bytes)
+        self.tally.reset()
 
     def present_stats(self) -> Stats:
         """Totals, with what the transport has moved and the memory held now."""
-        sent, received, shared = self._counted_from
         held = sum(route.num_bytes for route in list(self.routes.values()))
-        return replace(
-            self.stats,
-            alpha=list(self.stats.alpha),
-            payload_sent_bytes=self.stats.payload_sent_bytes + self.transport.sent_bytes - sent,
-            payload_received_bytes=self.stats.payload_received_bytes + self.transport.received_bytes - received,
-            payload_shared_bytes=self.transport.shared_bytes - shared,
-            buffer_bytes=held,
-            slot_bytes=self.slots.num_bytes,
-        )
+        return self.tally.present(held, self.slots.num_bytes)
 
     def _count_step(self, step: int) -> bool:
-        """Count a step when its first bucket comes; whether this was it."""
-        if step == self._counted_step:
-            return False
-        self._counted_step = step
-        self.stats.steps += 1
-        self.stats.compressed_steps += not (step < self.start or self.plan.all_raw)
-        return True
+        return self.tally.step(step, compressed=not (step < self.start or self.plan.all_raw))
 
     def _begin(self, step: int) -> None:
         if not self._count_step(step):
@@ -326,9 +312,7 @@ class Engine:
 
     def _end(self) -> None:
         """Let the slots take what the last step left for them: nothing, if some rank met NaN or Inf in it."""
-        if self._norm > 0.0:
-            self.stats.alpha.append((self._measured_step, math.sqrt(self._error / self._norm)))
-        self._error = self._norm = 0.0
+        self.tally.end_measure()
         if self._step_is_finite:
             self._settle()
             self.slots.commit()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import Layer, Layout, owned_parts
-from thinwire.compressors import Coded, Compressor, LayerState, Slot, State
+from thinwire.compressors import RESIDUAL, Coded, Compressor, LayerState, Slot, State, Wrapper
 
 
 @dataclass
@@ -83,12 +83,45 @@ class Slots:
             return held.clone()
         kept = self._kept.get((layer, slot.name))
         first = slot.first(shape, layer)
-        return first if kept is None or kept.numel() != first.numel() else kept.clone()
+        if kept is None:
+            return first
+        if kept.numel() == first.numel():
+            return kept.clone()
+        return _columns_kept(first, kept, slot.shape_of(shape)) if slot.columns else first
 
     def moved(self, layer: str, compressor: Compressor, shape: Sequence[int]) -> bool:
         """Whether any slot of a layer has another value than its first."""
         slots = [slot for slot in compressor.slots if not slot.scratch]
         return any(not torch.equal(self.value(layer, slot, shape).cpu(), slot.first(shape, layer)) for slot in slots)
+
+    def hand_over(
+        self,
+        layer: str,
+        shape: Sequence[int],
+        old: Compressor,
+        new: Compressor,
+        rank: int,
+        shares: Sequence[int],
+    ) -> None:
+        """Between two steps, keep a layer's slots for another compressor.
+
+        What is owed is the same afterwards, whoever owns which elements now: ``(1/n) Σ δ_i + e``, and a rank holds e
+        for what it owns and its δ elsewhere. Slots of compressors of other kinds start anew.
+        """
+        alike = _kind(old) is _kind(new)
+        asked = {slot.name for slot in new.slots}
+        kept = {}
+        for slot in old.slots:
+            if slot.scratch or not (slot.name in asked and (alike or slot.name == RESIDUAL.name)):
+                continue
+            value = self.value(layer, slot, shape)
+            if slot.name == RESIDUAL.name:
+                value *= _weights(layer, old, value, rank, shares) / _weights(layer, new, value, rank, shares)
+            kept[layer, slot.name] = value
+        for name in [name for name in self._kept if name[0] == layer]:
+            del self._kept[name]
+        self._place_of.pop(layer, None)
+        self._kept |= kept
 
     @staticmethod
     def _held(place: _Place, name: str, slot: str) -> Tensor | None:
@@ -147,6 +180,31 @@ class Slots:
             self._place_of[layer.name] = key
         self._places[key] = place
         return place
+
+
+def _kind(compressor: Compressor) -> type[Compressor]:
+    return type(compressor.inner if isinstance(compressor, Wrapper) else compressor)
+
+
+def _weights(name: str, compressor: Compressor, like: Tensor, rank: int, shares: Sequence[int]) -> Tensor:
+    """How much of each element of this rank's residual the mean is owed: all of what it owns, 1/n of all else."""
+    weights = torch.full_like(like, 1 / len(shares))
+    if isinstance(compressor, Coded) and not compressor.gathered and any(shares):
+        for owner, begin, end in owned_parts(name, compressor, like.numel(), shares):
+            if owner == rank:
+                weights[begin:end] = 1.0
+    return weights
+
+
+def _columns_kept(first: Tensor, kept: Tensor, shape: Sequence[int]) -> Tensor:
+    """``first`` with the columns that a matrix of as many rows had before."""
+    rows = shape[0]
+    if not rows or kept.numel() % rows:
+        return first
+    found, before = first.view(rows, -1).clone(), kept.view(rows, -1)
+    columns = min(found.shape[1], before.shape[1])
+    found[:, :columns] = before[:, :columns]
+    return found.reshape(-1)
 
 
 def reshard(

@@ -52,6 +52,12 @@ class Stats(StageSeconds):
     """Layers left raw because compressing them would have been slower."""
     unsuited_layers: int = 0
     """Layers left raw because their compressor cannot take such a shape."""
+    sync_s: float = 0.0
+    """Seconds of compressed steps from the start of the first bucket's communication to the end of the last one's."""
+    plan_changes: int = 0
+    """Times that a policy's plan was taken over (``adapt=``)."""
+    adapt_s: float = 0.0
+    """Seconds of the training threads for that: summing gradients, waiting for the decision, changing the plan."""
     encoded: int = 0
     """Elements encoded."""
     saturated: int = 0

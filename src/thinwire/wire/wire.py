@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import DeviceTransport, ScatterReduceAllGather, Topology, Transport
-from thinwire.plan import Plan, Speeds
+from thinwire.compressors import Raw
+from thinwire.plan import Plan, PlanRecord, Policy, Speeds, Sync, declined
 from thinwire.wire import checkpoint
+from thinwire.wire.adapt import Adapter, Decision
 from thinwire.wire.agree import agree
-from thinwire.wire.decline import decline as measure_and_decline
 from thinwire.wire.device_engine import DeviceEngine
 from thinwire.wire.engine import Engine
 from thinwire.wire.link import settle
 from thinwire.wire.parity import resync
 from thinwire.wire.route import BucketLayers
+from thinwire.wire.speeds import measure_speeds
 from thinwire.wire.stats import Stats
 from thinwire.wire.stream import StreamWorker
 from thinwire.wire.timeline import Timeline, rank_path
@@ -46,6 +48,7 @@ class Wire:
         measure: int = 0,
         optimizer: torch.optim.Optimizer | None = None,
         topology: Topology | None = None,
+        adapt: Policy | None = None,
     ) -> None:
         if start < 0:
             raise ValueError(f"start must not be negative, not {start}: it is the number of steps that stay dense")
@@ -74,11 +77,27 @@ class Wire:
         self._step = -1
         self._attached = True
         self._speeds: Speeds | None = None
-        agree(self._engine.record(self._step), transport)
-        if decline and not simulated and self.world_size > 1:
-            self._engine.plan, self._speeds = measure_and_decline(plan, transport, topology, world)
-            self._engine.reset_stats()
+        agree(self._engine.record(self._step) | {"adapt": str(adapt)}, transport)
+        if not simulated and self.world_size > 1:
+            self._measure_speeds(adapt, decline=decline)
+        self._adapter: Adapter | None = None
+        if adapt is not None:
+            self._adapter = Adapter(adapt, self.plan, shapes, transport, start=start, speeds=self._speeds)
         self._worker = Worker("thinwire") if self.device is None else StreamWorker(self.device)
+
+    def _measure_speeds(self, adapt: Policy | None, *, decline: bool) -> None:
+        """Find out how fast ranks and links are, where somebody asks; leave raw what would not pay."""
+        engine = self._engine
+        reference = {name: c for name, c in engine.plan.layers.items() if not isinstance(c, Raw)}
+        timed = set(adapt.to_time(reference)) if adapt is not None else set()
+        if decline:
+            timed |= set(reference.values())
+        elif not timed:
+            return
+        self._speeds = measure_speeds(timed, engine.transport, engine.topology, engine.world)
+        if decline:
+            engine.plan = declined(engine.plan, self._speeds)
+        engine.reset_stats()
 
     @property
     def plan(self) -> Plan:
@@ -88,9 +107,11 @@ class Wire:
     @property
     def declined(self) -> dict[str, str]:
         """Layers that stay raw because compressing them would have been slower, and the compressor they would have."""
-        asked = self._asked.layers
+        asked, now = self._asked.layers, self._engine.plan.layers
         return {
-            name: str(asked[name]) for name, c in self._engine.plan.layers.items() if name in asked and asked[name] != c
+            name: str(asked[name])
+            for name, compressor in now.items()
+            if isinstance(compressor, Raw) and not isinstance(asked.get(name, compressor), Raw)
         }
 
     @property
@@ -105,8 +126,37 @@ class Wire:
 
     @property
     def speeds(self) -> Speeds | None:
-        """What declining measured; None with ``decline=False``."""
+        """What declining measured, or what a policy asked for; None if nobody did."""
         return self._speeds
+
+    @property
+    def decisions(self) -> Sequence[Decision]:
+        """What the policy has decided so far (``adapt=``)."""
+        return tuple(self._adapter.decisions) if self._adapter else ()
+
+    @property
+    def syncs(self) -> Sequence[Sync]:
+        """What the last steps' communication took, bucket by bucket, where the policy asks for it."""
+        return tuple(self._adapter.syncs) if self._adapter else ()
+
+    def plan_record(self) -> PlanRecord:
+        """The present plan beside the rules', for ``wire.plan_record().write("plan.json")`` and `thinwire plan show`.
+
+        Errors are those of the last decision; only rank 0, which decides, has them.
+        """
+        last = self.decisions[-1] if self.decisions else None
+        return PlanRecord.of(
+            self.plan.layers,
+            self._asked.layers,
+            self._engine.shapes,
+            [[layer.name for layer in route.layout.layers] for route in self._engine.present_routes()],
+            self.world_size,
+            last.errors if last else {},
+            last.reference_errors if last else {},
+            self._step,
+            str(self._adapter.policy) if self._adapter else "",
+            last.note if last else "",
+        )
 
     @property
     def step(self) -> int:
@@ -140,7 +190,10 @@ class Wire:
     def stats(self) -> Stats:
         """Totals so far, as a copy: what is under way is not in it."""
         return dataclasses.replace(
-            self._engine.present_stats(), declined_layers=len(self.declined), unsuited_layers=len(self.unsuited)
+            self._engine.present_stats(),
+            declined_layers=len(self.declined),
+            unsuited_layers=len(self.unsuited),
+            adapt_s=self._adapter.adapt_s if self._adapter else 0.0,
         )
 
     @contextmanager
@@ -190,10 +243,25 @@ class Wire:
         """
         # After an error, buckets of that pass may still be under way: they must not write over this one's gradients.
         self._worker.wait_idle()
-        self._engine.clipping.warn()
+        self._engine.tally.clipping.warn()
         self._engine.learning_rate = self._learning_rate()
         self._engine.learning_rates = learning_rates or {}
         self._step += 1
+        sync = self._engine.end_step()
+        if self._adapter is not None:
+            self._adapt(self._adapter, sync)
+
+    def _adapt(self, adapter: Adapter, sync: Sync | None) -> None:
+        if sync is not None and adapter.policy.wants_syncs:
+            adapter.syncs.append(sync)
+        plan = adapter.begin_step(self._step, self.plan, self._engine.learning_rate)
+        if plan is not self.plan:
+            self._worker.call(lambda: self._engine.change(plan, self._step))
+
+    def observe(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> None:
+        """Show a bucket's gradients to the policy, before they are reduced. Attachments call this for each bucket."""
+        if self._adapter is not None and self._attached:
+            self._adapter.observe(flat, layers, self._step, loss_scale)
 
     def updated(self, changes: Mapping[str, float]) -> None:
         """Say what the optimizer did to the layers that follow it: ``‖x^k − x^{k−1}‖²``, the same on all ranks."""
@@ -257,16 +325,21 @@ class Wire:
         """
         state: dict[str, Tensor] = {}
         self._worker.call(lambda: state.update(self._engine.collect(self._step)))
-        return state
+        return state | self._adapter.state() if self._adapter else state
 
-    def state_dict_of(self, world_size: int) -> dict[str, Tensor]:
+    def state_dict_of(self, world_size: int, saved: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The shape of the merged states of a world of ``world_size`` ranks, to load its checkpoint into.
 
-        state = {"wire": wire.state_dict_of(8)}  # it was written by 8 ranks; this is another number
-        torch.distributed.checkpoint.load(state, checkpoint_id=folder)
-        wire.load_state_dict(state["wire"])
+            state = {"wire": wire.state_dict_of(8)}  # it was written by 8 ranks; this is another number
+            torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+            wire.load_state_dict(state["wire"])
+
+        Where a policy changes plans (``adapt=``), slots have the shapes that the saved plan's compressors want: load
+        ``"plan"`` alone first, ``{"wire": {"plan": wire.state_dict()["plan"]}}``, and pass it as ``saved``.
         """
-        return checkpoint.template(self._engine.plan, self._engine.shapes, world_size)
+        plan = self.plan if saved is None else checkpoint.plan_of(saved, self.plan)
+        state = checkpoint.template(plan, self._engine.shapes, world_size)
+        return state | self._adapter.state() if self._adapter else state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a `state_dict`, on every rank, between steps.
@@ -281,6 +354,8 @@ class Wire:
         loaded = checkpoint.read(state, self._engine.plan, self._engine.shapes, self.rank, self._engine.shares)
         self._step = loaded.step
         self._worker.call(lambda: self._engine.adopt(loaded))
+        if self._adapter is not None:
+            self._adapter.load(state, self.plan, self._learning_rate())
 
     @property
     def attached(self) -> bool:

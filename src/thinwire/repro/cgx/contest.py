@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, field
+from statistics import fmean, median
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from thinwire import lab
 from thinwire.lab.units import format_rate
+from thinwire.plan import Sync
 from thinwire.repro.cgx import rank as rank_module
 from thinwire.repro.cgx.models import Model
 from thinwire.repro.cgx.ways import FP32, NOTHING, Way
@@ -46,6 +47,10 @@ class Times:
     rounds: dict[str, tuple[float, ...]]
     payload_bytes: dict[str, float]
     """That rank 0 hands to the network in a step, of those ways that say."""
+    layers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Of those ways that compress layers: name, bucket, spec and bytes of each, in the order in which they leave."""
+    stages: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Mean seconds of a step that rank 0 spends in each stage of communication, of those ways that say."""
 
     def step_s(self, name: str) -> float:
         """Of the median round."""
@@ -64,17 +69,18 @@ class Times:
 class Contest:
     """Rank processes at a ``place``; a context manager. ``emulated``: the place's links are, else all use loopback."""
 
-    def __init__(self, place: Place, *, emulated: bool) -> None:
-        self._place, self._emulated = place, emulated and place != "host"
+    def __init__(self, place: Place, *, emulated: bool, num_ranks: int = NUM_RANKS) -> None:
+        self._place, self._emulated, self._num_ranks = place, emulated and place != "host", num_ranks
         self._stack = ExitStack()
         self.link: dict[str, Any] | str = "loopback"
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             per_node = RANKS_PER_NODE if self._place == "nodes" else 1
-            network = lab.Network(NUM_RANKS, ranks_per_node=per_node) if self._emulated else None
+            network = lab.Network(self._num_ranks, ranks_per_node=per_node) if self._emulated else None
             self._network = stack.enter_context(network) if network is not None else None
-            started = crew_of(rank_module, Nothing(), NUM_RANKS, self._network, name=self._place, timeout_s=_TIMEOUT_S)
+            options = {"name": self._place, "timeout_s": _TIMEOUT_S}
+            started = crew_of(rank_module, Nothing(), self._num_ranks, self._network, **options)
             self._crew, _ = stack.enter_context(started)
             self._stack = stack.pop_all()
         return self
@@ -92,11 +98,39 @@ class Contest:
         Raises:
             RankFailed: a rank did not make it. The contest is of no more use then.
         """
-        payload_bytes = self._enter(model, ways)
-        self._shape(rate)
-        found = self._turns(ways, rounds=rounds, steps=steps, on_turn=on_turn)
+        return self.times_by_rate(model, ways, rounds=rounds, steps=steps, rates=(rate,), on_turn=on_turn)[0]
+
+    def times_by_rate(
+        self,
+        model: Model,
+        ways: Sequence[Way],
+        *,
+        rounds: int,
+        steps: int,
+        rates: Sequence[str | None],
+        on_turn: OnTurn,
+    ) -> list[Times]:
+        """`times` over links of each of ``rates``, by models that go on learning."""
+        payload_bytes, layers = self._enter(model, ways)
+        found = []
+        for rate in rates:
+            self._shape(rate)
+            seconds, stages = self._turns(ways, rounds=rounds, steps=steps, on_turn=on_turn)
+            found.append(Times(seconds, payload_bytes, layers, stages))
         self._leave()
-        return Times(found, payload_bytes)
+        return found
+
+    def syncs(
+        self, model: Model, way: Way, *, steps: int, rate: str | None, on_turn: OnTurn
+    ) -> tuple[list[Sync], list[dict[str, Any]]]:
+        """Bytes of every bucket and seconds of communication of each of ``steps`` steps, on the rank that decides, and
+        what each layer had last, as of `Times.layers`."""
+        self._enter(model, (way,))
+        self._shape(rate)
+        answer = self._crew.run({"do": "syncs", "which": 0, "steps": steps}, _nothing, _nothing)[0]
+        on_turn(steps, way.title)
+        self._leave()
+        return [Sync(tuple(sizes), seconds) for sizes, seconds in answer["syncs"]], answer["layers"]
 
     def errors(self, model: Model, ways: Sequence[Way], *, steps: int, on_turn: OnTurn) -> dict[str, list[float]]:
         """Relative error of what arrives of ``steps`` averaged gradients, by way."""
@@ -118,11 +152,11 @@ class Contest:
 
         def seconds(rate: float | None) -> dict[str, float]:
             self._shape(None if rate is None else rate_text(rate))
-            found = self._turns((FP32, NOTHING), rounds=_CALIBRATION_ROUNDS, steps=1, on_turn=on_turn)
+            found, _ = self._turns((FP32, NOTHING), rounds=_CALIBRATION_ROUNDS, steps=1, on_turn=on_turn)
             return {name: median(rounds) for name, rounds in found.items()}
 
         ceiling = seconds(None)["nothing"]
-        bits = 8 * model.gradient_bytes * ring_factor(NUM_RANKS)
+        bits = 8 * model.gradient_bytes * ring_factor(self._num_ranks)
         high = bits / (ceiling * (min(1 / share, _SLOWEST_GUESS) - _FIRST_GUESS_HIDDEN))
         low = high / 2
         at_high, at_low = seconds(high), seconds(low)
@@ -134,20 +168,27 @@ class Contest:
         )
         return rate_text(rate)
 
-    def _enter(self, model: Model, ways: Sequence[Way]) -> dict[str, float]:
-        """Build and warm up, over links without a limit; bytes that each way hands to the network in a step."""
+    def _enter(self, model: Model, ways: Sequence[Way]) -> tuple[dict[str, float], dict[str, list[dict[str, Any]]]]:
+        """Build and warm up, over links without a limit; bytes that each way hands to the network in a step, and what
+        it gives to each layer."""
         self._shape(None)
         command = {"do": "enter", "task": describe(model.task), "ways": [dataclasses.asdict(way) for way in ways]}
-        found = self._crew.run(command, _nothing, _nothing)[0]["payload_bytes"]
-        sent = {way.name: count for way, count in zip(ways, found, strict=True) if count is not None}
-        plain = {way.name: model.gradient_bytes * ring_factor(NUM_RANKS) for way in ways if way.kind == "ddp"}
-        return {**sent, **plain}
+        answer = self._crew.run(command, _nothing, _nothing)[0]
+        found = zip(ways, answer["payload_bytes"], strict=True)
+        sent = {way.name: count for way, count in found if count is not None}
+        plain = {way.name: model.gradient_bytes * ring_factor(self._num_ranks) for way in ways if way.kind == "ddp"}
+        layers = {way.name: rows for way, rows in zip(ways, answer["layers"], strict=True) if rows}
+        return {**sent, **plain}, layers
 
     def _leave(self) -> None:
         self._crew.run({"do": "leave"}, _nothing, _nothing)
 
-    def _turns(self, ways: Sequence[Way], *, rounds: int, steps: int, on_turn: OnTurn) -> dict[str, tuple[float, ...]]:
+    def _turns(
+        self, ways: Sequence[Way], *, rounds: int, steps: int, on_turn: OnTurn
+    ) -> tuple[dict[str, tuple[float, ...]], dict[str, dict[str, float]]]:
+        """Seconds of a step by way and round, and rank 0's mean ones by way and stage."""
         found: dict[str, list[float]] = {way.name: [] for way in ways}
+        stages: dict[str, list[dict[str, float]]] = {way.name: [] for way in ways}
         order = list(enumerate(ways))
         for round_ in range(1 + rounds):
             # To and fro, so that none is always the first or the last.
@@ -155,8 +196,10 @@ class Contest:
                 answers = self._crew.run({"do": "turn", "which": which, "steps": steps}, _nothing, _nothing)
                 if round_:
                     found[way.name].append(max(answer["seconds"] for answer in answers))
+                    stages[way.name].append(answers[0]["stages"])
                 on_turn(steps, way.title)
-        return {name: tuple(seconds) for name, seconds in found.items()}
+        means = {name: {key: fmean(row[key] for row in rows) for key in rows[0]} for name, rows in stages.items()}
+        return {name: tuple(seconds) for name, seconds in found.items()}, means
 
     def _shape(self, rate: str | None) -> None:
         if self._network is None:

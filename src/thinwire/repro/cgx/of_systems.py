@@ -135,5 +135,5 @@ def _draw_3_7(study: Study, found: dict[str, Times]) -> None:
         shown = [FP32, THINWIRE, IDEAL]
         share = [found[model.name].times_faster(way.name, NOTHING.name) for way in shown]
         plots.bars(axes, [(way.title, way.colour, value) for way, value in zip(shown, share, strict=True)])
-        axes.axhline(1.0, color="#222222", linewidth=1, linestyle=":")
+        axes.axvline(1.0, color="#222222", linewidth=1, linestyle=":")
     plots.save(figure, study.picture("3.7"))

@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.collectives.nodes import VARIABLE as NODE_VARIABLE
+from thinwire.plan import Policy, parse_policy
 from thinwire.repro.train import VARIANTS
 from thinwire.repro.train import Task as DemoTask
 
@@ -28,6 +30,7 @@ ALMOST_NOTHING_GAMMA = 10_000.0
 """Of `truncate`: "sending only a small number of elements per layer" (section 3.7.2)."""
 
 _TORCH_POWERSGD_START = 2
+_SETTLED_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Way:
     """How many ranks are told to be one node, though each has a link of its own; 0 leaves them what they are."""
     rank: int = 0
     """Of PyTorch's PowerSGD."""
+    adapt: str = ""
+    """A policy, as text, that chooses each layer's own compressor; its first plan comes before anything is timed."""
 
     @property
     def one_bucket(self) -> bool:
@@ -60,8 +65,23 @@ class Way:
         assert isinstance(made, dist.ProcessGroup)
         return made
 
-    def attach(self, ddp: DistributedDataParallel) -> thinwire.Wire | None:
-        """Have ``ddp``'s gradients travel so; the Wire where there is one."""
+    @property
+    def policy(self) -> Policy | None:
+        return parse_policy(self.adapt) if self.adapt else None
+
+    @property
+    def warm_up_steps(self) -> int:
+        """Steps before anything is timed: DDP arranges its buckets, messages are opened, a first plan comes."""
+        policy = self.policy
+        if policy is None:
+            return _SETTLED_STEPS
+        first = policy.warmup if policy.warmup > policy.lag_steps else policy.warmup + policy.every
+        return first + _SETTLED_STEPS
+
+    def attach(
+        self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer | None = None
+    ) -> thinwire.Wire | None:
+        """Have ``ddp``'s gradients travel so; the Wire where there is one. ``optimizer``: for policies."""
         if self.kind == "nothing":
             VARIANTS["noop"].attach(ddp, DemoTask())
         elif self.kind == "torch powersgd":
@@ -77,6 +97,7 @@ class Way:
                     topology=self.topology,
                     transport=self.transport,
                     decline=False,
+                    **({"adapt": self.policy, "optimizer": optimizer} if self.adapt else {}),
                 )
         return None
 

@@ -1,17 +1,16 @@
-"""Never slower than without: measure this machine's codecs and this link once, and leave raw what would not pay."""
+"""How fast this machine compresses and its links carry: what declining, and policies that mind the time, go by."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from statistics import median
 
 import torch
 
 from thinwire.collectives import DeviceTransport, Topology, Transport, World
-from thinwire.compressors import Coded, Compressor, Key, Part, Piece, Raw, Segments, Summed, first_state
-from thinwire.plan import Plan
-from thinwire.plan.cost import Speeds, codec_seconds, declined
+from thinwire.compressors import Coded, Compressor, Key, Part, Piece, Segments, Summed, first_state
+from thinwire.plan.cost import Speeds, codec_seconds
 from thinwire.wire.link import measure_link, measure_native
 from thinwire.wire.stream import elapsed
 
@@ -20,25 +19,26 @@ _NUMEL = 1 << 20
 _REPEATS = 3
 
 
-def decline(plan: Plan, transport: Transport, topology: Topology, world: World) -> tuple[Plan, Speeds]:
-    """The plan without what would make a step slower, and the speeds that say so. The same on every rank.
+def measure_speeds(
+    compressors: Collection[Compressor], transport: Transport, topology: Topology, world: World
+) -> Speeds:
+    """How fast the slowest rank compresses and sends. The same on every rank; all must call it.
 
     Takes a few milliseconds for each compressor and some tens for the link.
 
     Raises:
         TransportError: a rank is gone or silent.
     """
-    compressors = sorted({c for c in plan.layers.values() if not isinstance(c, Raw)}, key=str)
+    ordered = sorted(compressors, key=str)
     device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
-    mine = [_codec(compressor, transport.world_size, device) for compressor in compressors]
+    mine = [_codec(compressor, transport.world_size, device) for compressor in ordered]
     bandwidth, latency = measure_link(transport)
     # The slowest rank decides for all.
     figures = torch.tensor([*mine, 1 / bandwidth, latency, 1 / measure_native(transport)], dtype=torch.float64)
     *slowest, per_byte, latency, per_native_byte = transport.all_gather(figures).amax(0).tolist()
-    codec_s = dict(zip(compressors, slowest, strict=True))
+    codec_s = dict(zip(ordered, slowest, strict=True))
     crossings = topology.crossings(world)
-    speeds = Speeds(codec_s, 1 / per_byte, latency, transport.world_size, crossings, native=1 / per_native_byte)
-    return declined(plan, speeds), speeds
+    return Speeds(codec_s, 1 / per_byte, latency, transport.world_size, crossings, native=1 / per_native_byte)
 
 
 def _codec(compressor: Compressor, num_ranks: int, device: torch.device) -> float:

@@ -1,0 +1,240 @@
+"""Another plan from time to time: one rank decides while all train on, and all change over between the same two steps.
+
+A message to all ranks goes out only where a decision begins to hold. Sums of gradients, and what a policy remembers,
+are in the checkpoint: a run that resumes decides as it would have.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives import Transport
+from thinwire.compressors import Compressor, Raw, Unsuited, parse
+from thinwire.plan import Evidence, Plan, Policy, Proposal, Speeds, Sync
+from thinwire.wire.agree import DisagreementError, exchange_texts
+from thinwire.wire.route import BucketLayers
+
+_SYNCS = 4096
+_SUM, _SEEN, _MEMORY = "adapt/sum/", "adapt/seen", "adapt/memory"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A plan that a policy chose, and since when it holds."""
+
+    step: int
+    """The first backward pass that has it."""
+    plan: Plan
+    changed: int
+    """Layers that have another compressor than before."""
+    note: str = ""
+    """What the policy says of it."""
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """By layer, squared L2 errors on the gradients summed for it. On rank 0, which decides, as all that follows."""
+    reference_errors: Mapping[str, float] = field(default_factory=dict)
+    errors_s: float = 0.0
+    """Seconds beside training in which errors were found."""
+    solve_s: float = 0.0
+    """Seconds beside training in which the plan was chosen."""
+    waited_s: float = 0.0
+    """Seconds that training waited for the decision."""
+
+
+class Adapter:
+    """What a policy needs of a Wire, on every rank."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        plan: Plan,
+        shapes: Mapping[str, Sequence[int]],
+        transport: Transport,
+        *,
+        start: int,
+        speeds: Speeds | None = None,
+    ) -> None:
+        self.policy, self.speeds = policy, speeds
+        self.reference = {name: c for name, c in plan.layers.items() if not isinstance(c, Raw)}
+        policy.check(self.reference, shapes)
+        self.decisions: list[Decision] = []
+        self.syncs: deque[Sync] = deque(maxlen=_SYNCS)
+        self.adapt_s = 0.0
+        self._shapes, self._transport, self._start = shapes, transport, start
+        self._sums: dict[str, Tensor] = {}
+        self._seen = 0
+        self._order: list[tuple[str, ...]] = []
+        self._observed_step = -1
+        self._memory: Mapping[str, tuple[float, ...]] = {}
+        self._asked: Future[Proposal] | None = None
+        self._asked_for = -1
+
+    @property
+    def decides(self) -> bool:
+        """Whether it is this rank that decides."""
+        return self._transport.rank == 0
+
+    def _next_change(self, step: int) -> int:
+        """The first step from ``step`` on in which a decision begins to hold."""
+        every, lag = self.policy.every, self.policy.lag_steps
+        # The first compressed step already, if some steps before it could be looked at.
+        first = self._start if self._start > lag else self._start + every
+        return first if step <= first else first + -(-(step - first) // every) * every
+
+    def observe(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> None:
+        """Take in a bucket of this rank's gradients, before anything is done to them."""
+        away = self._next_change(step + 1) - self.policy.lag_steps - step
+        if not self.decides or not 0 < away <= self.policy.window_steps:
+            return
+        started = time.perf_counter()
+        if step != self._observed_step:
+            self._observed_step, self._order = step, []
+            self._seen += 1
+        self._order.append(tuple(name for name, _ in layers))
+        # On a device the host would have to wait for the answer: what is not finite is left out when it decides.
+        if flat.is_cuda or math.isfinite(float(flat.sum(dtype=torch.float32))):
+            self._add(flat, layers, 1.0 / loss_scale)
+        self.adapt_s += time.perf_counter() - started
+
+    def _add(self, flat: Tensor, layers: BucketLayers, scale: float) -> None:
+        start = 0
+        for name, shape in layers:
+            numel = math.prod(shape)
+            if name in self.reference:
+                values = flat[start : start + numel].view(shape)
+                if name in self._sums:
+                    self._sums[name].add_(values, alpha=scale)
+                else:
+                    self._sums[name] = values.to(torch.float32, copy=True).mul_(scale)
+            start += numel
+
+    def begin_step(self, step: int, plan: Plan, learning_rate: float | None) -> Plan:
+        """Between two steps, on every rank: the plan of ``step``. Where a decision begins to hold, ranks talk.
+
+        Raises:
+            DisagreementError: what rank 0 sent is no plan for this model.
+            TransportError: a rank is gone or silent.
+        """
+        started = time.perf_counter()
+        if self.decides and self._next_change(step) == step + self.policy.lag_steps:
+            self._ask(plan, step + self.policy.lag_steps, learning_rate)
+        if self._next_change(step) == step:
+            plan = self._change(plan, step)
+        self.adapt_s += time.perf_counter() - started
+        return plan
+
+    def _ask(self, plan: Plan, step: int, learning_rate: float | None) -> None:
+        """Have it decided, in a thread of its own, what is to hold from ``step`` on."""
+        if not self._seen:
+            return
+        evidence = Evidence(
+            self.reference,
+            {name: plan[name] for name in self.reference},
+            # In one order, however DDP forms its buckets: of plans that are equally good, one must be first.
+            {name: self._sums[name] for name in self.reference if name in self._sums},
+            num_ranks=self._transport.world_size,
+            step=step - self._start,
+            learning_rate=learning_rate,
+            bucket_of={name: i for i, names in enumerate(self._order) for name in names},
+            syncs=tuple(self.syncs),
+            speeds=self.speeds,
+            memory=self._memory,
+        )
+        asked: Future[Proposal] = Future()
+
+        def decide() -> None:
+            # One core at most: the others belong to training.
+            torch.set_num_threads(1)
+            try:
+                asked.set_result(self.policy.propose(evidence))
+            except Exception as error:  # noqa: BLE001 - told to all ranks where the decision was to hold
+                asked.set_exception(error)
+
+        self._asked, self._asked_for = asked, step
+        threading.Thread(target=decide, name="thinwire plan", daemon=True).start()
+
+    def _change(self, plan: Plan, step: int) -> Plan:
+        started = time.perf_counter()
+        proposal, told = self._answer(step)
+        waited_s = time.perf_counter() - started
+        told = exchange_texts(json.dumps(told).encode(), self._transport)[0]
+        changes, note = self._read(told)
+        changes = {name: compressor for name, compressor in changes.items() if plan[name] != compressor}
+        changed = plan.changed(changes)
+        if proposal is not None:
+            self._memory = proposal.memory
+        found = proposal or Proposal({})
+        times = (found.errors_s, found.solve_s, waited_s)
+        self.decisions.append(Decision(step, changed, len(changes), note, found.errors, found.reference_errors, *times))
+        return changed
+
+    def _answer(self, step: int) -> tuple[Proposal | None, dict[str, object]]:
+        """On the rank that decides: what was decided, and what is to be told."""
+        asked, self._asked = self._asked, None
+        if not self.decides:
+            return None, {}
+        try:
+            if asked is None or self._asked_for != step:
+                return None, {"note": "no gradients were seen: the plan stays", "layers": {}}
+            proposal = asked.result()
+        except Exception as error:  # noqa: BLE001 - a policy may come from anywhere, and training goes on without it
+            return None, {"note": f"the policy failed ({type(error).__name__}: {error}): the plan stays", "layers": {}}
+        finally:
+            self._sums, self._seen = {}, 0
+        layers = {name: str(c) for name, c in proposal.layers.items() if name in self.reference}
+        return proposal, {"note": proposal.note, "layers": layers}
+
+    def _read(self, told: str) -> tuple[dict[str, Compressor], str]:
+        """What rank 0 decided. It is a peer like any other: its text is read, and checked against the model."""
+        try:
+            record = json.loads(told)
+            layers = {str(name): parse(str(spec)) for name, spec in record["layers"].items()}
+            for name, compressor in layers.items():
+                if name not in self.reference:
+                    raise ValueError(f"{name} is not compressed")
+                compressor.fit(self._shapes[name])
+            return layers, str(record["note"])
+        except (ValueError, TypeError, KeyError, AttributeError, Unsuited) as error:
+            raise DisagreementError(f"rank 0 sent a plan that is none for this model: {error}") from error
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold of it: from the rank that decides."""
+        if not self.decides:
+            return {}
+        state = {_SEEN: torch.tensor([self._seen, self._asked_for if self._asked else -1])}
+        if self.policy.memory_size:
+            nothing = (math.nan,) * self.policy.memory_size
+            rows = [self._memory.get(name, nothing) for name in self.reference]
+            state[_MEMORY] = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), self.policy.memory_size)
+        for name in self.reference:
+            found = self._sums.get(name)
+            state[_SUM + name] = torch.zeros(tuple(self._shapes[name])) if found is None else found.cpu().clone()
+        return state
+
+    def load(self, state: Mapping[str, Tensor], plan: Plan, learning_rate: float | None) -> None:
+        """Continue from a `state`; from nothing, where there is none."""
+        self._sums, self._memory, self._seen, self._asked = {}, {}, 0, None
+        if not self.decides or _SEEN not in state:
+            return
+        self._seen, asked_for = (int(value) for value in state[_SEEN].reshape(-1).tolist())
+        for name in self.reference:
+            found = state.get(_SUM + name)
+            if found is None or found.numel() != math.prod(self._shapes[name]):
+                raise ValueError(f"{_SUM + name} is missing in the state, or is of a layer of another shape")
+            if self._seen and bool(found.any()):
+                self._sums[name] = found.detach().to(torch.float32, copy=True).view(tuple(self._shapes[name]))
+        if self.policy.memory_size and _MEMORY in state:
+            rows = state[_MEMORY].reshape(-1, self.policy.memory_size).tolist()
+            pairs = zip(self.reference, rows, strict=False)
+            self._memory = {name: tuple(row) for name, row in pairs if not any(map(math.isnan, row))}
+        if asked_for >= 0:
+            self._ask(plan, asked_for, learning_rate)

@@ -1,0 +1,57 @@
+"""What pages made of figures have in common: the JSON files of `make bench`, tables, claims, pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+HOLDS = {True: "yes", False: "no", None: "open"}
+
+
+class Figures:
+    """The results of one command, by name."""
+
+    def __init__(self, path: Path) -> None:
+        self.record: dict[str, Any] = json.loads(path.read_text())
+        self.rows = {row["name"]: row for row in self.record["results"]}
+
+    def get(self, name: str) -> float | None:
+        return self.rows[name]["value"] if name in self.rows else None
+
+    @property
+    def machine(self) -> str:
+        machine, versions = self.record["machine"], self.record["versions"]
+        memory = machine["memory_bytes"] / 2**30
+        return (
+            f"{machine['cores']} shared cores of an {machine['cpu']}, {memory:.0f} GiB, {machine['system']}, "
+            f"PyTorch {versions['torch']}, Python {versions['python']}"
+        )
+
+
+def table(head: list[str], rows: list[list[str]], *, numbers: bool = True) -> str:
+    rule = ["---"] + ["---:" if numbers else "---"] * (len(head) - 1)
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])
+
+
+def claims(results: list[dict[str, Any]], whose: str) -> str:
+    """What a paper claims and what was found, row by row."""
+    rows = [[row["figure"], row["claim"], row["found"], HOLDS[row["holds"]]] for row in results if row.get("claim")]
+    return table(["figure", whose, "here", "holds"], rows, numbers=False)
+
+
+def bullets(texts: list[str]) -> str:
+    return "".join(f"- {text}\n" for text in texts)
+
+
+def pictures(folder: Path) -> str:
+    """The SVGs of a folder below benchmarks/, for a page in docs/."""
+
+    def numbers(path: Path) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", path.stem)]
+
+    paths = sorted(folder.glob("*.svg"), key=lambda path: (numbers(path), path.stem))
+    return "\n".join(f"![{path.stem}](../benchmarks/{folder.name}/{path.name})\n" for path in paths)
