@@ -105,7 +105,7 @@ def test_rows_say_what_plans_were_chosen_and_what_they_send(small: Small) -> Non
         for family in FAMILIES:
             row = small.rows[f"{of_quality.TABLES[name]}/gain/{name}/{family.name}"]
             (plans,) = row["plans"]
-            assert [plan["step"] for plan in plans] == [4, 8, 12]
+            assert [plan["step"] for plan in plans] == [4, 8]
             assert row["from_step"] == 4
             assert row["ratio"]["lgreco"] / row["ratio"]["uniform"] == pytest.approx(row["value"], rel=1e-4)
             assert all(plan["error"] <= plan["reference_error"] * (1 + 1e-9) for plan in plans)

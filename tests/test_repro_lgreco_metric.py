@@ -58,7 +58,7 @@ def test_what_a_policy_notes_is_there_at_its_next_choice() -> None:
     assert strong.gain > 2
     # A rate that fell is critical for all; a norm that doubled for its layer.
     assert fallen.gain == 1
-    assert {name for name, c in doubled.plan.items() if "rank=8" in str(c)} == {"large", "a", "b"}
+    assert {name for name, c in doubled.plan.items() if f"rank={methods.RANK}" in str(c)} == {"large", "a", "b"}
 
 
 # --- the loss-based metric

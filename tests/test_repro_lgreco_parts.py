@@ -58,8 +58,9 @@ def test_l_greco_with_accordion_has_its_choice_for_reference() -> None:
     policy = parse_policy(Variant.parse(both.variant or "").policy or "")
     assert isinstance(policy, LGreco)
     assert policy.reference is not None
-    assert "powersgd(rank=2)" in str(policy.reference)
-    assert policy.bounds == (2, 32)
+    assert "powersgd(rank=8)" in str(policy.reference)
+    assert "powersgd(rank=32)" in str(policy.reference)
+    assert policy.bounds == (4, 64)
     mixed = parse_policy(methods.hybrid(20, "gpt"))
     assert isinstance(mixed, LGreco)
     assert mixed.families == tuple(family.spec("gpt") for family in FAMILIES)

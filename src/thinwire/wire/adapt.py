@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -71,6 +71,7 @@ class Adapter:
         self.adapt_s = 0.0
         self._shapes, self._transport, self._start = shapes, transport, start
         self._sums: dict[str, Tensor] = {}
+        self._buckets: dict[BucketLayers, Tensor] = {}
         self._seen = 0
         self._order: list[tuple[str, ...]] = []
         self._observed_step = -1
@@ -106,16 +107,22 @@ class Adapter:
         self.adapt_s += time.perf_counter() - started
 
     def _add(self, flat: Tensor, layers: BucketLayers, scale: float) -> None:
-        start = 0
-        for name, shape in layers:
-            numel = math.prod(shape)
-            if name in self.reference:
-                values = flat[start : start + numel].view(shape)
-                if name in self._sums:
-                    self._sums[name].add_(values, alpha=scale)
-                else:
-                    self._sums[name] = values.to(torch.float32, copy=True).mul_(scale)
-            start += numel
+        # A bucket at a time: a call for each layer would take longer than the sum.
+        if layers not in self._buckets:
+            sums, bucket = self._by_layer(), torch.zeros_like(flat, dtype=torch.float32)
+            for name, values in _parts(bucket, layers):
+                if name in sums:
+                    values.copy_(sums.pop(name))
+            self._buckets[layers] = bucket
+        self._buckets[layers].add_(flat, alpha=scale)
+
+    def _by_layer(self) -> dict[str, Tensor]:
+        """Sums in their layers' shapes, out of buckets as DDP has formed them; in one order, whatever that was."""
+        for layers, bucket in self._buckets.items():
+            self._sums |= {name: values for name, values in _parts(bucket, layers) if name in self.reference}
+        self._buckets = {}
+        self._sums = {name: self._sums[name] for name in self.reference if name in self._sums}
+        return self._sums
 
     def begin_step(self, step: int, plan: Plan, learning_rate: float | None) -> Plan:
         """Between two steps, on every rank: the plan of ``step``. Where a decision begins to hold, ranks talk.
@@ -139,8 +146,7 @@ class Adapter:
         evidence = Evidence(
             self.reference,
             {name: plan[name] for name in self.reference},
-            # In one order, however DDP forms its buckets: of plans that are equally good, one must be first.
-            {name: self._sums[name] for name in self.reference if name in self._sums},
+            self._by_layer(),
             num_ranks=self._transport.world_size,
             step=step - self._start,
             learning_rate=learning_rate,
@@ -189,7 +195,7 @@ class Adapter:
         except Exception as error:  # noqa: BLE001 - a policy may come from anywhere, and training goes on without it
             return None, {"note": f"the policy failed ({type(error).__name__}: {error}): the plan stays", "layers": {}}
         finally:
-            self._sums, self._seen = {}, 0
+            self._sums, self._buckets, self._seen = {}, {}, 0
         layers = {name: str(c) for name, c in proposal.layers.items() if name in self.reference}
         return proposal, {"note": proposal.note, "layers": layers}
 
@@ -215,14 +221,15 @@ class Adapter:
             nothing = (math.nan,) * self.policy.memory_size
             rows = [self._memory.get(name, nothing) for name in self.reference]
             state[_MEMORY] = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), self.policy.memory_size)
+        sums = self._by_layer()
         for name in self.reference:
-            found = self._sums.get(name)
+            found = sums.get(name)
             state[_SUM + name] = torch.zeros(tuple(self._shapes[name])) if found is None else found.cpu().clone()
         return state
 
     def load(self, state: Mapping[str, Tensor], plan: Plan, learning_rate: float | None) -> None:
         """Continue from a `state`; from nothing, where there is none."""
-        self._sums, self._memory, self._seen, self._asked = {}, {}, 0, None
+        self._sums, self._buckets, self._memory, self._seen, self._asked = {}, {}, {}, 0, None
         if not self.decides or _SEEN not in state:
             return
         self._seen, asked_for = (int(value) for value in state[_SEEN].reshape(-1).tolist())
@@ -238,3 +245,12 @@ class Adapter:
             self._memory = {name: tuple(row) for name, row in pairs if not any(map(math.isnan, row))}
         if asked_for >= 0:
             self._ask(plan, asked_for, learning_rate)
+
+
+def _parts(flat: Tensor, layers: BucketLayers) -> Iterator[tuple[str, Tensor]]:
+    """The layers of a bucket, by name and in their shapes."""
+    start = 0
+    for name, shape in layers:
+        numel = math.prod(shape)
+        yield name, flat[start : start + numel].view(shape)
+        start += numel

@@ -64,13 +64,13 @@ class _Part:
 # Rough, for the time that is foretold: on two cores of a 2020s server.
 _SMOKE_START_S, _SMOKE_STEP_S = 4.0, 0.01
 _PARTS = {
-    "quality": _Part("tables 4.1 to 4.3: L-GreCo and uniform", of_quality.quality, of_quality.work, 0.055, 15.0),
-    "policies": _Part("tables 3.8, 4.4, 4.5: policies", of_policies.policies, of_policies.work, 0.055, 15.0),
-    "speed": _Part("figures 4.3, 4.4: throughput", of_speed.speed, of_speed.work, 0.25, 45.0),
-    "ranks": _Part("figure 4.2: ranks", of_ranks.figure_4_2, of_ranks.work, 0.07, 20.0),
-    "buckets": _Part("figures 4.5b, B.1: buckets", of_buckets.buckets, of_buckets.work, 0.09, 20.0),
-    "metric": _Part("figure B.6a: the loss as a metric", of_metric.metric, of_metric.work, 0.05, 2.0),
-    "solver": _Part("sections 4.4, 4.5: the solver", of_solver.solver, of_solver.work, 0.05, 30.0),
+    "quality": _Part("tables 4.1 to 4.3: L-GreCo and uniform", of_quality.quality, of_quality.work, 0.035, 10.0),
+    "policies": _Part("tables 3.8, 4.4, 4.5: policies", of_policies.policies, of_policies.work, 0.035, 5.0),
+    "speed": _Part("figures 4.3, 4.4: throughput", of_speed.speed, of_speed.work, 0.12, 45.0),
+    "ranks": _Part("figure 4.2: ranks", of_ranks.figure_4_2, of_ranks.work, 0.045, 20.0),
+    "buckets": _Part("figures 4.5b, B.1: buckets", of_buckets.buckets, of_buckets.work, 0.045, 20.0),
+    "metric": _Part("figure B.6a: the loss as a metric", of_metric.metric, of_metric.work, 0.025, 2.0),
+    "solver": _Part("sections 4.4, 4.5: the solver", of_solver.solver, of_solver.work, 0.025, 25.0),
 }
 
 

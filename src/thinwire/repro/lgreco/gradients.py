@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -94,8 +95,10 @@ class Chosen:
 
     @property
     def relative_error(self) -> float:
-        """L2 error for that of the rules' plan."""
-        return (self.error / self.reference_error) ** 0.5
+        """L2 error for that of the rules' plan; infinite where that has none and this plan has."""
+        if not self.reference_error:
+            return math.inf if self.error else 1.0
+        return math.sqrt(self.error / self.reference_error)
 
 
 def reference_of(spec: str, snapshot: Snapshot) -> Mapping[str, Compressor]:

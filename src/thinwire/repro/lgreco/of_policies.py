@@ -12,7 +12,7 @@ from thinwire.repro.findings import Finding
 from thinwire.repro.lgreco import methods
 from thinwire.repro.lgreco.gradients import Chosen, choose
 from thinwire.repro.lgreco.judged import bytes_from, first_plan, kept_within, lost
-from thinwire.repro.lgreco.methods import BITS, POWERSGD, TOPK, with_policy
+from thinwire.repro.lgreco.methods import BITS, POWERSGD, RANK, TOPK, with_policy
 from thinwire.repro.lgreco.study import TITLES, Scale, Study, Training, Work
 from thinwire.repro.lgreco.tasks import Name
 from thinwire.repro.report import Run
@@ -24,7 +24,6 @@ THRESHOLD = 0.05
 GLOBAL_DENSITY = 0.0025
 """Of the global top-k (section 4.6.3)."""
 _WEAK_DENSITY, _STRONG_DENSITY = 0.02, 0.001
-_STRONG_RANK = 2
 _STABLE = 0.1
 _COLOURS = ("#555555", "#0a7d4f", "#c0392b", "#d98a00", "#1f6fb2", "#8250c4", "#888888", "#e377c2")
 
@@ -54,11 +53,11 @@ def of_bits(scale: Scale) -> list[Method]:
 
 
 def of_ranks(scale: Scale) -> list[Method]:
-    """Table 4.5: PowerSGD; L-GreCo from a quarter of the rank to twice it as there, to four times with Accordion."""
-    every, spec = scale.every("gpt"), POWERSGD.spec("gpt")
-    rank = scale.ranks[1] if len(scale.ranks) > 1 else 8
-    wide, wider = f"bounds=({_STRONG_RANK}, {2 * rank})", f"bounds=({_STRONG_RANK}, {4 * rank})"
-    critical = methods.accordion(every, spec, f"powersgd(rank={_STRONG_RANK})")
+    """Table 4.5: PowerSGD; as there Accordion has half of uniform's rank and twice it, L-GreCo a quarter of it to twice
+    it, with Accordion to four times."""
+    every, spec, rank = scale.every("gpt"), POWERSGD.spec("gpt"), RANK
+    wide, wider = f"bounds=({rank // 4}, {2 * rank})", f"bounds=({rank // 4}, {4 * rank})"
+    critical = methods.accordion(every, f"powersgd(rank={2 * rank})", f"powersgd(rank={rank // 2})")
     policies = {
         "lgreco": ("L-GreCo", methods.lgreco(every, wide), 23.5 / 14.1),
         "accordion": ("Accordion", critical, 23.9 / 14.1),

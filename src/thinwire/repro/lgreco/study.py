@@ -42,17 +42,17 @@ class Scale:
     steps: int = 2
     worlds: tuple[int, ...] = (2, 4)
     rates: tuple[str, ...] = ("100mbit", "1gbit")
-    ranks: tuple[int, ...] = (4, 8, 16)
+    ranks: tuple[int, ...] = (8, 16, 32)
     """Of PowerSGD in figure 4.2; the middle one is the family's reference."""
     warm_up: int = 24
     """Dense steps after which a plan is made for what is timed."""
     snapshots: int = 5
     window: int = 4
     """Steps whose gradients a snapshot sums."""
-    trials: int = 12
+    trials: int = 16
     """Plans that the time-aware policy tries before it knows what each bucket costs; at least twice the buckets."""
-    trial_steps: int = 7
-    metric_steps: int = 20
+    trial_steps: int = 12
+    metric_steps: int = 40
     metric_start: int = 40
     metric_layers: int = 8
 
@@ -72,11 +72,11 @@ SMOKE = Scale(
     steps=1,
     worlds=(2,),
     rates=("1gbit",),
-    ranks=(4, 8),
+    ranks=(4, 16),
     warm_up=4,
     snapshots=2,
     window=2,
-    trials=8,
+    trials=6,
     trial_steps=5,
     metric_steps=2,
     metric_start=2,

@@ -41,8 +41,8 @@ class WordsTask(GPTTask):
     batch: int = 8
     learning_rate: float = 0.01
     bucket_cap_mb: float = 0.5
-    held_out_windows: int = 1024
-    probe_windows: int = 128
+    held_out_windows: int = 640
+    probe_windows: int = 64
     probe_every: int = 40
 
     @property
@@ -72,18 +72,18 @@ class PicturesTask(ImageTask):
 
 
 WORDS = WordsTask()
-PICTURES = PicturesTask(width=16, steps=320, batch=16, learning_rate=0.05, bucket_cap_mb=0.3, probe_every=40)
+PICTURES = PicturesTask(width=16, steps=280, batch=32, learning_rate=0.05, bucket_cap_mb=0.3, probe_every=40)
 
 WORDS_SMOKE = WordsTask(
-    model=GPTConfig(vocabulary=512, context=16, width=32, layers=1, heads=2),
-    steps=16,
+    model=GPTConfig(vocabulary=512, context=16, width=64, layers=1, heads=2),
+    steps=12,
     batch=2,
-    bucket_cap_mb=0.02,
+    bucket_cap_mb=0.05,
     held_out_windows=32,
     probe_windows=16,
     probe_every=4,
 )
-PICTURES_SMOKE = PicturesTask(width=8, steps=16, batch=8, bucket_cap_mb=0.1, probe_every=4, probe_images=60)
+PICTURES_SMOKE = PicturesTask(width=8, steps=12, batch=8, bucket_cap_mb=0.1, probe_every=4, probe_images=60)
 
 
 def timed(task: WordsTask) -> Model:
