@@ -15,8 +15,8 @@ from thinwire.plan.policy import Evidence, Policy, Proposal, norm_of
 class Accordion(Policy):
     """Two compressors a layer: the weak one while it is in a critical regime, else the strong one.
 
-    Critical is the first interval, one after the learning rate fell (if ``compress(optimizer=...)`` tells it), and one
-    in which the norm of the summed gradient changed by a share of at least ``eta``.
+    Critical is the first interval, one after the learning rate dropped (if ``compress(optimizer=...)`` tells it), and
+    one in which the norm of the summed gradient changed by a share of at least ``eta``.
     """
 
     every: int = 1000
@@ -25,11 +25,16 @@ class Accordion(Policy):
     strong: str | None = None
     """Spec of more compression; None: as in the thesis, of 4 bits 3, of rank 64 rank 16, of a density of 2 % 0.1 %."""
     eta: float = 0.5
+    drop: float = 0.5
+    """The learning rate drops where it falls to at most this share since the last decision: steps of a schedule are
+    meant, not what a cosine loses from one decision to the next."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.eta >= 0:
             raise ValueError(f"eta must be at least 0, not {self.eta}: a relative change")
+        if not 0 < self.drop < 1:
+            raise ValueError(f"drop must be between 0 and 1, not {self.drop}: a share of the learning rate")
         for spec in (self.weak, self.strong):
             if spec is not None:
                 parse(spec)
@@ -50,7 +55,7 @@ class Accordion(Policy):
             norm = norm_of(gradient)
             before, rate_before = memory.get(name, (0.0, 0.0))
             changed = abs(before - norm) >= self.eta * before
-            critical = name not in memory or changed or rate < rate_before
+            critical = name not in memory or changed or rate <= self.drop * rate_before < rate_before
             layers[name] = self._choice(evidence.reference[name], tuple(gradient.shape), strong=not critical)
             memory[name] = (norm, rate)
         return Proposal(layers, memory=memory)

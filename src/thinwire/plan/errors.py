@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,11 +51,18 @@ def _of_densities(x: Tensor, candidates: Sequence[TopK]) -> dict[Compressor, flo
     rooms = {c: c.room(flat.numel()) for c in candidates}
     most = max(rooms.values())
     _, values, *_ = kernels.select_topk(flat, 0, flat.numel(), most)
-    energy = values.double().square().sort(descending=True).values.cumsum(0)
+    energy = _descending(values.square()).double().cumsum(0)
     total = float(flat.square().sum(dtype=torch.float64))
     ends = torch.tensor([rooms[c] for c in candidates]).clamp_(max=energy.numel()) - 1
     kept = energy[ends.to(energy.device)].tolist()
     return {c: max(0.0, total - some) for c, some in zip(candidates, kept, strict=True)}
+
+
+def _descending(values: Tensor) -> Tensor:
+    if values.is_cuda:
+        return values.sort(descending=True).values
+    # PyTorch's sort also finds out where each value was: a tenth of the speed.
+    return torch.from_numpy(np.sort(values.numpy())).flip(0)
 
 
 def _of_ranks(x: Tensor, candidates: Sequence[PowerSGD]) -> dict[Compressor, float]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +23,9 @@ from thinwire.plan import Evidence, Plan, Policy, Proposal, Speeds, Sync
 from thinwire.wire.agree import DisagreementError, exchange_texts
 from thinwire.wire.route import BucketLayers
 
+# One thread for all Wires, and one core at most: the others belong to training. A thread for each decision would leave
+# its share of the mathematical libraries' buffers behind.
+_beside_training = ThreadPoolExecutor(1, "thinwire plan", initializer=torch.set_num_threads, initargs=(1,))
 _SYNCS = 4096
 _SUM, _SEEN, _MEMORY = "adapt/sum/", "adapt/seen", "adapt/memory"
 
@@ -155,18 +157,7 @@ class Adapter:
             speeds=self.speeds,
             memory=self._memory,
         )
-        asked: Future[Proposal] = Future()
-
-        def decide() -> None:
-            # One core at most: the others belong to training.
-            torch.set_num_threads(1)
-            try:
-                asked.set_result(self.policy.propose(evidence))
-            except Exception as error:  # noqa: BLE001 - told to all ranks where the decision was to hold
-                asked.set_exception(error)
-
-        self._asked, self._asked_for = asked, step
-        threading.Thread(target=decide, name="thinwire plan", daemon=True).start()
+        self._asked, self._asked_for = _beside_training.submit(self.policy.propose, evidence), step
 
     def _change(self, plan: Plan, step: int) -> Plan:
         started = time.perf_counter()
