@@ -80,6 +80,35 @@ def test_what_a_policy_is_shown() -> None:
     assert evidence.bucket_of == {"w": 0, "v": 0, "b": 0}
 
 
+def test_sums_are_the_same_however_buckets_are_formed() -> None:
+    """To the bit, also in the middle of a window: a run that resumes must decide alike."""
+    whole, parts = (LAYERS,), (LAYERS[1:], LAYERS[:1])
+    found = []
+    for formed in ([whole] * 4, [whole, parts, parts, whole], [parts] * 4):
+        seen.clear()
+
+        def run(transport, formed=formed):
+            wire = Wire(Plan.build(SHAPES), SHAPES, transport, adapt=Scripted(every=5, window=4, lag=1))
+            for step in range(6):
+                wire.begin_step()
+                gradients = {
+                    name: torch.randn(shape, generator=torch.Generator().manual_seed(10 * step + at))
+                    for at, (name, shape) in enumerate(LAYERS)
+                }
+                for bucket in formed[step] if step < 4 else whole:
+                    wire.observe(torch.cat([gradients[name].view(-1) for name, _ in bucket]), bucket)
+                if step == 2:
+                    wire.state_dict()
+
+        run_threads(run, 1)
+        (evidence,) = seen
+        found.append(evidence.gradients)
+    assert list(found[0]) == list(found[1]) == list(found[2]) == ["w", "v"]
+    for name in ("w", "v"):
+        assert torch.equal(found[0][name], found[1][name])
+        assert torch.equal(found[0][name], found[2][name])
+
+
 def test_after_a_dense_warm_up_the_first_compressed_step_has_a_plan_already() -> None:
     for wire, _ in wires(Scripted(every=6, window=2, lag=1), "minmax(bits=4)", 5, start=4):
         assert [d.step for d in wire.decisions] == [4]

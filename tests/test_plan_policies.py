@@ -284,14 +284,15 @@ def test_accordion_goes_by_its_regimes() -> None:
         changed = of | {"up": of["up"] * change}
         seen = evidence(of=changed, learning_rate=rate, memory=first.memory)
         layers = policy.propose(seen).layers
-        assert {layers[name] for name in SHAPES if name != "up"} == ({strong} if rate >= 0.1 else {weak})
+        assert {layers[name] for name in SHAPES if name != "up"} == ({strong} if rate > 0.05 else {weak})
         return layers["up"]
 
     assert after(1.0, 0.1) == strong
     assert after(1.49, 0.1) == after(0.51, 0.1) == strong
     assert after(1.51, 0.1) == after(0.49, 0.1) == weak
     assert after(1.0, 0.05) == weak
-    assert after(1.0, 0.2) == strong
+    # Slower than a drop: a cosine's slope, or a warm-up.
+    assert after(1.0, 0.06) == after(1.0, 0.2) == strong
 
 
 @pytest.mark.parametrize(

@@ -111,11 +111,14 @@ class Adapter:
     def _add(self, flat: Tensor, layers: BucketLayers, scale: float) -> None:
         # A bucket at a time: a call for each layer would take longer than the sum.
         if layers not in self._buckets:
-            sums, bucket = self._by_layer(), torch.zeros_like(flat, dtype=torch.float32)
+            names = {name for name, _ in layers}
+            if any(name in names for others in self._buckets for name, _ in others):
+                # DDP has formed its buckets anew.
+                self._by_layer()
+            bucket = self._buckets[layers] = torch.zeros_like(flat, dtype=torch.float32)
             for name, values in _parts(bucket, layers):
-                if name in sums:
-                    values.copy_(sums.pop(name))
-            self._buckets[layers] = bucket
+                if name in self._sums:
+                    values.copy_(self._sums.pop(name))
         self._buckets[layers].add_(flat, alpha=scale)
 
     def _by_layer(self) -> dict[str, Tensor]:
