@@ -237,8 +237,10 @@ def _draw(study: Study, found: PerBucket, per_byte: list[float] | None) -> None:
     colours = {"uniform": "#aaaaaa", "lgreco": POWERSGD.colour, "kmeans": "#d98a00", "priority": "#1f6fb2"}
     width = 0.8 / len(found)
     for at, (name, values) in enumerate(found.items()):
-        places = [1 + bucket + (at - len(found) / 2) * width for bucket in range(len(values))]
+        places = [1 + bucket + (at - (len(found) - 1) / 2) * width for bucket in range(len(values))]
         panels[0].bar(places, [value / 1e3 for value in values], width, color=colours[name], label=name)
+    for axes in panels:
+        axes.set_xticks(range(1, 1 + len(found["uniform"])))
     if per_byte is not None:
         panels[1].bar(range(1, 1 + len(per_byte)), [1e9 * value for value in per_byte], color="#0a7d4f")
     plots.save(figure, study.picture("4.5b-B.1-B.6b"))

@@ -211,7 +211,9 @@ def _draw_scaling(study: Study, model: Model, found: AllTimes, alone: Times) -> 
             axes.plot([1, *worlds], [single, *values], style, color=way.colour, marker="o", label=way.title)
         axes.set_xticks([1, *worlds])
         axes.set_ylim(bottom=0)
-    plots.save(figure, study.picture("4.3-4.4"))
+    # Beside the last panel: inside, it would hide lines.
+    panels[-1].legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    plots.save(figure, study.picture("4.3-4.4"), legends=False)
 
 
 def _draw_profile(study: Study, found: AllTimes) -> None:
