@@ -28,7 +28,7 @@ sanitize: .venv/ready
 # The GPU kernels in Triton's interpreter. Triton alone (no dependencies) leaves the PyTorch that is there untouched.
 triton: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.9.0
-	$(BIN)/python -m pytest tests/test_triton*.py
+	THINWIRE_INTERPRETER=1 $(BIN)/python -m pytest tests/test_triton*.py
 
 # What needs a GPU: its tests, across several if there are, and its figures.
 cuda: .venv/ready
