@@ -21,6 +21,7 @@ from thinwire.compressors import (
     State,
     Summed,
     Wrapper,
+    bare,
     first_state,
     parse,
 )
@@ -114,7 +115,7 @@ class Pass:
             starts[name], at = at, at + math.prod(shape)
         groups: dict[Compressor, list[str]] = {}
         for name in layers:
-            groups.setdefault(_bare(plan[name]), []).append(name)
+            groups.setdefault(bare(plan[name]), []).append(name)
         self._groups = [
             _group(compressor, [(name, starts[name], tuple(layers[name])) for name in names])
             for compressor, names in groups.items()
@@ -145,10 +146,6 @@ class Pass:
         """Of what was encoded last."""
         found = [group.sizes() for group in self._groups]
         return Sizes(sum(f.num_bytes for f in found), sum(f.index_bytes for f in found))
-
-
-def _bare(compressor: Compressor) -> Compressor:
-    return compressor.inner if isinstance(compressor, Wrapper) else compressor
 
 
 def _group(compressor: Compressor, layers: Sequence[tuple[str, int, tuple[int, ...]]]) -> _Coded | _Summed:

@@ -5,7 +5,7 @@ from thinwire.compressors.cast import Cast, RawSum
 from thinwire.compressors.chain import Chain
 from thinwire.compressors.checks import GRADIENT_DTYPES, check_choice, check_int, not_finite
 from thinwire.compressors.dgc import DGC
-from thinwire.compressors.ef import RESIDUAL, Wrapper, ef
+from thinwire.compressors.ef import RESIDUAL, Wrapper, bare, ef
 from thinwire.compressors.fft import FFT
 from thinwire.compressors.heuristic_intsgd import HeuristicIntSGD
 from thinwire.compressors.intsgd import IntSGD
@@ -76,6 +76,7 @@ __all__ = [
     "Truncate",
     "Unsuited",
     "Wrapper",
+    "bare",
     "check_choice",
     "check_int",
     "ef",

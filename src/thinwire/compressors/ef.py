@@ -118,6 +118,11 @@ class Wrapper(Compressor):
         return f"{self.spec_name}({self.inner})"
 
 
+def bare(compressor: Compressor) -> Compressor:
+    """A compressor without what keeps what it does not send."""
+    return compressor.inner if isinstance(compressor, Wrapper) else compressor
+
+
 @dataclass(frozen=True)
 class WrappedCoded(Wrapper, Coded):
     """A `Wrapper` of a coded compressor: the same messages."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from thinwire.compressors import Chain, Compressor, PowerSGD, TopK, Unsuited, Wrapper, ef, parse
+from thinwire.compressors import Chain, Compressor, PowerSGD, TopK, Unsuited, Wrapper, bare, ef, parse
 from thinwire.plan.choices import with_gradient
 from thinwire.plan.family import weaker
 from thinwire.plan.policy import Evidence, Policy, Proposal, norm_of
@@ -79,6 +79,6 @@ class Accordion(Policy):
 
 
 def _factor(compressor: Compressor) -> float:
-    inner = compressor.inner if isinstance(compressor, Wrapper) else compressor
+    inner = bare(compressor)
     inner = inner.first if isinstance(inner, Chain) else inner
     return 1 / 4 if isinstance(inner, PowerSGD) else 1 / 20 if isinstance(inner, TopK) else 3 / 4

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors import Compressor, PowerSGD, TopK, Wrapper
+from thinwire.compressors import Compressor, PowerSGD, TopK, bare
 
 _POWER_STEPS = 5
 """Enough for an error close to that of the best approximation (thesis, B.2.2)."""
@@ -31,7 +31,7 @@ def squared_errors(gradient: Tensor, candidates: Sequence[Compressor], key: int 
         key: of the random draws of stochastic ones.
     """
     exact = gradient.detach().float()
-    inner = [c.inner if isinstance(c, Wrapper) else c for c in candidates]
+    inner = [bare(c) for c in candidates]
     found: dict[Compressor, float] = {}
     densities = [c for c in inner if type(c) is TopK]
     if densities:

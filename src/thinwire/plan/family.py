@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from thinwire.compressors import FFT, Chain, Compressor, Wrapper
+from thinwire.compressors import FFT, Chain, Compressor, Wrapper, bare
 
 _GEOMETRIC = 12
 """Members of a family whose errors take a pass each and whose parameter is a share."""
@@ -45,12 +45,12 @@ def family(
 
 def strength(compressor: Compressor) -> float:
     """How much of a gradient it keeps, in the units of its own kind: bits, rank, density, or share of a spectrum."""
-    return _strength(compressor.inner if isinstance(compressor, Wrapper) else compressor)[1]
+    return _strength(bare(compressor))[1]
 
 
 def parameter(compressor: Compressor) -> str:
     """What `strength` is a number of: ``bits``, ``rank``, ``density`` or ``kept``, the share of a spectrum."""
-    return _strength(compressor.inner if isinstance(compressor, Wrapper) else compressor)[0]
+    return _strength(bare(compressor))[0]
 
 
 def weaker(compressor: Compressor, factor: float) -> Compressor:

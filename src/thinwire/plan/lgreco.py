@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from thinwire.compressors import Compressor, Raw, Wrapper, check_choice, check_int, parse
+from thinwire.compressors import Compressor, Raw, bare, check_choice, check_int, parse
 from thinwire.plan import allocate
 from thinwire.plan.allocate import Array
 from thinwire.plan.choices import Choices, Price, dressed, with_gradient
@@ -217,12 +217,8 @@ def _at(values: Sequence[Array], kept: Sequence[Sequence[int]]) -> list[Array]:
     return [of[list(ks)] for of, ks in zip(values, kept, strict=True)]
 
 
-def _bare(compressor: Compressor) -> Compressor:
-    return compressor.inner if isinstance(compressor, Wrapper) else compressor
-
-
 def _kind(compressor: Compressor) -> type[Compressor]:
-    return type(_bare(compressor))
+    return type(bare(compressor))
 
 
 def _strength(compressor: Compressor) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self, TypeVar
@@ -46,6 +46,18 @@ class Parted(ABC):
         """So many more steps of this part are done."""
         self._done += steps
         self.screen.advance(self._part, self._done, now)
+
+
+def chosen_parts(asked: Sequence[str], known: Mapping[str, object]) -> list[str]:
+    """The names in ``--parts``, which may hold several each, with commas or spaces.
+
+    Raises:
+        ValueError: one of them is not ``known``, or there is none.
+    """
+    chosen = list(dict.fromkeys(name for part in asked for name in part.replace(",", " ").split()))
+    if not chosen or set(chosen) - set(known):
+        raise ValueError(f"--parts {' '.join(asked)!r}: choose among {' '.join(known)}")
+    return chosen
 
 
 StudyT = TypeVar("StudyT", bound=Parted)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from thinwire.compressors import Chain, Compressor, Raw, Wrapper, parse
+from thinwire.compressors import Chain, Compressor, Raw, bare, parse
 from thinwire.plan import LayerRow, PlanRecord
 from thinwire.plan.family import parameter, strength
 from thinwire.repro.plots import need_matplotlib, save
@@ -190,19 +190,15 @@ def _compressors(rows: Sequence[LayerRow]) -> list[Compressor]:
     return [parse(spec) for row in rows for spec in (row.compressor, row.reference)]
 
 
-def _bare(compressor: Compressor) -> Compressor:
-    return compressor.inner if isinstance(compressor, Wrapper) else compressor
-
-
 def _kind(compressor: Compressor) -> str:
-    bare = _bare(compressor)
-    if isinstance(bare, Chain):
-        return f"{bare.first.spec_name} | {bare.values.spec_name}"
-    return bare.spec_name
+    inner = bare(compressor)
+    if isinstance(inner, Chain):
+        return f"{inner.first.spec_name} | {inner.values.spec_name}"
+    return inner.spec_name
 
 
 def _is_raw(spec: str) -> bool:
-    return isinstance(_bare(parse(spec)), Raw)
+    return isinstance(bare(parse(spec)), Raw)
 
 
 def _has_strength(compressor: Compressor) -> bool:

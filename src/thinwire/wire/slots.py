@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import Layer, Layout, owned_parts
-from thinwire.compressors import RESIDUAL, Coded, Compressor, LayerState, Slot, State, Wrapper
+from thinwire.compressors import RESIDUAL, Coded, Compressor, LayerState, Slot, State, bare
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Slots:
         What is owed is the same afterwards, whoever owns which elements now: ``(1/n) Σ δ_i + e``, and a rank holds e
         for what it owns and its δ elsewhere. Slots of compressors of other kinds start anew.
         """
-        alike = _kind(old) is _kind(new)
+        alike = type(bare(old)) is type(bare(new))
         asked = {slot.name for slot in new.slots}
         kept = {}
         for slot in old.slots:
@@ -180,10 +180,6 @@ class Slots:
             self._place_of[layer.name] = key
         self._places[key] = place
         return place
-
-
-def _kind(compressor: Compressor) -> type[Compressor]:
-    return type(compressor.inner if isinstance(compressor, Wrapper) else compressor)
 
 
 def _weights(name: str, compressor: Compressor, like: Tensor, rank: int, shares: Sequence[int]) -> Tensor:

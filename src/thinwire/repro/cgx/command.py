@@ -22,7 +22,7 @@ from thinwire.repro.cgx.ways import CGX, GRACE
 from thinwire.repro.data import standard_library
 from thinwire.repro.fft.images import load
 from thinwire.repro.findings import Finding, record, table
-from thinwire.repro.parts import make_parts
+from thinwire.repro.parts import chosen_parts, make_parts
 from thinwire.repro.progress import Screen
 from thinwire.repro.statistics import need_scipy
 
@@ -134,7 +134,7 @@ def cgx(
     """
     console = Console(highlight=False)
     try:
-        chosen = _chosen(parts)
+        chosen = chosen_parts(parts, _PARTS)
         scale = _scale(smoke, seeds, rounds)
         if rate is not None:
             parse_rate(rate)
@@ -190,14 +190,6 @@ def proportion(name: str, rate: str, shares: Sequence[float]) -> str:
         f"{name} of {shown_rate(rate)}: fp32 reaches {share:.0%} of the speed with nothing sent, so communication that "
         f"is not hidden takes {1 / share - 1:.1f} times as long as computation"
     )
-
-
-def _chosen(parts: Sequence[str]) -> list[str]:
-    chosen = list(dict.fromkeys(name for part in parts for name in part.replace(",", " ").split()))
-    unknown = [name for name in chosen if name not in _PARTS]
-    if unknown or not chosen:
-        raise ValueError(f"--parts {' '.join(parts)!r}: choose among {' '.join(_PARTS)}")
-    return chosen
 
 
 def _scale(smoke: bool, seeds: int, rounds: int | None) -> Scale:

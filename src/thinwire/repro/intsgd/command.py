@@ -22,7 +22,7 @@ from thinwire.repro.intsgd import convex, datasets, of_convex, of_sensitivity, o
 from thinwire.repro.intsgd.logistic import BATCH_SHARE, NUM_WORKERS, REGULARISATION
 from thinwire.repro.intsgd.study import FULL, SMOKE, TASKS, Scale, Study, steps_of_b, steps_of_c, with_images
 from thinwire.repro.intsgd.ways import RANDOM, TRAINED, WAYS, sensitive
-from thinwire.repro.parts import make_parts
+from thinwire.repro.parts import chosen_parts, make_parts
 from thinwire.repro.progress import Screen
 from thinwire.repro.statistics import need_scipy
 
@@ -106,7 +106,8 @@ def intsgd(
     """
     console = Console(highlight=False)
     try:
-        chosen = _chosen(parts)
+        # In their order: part c compares with what part b has trained.
+        chosen = sorted(chosen_parts(parts, _PARTS), key=list(_PARTS).index)
         scale = _scale(smoke, seeds, data)
         parse_rate(rate)
         need_scipy()
@@ -170,14 +171,6 @@ def _all_specs(scale: Scale) -> list[str]:
     specs = [way.spec_for(task) for way in WAYS for task in TASKS]
     specs += [sensitive(beta, 1e-8) for beta in scale.betas] + [sensitive(0.9, eps) for eps in scale.epss]
     return [spec for spec in specs if spec is not None] + [RANDOM.spec]
-
-
-def _chosen(parts: Sequence[str]) -> list[str]:
-    asked = {name for part in parts for name in part.replace(",", " ").split()}
-    if not asked or asked - set(_PARTS):
-        raise ValueError(f"--parts {' '.join(parts)!r}: choose among {' '.join(_PARTS)}")
-    # In their order: part c compares with what part b has trained.
-    return [part for part in _PARTS if part in asked]
 
 
 def _scale(smoke: bool, seeds: int, data: Path | None) -> Scale:

@@ -17,9 +17,9 @@ from thinwire.repro import plots
 from thinwire.repro.data import standard_library
 from thinwire.repro.fft.images import load
 from thinwire.repro.findings import Finding, record, table
-from thinwire.repro.lgreco import of_buckets, of_metric, of_policies, of_quality, of_ranks, of_solver, of_speed
+from thinwire.repro.lgreco import methods, of_buckets, of_metric, of_policies, of_quality, of_ranks, of_solver, of_speed
 from thinwire.repro.lgreco.study import CONTROL, NUM_RANKS, SMOKE, Scale, Study, Work
-from thinwire.repro.parts import make_parts
+from thinwire.repro.parts import chosen_parts, make_parts
 from thinwire.repro.progress import Screen
 from thinwire.repro.statistics import need_scipy
 
@@ -30,8 +30,8 @@ _DIFFERS = (
     "text",
     "trainings last a few hundred steps on 2 ranks, and policies decide every 40 of them instead of once an "
     "epoch; there are no dense steps at the beginning, and bytes count from the first plan on",
-    "quantisation is min-max, not QSGD, as CGX's own; PowerSGD's reference is rank 8 on the GPT, whose matrices are "
-    "128 wide, instead of 32",
+    f"quantisation is min-max, not QSGD, as CGX's own; PowerSGD's reference is rank {methods.RANK} on the GPT, whose "
+    "matrices are 128 wide, instead of 32",
     "ranks are processes that share this machine's cores, on emulated links: 100 Mbit/s stands for several nodes, "
     "1 Gbit/s for the bus of one",
     "the overhead is that of decisions as far apart as by default, one in 500 steps, from seconds measured here",
@@ -109,7 +109,7 @@ def lgreco(
     """
     console = Console(highlight=False)
     try:
-        chosen = _chosen(parts)
+        chosen = chosen_parts(parts, _PARTS)
         scale = _scale(smoke, seeds, rounds)
         if rate is not None:
             parse_rate(rate)
@@ -163,14 +163,6 @@ def _phases(chosen: Sequence[str], scale: Scale) -> dict[str, tuple[str, int, fl
         found[part] = (of.title, steps, start_s + steps * step_s)
         done |= work
     return found
-
-
-def _chosen(parts: Sequence[str]) -> list[str]:
-    chosen = list(dict.fromkeys(name for part in parts for name in part.replace(",", " ").split()))
-    unknown = [name for name in chosen if name not in _PARTS]
-    if unknown or not chosen:
-        raise ValueError(f"--parts {' '.join(parts)!r}: choose among {' '.join(_PARTS)}")
-    return chosen
 
 
 def _scale(smoke: bool, seeds: int, rounds: int | None) -> Scale:

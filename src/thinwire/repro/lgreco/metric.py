@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.compressors import Compressor, Wrapper
+from thinwire.compressors import Compressor, bare
 from thinwire.plan.errors import squared_errors
 from thinwire.repro.lgreco.gradients import first_batches, take_step
 from thinwire.repro.statistics import need_scipy
@@ -148,12 +148,12 @@ class _Run:
 
 
 def _compressing(name: str, compressor: Compressor) -> Callable[[nn.Module, int], None]:
-    bare = compressor.inner if isinstance(compressor, Wrapper) else compressor
+    inner = bare(compressor)
 
     def change(model: nn.Module, step: int) -> None:
         parameter = model.get_parameter(name)
         if parameter.grad is not None:
-            parameter.grad.copy_(bare.roundtrip(parameter.grad, step))
+            parameter.grad.copy_(inner.roundtrip(parameter.grad, step))
 
     return change
 
