@@ -351,7 +351,10 @@ def _other_hook(state, bucket):
 @pytest.mark.parametrize(
     ("what", "expected"),
     [
-        ("not DDP", "TypeError: thinwire.compress() takes a DistributedDataParallel model, not Net: wrap it first"),
+        (
+            "not DDP",
+            "TypeError: thinwire.compress() takes a DistributedDataParallel model, or one under fully_shard(), not Net: wrap it first",
+        ),
         ("twice", "RuntimeError: this model is compressed already: call detach()"),
         ("another hook", "RuntimeError: this DDP model has a communication hook already"),
         ("pattern", "ValueError: the pattern 'embedding.*' matches no parameter; close names are embed.weight"),

@@ -1,7 +1,7 @@
 """Train over thin wires: compressed gradients for distributed PyTorch."""
 
 from thinwire import optim
-from thinwire.attach import ProcessGroup, ProcessGroupOptions, compress, register_model
+from thinwire.attach import ProcessGroup, ProcessGroupOptions, compress, prefetch, register_model
 from thinwire.collectives import MessageError, PeerFailedError, SharedMemoryError, TransportError
 from thinwire.compressors import (
     DGC,
@@ -37,6 +37,8 @@ from thinwire.wire import (
     Decision,
     DisagreementError,
     ParityError,
+    ShardedStats,
+    ShardedWire,
     Stats,
     StatsLogger,
     Timeline,
@@ -78,6 +80,8 @@ __all__ = [
     "RandK",
     "RangeFloat",
     "Raw",
+    "ShardedStats",
+    "ShardedWire",
     "SharedMemoryError",
     "Sign",
     "Stats",
@@ -96,6 +100,7 @@ __all__ = [
     "optim",
     "parse",
     "parse_policy",
+    "prefetch",
     "register",
     "register_model",
 ]

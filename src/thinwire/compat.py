@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -112,3 +113,105 @@ def ddp_ready_order(model: Any) -> tuple[int, ...] | None:
     except (AttributeError, TypeError, ValueError, RuntimeError):
         return None
     return order if order and sorted(order) == list(range(len(order))) else None
+
+
+class FSDPParameter(NamedTuple):
+    """What ``fully_shard`` knows of one of its parameters."""
+
+    now: Callable[[], torch.nn.Parameter]
+    """The sharded parameter, which PyTorch may replace by another one."""
+    shape: tuple[int, ...]
+    """Before sharding."""
+    dim: int
+    """Along which it is sharded."""
+    padded_numel: int
+    """Elements that each rank's part of a flat buffer has for it."""
+
+
+class FSDPGroup(NamedTuple):
+    """The parameters that ``fully_shard`` communicates together, in the order in which flat buffers hold them."""
+
+    identity: Any
+    """The same for modules that were sharded together."""
+    parameters: tuple[FSDPParameter, ...]
+    process_group: Any
+    """That it is sharded over."""
+    post_forward_size: int
+    """Ranks that it is resharded to after forward; 0 if that is all of them, or none."""
+    replicated: bool
+    """Whether there are replicas of the shards, among which PyTorch reduces itself (HSDP)."""
+    other_comm: str
+    """The name of what moves its bytes, where that is not PyTorch's default."""
+    reads_at_once: Callable[[], bool]
+    """Whether anything reads reduced gradients before backward has ended."""
+
+
+_DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
+
+
+def fsdp_groups(module: Any) -> list[FSDPGroup]:
+    """The parameter groups of an ``FSDPModule``: none if it manages no parameters itself, several if they have several
+    meshes.
+
+    Raises ``RuntimeError`` where this PyTorch does not tell.
+    """
+    try:
+        return [_fsdp_group(group) for group in module._get_fsdp_state()._fsdp_param_groups]
+    except (AttributeError, TypeError) as error:
+        raise RuntimeError(
+            f"this PyTorch ({torch.__version__}) does not tell how fully_shard lays out its buffers: {error}"
+        ) from None
+
+
+def _fsdp_group(group: Any) -> FSDPGroup:
+    comms = [type(comm).__name__ for comm in (group._all_gather_comm, group._reduce_scatter_comm)]
+    mesh = group.mesh_info
+    after = 0 if group.post_forward_mesh_info is None else int(group.post_forward_mesh_info.shard_mesh_size)
+    return FSDPGroup(
+        group,
+        tuple(_fsdp_parameter(parameter) for parameter in group.fsdp_params),
+        mesh.shard_process_group,
+        after if after != mesh.shard_mesh_size else 0,
+        hasattr(mesh, "replicate_process_group"),
+        next((name for name in comms if name not in _DEFAULT_COMMS), ""),
+        lambda: _reads_at_once(group),
+    )
+
+
+def _fsdp_parameter(parameter: Any) -> FSDPParameter:
+    return FSDPParameter(
+        lambda: parameter.sharded_param,
+        tuple(parameter._orig_size),
+        int(parameter.fsdp_placement.dim),
+        int(parameter.padded_sharded_param_size.numel()),
+    )
+
+
+def _reads_at_once(group: Any) -> bool:
+    try:
+        return (
+            group._all_reduce_hook is not None
+            or hasattr(group.mesh_info, "replicate_process_group")
+            or any(p.offload_to_cpu or p.sharded_param._post_accumulate_grad_hooks for p in group.fsdp_params)
+        )
+    except AttributeError:
+        return True
+
+
+def at_end_of_backward(callback: Callable[[], object]) -> bool:
+    """Have the autograd engine call ``callback`` when the backward pass that runs has ended; its errors are raised
+    there. False where none runs, or this PyTorch has no way to."""
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    try:
+        engine.queue_callback(callback)  # pyright: ignore[reportOptionalMemberAccess]
+    except (AttributeError, RuntimeError):
+        return False
+    return True
+
+
+def reduce_scatter_single(out: torch.Tensor, x: torch.Tensor, group: Any, op: Any) -> None:
+    """``torch.distributed.reduce_scatter_single``, which was ``reduce_scatter_tensor`` before PyTorch 2.13."""
+    import torch.distributed as dist
+
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(out, x, op=op, group=group)

@@ -2,60 +2,131 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import overload
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach.ddp import Options, compress_ddp
+from thinwire.attach.fsdp import DEFAULT_SHARDED_RULES, ShardedOptions, compress_fsdp, prefetch
 from thinwire.attach.group_options import ProcessGroupOptions
 from thinwire.attach.process_group import ProcessGroup, register_backend, register_model
 from thinwire.collectives import Topology, TransportChoice, parse_topology
-from thinwire.plan import DEFAULT_RULES, Policy, Rules, parse_policy
-from thinwire.wire import Wire
+from thinwire.plan import DEFAULT_RULES, Policy, Rules, Site, parse_policy
+from thinwire.wire import ShardedWire, Wire
 
-__all__ = ["ProcessGroup", "ProcessGroupOptions", "compress", "register_model"]
+__all__ = ["ProcessGroup", "ProcessGroupOptions", "compress", "prefetch", "register_model"]
 
 register_backend()
 
+_PARITY = 1000
 
+
+@overload
 def compress(
-    model: nn.Module,
-    rules: Rules = DEFAULT_RULES,
+    model: DistributedDataParallel,
+    rules: Rules | None = None,
     *,
     exclude: Sequence[str] = (),
     min_numel: int = 1024,
     start: int = 0,
     seed: int = 0,
     decline: bool = True,
-    simulate: bool = False,
-    parity: int = 1000,
-    resync: int = 0,
-    measure: int = 0,
     topology: str | Topology = "sra",
     transport: TransportChoice = "auto",
-    aggregator: str | None = None,
     adapt: str | Policy | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     timeout: timedelta | None = None,
-) -> Wire:
+    simulate: bool = False,
+    parity: int = _PARITY,
+    resync: int = 0,
+    measure: int = 0,
+    aggregator: str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Wire: ...
+
+
+@overload
+def compress(
+    model: nn.Module,
+    *,
+    weights: Rules | None = None,
+    gradients: Rules | None = None,
+    master: bool = True,
+    replicas: dist.ProcessGroup | None = None,
+    across: Rules | None = None,
+    exclude: Sequence[str] = (),
+    min_numel: int = 1024,
+    start: int = 0,
+    seed: int = 0,
+    decline: bool = True,
+    topology: str | Topology = "sra",
+    transport: TransportChoice = "auto",
+    adapt: str | Policy | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
+    timeout: timedelta | None = None,
+) -> ShardedWire: ...
+
+
+def compress(
+    model: nn.Module,
+    rules: Rules | None = None,
+    *,
+    weights: Rules | None = None,
+    gradients: Rules | None = None,
+    master: bool = True,
+    replicas: dist.ProcessGroup | None = None,
+    across: Rules | None = None,
+    exclude: Sequence[str] = (),
+    min_numel: int = 1024,
+    start: int = 0,
+    seed: int = 0,
+    decline: bool = True,
+    topology: str | Topology = "sra",
+    transport: TransportChoice = "auto",
+    adapt: str | Policy | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
+    timeout: timedelta | None = None,
+    simulate: bool = False,
+    parity: int = _PARITY,
+    resync: int = 0,
+    measure: int = 0,
+    aggregator: str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Wire | ShardedWire:
     """Compress what ``model`` sends while it trains. Call it once, on every rank, after wrapping the model.
 
         model = DistributedDataParallel(model)
         wire = thinwire.compress(model)
         wire = thinwire.compress(model, {"embed.*": "minmax(bits=2)", "*": "minmax(bits=4)"}, exclude=["bn", "bias"])
 
+        fully_shard(model)  # FSDP2, its blocks first: weights and gradients (docs/fsdp.md)
+        wire = thinwire.compress(model, weights="minmax(bits=8, bucket=1024)", gradients="minmax(bits=4, bucket=1024)")
+
     Args:
         model: a ``DistributedDataParallel`` model with its parameters on the CPU, over gloo; or on one CUDA device of
-            each rank, over NCCL, where Triton compresses (docs/gpu.md says what differs there).
-        rules: a compressor, its spec, or a mapping from name patterns to them: the first pattern that matches holds. A
-            pattern with ``*`` or ``?`` must match the whole name of the parameter in the module inside DDP; a plain
-            word matches any name that contains it. Layers that no pattern matches stay raw. Compressors that drop or
-            distort much (``topk``, ``powersgd`` ...) get error feedback around them unless they say
-            ``feedback=False``; layers that a compressor cannot take stay raw (``wire.unsuited`` says which and why).
+            each rank, over NCCL, where Triton compresses (docs/gpu.md says what differs there). Or a model on the CPU
+            on which ``torch.distributed.fsdp.fully_shard`` was called: QSDP (thesis, chapter 5).
+        rules: for ``DistributedDataParallel``. A compressor, its spec, or a mapping from name patterns to them: the
+            first pattern that matches holds. A pattern with ``*`` or ``?`` must match the whole name of the parameter
+            in the module inside DDP; a plain word matches any name that contains it. Layers that no pattern matches
+            stay raw. Compressors that drop or distort much (``topk``, ``powersgd`` ...) get error feedback around them
+            unless they say ``feedback=False``; layers that a compressor cannot take stay raw (``wire.unsuited`` says
+            which and why). By default ``minmax(bits=4, bucket=128)``.
+        weights: for ``fully_shard``: the same for weights, as they are gathered. Every rank computes with what arrived,
+            its own shard included, and with the same weights in the forward and backward pass of a step. By default
+            ``minmax(bits=8, bucket=1024)``, as for gradients; ``raw`` for none.
+        gradients: for ``fully_shard``: the same for gradients, as they are reduced. ``ef(...)`` keeps what was not
+            sent: of the whole model, on every rank (``wire.memory`` says how much).
+        master: for ``fully_shard``. False: of its own shard a rank keeps only what it has sent of it (equation 5.2).
+        replicas: for ``fully_shard`` on the shards' own mesh dimension alone: the process group of the other one. Means
+            over replicas are then taken here, compressed as ``across`` says.
+        across: see ``replicas``; ``raw`` by default.
         exclude: patterns of layers that stay raw. Layers with fewer than two dimensions (biases, norms) or fewer than
             ``min_numel`` elements do in any case, unless a rule gives their full name, or the compressor takes every
             layer (``intsgd``, so that no float is sent).
@@ -93,10 +164,11 @@ def compress(
             GPU travel over the model's own.
 
     Returns:
-        The Wire: ``stats``, ``plan``, ``state_dict()``, ``detach()``.
+        The Wire: ``stats``, ``plan``, ``state_dict()``, ``detach()``. Of a sharded model a `ShardedWire`, which has the
+        same.
 
     Raises:
-        TypeError: the model is not a ``DistributedDataParallel``, or a layer's dtype cannot be compressed.
+        TypeError: the model is neither, a layer's dtype cannot be compressed, or an argument is for the other kind.
         ValueError: a pattern matches no parameter, a spec or a policy is wrong, or the policy cannot choose among
             compressors like the rules'.
         RuntimeError: the model is compressed already, or has another communication hook; or it is on a GPU, and NCCL
@@ -105,16 +177,49 @@ def compress(
         DisagreementError: the ranks gave different arguments.
         SharedMemoryError: ``transport="shared"``, and ranks cannot share memory.
     """
-    if not isinstance(model, DistributedDataParallel):
-        raise TypeError(
-            f"thinwire.compress() takes a DistributedDataParallel model, not {type(model).__name__}: "
-            "wrap it first, model = DistributedDataParallel(model)"
-        )
     policy = None if adapt is None else parse_policy(adapt)
+    start = max(start, policy.warmup if policy else 0)
+    if not isinstance(model, DistributedDataParallel):
+        _check_for_sharded(
+            model,
+            rules=(rules, None),
+            simulate=(simulate, False),
+            parity=(parity or _PARITY, _PARITY),
+            resync=(resync, 0),
+            measure=(measure, 0),
+            aggregator=(aggregator, None),
+            optimizer=(optimizer, None),
+        )
+        asked: dict[Site, Rules] = {
+            "weights": DEFAULT_SHARDED_RULES if weights is None else weights,
+            "gradients": DEFAULT_SHARDED_RULES if gradients is None else gradients,
+            "across": "raw" if across is None else across,
+        }
+        if across is not None and replicas is None:
+            raise ValueError("across= compresses sums over replicas: say with replicas= which process group takes them")
+        sharded = ShardedOptions(
+            exclude=exclude,
+            min_numel=min_numel,
+            start=start,
+            seed=seed,
+            decline=decline,
+            master=master,
+            topology=parse_topology(topology),
+            transport=transport,
+            adapt=policy,
+            grad_scaler=grad_scaler,
+            timeout=timeout,
+            replicas=replicas,
+        )
+        return compress_fsdp(model, asked, sharded)
+    given = {"weights": weights, "gradients": gradients, "replicas": replicas, "across": across}
+    foreign = [name for name, value in given.items() if value is not None] + ([] if master else ["master"])
+    if foreign:
+        raise TypeError(f"{foreign[0]}= is for models under fully_shard(); DistributedDataParallel takes rules")
     options = Options(
         exclude=exclude,
         min_numel=min_numel,
-        start=max(start, policy.warmup if policy else 0),
+        start=start,
         seed=seed,
         decline=decline,
         simulate=simulate,
@@ -129,4 +234,19 @@ def compress(
         grad_scaler=grad_scaler,
         timeout=timeout,
     )
-    return compress_ddp(model, rules, options)
+    return compress_ddp(model, DEFAULT_RULES if rules is None else rules, options)
+
+
+def _check_for_sharded(model: nn.Module, **given: tuple[object, object]) -> None:
+    """Raise if a model is not sharded, or an argument was given that only DistributedDataParallel has (each with its
+    default)."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not any(isinstance(module, fsdp.FSDPModule) for module in model.modules()):
+        raise TypeError(
+            f"thinwire.compress() takes a DistributedDataParallel model, or one under fully_shard(), not "
+            f"{type(model).__name__}: wrap it first, model = DistributedDataParallel(model)"
+        )
+    for name, (value, default) in given.items():
+        if value != default:
+            hint = "say weights= and gradients=" if name == "rules" else "leave it out"
+            raise TypeError(f"{name}= is for DistributedDataParallel, and this model is sharded: {hint}")

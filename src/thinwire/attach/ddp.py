@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach.devices import device_of, on_device, trained
+from thinwire.attach.transports import bare_transport
 from thinwire.attach.updates import Updates
 from thinwire.collectives import (
     AggregatorClient,
-    ProcessGroupTransport,
     ScatterReduceAllGather,
     Topology,
     Transport,
@@ -251,14 +251,7 @@ def _check_aggregator(plan: Plan, address: str) -> None:
 def _transport(group: dist.ProcessGroup, options: Options, device: torch.device | None) -> Transport:
     """Process groups of our own: DDP uses its own group from the main thread while ours are busy in the worker."""
     timeout = options.timeout or group_timeout(group)
-    ranks = dist.get_process_group_ranks(group)
-    part = len(ranks) != dist.get_world_size()
-    mine, second = (
-        dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=part) for _ in range(2)
-    )
-    assert isinstance(mine, dist.ProcessGroup)
-    assert isinstance(second, dist.ProcessGroup)
-    transport = ProcessGroupTransport(mine, timeout, second)
+    transport = bare_transport(group, timeout)
     # What follows until the plan is agreed on depends on these: ranks that differ would wait for each other.
     told = {"simulate": str(options.simulate), "transport": options.transport, "topology": str(options.topology)}
     told["aggregator"] = str(options.aggregator)

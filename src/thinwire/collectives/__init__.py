@@ -8,7 +8,7 @@ from thinwire.collectives.exchange import Exchange
 from thinwire.collectives.layout import Chunk, Layer, Layout, owned_parts
 from thinwire.collectives.message import MessageError, PeerFailedError
 from thinwire.collectives.nodes import node_identity, number_nodes
-from thinwire.collectives.parts import part_layout
+from thinwire.collectives.parts import Shard, part_layout, sharded_layout
 from thinwire.collectives.reduction import all_gather, all_reduce, encoded, reduce_scatter
 from thinwire.collectives.shared_memory import SharedMemoryError
 from thinwire.collectives.shared_transport import (
@@ -62,6 +62,7 @@ __all__ = [
     "ProcessGroupTransport",
     "Ring",
     "ScatterReduceAllGather",
+    "Shard",
     "SharedMemoryError",
     "SharedMemoryTransport",
     "Topology",
@@ -89,6 +90,7 @@ __all__ = [
     "ring_bytes",
     "sent_bytes",
     "session_number",
+    "sharded_layout",
     "sum_buffers",
     "summed_all_reduce",
     "with_shared_memory",

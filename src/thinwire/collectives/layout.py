@@ -146,16 +146,16 @@ class Layout:
             if not layer.numel or not isinstance(layer.compressor, Coded):
                 continue
             if layer.compressor.gathered or topology.gathers:
-                whole.append(_Cut(layer, layer.compressor, 0, layer.numel))
+                whole.append(Cut(layer, layer.compressor, 0, layer.numel))
             else:
                 _check_sum(layer, topology)
                 shared.append((layer, layer.compressor))
         chunks = []
         shares = topology.shares(world)
-        owned: list[list[_Cut]] = [[] for _ in range(world.size)]
+        owned: list[list[Cut]] = [[] for _ in range(world.size)]
         for layer, compressor in shared:
             for owner, begin, end in owned_parts(layer.name, compressor, layer.numel, shares):
-                owned[owner].append(_Cut(layer, compressor, begin, end - begin))
+                owned[owner].append(Cut(layer, compressor, begin, end - begin))
         for owner, cuts in enumerate(owned):
             chunks += [_chunk(part, dtype, owner) for part in _slices(cuts)]
         # A size that depends on the data is told once for everything.
@@ -271,7 +271,9 @@ class Layout:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-class _Cut(NamedTuple):
+class Cut(NamedTuple):
+    """Consecutive elements of a coded layer, from its ``index0``-th on."""
+
     layer: Layer
     compressor: Coded
     index0: int
@@ -312,19 +314,19 @@ def _unit(grain: int) -> int:
     return -(-_LEAST_PIECE // grain) * grain
 
 
-def _slices(cuts: Sequence[_Cut]) -> list[list[_Cut]]:
+def _slices(cuts: Sequence[Cut]) -> list[list[Cut]]:
     """Share pieces out among messages of about the same size, cutting those that can be cut."""
     numel = sum(cut.numel for cut in cuts)
     if not numel:
         return []
     size = -(-numel // max(1, round(numel / _SLICE)))
-    slices: list[list[_Cut]] = [[]]
+    slices: list[list[Cut]] = [[]]
     room = size
     for layer, compressor, index0, left in cuts:
         while left:
             grain = None if compressor.gathered else compressor.grain
             take = left if grain is None else min(left, -(-room // _unit(grain)) * _unit(grain))
-            slices[-1].append(_Cut(layer, compressor, index0, take))
+            slices[-1].append(Cut(layer, compressor, index0, take))
             index0, left, room = index0 + take, left - take, room - take
             if room <= 0:
                 slices.append([])
@@ -332,15 +334,13 @@ def _slices(cuts: Sequence[_Cut]) -> list[list[_Cut]]:
     return [part for part in slices if part]
 
 
-def owned_chunks(layers: Sequence[Layer], dtype: torch.dtype, owner: int) -> list[Chunk]:
-    """Chunks of all coded layers, for one owner."""
-    coded = [(layer, layer.compressor) for layer in layers if isinstance(layer.compressor, Coded)]
-    cuts = [_Cut(layer, compressor, 0, layer.numel) for layer, compressor in coded if layer.numel]
-    return [_chunk(part, dtype, owner) for part in _slices(cuts)]
+def owned_chunks(cuts: Sequence[Cut], dtype: torch.dtype, owner: int) -> list[Chunk]:
+    """Chunks of these elements, for one owner."""
+    return [_chunk(part, dtype, owner) for part in _slices([cut for cut in cuts if cut.numel])]
 
 
-def _chunk(cuts: Sequence[_Cut], dtype: torch.dtype, owner: int = -1) -> Chunk:
-    by_compressor: dict[Coded, list[_Cut]] = {}
+def _chunk(cuts: Sequence[Cut], dtype: torch.dtype, owner: int = -1) -> Chunk:
+    by_compressor: dict[Coded, list[Cut]] = {}
     for cut in cuts:
         by_compressor.setdefault(cut.compressor, []).append(cut)
     groups = []

@@ -16,9 +16,10 @@ from torch import Tensor
 from thinwire.collectives.exchange import Exchange
 from thinwire.collectives.keys import OWNER, WORKER, stage_key
 from thinwire.collectives.layout import Chunk, Layout
+from thinwire.collectives.message import HEADER_BYTES
 from thinwire.collectives.stages import Clock, NoClock
 from thinwire.collectives.transport import Buffers, Transport
-from thinwire.compressors import State
+from thinwire.compressors import Key, State
 
 
 def all_reduce(
@@ -71,16 +72,18 @@ def reduce_scatter(
     state: State | None = None,
     clock: Clock | None = None,
     out: Tensor | None = None,
+    draw: int | None = None,
 ) -> Generator[None]:
     """The first half of `all_reduce`: each owner's chunks become ``scale`` times the sum, exactly as it adds them up.
 
     ``buffers`` are those of ``reduction_traffic(down=False)``. What ``x`` holds elsewhere is undefined. With a
-    `part_layout`, ``out`` (flat, of a part's size) may be given: it gets the sum, and ``x`` stays as it is. Yields and
-    raises as `all_reduce` does.
+    `part_layout` or `sharded_layout`, ``out`` (flat, of a part's size) may be given: it gets the sum, and what ``x``
+    holds is undefined then. ``draw`` stands for the step in the keys of random draws, if given. Yields and raises as
+    `all_reduce` does.
     """
     scale = 1.0 / layout.world_size if scale is None else scale
     with Exchange(transport, buffers, step=step, digest=layout.digest) as exchange:
-        run = _Run(x, layout, transport.rank, exchange, seed, step, state, clock or NoClock())
+        run = _Run(x, layout, transport.rank, exchange, seed, step, state, clock or NoClock(), draw)
         run.send_leaves()
         yield
         for k in run.inner():
@@ -100,14 +103,18 @@ def all_gather(
     step: int,
     state: State | None = None,
     clock: Clock | None = None,
+    draw: int | None = None,
+    kept: dict[int, Tensor] | None = None,
 ) -> Generator[None]:
     """The second half: every owner's chunks reach everybody, as they decode; the owner's own are replaced, too.
 
-    ``buffers`` are those of ``reduction_traffic(up=False)``. Yields and raises as `all_reduce` does.
+    ``buffers`` are those of ``reduction_traffic(up=False)``. ``draw`` stands for the step in the keys of random draws,
+    if given. ``kept`` holds this rank's last messages by chunk: where its values are what such a message decodes to, it
+    is sent once more, bit for bit; others take its place. Yields and raises as `all_reduce` does.
     """
     with Exchange(transport, buffers, step=step, digest=layout.digest) as exchange:
-        run = _Run(x, layout, transport.rank, exchange, seed, step, state, clock or NoClock())
-        run.send_own()
+        run = _Run(x, layout, transport.rank, exchange, seed, step, state, clock or NoClock(), draw)
+        run.send_own(kept)
         yield
         run.receive_means()
 
@@ -124,6 +131,7 @@ class _Run:
     step: int
     state: State | None
     clock: Clock
+    draw: int | None = None
     _wide: Tensor | None = field(default=None)
 
     def __post_init__(self) -> None:
@@ -140,10 +148,14 @@ class _Run:
             self._wide = self.x.to(self.layout.wide_dtype)
         return self._wide
 
+    def key(self, site: int) -> Key:
+        """Of this rank's draws in this step, as worker or as owner."""
+        return stage_key(self.seed, self.step if self.draw is None else self.draw, site, self.rank)
+
     def send_leaves(self) -> None:
         """Encode what nobody sends parts of to this rank. It starts with its right neighbour's chunks, slice by slice,
         so that no owner is everybody's first target."""
-        layout, key = self.layout, stage_key(self.seed, self.step, WORKER, self.rank)
+        layout, key = self.layout, self.key(WORKER)
         for k, parent in layout.schedule(self.rank).leaves:
             chunk = layout.form(k, self.rank, parent)
             with self.clock.stage("encode"):
@@ -162,7 +174,7 @@ class _Run:
         out = self._mean_message(k)
         own, parts = self._parts(k)
         with self.clock.stage("reduce"):
-            key = stage_key(self.seed, self.step, OWNER, self.rank)
+            key = self.key(OWNER)
             for compressor, segments in self.layout.chunks[k].groups:
                 compressor.reduce(parts, own, segments, out, self.x, key=key, scale=scale, state=self.state)
             self._send_mean(k)
@@ -175,7 +187,7 @@ class _Run:
         own, parts = self._parts(k)
         chunk = layout.form(k, self.rank, parent)
         with self.clock.stage("reduce"):
-            key, out = stage_key(self.seed, self.step, WORKER, self.rank), self.exchange.outgoing(k)
+            key, out = self.key(WORKER), self.exchange.outgoing(k)
             # What x held of the chunk was needed for the last time: its mean is to come.
             into = self.x if chunk is layout.chunks[k] else self.wide
             for compressor, segments in chunk.groups:
@@ -192,17 +204,32 @@ class _Run:
             for compressor, segments in chunk.groups:
                 compressor.add_up(parts, own, segments, into, scale=scale)
 
-    def send_own(self) -> None:
+    def send_own(self, kept: dict[int, Tensor] | None) -> None:
         """Encode this rank's own chunks, as they are, and keep what they decode to."""
-        key = stage_key(self.seed, self.step, OWNER, self.rank)
+        key = self.key(OWNER)
         for k, chunk in enumerate(self.layout.chunks):
-            if chunk.owner == self.rank:
-                with self.clock.stage("encode"):
-                    message = self._mean_message(k)
+            if chunk.owner != self.rank:
+                continue
+            with self.clock.stage("encode"):
+                message = self._mean_message(k)
+                if kept is not None and k in kept and self._holds(chunk, kept[k]):
+                    message[HEADER_BYTES:] = kept[k][HEADER_BYTES:]
+                else:
                     for compressor, segments in chunk.groups:
                         compressor.encode(self.x, segments, message, key=key, state=self.state)
                         compressor.decode(message, segments, self.x)
-                    self._send_mean(k)
+                    if kept is not None:
+                        kept[k] = message.clone()
+                self._send_mean(k)
+
+    def _holds(self, chunk: Chunk, message: Tensor) -> bool:
+        """Whether this rank's values of a chunk are, to the bit, what ``message`` decodes to."""
+        decoded = torch.empty_like(self.x)
+        same = True
+        for compressor, segments in chunk.groups:
+            compressor.decode(message, segments, decoded)
+            same &= all(torch.equal(decoded[p.elements], self.x[p.elements]) for p in segments.pieces)
+        return same
 
     def receive_means(self) -> None:
         """Take the others' chunks as they come down the trees, and hand them on."""

@@ -9,6 +9,7 @@ from thinwire.plan.lgreco import LGreco
 from thinwire.plan.plan import DEFAULT_RULES, Plan, Rules
 from thinwire.plan.policy import Evidence, Policy, Proposal, Sync
 from thinwire.plan.record import LayerRow, PlanRecord
+from thinwire.plan.sites import Site, at_site, balanced, sharded_plan
 from thinwire.plan.spec import parse_policy
 
 __all__ = [
@@ -26,11 +27,15 @@ __all__ = [
     "Policy",
     "Proposal",
     "Rules",
+    "Site",
     "Speeds",
     "Sync",
+    "at_site",
+    "balanced",
     "declined",
     "family",
     "matches",
     "parse_policy",
     "sent_bytes",
+    "sharded_plan",
 ]

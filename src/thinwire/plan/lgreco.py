@@ -153,7 +153,8 @@ class LGreco(Policy):
         usual = sum(weights.values()) / len(weights) if weights else 1.0
 
         def price(name: str, compressor: Compressor, shape: Sequence[int]) -> float:
-            return sent_bytes(compressor, shape, num_ranks) * weights.get(name, usual)
+            times = weights.get(name, usual) * evidence.times.get(name, 1.0)
+            return sent_bytes(compressor, shape, num_ranks) * times
 
         return price
 

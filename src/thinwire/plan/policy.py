@@ -49,6 +49,8 @@ class Evidence:
     """Measured speeds of all candidates and of the links, for policies that ask for them."""
     memory: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """By layer, what the policy noted at its last decision."""
+    times: Mapping[str, float] = field(default_factory=dict)
+    """How many times as often as others a layer is sent in a step: once where nothing is said."""
 
 
 @dataclass(frozen=True)

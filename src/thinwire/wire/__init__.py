@@ -6,9 +6,13 @@ from thinwire.wire.flat import Contents, FlatEngine, FlatStats, Kind, Operation,
 from thinwire.wire.log import StatsLogger
 from thinwire.wire.parity import ParityError
 from thinwire.wire.registered import NamedShape, Registered, Walk
+from thinwire.wire.sharded import ShardedWire
+from thinwire.wire.sharded_stats import ShardedStats
+from thinwire.wire.shards import ShardedLayer
 from thinwire.wire.stats import Stats
 from thinwire.wire.stream import Later, on_the_host
 from thinwire.wire.timeline import Timeline, merge_timelines
+from thinwire.wire.units import Unit
 from thinwire.wire.wire import Wire
 from thinwire.wire.worker import Worker
 
@@ -24,9 +28,13 @@ __all__ = [
     "Operation",
     "ParityError",
     "Registered",
+    "ShardedLayer",
+    "ShardedStats",
+    "ShardedWire",
     "Stats",
     "StatsLogger",
     "Timeline",
+    "Unit",
     "Walk",
     "Wire",
     "Worker",

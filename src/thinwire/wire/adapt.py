@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -64,8 +64,11 @@ class Adapter:
         *,
         start: int,
         speeds: Speeds | None = None,
+        prepare: Callable[[Evidence], Evidence] | None = None,
     ) -> None:
+        """``prepare``: done to what a decision goes by, beside training."""
         self.policy, self.speeds = policy, speeds
+        self._prepare = prepare
         self.reference = {name: c for name, c in plan.layers.items() if not isinstance(c, Raw)}
         policy.check(self.reference, shapes)
         self.decisions: list[Decision] = []
@@ -93,10 +96,14 @@ class Adapter:
         first = self._start if self._start > lag else self._start + every
         return first if step <= first else first + -(-(step - first) // every) * every
 
+    def watches(self, step: int) -> bool:
+        """Whether this rank sums up the gradients of ``step``."""
+        away = self._next_change(step + 1) - self.policy.lag_steps - step
+        return self.decides and 0 < away <= self.policy.window_steps
+
     def observe(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> None:
         """Take in a bucket of this rank's gradients, before anything is done to them."""
-        away = self._next_change(step + 1) - self.policy.lag_steps - step
-        if not self.decides or not 0 < away <= self.policy.window_steps:
+        if not self.watches(step):
             return
         started = time.perf_counter()
         if step != self._observed_step:
@@ -160,7 +167,10 @@ class Adapter:
             speeds=self.speeds,
             memory=self._memory,
         )
-        self._asked, self._asked_for = _beside_training.submit(self.policy.propose, evidence), step
+        self._asked, self._asked_for = _beside_training.submit(self._propose, evidence), step
+
+    def _propose(self, evidence: Evidence) -> Proposal:
+        return self.policy.propose(self._prepare(evidence) if self._prepare is not None else evidence)
 
     def _change(self, plan: Plan, step: int) -> Plan:
         started = time.perf_counter()

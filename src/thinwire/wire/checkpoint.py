@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,8 +33,20 @@ def _key(rank: int, slot: str, name: str) -> str:
     return f"rank{rank}/{slot}/{name}"
 
 
+class Values(Protocol):
+    """Where slots are."""
+
+    def value(self, layer: str, slot: Slot, shape: Sequence[int]) -> Tensor:
+        """A copy of a slot of a layer of this shape, of as many elements as it has."""
+        ...
+
+
+Reshard = Callable[[Mapping[int, Tensor], Slot, Compressor, str, int, Sequence[int], Sequence[int]], Tensor]
+"""A rank's slot of a layer from those of all ranks of a former world: `thinwire.wire.slots.reshard`."""
+
+
 def write(
-    slots: Slots,
+    slots: Values,
     plan: Plan,
     shapes: Mapping[str, Sequence[int]],
     *,
@@ -75,7 +88,12 @@ def template(plan: Plan, shapes: Mapping[str, Sequence[int]], size: int) -> dict
 
 
 def read(
-    state: Mapping[str, Tensor], plan: Plan, shapes: Mapping[str, Sequence[int]], rank: int, shares: Sequence[int]
+    state: Mapping[str, Tensor],
+    plan: Plan,
+    shapes: Mapping[str, Sequence[int]],
+    rank: int,
+    shares: Sequence[int],
+    reshard: Reshard = reshard,
 ) -> Loaded:
     """What a state says of ``rank`` in a world whose ranks own these shares. See `Wire.load_state_dict`."""
     missing = set(_SHARED) - set(state)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Generator, Hashable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from thinwire.collectives import (
     Layer,
     Layout,
+    Shard,
     Topology,
     Transport,
     TransportError,
@@ -24,9 +25,11 @@ from thinwire.collectives import (
     reduce_scatter,
     ring_bytes,
     sent_bytes,
+    sharded_layout,
     sum_buffers,
     summed_all_reduce,
 )
+from thinwire.compressors import State
 from thinwire.kernels import derive_key
 from thinwire.wire.agree import agree
 from thinwire.wire.link import settle
@@ -77,10 +80,20 @@ class Contents(NamedTuple):
     key: Hashable
     """Tells it apart from other contents."""
     layers: tuple[Layer, ...]
+    shards: tuple[tuple[Shard, ...], ...] = ()
+    """By rank, what its part holds, where parts differ or belong together; ``layers`` stand for no one's then."""
+    part_numel: int = 0
+    """Elements of each part, where there are shards."""
 
     @property
     def numel(self) -> int:
-        return sum(layer.numel for layer in self.layers)
+        return self.part_numel or sum(layer.numel for layer in self.layers)
+
+    @property
+    def names(self) -> str:
+        if self.shards:
+            return ", ".join(dict.fromkeys(shard.name for part in self.shards for shard in part))
+        return ", ".join(layer.name for layer in self.layers)
 
 
 class Operation(NamedTuple):
@@ -97,6 +110,12 @@ class Operation(NamedTuple):
     """Where a reduce-scatter leaves this rank's part, flat."""
     done: Callable[[Tensor], object] | None = None
     """Called with the buffer in the end."""
+    draw: int | None = None
+    """Stands for the count of collectives in the keys of random draws: of two with the same, the draws are the same."""
+    state: Callable[[Tensor], State | None] | None = None
+    """The slots of the buffer's compressors, when it is this operation's turn."""
+    kept: dict[int, Tensor] | None = None
+    """Of an all-gather: this rank's last messages (`thinwire.collectives.all_gather`)."""
 
 
 @dataclass
@@ -124,7 +143,7 @@ class FlatEngine:
         self.transport = transport
         self.topology, self.world = settle(topology, transport)
         self.stats = FlatStats()
-        self._seed = seed
+        self.seed = seed
         self._worker = Worker("thinwire group")
         self._ways: dict[Hashable, _Ways] = {}
         self._operations = 0
@@ -144,7 +163,19 @@ class FlatEngine:
             DisagreementError: they do not.
             TransportError: a rank is gone or silent.
         """
-        self._worker.call(lambda: agree(record, self.transport))
+        self.alone(lambda: agree(record, self.transport))
+
+    def alone(self, job: Callable[[], object]) -> None:
+        """Run ``job`` after all operations handed over so far and before later ones; what it raises is raised here."""
+        self._worker.call(job)
+
+    def sent_bytes(self, kind: Kind, contents: Contents, dtype: torch.dtype) -> int:
+        """Bytes that this rank hands to the transport for one such collective, headers included."""
+        layout = self._layout(kind, contents, dtype)
+        if kind == "all_reduce":
+            return layout.sent_bytes(self.transport.rank, self.transport)
+        traffic = layout.reduction_traffic(up=kind != "all_gather", down=kind != "reduce_scatter")
+        return sent_bytes(traffic, self.transport.rank)
 
     def present_stats(self) -> FlatStats:
         """Totals so far, as a copy: what is under way is partly in it."""
@@ -185,7 +216,8 @@ class FlatEngine:
             stack.enter_context(lock)
             x = operation.fill()
             running = []
-            for collective in self._collectives(operation, x, route, number):
+            state = operation.state(x) if operation.state is not None else None
+            for collective in self._collectives(operation, x, route, number, state):
                 # Closed early, by an error in another one, it tells its peers.
                 running.append(stack.enter_context(closing(collective)))
                 next(collective)
@@ -211,36 +243,40 @@ class FlatEngine:
         kind, transport = operation.kind, self.transport
         layout = ways.layout
         if layout is None:
-            layout = self._layout(operation)
-            names = ", ".join(layer.name for layer in operation.contents.layers)
+            layout = self._layout(kind, operation.contents, operation.dtype)
             about = f"{kind} of {operation.contents.numel} elements of {operation.dtype}"
             # gloo aborts the process when two ranks expect different sizes: agree before the first message.
-            agree({"buffer": about, "layers": names, "cut": f"{layout.digest:016x}"}, transport)
+            agree({"buffer": about, "layers": operation.contents.names, "cut": f"{layout.digest:016x}"}, transport)
             ways.layout = layout
         traffic = layout.reduction_traffic(up=kind != "all_gather", down=kind != "reduce_scatter")
         reduction = transport.open(traffic) if layout.has_owned else None
         gathering = gather_buffers(layout, transport) if layout.has_gathered else None
         return Route(layout, reduction, gathering, sum_buffers(layout), 0, sent_bytes(traffic, transport.rank))
 
-    def _layout(self, operation: Operation) -> Layout:
-        layers, dtype = operation.contents.layers, operation.dtype
-        if operation.kind == "all_reduce":
-            return Layout.build(layers, self.world, dtype, self.topology)
-        return part_layout(layers, self.world.size, dtype)
+    def _layout(self, kind: Kind, contents: Contents, dtype: torch.dtype) -> Layout:
+        if kind == "all_reduce":
+            return Layout.build(contents.layers, self.world, dtype, self.topology)
+        if contents.shards:
+            return sharded_layout(contents.shards, contents.part_numel, dtype, self.world, self.topology)
+        return part_layout(contents.layers, self.world.size, dtype)
 
-    def _collectives(self, operation: Operation, x: Tensor, route: Route, number: int) -> list[Generator[None]]:
-        shared = {"seed": self._seed, "step": number, "clock": self.stats}
+    def _collectives(
+        self, operation: Operation, x: Tensor, route: Route, number: int, state: State | None
+    ) -> list[Generator[None]]:
+        shared: dict[str, Any] = {"seed": self.seed, "step": number, "clock": self.stats, "state": state}
         layout, transport, scale = route.layout, self.transport, operation.scale
         if operation.kind == "all_reduce":
             found = [run(x, layout, transport, buffers, scale=scale, **shared) for run, buffers in route.exchanges]
             if route.sums:
                 found.append(summed_all_reduce(x, layout, transport, route.sums, scale=scale, **shared))
             return found
-        assert route.reduction is not None
+        if route.reduction is None:
+            return []
+        shared["draw"] = operation.draw
         if operation.kind == "reduce_scatter":
             out = operation.out
             return [reduce_scatter(x, layout, transport, route.reduction, scale=scale, out=out, **shared)]
-        return [all_gather(x, layout, transport, route.reduction, **shared)]
+        return [all_gather(x, layout, transport, route.reduction, kept=operation.kept, **shared)]
 
 
 def dense_bytes(kind: Kind, num_bytes: int, world_size: int) -> int:

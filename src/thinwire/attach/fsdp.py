@@ -1,0 +1,347 @@
+"""FSDP2: weights and gradients of ``fully_shard`` modules travel compressed, through its public custom collectives."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thinwire.attach.group_work import Work
+from thinwire.attach.transports import host_transport
+from thinwire.collectives import ScatterReduceAllGather, Topology, Transport, TransportChoice
+from thinwire.compat import (
+    FSDPGroup,
+    all_gather_single,
+    at_end_of_backward,
+    fsdp_groups,
+    group_timeout,
+    premul_factor,
+    reduce_scatter_single,
+)
+from thinwire.compressors import GRADIENT_DTYPES
+from thinwire.plan import Filter, Policy, Rules, Site, sharded_plan
+from thinwire.wire import ShardedLayer, ShardedWire, Unit
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+DEFAULT_SHARDED_RULES = "minmax(bits=8, bucket=1024)"
+"""W8G8 in buckets of 1024: what needs no tuning in the thesis (sections 5.6.1 and 5.7)."""
+_attached: weakref.WeakKeyDictionary[nn.Module, ShardedWire] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class ShardedOptions:
+    """What `thinwire.compress` was asked for, beside the rules."""
+
+    exclude: Sequence[str] = ()
+    min_numel: int = 1024
+    start: int = 0
+    seed: int = 0
+    decline: bool = True
+    master: bool = True
+    topology: Topology = field(default_factory=ScatterReduceAllGather)
+    transport: TransportChoice = "auto"
+    adapt: Policy | None = None
+    grad_scaler: torch.amp.GradScaler | None = None
+    timeout: timedelta | None = None
+    replicas: dist.ProcessGroup | None = None
+
+
+class Attached:
+    """What the collectives of one FSDP module share. Holds what belongs to the module; the Wire does not hold it."""
+
+    def __init__(self, wire: ShardedWire, unit: Unit, group: FSDPGroup, scaler: torch.amp.GradScaler | None) -> None:
+        self.wire, self.unit, self.group, self.scaler = wire, unit, group, scaler
+        self.names = tuple(layer.name for layer in unit.layers)
+        self.padded = {
+            layer.name: parameter.padded_numel for layer, parameter in zip(unit.layers, group.parameters, strict=True)
+        }
+        self.pads = any(layer.padded_numel * layer.num_ranks > _numel(layer.shape) for layer in unit.layers)
+        self.size = group.process_group.size()
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The layers that get gradients at present."""
+        pairs = zip(self.names, self.group.parameters, strict=True)
+        return tuple(name for name, parameter in pairs if parameter.now().requires_grad)
+
+    def shards(self) -> dict[str, Tensor]:
+        """This rank's shards of the weights."""
+        with torch.no_grad():
+            return {n: _local(p.now()) for n, p in zip(self.names, self.group.parameters, strict=True)}
+
+    def keep(self, part: Tensor) -> None:
+        """Let the weights be what was sent of them."""
+        at = 0
+        for name, shard in self.shards().items():
+            shard.copy_(part[at : at + shard.numel()].view(shard.shape))
+            at += self.padded[name]
+
+    def check(self, doing: str, dtype: torch.dtype, numel: int, names: Sequence[str], hint: str) -> None:
+        """Raise unless a buffer is laid out as we think."""
+        where = self.unit.name or "the root module"
+        if dtype not in GRADIENT_DTYPES:
+            raise TypeError(
+                f"FSDP {doing} {where} as {dtype}, and thinwire compresses float32, bfloat16 and float16: give its "
+                "parameters one of these dtypes (parameters of several dtypes in one module travel as bytes)"
+            )
+        expected = sum(self.padded[name] for name in names)
+        if numel != expected:
+            raise RuntimeError(
+                f"FSDP {doing} {numel} elements a rank for {where}, where its parameters ({', '.join(names)}) make "
+                f"{expected}: how they lie in the buffer cannot be told. {hint}"
+            )
+
+
+class _Comm:
+    """What both collectives have in common: how they get memory."""
+
+    def __init__(self, attached: Attached) -> None:
+        self._at = attached
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        # Room that no shard fills is never written.
+        make = torch.zeros if self._at.pads else torch.empty
+        return make(*size, dtype=dtype, device=device)
+
+
+class QuantisedAllGather(_Comm):
+    """For ``FSDPModule.set_custom_all_gather``."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        at = self._at
+        if not at.wire.attached:
+            all_gather_single(output_tensor, input_tensor, group)
+            return None
+        if group.size() != at.size:
+            # Weights that arrived in forward, and lie inside a smaller group since (ZeRO++'s secondary shard).
+            at.wire.note(local_gathers=1)
+            all_gather_single(output_tensor, input_tensor, group)
+            return None
+        hint = "Call thinwire.compress() again after parameters were added, replaced or sharded anew"
+        at.check("gathers", input_tensor.dtype, input_tensor.numel(), at.names, hint)
+        mine = output_tensor.view(at.size, -1)[at.unit.transport.rank]
+        if mine.data_ptr() != input_tensor.data_ptr():
+            mine.copy_(input_tensor)
+        future = at.wire.gather(at.unit, output_tensor.view(-1), keep=at.keep)
+        return Work([future], [], output_tensor)
+
+
+class QuantisedReduceScatter(_Comm):
+    """For ``FSDPModule.set_custom_reduce_scatter``."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        at = self._at
+        if not at.wire.attached:
+            reduce_scatter_single(output_tensor, input_tensor, group, op)
+            return None
+        trained = at.trained
+        hint = (
+            "Parameters that get no gradient in a step must take part with zeros: leave "
+            "set_reduce_scatter_unused_params(True) as thinwire.compress() set it"
+        )
+        at.check("reduces", input_tensor.dtype, output_tensor.numel(), trained, hint)
+        future = at.wire.reduce(
+            at.unit,
+            input_tensor.view(-1),
+            output_tensor.view(-1),
+            trained,
+            scale=_scale(op, at.size),
+            loss_scale=at.scaler.get_scale() if at.scaler is not None else 1.0,
+            weights=at.shards,
+        )
+        # A sum that is divided later is read at once; so is one that is cast, or added to a gradient that is there.
+        late = op != dist.ReduceOp.SUM and not at.group.reads_at_once()
+        for parameter in at.group.parameters if late else ():
+            now = parameter.now()
+            late &= now.grad is None and now.dtype == output_tensor.dtype
+        if late and at_end_of_backward(future.wait):
+            at.wire.note(overlapped=1)
+        else:
+            future.wait()
+        return None
+
+
+def compress_fsdp(model: nn.Module, rules: Mapping[Site, Rules], options: ShardedOptions) -> ShardedWire:
+    """See `thinwire.compress`."""
+    former = _attached.get(model)
+    if former is not None and former.attached:
+        raise RuntimeError("this model is compressed already: call detach() on its Wire first, on every rank")
+    modules = _modules(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[int, tuple[FSDPModule, FSDPGroup, str]] = {}
+    for path, module in modules:
+        for group in _checked(path, module):
+            found.setdefault(id(group.identity), (module, group, path))
+    transports: dict[tuple[int, ...], Transport] = {}
+    units: list[Unit] = []
+    for _, group, path in found.values():
+        ranks = tuple(dist.get_process_group_ranks(group.process_group))
+        if ranks not in transports:
+            transports[ranks] = _transport(group.process_group, options)
+        units.append(_unit(path, group, transports[ranks], names))
+    shapes = {layer.name: layer.shape for unit in units for layer in unit.layers}
+    if options.replicas is None:
+        rules = {site: of for site, of in rules.items() if site != "across"}
+    plan = sharded_plan(shapes, rules, Filter(min_numel=options.min_numel, exclude=tuple(options.exclude)))
+    wire = ShardedWire(
+        plan,
+        units,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        seed=options.seed,
+        start=options.start,
+        master=options.master,
+        decline=options.decline,
+        topology=options.topology,
+        adapt=options.adapt,
+        replicas=_transport(options.replicas, options) if options.replicas is not None else None,
+    )
+    for (module, group, _), unit in zip(found.values(), units, strict=True):
+        _attach(module, Attached(wire, unit, group, options.grad_scaler), options)
+    _attached[model] = wire
+    if wire.memory >= 1 << 20:
+        warnings.warn(
+            f"the compressors' state takes {wire.memory / 2**20:,.0f} MiB on each rank: error feedback keeps what "
+            "every rank owes of the whole model, not of its shard; leave out ef(...) where memory is short",
+            stacklevel=3,
+        )
+    return wire
+
+
+def _attach(module: FSDPModule, attached: Attached, options: ShardedOptions) -> None:
+    # Without gradients for all, what the buffer holds could not be told from its size.
+    module.set_reduce_scatter_unused_params(True, recurse=False)
+    module.set_custom_all_gather(QuantisedAllGather(attached))  # pyright: ignore[reportArgumentType] - called, not checked
+    module.set_custom_reduce_scatter(QuantisedReduceScatter(attached))  # pyright: ignore[reportArgumentType]
+    if options.replicas is not None:
+        module.set_all_reduce_hook(_Across(attached))
+
+
+class _Across:
+    """For ``FSDPModule.set_all_reduce_hook``: the mean over replicas of what was reduced among shards."""
+
+    def __init__(self, attached: Attached) -> None:
+        self._at = attached
+
+    def __call__(self, reduced: Tensor) -> None:
+        at = self._at
+        if at.wire.attached:
+            at.wire.reduce_across(at.unit, reduced).wait()
+
+
+def _modules(model: nn.Module) -> list[tuple[str, FSDPModule]]:
+    from torch.distributed.fsdp import FSDPModule  # costs a second that only who shards a model should pay
+
+    for socket in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_reduce_scatter_unused_params"):
+        if not hasattr(FSDPModule, socket):
+            raise RuntimeError(
+                f"FSDPModule.{socket} is missing in this PyTorch ({torch.__version__}), through which thinwire moves "
+                "its bytes: update PyTorch (2.13 has it)"
+            )
+    found = [(path, module) for path, module in model.named_modules() if isinstance(module, FSDPModule)]
+    if not found:
+        raise TypeError(f"no module of this {type(model).__name__} is sharded: call fully_shard() on it first")
+    return found
+
+
+def _checked(path: str, module: FSDPModule) -> list[FSDPGroup]:
+    """What the module manages itself, if we can move it."""
+    where = path or "the root module"
+    groups = [group for group in fsdp_groups(module) if group.parameters]
+    if len(groups) > 1:
+        raise ValueError(
+            f"the parameters of {where} are sharded over several meshes (shard_placement_fn): PyTorch takes custom "
+            "collectives only for one; call fully_shard() on the parts of each mesh by themselves"
+        )
+    for group in groups:
+        if group.other_comm and group.other_comm not in (QuantisedAllGather.__name__, QuantisedReduceScatter.__name__):
+            raise RuntimeError(
+                f"the bytes of {where} are moved by {group.other_comm}: thinwire's cannot be beside it. Leave out "
+                "set_symm_mem_for_comm(), set_allocate_memory_from_process_group_for_comm() and other custom comms"
+            )
+        device = group.parameters[0].now().device
+        if device.type != "cpu":
+            raise NotImplementedError(
+                f"{where} is on {device}: thinwire compresses sharded models on the CPU, over gloo; gradients of "
+                "DistributedDataParallel on a GPU, too"
+            )
+    return groups
+
+
+def _unit(path: str, group: FSDPGroup, transport: Transport, names: Mapping[int, str]) -> Unit:
+    layers = []
+    for parameter in group.parameters:
+        now = parameter.now()
+        name = names.get(id(now))
+        if name is None:
+            raise RuntimeError(
+                f"{path or 'the root module'} holds a parameter that the model does not list: call thinwire.compress() "
+                "while parameters are sharded (before the first forward pass, or after reshard())"
+            )
+        layer = ShardedLayer(name, parameter.shape, transport.world_size, parameter.dim)
+        local = tuple(_local(now).shape)
+        if layer.padded_numel != parameter.padded_numel or layer.shape_of(transport.rank) != local:
+            raise RuntimeError(
+                f"{name} of shape {parameter.shape} has shards of shape {local}, with room for "
+                f"{parameter.padded_numel} elements, where {layer.shape_of(transport.rank)} and {layer.padded_numel} "
+                "were expected: this PyTorch lays out buffers in a way that thinwire does not know"
+            )
+        layers.append(layer)
+    trained = tuple(layer.name for layer, p in zip(layers, group.parameters, strict=True) if p.now().requires_grad)
+    return Unit(path, tuple(layers), transport, trained)
+
+
+def _transport(group: dist.ProcessGroup, options: ShardedOptions) -> Transport:
+    told = {"transport": options.transport, "topology": str(options.topology)}
+    return host_transport(group, options.timeout or group_timeout(group), options.transport, told)
+
+
+def _local(parameter: nn.Parameter) -> Tensor:
+    """This rank's shard of a parameter that is a DTensor."""
+    with torch.no_grad():
+        return parameter.to_local()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+
+
+def _scale(op: Any, size: int) -> float:
+    """What the sum is multiplied by."""
+    if op == dist.ReduceOp.AVG:
+        return 1.0 / size
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    factor = premul_factor(op) if op == dist.ReduceOp.PREMUL_SUM else None
+    if factor is None:
+        raise ValueError(f"gradients are reduced by {op}: thinwire adds up, and multiplies by one factor")
+    return factor
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def prefetch(model: nn.Module) -> None:
+    """Let every FSDP module of ``model`` gather its successor's weights while it computes, forward and backward.
+
+    On the CPU, FSDP2 gathers ahead in forward only where it is told to. The order is that in which modules are
+    registered, which is that of execution in most models; another order costs memory, and changes no result. Only
+    FSDP2's own ``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch`` are used.
+    """
+    modules = [module for _, module in _modules(model)]
+    for module, following in pairwise(modules):
+        module.set_modules_to_forward_prefetch([following])
+    for before, module in pairwise(modules[1:]):
+        # The root gathers first and reduces last: its weights stay, unless it is told otherwise.
+        module.set_modules_to_backward_prefetch([before])

@@ -1,0 +1,263 @@
+"""What a sharded model's Wire does with each flat buffer of weights and of gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives import Layer, ScatterReduceAllGather, Topology, Transport
+from thinwire.compressors import Coded, Raw, Slot, not_finite
+from thinwire.plan import Plan, Site, at_site
+from thinwire.wire.flat import Contents, FlatEngine, Kind, Operation
+from thinwire.wire.sharded_slots import residual_bytes
+from thinwire.wire.sharded_stats import ShardedStats
+from thinwire.wire.units import Members, Unit
+
+Future = torch.futures.Future
+
+
+class ShardedEngine:
+    """Plan, units, slots and counters of a `ShardedWire`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        units: Sequence[Unit],
+        *,
+        topology: Topology,
+        seed: int,
+        start: int,
+        master: bool,
+        record: Mapping[str, str],
+        replicas: Transport | None,
+    ) -> None:
+        self.plan = plan
+        self.units = tuple(units)
+        self.seed, self.start, self.master = seed, start, master
+        self.stats = ShardedStats()
+        self.step = -1
+        self._finite = True
+        self._touched: list[Members] = []
+        self._contents: dict[object, Contents] = {}
+        transports = list({id(unit.transport): unit.transport for unit in units}.values())
+        self._engines = {id(t): FlatEngine(t, topology=topology, seed=seed, record=record) for t in transports}
+        star = ScatterReduceAllGather()
+        self.across = FlatEngine(replicas, topology=star, seed=seed, record=record) if replicas is not None else None
+        self.weights: list[Members] = []
+        self.gradients: list[Members] = []
+        for index, unit in enumerate(self.units):
+            unit.index = index
+            self.weights.append(Members("weights", unit.layers, unit.transport.rank))
+            self.gradients.append(self._gradients_of(unit, unit.trained))
+        self._plans: list[Plan] = []
+        self.take(plan)
+
+    def take(self, plan: Plan) -> None:
+        """Between steps: every unit has this plan from now on."""
+        self.plan = plan
+        self._plans = [plan] * len(self.units)
+        for members in self.members():
+            members.follow(plan)
+
+    def restart(self, plan: Plan, *, step: int, seed: int) -> None:
+        """Between steps: go on from a checkpoint."""
+        self.step, self.seed = step, seed
+        self._touched.clear()
+        self._finite = True
+        for unit in self.units:
+            unit.kept.clear()
+        self.take(plan)
+        for engine in self.engines:
+            engine.seed = seed
+
+    @property
+    def engines(self) -> list[FlatEngine]:
+        """By whom shards are moved: one for each set of ranks that units are sharded over."""
+        return list(self._engines.values())
+
+    @property
+    def all_engines(self) -> list[FlatEngine]:
+        """These, and that which takes sums across replicas."""
+        return [*self.engines, *([self.across] if self.across else [])]
+
+    def members(self) -> Iterable[Members]:
+        yield from self.weights
+        yield from self.gradients
+
+    def members_of(self, name: str) -> Members | None:
+        """Those to which a layer of the plan belongs."""
+        return next((members for members in self.members() if name in members.placement.by_name), None)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Memory that slots take."""
+        return sum(members.slots.num_bytes for members in self.members())
+
+    @property
+    def foreseen_bytes(self) -> int:
+        """The same, by formula."""
+        plans = ((m.placement, {name: self.plan[name] for name in m.placement.by_name}) for m in self.members())
+        return sum(residual_bytes(placement, compressors) for placement, compressors in plans)
+
+    def value(self, layer: str, slot: Slot, shape: Sequence[int]) -> Tensor:
+        """A copy of a slot, flat."""
+        members = self.members_of(layer)
+        return (slot.first(shape, layer) if members is None else members.slots.value(layer, slot)).reshape(-1)
+
+    def sent_bytes(self, site: Site, dtype: torch.dtype) -> int:
+        """Bytes that this rank sends when all weights are gathered once, or all gradients reduced once."""
+        kind: Kind = "all_gather" if site == "weights" else "reduce_scatter"
+        total = 0
+        for unit, members in zip(self.units, self.weights if site == "weights" else self.gradients, strict=True):
+            if members.names:
+                contents = self._contents_of(unit, members, self.plan, compressed=True)
+                total += self._engines[id(unit.transport)].sent_bytes(kind, contents, dtype)
+        return total
+
+    def gather(self, unit: Unit, flat: Tensor, *, keep: Callable[[Tensor], object] | None = None) -> Future[Tensor]:
+        """Start filling ``flat``, which holds this rank's part of the weights, with all ranks' as they arrive.
+
+        This rank's own part, too, becomes what it sent of it. ``keep`` is called with that part, where only what was
+        sent is kept of the weights.
+        """
+        members, rank = self.weights[unit.index], unit.transport.rank
+        compressed = unit.reductions >= self.start
+        contents = self._contents_of(unit, members, self._plans[unit.index], compressed=compressed)
+        since = unit.reductions - self.start
+        quantised = compressed and not self.master
+        self.stats.gathers += 1
+        self.stats.dense_bytes += (unit.transport.world_size - 1) * members.placement.part_numel * flat.itemsize
+        operation = Operation(
+            "all_gather",
+            contents,
+            flat.dtype,
+            lambda: flat,
+            draw=unit.reductions,
+            state=(lambda x: members.slots.state(x, since, 1.0)) if compressed else None,
+            kept=unit.kept if quantised else None,
+            done=(lambda x: keep(members.placement.part(x, rank))) if quantised and keep is not None else None,
+        )
+        return self._engines[id(unit.transport)].submit(operation)
+
+    def reduce(
+        self,
+        unit: Unit,
+        flat: Tensor,
+        out: Tensor,
+        *,
+        scale: float,
+        loss_scale: float = 1.0,
+    ) -> Future[Tensor]:
+        """Start setting ``out`` to this rank's part of ``scale`` times the sum of all ranks' ``flat``.
+
+        ``loss_scale`` is how many times larger than the gradients its values are.
+        """
+        unit.last_step = self.step
+        members = self.gradients[unit.index]
+        compressed = unit.reductions >= self.start
+        if self._plans[unit.index] is not self.plan:
+            # From here on: what was gathered for this backward pass was gathered with the plan before.
+            self._plans[unit.index] = self.plan
+            unit.kept.clear()
+            members.follow(self.plan)
+            self.weights[unit.index].follow(self.plan)
+        contents = self._contents_of(unit, members, self.plan, compressed=compressed)
+        owes = compressed and members.slots.owes
+        if owes:
+            self._touched.append(members)
+        since = unit.reductions - self.start
+        operation = Operation(
+            "reduce_scatter",
+            contents,
+            flat.dtype,
+            lambda: flat,
+            scale,
+            out,
+            done=(lambda _: self._note(out)) if owes else None,
+            draw=unit.reductions,
+            state=(lambda x: members.slots.state(x, since, loss_scale)) if compressed else None,
+        )
+        unit.reductions += 1
+        self.stats.reductions += 1
+        self.stats.dense_bytes += (unit.transport.world_size - 1) * members.placement.part_numel * flat.itemsize
+        return self._engines[id(unit.transport)].submit(operation)
+
+    def reduce_across(self, unit: Unit, part: Tensor) -> Future[Tensor]:
+        """Start replacing this rank's part of the gradients by its mean over all replicas."""
+        assert self.across is not None
+        members = self.gradients[unit.index]
+        compressed = unit.reductions > self.start
+        key = ("across", unit.index, members.names, compressed)
+        if key not in self._contents:
+            layers = []
+            for name in members.names:
+                at = at_site("gradients", name)
+                layer, start = members.placement.by_name[at], members.placement.starts[at]
+                compressor = self.plan[at_site("across", name)] if compressed else Raw()
+                assert isinstance(compressor, Coded)
+                shape = (layer.padded_numel,)
+                layers.append(Layer(at_site("across", name), start, shape, compressor))
+            self._contents[key] = Contents(key, tuple(layers))
+        flat = part.view(-1)
+        scale = 1 / self.across.world.size
+        operation = Operation("all_reduce", self._contents[key], flat.dtype, lambda: flat, scale)
+        return self.across.submit(operation)
+
+    def begins_step(self, unit: Unit) -> bool:
+        """Whether a unit's next reduction is the first one of a backward pass. All ranks find the same."""
+        return self.step < 0 or unit.last_step == self.step
+
+    def begin_step(self) -> None:
+        """Between the last reduction of a backward pass and the first one of the next."""
+        self.settle()
+        self.step += 1
+        self.stats.steps += 1
+
+    def follow_trained(self, unit: Unit, trained: Sequence[str]) -> Members:
+        """The members of a unit's next reduction, in which these layers are, in this order."""
+        if tuple(trained) != self.gradients[unit.index].names:
+            self.gradients[unit.index] = self._gradients_of(unit, trained, self.gradients[unit.index])
+        return self.gradients[unit.index]
+
+    def _gradients_of(self, unit: Unit, trained: Sequence[str], before: Members | None = None) -> Members:
+        """The members of reductions of these layers; what ``before`` owed of them is theirs."""
+        layers = [layer for layer in unit.layers if layer.name in set(trained)]
+        members = Members("gradients", layers, unit.transport.rank)
+        members.follow(self.plan)
+        for name, compressor in members.compressors(self.plan).items() if before is not None else ():
+            if before is not None and name in before.placement.by_name:
+                for slot in compressor.slots:
+                    members.slots.load(name, slot, before.slots.value(name, slot))
+        return members
+
+    def _contents_of(self, unit: Unit, members: Members, plan: Plan, *, compressed: bool) -> Contents:
+        compressors: dict[str, Coded] = members.compressors(plan) if compressed else {}
+        key = (members.site, unit.index, members.names, tuple(compressors.values()))
+        if key not in self._contents:
+            raw = dict.fromkeys(members.placement.by_name, Raw())
+            shards = members.placement.shards(compressors or raw)
+            self._contents[key] = Contents(key, (), shards, members.placement.part_numel)
+        return self._contents[key]
+
+    def _note(self, out: Tensor) -> None:
+        if not math.isfinite(float(not_finite(out))):
+            self._finite = False
+
+    def settle(self) -> None:
+        """Let residuals take what the last pass left: nothing, if some rank met NaN or Inf in it."""
+        if not self._touched:
+            return
+        flag = torch.tensor([0.0 if self._finite else 1.0])
+        for engine in self._engines.values():
+            engine.alone(partial(engine.transport.all_reduce, flag, lane=1, op="max"))
+        if float(flag) == 0.0:
+            for members in self._touched:
+                members.slots.commit()
+        else:
+            self.stats.nonfinite_steps += 1
+        self._touched.clear()
+        self._finite = True

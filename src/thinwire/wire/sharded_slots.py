@@ -1,0 +1,155 @@
+"""The state of compressors whose layers are cut among ranks: of one unit's buffer, in one direction."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from thinwire.compressors import RESIDUAL, Coded, Compressor, LayerState, Slot, State
+from thinwire.wire.shards import Placement
+
+_LEAST_TO_LEARN = 2
+
+
+class ShardedSlots:
+    """The slots of the layers of one flat buffer, on one rank.
+
+    Residuals hold, for every element of all parts, what this rank owes of its own gradient: the whole unit on every
+    rank, but for its own part, which it adds up exactly and of which it owes nothing. Learned slots are each rank's own
+    (their values travel in every message), learned from what this rank sends.
+    """
+
+    def __init__(self, placement: Placement, rank: int, *, sends_all: bool) -> None:
+        """``sends_all``: whether this rank sends all parts (gradients), or only its own (weights)."""
+        self.rank = rank
+        self._placement, self._sends_all = placement, sends_all
+        self._compressors: dict[str, Coded] = {}
+        self._state: State | None = None
+        self._shaped: dict[tuple[str, Slot], Tensor] = {}
+        self.learned_at = -1
+        """When slots were learned last, in steps since the first compressed one."""
+        self.learn_s = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        tensors = [*self._shaped.values()]
+        if self._state is not None:
+            tensors += [*self._state.now.values(), *self._state.next.values()]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    @property
+    def owes(self) -> bool:
+        """Whether there is a residual."""
+        return any(RESIDUAL in compressor.slots for compressor in self._compressors.values())
+
+    def follow(self, compressors: Mapping[str, Coded]) -> None:
+        """Take the compressors that the layers have from now on. What is owed stays with its layer."""
+        if compressors == self._compressors:
+            return
+        self._compressors = dict(compressors)
+        asked = {(name, slot) for name, c in compressors.items() for slot in c.slots if slot.shape is not None}
+        for name, slot in asked:
+            shape = self._placement.by_name[name].shape
+            held = self._shaped.get((name, slot))
+            if held is None or held.shape != torch.Size(slot.shape_of(shape)):
+                self._shaped[name, slot] = slot.first(shape, name).view(slot.shape_of(shape)).clone()
+        self._shaped = {key: value for key, value in self._shaped.items() if key in asked}
+        self._make()
+
+    def _make(self) -> None:
+        flat = {slot for c in self._compressors.values() for slot in c.slots if slot.shape is None}
+        if not flat and not self._shaped:
+            self._state = None
+            return
+        old = self._state
+        fresh = State.fresh(sorted(flat, key=lambda slot: slot.name), self._placement.numel)
+        for name in fresh.now if old is not None else ():
+            if old is not None and name in old.now:
+                fresh.now[name].copy_(old.now[name])  # pyright: ignore[reportIndexIssue]
+        layers: dict[str, dict[str, Tensor]] = {}
+        for (name, slot), value in self._shaped.items():
+            layers.setdefault(name, {})[slot.name] = value
+        self._state = State(fresh.now, fresh.next, 1.0, {name: LayerState(of, of) for name, of in layers.items()})
+
+    def state(self, x: Tensor, step: int, loss_scale: float) -> State | None:
+        """The slots for one message, which ``x`` goes into; what is to be learned in ``step`` is, before."""
+        if self._state is None:
+            return None
+        if step != self.learned_at:
+            learning = {name: c for name, c in self._compressors.items() if step in c.learns_at}
+            if learning:
+                started = time.perf_counter()
+                self._learn(x, learning, loss_scale)
+                self.learned_at = step
+                self.learn_s += time.perf_counter() - started
+        of = self._state
+        return State(of.now, of.next, loss_scale, of.layers)
+
+    def _learn(self, x: Tensor, learning: Mapping[str, Coded], loss_scale: float) -> None:
+        assert self._state is not None
+        for name, compressor in learning.items():
+            if self._sends_all:
+                values = self._placement.whole(x, name)
+            else:
+                values = self._placement.shard(x, name, self.rank)
+            values = values.reshape(-1).float() / loss_scale
+            if values.numel() < _LEAST_TO_LEARN:
+                continue
+            slots = self._state.layers[name].now
+            for slot, value in compressor.learn(values, slots).items():
+                slots[slot].copy_(value.view_as(slots[slot]))
+
+    def commit(self) -> None:
+        """Make what the last step left the present values."""
+        if self._state is not None:
+            self._state = self._state.swapped()
+
+    def value(self, name: str, slot: Slot) -> Tensor:
+        """A copy of a slot of a layer: in the layer's own shape, or in the slot's."""
+        if slot.shape is not None:
+            return self._shaped[name, slot].clone()
+        assert self._state is not None
+        return self._placement.whole(self._state.now[slot.name], name)
+
+    def load(self, name: str, slot: Slot, value: Tensor) -> None:
+        """Set a slot of a layer."""
+        if slot.shape is not None:
+            self._shaped[name, slot].copy_(value.view_as(self._shaped[name, slot]))
+        else:
+            assert self._state is not None
+            self._placement.write(self._state.now[slot.name], name, value)
+
+
+def reshard_owed(saved: Mapping[int, Tensor], slot: Slot, name: str, rank: int, placement: Placement) -> Tensor:
+    """A rank's slot of one layer in a world of another size; the mean of what is owed is kept.
+
+    Of an element, the old world owed ``(1/n) Σ δ_r``; in the new one all ranks but its owner owe it.
+    """
+    if slot.shape is not None:
+        return saved[0].clone()
+    layer = placement.by_name[name]
+    owed = torch.stack([value.double() for value in saved.values()]).mean(0).to(saved[0].dtype).view(layer.shape)
+    others = layer.num_ranks - 1
+    mine = owed * (layer.num_ranks / others if others else 0.0)
+    begin = sum(layer.rows[:rank])
+    mine.narrow(layer.dim, begin, layer.rows[rank]).zero_()
+    return mine.reshape(-1)
+
+
+def residual_bytes(placement: Placement, compressors: Mapping[str, Compressor]) -> int:
+    """Memory that residuals of a unit take on each rank: two fp32 values for each element of its buffer, if any layer
+    has error feedback."""
+    owes = any(RESIDUAL in compressor.slots for compressor in compressors.values())
+    flat = 2 * 4 * placement.numel if owes else 0
+    shaped = (
+        4 * math.prod(slot.shape_of(placement.by_name[name].shape))
+        for name, compressor in compressors.items()
+        for slot in compressor.slots
+        if slot.shape is not None
+    )
+    return flat + sum(shaped)
