@@ -353,7 +353,7 @@ def _other_hook(state, bucket):
     [
         (
             "not DDP",
-            "TypeError: thinwire.compress() takes a DistributedDataParallel model, or one under fully_shard(), not Net: wrap it first",
+            "TypeError: thinwire.compress() takes a DistributedDataParallel model, or one under fully_shard(), not",
         ),
         ("twice", "RuntimeError: this model is compressed already: call detach()"),
         ("another hook", "RuntimeError: this DDP model has a communication hook already"),

@@ -22,7 +22,7 @@ from thinwire.wire.speeds import measure_speeds
 from thinwire.wire.stats import StageSeconds
 from thinwire.wire.units import Members, Unit
 
-_VERSIONS = "versions"
+_VERSIONS, _EXCHANGES = "versions", "exchanges"
 _STAGES = [f.name for f in fields(StageSeconds)]
 
 
@@ -104,8 +104,8 @@ class ShardedWire:
         }
 
         def prepare(evidence: Evidence) -> Evidence:
-            stats = self._engine.stats
-            return balanced(evidence, max(1.0, stats.gathers / max(1, stats.reductions)))
+            of = self._engine
+            return balanced(evidence, max(1.0, of.gathers / max(1, of.reductions)))
 
         return Adapter(
             policy,
@@ -306,12 +306,14 @@ class ShardedWire:
             for unit, weights, gradients in zip(engine.units, engine.weights, engine.gradients, strict=True)
         ]
         state[_VERSIONS] = torch.tensor(rows)
+        state[_EXCHANGES] = torch.tensor([engine.gathers, engine.reductions])
         return state | self._adapter.state() if self._adapter else state
 
     def state_dict_of(self, world_size: int) -> dict[str, Tensor]:
         """The shape of the merged states of a world of ``world_size`` ranks, to load its checkpoint into."""
         state = checkpoint.template(self.plan, self._shapes, world_size)
         state[_VERSIONS] = torch.zeros(len(self._engine.units), 3, dtype=torch.int64)
+        state[_EXCHANGES] = torch.zeros(2, dtype=torch.int64)
         return state | self._adapter.state() if self._adapter else state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -325,7 +327,8 @@ class ShardedWire:
             DisagreementError: ranks loaded different states.
         """
         engine, versions = self._engine, state.get(_VERSIONS)
-        if versions is None or tuple(versions.shape) != (len(engine.units), 3):
+        known = versions is not None and tuple(versions.shape) == (len(engine.units), 3)
+        if versions is None or not known or _EXCHANGES not in state:
             raise ValueError(
                 "this is not the state of a Wire of this model: shard its modules as they were when it was saved"
             )
@@ -339,6 +342,7 @@ class ShardedWire:
         shares = [1] * self.world_size
         loaded = checkpoint.read(state, self.plan, self._shapes, self.rank, shares, resharded)
         engine.restart(loaded.plan, step=loaded.step, seed=loaded.seed)
+        engine.gathers, engine.reductions = (int(count) for count in state[_EXCHANGES].reshape(2).tolist())
         rows = versions.tolist()
         for unit, row, *sites in zip(engine.units, rows, engine.weights, engine.gradients, strict=True):
             unit.reductions, unit.last_step = row[0], loaded.step

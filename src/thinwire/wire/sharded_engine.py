@@ -40,6 +40,8 @@ class ShardedEngine:
         self.seed, self.start, self.master = seed, start, master
         self.stats = ShardedStats()
         self.step = -1
+        self.gathers = self.reductions = 0
+        """Of all units since training began, also before it was resumed."""
         self._finite = True
         self._touched: list[Members] = []
         self._contents: dict[object, Contents] = {}
@@ -129,6 +131,7 @@ class ShardedEngine:
         contents = self._contents_of(unit, members, self._plans[unit.index], compressed=compressed)
         since = unit.reductions - self.start
         quantised = compressed and not self.master
+        self.gathers += 1
         self.stats.gathers += 1
         self.stats.dense_bytes += (unit.transport.world_size - 1) * members.placement.part_numel * flat.itemsize
         operation = Operation(
@@ -182,6 +185,7 @@ class ShardedEngine:
             state=(lambda x: members.slots.state(x, since, loss_scale)) if compressed else None,
         )
         unit.reductions += 1
+        self.reductions += 1
         self.stats.reductions += 1
         self.stats.dense_bytes += (unit.transport.world_size - 1) * members.placement.part_numel * flat.itemsize
         return self._engines[id(unit.transport)].submit(operation)
