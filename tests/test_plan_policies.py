@@ -25,6 +25,7 @@ from thinwire.plan import (
     Proposal,
     Speeds,
     Sync,
+    balanced,
     sent_bytes,
 )
 from thinwire.plan.choices import Choices
@@ -396,3 +397,22 @@ def test_reports_say_how_long_it_took() -> None:
     proposal = LGreco().propose(evidence())
     assert proposal.errors_s > 0
     assert proposal.solve_s > 0
+
+
+def test_weights_and_gradients_share_one_budget() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = {
+        "weights/a": 100 * torch.randn(64, 32, generator=generator),
+        "weights/b": torch.randn(64, 32, generator=generator),
+        "gradients/a": 1e-3 * torch.randn(128, 32, generator=generator),
+    }
+    reference = dict.fromkeys(values, parse("minmax(bits=4, bucket=64)"))
+    evidence = balanced(Evidence(reference, reference, values, num_ranks=2), gathers=5.0)
+    for site in ("weights", "gradients"):
+        names = [name for name in values if name.startswith(site)]
+        errors = [squared_errors(evidence.gradients[n], [reference[n]])[0] for n in names]
+        assert sum(errors) == pytest.approx(1.0, rel=0.05)
+    # What a rank sends of its shard goes to every other rank, five times as often.
+    assert evidence.times == {"weights/a": 10.0, "weights/b": 10.0}
+    ratio = evidence.gradients["weights/a"] / values["weights/a"]
+    assert torch.allclose(ratio, evidence.gradients["weights/b"] / values["weights/b"])
