@@ -158,7 +158,8 @@ def compress(
             ``lgreco(every=500, warmup=100)`` sends the least at the error that the rules would have (docs/adaptive.md).
             Its ``warmup`` is a ``start``. ``wire.decisions`` says what it did.
         optimizer: the optimizer, for compressors that follow its learning rate (``fft(theta=diminishing)``) or its
-            steps (``intsgd(scale=params)``), and for ``accordion``.
+            steps (``intsgd(scale=params)``), and for ``accordion``. With `thinwire.optim.QuantizedAdam` its momentum is
+            what travels once its warm-up is over, with error feedback around every compressor.
         grad_scaler: the ``GradScaler`` of an fp16 training; error feedback keeps its residuals in unscaled units.
         timeout: of the process group that the Wire makes for itself; that of the model's own if None. Gradients on a
             GPU travel over the model's own.

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach.devices import device_of, on_device, trained
+from thinwire.attach.momentum import Momentum, with_feedback
 from thinwire.attach.transports import bare_transport
 from thinwire.attach.updates import Updates
 from thinwire.collectives import (
@@ -27,6 +28,7 @@ from thinwire.collectives import (
 )
 from thinwire.compat import group_timeout
 from thinwire.compressors import GRADIENT_DTYPES, Raw, Summed, Wrapper, check_int
+from thinwire.optim import QuantizedAdam
 from thinwire.plan import Filter, Plan, Policy, Rules
 from thinwire.wire import Later, Wire, agree, on_the_host
 from thinwire.wire.route import BucketLayers
@@ -47,6 +49,7 @@ class _Hook:
         self.wire: Wire | None = None
         self.grad_scaler: torch.amp.GradScaler | None = None
         self.updates: Updates | None = None
+        self.momentum: Momentum | None = None
         self.parity = 0
         self.resync = 0
         self._passes = 0
@@ -74,6 +77,16 @@ class _Hook:
             if self.parity and wire.step % self.parity == 0:
                 wire.check_parity({name: p for p, name in self.names.items()})
         layers = tuple((self.names[p], tuple(p.shape)) for p in bucket.parameters())
+        momentum = self.momentum if not wire.dense else None
+        if momentum is not None and not momentum.travels:
+            return wire.count_dense(flat.numel() * flat.element_size(), _plain_mean(flat, self.group))
+        if momentum is None or flat.is_sparse:
+            return self._reduce(flat, layers, wire)
+        scale = self._loss_scale
+        momentum.make(flat, layers, scale)
+        return self._reduce(flat, layers, wire).then(lambda future: momentum.undo(future.value(), layers, scale))
+
+    def _reduce(self, flat: torch.Tensor, layers: BucketLayers, wire: Wire) -> torch.futures.Future[torch.Tensor]:
         if not flat.is_sparse:
             wire.observe(flat, layers, loss_scale=self._loss_scale)
         if wire.dense:
@@ -176,13 +189,16 @@ def _compress(model: DistributedDataParallel, rules: Rules, options: Options) ->
     shapes = {name: p.shape for name, p in trained(model).items()}
     device = None if options.simulate else device_of(model, hook.group, options.as_device)
     plan = Plan.build(shapes, rules, Filter(min_numel=options.min_numel, exclude=tuple(options.exclude)))
+    parameters = {name: p for p, name in hook.names.items()}
+    momentum = None
+    if isinstance(options.optimizer, QuantizedAdam):
+        momentum, plan = Momentum(options.optimizer, parameters), with_feedback(plan)
     _check_dtypes(model, plan)
     _check_feedback(plan)
     if options.aggregator is not None:
         _check_aggregator(plan, options.aggregator)
         if device is not None:
             raise ValueError("aggregator= adds integers that come from the host; between devices NCCL adds them")
-    parameters = {name: p for p, name in hook.names.items()}
     follows = Updates.check(plan, options.optimizer, parameters)
     wire = Wire(
         plan,
@@ -200,7 +216,7 @@ def _compress(model: DistributedDataParallel, rules: Rules, options: Options) ->
     if model not in _attached:
         _register(model, hook, wire)
     hook.wire = wire
-    hook.updates = None
+    hook.updates, hook.momentum = None, momentum
     if follows and options.optimizer is not None:
         hook.updates = Updates(wire, options.optimizer, parameters)
     hook.grad_scaler, hook.parity, hook.resync = options.grad_scaler, options.parity, options.resync
@@ -255,6 +271,7 @@ def _transport(group: dist.ProcessGroup, options: Options, device: torch.device 
     # What follows until the plan is agreed on depends on these: ranks that differ would wait for each other.
     told = {"simulate": str(options.simulate), "transport": options.transport, "topology": str(options.topology)}
     told["aggregator"] = str(options.aggregator)
+    told["what travels"] = "momenta" if isinstance(options.optimizer, QuantizedAdam) else "gradients"
     told["gradients on"] = device.type if device else "the host"
     agree(told, transport)
     if device is not None:

@@ -2,5 +2,6 @@
 
 from thinwire.optim.int_diana import IntDIANA
 from thinwire.optim.integers import IntegerStats
+from thinwire.optim.quantized_adam import QuantizedAdam
 
-__all__ = ["IntDIANA", "IntegerStats"]
+__all__ = ["IntDIANA", "IntegerStats", "QuantizedAdam"]
