@@ -110,8 +110,8 @@ def compress(
 
     Args:
         model: a ``DistributedDataParallel`` model with its parameters on the CPU, over gloo; or on one CUDA device of
-            each rank, over NCCL, where Triton compresses (docs/gpu.md says what differs there). Or a model on the CPU
-            on which ``torch.distributed.fsdp.fully_shard`` was called: QSDP (thesis, chapter 5).
+            each rank, over NCCL, where Triton compresses (docs/gpu.md says what differs there). Or a model, there
+            or there, on which ``torch.distributed.fsdp.fully_shard`` was called: QSDP (thesis, chapter 5).
         rules: for ``DistributedDataParallel``. A compressor, its spec, or a mapping from name patterns to them: the
             first pattern that matches holds. A pattern with ``*`` or ``?`` must match the whole name of the parameter
             in the module inside DDP; a plain word matches any name that contains it. Layers that no pattern matches

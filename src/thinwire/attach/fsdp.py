@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from thinwire.attach.devices import check_device, on_device
 from thinwire.attach.group_work import Work
-from thinwire.attach.transports import host_transport
-from thinwire.collectives import ScatterReduceAllGather, Topology, Transport, TransportChoice
+from thinwire.attach.transports import bare_transport, host_transport
+from thinwire.collectives import DeviceTransport, ScatterReduceAllGather, Topology, Transport, TransportChoice
 from thinwire.compat import (
     FSDPGroup,
     all_gather_single,
@@ -28,7 +29,7 @@ from thinwire.compat import (
 )
 from thinwire.compressors import GRADIENT_DTYPES
 from thinwire.plan import Filter, Policy, Rules, Site, sharded_plan
-from thinwire.wire import ShardedLayer, ShardedWire, Unit
+from thinwire.wire import ShardedLayer, ShardedWire, Unit, agree
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -54,6 +55,8 @@ class ShardedOptions:
     grad_scaler: torch.amp.GradScaler | None = None
     timeout: timedelta | None = None
     replicas: dist.ProcessGroup | None = None
+    as_device: bool = False
+    """Send what is on the CPU the way that what is on a GPU goes: for tests."""
 
 
 class Attached:
@@ -67,6 +70,7 @@ class Attached:
         }
         self.pads = any(layer.padded_numel * layer.num_ranks > _numel(layer.shape) for layer in unit.layers)
         self.size = group.process_group.size()
+        self.on_device = isinstance(unit.transport, DeviceTransport)
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -135,7 +139,8 @@ class QuantisedAllGather(_Comm):
         if mine.data_ptr() != input_tensor.data_ptr():
             mine.copy_(input_tensor)
         future = at.wire.gather(at.unit, output_tensor.view(-1), keep=at.keep)
-        return Work([future], [], output_tensor)
+        # On a device it is enqueued, and FSDP2 minds the streams.
+        return None if at.on_device else Work([future], [], output_tensor)
 
 
 class QuantisedReduceScatter(_Comm):
@@ -164,7 +169,7 @@ class QuantisedReduceScatter(_Comm):
             weights=at.shards,
         )
         # A sum that is divided later is read at once; so is one that is cast, or added to a gradient that is there.
-        late = op != dist.ReduceOp.SUM and not at.group.reads_at_once()
+        late = op != dist.ReduceOp.SUM and not at.on_device and not at.group.reads_at_once()
         for parameter in at.group.parameters if late else ():
             now = parameter.now()
             late &= now.grad is None and now.dtype == output_tensor.dtype
@@ -186,12 +191,13 @@ def compress_fsdp(model: nn.Module, rules: Mapping[Site, Rules], options: Sharde
     for path, module in modules:
         for group in _checked(path, module):
             found.setdefault(id(group.identity), (module, group, path))
+    device = _device(model, [group for _, group, _ in found.values()], options)
     transports: dict[tuple[int, ...], Transport] = {}
     units: list[Unit] = []
     for _, group, path in found.values():
         ranks = tuple(dist.get_process_group_ranks(group.process_group))
         if ranks not in transports:
-            transports[ranks] = _transport(group.process_group, options)
+            transports[ranks] = _transport(group.process_group, options, device)
         units.append(_unit(path, group, transports[ranks], names))
     shapes = {layer.name: layer.shape for unit in units for layer in unit.layers}
     if options.replicas is None:
@@ -208,7 +214,7 @@ def compress_fsdp(model: nn.Module, rules: Mapping[Site, Rules], options: Sharde
         decline=options.decline,
         topology=options.topology,
         adapt=options.adapt,
-        replicas=_transport(options.replicas, options) if options.replicas is not None else None,
+        replicas=_transport(options.replicas, options, device) if options.replicas is not None else None,
     )
     for (module, group, _), unit in zip(found.values(), units, strict=True):
         _attach(module, Attached(wire, unit, group, options.grad_scaler), options)
@@ -273,12 +279,6 @@ def _checked(path: str, module: FSDPModule) -> list[FSDPGroup]:
                 f"the bytes of {where} are moved by {group.other_comm}: thinwire's cannot be beside it. Leave out "
                 "set_symm_mem_for_comm(), set_allocate_memory_from_process_group_for_comm() and other custom comms"
             )
-        device = group.parameters[0].now().device
-        if device.type != "cpu":
-            raise NotImplementedError(
-                f"{where} is on {device}: thinwire compresses sharded models on the CPU, over gloo; gradients of "
-                "DistributedDataParallel on a GPU, too"
-            )
     return groups
 
 
@@ -305,9 +305,27 @@ def _unit(path: str, group: FSDPGroup, transport: Transport, names: Mapping[int,
     return Unit(path, tuple(layers), transport, trained)
 
 
-def _transport(group: dist.ProcessGroup, options: ShardedOptions) -> Transport:
-    told = {"transport": options.transport, "topology": str(options.topology)}
-    return host_transport(group, options.timeout or group_timeout(group), options.transport, told)
+def _transport(group: dist.ProcessGroup, options: ShardedOptions, device: torch.device | None) -> Transport:
+    timeout = options.timeout or group_timeout(group)
+    told = {"transport": options.transport, "topology": str(options.topology), "on": str(device and device.type)}
+    if device is None:
+        return host_transport(group, timeout, options.transport, told)
+    host = bare_transport(group, timeout)
+    agree(told, host)
+    return on_device(host, device, group, timeout, options.transport)
+
+
+def _device(model: nn.Module, found: Sequence[FSDPGroup], options: ShardedOptions) -> torch.device | None:
+    """Where the model is, if bytes leave from there without going over the host."""
+    devices = {p.device: name for name, p in model.named_parameters()}
+    over_the_host = all(device.type == "cpu" for device in devices)
+    if over_the_host and not options.as_device:
+        return None
+    if not options.master:
+        raise NotImplementedError("master=False compares what was sent with what is kept, for which a GPU would stop")
+    if over_the_host:
+        return torch.device("cpu")
+    return check_device(devices, dist.get_backend_config(found[0].process_group))
 
 
 def _local(parameter: nn.Parameter) -> Tensor:

@@ -3,6 +3,7 @@
 from thinwire.collectives.aggregator import AggregatorClient, parse_address, session_number
 from thinwire.collectives.allgather import gather_buffers, gather_mean
 from thinwire.collectives.device import DeviceBuffers, check_star, device_all_reduce
+from thinwire.collectives.device_shards import ShardBuffers, device_all_gather, device_reduce_scatter
 from thinwire.collectives.device_transport import DeviceGroupTransport, DeviceLoopbackTransport, DeviceTransport
 from thinwire.collectives.exchange import Exchange
 from thinwire.collectives.layout import Chunk, Layer, Layout, owned_parts
@@ -63,6 +64,7 @@ __all__ = [
     "Ring",
     "ScatterReduceAllGather",
     "Shard",
+    "ShardBuffers",
     "SharedMemoryError",
     "SharedMemoryTransport",
     "Topology",
@@ -76,7 +78,9 @@ __all__ = [
     "check_choice",
     "check_star",
     "complete",
+    "device_all_gather",
     "device_all_reduce",
+    "device_reduce_scatter",
     "encoded",
     "gather_buffers",
     "gather_mean",

@@ -56,8 +56,10 @@ class DeviceBuffers:
     """Bytes that this rank hands to the transport."""
 
     @staticmethod
-    def of(layout: Layout, rank: int, device: torch.device) -> DeviceBuffers:
-        """Raises ``ValueError`` for a topology that is no star."""
+    def of(layout: Layout, rank: int, device: torch.device, *, up: bool = True, down: bool = True) -> DeviceBuffers:
+        """``up``, ``down``: whether parts travel to their owners, and their means back.
+
+        Raises ``ValueError`` for a topology that is no star."""
         check_star(layout.topology)
         owned = [[chunk for chunk in layout.chunks if chunk.owner == peer] for peer in range(layout.world_size)]
         sizes = [sum(chunk.message_bytes for chunk in chunks) for chunks in owned]
@@ -80,17 +82,17 @@ class DeviceBuffers:
             others=_merged(others),
             mine=_merged([(owned[rank], 0)]),
             theirs=_merged(theirs),
-            sent=room(total - own),
-            received=room((num_ranks - 1) * own),
-            means=room(ends_at),
-            spread=room(0 if padded else num_ranks * own),
+            sent=room(up * (total - own)),
+            received=room(up * (num_ranks - 1) * own),
+            means=room(down * ends_at),
+            spread=room(0 if padded else down * num_ranks * own),
             sizes=tuple(sizes),
             padded=padded,
             rank=rank,
             gathered=_merged([(layout.gathered, 0)]),
             work=room(num_ranks * width).view(num_ranks, width),
             sums=sum_buffers(layout, device),
-            sent_bytes=total - own + means_bytes + (num_ranks - 1) * width + summed,
+            sent_bytes=up * (total - own) + down * means_bytes + (num_ranks - 1) * width + summed,
         )
 
     @property

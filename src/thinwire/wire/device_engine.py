@@ -30,7 +30,7 @@ class DeviceRoute(Route):
         return self.buffers.num_bytes if self.buffers else 0
 
 
-class _Ranges:
+class Ranges:
     """Names the stages for ``torch.profiler``: on the host they take no time worth counting."""
 
     def stage(self, name: str) -> AbstractContextManager[Any]:
@@ -57,7 +57,7 @@ class DeviceEngine(Engine):
     def _exchange(self, flat: Tensor, route: Route, options: Mapping[str, Any]) -> Iterator[Then]:
         assert isinstance(route, DeviceRoute)
         assert route.buffers is not None
-        device_all_reduce(flat, route.layout, self.transport, route.buffers, **{**options, "clock": _Ranges()})
+        device_all_reduce(flat, route.layout, self.transport, route.buffers, **{**options, "clock": Ranges()})
         yield Then.LATER
 
     def note_result(self, flat: Tensor) -> None:

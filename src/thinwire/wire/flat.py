@@ -18,6 +18,7 @@ from thinwire.collectives import (
     Topology,
     Transport,
     TransportError,
+    World,
     all_gather,
     complete,
     gather_buffers,
@@ -171,11 +172,7 @@ class FlatEngine:
 
     def sent_bytes(self, kind: Kind, contents: Contents, dtype: torch.dtype) -> int:
         """Bytes that this rank hands to the transport for one such collective, headers included."""
-        layout = self._layout(kind, contents, dtype)
-        if kind == "all_reduce":
-            return layout.sent_bytes(self.transport.rank, self.transport)
-        traffic = layout.reduction_traffic(up=kind != "all_gather", down=kind != "reduce_scatter")
-        return sent_bytes(traffic, self.transport.rank)
+        return sent_bytes_of(kind, lay_out(kind, contents, dtype, self.world, self.topology), self.transport)
 
     def present_stats(self) -> FlatStats:
         """Totals so far, as a copy: what is under way is partly in it."""
@@ -189,7 +186,7 @@ class FlatEngine:
         )
 
     def close(self) -> None:
-        """End the threads after what was handed over."""
+        """End the threads after what was handed over, and let go of the transport."""
         self._worker.close()
 
     def _job(self, operation: Operation, number: int) -> Job:
@@ -243,7 +240,7 @@ class FlatEngine:
         kind, transport = operation.kind, self.transport
         layout = ways.layout
         if layout is None:
-            layout = self._layout(kind, operation.contents, operation.dtype)
+            layout = lay_out(kind, operation.contents, operation.dtype, self.world, self.topology)
             about = f"{kind} of {operation.contents.numel} elements of {operation.dtype}"
             # gloo aborts the process when two ranks expect different sizes: agree before the first message.
             agree({"buffer": about, "layers": operation.contents.names, "cut": f"{layout.digest:016x}"}, transport)
@@ -252,13 +249,6 @@ class FlatEngine:
         reduction = transport.open(traffic) if layout.has_owned else None
         gathering = gather_buffers(layout, transport) if layout.has_gathered else None
         return Route(layout, reduction, gathering, sum_buffers(layout), 0, sent_bytes(traffic, transport.rank))
-
-    def _layout(self, kind: Kind, contents: Contents, dtype: torch.dtype) -> Layout:
-        if kind == "all_reduce":
-            return Layout.build(contents.layers, self.world, dtype, self.topology)
-        if contents.shards:
-            return sharded_layout(contents.shards, contents.part_numel, dtype, self.world, self.topology)
-        return part_layout(contents.layers, self.world.size, dtype)
 
     def _collectives(
         self, operation: Operation, x: Tensor, route: Route, number: int, state: State | None
@@ -277,6 +267,23 @@ class FlatEngine:
             out = operation.out
             return [reduce_scatter(x, layout, transport, route.reduction, scale=scale, out=out, **shared)]
         return [all_gather(x, layout, transport, route.reduction, kept=operation.kept, **shared)]
+
+
+def lay_out(kind: Kind, contents: Contents, dtype: torch.dtype, world: World, topology: Topology) -> Layout:
+    """How a buffer of these contents travels."""
+    if kind == "all_reduce":
+        return Layout.build(contents.layers, world, dtype, topology)
+    if contents.shards:
+        return sharded_layout(contents.shards, contents.part_numel, dtype, world, topology)
+    return part_layout(contents.layers, world.size, dtype)
+
+
+def sent_bytes_of(kind: Kind, layout: Layout, transport: Transport) -> int:
+    """Bytes that a rank hands to the transport for one collective, headers included."""
+    if kind == "all_reduce":
+        return layout.sent_bytes(transport.rank, transport)
+    traffic = layout.reduction_traffic(up=kind != "all_gather", down=kind != "reduce_scatter")
+    return sent_bytes(traffic, transport.rank)
 
 
 def dense_bytes(kind: Kind, num_bytes: int, world_size: int) -> int:

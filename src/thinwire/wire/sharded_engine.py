@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from thinwire.collectives import Layer, ScatterReduceAllGather, Topology, Transport
+from thinwire.collectives import DeviceTransport, Layer, ScatterReduceAllGather, Topology, Transport
 from thinwire.compressors import Coded, Raw, Slot, not_finite
 from thinwire.plan import Plan, Site, at_site
+from thinwire.wire.device_flat import DeviceFlatEngine
 from thinwire.wire.flat import Contents, FlatEngine, Kind, Operation
 from thinwire.wire.sharded_slots import residual_bytes
 from thinwire.wire.sharded_stats import ShardedStats
+from thinwire.wire.stream import Later
 from thinwire.wire.units import Members, Unit
 
 Future = torch.futures.Future
+AnyEngine = FlatEngine | DeviceFlatEngine
 
 
 class ShardedEngine:
@@ -42,18 +44,18 @@ class ShardedEngine:
         self.step = -1
         self.gathers = self.reductions = 0
         """Of all units since training began, also before it was resumed."""
-        self._finite = True
+        self._finite, self._told = True, Later()
         self._touched: list[Members] = []
         self._contents: dict[object, Contents] = {}
         transports = list({id(unit.transport): unit.transport for unit in units}.values())
-        self._engines = {id(t): FlatEngine(t, topology=topology, seed=seed, record=record) for t in transports}
+        self._engines = {id(t): _engine(t, topology, seed, record) for t in transports}
         star = ScatterReduceAllGather()
-        self.across = FlatEngine(replicas, topology=star, seed=seed, record=record) if replicas is not None else None
+        self.across = _engine(replicas, star, seed, record) if replicas is not None else None
         self.weights: list[Members] = []
         self.gradients: list[Members] = []
         for index, unit in enumerate(self.units):
             unit.index = index
-            self.weights.append(Members("weights", unit.layers, unit.transport.rank))
+            self.weights.append(Members("weights", unit.layers, unit.transport))
             self.gradients.append(self._gradients_of(unit, unit.trained))
         self._plans: list[Plan] = []
         self.take(plan)
@@ -77,12 +79,12 @@ class ShardedEngine:
             engine.seed = seed
 
     @property
-    def engines(self) -> list[FlatEngine]:
+    def engines(self) -> list[AnyEngine]:
         """By whom shards are moved: one for each set of ranks that units are sharded over."""
         return list(self._engines.values())
 
     @property
-    def all_engines(self) -> list[FlatEngine]:
+    def all_engines(self) -> list[AnyEngine]:
         """These, and that which takes sums across replicas."""
         return [*self.engines, *([self.across] if self.across else [])]
 
@@ -230,7 +232,7 @@ class ShardedEngine:
     def _gradients_of(self, unit: Unit, trained: Sequence[str], before: Members | None = None) -> Members:
         """The members of reductions of these layers; what ``before`` owed of them is theirs."""
         layers = [layer for layer in unit.layers if layer.name in set(trained)]
-        members = Members("gradients", layers, unit.transport.rank)
+        members = Members("gradients", layers, unit.transport)
         members.follow(self.plan)
         for name, compressor in members.compressors(self.plan).items() if before is not None else ():
             if before is not None and name in before.placement.by_name:
@@ -248,20 +250,30 @@ class ShardedEngine:
         return self._contents[key]
 
     def _note(self, out: Tensor) -> None:
-        if not math.isfinite(float(not_finite(out))):
-            self._finite = False
+        if out.device.type == "cpu":
+            self._finite &= math.isfinite(float(not_finite(out)))
+        else:
+            self._told.note(not_finite(out))
 
     def settle(self) -> None:
         """Let residuals take what the last pass left: nothing, if some rank met NaN or Inf in it."""
         if not self._touched:
             return
-        flag = torch.tensor([0.0 if self._finite else 1.0])
+        for value in self._told.read():
+            self._finite &= bool(torch.isfinite(value))
+        flags = [torch.tensor([not self._finite])]
         for engine in self._engines.values():
-            engine.alone(partial(engine.transport.all_reduce, flag, lane=1, op="max"))
-        if float(flag) == 0.0:
+            engine.alone(lambda engine=engine: flags.append(engine.transport.all_gather(flags[0])))
+        if not any(bool(flag.any()) for flag in flags):
             for members in self._touched:
                 members.slots.commit()
         else:
             self.stats.nonfinite_steps += 1
         self._touched.clear()
         self._finite = True
+
+
+def _engine(transport: Transport, topology: Topology, seed: int, record: Mapping[str, str]) -> AnyEngine:
+    if isinstance(transport, DeviceTransport):
+        return DeviceFlatEngine(transport, topology=topology, seed=seed, record=record)
+    return FlatEngine(transport, topology=topology, seed=seed, record=record)

@@ -23,10 +23,10 @@ class ShardedSlots:
     (their values travel in every message), learned from what this rank sends.
     """
 
-    def __init__(self, placement: Placement, rank: int, *, sends_all: bool) -> None:
+    def __init__(self, placement: Placement, rank: int, device: torch.device, *, sends_all: bool) -> None:
         """``sends_all``: whether this rank sends all parts (gradients), or only its own (weights)."""
         self.rank = rank
-        self._placement, self._sends_all = placement, sends_all
+        self._placement, self._device, self._sends_all = placement, device, sends_all
         self._compressors: dict[str, Coded] = {}
         self._state: State | None = None
         self._shaped: dict[tuple[str, Slot], Tensor] = {}
@@ -57,7 +57,9 @@ class ShardedSlots:
             shape = self._placement.by_name[name].shape
             held = self._shaped.get((name, slot))
             if held is None or held.shape != torch.Size(slot.shape_of(shape)):
-                self._shaped[name, slot] = slot.first(shape, name).view(slot.shape_of(shape)).clone()
+                self._shaped[name, slot] = (
+                    slot.first(shape, name).view(slot.shape_of(shape)).to(self._device, copy=True)
+                )
         self._shaped = {key: value for key, value in self._shaped.items() if key in asked}
         self._make()
 
@@ -67,7 +69,7 @@ class ShardedSlots:
             self._state = None
             return
         old = self._state
-        fresh = State.fresh(sorted(flat, key=lambda slot: slot.name), self._placement.numel)
+        fresh = State.fresh(sorted(flat, key=lambda slot: slot.name), self._placement.numel, device=self._device)
         for name in fresh.now if old is not None else ():
             if old is not None and name in old.now:
                 fresh.now[name].copy_(old.now[name])  # pyright: ignore[reportIndexIssue]

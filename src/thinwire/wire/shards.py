@@ -40,11 +40,16 @@ class ShardedLayer:
     def numel_of(self, rank: int) -> int:
         return math.prod(self.shape_of(rank))
 
-    def index0(self, rank: int, compressor: Coded) -> int:
-        """By which a rank's draws are counted from: so far from those of others as the largest chunk needs, and a
-        multiple of what a layer may be cut at, wherever chunks really begin."""
-        grain = compressor.grain or 1
-        return rank * (-(-self.padded_numel // grain) * grain)
+    def shard(self, rank: int, start: int, compressor: Coded) -> Shard:
+        """A rank's shard, which starts at ``start`` in its part.
+
+        Its draws are counted from so far behind those of other ranks as the largest chunk needs, at a multiple of what
+        the layer may be cut at, wherever chunks really begin; what must stay whole is a layer of its own in each part.
+        """
+        numel, grain = self.numel_of(rank), compressor.grain
+        if grain is None:
+            return Shard(f"{self.name}, part {rank}", start, numel, 0, compressor)
+        return Shard(self.name, start, numel, rank * (-(-self.padded_numel // grain) * grain), compressor)
 
     @property
     def padded_numel(self) -> int:
@@ -79,9 +84,9 @@ class Placement:
         """By rank, the shards of its part."""
         return tuple(
             tuple(
-                Shard(layer.name, self.starts[layer.name], numel, layer.index0(rank, compressor), compressor)
+                layer.shard(rank, self.starts[layer.name], compressors[layer.name])
                 for layer in self.layers
-                if (numel := layer.numel_of(rank)) and (compressor := compressors[layer.name])
+                if layer.numel_of(rank)
             )
             for rank in range(self.num_ranks)
         )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
-from thinwire.collectives import Transport
+from thinwire.collectives import DeviceTransport, Transport
 from thinwire.compressors import Coded
 from thinwire.plan import Plan, Site, at_site
 from thinwire.wire.sharded_slots import ShardedSlots
@@ -17,12 +18,13 @@ from thinwire.wire.shards import Placement, ShardedLayer
 class Members:
     """The layers of a unit that take part in one kind of collective, and their slots."""
 
-    def __init__(self, site: Site, layers: Sequence[ShardedLayer], rank: int) -> None:
+    def __init__(self, site: Site, layers: Sequence[ShardedLayer], transport: Transport) -> None:
         self.site: Site = site
         self.names = tuple(layer.name for layer in layers)
         num_ranks = layers[0].num_ranks if layers else 1
         self.placement = Placement([replace(layer, name=at_site(site, layer.name)) for layer in layers], num_ranks)
-        self.slots = ShardedSlots(self.placement, rank, sends_all=site == "gradients")
+        device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
+        self.slots = ShardedSlots(self.placement, transport.rank, device, sends_all=site == "gradients")
 
     def follow(self, plan: Plan) -> None:
         self.slots.follow(self.compressors(plan))
