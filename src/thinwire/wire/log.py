@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from thinwire.wire.sharded import ShardedWire
+from thinwire.wire.sharded_stats import ShardedStats
 from thinwire.wire.stats import Stats
 from thinwire.wire.timeline import rank_path
 from thinwire.wire.wire import Wire
@@ -21,9 +23,8 @@ _LEVELS = ("buffer_bytes", "slot_bytes", "declined_layers", "unsuited_layers")
 """Statistics that are no totals."""
 _SERIES = ("alpha",)
 """Statistics of single steps: the last one is told."""
-_TOTALS = tuple(field.name for field in fields(Stats) if field.name not in (*_LEVELS, *_SERIES))
-_STAGES = tuple(name for name in _TOTALS if name.endswith("_s"))
 
+_Stats = Stats | ShardedStats
 _Writer = Callable[[int, dict[str, float]], None]
 """Takes a step and its figures to where they go."""
 
@@ -47,7 +48,7 @@ class StatsLogger:
     ``target`` is a path that ends in ``.jsonl`` (one JSON object a line, flushed, appended to what is there), or
     something with TensorBoard's ``add_scalar`` or Weights & Biases' ``log``; it stays the caller's to close.
 
-    Names: ``total/…`` are the `Stats` since the Wire was made, ``interval/…`` what happened since the last record,
+    Names: ``total/…`` are its ``stats`` since the Wire was made, ``interval/…`` what happened since the last record,
     ``per_step/…`` that divided by its backward passes (bytes, seconds of each stage), ``now/…`` what it holds now.
     Files have them beside ``step``, ``rank`` and ``unix_time_s``; in the others they begin with ``thinwire/``.
 
@@ -62,7 +63,7 @@ class StatsLogger:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: Wire | ShardedWire,
         target: str | os.PathLike[str] | ScalarWriter | DictLogger | None,
         *,
         every: int = 1,
@@ -116,12 +117,17 @@ class StatsLogger:
         self._before, self._before_s = now, now_s
 
 
-def _figures(now: Stats, before: Stats, elapsed_s: float) -> dict[str, float]:
-    if now.buckets < before.buckets:
+def _figures(now: _Stats, before: _Stats, elapsed_s: float) -> dict[str, float]:
+    if now.steps < before.steps or now.dense_bytes < before.dense_bytes:
         # reset_stats() was called in between.
-        before = Stats()
-    interval = replace(now, **{name: getattr(now, name) - getattr(before, name) for name in _TOTALS})
+        before = type(now)()
+    totals = [field.name for field in fields(now) if field.name not in (*_LEVELS, *_SERIES)]
+    stages = [name for name in totals if name.endswith("_s")]
+    interval = replace(now, **{name: getattr(now, name) - getattr(before, name) for name in totals})
     num_steps = max(1, interval.steps)
+    of_steps = (
+        {"interval/compressed_share": interval.compressed_steps / num_steps} if isinstance(interval, Stats) else {}
+    )
     return {
         **{f"total/{name}": value for name, value in now.to_dict().items() if name not in (*_LEVELS, *_SERIES)},
         "interval/steps": interval.steps,
@@ -129,11 +135,11 @@ def _figures(now: Stats, before: Stats, elapsed_s: float) -> dict[str, float]:
         "interval/payload_sent_bytes": interval.payload_sent_bytes,
         "interval/sent_bytes_per_s": interval.payload_sent_bytes / elapsed_s,
         "interval/ratio": interval.ratio,
-        "interval/compressed_share": interval.compressed_steps / num_steps,
+        **of_steps,
         "interval/nonfinite_steps": interval.nonfinite_steps,
-        **{f"per_step/{name}": getattr(interval, name) / num_steps for name in ("payload_sent_bytes", *_STAGES)},
-        **{f"now/{name}": getattr(now, name) for name in _LEVELS},
-        **{f"now/{name}": getattr(now, name)[-1][1] for name in _SERIES if getattr(now, name)},
+        **{f"per_step/{name}": getattr(interval, name) / num_steps for name in ("payload_sent_bytes", *stages)},
+        **{f"now/{name}": getattr(now, name) for name in _LEVELS if hasattr(now, name)},
+        **{f"now/{name}": getattr(now, name)[-1][1] for name in _SERIES if getattr(now, name, None)},
     }
 
 
