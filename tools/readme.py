@@ -8,6 +8,7 @@ import sys
 
 from figures import BENCHMARKS, ROOT, Figures, table
 from lgreco_page import repro_lgreco
+from qsdp_page import repro_qsdp
 from repro_pages import repro_cgx, repro_fft, repro_intsgd
 
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
@@ -276,6 +277,7 @@ PAGES = {
     "docs/repro-cgx.md": {"repro-cgx": repro_cgx},
     "docs/repro-intsgd.md": {"repro-intsgd": repro_intsgd},
     "docs/repro-lgreco.md": {"repro-lgreco": repro_lgreco},
+    "docs/repro-qsdp.md": {"repro-qsdp": repro_qsdp},
 }
 """Pages, and what stands between which marks in them."""
 

@@ -31,6 +31,7 @@ _COMMANDS = {
     "repro cgx": "thinwire.repro.cgx.command:cgx",
     "repro intsgd": "thinwire.repro.intsgd.command:intsgd",
     "repro lgreco": "thinwire.repro.lgreco.command:lgreco",
+    "repro qsdp": "thinwire.repro.qsdp.command:qsdp",
 }
 
 _HELP = """\
@@ -53,6 +54,7 @@ _HELP = """\
   [bold]thinwire repro cgx[/]         the thesis's chapter on CGX, table by table: does each claim hold?
   [bold]thinwire repro intsgd[/]      the IntSGD paper's experiments: integers on the wire; does each claim hold?
   [bold]thinwire repro lgreco[/]      the thesis's chapter on L-GreCo, compression layer by layer: does each claim hold?
+  [bold]thinwire repro qsdp[/]        the thesis's chapter on QSDP, FSDP with quantised weights: does each claim hold?
 
   thinwire COMMAND --help       what a command takes, with examples
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from types import TracebackType
-from typing import Any, Literal, Self
+from types import ModuleType, TracebackType
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 from thinwire import lab
 from thinwire.lab.units import format_rate
@@ -34,6 +34,23 @@ _SLOWEST_GUESS = 4.0
 
 OnTurn = Callable[[int, str], None]
 """Called after every turn, with the steps it took and the name of the way."""
+
+
+class Entrant(Protocol):
+    """A dataclass of plain values that says how something travels; rank processes make it again."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def kind(self) -> str:
+        """``ddp`` is plain DDP, which sends what a ring does."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -69,6 +86,9 @@ class Times:
 class Contest:
     """Rank processes at a ``place``; a context manager. ``emulated``: the place's links are, else all use loopback."""
 
+    _ranks: ClassVar[ModuleType] = rank_module
+    """What they run."""
+
     def __init__(self, place: Place, *, emulated: bool, num_ranks: int = NUM_RANKS) -> None:
         self._place, self._emulated, self._num_ranks = place, emulated and place != "host", num_ranks
         self._stack = ExitStack()
@@ -80,7 +100,7 @@ class Contest:
             network = lab.Network(self._num_ranks, ranks_per_node=per_node) if self._emulated else None
             self._network = stack.enter_context(network) if network is not None else None
             options = {"name": self._place, "timeout_s": _TIMEOUT_S}
-            started = crew_of(rank_module, Nothing(), self._num_ranks, self._network, **options)
+            started = crew_of(self._ranks, Nothing(), self._num_ranks, self._network, **options)
             self._crew, _ = stack.enter_context(started)
             self._stack = stack.pop_all()
         return self
@@ -91,7 +111,7 @@ class Contest:
         self._stack.close()
 
     def times(
-        self, model: Model, ways: Sequence[Way], *, rounds: int, steps: int, rate: str | None, on_turn: OnTurn
+        self, model: Model, ways: Sequence[Entrant], *, rounds: int, steps: int, rate: str | None, on_turn: OnTurn
     ) -> Times:
         """Train with ``ways`` in turns of ``steps`` steps over links of ``rate``, after a turn that does not count.
 
@@ -103,7 +123,7 @@ class Contest:
     def times_by_rate(
         self,
         model: Model,
-        ways: Sequence[Way],
+        ways: Sequence[Entrant],
         *,
         rounds: int,
         steps: int,
@@ -168,11 +188,11 @@ class Contest:
         )
         return rate_text(rate)
 
-    def _enter(self, model: Model, ways: Sequence[Way]) -> tuple[dict[str, float], dict[str, list[dict[str, Any]]]]:
+    def _enter(self, model: Model, ways: Sequence[Entrant]) -> tuple[dict[str, float], dict[str, list[dict[str, Any]]]]:
         """Build and warm up, over links without a limit; bytes that each way hands to the network in a step, and what
         it gives to each layer."""
         self._shape(None)
-        command = {"do": "enter", "task": describe(model.task), "ways": [dataclasses.asdict(way) for way in ways]}
+        command = self._entering(model, ways)
         answer = self._crew.run(command, _nothing, _nothing)[0]
         found = zip(ways, answer["payload_bytes"], strict=True)
         sent = {way.name: count for way, count in found if count is not None}
@@ -180,11 +200,15 @@ class Contest:
         layers = {way.name: rows for way, rows in zip(ways, answer["layers"], strict=True) if rows}
         return {**sent, **plain}, layers
 
+    def _entering(self, model: Model, ways: Sequence[Entrant]) -> dict[str, Any]:
+        """What ranks are told to build."""
+        return {"do": "enter", "task": describe(model.task), "ways": [dataclasses.asdict(way) for way in ways]}
+
     def _leave(self) -> None:
         self._crew.run({"do": "leave"}, _nothing, _nothing)
 
     def _turns(
-        self, ways: Sequence[Way], *, rounds: int, steps: int, on_turn: OnTurn
+        self, ways: Sequence[Entrant], *, rounds: int, steps: int, on_turn: OnTurn
     ) -> tuple[dict[str, tuple[float, ...]], dict[str, dict[str, float]]]:
         """Seconds of a step by way and round, and rank 0's mean ones by way and stage."""
         found: dict[str, list[float]] = {way.name: [] for way in ways}
