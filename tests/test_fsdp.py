@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from typing import Any
 
@@ -289,8 +290,6 @@ def test_hsdp(kind: str) -> None:
 
 
 def _across_nodes(rank: int, size: int, topology: str) -> dict[str, Any]:
-    import os
-
     os.environ["THINWIRE_NODE"] = f"node {rank // 2}"
     model = build()
     wire = compress(model, W8G8, W8G8, topology=topology, transport="group")
@@ -382,3 +381,20 @@ def test_detaching_leaves_stock_fsdp_and_compressing_again_works() -> None:
         torch.testing.assert_close(answer["losses"][1], answer["losses"][0], rtol=1e-5, atol=1e-6)
         assert answer["steps"] == (3, 2)
         assert answer["more"][-1] < answer["losses"][0][0]
+
+
+def _threads(rank: int, size: int) -> list[int]:
+    counts = []
+    for _ in range(4):
+        model = build()
+        wire = compress(model, W8G8, W8G8)
+        train(model, 1)
+        wire.detach()
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted by Linux's /proc")
+def test_detaching_ends_the_threads_and_connections_of_a_wire() -> None:
+    for counts in run_ranks(_threads, 2, 2):
+        assert counts[-1] <= counts[0]

@@ -20,7 +20,7 @@ def bare_transport(group: dist.ProcessGroup, timeout: timedelta) -> ProcessGroup
     )
     assert isinstance(mine, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
-    return ProcessGroupTransport(mine, timeout, second)
+    return ProcessGroupTransport(mine, timeout, second, owned=True)
 
 
 def host_transport(

@@ -54,6 +54,10 @@ class DeviceTransport(Transport):
         self._count(moved, moved)
         self._all_gather_into(out.view(-1), x.view(-1))
 
+    def close(self) -> None:
+        super().close()
+        self.host.close()
+
     @abstractmethod
     def _all_to_all(self, out: Tensor, x: Tensor, received: list[int], sent: list[int]) -> None: ...
 

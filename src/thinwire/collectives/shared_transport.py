@@ -274,6 +274,10 @@ class SharedMemoryTransport(Transport):
     def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
         return self._inner._start_all_reduce(x, lane, op)
 
+    def close(self) -> None:
+        super().close()
+        self._inner.close()
+
     def broadcast(self, x: Tensor) -> None:
         with self._blaming():
             self._inner.broadcast(x)

@@ -7,6 +7,7 @@ all-to-all and all-gather do that and take 1.5 to 1.8 times as long.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from abc import ABC, abstractmethod
@@ -229,13 +230,22 @@ class ProcessGroupTransport(Transport):
     """Over torch process groups that nobody else uses, of the same ranks. CPU tensors (gloo).
 
     ``second`` is the group of the second lane; without one both lanes are the first, for who uses but one thread.
-    Groups are spoken to directly: they may be ones that ``torch.distributed`` has no list of.
+    Groups are spoken to directly: they may be ones that ``torch.distributed`` has no list of. ``owned``: they were made
+    for this transport alone, and end with it: each keeps threads and connections.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta, second: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        timeout: timedelta,
+        second: dist.ProcessGroup | None = None,
+        *,
+        owned: bool = False,
+    ) -> None:
         super().__init__()
         self.group = group
-        self._lanes = (group, second or group)
+        self._lanes: tuple[dist.ProcessGroup, ...] = (group, second or group)
+        self._owned = owned
         self.timeout = timeout
         self.rank = group.rank()
         self.world_size = group.size()
@@ -256,6 +266,18 @@ class ProcessGroupTransport(Transport):
         out = [torch.empty_like(x) for _ in range(self.world_size)]
         self._start("the all-gather", lambda: self.group.allgather(out, x)).wait()
         return torch.stack(out)
+
+    def close(self) -> None:
+        """Let go of the groups, if they are this transport's own, between two operations: it is of no use then."""
+        super().close()
+        lanes, self._lanes = self._lanes, ()
+        if not self._owned or not lanes:
+            return
+        del self.group
+        for group in dict.fromkeys(lanes):
+            # After the whole world was destroyed there is nothing left of it; after an error, nothing to wait for.
+            with contextlib.suppress(ValueError, RuntimeError, AssertionError):
+                dist.destroy_process_group(group)
 
     def _start(self, doing: str, operation: Callable[[], dist.Work]) -> Pending:
         try:
