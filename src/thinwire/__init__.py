@@ -10,6 +10,7 @@ from thinwire.compressors import (
     Cast,
     Chain,
     Compressor,
+    Delta,
     GlobalTopK,
     HeuristicIntSGD,
     IntSGD,
@@ -28,11 +29,13 @@ from thinwire.compressors import (
     Threshold,
     TopK,
     Truncate,
+    direct,
     ef,
     parse,
     register,
 )
 from thinwire.plan import Accordion, Bayes, KMeans, LGreco, Linear, Plan, Policy, family, parse_policy
+from thinwire.store import Disk, Memory, StoreError, store_bytes
 from thinwire.wire import (
     Decision,
     DisagreementError,
@@ -54,7 +57,9 @@ __all__ = [
     "Chain",
     "Compressor",
     "Decision",
+    "Delta",
     "DisagreementError",
+    "Disk",
     "GlobalTopK",
     "HeuristicIntSGD",
     "IntSGD",
@@ -64,6 +69,7 @@ __all__ = [
     "Levels",
     "Linear",
     "MaxAbs",
+    "Memory",
     "MessageError",
     "MinMax",
     "Natural",
@@ -82,6 +88,7 @@ __all__ = [
     "Sign",
     "Stats",
     "StatsLogger",
+    "StoreError",
     "TernGrad",
     "Threshold",
     "Timeline",
@@ -90,6 +97,7 @@ __all__ = [
     "Truncate",
     "Wire",
     "compress",
+    "direct",
     "ef",
     "family",
     "merge_timelines",
@@ -98,4 +106,5 @@ __all__ = [
     "parse_policy",
     "register",
     "register_model",
+    "store_bytes",
 ]
