@@ -1,7 +1,9 @@
 """Train over thin wires: compressed gradients for distributed PyTorch."""
 
-from thinwire import optim
-from thinwire.attach import ProcessGroup, ProcessGroupOptions, compress, register_model
+from typing import TYPE_CHECKING, Any
+
+from thinwire import data, optim
+from thinwire.attach import PipelineStats, ProcessGroup, ProcessGroupOptions, compress, register_model
 from thinwire.collectives import MessageError, PeerFailedError, SharedMemoryError, TransportError
 from thinwire.compressors import (
     DGC,
@@ -47,6 +49,9 @@ from thinwire.wire import (
     merge_timelines,
 )
 
+if TYPE_CHECKING:
+    from thinwire.attach.pipeline import PipelineStage, compress_stage
+
 __all__ = [
     "DGC",
     "FFT",
@@ -76,6 +81,8 @@ __all__ = [
     "OneBit",
     "ParityError",
     "PeerFailedError",
+    "PipelineStage",
+    "PipelineStats",
     "Plan",
     "Policy",
     "PowerSGD",
@@ -97,6 +104,8 @@ __all__ = [
     "Truncate",
     "Wire",
     "compress",
+    "compress_stage",
+    "data",
     "direct",
     "ef",
     "family",
@@ -108,3 +117,14 @@ __all__ = [
     "register_model",
     "store_bytes",
 ]
+
+_LATE = ("PipelineStage", "compress_stage")
+
+
+def __getattr__(name: str) -> Any:
+    # PyTorch's pipelining takes longer to import than all of thinwire: only who uses it pays.
+    if name in _LATE:
+        from thinwire.attach import pipeline
+
+        return getattr(pipeline, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,12 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach.ddp import Options, compress_ddp
 from thinwire.attach.group_options import ProcessGroupOptions
+from thinwire.attach.pipeline_stats import PipelineStats
 from thinwire.attach.process_group import ProcessGroup, register_backend, register_model
 from thinwire.collectives import Topology, TransportChoice, parse_topology
 from thinwire.plan import DEFAULT_RULES, Policy, Rules, parse_policy
 from thinwire.wire import Wire
 
-__all__ = ["ProcessGroup", "ProcessGroupOptions", "compress", "register_model"]
+__all__ = ["PipelineStats", "ProcessGroup", "ProcessGroupOptions", "compress", "register_model"]
 
 register_backend()
 
