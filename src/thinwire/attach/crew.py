@@ -128,6 +128,7 @@ class Crew:
             return
         self._due = False
         stations = [self._present[index] for index in sorted(self._present)]
+        self._present = {}  # the crew lives as long as its group, and must not keep models alive
         with stations[0].stats.timed("agree"):
             self._agree_on_options(stations)
             told = self._announce(stations, first_micro_batch)

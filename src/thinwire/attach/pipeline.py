@@ -99,7 +99,8 @@ class Compressing(TorchStage):
         self._crew.note(self._station)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._crew.begin()
+        if not self.is_first:  # it receives nothing, and begins when its samples are there
+            self._crew.begin()
         return self._receives("forward", fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:

@@ -79,7 +79,7 @@ class PipelineOptions:
         for name, of in (("forward", self._forward), ("backward", self._backward)):
             if len(of) not in (1, max(1, num_stages - 1)):
                 raise ValueError(
-                    f"{name} has {len(of)} compressors, and {num_stages} stages {num_stages - 1} boundaries"
+                    f"{name} has {len(of)} compressors for {num_stages - 1} boundaries: give one, or as many"
                 )
 
     def record(self, num_stages: int) -> dict[str, str]:

@@ -112,10 +112,10 @@ class Disk(Place):
         return DiskStore(Path(self.path) / name, form, capacity, **options)
 
     def run_of(self, name: str) -> int | None:
-        found = read_manifest(Path(self.path) / name)
-        run = None if found is None else found.get("run")
-        if found is not None and not isinstance(run, int):
-            raise StoreError(f"{Path(self.path) / name} does not say of which run it is: remove it")
-        if run is not None and not self.resume:
+        found = read_manifest(Path(self.path) / name) if self.resume else None
+        if found is None:
             return None
-        return run if isinstance(run, int) else None
+        run = found.get("run")
+        if not isinstance(run, int):
+            raise StoreError(f"{Path(self.path) / name} does not say of which run it is: remove it")
+        return run
