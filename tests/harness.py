@@ -23,7 +23,10 @@ from thinwire.collectives import LoopbackTransport, SharedMemoryTransport, Trans
 # A fork server that has imported torch already: a test of two ranks costs a tenth of a second instead of five.
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch.nn.parallel", "torch.distributed.fsdp", "thinwire", "harness", "nets"]
+    [
+        *("torch", "torch.distributed", "torch.nn.parallel", "torch.distributed.fsdp", "thinwire"),
+        *("thinwire.attach.pipeline", "harness", "nets"),
+    ]
 )
 
 

@@ -87,6 +87,9 @@ SPECS = [
     "heuristic_intsgd(bits=8, rounding=random)",
     "ef(heuristic_intsgd(bits=8))",
     "dgc(topk(density=0.05))",
+    "delta(maxabs(bits=3))",
+    "delta(topk(density=0.2) | maxabs(bits=8))",
+    "direct(maxabs(bits=3))",
     "dgc(topk(density=0.05) | minmax(bits=8), momentum=0.5)",
 ]
 

@@ -1,7 +1,9 @@
 """Train over thin wires: compressed gradients for distributed PyTorch."""
 
-from thinwire import optim
-from thinwire.attach import ProcessGroup, ProcessGroupOptions, compress, prefetch, register_model
+from typing import TYPE_CHECKING, Any
+
+from thinwire import data, optim
+from thinwire.attach import PipelineStats, ProcessGroup, ProcessGroupOptions, compress, prefetch, register_model
 from thinwire.collectives import MessageError, PeerFailedError, SharedMemoryError, TransportError
 from thinwire.compressors import (
     DGC,
@@ -10,6 +12,7 @@ from thinwire.compressors import (
     Cast,
     Chain,
     Compressor,
+    Delta,
     GlobalTopK,
     HeuristicIntSGD,
     IntSGD,
@@ -28,11 +31,13 @@ from thinwire.compressors import (
     Threshold,
     TopK,
     Truncate,
+    direct,
     ef,
     parse,
     register,
 )
 from thinwire.plan import Accordion, Bayes, KMeans, LGreco, Linear, Plan, Policy, family, parse_policy
+from thinwire.store import Disk, Memory, StoreError, store_bytes
 from thinwire.wire import (
     Decision,
     DisagreementError,
@@ -46,6 +51,9 @@ from thinwire.wire import (
     merge_timelines,
 )
 
+if TYPE_CHECKING:
+    from thinwire.attach.pipeline import PipelineStage, compress_stage
+
 __all__ = [
     "DGC",
     "FFT",
@@ -56,7 +64,9 @@ __all__ = [
     "Chain",
     "Compressor",
     "Decision",
+    "Delta",
     "DisagreementError",
+    "Disk",
     "GlobalTopK",
     "HeuristicIntSGD",
     "IntSGD",
@@ -66,12 +76,15 @@ __all__ = [
     "Levels",
     "Linear",
     "MaxAbs",
+    "Memory",
     "MessageError",
     "MinMax",
     "Natural",
     "OneBit",
     "ParityError",
     "PeerFailedError",
+    "PipelineStage",
+    "PipelineStats",
     "Plan",
     "Policy",
     "PowerSGD",
@@ -86,6 +99,7 @@ __all__ = [
     "Sign",
     "Stats",
     "StatsLogger",
+    "StoreError",
     "TernGrad",
     "Threshold",
     "Timeline",
@@ -94,6 +108,9 @@ __all__ = [
     "Truncate",
     "Wire",
     "compress",
+    "compress_stage",
+    "data",
+    "direct",
     "ef",
     "family",
     "merge_timelines",
@@ -103,4 +120,16 @@ __all__ = [
     "prefetch",
     "register",
     "register_model",
+    "store_bytes",
 ]
+
+_LATE = ("PipelineStage", "compress_stage")
+
+
+def __getattr__(name: str) -> Any:
+    # PyTorch's pipelining takes longer to import than all of thinwire: only who uses it pays.
+    if name in _LATE:
+        from thinwire.attach import pipeline
+
+        return getattr(pipeline, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

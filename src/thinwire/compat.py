@@ -215,3 +215,27 @@ def reduce_scatter_single(out: torch.Tensor, x: torch.Tensor, group: Any, op: An
 
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(out, x, op=op, group=group)
+
+
+def stage_tensors(stage: Any) -> dict[str, list[tuple[tuple[int, ...], torch.dtype]]]:
+    """What crosses the boundaries of a ``PipelineStage`` that its schedule has set up: shapes and dtypes of one
+    micro-batch's ``inputs``, ``outputs``, ``input_grads`` and ``output_grads``, without those that do not travel.
+
+    Raises ``RuntimeError`` where this PyTorch does not tell, and ``NotImplementedError`` for a ``DTensor``.
+    """
+    names = ("inputs", "outputs", "input_grads", "output_grads")
+    found: dict[str, list[tuple[tuple[int, ...], torch.dtype]]] = {}
+    try:
+        metas = {name: getattr(stage._stage_meta, name) for name in names}
+        for name, of in metas.items():
+            if any(hasattr(meta, "placements") for meta in of or ()):
+                raise NotImplementedError(
+                    "a DTensor crosses a stage boundary: let the stage end with a plain tensor (to_local())"
+                )
+            found[name] = [(tuple(meta.shape), meta.dtype) for meta in of or () if meta is not None]
+    except (AttributeError, TypeError) as error:
+        raise RuntimeError(
+            f"this PyTorch ({torch.__version__}) does not tell what crosses a stage boundary ({error}): pipelines need "
+            "PyTorch 2.13"
+        ) from None
+    return found

@@ -4,6 +4,7 @@ from thinwire.compressors.base import Coded, Compressor, Count, Reduction, Summe
 from thinwire.compressors.cast import Cast, RawSum
 from thinwire.compressors.chain import Chain
 from thinwire.compressors.checks import GRADIENT_DTYPES, check_choice, check_int, not_finite
+from thinwire.compressors.delta import Delta, check_stateless, direct
 from thinwire.compressors.dgc import DGC
 from thinwire.compressors.ef import RESIDUAL, Wrapper, bare, ef
 from thinwire.compressors.fft import FFT
@@ -29,8 +30,8 @@ from thinwire.compressors.topk import GlobalTopK, Threshold, TopK
 from thinwire.compressors.truncate import Truncate
 
 for _make in (
-    *(Cast, DGC, FFT, GlobalTopK, HeuristicIntSGD, IntSGD, Lattice, Levels, MaxAbs, MinMax, Natural, OneBit),
-    *(PowerSGD, QSGD, RandK, RangeFloat, Raw, Sign, TernGrad, Threshold, TopK, Truncate, ef),
+    *(Cast, Delta, DGC, FFT, GlobalTopK, HeuristicIntSGD, IntSGD, Lattice, Levels, MaxAbs, MinMax, Natural, OneBit),
+    *(PowerSGD, QSGD, RandK, RangeFloat, Raw, Sign, TernGrad, Threshold, TopK, Truncate, direct, ef),
 ):
     register(_make)
 
@@ -45,6 +46,7 @@ __all__ = [
     "Coded",
     "Compressor",
     "Count",
+    "Delta",
     "GlobalTopK",
     "HeuristicIntSGD",
     "IntSGD",
@@ -79,6 +81,8 @@ __all__ = [
     "bare",
     "check_choice",
     "check_int",
+    "check_stateless",
+    "direct",
     "ef",
     "first_state",
     "not_finite",

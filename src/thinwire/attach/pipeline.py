@@ -1,0 +1,256 @@
+"""Pipelines: stages whose messages to their neighbours are compressed, under PyTorch's own schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage as TorchStage
+
+from thinwire.attach.boundary import Direction
+from thinwire.attach.crew import Crew, crew_of
+from thinwire.attach.pipeline_options import PipelineOptions, Specs
+from thinwire.attach.pipeline_stats import PipelineStats
+from thinwire.attach.station import Station
+from thinwire.attach.turn import Batch, Ids
+from thinwire.compressors import Compressor
+from thinwire.store import Memory, Place
+
+
+class Compressing(TorchStage):
+    """What a ``torch.distributed.pipelining.PipelineStage`` does otherwise once its messages are compressed.
+
+    Schedules ask a stage for its sends and receives and then for its work on what came: sends are replaced by one
+    message of all tensors, receives by one of that message, which is decoded before the work on it.
+    """
+
+    _station: Station
+    _crew: Crew
+    _arriving: dict[tuple[Direction, int], tuple[Tensor, int]]
+
+    def _take_up(self, options: PipelineOptions) -> None:
+        backends = dist.get_backend_config(self.group)
+        if "cpu:" not in backends:
+            raise NotImplementedError(
+                f"activations are compressed on the host and travel over gloo, but the pipeline's group has {backends}:"
+                " call init_process_group('cpu:gloo,cuda:nccl')"
+            )
+        options.check(self.num_stages)
+        self._station = Station(self, options)
+        self._crew = crew_of(self.group)
+        self._arriving = {}
+
+    def set_sample_ids(
+        self, ids: Ids, *, length: int | None = None, lengths: Ids | None = None, upcoming: Ids = ()
+    ) -> None:
+        """Say which samples the next ``schedule.step()`` gets, in their order in the batch. Needed on the first stage.
+
+        Other ranks are told by it; ids that they set, too, must be the same. Before ``schedule.eval()`` it is needed
+        only where the batch has another size or length than the pipeline was set up with.
+
+        Args:
+            ids: a number of 0 to 2^62 for each sample, its own in every epoch: its index in the data set.
+                `thinwire.data.Indexed` yields them. None twice in a batch.
+            length: positions to which the batch is padded, the second dimension of activations (batch, length, ...);
+                only where it is not that of the first step. All micro-batches have it.
+            lengths: of each sample, where its padding (at the end) need not travel: behind it, activations and
+                gradients arrive as zeros.
+            upcoming: ids of the batch after this one, whose messages are then read ahead.
+
+        Raises:
+            TypeError, ValueError: these are no ids or lengths.
+        """
+        self._station.give_batch(Batch.of(ids, length, lengths, upcoming))
+
+    @property
+    def stats(self) -> PipelineStats:
+        """What this stage sent, saved and kept so far."""
+        return self._station.present_stats()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Tensors from which a stage of the same rank, made alike, goes on bit by bit; save it beside the model.
+
+        To be called on every rank between two steps. Messages in memory are in it; of those on disk it says which they
+        are, and they are kept until ``snapshots`` newer states were made (`thinwire.Disk`).
+        """
+        return self._station.state_dict(self._crew.step, self._crew.run)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a state, on every rank from the one it saved, before the first step of a new process or later.
+
+        Raises:
+            ValueError: it is not the state of a stage, or one of another seed or wire format.
+            StoreError: its messages are not of this stage.
+        """
+        self._crew.step, self._crew.run = self._station.load_state_dict(state)
+
+    def close_stores(self) -> None:
+        """Write what waits to be written and let go of files, at the end of a training. Later steps open them anew."""
+        self._station.close()
+
+    def clear_runtime_states(self) -> None:
+        # A schedule begins each run with this, of all its stages before any moves.
+        super().clear_runtime_states()
+        self._arriving.clear()
+        self._crew.note(self._station)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.is_first:  # it receives nothing, and begins when its samples are there
+            self._crew.begin()
+        return self._receives("forward", fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._receives("backward", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._sends("forward", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._sends("backward", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
+
+    def forward_one_chunk(self, fwd_chunk_id: int, args: tuple[Any, ...], *rest: Any, **options: Any) -> Any:
+        first = next((arg.shape[0] for arg in args if isinstance(arg, Tensor) and arg.dim()), None)
+        self._crew.begin(first if self.is_first else None)
+        self._take_in("forward", fwd_chunk_id, self.args_recv_info.get(fwd_chunk_id, ()))
+        return super().forward_one_chunk(fwd_chunk_id, args, *rest, **options)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *rest: Any, **options: Any) -> None:
+        self._take_in("backward", bwd_chunk_id, self.grad_recv_info.get(bwd_chunk_id, ()))
+        return super().backward_one_chunk(bwd_chunk_id, *rest, **options)
+
+    def _receives(self, direction: Direction, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        """One receive of a message in place of those of its tensors."""
+        if not ops:
+            return []
+        side = self._station.side(earlier=direction == "backward")
+        message = side.message(direction, chunk)
+        self._arriving[direction, chunk] = (message, ops[0].peer)
+        return [dist.P2POp(dist.irecv, message, ops[0].peer, ops[0].group)]
+
+    def _sends(self, direction: Direction, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        """One send of a message in place of those of its tensors."""
+        if not ops:
+            return []
+        side = self._station.side(earlier=direction == "forward")
+        message, peer, group = side.message(direction, chunk), ops[0].peer, ops[0].group
+        try:
+            side.pack(direction, chunk, [op.tensor for op in ops], message)
+        except Exception:
+            # The neighbour waits for a message of this size: it is told, and raises, too.
+            side.fail(direction, chunk, message)
+            dist.send(message, peer, group)
+            raise
+        return [dist.P2POp(dist.isend, message, peer, group)]
+
+    def _take_in(self, direction: Direction, chunk: int, infos: Sequence[Any]) -> None:
+        """Decode what arrived for a micro-batch into the tensors that PyTorch's stage works on."""
+        message, peer = self._arriving.pop((direction, chunk), (None, -1))
+        if message is None:
+            return
+        side = self._station.side(earlier=direction == "backward")
+        infos = [info for info in infos if not info.is_root_arg and info.buffer is not None]
+        with torch.no_grad():
+            for info, shape in zip(infos, side.shapes(direction, chunk), strict=True):
+                if tuple(info.buffer.shape) != shape:
+                    info.buffer = torch.empty(shape, dtype=info.buffer.dtype, device=info.buffer.device)
+            side.unpack(direction, chunk, message, [info.buffer for info in infos], peer)
+
+
+class PipelineStage(Compressing):
+    """A ``torch.distributed.pipelining.PipelineStage`` whose activations and gradients are compressed (AQ-SGD, S0).
+
+        stage = thinwire.PipelineStage(module, stage_index, num_stages, device)
+        schedule = ScheduleGPipe(stage, n_microbatches=8, loss_fn=loss_fn)
+        for ids, (x, y) in loader:                       # of thinwire.data.Indexed(dataset)
+            stage.set_sample_ids(ids)                    # on the first stage
+            schedule.step(x) if stage.is_first else schedule.step(target=y)
+
+    Runs unmodified under PyTorch's schedules: GPipe, 1F1B, interleaved, zero-bubble. All stages of a pipeline are of
+    this class, with the same options. Activations are batch first; a second dimension, if there is a third, is the
+    length. Stages that are neighbours on one rank hand tensors over, and nothing is kept between them.
+
+    Args:
+        submodule, stage_index, num_stages, device, arguments: as PyTorch's.
+        forward: ``delta(...)`` sends what changed of each sample's activation since its last visit (Algorithm 1);
+            any other compressor, or ``direct(...)`` of one, sends the activation itself (DirectQ); ``raw`` as it is.
+            A list has one for each boundary, the first stage's first.
+        backward: for the gradients of activations; ``topk(density=0.2) | maxabs(bits=8)`` sends a fifth of them.
+            A list as above.
+        store: where the messages of ``delta(...)`` are kept: ``thinwire.Memory()``, ``thinwire.Disk(path, ...)``.
+        precision: bits of a kept value: 32, 16, or 2 to 8. The next stage computes on what is kept.
+        seed: of the draws of stochastic rounding.
+        warmup_epochs: visits of each sample, from its first, that travel uncompressed both ways (S0, appendix D, has
+            one; Algorithm 1 none: the first activation is whole, its gradient compressed).
+        check_every: steps after which both sides compare checksums of the messages that they use; a difference makes
+            these samples unseen on both, and is counted. What they compare in every step is when each was written.
+        evaluation: for activations of ``schedule.eval()``, which leaves the messages alone.
+        max_length: positions of the longest sample; of the first step if None.
+
+    Raises:
+        TypeError, ValueError: an option cannot be.
+        NotImplementedError: the process group cannot move what is on the host.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        *arguments: Any,
+        forward: Specs = "delta(maxabs(bits=4))",
+        backward: Specs = "maxabs(bits=8)",
+        store: Place | None = None,
+        precision: int = 32,
+        seed: int = 0,
+        warmup_epochs: int = 0,
+        check_every: int = 100,
+        evaluation: str | Compressor = "raw",
+        max_length: int | None = None,
+        **more: Any,
+    ) -> None:
+        options = PipelineOptions(
+            forward=forward,
+            backward=backward,
+            store=Memory() if store is None else store,
+            precision=precision,
+            seed=seed,
+            warmup_epochs=warmup_epochs,
+            check_every=check_every,
+            evaluation=evaluation,
+            max_length=max_length,
+        )
+        super().__init__(submodule, stage_index, num_stages, device, *arguments, **more)
+        self._take_up(options)
+
+
+def compress_stage(stage: TorchStage, **options: Any) -> Compressing:
+    """Compress what a stage sends that somebody else built: the same object, from now on as a `PipelineStage`.
+
+    Call it for every stage of the pipeline on every rank, before the first step. ``options`` are those of
+    `PipelineStage`.
+
+    Raises:
+        TypeError: it is not a ``torch.distributed.pipelining.PipelineStage``.
+        RuntimeError: it is compressed already.
+    """
+    if not isinstance(stage, TorchStage):
+        raise TypeError(f"compress_stage() takes a torch.distributed.pipelining.PipelineStage, not {type(stage)}")
+    if isinstance(stage, Compressing):
+        raise RuntimeError("this stage is compressed already")
+    if options.get("store") is None:
+        options["store"] = Memory()
+    known = PipelineOptions(**options)
+    stage.__class__ = _compressing(type(stage))
+    assert isinstance(stage, Compressing)
+    stage._take_up(known)
+    return stage
+
+
+@lru_cache
+def _compressing(kind: type[TorchStage]) -> type[Compressing]:
+    return type(f"Compressing{kind.__name__}", (Compressing, kind), {})

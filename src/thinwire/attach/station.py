@@ -1,0 +1,181 @@
+"""What one pipeline stage has to do with compression: its sides of the boundaries before and behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.attach.boundary import Side
+from thinwire.attach.crossing import Crossing, Spec
+from thinwire.attach.pipeline_options import PipelineOptions
+from thinwire.attach.pipeline_stats import PipelineStats
+from thinwire.attach.turn import Batch, Turn
+from thinwire.compat import stage_tensors
+from thinwire.kernels import FORMAT_VERSION
+from thinwire.store import Background, Disk, StoreError
+
+
+class Station:
+    """Compression's share of one stage, which owns it."""
+
+    def __init__(self, stage: Any, options: PipelineOptions) -> None:
+        self._stage = stage
+        self.options = options
+        self.stats = PipelineStats()
+        self.sides: list[Side] = []
+        self._background: Background | None = None
+        self._batch: Batch | None = None
+        self._loaded: dict[str, dict[str, Tensor]] = {}
+
+    @property
+    def index(self) -> int:
+        return self._stage.stage_index
+
+    @property
+    def num_stages(self) -> int:
+        return self._stage.num_stages
+
+    @property
+    def training(self) -> bool:
+        return self._stage.has_backward
+
+    @property
+    def root(self) -> int:
+        """The rank in the pipeline's group that has the first stage."""
+        return self._stage.stage_index_to_group_rank[0]
+
+    @property
+    def num_chunks(self) -> int:
+        """Micro-batches of a step."""
+        return self._stage.chunks or len(self._stage.args_recv_info)
+
+    @property
+    def first_size(self) -> int | None:
+        """Samples of a micro-batch of what the first stage is given, as the pipeline was set up."""
+        shapes = stage_tensors(self._stage)["inputs"]
+        return shapes[0][0][0] if shapes and shapes[0][0] else None
+
+    def give_batch(self, batch: Batch | None) -> None:
+        self._batch = batch
+
+    def take_batch(self) -> Batch | None:
+        """The batch that was given for this step: ids are of one step only."""
+        batch, self._batch = self._batch, None
+        return batch
+
+    def side(self, *, earlier: bool) -> Side:
+        """That of the boundary behind this stage (``earlier``), or of the one before it."""
+        boundary = self.index if earlier else self.index - 1
+        return next(side for side in self.sides if side.boundary == boundary)
+
+    def set_up(self, turn: Turn) -> None:
+        """Before a step: know what crosses. Neighbours on the same rank hand tensors over and have no boundary."""
+        ranks, mine = self._stage.stage_index_to_group_rank, self._stage.group_rank
+        wanted = {
+            boundary: earlier
+            for boundary, earlier, other in (
+                (self.index - 1, False, self.index - 1),
+                (self.index, True, self.index + 1),
+            )
+            if 0 <= other < self.num_stages and ranks[other] != mine
+        }
+        if {side.boundary for side in self.sides} != set(wanted):
+            self.sides = [Side(boundary, earlier, self.options, self.stats) for boundary, earlier in wanted.items()]
+        tensors = stage_tensors(self._stage)
+        for side in self.sides:
+            names = ("outputs", "output_grads") if side.earlier else ("inputs", "input_grads")
+            forward, backward = (Crossing(tuple(Spec(*spec) for spec in tensors[name])) for name in names)
+            side.set_up(turn, self.num_chunks, forward, backward if turn.training else None)
+
+    def found_run(self) -> int | None:
+        """The run whose stores on disk are to be gone on with."""
+        return self.options.store.run_of(self._folder(f"boundary{self.index}-earlier"))
+
+    def open_stores(self, run: int) -> None:
+        """Open the store of each side that has none, as it was when a state was saved, if one was loaded."""
+        for side in self.sides:
+            if side.store is not None or not side.keeps:
+                continue
+            if self._background is None:
+                place = self.options.store
+                self._background = Background(place.waiting_bytes) if isinstance(place, Disk) else Background()
+            name = self._folder(side.name)
+            side.store = self.options.store.open(side.record_format(), name, run=run, background=self._background)
+            if side.name in self._loaded:
+                side.store.load_state_dict(self._loaded.pop(side.name))
+
+    def _folder(self, name: str) -> str:
+        return f"rank{dist.get_rank()}-{name}"
+
+    def present_stats(self) -> PipelineStats:
+        stores = [side.store for side in self.sides if side.store is not None]
+        self.stats.evicted = sum(store.counts.evicted for store in stores)
+        self.stats.turned_away = sum(store.counts.turned_away for store in stores)
+        self.stats.kept_samples = sum(len(store) for store in stores)
+        self.stats.store_bytes = sum(store.num_bytes for store in stores)
+        return self.stats
+
+    def state_dict(self, step: int, run: int) -> dict[str, Tensor]:
+        """Tensors only: where the training is, and the messages of both sides (on disk: which records they are)."""
+        state = {
+            "step": torch.tensor(step),
+            "run": torch.tensor(run),
+            "seed": torch.tensor(self.options.seed),
+            "format_version": torch.tensor(FORMAT_VERSION),
+        }
+        for side in self.sides:
+            if side.store is not None:
+                state |= {f"{side.name}/{name}": value for name, value in side.store.state_dict().items()}
+        for name, of in self._loaded.items():
+            state |= {f"{name}/{key}": value for key, value in of.items()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> tuple[int, int]:
+        """Take over a state; its step and run.
+
+        Raises:
+            ValueError: it is not the state of a stage, or one of another seed or wire format.
+            StoreError: its messages are not those of this stage's stores.
+        """
+        missing = {"step", "run", "seed", "format_version"} - set(state)
+        if missing:
+            raise ValueError(f"this is not the state of a pipeline stage: {', '.join(sorted(missing))} missing")
+        mine = {"seed": self.options.seed, "format_version": FORMAT_VERSION}
+        for name, value in mine.items():
+            if int(state[name]) != value:
+                raise ValueError(f"the state has {name} {int(state[name])}, this stage {value}: resume with the same")
+        step, run = int(state["step"]), int(state["run"])
+        if step < 0 or run < 0:
+            raise ValueError(f"the state is of step {step} of run {run}, which cannot be")
+        names = {key.rsplit("/", 1)[0] for key in state if "/" in key}
+        expected = {f"boundary{self.index}-earlier", f"boundary{self.index - 1}-later"}
+        if not names <= expected:
+            raise StoreError(f"the state has messages of {', '.join(sorted(names - expected))}: it is another stage's")
+        self._loaded = {name: {} for name in names}
+        for key, value in state.items():
+            if "/" in key:
+                name, entry = key.rsplit("/", 1)
+                self._loaded[name][entry] = value.detach().cpu().clone()
+        for side in self.sides:
+            if side.store is None:
+                continue
+            if side.name in self._loaded:
+                side.store.load_state_dict(self._loaded.pop(side.name))
+            else:
+                for sample in side.store.samples:
+                    side.store.forget(sample)
+        return step, run
+
+    def close(self) -> None:
+        """Write what waits, and let go of files. What is in memory stays there."""
+        if not isinstance(self.options.store, Disk):
+            return
+        for side in self.sides:
+            if side.store is not None:
+                side.store.close()
+                side.store = None
+        self._background = None

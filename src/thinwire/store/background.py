@@ -1,0 +1,89 @@
+"""One thread that reads ahead and writes behind, in order, with bounded memory."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from thinwire.store.errors import StoreError
+
+
+class Background:
+    """Runs jobs one after the other, in a thread that starts with the first. What a job raises, the next call raises.
+
+    Jobs that wait hold at most ``max_bytes`` together (one larger job goes alone): who submits more waits.
+    """
+
+    def __init__(self, max_bytes: int = 256 << 20) -> None:
+        self._max_bytes = max_bytes
+        self._jobs: deque[tuple[Callable[[], None], int]] = deque()
+        self._changed = threading.Condition()
+        self._held = 0
+        self._busy = False
+        self._closed = False
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the jobs that are not done."""
+        return self._held
+
+    def submit(self, job: Callable[[], None], num_bytes: int = 0) -> None:
+        """Have a job done that holds so much memory until then.
+
+        Raises:
+            StoreError: an earlier job failed.
+        """
+        with self._changed:
+            self._raise()
+            if self._closed:
+                raise StoreError("this store is closed: make another stage to go on")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="thinwire-store", daemon=True)
+                self._thread.start()
+            while self._held and self._held + num_bytes > self._max_bytes and self._error is None:
+                self._changed.wait()
+            self._raise()
+            self._jobs.append((job, num_bytes))
+            self._held += num_bytes
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Block until all jobs are done. Raises as `submit`."""
+        with self._changed:
+            while (self._jobs or self._busy) and self._error is None:
+                self._changed.wait()
+            self._raise()
+
+    def close(self) -> None:
+        """Finish what was submitted and end the thread. What failed is not raised any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise StoreError(f"the message store failed: {self._error}") from self._error
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._jobs and not self._closed:
+                    self._changed.wait()
+                if not self._jobs or self._error is not None:
+                    return
+                job, num_bytes = self._jobs.popleft()
+                self._busy = True
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001 - raised in the thread that submits
+                with self._changed:
+                    self._error = error
+            with self._changed:
+                self._held -= num_bytes
+                self._busy = False
+                self._changed.notify_all()

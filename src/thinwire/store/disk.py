@@ -1,0 +1,316 @@
+"""Messages on disk: a memory-mapped file of fixed records, an index, a manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.store.background import Background
+from thinwire.store.errors import StoreError
+from thinwire.store.manifest import check_manifest, check_room, read_manifest, write_manifest
+from thinwire.store.records import RecordFormat
+from thinwire.store.store import Entry, Evict, Store
+
+_WORDS = 8
+_ROW_BYTES = 8 * _WORDS
+_NO_ROW = bytes(_ROW_BYTES)
+
+
+class DiskStore(Store):
+    """A record of each sample in a file, read through a memory map and written behind by a background thread.
+
+    ``folder`` holds ``manifest.json`` (format, shape, precision, dtype, number of records, run, site), ``records.bin``
+    and ``index.bin``: for every slot of the first, the sample whose record it is, its entry, the record's checksum, and
+    a checksum of that row. The row is written after the record, and a record that is not what its row says counts as
+    corrupt. So a crash leaves old records, new ones and detected torn ones.
+
+    A record that a state (`state_dict`) names is not overwritten: its sample's next record goes to another slot, until
+    ``snapshots`` newer states were made. So a run killed at any time goes on from such a state as if it had never been
+    killed: the state says where its records are, the index where the newest ones are. This takes up to ``1 +
+    snapshots`` times the records' size, reserved when the store is made.
+
+    Raises:
+        StoreError: the folder holds a store of another run or shape, or one that is in use; the disk has no room; or a
+            file is not of the size that it must have.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        form: RecordFormat,
+        capacity: int,
+        *,
+        run: int,
+        evict: Evict | None = None,
+        snapshots: int = 1,
+        background: Background | None = None,
+    ) -> None:
+        super().__init__(form, capacity, evict)
+        self._folder = Path(folder)
+        self._snapshots = snapshots
+        self._num_slots = capacity * (1 + snapshots)
+        self._background = background or Background()
+        self._slots: dict[int, int] = {}
+        self._orders: dict[int, int] = {}
+        self._next_order = 0
+        self._sums: dict[int, int] = {}
+        self._checked: dict[int, int] = {}
+        self._waiting: dict[int, Tensor] = {}
+        self._pinned: deque[frozenset[int]] = deque()
+        self._free: deque[int] = deque(range(self._num_slots))
+        identity = {**form.describe(), "site": form.site, "slots": self._num_slots, "run": run}
+        self._files = _Files(self._folder, identity, self._num_slots, form.record_bytes)
+        if self._files.existed:
+            self._reopen()
+
+    def checksum(self, sample: int) -> int:
+        slot = self._slots[sample]
+        waiting = self._waiting.get(slot)
+        return kernels.checksum(self._files.record(slot) if waiting is None else waiting)
+
+    def prefetch(self, samples: Iterable[int]) -> None:
+        slots = [self._slots[sample] for sample in samples if sample in self._slots]
+        if slots:
+            self._background.submit(lambda: self._check_ahead(slots))
+
+    def _check_ahead(self, slots: list[int]) -> None:
+        self._files.read_ahead(slots)
+        for slot in slots:
+            if slot not in self._waiting:
+                self._checked[slot] = kernels.checksum(self._files.record(slot))
+
+    def flush(self) -> None:
+        self._background.wait()
+        self._files.sync()
+
+    def close(self) -> None:
+        self._background.close()
+        self._files.close()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_slots * (self.form.record_bytes + _ROW_BYTES)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Memory of what is not written yet."""
+        return self._background.held_bytes
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Which records there are and where, not the records: they stay, until ``snapshots`` newer states were made."""
+        self.flush()
+        state = super().state_dict()
+        slots = [self._slots[sample] for sample in self._entries]
+        state["slots"] = torch.tensor(slots, dtype=torch.int64)
+        state["checksums"] = torch.tensor([_signed(self._sums[slot]) for slot in slots], dtype=torch.int64)
+        if self._snapshots:
+            self._pinned.append(frozenset(slots))
+            if len(self._pinned) > self._snapshots:
+                released = self._pinned.popleft().difference(slots, *self._pinned)
+                self._free.extend(sorted(released))
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        entries = self._load_entries(state)
+        columns = [state.get(name) for name in ("slots", "checksums")]
+        if any(c is None or c.dtype != torch.int64 or c.numel() != len(entries) for c in columns):
+            raise StoreError("the state is not one of a message store on disk: its slots or checksums are missing")
+        slots, sums = ([] if c is None else c.reshape(-1).tolist() for c in columns)
+        if len(set(slots)) != len(slots) or not all(0 <= slot < self._num_slots for slot in slots):
+            raise StoreError(f"the state names slots that a store of {self._num_slots} does not have")
+        self._background.wait()
+        self._take(dict(zip(entries, slots, strict=True)), entries, dict(zip(slots, sums, strict=True)))
+        self._pinned = deque([frozenset(slots)] if self._snapshots else [])
+        # What the other slots say belongs to a future that did not come to be.
+        for slot in self._free:
+            self._files.write_row(slot, _NO_ROW)
+        for sample in self._entries:
+            self._files.write_row(self._slots[sample], self._row(sample))
+
+    def _take(self, slots: Mapping[int, int], entries: dict[int, Entry], sums: Mapping[int, int]) -> None:
+        self._entries, self._slots = entries, dict(slots)
+        self._orders = {sample: order for order, sample in enumerate(entries)}
+        self._next_order = len(entries)
+        self._sums = {slot: value % 2**64 for slot, value in sums.items()}
+        self._checked.clear()
+        used = frozenset(self._slots.values())
+        self._free = deque(slot for slot in range(self._num_slots) if slot not in used)
+
+    def _reopen(self) -> None:
+        """Take over what an earlier process left: of each sample the newest record whose row is whole."""
+        newest: dict[int, tuple[int, Entry, int, int]] = {}
+        for slot, row in enumerate(self._files.rows()):
+            sample, version, visits, length, order, total, check, _ = row
+            if not any(row):
+                continue
+            try:
+                self._check_entry(sample, Entry(version, visits, length))
+            except StoreError:
+                check = 0
+            if check != _row_check(row[:6]):
+                self.counts.corrupt += 1
+            elif sample not in newest or newest[sample][1].version < version:
+                newest[sample] = slot, Entry(version, visits, length), order, total
+        ordered = sorted(newest, key=lambda sample: newest[sample][2])[: self.capacity]
+        entries = {sample: newest[sample][1] for sample in ordered}
+        slots = {sample: newest[sample][0] for sample in ordered}
+        self._take(slots, entries, {newest[sample][0]: newest[sample][3] for sample in ordered})
+        self._orders = {sample: newest[sample][2] for sample in ordered}
+        self._next_order = max(self._orders.values(), default=-1) + 1
+        for slot in self._free:
+            self._files.write_row(slot, _NO_ROW)
+
+    def _read(self, sample: int, out: Tensor) -> None:
+        slot = self._slots[sample]
+        waiting = self._waiting.get(slot)
+        out.copy_(self._files.record(slot) if waiting is None else waiting)
+
+    def _write(self, sample: int, record: Tensor) -> None:
+        old = self._slots.get(sample)
+        slot = self._free.popleft() if old is None or self._is_pinned(old) else old
+        if old is None:
+            self._orders[sample] = self._next_order
+            self._next_order += 1
+        self._slots[sample] = slot
+        self._sums[slot] = kernels.checksum(record)
+        self._checked.pop(slot, None)
+        self._waiting[slot] = record
+        row, left = self._row(sample), None if old == slot else old
+        self._background.submit(lambda: self._put(slot, record, row, left), record.numel())
+
+    def _put(self, slot: int, record: Tensor, row: bytes, left: int | None) -> None:
+        self._files.write_record(slot, record)
+        self._files.write_row(slot, row)
+        if left is not None:
+            self._files.write_row(left, _NO_ROW)
+        if self._waiting.get(slot) is record:
+            del self._waiting[slot]
+
+    def _drop(self, sample: int) -> None:
+        slot = self._slots.pop(sample)
+        del self._orders[sample]
+        if not self._is_pinned(slot):
+            self._free.append(slot)
+            self._waiting.pop(slot, None)
+        self._background.submit(lambda: self._files.write_row(slot, _NO_ROW))
+
+    def _is_pinned(self, slot: int) -> bool:
+        return any(slot in pinned for pinned in self._pinned)
+
+    def _is_whole(self, sample: int) -> bool:
+        slot = self._slots[sample]
+        if slot in self._waiting:
+            return True
+        found = self._checked.pop(slot, None)
+        return (kernels.checksum(self._files.record(slot)) if found is None else found) == self._sums[slot]
+
+    def _row(self, sample: int) -> bytes:
+        slot = self._slots[sample]
+        words = [sample, *self._entries[sample], self._orders[sample], _signed(self._sums[slot])]
+        return b"".join(word.to_bytes(8, "little", signed=True) for word in (*words, _row_check(words), 0))
+
+
+def _signed(value: int) -> int:
+    """An unsigned 64-bit number as the signed one of the same bits, which tensors can hold."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _row_check(words: Iterable[int]) -> int:
+    return _signed(kernels.derive_key(*words))
+
+
+class _Files:
+    """The files of a store: made, or opened if they are what they must be."""
+
+    def __init__(self, folder: Path, identity: Mapping[str, object], num_slots: int, record_bytes: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._record_bytes, self._num_slots = record_bytes, num_slots
+        self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        self._open: list[int] = [self._lock]
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.close()
+            raise StoreError(f"the message store in {folder} is in use by another process: give it a folder") from None
+        try:
+            found = read_manifest(folder)
+            self.existed = found is not None
+            if found is not None:
+                check_manifest(folder, found, identity)
+            sizes = {"records.bin": num_slots * record_bytes, "index.bin": num_slots * _ROW_BYTES}
+            if found is None:
+                check_room(folder, sum(sizes.values()), f"{num_slots} records of {record_bytes} bytes")
+            self._records, self._index = (self._file(folder / name, size) for name, size in sizes.items())
+            # The map must not outlive the size of the file; nobody shortens it while the lock is held.
+            self._map: Tensor | None = torch.frombuffer(
+                mmap.mmap(self._records, sizes["records.bin"]), dtype=torch.uint8
+            ).view(num_slots, record_bytes)
+            if found is None:
+                write_manifest(folder, identity)
+        except BaseException:
+            self.close()
+            raise
+
+    def _file(self, path: Path, size: int) -> int:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | (0 if self.existed else os.O_TRUNC), 0o644)
+        self._open.append(file)
+        if self.existed and os.fstat(file).st_size != size:
+            raise StoreError(
+                f"{path} has {os.fstat(file).st_size} bytes, not {size}: it is damaged. Remove the folder; samples "
+                "will count as unseen"
+            )
+        if not self.existed:
+            try:
+                os.posix_fallocate(file, 0, size)
+            except OSError as error:
+                raise StoreError(f"the disk cannot hold {path} of {size} bytes: {error.strerror}") from None
+        return file
+
+    def record(self, slot: int) -> Tensor:
+        """The bytes of a slot in the map."""
+        assert self._map is not None, "the store is open"
+        return self._map[slot]
+
+    def rows(self) -> list[list[int]]:
+        """The index."""
+        data = os.pread(self._index, self._num_slots * _ROW_BYTES, 0)
+        return torch.frombuffer(bytearray(data), dtype=torch.int64).view(self._num_slots, _WORDS).tolist()
+
+    def read_ahead(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            at = slot * self._record_bytes
+            os.posix_fadvise(self._records, at, self._record_bytes, os.POSIX_FADV_WILLNEED)
+
+    def write_record(self, slot: int, record: Tensor) -> None:
+        # Not through the map: a disk that is full after all would end the process instead of raising.
+        data = memoryview(record.contiguous().numpy())  # pyright: ignore[reportArgumentType] - arrays are buffers
+        _write_all(self._records, data, slot * self._record_bytes)
+
+    def write_row(self, slot: int, row: bytes) -> None:
+        _write_all(self._index, memoryview(row), slot * _ROW_BYTES)
+
+    def sync(self) -> None:
+        os.fdatasync(self._records)
+        os.fdatasync(self._index)
+
+    def close(self) -> None:
+        self._map = None
+        for file in self._open:
+            with contextlib.suppress(OSError):
+                os.close(file)
+        self._open.clear()
+
+
+def _write_all(file: int, data: memoryview, at: int) -> None:
+    while data:
+        written = os.pwrite(file, data, at)
+        data, at = data[written:], at + written

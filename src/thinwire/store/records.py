@@ -1,0 +1,183 @@
+"""What is kept of one sample's activations: a record of fixed size, in 32, 16 or a few bits a value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.compressors import Coded, Key, MaxAbs, Piece, Raw, Segments, check_int
+from thinwire.kernels import align
+
+Half = Literal["float16", "bfloat16"]
+
+
+class Part(NamedTuple):
+    """One tensor's share of a sample."""
+
+    positions: int
+    """Of the longest sample: the elements of its second dimension, where it has one beside the batch's; else 1."""
+    width: int
+    """Elements of one position."""
+    grows: bool
+    """Whether its positions are the sample's length; else they are always as many."""
+
+    def at(self, length: int) -> int:
+        """Elements of a sample of this length."""
+        return (length if self.grows else self.positions) * self.width
+
+
+class Rows(NamedTuple):
+    """Which samples lie in a flat tensor: one after the other, each with all its parts, padded to a common length."""
+
+    samples: tuple[int, ...]
+    lengths: tuple[int, ...]
+    """Positions of each that mean something. What lies behind them is zero, sent nowhere and kept nowhere."""
+    padded: int
+    """Positions of each in the flat tensor."""
+
+    @staticmethod
+    def of(samples: Iterable[int], length: int) -> Rows:
+        """Samples of one length."""
+        kept = tuple(samples)
+        return Rows(kept, (length,) * len(kept), length)
+
+
+@dataclass(frozen=True)
+class RecordFormat:
+    """How the messages m(ξ) of one stage boundary are kept (S0, section 3.3).
+
+    ``precision`` is 32 (fp32), 16 (``half``), or 2 to 8 bits: max-abs codes in buckets of 128, rounded stochastically
+    with draws that both sides of a boundary make alike.
+    """
+
+    parts: tuple[Part, ...]
+    precision: int = 32
+    half: Half = "bfloat16"
+    site: str = "m"
+    """Names the draws."""
+    coder: Coded = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_precision(self.precision)
+        object.__setattr__(self, "coder", MaxAbs(bits=self.precision) if self.precision <= 8 else Raw())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values that a record holds; of codes that of what they decode to."""
+        return getattr(torch, self.half) if self.precision == 16 else torch.float32
+
+    @cached_property
+    def length(self) -> int:
+        """Positions of the longest sample; 0 where nothing grows."""
+        return max((part.positions for part in self.parts if part.grows), default=0)
+
+    def numel(self, length: int) -> int:
+        """Elements of a sample of this length."""
+        return sum(part.at(length) for part in self.parts)
+
+    def part_bytes(self, part: Part, length: int) -> int:
+        return self.coder.payload_bytes(part.at(length), self.dtype)
+
+    @cached_property
+    def record_bytes(self) -> int:
+        """Bytes of a record: a multiple of 64, the same for every sample."""
+        return sum(self.part_bytes(part, part.positions) for part in self.parts)
+
+    def segments(self, rows: Rows) -> Segments:
+        """Where the records of ``rows`` lie, one behind the other, and their values in a flat tensor."""
+        stride, pieces = self.numel(rows.padded), []
+        for i, (sample, length) in enumerate(zip(rows.samples, rows.lengths, strict=True)):
+            at, payload = i * stride, i * self.record_bytes
+            for t, part in enumerate(self.parts):
+                pieces.append(Piece(f"{self.site}/{sample}/{t}", at, part.at(length), 0, payload))
+                at += part.at(rows.padded)
+                payload += self.part_bytes(part, part.positions)
+        return Segments.build(pieces)
+
+    def encode(self, values: Tensor, rows: Rows, key: int) -> Tensor:
+        """The records of ``rows``: uint8 of shape (samples, `record_bytes`), from fp32 values (elements,).
+
+        ``key`` is that of the draws, which differ by sample. They may share memory with the values.
+        """
+        self._check(values, rows)
+        if self._is_plain(rows.lengths, rows.padded):
+            return values.to(self.dtype).view(torch.uint8).view(len(rows.samples), self.record_bytes)
+        records = torch.zeros(len(rows.samples) * self.record_bytes, dtype=torch.uint8)
+        self.coder.encode(values.to(self.dtype), self.segments(rows), records, key=Key(key, key))
+        return records.view(len(rows.samples), self.record_bytes)
+
+    def decode(self, records: Tensor, kept: Sequence[int], rows: Rows) -> Tensor:
+        """What records hold, as fp32 (elements,) laid out as ``rows``; zero where they hold nothing.
+
+        ``kept`` are the positions that each record holds: those of the sample when it was kept. A position that was
+        never seen is zero, so that its change is its value. They may share memory with the records.
+        """
+        if tuple(kept) == rows.lengths:
+            return self._decode(records, rows)
+        longest = max(*kept, rows.padded)
+        stored = self._decode(records, Rows(rows.samples, tuple(kept), longest))
+        values = torch.zeros(len(rows.samples) * self.numel(rows.padded))
+        from_stride, to_stride = self.numel(longest), self.numel(rows.padded)
+        for i, (had, has) in enumerate(zip(kept, rows.lengths, strict=True)):
+            source, target = i * from_stride, i * to_stride
+            for part in self.parts:
+                shared = part.at(min(had, has))
+                values[target : target + shared] = stored[source : source + shared]
+                source += part.at(longest)
+                target += part.at(rows.padded)
+        return values
+
+    def _is_plain(self, lengths: Sequence[int], padded: int) -> bool:
+        """Whether records are nothing but the values, one behind the other."""
+        whole = all(length == padded for length in lengths)
+        return whole and self.precision > 8 and self.record_bytes == self.numel(padded) * self.dtype.itemsize
+
+    def _decode(self, records: Tensor, rows: Rows) -> Tensor:
+        if tuple(records.shape) != (len(rows.samples), self.record_bytes):
+            raise ValueError(f"{len(rows.samples)} records of {self.record_bytes} bytes are not {tuple(records.shape)}")
+        if self._is_plain(rows.lengths, rows.padded):
+            return records.view(-1).view(self.dtype).float()
+        values = torch.zeros(len(rows.samples) * self.numel(rows.padded), dtype=self.dtype)
+        self.coder.decode(records.reshape(-1), self.segments(rows), values)
+        return values.float()
+
+    def _check(self, values: Tensor, rows: Rows) -> None:
+        longest = max(rows.lengths, default=0)
+        if longest > self.length and any(part.grows for part in self.parts):
+            raise ValueError(
+                f"a sample of {longest} positions does not fit into a record of {self.length}: pass max_length="
+            )
+        if values.numel() != len(rows.samples) * self.numel(rows.padded):
+            raise ValueError(f"{values.numel()} values are not those of {len(rows.samples)} samples")
+
+    def describe(self) -> dict[str, object]:
+        """What two stores must have in common for one to read the other's records."""
+        return {
+            "parts": [list(part) for part in self.parts],
+            "precision": self.precision,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "record_bytes": self.record_bytes,
+        }
+
+
+def check_precision(precision: int) -> None:
+    """Raise unless a message can be kept in so many bits a value."""
+    check_int("precision", precision, 2, 32)
+    if precision not in (16, 32) and precision > 8:
+        raise ValueError(f"precision must be 32, 16 or 2 to 8 bits, not {precision}")
+
+
+def store_bytes(num_samples: int, shape: Sequence[int], precision: int = 32, *, snapshots: int = 0) -> int:
+    """Bytes that the messages of ``num_samples`` samples take on one side of one stage boundary.
+
+    ``shape`` is that of one sample's activation, without the batch: (length, hidden), say. On disk a run keeps
+    ``snapshots`` (1, if not told otherwise) older copies at most of each, and so many times more.
+    """
+    numel = torch.Size(shape).numel()
+    record = RecordFormat((Part(1, numel, False),), precision).record_bytes
+    return align(num_samples * record * (1 + snapshots))

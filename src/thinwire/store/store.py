@@ -1,0 +1,203 @@
+"""The messages m(ξ) of one side of a stage boundary, by sample: what every store does, wherever its records lie."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.store.errors import StoreError
+from thinwire.store.records import RecordFormat, Rows
+
+Evict = Literal["newcomers", "oldest"]
+LARGEST_SAMPLE = 2**62
+
+
+class Entry(NamedTuple):
+    """What a store knows of a sample beside its record."""
+
+    version: int
+    """The training step that wrote the record, from 1."""
+    visits: int
+    """How often the sample was seen since it was kept, that step included."""
+    length: int
+    """Positions that the record holds."""
+
+
+@dataclass
+class StoreCounts:
+    """What happened to the records of a store."""
+
+    corrupt: int = 0
+    """Records that were not what had been written: their samples count as unseen."""
+    evicted: int = 0
+    """Samples given up to make room for others."""
+    turned_away: int = 0
+    """Visits of samples for which there was no room."""
+
+
+class Store(ABC):
+    """Keeps one record for each sample, and knows its step, visits and length.
+
+    What it keeps and gives up is a function of the calls alone, so that the two sides of a boundary, which make the
+    same calls, hold the same samples; nothing here depends on hashes, clocks or threads. ``capacity`` is how many
+    samples there is room for (None: any number). One more is unknown, an error, unless ``evict`` says who makes room:
+    nobody (``newcomers`` are turned away) or the samples that were kept first (``oldest``).
+    """
+
+    def __init__(self, form: RecordFormat, capacity: int | None = None, evict: Evict | None = None) -> None:
+        self.form = form
+        self.capacity = capacity
+        self.evict: Evict | None = evict
+        self.counts = StoreCounts()
+        self._entries: dict[int, Entry] = {}
+
+    def __len__(self) -> int:
+        """Samples that are kept."""
+        return len(self._entries)
+
+    def __contains__(self, sample: int) -> bool:
+        return sample in self._entries
+
+    def entry(self, sample: int) -> Entry | None:
+        """What is known of a sample; None if it was not seen, or was given up."""
+        return self._entries.get(sample)
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """Those that are kept, in the order in which they came."""
+        return tuple(self._entries)
+
+    def admit(self, samples: Sequence[int]) -> frozenset[int]:
+        """Make room for the samples of a step, and say which of them there is no room for.
+
+        Samples of this step are never given up for one another.
+
+        Raises:
+            StoreError: one sample more than the store was made for.
+        """
+        new = [sample for sample in samples if sample not in self._entries]
+        if self.capacity is None or len(self._entries) + len(new) <= self.capacity:
+            return frozenset()
+        if self.evict is None:
+            first = new[self.capacity - len(self._entries)]
+            raise StoreError(
+                f"sample {first} is unknown: the store was made for {self.capacity} samples and has seen as many "
+                "others. num_samples must be that of the data set (of this replica's share of it), and ids must be "
+                "the samples' own, the same in every epoch"
+            )
+        if self.evict == "oldest":
+            present = frozenset(samples)
+            missing = len(self._entries) + len(new) - self.capacity
+            for sample in list(islice((s for s in self._entries if s not in present), missing)):
+                self.forget(sample)
+                self.counts.evicted += 1
+        refused = frozenset(new[self.capacity - len(self._entries) :])
+        self.counts.turned_away += len(refused)
+        return refused
+
+    def load(self, rows: Rows) -> Tensor:
+        """m of samples that are all kept: fp32 (elements,), laid out as ``rows``; zero at positions never seen."""
+        records = torch.empty(len(rows.samples), self.form.record_bytes, dtype=torch.uint8)
+        for record, sample in zip(records, rows.samples, strict=True):
+            self._read(sample, record)
+        return self.form.decode(records, [self._entries[sample].length for sample in rows.samples], rows)
+
+    def save(self, records: Tensor, rows: Rows, step: int) -> None:
+        """Keep the records (samples, record_bytes) of samples visited in a step (from 0). They are copied or kept."""
+        for record, sample, length in zip(records, rows.samples, rows.lengths, strict=True):
+            known = self._entries.get(sample)
+            self._entries[sample] = Entry(step + 1, known.visits + 1 if known else 1, length)
+            self._write(sample, record)
+
+    def forget(self, sample: int) -> None:
+        """Make a sample unseen. Nothing happens if it is."""
+        if self._entries.pop(sample, None) is not None:
+            self._drop(sample)
+
+    def verify(self, samples: Iterable[int]) -> list[int]:
+        """Forget those samples whose records are not what was written, count them and name them."""
+        damaged = [sample for sample in samples if sample in self._entries and not self._is_whole(sample)]
+        for sample in damaged:
+            self.forget(sample)
+        self.counts.corrupt += len(damaged)
+        return damaged
+
+    @abstractmethod
+    def checksum(self, sample: int) -> int:
+        """Of the bytes of a sample's record as they are now."""
+
+    def digest(self) -> int:
+        """A number that two stores share if, and only if, they hold the same records of the same samples."""
+        total = 0
+        for sample, entry in self._entries.items():
+            total ^= kernels.derive_key(sample, *entry, self.checksum(sample))
+        return kernels.derive_key(len(self), total)
+
+    def prefetch(self, samples: Iterable[int]) -> None:  # noqa: B027 - what is in memory is there
+        """Read these samples' records ahead, in the background: they come next."""
+
+    def flush(self) -> None:  # noqa: B027 - what is in memory is there
+        """Wait until everything that was saved lies where it will stay."""
+
+    def close(self) -> None:  # noqa: B027 - memory needs no closing
+        """Let go of files."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes that the store takes now, in memory or on disk."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Tensors from which `load_state_dict` makes the store what it is now."""
+        entries = [(sample, *entry) for sample, entry in self._entries.items()]
+        return {"entries": torch.tensor(entries, dtype=torch.int64).reshape(len(entries), 4)}
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Make the store what it was when the state was made.
+
+        Raises:
+            StoreError: the state is not one of such a store.
+        """
+
+    def _load_entries(self, state: Mapping[str, Tensor]) -> dict[int, Entry]:
+        """The entries of a state, checked: it comes from a file."""
+        table = state.get("entries")
+        if table is None or table.dtype != torch.int64 or table.dim() != 2 or table.shape[1] != 4:
+            raise StoreError("this is not the state of a message store: it has no table of entries")
+        entries = {int(row[0]): Entry(*row[1:]) for row in table.tolist()}
+        if len(entries) != len(table) or (self.capacity is not None and len(entries) > self.capacity):
+            raise StoreError(
+                f"the state has {len(table)} entries, of {len(entries)} samples, where {self.capacity} fit"
+            )
+        for sample, entry in entries.items():
+            self._check_entry(sample, entry)
+        return entries
+
+    def _check_entry(self, sample: int, entry: Entry) -> None:
+        sizes = 0 <= entry.length <= self.form.length
+        if not 0 <= sample < LARGEST_SAMPLE or entry.version < 1 or entry.visits < 1 or not sizes:
+            raise StoreError(f"the store says of sample {sample}: {entry}, which cannot be")
+
+    @abstractmethod
+    def _read(self, sample: int, out: Tensor) -> None:
+        """Copy a kept sample's record to ``out`` (record_bytes,)."""
+
+    @abstractmethod
+    def _write(self, sample: int, record: Tensor) -> None:
+        """Keep a record, whose entry is there."""
+
+    @abstractmethod
+    def _drop(self, sample: int) -> None:
+        """Let go of a record, whose entry is gone."""
+
+    @abstractmethod
+    def _is_whole(self, sample: int) -> bool:
+        """Whether a kept sample's record is what was written."""

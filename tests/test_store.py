@@ -1,0 +1,265 @@
+"""Message stores: what one keeps, on which bytes two agree, what they do when a sample too many comes."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from thinwire.kernels import derive_key
+from thinwire.store import (
+    Background,
+    Disk,
+    DiskStore,
+    Memory,
+    MemoryStore,
+    Part,
+    RecordFormat,
+    Rows,
+    Store,
+    StoreError,
+    store_bytes,
+)
+
+FORM = RecordFormat((Part(5, 12, True), Part(1, 7, False)))
+PRECISIONS = (32, 16, 8, 4, 2)
+
+
+def values_of(rows: Rows, form: RecordFormat, seed: int = 0) -> Tensor:
+    """Random values, zero behind each sample's length."""
+    values = torch.randn(len(rows.samples), form.numel(rows.padded), generator=torch.Generator().manual_seed(seed))
+    for i, length in enumerate(rows.lengths):
+        at = 0
+        for part in form.parts:
+            values[i, at + part.at(length) : at + part.at(rows.padded)] = 0
+            at += part.at(rows.padded)
+    return values.view(-1)
+
+
+def save(store: Store, rows: Rows, values: Tensor, step: int) -> None:
+    store.save(store.form.encode(values.clone(), rows, derive_key(7, step)), rows, step)
+
+
+def open_store(kind: str, path: Path, form: RecordFormat = FORM, capacity: int | None = 20, **options) -> Store:
+    if kind == "memory":
+        return MemoryStore(form, capacity, options.get("evict"))
+    return DiskStore(path, form, capacity or 20, **{"run": 1, **options})
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_what_is_kept_is_what_was_saved_up_to_precision(kind: str, precision: int, tmp_path: Path) -> None:
+    form = RecordFormat(FORM.parts, precision)
+    store = open_store(kind, tmp_path, form)
+    rows = Rows((3, 900, 7), (5, 2, 4), 5)
+    values = values_of(rows, form)
+    save(store, rows, values, 0)
+    kept = store.load(rows)
+    if precision == 32:
+        assert torch.equal(kept, values)
+    elif precision == 16:
+        assert torch.equal(kept, values.bfloat16().float())
+    else:
+        step = float(values.abs().max()) / (2 ** (precision - 1) - 1)
+        assert float((kept - values).abs().max()) <= step * 1.001
+        assert not torch.equal(kept, values)
+    assert [store.entry(sample) for sample in (3, 900, 7)] == [(1, 1, 5), (1, 1, 2), (1, 1, 4)]
+    assert store.entry(4) is None
+    save(store, Rows((900,), (5,), 5), values_of(Rows((900,), (5,), 5), form, 1), 8)
+    assert store.entry(900) == (9, 2, 5)
+    store.close()
+
+
+def test_both_sides_of_a_boundary_keep_the_same_bytes_and_others_do_not(tmp_path: Path) -> None:
+    rows = Rows((1, 2), (5, 5), 5)
+    digests = []
+    for precision, site, seed in ((4, "boundary0", 0), (4, "boundary0", 0), (4, "boundary1", 0), (4, "boundary0", 1)):
+        store = MemoryStore(RecordFormat(FORM.parts, precision, site=site))
+        save(store, rows, values_of(rows, FORM, seed), 3)
+        digests.append(store.digest())
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
+    on_disk = DiskStore(tmp_path, RecordFormat(FORM.parts, 4, site="boundary0"), 5, run=1)
+    save(on_disk, rows, values_of(rows, FORM), 3)
+    assert on_disk.digest() == digests[0]
+    on_disk.flush()
+    assert on_disk.digest() == digests[0]
+
+
+def test_a_sample_seen_at_another_length_keeps_what_it_had_and_starts_elsewhere_at_zero() -> None:
+    store = MemoryStore(FORM)
+    short = Rows((1,), (2,), 2)
+    values = values_of(short, FORM)
+    save(store, short, values, 0)
+    longer = store.load(Rows((1,), (4,), 5)).view(-1)
+    assert torch.equal(longer[:24], values[:24])
+    assert not longer[24:60].any()
+    assert torch.equal(longer[60:], values[24:])
+    shorter = store.load(Rows((1,), (1,), 1)).view(-1)
+    assert torch.equal(shorter, torch.cat([values[:12], values[24:]]))
+
+
+def test_a_sample_longer_than_records_are_is_refused() -> None:
+    rows = Rows((1,), (6,), 6)
+    with pytest.raises(ValueError, match="pass max_length="):
+        FORM.encode(torch.zeros(FORM.numel(6)), rows, 0)
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_one_sample_more_than_there_are_is_unknown(kind: str, tmp_path: Path) -> None:
+    store = open_store(kind, tmp_path, capacity=2)
+    assert store.admit([5, 9]) == frozenset()
+    rows = Rows.of((5, 9), 5)
+    save(store, rows, values_of(rows, FORM), 0)
+    assert store.admit([9, 5]) == frozenset()
+    with pytest.raises(StoreError, match="sample 11 is unknown: the store was made for 2 samples"):
+        store.admit([5, 11])
+
+
+def test_a_full_store_turns_newcomers_away_or_gives_up_the_oldest() -> None:
+    for evict, kept, refused in (("newcomers", (1, 2, 3), {4, 5}), ("oldest", (2, 4, 5), set())):
+        store = MemoryStore(FORM, 3, evict)  # pyright: ignore[reportArgumentType]
+        for step, sample in enumerate((1, 2, 3)):
+            save(store, Rows.of([sample], 5), values_of(Rows.of([sample], 5), FORM), step)
+        # 2 is in the batch and stays, though it is older than 3.
+        away = store.admit([2, 4, 5])
+        assert away == refused
+        rows = Rows.of([s for s in (2, 4, 5) if s not in away], 5)
+        save(store, rows, values_of(rows, FORM), 3)
+        assert store.samples == kept
+        assert (store.counts.evicted, store.counts.turned_away) == ((0, 2) if away else (2, 0))
+    assert store.admit([1, 2, 3, 4, 7]) == {3, 7}, "samples of one step do not push each other out"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True), max_size=12),
+    capacity=st.integers(1, 10),
+    evict=st.sampled_from(["newcomers", "oldest"]),
+    precision=st.sampled_from(PRECISIONS),
+    saves=st.sets(st.integers(0, 11)),
+)
+def test_two_stores_that_see_the_same_keep_the_same(tmp_path_factory, steps, capacity, evict, precision, saves) -> None:
+    """A store in memory and one on disk, which is closed and opened again at times, hold the same bytes after any
+    steps; and what they hold is what was saved last."""
+    path = tmp_path_factory.mktemp("store")
+    form = RecordFormat(FORM.parts, precision)
+    memory, disk = MemoryStore(form, capacity, evict), DiskStore(path, form, capacity, run=1, evict=evict)
+    last: dict[int, Tensor] = {}
+    for step, samples in enumerate(steps):
+        refused = {store.admit(samples) for store in (memory, disk)}
+        assert len(refused) == 1
+        rows = Rows.of([s for s in samples if s not in next(iter(refused))], 5)
+        for store in (memory, disk):
+            save(store, rows, values_of(rows, form, step), step)
+        records = form.encode(values_of(rows, form, step), rows, derive_key(7, step))
+        last |= dict(zip(rows.samples, records, strict=True))
+        assert memory.samples == disk.samples
+        assert len(memory) <= capacity
+        if step in saves:
+            state = disk.state_dict()
+            disk.close()
+            disk = DiskStore(path, form, capacity, run=1, evict=evict)
+            assert disk.digest() == memory.digest()
+            disk.load_state_dict(state)
+        assert disk.digest() == memory.digest()
+    again = MemoryStore(form, capacity, evict)
+    again.load_state_dict(memory.state_dict())
+    assert again.digest() == memory.digest()
+    assert again.samples == memory.samples
+    for sample in memory.samples:
+        entry = memory.entry(sample)
+        assert entry is not None
+        assert torch.equal(
+            memory.load(Rows.of([sample], 5)), form.decode(last[sample][None], [5], Rows.of([sample], 5))
+        )
+    disk.close()
+
+
+def test_estimates_are_what_a_store_takes(tmp_path: Path) -> None:
+    for precision, snapshots in itertools.product(PRECISIONS, (0, 1, 2)):
+        form = RecordFormat((Part(128, 64, True),), precision)
+        estimate = store_bytes(10, (128, 64), precision, snapshots=snapshots)
+        place = Disk(tmp_path / f"{precision}-{snapshots}", num_samples=10, snapshots=snapshots)
+        store = place.open(form, "side", run=1, background=Background())
+        assert estimate == 10 * form.record_bytes * (1 + snapshots)
+        assert estimate <= store.num_bytes <= 1.2 * estimate
+        store.close()
+    assert store_bytes(1000, (1024, 1600)) == 1000 * 1024 * 1600 * 4
+    assert store_bytes(1000, (1024, 1600), 8) < 0.27 * store_bytes(1000, (1024, 1600))
+
+
+def test_places_take_what_can_be() -> None:
+    assert Memory(budget_bytes=10_000).capacity(FORM) == 10_000 // FORM.record_bytes
+    assert Memory(budget_bytes=10_000, num_samples=3).capacity(FORM) == 3
+    assert Memory().capacity(FORM) is None
+    with pytest.raises(StoreError, match="does not hold one sample"):
+        Memory(budget_bytes=10).capacity(FORM)
+    with pytest.raises(ValueError, match="num_samples= or budget_bytes="):
+        Disk("somewhere")
+    for wrong in ({"num_samples": 0}, {"budget_bytes": -1}, {"evict": "all"}):
+        with pytest.raises(ValueError):
+            Memory(**wrong)
+    for precision in (1, 9, 17, 31, 64, 0):
+        with pytest.raises(ValueError):
+            RecordFormat(FORM.parts, precision)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda state: state.pop("entries"),
+        lambda state: state.pop("records"),
+        lambda state: state.update(entries=state["entries"].float()),
+        lambda state: state.update(records=state["records"][:, :-64]),
+        lambda state: state["entries"].__setitem__((0, 0), -1),
+        lambda state: state["entries"].__setitem__((0, 0), 2),
+        lambda state: state["entries"].__setitem__((0, 1), 0),
+        lambda state: state["entries"].__setitem__((0, 3), 6),
+    ],
+)
+def test_states_that_cannot_be_are_refused(spoil) -> None:
+    store = MemoryStore(FORM)
+    rows = Rows.of((1, 2), 5)
+    save(store, rows, values_of(rows, FORM), 0)
+    state = store.state_dict()
+    spoil(state)
+    fresh = MemoryStore(FORM)
+    with pytest.raises(StoreError):
+        fresh.load_state_dict(state)
+    assert len(fresh) == 0
+
+
+def test_the_background_raises_what_a_job_raised_and_holds_no_more_than_it_may() -> None:
+    import threading
+
+    gate, held = threading.Event(), []
+    background = Background(max_bytes=100)
+    background.submit(lambda: (gate.wait(10), None)[1], 60)
+    done = threading.Event()
+
+    def more() -> None:
+        background.submit(lambda: held.append(background.held_bytes), 60)
+        done.set()
+
+    threading.Thread(target=more, daemon=True).start()
+    assert not done.wait(0.1), "120 bytes do not fit into 100"
+    gate.set()
+    assert done.wait(10)
+    background.wait()
+    assert held == [60]
+
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    background.submit(fail)
+    with pytest.raises(StoreError, match="No space left"):
+        background.wait()
+    with pytest.raises(StoreError, match="No space left"):
+        background.submit(lambda: None)
+    background.close()
