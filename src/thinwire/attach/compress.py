@@ -280,7 +280,7 @@ def _check_for_stage(given: Mapping[str, object]) -> None:
     for name, parameter in inspect.signature(compress).parameters.items():
         if name not in ("model", "seed", "of_a_stage") and given[name] != parameter.default:
             raise TypeError(
-                f"{name}= is not for a pipeline's stage, which takes forward=, backward=, store= and others"
+                f"{name}= is not for a stage, which takes forward=, backward=, store= and others"
             )
 
 
