@@ -279,9 +279,7 @@ def _check_for_stage(given: Mapping[str, object]) -> None:
     """Raise if an argument was given that a pipeline's stage has not."""
     for name, parameter in inspect.signature(compress).parameters.items():
         if name not in ("model", "seed", "of_a_stage") and given[name] != parameter.default:
-            raise TypeError(
-                f"{name}= is not for a stage, which takes forward=, backward=, store= and others"
-            )
+            raise TypeError(f"{name}= is not for a stage, which takes forward=, backward=, store= and others")
 
 
 def _check_for_sharded(model: Any, **given: tuple[object, object]) -> None:
