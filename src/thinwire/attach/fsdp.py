@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +26,7 @@ from thinwire.compat import (
     premul_factor,
     reduce_scatter_single,
 )
-from thinwire.compressors import GRADIENT_DTYPES
+from thinwire.compressors import GRADIENT_DTYPES, check_int
 from thinwire.plan import Filter, Policy, Rules, Site, sharded_plan
 from thinwire.wire import ShardedLayer, ShardedWire, Unit, agree
 
@@ -350,16 +349,23 @@ def _numel(shape: Sequence[int]) -> int:
     return torch.Size(shape).numel()
 
 
-def prefetch(model: nn.Module) -> None:
-    """Let every FSDP module of ``model`` gather its successor's weights while it computes, forward and backward.
+def prefetch(model: nn.Module, depth: int = 2) -> None:
+    """Let every FSDP module of ``model`` gather the weights of the next ``depth`` ones while it computes.
 
     On the CPU, FSDP2 gathers ahead in forward only where it is told to. The order is that in which modules are
-    registered, which is that of execution in most models; another order costs memory, and changes no result. Only
-    FSDP2's own ``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch`` are used.
+    registered, in backward the opposite: that of execution in most models; another order costs memory, and changes no
+    result. With one module ahead the link rests from the end of one gather until the next module has begun; with two
+    it does not, and the weights of one more are in memory. Only FSDP2's own ``set_modules_to_forward_prefetch`` and
+    ``set_modules_to_backward_prefetch`` are used.
+
+    Raises:
+        TypeError: no module is sharded.
+        ValueError: ``depth`` is negative.
     """
-    modules = [module for _, module in _modules(model)]
-    for module, following in pairwise(modules):
-        module.set_modules_to_forward_prefetch([following])
-    for before, module in pairwise(modules[1:]):
-        # The root gathers first and reduces last: its weights stay, unless it is told otherwise.
-        module.set_modules_to_backward_prefetch([before])
+    check_int("depth", depth, 0)
+    root, *modules = (module for _, module in _modules(model))
+    for i, module in enumerate([root, *modules]):
+        module.set_modules_to_forward_prefetch(modules[i : i + depth])
+    # The root gathers first and reduces last: its weights stay, unless it is told otherwise.
+    for i, module in enumerate(modules):
+        module.set_modules_to_backward_prefetch(modules[max(0, i - depth) : i][::-1])
