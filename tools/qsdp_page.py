@@ -30,6 +30,35 @@ def repro_qsdp(benchmarks: Path = BENCHMARKS) -> str:
     )
 
 
+def sharded(benchmarks: Path = BENCHMARKS) -> str:
+    """The section of README.md: steps of FSDP2 over slow links, and perplexity."""
+    path = benchmarks / "repro-qsdp.json"
+    if not path.exists():
+        return "Not measured yet: `make bench`."
+    results = results_of(path.stem, benchmarks)
+    steps = next(row for row in results if row["name"] == "figure 5.3/step_s")
+    seconds = steps["step_s"]
+    rows = []
+    for rate, stock in seconds["fp32"].items():
+        ways = [seconds[way][rate] for way in ("fp16", "raw", "W8G8", "nothing")]
+        times = [f"{1e3 * taken:,.0f} ms" for taken in (stock, *ways)]
+        rows.append([_rate(rate), *times, f"{stock / seconds['W8G8'][rate]:.1f}x"])
+    head = ["2 ranks", "FSDP2 fp32", "gradients fp16", "thinwire, raw", "**W8G8**", "nothing sent", "against fp32"]
+    lost = ", ".join(
+        f"{100 * row['value']:+.2f} % ({row['title']}, {row['num_ranks']} ranks)"
+        for row in _named(results, "table 5.1", "lost")
+    )
+    return (
+        "`thinwire repro qsdp`: steps of FSDP2 on a small GPT, five gathers of all weights and one reduction of all "
+        f"gradients each, over emulated links.\n\n{table(head, rows)}\n\nPerplexity lost by W8G8, three seeds: {lost}. "
+        f"[All of it](docs/repro-qsdp.md).\n\n{Figures(path).machine}."
+    )
+
+
+def _rate(rate: str) -> str:
+    return rate.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
+
+
 def _named(results: list[dict[str, Any]], figure: str, prefix: str) -> list[dict[str, Any]]:
     return [row for row in results if row["figure"] == figure and row["name"].startswith(f"{figure}/{prefix}/")]
 

@@ -8,7 +8,7 @@ import sys
 
 from figures import BENCHMARKS, ROOT, Figures, table
 from lgreco_page import repro_lgreco
-from qsdp_page import repro_qsdp
+from qsdp_page import repro_qsdp, sharded
 from repro_pages import repro_cgx, repro_fft, repro_intsgd
 
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
@@ -270,7 +270,14 @@ def blob() -> str:
 
 
 PAGES = {
-    "README.md": {"compressors": compressors, "demo": demo, "allreduce": allreduce, "step": step, "blob": blob},
+    "README.md": {
+        "compressors": compressors,
+        "demo": demo,
+        "allreduce": allreduce,
+        "step": step,
+        "sharded": sharded,
+        "blob": blob,
+    },
     "docs/kernels.md": {"kernels": kernels},
     "docs/topologies.md": {"topologies": topologies},
     "docs/repro-fft.md": {"repro-fft": repro_fft},

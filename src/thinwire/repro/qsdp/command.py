@@ -39,7 +39,7 @@ _DIFFERS = (
     "GPUs with NVLink inside, over NCCL",
     "links of 0.1 to 10 Gbit/s stand for the thesis's of 10 to 100: so much smaller a network computes for so much "
     "less time, and the rows of figure 5.3 say what each link makes of the baseline",
-    "FSDP2 gathers the next block while one computes, asked to for all ways alike; PyTorch's own collectives do not "
+    "FSDP2 gathers blocks ahead while one computes, asked to for all ways alike; PyTorch's own collectives do not "
     "use that on a CPU, thinwire's do",
     "perplexities are those of weights as they are gathered, quantised; the figures also hold those of weights as the "
     "optimizer keeps them",
