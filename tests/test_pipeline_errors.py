@@ -373,3 +373,52 @@ def test_all_tensors_of_a_stage_travel_in_one_message() -> None:
 def test_a_stage_is_compressed_once_and_only_a_stage() -> None:
     with pytest.raises(TypeError, match="compress_stage"):
         thinwire.compress_stage(nn.Linear(1, 1))
+
+
+class Unlike:
+    """A stage of another PyTorch."""
+
+
+def test_a_pytorch_that_does_not_tell_what_crosses_is_an_error() -> None:
+    from types import SimpleNamespace
+
+    from thinwire.compat import stage_tensors
+
+    with pytest.raises(RuntimeError, match="does not tell what crosses a stage boundary"):
+        stage_tensors(Unlike())
+    meta = SimpleNamespace(shape=torch.Size((2, 3)), dtype=torch.float32)
+    stage = SimpleNamespace(
+        _stage_meta=SimpleNamespace(inputs=None, outputs=(meta,), input_grads=(None, meta), output_grads=())
+    )
+    one = [((2, 3), torch.float32)]
+    assert stage_tensors(stage) == {"inputs": [], "outputs": one, "input_grads": one, "output_grads": []}
+    meta.placements = ()
+    with pytest.raises(NotImplementedError, match="a DTensor crosses a stage boundary"):
+        stage_tensors(stage)
+
+
+def told_by_pytorch(rank: int) -> Any:
+    from thinwire.compat import stage_tensors
+
+    pipe = Pipe(rank, 2, **FW3_BW6)
+    x, y = samples()
+    pipe.step(x[:BATCH], y[:BATCH], range(BATCH))
+    return stage_tensors(pipe.stages[0])
+
+
+def test_this_pytorch_tells_what_crosses() -> None:
+    crossing = [((2, LENGTH, 16), torch.float32)]
+    first, last = run_ranks(told_by_pytorch, 2)
+    assert first["inputs"] == first["outputs"] == first["output_grads"] == crossing
+    assert last["inputs"] == last["outputs"] == last["input_grads"] == crossing
+
+
+def gradients(rank: int) -> str:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return error_of(lambda: thinwire.compress(DistributedDataParallel(nn.Linear(64, 64)), "delta(maxabs(bits=4))"))
+
+
+def test_gradients_of_parameters_have_no_samples() -> None:
+    for error in run_ranks(gradients, 2):
+        assert "gradients belong to no sample" in error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -112,12 +113,16 @@ class Station:
         return f"rank{dist.get_rank()}-{name}"
 
     def present_stats(self) -> PipelineStats:
+        """A copy, with what the stores hold now."""
         stores = [side.store for side in self.sides if side.store is not None]
-        self.stats.evicted = sum(store.counts.evicted for store in stores)
-        self.stats.turned_away = sum(store.counts.turned_away for store in stores)
-        self.stats.kept_samples = sum(len(store) for store in stores)
-        self.stats.store_bytes = sum(store.num_bytes for store in stores)
-        return self.stats
+        return replace(
+            self.stats,
+            epochs=[replace(epoch) for epoch in self.stats.epochs],
+            evicted=sum(store.counts.evicted for store in stores),
+            turned_away=sum(store.counts.turned_away for store in stores),
+            kept_samples=sum(len(store) for store in stores),
+            store_bytes=sum(store.num_bytes for store in stores),
+        )
 
     def state_dict(self, step: int, run: int) -> dict[str, Tensor]:
         """Tensors only: where the training is, and the messages of both sides (on disk: which records they are)."""
