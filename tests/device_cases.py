@@ -13,16 +13,24 @@ from thinwire.collectives import (
     DeviceTransport,
     Layer,
     Layout,
+    Shard,
+    ShardBuffers,
     Transport,
+    World,
+    all_gather,
     all_reduce,
     complete,
+    device_all_gather,
     device_all_reduce,
+    device_reduce_scatter,
     gather_buffers,
     gather_mean,
+    reduce_scatter,
+    sharded_layout,
     sum_buffers,
     summed_all_reduce,
 )
-from thinwire.compressors import Coded, State, Summed
+from thinwire.compressors import Coded, Raw, State, Summed
 
 SHAPES = ((70, 50), (3,), (40, 100), (0,), (9, 11), (1300,), (64,))
 MIXED = (
@@ -90,6 +98,51 @@ def through_the_device(transport: DeviceTransport, layout: Layout, steps: int, p
         state = state.swapped() if state else None
     assert transport.sent_bytes - before == steps * buffers.sent_bytes
     return found
+
+
+PART_NUMEL = 3000
+
+
+def sharded_case(spec: str, num_ranks: int) -> Layout:
+    """A buffer with a part for each rank, whose shards of a layer differ in size, with gaps between them."""
+    compressor, parts = parse(spec), []
+    assert isinstance(compressor, Coded)
+    for rank in range(num_ranks):
+        first = Shard("w", 0, 2000 - 500 * rank, 2048 * rank, compressor)
+        parts.append([first, Shard("v", 2048, 700, 768 * rank, Raw())])
+    return sharded_layout(parts, PART_NUMEL, torch.float32, World(num_ranks))
+
+
+def shards_through_the_host(transport: Transport, layout: Layout, x: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's part of the sum of all ranks' ``x``, and all parts of theirs, by way of messages on the CPU."""
+    reduced, gathered, state = _of_shards(transport, layout, x, torch.device("cpu"))
+    up, down = (transport.open(layout.reduction_traffic(up=way, down=not way)) for way in (True, False))
+    options = {"seed": 1, "step": 9, "draw": 2, "state": state}
+    complete(reduce_scatter(x.clone(), layout, transport, up, scale=0.5, out=reduced, **options))
+    complete(all_gather(gathered, layout, transport, down, **options))
+    return reduced, gathered
+
+
+def shards_through_the_device(transport: DeviceTransport, layout: Layout, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The same by way of the device."""
+    device = transport.device
+    reduced, gathered, state = _of_shards(transport, layout, x, device)
+    up, down = (ShardBuffers.open(layout, transport.rank, device, up=way) for way in (True, False))
+    options = {"seed": 1, "draw": 2, "state": state}
+    device_reduce_scatter(x.clone().to(device), reduced, transport, up, scale=0.5, **options)
+    device_all_gather(gathered, transport, down, **options)
+    return reduced, gathered
+
+
+def _of_shards(
+    transport: Transport, layout: Layout, x: Tensor, device: torch.device
+) -> tuple[Tensor, Tensor, State | None]:
+    rank, size = transport.rank, transport.world_size
+    state = State.fresh(layout.slots, x.numel(), device=device) if layout.slots else None
+    gathered = torch.zeros(size * PART_NUMEL)
+    for start, numel in ((0, 2000 - 500 * rank), (2048, 700)):
+        gathered.view(size, -1)[rank, start : start + numel] = x.view(size, -1)[rank, start : start + numel]
+    return torch.zeros(PART_NUMEL, device=device), gathered.to(device), state
 
 
 def _input(layout: Layout, rank: int, step: int, poison: int) -> Tensor:

@@ -20,10 +20,23 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
-from device_cases import MIXED, SHAPES, layers_of, same, through_the_device, through_the_host
+from device_cases import (
+    MIXED,
+    PART_NUMEL,
+    SHAPES,
+    layers_of,
+    same,
+    sharded_case,
+    shards_through_the_device,
+    shards_through_the_host,
+    through_the_device,
+    through_the_host,
+)
 from harness import run_ranks, run_threads
 from nets import Net, batch, fingerprint, loss_of
 from thinwire.attach.ddp import Options, compress_ddp
@@ -157,6 +170,57 @@ def test_ranks_that_share_a_gpu_end_with_the_bytes_of_the_cpu(num_ranks: int, dt
     here = run_threads(lambda t: through_the_host(t, layout, 3), num_ranks)
     for mine, theirs in zip(there, here, strict=True):
         assert all(same(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("spec", ["minmax(bits=8, bucket=1024)", "ef(minmax(bits=3))", "lattice(bits=6)", "raw"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_shards_on_a_gpu_end_with_the_bytes_of_the_cpu(num_ranks: int, spec: str) -> None:
+    layout = sharded_case(spec, num_ranks)
+    values = [torch.randn(num_ranks * PART_NUMEL, generator=torch.Generator().manual_seed(r)) for r in range(num_ranks)]
+    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(num_ranks), gpu(), timeout_s=300.0)
+
+    def run(transport) -> tuple[torch.Tensor, ...]:
+        with torch.cuda.stream(torch.cuda.Stream(gpu())):
+            found = shards_through_the_device(devices[transport.rank], layout, values[transport.rank])
+            torch.cuda.current_stream().synchronize()
+            return found
+
+    there = run_threads(run, num_ranks, timeout_s=400.0)
+    here = run_threads(lambda t: shards_through_the_host(t, layout, values[t.rank]), num_ranks)
+    for mine, theirs in zip(there, here, strict=True):
+        assert all(same(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def _shards_over_nccl(rank: int, as_device: bool) -> list[float]:
+    """FSDP2 of a small model on this rank's GPU, or on the CPU: losses must be near each other, weights alike."""
+    device = torch.device("cuda", rank) if as_device else torch.device("cpu")
+    torch.cuda.set_device(rank)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 192), torch.nn.Tanh(), torch.nn.Linear(192, 64)).to(device)
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    wire = thinwire.compress(model, decline=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(6):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * step + rank)).to(device)
+        loss = (model(x) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    assert wire.stats.reductions == 12
+    return losses
+
+
+@several
+def test_fsdp_over_nccl() -> None:
+    num_ranks = min(4, torch.cuda.device_count())
+    there = over_nccl(_shards_over_nccl, num_ranks, True)
+    for losses in there:
+        assert losses[-1] < losses[0]
 
 
 STEADY = ["minmax(bits=4)", "ef(minmax(bits=2))", "qsgd(bits=4)", "natural", "ef(sign)", "ef(randk(density=0.1))",

@@ -8,25 +8,12 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from device_cases import PART_NUMEL, sharded_case, shards_through_the_device, shards_through_the_host
 from harness import run_ranks, run_threads
 from sharded import Net, batch, build, same, train, whole
-from thinwire import TransportError, parse
+from thinwire import TransportError
 from thinwire.attach.fsdp import ShardedOptions, compress_fsdp
-from thinwire.collectives import (
-    DeviceLoopbackTransport,
-    LoopbackTransport,
-    Shard,
-    ShardBuffers,
-    World,
-    all_gather,
-    complete,
-    device_all_gather,
-    device_reduce_scatter,
-    parse_topology,
-    reduce_scatter,
-    sharded_layout,
-)
-from thinwire.compressors import State
+from thinwire.collectives import DeviceLoopbackTransport, LoopbackTransport, parse_topology
 from thinwire.wire import ShardedWire
 
 CPU = torch.device("cpu")
@@ -84,48 +71,24 @@ def test_replicas_are_the_same_bit_for_bit() -> None:
     assert same([answer["whole"] for answer in (*there, *here)])
 
 
-def _halves(transport: Any, layout: Any, device: bool, x: torch.Tensor, part_numel: int) -> tuple[torch.Tensor, ...]:
-    rank, size = transport.rank, transport.world_size
-    slots = layout.slots
-    state = State.fresh(slots, x.numel()) if slots else None
-    reduced, gathered = torch.zeros(part_numel), torch.zeros(size * part_numel)
-    for start, numel in ((0, 2000 - 500 * rank), (2048, 700)):
-        gathered.view(size, -1)[rank, start : start + numel] = x.view(size, -1)[rank, start : start + numel]
-    if device:
-        up, down = (ShardBuffers.open(layout, rank, CPU, up=way) for way in (True, False))
-        device_reduce_scatter(x.clone(), reduced, transport, up, seed=1, draw=2, scale=0.5, state=state)
-        device_all_gather(gathered, transport, down, seed=1, draw=2, state=state)
-    else:
-        up, down = (transport.open(layout.reduction_traffic(up=way, down=not way)) for way in (True, False))
-        options = {"seed": 1, "step": 9, "draw": 2, "state": state}
-        complete(reduce_scatter(x.clone(), layout, transport, up, scale=0.5, out=reduced, **options))
-        complete(all_gather(gathered, layout, transport, down, **options))
-    return reduced, gathered
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("spec", SPECS)
 def test_both_halves_end_as_over_the_host(num_ranks: int, spec: str) -> None:
-    compressor = parse(spec)
-    parts, part_numel = [], 3000
-    for rank in range(num_ranks):
-        mine = [
-            Shard("w", 0, 2000 - 500 * rank, 2048 * rank, compressor),
-            Shard("v", 2048, 700, 768 * rank, parse("raw")),
-        ]
-        parts.append(mine)
-    layout = sharded_layout(parts, part_numel, torch.float32, World(num_ranks))
-    values = [torch.randn(num_ranks * part_numel, generator=torch.Generator().manual_seed(r)) for r in range(num_ranks)]
-    hosts = run_threads(lambda t: _halves(t, layout, False, values[t.rank], part_numel), num_ranks)
+    layout = sharded_case(spec, num_ranks)
+    values = [_values(rank, num_ranks) for rank in range(num_ranks)]
+    hosts = run_threads(lambda t: shards_through_the_host(t, layout, values[t.rank]), num_ranks)
     devices = DeviceLoopbackTransport.world(LoopbackTransport.world(num_ranks), CPU)
-    theirs = run_threads(lambda t: _halves(devices[t.rank], layout, True, values[t.rank], part_numel), num_ranks)
+    theirs = run_threads(lambda t: shards_through_the_device(devices[t.rank], layout, values[t.rank]), num_ranks)
     for (reduced, gathered), (device_reduced, device_gathered) in zip(hosts, theirs, strict=True):
         assert torch.equal(reduced, device_reduced)
         assert torch.equal(gathered, device_gathered)
-    assert all(torch.equal(gathered, hosts[0][1]) for _, gathered in hosts)
-    exact = sum(values)[:2000] * 0.5
+        assert torch.equal(gathered, hosts[0][1])
     if spec == "raw":
-        torch.testing.assert_close(hosts[0][0][:2000], exact)
+        torch.testing.assert_close(hosts[0][0][:2000], torch.stack(values).sum(0)[:2000] * 0.5)
+
+
+def _values(rank: int, num_ranks: int) -> torch.Tensor:
+    return torch.randn(num_ranks * PART_NUMEL, generator=torch.Generator().manual_seed(rank))
 
 
 def _refused(rank: int, size: int) -> list[str]:
@@ -146,7 +109,6 @@ def test_what_a_device_cannot_do_is_refused() -> None:
 
 
 def test_a_rank_that_does_not_come_is_an_error() -> None:
-    layout = sharded_layout([[Shard("w", 0, 100, 0, parse("raw"))]] * 2, 100, torch.float32, World(2))
     devices = DeviceLoopbackTransport.world(LoopbackTransport.world(2), CPU, timeout_s=0.3)
     with pytest.raises(TransportError, match="did not come"):
-        _halves(devices[0], layout, True, torch.randn(200), 100)
+        shards_through_the_device(devices[0], sharded_case("raw", 2), _values(0, 2))

@@ -289,3 +289,39 @@ def test_a_policy_goes_on_where_it_stopped() -> None:
     for going_on, resumed, _ in run_ranks(_adapts_and_resumes, 2, 2):
         assert resumed == going_on
         assert max(resumed) < 100
+
+
+def _thaws(rank: int, size: int) -> dict[str, Any]:
+    model = build()
+    model.blocks[1].up.weight.requires_grad_(False)
+    wire = compress(model, "raw", COARSE)
+    train(model, 3)
+    key = f"rank{rank}/residual/gradients/blocks.1.down.weight"
+    before = wire.state_dict()[key]
+    model.blocks[1].up.weight.requires_grad_(True)
+    x, y = batch(3, rank)
+    loss = (model(x) - y).square().mean() * float("inf")
+    loss.backward()  # leaves no residual of its own
+    return {"before": before, "after": wire.state_dict()[key]}
+
+
+def test_what_is_owed_stays_when_a_layer_is_thawed() -> None:
+    for answer in run_ranks(_thaws, 2, 2):
+        assert bool(answer["before"].any())
+        assert torch.equal(answer["before"], answer["after"])
+
+
+def _declines(rank: int, size: int) -> dict[str, Any]:
+    model = build(net=lambda: Net(width=64))
+    wire = thinwire.compress(model)
+    losses = train(model, 3, optimizer=torch.optim.SGD(model.parameters(), lr=0.002))
+    return {"declined": wire.declined, "count": wire.stats.declined_layers, "losses": losses, "whole": whole(model)}
+
+
+def test_what_would_not_pay_is_declined_alike_on_all_ranks() -> None:
+    answers = run_ranks(_declines, 2, 2)
+    for answer in answers:
+        assert answer["declined"] == answers[0]["declined"]
+        assert answer["count"] == len(answer["declined"])
+        assert all(name.startswith(("weights/", "gradients/")) for name in answer["declined"])
+    assert same([answer["whole"] for answer in answers])

@@ -10,7 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from device_cases import MIXED, layers_of, same, through_the_device, through_the_host
+from device_cases import (
+    MIXED,
+    PART_NUMEL,
+    layers_of,
+    same,
+    sharded_case,
+    shards_through_the_device,
+    shards_through_the_host,
+    through_the_device,
+    through_the_host,
+)
 from harness import run_threads
 from kernel_cases import special, values
 from thinwire import kernels, parse
@@ -342,3 +352,23 @@ def test_compiles() -> None:
     for kernel, constants in cases:
         assert "fma." not in assembly(kernel, types, **constants)
     assembly(gpu_sample.put_sample, types | {"out": "*i64"}, **size)
+
+
+@runs
+@quiet
+@pytest.mark.parametrize("spec", ["minmax(bits=4, bucket=128)", "ef(minmax(bits=2, bucket=128))", "lattice(bits=4)"])
+def test_both_halves_of_shards_end_with_the_bytes_of_the_cpu(spec: str, there: None) -> None:
+    layout = sharded_case(spec, 2)
+    inputs = [torch.randn(2 * PART_NUMEL, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    wanted = run_threads(lambda t: shards_through_the_host(t, layout, inputs[t.rank]), 2)
+    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(2), DEVICE)
+
+    def run(transport) -> tuple[Tensor, ...]:
+        _here.there = True
+        found = shards_through_the_device(devices[transport.rank], layout, inputs[transport.rank])
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        return found
+
+    for mine, theirs in zip(run_threads(run, 2, timeout_s=100.0), wanted, strict=True):
+        assert all(same(a, b) for a, b in zip(mine, theirs, strict=True))

@@ -235,8 +235,8 @@ class ShardedEngine:
         members = Members("gradients", layers, unit.transport)
         members.follow(self.plan)
         for name, compressor in members.compressors(self.plan).items() if before is not None else ():
-            if before is not None and name in before.placement.by_name:
-                for slot in compressor.slots:
+            for slot in compressor.slots:
+                if before is not None and before.slots.has(name, slot):
                     members.slots.load(name, slot, before.slots.value(name, slot))
         return members
 

@@ -118,6 +118,10 @@ class ShardedSlots:
         assert self._state is not None
         return self._placement.whole(self._state.now[slot.name], name)
 
+    def has(self, name: str, slot: Slot) -> bool:
+        """Whether a layer has this slot at present."""
+        return name in self._compressors and slot in self._compressors[name].slots
+
     def load(self, name: str, slot: Slot, value: Tensor) -> None:
         """Set a slot of a layer."""
         if slot.shape is not None:
