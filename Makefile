@@ -12,14 +12,14 @@ test: .venv/ready
 	$(BIN)/python -m pytest
 
 check: .venv/ready
-	$(BIN)/ruff check src tests tools
-	$(BIN)/ruff format --check src tests tools
+	$(BIN)/ruff check src tests tools examples
+	$(BIN)/ruff format --check src tests tools examples
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
 format: .venv/ready
-	$(BIN)/ruff check --fix src tests tools
-	$(BIN)/ruff format src tests tools
+	$(BIN)/ruff check --fix src tests tools examples
+	$(BIN)/ruff format src tests tools examples
 
 # The native core under the address and undefined-behaviour sanitizers.
 sanitize: .venv/ready
