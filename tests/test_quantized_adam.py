@@ -292,3 +292,37 @@ def test_sparse_gradients_are_refused() -> None:
     embedding(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(TypeError, match="make the embedding dense"):
         optimizer.step()
+
+
+def test_a_parameter_that_joins_late_counts_its_own_steps() -> None:
+    generator = torch.Generator().manual_seed(0)
+    early, late, silent = (torch.zeros(50, requires_grad=True) for _ in range(3))
+    reference = torch.zeros(50, requires_grad=True)
+    optimizer = QuantizedAdam([early, late, silent], lr=1e-3, warmup=10)
+    adamw = torch.optim.AdamW([reference], lr=1e-3, weight_decay=0.0)
+    for step in range(30):
+        early.grad = torch.randn(50, generator=generator)
+        silent.grad = torch.zeros(50) if step < 15 else torch.ones(50)
+        if step >= 14:
+            late.grad = reference.grad = torch.randn(50, generator=generator)
+        optimizer.step()
+        if step >= 14:
+            adamw.step()
+        if step < 24:
+            # As under AdamW until it had as many gradients as the others' warm-up took.
+            torch.testing.assert_close(late.detach(), reference.detach())
+    assert optimizer.frozen_at == 10
+    assert [optimizer.state[p]["frozen_at"] for p in (early, late, silent)] == [10, 10, 25]
+    assert float(silent.detach().abs().max()) < 0.1
+
+
+def test_groups_that_are_added_later_warm_up_by_themselves() -> None:
+    first, second = (torch.zeros(20, requires_grad=True) for _ in range(2))
+    optimizer = QuantizedAdam([first], lr=1e-3, warmup=3)
+    for step in range(12):
+        if step == 5:
+            optimizer.add_param_group({"params": [second]})
+        first.grad, second.grad = torch.ones(20), torch.ones(20)
+        optimizer.step()
+    assert [optimizer.state[p]["frozen_at"] for p in (first, second)] == [3, 3]
+    assert float(second.detach().abs().max()) < 0.02

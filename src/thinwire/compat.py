@@ -142,6 +142,8 @@ class FSDPGroup(NamedTuple):
     """Whether there are replicas of the shards, among which PyTorch reduces itself (HSDP)."""
     other_comm: str
     """The name of what moves its bytes, where that is not PyTorch's default."""
+    all_reduce_hook: Any
+    """What is called with reduced gradients, if anything."""
     reads_at_once: Callable[[], bool]
     """Whether anything reads reduced gradients before backward has ended."""
 
@@ -174,6 +176,7 @@ def _fsdp_group(group: Any) -> FSDPGroup:
         after if after != mesh.shard_mesh_size else 0,
         hasattr(mesh, "replicate_process_group"),
         next((name for name in comms if name not in _DEFAULT_COMMS), ""),
+        group._all_reduce_hook,
         lambda: _reads_at_once(group),
     )
 
@@ -193,6 +196,7 @@ def _reads_at_once(group: Any) -> bool:
             group._all_reduce_hook is not None
             or hasattr(group.mesh_info, "replicate_process_group")
             or any(p.offload_to_cpu or p.sharded_param._post_accumulate_grad_hooks for p in group.fsdp_params)
+            or any(module._backward_hooks for module in group.modules)
         )
     except AttributeError:
         return True

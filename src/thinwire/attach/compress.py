@@ -62,6 +62,7 @@ def compress(
     master: bool = True,
     replicas: dist.ProcessGroup | None = None,
     across: Rules | None = None,
+    overlap: bool = True,
     exclude: Sequence[str] = (),
     min_numel: int = 1024,
     start: int = 0,
@@ -100,6 +101,7 @@ def compress(
     master: bool = True,
     replicas: dist.ProcessGroup | None = None,
     across: Rules | None = None,
+    overlap: bool = True,
     exclude: Sequence[str] = (),
     min_numel: int = 1024,
     start: int = 0,
@@ -149,6 +151,9 @@ def compress(
         replicas: for ``fully_shard`` on the shards' own mesh dimension alone: the process group of the other one. Means
             over replicas are then taken here, compressed as ``across`` says.
         across: see ``replicas``; ``raw`` by default.
+        overlap: for ``fully_shard`` on the CPU. Reductions go on while backward computes, and gradients are complete
+            when it ends. False waits for each, for code that reads gradients within backward by other means than
+            ``register_post_accumulate_grad_hook`` or a module's backward hooks, which are seen.
         exclude: patterns of layers that stay raw. Layers with fewer than two dimensions (biases, norms) or fewer than
             ``min_numel`` elements do in any case, unless a rule gives their full name, or the compressor takes every
             layer (``intsgd``, so that no float is sent).
@@ -243,10 +248,15 @@ def compress(
             grad_scaler=grad_scaler,
             timeout=timeout,
             replicas=replicas,
+            overlap=overlap,
         )
         return compress_fsdp(model, asked, sharded)
     given = {"weights": weights, "gradients": gradients, "replicas": replicas, "across": across}
-    foreign = [name for name, value in given.items() if value is not None] + ([] if master else ["master"])
+    foreign = (
+        [name for name, value in given.items() if value is not None]
+        + ([] if master else ["master"])
+        + ([] if overlap else ["overlap"])
+    )
     if foreign:
         raise TypeError(f"{foreign[0]}= is for models under fully_shard(); DistributedDataParallel takes rules")
     options = Options(

@@ -75,7 +75,8 @@ class _Hook:
             self._loss_scale = self._present_scale()
             self._check_overlap(bucket, flat, wire)
             if self.parity and wire.step % self.parity == 0:
-                wire.check_parity({name: p for p, name in self.names.items()})
+                waits = self.momentum is not None and not self.momentum.travels
+                wire.check_parity({name: p for p, name in self.names.items()}, now=waits)
         layers = tuple((self.names[p], tuple(p.shape)) for p in bucket.parameters())
         momentum = self.momentum if not wire.dense else None
         if momentum is not None and not momentum.travels:

@@ -54,6 +54,7 @@ class ShardedOptions:
     grad_scaler: torch.amp.GradScaler | None = None
     timeout: timedelta | None = None
     replicas: dist.ProcessGroup | None = None
+    overlap: bool = True
     as_device: bool = False
     """Send what is on the CPU the way that what is on a GPU goes: for tests."""
 
@@ -61,8 +62,9 @@ class ShardedOptions:
 class Attached:
     """What the collectives of one FSDP module share. Holds what belongs to the module; the Wire does not hold it."""
 
-    def __init__(self, wire: ShardedWire, unit: Unit, group: FSDPGroup, scaler: torch.amp.GradScaler | None) -> None:
-        self.wire, self.unit, self.group, self.scaler = wire, unit, group, scaler
+    def __init__(self, wire: ShardedWire, unit: Unit, group: FSDPGroup, options: ShardedOptions) -> None:
+        self.wire, self.unit, self.group = wire, unit, group
+        self.scaler, self.replicas, self.overlap = options.grad_scaler, options.replicas, options.overlap
         self.names = tuple(layer.name for layer in unit.layers)
         self.padded = {
             layer.name: parameter.padded_numel for layer, parameter in zip(unit.layers, group.parameters, strict=True)
@@ -164,11 +166,13 @@ class QuantisedReduceScatter(_Comm):
             output_tensor.view(-1),
             trained,
             scale=_scale(op, at.size),
-            loss_scale=at.scaler.get_scale() if at.scaler is not None else 1.0,
+            # Asking for it stops a GPU.
+            loss_scale=at.scaler.get_scale() if at.scaler is not None and at.wire.minds_scale else 1.0,
             weights=at.shards,
         )
+        at.wire.mark(at_end_of_backward)
         # A sum that is divided later is read at once; so is one that is cast, or added to a gradient that is there.
-        late = op != dist.ReduceOp.SUM and not at.on_device and not at.group.reads_at_once()
+        late = at.overlap and op != dist.ReduceOp.SUM and not at.on_device and not at.group.reads_at_once()
         for parameter in at.group.parameters if late else ():
             now = parameter.now()
             late &= now.grad is None and now.dtype == output_tensor.dtype
@@ -188,7 +192,7 @@ def compress_fsdp(model: nn.Module, rules: Mapping[Site, Rules], options: Sharde
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[int, tuple[FSDPModule, FSDPGroup, str]] = {}
     for path, module in modules:
-        for group in _checked(path, module):
+        for group in _checked(path, module, options):
             found.setdefault(id(group.identity), (module, group, path))
     device = _device(model, [group for _, group, _ in found.values()], options)
     transports: dict[tuple[int, ...], Transport] = {}
@@ -197,7 +201,7 @@ def compress_fsdp(model: nn.Module, rules: Mapping[Site, Rules], options: Sharde
         ranks = tuple(dist.get_process_group_ranks(group.process_group))
         if ranks not in transports:
             transports[ranks] = _transport(group.process_group, options, device)
-        units.append(_unit(path, group, transports[ranks], names))
+        units.append(_unit(path, group, transports[ranks], names, ranks[0]))
     shapes = {layer.name: layer.shape for unit in units for layer in unit.layers}
     if options.replicas is None:
         rules = {site: of for site, of in rules.items() if site != "across"}
@@ -216,7 +220,7 @@ def compress_fsdp(model: nn.Module, rules: Mapping[Site, Rules], options: Sharde
         replicas=_transport(options.replicas, options, device) if options.replicas is not None else None,
     )
     for (module, group, _), unit in zip(found.values(), units, strict=True):
-        _attach(module, Attached(wire, unit, group, options.grad_scaler), options)
+        _attach(module, Attached(wire, unit, group, options), options)
     _attached[model] = wire
     if wire.memory >= 1 << 20:
         warnings.warn(
@@ -246,6 +250,9 @@ class _Across:
         at = self._at
         if at.wire.attached:
             at.wire.reduce_across(at.unit, reduced).wait()
+        elif at.replicas is not None:
+            dist.all_reduce(reduced, group=at.replicas)
+            reduced.div_(at.replicas.size())
 
 
 def _modules(model: nn.Module) -> list[tuple[str, FSDPModule]]:
@@ -263,7 +270,7 @@ def _modules(model: nn.Module) -> list[tuple[str, FSDPModule]]:
     return found
 
 
-def _checked(path: str, module: FSDPModule) -> list[FSDPGroup]:
+def _checked(path: str, module: FSDPModule, options: ShardedOptions) -> list[FSDPGroup]:
     """What the module manages itself, if we can move it."""
     where = path or "the root module"
     groups = [group for group in fsdp_groups(module) if group.parameters]
@@ -278,10 +285,14 @@ def _checked(path: str, module: FSDPModule) -> list[FSDPGroup]:
                 f"the bytes of {where} are moved by {group.other_comm}: thinwire's cannot be beside it. Leave out "
                 "set_symm_mem_for_comm(), set_allocate_memory_from_process_group_for_comm() and other custom comms"
             )
+        if options.replicas is not None and not isinstance(group.all_reduce_hook, _Across | None):
+            raise RuntimeError(
+                f"{where} has an all-reduce hook already (set_all_reduce_hook), in whose place replicas= puts its own"
+            )
     return groups
 
 
-def _unit(path: str, group: FSDPGroup, transport: Transport, names: Mapping[int, str]) -> Unit:
+def _unit(path: str, group: FSDPGroup, transport: Transport, names: Mapping[int, str], first_rank: int) -> Unit:
     layers = []
     for parameter in group.parameters:
         now = parameter.now()
@@ -301,7 +312,7 @@ def _unit(path: str, group: FSDPGroup, transport: Transport, names: Mapping[int,
             )
         layers.append(layer)
     trained = tuple(layer.name for layer, p in zip(layers, group.parameters, strict=True) if p.now().requires_grad)
-    return Unit(path, tuple(layers), transport, trained)
+    return Unit(path, tuple(layers), transport, trained, first_rank=first_rank)
 
 
 def _transport(group: dist.ProcessGroup, options: ShardedOptions, device: torch.device | None) -> Transport:

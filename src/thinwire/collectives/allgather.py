@@ -43,18 +43,20 @@ def gather_mean(
     scale: float | None = None,
     state: State | None = None,
     clock: Clock | None = None,
+    draw: int | None = None,
 ) -> Generator[None]:
     """Replace the gathered layers of the flat tensor ``x`` by ``scale`` times their sum, by default their mean.
 
     1. Each rank encodes its layers and sends them to all. 2. All decode all messages, their own among them, in the
     order of ranks. For compressors that cannot cut a layer, or whose sum would have to be compressed anew and worse.
-    Where sizes depend on the data, ranks tell each other one size first. ``buffers`` are `gather_buffers`.
+    Where sizes depend on the data, ranks tell each other one size first. ``buffers`` are `gather_buffers`; ``draw``
+    stands for the step in the keys of random draws, if given.
 
     Yields once, as `all_reduce` does, and raises what it raises.
     """
     clock = clock or NoClock()
     scale = 1.0 / layout.world_size if scale is None else scale
-    rank, key = transport.rank, stage_key(seed, step, WORKER, transport.rank)
+    rank, key = transport.rank, stage_key(seed, step if draw is None else draw, WORKER, transport.rank)
     peers = [(rank + shift) % layout.world_size for shift in range(1, layout.world_size)]
     with Exchange(transport, buffers, step=step, digest=layout.digest) as exchange:
         packing = _Packing(layout.gathered[0], buffers, exchange) if buffers.work else None

@@ -33,6 +33,7 @@ def all_reduce(
     scale: float | None = None,
     state: State | None = None,
     clock: Clock | None = None,
+    draw: int | None = None,
 ) -> Generator[None]:
     """Replace the chunks of the flat tensor ``x`` by ``scale`` times their sum over all ranks, by default their mean.
 
@@ -49,7 +50,7 @@ def all_reduce(
     """
     scale = 1.0 / layout.world_size if scale is None else scale
     with Exchange(transport, buffers, step=step, digest=layout.digest) as exchange:
-        run = _Run(x, layout, transport.rank, exchange, seed, step, state, clock or NoClock())
+        run = _Run(x, layout, transport.rank, exchange, seed, step, state, clock or NoClock(), draw)
         run.send_leaves()
         yield
         for k in run.inner():

@@ -32,7 +32,9 @@ class QuantizedAdam(torch.optim.Optimizer):
 
         x −= lr·(m̂ / (√v̂ + eps) + weight_decay·x),   m̂ = m / (1 − β1^t),   v̂ = v_T / (1 − β2^T)
 
-    with the variance of step T, at which it was frozen, corrected for T and not for t, which would let steps grow.
+    with the variance of step T, at which it was frozen, corrected for T and not for t, which would let steps grow. A
+    parameter whose gradients begin late, or are zero at first, counts its own steps: its variance is frozen once it had
+    gradients for as many steps as the others' warm-up.
 
     Args:
         params: parameters or groups of them. Options may differ by group but for ``warmup``.
@@ -115,13 +117,23 @@ class QuantizedAdam(torch.optim.Optimizer):
         return loss
 
     def _freeze(self, steps: int) -> None:
+        """Keep the variances from now on of all parameters that had gradients for as long as the warm-up took.
+
+        Others, and those that get their first gradient later, go on as under AdamW until they had as many.
+        """
         for group in self.param_groups:
             group["frozen_at"] = steps
             for state in (self.state[p] for p in group["params"] if self.state.get(p)):
-                variance = state["exp_avg_sq"]
-                # Summed in an order that no machine changes: the floor must be the same on all ranks.
-                mean = math.sqrt(float(square_sum(variance.sqrt()))) / math.sqrt(max(1, variance.numel()))
-                variance.clamp_(min=(group["floor"] * mean) ** 2)
+                self._keep_variance(state, group)
+
+    def _keep_variance(self, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if state["frozen_at"] or state["seen"] < self.param_groups[0]["frozen_at"]:
+            return
+        state["frozen_at"] = state["step"]
+        variance = state["exp_avg_sq"]
+        # Summed in an order that no machine changes: the floor must be the same on all ranks.
+        mean = math.sqrt(float(square_sum(variance.sqrt()))) / math.sqrt(max(1, variance.numel()))
+        variance.clamp_(min=(group["floor"] * mean) ** 2)
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         if gradient.is_sparse:
@@ -130,15 +142,21 @@ class QuantizedAdam(torch.optim.Optimizer):
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            # Its own count of steps, those of them since its first gradient that was not zero, and which one's variance
+            # is kept.
+            state |= {"step": 0, "seen": 0, "frozen_at": 0}
         beta1, beta2 = group["betas"]
-        steps, frozen_at = group["steps"], group["frozen_at"]
+        state["step"] += 1
         state["exp_avg"].lerp_(gradient.to(parameter.dtype), 1 - beta1)
-        if not frozen_at:
+        if not state["frozen_at"]:
             state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            state["seen"] += int(state["seen"] > 0 or bool(gradient.any()))
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        corrected = 1 - beta2 ** (frozen_at or steps)
+        corrected = 1 - beta2 ** (state["frozen_at"] or state["step"])
         divisor = state["exp_avg_sq"].sqrt().div_(math.sqrt(corrected)).add_(group["eps"])
-        parameter.addcdiv_(state["exp_avg"], divisor, value=-group["lr"] / (1 - beta1**steps))
+        parameter.addcdiv_(state["exp_avg"], divisor, value=-group["lr"] / (1 - beta1 ** state["step"]))
+        if self.frozen:
+            self._keep_variance(state, group)
 
     def _rests(self, steps: int) -> bool:
         """Whether this step's variance is the one to keep. The same on all ranks, whose variances are."""

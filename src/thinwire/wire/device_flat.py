@@ -11,6 +11,7 @@ from torch import Tensor
 from thinwire.collectives import (
     DeviceBuffers,
     DeviceTransport,
+    Layout,
     ShardBuffers,
     Topology,
     TransportError,
@@ -20,7 +21,7 @@ from thinwire.collectives import (
 )
 from thinwire.wire.agree import agree
 from thinwire.wire.device_engine import Ranges
-from thinwire.wire.flat import Contents, FlatStats, Kind, Operation, lay_out, sent_bytes_of
+from thinwire.wire.flat import STALE_OPERATIONS, Contents, FlatStats, Kind, Operation, lay_out, sent_bytes_of
 from thinwire.wire.link import settle
 from thinwire.wire.stream import on_the_host
 
@@ -39,7 +40,8 @@ class DeviceFlatEngine:
         self.topology, self.world = settle(topology, transport)
         self.stats = FlatStats()
         self.seed = seed
-        self._buffers: dict[Hashable, DeviceBuffers | ShardBuffers] = {}
+        self._buffers: dict[Hashable, tuple[Layout, DeviceBuffers | ShardBuffers]] = {}
+        self._last: dict[Hashable, int] = {}
         self._operations = 0
         self._broken: TransportError | None = None
 
@@ -61,17 +63,21 @@ class DeviceFlatEngine:
     def _run(self, operation: Operation) -> None:
         kind, x = operation.kind, operation.fill()
         number, self._operations = self._operations, self._operations + 1
-        layout = lay_out(kind, operation.contents, operation.dtype, self.world, self.topology)
         key = (kind, operation.contents.key, operation.dtype)
         device, rank = self.transport.device, self.transport.rank
         if key not in self._buffers:
+            # Every rank forgets the same at the same operation.
+            for other in [k for k, last in self._last.items() if last < number - STALE_OPERATIONS]:
+                del self._buffers[other], self._last[other]
+            layout = lay_out(kind, operation.contents, operation.dtype, self.world, self.topology)
             about = f"{kind} of {operation.contents.numel} elements of {operation.dtype}"
             agree({"buffer": about, "cut": f"{layout.digest:016x}"}, self.transport)
             if kind == "all_reduce":
-                self._buffers[key] = DeviceBuffers.of(layout, rank, device)
+                self._buffers[key] = layout, DeviceBuffers.of(layout, rank, device)
             else:
-                self._buffers[key] = ShardBuffers.open(layout, rank, device, up=kind == "reduce_scatter")
-        buffers, clock = self._buffers[key], Ranges()
+                self._buffers[key] = layout, ShardBuffers.open(layout, rank, device, up=kind == "reduce_scatter")
+        self._last[key] = number
+        (layout, buffers), clock = self._buffers[key], Ranges()
         state = operation.state(x) if operation.state is not None else None
         draw = number if operation.draw is None else operation.draw
         if isinstance(buffers, DeviceBuffers):
@@ -98,7 +104,7 @@ class DeviceFlatEngine:
 
     def present_stats(self) -> FlatStats:
         """Totals so far."""
-        sizes = ((b if isinstance(b, DeviceBuffers) else b.of).num_bytes for b in self._buffers.values())
+        sizes = ((b if isinstance(b, DeviceBuffers) else b.of).num_bytes for _, b in self._buffers.values())
         return replace(
             self.stats,
             payload_sent_bytes=self.transport.sent_bytes,

@@ -42,7 +42,7 @@ Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
 _IN_FLIGHT = 2
 """Buffers of one kind, content and dtype that may be under way at a time: each has messages of its own."""
-_STALE_OPERATIONS = 2048
+STALE_OPERATIONS = 2048
 
 
 @dataclass
@@ -230,7 +230,7 @@ class FlatEngine:
         key = (operation.kind, operation.contents.key, operation.dtype)
         if key not in self._ways:
             # Every rank forgets the same at the same operation: they agree on it anew if it comes again.
-            for other in [k for k, ways in self._ways.items() if ways.last < number - _STALE_OPERATIONS]:
+            for other in [k for k, ways in self._ways.items() if ways.last < number - STALE_OPERATIONS]:
                 del self._ways[other]
         ways = self._ways.setdefault(key, _Ways())
         ways.last = number
@@ -256,7 +256,8 @@ class FlatEngine:
         shared: dict[str, Any] = {"seed": self.seed, "step": number, "clock": self.stats, "state": state}
         layout, transport, scale = route.layout, self.transport, operation.scale
         if operation.kind == "all_reduce":
-            found = [run(x, layout, transport, buffers, scale=scale, **shared) for run, buffers in route.exchanges]
+            options = {"scale": scale, "draw": operation.draw, **shared}
+            found = [run(x, layout, transport, buffers, **options) for run, buffers in route.exchanges]
             if route.sums:
                 found.append(summed_all_reduce(x, layout, transport, route.sums, scale=scale, **shared))
             return found

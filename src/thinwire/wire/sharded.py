@@ -11,14 +11,14 @@ from torch import Tensor
 from thinwire.collectives import ScatterReduceAllGather, Topology, Transport
 from thinwire.compressors import Compressor, Raw, Slot
 from thinwire.kernels import FORMAT_VERSION, cpu_level
-from thinwire.plan import Evidence, Plan, Policy, Speeds, at_site, balanced, declined
+from thinwire.plan import Evidence, Plan, Policy, at_site, balanced
 from thinwire.wire import checkpoint
 from thinwire.wire.adapt import Adapter, Decision
 from thinwire.wire.agree import library_version
 from thinwire.wire.sharded_engine import Future, ShardedEngine
 from thinwire.wire.sharded_slots import reshard_owed
+from thinwire.wire.sharded_speeds import declined_plan, slowest_speeds
 from thinwire.wire.sharded_stats import ShardedStats
-from thinwire.wire.speeds import measure_speeds
 from thinwire.wire.stats import StageSeconds
 from thinwire.wire.units import Members, Unit
 
@@ -68,25 +68,9 @@ class ShardedWire:
             replicas=replicas,
         )
         if decline:
-            self._decline()
+            self._engine.take(declined_plan(self._engine))
         self._adapter = self._adapter_of(adapt) if adapt is not None else None
         self.reset_stats()
-
-    def _speeds(self, compressors: frozenset[Compressor]) -> Speeds | None:
-        """How fast this machine and the first unit's links are; None if there is nothing to measure."""
-        engine = self._engine.engines[0]
-        if engine.transport.world_size == 1 or not compressors:
-            return None
-        found: list[Speeds] = []
-        engine.alone(lambda: found.append(measure_speeds(compressors, engine.transport, engine.topology, engine.world)))
-        return found[0]
-
-    def _decline(self) -> None:
-        """Leave raw what would not pay."""
-        speeds = self._speeds(frozenset(c for c in self.plan.layers.values() if not isinstance(c, Raw)))
-        if speeds is not None:
-            # What it is weighed against goes by the same messages.
-            self._engine.take(declined(self.plan, replace(speeds, native=0.0)))
 
     def _adapter_of(self, policy: Policy) -> Adapter:
         engines, units = self._engine.engines, self._engine.units
@@ -113,7 +97,7 @@ class ShardedWire:
             shapes,
             engines[0].transport,
             start=self.start,
-            speeds=self._speeds(policy.to_time(reference)),
+            speeds=slowest_speeds(self._engine, policy.to_time(reference)),
             prepare=prepare,
         )
 
@@ -246,6 +230,16 @@ class ShardedWire:
             self._observe(self._adapter, members, flat, loss_scale, weights() if weights is not None else {})
         return self._engine.reduce(unit, flat, out, scale=scale, loss_scale=loss_scale)
 
+    def mark(self, queue: Callable[[Callable[[], object]], bool]) -> None:
+        """In a backward pass, after its first reduction: ask to be told of its end, by ``queue``, which says whether
+        it will."""
+        self._engine.mark(queue)
+
+    @property
+    def minds_scale(self) -> bool:
+        """Whether the scale of the loss matters to anything here."""
+        return self._adapter is not None or self.plan.has_slots
+
     def reduce_across(self, unit: Unit, part: Tensor) -> Future[Tensor]:
         """Start replacing this rank's part of the gradients by its mean over all replicas."""
         return self._engine.reduce_across(unit, part)
@@ -283,6 +277,11 @@ class ShardedWire:
     # Checkpoints.
 
     @property
+    def _shares(self) -> list[int]:
+        """What tells whether a state is of ranks that own the same: over how many each is sharded, for every rank."""
+        return [self._engine.units[0].transport.world_size] * self.world_size
+
+    @property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {
             at_site(site, layer.name): layer.shape
@@ -300,9 +299,9 @@ class ShardedWire:
         engine = self._engine
         engine.settle()
         options = {"step": engine.step, "seed": engine.seed, "rank": self.rank}
-        state = checkpoint.write(engine, engine.plan, self._shapes, **options, shares=[1] * self.world_size)
+        state = checkpoint.write(engine, engine.plan, self._shapes, **options, shares=self._shares)
         rows = [
-            [unit.reductions, weights.slots.learned_at, gradients.slots.learned_at]
+            [unit.reductions, weights.slots.learned_at, gradients.slots.learned_at, unit.across]
             for unit, weights, gradients in zip(engine.units, engine.weights, engine.gradients, strict=True)
         ]
         state[_VERSIONS] = torch.tensor(rows)
@@ -312,7 +311,7 @@ class ShardedWire:
     def state_dict_of(self, world_size: int) -> dict[str, Tensor]:
         """The shape of the merged states of a world of ``world_size`` ranks, to load its checkpoint into."""
         state = checkpoint.template(self.plan, self._shapes, world_size)
-        state[_VERSIONS] = torch.zeros(len(self._engine.units), 3, dtype=torch.int64)
+        state[_VERSIONS] = torch.zeros(len(self._engine.units), 4, dtype=torch.int64)
         state[_EXCHANGES] = torch.zeros(2, dtype=torch.int64)
         return state | self._adapter.state() if self._adapter else state
 
@@ -327,7 +326,7 @@ class ShardedWire:
             DisagreementError: ranks loaded different states.
         """
         engine, versions = self._engine, state.get(_VERSIONS)
-        known = versions is not None and tuple(versions.shape) == (len(engine.units), 3)
+        known = versions is not None and tuple(versions.shape) == (len(engine.units), 4)
         if versions is None or not known or _EXCHANGES not in state:
             raise ValueError(
                 "this is not the state of a Wire of this model: shard its modules as they were when it was saved"
@@ -339,21 +338,20 @@ class ShardedWire:
                 saved[0] if members is None else reshard_owed(saved, slot, name, members.slots.rank, members.placement)
             )
 
-        shares = [1] * self.world_size
-        loaded = checkpoint.read(state, self.plan, self._shapes, self.rank, shares, resharded)
+        loaded = checkpoint.read(state, self.plan, self._shapes, self.rank, self._shares, resharded)
         engine.restart(loaded.plan, step=loaded.step, seed=loaded.seed)
         engine.gathers, engine.reductions = (int(count) for count in state[_EXCHANGES].reshape(2).tolist())
         rows = versions.tolist()
         for unit, row, *sites in zip(engine.units, rows, engine.weights, engine.gradients, strict=True):
-            unit.reductions, unit.last_step = row[0], loaded.step
-            for members, learned_at in zip(sites, row[1:], strict=True):
+            unit.reductions, unit.last_step, unit.across = row[0], loaded.step, row[3]
+            for members, learned_at in zip(sites, row[1:3], strict=True):
                 members.slots.learned_at = learned_at
         for (name, slot_name), value in loaded.slots.items():
             members = engine.members_of(name)
             slot = next(slot for slot in self.plan[name].slots if slot.name == slot_name)
             if members is not None:
                 members.slots.load(name, slot, value)
-        for flat in engine.engines:
+        for flat in engine.all_engines:
             flat.agree({"step": str(loaded.step), "plan": loaded.plan.hash, "seed": str(loaded.seed)})
         if self._adapter is not None:
             alike = int(state["shares"].numel()) == self.world_size

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.collectives import DeviceTransport, Layer, ScatterReduceAllGather, Topology, Transport
+from thinwire.collectives import DeviceTransport, Layer, ScatterReduceAllGather, Topology, Transport, ring_bytes
 from thinwire.compressors import Coded, Raw, Slot, not_finite
+from thinwire.kernels import derive_key
 from thinwire.plan import Plan, Site, at_site
 from thinwire.wire.device_flat import DeviceFlatEngine
 from thinwire.wire.flat import Contents, FlatEngine, Kind, Operation
@@ -45,6 +46,7 @@ class ShardedEngine:
         self.gathers = self.reductions = 0
         """Of all units since training began, also before it was resumed."""
         self._finite, self._told = True, Later()
+        self._marked = self._ended = self._asked = False
         self._touched: list[Members] = []
         self._contents: dict[object, Contents] = {}
         transports = list({id(unit.transport): unit.transport for unit in units}.values())
@@ -72,10 +74,11 @@ class ShardedEngine:
         self.step, self.seed = step, seed
         self._touched.clear()
         self._finite = True
+        self._ended = self._marked
         for unit in self.units:
             unit.kept.clear()
         self.take(plan)
-        for engine in self.engines:
+        for engine in self.all_engines:
             engine.seed = seed
 
     @property
@@ -129,9 +132,10 @@ class ShardedEngine:
         sent is kept of the weights.
         """
         members, rank = self.weights[unit.index], unit.transport.rank
-        compressed = unit.reductions >= self.start
+        draw = self._passes(unit)
+        compressed = draw >= self.start
         contents = self._contents_of(unit, members, self._plans[unit.index], compressed=compressed)
-        since = unit.reductions - self.start
+        since = draw - self.start
         quantised = compressed and not self.master
         self.gathers += 1
         self.stats.gathers += 1
@@ -141,7 +145,7 @@ class ShardedEngine:
             contents,
             flat.dtype,
             lambda: flat,
-            draw=unit.reductions,
+            draw=draw,
             state=(lambda x: members.slots.state(x, since, 1.0)) if compressed else None,
             kept=unit.kept if quantised else None,
             done=(lambda x: keep(members.placement.part(x, rank))) if quantised and keep is not None else None,
@@ -161,9 +165,11 @@ class ShardedEngine:
 
         ``loss_scale`` is how many times larger than the gradients its values are.
         """
+        again = unit.last_step == self.step
         unit.last_step = self.step
         members = self.gradients[unit.index]
-        compressed = unit.reductions >= self.start
+        draw = self._passes(unit)
+        compressed = draw >= self.start
         if self._plans[unit.index] is not self.plan:
             # From here on: what was gathered for this backward pass was gathered with the plan before.
             self._plans[unit.index] = self.plan
@@ -172,9 +178,11 @@ class ShardedEngine:
             self.weights[unit.index].follow(self.plan)
         contents = self._contents_of(unit, members, self.plan, compressed=compressed)
         owes = compressed and members.slots.owes
-        if owes:
+        # A module that is used twice owes what its first use left, already in the second.
+        again &= any(members is other for other in self._touched)
+        if owes and not again:
             self._touched.append(members)
-        since = unit.reductions - self.start
+        since = draw - self.start
         operation = Operation(
             "reduce_scatter",
             contents,
@@ -183,8 +191,8 @@ class ShardedEngine:
             scale,
             out,
             done=(lambda _: self._note(out)) if owes else None,
-            draw=unit.reductions,
-            state=(lambda x: members.slots.state(x, since, loss_scale)) if compressed else None,
+            draw=derive_key(unit.reductions, unit.first_rank),
+            state=(lambda x: members.slots.state(x, since, loss_scale, again=again)) if compressed else None,
         )
         unit.reductions += 1
         self.reductions += 1
@@ -196,7 +204,7 @@ class ShardedEngine:
         """Start replacing this rank's part of the gradients by its mean over all replicas."""
         assert self.across is not None
         members = self.gradients[unit.index]
-        compressed = unit.reductions > self.start
+        compressed = unit.across >= self.start
         key = ("across", unit.index, members.names, compressed)
         if key not in self._contents:
             layers = []
@@ -210,18 +218,37 @@ class ShardedEngine:
             self._contents[key] = Contents(key, tuple(layers))
         flat = part.view(-1)
         scale = 1 / self.across.world.size
-        operation = Operation("all_reduce", self._contents[key], flat.dtype, lambda: flat, scale)
+        draw = derive_key(unit.across, unit.transport.rank)
+        unit.across += 1
+        self.stats.dense_bytes += ring_bytes(flat.nbytes, self.across.world.size)
+        operation = Operation("all_reduce", self._contents[key], flat.dtype, lambda: flat, scale, draw=draw)
         return self.across.submit(operation)
 
     def begins_step(self, unit: Unit) -> bool:
         """Whether a unit's next reduction is the first one of a backward pass. All ranks find the same."""
-        return self.step < 0 or unit.last_step == self.step
+        return self.step < 0 or (self._ended if self._marked else unit.last_step == self.step)
 
     def begin_step(self) -> None:
         """Between the last reduction of a backward pass and the first one of the next."""
         self.settle()
         self.step += 1
         self.stats.steps += 1
+        self._ended = False
+
+    def mark(self, queue: Callable[[Callable[[], object]], bool]) -> None:
+        """Ask to be told when the backward pass that runs has ended. Where nobody tells, a unit that is reduced once
+        more begins the next one."""
+        if not self._asked:
+            self._asked = self._marked = queue(self._end_pass)
+
+    def _end_pass(self) -> None:
+        self._ended, self._asked = True, False
+
+    def _passes(self, unit: Unit) -> int:
+        """Backward passes that are over: weights are the same from one to the next, forward and backward."""
+        if self._marked:
+            return self.step + self._ended
+        return unit.reductions
 
     def follow_trained(self, unit: Unit, trained: Sequence[str]) -> Members:
         """The members of a unit's next reduction, in which these layers are, in this order."""
@@ -259,12 +286,15 @@ class ShardedEngine:
         """Let residuals take what the last pass left: nothing, if some rank met NaN or Inf in it."""
         if not self._touched:
             return
+        for engine in self.all_engines:
+            engine.alone(lambda: None)
         for value in self._told.read():
             self._finite &= bool(torch.isfinite(value))
         flags = [torch.tensor([not self._finite])]
-        for engine in self._engines.values():
-            engine.alone(lambda engine=engine: flags.append(engine.transport.all_gather(flags[0])))
-        if not any(bool(flag.any()) for flag in flags):
+        # Among the shards first and then among replicas: what one of them met, all know.
+        for engine in self.all_engines:
+            engine.alone(lambda engine=engine: flags.append(engine.transport.all_gather(flags[-1]).any().reshape(1)))
+        if not bool(flags[-1]):
             for members in self._touched:
                 members.slots.commit()
         else:

@@ -78,10 +78,15 @@ class ShardedSlots:
             layers.setdefault(name, {})[slot.name] = value
         self._state = State(fresh.now, fresh.next, 1.0, {name: LayerState(of, of) for name, of in layers.items()})
 
-    def state(self, x: Tensor, step: int, loss_scale: float) -> State | None:
-        """The slots for one message, which ``x`` goes into; what is to be learned in ``step`` is, before."""
+    def state(self, x: Tensor, step: int, loss_scale: float, *, again: bool = False) -> State | None:
+        """The slots for one message, which ``x`` goes into; what is to be learned in ``step`` is, before.
+
+        ``again``: there was a message in this step already, and what it left is the present.
+        """
         if self._state is None:
             return None
+        if again:
+            self.commit()
         if step != self.learned_at:
             learning = {name: c for name, c in self._compressors.items() if step in c.learns_at}
             if learning:

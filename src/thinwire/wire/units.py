@@ -50,7 +50,11 @@ class Unit:
     trained: tuple[str, ...]
     """Those of its layers that get gradients."""
     index: int = 0
+    first_rank: int = 0
+    """The first of the ranks that it is sharded over: replicas of it draw by themselves."""
     reductions: int = 0
-    """So far. Random draws depend on it: weights are the same in the forward and the backward pass of a step."""
+    """So far: the draws of gradients depend on it."""
+    across: int = 0
+    """Sums over replicas so far."""
     last_step: int = -1
     kept: dict[int, Tensor] = field(default_factory=dict)

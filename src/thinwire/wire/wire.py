@@ -302,13 +302,14 @@ class Wire:
         self._engine.note_result(flat)
         self._engine.follow(flat, layers)
 
-    def check_parity(self, parameters: Mapping[str, Tensor]) -> None:
+    def check_parity(self, parameters: Mapping[str, Tensor], *, now: bool = False) -> None:
         """Compare all ranks' parameters, behind the training loop's back; this step's gradients raise a difference.
 
-        In a dense or simulated step nothing else is under way in the worker: it is waited for, and raised here.
+        In a dense or simulated step nothing else is under way in the worker: it is waited for, and raised here. So it
+        is with ``now``: where gradients do not come to the worker, nothing else keeps the optimizer from going on.
         """
         checked = self._worker.submit(self._engine.check_parity(parameters, self._step))
-        if self.dense or self.simulated:
+        if now or self.dense or self.simulated:
             checked.wait()
             self._engine.raise_found()
 
