@@ -153,8 +153,8 @@ def _table(study: Study, found: AllTimes, other: AllTimes) -> Finding:
         "sequences/s",
         "",
         f"a micro-batch computes for {1e3 * computed.seconds:.0f} ms and its activation has {task.message_values} "
-        f"values: rates are the paper's divided by {study.slowdown:.1f}, so that values travel as many times longer than they "
-        f"compute ({', '.join(study.where(rate) for rate in rates)})",
+        f"values: rates are the paper's divided by {study.slowdown:.1f}, so that values travel as many times "
+        f"longer than they compute ({', '.join(study.where(rate) for rate in rates)})",
         None,
         {
             "per_s": per_s,

@@ -1,8 +1,8 @@
 """One rank of the AQ-SGD paper's experiments: has a stage of a pipeline, trains when told to, and is timed.
 
 Commands: ``setup`` (first), ``train`` (one way from one seed), ``enter`` (build pipelines, warm up), ``turn`` (some
-steps of one of them), ``compute`` (of a stage alone), ``wire`` (of a message alone), ``leave``. The conversation is that
-of the demo's ranks.
+steps of one of them), ``compute`` (of a stage alone), ``wire`` (of a message alone), ``leave``. The conversation is
+that of the demo's ranks.
 """
 
 # No `from __future__ import annotations` here: ways and tasks are made of plain values.
