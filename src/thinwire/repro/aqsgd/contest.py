@@ -16,7 +16,7 @@ from thinwire.repro.aqsgd.trainings import BURST_BYTES
 from thinwire.repro.cgx.contest import Contest, Entrant
 from thinwire.repro.cgx.models import Model
 
-_REPEATS, _WIRE_REPEATS = 12, 3
+_REPEATS, _WIRE_REPEATS = 12, 9
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class PipelineContest(Contest):
         return Computed(*(max(answer[name] for answer in answers) for name in ("forward_s", "backward_s")))
 
     def wire(self, num_bytes: int, rate: str | None) -> float:
-        """Seconds of a message of so many bytes from the first stage to the second, and its receipt.
+        """Seconds that so many bytes take from the first stage to the second.
 
         Raises:
             RankFailed: a rank did not make it.

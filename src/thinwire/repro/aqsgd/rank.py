@@ -35,8 +35,8 @@ _PROMPTS, _PROMPT_SHARE = 8, 0.5
 
 @dataclass(frozen=True)
 class Asked:
-    """Of a training, what is wanted beside it: held-out loss after every epoch, completions, checkpoints in a folder
-    every so many steps, going on from the last of them, and rank and step at which a process kills itself."""
+    """Of a training, what is wanted beside it: loss on what is held out, at both ends; completions; checkpoints in a
+    folder every so many steps, going on from the last of them, and rank and step at which a process kills itself."""
 
     held_out: bool = True
     completions: bool = False
@@ -72,10 +72,10 @@ class Rank:
             found["step_s"].append(time.perf_counter() - started)
             found["losses"].append(loss)
             self.channel.send("step", step=step + 1, loss=loss)
-            if asked.held_out and (step + 1) % task.steps_per_epoch == 0:
-                found["held_out"].append(pipe.held_out())
             if asked.save_every and (step + 1) % asked.save_every == 0:
                 _save(pipe, checkpoint, step + 1)
+        if asked.held_out:
+            found["held_out"].append(pipe.held_out())
         found["stats"] = pipe.stage.stats.to_dict()
         found["kept"] = _kept(pipe)
         found["start"] = start
@@ -130,20 +130,23 @@ class Rank:
         return {"forward_s": median(forward), "backward_s": median(backward)}
 
     def wire(self, num_bytes: int, sender: int, receiver: int, repeats: int) -> dict[str, Any]:
-        """Median seconds of a message of so many bytes with its answer of one, on the sender."""
-        message, answer = torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
-        seconds = []
+        """Median seconds, on the sender, by which a message of so many bytes and its answer take longer than a message
+        of one byte and its answer: processes that wake up are no communication."""
+        answer = torch.zeros(1, dtype=torch.uint8)
+        seconds: dict[int, list[float]] = {num_bytes: [], 1: []}
         self.channel.hold("wire")
         for _ in range(1 + repeats):
-            started = time.perf_counter()
-            if self.rank == sender:
-                dist.send(message, receiver)
-                dist.recv(answer, receiver)
-            elif self.rank == receiver:
-                dist.recv(message, sender)
-                dist.send(answer, sender)
-            seconds.append(time.perf_counter() - started)
-        return {"seconds": median(seconds[1:])}
+            for size, of in seconds.items():
+                message = torch.zeros(size, dtype=torch.uint8)
+                started = time.perf_counter()
+                if self.rank == sender:
+                    dist.send(message, receiver)
+                    dist.recv(answer, receiver)
+                elif self.rank == receiver:
+                    dist.recv(message, sender)
+                    dist.send(answer, sender)
+                of.append(time.perf_counter() - started)
+        return {"seconds": max(0.0, median(seconds[num_bytes][1:]) - median(seconds[1][1:]))}
 
     def leave(self) -> dict[str, Any]:
         for pipe, _ in self.contestants:

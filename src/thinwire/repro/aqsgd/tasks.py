@@ -124,16 +124,16 @@ def _second(context: int, samples: int, held_out: int) -> tuple[Tensor, Tensor, 
 
 _SMALL = GPTConfig(width=64, layers=4, heads=2)
 SMALL = tuning(
-    8, model=_SMALL, samples=192, batch=16, num_micro=4, learning_rate=2e-3, held_out_windows=256, first_steps=400
+    5, model=_SMALL, samples=384, batch=16, num_micro=4, learning_rate=1e-3, held_out_windows=256, first_steps=150
 )
 """Of 0.2 million parameters: in micro-batches of 4."""
-SCRATCH = replace(SMALL, steps=2 * SMALL.steps, first_steps=0, learning_rate=6e-3)
-"""From random weights, twice as long (appendix H.3: 20 epochs for 10)."""
+SCRATCH = replace(SMALL, samples=SMALL.samples // 2, first_steps=0, learning_rate=6e-3)
+"""From random weights, twice as many epochs of half as many samples (appendix H.3: 20 epochs for 10)."""
 LARGE = replace(SMALL, model=GPTConfig(width=128, layers=4, heads=4), learning_rate=1e-3)
 """Of 0.8 million."""
 TIMED = tuning(
     1,
-    model=GPTConfig(width=192, layers=4),
+    model=GPTConfig(width=256, layers=6),
     samples=32,
     batch=32,
     num_micro=8,
@@ -142,7 +142,7 @@ TIMED = tuning(
     first_steps=0,
 )
 """What steps are timed of. Its samples are one batch: every step visits all of them."""
-TO_LOSS = replace(TIMED, samples=64, steps=20, first_steps=60)
+TO_LOSS = replace(TIMED, samples=64, steps=20, first_steps=24, first_rate=1e-3)
 """What is trained over slow links, for the time that it takes."""
 
 _SMOKE = GPTConfig(context=16, width=32, layers=4, heads=2)

@@ -32,7 +32,7 @@ OnStep = Callable[[int, float], None]
 
 @dataclass(frozen=True)
 class Trained:
-    """One training. ``losses`` are those of every step, ``held_out`` at the start and after every epoch, ``step_s`` the
+    """One training. ``losses`` are those of every step, ``held_out`` at the start and at the end, ``step_s`` the
     slowest rank's seconds of every step; ``epochs`` are mean magnitudes of activations and changes at the first
     boundary, by visit."""
 
