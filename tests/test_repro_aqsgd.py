@@ -301,7 +301,7 @@ def test_rates_are_scaled_to_the_papers_proportion(tmp_path: Path) -> None:
     study._computed = Computed(0.015, 0.03)
     values_per_s = TIMED.message_values / 0.045
     assert study.slowdown == pytest.approx((1024 * 1600 / 0.18) / values_per_s)
-    assert study.scaled("100mbit") == "12mbit"
+    assert study.scaled("100mbit") == "16mbit"
     study.emulated = False
     assert study.scaled("100mbit") is None
     assert study.verdict(True) is None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from thinwire.repro.aqsgd.rank import Asked
-from thinwire.repro.aqsgd.study import NUM_STAGES, Scale, Study, Work
-from thinwire.repro.aqsgd.trainings import Trained, Trainings
+from thinwire.repro.aqsgd.study import Scale, Study, Work
+from thinwire.repro.aqsgd.trainings import Trained
 from thinwire.repro.aqsgd.ways import FP32, aqsgd, direct
 from thinwire.repro.findings import Finding
 
@@ -22,8 +22,8 @@ def completions_work(scale: Scale) -> Work:
 def completions(study: Study) -> list[Finding]:
     """From one seed each."""
     asked = Asked(held_out=False, completions=True)
-    with Trainings(NUM_STAGES, study.first()) as trainings:
-        found = {way.name: trainings.train(study.scale.small, way, 0, study.shower(way.title), asked) for way in _WAYS}
+    trainings = study.trainings()
+    found = {way.name: trainings.train(study.scale.small, way, 0, study.shower(way.title), asked) for way in _WAYS}
     base = found[FP32.name]
     shares = {way.name: common(base, found[way.name]) for way in _WAYS}
     prompts = [text(row[: base.prompted]) for row in base.text]

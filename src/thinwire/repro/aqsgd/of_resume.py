@@ -57,8 +57,7 @@ def resumed(study: Study) -> list[Finding]:
 def _resumed(study: Study, store: Literal["memory", "disk"]) -> Finding:
     way = aqsgd(3, 6, store=store)
     task, every = study.scale.small, checkpoint_every(study.scale)
-    with Trainings(NUM_STAGES, study.first()) as trainings:
-        whole = trainings.train(task, way, 0, study.shower(f"{way.title}, not stopped"), Asked(held_out=False))
+    whole = study.trainings().train(task, way, 0, study.shower(f"{way.title}, not stopped"), Asked(held_out=False))
     told = [_killed(study, store, kill, whole) for kill in kills(study.scale)]
     good = sum(run.alike and same for run, same in told)
     at = [f"rank {kill.rank} before step {kill.step + 1}" for kill in kills(study.scale)]

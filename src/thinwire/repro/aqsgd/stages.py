@@ -74,7 +74,9 @@ class Pipe:
     def __init__(self, task: FineTuning, way: Way, seed: int, weights: Path | None, folder: Path) -> None:
         self.task, self.way = task, way
         self._rank, self._num_stages = dist.get_rank(), dist.get_world_size()
-        self.group = dist.new_group(list(range(self._num_stages)))
+        group = dist.new_group(list(range(self._num_stages)))
+        assert isinstance(group, dist.ProcessGroup), "all ranks are in it"
+        self.group = group
         self.part = Part(build(task, weights, seed), self._rank, self._num_stages, half=task.half)
         self.stage = thinwire.PipelineStage(
             self.part,

@@ -157,6 +157,12 @@ class Study(Parted):
             self._first = FirstTraining(Path(folder))
         return self._first
 
+    def trainings(self, num_stages: int = NUM_STAGES) -> Trainings:
+        """Ranks that train, over loopback."""
+        if num_stages not in self._trainings:
+            self._trainings[num_stages] = self._stack.enter_context(Trainings(num_stages, self.first()))
+        return self._trainings[num_stages]
+
     def train(self, name: TaskName, way: Way, num_stages: int = NUM_STAGES) -> list[Trained]:
         """A training from every seed, unless it has been.
 
@@ -164,9 +170,7 @@ class Study(Parted):
             RankFailed: a rank did not make it.
         """
         task = self.scale.task(name)
-        if num_stages not in self._trainings:
-            self._trainings[num_stages] = self._stack.enter_context(Trainings(num_stages, self.first()))
-        made, title = self._trainings[num_stages], f"{TITLES[name]}, {way.title}"
+        made, title = self.trainings(num_stages), f"{TITLES[name]}, {way.title}"
         return [made.train(task, way, seed, self.shower(title)) for seed in self.seeds]
 
     def shower(self, title: str) -> OnStep:

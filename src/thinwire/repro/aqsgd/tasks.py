@@ -124,7 +124,7 @@ def _second(context: int, samples: int, held_out: int) -> tuple[Tensor, Tensor, 
 
 _SMALL = GPTConfig(width=64, layers=4, heads=2)
 SMALL = tuning(
-    5, model=_SMALL, samples=384, batch=16, num_micro=4, learning_rate=1e-3, held_out_windows=256, first_steps=150
+    5, model=_SMALL, samples=384, batch=16, num_micro=4, learning_rate=2e-3, held_out_windows=256, first_steps=150
 )
 """Of 0.2 million parameters: in micro-batches of 4."""
 SCRATCH = replace(SMALL, samples=SMALL.samples // 2, first_steps=0, learning_rate=6e-3)
