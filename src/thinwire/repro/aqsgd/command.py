@@ -24,6 +24,7 @@ from thinwire.repro.aqsgd.study import (
     Work,
     union,
 )
+from thinwire.repro.aqsgd.tasks import FineTuning
 from thinwire.repro.data import standard_library
 from thinwire.repro.findings import Finding, record, table
 from thinwire.repro.parts import chosen_parts, make_parts
@@ -72,20 +73,20 @@ class _Part:
 
 # Rough, for the time that is foretold: on two cores of a 2020s server.
 _TRAINING_STEP_S: dict[tuple[TaskName, int], float] = {
-    ("small", NUM_STAGES): 0.05,
-    ("scratch", NUM_STAGES): 0.05,
+    ("small", NUM_STAGES): 0.06,
+    ("scratch", NUM_STAGES): 0.06,
     ("bf16", NUM_STAGES): 0.08,
-    ("large", NUM_STAGES): 0.12,
-    ("small", MORE_STAGES): 0.09,
+    ("large", NUM_STAGES): 0.1,
+    ("small", MORE_STAGES): 0.1,
 }
-_FIRST_STEP_S = 0.08
+_FIRST_STEP_S, _FIRST_STEP_S_PER_PARAMETER = 0.01, 1.2e-7
 _SMOKE_START_S, _SMOKE_STEP_S = 3.0, 0.03
 _PARTS = {
     "1": _Part("figure 1: activations and changes", of_curves.figure_1, of_curves.change_work),
     "3": _Part("figures 3, 7 to 9: loss by step", of_curves.figure_3, of_curves.curves_work),
     "t3": _Part("table 3: compute and wire", of_breakdown.table_3, of_breakdown.breakdown_work, 0.3),
-    "2": _Part("table 2: throughput", of_throughput.table_2, of_throughput.throughput_work, 0.7, 20.0),
-    "4": _Part("figure 4: time to the same loss", of_time.figure_4, of_time.time_work, 1.0),
+    "2": _Part("table 2: throughput", of_throughput.table_2, of_throughput.throughput_work, 1.0, 25.0),
+    "4": _Part("figure 4: time to the same loss", of_time.figure_4, of_time.time_work, 1.3),
     "resume": _Part("kill and resume", of_resume.resumed, of_resume.resume_work, 0.06, 40.0),
     "completions": _Part("appendix I: completions", of_completions.completions, of_completions.completions_work, 0.06),
 }
@@ -176,11 +177,17 @@ def _phases(chosen: Sequence[str], scale: Scale) -> dict[str, tuple[str, int, fl
         else:
             new = work.trainings - done.trainings
             trained_s = sum(scale.task(name).steps * _TRAINING_STEP_S[name, n] for name, n, *_ in new)
-            first_s = sum(task.first_steps for task in work.firsts(scale) - done.firsts(scale)) * _FIRST_STEP_S
+            first_s = sum(map(_first_s, work.firsts(scale) - done.firsts(scale)))
             seconds = of.start_s + trained_s + first_s + work.steps * of.step_s
         found[part] = (of.title, steps, seconds)
         done = union((done, work))
     return found
+
+
+def _first_s(task: FineTuning) -> float:
+    """Of training the weights that others start from."""
+    parameters = sum(parameter.numel() for parameter in task.build(0).parameters())
+    return task.first_steps * (_FIRST_STEP_S + _FIRST_STEP_S_PER_PARAMETER * parameters)
 
 
 def _scale(smoke: bool, seeds: int, rounds: int | None) -> Scale:
