@@ -50,6 +50,7 @@ bench: .venv/ready
 	$(BIN)/thinwire repro intsgd --out benchmarks/repro-intsgd --json benchmarks/repro-intsgd.json
 	$(BIN)/thinwire repro lgreco --out benchmarks/repro-lgreco --json benchmarks/repro-lgreco.json
 	$(BIN)/thinwire repro qsdp --out benchmarks/repro-qsdp --json benchmarks/repro-qsdp.json
+	$(BIN)/thinwire repro aqsgd --out benchmarks/repro-aqsgd --json benchmarks/repro-aqsgd.json
 	$(BIN)/thinwire demo --out benchmarks/demo --json benchmarks/demo.json
 
 # The figures of README.md and docs/, from the JSON files that `make bench` wrote.

@@ -6,6 +6,7 @@ import itertools
 import re
 import sys
 
+from aqsgd_page import repro_aqsgd
 from figures import BENCHMARKS, ROOT, Figures, table
 from lgreco_page import repro_lgreco
 from qsdp_page import repro_qsdp, sharded
@@ -285,6 +286,7 @@ PAGES = {
     "docs/repro-intsgd.md": {"repro-intsgd": repro_intsgd},
     "docs/repro-lgreco.md": {"repro-lgreco": repro_lgreco},
     "docs/repro-qsdp.md": {"repro-qsdp": repro_qsdp},
+    "docs/repro-aqsgd.md": {"repro-aqsgd": repro_aqsgd},
 }
 """Pages, and what stands between which marks in them."""
 

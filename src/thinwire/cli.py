@@ -32,6 +32,7 @@ _COMMANDS = {
     "repro intsgd": "thinwire.repro.intsgd.command:intsgd",
     "repro lgreco": "thinwire.repro.lgreco.command:lgreco",
     "repro qsdp": "thinwire.repro.qsdp.command:qsdp",
+    "repro aqsgd": "thinwire.repro.aqsgd.command:aqsgd",
 }
 
 _HELP = """\
@@ -55,6 +56,7 @@ _HELP = """\
   [bold]thinwire repro intsgd[/]      the IntSGD paper's experiments: integers on the wire; does each claim hold?
   [bold]thinwire repro lgreco[/]      the thesis's chapter on L-GreCo, compression layer by layer: does each claim hold?
   [bold]thinwire repro qsdp[/]        the thesis's chapter on QSDP, FSDP with quantised weights: does each claim hold?
+  [bold]thinwire repro aqsgd[/]       the AQ-SGD paper's experiments, pipelines over slow links: does each claim hold?
 
   thinwire COMMAND --help       what a command takes, with examples
 

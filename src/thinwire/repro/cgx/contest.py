@@ -97,7 +97,7 @@ class Contest:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             per_node = RANKS_PER_NODE if self._place == "nodes" else 1
-            network = lab.Network(self._num_ranks, ranks_per_node=per_node) if self._emulated else None
+            network = self._made_network(per_node) if self._emulated else None
             self._network = stack.enter_context(network) if network is not None else None
             options = {"name": self._place, "timeout_s": _TIMEOUT_S}
             started = crew_of(self._ranks, Nothing(), self._num_ranks, self._network, **options)
@@ -187,6 +187,9 @@ class Contest:
             median([ceiling, at_high["nothing"], at_low["nothing"]]) / share,
         )
         return rate_text(rate)
+
+    def _made_network(self, ranks_per_node: int) -> lab.Network:
+        return lab.Network(self._num_ranks, ranks_per_node=ranks_per_node)
 
     def _enter(self, model: Model, ways: Sequence[Entrant]) -> tuple[dict[str, float], dict[str, list[dict[str, Any]]]]:
         """Build and warm up, over links without a limit; bytes that each way hands to the network in a step, and what

@@ -1,0 +1,242 @@
+"""One rank of the AQ-SGD paper's experiments: has a stage of a pipeline, trains when told to, and is timed.
+
+Commands: ``setup`` (first), ``train`` (one way from one seed), ``enter`` (build pipelines, warm up), ``turn`` (some
+steps of one of them), ``compute`` (of a stage alone), ``wire`` (of a message alone), ``leave``. The conversation is
+that of the demo's ranks.
+"""
+
+# No `from __future__ import annotations` here: ways and tasks are made of plain values.
+
+import gc
+import hashlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.repro.aqsgd.stages import Part, Pipe, build
+from thinwire.repro.aqsgd.tasks import FineTuning
+from thinwire.repro.aqsgd.ways import Way
+from thinwire.repro.demo_rank import Channel, join, run_rank
+
+_WARM_UP_STEPS = 2
+_STAGES = ("encode_s", "decode_s", "store_s", "agree_s")
+_PROMPTS, _PROMPT_SHARE = 8, 0.5
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Of a training, what is wanted beside it: loss on what is held out, at both ends; completions; checkpoints in a
+    folder every so many steps, going on from the last of them, and rank and step at which a process kills itself."""
+
+    held_out: bool = True
+    completions: bool = False
+    save_every: int = 0
+    resume: bool = False
+    dies: tuple[int, int] | None = None
+
+
+class Rank:
+    """What stays alive over all trainings and contests: the process group."""
+
+    def __init__(self, setup: dict[str, Any], channel: Channel) -> None:
+        self.channel = channel
+        self.rank, self.num_ranks = join(setup)
+        self.contestants: list[tuple[Pipe, Any]] = []
+
+    def train(self, task: FineTuning, way: Way, seed: int, weights: Path | None, folder: Path, asked: Asked) -> Any:
+        """Losses of every step and on what is held out (where the last stage is), seconds of every step, what the
+        stage counted, hashes of what it keeps at each boundary."""
+        pipe = Pipe(task, way, seed, weights, folder / "store")
+        checkpoint = folder / f"state{self.rank}"
+        start = _load(pipe, checkpoint) if asked.resume else 0
+        found: dict[str, Any] = {"losses": [], "held_out": [], "step_s": []}
+        if asked.held_out:
+            found["held_out"].append(pipe.held_out())
+        self.channel.hold("train")
+        batches = [ids for epoch in range(task.epochs) for ids in task.order(seed, epoch)]
+        for step in range(start, len(batches)):
+            if asked.dies == (self.rank, step):
+                os.kill(os.getpid(), signal.SIGKILL)
+            started = time.perf_counter()
+            loss = pipe.step(batches[step], task.rate(step))
+            found["step_s"].append(time.perf_counter() - started)
+            found["losses"].append(loss)
+            self.channel.send("step", step=step + 1, loss=loss)
+            if asked.save_every and (step + 1) % asked.save_every == 0:
+                _save(pipe, checkpoint, step + 1)
+        if asked.held_out:
+            found["held_out"].append(pipe.held_out())
+        found["stats"] = pipe.stage.stats.to_dict()
+        found["kept"] = _kept(pipe)
+        found["start"] = start
+        if asked.completions:
+            tokens, at = _prompts(task)
+            found["completions"] = pipe.complete(tokens, at)[:_PROMPTS].tolist()
+            found["prompted"] = at
+            found["text"] = tokens[:_PROMPTS].tolist()
+        pipe.close()
+        del pipe
+        gc.collect()
+        return found
+
+    def enter(self, task: FineTuning, ways: Sequence[dict[str, Any]], folder: Path) -> dict[str, Any]:
+        """Build a pipeline for each of ``ways`` and train it for a few steps."""
+        for number, told in enumerate(ways):
+            pipe = Pipe(task, Way(**told), 0, None, folder / f"contestant{number}")
+            batches = cycle([ids for epoch in range(4) for ids in task.order(0, epoch)])
+            _train(pipe, batches, _WARM_UP_STEPS)
+            self.contestants.append((pipe, batches))
+        return {"payload_bytes": [self._step_bytes(*of) for of in self.contestants], "layers": [[] for _ in ways]}
+
+    def turn(self, which: int, steps: int) -> dict[str, Any]:
+        """Train ``steps`` steps; the mean seconds of one, and those in each stage of communication."""
+        pipe, batches = self.contestants[which]
+        before = pipe.stage.stats.to_dict()
+        self.channel.hold("turn")
+        started = time.perf_counter()
+        _train(pipe, batches, steps)
+        seconds = (time.perf_counter() - started) / steps
+        self.channel.hold("turned")
+        after: dict[str, Any] = pipe.stage.stats.to_dict()
+        return {"seconds": seconds, "stages": {name: (after[name] - before[name]) / steps for name in _STAGES}}
+
+    def compute(self, task: FineTuning, repeats: int) -> dict[str, Any]:
+        """Median seconds of this stage's forward and backward pass over a micro-batch, all stages at once: without
+        messages, but with as many cores for each."""
+        part = Part(build(task, None), self.rank, self.num_ranks, half=task.half)
+        tokens, _ = task.tuned_on(torch.arange(task.micro_batch))
+        first = self.rank == 0
+        x = tokens if first else torch.randn(*tokens.shape, task.model.width)
+        seconds: list[tuple[float, float]] = []
+        self.channel.hold("compute")
+        for _ in range(_WARM_UP_STEPS + repeats):
+            x = x if first else x.detach().requires_grad_()
+            begun = time.perf_counter()
+            out = part(x)
+            between = time.perf_counter()
+            out.float().square().mean().backward()
+            seconds.append((between - begun, time.perf_counter() - between))
+        forward, backward = zip(*seconds[_WARM_UP_STEPS:], strict=True)
+        return {"forward_s": median(forward), "backward_s": median(backward)}
+
+    def wire(self, num_bytes: int, sender: int, receiver: int, repeats: int) -> dict[str, Any]:
+        """Median seconds, on the sender, by which a message of so many bytes and its answer take longer than a message
+        of one byte and its answer: processes that wake up are no communication."""
+        answer = torch.zeros(1, dtype=torch.uint8)
+        seconds: dict[int, list[float]] = {num_bytes: [], 1: []}
+        self.channel.hold("wire")
+        for _ in range(1 + repeats):
+            for size, of in seconds.items():
+                message = torch.zeros(size, dtype=torch.uint8)
+                started = time.perf_counter()
+                if self.rank == sender:
+                    dist.send(message, receiver)
+                    dist.recv(answer, receiver)
+                elif self.rank == receiver:
+                    dist.recv(message, sender)
+                    dist.send(answer, sender)
+                of.append(time.perf_counter() - started)
+        return {"seconds": max(0.0, median(seconds[num_bytes][1:]) - median(seconds[1][1:]))}
+
+    def leave(self) -> dict[str, Any]:
+        for pipe, _ in self.contestants:
+            pipe.close()
+        self.contestants.clear()
+        gc.collect()
+        return {}
+
+    def _step_bytes(self, pipe: Pipe, batches: Any) -> float:
+        """That this rank sends in a step of a way that is past its first visits."""
+        before = pipe.stage.stats.sent_bytes
+        _train(pipe, batches, 1)
+        return float(pipe.stage.stats.sent_bytes - before)
+
+
+def _train(pipe: Pipe, batches: Any, steps: int) -> None:
+    for ids in islice(batches, steps):
+        pipe.step(ids, pipe.task.learning_rate)
+
+
+def _save(pipe: Pipe, path: Path, step: int) -> None:
+    """All that a stage needs to go on bit by bit; the file is there whole or not at all."""
+    state = {
+        "step": step,
+        "part": pipe.part.state_dict(),
+        "optimizer": pipe.optimizer.state_dict(),
+        "stage": pipe.stage.state_dict(),
+    }
+    new = path.with_suffix(".new")
+    torch.save(state, new)
+    new.replace(path)
+
+
+def _load(pipe: Pipe, path: Path) -> int:
+    state = torch.load(path, weights_only=True)
+    pipe.part.load_state_dict(state["part"])
+    pipe.optimizer.load_state_dict(state["optimizer"])
+    pipe.stage.load_state_dict(state["stage"])
+    return int(state["step"])
+
+
+def _kept(pipe: Pipe) -> dict[str, str]:
+    """By boundary, a hash of the messages on this stage's side of it: of records in memory, of checksums on disk."""
+    found: dict[str, str] = {}
+    state = pipe.stage.state_dict()
+    sides = {key.rsplit("/", 1)[0] for key in state if "/" in key}
+    for side in sides:
+        records = state.get(f"{side}/records", state.get(f"{side}/checksums"))
+        assert records is not None, "a store keeps one or the other"
+        by_sample = state[f"{side}/entries"][:, 0].argsort()
+        content = (state[f"{side}/entries"][by_sample], records[by_sample])
+        hashed = hashlib.sha256(b"".join(part.contiguous().numpy().tobytes() for part in content))
+        found[side.rsplit("-", 1)[0]] = hashed.hexdigest()
+    return found
+
+
+def _prompts(task: FineTuning) -> tuple[Tensor, int]:
+    """Windows that are held out, and from where on they are to be completed."""
+    tokens, _ = next(task.held_out())
+    return tokens, round(_PROMPT_SHARE * task.model.context)
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
+
+
+def _serve(channel: Channel) -> None:
+    rank = Rank(channel.receive(), channel)
+    channel.send("done")
+    while True:
+        command = channel.receive()
+        task = FineTuning.from_json(command["task"]) if "task" in command else FineTuning()
+        match command["do"]:
+            case "train":
+                told = command["asked"]
+                asked = Asked(**{**told, "dies": tuple(told["dies"]) if told["dies"] else None})
+                way, seed = Way(**command["way"]), int(command["seed"])
+                answer = rank.train(task, way, seed, _path(command["weights"]), Path(command["folder"]), asked)
+            case "enter":
+                answer = rank.enter(task, command["ways"], Path(command["folder"]))
+            case "turn":
+                answer = rank.turn(int(command["which"]), int(command["steps"]))
+            case "compute":
+                answer = rank.compute(task, int(command["repeats"]))
+            case "wire":
+                answer = rank.wire(*(int(command[name]) for name in ("bytes", "sender", "receiver", "repeats")))
+            case _:
+                answer = rank.leave()
+        channel.send("done", **answer)
+
+
+if __name__ == "__main__":
+    run_rank(_serve)

@@ -1,0 +1,146 @@
+"""A GPT cut into the stages of a pipeline, and one rank's stage with all that trains it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+import thinwire
+from thinwire.repro.aqsgd.tasks import FineTuning
+from thinwire.repro.aqsgd.ways import Way
+from thinwire.repro.gpt import GPT, Block, next_token_loss, rotary_angles
+
+_SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+class Part(nn.Module):
+    """Stage ``index`` of ``num_stages`` of a GPT: tokens in at the first, logits out at the last.
+
+    The GPT's two uses of its embedding lie on different ranks, so that each end goes on with a copy of its own.
+    ``half``: blocks compute in bf16, and bf16 is what crosses to the next stage.
+    """
+
+    def __init__(self, gpt: GPT, index: int, num_stages: int, *, half: bool) -> None:
+        super().__init__()
+        config = gpt.config
+        first, last = index == 0, index == num_stages - 1
+        blocks = list(gpt.blocks)
+        ends = [len(blocks) * stage // num_stages for stage in range(num_stages + 1)]
+        self._half, self._last = half, last
+        self.embedding = gpt.embedding if first else None
+        self.blocks = nn.ModuleList(blocks[ends[index] : ends[index + 1]])
+        self.norm = gpt.norm if last else None
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False) if last else None
+        if self.head is not None:
+            with torch.no_grad():
+                self.head.weight.copy_(gpt.embedding.weight)
+        angles = rotary_angles(config.context, config.width // config.heads)
+        self._cos, self._sin = angles.real.contiguous(), angles.imag.contiguous()
+
+    def forward(self, x: Tensor) -> Tensor:
+        cos, sin = (part[: x.shape[1]].to(x.device) for part in (self._cos, self._sin))
+        if self.embedding is not None:
+            x = self.embedding(x)
+        x = x.float()
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._half):
+            for block in self.blocks:
+                assert isinstance(block, Block)
+                x = block(x, cos, sin)
+        if self.norm is not None and self.head is not None:
+            return self.head(self.norm(x.float()))
+        return x.to(torch.bfloat16) if self._half else x
+
+
+def build(task: FineTuning, weights: Path | None, seed: int = 0) -> GPT:
+    """The network with the weights that were first trained, or random ones of ``seed``."""
+    gpt = task.build(seed)
+    if weights is not None:
+        gpt.load_state_dict(torch.load(weights, weights_only=True))
+    return gpt
+
+
+class Pipe:
+    """This rank's stage of one training: network, schedule, optimizer, messages.
+
+    It has a process group of its own, in which steps are counted from 0: what a training draws does not depend on
+    those before it.
+    """
+
+    def __init__(self, task: FineTuning, way: Way, seed: int, weights: Path | None, folder: Path) -> None:
+        self.task, self.way = task, way
+        self._rank, self._num_stages = dist.get_rank(), dist.get_world_size()
+        group = dist.new_group(list(range(self._num_stages)))
+        assert isinstance(group, dist.ProcessGroup), "all ranks are in it"
+        self.group = group
+        self.part = Part(build(task, weights, seed), self._rank, self._num_stages, half=task.half)
+        self.stage = thinwire.PipelineStage(
+            self.part,
+            self._rank,
+            self._num_stages,
+            torch.device("cpu"),
+            group=self.group,
+            forward=way.forward,
+            backward=way.backward,
+            store=way.place(folder, task.samples),
+            precision=way.precision,
+            seed=seed,
+            warmup_epochs=way.warmup_epochs,
+        )
+        self.schedule = _SCHEDULES[way.schedule](self.stage, task.num_micro, loss_fn=next_token_loss)
+        self.optimizer = task.optimizer(self.part)
+
+    @property
+    def is_last(self) -> bool:
+        return self._rank == self._num_stages - 1
+
+    def step(self, ids: Tensor, rate: float) -> float | None:
+        """Train on some samples; the loss, where the last stage is."""
+        x, y = self.task.tuned_on(ids)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if self.stage.is_first:
+            self.stage.set_sample_ids(ids)
+        self.optimizer.zero_grad(set_to_none=True)
+        losses: list[Tensor] = []
+        told, wanted = self._given(x, y)
+        self.schedule.step(*told, target=wanted, losses=losses, return_outputs=False)
+        self.optimizer.step()
+        return float(torch.stack(losses).detach().mean()) if self.is_last else None
+
+    @torch.no_grad()
+    def held_out(self) -> float | None:
+        """Loss on what is held out, where the last stage is; activations travel as they are."""
+        found: list[Tensor] = []
+        for x, y in self.task.held_out():
+            losses: list[Tensor] = []
+            told, wanted = self._given(x, y)
+            self.schedule.eval(*told, target=wanted, losses=losses)
+            found += losses
+        return float(torch.stack(found).mean()) if self.is_last else None
+
+    @torch.no_grad()
+    def complete(self, tokens: Tensor, start: int) -> Tensor:
+        """Greedy completions: ``tokens [batch, context]`` with what the network makes of them from ``start`` on."""
+        tokens = tokens.clone()
+        last = self._num_stages - 1
+        for at in range(start, tokens.shape[1]):
+            told, wanted = self._given(tokens, tokens)
+            logits = self.schedule.eval(*told, target=wanted)
+            picked = logits[:, at - 1].argmax(-1) if self.is_last else torch.zeros(len(tokens), dtype=torch.int64)
+            dist.broadcast(picked, src=last, group=self.group)
+            tokens[:, at] = picked
+        return tokens
+
+    def close(self) -> None:
+        """Let go of files and of the process group."""
+        self.stage.close_stores()
+        dist.destroy_process_group(self.group)
+
+    def _given(self, x: Tensor, y: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """What the schedule takes on this rank."""
+        return ((x,) if self.stage.is_first else (), y if self.is_last else None)

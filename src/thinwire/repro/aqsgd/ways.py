@@ -1,0 +1,92 @@
+"""How activations and their gradients travel between stages: as they are, quantised, or as what changed of them."""
+
+# No `from __future__ import annotations` here: ranks make ways again of plain values.
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import thinwire
+
+ScheduleName = Literal["gpipe", "1f1b"]
+
+_TERNARY_BITS = 2
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way. ``store``: where messages are kept, of those that keep any, with ``precision`` bits a value;
+    ``warmup_epochs``: visits of each sample that travel uncompressed both ways."""
+
+    name: str
+    title: str
+    colour: str
+    kind: str = "pipeline"
+    forward: str = "raw"
+    backward: str = "raw"
+    store: Literal["memory", "disk"] = "memory"
+    precision: int = 32
+    warmup_epochs: int = 0
+    schedule: ScheduleName = "gpipe"
+
+    def place(self, folder: Path, num_samples: int) -> thinwire.Memory | thinwire.Disk:
+        """The store of one training, whose files are in ``folder``."""
+        if self.store == "memory":
+            return thinwire.Memory(num_samples=num_samples)
+        return thinwire.Disk(folder, num_samples=num_samples)
+
+
+FP32 = Way("fp32", "FP32", "#222222")
+
+
+def direct(forward: int, backward: int) -> Way:
+    """DirectQ: activations themselves are quantised."""
+    name = f"direct {_bits(forward, backward)}"
+    colour = {2: "#e8a33d", 3: "#c0392b", 4: "#d4776c"}[forward]
+    return Way(
+        name,
+        f"DirectQ {_bits(forward, backward)}",
+        colour,
+        forward=f"direct({_forward(forward)})",
+        backward=f"maxabs(bits={backward})",
+    )
+
+
+def aqsgd(
+    forward: int,
+    backward: int,
+    *,
+    store: Literal["memory", "disk"] = "memory",
+    precision: int = 32,
+    warmup_epochs: int = 0,
+) -> Way:
+    """AQ-SGD: what changed of each sample's activations since its last visit is quantised."""
+    title = f"AQ-SGD {_bits(forward, backward)}"
+    if store == "disk":
+        title += ", disk"
+    if precision != 32:
+        title += f" m{precision}"
+    colour = {2: "#1f6fb2", 3: "#0a7d4f", 4: "#5fb88f"}[forward]
+    return Way(
+        title.lower(),
+        title,
+        "#8250c4" if precision != 32 or store == "disk" else colour,
+        forward=f"delta({_forward(forward)})",
+        backward=f"maxabs(bits={backward})",
+        store=store,
+        precision=precision,
+        warmup_epochs=warmup_epochs,
+    )
+
+
+def _bits(forward: int, backward: int) -> str:
+    """As the paper writes it."""
+    return f"fw{forward} bw{backward}"
+
+
+def _forward(bits: int) -> str:
+    if bits == _TERNARY_BITS:
+        # Stochastic rounding to three levels loses more of a change than there is to it, which no message survives: two
+        # bits are the paper's own wording (section 4.1), four intervals of which values become the midpoints.
+        return "maxabs(bits=2, midrise=True, rounding=nearest)"
+    return f"maxabs(bits={bits})"
