@@ -138,6 +138,7 @@ class Crew:
             self._set_up(stations, told.turn)
         self.step += told.turn.training
         for station in stations:
+            station.post_receives(told.turn)
             station.stats.steps += told.turn.training
             station.stats.evaluations += not told.turn.training
 

@@ -25,12 +25,13 @@ class Compressing(TorchStage):
     """What a ``torch.distributed.pipelining.PipelineStage`` does otherwise once its messages are compressed.
 
     Schedules ask a stage for its sends and receives and then for its work on what came: sends are replaced by one
-    message of all tensors, receives by one of that message, which is decoded before the work on it.
+    message of all tensors; receives of such messages are posted when the step begins, and waited for before the work on
+    what they bring. Gloo moves nothing before its receive is posted, and schedules ask for each only when it is needed:
+    the link would rest while a stage computes.
     """
 
     _station: Station
     _crew: Crew
-    _arriving: dict[tuple[Direction, int], tuple[Tensor, int]]
 
     def _take_up(self, options: PipelineOptions) -> None:
         backends = dist.get_backend_config(self.group)
@@ -42,7 +43,6 @@ class Compressing(TorchStage):
         options.check(self.num_stages)
         self._station = Station(self, options)
         self._crew = crew_of(self.group)
-        self._arriving = {}
 
     def set_sample_ids(
         self, ids: Ids, *, length: int | None = None, lengths: Ids | None = None, upcoming: Ids = ()
@@ -95,16 +95,15 @@ class Compressing(TorchStage):
     def clear_runtime_states(self) -> None:
         # A schedule begins each run with this, of all its stages before any moves.
         super().clear_runtime_states()
-        self._arriving.clear()
         self._crew.note(self._station)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.is_first:  # it receives nothing, and begins when its samples are there
             self._crew.begin()
-        return self._receives("forward", fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
+        return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._receives("backward", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
+        return []
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return self._sends("forward", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
@@ -122,35 +121,29 @@ class Compressing(TorchStage):
         self._take_in("backward", bwd_chunk_id, self.grad_recv_info.get(bwd_chunk_id, ()))
         return super().backward_one_chunk(bwd_chunk_id, *rest, **options)
 
-    def _receives(self, direction: Direction, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        """One receive of a message in place of those of its tensors."""
-        if not ops:
-            return []
-        side = self._station.side(earlier=direction == "backward")
-        message = side.message(direction, chunk)
-        self._arriving[direction, chunk] = (message, ops[0].peer)
-        return [dist.P2POp(dist.irecv, message, ops[0].peer, ops[0].group)]
-
     def _sends(self, direction: Direction, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         """One send of a message in place of those of its tensors."""
         if not ops:
             return []
         side = self._station.side(earlier=direction == "forward")
         message, peer, group = side.message(direction, chunk), ops[0].peer, ops[0].group
+        tag = self._station.tag(side.boundary, direction, chunk)
         try:
             side.pack(direction, chunk, [op.tensor for op in ops], message)
         except Exception:
             # The neighbour waits for a message of this size: it is told, and raises, too.
             side.fail(direction, chunk, message)
-            dist.send(message, peer, group)
+            dist.send(message, peer, group, tag)
             raise
-        return [dist.P2POp(dist.isend, message, peer, group)]
+        return [dist.P2POp(dist.isend, message, peer, group, tag)]
 
     def _take_in(self, direction: Direction, chunk: int, infos: Sequence[Any]) -> None:
         """Decode what arrived for a micro-batch into the tensors that PyTorch's stage works on."""
-        message, peer = self._arriving.pop((direction, chunk), (None, -1))
-        if message is None:
+        arriving = self._station.arriving.pop((direction, chunk), None)
+        if arriving is None:
             return
+        message, peer, work = arriving
+        work.wait()
         side = self._station.side(earlier=direction == "backward")
         infos = [info for info in infos if not info.is_root_arg and info.buffer is not None]
         with torch.no_grad():

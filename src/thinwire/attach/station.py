@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.attach.boundary import Side
+from thinwire.attach.boundary import Direction, Side
 from thinwire.attach.crossing import Crossing, Spec
 from thinwire.attach.pipeline_options import PipelineOptions
 from thinwire.attach.pipeline_stats import PipelineStats
@@ -18,6 +18,9 @@ from thinwire.attach.turn import Batch, Turn
 from thinwire.compat import stage_tensors
 from thinwire.kernels import FORMAT_VERSION
 from thinwire.store import Background, Disk, StoreError
+
+_STEPS = 4096
+"""After so many steps tags come again."""
 
 
 class Station:
@@ -31,6 +34,10 @@ class Station:
         self._background: Background | None = None
         self._batch: Batch | None = None
         self._loaded: dict[str, dict[str, Tensor]] = {}
+        self._number = 0
+        self.arriving: dict[tuple[Direction, int], tuple[Tensor, int, dist.Work]] = {}
+        """What this step's receives bring: the messages, from which ranks, and the receives."""
+        self._abandoned: list[object] = []
 
     @property
     def index(self) -> int:
@@ -91,6 +98,30 @@ class Station:
             names = ("outputs", "output_grads") if side.earlier else ("inputs", "input_grads")
             forward, backward = (Crossing(tuple(Spec(*spec) for spec in tensors[name])) for name in names)
             side.set_up(turn, self.num_chunks, forward, backward if turn.training else None)
+
+    def tag(self, boundary: int, direction: Direction, chunk: int) -> int:
+        """Tells a message from all others between its two ranks, those of a step that was given up among them."""
+        place = (self._number % _STEPS * self.num_stages + boundary) * 2 + (direction == "backward")
+        return 1 + place * self.num_chunks + chunk
+
+    def post_receives(self, turn: Turn) -> None:
+        """Post the receives of a whole step, once it is known what they bring."""
+        self._number = turn.number
+        # A receive of a step that was given up may not be let go of before it has ended.
+        self._abandoned += self.arriving.values()
+        self.arriving = {}
+        group, ranks = self._stage.group, self._stage.stage_index_to_group_rank
+        for side in self.sides:
+            direction: Direction = "backward" if side.earlier else "forward"
+            if direction == "backward" and not turn.training:
+                continue
+            other = ranks[self.index + 1 if side.earlier else self.index - 1]
+            peer = other if group is None else dist.get_global_rank(group, other)
+            for chunk in range(self.num_chunks):
+                message = side.message(direction, chunk)
+                work = dist.irecv(message, peer, group, self.tag(side.boundary, direction, chunk))
+                assert work is not None, "this rank is in the group"
+                self.arriving[direction, chunk] = message, peer, work
 
     def found_run(self) -> int | None:
         """The run whose stores on disk are to be gone on with."""
