@@ -21,10 +21,11 @@ from thinwire.collectives import (
     ProcessGroupTransport,
     parse_topology,
 )
+from thinwire.compressors import Coded, Summed
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=20)
-FIXED = [spec for spec in SPECS if parse(spec).size == "fixed"]
+FIXED = [spec for spec in SPECS if isinstance(parse(spec), Coded | Summed) and parse(spec).size == "fixed"]
 
 
 def on_threads(layout: Layout, num_ranks: int, steps: int, **options) -> list[list[torch.Tensor]]:
