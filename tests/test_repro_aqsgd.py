@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import time
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from small_versions import Small, small_version
 from thinwire import cli, lab, parse
 from thinwire.repro.aqsgd import command, of_breakdown, of_curves, of_resume, of_throughput, of_time
 from thinwire.repro.aqsgd.contest import Computed
@@ -36,48 +35,11 @@ WORDS = {True: "yes", False: "no", None: "open"}
 # --- the command
 
 
-@dataclass
-class Small:
-    """What the small version left behind."""
-
-    code: int
-    seconds: float
-    out: Path
-    record: dict[str, Any]
-    shown: str
-    steps: Counter[str]
-    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.rows = {row["name"]: row for row in self.record["results"]}
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
     for needed in ("matplotlib", "scipy"):
         pytest.importorskip(needed)
-    out = tmp_path_factory.mktemp("aqsgd")
-    path = out / "aqsgd.json"
-    told: list[str] = []
-    steps: Counter[str] = Counter()
-    advance = Study.advance
-
-    def count(study: Study, more: int, now: str) -> None:
-        steps[study._part] += more
-        advance(study, more, now)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rich.console.Console.print", lambda self, *what, **_: told.extend(str(part) for part in what))
-        patch.setattr(Study, "advance", count)
-        started = time.monotonic()
-        code = cli.main(["repro", "aqsgd", "--smoke", "--out", str(out), "--json", str(path)])
-        seconds = time.monotonic() - started
-    record = json.loads(path.read_text(), parse_constant=_no_constant)
-    return Small(code, seconds, out, record, "\n".join(told), steps)
-
-
-def _no_constant(text: str) -> None:
-    raise AssertionError(f"{text} is not JSON")
+    return small_version("aqsgd", Study, tmp_path_factory.mktemp("aqsgd"))
 
 
 @pytest.mark.timeout(400)

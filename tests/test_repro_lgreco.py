@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
-import time
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from small_versions import Small, small_version
 from thinwire import cli, lab
 from thinwire.repro.crew import Crew
 from thinwire.repro.lgreco import command, of_quality
@@ -26,48 +24,11 @@ PICTURES = ("4.2-4.3", "B.2", "3.7", "3.8", "4.5a", "4.3-4.4", "B.3", "4.2", "4.
 # --- the command
 
 
-@dataclass
-class Small:
-    """What the small version left behind."""
-
-    code: int
-    seconds: float
-    out: Path
-    record: dict[str, Any]
-    shown: str
-    steps: Counter[str]
-    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.rows = {row["name"]: row for row in self.record["results"]}
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
     for needed in ("sklearn", "matplotlib", "scipy"):
         pytest.importorskip(needed)
-    out = tmp_path_factory.mktemp("lgreco")
-    path = out / "lgreco.json"
-    told: list[str] = []
-    steps: Counter[str] = Counter()
-    advance = Study.advance
-
-    def count(study: Study, more: int, now: str) -> None:
-        steps[study._part] += more
-        advance(study, more, now)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rich.console.Console.print", lambda self, *what, **_: told.extend(str(part) for part in what))
-        patch.setattr(Study, "advance", count)
-        started = time.monotonic()
-        code = cli.main(["repro", "lgreco", "--smoke", "--out", str(out), "--json", str(path)])
-        seconds = time.monotonic() - started
-    record = json.loads(path.read_text(), parse_constant=_no_constant)
-    return Small(code, seconds, out, record, "\n".join(told), steps)
-
-
-def _no_constant(text: str) -> None:
-    raise AssertionError(f"{text} is not JSON")
+    return small_version("lgreco", Study, tmp_path_factory.mktemp("lgreco"))
 
 
 @pytest.mark.timeout(400)

@@ -6,9 +6,7 @@ import dataclasses
 import importlib
 import json
 import math
-import time
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from harness import run_ranks
+from small_versions import Small, small_version
 from thinwire import cli, lab, parse
 from thinwire.repro.cgx.contest import Times
 from thinwire.repro.crew import Crew
@@ -50,48 +49,11 @@ WORDS = {True: "yes", False: "no", None: "open"}
 # --- the command
 
 
-@dataclass
-class Small:
-    """What the small version left behind."""
-
-    code: int
-    seconds: float
-    out: Path
-    record: dict[str, Any]
-    shown: str
-    steps: Counter[str]
-    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.rows = {row["name"]: row for row in self.record["results"]}
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
     for needed in ("sklearn", "matplotlib", "scipy"):
         pytest.importorskip(needed)
-    out = tmp_path_factory.mktemp("qsdp")
-    path = out / "qsdp.json"
-    told: list[str] = []
-    steps: Counter[str] = Counter()
-    advance = Study.advance
-
-    def count(study: Study, more: int, now: str) -> None:
-        steps[study._part] += more
-        advance(study, more, now)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rich.console.Console.print", lambda self, *what, **_: told.extend(str(part) for part in what))
-        patch.setattr(Study, "advance", count)
-        started = time.monotonic()
-        code = cli.main(["repro", "qsdp", "--smoke", "--out", str(out), "--json", str(path)])
-        seconds = time.monotonic() - started
-    record = json.loads(path.read_text(), parse_constant=_no_constant)
-    return Small(code, seconds, out, record, "\n".join(told), steps)
-
-
-def _no_constant(text: str) -> None:
-    raise AssertionError(f"{text} is not JSON")
+    return small_version("qsdp", Study, tmp_path_factory.mktemp("qsdp"))
 
 
 @pytest.mark.timeout(400)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from rich.console import Console
 
 from thinwire.repro.crew import RankFailed
-from thinwire.repro.findings import Finding
+from thinwire.repro.findings import Finding, record, table
 from thinwire.repro.progress import Screen
 from thinwire.wire import ParityError
 
@@ -58,6 +59,32 @@ def chosen_parts(asked: Sequence[str], known: Mapping[str, object]) -> list[str]
     if not chosen or set(chosen) - set(known):
         raise ValueError(f"--parts {' '.join(asked)!r}: choose among {' '.join(known)}")
     return chosen
+
+
+def check_counts(seeds: int, rounds: int | None) -> None:
+    """Raise ``ValueError`` unless there is at least one seed, and one round where a number of them was asked for."""
+    if seeds < 1:
+        raise ValueError(f"--seeds {seeds}: at least 1")
+    if rounds is not None and rounds < 1:
+        raise ValueError(f"--rounds {rounds}: at least 1")
+
+
+def finish(
+    console: Console,
+    findings: Sequence[Finding],
+    failures: Mapping[str, str],
+    about: dict[str, Any],
+    *,
+    command: str,
+    title: str,
+    out: Path,
+    path: Path,
+) -> int:
+    """Show what was found, write it to ``path``, and say where the pictures are; the command's exit code."""
+    console.print(table(findings, title))
+    record(findings, command, about | ({"failures": dict(failures)} if failures else {}), prefix="").write(path)
+    console.print(f"Pictures: {out}  Figures: {path}", soft_wrap=True, markup=False)
+    return 1 if failures else 0
 
 
 StudyT = TypeVar("StudyT", bound=Parted)

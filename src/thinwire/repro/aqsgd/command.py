@@ -26,8 +26,8 @@ from thinwire.repro.aqsgd.study import (
 )
 from thinwire.repro.aqsgd.tasks import FineTuning
 from thinwire.repro.data import standard_library
-from thinwire.repro.findings import Finding, record, table
-from thinwire.repro.parts import chosen_parts, make_parts
+from thinwire.repro.findings import Finding
+from thinwire.repro.parts import check_counts, chosen_parts, finish, make_parts
 from thinwire.repro.progress import Screen
 from thinwire.repro.statistics import need_scipy
 
@@ -156,13 +156,9 @@ def aqsgd(
         "smoke": smoke,
         "differs_from_the_paper": _DIFFERS,
         "judged": _JUDGED,
-        **({"failures": failures} if failures else {}),
     }
-    console.print(table(findings, "AQ-SGD, as found here"))
-    path = json or out / "repro-aqsgd.json"
-    record(findings, "thinwire repro aqsgd", about, prefix="").write(path)
-    console.print(f"Pictures: {out}  Figures: {path}", soft_wrap=True, markup=False)
-    return 1 if failures else 0
+    title, path = "AQ-SGD, as found here", json or out / "repro-aqsgd.json"
+    return finish(console, findings, failures, about, command="thinwire repro aqsgd", title=title, out=out, path=path)
 
 
 def _phases(chosen: Sequence[str], scale: Scale) -> dict[str, tuple[str, int, float]]:
@@ -191,10 +187,7 @@ def _first_s(task: FineTuning) -> float:
 
 
 def _scale(smoke: bool, seeds: int, rounds: int | None) -> Scale:
-    if seeds < 1:
-        raise ValueError(f"--seeds {seeds}: at least 1")
-    if rounds is not None and rounds < 1:
-        raise ValueError(f"--rounds {rounds}: at least 1")
+    check_counts(seeds, rounds)
     if smoke:
         return SMOKE
     scale = replace(Scale(), seeds=seeds)

@@ -22,7 +22,7 @@ from thinwire.repro.cgx.ways import CGX, GRACE
 from thinwire.repro.data import standard_library
 from thinwire.repro.fft.images import load
 from thinwire.repro.findings import Finding, record, table
-from thinwire.repro.parts import chosen_parts, make_parts
+from thinwire.repro.parts import check_counts, chosen_parts, make_parts
 from thinwire.repro.progress import Screen
 from thinwire.repro.statistics import need_scipy
 
@@ -193,10 +193,7 @@ def proportion(name: str, rate: str, shares: Sequence[float]) -> str:
 
 
 def _scale(smoke: bool, seeds: int, rounds: int | None) -> Scale:
-    if seeds < 1:
-        raise ValueError(f"--seeds {seeds}: at least 1")
-    if rounds is not None and rounds < 1:
-        raise ValueError(f"--rounds {rounds}: at least 1")
+    check_counts(seeds, rounds)
     if smoke:
         return SMOKE
     scale = replace(Scale(), seeds=seeds)

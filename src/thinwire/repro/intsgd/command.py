@@ -17,12 +17,12 @@ from thinwire.lab.units import parse_rate
 from thinwire.repro import plots
 from thinwire.repro.data import standard_library
 from thinwire.repro.fft.images import load
-from thinwire.repro.findings import Finding, record, table
+from thinwire.repro.findings import Finding
 from thinwire.repro.intsgd import convex, datasets, of_convex, of_sensitivity, of_training
 from thinwire.repro.intsgd.logistic import BATCH_SHARE, NUM_WORKERS, REGULARISATION
 from thinwire.repro.intsgd.study import FULL, SMOKE, TASKS, Scale, Study, steps_of_b, steps_of_c, with_images
 from thinwire.repro.intsgd.ways import RANDOM, TRAINED, WAYS, sensitive
-from thinwire.repro.parts import chosen_parts, make_parts
+from thinwire.repro.parts import chosen_parts, finish, make_parts
 from thinwire.repro.progress import Screen
 from thinwire.repro.statistics import need_scipy
 
@@ -144,13 +144,9 @@ def intsgd(
         "smoke": smoke,
         "differs_from_the_paper": _DIFFERS,
         "judged": _JUDGED,
-        **({"failures": failures} if failures else {}),
     }
-    console.print(table(findings, "IntSGD's experiments, as found here"))
-    path = json or out / "repro-intsgd.json"
-    record(findings, "thinwire repro intsgd", about, prefix="").write(path)
-    console.print(f"Pictures: {out}  Figures: {path}", soft_wrap=True, markup=False)
-    return 1 if failures else 0
+    title, path = "IntSGD's experiments, as found here", json or out / "repro-intsgd.json"
+    return finish(console, findings, failures, about, command="thinwire repro intsgd", title=title, out=out, path=path)
 
 
 def _phase(part: str, scale: Scale, sources: Sequence[convex.Source], smoke: bool) -> tuple[str, int, float]:

@@ -16,10 +16,10 @@ from thinwire.lab.units import parse_rate
 from thinwire.repro import plots
 from thinwire.repro.data import standard_library
 from thinwire.repro.fft.images import load
-from thinwire.repro.findings import Finding, record, table
+from thinwire.repro.findings import Finding
 from thinwire.repro.lgreco import methods, of_buckets, of_metric, of_policies, of_quality, of_ranks, of_solver, of_speed
 from thinwire.repro.lgreco.study import CONTROL, NUM_RANKS, SMOKE, Scale, Study, Work
-from thinwire.repro.parts import chosen_parts, make_parts
+from thinwire.repro.parts import check_counts, chosen_parts, finish, make_parts
 from thinwire.repro.progress import Screen
 from thinwire.repro.statistics import need_scipy
 
@@ -144,13 +144,9 @@ def lgreco(
         "smoke": smoke,
         "differs_from_the_thesis": _DIFFERS,
         "judged": _JUDGED,
-        **({"failures": failures} if failures else {}),
     }
-    console.print(table(findings, "L-GreCo, section 3.6 and chapter 4 of the thesis, as found here"))
-    path = json or out / "repro-lgreco.json"
-    record(findings, "thinwire repro lgreco", about, prefix="").write(path)
-    console.print(f"Pictures: {out}  Figures: {path}", soft_wrap=True, markup=False)
-    return 1 if failures else 0
+    title, path = "L-GreCo, section 3.6 and chapter 4 of the thesis, as found here", json or out / "repro-lgreco.json"
+    return finish(console, findings, failures, about, command="thinwire repro lgreco", title=title, out=out, path=path)
 
 
 def _phases(chosen: Sequence[str], scale: Scale) -> dict[str, tuple[str, int, float]]:
@@ -166,10 +162,7 @@ def _phases(chosen: Sequence[str], scale: Scale) -> dict[str, tuple[str, int, fl
 
 
 def _scale(smoke: bool, seeds: int, rounds: int | None) -> Scale:
-    if seeds < 1:
-        raise ValueError(f"--seeds {seeds}: at least 1")
-    if rounds is not None and rounds < 1:
-        raise ValueError(f"--rounds {rounds}: at least 1")
+    check_counts(seeds, rounds)
     if smoke:
         return SMOKE
     scale = replace(Scale(), seeds=seeds)

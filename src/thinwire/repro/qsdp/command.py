@@ -15,8 +15,8 @@ from thinwire import lab
 from thinwire.lab.units import parse_rate
 from thinwire.repro import plots
 from thinwire.repro.data import standard_library
-from thinwire.repro.findings import Finding, record, table
-from thinwire.repro.parts import chosen_parts, make_parts
+from thinwire.repro.findings import Finding
+from thinwire.repro.parts import check_counts, chosen_parts, finish, make_parts
 from thinwire.repro.progress import Screen
 from thinwire.repro.qsdp import (
     of_bandwidth,
@@ -175,13 +175,9 @@ def qsdp(
         "smoke": smoke,
         "differs_from_the_thesis": _DIFFERS,
         "judged": _JUDGED,
-        **({"failures": failures} if failures else {}),
     }
-    console.print(table(findings, "QSDP, chapter 5 and appendix C of the thesis, as found here"))
-    path = json or out / "repro-qsdp.json"
-    record(findings, "thinwire repro qsdp", about, prefix="").write(path)
-    console.print(f"Pictures: {out}  Figures: {path}", soft_wrap=True, markup=False)
-    return 1 if failures else 0
+    title, path = "QSDP, chapter 5 and appendix C of the thesis, as found here", json or out / "repro-qsdp.json"
+    return finish(console, findings, failures, about, command="thinwire repro qsdp", title=title, out=out, path=path)
 
 
 def _phases(chosen: Sequence[str], scale: Scale) -> dict[str, tuple[str, int, float]]:
@@ -210,10 +206,7 @@ def _need_sklearn() -> None:
 
 
 def _scale(smoke: bool, seeds: int, rounds: int | None) -> Scale:
-    if seeds < 1:
-        raise ValueError(f"--seeds {seeds}: at least 1")
-    if rounds is not None and rounds < 1:
-        raise ValueError(f"--rounds {rounds}: at least 1")
+    check_counts(seeds, rounds)
     if smoke:
         return SMOKE
     scale = replace(Scale(), seeds=seeds)
