@@ -16,14 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.attach.ddp import Options, compress_ddp
 from thinwire.attach.fsdp import DEFAULT_SHARDED_RULES, ShardedOptions, compress_fsdp
 from thinwire.collectives import Topology, TransportChoice, parse_topology
-from thinwire.plan import DEFAULT_RULES, Policy, Rules, Site, parse_policy
+from thinwire.plan import DEFAULT_RULES, ByLink, Policy, Rules, Site, parse_policy
 from thinwire.wire import ShardedWire, Wire
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
-    from thinwire.attach.pipeline import Compressing
-    from thinwire.attach.pipeline_options import Specs
+    from thinwire.attach.pipeline.options import Specs
+    from thinwire.attach.pipeline.stage import Compressing
     from thinwire.store import Place
 
 _PARITY = 1000
@@ -89,6 +89,7 @@ def compress(
     check_every: int = 100,
     evaluation: Any = "raw",
     max_length: int | None = None,
+    adapt: ByLink | None = None,
 ) -> Compressing: ...
 
 
@@ -109,7 +110,7 @@ def compress(
     decline: bool = True,
     topology: str | Topology = "sra",
     transport: TransportChoice = "auto",
-    adapt: str | Policy | None = None,
+    adapt: str | Policy | ByLink | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     timeout: timedelta | None = None,
     simulate: bool = False,
@@ -183,7 +184,8 @@ def compress(
             are native all-reduces as ever. ``host:port?slots=16`` asks for a part of its slots.
         adapt: a policy that chooses each layer's compression anew from time to time while the model trains:
             ``lgreco(every=500, warmup=100)`` sends the least at the error that the rules would have (docs/adaptive.md).
-            Its ``warmup`` is a ``start``. ``wire.decisions`` says what it did.
+            Its ``warmup`` is a ``start``. ``wire.decisions`` says what it did. For a stage of a pipeline:
+            `thinwire.ByLink`.
         optimizer: the optimizer, for compressors that follow its learning rate (``fft(theta=diminishing)``) or its
             steps (``intsgd(scale=params)``), and for ``accordion``. With `thinwire.optim.QuantizedAdam` its momentum is
             what travels once its warm-up is over, with error feedback around every compressor.
@@ -209,10 +211,12 @@ def compress(
     """
     given = dict(locals())
     if _is_stage(model):
-        from thinwire.attach.pipeline import compress_stage
+        from thinwire.attach.pipeline.stage import compress_stage
 
         _check_for_stage(given)
-        return compress_stage(model, seed=seed, **of_a_stage)
+        return compress_stage(model, seed=seed, adapt=adapt, **of_a_stage)
+    if isinstance(adapt, ByLink):
+        raise TypeError("adapt=thinwire.ByLink(...) is for the stages of a pipeline; see docs/adaptive.md for models")
     if of_a_stage:
         raise TypeError(f"{next(iter(of_a_stage))}= is no option of thinwire.compress() for a {type(model).__name__}")
     policy = None if adapt is None else parse_policy(adapt)
@@ -288,7 +292,7 @@ def _is_stage(model: object) -> bool:
 def _check_for_stage(given: Mapping[str, object]) -> None:
     """Raise if an argument was given that a pipeline's stage has not."""
     for name, parameter in inspect.signature(compress).parameters.items():
-        if name not in ("model", "seed", "of_a_stage") and given[name] != parameter.default:
+        if name not in ("model", "seed", "adapt", "of_a_stage") and given[name] != parameter.default:
             raise TypeError(f"{name}= is not for a stage, which takes forward=, backward=, store= and others")
 
 

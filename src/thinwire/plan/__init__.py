@@ -1,6 +1,7 @@
 """Plans: which compressor for which layer."""
 
 from thinwire.plan.accordion import Accordion
+from thinwire.plan.by_link import ByLink, LinkChoice, choose_by_link
 from thinwire.plan.cost import Speeds, declined, sent_bytes
 from thinwire.plan.family import family
 from thinwire.plan.filters import Filter, matches
@@ -16,12 +17,14 @@ __all__ = [
     "DEFAULT_RULES",
     "Accordion",
     "Bayes",
+    "ByLink",
     "Evidence",
     "Filter",
     "KMeans",
     "LGreco",
     "LayerRow",
     "Linear",
+    "LinkChoice",
     "Plan",
     "PlanRecord",
     "Policy",
@@ -32,6 +35,7 @@ __all__ = [
     "Sync",
     "at_site",
     "balanced",
+    "choose_by_link",
     "declined",
     "family",
     "matches",

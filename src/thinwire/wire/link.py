@@ -83,6 +83,15 @@ def measure_rates(transport: Transport) -> list[float]:
     return rates
 
 
+def measure_pairs(transport: Transport, pairs: Sequence[tuple[int, int]]) -> list[float]:
+    """Bytes per second from the first to the second rank of each pair, one pair after the other. The same everywhere.
+
+    Raises:
+        TransportError: a rank is gone or silent.
+    """
+    return [_speed(transport, [pair])[0] for pair in pairs]
+
+
 def _speed(transport: Transport, pairs: Sequence[tuple[int, int]]) -> tuple[float, float]:
     """Bytes per second that the busiest sender of ``pairs`` sends, and the seconds of messages without content."""
     _probe(transport, pairs, 64)

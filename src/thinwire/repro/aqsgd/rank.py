@@ -59,9 +59,9 @@ class Rank:
         pipe = Pipe(task, way, seed, weights, folder / "store")
         checkpoint = folder / f"state{self.rank}"
         start = _load(pipe, checkpoint) if asked.resume else 0
-        found: dict[str, Any] = {"losses": [], "held_out": [], "step_s": []}
+        found: dict[str, Any] = {"losses": [], "held_out": [], "right": [], "step_s": []}
         if asked.held_out:
-            found["held_out"].append(pipe.held_out())
+            _look(pipe, found)
         self.channel.hold("train")
         batches = [ids for epoch in range(task.epochs) for ids in task.order(seed, epoch)]
         for step in range(start, len(batches)):
@@ -75,7 +75,7 @@ class Rank:
             if asked.save_every and (step + 1) % asked.save_every == 0:
                 _save(pipe, checkpoint, step + 1)
         if asked.held_out:
-            found["held_out"].append(pipe.held_out())
+            _look(pipe, found)
         found["stats"] = pipe.stage.stats.to_dict()
         found["kept"] = _kept(pipe)
         found["start"] = start
@@ -165,6 +165,13 @@ class Rank:
 def _train(pipe: Pipe, batches: Any, steps: int) -> None:
     for ids in islice(batches, steps):
         pipe.step(ids, pipe.task.learning_rate)
+
+
+def _look(pipe: Pipe, found: dict[str, Any]) -> None:
+    told = pipe.held_out()
+    if told is not None:
+        found["held_out"].append(told[0])
+        found["right"].append(told[1])
 
 
 def _save(pipe: Pipe, path: Path, step: int) -> None:
