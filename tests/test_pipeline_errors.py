@@ -254,9 +254,7 @@ def fails_in_its_forward_pass(rank: int, where: int, num_ranks: int, name: str) 
 @pytest.mark.parametrize(("where", "name"), [(0, "gpipe"), (1, "gpipe"), (2, "gpipe"), (1, "1f1b"), (0, "interleaved")])
 def test_an_error_in_one_stage_ends_the_step_on_all_and_they_can_go_on(where: int, name: str) -> None:
     num_ranks = 2 if name == "interleaved" else 3
-    for rank, (error, took, kept) in enumerate(
-        run_ranks(fails_in_its_forward_pass, num_ranks, where, num_ranks, name)
-    ):
+    for rank, (error, took, kept) in enumerate(run_ranks(fails_in_its_forward_pass, num_ranks, where, num_ranks, name)):
         assert ("failed to run forward" if rank == where else "PeerFailedError") in error
         assert took < 5
         assert kept

@@ -128,7 +128,7 @@ def chooses_again(rank: int) -> list[int | None]:
     pipe = Pipe(rank, 2, forward="delta(maxabs(bits=3))", backward="maxabs(bits=6)", adapt=adapt)
     x, y = samples()
     found = []
-    for step in range(6):
+    for _ in range(6):
         pipe.step(x[:BATCH], y[:BATCH], range(BATCH))
         found.append(pipe.stages[0]._station.choices.step)
     return found

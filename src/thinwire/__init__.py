@@ -36,7 +36,19 @@ from thinwire.compressors import (
     parse,
     register,
 )
-from thinwire.plan import Accordion, Bayes, ByLink, KMeans, LGreco, Linear, LinkChoice, Plan, Policy, family, parse_policy
+from thinwire.plan import (
+    Accordion,
+    Bayes,
+    ByLink,
+    KMeans,
+    LGreco,
+    Linear,
+    LinkChoice,
+    Plan,
+    Policy,
+    family,
+    parse_policy,
+)
 from thinwire.store import Disk, Memory, StoreError, store_bytes
 from thinwire.wire import (
     Decision,

@@ -42,7 +42,9 @@ class Choices:
             ValueError: it is not such a tensor, or names what there is not.
         """
         if x.dtype != torch.int64 or x.shape != (1 + num_boundaries, len(DIRECTIONS)):
-            raise ValueError(f"the state's choices are {x.dtype} {tuple(x.shape)}: it is not the state of this pipeline")
+            raise ValueError(
+                f"the state's choices are {x.dtype} {tuple(x.shape)}: it is not the state of this pipeline"
+            )
         (step, _), *rows = x.tolist()
         for row in rows:
             for value, direction in zip(row, DIRECTIONS, strict=True):
@@ -51,5 +53,7 @@ class Choices:
                         f"the state chose {direction} compressor {value} of {counts[direction]}: resume with the same "
                         "adapt=ByLink(...)"
                     )
-        made = {b: {d: v for d, v in zip(DIRECTIONS, row, strict=True) if v >= 0} for b, row in enumerate(rows)}
+        made: dict[int, dict[Direction, int]] = {
+            b: {d: v for d, v in zip(DIRECTIONS, row, strict=True) if v >= 0} for b, row in enumerate(rows)
+        }
         return Choices(None if step < 0 else step, {b: of for b, of in made.items() if of})

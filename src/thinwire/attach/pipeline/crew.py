@@ -159,9 +159,7 @@ class Crew:
     def _choose(self, stations: list[Station], turn: Turn) -> None:
         """Compressors by link, if it is time to: all ranks count alike."""
         adapt = stations[0].options.adapt
-        if adapt is None or not stations[0].choices.due(
-            turn.step, self._timed, after=adapt.after, every=adapt.every
-        ):
+        if adapt is None or not stations[0].choices.due(turn.step, self._timed, after=adapt.after, every=adapt.every):
             return
         choose(stations, ProcessGroupTransport(self.group, group_timeout(self.group)), turn.step)
 

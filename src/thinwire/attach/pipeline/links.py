@@ -76,4 +76,3 @@ def _gather(
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1)
-

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage as TorchStage
 
 from thinwire.attach.pipeline.crew import Crew, crew_of
+from thinwire.attach.pipeline.crossing import Direction
 from thinwire.attach.pipeline.options import PipelineOptions, Specs
 from thinwire.attach.pipeline.station import Station
 from thinwire.attach.pipeline.stats import PipelineStats

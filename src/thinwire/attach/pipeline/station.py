@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.attach.pipeline.boundary import Side
-from thinwire.attach.pipeline.choices import Choices
+from thinwire.attach.pipeline.choices import DIRECTIONS, Choices
 from thinwire.attach.pipeline.crossing import Crossing, Direction, Spec
 from thinwire.attach.pipeline.options import PipelineOptions
 from thinwire.attach.pipeline.stats import PipelineStats
@@ -47,7 +47,7 @@ class Station:
         self.choices = Choices()
         self.links: tuple[Mapping[Direction, LinkChoice], ...] = ()
         """By boundary, what these rest on, where this process chose."""
-        self._computed: dict[Direction, deque[float]] = {name: deque(maxlen=_TIMED) for name in ("forward", "backward")}
+        self._computed: dict[Direction, deque[float]] = {name: deque(maxlen=_TIMED) for name in DIRECTIONS}
         self.arriving: dict[tuple[Direction, int], tuple[Tensor, int, dist.Work]] = {}
         """What this step's receives bring: the messages, from which ranks, and the receives."""
         self.sent: set[tuple[int, int]] = set()
@@ -254,7 +254,7 @@ class Station:
             if int(state[name]) != value:
                 raise ValueError(f"the state has {name} {int(state[name])}, this stage {value}: resume with the same")
         if self.options.adapt is not None and "choices" in state:
-            counts = {direction: len(self.options.choices(direction)) for direction in self._computed}
+            counts = {direction: len(self.options.choices(direction)) for direction in DIRECTIONS}
             self.choices = Choices.of_tensor(state["choices"], self.num_stages - 1, counts)
         step, run = int(state["step"]), int(state["run"])
         if step < 0 or run < 0:

@@ -125,23 +125,23 @@ def figure_3(study: Study) -> list[Finding]:
     sensitive = lost(found[CONTROL.name], base, scale.margin).beyond is True
     rows = []
     for bits in BITS:
-        rows += _pair(study, "figure 3", "small", NUM_STAGES, bits, found, sensitive)
+        rows += pair(study, "figure 3", "small", NUM_STAGES, bits, found, sensitive)
     rows.append(_precision(study, found, sensitive))
     panels = [("2 stages", found)]
     more = {way.name: study.train("small", way, MORE_STAGES) for way in WAYS}
-    rows += _pair(study, "figure 9", "small", MORE_STAGES, USUAL, more, sensitive)
+    rows += pair(study, "figure 9", "small", MORE_STAGES, USUAL, more, sensitive)
     rows.append(_stages(found, more))
     panels.append((f"{MORE_STAGES} stages", more))
     for name, figure in _MORE.items():
         runs = {way.name: study.train(name, way) for way in WAYS}
-        rows += _pair(study, figure, name, NUM_STAGES, USUAL, runs, sensitive)
+        rows += pair(study, figure, name, NUM_STAGES, USUAL, runs, sensitive)
         panels.append((TITLES[name], runs))
     rows.append(_same_messages([runs for _, runs in panels]))
     _draw_3(study, panels)
     return rows
 
 
-def _pair(
+def pair(
     study: Study, figure: str, name: TaskName, num_stages: int, bits: tuple[int, int], found: Runs, sensitive: bool
 ) -> list[Finding]:
     """AQ-SGD against FP32, and DirectQ of as many bits beside it."""

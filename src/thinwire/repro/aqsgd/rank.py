@@ -78,6 +78,7 @@ class Rank:
             _look(pipe, found)
         found["stats"] = pipe.stage.stats.to_dict()
         found["kept"] = _kept(pipe)
+        found["links"] = [{name: of._asdict() for name, of in row.items()} for row in pipe.stage.links]
         found["start"] = start
         if asked.completions:
             tokens, at = _prompts(task)
@@ -111,21 +112,22 @@ class Rank:
         return {"seconds": seconds, "stages": {name: (after[name] - before[name]) / steps for name in _STAGES}}
 
     def compute(self, task: FineTuning, repeats: int) -> dict[str, Any]:
-        """Median seconds of this stage's forward and backward pass over a micro-batch, all stages at once: without
-        messages, but with as many cores for each."""
+        """Median seconds of this stage's forward and backward pass over a micro-batch, as in a step: all micro-batches
+        forward, then all back, all stages at once; without messages, but with as many cores for each."""
         part = Part(build(task, None), self.rank, self.num_ranks, half=task.half)
         tokens, _ = task.tuned_on(torch.arange(task.micro_batch))
         first = self.rank == 0
         x = tokens if first else torch.randn(*tokens.shape, task.model.width)
         seconds: list[tuple[float, float]] = []
-        self.channel.hold("compute")
         for _ in range(_WARM_UP_STEPS + repeats):
-            x = x if first else x.detach().requires_grad_()
+            self.channel.hold("compute")
             begun = time.perf_counter()
-            out = part(x)
+            outs = [part(x if first else x.detach().requires_grad_()) for _ in range(task.num_micro)]
             between = time.perf_counter()
-            out.float().square().mean().backward()
-            seconds.append((between - begun, time.perf_counter() - between))
+            for out in outs:
+                out.float().square().mean().backward()
+            ended = time.perf_counter()
+            seconds.append(((between - begun) / task.num_micro, (ended - between) / task.num_micro))
         forward, backward = zip(*seconds[_WARM_UP_STEPS:], strict=True)
         return {"forward_s": median(forward), "backward_s": median(backward)}
 

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 import thinwire
 from thinwire.repro.aqsgd.tasks import FineTuning
-from thinwire.repro.aqsgd.ways import Way
+from thinwire.repro.aqsgd.ways import Way, choices
 from thinwire.repro.gpt import GPT, Block, rotary_angles
 
 _SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -94,6 +94,7 @@ class Pipe:
             precision=way.precision,
             seed=seed,
             warmup_epochs=way.warmup_epochs,
+            adapt=choices() if way.by_link else None,
         )
         self._scale = _FP16_SCALE if task.half == "fp16" else 1.0
         self.schedule = _SCHEDULES[way.schedule](self.stage, task.num_micro, loss_fn=self._loss)

@@ -23,18 +23,22 @@ from thinwire.repro.progress import Screen
 NUM_STAGES = 2
 """Each with a core of its own; tables and figures are of so many unless they say more."""
 MORE_STAGES = 4
+MOST_STAGES = 8
 
 PAPER_VALUES = 1024 * 1600
 """Of the activation of a micro-batch of one sample of GPT2-1.5B (appendix C)."""
 PAPER_COMPUTE_S = 0.045 + 0.135
 """Of a micro-batch, forward and backward (table 3)."""
 
-TaskName = Literal["small", "scratch", "large", "bf16"]
+TaskName = Literal["small", "scratch", "large", "bf16", "fp16", "labels", "deep"]
 TITLES: dict[TaskName, str] = {
     "small": "fine-tuning",
     "scratch": "from scratch",
     "large": "a larger GPT",
     "bf16": "in bf16",
+    "fp16": "in fp16",
+    "labels": "classification",
+    "deep": "a deeper GPT",
 }
 
 
@@ -46,6 +50,8 @@ class Scale:
     small: FineTuning = tasks.SMALL
     scratch: FineTuning = tasks.SCRATCH
     large: FineTuning = tasks.LARGE
+    labels: FineTuning = tasks.LABELS
+    deep: FineTuning = tasks.DEEP
     timed: FineTuning = tasks.TIMED
     to_loss: FineTuning = tasks.TO_LOSS
     seeds: int = 3
@@ -60,15 +66,18 @@ class Scale:
     """Of each kind of store."""
 
     def task(self, name: TaskName) -> FineTuning:
-        if name == "bf16":
-            return replace(self.small, half=True)
-        return {"small": self.small, "scratch": self.scratch, "large": self.large}[name]
+        if name in ("bf16", "fp16"):
+            return replace(self.small, half=name)
+        found: FineTuning = getattr(self, name)
+        return found
 
 
 SMOKE = Scale(
     tasks.SMALL_SMOKE,
     tasks.SCRATCH_SMOKE,
     tasks.LARGE_SMOKE,
+    tasks.LABELS_SMOKE,
+    tasks.DEEP_SMOKE,
     tasks.TIMED_SMOKE,
     tasks.TO_LOSS_SMOKE,
     seeds=1,

@@ -50,6 +50,8 @@ class Trained:
     """Whether both sides of every boundary kept the same."""
     start: int
     kept_samples: int
+    links: tuple[dict[str, dict[str, Any]], ...] = ()
+    """By boundary and direction, what was chosen for its link, and why."""
     completions: tuple[bytes, ...] = ()
     text: tuple[bytes, ...] = ()
     prompted: int = 0
@@ -168,6 +170,7 @@ def trained(task: FineTuning, answers: Sequence[dict[str, Any]]) -> Trained:
         alike=all(len(contents) == 1 for contents in kept.values()),
         start=last["start"],
         kept_samples=answers[0]["stats"]["kept_samples"],
+        links=tuple(last["links"]),
         completions=tuple(bytes(row) for row in last.get("completions", ())),
         text=tuple(bytes(row) for row in last.get("text", ())),
         prompted=last.get("prompted", 0),
