@@ -254,7 +254,7 @@ class Station:
             if int(state[name]) != value:
                 raise ValueError(f"the state has {name} {int(state[name])}, this stage {value}: resume with the same")
         if self.options.adapt is not None and "choices" in state:
-            counts = {direction: len(self.options.choices(direction)) for direction in DIRECTIONS}
+            counts: dict[Direction, int] = {name: len(self.options.choices(name)) for name in DIRECTIONS}
             self.choices = Choices.of_tensor(state["choices"], self.num_stages - 1, counts)
         step, run = int(state["step"]), int(state["run"])
         if step < 0 or run < 0:

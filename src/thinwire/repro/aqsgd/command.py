@@ -44,7 +44,8 @@ from thinwire.repro.statistics import need_scipy
 _DIFFERS = (
     "byte-level GPTs of 0.2 and 0.8 million parameters, first trained on one half of the source of Python's standard "
     "library, are fine-tuned on samples of the other half, where the paper has GPT2-1.5B and DeBERTa-1.5B on "
-    "WikiText2, arXiv, QNLI and CoLA; classification tells samples from samples of which a run of bytes is shuffled",
+    "WikiText2, arXiv, QNLI and CoLA; classification tells samples from samples whose bytes are "
+    "shuffled, and differences of its loss are shares of a coin toss's, ln 2",
     "2 stages unless 4 or 8 are named, where the paper has 8 machines; they are processes that share this machine's "
     "two cores, on emulated links, over gloo",
     "links are slower than the paper's by the factor that is printed: a micro-batch of so much smaller a network "

@@ -34,7 +34,9 @@ def fp16_work(scale: Scale) -> Work:
 def labels(study: Study) -> list[Finding]:
     """Classification: its loss, and how many of the samples that are held out are told right."""
     found = {way.name: study.train("labels", way) for way in LABEL_WAYS}
-    control = lost(found[DIRECT[LABEL_BITS[0]].name], found[FP32.name], study.scale.margin).beyond is True
+    toss = study.scale.labels.coin_toss
+    told = lost(found[DIRECT[LABEL_BITS[0]].name], found[FP32.name], study.scale.margin, whole=toss)
+    control = told.beyond is True
     rows = []
     for bits in LABEL_BITS:
         rows += pair(study, "figure 3 (a, b)", "labels", NUM_STAGES, bits, found, control)

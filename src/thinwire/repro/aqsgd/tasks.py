@@ -3,6 +3,7 @@
 # No `from __future__ import annotations` here: ranks make tasks again of plain values.
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -18,7 +19,6 @@ from thinwire.repro.tasks import GPTTask
 
 _WARM_UP_SHARE = 0.1
 _EPOCH_SEEDS = 1_000_003
-_SHUFFLED_SHARE = 0.4
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class FineTuning(GPTTask):
     """``samples`` windows of the corpus's second half, each visited once an epoch, in batches of ``batch`` samples that
     are cut into ``num_micro`` micro-batches. The first half is what ``first_steps`` steps of ``first_batch`` windows
     were drawn from before; without any, training starts from random weights. ``half``: blocks compute, and activations
-    cross, in bf16 or fp16. ``labels``: the network tells, at the last position, samples as they are from samples of
-    which a part was shuffled, instead of the next byte.
+    cross, in bf16 or fp16. ``labels``: the network tells, at the last position, samples as they are from samples whose
+    bytes were shuffled, instead of the next byte.
     """
 
     samples: int = 192
@@ -100,6 +100,11 @@ class FineTuning(GPTTask):
         for starts in offsets.split(self.batch):
             yield windows(second, starts, self.model.context)
 
+    @property
+    def coin_toss(self) -> float:
+        """Loss of who tells labels by chance."""
+        return math.log(2)
+
     def loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Of a micro-batch: of every next byte, or of the samples' labels."""
         if self.labels:
@@ -146,18 +151,15 @@ def _second(context: int, samples: int, held_out: int) -> tuple[Tensor, Tensor, 
 
 @functools.cache
 def _judged(context: int, samples: int, held_out: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Samples, their labels, and those that are held out: in every second, a run of bytes is shuffled."""
+    """Samples, their labels, and those that are held out: of every second, the bytes are shuffled."""
     second, *both = _second(context, samples, held_out)
     generator = torch.Generator().manual_seed(1)
     found = []
     for offsets in both:
         tokens, _ = windows(second, offsets, context)
         labels = torch.arange(len(offsets)) % 2
-        length = max(2, round(_SHUFFLED_SHARE * context))
         for i in torch.nonzero(labels == 0).flatten().tolist():
-            start = int(torch.randint(context - length + 1, (), generator=generator))
-            part = tokens[i, start : start + length]
-            part.copy_(part[torch.randperm(length, generator=generator)])
+            tokens[i] = tokens[i, torch.randperm(context, generator=generator)]
         found += [tokens, labels]
     return found[0], found[1], found[2], found[3]
 
@@ -169,7 +171,7 @@ SMALL = tuning(
 """Of 0.2 million parameters: in micro-batches of 4."""
 SCRATCH = replace(SMALL, samples=SMALL.samples // 2, first_steps=0, learning_rate=6e-3)
 """From random weights, twice as many epochs of half as many samples (appendix H.3: 20 epochs for 10)."""
-LABELS = replace(SMALL, labels=True)
+LABELS = replace(SMALL, labels=True, samples=2 * SMALL.samples, steps=2 * SMALL.steps, learning_rate=4e-3)
 """The same network tells text from what was shuffled, as CoLA asks whether a sentence can be said."""
 DEEP = replace(SMALL, model=GPTConfig(width=64, layers=8, heads=2))
 """Of 0.4 million parameters, in 8 blocks: one for each of 8 stages."""
