@@ -72,5 +72,5 @@ clean:
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --editable '.[dev,plot,compare,repro]'
+	  --editable '.[dev,docs,plot,compare,repro,trainers]'
 	touch $@

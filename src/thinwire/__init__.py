@@ -3,7 +3,16 @@
 from typing import TYPE_CHECKING, Any
 
 from thinwire import data, optim
-from thinwire.attach import PipelineStats, ProcessGroup, ProcessGroupOptions, compress, prefetch, register_model
+from thinwire.attach import (
+    PipelineStats,
+    ProcessGroup,
+    ProcessGroupOptions,
+    compress,
+    lightning_callback,
+    prefetch,
+    register_model,
+    trainer_callback,
+)
 from thinwire.collectives import MessageError, PeerFailedError, SharedMemoryError, TransportError
 from thinwire.compressors import (
     DGC,
@@ -113,6 +122,7 @@ __all__ = [
     "direct",
     "ef",
     "family",
+    "lightning_callback",
     "merge_timelines",
     "optim",
     "parse",
@@ -121,6 +131,7 @@ __all__ = [
     "register",
     "register_model",
     "store_bytes",
+    "trainer_callback",
 ]
 
 _LATE = ("PipelineStage", "compress_stage")
