@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(wildcard native/*) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: demo test check format sanitize triton cuda bench readme clean
+.PHONY: demo test check format sanitize fuzz triton cuda bench readme clean
 
 demo: .venv/ready
 	$(BIN)/thinwire demo
@@ -24,6 +24,10 @@ format: .venv/ready
 # The native core under the address and undefined-behaviour sanitizers.
 sanitize: .venv/ready
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash native/sanitize.sh
+
+# Fuzzing for longer than the tests do: about ten minutes.
+fuzz: .venv/ready
+	THINWIRE_FUZZ=30 $(BIN)/python -m pytest --timeout 3600 tests/test_fuzz.py tests/test_fuzz_files.py
 
 # The GPU kernels in Triton's interpreter. Triton alone (no dependencies) leaves the PyTorch that is there untouched.
 triton: .venv/ready
@@ -68,5 +72,5 @@ clean:
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --editable '.[dev,plot,compare,repro]'
+	  --editable '.[dev,docs,plot,compare,repro,trainers]'
 	touch $@

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -35,6 +36,45 @@ def test_small_ones_learn_and_send_less(name: str, least: float) -> None:
     ratios = [float(ratio) for ratio in re.findall(r"\((\d+\.\d+)x less\)", told)]
     assert len(ratios) == 2
     assert min(ratios) > least
+
+
+def start(name: str, *options: str) -> str:
+    """Run an example that starts its ranks itself."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    argv = [sys.executable, str(EXAMPLES / name), *options]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=150, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.timeout(200)
+def test_the_pipeline_learns_and_sends_less() -> None:
+    told = run("pipeline.py", 2)
+    found = losses(told)
+    assert len(found) == 8
+    assert found[-1] < 0.97 * found[0]
+    assert min(float(ratio) for ratio in re.findall(r"\((\d+\.\d+)x less\)", told)) > 4
+
+
+TRAINERS = {
+    "transformers": lambda: run("trainer.py", 2),
+    "accelerate": lambda: run("trainer.py", 2, "--accelerate"),
+    "pytorch_lightning": lambda: start("lightning.py"),
+}
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("library", TRAINERS)
+def test_trainers_learn_and_send_less(library: str) -> None:
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed: pip install 'thinwire[trainers]'")
+    told = TRAINERS[library]()
+    found = losses(told)
+    assert len(found) == (4 if library == "pytorch_lightning" else 3)
+    assert found[-1] < 0.9 * found[0]
+    ratios = [float(ratio) for ratio in re.findall(r"\((\d+\.\d+)x less\)", told)]
+    assert len(ratios) == 2, told
+    assert min(ratios) > 5
 
 
 @pytest.mark.timeout(400)

@@ -3,7 +3,16 @@
 from typing import TYPE_CHECKING, Any
 
 from thinwire import data, optim
-from thinwire.attach import PipelineStats, ProcessGroup, ProcessGroupOptions, compress, prefetch, register_model
+from thinwire.attach import (
+    PipelineStats,
+    ProcessGroup,
+    ProcessGroupOptions,
+    compress,
+    lightning_callback,
+    prefetch,
+    register_model,
+    trainer_callback,
+)
 from thinwire.collectives import MessageError, PeerFailedError, SharedMemoryError, TransportError
 from thinwire.compressors import (
     DGC,
@@ -127,6 +136,7 @@ __all__ = [
     "direct",
     "ef",
     "family",
+    "lightning_callback",
     "merge_timelines",
     "optim",
     "parse",
@@ -135,6 +145,7 @@ __all__ = [
     "register",
     "register_model",
     "store_bytes",
+    "trainer_callback",
 ]
 
 _LATE = ("PipelineStage", "compress_stage")

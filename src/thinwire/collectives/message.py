@@ -52,8 +52,8 @@ def verify(message: Tensor, *, peer: int, source: int, phase: int, step: int, di
         PeerFailedError: the sender could not do its part.
         MessageError: the message is too short, damaged, or belongs to another step, layout or format.
     """
-    if message.dtype != torch.uint8 or message.dim() != 1 or message.numel() < HEADER_BYTES:
-        raise MessageError(f"a message is a 1-D uint8 tensor of at least {HEADER_BYTES} bytes")
+    if message.dtype != torch.uint8 or message.dim() != 1 or message.numel() < HEADER_BYTES or message.numel() % 4:
+        raise MessageError(f"a message is a 1-D uint8 tensor of at least {HEADER_BYTES} bytes and whole 32-bit words")
     magic, version, status, its_source, its_phase, its_step, its_digest, total = _FIELDS.unpack(
         message[: _FIELDS.size].numpy().tobytes()
     )

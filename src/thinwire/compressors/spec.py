@@ -15,6 +15,10 @@ from thinwire.compressors.base import Compressor
 
 _registry: dict[str, Callable[..., Compressor]] = {}
 _EXAMPLE = "minmax(bits=4, bucket=128)"
+_MOST_CHARACTERS = 10_000
+"""Of a spec: more are none. Specs come from checkpoints and files, too."""
+_MOST_GUESSES = 20
+"""Words that are compared with compressors' names to guess what was meant."""
 _COMPRESSOR = re.compile("Compressor|Coded|Summed|Sparsifier")
 _one_at_a_time = threading.Lock()
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -48,15 +52,20 @@ def parse(spec: str | Compressor) -> Compressor:
     Raises:
         ValueError: the text is not a spec, or names a compressor or a parameter that does not exist; the position and
             the nearest valid spec are named. Or a parameter is out of its range, which is named.
+        TypeError: a parameter is of another kind than it must be.
     """
     if isinstance(spec, Compressor):
         return spec
     text = spec.strip()
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(f"a spec has at most {_MOST_CHARACTERS} characters, {text[:40]!r}... has {len(text)}")
     try:
         tree = _tree(text)
+        return _Reader(text).compressor(tree)
     except SyntaxError as error:
         raise _not_a_spec(text, (error.offset or 1) - 1, error.msg) from None
-    return _Reader(text).compressor(tree)
+    except (RecursionError, MemoryError):
+        raise ValueError(f"{text[:40]!r}... is not a spec: it is nested too deeply") from None
 
 
 def _tree(text: str) -> ast.expr:
@@ -155,7 +164,7 @@ def _nearest(text: str) -> str:
     for candidate in (text + ")", text + "))", text.rstrip(",(= ") + ")", text.removesuffix(")"), text.split("(")[0]):
         if candidate != text and candidate.strip() and _parses(candidate):
             return candidate.strip()
-    for word in _NAME.findall(text):
+    for word in _NAME.findall(text)[:_MOST_GUESSES]:
         close = difflib.get_close_matches(word, _registry, n=1)
         if close and _parses(close[0]):
             return str(_registry[close[0]]())

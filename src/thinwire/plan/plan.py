@@ -131,10 +131,15 @@ class Plan:
         Raises:
             ValueError: the text is not a JSON object of specs.
         """
-        found = json.loads(text)
-        if not isinstance(found, dict) or not all(isinstance(spec, str) for spec in found.values()):
-            raise ValueError("a plan is a JSON object of parameter names and specs")
-        return replace(self, layers={name: parse(spec) for name, spec in found.items()})
+        try:
+            found = json.loads(text)
+            if not isinstance(found, dict) or not all(isinstance(spec, str) for spec in found.values()):
+                raise ValueError("a plan is a JSON object of parameter names and specs")
+            return replace(self, layers={name: parse(spec) for name, spec in found.items()})
+        except RecursionError:
+            raise ValueError("a plan is a JSON object of parameter names and specs, not so deeply nested") from None
+        except TypeError as error:
+            raise ValueError(f"the plan has a compressor that is none: {error}") from None
 
     @property
     def hash(self) -> str:

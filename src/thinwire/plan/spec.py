@@ -19,6 +19,7 @@ _POLICIES: dict[str, type[Policy]] = {
     "lgreco": LGreco,
     "linear": Linear,
 }
+_MOST_CHARACTERS = 10_000
 
 
 def parse_policy(text: str | Policy) -> Policy:
@@ -29,9 +30,13 @@ def parse_policy(text: str | Policy) -> Policy:
     """
     if isinstance(text, Policy):
         return text
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(f"a policy has at most {_MOST_CHARACTERS} characters, {text[:40]!r}... has {len(text)}")
     try:
         tree = ast.parse(text.strip(), mode="eval").body
         return _policy(tree)
+    except (RecursionError, MemoryError):
+        raise ValueError(f"{text[:40]!r}... is not a policy: it is nested too deeply") from None
     except (SyntaxError, TypeError) as error:
         raise ValueError(
             f"{text!r} is not a policy: write lgreco(every=500), or one of {', '.join(_POLICIES)} ({error})"

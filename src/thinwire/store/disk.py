@@ -122,7 +122,7 @@ class DiskStore(Store):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         entries = self._load_entries(state)
         columns = [state.get(name) for name in ("slots", "checksums")]
-        if any(c is None or c.dtype != torch.int64 or c.numel() != len(entries) for c in columns):
+        if not all(isinstance(c, Tensor) and c.dtype == torch.int64 and c.numel() == len(entries) for c in columns):
             raise StoreError("the state is not one of a message store on disk: its slots or checksums are missing")
         slots, sums = ([] if c is None else c.reshape(-1).tolist() for c in columns)
         if len(set(slots)) != len(slots) or not all(0 <= slot < self._num_slots for slot in slots):

@@ -34,8 +34,8 @@ class MemoryStore(Store):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         entries, records = self._load_entries(state), state.get("records")
         expected = (len(entries), self.form.record_bytes)
-        if records is None or records.dtype != torch.uint8 or tuple(records.shape) != expected:
-            found = "none" if records is None else f"{tuple(records.shape)}"
+        if not isinstance(records, Tensor) or records.dtype != torch.uint8 or tuple(records.shape) != expected:
+            found = f"{tuple(records.shape)}" if isinstance(records, Tensor) else "none"
             raise StoreError(
                 f"the state's records are {found}, expected {expected}: it is of another model, precision or store"
             )

@@ -170,7 +170,7 @@ class Store(ABC):
     def _load_entries(self, state: Mapping[str, Tensor]) -> dict[int, Entry]:
         """The entries of a state, checked: it comes from a file."""
         table = state.get("entries")
-        if table is None or table.dtype != torch.int64 or table.dim() != 2 or table.shape[1] != 4:
+        if not isinstance(table, Tensor) or table.dtype != torch.int64 or table.dim() != 2 or table.shape[1] != 4:
             raise StoreError("this is not the state of a message store: it has no table of entries")
         entries = {int(row[0]): Entry(*row[1:]) for row in table.tolist()}
         if len(entries) != len(table) or (self.capacity is not None and len(entries) > self.capacity):

@@ -21,6 +21,7 @@ from thinwire.collectives import Transport
 from thinwire.compressors import Compressor, Raw, Unsuited, parse
 from thinwire.plan import Evidence, Plan, Policy, Proposal, Speeds, Sync
 from thinwire.wire.agree import DisagreementError, exchange_texts
+from thinwire.wire.checkpoint import integers
 from thinwire.wire.route import BucketLayers
 
 # One thread for all Wires, and one core at most: the others belong to training. A thread for each decision would leave
@@ -236,15 +237,18 @@ class Adapter:
         self._sums, self._buckets, self._memory, self._seen, self._asked = {}, {}, {}, 0, None
         if not self.decides or _SEEN not in state:
             return
-        self._seen, asked_for = (int(value) for value in state[_SEEN].reshape(-1).tolist())
+        self._seen, asked_for = integers(state, _SEEN, 2)
         for name in self.reference:
             found = state.get(_SUM + name)
-            if found is None or found.numel() != math.prod(self._shapes[name]):
+            if not isinstance(found, Tensor) or found.numel() != math.prod(self._shapes[name]):
                 raise ValueError(f"{_SUM + name} is missing in the state, or is of a layer of another shape")
             if self._seen and bool(found.any()):
                 self._sums[name] = found.detach().to(torch.float32, copy=True).view(tuple(self._shapes[name]))
         if self.policy.memory_size and _MEMORY in state:
-            rows = state[_MEMORY].reshape(-1, self.policy.memory_size).tolist()
+            table, width = state[_MEMORY], self.policy.memory_size
+            if not isinstance(table, Tensor) or not table.is_floating_point() or table.numel() % width:
+                raise ValueError(f"{_MEMORY} in the state is not a table of {width} columns")
+            rows = table.reshape(-1, width).tolist()
             pairs = zip(self.reference, rows, strict=False)
             self._memory = {name: tuple(row) for name, row in pairs if not any(map(math.isnan, row))}
         if asked_for >= 0:

@@ -16,6 +16,8 @@ from thinwire.plan import Plan
 from thinwire.wire.slots import Slots, reshard
 
 _SPEC_ROOM = 128
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+LARGEST_STEP = 2**62
 _SHARED = ("step", "seed", "format_version", "shares", "plan")
 
 
@@ -87,6 +89,15 @@ def template(plan: Plan, shapes: Mapping[str, Sequence[int]], size: int) -> dict
     return state
 
 
+def integers(state: Mapping[str, Tensor], name: str, count: int | None = 1) -> list[int]:
+    """The integers of a state's entry, as many as ``count`` says. Raises ``ValueError`` if it holds anything else."""
+    found = state[name]
+    if not isinstance(found, Tensor) or found.dtype not in _INTEGERS or count not in (None, found.numel()):
+        shown = f"{found.dtype} of {found.numel()}" if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"{name} in the state is {shown}, not {'a tensor of' if count is None else count} integers")
+    return [int(value) for value in found.reshape(-1).tolist()]
+
+
 def read(
     state: Mapping[str, Tensor],
     plan: Plan,
@@ -99,13 +110,16 @@ def read(
     missing = set(_SHARED) - set(state)
     if missing:
         raise ValueError(f"this is not the state of a Wire: {', '.join(sorted(missing))} missing")
-    if int(state["format_version"]) != FORMAT_VERSION:
+    (version,), (step,), (seed,) = (integers(state, name) for name in ("format_version", "step", "seed"))
+    if version != FORMAT_VERSION:
         raise ValueError(
-            f"the state has wire format {int(state['format_version'])}, this version of thinwire has {FORMAT_VERSION}: "
+            f"the state has wire format {version}, this version of thinwire has {FORMAT_VERSION}: "
             "resume with the version that wrote it, or start without this state"
         )
+    if not -1 <= step < LARGEST_STEP or not 0 <= seed < 2**63:
+        raise ValueError(f"the state is of step {step} with seed {seed}, which cannot be")
     saved = plan_of(state, plan)
-    old_shares = [int(share) for share in state["shares"].reshape(-1).tolist()]
+    old_shares = integers(state, "shares", None)
     if not old_shares or min(old_shares) < 0:
         raise ValueError(f"the state says that its ranks owned {old_shares} of each layer, which no world does")
     slots = {}
@@ -117,12 +131,16 @@ def read(
                 values = {r: _find(state, r, slot, name, shapes[name]) for r in range(len(old_shares))}
                 value = reshard(values, slot, compressor, name, rank, old_shares, shares)
             slots[name, slot.name] = value
-    return Loaded(int(state["step"]), int(state["seed"]), saved, slots)
+    return Loaded(step, seed, saved, slots)
 
 
 def plan_of(state: Mapping[str, Tensor], plan: Plan) -> Plan:
     """The plan that a state was saved with. Raises ``ValueError`` if it is not of a model with ``plan``'s layers."""
-    saved = plan.with_json(bytes(state["plan"].tolist()).decode())
+    try:
+        text = bytes(integers(state, "plan", None)).decode()
+    except ValueError as error:
+        raise ValueError(f"the plan in the state is not text: {error}") from None
+    saved = plan.with_json(text)
     if set(saved) != set(plan):
         differing = sorted(set(saved) ^ set(plan))
         raise ValueError(f"the state is of a model with other layers; the first that differs is {differing[0]}")
@@ -140,6 +158,8 @@ def _find(state: Mapping[str, Tensor], rank: int, slot: Slot, name: str, shape: 
             f"the state lacks {key}: with as many ranks as before every rank loads what it saved itself; with another "
             "number every rank loads the merged states of all former ranks"
         )
+    if not isinstance(state[key], Tensor) or state[key].is_complex():
+        raise ValueError(f"{key} in the state is not a tensor of real numbers")
     if state[key].numel() != numel:
         raise ValueError(f"{key} has {state[key].numel()} elements in the state, {numel} in the model")
     return state[key].detach().to("cpu", slot.dtype, copy=True).reshape(-1)

@@ -326,7 +326,7 @@ class ShardedWire:
             DisagreementError: ranks loaded different states.
         """
         engine, versions = self._engine, state.get(_VERSIONS)
-        known = versions is not None and tuple(versions.shape) == (len(engine.units), 4)
+        known = isinstance(versions, Tensor) and tuple(versions.shape) == (len(engine.units), 4)
         if versions is None or not known or _EXCHANGES not in state:
             raise ValueError(
                 "this is not the state of a Wire of this model: shard its modules as they were when it was saved"
@@ -338,10 +338,12 @@ class ShardedWire:
                 saved[0] if members is None else reshard_owed(saved, slot, name, members.slots.rank, members.placement)
             )
 
+        counts = checkpoint.integers(state, _EXCHANGES, 2)
+        integers = checkpoint.integers(state, _VERSIONS, 4 * len(engine.units))
         loaded = checkpoint.read(state, self.plan, self._shapes, self.rank, self._shares, resharded)
         engine.restart(loaded.plan, step=loaded.step, seed=loaded.seed)
-        engine.gathers, engine.reductions = (int(count) for count in state[_EXCHANGES].reshape(2).tolist())
-        rows = versions.tolist()
+        engine.gathers, engine.reductions = counts
+        rows = [integers[i : i + 4] for i in range(0, len(integers), 4)]
         for unit, row, *sites in zip(engine.units, rows, engine.weights, engine.gradients, strict=True):
             unit.reductions, unit.last_step, unit.across = row[0], loaded.step, row[3]
             for members, learned_at in zip(sites, row[1:3], strict=True):

@@ -25,6 +25,7 @@ from thinwire.compat import stage_tensors
 from thinwire.kernels import FORMAT_VERSION
 from thinwire.plan import LinkChoice
 from thinwire.store import Background, Disk, StoreError
+from thinwire.wire.checkpoint import integers
 
 _TIMED = 64
 _LAST_WORDS = timedelta(seconds=30)
@@ -249,14 +250,15 @@ class Station:
         missing = {"step", "run", "seed", "format_version"} - set(state)
         if missing:
             raise ValueError(f"this is not the state of a pipeline stage: {', '.join(sorted(missing))} missing")
+        said = {name: integers(state, name)[0] for name in ("step", "run", "seed", "format_version")}
         mine = {"seed": self.options.seed, "format_version": FORMAT_VERSION}
         for name, value in mine.items():
-            if int(state[name]) != value:
-                raise ValueError(f"the state has {name} {int(state[name])}, this stage {value}: resume with the same")
+            if said[name] != value:
+                raise ValueError(f"the state has {name} {said[name]}, this stage {value}: resume with the same")
         if self.options.adapt is not None and "choices" in state:
             counts: dict[Direction, int] = {name: len(self.options.choices(name)) for name in DIRECTIONS}
             self.choices = Choices.of_tensor(state["choices"], self.num_stages - 1, counts)
-        step, run = int(state["step"]), int(state["run"])
+        step, run = said["step"], said["run"]
         if step < 0 or run < 0:
             raise ValueError(f"the state is of step {step} of run {run}, which cannot be")
         names = {key.rsplit("/", 1)[0] for key in state if "/" in key}
@@ -266,6 +268,8 @@ class Station:
         self._loaded = {name: {} for name in names}
         for key, value in state.items():
             if "/" in key:
+                if not isinstance(value, Tensor):
+                    raise StoreError(f"{key} in the state is no tensor")
                 name, entry = key.rsplit("/", 1)
                 self._loaded[name][entry] = value.detach().cpu().clone()
         for side in self.sides:
