@@ -36,7 +36,7 @@ from thinwire.compressors import (
     parse,
     register,
 )
-from thinwire.plan import Accordion, Bayes, KMeans, LGreco, Linear, Plan, Policy, family, parse_policy
+from thinwire.plan import Accordion, Auto, Bayes, KMeans, LGreco, Linear, Plan, Policy, family, parse_policy
 from thinwire.store import Disk, Memory, StoreError, store_bytes
 from thinwire.wire import (
     Decision,
@@ -59,6 +59,7 @@ __all__ = [
     "FFT",
     "QSGD",
     "Accordion",
+    "Auto",
     "Bayes",
     "Cast",
     "Chain",

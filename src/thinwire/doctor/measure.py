@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -18,10 +17,9 @@ from thinwire.compat import group_timeout
 from thinwire.compressors import Compressor
 from thinwire.doctor.observe import Observer, Watched
 from thinwire.plan.forecast import Links
-from thinwire.wire.link import Pair, measure_links, measure_pairs
+from thinwire.wire.link import Pair, measure_cores, measure_links, measure_pairs, shared_part
 from thinwire.wire.speeds import measure_codecs
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ROUTES = Path("/proc/net/route")
 _INTERFACES = Path("/sys/class/net")
 
@@ -63,7 +61,7 @@ def measure(observer: Observer, compressors: Collection[Compressor], line_rate: 
     try:
         pairs = measure_pairs(transport)
         nodes = len(set(number_nodes([bytes(row.tolist()) for row in transport.all_gather(node_identity())])))
-        cores = _cores_each(transport)
+        cores = measure_cores(transport)
         # Coded messages take the way that thinwire.compress() would give them.
         transport = with_shared_memory(transport, timeout)
         links = measure_links(transport)
@@ -74,7 +72,7 @@ def measure(observer: Observer, compressors: Collection[Compressor], line_rate: 
         transport.close()
     threads = torch.get_num_threads()
     on_device = next(observer.model.parameters()).is_cuda
-    shared = 0.0 if on_device else min(1.0, max(0.0, 1.0 - (cores - threads)))
+    shared = 0.0 if on_device else shared_part(cores, threads)
     paces = tuple(replace(pace, shared=shared) for pace in watched.paces)
     return Measured(
         replace(watched, paces=paces),
@@ -88,19 +86,6 @@ def measure(observer: Observer, compressors: Collection[Compressor], line_rate: 
         slowest or None,
         interface_name(),
     )
-
-
-def _cores_each(transport: Transport) -> float:
-    """Cores of this machine for each rank on it, the fewest that any rank has. Emulated hosts are one machine."""
-    mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    try:
-        machine = _BOOT_ID.read_text()
-    except OSError:
-        machine = os.uname().nodename
-    digest = hashlib.blake2b(f"{machine}{mine}".encode(), digest_size=16).digest()
-    told = transport.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
-    beside = int((told == told[transport.rank]).all(1).sum())
-    return float(transport.all_gather(torch.tensor([len(mine) / beside], dtype=torch.float64)).min())
 
 
 def interface_name() -> str:

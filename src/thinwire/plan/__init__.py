@@ -1,13 +1,14 @@
 """Plans: which compressor for which layer."""
 
 from thinwire.plan.accordion import Accordion
+from thinwire.plan.auto import Auto
 from thinwire.plan.cost import Speeds, declined, sent_bytes
 from thinwire.plan.family import family
 from thinwire.plan.filters import Filter, matches
 from thinwire.plan.heuristics import Bayes, KMeans, Linear
 from thinwire.plan.lgreco import LGreco
 from thinwire.plan.plan import DEFAULT_RULES, Plan, Rules
-from thinwire.plan.policy import Evidence, Policy, Proposal, Sync
+from thinwire.plan.policy import Evidence, Policy, Proposal, StepTime, Sync
 from thinwire.plan.record import LayerRow, PlanRecord
 from thinwire.plan.sites import Site, at_site, balanced, sharded_plan
 from thinwire.plan.spec import parse_policy
@@ -15,6 +16,7 @@ from thinwire.plan.spec import parse_policy
 __all__ = [
     "DEFAULT_RULES",
     "Accordion",
+    "Auto",
     "Bayes",
     "Evidence",
     "Filter",
@@ -29,6 +31,7 @@ __all__ = [
     "Rules",
     "Site",
     "Speeds",
+    "StepTime",
     "Sync",
     "at_site",
     "balanced",

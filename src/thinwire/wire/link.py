@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -23,6 +26,7 @@ from thinwire.collectives import (
 from thinwire.plan.forecast import Curve, Links
 from thinwire.wire.stream import elapsed
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _REPEATS = 3
 _FIRST_PROBE_BYTES = 64 << 10
 _LAST_PROBE_BYTES = 16 << 20
@@ -119,12 +123,15 @@ def measure_pairs(transport: Transport) -> list[Pair]:
     return found
 
 
-def measure_links(transport: Transport, rounds: int = _ROUNDS) -> list[Links]:
-    """What all-reduces and exchanges take by their bytes, measured ``rounds`` times; the same on every rank."""
-    return [_links(transport) for _ in range(rounds)]
+def measure_links(transport: Transport, rounds: int = _ROUNDS, long_s: float = _CURVE_LONG_S) -> list[Links]:
+    """What all-reduces and exchanges take by their bytes, measured ``rounds`` times; the same on every rank.
+
+    With messages of up to 16 MB, or of the size that takes ``long_s``.
+    """
+    return [_links(transport, long_s) for _ in range(rounds)]
 
 
-def _links(transport: Transport) -> Links:
+def _links(transport: Transport, long_s: float) -> Links:
     device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
     everybody = range(transport.world_size)
     pairs = [(rank, other) for rank in everybody for other in everybody if other != rank]
@@ -135,13 +142,15 @@ def _links(transport: Transport) -> Links:
         return elapsed(lambda: transport.all_reduce(x), device)
 
     native, native_cpu = _curve(
-        transport, all_reduce, lambda size: transport.all_reduce_bytes(size // 4, torch.float32)
+        transport, long_s, all_reduce, lambda size: transport.all_reduce_bytes(size // 4, torch.float32)
     )
-    exchange, exchange_cpu = _curve(transport, lambda size: _probe(transport, pairs, size), lambda size: size)
+    exchange, exchange_cpu = _curve(transport, long_s, lambda size: _probe(transport, pairs, size), lambda size: size)
     return Links(native, exchange, transport.world_size, native_cpu, exchange_cpu)
 
 
-def _curve(transport: Transport, run: Callable[[int], float], sent: Callable[[int], int]) -> tuple[Curve, float]:
+def _curve(
+    transport: Transport, long_s: float, run: Callable[[int], float], sent: Callable[[int], int]
+) -> tuple[Curve, float]:
     """Seconds of messages by the bytes sent, until they take long; and processor seconds of each byte of the last."""
     points = []
     run(_CURVE_FROM_BYTES)
@@ -153,9 +162,27 @@ def _curve(transport: Transport, run: Callable[[int], float], sent: Callable[[in
         cpu = (time.process_time() - before) / _CURVE_REPEATS
         took, spent = transport.all_gather(torch.cat([mine, torch.tensor([cpu], dtype=torch.float64)])).amax(0).tolist()
         points.append((float(sent(num_bytes)), took))
-        if took >= _CURVE_LONG_S or num_bytes >= _CURVE_TO_BYTES:
+        if took >= long_s or num_bytes >= _CURVE_TO_BYTES:
             return Curve(tuple(points)), spent / sent(num_bytes)
         num_bytes *= 4
+
+
+def measure_cores(transport: Transport) -> float:
+    """Cores of this machine for each rank on it, the fewest that any rank has. Emulated hosts are one machine."""
+    mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    try:
+        machine = _BOOT_ID.read_text()
+    except OSError:
+        machine = os.uname().nodename
+    digest = hashlib.blake2b(f"{machine}{mine}".encode(), digest_size=16).digest()
+    told = transport.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+    beside = int((told == told[transport.rank]).all(1).sum())
+    return float(transport.all_gather(torch.tensor([len(mine) / beside], dtype=torch.float64)).min())
+
+
+def shared_part(cores: float, threads: int) -> float:
+    """How much of communication's processor time backward loses (`Pace.shared`), by a rank's cores and threads."""
+    return min(1.0, max(0.0, 1.0 - (cores - threads)))
 
 
 def _speed(transport: Transport, pairs: Sequence[tuple[int, int]]) -> tuple[float, float]:
