@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.attach.ddp import Options, compress_ddp
 from thinwire.attach.fsdp import DEFAULT_SHARDED_RULES, ShardedOptions, compress_fsdp
 from thinwire.collectives import Topology, TransportChoice, parse_topology
+from thinwire.optim import QuantizedAdam
 from thinwire.plan import DEFAULT_RULES, Auto, Policy, Rules, Site, parse_policy
 from thinwire.wire import ShardedWire, Wire
 
@@ -204,7 +205,8 @@ def compress(
             compressors like the rules'.
         RuntimeError: the model is compressed already, or has another communication hook; or it is on a GPU, and NCCL
             or Triton is missing.
-        NotImplementedError: its parameters are on several devices, or on an accelerator that is not CUDA's.
+        NotImplementedError: its parameters are on several devices, or on an accelerator that is not CUDA's; or on a
+            GPU, and ``auto`` was asked for.
         DisagreementError: the ranks gave different arguments.
         SharedMemoryError: ``transport="shared"``, and ranks cannot share memory.
     """
@@ -219,14 +221,15 @@ def compress(
     policy = None if adapt is None else parse_policy(adapt)
     automatic = _automatic(rules)
     if automatic is not None or isinstance(policy, Auto):
-        _check_auto(model, automatic, adapt, simulate=simulate)
+        _check_auto(model, automatic, adapt, simulate=simulate, optimizer=optimizer)
         # What pays is the policy's to decide, again and again.
-        rules, policy, decline = None, automatic, False
+        policy, decline = automatic, False
+    named: Rules | None = None if automatic is not None or isinstance(rules, Auto) else rules
     start = max(start, policy.warmup if policy else 0)
     if not isinstance(model, DistributedDataParallel):
         _check_for_sharded(
             model,
-            rules=(rules, None),
+            rules=(named, None),
             simulate=(simulate, False),
             parity=(parity or _PARITY, _PARITY),
             resync=(resync, 0),
@@ -283,7 +286,7 @@ def compress(
         grad_scaler=grad_scaler,
         timeout=timeout,
     )
-    return compress_ddp(model, DEFAULT_RULES if rules is None else rules, options)
+    return compress_ddp(model, DEFAULT_RULES if named is None else named, options)
 
 
 def _automatic(rules: Rules | Auto | None) -> Auto | None:
@@ -297,7 +300,9 @@ def _automatic(rules: Rules | Auto | None) -> Auto | None:
     return None
 
 
-def _check_auto(model: object, auto: Auto | None, adapt: object, *, simulate: bool) -> None:
+def _check_auto(
+    model: object, auto: Auto | None, adapt: object, *, simulate: bool, optimizer: torch.optim.Optimizer | None
+) -> None:
     if auto is None:
         raise ValueError('auto takes the place of the rules: thinwire.compress(model, "auto"), without adapt=')
     if adapt is not None:
@@ -306,6 +311,10 @@ def _check_auto(model: object, auto: Auto | None, adapt: object, *, simulate: bo
         raise ValueError("auto goes by measured links, and simulate=True sends nothing: give rules instead")
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"auto is for DistributedDataParallel models, not {type(model).__name__}: give rules instead")
+    if any(p.device.type != "cpu" for p in model.parameters()):
+        raise NotImplementedError("auto times steps on the host, which knows no times of a GPU: give rules instead")
+    if isinstance(optimizer, QuantizedAdam):
+        raise ValueError("with QuantizedAdam momenta travel, all with error feedback: give rules instead of auto")
 
 
 def _is_stage(model: object) -> bool:
