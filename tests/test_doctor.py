@@ -17,15 +17,20 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from torch.nn.parallel import DistributedDataParallel
 
+import thinwire
+from doctor_training import train
+from harness import run_ranks
 from thinwire import cli, lab
 from thinwire.compressors import parse
 from thinwire.doctor import page, report
 from thinwire.doctor.advice import verdict
 from thinwire.doctor.choices import CHOICES, TODAY, Care, Prediction, choices_of, predict, to_time
 from thinwire.doctor.measure import Measured, interface_rate
-from thinwire.doctor.observe import Watched
+from thinwire.doctor.observe import DoctorError, Observer, Watched
 from thinwire.doctor.record import Prices, record
+from thinwire.doctor.script import run_script
 from thinwire.plan.forecast import Bucket, Curve, Links, Pace
 from thinwire.wire.link import Pair
 
@@ -233,8 +238,9 @@ def test_a_script_over_a_slow_link(tmp_path: Path) -> None:
     assert found["advice"][0]["title"] != "nothing"
     assert found["script"][0] == SCRIPT
     assert "Bound by communication" in done.stdout
-    # Ended by doctor, the script's own cleaning up was done.
-    assert weights.exists()
+    # Ended by doctor, the script's own cleaning up was done on every rank.
+    assert sorted(path.name for path in tmp_path.glob("*.ended.*")) == ["weights.pt.ended.0", "weights.pt.ended.1"]
+    assert not weights.exists()
 
 
 def test_a_script_that_computes_for_long(tmp_path: Path) -> None:
@@ -248,20 +254,20 @@ def test_a_script_that_computes_for_long(tmp_path: Path) -> None:
     assert found["parameters"] == 256 * 512 + 512 + 512 * 256 + 256
 
 
+def _alone(rank: int) -> dict[str, torch.Tensor]:
+    return train(16, 0.0)
+
+
 def test_under_torchrun_the_numbers_stay_as_they_are(tmp_path: Path) -> None:
-    saved = []
-    for name, watched in (("alone", False), ("watched", True)):
-        weights = tmp_path / f"{name}.pt"
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        ours = ["-m", "thinwire", "doctor", "--steps", "6", "--keep-running", "--"] if watched else []
-        done = subprocess.run(
-            [*launcher, *ours, SCRIPT, "16", "0", str(weights)], capture_output=True, text=True, timeout=100
-        )
-        assert done.returncode == 0, done.stderr
-        assert ("nodes" in done.stdout or "node(s)" in done.stdout) == watched
-        saved.append(torch.load(weights, weights_only=True))
-    alone, watched_too = saved
-    assert all(torch.equal(alone[name], watched_too[name]) for name in alone)
+    weights = tmp_path / "weights.pt"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ours = ["-m", "thinwire", "doctor", "--steps", "6", "--keep-running", "--", SCRIPT, "16", "0", str(weights)]
+    done = subprocess.run([*launcher, *ours], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    # One report, not one from each rank.
+    assert done.stdout.count("Links, both ways at once") == 1
+    watched, alone = torch.load(weights, weights_only=True), run_ranks(_alone, 2)[0]
+    assert all(torch.equal(alone[name], watched[name]) for name in alone)
 
 
 @pytest.mark.parametrize(
@@ -281,13 +287,42 @@ def test_bad_options_say_what_to_do(options: list[str], message: str, capsys: py
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_what_cannot_be_examined_says_why(tmp_path: Path) -> None:
-    short, path = doctor("--", SCRIPT, "5", "0", str(tmp_path / "w.pt"), tmp_path=tmp_path)
-    assert short.returncode == 1
-    assert "10 training steps" in short.stderr
+def _examined(rank: int, kind: str) -> str:
+    try:
+        if kind == "too short":
+            with Observer(6, lambda observer: None) as observer:
+                train(5, 0.0)
+            assert observer.model is not None
+            return "unfinished" if not observer.finished else ""
+        if kind == "a hook":
+            model = DistributedDataParallel(torch.nn.Linear(64, 64))
+            thinwire.compress(model)
+            with Observer(6, lambda observer: None):
+                model(torch.ones(1, 64))
+        else:
+            run_script(["no_such_script.py"])
+    except (DoctorError, RuntimeError) as error:
+        return str(error)
+    return "nothing was wrong"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("too short", "unfinished"),
+        ("a hook", "take thinwire.compress() or register_comm_hook() out of the script"),
+        ("no script", "there is no script 'no_such_script.py'"),
+    ],
+)
+def test_what_cannot_be_examined_says_why(kind: str, message: str) -> None:
+    assert message in run_ranks(_examined, 1, kind)[0]
+
+
+def test_a_script_that_ends_too_soon(tmp_path: Path) -> None:
+    done, path = doctor("--", SCRIPT, "5", "0", str(tmp_path / "w.pt"), tmp_path=tmp_path)
+    assert done.returncode == 1
+    assert "10 training steps" in done.stderr
     assert not path.exists()
-    missing, _ = doctor("--", "no_such_script.py", tmp_path=tmp_path)
-    assert "there is no script 'no_such_script.py'" in missing.stderr
 
 
 def test_a_virtual_interface_has_no_line_rate() -> None:
