@@ -12,8 +12,8 @@ import pytest
 from thinwire import cli, lab
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ["demo", "lab", "aggregator", "compare", "compare every", "plan show", "repro fft", "repro cgx"]
-COMMANDS += ["bench kernels", "bench allreduce", "bench topologies", "bench step", "bench compressors"]
+COMMANDS = ["demo", "doctor", "lab", "aggregator", "compare", "compare every", "plan show", "repro fft", "repro cgx"]
+COMMANDS += ["bench kernels", "bench allreduce", "bench topologies", "bench step", "bench compressors", "bench doctor"]
 
 
 def test_help_names_every_command(capsys) -> None:

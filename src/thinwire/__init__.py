@@ -47,6 +47,7 @@ from thinwire.compressors import (
 )
 from thinwire.plan import (
     Accordion,
+    Auto,
     Bayes,
     ByLink,
     KMeans,
@@ -80,6 +81,7 @@ __all__ = [
     "FFT",
     "QSGD",
     "Accordion",
+    "Auto",
     "Bayes",
     "ByLink",
     "Cast",

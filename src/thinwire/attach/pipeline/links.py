@@ -12,7 +12,7 @@ from thinwire.attach.pipeline.crossing import Direction
 from thinwire.attach.pipeline.station import Station
 from thinwire.collectives import Transport
 from thinwire.plan import LinkChoice, choose_by_link
-from thinwire.wire import measure_pairs
+from thinwire.wire import measure_one_way
 
 _log = logging.getLogger("thinwire")
 
@@ -36,7 +36,7 @@ def choose(stations: Sequence[Station], transport: Transport, step: int) -> None
     chosen: dict[int, dict[Direction, int]] = {}
     rows: list[dict[Direction, LinkChoice]] = [{} for _ in range(stations[0].num_stages - 1)]
     for direction in DIRECTIONS:
-        rates = measure_pairs(transport, pairs[direction])
+        rates = measure_one_way(transport, pairs[direction])
         picked = choose_by_link(sizes[direction], rates, compute_s[direction])
         specs = stations[0].options.choices(direction)
         for boundary, choice, of, rate in zip(boundaries, picked, sizes[direction], rates, strict=True):
