@@ -9,7 +9,8 @@ demo: .venv/ready
 	$(BIN)/thinwire demo
 
 test: .venv/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone"
+	$(BIN)/python -m pytest -m alone
 
 check: .venv/ready
 	$(BIN)/ruff check src tests tools examples

@@ -20,6 +20,7 @@ from thinwire.plan import Evidence, StepTime
 from thinwire.plan.auto import middle_pace
 from thinwire.plan.forecast import Bucket, Curve, Links, Pace
 
+pytestmark = pytest.mark.alone
 SHAPE = (512, 512)
 LAYERS = {"w": thinwire.parse("minmax(bits=4, bucket=128)")}
 PACE = Pace((Bucket(0.0, (("w", SHAPE), ("b", (512,)))),), 0.02)

@@ -34,6 +34,7 @@ from thinwire.doctor.script import run_script
 from thinwire.plan.forecast import Bucket, Curve, Links, Pace
 from thinwire.wire.link import Pair
 
+pytestmark = pytest.mark.alone
 SCRIPT = str(Path(__file__).parent / "doctor_training.py")
 SHAPES = {"a": (1000, 500), "b": (1000, 250)}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
