@@ -12,7 +12,7 @@ import pytest
 from thinwire import cli, lab
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ["demo", "lab", "aggregator", "compare", "compare every", "plan show", "repro fft", "repro cgx"]
+COMMANDS = ["demo", "lab", "aggregator", "compare", "compare every", "plan show", "repro all", "repro fft", "repro cgx"]
 COMMANDS += ["bench kernels", "bench allreduce", "bench topologies", "bench step", "bench compressors"]
 
 

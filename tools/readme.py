@@ -12,6 +12,8 @@ from lgreco_page import repro_lgreco
 from qsdp_page import repro_qsdp, sharded
 from repro_pages import repro_cgx, repro_fft, repro_intsgd
 
+from thinwire.repro.results_page import page, read
+
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 NESTED = ("sra", "hierarchical(inside=dense, across=slices)", "hierarchical(inside=dense, across=leaders)")
 NESTED += ("hierarchical(inside=same, across=slices)",)
@@ -270,6 +272,10 @@ def blob() -> str:
     )
 
 
+def results() -> str:
+    return page(read(BENCHMARKS)).rstrip("\n")
+
+
 PAGES = {
     "README.md": {
         "compressors": compressors,
@@ -281,6 +287,7 @@ PAGES = {
     },
     "docs/kernels.md": {"kernels": kernels},
     "docs/topologies.md": {"topologies": topologies},
+    "docs/results.md": {"results": results},
     "docs/repro-fft.md": {"repro-fft": repro_fft},
     "docs/repro-cgx.md": {"repro-cgx": repro_cgx},
     "docs/repro-intsgd.md": {"repro-intsgd": repro_intsgd},
