@@ -12,7 +12,7 @@ from lgreco_page import repro_lgreco
 from qsdp_page import repro_qsdp, sharded
 from repro_pages import repro_cgx, repro_fft, repro_intsgd
 
-from thinwire.repro.results_page import page, read
+from thinwire.repro import results_page
 
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 NESTED = ("sra", "hierarchical(inside=dense, across=slices)", "hierarchical(inside=dense, across=leaders)")
@@ -273,7 +273,7 @@ def blob() -> str:
 
 
 def results() -> str:
-    return page(read(BENCHMARKS)).rstrip("\n")
+    return results_page.page(results_page.read(BENCHMARKS)).rstrip("\n")
 
 
 PAGES = {
