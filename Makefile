@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(wildcard native/*) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: demo test check format sanitize fuzz triton cuda bench readme clean
+.PHONY: demo test check format sanitize fuzz triton cuda bench readme docs wheel wheel-check clean
 
 demo: .venv/ready
 	$(BIN)/thinwire demo
@@ -63,8 +63,21 @@ bench: .venv/ready
 readme: .venv/ready
 	$(BIN)/python tools/readme.py
 
+# The documentation, strictly: a link or an anchor that leads nowhere is an error. Open build/site/index.html.
+docs: .venv/ready
+	$(BIN)/python tools/journey.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# An sdist, and from it a wheel for every Python from 3.11 on, in dist/.
+wheel: .venv/ready
+	$(BIN)/python tools/build_wheel.py
+
+# The same, installed in an empty environment where no compiler is, and trained with.
+wheel-check: .venv/ready
+	$(BIN)/python tools/build_wheel.py --check
+
 clean:
-	rm -rf .venv build demo
+	rm -rf .venv build demo dist
 
 # torch goes in first and by name: a range, here or in a dependency, could pull another build over it.
 .venv/ready: $(SOURCES)

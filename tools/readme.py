@@ -13,6 +13,8 @@ from lgreco_page import repro_lgreco
 from qsdp_page import repro_qsdp, sharded
 from repro_pages import repro_cgx, repro_fft, repro_intsgd
 
+from thinwire.repro import results_page
+
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 NESTED = ("sra", "hierarchical(inside=dense, across=slices)", "hierarchical(inside=dense, across=leaders)")
 NESTED += ("hierarchical(inside=same, across=slices)",)
@@ -271,6 +273,10 @@ def blob() -> str:
     )
 
 
+def results() -> str:
+    return results_page.page(results_page.read(BENCHMARKS)).rstrip("\n")
+
+
 PAGES = {
     "README.md": {
         "compressors": compressors,
@@ -283,6 +289,7 @@ PAGES = {
     "docs/doctor.md": {"doctor": doctor},
     "docs/kernels.md": {"kernels": kernels},
     "docs/topologies.md": {"topologies": topologies},
+    "docs/results.md": {"results": results},
     "docs/repro-fft.md": {"repro-fft": repro_fft},
     "docs/repro-cgx.md": {"repro-cgx": repro_cgx},
     "docs/repro-intsgd.md": {"repro-intsgd": repro_intsgd},

@@ -29,6 +29,7 @@ _COMMANDS = {
     "compare": "thinwire.repro.compare:compare",
     "compare every": "thinwire.repro.every:every",
     "plan show": "thinwire.repro.plan_show:plan_show",
+    "repro all": "thinwire.repro.everything:repro_all",
     "repro fft": "thinwire.repro.fft.command:fft",
     "repro cgx": "thinwire.repro.cgx.command:cgx",
     "repro intsgd": "thinwire.repro.intsgd.command:intsgd",
@@ -55,6 +56,7 @@ _HELP = """\
   [bold]thinwire compare[/]           is it the same loss? paired runs, an interval, a control that must fail
   [bold]thinwire compare every[/]     the same for every compressor at once, with and without error feedback
   [bold]thinwire plan show[/]         which compressor each layer has, what that saves and errs; as a table or a picture
+  [bold]thinwire repro all[/]         all that follow, one after the other, and one page of every claim
   [bold]thinwire repro fft[/]         the FFT sparsification paper's figures on this machine: does each claim hold?
   [bold]thinwire repro cgx[/]         the thesis's chapter on CGX, table by table: does each claim hold?
   [bold]thinwire repro intsgd[/]      the IntSGD paper's experiments: integers on the wire; does each claim hold?
