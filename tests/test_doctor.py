@@ -244,6 +244,25 @@ def test_a_script_over_a_slow_link(tmp_path: Path) -> None:
     assert not weights.exists()
 
 
+@pytest.mark.network
+@pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
+def test_bench_doctor(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    cell = ["--rates", "500mbit", "--rtts", "0ms", "--batch", "1", "--watched", "6", "--rounds", "1", "--steps", "1"]
+    assert cli.main(["bench", "doctor", *cell, "--json", str(path)]) == 0
+    found = {row["name"]: row["value"] for row in json.loads(path.read_text())["results"]}
+    for name in ("predicted_step_s", "step_s"):
+        fp32, four, nothing = (found[f"{name}/{title}/500mbit/0ms"] for title in ("as it is", "4 bits", "nothing sent"))
+        # 19 MB at 500 Mbit/s take 0.31 s.
+        assert fp32 > 0.3
+        assert max(four, nothing) < fp32
+    error = found["error/as it is/500mbit/0ms"]
+    assert found["largest_error"] >= abs(error)
+    assert error == pytest.approx(
+        found["predicted_step_s/as it is/500mbit/0ms"] / found["step_s/as it is/500mbit/0ms"] - 1
+    )
+
+
 def test_a_script_that_computes_for_long(tmp_path: Path) -> None:
     done, path = doctor("--", SCRIPT, "100", "0.25", str(tmp_path / "weights.pt"), tmp_path=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -290,7 +309,7 @@ def test_bad_options_say_what_to_do(options: list[str], message: str, capsys: py
 
 def _examined(rank: int, kind: str) -> str:
     try:
-        if kind == "too short":
+        if kind in ("too short", "one rank"):
             with Observer(6, lambda observer: None) as observer:
                 train(5, 0.0)
             assert observer.model is not None
@@ -311,12 +330,13 @@ def _examined(rank: int, kind: str) -> str:
     ("kind", "message"),
     [
         ("too short", "unfinished"),
+        ("one rank", "start at least 2"),
         ("a hook", "take thinwire.compress() or register_comm_hook() out of the script"),
         ("no script", "there is no script 'no_such_script.py'"),
     ],
 )
 def test_what_cannot_be_examined_says_why(kind: str, message: str) -> None:
-    assert message in run_ranks(_examined, 1, kind)[0]
+    assert all(message in text for text in run_ranks(_examined, 1 if kind == "one rank" else 2, kind))
 
 
 def test_a_script_that_ends_too_soon(tmp_path: Path) -> None:

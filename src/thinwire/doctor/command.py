@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +17,12 @@ from thinwire.doctor import page, report
 from thinwire.doctor.choices import choices_of
 from thinwire.doctor.examine import Examination, Request, argv
 from thinwire.doctor.observe import LEAST_STEPS, DoctorError
+from thinwire.doctor.record import read, write
 from thinwire.lab.units import parse_rate, parse_rates
 from thinwire.repro.plots import need_matplotlib
 
 _USAGE, _UNAVAILABLE, _FAILED = 64, 69, 1
+_STDERR, _KILL_AFTER_S = 2, 20.0
 _OURS = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -136,33 +137,30 @@ def _examine_here(request: Request, ranks: int, rate: str | None, rtt: str | Non
             code = lab.launch(argv(asked, path), num_ranks=ranks, rate=rate, rtt=rtt, timeout=timeout).exit_code
         if not path.exists():
             raise DoctorError(f"the ranks ended with exit code {code} and without an answer: see what they said above")
-        return _read(path)
+        return read(path)
 
 
 def _on_loopback(request: Request, ranks: int, path: Path, timeout: float) -> int:
     interpreter, *rest = argv(request, path)
     launcher = [interpreter, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    with subprocess.Popen([*launcher, *rest], stdout=sys.stderr.fileno(), env=environment) as process:
+    # What the script prints goes where messages go: standard output is for the report.
+    with subprocess.Popen([*launcher, *rest], stdout=_STDERR, env=environment) as process:
         try:
             return process.wait(timeout)
         except subprocess.TimeoutExpired:
             process.terminate()
-            return process.wait()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    import json
-
-    return json.loads(path.read_text())
+            try:
+                return process.wait(_KILL_AFTER_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return process.wait(_KILL_AFTER_S)
 
 
 def _tell(console: Console, found: dict[str, Any], json: Path | None, html: Path | None) -> None:
-    import json as encoder
-
     report.show(console, found)
     if json is not None:
-        json.write_text(encoder.dumps(found, indent=1) + "\n")
+        write(json, found)
     if html is not None:
         page.write(html, found)
         console.print(f"Report: {html}", soft_wrap=True, markup=False)

@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from thinwire.attach.devices import device_of, on_device
 from thinwire.attach.transports import bare_transport
 from thinwire.collectives import Transport, node_identity, number_nodes, with_shared_memory
 from thinwire.compat import group_timeout
 from thinwire.compressors import Compressor
-from thinwire.doctor.observe import Observer, Watched
+from thinwire.doctor.observe import DoctorError, Observer, Watched
 from thinwire.plan.forecast import Links
 from thinwire.wire.link import Pair, measure_cores, measure_links, measure_pairs, shared_part
 from thinwire.wire.speeds import measure_codecs
@@ -57,13 +58,18 @@ def measure(observer: Observer, compressors: Collection[Compressor], line_rate: 
     group = observer.model.process_group
     assert isinstance(group, dist.ProcessGroup)
     timeout: timedelta = group_timeout(group)
-    transport: Transport = bare_transport(group, timeout)
+    try:
+        device = device_of(observer.model, group, as_device=False)
+    except (RuntimeError, NotImplementedError) as error:
+        raise DoctorError(str(error)) from error
+    host = bare_transport(group, timeout)
+    transport: Transport = host if device is None else on_device(host, device, group, timeout, "auto")
     try:
         pairs = measure_pairs(transport)
         nodes = len(set(number_nodes([bytes(row.tolist()) for row in transport.all_gather(node_identity())])))
         cores = measure_cores(transport)
         # Coded messages take the way that thinwire.compress() would give them.
-        transport = with_shared_memory(transport, timeout)
+        transport = with_shared_memory(host, timeout) if device is None else transport
         links = measure_links(transport)
         codecs = measure_codecs(compressors, transport)
         rates = torch.tensor([line_rate or interface_rate() or 0.0], dtype=torch.float64)
@@ -71,8 +77,7 @@ def measure(observer: Observer, compressors: Collection[Compressor], line_rate: 
     finally:
         transport.close()
     threads = torch.get_num_threads()
-    on_device = next(observer.model.parameters()).is_cuda
-    shared = 0.0 if on_device else shared_part(cores, threads)
+    shared = shared_part(cores, threads) if device is None else 0.0
     paces = tuple(replace(pace, shared=shared) for pace in watched.paces)
     return Measured(
         replace(watched, paces=paces),

@@ -109,8 +109,12 @@ class Observer:
         """Begin with this model, before its first backward pass.
 
         Raises:
-            DoctorError: it has a communication hook.
+            DoctorError: it has a communication hook, or no other rank to talk to.
         """
+        group = model.process_group
+        assert isinstance(group, dist.ProcessGroup)
+        if group.size() < 2:
+            raise DoctorError("one rank alone sends nothing: start at least 2, with torchrun --nproc-per-node 2")
         try:
             model.register_comm_hook(self, _hook)
         except RuntimeError as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -93,6 +95,16 @@ def record(
         results.add(f"encode/{row['spec']}", row["encode"], "B/s")
         results.add(f"decode/{row['spec']}", row["decode"], "B/s")
     return results
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What a rank wrote."""
+    return json.loads(path.read_text())
+
+
+def write(path: Path, found: dict[str, Any]) -> None:
+    """Write a record that was read."""
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _middle(links: Sequence[Links]) -> Links:

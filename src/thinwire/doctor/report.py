@@ -12,6 +12,7 @@ from rich.table import Table
 from thinwire.lab.units import format_bytes, format_rate
 
 _SHOWN = 5
+_TRUSTED = 0.15
 
 
 def duration(seconds: float) -> str:
@@ -108,10 +109,18 @@ def how(about: dict[str, Any]) -> str:
     core = "no core is free for communication" if about["shared"] == 1 else "communication has cores of its own"
     if 0 < about["shared"] < 1:
         core = "communication takes part of the cores that compute"
+    foretold = next(row["step_s"] for row in about["predictions"] if row["title"] == "as it is")
+    off = foretold / about["today_s"] - 1
+    trust = ""
+    if abs(off) > _TRUSTED:
+        trust = (
+            f" Foretold like the others, a step as it is would be {off:+.0%} off what it takes: something here, other "
+            "work or other traffic, is not in the measurements, so trust the others no further."
+        )
     return (
         f"{about['ranks']} ranks on {about['nodes']} node(s), {about['parameters']:,} parameters in "
         f"{len(about['buckets'])} buckets; {about['cores_each']:g} cores and {about['threads']} threads a rank, so "
         f"{core}. {steps} steps as they are, and between them as many that wait for each bucket on the spot: "
         f"{duration(about['compute_s']['value'])} of computing. Now is measured; all else is foretold from these "
-        "steps, the links and the codecs. Ranges hold 90 % of what the measurements allow."
+        "steps, the links and the codecs. Ranges hold 90 % of what the measurements allow." + trust
     )

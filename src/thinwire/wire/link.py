@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -145,10 +146,12 @@ def _links(transport: Transport, long_s: float) -> Links:
     everybody = range(transport.world_size)
     pairs = [(rank, other) for rank in everybody for other in everybody if other != rank]
 
-    def all_reduce(num_bytes: int) -> float:
+    def all_reduce(num_bytes: int) -> _Took:
         x = torch.zeros(num_bytes // 4, device=device)
         transport.all_gather(torch.zeros(1))
-        return elapsed(lambda: transport.all_reduce(x), device)
+        before = time.process_time()
+        seconds = elapsed(lambda: transport.all_reduce(x), device)
+        return _Took(seconds, time.process_time() - before)
 
     native, native_cpu = _curve(
         transport, long_s, all_reduce, lambda size: transport.all_reduce_bytes(size // 4, torch.float32)
@@ -158,18 +161,17 @@ def _links(transport: Transport, long_s: float) -> Links:
 
 
 def _curve(
-    transport: Transport, long_s: float, run: Callable[[int], float], sent: Callable[[int], int]
+    transport: Transport, long_s: float, run: Callable[[int], _Took], sent: Callable[[int], int]
 ) -> tuple[Curve, float]:
     """Seconds of messages by the bytes sent, until they take long; and processor seconds of each byte of the last."""
     points = []
     run(_CURVE_FROM_BYTES)
     num_bytes = _CURVE_FROM_BYTES
     while True:
-        before = time.process_time()
-        # All ranks must take the same turns: the longest time is everybody's.
-        mine = torch.tensor([min(run(num_bytes) for _ in range(_CURVE_REPEATS))], dtype=torch.float64)
-        cpu = (time.process_time() - before) / _CURVE_REPEATS
-        took, spent = transport.all_gather(torch.cat([mine, torch.tensor([cpu], dtype=torch.float64)])).amax(0).tolist()
+        # The faster one: what comes between is not the link's. All ranks must take the same turns, so the longest time
+        # is everybody's.
+        mine = torch.tensor(min(run(num_bytes) for _ in range(_CURVE_REPEATS)), dtype=torch.float64)
+        took, spent = transport.all_gather(mine).amax(0).tolist()
         points.append((float(sent(num_bytes)), took))
         if took >= long_s or num_bytes >= _CURVE_TO_BYTES:
             return Curve(tuple(points)), spent / sent(num_bytes)
@@ -197,10 +199,10 @@ def shared_part(cores: float, threads: int) -> float:
 def _speed(transport: Transport, pairs: Sequence[tuple[int, int]]) -> tuple[float, float]:
     """Bytes per second that the busiest sender of ``pairs`` sends, and the seconds of messages without content."""
     _probe(transport, pairs, 64)
-    latency = median(_probe(transport, pairs, 64) for _ in range(_REPEATS))
+    latency = median(_probe(transport, pairs, 64).seconds for _ in range(_REPEATS))
     num_bytes = _FIRST_PROBE_BYTES
     while True:
-        took = _probe(transport, pairs, num_bytes) - latency
+        took = _probe(transport, pairs, num_bytes).seconds - latency
         # All ranks must take the same turn: the longest time is everybody's.
         took = float(transport.all_gather(torch.tensor([took], dtype=torch.float64)).max())
         if took >= _LONG_ENOUGH_S or num_bytes >= _LAST_PROBE_BYTES:
@@ -208,15 +210,21 @@ def _speed(transport: Transport, pairs: Sequence[tuple[int, int]]) -> tuple[floa
         num_bytes *= 4
 
 
-def _probe(transport: Transport, pairs: Sequence[tuple[int, int]], num_bytes: int) -> float:
-    """Seconds in which the busiest sender sends ``num_bytes``, the others as much to each receiver."""
+class _Took(NamedTuple):
+    seconds: float
+    cpu_s: float = 0.0
+    """Processor time of this process."""
+
+
+def _probe(transport: Transport, pairs: Sequence[tuple[int, int]], num_bytes: int) -> _Took:
+    """Time in which the busiest sender sends ``num_bytes``, the others as much to each receiver."""
     if isinstance(transport, DeviceTransport):
-        return _probe_devices(transport, pairs, num_bytes)
+        return _Took(_probe_devices(transport, pairs, num_bytes))
     receivers = [tuple(target for source, target in pairs if source == rank) for rank in range(transport.world_size)]
     share = -(-num_bytes // max(len(of) for of in receivers))
     buffers = transport.open([[Outgoing(0, share, of)] if of else [] for of in receivers])
     transport.all_gather(torch.zeros(1))
-    started = time.perf_counter()
+    started, before = time.perf_counter(), time.process_time()
     transport.begin(buffers)
     pending = [transport.receive_into(buffers, *address) for address in buffers.inbox]
     if buffers.outgoing:
@@ -224,7 +232,7 @@ def _probe(transport: Transport, pairs: Sequence[tuple[int, int]], num_bytes: in
     for message in pending:
         message.wait()
     transport.end(buffers)
-    return time.perf_counter() - started
+    return _Took(time.perf_counter() - started, time.process_time() - before)
 
 
 def _probe_devices(transport: DeviceTransport, pairs: Sequence[tuple[int, int]], num_bytes: int) -> float:
