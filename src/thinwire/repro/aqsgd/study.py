@@ -14,12 +14,13 @@ from thinwire.repro.aqsgd import tasks
 from thinwire.repro.aqsgd.contest import Computed, PipelineContest
 from thinwire.repro.aqsgd.tasks import FineTuning
 from thinwire.repro.aqsgd.trainings import FirstTraining, OnStep, Trained, Trainings
-from thinwire.repro.aqsgd.ways import Way
+from thinwire.repro.aqsgd.ways import FP32, Way
 from thinwire.repro.cgx.contest import rate_text, shown_rate
 from thinwire.repro.cgx.models import Model
 from thinwire.repro.parts import Parted
 from thinwire.repro.progress import Screen
 
+_COMPUTE_ROUNDS = 5
 NUM_STAGES = 2
 """Each with a core of its own; tables and figures are of so many unless they say more."""
 MORE_STAGES = 4
@@ -194,9 +195,17 @@ class Study(Parted):
         return self._contest
 
     def computed(self) -> Computed:
-        """Seconds of a micro-batch of what is timed, measured once."""
+        """Seconds of a micro-batch of what is timed, measured once: those of a step over loopback by the micro-batches
+        that follow one another in it, in the proportion of a stage's two passes alone. Alone they take longer, where
+        cores are shared."""
         if self._computed is None:
-            self._computed = self.contest().compute(self.scale.timed)
+            contest, task = self.contest(), self.scale.timed
+            alone = contest.compute(task)
+            (times,) = contest.times_by_rate(
+                self.model, (FP32,), rounds=_COMPUTE_ROUNDS, steps=1, rates=[None], on_turn=lambda *_: None
+            )
+            share = times.step_s(FP32.name) / (task.num_micro + NUM_STAGES - 1) / alone.seconds
+            self._computed = Computed(share * alone.forward_s, share * alone.backward_s)
         return self._computed
 
     @property
