@@ -9,7 +9,8 @@ demo: .venv/ready
 	$(BIN)/thinwire demo
 
 test: .venv/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone"
+	$(BIN)/python -m pytest -m alone
 
 check: .venv/ready
 	$(BIN)/ruff check src tests tools examples
@@ -47,6 +48,7 @@ bench: .venv/ready
 	$(BIN)/thinwire bench blob --json benchmarks/blob.json
 	$(BIN)/thinwire bench step --rate 1gbit --json benchmarks/step-1gbit.json
 	$(BIN)/thinwire bench step --rate none --decline --target 0 --batches 8 --json benchmarks/step-loopback.json
+	$(BIN)/thinwire bench doctor --json benchmarks/doctor.json
 	$(BIN)/thinwire bench compressors --json benchmarks/compressors.json --plot benchmarks/compressors.svg
 	$(BIN)/thinwire compare every --json benchmarks/compare-every.json
 	$(BIN)/thinwire repro fft --out benchmarks/repro-fft --json benchmarks/repro-fft.json

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +27,12 @@ _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(
     [
         *("torch", "torch.distributed", "torch.nn.parallel", "torch.distributed.fsdp", "thinwire"),
-        *("thinwire.attach.pipeline", "harness", "nets"),
+        *("thinwire.attach.pipeline.stage", "harness", "nets"),
     ]
 )
+
+_STACKS_AT = 0.95
+"""Of its time, after which a rank that has given no answer says where it is."""
 
 
 class RankError(AssertionError):
@@ -53,14 +58,14 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(num_ranks):
             mine, theirs = _processes.Pipe(duplex=False)
-            job = (function, rank, num_ranks, args, os.path.join(folder, "store"), group_timeout_s, theirs, backend)
+            job = (function, rank, num_ranks, args, folder, timeout_s, group_timeout_s, theirs, backend)
             process = _processes.Process(target=_rank_main, args=job, daemon=True)
             process.start()
             theirs.close()
             ready.append(mine)
             processes.append(process)
         try:
-            answers = _collect(ready, timeout_s)
+            answers = _collect(ready, timeout_s, folder)
         finally:
             for process in processes:
                 process.join(0.1 if may_die else 2.0)
@@ -75,14 +80,16 @@ def run_ranks(
     return [None if a is None else Exception(a[1]) if a[0] == "error" else a[1] for a in answers]
 
 
-def _collect(pipes: list[Connection], timeout_s: float) -> list[tuple[str, Any] | None]:
+def _collect(pipes: list[Connection], timeout_s: float, folder: str) -> list[tuple[str, Any] | None]:
     answers: list[tuple[str, Any] | None] = [None] * len(pipes)
     waiting = dict(zip(pipes, range(len(pipes)), strict=True))
     deadline = time.monotonic() + timeout_s
     while waiting:
         done = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not done:
-            raise RankError(f"ranks {sorted(waiting.values())} gave no answer within {timeout_s} s")
+            silent = sorted(waiting.values())
+            stacks = "".join(f"\n\nrank {rank} was at\n{_stacks(folder, rank).read_text()}" for rank in silent)
+            raise RankError(f"ranks {silent} gave no answer within {timeout_s} s{stacks}")
         for pipe in done:
             assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
@@ -93,20 +100,30 @@ def _collect(pipes: list[Connection], timeout_s: float) -> list[tuple[str, Any] 
     return answers
 
 
+def _stacks(folder: str, rank: int) -> Path:
+    """Where a rank says what its threads were doing, if it is still at it shortly before its time is over."""
+    path = Path(folder, f"stacks{rank}")
+    path.touch()
+    return path
+
+
 def _rank_main(
     function: Callable[..., Any],
     rank: int,
     num_ranks: int,
     args: tuple[Any, ...],
-    store_path: str,
+    folder: str,
+    timeout_s: float,
     group_timeout_s: float,
     pipe: Connection,
     backend: str,
 ) -> None:
     torch.set_num_threads(1)
+    stacks = _stacks(folder, rank).open("w")
+    faulthandler.dump_traceback_later(_STACKS_AT * timeout_s, file=stacks)
     try:
         timeout = timedelta(seconds=group_timeout_s)
-        store = dist.FileStore(store_path, num_ranks)
+        store = dist.FileStore(os.path.join(folder, "store"), num_ranks)
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
         answer = ("ok", function(rank, *args))
     except BaseException:  # noqa: BLE001 - the test gets it

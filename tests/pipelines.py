@@ -17,7 +17,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from thinwire.attach.pipeline import PipelineStage
+from thinwire.attach.pipeline.stage import PipelineStage
 
 WIDTH, LENGTH, SAMPLES, BATCH, CHUNKS = 16, 6, 16, 8, 4
 MULTI = {
@@ -91,13 +91,17 @@ class Pipe:
             make(module, index, total, cpu, group=group, **options)
             for module, index in zip(self.modules, self.indices, strict=True)
         ]
-        if name in MULTI:
-            self.schedule: Any = MULTI[name](self.stages, chunks, loss_fn=loss)
-        else:
-            self.schedule = SINGLE[name](self.stages[0], chunks, loss_fn=loss)
+        self._name, self._chunks, self._loss = name, chunks, loss
+        self.schedule = self.new_schedule()
         self.optimizer = torch.optim.SGD([p for module in self.modules for p in module.parameters()], lr=lr)
         self.first = next((stage for stage in self.stages if stage.is_first), None)
         self.last = next((stage for stage in self.stages if stage.is_last), None)
+
+    def new_schedule(self) -> Any:
+        name, options = self._name, {"loss_fn": self._loss}
+        if name in MULTI:
+            return MULTI[name](self.stages, self._chunks, **options)
+        return SINGLE[name](self.stages[0], self._chunks, **options)
 
     def step(self, x: Tensor, y: Tensor, ids: Sequence[int] | Tensor | None, **more: Any) -> float | None:
         """Train on some samples; the loss, where the last stage is."""

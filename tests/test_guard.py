@@ -22,6 +22,7 @@ from thinwire.compressors import Coded, parse
 from thinwire.plan import Plan, Speeds, declined
 from thinwire.wire.speeds import _codec, measure_speeds
 
+pytestmark = pytest.mark.alone
 SHAPES = {"big.weight": (512, 512), "other.weight": (64, 64), "bias": (64,)}
 
 

@@ -20,7 +20,7 @@ from thinwire.lab import relay, tools
 from thinwire.lab.network import address
 
 MISSING = lab.unavailable()
-pytestmark = [pytest.mark.network, pytest.mark.skipif(MISSING is not None, reason=MISSING or "")]
+pytestmark = [pytest.mark.alone, pytest.mark.network, pytest.mark.skipif(MISSING is not None, reason=MISSING or "")]
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 # Of each 1514-byte frame 1448 are the stream's: the most that a rate can carry.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ from torch import Tensor, nn
 
 import thinwire
 from harness import run_ranks
-from pipelines import BATCH, LENGTH, SAMPLES, Block, Pipe, samples
-from thinwire.attach.crossing import Crossing, Spec, chunk_sizes
-from thinwire.attach.pipeline_options import PipelineOptions, fitted
-from thinwire.attach.turn import Batch
+from pipelines import BATCH, CHUNKS, LENGTH, SAMPLES, Block, Pipe, samples
+from thinwire.attach.pipeline.crossing import Crossing, Spec, chunk_sizes
+from thinwire.attach.pipeline.options import PipelineOptions, fitted
+from thinwire.attach.pipeline.turn import Batch
 from thinwire.collectives import MessageError
 
 FW3_BW6: dict[str, Any] = {"forward": "delta(maxabs(bits=3))", "backward": "maxabs(bits=6)"}
@@ -224,6 +225,39 @@ def test_an_activation_of_another_shape_is_an_error_on_both_sides(forward: str) 
     assert "a stage's output has shapes" in first[0]
     assert "pass set_sample_ids()" in first[0]
     assert "PeerFailedError: rank 0 failed" in second[0]
+
+
+def fails_in_its_forward_pass(rank: int, where: int, num_ranks: int, name: str) -> tuple[str, float, bool]:
+    pipe = Pipe(rank, num_ranks, name, **FW3_BW6)
+    x, y = samples()
+    pipe.epoch(0, x, y)
+    forward = pipe.modules[0].forward
+    if rank == where:
+        calls = iter(range(CHUNKS))
+
+        def fail(x: Tensor) -> Tensor:
+            if next(calls) == 2:
+                raise ArithmeticError("no such number")
+            return forward(x)
+
+        pipe.modules[0].forward = fail
+    started = time.perf_counter()
+    error = error_of(lambda: pipe.step(x[:BATCH], y[:BATCH], range(BATCH)))
+    took = time.perf_counter() - started
+    pipe.modules[0].forward = forward
+    # PyTorch's own keep the losses of a step that was given up.
+    pipe.schedule = pipe.new_schedule()
+    pipe.epoch(1, x, y)
+    return error, took, bool(pipe.digests())
+
+
+@pytest.mark.parametrize(("where", "name"), [(0, "gpipe"), (1, "gpipe"), (2, "gpipe"), (1, "1f1b"), (0, "interleaved")])
+def test_an_error_in_one_stage_ends_the_step_on_all_and_they_can_go_on(where: int, name: str) -> None:
+    num_ranks = 2 if name == "interleaved" else 3
+    for rank, (error, took, kept) in enumerate(run_ranks(fails_in_its_forward_pass, num_ranks, where, num_ranks, name)):
+        assert ("failed to run forward" if rank == where else "PeerFailedError") in error
+        assert took < 5
+        assert kept
 
 
 def too_long(rank: int) -> str:

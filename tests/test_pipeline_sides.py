@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import thinwire
-from thinwire.attach.activation_message import Kind
-from thinwire.attach.boundary import UNSEEN, Side
-from thinwire.attach.crossing import Crossing, Spec
-from thinwire.attach.pipeline_options import PipelineOptions
-from thinwire.attach.pipeline_stats import PipelineStats
-from thinwire.attach.turn import Batch, Turn
+from thinwire.attach.pipeline.boundary import UNSEEN, Side
+from thinwire.attach.pipeline.crossing import Crossing, Spec
+from thinwire.attach.pipeline.message import Kind
+from thinwire.attach.pipeline.options import PipelineOptions
+from thinwire.attach.pipeline.stats import PipelineStats
+from thinwire.attach.pipeline.turn import Batch, Turn
 from thinwire.collectives import MessageError, PeerFailedError
 from thinwire.store import Background
 

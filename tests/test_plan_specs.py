@@ -51,7 +51,7 @@ def test_texts(text: str, policy: Policy) -> None:
     [
         ("", "is not a policy"),
         ("lgreco(", "is not a policy"),
-        ("greedy()", "there are accordion, bayes"),
+        ("greedy()", "there are accordion, auto, bayes"),
         ("__import__('os').system('true')", "is no policy"),
         ("lgreco(every=__import__('os'))", "not a plain value"),
         ("lgreco(every=2 * 50)", "not a plain value"),

@@ -27,8 +27,8 @@ from thinwire.repro.cgx.contest import Times
 from thinwire.repro.crew import Crew
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("1", "3", "t3", "2", "4", "resume", "completions")
-PICTURES = ("1-change", "3-curves", "2-throughput", "4-time")
+PARTS = ("1", "3", "t3", "2", "4", "labels", "8", "fp16", "links", "resume", "completions")
+PICTURES = ("1-change", "3-curves", "2-throughput", "4-time", "3ab-labels", "9-stages", "8-fp16", "links")
 WORDS = {True: "yes", False: "no", None: "open"}
 
 
@@ -159,15 +159,15 @@ def test_stages_together_compute_what_the_gpt_does(num_stages: int) -> None:
     expected = gpt(tokens)
     x = tokens
     for index in range(num_stages):
-        x = Part(SMALL_SMOKE.build(3), index, num_stages, half=False)(x)
+        x = Part(SMALL_SMOKE.build(3), index, num_stages, half="")(x)
     assert torch.equal(x, expected)
 
 
 def test_half_precision_crosses_in_bf16() -> None:
     tokens, _ = SMALL_SMOKE.tuned_on(torch.arange(4))
-    crossed = Part(SMALL_SMOKE.build(3), 0, 2, half=True)(tokens)
+    crossed = Part(SMALL_SMOKE.build(3), 0, 2, half="bf16")(tokens)
     assert crossed.dtype == torch.bfloat16
-    logits = Part(SMALL_SMOKE.build(3), 1, 2, half=True)(crossed)
+    logits = Part(SMALL_SMOKE.build(3), 1, 2, half="bf16")(crossed)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, SMALL_SMOKE.build(3)(tokens), atol=0.1, rtol=0.1)
 
@@ -203,7 +203,7 @@ def test_a_task_must_fill_its_batches_and_comes_back_from_json() -> None:
 def test_first_weights_are_made_once_and_for_all_tasks_that_share_them(tmp_path: Path) -> None:
     first, steps = FirstTraining(tmp_path), []
     path = first.weights(SMALL_SMOKE, lambda step, _: steps.append(step))
-    assert first.weights(replace(SMALL_SMOKE, half=True, steps=10), lambda step, _: steps.append(step)) == path
+    assert first.weights(replace(SMALL_SMOKE, half="bf16", steps=10), lambda step, _: steps.append(step)) == path
     assert steps == list(range(1, SMALL_SMOKE.first_steps + 1))
     assert first.weights(replace(SMALL_SMOKE, first_steps=0), lambda *_: None) is None
 
@@ -225,6 +225,7 @@ def run(losses: list[float], **more: Any) -> Trained:
         "steps_per_epoch": 1,
         "losses": tuple(losses),
         "held_out": (9.0, *losses),
+        "right": (0.5, 0.5),
         "step_s": tuple(1.0 for _ in losses),
         "sent_bytes": 1.0,
         "dense_bytes": 4.0,

@@ -30,7 +30,7 @@ from thinwire.collectives.shared_memory import (
 )
 from thinwire.kernels import LINE_BYTES, Word
 
-pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+pytestmark = [pytest.mark.alone, pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))]
 
 LIMITS = {"timeout_s": 10.0, "spin_s": 0.0, "waiting": "waiting"}
 

@@ -19,7 +19,7 @@ def repro_aqsgd(benchmarks: Path = BENCHMARKS) -> str:
         return "Not measured yet: `make bench`."
     figures, results = Figures(path), results_of(path.stem, benchmarks)
     about = figures.record["about"]
-    tables = [_losses(results), _throughput(results), _breakdown(results), _completions(results)]
+    tables = [_losses(results), _throughput(results), _breakdown(results), _links(results), _completions(results)]
     shown = "\n\n".join(text for text in tables if text)
     return (
         f"{claims(results, 'the paper')}\n\nHow a claim is judged: {about['judged']}.\n\n{shown}\n\n"
@@ -81,6 +81,18 @@ def _breakdown(results: list[dict[str, Any]]) -> str:
             rows.append([f"{row['rate']} ({row['link'] or 'loopback'})", *cells])
     head = ["ms a micro-batch, here (in the paper)", "forward", "its message", "backward", "its message"]
     return f"Table 3, AQ-SGD fw4 bw8:\n\n{table(head, rows)}" if rows else ""
+
+
+def _links(results: list[dict[str, Any]]) -> str:
+    row = _row(results, "links/chosen")
+    if row is None:
+        return ""
+    rows = []
+    for at, link in enumerate(row["links"]):
+        cells = [f"{8e-6 * link[way]['rate']:.1f} Mbit/s, `{link[way]['compressor']}`" for way in ("forward", "backward")]
+        rows.append([str(at), *cells])
+    head = ["boundary", "forward", "backward"]
+    return f"Bits by link, chosen by `adapt=thinwire.ByLink(...)`:\n\n{table(head, rows, numbers=False)}"
 
 
 def _completions(results: list[dict[str, Any]]) -> str:

@@ -7,6 +7,7 @@ import re
 import sys
 
 from aqsgd_page import repro_aqsgd
+from doctor_page import doctor
 from figures import BENCHMARKS, ROOT, Figures, table
 from lgreco_page import repro_lgreco
 from qsdp_page import repro_qsdp, sharded
@@ -285,6 +286,7 @@ PAGES = {
         "sharded": sharded,
         "blob": blob,
     },
+    "docs/doctor.md": {"doctor": doctor},
     "docs/kernels.md": {"kernels": kernels},
     "docs/topologies.md": {"topologies": topologies},
     "docs/results.md": {"results": results},

@@ -45,7 +45,20 @@ from thinwire.compressors import (
     parse,
     register,
 )
-from thinwire.plan import Accordion, Bayes, KMeans, LGreco, Linear, Plan, Policy, family, parse_policy
+from thinwire.plan import (
+    Accordion,
+    Auto,
+    Bayes,
+    ByLink,
+    KMeans,
+    LGreco,
+    Linear,
+    LinkChoice,
+    Plan,
+    Policy,
+    family,
+    parse_policy,
+)
 from thinwire.store import Disk, Memory, StoreError, store_bytes
 from thinwire.wire import (
     Decision,
@@ -61,14 +74,16 @@ from thinwire.wire import (
 )
 
 if TYPE_CHECKING:
-    from thinwire.attach.pipeline import PipelineStage, compress_stage
+    from thinwire.attach.pipeline.stage import PipelineStage, compress_stage
 
 __all__ = [
     "DGC",
     "FFT",
     "QSGD",
     "Accordion",
+    "Auto",
     "Bayes",
+    "ByLink",
     "Cast",
     "Chain",
     "Compressor",
@@ -84,6 +99,7 @@ __all__ = [
     "Lattice",
     "Levels",
     "Linear",
+    "LinkChoice",
     "MaxAbs",
     "Memory",
     "MessageError",
@@ -140,7 +156,7 @@ _LATE = ("PipelineStage", "compress_stage")
 def __getattr__(name: str) -> Any:
     # PyTorch's pipelining takes longer to import than all of thinwire: only who uses it pays.
     if name in _LATE:
-        from thinwire.attach import pipeline
+        from thinwire.attach.pipeline import stage
 
-        return getattr(pipeline, name)
+        return getattr(stage, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,12 +15,14 @@ from rich.console import Console
 # A command is imported when it is asked for: `thinwire lab` should not wait for what `thinwire demo` needs.
 _COMMANDS = {
     "demo": "thinwire.repro.demo:demo",
+    "doctor": "thinwire.doctor.command:doctor",
     "lab": "thinwire.lab.command:lab",
     "aggregator": "thinwire.aggregator.command:aggregator",
     "bench kernels": "thinwire.bench.kernels:kernels",
     "bench allreduce": "thinwire.bench.allreduce:allreduce",
     "bench topologies": "thinwire.bench.topologies:topologies",
     "bench step": "thinwire.bench.step:step",
+    "bench doctor": "thinwire.bench.doctor:doctor",
     "bench cuda": "thinwire.bench.cuda:cuda",
     "bench blob": "thinwire.bench.blob:blob",
     "bench compressors": "thinwire.bench.compressors:compressors",
@@ -40,12 +42,14 @@ _HELP = """\
 [bold]thinwire[/]: train over slow networks as if they were fast.
 
   [bold]thinwire demo[/]              train over a 100 Mbit/s wire: fp32, bf16, PowerSGD and thinwire; the same loss?
+  [bold]thinwire doctor[/]            is a training bound by its network? what would help, and by how much
   [bold]thinwire lab[/]               run any torchrun-style script over a slow network, emulated on this machine
   [bold]thinwire aggregator[/]        add up integers in the network, as a programmable switch would, for intsgd
   [bold]thinwire bench kernels[/]     how fast this machine quantises, beside a plain copy
   [bold]thinwire bench allreduce[/]   an all-reduce over a slow link, beside gloo and beside its own limit
   [bold]thinwire bench topologies[/]  the same by ring, tree, hierarchy ... and through shared memory, over many links
   [bold]thinwire bench step[/]        a training step over a slow link, beside stock DDP and beside its own limit
+  [bold]thinwire bench doctor[/]      steps that doctor foretells beside steps that are taken, over eight links
   [bold]thinwire bench cuda[/]        the same on a GPU: speed and launches of each compressor, ranks that share the GPU
   [bold]thinwire bench blob[/]        DDP over a process group that compresses buffers, beside compressing layers
   [bold]thinwire bench compressors[/] error, bytes and speed of every compressor on the gradients of a real training
@@ -96,8 +100,8 @@ def _run(name: str, args: list[str]) -> int:
     command: Callable[..., Any] = getattr(importlib.import_module(module), function)
     # All of the docstring but its arguments, which tyro shows as options: on its own tyro would drop the examples.
     about = inspect.cleandoc(command.__doc__ or "").split("\nArgs:")[0].strip()
-    if name == "lab" and "--" in args:
-        # What follows `--` belongs to the command that is run, options and all.
+    if name in ("lab", "doctor") and "--" in args:
+        # What follows `--` belongs to the command or script that is run, options and all.
         at = args.index("--")
         command, args = functools.partial(command, args[at + 1 :]), args[:at]
     try:

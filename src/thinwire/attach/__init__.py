@@ -3,7 +3,7 @@
 from thinwire.attach.compress import compress
 from thinwire.attach.fsdp import prefetch
 from thinwire.attach.group_options import ProcessGroupOptions
-from thinwire.attach.pipeline_stats import PipelineStats
+from thinwire.attach.pipeline.stats import PipelineStats
 from thinwire.attach.process_group import ProcessGroup, register_backend, register_model
 from thinwire.attach.trainers import lightning_callback, trainer_callback
 

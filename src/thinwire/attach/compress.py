@@ -16,14 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.attach.ddp import Options, compress_ddp
 from thinwire.attach.fsdp import DEFAULT_SHARDED_RULES, ShardedOptions, compress_fsdp
 from thinwire.collectives import Topology, TransportChoice, parse_topology
-from thinwire.plan import DEFAULT_RULES, Policy, Rules, Site, parse_policy
+from thinwire.optim import QuantizedAdam
+from thinwire.plan import DEFAULT_RULES, Auto, ByLink, Policy, Rules, Site, parse_policy
 from thinwire.wire import ShardedWire, Wire
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
-    from thinwire.attach.pipeline import Compressing
-    from thinwire.attach.pipeline_options import Specs
+    from thinwire.attach.pipeline.options import Specs
+    from thinwire.attach.pipeline.stage import Compressing
     from thinwire.store import Place
 
 _PARITY = 1000
@@ -32,7 +33,7 @@ _PARITY = 1000
 @overload
 def compress(
     model: DistributedDataParallel,
-    rules: Rules | None = None,
+    rules: Rules | Auto | None = None,
     *,
     exclude: Sequence[str] = (),
     min_numel: int = 1024,
@@ -89,12 +90,13 @@ def compress(
     check_every: int = 100,
     evaluation: Any = "raw",
     max_length: int | None = None,
+    adapt: ByLink | None = None,
 ) -> Compressing: ...
 
 
 def compress(
     model: Any,
-    rules: Rules | None = None,
+    rules: Rules | Auto | None = None,
     *,
     weights: Rules | None = None,
     gradients: Rules | None = None,
@@ -109,7 +111,7 @@ def compress(
     decline: bool = True,
     topology: str | Topology = "sra",
     transport: TransportChoice = "auto",
-    adapt: str | Policy | None = None,
+    adapt: str | Policy | ByLink | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     timeout: timedelta | None = None,
     simulate: bool = False,
@@ -141,7 +143,8 @@ def compress(
             in the module inside DDP; a plain word matches any name that contains it. Layers that no pattern matches
             stay raw. Compressors that drop or distort much (``topk``, ``powersgd`` ...) get error feedback around them
             unless they say ``feedback=False``; layers that a compressor cannot take stay raw (``wire.unsuited`` says
-            which and why). By default ``minmax(bits=4, bucket=128)``.
+            which and why). By default ``minmax(bits=4, bucket=128)``. ``auto``, or `thinwire.Auto`, chooses by layer
+            what pays on the links as they are measured while training, and nothing if nothing does (docs/auto.md).
         weights: for ``fully_shard``: the same for weights, as they are gathered. Every rank computes with what arrived,
             its own shard included, and with the same weights in the forward and backward pass of a step. By default
             ``minmax(bits=8, bucket=1024)``, as for gradients; ``raw`` for none.
@@ -183,7 +186,8 @@ def compress(
             are native all-reduces as ever. ``host:port?slots=16`` asks for a part of its slots.
         adapt: a policy that chooses each layer's compression anew from time to time while the model trains:
             ``lgreco(every=500, warmup=100)`` sends the least at the error that the rules would have (docs/adaptive.md).
-            Its ``warmup`` is a ``start``. ``wire.decisions`` says what it did.
+            Its ``warmup`` is a ``start``. ``wire.decisions`` says what it did. For a stage of a pipeline:
+            `thinwire.ByLink`.
         optimizer: the optimizer, for compressors that follow its learning rate (``fft(theta=diminishing)``) or its
             steps (``intsgd(scale=params)``), and for ``accordion``. With `thinwire.optim.QuantizedAdam` its momentum is
             what travels once its warm-up is over, with error feedback around every compressor.
@@ -203,24 +207,33 @@ def compress(
             compressors like the rules'.
         RuntimeError: the model is compressed already, or has another communication hook; or it is on a GPU, and NCCL
             or Triton is missing.
-        NotImplementedError: its parameters are on several devices, or on an accelerator that is not CUDA's.
+        NotImplementedError: its parameters are on several devices, or on an accelerator that is not CUDA's; or on a
+            GPU, and ``auto`` was asked for.
         DisagreementError: the ranks gave different arguments.
         SharedMemoryError: ``transport="shared"``, and ranks cannot share memory.
     """
     given = dict(locals())
     if _is_stage(model):
-        from thinwire.attach.pipeline import compress_stage
+        from thinwire.attach.pipeline.stage import compress_stage
 
         _check_for_stage(given)
-        return compress_stage(model, seed=seed, **of_a_stage)
+        return compress_stage(model, seed=seed, adapt=adapt, **of_a_stage)
+    if isinstance(adapt, ByLink):
+        raise TypeError("adapt=thinwire.ByLink(...) is for the stages of a pipeline; see docs/adaptive.md for models")
     if of_a_stage:
         raise TypeError(f"{next(iter(of_a_stage))}= is no option of thinwire.compress() for a {type(model).__name__}")
     policy = None if adapt is None else parse_policy(adapt)
+    automatic = _automatic(rules)
+    if automatic is not None or isinstance(policy, Auto):
+        _check_auto(model, automatic, adapt, simulate=simulate, optimizer=optimizer)
+        # What pays is the policy's to decide, again and again.
+        policy, decline = automatic, False
+    named: Rules | None = None if automatic is not None or isinstance(rules, Auto) else rules
     start = max(start, policy.warmup if policy else 0)
     if not isinstance(model, DistributedDataParallel):
         _check_for_sharded(
             model,
-            rules=(rules, None),
+            rules=(named, None),
             simulate=(simulate, False),
             parity=(parity or _PARITY, _PARITY),
             resync=(resync, 0),
@@ -277,7 +290,35 @@ def compress(
         grad_scaler=grad_scaler,
         timeout=timeout,
     )
-    return compress_ddp(model, DEFAULT_RULES if rules is None else rules, options)
+    return compress_ddp(model, DEFAULT_RULES if named is None else named, options)
+
+
+def _automatic(rules: Rules | Auto | None) -> Auto | None:
+    """The policy in the place of rules, if there is one."""
+    if isinstance(rules, Auto):
+        return rules
+    if isinstance(rules, str) and rules.strip().lower().startswith("auto"):
+        found = parse_policy(rules)
+        assert isinstance(found, Auto)
+        return found
+    return None
+
+
+def _check_auto(
+    model: object, auto: Auto | None, adapt: object, *, simulate: bool, optimizer: torch.optim.Optimizer | None
+) -> None:
+    if auto is None:
+        raise ValueError('auto takes the place of the rules: thinwire.compress(model, "auto"), without adapt=')
+    if adapt is not None:
+        raise ValueError(f"auto decides by itself, and adapt={adapt!r} would, too: give one of them")
+    if simulate:
+        raise ValueError("auto goes by measured links, and simulate=True sends nothing: give rules instead")
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(f"auto is for DistributedDataParallel models, not {type(model).__name__}: give rules instead")
+    if any(p.device.type != "cpu" for p in model.parameters()):
+        raise NotImplementedError("auto times steps on the host, which knows no times of a GPU: give rules instead")
+    if isinstance(optimizer, QuantizedAdam):
+        raise ValueError("with QuantizedAdam momenta travel, all with error feedback: give rules instead of auto")
 
 
 def _is_stage(model: object) -> bool:
@@ -288,7 +329,7 @@ def _is_stage(model: object) -> bool:
 def _check_for_stage(given: Mapping[str, object]) -> None:
     """Raise if an argument was given that a pipeline's stage has not."""
     for name, parameter in inspect.signature(compress).parameters.items():
-        if name not in ("model", "seed", "of_a_stage") and given[name] != parameter.default:
+        if name not in ("model", "seed", "adapt", "of_a_stage") and given[name] != parameter.default:
             raise TypeError(f"{name}= is not for a stage, which takes forward=, backward=, store= and others")
 
 

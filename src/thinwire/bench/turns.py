@@ -45,7 +45,7 @@ class Turns:
         """By way and round, the seconds of a step on the slowest rank, after some steps that do not count."""
         for name in self.models:
             for _ in range(_WARM_UP):
-                self._step(name, tokens)
+                self.step(name, tokens)
         times: dict[str, list[float]] = {name: [] for name in self.models}
         for _ in range(rounds):
             for name, found in times.items():
@@ -56,11 +56,12 @@ class Turns:
         dist.barrier()
         started = time.perf_counter()
         for _ in range(steps):
-            self._step(name, tokens)
+            self.step(name, tokens)
         mine = torch.tensor((time.perf_counter() - started) / steps)
         dist.all_reduce(mine, op=dist.ReduceOp.MAX)
         return float(mine)
 
-    def _step(self, name: str, tokens: Tensor) -> None:
+    def step(self, name: str, tokens: Tensor) -> None:
+        """One step of one of the models."""
         backward(self.models[name], tokens)
         self._optimizers[name].step()

@@ -11,7 +11,7 @@ import contextlib
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
@@ -121,6 +121,15 @@ class Transport(ABC):
             self.sent_bytes += sent
             self.received_bytes += received
             self.shared_bytes += shared
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What the body moves is not counted: probes of the link. Nothing else may be under way."""
+        before = self.sent_bytes, self.received_bytes, self.shared_bytes
+        try:
+            yield
+        finally:
+            self.sent_bytes, self.received_bytes, self.shared_bytes = before
 
     def open(self, traffic: Traffic) -> Buffers:
         """Make room for the messages of a collective. All ranks must call this, in the same order.

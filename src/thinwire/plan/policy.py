@@ -15,6 +15,7 @@ from thinwire.compressors import Compressor
 
 if TYPE_CHECKING:
     from thinwire.plan.cost import Speeds
+    from thinwire.plan.forecast import Links, Pace
 
 
 class Sync(NamedTuple):
@@ -24,6 +25,15 @@ class Sync(NamedTuple):
     """Bytes that a rank sent for each bucket, in the order in which they leave."""
     seconds: float
     """From the start of the first bucket to the end of the last one."""
+
+
+class StepTime(NamedTuple):
+    """What one step took, from the first bucket of a backward pass to that of the next."""
+
+    pace: Pace
+    """The step without waiting for communication."""
+    seconds: float
+    compressed: bool
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,12 @@ class Evidence:
     """Measured speeds of all candidates and of the links, for policies that ask for them."""
     memory: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """By layer, what the policy noted at its last decision."""
+    links: Links | None = None
+    """What the links carry now, for policies that have them measured."""
+    codec_s: Mapping[Compressor, float] = field(default_factory=dict)
+    """The same of compressors: seconds that an element costs a rank in a step."""
+    steps: Sequence[StepTime] = ()
+    """What the last steps took, with the plan of now."""
     times: Mapping[str, float] = field(default_factory=dict)
     """How many times as often as others a layer is sent in a step: once where nothing is said."""
 
@@ -122,6 +138,11 @@ class Policy(ABC):
 
     def to_time(self, reference: Mapping[str, Compressor]) -> frozenset[Compressor]:
         """Compressors whose speeds it needs in `Evidence.speeds`; none if it needs no speeds."""
+        return frozenset()
+
+    def to_measure(self, reference: Mapping[str, Compressor]) -> frozenset[Compressor]:
+        """Compressors whose speeds all ranks measure before each decision, and with them the links and the steps, for
+        `Evidence.codec_s`, `links` and `steps`; none if it needs nothing of that."""
         return frozenset()
 
     def check(self, reference: Mapping[str, Compressor], shapes: Mapping[str, Sequence[int]]) -> None:  # noqa: B027

@@ -8,12 +8,14 @@ from dataclasses import fields
 from typing import Any
 
 from thinwire.plan.accordion import Accordion
+from thinwire.plan.auto import Auto
 from thinwire.plan.heuristics import Bayes, KMeans, Linear
 from thinwire.plan.lgreco import LGreco
 from thinwire.plan.policy import Policy
 
 _POLICIES: dict[str, type[Policy]] = {
     "accordion": Accordion,
+    "auto": Auto,
     "bayes": Bayes,
     "kmeans": KMeans,
     "lgreco": LGreco,

@@ -3,6 +3,7 @@
 from thinwire.wire.adapt import Decision
 from thinwire.wire.agree import DisagreementError, agree
 from thinwire.wire.flat import Contents, FlatEngine, FlatStats, Kind, Operation, dense_bytes, group_seed
+from thinwire.wire.link import measure_one_way
 from thinwire.wire.log import StatsLogger
 from thinwire.wire.parity import ParityError
 from thinwire.wire.registered import NamedShape, Registered, Walk
@@ -41,6 +42,7 @@ __all__ = [
     "agree",
     "dense_bytes",
     "group_seed",
+    "measure_one_way",
     "merge_timelines",
     "on_the_host",
 ]

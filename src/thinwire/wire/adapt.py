@@ -7,6 +7,7 @@ are in the checkpoint: a run that resumes decides as it would have.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections import deque
@@ -20,14 +21,21 @@ from torch import Tensor
 from thinwire.collectives import Transport
 from thinwire.compressors import Compressor, Raw, Unsuited, parse
 from thinwire.plan import Evidence, Plan, Policy, Proposal, Speeds, Sync
+from thinwire.plan.cost import codec_seconds
+from thinwire.plan.forecast import Links
 from thinwire.wire.agree import DisagreementError, exchange_texts
 from thinwire.wire.checkpoint import integers
+from thinwire.wire.clock import StepClock
+from thinwire.wire.link import measure_cores, measure_links, shared_part
 from thinwire.wire.route import BucketLayers
+from thinwire.wire.speeds import measure_codecs
 
 # One thread for all Wires, and one core at most: the others belong to training. A thread for each decision would leave
 # its share of the mathematical libraries' buffers behind.
 _beside_training = ThreadPoolExecutor(1, "thinwire plan", initializer=torch.set_num_threads, initargs=(1,))
+_log = logging.getLogger("thinwire.adapt")
 _SYNCS = 4096
+_PROBE_S = 0.05
 _SUM, _SEEN, _MEMORY = "adapt/sum/", "adapt/seen", "adapt/memory"
 
 
@@ -82,6 +90,14 @@ class Adapter:
         self._order: list[tuple[str, ...]] = []
         self._observed_step = -1
         self._memory: Mapping[str, tuple[float, ...]] = {}
+        self._links: Links | None = None
+        self._codec_s: Mapping[Compressor, float] = {}
+        self._measured = policy.to_measure(self.reference)
+        self.clock: StepClock | None = None
+        """Times steps, for policies that want it."""
+        if self._measured:
+            cores = measure_cores(transport)
+            self.clock = StepClock(shared_part(cores, torch.get_num_threads()))
         self._asked: Future[Proposal] | None = None
         self._asked_for = -1
 
@@ -145,12 +161,27 @@ class Adapter:
             TransportError: a rank is gone or silent.
         """
         started = time.perf_counter()
-        if self.decides and self._next_change(step) == step + self.policy.lag_steps:
-            self._ask(plan, step + self.policy.lag_steps, learning_rate)
+        if self._next_change(step) == step + self.policy.lag_steps:
+            self._measure()
+            if self.decides:
+                self._ask(plan, step + self.policy.lag_steps, learning_rate)
         if self._next_change(step) == step:
+            if self.decides and self._asked is None and self._measured:
+                # Resumed since it was asked for: steps are timed anew.
+                self._ask(plan, step, learning_rate)
             plan = self._change(plan, step)
         self.adapt_s += time.perf_counter() - started
         return plan
+
+    def _measure(self) -> None:
+        """Between two steps, on every rank: find out how fast links and codecs are now, for policies that want it."""
+        if not self._measured or self._transport.world_size == 1:
+            return
+        with self._transport.uncounted():
+            (self._links,) = measure_links(self._transport, rounds=1, long_s=_PROBE_S)
+            passes = measure_codecs(self._measured, self._transport)
+        n = self._transport.world_size
+        self._codec_s = {c: codec_seconds(c, n, {"encode": e, "decode": d}) for c, (e, d) in passes.items()}
 
     def _ask(self, plan: Plan, step: int, learning_rate: float | None) -> None:
         """Have it decided, in a thread of its own, what is to hold from ``step`` on."""
@@ -167,6 +198,9 @@ class Adapter:
             syncs=tuple(self.syncs),
             speeds=self.speeds,
             memory=self._memory,
+            links=self._links,
+            codec_s=self._codec_s,
+            steps=tuple(self.clock.steps) if self.clock else (),
         )
         self._asked, self._asked_for = _beside_training.submit(self._propose, evidence), step
 
@@ -185,6 +219,8 @@ class Adapter:
             self._memory = proposal.memory
         found = proposal or Proposal({})
         times = (found.errors_s, found.solve_s, waited_s)
+        if self.decides and note:
+            _log.info("step %d: %s", step, note)
         self.decisions.append(Decision(step, changed, len(changes), note, found.errors, found.reference_errors, *times))
         return changed
 
@@ -235,6 +271,7 @@ class Adapter:
     def load(self, state: Mapping[str, Tensor], plan: Plan, learning_rate: float | None) -> None:
         """Continue from a `state`; from nothing, where there is none."""
         self._sums, self._buckets, self._memory, self._seen, self._asked = {}, {}, {}, 0, None
+        self._measure()
         if not self.decides or _SEEN not in state:
             return
         self._seen, asked_for = integers(state, _SEEN, 2)
@@ -251,7 +288,7 @@ class Adapter:
             rows = table.reshape(-1, width).tolist()
             pairs = zip(self.reference, rows, strict=False)
             self._memory = {name: tuple(row) for name, row in pairs if not any(map(math.isnan, row))}
-        if asked_for >= 0:
+        if asked_for >= 0 and not self._measured:
             self._ask(plan, asked_for, learning_rate)
 
 

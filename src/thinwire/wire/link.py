@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -20,12 +24,19 @@ from thinwire.collectives import (
     node_identity,
     number_nodes,
 )
+from thinwire.plan.forecast import Curve, Links
 from thinwire.wire.stream import elapsed
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _REPEATS = 3
 _FIRST_PROBE_BYTES = 64 << 10
 _LAST_PROBE_BYTES = 16 << 20
 _LONG_ENOUGH_S = 0.02
+_ALL_PAIRS = 8
+_ROUNDS = 4
+_CURVE_FROM_BYTES, _CURVE_TO_BYTES = 4 << 10, 16 << 20
+_CURVE_LONG_S = 0.15
+_CURVE_REPEATS = 2
 
 
 def settle(topology: Topology, transport: Transport) -> tuple[Topology, World]:
@@ -83,13 +94,115 @@ def measure_rates(transport: Transport) -> list[float]:
     return rates
 
 
+def measure_one_way(transport: Transport, pairs: Sequence[tuple[int, int]]) -> list[float]:
+    """Bytes per second from the first to the second rank of each pair, one pair after the other. The same everywhere.
+
+    Raises:
+        TransportError: a rank is gone or silent.
+    """
+    return [_speed(transport, [pair])[0] for pair in pairs]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The link between two ranks, both directions busy at once."""
+
+    first: int
+    second: int
+    bandwidth: float
+    """Bytes per second, each way."""
+    latency_s: float
+    """Of an empty message, one way."""
+
+
+def measure_pairs(transport: Transport) -> list[Pair]:
+    """Every two ranks' link, one after the other while the others wait; the same on every rank.
+
+    Of more than 8 ranks those alone that are neighbours in a ring: all would take minutes.
+    """
+    n = transport.world_size
+    neighbours = sorted({tuple(sorted((rank, (rank + 1) % n))) for rank in range(n) if n > 1})
+    chosen = neighbours if n > _ALL_PAIRS else [(a, b) for b in range(n) for a in range(b)]
+    found = []
+    for a, b in chosen:
+        bandwidth, latency = _speed(transport, [(a, b), (b, a)])
+        # Who takes no part measures nothing but the wait for the others.
+        mine = torch.tensor([bandwidth, latency], dtype=torch.float64)
+        told = transport.all_gather(mine)[[a, b]]
+        found.append(Pair(a, b, float(told[:, 0].min()), float(told[:, 1].max())))
+    return found
+
+
+def measure_links(transport: Transport, rounds: int = _ROUNDS, long_s: float = _CURVE_LONG_S) -> list[Links]:
+    """What all-reduces and exchanges take by their bytes, measured ``rounds`` times; the same on every rank.
+
+    With messages of up to 16 MB, or of the size that takes ``long_s``.
+    """
+    return [_links(transport, long_s) for _ in range(rounds)]
+
+
+def _links(transport: Transport, long_s: float) -> Links:
+    device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
+    everybody = range(transport.world_size)
+    pairs = [(rank, other) for rank in everybody for other in everybody if other != rank]
+
+    def all_reduce(num_bytes: int) -> _Took:
+        x = torch.zeros(num_bytes // 4, device=device)
+        transport.all_gather(torch.zeros(1))
+        before = time.process_time()
+        seconds = elapsed(lambda: transport.all_reduce(x), device)
+        return _Took(seconds, time.process_time() - before)
+
+    native, native_cpu = _curve(
+        transport, long_s, all_reduce, lambda size: transport.all_reduce_bytes(size // 4, torch.float32)
+    )
+    exchange, exchange_cpu = _curve(transport, long_s, lambda size: _probe(transport, pairs, size), lambda size: size)
+    return Links(native, exchange, transport.world_size, native_cpu, exchange_cpu)
+
+
+def _curve(
+    transport: Transport, long_s: float, run: Callable[[int], _Took], sent: Callable[[int], int]
+) -> tuple[Curve, float]:
+    """Seconds of messages by the bytes sent, until they take long; and processor seconds of each byte of the last."""
+    points = []
+    run(_CURVE_FROM_BYTES)
+    num_bytes = _CURVE_FROM_BYTES
+    while True:
+        # The faster one: what comes between is not the link's. All ranks must take the same turns, so the longest time
+        # is everybody's.
+        mine = torch.tensor(min(run(num_bytes) for _ in range(_CURVE_REPEATS)), dtype=torch.float64)
+        took, spent = transport.all_gather(mine).amax(0).tolist()
+        points.append((float(sent(num_bytes)), took))
+        if took >= long_s or num_bytes >= _CURVE_TO_BYTES:
+            return Curve(tuple(points)), spent / sent(num_bytes)
+        num_bytes *= 4
+
+
+def measure_cores(transport: Transport) -> float:
+    """Cores of this machine for each rank on it, the fewest that any rank has. Emulated hosts are one machine."""
+    mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    try:
+        machine = _BOOT_ID.read_text()
+    except OSError:
+        machine = os.uname().nodename
+    digest = hashlib.blake2b(f"{machine}{mine}".encode(), digest_size=16).digest()
+    told = transport.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+    beside = int((told == told[transport.rank]).all(1).sum())
+    return float(transport.all_gather(torch.tensor([len(mine) / beside], dtype=torch.float64)).min())
+
+
+def shared_part(cores: float, threads: int) -> float:
+    """How much of communication's processor time backward loses (`Pace.shared`), by a rank's cores and threads."""
+    return min(1.0, max(0.0, 1.0 - (cores - threads)))
+
+
 def _speed(transport: Transport, pairs: Sequence[tuple[int, int]]) -> tuple[float, float]:
     """Bytes per second that the busiest sender of ``pairs`` sends, and the seconds of messages without content."""
     _probe(transport, pairs, 64)
-    latency = median(_probe(transport, pairs, 64) for _ in range(_REPEATS))
+    latency = median(_probe(transport, pairs, 64).seconds for _ in range(_REPEATS))
     num_bytes = _FIRST_PROBE_BYTES
     while True:
-        took = _probe(transport, pairs, num_bytes) - latency
+        took = _probe(transport, pairs, num_bytes).seconds - latency
         # All ranks must take the same turn: the longest time is everybody's.
         took = float(transport.all_gather(torch.tensor([took], dtype=torch.float64)).max())
         if took >= _LONG_ENOUGH_S or num_bytes >= _LAST_PROBE_BYTES:
@@ -97,15 +210,21 @@ def _speed(transport: Transport, pairs: Sequence[tuple[int, int]]) -> tuple[floa
         num_bytes *= 4
 
 
-def _probe(transport: Transport, pairs: Sequence[tuple[int, int]], num_bytes: int) -> float:
-    """Seconds in which the busiest sender sends ``num_bytes``, the others as much to each receiver."""
+class _Took(NamedTuple):
+    seconds: float
+    cpu_s: float = 0.0
+    """Processor time of this process."""
+
+
+def _probe(transport: Transport, pairs: Sequence[tuple[int, int]], num_bytes: int) -> _Took:
+    """Time in which the busiest sender sends ``num_bytes``, the others as much to each receiver."""
     if isinstance(transport, DeviceTransport):
-        return _probe_devices(transport, pairs, num_bytes)
+        return _Took(_probe_devices(transport, pairs, num_bytes))
     receivers = [tuple(target for source, target in pairs if source == rank) for rank in range(transport.world_size)]
     share = -(-num_bytes // max(len(of) for of in receivers))
     buffers = transport.open([[Outgoing(0, share, of)] if of else [] for of in receivers])
     transport.all_gather(torch.zeros(1))
-    started = time.perf_counter()
+    started, before = time.perf_counter(), time.process_time()
     transport.begin(buffers)
     pending = [transport.receive_into(buffers, *address) for address in buffers.inbox]
     if buffers.outgoing:
@@ -113,7 +232,7 @@ def _probe(transport: Transport, pairs: Sequence[tuple[int, int]], num_bytes: in
     for message in pending:
         message.wait()
     transport.end(buffers)
-    return time.perf_counter() - started
+    return _Took(time.perf_counter() - started, time.process_time() - before)
 
 
 def _probe_devices(transport: DeviceTransport, pairs: Sequence[tuple[int, int]], num_bytes: int) -> float:

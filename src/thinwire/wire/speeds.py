@@ -31,7 +31,8 @@ def measure_speeds(
     """
     ordered = sorted(compressors, key=str)
     device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
-    mine = [_codec(compressor, transport.world_size, device) for compressor in ordered]
+    passes = [_passes(compressor, device) for compressor in ordered]
+    mine = [codec_seconds(c, transport.world_size, seconds) for c, seconds in zip(ordered, passes, strict=True)]
     bandwidth, latency = measure_link(transport)
     # The slowest rank decides for all.
     figures = torch.tensor([*mine, 1 / bandwidth, latency, 1 / measure_native(transport)], dtype=torch.float64)
@@ -41,7 +42,21 @@ def measure_speeds(
     return Speeds(codec_s, 1 / per_byte, latency, transport.world_size, crossings, native=1 / per_native_byte)
 
 
-def _codec(compressor: Compressor, num_ranks: int, device: torch.device) -> float:
+def measure_codecs(compressors: Collection[Compressor], transport: Transport) -> dict[Compressor, tuple[float, float]]:
+    """Seconds in which the slowest rank encodes an element, and decodes one. The same on every rank; all must call it.
+
+    Raises:
+        TransportError: a rank is gone or silent.
+    """
+    ordered = sorted(compressors, key=str)
+    device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
+    mine = torch.tensor([list(_passes(c, device).values()) for c in ordered], dtype=torch.float64)
+    slowest = transport.all_gather(mine).amax(0).tolist()
+    return {compressor: (encode, decode) for compressor, (encode, decode) in zip(ordered, slowest, strict=True)}
+
+
+def _passes(compressor: Compressor, device: torch.device) -> dict[str, float]:
+    """Seconds of an element: ``encode``, ``decode``."""
     x = torch.randn(_NUMEL, generator=torch.Generator().manual_seed(0)).to(device)
     piece = Piece("probe", 0, _NUMEL, 0, 0, _SHAPE)
     segments = Segments.build([piece])
@@ -65,7 +80,7 @@ def _codec(compressor: Compressor, num_ranks: int, device: torch.device) -> floa
             )
             encode += _seconds(partial(part, x, parts, buffer, scale=1.0), device)
             decode += _seconds(partial(absorb, buffer, y, parts, key=Key.of(1), state=state), device)
-    return codec_seconds(compressor, num_ranks, {"encode": encode / _NUMEL, "decode": decode / _NUMEL})
+    return {"encode": encode / _NUMEL, "decode": decode / _NUMEL}
 
 
 def _seconds(run: Callable[[], None], device: torch.device) -> float:

@@ -16,6 +16,7 @@ from thinwire.plan import Plan, PlanRecord, Policy, Speeds, Sync, declined
 from thinwire.wire import checkpoint
 from thinwire.wire.adapt import Adapter, Decision
 from thinwire.wire.agree import agree
+from thinwire.wire.clock import StepClock
 from thinwire.wire.device_engine import DeviceEngine
 from thinwire.wire.engine import Engine
 from thinwire.wire.link import settle
@@ -243,6 +244,8 @@ class Wire:
         """
         # After an error, buckets of that pass may still be under way: they must not write over this one's gradients.
         self._worker.wait_idle()
+        if self._clock is not None:
+            self._clock.end()
         self._engine.tally.clipping.warn()
         self._engine.learning_rate = self._learning_rate()
         self._engine.learning_rates = learning_rates or {}
@@ -250,6 +253,13 @@ class Wire:
         sync = self._engine.end_step()
         if self._adapter is not None:
             self._adapt(self._adapter, sync)
+        if self._clock is not None:
+            self._clock.begin(compressed=not self.dense)
+
+    @property
+    def _clock(self) -> StepClock | None:
+        # On a device the host learns nothing of when anything is done.
+        return self._adapter.clock if self._adapter is not None and self.device is None else None
 
     def _adapt(self, adapter: Adapter, sync: Sync | None) -> None:
         if sync is not None and adapter.policy.wants_syncs:
@@ -260,6 +270,8 @@ class Wire:
 
     def observe(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> None:
         """Show a bucket's gradients to the policy, before they are reduced. Attachments call this for each bucket."""
+        if self._clock is not None:
+            self._clock.ready(flat, layers)
         if self._adapter is not None and self._attached:
             self._adapter.observe(flat, layers, self._step, loss_scale)
 
@@ -276,6 +288,7 @@ class Wire:
     def count_dense(self, num_bytes: int, future: torch.futures.Future[Tensor]) -> torch.futures.Future[Tensor]:
         """Count gradients of ``num_bytes`` that go through a native all-reduce; returns its future to pass on."""
         self._engine.count_dense(num_bytes, self._step)
+        future = self._clock.arriving(future) if self._clock is not None else future
         return self._engine.timeline.dense(self._step, num_bytes, future) if self._engine.timeline else future
 
     def reduce(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> torch.futures.Future[Tensor]:
@@ -288,7 +301,8 @@ class Wire:
         job = self._engine.reduce(flat, layers, self._step, loss_scale)
         if timeline:
             job = timeline.bucket(job, self._step, [name for name, _ in layers], flat.nbytes)
-        return self._worker.submit(job)
+        future = self._worker.submit(job)
+        return self._clock.arriving(future) if self._clock is not None else future
 
     def simulate(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> None:
         """Replace ``flat`` by what would arrive of it, here and now, and count the bytes that would have been sent.

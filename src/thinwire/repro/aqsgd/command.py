@@ -13,9 +13,19 @@ from rich.console import Console
 
 from thinwire import lab
 from thinwire.repro import plots
-from thinwire.repro.aqsgd import of_breakdown, of_completions, of_curves, of_resume, of_throughput, of_time
+from thinwire.repro.aqsgd import (
+    of_breakdown,
+    of_completions,
+    of_curves,
+    of_links,
+    of_more,
+    of_resume,
+    of_throughput,
+    of_time,
+)
 from thinwire.repro.aqsgd.study import (
     MORE_STAGES,
+    MOST_STAGES,
     NUM_STAGES,
     SMOKE,
     Scale,
@@ -34,9 +44,10 @@ from thinwire.repro.statistics import need_scipy
 _DIFFERS = (
     "byte-level GPTs of 0.2 and 0.8 million parameters, first trained on one half of the source of Python's standard "
     "library, are fine-tuned on samples of the other half, where the paper has GPT2-1.5B and DeBERTa-1.5B on "
-    "WikiText2, arXiv, QNLI and CoLA; sequence classification is not repeated",
-    "2 stages unless 4 are named, where the paper has 8 machines; they are processes that share this machine's two "
-    "cores, on emulated links, over gloo",
+    "WikiText2, arXiv, QNLI and CoLA; classification tells samples from samples whose bytes are "
+    "shuffled, and differences of its loss are shares of a coin toss's, ln 2",
+    "2 stages unless 4 or 8 are named, where the paper has 8 machines; they are processes that share this machine's "
+    "two cores, on emulated links, over gloo",
     "links are slower than the paper's by the factor that is printed: a micro-batch of so much smaller a network "
     "computes for less time and has smaller activations, and the factor makes wire to compute the paper's, by values a "
     "second; the backward pass takes twice the forward pass here, three times there",
@@ -49,7 +60,8 @@ _DIFFERS = (
     "steps are timed, and figure 4 starts, from weights that have had little training or none",
     "5 epochs instead of 10, from the same first training for all seeds; each task has the learning rate, of two or "
     "three tried, at which FP32 loses least on what is held out, and all ways have that",
-    "bf16 stands for fp16 (appendix H.4): it is what CPUs compute in",
+    "fp16 has a fixed loss scale; bf16, which CPUs compute in faster, is beside it (appendix H.4)",
+    "bits by link is no experiment of the paper's",
 )
 """In what this is not the paper's experiment: kept beside the figures."""
 _JUDGED = (
@@ -78,6 +90,9 @@ _TRAINING_STEP_S: dict[tuple[TaskName, int], float] = {
     ("bf16", NUM_STAGES): 0.08,
     ("large", NUM_STAGES): 0.1,
     ("small", MORE_STAGES): 0.1,
+    ("fp16", NUM_STAGES): 0.1,
+    ("labels", NUM_STAGES): 0.06,
+    ("deep", MOST_STAGES): 0.3,
 }
 _FIRST_STEP_S, _FIRST_STEP_S_PER_PARAMETER = 0.01, 1.2e-7
 _SMOKE_START_S, _SMOKE_STEP_S = 3.0, 0.03
@@ -87,6 +102,10 @@ _PARTS = {
     "t3": _Part("table 3: compute and wire", of_breakdown.table_3, of_breakdown.breakdown_work, 0.3),
     "2": _Part("table 2: throughput", of_throughput.table_2, of_throughput.throughput_work, 1.0, 25.0),
     "4": _Part("figure 4: time to the same loss", of_time.figure_4, of_time.time_work, 1.3),
+    "labels": _Part("figure 3 (a, b): classification", of_more.labels, of_more.labels_work),
+    "8": _Part("figure 9: eight stages", of_more.stages, of_more.stages_work),
+    "fp16": _Part("figure 8: fp16", of_more.fp16, of_more.fp16_work),
+    "links": _Part("bits by link", of_links.links, of_links.links_work, 0.4, 10.0),
     "resume": _Part("kill and resume", of_resume.resumed, of_resume.resume_work, 0.06, 40.0),
     "completions": _Part("appendix I: completions", of_completions.completions, of_completions.completions_work, 0.06),
 }
@@ -103,10 +122,10 @@ def aqsgd(
 ) -> int:
     """Repeat the experiments of the AQ-SGD paper on this machine, claim by claim.
 
-    Small GPTs are fine-tuned in pipelines of 2 and 4 stages whose activations and gradients travel as they are,
+    Small GPTs are fine-tuned in pipelines of 2 to 8 stages whose activations and gradients travel as they are,
     quantised (DirectQ), or as what changed since a sample's last visit (AQ-SGD), and their steps are timed over slow
     links. Figures and tables become SVGs, and each of the paper's claims a row: what it says, what was found here, and
-    whether it holds, also where it does not. Takes about 20 minutes on two cores.
+    whether it holds, also where it does not. Takes about half an hour on two cores.
 
     Examples:
       thinwire repro aqsgd
@@ -116,8 +135,9 @@ def aqsgd(
 
     Args:
         parts: which to make: 1 (activations and their changes, zero-shot), 3 (loss by step, with figures 7 to 9), t3
-            (table 3: compute and wire), 2 (table 2: throughput), 4 (figure 4: time to the same loss), resume (kill and
-            go on), completions (appendix I).
+            (table 3: compute and wire), 2 (table 2: throughput), 4 (figure 4: time to the same loss), labels (figure 3
+            a and b: classification), 8 (eight stages), fp16, links (bits by each link's rate), resume (kill and go
+            on), completions (appendix I).
         seeds: paired trainings of what quality is judged of; a verdict takes at least 2.
         rounds: turns of every way that is timed; a verdict takes at least 5.
         smoke: tiny networks and few steps, under a minute: the same path, no figures worth keeping.
@@ -144,10 +164,11 @@ def aqsgd(
     study = Study(scale, out, Screen(console, phases), missing is None)
     findings, failures = make_parts(console, study, {part: _PARTS[part].make for part in chosen})
     tasks = {"small": scale.small, "scratch": scale.scratch, "large": scale.large}
+    tasks |= {"labels": scale.labels, "deep": scale.deep}
     tasks |= {"timed": scale.timed, "to_loss": scale.to_loss}
     about = {
         "tasks": {name: {**dataclasses.asdict(task), "epochs": task.epochs} for name, task in tasks.items()},
-        "num_stages": [NUM_STAGES, MORE_STAGES],
+        "num_stages": [NUM_STAGES, MORE_STAGES, MOST_STAGES],
         "rates": scale.rates,
         "rounds": scale.rounds,
         "seeds": scale.seeds,

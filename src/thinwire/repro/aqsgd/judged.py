@@ -39,11 +39,18 @@ def held_out(run: Trained) -> float:
 
 
 def lost(
-    runs: Sequence[Trained], others: Sequence[Trained], margin: float, of: Callable[[Trained], float] = end
+    runs: Sequence[Trained],
+    others: Sequence[Trained],
+    margin: float,
+    of: Callable[[Trained], float] = end,
+    whole: float | None = None,
 ) -> Lost:
-    """By the loss that ``of`` takes of a training."""
+    """By the loss that ``of`` takes of a training; differences are shares of ``whole``, or of the others' loss."""
     ours, theirs = [of(run) for run in runs], [of(run) for run in others]
-    differences = relative_differences(ours, theirs)
+    if whole is None:
+        differences = relative_differences(ours, theirs)
+    else:
+        differences = [(a - b) / whole for a, b in zip(ours, theirs, strict=True)]
     found, within = no_worse(differences, margin)
     text = f"loss {fmean(ours):.3f} against {fmean(theirs):.3f}: {share(found)}"
     if not math.isfinite(found.mean):

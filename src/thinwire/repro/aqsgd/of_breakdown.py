@@ -32,7 +32,7 @@ def message_bytes(task: FineTuning, spec: str) -> int:
 
 
 def table_3(study: Study) -> list[Finding]:
-    """Compute of the stages alone, wire of the messages alone."""
+    """Compute of the stages in a step without a wire, wire of the messages alone."""
     computed, contest, task = study.computed(), study.contest(), study.scale.timed
     study.advance(1, "compute")
     rows = [

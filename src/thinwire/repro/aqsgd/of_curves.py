@@ -125,29 +125,31 @@ def figure_3(study: Study) -> list[Finding]:
     sensitive = lost(found[CONTROL.name], base, scale.margin).beyond is True
     rows = []
     for bits in BITS:
-        rows += _pair(study, "figure 3", "small", NUM_STAGES, bits, found, sensitive)
+        rows += pair(study, "figure 3", "small", NUM_STAGES, bits, found, sensitive)
     rows.append(_precision(study, found, sensitive))
     panels = [("2 stages", found)]
     more = {way.name: study.train("small", way, MORE_STAGES) for way in WAYS}
-    rows += _pair(study, "figure 9", "small", MORE_STAGES, USUAL, more, sensitive)
+    rows += pair(study, "figure 9", "small", MORE_STAGES, USUAL, more, sensitive)
     rows.append(_stages(found, more))
     panels.append((f"{MORE_STAGES} stages", more))
     for name, figure in _MORE.items():
         runs = {way.name: study.train(name, way) for way in WAYS}
-        rows += _pair(study, figure, name, NUM_STAGES, USUAL, runs, sensitive)
+        rows += pair(study, figure, name, NUM_STAGES, USUAL, runs, sensitive)
         panels.append((TITLES[name], runs))
     rows.append(_same_messages([runs for _, runs in panels]))
     _draw_3(study, panels)
     return rows
 
 
-def _pair(
+def pair(
     study: Study, figure: str, name: TaskName, num_stages: int, bits: tuple[int, int], found: Runs, sensitive: bool
 ) -> list[Finding]:
     """AQ-SGD against FP32, and DirectQ of as many bits beside it."""
     margin, task = study.scale.margin, study.scale.task(name)
     ours, theirs, base = found[AQSGD[bits].name], found[DIRECT[bits].name], found[FP32.name]
-    told, beside = lost(ours, base, margin), lost(theirs, base, margin)
+    whole = task.coin_toss if task.labels else None
+    told, beside = lost(ours, base, margin, whole=whole), lost(theirs, base, margin, whole=whole)
+    of = "of a coin toss's loss from" if task.labels else "of"
     setting = f"{TITLES[name]}, {num_stages} stages"
     key = f"{name}/{num_stages} stages/fw{bits[0]} bw{bits[1]}"
     more = {"num_stages": num_stages, "epochs": task.epochs, "setting": setting, "bits": bits}
@@ -158,8 +160,8 @@ def _pair(
             f"aqsgd/{key}",
             told.estimate.mean,
             "",
-            f"{setting}: AQ-SGD fw{bits[0]} bw{bits[1]} ends within {margin:.0%} of FP32's loss",
-            f"{told.text}; held out {_held_out(ours, base, margin)}{unsure}",
+            f"{setting}: AQ-SGD fw{bits[0]} bw{bits[1]} ends within {margin:.0%} {of} FP32's loss",
+            f"{told.text}; held out {_held_out(ours, base, margin, whole)}{unsure}",
             told.within if sensitive else None,
             {**more, **facts(ours), "baseline": facts(base)},
         ),
@@ -169,15 +171,15 @@ def _pair(
             beside.estimate.mean,
             "",
             f"{setting}: DirectQ fw{bits[0]} bw{bits[1]} ends at a worse loss than FP32",
-            f"{beside.text}; held out {_held_out(theirs, base, margin)}",
+            f"{beside.text}; held out {_held_out(theirs, base, margin, whole)}",
             beside.beyond,
             {**more, **facts(theirs)},
         ),
     ]
 
 
-def _held_out(runs: Sequence[Trained], base: Sequence[Trained], margin: float) -> str:
-    return lost(runs, base, margin, held_out).text.rsplit(": ", 1)[-1]
+def _held_out(runs: Sequence[Trained], base: Sequence[Trained], margin: float, whole: float | None) -> str:
+    return lost(runs, base, margin, held_out, whole).text.rsplit(": ", 1)[-1]
 
 
 def _precision(study: Study, found: Runs, sensitive: bool) -> Finding:

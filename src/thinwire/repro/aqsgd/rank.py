@@ -59,9 +59,9 @@ class Rank:
         pipe = Pipe(task, way, seed, weights, folder / "store")
         checkpoint = folder / f"state{self.rank}"
         start = _load(pipe, checkpoint) if asked.resume else 0
-        found: dict[str, Any] = {"losses": [], "held_out": [], "step_s": []}
+        found: dict[str, Any] = {"losses": [], "held_out": [], "right": [], "step_s": []}
         if asked.held_out:
-            found["held_out"].append(pipe.held_out())
+            _look(pipe, found)
         self.channel.hold("train")
         batches = [ids for epoch in range(task.epochs) for ids in task.order(seed, epoch)]
         for step in range(start, len(batches)):
@@ -75,9 +75,10 @@ class Rank:
             if asked.save_every and (step + 1) % asked.save_every == 0:
                 _save(pipe, checkpoint, step + 1)
         if asked.held_out:
-            found["held_out"].append(pipe.held_out())
+            _look(pipe, found)
         found["stats"] = pipe.stage.stats.to_dict()
         found["kept"] = _kept(pipe)
+        found["links"] = [{name: of._asdict() for name, of in row.items()} for row in pipe.stage.links]
         found["start"] = start
         if asked.completions:
             tokens, at = _prompts(task)
@@ -111,21 +112,22 @@ class Rank:
         return {"seconds": seconds, "stages": {name: (after[name] - before[name]) / steps for name in _STAGES}}
 
     def compute(self, task: FineTuning, repeats: int) -> dict[str, Any]:
-        """Median seconds of this stage's forward and backward pass over a micro-batch, all stages at once: without
-        messages, but with as many cores for each."""
+        """Median seconds of this stage's forward and backward pass over a micro-batch, as in a step: all micro-batches
+        forward, then all back, all stages at once; without messages, but with as many cores for each."""
         part = Part(build(task, None), self.rank, self.num_ranks, half=task.half)
         tokens, _ = task.tuned_on(torch.arange(task.micro_batch))
         first = self.rank == 0
         x = tokens if first else torch.randn(*tokens.shape, task.model.width)
         seconds: list[tuple[float, float]] = []
-        self.channel.hold("compute")
         for _ in range(_WARM_UP_STEPS + repeats):
-            x = x if first else x.detach().requires_grad_()
+            self.channel.hold("compute")
             begun = time.perf_counter()
-            out = part(x)
+            outs = [part(x if first else x.detach().requires_grad_()) for _ in range(task.num_micro)]
             between = time.perf_counter()
-            out.float().square().mean().backward()
-            seconds.append((between - begun, time.perf_counter() - between))
+            for out in outs:
+                out.float().square().mean().backward()
+            ended = time.perf_counter()
+            seconds.append(((between - begun) / task.num_micro, (ended - between) / task.num_micro))
         forward, backward = zip(*seconds[_WARM_UP_STEPS:], strict=True)
         return {"forward_s": median(forward), "backward_s": median(backward)}
 
@@ -165,6 +167,13 @@ class Rank:
 def _train(pipe: Pipe, batches: Any, steps: int) -> None:
     for ids in islice(batches, steps):
         pipe.step(ids, pipe.task.learning_rate)
+
+
+def _look(pipe: Pipe, found: dict[str, Any]) -> None:
+    told = pipe.held_out()
+    if told is not None:
+        found["held_out"].append(told[0])
+        found["right"].append(told[1])
 
 
 def _save(pipe: Pipe, path: Path, step: int) -> None:

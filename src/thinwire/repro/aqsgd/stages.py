@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -12,26 +13,29 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 import thinwire
 from thinwire.repro.aqsgd.tasks import FineTuning
-from thinwire.repro.aqsgd.ways import Way
-from thinwire.repro.gpt import GPT, Block, next_token_loss, rotary_angles
+from thinwire.repro.aqsgd.ways import Way, choices
+from thinwire.repro.gpt import GPT, Block, rotary_angles
 
 _SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_FP16_SCALE = 1024.0
+"""Of the loss, or gradients of activations would fall below what fp16 has; gradients of weights are divided by it."""
 
 
 class Part(nn.Module):
     """Stage ``index`` of ``num_stages`` of a GPT: tokens in at the first, logits out at the last.
 
     The GPT's two uses of its embedding lie on different ranks, so that each end goes on with a copy of its own.
-    ``half``: blocks compute in bf16, and bf16 is what crosses to the next stage.
+    ``half``: blocks compute in bf16 or fp16, and that is what crosses to the next stage.
     """
 
-    def __init__(self, gpt: GPT, index: int, num_stages: int, *, half: bool) -> None:
+    def __init__(self, gpt: GPT, index: int, num_stages: int, *, half: str) -> None:
         super().__init__()
         config = gpt.config
         first, last = index == 0, index == num_stages - 1
         blocks = list(gpt.blocks)
         ends = [len(blocks) * stage // num_stages for stage in range(num_stages + 1)]
-        self._half, self._last = half, last
+        self._half, self._last = _HALVES.get(half), last
         self.embedding = gpt.embedding if first else None
         self.blocks = nn.ModuleList(blocks[ends[index] : ends[index + 1]])
         self.norm = gpt.norm if last else None
@@ -47,13 +51,13 @@ class Part(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x)
         x = x.float()
-        with torch.autocast("cpu", torch.bfloat16, enabled=self._half):
+        with torch.autocast("cpu", self._half, enabled=self._half is not None):
             for block in self.blocks:
                 assert isinstance(block, Block)
                 x = block(x, cos, sin)
         if self.norm is not None and self.head is not None:
             return self.head(self.norm(x.float()))
-        return x.to(torch.bfloat16) if self._half else x
+        return x if self._half is None else x.to(self._half)
 
 
 def build(task: FineTuning, weights: Path | None, seed: int = 0) -> GPT:
@@ -90,8 +94,10 @@ class Pipe:
             precision=way.precision,
             seed=seed,
             warmup_epochs=way.warmup_epochs,
+            adapt=choices() if way.by_link else None,
         )
-        self.schedule = _SCHEDULES[way.schedule](self.stage, task.num_micro, loss_fn=next_token_loss)
+        self._scale = _FP16_SCALE if task.half == "fp16" else 1.0
+        self.schedule = _SCHEDULES[way.schedule](self.stage, task.num_micro, loss_fn=self._loss)
         self.optimizer = task.optimizer(self.part)
 
     @property
@@ -109,19 +115,24 @@ class Pipe:
         losses: list[Tensor] = []
         told, wanted = self._given(x, y)
         self.schedule.step(*told, target=wanted, losses=losses, return_outputs=False)
+        if self._scale != 1:
+            for parameter in self.part.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(self._scale)
         self.optimizer.step()
-        return float(torch.stack(losses).detach().mean()) if self.is_last else None
+        return float(torch.stack(losses).detach().mean()) / self._scale if self.is_last else None
 
     @torch.no_grad()
-    def held_out(self) -> float | None:
-        """Loss on what is held out, where the last stage is; activations travel as they are."""
-        found: list[Tensor] = []
+    def held_out(self) -> tuple[float, float] | None:
+        """Loss on what is held out, and the share of what is told right, where the last stage is; activations travel as
+        they are."""
+        found: list[tuple[float, float]] = []
         for x, y in self.task.held_out():
-            losses: list[Tensor] = []
             told, wanted = self._given(x, y)
-            self.schedule.eval(*told, target=wanted, losses=losses)
-            found += losses
-        return float(torch.stack(found).mean()) if self.is_last else None
+            logits = self.schedule.eval(*told, target=wanted)
+            if self.is_last:
+                found.append((float(self.task.loss_of(logits, y)), self.task.share_right(logits, y)))
+        return (fmean(loss for loss, _ in found), fmean(right for _, right in found)) if self.is_last else None
 
     @torch.no_grad()
     def complete(self, tokens: Tensor, start: int) -> Tensor:
@@ -140,6 +151,9 @@ class Pipe:
         """Let go of files and of the process group."""
         self.stage.close_stores()
         dist.destroy_process_group(self.group)
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return self._scale * self.task.loss_of(logits, targets)
 
     def _given(self, x: Tensor, y: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """What the schedule takes on this rank."""

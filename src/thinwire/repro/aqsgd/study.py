@@ -14,27 +14,32 @@ from thinwire.repro.aqsgd import tasks
 from thinwire.repro.aqsgd.contest import Computed, PipelineContest
 from thinwire.repro.aqsgd.tasks import FineTuning
 from thinwire.repro.aqsgd.trainings import FirstTraining, OnStep, Trained, Trainings
-from thinwire.repro.aqsgd.ways import Way
+from thinwire.repro.aqsgd.ways import FP32, Way
 from thinwire.repro.cgx.contest import rate_text, shown_rate
 from thinwire.repro.cgx.models import Model
 from thinwire.repro.parts import Parted
 from thinwire.repro.progress import Screen
 
+_COMPUTE_ROUNDS = 5
 NUM_STAGES = 2
 """Each with a core of its own; tables and figures are of so many unless they say more."""
 MORE_STAGES = 4
+MOST_STAGES = 8
 
 PAPER_VALUES = 1024 * 1600
 """Of the activation of a micro-batch of one sample of GPT2-1.5B (appendix C)."""
 PAPER_COMPUTE_S = 0.045 + 0.135
 """Of a micro-batch, forward and backward (table 3)."""
 
-TaskName = Literal["small", "scratch", "large", "bf16"]
+TaskName = Literal["small", "scratch", "large", "bf16", "fp16", "labels", "deep"]
 TITLES: dict[TaskName, str] = {
     "small": "fine-tuning",
     "scratch": "from scratch",
     "large": "a larger GPT",
     "bf16": "in bf16",
+    "fp16": "in fp16",
+    "labels": "classification",
+    "deep": "a deeper GPT",
 }
 
 
@@ -46,6 +51,8 @@ class Scale:
     small: FineTuning = tasks.SMALL
     scratch: FineTuning = tasks.SCRATCH
     large: FineTuning = tasks.LARGE
+    labels: FineTuning = tasks.LABELS
+    deep: FineTuning = tasks.DEEP
     timed: FineTuning = tasks.TIMED
     to_loss: FineTuning = tasks.TO_LOSS
     seeds: int = 3
@@ -60,15 +67,18 @@ class Scale:
     """Of each kind of store."""
 
     def task(self, name: TaskName) -> FineTuning:
-        if name == "bf16":
-            return replace(self.small, half=True)
-        return {"small": self.small, "scratch": self.scratch, "large": self.large}[name]
+        if name in ("bf16", "fp16"):
+            return replace(self.small, half=name)
+        found: FineTuning = getattr(self, name)
+        return found
 
 
 SMOKE = Scale(
     tasks.SMALL_SMOKE,
     tasks.SCRATCH_SMOKE,
     tasks.LARGE_SMOKE,
+    tasks.LABELS_SMOKE,
+    tasks.DEEP_SMOKE,
     tasks.TIMED_SMOKE,
     tasks.TO_LOSS_SMOKE,
     seeds=1,
@@ -185,9 +195,17 @@ class Study(Parted):
         return self._contest
 
     def computed(self) -> Computed:
-        """Seconds of a micro-batch of what is timed, measured once."""
+        """Seconds of a micro-batch of what is timed, measured once: those of a step over loopback by the micro-batches
+        that follow one another in it, in the proportion of a stage's two passes alone. Alone they take longer, where
+        cores are shared."""
         if self._computed is None:
-            self._computed = self.contest().compute(self.scale.timed)
+            contest, task = self.contest(), self.scale.timed
+            alone = contest.compute(task)
+            (times,) = contest.times_by_rate(
+                self.model, (FP32,), rounds=_COMPUTE_ROUNDS, steps=1, rates=[None], on_turn=lambda *_: None
+            )
+            share = times.step_s(FP32.name) / (task.num_micro + NUM_STAGES - 1) / alone.seconds
+            self._computed = Computed(share * alone.forward_s, share * alone.backward_s)
         return self._computed
 
     @property

@@ -3,12 +3,14 @@
 # No `from __future__ import annotations` here: ranks make tasks again of plain values.
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from thinwire.repro.compare_rank import learning_rate
 from thinwire.repro.data import even_offsets, windows
@@ -24,7 +26,8 @@ class FineTuning(GPTTask):
     """``samples`` windows of the corpus's second half, each visited once an epoch, in batches of ``batch`` samples that
     are cut into ``num_micro`` micro-batches. The first half is what ``first_steps`` steps of ``first_batch`` windows
     were drawn from before; without any, training starts from random weights. ``half``: blocks compute, and activations
-    cross, in bf16.
+    cross, in bf16 or fp16. ``labels``: the network tells, at the last position, samples as they are from samples whose
+    bytes were shuffled, instead of the next byte.
     """
 
     samples: int = 192
@@ -32,7 +35,8 @@ class FineTuning(GPTTask):
     first_steps: int = 400
     first_batch: int = 32
     first_rate: float = 6e-3
-    half: bool = False
+    half: Literal["", "bf16", "fp16"] = ""
+    labels: bool = False
 
     def __post_init__(self) -> None:
         if self.samples % self.batch or self.held_out_windows % self.batch or self.batch % self.num_micro:
@@ -80,14 +84,37 @@ class FineTuning(GPTTask):
 
     def tuned_on(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and targets of samples."""
+        if self.labels:
+            tokens, labels, _, _ = _judged(self.model.context, self.samples, self.held_out_windows)
+            return tokens[ids], labels[ids]
         second, offsets, _ = _second(self.model.context, self.samples, self.held_out_windows)
         return windows(second, offsets[ids], self.model.context)
 
     def held_out(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches of windows of the second half that are no samples."""
+        if self.labels:
+            _, _, tokens, labels = _judged(self.model.context, self.samples, self.held_out_windows)
+            yield from zip(tokens.split(self.batch), labels.split(self.batch), strict=True)
+            return
         second, _, offsets = _second(self.model.context, self.samples, self.held_out_windows)
         for starts in offsets.split(self.batch):
             yield windows(second, starts, self.model.context)
+
+    @property
+    def coin_toss(self) -> float:
+        """Loss of who tells labels by chance."""
+        return math.log(2)
+
+    def loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Of a micro-batch: of every next byte, or of the samples' labels."""
+        if self.labels:
+            return functional.cross_entropy(logits[:, -1, :2].float(), targets)
+        return next_token_loss(logits, targets)
+
+    def share_right(self, logits: Tensor, targets: Tensor) -> float:
+        """Of labels, or of next bytes, that the network finds likeliest."""
+        picked = logits[:, -1, :2].argmax(-1) if self.labels else logits.argmax(-1)
+        return float((picked == targets).float().mean())
 
     def first_training(self, model: GPT) -> Iterator[float]:
         """Train ``model`` on the first half; yields each step's loss."""
@@ -122,6 +149,21 @@ def _second(context: int, samples: int, held_out: int) -> tuple[Tensor, Tensor, 
     return second, mixed[:samples], mixed[samples:]
 
 
+@functools.cache
+def _judged(context: int, samples: int, held_out: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Samples, their labels, and those that are held out: of every second, the bytes are shuffled."""
+    second, *both = _second(context, samples, held_out)
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for offsets in both:
+        tokens, _ = windows(second, offsets, context)
+        labels = torch.arange(len(offsets)) % 2
+        for i in torch.nonzero(labels == 0).flatten().tolist():
+            tokens[i] = tokens[i, torch.randperm(context, generator=generator)]
+        found += [tokens, labels]
+    return found[0], found[1], found[2], found[3]
+
+
 _SMALL = GPTConfig(width=64, layers=4, heads=2)
 SMALL = tuning(
     5, model=_SMALL, samples=384, batch=16, num_micro=4, learning_rate=2e-3, held_out_windows=256, first_steps=150
@@ -129,6 +171,10 @@ SMALL = tuning(
 """Of 0.2 million parameters: in micro-batches of 4."""
 SCRATCH = replace(SMALL, samples=SMALL.samples // 2, first_steps=0, learning_rate=6e-3)
 """From random weights, twice as many epochs of half as many samples (appendix H.3: 20 epochs for 10)."""
+LABELS = replace(SMALL, labels=True, samples=2 * SMALL.samples, steps=2 * SMALL.steps, learning_rate=4e-3)
+"""The same network tells text from what was shuffled, as CoLA asks whether a sentence can be said."""
+DEEP = replace(SMALL, model=GPTConfig(width=64, layers=8, heads=2))
+"""Of 0.4 million parameters, in 8 blocks: one for each of 8 stages."""
 LARGE = replace(SMALL, model=GPTConfig(width=128, layers=4, heads=4), learning_rate=1e-3)
 """Of 0.8 million."""
 TIMED = tuning(
@@ -149,6 +195,8 @@ _SMOKE = GPTConfig(context=16, width=32, layers=4, heads=2)
 SMALL_SMOKE = tuning(
     2, model=_SMOKE, samples=8, batch=4, num_micro=2, learning_rate=2e-3, held_out_windows=8, first_steps=4
 )
+LABELS_SMOKE = replace(SMALL_SMOKE, labels=True)
+DEEP_SMOKE = replace(SMALL_SMOKE, model=GPTConfig(context=16, width=32, layers=8, heads=2), first_steps=2)
 SCRATCH_SMOKE = replace(SMALL_SMOKE, first_steps=0)
 LARGE_SMOKE = replace(SMALL_SMOKE, model=GPTConfig(context=16, width=64, layers=4, heads=2))
 TIMED_SMOKE = tuning(

@@ -33,12 +33,14 @@ OnStep = Callable[[int, float], None]
 @dataclass(frozen=True)
 class Trained:
     """One training. ``losses`` are those of every step, ``held_out`` at the start and at the end, ``step_s`` the
-    slowest rank's seconds of every step; ``epochs`` are mean magnitudes of activations and changes at the first
+    slowest rank's seconds of every step; ``right`` is the share
+    told right at both times; ``epochs`` are mean magnitudes of activations and changes at the first
     boundary, by visit."""
 
     steps_per_epoch: int
     losses: tuple[float, ...]
     held_out: tuple[float, ...]
+    right: tuple[float, ...]
     step_s: tuple[float, ...]
     sent_bytes: float
     """By all stages."""
@@ -48,6 +50,8 @@ class Trained:
     """Whether both sides of every boundary kept the same."""
     start: int
     kept_samples: int
+    links: tuple[dict[str, dict[str, Any]], ...] = ()
+    """By boundary and direction, what was chosen for its link, and why."""
     completions: tuple[bytes, ...] = ()
     text: tuple[bytes, ...] = ()
     prompted: int = 0
@@ -158,6 +162,7 @@ def trained(task: FineTuning, answers: Sequence[dict[str, Any]]) -> Trained:
         steps_per_epoch=task.steps_per_epoch,
         losses=tuple(map(_finite, last["losses"])),
         held_out=tuple(map(_finite, last["held_out"])),
+        right=tuple(last["right"]),
         step_s=tuple(max(seconds) for seconds in zip(*(answer["step_s"] for answer in answers), strict=True)),
         sent_bytes=sum(answer["stats"]["sent_bytes"] for answer in answers),
         dense_bytes=sum(answer["stats"]["dense_bytes"] for answer in answers),
@@ -165,6 +170,7 @@ def trained(task: FineTuning, answers: Sequence[dict[str, Any]]) -> Trained:
         alike=all(len(contents) == 1 for contents in kept.values()),
         start=last["start"],
         kept_samples=answers[0]["stats"]["kept_samples"],
+        links=tuple(last["links"]),
         completions=tuple(bytes(row) for row in last.get("completions", ())),
         text=tuple(bytes(row) for row in last.get("text", ())),
         prompted=last.get("prompted", 0),

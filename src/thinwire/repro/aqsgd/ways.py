@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations` here: ranks make ways again of plain values.
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +16,8 @@ _TERNARY_BITS = 2
 @dataclass(frozen=True)
 class Way:
     """One way. ``store``: where messages are kept, of those that keep any, with ``precision`` bits a value;
-    ``warmup_epochs``: visits of each sample that travel uncompressed both ways."""
+    ``warmup_epochs``: visits of each sample that travel uncompressed both ways; ``by_link``: each boundary has as many
+    bits as its link carries without costing time."""
 
     name: str
     title: str
@@ -28,6 +29,7 @@ class Way:
     precision: int = 32
     warmup_epochs: int = 0
     schedule: ScheduleName = "gpipe"
+    by_link: bool = False
 
     def place(self, folder: Path, num_samples: int) -> thinwire.Memory | thinwire.Disk:
         """The store of one training, whose files are in ``folder``."""
@@ -77,6 +79,17 @@ def aqsgd(
         precision=precision,
         warmup_epochs=warmup_epochs,
     )
+
+
+def by_link() -> Way:
+    """AQ-SGD of 2 to 4 bits forward and 4 to 8 backward, by the rate of each link."""
+    return replace(aqsgd(2, 4), name="aq-sgd by link", title="AQ-SGD by link", colour="#8250c4", by_link=True)
+
+
+def choices() -> thinwire.ByLink:
+    """What `by_link` chooses from."""
+    forward = [f"delta({_forward(bits)})" for bits in (2, 3, 4)]
+    return thinwire.ByLink(forward=forward, backward=[f"maxabs(bits={bits})" for bits in (4, 6, 8)])
 
 
 def _bits(forward: int, backward: int) -> str:

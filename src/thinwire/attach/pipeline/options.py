@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from thinwire.attach.crossing import Crossing
+from thinwire.attach.pipeline.crossing import Crossing, Direction
 from thinwire.compressors import Coded, Compressor, Delta, Raw, Unsuited, check_int, check_stateless, parse
 from thinwire.kernels import FORMAT_VERSION
+from thinwire.plan import ByLink
 from thinwire.store import Disk, Memory, Place, check_precision
 
 Specs = str | Compressor | Sequence[str | Compressor]
@@ -30,6 +31,7 @@ class PipelineOptions:
     check_every: int = 100
     evaluation: str | Compressor = "raw"
     max_length: int | None = None
+    adapt: ByLink | None = None
     evaluation_coder: Coded = field(init=False, repr=False)
     _forward: tuple[Compressor, ...] = field(init=False, repr=False)
     _backward: tuple[Coded, ...] = field(init=False, repr=False)
@@ -46,6 +48,8 @@ class PipelineOptions:
         object.__setattr__(self, "evaluation_coder", _coded("evaluation", parse(self.evaluation)))
         if not isinstance(self.store, Place):
             raise TypeError(f"store must be thinwire.Memory(...) or thinwire.Disk(path, ...), not {self.store!r}")
+        if self.adapt is not None:
+            _check_choices(self.adapt, forward)
         check_precision(self.precision)
         check_int("seed", self.seed, 0)
         check_int("warmup_epochs", self.warmup_epochs, 0)
@@ -66,13 +70,20 @@ class PipelineOptions:
     def keeps_at(self, boundary: int) -> bool:
         return isinstance(self._forward[boundary % len(self._forward)], Delta)
 
-    def forward_at(self, boundary: int) -> Coded:
-        """What codes activations at a boundary, or their change."""
-        compressor = self._forward[boundary % len(self._forward)]
-        return _coded("forward", compressor.inner if isinstance(compressor, Delta) else compressor)
+    def choices(self, direction: Direction) -> tuple[Compressor, ...]:
+        """What there is to choose from, where links are."""
+        assert self.adapt is not None
+        return tuple(parse(spec) for spec in (self.adapt.forward if direction == "forward" else self.adapt.backward))
 
-    def backward_at(self, boundary: int) -> Coded:
-        return self._backward[boundary % len(self._backward)]
+    def coder_at(self, boundary: int, direction: Direction, choice: int | None = None) -> Coded:
+        """What codes activations at a boundary, or their change, or gradients: which of the `choices`, or none of
+        them."""
+        if choice is not None:
+            compressor = self.choices(direction)[choice]
+        else:
+            given = self._forward if direction == "forward" else self._backward
+            compressor = given[boundary % len(given)]
+        return _coded(direction, compressor.inner if isinstance(compressor, Delta) else compressor)
 
     def check(self, num_stages: int) -> None:
         """Raise ``ValueError`` unless there is one compressor, or one for each boundary of so many stages."""
@@ -102,8 +113,26 @@ class PipelineOptions:
             "warmup_epochs": str(self.warmup_epochs),
             "check_every": str(self.check_every),
             "max_length": str(self.max_length),
+            "adapt": str(self.adapt),
             **{f"store {name}": str(value) for name, value in place.items()},
         }
+
+
+def _check_choices(adapt: ByLink, given: Sequence[Compressor]) -> None:
+    if not isinstance(adapt, ByLink):
+        raise TypeError(f"adapt must be thinwire.ByLink(...), not {adapt!r}")
+    forward = [parse(spec) for spec in adapt.forward]
+    if len({isinstance(compressor, Delta) for compressor in (*forward, *given)}) > 1:
+        raise ValueError(
+            "messages are kept at all boundaries and for all choices or for none: give forward= and ByLink(forward=) "
+            "delta(...) throughout, or nowhere"
+        )
+    for compressor in forward:
+        inner = _coded("forward", compressor.inner if isinstance(compressor, Delta) else compressor)
+        if inner is not compressor:
+            _check_contracts(inner)
+    for spec in adapt.backward:
+        _coded("backward", parse(spec))
 
 
 def _check_contracts(inner: Coded) -> None:

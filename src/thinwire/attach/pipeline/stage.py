@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -11,13 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage as TorchStage
 
-from thinwire.attach.boundary import Direction
-from thinwire.attach.crew import Crew, crew_of
-from thinwire.attach.pipeline_options import PipelineOptions, Specs
-from thinwire.attach.pipeline_stats import PipelineStats
-from thinwire.attach.station import Station
-from thinwire.attach.turn import Batch, Ids
+from thinwire.attach.pipeline.crew import Crew, crew_of
+from thinwire.attach.pipeline.crossing import Direction
+from thinwire.attach.pipeline.options import PipelineOptions, Specs
+from thinwire.attach.pipeline.station import Station
+from thinwire.attach.pipeline.stats import PipelineStats
+from thinwire.attach.pipeline.turn import Batch, Ids
 from thinwire.compressors import Compressor
+from thinwire.plan import ByLink, LinkChoice
 from thinwire.store import Memory, Place
 
 
@@ -71,6 +73,12 @@ class Compressing(TorchStage):
         """What this stage sent, saved and kept so far."""
         return self._station.present_stats()
 
+    @property
+    def links(self) -> tuple[Mapping[Direction, LinkChoice], ...]:
+        """By boundary, the first stage's first, what ``adapt=ByLink()`` chose and why; empty before, and where the
+        choice came out of a checkpoint."""
+        return self._station.links
+
     def state_dict(self) -> dict[str, Tensor]:
         """Tensors from which a stage of the same rank, made alike, goes on bit by bit; save it beside the model.
 
@@ -114,12 +122,25 @@ class Compressing(TorchStage):
     def forward_one_chunk(self, fwd_chunk_id: int, args: tuple[Any, ...], *rest: Any, **options: Any) -> Any:
         first = next((arg.shape[0] for arg in args if isinstance(arg, Tensor) and arg.dim()), None)
         self._crew.begin(first if self.is_first else None)
-        self._take_in("forward", fwd_chunk_id, self.args_recv_info.get(fwd_chunk_id, ()))
-        return super().forward_one_chunk(fwd_chunk_id, args, *rest, **options)
+        with self._or_give_up():
+            self._take_in("forward", fwd_chunk_id, self.args_recv_info.get(fwd_chunk_id, ()))
+            with self._station.computing("forward"):
+                return super().forward_one_chunk(fwd_chunk_id, args, *rest, **options)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *rest: Any, **options: Any) -> None:
-        self._take_in("backward", bwd_chunk_id, self.grad_recv_info.get(bwd_chunk_id, ()))
-        return super().backward_one_chunk(bwd_chunk_id, *rest, **options)
+        with self._or_give_up():
+            self._take_in("backward", bwd_chunk_id, self.grad_recv_info.get(bwd_chunk_id, ()))
+            with self._station.computing("backward"):
+                return super().backward_one_chunk(bwd_chunk_id, *rest, **options)
+
+    @contextmanager
+    def _or_give_up(self) -> Iterator[None]:
+        """An error ends the step on the neighbours, too, which would wait for messages until their time is over."""
+        try:
+            yield
+        except Exception:
+            self._crew.give_up()
+            raise
 
     def _sends(self, direction: Direction, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         """One send of a message in place of those of its tensors."""
@@ -128,13 +149,9 @@ class Compressing(TorchStage):
         side = self._station.side(earlier=direction == "forward")
         message, peer, group = side.message(direction, chunk), ops[0].peer, ops[0].group
         tag = self._station.tag(side.boundary, direction, chunk)
-        try:
+        with self._or_give_up():
             side.pack(direction, chunk, [op.tensor for op in ops], message)
-        except Exception:
-            # The neighbour waits for a message of this size: it is told, and raises, too.
-            side.fail(direction, chunk, message)
-            dist.send(message, peer, group, tag)
-            raise
+        self._station.sent.add((side.boundary, chunk))
         return [dist.P2POp(dist.isend, message, peer, group, tag)]
 
     def _take_in(self, direction: Direction, chunk: int, infos: Sequence[Any]) -> None:
@@ -182,6 +199,8 @@ class PipelineStage(Compressing):
             these samples unseen on both, and is counted. What they compare in every step is when each was written.
         evaluation: for activations of ``schedule.eval()``, which leaves the messages alone.
         max_length: positions of the longest sample; of the first step if None.
+        adapt: ``thinwire.ByLink()`` measures the links after some steps and gives each boundary as many bits as cost no
+            time; until then, ``forward`` and ``backward`` hold.
 
     Raises:
         TypeError, ValueError: an option cannot be.
@@ -204,6 +223,7 @@ class PipelineStage(Compressing):
         check_every: int = 100,
         evaluation: str | Compressor = "raw",
         max_length: int | None = None,
+        adapt: ByLink | None = None,
         **more: Any,
     ) -> None:
         options = PipelineOptions(
@@ -216,6 +236,7 @@ class PipelineStage(Compressing):
             check_every=check_every,
             evaluation=evaluation,
             max_length=max_length,
+            adapt=adapt,
         )
         super().__init__(submodule, stage_index, num_stages, device, *arguments, **more)
         self._take_up(options)

@@ -6,13 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from thinwire.compressors import GRADIENT_DTYPES
 from thinwire.store import Part, Rows
+
+Direction = Literal["forward", "backward"]
 
 
 class Spec(NamedTuple):

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from thinwire.attach.activation_message import Kind, Layout
-from thinwire.attach.crossing import Crossing
-from thinwire.attach.pipeline_options import PipelineOptions, fitted
-from thinwire.attach.pipeline_stats import PipelineStats
-from thinwire.attach.turn import Turn
+from thinwire.attach.pipeline.crossing import Crossing, Direction
+from thinwire.attach.pipeline.message import Kind, Layout
+from thinwire.attach.pipeline.options import PipelineOptions, fitted
+from thinwire.attach.pipeline.stats import PipelineStats
+from thinwire.attach.pipeline.turn import Turn
 from thinwire.collectives.message import HEADER_BYTES, seal, verify
 from thinwire.compressors import Coded
 from thinwire.kernels import derive_key
 from thinwire.store import Entry, RecordFormat, Rows, Store
 
-Direction = Literal["forward", "backward"]
 _DRAWS = {"forward": 1, "backward": 2, "store": 3, "evaluation": 4}
 UNSEEN = 2**63 - 1
 
@@ -37,6 +35,8 @@ class Side:
         self.stats = stats
         self.store: Store | None = None
         self._crossings: dict[Direction, Crossing] = {}
+        self.chosen: dict[Direction, int] = {}
+        self._fitted: dict[Direction, tuple[Crossing, int | None]] = {}
         self._coders: dict[tuple[Direction, bool], tuple[Coded, ...]] = {}
         self._kinds: dict[int, Kind] = {}
         self._warm: frozenset[int] = frozenset()
@@ -63,13 +63,27 @@ class Side:
         self._layouts.clear()
         both: list[tuple[Direction, Crossing | None]] = [("forward", forward), ("backward", backward)]
         for direction, crossing in both:
-            if crossing is None or self._crossings.get(direction) == crossing:
+            choice = self.chosen.get(direction)
+            if crossing is None or self._fitted.get(direction) == (crossing, choice):
                 continue
             self._crossings[direction] = crossing
-            coder_at = self.options.forward_at if direction == "forward" else self.options.backward_at
-            self._coders[direction, True] = fitted(coder_at(self.boundary), crossing)
+            self._coders[direction, True] = fitted(self.options.coder_at(self.boundary, direction, choice), crossing)
+            self._fitted[direction] = crossing, choice
             if direction == "forward":
                 self._coders[direction, False] = fitted(self.options.evaluation_coder, crossing)
+
+    def choice_bytes(self, direction: Direction) -> list[int]:
+        """Of a micro-batch's message, by what may be chosen: all samples in the compressor's codes."""
+        crossing = self._crossings[direction]
+        parts, found = crossing.parts(crossing.length), []
+        for choice in range(len(self.options.choices(direction))):
+            coders = fitted(self.options.coder_at(self.boundary, direction, choice), crossing)
+            sizes = (
+                coder.payload_bytes(part.at(crossing.length), crossing.dtype)
+                for coder, part in zip(coders, parts, strict=True)
+            )
+            found.append(HEADER_BYTES + crossing.batch * sum(sizes))
+        return found
 
     def record_format(self) -> RecordFormat:
         """Of the messages of this boundary: of samples of ``max_length`` positions, or of as many as now."""
@@ -125,6 +139,10 @@ class Side:
         if found is None or found.numel() != num_bytes:
             found = self._buffers[direction, chunk] = torch.zeros(num_bytes, dtype=torch.uint8)
         return found
+
+    def renew_messages(self) -> None:
+        """Have other memory from now on."""
+        self._buffers.clear()
 
     def layout(self, direction: Direction, chunk: int) -> Layout:
         """Where everything lies in the message of a micro-batch."""

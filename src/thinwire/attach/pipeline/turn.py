@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from thinwire.attach.crossing import chunk_sizes
+from thinwire.attach.pipeline.crossing import chunk_sizes
 from thinwire.store import LARGEST_SAMPLE, Rows
 
 Ids = Sequence[int] | Tensor

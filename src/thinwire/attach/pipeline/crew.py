@@ -11,10 +11,11 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from thinwire.attach.boundary import UNSEEN, Side
-from thinwire.attach.crossing import chunk_sizes
-from thinwire.attach.station import Station
-from thinwire.attach.turn import Batch, Turn
+from thinwire.attach.pipeline.boundary import UNSEEN, Side
+from thinwire.attach.pipeline.crossing import chunk_sizes
+from thinwire.attach.pipeline.links import choose
+from thinwire.attach.pipeline.station import Station
+from thinwire.attach.pipeline.turn import Batch, Turn
 from thinwire.collectives import PeerFailedError, ProcessGroupTransport
 from thinwire.compat import group_timeout
 from thinwire.wire import agree
@@ -95,6 +96,8 @@ class Crew:
         self.step = 0
         self.run = 0
         self._number = 0
+        self._timed = 0
+        self._moving: list[weakref.ref[Station]] = []
         self._agreed: dict[str, str] | None = None
         self._compared = False
         self._present: dict[int, Station] = {}
@@ -135,12 +138,30 @@ class Crew:
             self._number += 1
             if told.error:
                 raise ValueError(f"the first stage cannot take this step: {told.error}")
+            if told.turn.training:
+                self._choose(stations, told.turn)
             self._set_up(stations, told.turn)
         self.step += told.turn.training
+        self._timed += told.turn.training
+        self._moving = [weakref.ref(station) for station in stations]
         for station in stations:
             station.post_receives(told.turn)
             station.stats.steps += told.turn.training
             station.stats.evaluations += not told.turn.training
+
+    def give_up(self) -> None:
+        """Tell all neighbours of this rank's stages that this step goes no further here, so that none waits for it."""
+        moving, self._moving = self._moving, []
+        for station in (of() for of in moving):
+            if station is not None:
+                station.give_up()
+
+    def _choose(self, stations: list[Station], turn: Turn) -> None:
+        """Compressors by link, if it is time to: all ranks count alike."""
+        adapt = stations[0].options.adapt
+        if adapt is None or not stations[0].choices.due(turn.step, self._timed, after=adapt.after, every=adapt.every):
+            return
+        choose(stations, ProcessGroupTransport(self.group, group_timeout(self.group)), turn.step)
 
     def _agree_on_options(self, stations: list[Station]) -> None:
         records = [station.options.record(station.num_stages) for station in stations]

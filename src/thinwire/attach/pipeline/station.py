@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import timedelta
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.attach.boundary import Direction, Side
-from thinwire.attach.crossing import Crossing, Spec
-from thinwire.attach.pipeline_options import PipelineOptions
-from thinwire.attach.pipeline_stats import PipelineStats
-from thinwire.attach.turn import Batch, Turn
+from thinwire.attach.pipeline.boundary import Side
+from thinwire.attach.pipeline.choices import DIRECTIONS, Choices
+from thinwire.attach.pipeline.crossing import Crossing, Direction, Spec
+from thinwire.attach.pipeline.options import PipelineOptions
+from thinwire.attach.pipeline.stats import PipelineStats
+from thinwire.attach.pipeline.turn import Batch, Turn
 from thinwire.compat import stage_tensors
 from thinwire.kernels import FORMAT_VERSION
+from thinwire.plan import LinkChoice
 from thinwire.store import Background, Disk, StoreError
 from thinwire.wire.checkpoint import integers
 
+_TIMED = 64
+_LAST_WORDS = timedelta(seconds=30)
 _STEPS = 4096
 """After so many steps tags come again."""
 
@@ -36,8 +45,14 @@ class Station:
         self._batch: Batch | None = None
         self._loaded: dict[str, dict[str, Tensor]] = {}
         self._number = 0
+        self.choices = Choices()
+        self.links: tuple[Mapping[Direction, LinkChoice], ...] = ()
+        """By boundary, what these rest on, where this process chose."""
+        self._computed: dict[Direction, deque[float]] = {name: deque(maxlen=_TIMED) for name in DIRECTIONS}
         self.arriving: dict[tuple[Direction, int], tuple[Tensor, int, dist.Work]] = {}
         """What this step's receives bring: the messages, from which ranks, and the receives."""
+        self.sent: set[tuple[int, int]] = set()
+        """Boundary and micro-batch of what this step has sent."""
         self._abandoned: list[object] = []
 
     @property
@@ -47,6 +62,11 @@ class Station:
     @property
     def num_stages(self) -> int:
         return self._stage.num_stages
+
+    @property
+    def group_ranks(self) -> Mapping[int, int]:
+        """The rank, in the pipeline's group, that has each stage."""
+        return self._stage.stage_index_to_group_rank
 
     @property
     def training(self) -> bool:
@@ -67,6 +87,20 @@ class Station:
         """Samples of a micro-batch of what the first stage is given, as the pipeline was set up."""
         shapes = stage_tensors(self._stage)["inputs"]
         return shapes[0][0][0] if shapes and shapes[0][0] else None
+
+    @contextmanager
+    def computing(self, direction: Direction) -> Iterator[None]:
+        """Times what the stage computes for a micro-batch, where somebody asks."""
+        started = time.perf_counter()
+        yield
+        if self.options.adapt is not None and self.training:
+            if self._stage.device.type == "cuda":
+                torch.cuda.synchronize(self._stage.device)
+            self._computed[direction].append(time.perf_counter() - started)
+
+    def compute_s(self, direction: Direction) -> float:
+        """Median seconds of a micro-batch; 0 if there was none."""
+        return median(self._computed[direction] or [0.0])
 
     def give_batch(self, batch: Batch | None) -> None:
         self._batch = batch
@@ -96,6 +130,7 @@ class Station:
             self.sides = [Side(boundary, earlier, self.options, self.stats) for boundary, earlier in wanted.items()]
         tensors = stage_tensors(self._stage)
         for side in self.sides:
+            side.chosen = self.choices.rows.get(side.boundary, {})
             names = ("outputs", "output_grads") if side.earlier else ("inputs", "input_grads")
             forward, backward = (Crossing(tuple(Spec(*spec) for spec in tensors[name])) for name in names)
             side.set_up(turn, self.num_chunks, forward, backward if turn.training else None)
@@ -105,19 +140,51 @@ class Station:
         place = (self._number % _STEPS * self.num_stages + boundary) * 2 + (direction == "backward")
         return 1 + place * self.num_chunks + chunk
 
+    def give_up(self) -> None:
+        """Tell the neighbours' stages that what they wait for will not come: they raise, and tell theirs."""
+        told: list[dist.Work | None] = []
+        for side in self.sides:
+            direction: Direction = "forward" if side.earlier else "backward"
+            if direction == "backward" and not self.training:
+                continue
+            left = [chunk for chunk in range(self.num_chunks) if (side.boundary, chunk) not in self.sent]
+            if not left:
+                continue
+            message = side.message(direction, left[0]).clone()
+            side.fail(direction, left[0], message)
+            peer, group = self.peer(side), self._stage.group
+            with suppress(RuntimeError):
+                told.append(dist.isend(message, peer, group, self.tag(side.boundary, direction, left[0])))
+                self._abandoned.append(message)
+        for work in told:
+            # Or this process is gone before its words are. A neighbour that is there has posted the receive; one that
+            # is gone needs no word.
+            with suppress(RuntimeError):
+                if work is not None:
+                    work.wait(_LAST_WORDS)
+
+    def peer(self, side: Side) -> int:
+        """The rank, among all, on the other side of a boundary."""
+        group = self._stage.group
+        other = self.group_ranks[self.index + 1 if side.earlier else self.index - 1]
+        return other if group is None else dist.get_global_rank(group, other)
+
     def post_receives(self, turn: Turn) -> None:
         """Post the receives of a whole step, once it is known what they bring."""
         self._number = turn.number
-        # A receive of a step that was given up may not be let go of before it has ended.
-        self._abandoned += self.arriving.values()
-        self.arriving = {}
-        group, ranks = self._stage.group, self._stage.stage_index_to_group_rank
+        if self.arriving:
+            # A receive of a step that was given up may not be let go of before it has ended, and its memory is its own.
+            self._abandoned += self.arriving.values()
+            self.arriving = {}
+            for side in self.sides:
+                side.renew_messages()
+        self.sent = set()
+        group = self._stage.group
         for side in self.sides:
             direction: Direction = "backward" if side.earlier else "forward"
             if direction == "backward" and not turn.training:
                 continue
-            other = ranks[self.index + 1 if side.earlier else self.index - 1]
-            peer = other if group is None else dist.get_global_rank(group, other)
+            peer = self.peer(side)
             for chunk in range(self.num_chunks):
                 message = side.message(direction, chunk)
                 work = dist.irecv(message, peer, group, self.tag(side.boundary, direction, chunk))
@@ -164,6 +231,8 @@ class Station:
             "seed": torch.tensor(self.options.seed),
             "format_version": torch.tensor(FORMAT_VERSION),
         }
+        if self.options.adapt is not None:
+            state["choices"] = self.choices.to_tensor(self.num_stages - 1)
         for side in self.sides:
             if side.store is not None:
                 state |= {f"{side.name}/{name}": value for name, value in side.store.state_dict().items()}
@@ -186,6 +255,9 @@ class Station:
         for name, value in mine.items():
             if said[name] != value:
                 raise ValueError(f"the state has {name} {said[name]}, this stage {value}: resume with the same")
+        if self.options.adapt is not None and "choices" in state:
+            counts: dict[Direction, int] = {name: len(self.options.choices(name)) for name in DIRECTIONS}
+            self.choices = Choices.of_tensor(state["choices"], self.num_stages - 1, counts)
         step, run = said["step"], said["run"]
         if step < 0 or run < 0:
             raise ValueError(f"the state is of step {step} of run {run}, which cannot be")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.attach.crossing import Crossing
+from thinwire.attach.pipeline.crossing import Crossing
 from thinwire.collectives.message import HEADER_BYTES
 from thinwire.compressors import Coded, Key, Piece, Raw, Segments
 from thinwire.kernels import align, derive_key

@@ -1,0 +1,59 @@
+"""Which of the compressors that links may have was chosen for each stage boundary, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from thinwire.attach.pipeline.crossing import Direction
+
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
+
+@dataclass
+class Choices:
+    """Of all boundaries, the same on every rank."""
+
+    step: int | None = None
+    """The training step before which they were made."""
+    rows: dict[int, dict[Direction, int]] = field(default_factory=dict)
+    """By boundary, places in `thinwire.plan.ByLink`'s lists."""
+
+    def due(self, step: int, timed: int, *, after: int, every: int | None) -> bool:
+        """Whether to choose before training step ``step``, in a process that has timed so many."""
+        if timed < after:
+            return False
+        return self.step is None or (every is not None and step >= self.step + every)
+
+    def to_tensor(self, num_boundaries: int) -> Tensor:
+        """Shape ``(1 + boundaries, 2)``, int64; -1 where nothing was chosen."""
+        rows = [[self.rows.get(b, {}).get(direction, -1) for direction in DIRECTIONS] for b in range(num_boundaries)]
+        step = -1 if self.step is None else self.step
+        return torch.tensor([[step, step], *rows], dtype=torch.int64)
+
+    @staticmethod
+    def of_tensor(x: Tensor, num_boundaries: int, counts: Mapping[Direction, int]) -> Choices:
+        """What `to_tensor` made; ``counts``: how many there are to choose from.
+
+        Raises:
+            ValueError: it is not such a tensor, or names what there is not.
+        """
+        if x.dtype != torch.int64 or x.shape != (1 + num_boundaries, len(DIRECTIONS)):
+            raise ValueError(
+                f"the state's choices are {x.dtype} {tuple(x.shape)}: it is not the state of this pipeline"
+            )
+        (step, _), *rows = x.tolist()
+        for row in rows:
+            for value, direction in zip(row, DIRECTIONS, strict=True):
+                if not -1 <= value < counts[direction]:
+                    raise ValueError(
+                        f"the state chose {direction} compressor {value} of {counts[direction]}: resume with the same "
+                        "adapt=ByLink(...)"
+                    )
+        made: dict[int, dict[Direction, int]] = {
+            b: {d: v for d, v in zip(DIRECTIONS, row, strict=True) if v >= 0} for b, row in enumerate(rows)
+        }
+        return Choices(None if step < 0 else step, {b: of for b, of in made.items() if of})

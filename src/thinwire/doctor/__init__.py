@@ -1,0 +1,1 @@
+"""Is a training bound by its communication, and what would help? Measures, foretells, advises."""

@@ -1,0 +1,106 @@
+"""What to do, in order, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from thinwire.doctor.choices import TODAY, Care, Choice, Prediction
+from thinwire.doctor.measure import Measured
+
+HARMLESS_SHARE = 0.05
+"""Of a step: where less waits for communication, nothing is worth doing."""
+LEAST_GAIN = 0.05
+"""Of a step, that a choice must be faster by to be advised."""
+_CLOSE = 1.05
+_ONE_BUCKET_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One thing to do."""
+
+    title: str
+    why: str
+    lines: tuple[str, ...] = ()
+    choice: Choice | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What doctor says."""
+
+    sentence: str
+    advice: tuple[Advice, ...]
+    """Best first; never empty: where nothing helps it is to do nothing."""
+    today: float
+    """Seconds of a step now."""
+
+
+_CARE = {
+    Care.NONE: "the same numbers",
+    Care.ROUNDED: "gradients in 16 bits, exact enough for nearly everything",
+    Care.KEPT: "kept the loss in the comparisons of the README",
+    Care.BATCH: "a larger batch between two updates, so the learning rate may want another value",
+    Care.CHECK: "may change the loss: try it with `thinwire compare` first",
+}
+
+
+def verdict(measured: Measured, predictions: Sequence[Prediction]) -> Verdict:
+    """From measured steps, where today is known, and from predictions, where it is not."""
+    watched = measured.watched
+    today, share = median(watched.step_s), watched.exposed_share
+    faster = [
+        p for p in predictions if p.choice != TODAY and p.step.high < today and p.step.value < (1 - LEAST_GAIN) * today
+    ]
+    ranked = _ranked(faster)
+    advice = [_advice(p, today) for p in ranked]
+    bound = share > HARMLESS_SHARE
+    one_bucket = len(watched.paces[0].buckets) == 1 and watched.paces[0].buckets[0].num_bytes >= _ONE_BUCKET_BYTES
+    if bound and one_bucket:
+        cap = max(1, round(watched.paces[0].buckets[0].num_bytes / 5 / 2**20))
+        why = "all gradients are in one DDP bucket, so nothing is sent before backward ends; the same numbers"
+        advice.insert(0, Advice("smaller buckets", why, (f"DistributedDataParallel(model, bucket_cap_mb={cap})",)))
+    nothing = Advice("nothing", _nothing(share, bound=bound))
+    if not bound:
+        return Verdict(_harmless(today, share), (nothing, *advice[:1]), today)
+    if not ranked:
+        sentence = (
+            f"{share:.0%} of a step ({today:.3g} s) waits for communication, and nothing here would make it at least "
+            f"{LEAST_GAIN:.0%} faster."
+        )
+        return Verdict(sentence, (*advice, nothing), today)
+    best = ranked[0]
+    sentence = (
+        f"Bound by communication: {share:.0%} of a step ({today:.3g} s) waits for it. With {best.choice.title} a step "
+        f"would take {best.step.value:.3g} s ({best.step.low:.3g} to {best.step.high:.3g}), "
+        f"{today / best.step.value:.1f} times as fast."
+    )
+    return Verdict(sentence, tuple(advice), today)
+
+
+def _harmless(today: float, share: float) -> str:
+    return f"Not bound by communication: {share:.1%} of a step ({today:.3g} s) waits for it. Leave it as it is."
+
+
+def _nothing(share: float, *, bound: bool) -> str:
+    if not bound:
+        return "backward hides the communication, or there is little of it; compression could only add work"
+    return "what compression costs here is more than it saves: the processors are slow beside the link"
+
+
+def _ranked(faster: Sequence[Prediction]) -> list[Prediction]:
+    """First, of those close to the fastest that keeps the loss, what changes training least; then by speed."""
+    safe = [p for p in faster if p.choice.care <= Care.KEPT]
+    by_speed = sorted(faster, key=lambda p: (p.choice.care > Care.KEPT, p.step.value))
+    if not safe:
+        return by_speed
+    close = min(p.step.value for p in safe) * _CLOSE
+    first = min((p for p in safe if p.step.value <= close), key=lambda p: (p.choice.care, p.step.value))
+    return [first, *(p for p in by_speed if p != first)]
+
+
+def _advice(p: Prediction, today: float) -> Advice:
+    why = f"{today / p.step.value:.1f} times as fast; {_CARE[p.choice.care]}"
+    return Advice(p.choice.title, why, p.choice.lines, p.choice)

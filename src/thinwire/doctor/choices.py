@@ -1,0 +1,139 @@
+"""What could be done, and how long a step would take then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from thinwire.compressors import Compressor, Raw, parse
+from thinwire.doctor.measure import Measured
+from thinwire.plan import DEFAULT_RULES, Plan
+from thinwire.plan.cost import codec_seconds
+from thinwire.plan.forecast import (
+    Range,
+    accumulated,
+    draws,
+    native_step,
+    planned_step,
+    sent_in_step,
+)
+
+
+class Care(IntEnum):
+    """What a choice does to training; the less the better."""
+
+    NONE = 0
+    """The same numbers."""
+    ROUNDED = 1
+    """Gradients of 16 bits."""
+    KEPT = 2
+    """The loss stayed the same in the comparisons of README.md."""
+    BATCH = 3
+    """A larger batch: the learning rate may want another value."""
+    CHECK = 4
+    """The loss may change: `thinwire compare` tells."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way of sending gradients."""
+
+    title: str
+    spec: str | None = None
+    """What `thinwire.compress` is given; None for stock DDP."""
+    times: int = 1
+    """Batches whose gradients are added up before they are sent."""
+    care: Care = Care.NONE
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """To paste; none where nothing is to be done."""
+        if self.spec is not None:
+            given = "" if parse(self.spec) == parse(DEFAULT_RULES) else f', "{self.spec}"'
+            return (
+                "import thinwire",
+                f"wire = thinwire.compress(model{given})  # after DistributedDataParallel(model)",
+            )
+        if self.times > 1:
+            return (
+                f"with contextlib.nullcontext() if last_of_{self.times} else model.no_sync():",
+                f"    (loss / {self.times}).backward()  # optimizer.step() after each {self.times}th batch alone",
+            )
+        return ()
+
+
+TODAY = Choice("as it is")
+_COMPRESSED = (
+    ("bf16", "cast(bf16)", Care.ROUNDED),
+    ("8 bits", "minmax(bits=8, bucket=128)", Care.KEPT),
+    ("4 bits", DEFAULT_RULES, Care.KEPT),
+    ("4-bit QSGD", "qsgd(bits=4, bucket=128)", Care.CHECK),
+    ("2 bits", "ef(minmax(bits=2, bucket=128))", Care.CHECK),
+    ("top-k, 1 %", "topk(density=0.01)", Care.CHECK),
+    ("PowerSGD, rank 4", "powersgd(rank=4)", Care.CHECK),
+)
+CHOICES = (
+    TODAY,
+    *(Choice(title, spec, care=care) for title, spec, care in _COMPRESSED),
+    *(Choice(f"accumulate {times}", times=times, care=Care.BATCH) for times in (2, 4, 8)),
+)
+
+
+def choices_of(specs: Sequence[str]) -> tuple[Choice, ...]:
+    """The usual ones, and these compressors besides.
+
+    Raises:
+        ValueError: a spec is none.
+    """
+    known = {parse(choice.spec) for choice in CHOICES if choice.spec}
+    more = dict.fromkeys(parse(spec) for spec in specs)
+    return CHOICES + tuple(Choice(str(c), str(c), care=Care.CHECK) for c in more if c not in known)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a choice would come to."""
+
+    choice: Choice
+    step: Range
+    """Seconds, of one batch of today's size on each rank."""
+    sent_bytes: float
+    """By a rank, for one such batch."""
+    wait_share: float
+    """Part of a step that is communication which backward does not hide."""
+
+
+def plan_of(choice: Choice, measured: Measured) -> Plan:
+    """Which compressor each layer would have."""
+    assert choice.spec is not None
+    shapes = {name: shape for bucket in measured.watched.paces[0].buckets for name, shape in bucket.layers}
+    return Plan.build(shapes, choice.spec)
+
+
+def to_time(choices: Sequence[Choice], shapes: Mapping[str, Sequence[int]]) -> set[Compressor]:
+    """Compressors whose speed predictions need."""
+    return {c for choice in choices if choice.spec for c in Plan.build(shapes, choice.spec).layers.values()} | {Raw()}
+
+
+def predict(choice: Choice, measured: Measured) -> Prediction:
+    """Over many draws of a measured step and of a measurement of the links."""
+    drawn = draws(measured.watched.paces, measured.links)
+    layers = None if choice.spec is None else plan_of(choice, measured).layers
+    codec_s = {
+        c: codec_seconds(c, measured.num_ranks, {"encode": encode, "decode": decode})
+        for c, (encode, decode) in measured.codecs.items()
+    }
+    steps, waits = [], []
+    for pace, links in drawn:
+        step = native_step(pace, links) if layers is None else planned_step(pace, links, layers, codec_s)
+        each = accumulated(pace, step, choice.times)
+        steps.append(each)
+        waits.append(1 - (each - (step - pace.compute_s) / choice.times) / each)
+    pace, links = drawn[0]
+    return Prediction(choice, Range.of(steps), sent_in_step(pace, links, layers) / choice.times, Range.of(waits).value)
+
+
+def ceiling(measured: Measured) -> Range:
+    """Seconds of a step in which nothing is sent."""
+    return Range.of([pace.compute_s for pace in measured.watched.paces])

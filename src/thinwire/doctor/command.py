@@ -1,0 +1,166 @@
+"""``thinwire doctor``: is this training bound by communication, and what would help?"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+
+from thinwire import lab
+from thinwire.doctor import page, report
+from thinwire.doctor.choices import choices_of
+from thinwire.doctor.examine import Examination, Request, argv
+from thinwire.doctor.observe import LEAST_STEPS, DoctorError
+from thinwire.doctor.record import read, write
+from thinwire.lab.units import parse_rate, parse_rates
+from thinwire.repro.plots import need_matplotlib
+
+_USAGE, _UNAVAILABLE, _FAILED = 64, 69, 1
+_STDERR, _KILL_AFTER_S = 2, 20.0
+_OURS = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def doctor(
+    script: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    *,
+    ranks: int = 2,
+    rate: str | None = None,
+    rtt: str | None = None,
+    steps: int = 20,
+    keep_running: bool = False,
+    compressors: tuple[str, ...] = (),
+    line_rate: str | None = None,
+    price_per_hour: float | None = None,
+    samples_per_step: float | None = None,
+    tokens_per_step: float | None = None,
+    timeout: float = 600.0,
+    json: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None,
+    html: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None,
+) -> int:
+    """Is this training bound by communication, and what would help?
+
+    Under torchrun, on every rank: watches the DistributedDataParallel model that a script trains, or a small GPT
+    where no script is given, measures links and processors, and foretells a step's time for each way of sending
+    gradients. The script's numbers stay as they are; it is ended once enough was seen. Without torchrun it starts the
+    ranks itself, on this machine: over loopback, or over the slow network that --rate asks for.
+
+    Examples:
+      torchrun --nproc-per-node 2 -m thinwire doctor -- train.py --batch 32
+      thinwire doctor --ranks 2 --rate 100mbit --rtt 10ms -- train.py
+      thinwire doctor --rate 1gbit --html doctor.html
+
+    Args:
+        script: What python would run, after two dashes: train.py and its arguments, or -m and a module.
+        ranks: How many ranks to start; under torchrun there are as many as it started.
+        rate: Rate of each rank's link, each way, of an emulated network: 100mbit, 1gbit.
+        rtt: Round-trip time to add to it, as 10ms.
+        steps: Training steps to watch, half of them without overlap.
+        keep_running: Let the script train on to its end afterwards.
+        compressors: Specs to foretell beside the usual ones, as "minmax(bits=3)".
+        line_rate: Rate that the line is made for, as 10gbit, where the system does not know.
+        price_per_hour: Of all ranks together: shows what a million samples or tokens cost with each choice.
+        samples_per_step: That all ranks together take in a step, for the price.
+        tokens_per_step: The same in tokens.
+        timeout: Seconds after which ranks that doctor started are ended.
+        json: Write all figures to this file.
+        html: Write the report to this file, as a page with pictures.
+    """
+    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
+    inside = all(name in os.environ for name in _OURS)
+    try:
+        if html is not None:
+            need_matplotlib()
+        _check_price(price_per_hour, samples_per_step, tokens_per_step)
+        if steps < LEAST_STEPS:
+            raise ValueError(f"--steps {steps}: at least {LEAST_STEPS}, half of them without overlap")
+        choices_of(compressors)
+        request = Request(
+            steps=steps,
+            keep_running=keep_running,
+            compressors=compressors,
+            line_rate=None if line_rate is None else parse_rate(line_rate) / 8,
+            price_per_hour=price_per_hour,
+            samples_per_step=samples_per_step if tokens_per_step is None else tokens_per_step,
+            unit="samples" if tokens_per_step is None else "tokens",
+            script=script,
+        )
+        if inside:
+            if rate is not None or rtt is not None:
+                raise ValueError(
+                    "under torchrun the network is what it is: --rate and --rtt are for ranks started here"
+                )
+            answer = Examination(request).run()
+            found = None if answer is None else answer.to_dict()
+        else:
+            found = _examine_here(request, ranks, rate, rtt, timeout)
+    except (ValueError, ImportError) as error:
+        errors.print(f"thinwire doctor: {error}", style="bold red", markup=False, soft_wrap=True)
+        return _USAGE
+    except lab.LabUnavailable as error:
+        errors.print(f"thinwire doctor: no slow network can be made here: {error}", style="bold red", markup=False)
+        return _UNAVAILABLE
+    except DoctorError as error:
+        errors.print(f"thinwire doctor: {error}", style="bold red", markup=False, soft_wrap=True)
+        return _FAILED
+    if found is not None:
+        _tell(console, found, json, html)
+    return 0
+
+
+def _check_price(per_hour: float | None, samples: float | None, tokens: float | None) -> None:
+    if samples is not None and tokens is not None:
+        raise ValueError("--samples-per-step and --tokens-per-step say the same: give one of them")
+    counted = samples if tokens is None else tokens
+    if (per_hour is None) != (counted is None):
+        raise ValueError("a price needs both: --price-per-hour, and --tokens-per-step or --samples-per-step")
+    if per_hour is not None and counted is not None and not (per_hour > 0 and counted > 0):
+        raise ValueError("--price-per-hour and what a step takes must be above 0")
+
+
+def _examine_here(request: Request, ranks: int, rate: str | None, rtt: str | None, timeout: float) -> dict[str, Any]:
+    """Start the ranks on this machine, and read what rank 0 wrote."""
+    if ranks < 2:
+        raise ValueError(f"--ranks {ranks}: at least 2, or nothing is sent")
+    with tempfile.TemporaryDirectory(prefix="thinwire-doctor-") as folder:
+        path = Path(folder) / "answer.json"
+        if rate is None and rtt is None:
+            code = _on_loopback(replace(request, link="loopback"), ranks, path, timeout)
+        else:
+            line = min(parse_rates(rate, ranks)) / 8 if rate is not None else None
+            asked = replace(request, line_rate=request.line_rate or line, link=f"{rate or 'unshaped'}, +{rtt or '0ms'}")
+            code = lab.launch(argv(asked, path), num_ranks=ranks, rate=rate, rtt=rtt, timeout=timeout).exit_code
+        if not path.exists():
+            raise DoctorError(f"the ranks ended with exit code {code} and without an answer: see what they said above")
+        return read(path)
+
+
+def _on_loopback(request: Request, ranks: int, path: Path, timeout: float) -> int:
+    interpreter, *rest = argv(request, path)
+    launcher = [interpreter, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    # What the script prints goes where messages go: standard output is for the report.
+    with subprocess.Popen([*launcher, *rest], stdout=_STDERR, env=environment) as process:
+        try:
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            try:
+                return process.wait(_KILL_AFTER_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return process.wait(_KILL_AFTER_S)
+
+
+def _tell(console: Console, found: dict[str, Any], json: Path | None, html: Path | None) -> None:
+    report.show(console, found)
+    if json is not None:
+        write(json, found)
+    if html is not None:
+        page.write(html, found)
+        console.print(f"Report: {html}", soft_wrap=True, markup=False)

@@ -1,0 +1,127 @@
+"""One rank of an examination: watch a training, measure, foretell; rank 0 has the answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from thinwire.doctor.advice import verdict
+from thinwire.doctor.choices import choices_of, predict, to_time
+from thinwire.doctor.measure import measure
+from thinwire.doctor.observe import WARM_UP, DoctorError, Observer
+from thinwire.doctor.record import Prices, record
+from thinwire.doctor.script import Seen, run_script, train_probe
+from thinwire.results import Results
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be examined, and how. The same on every rank."""
+
+    steps: int = 20
+    """To be watched, half of them without overlap."""
+    keep_running: bool = False
+    """Let the script train on afterwards."""
+    compressors: tuple[str, ...] = ()
+    """Specs to foretell, beside the usual ones."""
+    line_rate: float | None = None
+    """Bytes per second of the line, where it is known."""
+    price_per_hour: float | None = None
+    samples_per_step: float | None = None
+    unit: str = "samples"
+    script: tuple[str, ...] = ()
+    """What python would run; none for the built-in training."""
+    link: str = ""
+    """What the emulated network is."""
+
+    @property
+    def prices(self) -> Prices | None:
+        if self.price_per_hour is None or self.samples_per_step is None:
+            return None
+        return Prices(self.price_per_hour, self.samples_per_step, self.unit)
+
+
+@dataclass
+class Examination:
+    """What one rank does; ``answer`` is rank 0's."""
+
+    request: Request
+    answer: Results | None = None
+    finished: bool = field(default=False)
+
+    def run(self) -> Results | None:
+        """Run the training until enough was seen, or to its end.
+
+        Raises:
+            DoctorError: too little was seen, or nothing that can be foretold.
+        """
+        request = self.request
+        with Observer(request.steps, self._done) as observer:
+            try:
+                if request.script:
+                    run_script(request.script)
+                else:
+                    train_probe()
+            except SystemExit as end:
+                # A script that fails by itself is that script's news.
+                if not self.finished and end.code not in (None, 0):
+                    raise
+        if not self.finished:
+            needed = f"{request.steps + WARM_UP} training steps, and one more that begins"
+            raise DoctorError(
+                f"the script ended before doctor had seen {needed}: let it train longer, or ask for fewer with --steps"
+                if observer.model is not None
+                else "the script trained no DistributedDataParallel model, which is what doctor looks at: wrap it, "
+                "model = DistributedDataParallel(model), and call the wrapped model in training"
+            )
+        return self.answer
+
+    def _done(self, observer: Observer) -> None:
+        request, model = self.request, observer.model
+        assert model is not None
+        shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters() if p.requires_grad}
+        choices = choices_of(request.compressors)
+        measured = measure(observer, to_time(choices, shapes), request.line_rate)
+        if dist.get_rank(model.process_group) == 0:
+            predictions = [predict(choice, measured) for choice in choices]
+            found = verdict(measured, predictions)
+            about: dict[str, Any] = {
+                "script": list(request.script) or "a GPT of 4.8 million parameters, built in",
+                "link": request.link,
+            }
+            self.answer = record(measured, predictions, found, about=about, prices=request.prices)
+        self.finished = True
+        if not request.keep_running:
+            raise Seen(0)
+
+
+def main(text: str, path: str) -> int:
+    """Of ranks that ``thinwire doctor`` started itself: rank 0 writes the answer to ``path``."""
+    asked: dict[str, Any] = json.loads(text)
+    request = Request(**asked)
+    request = replace(request, compressors=tuple(request.compressors), script=tuple(request.script))
+    try:
+        answer = Examination(request).run()
+    except DoctorError as error:
+        sys.stderr.write(f"thinwire doctor: {error}\n")
+        return 1
+    if answer is not None:
+        answer.write(Path(path))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+def argv(request: Request, path: Path) -> Sequence[str]:
+    """The command of such a rank."""
+    return [sys.executable, "-m", "thinwire.doctor.examine", json.dumps(asdict(request)), str(path)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

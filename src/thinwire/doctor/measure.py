@@ -1,0 +1,118 @@
+"""What doctor measures beside the steps: links, codecs, processors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from thinwire.attach.devices import device_of, on_device
+from thinwire.attach.transports import bare_transport
+from thinwire.collectives import Transport, node_identity, number_nodes, with_shared_memory
+from thinwire.compat import group_timeout
+from thinwire.compressors import Compressor
+from thinwire.doctor.observe import DoctorError, Observer, Watched
+from thinwire.plan.forecast import Links
+from thinwire.wire.link import Pair, measure_cores, measure_links, measure_pairs, shared_part
+from thinwire.wire.speeds import measure_codecs
+
+_ROUTES = Path("/proc/net/route")
+_INTERFACES = Path("/sys/class/net")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that predictions are made from."""
+
+    watched: Watched
+    links: tuple[Links, ...]
+    """One for each time they were measured."""
+    pairs: tuple[Pair, ...]
+    codecs: Mapping[Compressor, tuple[float, float]]
+    """Seconds in which the slowest rank encodes an element, and decodes one."""
+    num_ranks: int
+    nodes: int
+    cores: float
+    """Of the machine, for each of its ranks."""
+    threads: int
+    """That a rank computes with."""
+    line_rate: float | None
+    """Bytes per second that the interface is made for, where that is known."""
+    interface: str
+
+
+def measure(observer: Observer, compressors: Collection[Compressor], line_rate: float | None = None) -> Measured:
+    """Measure links and codecs, between two steps and on every rank of the model's process group.
+
+    Raises:
+        DoctorError: what was watched makes no steps that can be foretold.
+        TransportError: a rank is gone or silent.
+    """
+    assert observer.model is not None
+    watched = observer.result()
+    group = observer.model.process_group
+    assert isinstance(group, dist.ProcessGroup)
+    timeout: timedelta = group_timeout(group)
+    try:
+        device = device_of(observer.model, group, as_device=False)
+    except (RuntimeError, NotImplementedError) as error:
+        raise DoctorError(str(error)) from error
+    host = bare_transport(group, timeout)
+    transport: Transport = host if device is None else on_device(host, device, group, timeout, "auto")
+    try:
+        pairs = measure_pairs(transport)
+        nodes = len(set(number_nodes([bytes(row.tolist()) for row in transport.all_gather(node_identity())])))
+        cores = measure_cores(transport)
+        # Coded messages take the way that thinwire.compress() would give them.
+        transport = with_shared_memory(host, timeout) if device is None else transport
+        links = measure_links(transport)
+        codecs = measure_codecs(compressors, transport)
+        rates = torch.tensor([line_rate or interface_rate() or 0.0], dtype=torch.float64)
+        slowest = float(transport.all_gather(rates).min())
+    finally:
+        transport.close()
+    threads = torch.get_num_threads()
+    shared = shared_part(cores, threads) if device is None else 0.0
+    paces = tuple(replace(pace, shared=shared) for pace in watched.paces)
+    return Measured(
+        replace(watched, paces=paces),
+        tuple(links),
+        tuple(pairs),
+        codecs,
+        dist.get_world_size(group),
+        nodes,
+        cores,
+        threads,
+        slowest or None,
+        interface_name(),
+    )
+
+
+def interface_name() -> str:
+    """The network interface that gloo is told to use, or that of the default route; empty if neither is known."""
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if named:
+        return named
+    try:
+        rows = [line.split() for line in _ROUTES.read_text().splitlines()[1:]]
+    except OSError:
+        return ""
+    return next((row[0] for row in rows if row[1] == "00000000"), "")
+
+
+def interface_rate(name: str | None = None) -> float | None:
+    """Bytes per second of the line behind an interface, as its driver says; None where it does not, or has no line."""
+    place = _INTERFACES / (interface_name() if name is None else name)
+    # Virtual ones, such as veth, name a speed that nothing keeps to.
+    if not (place / "device").exists():
+        return None
+    try:
+        mbit = int((place / "speed").read_text())
+    except (OSError, ValueError):
+        return None
+    return mbit * 1e6 / 8 if mbit > 0 else None

@@ -1,0 +1,126 @@
+"""What doctor found, as tables in the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+
+from thinwire.lab.units import format_bytes, format_rate
+
+_SHOWN = 5
+_TRUSTED = 0.15
+
+
+def duration(seconds: float) -> str:
+    """``12.3 ms`` or ``1.23 s``, to three digits."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def show(console: Console, record: dict[str, Any]) -> None:
+    """Print the verdict, what to do, what each choice would come to, and what was measured."""
+    about = record["about"]
+    console.print(Panel(escape(about["verdict"]), title="[bold]thinwire doctor[/]", expand=False))
+    for i, advice in enumerate(about["advice"][:_SHOWN], 1):
+        console.print(f"{i}. [bold]{escape(advice['title'])}[/]: {escape(advice['why'])}")
+        # To paste the first one's: the page has all of them.
+        for line in advice["lines"] if i == 1 else ():
+            console.print(f"       {line}", markup=False, highlight=False, soft_wrap=True)
+    if about["advice"][0]["lines"] and "thinwire" in about["advice"][0]["lines"][0]:
+        console.print("   and into the checkpoint: wire.state_dict()", style="dim")
+    console.print(predictions(about))
+    console.print(links(about))
+    console.print(codecs(about))
+    console.print(escape(how(about)), style="dim")
+
+
+def predictions(about: dict[str, Any]) -> Table:
+    """A step of today's batch, by choice."""
+    table = Table(title="A step of the same batch", title_justify="left")
+    heads = ["", "a step takes", "between", "speed-up", "waits", "sent"]
+    if about["prices"]:
+        heads.append(f"a million\n{about['prices']['unit']}")
+    for column in heads:
+        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    today = about["today_s"]
+    measured = [duration(today), f"{duration(min(about['steps_s']))} – {duration(max(about['steps_s']))}", "1.00x"]
+    cost = [""] if about["prices"] else []
+    table.add_row("now, measured", *measured, f"{about['exposed_share']:.0%}", "", *cost, style="bold")
+    for row in about["predictions"]:
+        cells = [
+            duration(row["step_s"]),
+            f"{duration(row['low_s'])} – {duration(row['high_s'])}",
+            f"{today / row['step_s']:.2f}x",
+            f"{row['wait_share']:.0%}",
+            format_bytes(row["sent_bytes"]),
+        ]
+        table.add_row(escape(row["title"]), *cells, *([f"{row['cost']:.4g}"] if about["prices"] else []))
+    compute = about["compute_s"]
+    table.add_row(
+        "nothing sent",
+        duration(compute["value"]),
+        f"{duration(compute['low'])} – {duration(compute['high'])}",
+        f"{today / compute['value']:.2f}x",
+        "",
+        "",
+        *cost,
+        style="dim",
+    )
+    return table
+
+
+def links(about: dict[str, Any]) -> Table:
+    """Every two ranks' link."""
+    table = Table(title="Links, both ways at once", title_justify="left")
+    for column in ("ranks", "each way", "of the line rate", "latency, one way"):
+        table.add_column(column, justify="right", no_wrap=True)
+    line = about["line_rate"]
+    for pair in about["pairs"]:
+        share = f"{pair['bandwidth'] / line:.0%}" if line else "line rate unknown"
+        latency = duration(pair["latency_s"])
+        table.add_row(f"{pair['first']} – {pair['second']}", format_rate(8 * pair["bandwidth"]), share, latency)
+    return table
+
+
+def codecs(about: dict[str, Any]) -> Table:
+    """Each compressor's speed here."""
+    table = Table(title="Compressors here, in bytes of fp32 gradient", title_justify="left")
+    for column in ("", "encodes", "decodes", "ratio", "pays from", "on links to"):
+        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    for row in about["codecs"]:
+        needed = row["minimal_ratio"]
+        table.add_row(
+            escape(row["title"]),
+            f"{format_bytes(row['encode'])}/s",
+            f"{format_bytes(row['decode'])}/s",
+            f"{row['ratio']:.1f}x",
+            "never" if needed is None else f"{needed:.2f}x",
+            format_rate(8 * row["useful_bandwidth"]),
+        )
+    return table
+
+
+def how(about: dict[str, Any]) -> str:
+    """What was measured, in a few sentences."""
+    steps = len(about["steps_s"])
+    core = "no core is free for communication" if about["shared"] == 1 else "communication has cores of its own"
+    if 0 < about["shared"] < 1:
+        core = "communication takes part of the cores that compute"
+    foretold = next(row["step_s"] for row in about["predictions"] if row["title"] == "as it is")
+    off = foretold / about["today_s"] - 1
+    trust = ""
+    if abs(off) > _TRUSTED:
+        trust = (
+            f" Foretold like the others, a step as it is would be {off:+.0%} off what it takes: something here, other "
+            "work or other traffic, is not in the measurements, so trust the others no further."
+        )
+    return (
+        f"{about['ranks']} ranks on {about['nodes']} node(s), {about['parameters']:,} parameters in "
+        f"{len(about['buckets'])} buckets; {about['cores_each']:g} cores and {about['threads']} threads a rank, so "
+        f"{core}. {steps} steps as they are, and between them as many that wait for each bucket on the spot: "
+        f"{duration(about['compute_s']['value'])} of computing. Now is measured; all else is foretold from these "
+        "steps, the links and the codecs. Ranges hold 90 % of what the measurements allow." + trust
+    )
