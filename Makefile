@@ -57,6 +57,7 @@ bench: .venv/ready
 	$(BIN)/thinwire repro lgreco --out benchmarks/repro-lgreco --json benchmarks/repro-lgreco.json
 	$(BIN)/thinwire repro qsdp --out benchmarks/repro-qsdp --json benchmarks/repro-qsdp.json
 	$(BIN)/thinwire repro aqsgd --out benchmarks/repro-aqsgd --json benchmarks/repro-aqsgd.json
+	$(BIN)/thinwire repro fullstack --out benchmarks/repro-fullstack --json benchmarks/repro-fullstack.json
 	$(BIN)/thinwire demo --out benchmarks/demo --json benchmarks/demo.json
 
 # The figures of README.md and docs/, from the JSON files that `make bench` wrote.

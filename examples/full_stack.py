@@ -61,7 +61,8 @@ def samples() -> Tensor:
 
 
 def loss_of(logits: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+    """A micro-batch's share of the loss: gradients are whole before replicas exchange them."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()) / MICRO_BATCHES
 
 
 def main() -> None:
@@ -98,7 +99,7 @@ def main() -> None:
         forward="raw" if options.plain else "delta(maxabs(bits=3))",
         backward="raw" if options.plain else "maxabs(bits=6)",
     )
-    schedule = ScheduleGPipe(stage, n_microbatches=MICRO_BATCHES, loss_fn=loss_of)
+    schedule = ScheduleGPipe(stage, n_microbatches=MICRO_BATCHES, loss_fn=loss_of, scale_grads=False)
 
     text = samples()
     share = Share(range(SAMPLES), replica, REPLICAS)  # each replica keeps messages of its own samples
@@ -124,7 +125,7 @@ def main() -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         if last and replica == 0:
-            print(f"epoch {epoch}: loss {torch.stack(losses).mean():.4f}")
+            print(f"epoch {epoch}: loss {MICRO_BATCHES * torch.stack(losses).mean():.4f}")
 
     if saved:
         saved.parent.mkdir(parents=True, exist_ok=True)

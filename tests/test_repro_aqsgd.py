@@ -284,9 +284,9 @@ def test_more_stages_hurt_where_the_distance_grows() -> None:
 
 
 def test_kills_are_between_checkpoints() -> None:
-    every = of_resume.checkpoint_every(Scale())
-    found = of_resume.kills(Scale())
-    assert len(found) == Scale().kills
+    every = of_resume.checkpoint_every(SMALL)
+    found = of_resume.kills(SMALL, 3, 2)
+    assert len(found) == 3
     assert all(every < kill.step < SMALL.steps and kill.step % every for kill in found)
     assert {kill.rank for kill in found} == {0, 1}
 

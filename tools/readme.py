@@ -9,6 +9,7 @@ import sys
 from aqsgd_page import repro_aqsgd
 from doctor_page import doctor
 from figures import BENCHMARKS, ROOT, Figures, table
+from fullstack_page import repro_fullstack
 from lgreco_page import repro_lgreco
 from qsdp_page import repro_qsdp, sharded
 from repro_pages import repro_cgx, repro_fft, repro_intsgd
@@ -296,6 +297,7 @@ PAGES = {
     "docs/repro-lgreco.md": {"repro-lgreco": repro_lgreco},
     "docs/repro-qsdp.md": {"repro-qsdp": repro_qsdp},
     "docs/repro-aqsgd.md": {"repro-aqsgd": repro_aqsgd},
+    "docs/repro-fullstack.md": {"repro-fullstack": repro_fullstack},
 }
 """Pages, and what stands between which marks in them."""
 

@@ -36,6 +36,7 @@ _COMMANDS = {
     "repro lgreco": "thinwire.repro.lgreco.command:lgreco",
     "repro qsdp": "thinwire.repro.qsdp.command:qsdp",
     "repro aqsgd": "thinwire.repro.aqsgd.command:aqsgd",
+    "repro fullstack": "thinwire.repro.fullstack.command:fullstack",
 }
 
 _HELP = """\
@@ -63,6 +64,7 @@ _HELP = """\
   [bold]thinwire repro lgreco[/]      the thesis's chapter on L-GreCo, compression layer by layer: does each claim hold?
   [bold]thinwire repro qsdp[/]        the thesis's chapter on QSDP, FSDP with quantised weights: does each claim hold?
   [bold]thinwire repro aqsgd[/]       the AQ-SGD paper's experiments, pipelines over slow links: does each claim hold?
+  [bold]thinwire repro fullstack[/]   all of it compressed: pipelines in replicas, split learning: does each claim hold?
 
   thinwire COMMAND --help       what a command takes, with examples
 

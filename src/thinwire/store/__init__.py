@@ -1,6 +1,7 @@
 """Where the messages m(ξ) of AQ-SGD are kept: by sample, in memory or on disk, the same on both sides of a boundary."""
 
 from thinwire.store.background import Background
+from thinwire.store.centres import MOST_CENTRES, Centres
 from thinwire.store.disk import DiskStore
 from thinwire.store.errors import StoreError
 from thinwire.store.memory import MemoryStore
@@ -10,7 +11,9 @@ from thinwire.store.store import LARGEST_SAMPLE, Entry, Evict, Store, StoreCount
 
 __all__ = [
     "LARGEST_SAMPLE",
+    "MOST_CENTRES",
     "Background",
+    "Centres",
     "Disk",
     "DiskStore",
     "Entry",

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from thinwire.repro.aqsgd.rank import Asked
 from thinwire.repro.aqsgd.study import NUM_STAGES, Scale, Study, Work
+from thinwire.repro.aqsgd.tasks import FineTuning
 from thinwire.repro.aqsgd.trainings import Trained, Trainings
-from thinwire.repro.aqsgd.ways import aqsgd
+from thinwire.repro.aqsgd.ways import Way, aqsgd
 from thinwire.repro.crew import RankFailed
 from thinwire.repro.findings import Finding
+from thinwire.repro.parts import Parted
 
 _STORES: tuple[Literal["memory", "disk"], ...] = ("memory", "disk")
 
@@ -26,27 +29,32 @@ class Kill:
     step: int
 
 
-def checkpoint_every(scale: Scale) -> int:
+def checkpoint_every(task: FineTuning) -> int:
     """Steps between checkpoints: no whole epoch."""
-    return max(1, scale.small.steps // 7)
+    return max(1, task.steps // 7)
 
 
-def kills(scale: Scale) -> list[Kill]:
-    """Somewhere between the first checkpoint and the end, not right behind a checkpoint."""
-    draws, every, steps = random.Random(0), checkpoint_every(scale), scale.small.steps
+def kills(task: FineTuning, count: int, num_ranks: int, first: int = 0) -> list[Kill]:
+    """Somewhere between the first checkpoint behind step ``first`` and the end, not right behind a checkpoint."""
+    draws, every, steps = random.Random(0), checkpoint_every(task), task.steps
     found = []
-    while len(found) < scale.kills:
-        step = draws.randrange(every, steps)
+    while len(found) < count:
+        step = draws.randrange(max(every, -(-first // every) * every), steps)
         if step % every or every == 1:
-            found.append(Kill(len(found) % NUM_STAGES, step))
+            found.append(Kill(len(found) % num_ranks, step))
     return found
 
 
+def steps_of(task: FineTuning, found: Sequence[Kill]) -> int:
+    """Steps of a whole training, of those before each kill, and from each checkpoint on."""
+    every = checkpoint_every(task)
+    return task.steps + sum(kill.step + task.steps - kill.step // every * every for kill in found)
+
+
 def resume_work(scale: Scale) -> Work:
-    """Whole trainings, what was trained before each kill, and from each checkpoint on."""
-    every, steps = checkpoint_every(scale), scale.small.steps
-    parts = sum(kill.step + steps - kill.step // every * every for kill in kills(scale))
-    return Work(steps=len(_STORES) * (steps + parts), own=frozenset({scale.small}))
+    """For each kind of store."""
+    found = kills(scale.small, scale.kills, NUM_STAGES)
+    return Work(steps=len(_STORES) * steps_of(scale.small, found), own=frozenset({scale.small}))
 
 
 def resumed(study: Study) -> list[Finding]:
@@ -56,11 +64,12 @@ def resumed(study: Study) -> list[Finding]:
 
 def _resumed(study: Study, store: Literal["memory", "disk"]) -> Finding:
     way = aqsgd(3, 6, store=store)
-    task, every = study.scale.small, checkpoint_every(study.scale)
+    task, every = study.scale.small, checkpoint_every(study.scale.small)
+    found = kills(task, study.scale.kills, NUM_STAGES)
     whole = study.trainings().train(task, way, 0, study.shower(f"{way.title}, not stopped"), Asked(held_out=False))
-    told = [_killed(study, store, kill, whole) for kill in kills(study.scale)]
+    told = [killed(study, lambda: Trainings(NUM_STAGES, study.first()), task, way, kill, whole) for kill in found]
     good = sum(run.alike and same for run, same in told)
-    at = [f"rank {kill.rank} before step {kill.step + 1}" for kill in kills(study.scale)]
+    at = [f"rank {kill.rank} before step {kill.step + 1}" for kill in found]
     return Finding(
         "resume",
         f"bit_identical/{store}",
@@ -76,28 +85,31 @@ def _resumed(study: Study, store: Literal["memory", "disk"]) -> Finding:
     )
 
 
-def _killed(study: Study, store: Literal["memory", "disk"], kill: Kill, whole: Trained) -> tuple[Trained, bool]:
-    """What was trained after the kill, and whether every loss before and after is that of the training that was not
-    stopped."""
-    task, way = study.scale.small, aqsgd(3, 6, store=store)
-    every = checkpoint_every(study.scale)
+def killed(
+    study: Parted, start: Callable[[], Trainings], task: FineTuning, way: Way, kill: Kill, whole: Trained
+) -> tuple[Trained, bool]:
+    """What was trained after the kill, by ranks that ``start`` makes, and whether every loss before and after is that
+    of the training that was not stopped."""
+    every = checkpoint_every(task)
     before: list[float] = []
-    title = f"{way.title}, killed before step {kill.step + 1}"
 
     def heard(_: int, loss: float) -> None:
         before.append(loss)
-        study.advance(1, title)
+        study.advance(1, f"{way.title}, killed before step {kill.step + 1}")
 
-    with tempfile.TemporaryDirectory(prefix="thinwire-aqsgd-") as folder:
+    def heard_again(_: int, loss: float) -> None:
+        study.advance(1, f"{way.title}, resumed: loss {loss:.2f}")
+
+    with tempfile.TemporaryDirectory(prefix="thinwire-repro-") as folder:
         asked = Asked(held_out=False, save_every=every, dies=(kill.rank, kill.step))
         try:
-            with Trainings(NUM_STAGES, study.first()) as trainings:
+            with start() as trainings:
                 trainings.train(task, way, 0, heard, asked, Path(folder))
         except RankFailed as failure:
             if failure.rank != kill.rank:
                 raise
-        with Trainings(NUM_STAGES, study.first()) as trainings:
+        with start() as trainings:
             asked = Asked(held_out=False, save_every=every, resume=True)
-            rest = trainings.train(task, way, 0, study.shower(f"{way.title}, resumed"), asked, Path(folder))
+            rest = trainings.train(task, way, 0, heard_again, asked, Path(folder))
     same = tuple(before) == whole.losses[: len(before)] and rest.losses == whole.losses[rest.start :]
     return rest, same and rest.start > 0

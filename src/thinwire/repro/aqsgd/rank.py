@@ -8,7 +8,6 @@ that of the demo's ranks.
 # No `from __future__ import annotations` here: ways and tasks are made of plain values.
 
 import gc
-import hashlib
 import os
 import signal
 import time
@@ -48,22 +47,31 @@ class Asked:
 class Rank:
     """What stays alive over all trainings and contests: the process group."""
 
+    task_type: type[FineTuning] = FineTuning
+    way_type: type[Way] = Way
+    pipe_type: type[Pipe] = Pipe
+
     def __init__(self, setup: dict[str, Any], channel: Channel) -> None:
         self.channel = channel
         self.rank, self.num_ranks = join(setup)
         self.contestants: list[tuple[Pipe, Any]] = []
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank's stage, and of how many."""
+        return self.rank, self.num_ranks
+
     def train(self, task: FineTuning, way: Way, seed: int, weights: Path | None, folder: Path, asked: Asked) -> Any:
         """Losses of every step and on what is held out (where the last stage is), seconds of every step, what the
         stage counted, hashes of what it keeps at each boundary."""
-        pipe = Pipe(task, way, seed, weights, folder / "store")
+        pipe = self.pipe_type(task, way, seed, weights, folder / "store")
         checkpoint = folder / f"state{self.rank}"
         start = _load(pipe, checkpoint) if asked.resume else 0
         found: dict[str, Any] = {"losses": [], "held_out": [], "right": [], "step_s": []}
         if asked.held_out:
             _look(pipe, found)
         self.channel.hold("train")
-        batches = [ids for epoch in range(task.epochs) for ids in task.order(seed, epoch)]
+        batches = [ids for epoch in range(task.epochs) for ids in pipe.order(seed, epoch)]
         for step in range(start, len(batches)):
             if asked.dies == (self.rank, step):
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -76,8 +84,8 @@ class Rank:
                 _save(pipe, checkpoint, step + 1)
         if asked.held_out:
             _look(pipe, found)
-        found["stats"] = pipe.stage.stats.to_dict()
-        found["kept"] = _kept(pipe)
+        found["stats"] = pipe.stats()
+        found["kept"] = pipe.kept()
         found["links"] = [{name: of._asdict() for name, of in row.items()} for row in pipe.stage.links]
         found["start"] = start
         if asked.completions:
@@ -93,8 +101,8 @@ class Rank:
     def enter(self, task: FineTuning, ways: Sequence[dict[str, Any]], folder: Path) -> dict[str, Any]:
         """Build a pipeline for each of ``ways`` and train it for a few steps."""
         for number, told in enumerate(ways):
-            pipe = Pipe(task, Way(**told), 0, None, folder / f"contestant{number}")
-            batches = cycle([ids for epoch in range(4) for ids in task.order(0, epoch)])
+            pipe = self.pipe_type(task, self.way_type(**told), 0, None, folder / f"contestant{number}")
+            batches = cycle([ids for epoch in range(4) for ids in pipe.order(0, epoch)])
             _train(pipe, batches, _WARM_UP_STEPS)
             self.contestants.append((pipe, batches))
         return {"payload_bytes": [self._step_bytes(*of) for of in self.contestants], "layers": [[] for _ in ways]}
@@ -114,9 +122,10 @@ class Rank:
     def compute(self, task: FineTuning, repeats: int) -> dict[str, Any]:
         """Median seconds of this stage's forward and backward pass over a micro-batch, as in a step: all micro-batches
         forward, then all back, all stages at once; without messages, but with as many cores for each."""
-        part = Part(build(task, None), self.rank, self.num_ranks, half=task.half)
+        index, num_stages = self.place
+        part = Part(build(task, None), index, num_stages, half=task.half)
         tokens, _ = task.tuned_on(torch.arange(task.micro_batch))
-        first = self.rank == 0
+        first = index == 0
         x = tokens if first else torch.randn(*tokens.shape, task.model.width)
         seconds: list[tuple[float, float]] = []
         for _ in range(_WARM_UP_STEPS + repeats):
@@ -150,6 +159,26 @@ class Rank:
                 of.append(time.perf_counter() - started)
         return {"seconds": max(0.0, median(seconds[num_bytes][1:]) - median(seconds[1][1:]))}
 
+    def answer(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Do what one command says."""
+        task = self.task_type.from_json(command["task"]) if "task" in command else self.task_type()
+        match command["do"]:
+            case "train":
+                told = command["asked"]
+                asked = Asked(**{**told, "dies": tuple(told["dies"]) if told["dies"] else None})
+                way, seed = self.way_type(**command["way"]), int(command["seed"])
+                return self.train(task, way, seed, _path(command["weights"]), Path(command["folder"]), asked)
+            case "enter":
+                return self.enter(task, command["ways"], Path(command["folder"]))
+            case "turn":
+                return self.turn(int(command["which"]), int(command["steps"]))
+            case "compute":
+                return self.compute(task, int(command["repeats"]))
+            case "wire":
+                return self.wire(*(int(command[name]) for name in ("bytes", "sender", "receiver", "repeats")))
+            case _:
+                return self.leave()
+
     def leave(self) -> dict[str, Any]:
         for pipe, _ in self.contestants:
             pipe.close()
@@ -159,9 +188,9 @@ class Rank:
 
     def _step_bytes(self, pipe: Pipe, batches: Any) -> float:
         """That this rank sends in a step of a way that is past its first visits."""
-        before = pipe.stage.stats.sent_bytes
+        before = pipe.sent_bytes
         _train(pipe, batches, 1)
-        return float(pipe.stage.stats.sent_bytes - before)
+        return float(pipe.sent_bytes - before)
 
 
 def _train(pipe: Pipe, batches: Any, steps: int) -> None:
@@ -178,38 +207,15 @@ def _look(pipe: Pipe, found: dict[str, Any]) -> None:
 
 def _save(pipe: Pipe, path: Path, step: int) -> None:
     """All that a stage needs to go on bit by bit; the file is there whole or not at all."""
-    state = {
-        "step": step,
-        "part": pipe.part.state_dict(),
-        "optimizer": pipe.optimizer.state_dict(),
-        "stage": pipe.stage.state_dict(),
-    }
     new = path.with_suffix(".new")
-    torch.save(state, new)
+    torch.save({"step": step, **pipe.state_dict()}, new)
     new.replace(path)
 
 
 def _load(pipe: Pipe, path: Path) -> int:
     state = torch.load(path, weights_only=True)
-    pipe.part.load_state_dict(state["part"])
-    pipe.optimizer.load_state_dict(state["optimizer"])
-    pipe.stage.load_state_dict(state["stage"])
+    pipe.load_state_dict(state)
     return int(state["step"])
-
-
-def _kept(pipe: Pipe) -> dict[str, str]:
-    """By boundary, a hash of the messages on this stage's side of it: of records in memory, of checksums on disk."""
-    found: dict[str, str] = {}
-    state = pipe.stage.state_dict()
-    sides = {key.rsplit("/", 1)[0] for key in state if "/" in key}
-    for side in sides:
-        records = state.get(f"{side}/records", state.get(f"{side}/checksums"))
-        assert records is not None, "a store keeps one or the other"
-        by_sample = state[f"{side}/entries"][:, 0].argsort()
-        content = (state[f"{side}/entries"][by_sample], records[by_sample])
-        hashed = hashlib.sha256(b"".join(part.contiguous().numpy().tobytes() for part in content))
-        found[side.rsplit("-", 1)[0]] = hashed.hexdigest()
-    return found
 
 
 def _prompts(task: FineTuning) -> tuple[Tensor, int]:
@@ -222,30 +228,13 @@ def _path(text: str | None) -> Path | None:
     return None if text is None else Path(text)
 
 
-def _serve(channel: Channel) -> None:
-    rank = Rank(channel.receive(), channel)
+def serve(channel: Channel, kind: type[Rank] = Rank) -> None:
+    """Do what the parent says, as a rank of this kind."""
+    rank = kind(channel.receive(), channel)
     channel.send("done")
     while True:
-        command = channel.receive()
-        task = FineTuning.from_json(command["task"]) if "task" in command else FineTuning()
-        match command["do"]:
-            case "train":
-                told = command["asked"]
-                asked = Asked(**{**told, "dies": tuple(told["dies"]) if told["dies"] else None})
-                way, seed = Way(**command["way"]), int(command["seed"])
-                answer = rank.train(task, way, seed, _path(command["weights"]), Path(command["folder"]), asked)
-            case "enter":
-                answer = rank.enter(task, command["ways"], Path(command["folder"]))
-            case "turn":
-                answer = rank.turn(int(command["which"]), int(command["steps"]))
-            case "compute":
-                answer = rank.compute(task, int(command["repeats"]))
-            case "wire":
-                answer = rank.wire(*(int(command[name]) for name in ("bytes", "sender", "receiver", "repeats")))
-            case _:
-                answer = rank.leave()
-        channel.send("done", **answer)
+        channel.send("done", **rank.answer(channel.receive()))
 
 
 if __name__ == "__main__":
-    run_rank(_serve)
+    run_rank(serve)

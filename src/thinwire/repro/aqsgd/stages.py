@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -71,38 +73,62 @@ def build(task: FineTuning, weights: Path | None, seed: int = 0) -> GPT:
 class Pipe:
     """This rank's stage of one training: network, schedule, optimizer, messages.
 
-    It has a process group of its own, in which steps are counted from 0: what a training draws does not depend on
-    those before it.
+    It has process groups of its own, in which steps are counted from 0: what a training draws does not depend on those
+    before it.
     """
 
     def __init__(self, task: FineTuning, way: Way, seed: int, weights: Path | None, folder: Path) -> None:
         self.task, self.way = task, way
-        self._rank, self._num_stages = dist.get_rank(), dist.get_world_size()
-        group = dist.new_group(list(range(self._num_stages)))
-        assert isinstance(group, dist.ProcessGroup), "all ranks are in it"
-        self.group = group
-        self.part = Part(build(task, weights, seed), self._rank, self._num_stages, half=task.half)
+        self.group = self._join()
+        self.index, self.num_stages = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.part = Part(build(task, weights, seed), self.index, self.num_stages, half=task.half)
+        module, more = self._attach(seed)
         self.stage = thinwire.PipelineStage(
-            self.part,
-            self._rank,
-            self._num_stages,
+            module,
+            self.index,
+            self.num_stages,
             torch.device("cpu"),
             group=self.group,
             forward=way.forward,
             backward=way.backward,
-            store=way.place(folder, task.samples),
+            store=way.place(folder, self._num_samples),
             precision=way.precision,
             seed=seed,
             warmup_epochs=way.warmup_epochs,
             adapt=choices() if way.by_link else None,
+            **more,
         )
         self._scale = _FP16_SCALE if task.half == "fp16" else 1.0
-        self.schedule = _SCHEDULES[way.schedule](self.stage, task.num_micro, loss_fn=self._loss)
-        self.optimizer = task.optimizer(self.part)
+        # A step's gradient is whole before it leaves for other replicas, not only when the schedule scales it.
+        self.schedule = _SCHEDULES[way.schedule](self.stage, task.num_micro, loss_fn=self._loss, scale_grads=False)
+
+    def _join(self) -> dist.ProcessGroup:
+        """The pipeline's group; called on all ranks."""
+        group = dist.new_group(list(range(dist.get_world_size())))
+        assert isinstance(group, dist.ProcessGroup), "all ranks are in it"
+        return group
+
+    def _attach(self, seed: int) -> tuple[nn.Module, dict[str, Any]]:
+        """What the stage runs, and what else it is to be told; the optimizer is made."""
+        self.optimizer = self.task.optimizer(self.part)
+        return self.part, {}
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """A micro-batch's share of the loss."""
+        return self._scale / self.task.num_micro * self.task.loss_of(logits, targets)
+
+    @property
+    def _num_samples(self) -> int:
+        """That this pipeline sees."""
+        return self.task.samples
 
     @property
     def is_last(self) -> bool:
-        return self._rank == self._num_stages - 1
+        return self.index == self.num_stages - 1
+
+    def order(self, seed: int, epoch: int) -> tuple[Tensor, ...]:
+        """Ids of each of this pipeline's batches of an epoch: shape (batch,)."""
+        return self.task.order(seed, epoch)
 
     def step(self, ids: Tensor, rate: float) -> float | None:
         """Train on some samples; the loss, where the last stage is."""
@@ -120,41 +146,84 @@ class Pipe:
                 if parameter.grad is not None:
                     parameter.grad.div_(self._scale)
         self.optimizer.step()
-        return float(torch.stack(losses).detach().mean()) / self._scale if self.is_last else None
+        return float(torch.stack(losses).detach().sum()) / self._scale if self.is_last else None
 
     @torch.no_grad()
     def held_out(self) -> tuple[float, float] | None:
         """Loss on what is held out, and the share of what is told right, where the last stage is; activations travel as
         they are."""
         found: list[tuple[float, float]] = []
-        for x, y in self.task.held_out():
+        for x, y in self._held_out_batches():
             told, wanted = self._given(x, y)
             logits = self.schedule.eval(*told, target=wanted)
             if self.is_last:
                 found.append((float(self.task.loss_of(logits, y)), self.task.share_right(logits, y)))
         return (fmean(loss for loss, _ in found), fmean(right for _, right in found)) if self.is_last else None
 
+    def _held_out_batches(self) -> Iterable[tuple[Tensor, Tensor]]:
+        return self.task.held_out()
+
     @torch.no_grad()
     def complete(self, tokens: Tensor, start: int) -> Tensor:
         """Greedy completions: ``tokens [batch, context]`` with what the network makes of them from ``start`` on."""
         tokens = tokens.clone()
-        last = self._num_stages - 1
+        last = self.num_stages - 1
         for at in range(start, tokens.shape[1]):
             told, wanted = self._given(tokens, tokens)
             logits = self.schedule.eval(*told, target=wanted)
             picked = logits[:, at - 1].argmax(-1) if self.is_last else torch.zeros(len(tokens), dtype=torch.int64)
-            dist.broadcast(picked, src=last, group=self.group)
+            dist.broadcast(picked, group=self.group, group_src=last)
             tokens[:, at] = picked
         return tokens
 
-    def close(self) -> None:
-        """Let go of files and of the process group."""
-        self.stage.close_stores()
-        dist.destroy_process_group(self.group)
+    @property
+    def sent_bytes(self) -> float:
+        """By this rank until now."""
+        return self.stage.stats.sent_bytes
 
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return self._scale * self.task.loss_of(logits, targets)
+    def stats(self) -> dict[str, Any]:
+        """What this rank counted."""
+        return self.stage.stats.to_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that this rank needs to go on bit by bit."""
+        parts = {"part": self.part, "optimizer": self.optimizer, "stage": self.stage}
+        return {name: part.state_dict() for name, part in parts.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.part.load_state_dict(state["part"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.stage.load_state_dict(state["stage"])
+
+    def kept(self) -> dict[str, str]:
+        """Hashes of what other ranks hold, too, by what it is: of the messages on this stage's side of each boundary,
+        of records in memory, of checksums on disk."""
+        found: dict[str, str] = {}
+        state = self.stage.state_dict()
+        sides = {key.rsplit("/", 1)[0] for key in state if "/" in key}
+        for side in sides:
+            records = state.get(f"{side}/records", state.get(f"{side}/checksums"))
+            assert records is not None, "a store keeps one or the other"
+            by_sample = state[f"{side}/entries"][:, 0].argsort()
+            found[side.rsplit("-", 1)[0]] = digest([state[f"{side}/entries"][by_sample], records[by_sample]])
+        return found
+
+    def close(self) -> None:
+        """Let go of files and of process groups."""
+        self.stage.close_stores()
+        self._disband()
+
+    def _disband(self) -> None:
+        dist.destroy_process_group(self.group)
 
     def _given(self, x: Tensor, y: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """What the schedule takes on this rank."""
         return ((x,) if self.stage.is_first else (), y if self.is_last else None)
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """A hash of the bytes of tensors, one after the other."""
+    state = hashlib.sha256()
+    for tensor in tensors:
+        state.update(tensor.detach().contiguous().numpy().tobytes())
+    return state.hexdigest()

@@ -9,15 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from thinwire.lab import parse_rate
 from thinwire.repro.aqsgd import tasks
 from thinwire.repro.aqsgd.contest import Computed, PipelineContest
+from thinwire.repro.aqsgd.links import OverLinks
 from thinwire.repro.aqsgd.tasks import FineTuning
 from thinwire.repro.aqsgd.trainings import FirstTraining, OnStep, Trained, Trainings
 from thinwire.repro.aqsgd.ways import FP32, Way
-from thinwire.repro.cgx.contest import rate_text, shown_rate
-from thinwire.repro.cgx.models import Model
-from thinwire.repro.parts import Parted
 from thinwire.repro.progress import Screen
 
 _COMPUTE_ROUNDS = 5
@@ -25,11 +22,6 @@ NUM_STAGES = 2
 """Each with a core of its own; tables and figures are of so many unless they say more."""
 MORE_STAGES = 4
 MOST_STAGES = 8
-
-PAPER_VALUES = 1024 * 1600
-"""Of the activation of a micro-batch of one sample of GPT2-1.5B (appendix C)."""
-PAPER_COMPUTE_S = 0.045 + 0.135
-"""Of a micro-batch, forward and backward (table 3)."""
 
 TaskName = Literal["small", "scratch", "large", "bf16", "fp16", "labels", "deep"]
 TITLES: dict[TaskName, str] = {
@@ -122,7 +114,7 @@ class Work:
 
 
 @dataclass
-class Study(Parted):
+class Study(OverLinks):
     """One run of the command; a context manager.
 
     ``emulated``: slow links are, so that times over them mean something.
@@ -135,7 +127,6 @@ class Study(Parted):
     _trainings: dict[int, Trainings] = field(default_factory=dict)
     _contest: PipelineContest | None = None
     _first: FirstTraining | None = None
-    _computed: Computed | None = None
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def close(self) -> None:
@@ -147,18 +138,24 @@ class Study(Parted):
         return self.out / f"aqsgd-{name}.svg"
 
     @property
-    def seeds(self) -> range:
-        return range(self.scale.seeds)
+    def timed(self) -> FineTuning:
+        return self.scale.timed
 
-    def verdict(self, holds: bool | None) -> bool | None:
-        """``holds`` where it rests on times over links that are really slow."""
-        return holds if self.emulated else None
+    def computed(self) -> Computed:
+        """Of a step over loopback by the micro-batches that follow one another in it, in the proportion of a stage's
+        two passes alone. Alone they take longer, where cores are shared."""
+        if self._computed is None:
+            alone = super().computed()
+            (times,) = self.contest().times_by_rate(
+                self.model, (FP32,), rounds=_COMPUTE_ROUNDS, steps=1, rates=[None], on_turn=lambda *_: None
+            )
+            share = times.step_s(FP32.name) / (self.timed.num_micro + NUM_STAGES - 1) / alone.seconds
+            self._computed = Computed(share * alone.forward_s, share * alone.backward_s)
+        return self._computed
 
     @property
-    def model(self) -> Model:
-        """What is timed, as contests take it."""
-        task = self.scale.timed
-        return Model("gpt", "GPT", "GPT2-1.5B", task, task.batch, "sequences/s", 0)
+    def seeds(self) -> range:
+        return range(self.scale.seeds)
 
     def first(self) -> FirstTraining:
         """Weights that trainings start from."""
@@ -193,35 +190,6 @@ class Study(Parted):
             made = PipelineContest(emulated=self.emulated, num_ranks=NUM_STAGES)
             self._contest = self._stack.enter_context(made)
         return self._contest
-
-    def computed(self) -> Computed:
-        """Seconds of a micro-batch of what is timed, measured once: those of a step over loopback by the micro-batches
-        that follow one another in it, in the proportion of a stage's two passes alone. Alone they take longer, where
-        cores are shared."""
-        if self._computed is None:
-            contest, task = self.contest(), self.scale.timed
-            alone = contest.compute(task)
-            (times,) = contest.times_by_rate(
-                self.model, (FP32,), rounds=_COMPUTE_ROUNDS, steps=1, rates=[None], on_turn=lambda *_: None
-            )
-            share = times.step_s(FP32.name) / (task.num_micro + NUM_STAGES - 1) / alone.seconds
-            self._computed = Computed(share * alone.forward_s, share * alone.backward_s)
-        return self._computed
-
-    @property
-    def slowdown(self) -> float:
-        """What the paper's rates are divided by, so that a value travels as many times longer than it computes."""
-        ours = self.scale.timed.message_values / self.computed().seconds
-        return (PAPER_VALUES / PAPER_COMPUTE_S) / ours
-
-    def scaled(self, rate: str) -> str | None:
-        """The rate of the links that stand for the paper's; None for loopback."""
-        return rate_text(parse_rate(rate) / self.slowdown) if self.emulated else None
-
-    def where(self, rate: str) -> str:
-        """Both rates, for people."""
-        link = self.scaled(rate)
-        return f"{shown_rate(rate)} (here {'loopback' if link is None else shown_rate(link)})"
 
 
 def union(works: Iterable[Work]) -> Work:

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
-from typing import Any, Self
+from types import ModuleType, TracebackType
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -20,7 +20,7 @@ from thinwire.repro.aqsgd import rank as rank_module
 from thinwire.repro.aqsgd.rank import Asked
 from thinwire.repro.aqsgd.tasks import FineTuning
 from thinwire.repro.aqsgd.ways import Way
-from thinwire.repro.crew import Nothing, crew_of
+from thinwire.repro.crew import Crew, Nothing, crew_of
 
 _TIMEOUT_S = 120.0
 BURST_BYTES = 2 * 1514
@@ -52,6 +52,8 @@ class Trained:
     kept_samples: int
     links: tuple[dict[str, dict[str, Any]], ...] = ()
     """By boundary and direction, what was chosen for its link, and why."""
+    kept: tuple[tuple[str, str], ...] = ()
+    """Hashes of what several ranks hold at the end, by what it is."""
     completions: tuple[bytes, ...] = ()
     text: tuple[bytes, ...] = ()
     prompted: int = 0
@@ -99,17 +101,24 @@ class FirstTraining:
 class Trainings:
     """``num_ranks`` processes on a link of ``rate`` (None: loopback), and what they have trained; a context manager."""
 
-    def __init__(self, num_ranks: int, first: FirstTraining, rate: str | None = None) -> None:
-        self.num_ranks, self._first, self._rate = num_ranks, first, rate
+    _ranks: ClassVar[ModuleType] = rank_module
+    """What they run."""
+
+    def __init__(self, num_ranks: int, first: FirstTraining, rate: str | None = None, crew: Crew | None = None) -> None:
+        """``crew``: ranks that are there already, which do other things, too; they are not ended."""
+        self.num_ranks, self._first, self._rate, self._given = num_ranks, first, rate, crew
         self._known: dict[tuple[FineTuning, Way, int, Asked], Trained] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
+        if self._given is not None:
+            self._crew = self._given
+            return self
         with ExitStack() as stack:
             network = None
             if self._rate is not None:
                 network = stack.enter_context(lab.Network(self.num_ranks, rate=self._rate, burst_bytes=BURST_BYTES))
-            started = crew_of(rank_module, Nothing(), self.num_ranks, network, timeout_s=_TIMEOUT_S)
+            started = crew_of(self._ranks, Nothing(), self.num_ranks, network, timeout_s=_TIMEOUT_S)
             self._crew, _ = stack.enter_context(started)
             self._stack = stack.pop_all()
         return self
@@ -171,6 +180,7 @@ def trained(task: FineTuning, answers: Sequence[dict[str, Any]]) -> Trained:
         start=last["start"],
         kept_samples=answers[0]["stats"]["kept_samples"],
         links=tuple(last["links"]),
+        kept=tuple(sorted((name, content) for name, contents in kept.items() for content in contents)),
         completions=tuple(bytes(row) for row in last.get("completions", ())),
         text=tuple(bytes(row) for row in last.get("text", ())),
         prompted=last.get("prompted", 0),
