@@ -89,7 +89,9 @@ def _links(results: list[dict[str, Any]]) -> str:
         return ""
     rows = []
     for at, link in enumerate(row["links"]):
-        cells = [f"{8e-6 * link[way]['rate']:.1f} Mbit/s, `{link[way]['compressor']}`" for way in ("forward", "backward")]
+        cells = [
+            f"{8e-6 * link[way]['rate']:.1f} Mbit/s, `{link[way]['compressor']}`" for way in ("forward", "backward")
+        ]
         rows.append([str(at), *cells])
     head = ["boundary", "forward", "backward"]
     return f"Bits by link, chosen by `adapt=thinwire.ByLink(...)`:\n\n{table(head, rows, numbers=False)}"
