@@ -67,7 +67,7 @@ def tagged(wheel: Path) -> Path:
 def check(sdist: Path, wheel: Path) -> None:
     """What they hold; and that the wheel runs in an empty environment without a compiler on the path."""
     names = zipfile.ZipFile(wheel).namelist()
-    cores = [name for name in names if name.startswith("thinwire/kernels/_native")]
+    cores = [name for name in names if name.startswith("thinwire/kernels/_native") and name.endswith(".so")]
     assert len(cores) == 1, cores
     assert "abi3" in cores[0], "one wheel is meant for every Python from 3.11 on"
     assert "-cp311-abi3-" in wheel.name, wheel.name
