@@ -135,5 +135,5 @@ def predict(choice: Choice, measured: Measured) -> Prediction:
 
 
 def ceiling(measured: Measured) -> Range:
-    """Seconds of a step in which nothing is sent."""
-    return Range.of([pace.compute_s for pace in measured.watched.paces])
+    """Seconds of a step in which nothing is sent, of the same draws as predictions: none comes out below it by luck."""
+    return Range.of([pace.compute_s for pace, _ in draws(measured.watched.paces, measured.links)])

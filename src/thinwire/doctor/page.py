@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -32,7 +33,7 @@ table { border-collapse: collapse; width: 100%; font-size: .875rem; font-variant
 th, td { padding: .4rem .6rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 th { color: var(--dim); font-weight: 600; } tr.strong td { font-weight: 700; } tr.dim td { color: var(--dim); }
-svg { display: block; width: 100%; max-width: 44rem; height: auto; margin: .5rem 0; }
+svg { display: block; width: 100%; max-width: 38rem; height: auto; margin: .5rem 0; }
 """
 
 
@@ -103,7 +104,8 @@ def _advice(advice: Sequence[dict[str, Any]]) -> str:
     items = []
     for of in advice:
         lines = f"<pre>{escape(chr(10).join(of['lines']))}</pre>" if of["lines"] else ""
-        items.append(f"<li><b>{escape(of['title'])}</b>: {escape(of['why'])}{lines}</li>")
+        why = re.sub(r"`(.+?)`", r"<code>\1</code>", escape(of["why"]))
+        items.append(f"<li><b>{escape(of['title'])}</b>: {why}{lines}</li>")
     return f"<ol>{''.join(items)}</ol>"
 
 
