@@ -119,7 +119,10 @@ RUN_BY = {
     "bench step": "test_commands.py",
     "bench compressors": "test_bench_compressors.py",
     "bench cuda": "test_cuda_bench.py",
-    **{f"repro {name}": f"test_repro_{name}.py" for name in ("fft", "cgx", "intsgd", "lgreco", "qsdp", "aqsgd", "all")},
+    **{
+        f"repro {name}": f"test_repro_{name}.py"
+        for name in ("fft", "cgx", "intsgd", "lgreco", "qsdp", "aqsgd", "fullstack", "all")
+    },
 }
 
 

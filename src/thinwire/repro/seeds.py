@@ -25,9 +25,15 @@ SEEDS = (
     Seed(
         "aqsgd",
         "AQ-SGD: Fine-tuning Language Models over Slow Networks (Wang et al., NeurIPS 2022), and its blog post",
-        20,
+        30,
         "the paper gives throughputs and the times of a micro-batch's parts; here medians over rounds in which all "
         "ways take turns",
+    ),
+    Seed(
+        "fullstack",
+        "AQ-SGD's full stack: QuantizedAdam beside it, split learning, appendices F and G (the same paper)",
+        20,
+        "as AQ-SGD's; here, too",
     ),
     Seed(
         "cgx",

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.attach.pipeline.message import Kind, Layout
 from thinwire.attach.pipeline.crossing import Crossing, Spec
+from thinwire.attach.pipeline.message import Kind, Layout
 from thinwire.attach.pipeline.options import fitted
 from thinwire.compressors import Coded, Delta, parse
 from thinwire.kernels import derive_key
