@@ -256,6 +256,23 @@ def test_models_over_parts_of_the_world() -> None:
     assert len(set(sent)) == 1
 
 
+def _again_in_a_subgroup(rank: int) -> list[int]:
+    group = dist.new_group([0, 1])
+    steps: list[int] = []
+    for _ in range(3 if rank < 2 else 0):
+        torch.manual_seed(0)
+        model = DDP(Net(), process_group=group, bucket_cap_mb=0.05)
+        wire = thinwire.compress(model, decline=False)
+        train(model, rank, 2)
+        steps.append(wire.stats.steps)
+        wire.detach()
+    return steps
+
+
+def test_models_over_a_part_of_the_world_come_and_go() -> None:
+    assert run_ranks(_again_in_a_subgroup, 3)[:2] == [[2, 2, 2]] * 2
+
+
 def _alone(rank: int) -> tuple[int, int]:
     model = make(rank)
     wire = thinwire.compress(model, decline=False)

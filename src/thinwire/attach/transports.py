@@ -20,7 +20,9 @@ def bare_transport(group: dist.ProcessGroup, timeout: timedelta) -> ProcessGroup
     )
     assert isinstance(mine, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
-    return ProcessGroupTransport(mine, timeout, second, owned=True)
+    # PyTorch names a group of a part of the world by its ranks and by how many such groups there are: a name that comes
+    # again, after one of them is destroyed, finds the addresses of the group that had it.
+    return ProcessGroupTransport(mine, timeout, second, owned=not part)
 
 
 def host_transport(
