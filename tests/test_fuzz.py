@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thinwire.attach.turn import Batch
 from torch import Tensor
 
 import thinwire
@@ -22,6 +21,7 @@ from kernel_levels import LEVELS, at, one_thread  # noqa: F401 - a fixture
 from test_laws import SPECS
 from test_pipeline_sides import Pair
 from thinwire import kernels
+from thinwire.attach.pipeline.turn import Batch
 from thinwire.collectives import MessageError, PeerFailedError
 from thinwire.collectives.message import HEADER_BYTES, seal, verify
 from thinwire.compressors import GRADIENT_DTYPES, Coded, Piece, Segments

@@ -65,7 +65,9 @@ def test_the_steps_that_are_foretold_are_those_of_a_part(small: Small) -> None:
     assert dict(small.steps) == foretold
     # What an earlier part has trained is not trained again.
     alone = {part: command._phases([part], SMOKE)[part][1] for part in PARTS}
-    assert {part for part in PARTS if alone[part] > foretold[part]} == {"3", "resume", "completions"}
+    assert {part for part in PARTS if alone[part] > foretold[part]} == {
+        *("3", "labels", "fp16", "links", "resume", "completions")
+    }
 
 
 @pytest.mark.timeout(400)
@@ -144,9 +146,9 @@ def test_wrong_arguments_are_told_and_nothing_is_made(
     assert not out.exists()
 
 
-def test_a_full_run_is_foretold_under_half_an_hour() -> None:
+def test_a_full_run_is_foretold_under_three_quarters_of_an_hour() -> None:
     seconds = sum(seconds for _, _, seconds in command._phases(PARTS, Scale()).values())
-    assert 300 < seconds < 1500
+    assert 300 < seconds < 2700
 
 
 # --- what is trained

@@ -167,6 +167,7 @@ def run(losses: list[float], **more: object) -> Trained:
         "steps_per_epoch": 1,
         "losses": tuple(losses),
         "held_out": (9.0, *losses),
+        "right": (0.5, 0.5),
         "step_s": tuple(1.0 for _ in losses),
         "sent_bytes": 1.0,
         "dense_bytes": 4.0,

@@ -125,7 +125,7 @@ def aqsgd(
     Small GPTs are fine-tuned in pipelines of 2 to 8 stages whose activations and gradients travel as they are,
     quantised (DirectQ), or as what changed since a sample's last visit (AQ-SGD), and their steps are timed over slow
     links. Figures and tables become SVGs, and each of the paper's claims a row: what it says, what was found here, and
-    whether it holds, also where it does not. Takes about half an hour on two cores.
+    whether it holds, also where it does not. Takes about 40 minutes on two cores.
 
     Examples:
       thinwire repro aqsgd

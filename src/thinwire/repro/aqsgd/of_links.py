@@ -97,7 +97,15 @@ def _chosen(study: Study, found: Mapping[str, Sequence[Trained]]) -> Finding:
         for at, row in enumerate(rows)
     )
     return Finding(
-        "links", "chosen", float(len(rows)), "boundaries", "", shown, None, {"links": rows}, aside="what was chosen"
+        "links",
+        "chosen",
+        float(len(rows)),
+        "boundaries",
+        "",
+        shown or "nothing yet",
+        None,
+        {"links": rows},
+        aside="what was chosen",
     )
 
 

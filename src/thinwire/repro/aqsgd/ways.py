@@ -89,7 +89,7 @@ def by_link() -> Way:
 def choices() -> thinwire.ByLink:
     """What `by_link` chooses from."""
     forward = [f"delta({_forward(bits)})" for bits in (2, 3, 4)]
-    return thinwire.ByLink(forward=forward, backward=[f"maxabs(bits={bits})" for bits in (4, 6, 8)])
+    return thinwire.ByLink(forward=forward, backward=[f"maxabs(bits={bits})" for bits in (4, 6, 8)], after=2)
 
 
 def _bits(forward: int, backward: int) -> str:
