@@ -45,7 +45,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
 @pytest.mark.timeout(400)
 def test_the_small_version_makes_every_part_and_judges_every_claim(small: Small) -> None:
     assert small.code == 0, small.shown
-    assert small.seconds < 180
+    assert small.seconds < 330
     assert set(small.steps) == set(PARTS)
     for row in small.record["results"]:
         assert row["found"]
