@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from made_up import run
 from small_versions import Small, small_version
 from thinwire import cli, lab, parse
 from thinwire.repro.aqsgd import command, of_breakdown, of_curves, of_resume, of_throughput, of_time
@@ -21,7 +22,7 @@ from thinwire.repro.aqsgd.of_completions import common
 from thinwire.repro.aqsgd.stages import Part
 from thinwire.repro.aqsgd.study import MORE_STAGES, SMOKE, Scale, Study
 from thinwire.repro.aqsgd.tasks import SMALL, SMALL_SMOKE, TIMED, FineTuning
-from thinwire.repro.aqsgd.trainings import FirstTraining, Trained
+from thinwire.repro.aqsgd.trainings import FirstTraining
 from thinwire.repro.aqsgd.ways import FP32, aqsgd, direct
 from thinwire.repro.cgx.contest import Times
 from thinwire.repro.crew import Crew
@@ -219,24 +220,6 @@ def test_no_way_loses_more_of_a_change_than_there_is(bits: tuple[int, int]) -> N
 
 
 # --- judgements
-
-
-def run(losses: list[float], **more: Any) -> Trained:
-    """A training of one step an epoch, each of a second."""
-    known = {
-        "steps_per_epoch": 1,
-        "losses": tuple(losses),
-        "held_out": (9.0, *losses),
-        "right": (0.5, 0.5),
-        "step_s": tuple(1.0 for _ in losses),
-        "sent_bytes": 1.0,
-        "dense_bytes": 4.0,
-        "epochs": (),
-        "alike": True,
-        "start": 0,
-        "kept_samples": 1,
-    }
-    return Trained(**{**known, **more})
 
 
 def test_loss_is_lost_where_it_is_beyond_the_margin() -> None:

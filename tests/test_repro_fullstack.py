@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from made_up import run
 from small_versions import Small, small_version
 from thinwire import cli
 from thinwire.repro.aqsgd.of_resume import checkpoint_every, kills
-from thinwire.repro.aqsgd.trainings import Trained
 from thinwire.repro.cgx.contest import Times
 from thinwire.repro.fullstack import command, of_adam, of_figure5
 from thinwire.repro.fullstack.study import NUM_RANKS, SMOKE, Scale, Study
@@ -159,24 +159,6 @@ def test_kills_come_when_momenta_travel() -> None:
 
 
 # --- judgements
-
-
-def run(losses: list[float], **more: object) -> Trained:
-    """A training of one step an epoch, each of a second."""
-    known = {
-        "steps_per_epoch": 1,
-        "losses": tuple(losses),
-        "held_out": (9.0, *losses),
-        "right": (0.5, 0.5),
-        "step_s": tuple(1.0 for _ in losses),
-        "sent_bytes": 1.0,
-        "dense_bytes": 4.0,
-        "epochs": (),
-        "alike": True,
-        "start": 0,
-        "kept_samples": 1,
-    }
-    return Trained(**{**known, **more})  # type: ignore[arg-type]
 
 
 def test_exact_steps_take_their_own_time() -> None:

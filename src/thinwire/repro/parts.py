@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar
 
 from rich.console import Console
 
+from thinwire import lab
 from thinwire.repro.crew import RankFailed
 from thinwire.repro.findings import Finding, record, table
 from thinwire.repro.progress import Screen
@@ -67,6 +68,16 @@ def check_counts(seeds: int, rounds: int | None) -> None:
         raise ValueError(f"--seeds {seeds}: at least 1")
     if rounds is not None and rounds < 1:
         raise ValueError(f"--rounds {rounds}: at least 1")
+
+
+def announce(console: Console, seconds: float) -> bool:
+    """Say what cannot be judged here, and about how long it takes; whether slow links can be made."""
+    missing = lab.unavailable()
+    if missing:
+        console.print(f"No slow network can be made here, so times over links are not judged: {missing}", markup=False)
+    minutes = seconds / 60
+    console.print(f"This takes about {minutes:.0f} minutes." if minutes >= 1.5 else "This takes about a minute.")
+    return missing is None
 
 
 def finish(

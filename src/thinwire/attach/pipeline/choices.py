@@ -41,9 +41,9 @@ class Choices:
         Raises:
             ValueError: it is not such a tensor, or names what there is not.
         """
-        if x.dtype != torch.int64 or x.shape != (1 + num_boundaries, len(DIRECTIONS)):
+        if not isinstance(x, Tensor) or x.dtype != torch.int64 or x.shape != (1 + num_boundaries, len(DIRECTIONS)):
             raise ValueError(
-                f"the state's choices are {x.dtype} {tuple(x.shape)}: it is not the state of this pipeline"
+                "the state's choices are not those of this many boundaries: it is not the state of this pipeline"
             )
         (step, _), *rows = x.tolist()
         for row in rows:

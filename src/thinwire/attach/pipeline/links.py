@@ -67,12 +67,10 @@ def _gather(
                 told = side.choice_bytes(direction)
                 own[direction][boundaries.index(side.boundary)] = torch.tensor(told, dtype=torch.float64)
     computed = [sum(station.compute_s(direction) for station in stations) for direction in DIRECTIONS]
-    table = transport.all_gather(torch.cat([torch.tensor(computed, dtype=torch.float64), *(map(_flat, own.values()))]))
+    table = transport.all_gather(
+        torch.cat([torch.tensor(computed, dtype=torch.float64), *(of.flatten() for of in own.values())])
+    )
     slowest = table[:, :2].amax(0).tolist()
     found = table[:, 2:].sum(0).split([of.numel() for of in own.values()])
     shaped = (of.view(len(boundaries), -1).tolist() for of in found)
     return dict(zip(DIRECTIONS, slowest, strict=True)), dict(zip(DIRECTIONS, shaped, strict=True))
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    return x.view(-1)

@@ -11,7 +11,6 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from thinwire import lab
 from thinwire.repro import plots
 from thinwire.repro.aqsgd import (
     of_breakdown,
@@ -37,7 +36,7 @@ from thinwire.repro.aqsgd.study import (
 from thinwire.repro.aqsgd.tasks import FineTuning
 from thinwire.repro.data import standard_library
 from thinwire.repro.findings import Finding
-from thinwire.repro.parts import check_counts, chosen_parts, finish, make_parts
+from thinwire.repro.parts import announce, check_counts, chosen_parts, finish, make_parts
 from thinwire.repro.progress import Screen
 from thinwire.repro.statistics import need_scipy
 
@@ -155,13 +154,9 @@ def aqsgd(
         Console(stderr=True, highlight=False).print(f"thinwire repro aqsgd: {error}", style="bold red", markup=False)
         return 64
     out.mkdir(parents=True, exist_ok=True)
-    missing = lab.unavailable()
-    if missing:
-        console.print(f"No slow network can be made here, so times over links are not judged: {missing}", markup=False)
     phases = _phases(chosen, scale)
-    minutes = sum(seconds for _, _, seconds in phases.values()) / 60
-    console.print(f"This takes about {minutes:.0f} minutes." if minutes >= 1.5 else "This takes about a minute.")
-    study = Study(scale, out, Screen(console, phases), missing is None)
+    emulated = announce(console, sum(seconds for _, _, seconds in phases.values()))
+    study = Study(scale, out, Screen(console, phases), emulated)
     findings, failures = make_parts(console, study, {part: _PARTS[part].make for part in chosen})
     tasks = {"small": scale.small, "scratch": scale.scratch, "large": scale.large}
     tasks |= {"labels": scale.labels, "deep": scale.deep}

@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 from thinwire.repro.aqsgd.trainings import Trained
+from thinwire.repro.aqsgd.ways import Way
 from thinwire.repro.findings import no_worse, share
 from thinwire.repro.statistics import Estimate, relative_differences
 
@@ -63,6 +65,14 @@ def bands(runs: Sequence[Trained]) -> tuple[list[float], list[float], list[float
     columns = list(zip(*(run.epoch_losses for run in runs), strict=True))
     shown = [column for column in columns if all(map(math.isfinite, column))]
     return [fmean(column) for column in shown], [min(column) for column in shown], [max(column) for column in shown]
+
+
+def draw_runs(axes: Any, way: Way, runs: Sequence[Trained]) -> None:
+    """Loss by step: the seeds' mean, in a band from the least to the greatest."""
+    mean, low, high = bands(runs)
+    steps = [runs[0].steps_per_epoch * (epoch + 1) for epoch in range(len(mean))]
+    axes.plot(steps, mean, color=way.colour, marker=".", label=way.title)
+    axes.fill_between(steps, low, high, color=way.colour, alpha=0.2, linewidth=0)
 
 
 def facts(runs: Sequence[Trained]) -> dict[str, object]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any
 
 from thinwire.lab import parse_rate
 from thinwire.repro.aqsgd.contest import Computed, PipelineContest
 from thinwire.repro.aqsgd.tasks import FineTuning
+from thinwire.repro.aqsgd.trainings import OnStep
 from thinwire.repro.cgx.contest import rate_text, shown_rate
 from thinwire.repro.cgx.models import Model
 from thinwire.repro.parts import Parted
@@ -21,6 +23,8 @@ class OverLinks(Parted):
     """A study with links of scaled rates; ``emulated``: they are really slow, so that times over them mean
     something."""
 
+    scale: Any
+    """Its ``seeds`` say how many trainings quality is judged of."""
     emulated: bool
     _computed: Computed | None = None
 
@@ -28,6 +32,14 @@ class OverLinks(Parted):
     @abstractmethod
     def timed(self) -> FineTuning:
         """What is timed, and what rates are scaled by."""
+
+    @property
+    def seeds(self) -> range:
+        return range(self.scale.seeds)
+
+    def shower(self, title: str) -> OnStep:
+        """Shows steps of a training as steps of the part."""
+        return lambda _, loss: self.advance(1, f"{title}: loss {loss:.2f}")
 
     @abstractmethod
     def contest(self) -> PipelineContest:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from thinwire.repro import plots
-from thinwire.repro.aqsgd.judged import Lost, bands, facts, held_out, lost
+from thinwire.repro.aqsgd.judged import Lost, draw_runs, facts, held_out, lost
 from thinwire.repro.aqsgd.study import MORE_STAGES, NUM_STAGES, TITLES, Scale, Study, TaskName, Work, trainings
 from thinwire.repro.aqsgd.trainings import Trained
 from thinwire.repro.aqsgd.ways import FP32, aqsgd, direct
@@ -247,8 +247,5 @@ def _draw_3(study: Study, panels: Sequence[tuple[str, Runs]]) -> None:
     shown = {way.name: way for way in (FP32, *DIRECT.values(), *AQSGD.values(), M8)}
     for axes, (_, runs) in zip(all_axes, panels, strict=True):
         for name, of in runs.items():
-            mean, low, high = bands(of)
-            steps = [of[0].steps_per_epoch * (epoch + 1) for epoch in range(len(mean))]
-            axes.plot(steps, mean, color=shown[name].colour, marker=".", label=shown[name].title)
-            axes.fill_between(steps, low, high, color=shown[name].colour, alpha=0.2, linewidth=0)
+            draw_runs(axes, shown[name], of)
     plots.save(figure, study.picture("3-curves"))

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from thinwire.repro import plots
-from thinwire.repro.aqsgd.judged import bands, lost
+from thinwire.repro.aqsgd.judged import draw_runs, lost
 from thinwire.repro.aqsgd.of_curves import AQSGD, DIRECT, USUAL, Runs, pair
 from thinwire.repro.aqsgd.of_curves import WAYS as USUAL_WAYS
 from thinwire.repro.aqsgd.study import MOST_STAGES, NUM_STAGES, TITLES, Scale, Study, TaskName, Work, trainings
 from thinwire.repro.aqsgd.trainings import Trained
-from thinwire.repro.aqsgd.ways import FP32
+from thinwire.repro.aqsgd.ways import FP32, Way
 from thinwire.repro.findings import Finding
 
 LABEL_BITS = ((2, 4), (3, 6))
@@ -77,11 +77,8 @@ def _of(study: Study, figure: str, name: TaskName, num_stages: int, picture: str
     return pair(study, figure, name, num_stages, USUAL, found, control)
 
 
-def _draw(study: Study, picture: str, title: str, ways: Sequence, found: Runs) -> None:
+def _draw(study: Study, picture: str, title: str, ways: Sequence[Way], found: Runs) -> None:
     figure, (axes,) = plots.canvas(1, titles=[title], x="step", y="loss")
     for way in ways:
-        mean, low, high = bands(found[way.name])
-        steps = [found[way.name][0].steps_per_epoch * (epoch + 1) for epoch in range(len(mean))]
-        axes.plot(steps, mean, color=way.colour, marker=".", label=way.title)
-        axes.fill_between(steps, low, high, color=way.colour, alpha=0.2, linewidth=0)
+        draw_runs(axes, way, found[way.name])
     plots.save(figure, study.picture(picture))

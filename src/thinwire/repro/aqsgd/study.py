@@ -13,7 +13,7 @@ from thinwire.repro.aqsgd import tasks
 from thinwire.repro.aqsgd.contest import Computed, PipelineContest
 from thinwire.repro.aqsgd.links import OverLinks
 from thinwire.repro.aqsgd.tasks import FineTuning
-from thinwire.repro.aqsgd.trainings import FirstTraining, OnStep, Trained, Trainings
+from thinwire.repro.aqsgd.trainings import FirstTraining, Trained, Trainings
 from thinwire.repro.aqsgd.ways import FP32, Way
 from thinwire.repro.progress import Screen
 
@@ -153,10 +153,6 @@ class Study(OverLinks):
             self._computed = Computed(share * alone.forward_s, share * alone.backward_s)
         return self._computed
 
-    @property
-    def seeds(self) -> range:
-        return range(self.scale.seeds)
-
     def first(self) -> FirstTraining:
         """Weights that trainings start from."""
         if self._first is None:
@@ -179,10 +175,6 @@ class Study(OverLinks):
         task = self.scale.task(name)
         made, title = self.trainings(num_stages), f"{TITLES[name]}, {way.title}"
         return [made.train(task, way, seed, self.shower(title)) for seed in self.seeds]
-
-    def shower(self, title: str) -> OnStep:
-        """Shows steps of a training as steps of the part."""
-        return lambda _, loss: self.advance(1, f"{title}: loss {loss:.2f}")
 
     def contest(self) -> PipelineContest:
         """Ranks that are timed."""

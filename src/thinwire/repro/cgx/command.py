@@ -12,7 +12,6 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from thinwire import lab
 from thinwire.lab.units import parse_rate
 from thinwire.repro import plots
 from thinwire.repro.cgx import of_bandwidth, of_blob, of_places, of_quality, of_schemes, of_systems
@@ -22,7 +21,7 @@ from thinwire.repro.cgx.ways import CGX, GRACE
 from thinwire.repro.data import standard_library
 from thinwire.repro.fft.images import load
 from thinwire.repro.findings import Finding, record, table
-from thinwire.repro.parts import check_counts, chosen_parts, make_parts
+from thinwire.repro.parts import announce, check_counts, chosen_parts, make_parts
 from thinwire.repro.progress import Screen
 from thinwire.repro.statistics import need_scipy
 
@@ -146,15 +145,11 @@ def cgx(
         Console(stderr=True, highlight=False).print(f"thinwire repro cgx: {error}", style="bold red", markup=False)
         return 64
     out.mkdir(parents=True, exist_ok=True)
-    missing = lab.unavailable()
-    if missing:
-        console.print(f"No slow network can be made here, so times over links are not judged: {missing}", markup=False)
-    minutes = sum(_PARTS[part].seconds(scale) for part in chosen) / 60
-    console.print(f"This takes about {minutes:.0f} minutes." if minutes >= 1.5 else "This takes about a minute.")
+    emulated = announce(console, sum(_PARTS[part].seconds(scale) for part in chosen))
     phases = {
         part: (_PARTS[part].title, max(1, _PARTS[part].steps(scale)), _PARTS[part].seconds(scale)) for part in chosen
     }
-    study = Study(scale, out, Screen(console, phases), missing is None, rate or (SMOKE_RATE if smoke else None))
+    study = Study(scale, out, Screen(console, phases), emulated, rate or (SMOKE_RATE if smoke else None))
     findings, failures = make_parts(console, study, {part: _PARTS[part].make for part in chosen})
     about = {
         "models": [{**dataclasses.asdict(model), "gradient_bytes": model.gradient_bytes} for model in scale.models],

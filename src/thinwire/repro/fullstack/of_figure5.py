@@ -7,7 +7,7 @@ from statistics import median
 
 from thinwire.lab import parse_rate
 from thinwire.repro import plots
-from thinwire.repro.aqsgd.judged import bands, facts, held_out, lost
+from thinwire.repro.aqsgd.judged import draw_runs, facts, held_out, lost
 from thinwire.repro.aqsgd.of_time import sooner
 from thinwire.repro.aqsgd.rank import Asked
 from thinwire.repro.aqsgd.trainings import Trained
@@ -233,11 +233,7 @@ def _draw_curves(study: Study, found: Mapping[str, Sequence[Trained]]) -> None:
     titles = ["2 stages in 2 replicas: training", "held out, at the end"]
     figure, (axes, ends) = plots.canvas(2, titles=titles, x="step", y="loss")
     for way in CURVES:
-        runs = found[way.name]
-        mean, low, high = bands(runs)
-        steps = [runs[0].steps_per_epoch * (epoch + 1) for epoch in range(len(mean))]
-        axes.plot(steps, mean, color=way.colour, marker=".", label=way.title)
-        axes.fill_between(steps, low, high, color=way.colour, alpha=0.2, linewidth=0)
+        draw_runs(axes, way, found[way.name])
     shown = [(way.title, way.colour, median(run.held_out[-1] for run in found[way.name])) for way in CURVES]
     plots.bars(ends, shown)
     least = min(value for _, _, value in shown)

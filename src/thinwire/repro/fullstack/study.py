@@ -12,7 +12,7 @@ from typing import ClassVar
 from thinwire.repro.aqsgd.contest import PipelineContest
 from thinwire.repro.aqsgd.links import OverLinks
 from thinwire.repro.aqsgd.tasks import FineTuning
-from thinwire.repro.aqsgd.trainings import FirstTraining, OnStep, Trained, Trainings
+from thinwire.repro.aqsgd.trainings import FirstTraining, Trained, Trainings
 from thinwire.repro.crew import Crew
 from thinwire.repro.fullstack import rank as rank_module
 from thinwire.repro.fullstack import tasks
@@ -107,10 +107,6 @@ class Study(OverLinks):
     def timed(self) -> Stacked:
         return self.scale.timed
 
-    @property
-    def seeds(self) -> range:
-        return range(self.scale.seeds)
-
     def first(self) -> FirstTraining:
         """Weights that trainings start from."""
         if self._first is None:
@@ -138,10 +134,6 @@ class Study(OverLinks):
         """
         made = self.trainings()
         return [made.train(task or self.scale.small, way, seed, self.shower(way.title)) for seed in self.seeds]
-
-    def shower(self, title: str) -> OnStep:
-        """Shows steps of a training as steps of the part."""
-        return lambda _, loss: self.advance(1, f"{title}: loss {loss:.2f}")
 
     def contest(self) -> StackContest:
         """Ranks that are timed."""

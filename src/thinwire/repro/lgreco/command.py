@@ -11,7 +11,6 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from thinwire import lab
 from thinwire.lab.units import parse_rate
 from thinwire.repro import plots
 from thinwire.repro.data import standard_library
@@ -19,7 +18,7 @@ from thinwire.repro.fft.images import load
 from thinwire.repro.findings import Finding
 from thinwire.repro.lgreco import methods, of_buckets, of_metric, of_policies, of_quality, of_ranks, of_solver, of_speed
 from thinwire.repro.lgreco.study import CONTROL, NUM_RANKS, SMOKE, Scale, Study, Work
-from thinwire.repro.parts import check_counts, chosen_parts, finish, make_parts
+from thinwire.repro.parts import announce, check_counts, chosen_parts, finish, make_parts
 from thinwire.repro.progress import Screen
 from thinwire.repro.statistics import need_scipy
 
@@ -121,13 +120,9 @@ def lgreco(
         Console(stderr=True, highlight=False).print(f"thinwire repro lgreco: {error}", style="bold red", markup=False)
         return 64
     out.mkdir(parents=True, exist_ok=True)
-    missing = lab.unavailable()
-    if missing:
-        console.print(f"No slow network can be made here, so times over links are not judged: {missing}", markup=False)
     phases = _phases(chosen, scale)
-    minutes = sum(seconds for _, _, seconds in phases.values()) / 60
-    console.print(f"This takes about {minutes:.0f} minutes." if minutes >= 1.5 else "This takes about a minute.")
-    study = Study(scale, out, Screen(console, phases), missing is None, rate)
+    emulated = announce(console, sum(seconds for _, _, seconds in phases.values()))
+    study = Study(scale, out, Screen(console, phases), emulated, rate)
     findings, failures = make_parts(console, study, {part: _PARTS[part].make for part in chosen})
     about = {
         "trained": {"gpt": dataclasses.asdict(scale.gpt), "cnn": dataclasses.asdict(scale.cnn)},

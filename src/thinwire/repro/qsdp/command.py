@@ -11,12 +11,11 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from thinwire import lab
 from thinwire.lab.units import parse_rate
 from thinwire.repro import plots
 from thinwire.repro.data import standard_library
 from thinwire.repro.findings import Finding
-from thinwire.repro.parts import check_counts, chosen_parts, finish, make_parts
+from thinwire.repro.parts import announce, check_counts, chosen_parts, finish, make_parts
 from thinwire.repro.progress import Screen
 from thinwire.repro.qsdp import (
     of_bandwidth,
@@ -145,13 +144,9 @@ def qsdp(
         Console(stderr=True, highlight=False).print(f"thinwire repro qsdp: {error}", style="bold red", markup=False)
         return 64
     out.mkdir(parents=True, exist_ok=True)
-    missing = lab.unavailable()
-    if missing:
-        console.print(f"No slow network can be made here, so times over links are not judged: {missing}", markup=False)
     phases = _phases(chosen, scale)
-    minutes = sum(seconds for _, _, seconds in phases.values()) / 60
-    console.print(f"This takes about {minutes:.0f} minutes." if minutes >= 1.5 else "This takes about a minute.")
-    study = Study(scale, out, Screen(console, phases), missing is None, rate)
+    emulated = announce(console, sum(seconds for _, _, seconds in phases.values()))
+    study = Study(scale, out, Screen(console, phases), emulated, rate)
     findings, failures = make_parts(console, study, {part: _PARTS[part].make for part in chosen})
     about = {
         "trained": {
