@@ -5,11 +5,12 @@ SOURCES := $(wildcard native/*) CMakeLists.txt pyproject.toml constraints.txt
 
 .PHONY: demo test check format sanitize fuzz triton cuda bench readme docs wheel wheel-check clean
 
-demo: .venv/ready
+demo: .venv/demo
 	$(BIN)/thinwire demo
 
+# A worker that is lost is not replaced: pytest-xdist then waits for ever for files that no worker has.
 test: .venv/ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
 check: .venv/ready
@@ -80,13 +81,19 @@ wheel-check: .venv/ready
 clean:
 	rm -rf .venv build demo dist
 
-# torch goes in first and by name: a range, here or in a dependency, could pull another build over it.
-.venv/ready: $(SOURCES)
+# torch goes in first and by name: a range, here or in a dependency, could pull another build over it. The demo waits for
+# no more than it needs.
+.venv/demo: $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "thinwire needs Python 3.11 or newer; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@echo "Making the environment in .venv (PyTorch first; this takes a minute or two) ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[plot]'
+	touch $@
+
+.venv/ready: .venv/demo
+	@echo "Adding what tests, figures and the documentation need ..."
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --editable '.[dev,docs,plot,compare,repro,trainers]'
 	touch $@

@@ -198,7 +198,9 @@ def _ranks_of(folder: Path) -> list[int]:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             ours = f"TMPDIR={folder}".encode() in (process / "environ").read_bytes().split(b"\0")
-            if ours and b"thinwire.repro.demo_rank" in (process / "cmdline").read_bytes():
+            forked = b"forkserver" in (process / "cmdline").read_bytes()
+            # The server that they are forked off has no session of its own.
+            if ours and forked and os.getsid(int(process.name)) == int(process.name):
                 found.append(int(process.name))
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
 import subprocess
 import sys
@@ -22,7 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from thinwire.lab import keeper, relay, tools
+from thinwire.lab import keeper, relay, scripts, tools
+from thinwire.lab.door import Door
 from thinwire.lab.units import format_rate, parse_rates, parse_time
 
 INTERFACE = "eth0"
@@ -37,7 +37,6 @@ UNSHAPED_BPS = 10**12
 UNSHAPED_BURST_BYTES = 2**20
 UNSHAPED_QUEUE_BYTES = 2**26
 RELAY_MEMORY_BYTES = 2**28
-ANSWER_TIMEOUT_S = 20.0
 CLOSE_TIMEOUT_S = 20.0
 
 
@@ -111,9 +110,11 @@ class Network:
         self._congestion = _chosen_congestion(congestion)
         for tool in tools.PACKAGES:
             tools.find(tool)
-        self._keeper = _start([keeper.__file__, str(os.getpid()), str(self.num_nodes)], inside=(), what="the keeper")
+        self._keeper = scripts.start(
+            [keeper.__file__, str(os.getpid()), str(self.num_nodes)], inside=(), what="the keeper"
+        )
         try:
-            self._made = _answer(self._keeper, "the keeper")
+            self._made = scripts.answer(self._keeper, "the keeper")
             if "refused" in self._made:
                 raise tools.refused(self._made["refused"])
             self._join()
@@ -139,15 +140,20 @@ class Network:
         Raises:
             FileNotFoundError: there is no such command.
         """
-        given = popen_kwargs.pop("env", None)
-        environment = dict(os.environ if given is None else given)
-        environment.update(self.env(rank, environment))
+        environment = self._environment(rank, popen_kwargs.pop("env", None))
         if os.sep not in argv[0] and shutil.which(argv[0], path=environment.get("PATH")) is None:
             raise FileNotFoundError(f"there is no command {argv[0]!r} on the PATH")
         popen_kwargs.setdefault("start_new_session", True)
         process = subprocess.Popen([*self._inside_node(self._node(rank)), *argv], env=environment, **popen_kwargs)
         self._processes = [started for started in self._processes if started.poll() is None] + [process]
         return process
+
+    def door(self, rank: int) -> Door:
+        """The way into ``rank``'s node, for a process that runs already; its environment is completed by `env`.
+
+        Whoever has entered is killed when the network closes or this process ends.
+        """
+        return Door(tuple(self._namespaces(self._made["nodes"][self._node(rank)])), self._environment(rank))
 
     def env(self, rank: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Variables of ``rank``, as ``torchrun`` sets them on a machine for each node.
@@ -236,6 +242,10 @@ class Network:
                     if pipe is not None:
                         pipe.close()
 
+    def _environment(self, rank: int, given: Mapping[str, str] | None = None) -> dict[str, str]:
+        environment = dict(os.environ if given is None else given)
+        return environment | self.env(rank, environment)
+
     def _node(self, rank: int) -> int:
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank {rank} of a network with ranks 0 to {self.num_ranks - 1}")
@@ -250,13 +260,19 @@ class Network:
             )
         return rates
 
-    def _inside(self, namespace: int) -> list[str]:
-        """Prefix of a command that is to run inside a namespace, given as the keeper's file descriptor of it."""
+    def _namespaces(self, namespace: int) -> list[tuple[str, int]]:
+        """Paths and kinds of what is entered to get into a namespace, given as the keeper's file descriptor of it."""
         if self._keeper.poll() is not None:
             raise RuntimeError("this network is closed: its namespaces are gone; make a new one")
         process = f"/proc/{self._keeper.pid}"
-        user = [f"--user={process}/ns/user", "--preserve-credentials"] if self._made["mode"] != "root" else []
-        return [tools.find("nsenter"), *user, f"--net={process}/fd/{namespace}", "--"]
+        user = [(f"{process}/ns/user", keeper.CLONE_NEWUSER)] if self._made["mode"] != "root" else []
+        return [*user, (f"{process}/fd/{namespace}", keeper.CLONE_NEWNET)]
+
+    def _inside(self, namespace: int) -> list[str]:
+        """Prefix of a command that is to run inside a namespace."""
+        *user, (net, _) = self._namespaces(namespace)
+        options = [option for path, _ in user for option in (f"--user={path}", "--preserve-credentials")]
+        return [tools.find("nsenter"), *options, f"--net={net}", "--"]
 
     def _inside_node(self, node: int) -> list[str]:
         return self._inside(self._made["nodes"][node])
@@ -295,12 +311,12 @@ class Network:
             tools.call(self._inside_node(node), "ip", ["-batch", "-"], lines=lines)
         if self._rtt_s:
             ports = [f"{_port(node)}={ethernet_address(node).replace(':', '')}" for node in range(self.num_nodes)]
-            self._relay = _start(
+            self._relay = scripts.start(
                 [relay.__file__, repr(self._rtt_s / 2), str(RELAY_MEMORY_BYTES), *ports],
                 inside=self._inside_hub(),
                 what="the relay",
             )
-            _answer(self._relay, "the relay")
+            scripts.answer(self._relay, "the relay")
 
     def _bucket(self, node: int) -> tuple[int, int, int]:
         """Rate in bits/s, burst and queue limit in bytes of ``node``'s token buckets."""
@@ -333,7 +349,7 @@ class Network:
             raise RuntimeError(f"the relay of this network ended, with exit status {self._relay.returncode}")
         self._relay.stdin.write("counters\n")
         self._relay.stdin.flush()
-        return _answer(self._relay, "the relay")
+        return scripts.answer(self._relay, "the relay")
 
 
 def unavailable() -> str | None:
@@ -358,34 +374,6 @@ def _chosen_congestion(asked: str | None) -> str | None:
 def _port(node: int) -> str:
     """Name of the hub's end of ``node``'s link."""
     return f"node{node}"
-
-
-def _start(script: Sequence[str], *, inside: Sequence[str], what: str) -> subprocess.Popen[str]:
-    """Start one of the lab's own scripts: isolated from the environment, and from the terminal's signals."""
-    try:
-        return subprocess.Popen(
-            [*inside, sys.executable, "-I", "-S", *script],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            text=True,
-        )
-    except OSError as error:
-        raise tools.LabUnavailable(f"{what} of the lab cannot be started: {error}") from error
-
-
-def _answer(process: subprocess.Popen[str], what: str) -> dict[str, Any]:
-    """One line of JSON from one of the lab's own processes.
-
-    Raises:
-        LabUnavailable: it ended or did not answer in time.
-    """
-    assert process.stdout is not None
-    ready, _, _ = select.select([process.stdout], [], [], ANSWER_TIMEOUT_S)
-    line = process.stdout.readline() if ready else ""
-    if not line.endswith("\n"):
-        raise tools.LabUnavailable(f"{what} of the lab gave no answer (exit status {process.poll()})")
-    return json.loads(line)
 
 
 def _counted_bytes(inside: Sequence[str], interface: str) -> int:

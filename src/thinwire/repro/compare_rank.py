@@ -186,5 +186,5 @@ def _serve(channel: Channel) -> None:
         channel.send("done", **rank.run(*asked))
 
 
-if __name__ == "__main__":
+def main() -> None:
     run_rank(_serve)

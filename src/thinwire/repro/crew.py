@@ -10,18 +10,18 @@ import dataclasses
 import json
 import os
 import selectors
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Protocol, Self
 
-from thinwire.repro.train import Task
+from thinwire.lab import Door
+from thinwire.repro.forked import Forked
 
 _LOG_LINES = 12
 _START_TIMEOUT_S = 120.0
@@ -35,7 +35,7 @@ OnEvent = Callable[[int, dict[str, Any]], None]
 class Link(Protocol):
     """What the demo needs of `thinwire.lab.Network`; `Loopback` is the other one."""
 
-    def popen(self, rank: int, argv: Sequence[str], **popen_kwargs: Any) -> subprocess.Popen[Any]: ...
+    def door(self, rank: int) -> Door: ...
 
 
 class Loopback:
@@ -49,9 +49,8 @@ class Loopback:
     ) -> None:
         pass
 
-    def popen(self, rank: int, argv: Sequence[str], **popen_kwargs: Any) -> subprocess.Popen[Any]:
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-        return subprocess.Popen(argv, env=environment, start_new_session=True, **popen_kwargs)
+    def door(self, rank: int) -> Door:
+        return Door((), {"OMP_NUM_THREADS": "1", **os.environ, "GLOO_SOCKET_IFNAME": "lo"})
 
 
 class RankFailed(RuntimeError):
@@ -65,23 +64,20 @@ class RankFailed(RuntimeError):
 class _Member:
     """One rank's process, its pipes and its log."""
 
-    def __init__(self, link: Link, rank: int, log: Path) -> None:
+    def __init__(self, module: str, link: Link, rank: int, log: Path) -> None:
         self.rank, self.log = rank, log
-        argv = [sys.executable, "-m", "thinwire.repro.demo_rank"]
-        pipe = subprocess.PIPE
-        with log.open("wb") as stderr:
-            self.process = link.popen(rank, argv, stdin=pipe, stdout=pipe, stderr=stderr, bufsize=0)
+        log.write_bytes(b"")
+        self.process = Forked(module, link.door(rank), log)
         self.held = False
         self.answer: dict[str, Any] | None = None
         self.failure: str | None = None
         self._partial = b""
 
     @property
-    def answers(self) -> Any:
+    def answers(self) -> FileIO:
         return self.process.stdout
 
     def tell(self, command: dict[str, Any]) -> None:
-        assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(command).encode() + b"\n")
         except BrokenPipeError:
@@ -99,35 +95,27 @@ class _Member:
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join(lines[-_LOG_LINES:])
 
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None and not stream.closed:
-                stream.close()
-
-
-class Ranks:
-    """A link on which a `Crew` finds ranks that run ``module``."""
-
-    def __init__(self, link: Link, module: str) -> None:
-        self._link, self._module = link, module
-
-    def popen(self, rank: int, argv: Sequence[str], **popen_kwargs: Any) -> subprocess.Popen[Any]:
-        return self._link.popen(rank, [sys.executable, "-m", self._module], **popen_kwargs)
-
 
 class Crew:
-    """``num_ranks`` rank processes that live until `close`; a context manager."""
+    """``num_ranks`` rank processes, which run ``module``, that live until `close`; a context manager."""
 
-    def __init__(self, link: Link, task: Task, num_ranks: int, *, folder: Path, name: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        link: Link,
+        setup: Any,
+        num_ranks: int,
+        *,
+        folder: Path,
+        name: str,
+        timeout_s: float,
+        module: str = "thinwire.repro.demo_rank",
+    ) -> None:
         self._timeout_s = timeout_s
         self._selector = selectors.DefaultSelector()
         self._members: list[_Member] = []
-        setup = {
+        told = {
             "do": "setup",
-            "task": dataclasses.asdict(task),
+            "task": dataclasses.asdict(setup),
             "num_ranks": num_ranks,
             "rendezvous": str(folder / f"{name}.rendezvous"),
             "state": str(folder / "start.npy"),
@@ -135,10 +123,10 @@ class Crew:
         }
         try:
             for rank in range(num_ranks):
-                member = _Member(link, rank, folder / f"{name}-rank{rank}.log")
+                member = _Member(module, link, rank, folder / f"{name}-rank{rank}.log")
                 self._members.append(member)
                 self._selector.register(member.answers, selectors.EVENT_READ, member)
-                member.tell({**setup, "rank": rank})
+                member.tell({**told, "rank": rank})
             self.about = self._collect(_nothing, _nothing, _START_TIMEOUT_S)[0]
         except BaseException:
             self.close()
@@ -169,7 +157,7 @@ class Crew:
     def close(self) -> None:
         """End all ranks. May be called again."""
         for member in self._members:
-            member.end()
+            member.process.close()
         self._members.clear()
         self._selector.close()
 
@@ -239,6 +227,6 @@ def crew_of(
     ``setup``: the dataclass that they are told first.
     """
     with tempfile.TemporaryDirectory(prefix="thinwire-repro-") as folder:
-        link = Ranks(network or Loopback(), module.__name__)
-        with Crew(link, setup, num_ranks, folder=Path(folder), name=name, timeout_s=timeout_s) as crew:
+        options: dict[str, Any] = {"folder": Path(folder), "timeout_s": timeout_s, "module": module.__name__}
+        with Crew(network or Loopback(), setup, num_ranks, name=name, **options) as crew:
             yield crew, Path(folder)

@@ -7,7 +7,9 @@ module or package (never inside one), so that no held-out byte has a sibling fil
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,15 +44,12 @@ def standard_library(root: Path | None = None) -> Text:
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     seen: set[bytes] = set()
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        relative = path.relative_to(root)
-        if _LEFT_OUT.intersection(relative.parts):
-            continue
-        source = path.read_bytes()
+    for relative in sorted(_python_files(root)):
+        source = (root / relative).read_bytes()
         content = hashlib.sha256(source).digest()
         if source and content not in seen:
             seen.add(content)
-            parts[_is_held_out(relative.parts[0])].append(source)
+            parts[_is_held_out(relative.partition("/")[0])].append(source)
     train, held_out = b"\n".join(parts[False]), b"\n".join(parts[True])
     if min(len(train), 10 * len(held_out)) < _LEAST_BYTES:
         raise RuntimeError(
@@ -59,6 +58,14 @@ def standard_library(root: Path | None = None) -> Text:
         )
     digest = hashlib.sha256(train + held_out).hexdigest()
     return Text(_tokens(train), _tokens(held_out), len(seen), digest)
+
+
+def _python_files(root: Path) -> Iterator[str]:
+    """Relative to ``root``; what is left out is not even looked through."""
+    for folder, inside, names in os.walk(root):
+        inside[:] = [name for name in inside if name not in _LEFT_OUT]
+        at = Path(folder).relative_to(root)
+        yield from ((at / name).as_posix() for name in names if name.endswith(".py"))
 
 
 def _is_held_out(unit: str) -> bool:

@@ -174,9 +174,9 @@ def run_rank(serve: Callable[[Channel], None]) -> NoReturn:
     """Answer the parent through ``serve`` until it is gone, tell it every failure, and end this process."""
     # Ctrl-C in the terminal is the parent's to handle. Whatever else prints must not mix with the answers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    answers = os.fdopen(os.dup(1), "w")
+    commands, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    channel = Channel(sys.stdin, answers)
+    channel = Channel(commands, answers)
     code = 0
     try:
         serve(channel)
@@ -191,5 +191,5 @@ def run_rank(serve: Callable[[Channel], None]) -> NoReturn:
     os._exit(code)
 
 
-if __name__ == "__main__":
+def main() -> None:
     run_rank(_serve)

@@ -50,7 +50,8 @@ _DIFFERS = (
     "links are slower than the paper's by the factor that is printed: a micro-batch of so much smaller a network "
     "computes for less time and has smaller activations, and the factor makes wire to compute the paper's, by values a "
     "second; the backward pass takes twice the forward pass here, three times there",
-    "micro-batches of 4 samples, 4 to a step (8 where steps are timed); the paper has micro-batches of 1 or 8 samples",
+    "micro-batches of 4 samples, 4 to a step (of 2 samples, 16 to a step, where steps are timed); the paper has "
+    "micro-batches of 1 or 8 samples",
     "the first epoch is not left out: without a warm-up epoch only first activations travel whole (algorithm 1); "
     "figure 4 has the warm-up epoch of appendix D",
     "max-abs quantisation with a scale for every 128 values and stochastic rounding, which is unbiased as theorem 3.1 "

@@ -70,6 +70,10 @@ class OverLinks(Parted):
         """The rate of the links that stand for the paper's; None for loopback."""
         return rate_text(parse_rate(rate) / self.slowdown) if self.emulated else None
 
+    def wire_s(self, rate: str) -> float:
+        """Seconds that a micro-batch's activation and its gradient travel in 32 bits, one after the other."""
+        return 64 * self.timed.message_values / (parse_rate(rate) / self.slowdown)
+
     def where(self, rate: str) -> str:
         """Both rates, for people."""
         link = self.scaled(rate)

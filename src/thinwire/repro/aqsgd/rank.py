@@ -236,5 +236,5 @@ def serve(channel: Channel, kind: type[Rank] = Rank) -> None:
         channel.send("done", **rank.answer(channel.receive()))
 
 
-if __name__ == "__main__":
+def main() -> None:
     run_rank(serve)

@@ -182,7 +182,7 @@ TIMED = tuning(
     model=GPTConfig(width=256, layers=6),
     samples=32,
     batch=32,
-    num_micro=8,
+    num_micro=16,
     learning_rate=1e-3,
     held_out_windows=32,
     first_steps=0,

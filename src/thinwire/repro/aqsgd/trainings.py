@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -103,25 +103,32 @@ class Trainings:
 
     _ranks: ClassVar[ModuleType] = rank_module
     """What they run."""
+    _lasting: ClassVar[bool] = True
+    """Whether the same processes train again and again, or each training has new ones."""
 
-    def __init__(self, num_ranks: int, first: FirstTraining, rate: str | None = None, crew: Crew | None = None) -> None:
-        """``crew``: ranks that are there already, which do other things, too; they are not ended."""
-        self.num_ranks, self._first, self._rate, self._given = num_ranks, first, rate, crew
+    def __init__(
+        self, num_ranks: int, first: FirstTraining, rate: str | None = None, network: lab.Network | None = None
+    ) -> None:
+        """``network``: one that is there already, whatever its rate, instead of one of ``rate``."""
+        self.num_ranks, self._first, self._rate, self._network = num_ranks, first, rate, network
+        self._crew: Crew | None = None
         self._known: dict[tuple[FineTuning, Way, int, Asked], Trained] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        if self._given is not None:
-            self._crew = self._given
-            return self
         with ExitStack() as stack:
-            network = None
-            if self._rate is not None:
-                network = stack.enter_context(lab.Network(self.num_ranks, rate=self._rate, burst_bytes=BURST_BYTES))
-            started = crew_of(self._ranks, Nothing(), self.num_ranks, network, timeout_s=_TIMEOUT_S)
-            self._crew, _ = stack.enter_context(started)
+            if self._network is None and self._rate is not None:
+                made = lab.Network(self.num_ranks, rate=self._rate, burst_bytes=BURST_BYTES)
+                self._network = stack.enter_context(made)
+            if self._lasting:
+                self._crew = stack.enter_context(self._started())
             self._stack = stack.pop_all()
         return self
+
+    @contextmanager
+    def _started(self) -> Iterator[Crew]:
+        with crew_of(self._ranks, Nothing(), self.num_ranks, self._network, timeout_s=_TIMEOUT_S) as (crew, _):
+            yield crew
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -156,7 +163,8 @@ class Trainings:
                 "folder": str(folder or own),
                 "asked": dataclasses.asdict(asked),
             }
-            answers = self._crew.run(command, shower(on_step, self.num_ranks - 1), _nothing)
+            with nullcontext(self._crew) if self._crew is not None else self._started() as crew:
+                answers = crew.run(command, shower(on_step, self.num_ranks - 1), _nothing)
         self._known[key] = trained(task, answers)
         return self._known[key]
 

@@ -130,15 +130,14 @@ class Contest:
         rates: Sequence[str | None],
         on_turn: OnTurn,
     ) -> list[Times]:
-        """`times` over links of each of ``rates``, by models that go on learning."""
+        """`times` over links of each of ``rates``, by models that go on learning.
+
+        Every round goes through all rates, so that what a machine has to do besides is the same at all of them.
+        """
         payload_bytes, layers = self._enter(model, ways)
-        found = []
-        for rate in rates:
-            self._shape(rate)
-            seconds, stages = self._turns(ways, rounds=rounds, steps=steps, on_turn=on_turn)
-            found.append(Times(seconds, payload_bytes, layers, stages))
+        found = self._turns(ways, rounds=rounds, steps=steps, rates=rates, on_turn=on_turn)
         self._leave()
-        return found
+        return [Times(seconds, payload_bytes, layers, stages) for seconds, stages in found]
 
     def syncs(
         self, model: Model, way: Way, *, steps: int, rate: str | None, on_turn: OnTurn
@@ -171,8 +170,9 @@ class Contest:
         self._enter(model, (FP32, NOTHING))
 
         def seconds(rate: float | None) -> dict[str, float]:
-            self._shape(None if rate is None else rate_text(rate))
-            found, _ = self._turns((FP32, NOTHING), rounds=_CALIBRATION_ROUNDS, steps=1, on_turn=on_turn)
+            rates = (None if rate is None else rate_text(rate),)
+            options: dict[str, Any] = {"rounds": _CALIBRATION_ROUNDS, "steps": 1}
+            ((found, _),) = self._turns((FP32, NOTHING), **options, rates=rates, on_turn=on_turn)
             return {name: median(rounds) for name, rounds in found.items()}
 
         ceiling = seconds(None)["nothing"]
@@ -211,22 +211,29 @@ class Contest:
         self._crew.run({"do": "leave"}, _nothing, _nothing)
 
     def _turns(
-        self, ways: Sequence[Entrant], *, rounds: int, steps: int, on_turn: OnTurn
-    ) -> tuple[dict[str, tuple[float, ...]], dict[str, dict[str, float]]]:
-        """Seconds of a step by way and round, and rank 0's mean ones by way and stage."""
-        found: dict[str, list[float]] = {way.name: [] for way in ways}
-        stages: dict[str, list[dict[str, float]]] = {way.name: [] for way in ways}
+        self, ways: Sequence[Entrant], *, rounds: int, steps: int, rates: Sequence[str | None], on_turn: OnTurn
+    ) -> list[tuple[dict[str, tuple[float, ...]], dict[str, dict[str, float]]]]:
+        """For each rate, seconds of a step by way and round, and rank 0's mean ones by way and stage."""
+        found = [_Turns(ways) for _ in rates]
         order = list(enumerate(ways))
         for round_ in range(1 + rounds):
-            # To and fro, so that none is always the first or the last.
-            for which, way in order if round_ % 2 else reversed(order):
-                answers = self._crew.run({"do": "turn", "which": which, "steps": steps}, _nothing, _nothing)
-                if round_:
-                    found[way.name].append(max(answer["seconds"] for answer in answers))
-                    stages[way.name].append(answers[0]["stages"])
-                on_turn(steps, way.title)
-        means = {name: {key: fmean(row[key] for row in rows) for key in rows[0]} for name, rows in stages.items()}
-        return {name: tuple(seconds) for name, seconds in found.items()}, means
+            for rate, turns in zip(rates, found, strict=True):
+                self._shape(rate)
+                if len(rates) > 1:
+                    # Connections get used to the other rate by what is sent least over it.
+                    self._turn(len(ways) - 1, 1)
+                # To and fro, so that none is always the first or the last.
+                for which, way in order if round_ % 2 else reversed(order):
+                    seconds, stages = self._turn(which, steps)
+                    if round_:
+                        turns.seconds[way.name].append(seconds)
+                        turns.stages[way.name].append(stages)
+                    on_turn(steps, way.title)
+        return [turns.means() for turns in found]
+
+    def _turn(self, which: int, steps: int) -> tuple[float, dict[str, float]]:
+        answers = self._crew.run({"do": "turn", "which": which, "steps": steps}, _nothing, _nothing)
+        return max(answer["seconds"] for answer in answers), answers[0]["stages"]
 
     def _shape(self, rate: str | None) -> None:
         if self._network is None:
@@ -236,6 +243,18 @@ class Contest:
         else:
             self._network.shape(rate)
             self.link = self._network.describe()
+
+
+class _Turns:
+    """What turns over links of one rate took."""
+
+    def __init__(self, ways: Sequence[Entrant]) -> None:
+        self.seconds: dict[str, list[float]] = {way.name: [] for way in ways}
+        self.stages: dict[str, list[dict[str, float]]] = {way.name: [] for way in ways}
+
+    def means(self) -> tuple[dict[str, tuple[float, ...]], dict[str, dict[str, float]]]:
+        stages = {name: {key: fmean(row[key] for row in rows) for key in rows[0]} for name, rows in self.stages.items()}
+        return {name: tuple(rounds) for name, rounds in self.seconds.items()}, stages
 
 
 def solve_rate(fast: tuple[float, float], slow: tuple[float, float], wanted_s: float) -> float:

@@ -129,5 +129,5 @@ def _serve(channel: Channel) -> None:
             channel.send("done", **rank.train(spec, exclude, *numbers, topology=command["topology"]))
 
 
-if __name__ == "__main__":
+def main() -> None:
     run_rank(_serve)

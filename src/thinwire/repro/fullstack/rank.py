@@ -51,5 +51,5 @@ def _serve(channel: Channel) -> None:
     pipelines.serve(channel, Rank)
 
 
-if __name__ == "__main__":
+def main() -> None:
     run_rank(_serve)

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import ClassVar
 
+from thinwire import lab
 from thinwire.repro.aqsgd.contest import PipelineContest
 from thinwire.repro.aqsgd.links import OverLinks
 from thinwire.repro.aqsgd.tasks import FineTuning
@@ -61,7 +62,7 @@ SMOKE = Scale(
 
 
 class StackContest(PipelineContest):
-    """A contest of ways in which all of this travels; its ranks train, too."""
+    """A contest of ways in which all of this travels; others use its network, too."""
 
     _ranks: ClassVar[ModuleType] = rank_module
 
@@ -69,15 +70,21 @@ class StackContest(PipelineContest):
     def crew(self) -> Crew:
         return self._crew
 
+    @property
+    def network(self) -> lab.Network | None:
+        return self._network
+
     def shape(self, rate: str | None) -> None:
         """Give links that rate; None for no limit."""
         self._shape(rate)
 
 
 class StackTrainings(Trainings):
-    """Trainings in replicas of a pipeline."""
+    """Trainings in replicas of a pipeline. Process groups of a part of the world stay until their processes end, and
+    each wakes up a hundred times a second."""
 
     _ranks: ClassVar[ModuleType] = rank_module
+    _lasting = False
 
 
 @dataclass
@@ -115,11 +122,12 @@ class Study(OverLinks):
         return self._first
 
     def trainings(self, rate: str | None = None) -> StackTrainings:
-        """Training by the ranks that are timed, too, over links of that rate, or without a limit."""
+        """Training over the links of those that are timed, of that rate, or without a limit."""
         contest = self.contest()
         contest.shape(rate)
         if self._trainings is None:
-            self._trainings = self._stack.enter_context(StackTrainings(NUM_RANKS, self.first(), crew=contest.crew))
+            made = StackTrainings(NUM_RANKS, self.first(), network=contest.network)
+            self._trainings = self._stack.enter_context(made)
         return self._trainings
 
     def new_trainings(self) -> StackTrainings:

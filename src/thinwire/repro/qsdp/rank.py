@@ -163,5 +163,5 @@ def _serve(channel: Channel) -> None:
         channel.send("done", **answer)
 
 
-if __name__ == "__main__":
+def main() -> None:
     run_rank(_serve)
