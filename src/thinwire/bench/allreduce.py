@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_text
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -105,7 +104,7 @@ def measure(
     shaped = None if rate == "none" else rate
     with lab.Network(ranks, rate=shaped, rtt=rtt, ranks_per_node=ranks_per_node) as network:
         about = network.describe()
-        answer: Any = run_ranks("thinwire.bench.allreduce_rank", [json_text.dumps(config)], ranks, network)
+        answer: Any = run_ranks("thinwire.bench.allreduce_rank", config, ranks, network)
     return answer, about
 
 

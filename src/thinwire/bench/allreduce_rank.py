@@ -1,14 +1,11 @@
-"""One rank of ``thinwire bench allreduce`` and ``bench topologies``. Rank 0 prints a line of JSON."""
+"""One rank of ``thinwire bench allreduce`` and ``bench topologies``.."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import random
-import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -18,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.bench.rank import TIMEOUT, serve
 from thinwire.collectives import (
     Layer,
     Layout,
@@ -35,7 +33,6 @@ from thinwire.compressors import Coded, parse
 from thinwire.lab.network import INTERFACE
 from thinwire.wire.link import settle
 
-_TIMEOUT = timedelta(seconds=180)
 _COUNTERS = Path("/proc/self/net/dev")
 _SENT_BYTES = 8
 
@@ -189,21 +186,14 @@ def contest(numel: int, config: dict[str, Any], transports: dict[str, Transport]
     }
 
 
-def main(config: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=_TIMEOUT)
-    group = dist.new_group(timeout=_TIMEOUT)
+def measure(**config: Any) -> list[dict[str, Any]]:
+    group = dist.new_group(timeout=TIMEOUT)
     assert isinstance(group, dist.ProcessGroup)
     transports: dict[str, Transport] = {}
     for kind in dict.fromkeys(transport for _, transport in config["ways"]):
-        transports[kind] = with_shared_memory(ProcessGroupTransport(group, _TIMEOUT), _TIMEOUT, kind)
-    answer = [contest(numel, config, transports) for numel in config["numels"]]
-    if dist.get_rank() == 0:
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-    dist.barrier()
-    dist.destroy_process_group()
+        transports[kind] = with_shared_memory(ProcessGroupTransport(group, TIMEOUT), TIMEOUT, kind)
+    return [contest(numel, config, transports) for numel in config["numels"]]
 
 
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+def main() -> None:
+    serve(measure)

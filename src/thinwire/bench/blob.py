@@ -63,7 +63,7 @@ def blob(
     if missing:
         Console(stderr=True, highlight=False).print(f"No slow network can be made here: {missing}")
         return 1
-    args = [compressor, str(bucket_cap_mb), str(batch), str(rounds), str(steps)]
+    config = {"spec": compressor, "cap_mb": bucket_cap_mb, "batch": batch, "rounds": rounds, "steps": steps}
     about: dict[str, Any] = {"compressor": compressor, "ranks": ranks, "batch": batch, "bucket_cap_mb": bucket_cap_mb}
     results = Results("thinwire bench blob", about=about)
     for rate in rates:
@@ -72,7 +72,7 @@ def blob(
             network = stack.enter_context(lab.Network(ranks, rate=rate)) if rate != "none" else None
             about[f"link/{where}"] = network.describe() if network else {"rate": "loopback"}
             stack.enter_context(console.status(f"{ranks} ranks, {where}: {rounds} turns of each way ..."))
-            answer = run_ranks("thinwire.bench.blob_rank", args, ranks, network)
+            answer = run_ranks("thinwire.bench.blob_rank", config, ranks, network)
         _add(results, answer, where)
         console.print(f"Training steps, {ranks} ranks, {where}, {compressor}")
         console.print(_table(answer))

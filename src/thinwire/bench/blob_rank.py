@@ -1,11 +1,8 @@
-"""One rank of ``thinwire bench blob``. Prints its measurements as one line of JSON."""
+"""One rank of ``thinwire bench blob``.."""
 
 from __future__ import annotations
 
-import json
-import sys
 import warnings
-from datetime import timedelta
 from statistics import median
 from typing import Any
 
@@ -14,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
+from thinwire.bench.rank import TIMEOUT, serve
 from thinwire.bench.turns import Turns, backward, gpt, token_batch
 
-_TIMEOUT = timedelta(seconds=120)
 _REPEATS = 5
 # DDP has formed its last buckets, and has told in which order, by then.
 _PASSES = 4
@@ -31,7 +28,7 @@ class Contest(Turns):
         models = {"fp32": gpt(cap_mb)}
         for name in ("uniform", "registered"):
             options = thinwire.ProcessGroupOptions(spec)
-            group = dist.new_group(backend="thinwire", pg_options=options, timeout=_TIMEOUT)
+            group = dist.new_group(backend="thinwire", pg_options=options, timeout=TIMEOUT)
             assert isinstance(group, thinwire.ProcessGroup)
             self.groups[name], models[name] = group, gpt(cap_mb, group)
         self.groups["registered"].register_model(models["registered"])
@@ -73,11 +70,9 @@ def _relative(pairs: list[tuple[Tensor, Tensor]]) -> float:
     return (off / sum(float(want.double().square().sum()) for _, want in pairs)) ** 0.5
 
 
-def main(spec: str, cap_mb: float, batch: int, rounds: int, steps: int) -> None:
+def measure(spec: str, cap_mb: float, batch: int, rounds: int, steps: int) -> dict[str, Any]:
     """Measure errors while all models are still the same, then train in turns."""
-    torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*find_unused_parameters.*")
-    dist.init_process_group("gloo", timeout=_TIMEOUT)
     contest, tokens = Contest(cap_mb, spec), token_batch(batch)
     errors = contest.errors(tokens)
     before = contest.sent_bytes()
@@ -89,27 +84,21 @@ def main(spec: str, cap_mb: float, batch: int, rounds: int, steps: int) -> None:
     num_bytes = sum(p.numel() * p.element_size() for p in contest.models["fp32"].parameters())
     sent["fp32"] = 2 * (world_size - 1) * num_bytes // world_size
     times = contest.seconds(tokens, rounds, steps)
-    if dist.get_rank() == 0:
-        answer = {
-            "seconds": {name: median(found) for name, found in times.items()},
-            # Round by round, so that a machine that slows down slows both down.
-            "over_fp32": {
-                name: median(f / t for f, t in zip(times["fp32"], found, strict=True)) for name, found in times.items()
-            },
-            "all": times,
-            "bytes_per_step": sent,
-            "errors": errors,
-            "buffers": {
-                name: {"matched": group.stats.matched, "uniform": group.stats.uniform, "passed": group.stats.passed}
-                for name, group in contest.groups.items()
-            },
-        }
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-    dist.barrier()
-    dist.destroy_process_group()
+    return {
+        "seconds": {name: median(found) for name, found in times.items()},
+        # Round by round, so that a machine that slows down slows both down.
+        "over_fp32": {
+            name: median(f / t for f, t in zip(times["fp32"], found, strict=True)) for name, found in times.items()
+        },
+        "all": times,
+        "bytes_per_step": sent,
+        "errors": errors,
+        "buffers": {
+            name: {"matched": group.stats.matched, "uniform": group.stats.uniform, "passed": group.stats.passed}
+            for name, group in contest.groups.items()
+        },
+    }
 
 
-if __name__ == "__main__":
-    _, its_spec, its_cap, its_batch, its_rounds, its_steps = sys.argv
-    main(its_spec, float(its_cap), int(its_batch), int(its_rounds), int(its_steps))
+def main() -> None:
+    serve(measure)

@@ -60,7 +60,14 @@ def doctor(
     if missing:
         errors.print(f"No slow network can be made here: {missing}")
         return 1
-    args = [";".join(specs), str(bucket_cap_mb), *map(str, (batch, watched, rounds, steps))]
+    config = {
+        "specs": list(specs),
+        "cap_mb": bucket_cap_mb,
+        "batch": batch,
+        "watched": watched,
+        "rounds": rounds,
+        "steps": steps,
+    }
     results = Results("thinwire bench doctor", about={"ranks": ranks, "batch": batch, "claimed": _CLAIMED, "cells": {}})
     table = Table(title="A step, foretold and taken")
     for column in ("link", "", "foretold", "range", "taken", "error"):
@@ -70,7 +77,7 @@ def doctor(
             shape: dict[str, Any] = {"rate": rate} | ({} if rtt in ("0ms", "0") else {"rtt": rtt})
             cell = f"{rate}/{rtt}"
             with lab.Network(ranks, **shape) as network, console.status(f"{rate}, +{rtt} ..."):
-                answer = run_ranks("thinwire.bench.doctor_rank", args, ranks, network)
+                answer = run_ranks("thinwire.bench.doctor_rank", config, ranks, network)
             results.about["cells"][cell] = {k: v for k, v in answer.items() if k not in ("predictions", "times")}
             _add(results, table, cell, answer)
     console.print(table)

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
 import warnings
 from dataclasses import asdict
-from datetime import timedelta
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import thinwire
+from thinwire.bench.rank import serve
 from thinwire.bench.turns import Turns, gpt, token_batch
 from thinwire.doctor.choices import CHOICES, Choice, ceiling, predict, to_time
 from thinwire.doctor.measure import Measured, measure
 from thinwire.doctor.observe import Observer
 from thinwire.doctor.script import Seen
-
-_TIMEOUT = timedelta(seconds=240)
 
 
 def foretell(cap_mb: float, batch: int, steps: int, choices: list[Choice]) -> tuple[Measured, dict[str, Any]]:
@@ -59,38 +54,32 @@ def _noop(state, bucket):
     return future
 
 
-def main(specs: list[str], cap_mb: float, batch: int, watched: int, rounds: int, steps: int) -> None:
-    """Print predictions and times as one line of JSON."""
-    torch.set_num_threads(1)
+def foretell_and_take(
+    specs: list[str], cap_mb: float, batch: int, watched: int, rounds: int, steps: int
+) -> dict[str, Any]:
+    """Predictions and times."""
     warnings.filterwarnings("ignore", message=".*find_unused_parameters.*")
-    dist.init_process_group("gloo", timeout=_TIMEOUT)
     known = {choice.spec: choice for choice in CHOICES if choice.times == 1}
     choices = [known[None], *(known.get(spec, Choice(spec, spec)) for spec in specs)]
     measured, predictions = foretell(cap_mb, batch, watched, choices)
     times = take(cap_mb, batch, rounds, steps, choices)
-    if dist.get_rank() == 0:
-        middle = measured.links[len(measured.links) // 2]
-        answer = {
-            "predictions": predictions,
-            "times": times,
-            "watched_s": list(measured.watched.step_s),
-            "exposed_share": measured.watched.exposed_share,
-            "compute_s": median(pace.compute_s for pace in measured.watched.paces),
-            "ready_s": [bucket.ready_s for bucket in measured.watched.paces[0].buckets],
-            "bytes": [bucket.num_bytes for bucket in measured.watched.paces[0].buckets],
-            "bucket_s": [median(took) for took in zip(*measured.watched.bucket_s, strict=True)],
-            "shared": measured.watched.paces[0].shared,
-            "native": list(middle.native.points),
-            "exchange": list(middle.exchange.points),
-            "native_cpu": middle.native_cpu,
-            "exchange_cpu": middle.exchange_cpu,
-        }
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-    dist.barrier()
-    dist.destroy_process_group()
+    middle = measured.links[len(measured.links) // 2]
+    return {
+        "predictions": predictions,
+        "times": times,
+        "watched_s": list(measured.watched.step_s),
+        "exposed_share": measured.watched.exposed_share,
+        "compute_s": median(pace.compute_s for pace in measured.watched.paces),
+        "ready_s": [bucket.ready_s for bucket in measured.watched.paces[0].buckets],
+        "bytes": [bucket.num_bytes for bucket in measured.watched.paces[0].buckets],
+        "bucket_s": [median(took) for took in zip(*measured.watched.bucket_s, strict=True)],
+        "shared": measured.watched.paces[0].shared,
+        "native": list(middle.native.points),
+        "exchange": list(middle.exchange.points),
+        "native_cpu": middle.native_cpu,
+        "exchange_cpu": middle.exchange_cpu,
+    }
 
 
-if __name__ == "__main__":
-    _, its_specs, its_cap, *its_numbers = sys.argv
-    main(its_specs.split(";"), float(its_cap), *(int(number) for number in its_numbers))
+def main() -> None:
+    serve(foretell_and_take)

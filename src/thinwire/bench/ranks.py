@@ -1,58 +1,54 @@
-"""Start a module as every rank of a small world, over an emulated network or loopback, and read rank 0's answer."""
+"""Ranks of a small world, over an emulated network or loopback, that measure something, and what rank 0 answers."""
 
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 import tempfile
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from thinwire import lab
+from thinwire.repro.crew import Loopback
+from thinwire.repro.forked import Forked
 
 
-def run_ranks(module: str, args: Sequence[str], num_ranks: int, network: lab.Network | None) -> dict[str, Any]:
-    """Run ``python -m module args`` as each rank; the JSON object that rank 0 printed last.
+def run_ranks(module: str, config: dict[str, Any], num_ranks: int, network: lab.Network | None) -> Any:
+    """Run ``main()`` of ``module``, which serves by `thinwire.bench.rank`, as each rank; what rank 0 answers.
 
     Raises:
-        RuntimeError: a rank failed; with the end of what the ranks logged.
+        RuntimeError: a rank failed; with the end of what it logged.
     """
-    argv = [sys.executable, "-m", module, *args]
-    port = str(_free_port())
-    with tempfile.TemporaryFile() as log:
-        processes = []
+    port = _free_port()
+    with tempfile.TemporaryDirectory(prefix="thinwire-bench-") as folder:
+        logs = [Path(folder, f"rank{rank}.log") for rank in range(num_ranks)]
+        ranks: list[Forked] = []
         try:
-            for rank in range(num_ranks):
-                out = subprocess.PIPE if rank == 0 else log
-                if network is not None:
-                    processes.append(network.popen(rank, argv, stdout=out, stderr=log))
-                else:
-                    env = {**os.environ, **_loopback(rank, num_ranks, port)}
-                    processes.append(subprocess.Popen(argv, stdout=out, stderr=log, env=env))
-            out, _ = processes[0].communicate()
-            codes = [process.wait() for process in processes]
+            for rank, log in enumerate(logs):
+                door = _loopback(rank, num_ranks, port) if network is None else network.door(rank)
+                ranks.append(Forked(module, door, log))
+            for rank in ranks:
+                rank.tell(config)
+            answer = ranks[0].stdout.readall()
+            codes = [rank.wait() for rank in ranks]
         finally:
-            for process in processes:
-                process.kill()
-        if any(codes):
-            log.seek(0)
-            tail = log.read().decode(errors="replace")[-2000:]
-            raise RuntimeError(f"a rank ended with exit code {max(codes, key=abs)}:\n{tail}")
-    return json.loads(out.splitlines()[-1])
+            for rank in ranks:
+                rank.close()
+        for code, log in zip(codes, logs, strict=True):
+            if code:
+                raise RuntimeError(f"a rank ended with exit code {code}:\n{log.read_text(errors='replace')[-2000:]}")
+    return json.loads(answer)
 
 
-def _loopback(rank: int, num_ranks: int, port: str) -> dict[str, str]:
-    return {
+def _loopback(rank: int, num_ranks: int, port: int) -> lab.Door:
+    more = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(port),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
-        "GLOO_SOCKET_IFNAME": "lo",
     }
+    return lab.Door((), {**Loopback().door(rank).environment, **more})
 
 
 def _free_port() -> int:

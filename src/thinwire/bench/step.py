@@ -57,13 +57,21 @@ def step(
     if missing:
         Console(stderr=True, highlight=False).print(f"No slow network can be made here: {missing}")
         return 1
-    args = [compressor, str(bucket_cap_mb), "decline" if decline else "always", str(rounds), str(steps), str(target)]
+    config = {
+        "spec": compressor,
+        "cap_mb": bucket_cap_mb,
+        "decline": decline,
+        "rounds": rounds,
+        "steps": steps,
+        "target": target,
+        "batches": [int(batch) for batch in batches.split(",")],
+    }
     with ExitStack() as stack:
         network = stack.enter_context(lab.Network(ranks, rate=rate)) if shaped else None
         about = network.describe() if network else {"rate": "loopback"}
         where = rate if shaped else "loopback"
         stack.enter_context(console.status(f"{ranks} ranks, {where}: {rounds} turns for each batch size ..."))
-        answer = run_ranks("thinwire.bench.step_rank", [*args, batches], ranks, network)
+        answer = run_ranks("thinwire.bench.step_rank", config, ranks, network)
     results = Results("thinwire bench step", about={"link": about, "compressor": compressor, "ranks": ranks})
     console.print(f"A training step, {ranks} ranks, {where}, {compressor}")
     table = Table()

@@ -1,11 +1,8 @@
-"""One rank of ``thinwire bench step``. Prints its measurements as one line of JSON."""
+"""One rank of ``thinwire bench step``.."""
 
 from __future__ import annotations
 
-import json
-import sys
 import warnings
-from datetime import timedelta
 from statistics import median
 from typing import Any
 
@@ -13,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 import thinwire
+from thinwire.bench.rank import serve
 from thinwire.bench.turns import Turns, gpt, token_batch
-
-_TIMEOUT = timedelta(seconds=120)
 
 
 class Contest(Turns):
@@ -43,11 +39,11 @@ def _measure(contest: Contest, batch: int, rounds: int, steps: int) -> dict[str,
     return {"batch": batch, "seconds": seconds, "share": shares, "over_fp32": over_fp32, "all": times}
 
 
-def main(spec: str, cap_mb: float, decline: bool, rounds: int, steps: int, target: float, batches: list[int]) -> None:
+def measure(
+    spec: str, cap_mb: float, decline: bool, rounds: int, steps: int, target: float, batches: list[int]
+) -> dict[str, Any]:
     """Measure with growing batches until stock DDP reaches ``target`` of the ceiling (0: the first batch alone)."""
-    torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*find_unused_parameters.*")
-    dist.init_process_group("gloo", timeout=_TIMEOUT)
     contest = Contest(cap_mb, spec, decline)
     measured = []
     for batch in batches:
@@ -56,27 +52,13 @@ def main(spec: str, cap_mb: float, decline: bool, rounds: int, steps: int, targe
         dist.broadcast(reached, 0)
         if float(reached) >= target:
             break
-    if dist.get_rank() == 0:
-        answer = {
-            "measured": measured,
-            "declined_layers": contest.wire.stats.declined_layers,
-            "bytes_per_step": contest.wire.wire_bytes_per_step(),
-            "stats": contest.wire.stats.to_dict(),
-        }
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-    dist.barrier()
-    dist.destroy_process_group()
+    return {
+        "measured": measured,
+        "declined_layers": contest.wire.stats.declined_layers,
+        "bytes_per_step": contest.wire.wire_bytes_per_step(),
+        "stats": contest.wire.stats.to_dict(),
+    }
 
 
-if __name__ == "__main__":
-    _, its_spec, its_cap, its_decline, its_rounds, its_steps, its_target, its_batches = sys.argv
-    main(
-        its_spec,
-        float(its_cap),
-        its_decline == "decline",
-        int(its_rounds),
-        int(its_steps),
-        float(its_target),
-        [int(batch) for batch in its_batches.split(",")],
-    )
+def main() -> None:
+    serve(measure)

@@ -7,10 +7,12 @@ import themselves.
 from __future__ import annotations
 
 import importlib
+import json
 import multiprocessing
 import os
 import signal
 import tempfile
+from contextlib import suppress
 from io import FileIO
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -50,6 +52,18 @@ class Forked:
     def poll(self) -> int | None:
         """Exit code, minus the signal's number if one ended it; None while it runs."""
         return self._process.exitcode
+
+    def wait(self) -> int:
+        """Its exit code, once it has ended."""
+        self._process.join()
+        code = self._process.exitcode
+        assert code is not None
+        return code
+
+    def tell(self, words: Any) -> None:
+        """Write a line of JSON to its standard input; one that has ended hears nothing."""
+        with suppress(BrokenPipeError):
+            self.stdin.write(json.dumps(words).encode() + b"\n")
 
     def send_signal(self, number: int) -> None:
         """A process that has ended already gets none."""
