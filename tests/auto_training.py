@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -13,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from thinwire.bench.rank import serve
 
 
 class Slow(nn.Module):
@@ -46,18 +44,15 @@ def told(wire: thinwire.Wire) -> list[dict[str, object]]:
     return [{"step": d.step, "plan": d.plan.to_json(), "note": d.note} for d in wire.decisions]
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+def train() -> dict[str, object]:
     model = wrapped(0.0)
     wire = thinwire.compress(model, "auto(every=12, warmup=6, window=3, lag=2)")
     advance(model, dist.get_rank(), 0, 20)
     decisions = told(wire)
     plans: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(plans, [d["plan"] for d in decisions])
-    if dist.get_rank() == 0:
-        answer = {"decisions": decisions, "plans": plans, "stats": wire.stats.to_dict()}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-    dist.barrier()
-    dist.destroy_process_group()
+    return {"decisions": decisions, "plans": plans, "stats": wire.stats.to_dict()}
+
+
+def main() -> None:
+    serve(train)

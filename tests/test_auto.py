@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -205,10 +204,9 @@ def test_resumes_between_asking_and_deciding() -> None:
 
 @pytest.mark.network
 @pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
-def test_is_on_over_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+def test_is_on_over_a_slow_link() -> None:
     with lab.Network(2, rate="20mbit") as network:
-        answer = run_in("auto_training", [], 2, network)
+        answer = run_in("auto_training", {}, 2, network)
     first, second = answer["decisions"]
     assert (first["step"], second["step"]) == (6, 18)
     assert first["note"].startswith("on: a step takes")

@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from harness import run_threads
+from thinwire import lab
+from thinwire.bench.ranks import run_ranks
 from thinwire.compressors import parse
 from thinwire.wire.clock import StepClock
 from thinwire.wire.link import measure_cores, measure_links, measure_pairs, shared_part
 from thinwire.wire.speeds import measure_codecs
 
+UNAVAILABLE = lab.unavailable()
 LAYERS = (("w", (64, 32)), ("b", (32,)))
 
 
@@ -33,6 +36,17 @@ def test_links_are_the_same_on_every_rank() -> None:
         pytest.approx(4 / 3 * size, abs=8) for size in (4096, 16384)
     ]
     assert moved == 0 < after
+
+
+@pytest.mark.alone
+@pytest.mark.network
+@pytest.mark.skipif(UNAVAILABLE is not None, reason=UNAVAILABLE or "")
+def test_a_long_link_is_as_fast_as_it_is() -> None:
+    """What TCP sends in the first round trips says little of the rate."""
+    with lab.Network(2, rate="50mbit", rtt="20ms") as network:
+        (pair,) = run_ranks("link_probe", {}, 2, network)
+    assert 0.6 < pair["bandwidth"] / (50e6 / 8) < 1.1
+    assert 0.009 < pair["latency_s"] < 0.03
 
 
 def test_codecs_take_both_ways() -> None:

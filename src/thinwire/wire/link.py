@@ -31,7 +31,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _REPEATS = 3
 _FIRST_PROBE_BYTES = 64 << 10
 _LAST_PROBE_BYTES = 16 << 20
-_LONG_ENOUGH_S = 0.02
+_LONG_ENOUGH_S, _LONG_ENOUGH_LATENCIES = 0.02, 8
+"""Of a message that a bandwidth is taken of: TCP sends little in the first round trips, whatever the link carries."""
 _ALL_PAIRS = 8
 _ROUNDS = 4
 _CURVE_FROM_BYTES, _CURVE_TO_BYTES = 4 << 10, 16 << 20
@@ -202,10 +203,10 @@ def _speed(transport: Transport, pairs: Sequence[tuple[int, int]]) -> tuple[floa
     latency = median(_probe(transport, pairs, 64).seconds for _ in range(_REPEATS))
     num_bytes = _FIRST_PROBE_BYTES
     while True:
-        took = _probe(transport, pairs, num_bytes).seconds - latency
+        mine = [_probe(transport, pairs, num_bytes).seconds - latency, latency]
         # All ranks must take the same turn: the longest time is everybody's.
-        took = float(transport.all_gather(torch.tensor([took], dtype=torch.float64)).max())
-        if took >= _LONG_ENOUGH_S or num_bytes >= _LAST_PROBE_BYTES:
+        took, wait = transport.all_gather(torch.tensor(mine, dtype=torch.float64)).amax(0).tolist()
+        if took >= max(_LONG_ENOUGH_S, _LONG_ENOUGH_LATENCIES * wait) or num_bytes >= _LAST_PROBE_BYTES:
             return num_bytes / max(took, 1e-6), max(latency, 0.0)
         num_bytes *= 4
 
