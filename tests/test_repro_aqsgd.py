@@ -101,6 +101,8 @@ def test_the_page_is_made_of_the_figures(small: Small, monkeypatch: pytest.Monke
     assert "Not measured yet" in page_of(tmp_path)
     (tmp_path / "repro-aqsgd.json").write_text(json.dumps(small.record))
     page = page_of(tmp_path)
+    assert "mean \\|change\\|" in page
+    page = page.replace("\\|", "|")
     for row in small.record["results"]:
         told = f"| {row['figure']} | {row['claim']} | {row['found']} | {WORDS[row['holds']]} |"
         assert not row["claim"] or told in page

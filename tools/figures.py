@@ -39,7 +39,9 @@ def table(head: list[str], rows: list[list[str]], *, numbers: bool = True) -> st
 
 def claims(results: list[dict[str, Any]], whose: str) -> str:
     """What a paper claims and what was found, row by row."""
-    rows = [[row["figure"], row["claim"], row["found"], HOLDS[row["holds"]]] for row in results if row.get("claim")]
+    told = [[row["figure"], row["claim"], row["found"], HOLDS[row["holds"]]] for row in results if row.get("claim")]
+    # A bar in a cell would end it.
+    rows = [[cell.replace("|", "\\|") for cell in row] for row in told]
     return table(["figure", whose, "here", "holds"], rows, numbers=False)
 
 
