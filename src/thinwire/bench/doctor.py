@@ -37,7 +37,7 @@ def doctor(
     """Let doctor foretell training steps of the demo's GPT over emulated links, then take these steps and compare.
 
     Predictions come from a model that is watched while it trains uncompressed, and from probes of links and codecs;
-    none of the steps that they are held against is known to them. Ways take turns. Takes about six minutes.
+    none of the steps that they are held against is known to them. Ways take turns. Takes about ten minutes.
 
     Examples:
       thinwire bench doctor --json doctor.json
