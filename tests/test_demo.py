@@ -46,7 +46,7 @@ def on_a_slow_link(tmp_path_factory: pytest.TempPathFactory) -> Smoke:
     if UNAVAILABLE:
         pytest.skip(UNAVAILABLE)
     out = tmp_path_factory.mktemp("demo")
-    argv = [sys.executable, "-m", "thinwire.cli", "demo", "--smoke", "--out", str(out), "--json", str(out / "f.json")]
+    argv = [sys.executable, "-m", "thinwire", "demo", "--smoke", "--out", str(out), "--json", str(out / "f.json")]
     done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((out / "f.json").read_text())
@@ -220,7 +220,7 @@ def _until(condition: Callable[[], bool], timeout_s: float = 40.0) -> bool:
 def test_nothing_is_left_behind(tmp_path: Path, signal_number: int) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    argv = [sys.executable, "-m", "thinwire.cli", "demo", "--smoke", "--steps", "2000", "--out", str(tmp_path / "out")]
+    argv = [sys.executable, "-m", "thinwire", "demo", "--smoke", "--steps", "2000", "--out", str(tmp_path / "out")]
     environment = {**os.environ, "TMPDIR": str(scratch)}
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True) as demo:
         assert demo.stdout is not None

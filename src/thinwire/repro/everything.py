@@ -95,7 +95,7 @@ def _run(seed: Seed, out: Path, *, smoke: bool, minutes: float) -> int:
     # A process of its own: what ends one of them does not end the others.
     path = out / f"repro-{seed.name}.json"
     path.unlink(missing_ok=True)
-    argv = [sys.executable, "-m", "thinwire.cli", "repro", seed.name]
+    argv = [sys.executable, "-m", "thinwire", "repro", seed.name]
     argv += ["--out", str(out / f"repro-{seed.name}"), "--json", str(path), *(["--smoke"] if smoke else [])]
     process = subprocess.Popen(argv)
     try:
