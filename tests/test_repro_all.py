@@ -38,7 +38,7 @@ def stubbed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     start = everything.subprocess.Popen
 
     def instead(argv: list[str], **options):
-        if "thinwire.cli" not in argv:
+        if argv[1:4] != ["-m", "thinwire", "repro"]:
             return start(argv, **options)
         started.append(argv)
         return start([sys.executable, str(script), *argv[1:]])
