@@ -6,9 +6,11 @@ import json
 import os
 import sys
 
+from thinwire.repro.forked import conversation
+
 
 def main() -> None:
-    commands, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    commands, answers = conversation()
     sys.stderr.write("on standard error\n")
     sys.stderr.flush()
     for line in commands:

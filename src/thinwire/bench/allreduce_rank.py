@@ -1,4 +1,4 @@
-"""One rank of ``thinwire bench allreduce`` and ``bench topologies``.."""
+"""One rank of ``thinwire bench allreduce`` and ``bench topologies``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of ``thinwire bench blob``.."""
+"""One rank of ``thinwire bench blob``."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -11,15 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from thinwire.repro.forked import conversation
+
 TIMEOUT = timedelta(seconds=240)
 
 
 def serve(measure: Callable[..., Any]) -> None:
     """Be told keyword arguments as a line of JSON, join the others, ``measure``, and tell what it gives on rank 0."""
-    config = json.loads(os.fdopen(os.dup(0)).readline())
-    answers = os.fdopen(os.dup(1), "w")
-    # Whatever else prints must not mix with the answer.
-    os.dup2(2, 1)
+    told, answers = conversation()
+    config = json.loads(told.readline())
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)
     answer = measure(**config)

@@ -1,4 +1,4 @@
-"""One rank of ``thinwire bench step``.."""
+"""One rank of ``thinwire bench step``."""
 
 from __future__ import annotations
 

@@ -78,9 +78,7 @@ class _Member:
         return self.process.stdout
 
     def tell(self, command: dict[str, Any]) -> None:
-        try:
-            self.process.stdin.write(json.dumps(command).encode() + b"\n")
-        except BrokenPipeError:
+        if not self.process.tell(command):
             self.failure = "it is gone"
 
     def hear(self) -> list[dict[str, Any]]:

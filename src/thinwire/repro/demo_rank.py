@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.repro.data import Text, draw_offsets, even_offsets, standard_library
+from thinwire.repro.forked import conversation
 from thinwire.repro.train import VARIANTS, Replica, Task, distributed, evaluate, train
 
 # The batches of the common start and those of the comparison are different draws.
@@ -172,11 +173,9 @@ def _serve(channel: Channel) -> None:
 
 def run_rank(serve: Callable[[Channel], None]) -> NoReturn:
     """Answer the parent through ``serve`` until it is gone, tell it every failure, and end this process."""
-    # Ctrl-C in the terminal is the parent's to handle. Whatever else prints must not mix with the answers.
+    # Ctrl-C in the terminal is the parent's to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    commands, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    channel = Channel(commands, answers)
+    channel = Channel(*conversation())
     code = 0
     try:
         serve(channel)

@@ -12,12 +12,11 @@ import multiprocessing
 import os
 import signal
 import tempfile
-from contextlib import suppress
 from io import FileIO
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from thinwire.lab import Door
 
@@ -60,10 +59,13 @@ class Forked:
         assert code is not None
         return code
 
-    def tell(self, words: Any) -> None:
-        """Write a line of JSON to its standard input; one that has ended hears nothing."""
-        with suppress(BrokenPipeError):
+    def tell(self, words: Any) -> bool:
+        """Write a line of JSON to its standard input; whether it is there to hear it."""
+        try:
             self.stdin.write(json.dumps(words).encode() + b"\n")
+        except BrokenPipeError:
+            return False
+        return True
 
     def send_signal(self, number: int) -> None:
         """A process that has ended already gets none."""
@@ -79,6 +81,13 @@ class Forked:
         self._process.join()
         self.stdin.close()
         self.stdout.close()
+
+
+def conversation() -> tuple[TextIO, TextIO]:
+    """Of a forked process: what it is told, and where it answers. Whatever else prints goes to its log from now on."""
+    told, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return told, answers
 
 
 def _start_server(module: str) -> None:
