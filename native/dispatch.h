@@ -41,7 +41,7 @@ Status int_decode(const Machine&, const FloatJob&);
 Status pick(const Machine&, const Span&, const Pick&, Picked&);
 Status abs_histogram(const Machine&, const Span&, int32_t* counts);
 bool are_inside(const int32_t* indices, int64_t count, int64_t numel);
-void scatter(const Machine&, void* y, Dtype, int64_t start, const int32_t* indices, const float* values, int64_t count,
+void scatter(const Machine&, void* y, Dtype, int64_t start, const int32_t* indices, const void* values, int64_t count,
              float scale);
 bool pack_indices(const int32_t* indices, int64_t count, const IndexList&, uint8_t* bytes); // false: not ascending
 int64_t unpack_indices(const uint8_t* bytes, const IndexList&, int32_t* indices);

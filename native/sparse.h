@@ -151,17 +151,19 @@ static void gather(const Span& span, const int32_t* indices, int64_t count, floa
   for (int64_t j = 0; j < count; j++) read_floats(span.x, span.dtype, span.start + indices[j], 1, values + j);
 }
 
-static void scatter(void* y, Dtype dtype, int64_t start, const int32_t* indices, const float* values, int64_t count,
+// `values` lies in a message, at any address; null: zeros are written instead of sums.
+static void scatter(void* y, Dtype dtype, int64_t start, const int32_t* indices, const void* values, int64_t count,
                     float scale) {
   constexpr int64_t kEarly = 16;
   const int64_t size = size_of(dtype);
   for (int64_t j = 0; j < count; j++) {
     if (j + kEarly < count) __builtin_prefetch((char*)y + (start + indices[j + kEarly]) * size, 1, 0);
     const int64_t at = start + indices[j];
-    float v = 0.0f;
+    float v = 0.0f, sent;
     if (values) {
+      memcpy(&sent, (const char*)values + j * (int64_t)sizeof(float), sizeof(float));
       read_floats(y, dtype, at, 1, &v);
-      v += values[j] * scale;
+      v += sent * scale;
     }
     write_floats(&v, 1, y, dtype, at);
   }

@@ -82,7 +82,7 @@ PyObject* py_sparse_scatter(PyObject*, PyObject* const* args, Py_ssize_t count) 
   Arguments in(args, count);
   const Span span = read_span(in);
   const int32_t* indices = in.address<const int32_t>();
-  const float* values = in.address<const float>();
+  const void* values = in.address<const void>();
   const int64_t num = in.integer();
   const float scale = in.real();
   in.require(num >= 0, "a count is at least 0");

@@ -72,7 +72,7 @@ struct SparseKernels {
   int64_t (*find)(const Span&, uint32_t key, int64_t count, uint32_t* indices);
   void (*gather)(const Span&, const int32_t* indices, int64_t count, float* values);
   // y[start + i] += value * scale; null values: y[start + i] = 0.
-  void (*scatter)(void* y, Dtype, int64_t start, const int32_t* indices, const float* values, int64_t count,
+  void (*scatter)(void* y, Dtype, int64_t start, const int32_t* indices, const void* values, int64_t count,
                   float scale);
 };
 

@@ -192,7 +192,7 @@ bool are_inside(const int32_t* indices, int64_t count, int64_t numel) {
   return !count || most < numel;
 }
 
-void scatter(const Machine& machine, void* y, Dtype dtype, int64_t start, const int32_t* indices, const float* values,
+void scatter(const Machine& machine, void* y, Dtype dtype, int64_t start, const int32_t* indices, const void* values,
              int64_t count, float scale) {
   auto work = [&](int64_t, int64_t) {
     machine.kernels->sparse->scatter(y, dtype, start, indices, values, count, scale);
