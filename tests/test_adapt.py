@@ -211,6 +211,7 @@ def test_what_is_owed_is_owed_still(old: str, new: str, num_ranks: int) -> None:
             thinwire.parse("ef(topk(density=0.5))"),
             rank,
             [1] * num_ranks,
+            [1] * num_ranks,
         )
         owed += slots.value("w", thinwire.parse("ef(topk)").slots[-1], shapes["w"]).double() / num_ranks
     assert torch.allclose(answers[0][0] + owed, mean, atol=1e-4)

@@ -14,7 +14,7 @@ from thinwire import cli, lab
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ["demo", "doctor", "lab", "aggregator", "compare", "compare every", "plan show", "repro all", "repro fft"]
 COMMANDS += ["bench kernels", "bench allreduce", "bench topologies", "bench step", "bench compressors", "bench doctor"]
-COMMANDS += ["repro cgx"]
+COMMANDS += ["bench auto", "repro cgx"]
 
 
 def test_help_names_every_command(capsys) -> None:

@@ -7,6 +7,7 @@ import re
 import sys
 
 from aqsgd_page import repro_aqsgd
+from auto_page import auto
 from doctor_page import doctor
 from figures import BENCHMARKS, ROOT, Figures, table
 from fullstack_page import repro_fullstack
@@ -287,6 +288,7 @@ PAGES = {
         "sharded": sharded,
         "blob": blob,
     },
+    "docs/auto.md": {"auto": auto},
     "docs/doctor.md": {"doctor": doctor},
     "docs/kernels.md": {"kernels": kernels},
     "docs/topologies.md": {"topologies": topologies},

@@ -23,6 +23,7 @@ _COMMANDS = {
     "bench topologies": "thinwire.bench.topologies:topologies",
     "bench step": "thinwire.bench.step:step",
     "bench doctor": "thinwire.bench.doctor:doctor",
+    "bench auto": "thinwire.bench.auto:auto",
     "bench cuda": "thinwire.bench.cuda:cuda",
     "bench blob": "thinwire.bench.blob:blob",
     "bench compressors": "thinwire.bench.compressors:compressors",
@@ -51,6 +52,7 @@ _HELP = """\
   [bold]thinwire bench topologies[/]  the same by ring, tree, hierarchy ... and through shared memory, over many links
   [bold]thinwire bench step[/]        a training step over a slow link, beside stock DDP and beside its own limit
   [bold]thinwire bench doctor[/]      steps that doctor foretells beside steps that are taken, over eight links
+  [bold]thinwire bench auto[/]        what auto decides and gains over seven networks
   [bold]thinwire bench cuda[/]        the same on a GPU: speed and launches of each compressor, ranks that share the GPU
   [bold]thinwire bench blob[/]        DDP over a process group that compresses buffers, beside compressing layers
   [bold]thinwire bench compressors[/] error, bytes and speed of every compressor on the gradients of a real training

@@ -267,9 +267,11 @@ class Hierarchical(Topology):
         return owner if world.nodes[rank] == world.nodes[owner] or rank == speaker else speaker
 
     def form(self, compressor: Coded, rank: int, parent: int, world: World) -> Coded:
-        if self.inside == "same" or world.nodes[rank] != world.nodes[parent]:
-            return compressor
-        return _inside(self.inside, compressor)
+        return self.inner(compressor) if world.nodes[rank] == world.nodes[parent] else compressor
+
+    def inner(self, compressor: Coded) -> Coded:
+        """What a part is encoded with that stays on its node, where ``compressor`` is for those between nodes."""
+        return compressor if self.inside == "same" else _inside(self.inside, compressor)
 
     def __str__(self) -> str:
         return f"hierarchical(inside={self.inside}, across={self.across})"

@@ -9,7 +9,8 @@ from statistics import median
 
 import numpy as np
 
-from thinwire.compressors import Compressor, Raw, bare, parse
+from thinwire.collectives import Hierarchical, ScatterReduceAllGather, Topology, parse_topology
+from thinwire.compressors import Coded, Compressor, Raw, bare, parse
 from thinwire.plan import allocate
 from thinwire.plan.choices import Choices, dressed, with_gradient
 from thinwire.plan.forecast import Bucket, Links, Pace, coded_transfer, native_step, planned_step
@@ -17,6 +18,11 @@ from thinwire.plan.policy import Evidence, Policy, Proposal, StepTime
 
 _ALIKE = 0.25
 """By how much a link may have changed for what was measured on it to hold still."""
+_UNEVEN = 1.25
+"""By how much ranks' links must differ for them to own unequal shares."""
+_AHEAD = 0.97
+"""Another topology's step must be shorter by this factor than the present one's, and than that of one named before
+it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +36,9 @@ class Auto(Policy):
     steps take. Then, and before each later decision, all ranks measure their links and codecs; of all plans that err
     no more than ``error`` the one with the shortest foretold step is taken, if that is shorter than an uncompressed
     one by ``gain``. If not, or if steps turn out no faster, gradients travel as they are until the next decision.
+
+    What travels over which link is part of it: exact or in 8 bits inside a node and in fewer bits between nodes, less
+    by slow links than by fast ones.
     """
 
     every: int = 500
@@ -44,6 +53,15 @@ class Auto(Policy):
     """By how much of an uncompressed step a compressed one must be faster."""
     candidates: tuple[str, ...] = (*(f"minmax(bits={bits}, bucket=128)" for bits in (2, 3, 4, 5, 6, 8)), "cast(bf16)")
     """What a layer may become, beside raw. If one of them wants error feedback, all get it."""
+    topologies: tuple[str, ...] = (
+        "sra",
+        "sra(rates=measured)",
+        "hierarchical(inside=dense)",
+        "hierarchical(inside=minmax(bits=8, bucket=128))",
+        "hierarchical(inside=same)",
+    )
+    """How messages may meet, where `thinwire.compress` was not told; of two that take about as long, the first.
+    Hierarchies count where several ranks share a node, measured rates where links differ by a quarter."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,16 +76,45 @@ class Auto(Policy):
                 f"warmup={self.warmup} must be more than lag={self.lag_steps}: the first decision is made within it"
             )
         self._compressors()
+        if not isinstance(self.topologies, tuple) or not self.topologies:
+            raise ValueError(f"topologies must be a tuple of specs, not {self.topologies!r}")
+        self._topologies()
+
+    @property
+    def wants_nodes(self) -> bool:
+        return any(topology.needs_nodes for topology in self._topologies())
 
     @property
     def memory_size(self) -> int:
         return 4
 
     def to_measure(self, reference: Mapping[str, Compressor]) -> frozenset[Compressor]:
-        return frozenset({*self._compressors(), Raw()})
+        compressors = self._compressors()
+        coded = [c for c in compressors if isinstance(c, Coded)]
+        inner = [t.inner(c) for t in self._topologies() if isinstance(t, Hierarchical) for c in coded]
+        return frozenset({*compressors, *inner, Raw()})
 
     def _compressors(self) -> tuple[Compressor, ...]:
         return dressed([parse(spec) for spec in self.candidates])
+
+    def _topologies(self) -> tuple[Topology, ...]:
+        return tuple(map(parse_topology, self.topologies))
+
+    def _ways(self, evidence: Evidence, links: Links) -> list[Topology]:
+        """How messages may meet in this world, over these links."""
+        if evidence.asked != ScatterReduceAllGather():
+            return [evidence.topology]
+        plain = all(c.plain_sum for c in self._compressors() if isinstance(c, Coded))
+        found: list[Topology] = []
+        for topology in self._topologies():
+            if isinstance(topology, ScatterReduceAllGather) and topology.rates == "measured":
+                if not links.rates or max(links.rates) < _UNEVEN * min(links.rates):
+                    continue
+                topology = _with_rates(links.rates, evidence.topology)
+            if (topology.needs_nodes and links.legs is None) or not (topology.is_star or plain):
+                continue
+            found.append(topology)
+        return found or [evidence.topology]
 
     def propose(self, evidence: Evidence) -> Proposal:
         started = time.perf_counter()
@@ -78,24 +125,40 @@ class Auto(Policy):
             return Proposal(dict(evidence.present), note="no step was timed: the plan stays", memory=evidence.memory)
         # On both sides of the comparison traffic costs what it costs; only codecs come on top.
         links = replace(evidence.links, native_cpu=0.0, exchange_cpu=0.0)
-        of = _Foretold(middle_pace(evidence.steps), links, evidence.codec_s)
-        table = self._table(evidence, of)
+        now = _Foretold(middle_pace(evidence.steps), links, evidence.codec_s, evidence.topology)
+        table = self._table(evidence)
         errors_s = time.perf_counter() - started
-        plans = [dict(off) | plan for plan in self._plans(table)]
-        best = min(plans, key=of.step_s)
-        note, on, memory = self._decide(evidence, of, best)
+        ways = [replace(now, topology=topology) for topology in self._ways(evidence, links)]
+        found = [(of, self._best(of, off, table)) for of in sorted(ways, key=lambda of: of.topology != now.topology)]
+        steps = [of.step_s(plan) for of, plan in found]
+        of, best = next(pair for pair, step in zip(found, steps, strict=True) if _AHEAD * step <= min(steps))
+        note, on, memory = self._decide(evidence, now, of.step_s(best))
         chosen = best if on else off
-        errors = {c.name: float(c.errors[c.candidates.index(chosen[c.name])]) for c in table}
-        note += f"; {_summary(chosen)}, error {_relative(errors, table):.3f} of {self.error:g}" if on else ""
+        if on and of.topology != ScatterReduceAllGather():
+            note += f", by {of.topology}"
+        rows = [row for row, _ in table]
+        errors = {c.name: float(c.errors[c.candidates.index(chosen[c.name])]) for c in rows}
+        note += f"; {_summary(chosen)}, error {_relative(errors, rows):.3f} of {self.error:g}" if on else ""
         solve_s = time.perf_counter() - started - errors_s
         everything = dict.fromkeys(evidence.reference, memory)
-        return Proposal(chosen, errors, {}, note, everything, errors_s, solve_s)
+        return Proposal(chosen, errors, {}, note, everything, errors_s, solve_s, of.topology if on else None)
 
-    def _table(self, evidence: Evidence, of: _Foretold) -> list[Choices]:
+    def _best(
+        self, of: _Foretold, off: Mapping[str, Compressor], table: Sequence[tuple[Choices, tuple[int, ...]]]
+    ) -> dict[str, Compressor]:
+        """The plan with the shortest step."""
+        priced = [
+            replace(row, costs=np.array([of.layer_s(c, shape) for c in row.candidates], dtype=np.float64))
+            for row, shape in table
+        ]
+        return min((dict(off) | plan for plan in self._plans(priced)), key=of.step_s)
+
+    def _table(self, evidence: Evidence) -> list[tuple[Choices, tuple[int, ...]]]:
+        """What each layer may become and errs then, not yet priced, and its shape."""
         gradients = with_gradient(evidence.reference, evidence.gradients)
         candidates = self._compressors()
         return [
-            Choices.of(name, gradient, candidates, Raw(), lambda name, c, shape: of.layer_s(c, shape))
+            (Choices.of(name, gradient, candidates, Raw(), lambda name, c, shape: 0.0), tuple(gradient.shape))
             for name, gradient in gradients.items()
         ]
 
@@ -117,15 +180,12 @@ class Auto(Policy):
             )
         return found
 
-    def _decide(
-        self, evidence: Evidence, of: _Foretold, best: Mapping[str, Compressor]
-    ) -> tuple[str, bool, tuple[float, ...]]:
+    def _decide(self, evidence: Evidence, of: _Foretold, foretold: float) -> tuple[str, bool, tuple[float, ...]]:
         """What is to be said, whether to compress, and what to remember: steps measured raw and compressed, each with
-        the seconds a byte of an all-reduce took then."""
+        the seconds a byte of an all-reduce took then. ``of``: as messages meet now."""
         raw_s, raw_link, compressed_s, compressed_link = next(iter(evidence.memory.values()), (0.0,) * 4)
         link = of.links.native.per_byte
         now = median(step.seconds for step in evidence.steps)
-        foretold = of.step_s(best)
         if all(isinstance(c, Raw) for c in evidence.present.values()) or not evidence.steps[-1].compressed:
             raw_s, raw_link = now, link
             if _alike(link, compressed_link):
@@ -151,17 +211,20 @@ class _Foretold:
     pace: Pace
     links: Links
     codec_s: Mapping[Compressor, float]
+    topology: Topology
 
     def step_s(self, plan: Mapping[str, Compressor]) -> float:
         """Seconds of a step with a plan of the layers that may be compressed."""
         if all(isinstance(c, Raw) for c in plan.values()):
             return native_step(self.pace, self.links)
         names = [name for bucket in self.pace.buckets for name, _ in bucket.layers]
-        return planned_step(self.pace, self.links, {name: plan.get(name, Raw()) for name in names}, self.codec_s)
+        layers = {name: plan.get(name, Raw()) for name in names}
+        return planned_step(self.pace, self.links, layers, self.codec_s, self.topology)
 
     def layer_s(self, compressor: Compressor, shape: Sequence[int]) -> float:
         """What a layer adds to the time of its bucket; latencies are the bucket's."""
-        transfer = coded_transfer(Bucket(0.0, (("", tuple(shape)),)), {"": compressor}, self.links, self.codec_s)
+        alone = Bucket(0.0, (("", tuple(shape)),))
+        transfer = coded_transfer(alone, {"": compressor}, self.links, self.codec_s, self.topology)
         if self.pace.shared:
             return transfer.after_s + self.pace.shared * transfer.codec_s
         return transfer.after_s
@@ -176,6 +239,14 @@ def middle_pace(steps: Sequence[StepTime]) -> Pace:
         for i, bucket in enumerate(last.buckets)
     )
     return replace(last, buckets=buckets, compute_s=median(pace.compute_s for pace in alike))
+
+
+def _with_rates(rates: tuple[float, ...], present: Topology) -> Topology:
+    """By these rates; by the present ones, if they are about the same."""
+    then = present.rates if isinstance(present, ScatterReduceAllGather) else ""
+    if not isinstance(then, str) and all(_alike(*pair) for pair in zip(rates, then, strict=True)):
+        return present
+    return ScatterReduceAllGather(rates)
 
 
 def _alike(link: float, then: float) -> bool:

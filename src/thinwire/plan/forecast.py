@@ -15,12 +15,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from thinwire.collectives import Hierarchical, ScatterReduceAllGather, Topology, World
 from thinwire.compressors import Coded, Compressor, Summed
 
 _DRAWS = 60
 _RANGE = (0.05, 0.95)
 _NATIVE_DEPTH = 2
 """All-reduces that gloo has under way at once."""
+_STAR = ScatterReduceAllGather()
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,29 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class Legs:
+    """What a hierarchy's messages take, inside nodes and between them, by the bytes that a rank sends."""
+
+    world: World
+    inside: Curve
+    """Every rank sends to all others of its node at once."""
+    across: Curve
+    """Every rank sends to its counterparts on all other nodes at once."""
+
+    def seconds(self, num_bytes: float, inner_bytes: float) -> tuple[float, float]:
+        """Of a bucket that takes so many bytes encoded as between nodes, and as inside them on the way up: by itself,
+        and behind another one."""
+        sizes = [len(ranks) for ranks in self.world.members]
+        near, far = 1 - 1 / max(sizes), (len(sizes) - 1) / (len(sizes) * min(sizes))
+        hops = [
+            (self.inside, near * inner_bytes),
+            *[(self.across, far * num_bytes)] * 2,
+            (self.inside, near * num_bytes),
+        ]
+        return sum(curve.seconds(size) for curve, size in hops), sum(curve.per_byte * size for curve, size in hops)
+
+
+@dataclass(frozen=True)
 class Links:
     """What communication between these ranks takes, by the bytes that a rank sends."""
 
@@ -81,6 +106,27 @@ class Links:
     """Seconds of processor time that a byte of an all-reduce takes on the sender's machine."""
     exchange_cpu: float = 0.0
     """The same of an exchange."""
+    legs: Legs | None = None
+    """The same of hierarchies, where there are several nodes and one of them has several ranks."""
+    rates: tuple[float, ...] = ()
+    """By rank, how fast its link is beside the fastest; empty where nobody asked."""
+
+    def coded_seconds(self, topology: Topology, num_bytes: float, inner_bytes: float) -> tuple[float, float]:
+        """Of the layers of a bucket that owners add up, by their encoded bytes between nodes, and inside them on the
+        way up: by themselves, and behind another bucket."""
+        if isinstance(topology, Hierarchical) and self.legs is not None:
+            return self.legs.seconds(num_bytes, inner_bytes)
+        sent = self.ring * num_bytes * self._balance(topology)
+        return 2 * self.exchange.seconds(sent / 2), sent * self.exchange.per_byte
+
+    def _balance(self, topology: Topology) -> float:
+        """By how much the slowest link ends sooner with this topology's shares than with equal ones."""
+        n = self.num_ranks
+        if not isinstance(topology, ScatterReduceAllGather) or isinstance(topology.rates, str) or len(self.rates) != n:
+            return 1.0
+        shares = topology.shares(World(n))
+        busy = [(1 + (n - 2) * share / sum(shares)) / rate for share, rate in zip(shares, self.rates, strict=True)]
+        return max(busy) * min(self.rates) / (1 + (n - 2) / n)
 
     @property
     def ring(self) -> float:
@@ -197,6 +243,7 @@ def coded_transfer(
     layers: Mapping[str, Compressor],
     links: Links,
     codec_s: Mapping[Compressor, float],
+    topology: Topology = _STAR,
 ) -> Transfer:
     """A bucket whose layers have these compressors.
 
@@ -208,9 +255,10 @@ def coded_transfer(
         layers: compressor of each, by name.
         links: what messages take.
         codec_s: seconds that an element costs a rank in a step, as of `Speeds`.
+        topology: how messages meet: one that is no hierarchy is taken for a scatter-reduce-all-gather.
     """
     n, ring, dtype = links.num_ranks, links.ring, bucket.dtype
-    reduced = gathered = codec = 0.0
+    reduced = inner = gathered = codec = 0.0
     rounds: dict[int, float] = {}
     for name, shape in bucket.layers:
         compressor = layers[name]
@@ -222,15 +270,20 @@ def coded_transfer(
         elif isinstance(compressor, Coded) and compressor.gathered:
             gathered += (n - 1) * compressor.wire_bytes(shape, dtype)
         else:
-            reduced += ring * compressor.wire_bytes(shape, dtype)
+            reduced += compressor.wire_bytes(shape, dtype)
+            if isinstance(topology, Hierarchical) and isinstance(compressor, Coded):
+                form = topology.inner(compressor)
+                inner += form.wire_bytes(shape, dtype)
+                # On top of the speeds of a scatter-reduce-all-gather, which say what one coding more costs: of two.
+                codec += math.prod(shape) * codec_s.get(form, 0.0) / 2
     ways = [
-        (2 * links.exchange.seconds(reduced / 2), reduced * links.exchange.per_byte),
+        links.coded_seconds(topology, reduced, inner),
         (links.exchange.seconds(gathered), gathered * links.exchange.per_byte),
         (sum(map(links.native.seconds, rounds.values())), sum(rounds.values()) * links.native.per_byte),
     ]
     on_wire = sum(wire for _, wire in ways)
     alone = max(alone + on_wire - wire for alone, wire in ways)
-    traffic = (reduced + gathered) * links.exchange_cpu + sum(rounds.values()) * links.native_cpu
+    traffic = (ring * reduced + gathered) * links.exchange_cpu + sum(rounds.values()) * links.native_cpu
     return Transfer(alone + codec, max(on_wire, codec), codec + traffic, codec)
 
 
@@ -247,10 +300,14 @@ def native_step(pace: Pace, links: Links) -> float:
 
 
 def planned_step(
-    pace: Pace, links: Links, layers: Mapping[str, Compressor], codec_s: Mapping[Compressor, float]
+    pace: Pace,
+    links: Links,
+    layers: Mapping[str, Compressor],
+    codec_s: Mapping[Compressor, float],
+    topology: Topology = _STAR,
 ) -> float:
     """Seconds of a step with these compressors, by layer. ``codec_s``: as of `Speeds`."""
-    transfers = [coded_transfer(bucket, layers, links, codec_s) for bucket in pace.buckets]
+    transfers = [coded_transfer(bucket, layers, links, codec_s, topology) for bucket in pace.buckets]
     return pace.compute_s + exposed_seconds(pace, transfers)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
+from thinwire.collectives import ScatterReduceAllGather, Topology
 from thinwire.compressors import Compressor
 
 if TYPE_CHECKING:
@@ -65,6 +66,10 @@ class Evidence:
     """The same of compressors: seconds that an element costs a rank in a step."""
     steps: Sequence[StepTime] = ()
     """What the last steps took, with the plan of now."""
+    asked: Topology = field(default_factory=ScatterReduceAllGather)
+    """How messages meet, as `thinwire.compress` was told."""
+    topology: Topology = field(default_factory=ScatterReduceAllGather)
+    """How they meet now."""
     times: Mapping[str, float] = field(default_factory=dict)
     """How many times as often as others a layer is sent in a step: once where nothing is said."""
 
@@ -87,6 +92,8 @@ class Proposal:
     """Seconds that it took to find errors."""
     solve_s: float = 0.0
     """Seconds that it took to choose."""
+    topology: Topology | None = None
+    """How messages should meet from now on; None: as they do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +151,11 @@ class Policy(ABC):
         """Compressors whose speeds all ranks measure before each decision, and with them the links and the steps, for
         `Evidence.codec_s`, `links` and `steps`; none if it needs nothing of that."""
         return frozenset()
+
+    @property
+    def wants_nodes(self) -> bool:
+        """Whether it must know which ranks share a node, as policies do that choose how messages meet."""
+        return False
 
     def check(self, reference: Mapping[str, Compressor], shapes: Mapping[str, Sequence[int]]) -> None:  # noqa: B027
         """Raise ``ValueError`` if it cannot choose for these layers. Called before training, on every rank."""

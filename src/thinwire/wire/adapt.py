@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from thinwire.collectives import Transport
+from thinwire.collectives import Topology, Transport, World, parse_topology
 from thinwire.compressors import Compressor, Raw, Unsuited, parse
 from thinwire.plan import Evidence, Plan, Policy, Proposal, Speeds, Sync
 from thinwire.plan.cost import codec_seconds
@@ -36,7 +36,9 @@ _beside_training = ThreadPoolExecutor(1, "thinwire plan", initializer=torch.set_
 _log = logging.getLogger("thinwire.adapt")
 _SYNCS = 4096
 _PROBE_S = 0.05
-_SUM, _SEEN, _MEMORY = "adapt/sum/", "adapt/seen", "adapt/memory"
+_SUM, _SEEN, _MEMORY, _TOPOLOGY = "adapt/sum/", "adapt/seen", "adapt/memory", "adapt/topology"
+_TOPOLOGY_ROOM = 4096
+"""Checkpoints are loaded into tensors of the size that was saved."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Decision:
     step: int
     """The first backward pass that has it."""
     plan: Plan
+    topology: Topology
+    """How messages meet from then on."""
     changed: int
     """Layers that have another compressor than before."""
     note: str = ""
@@ -71,6 +75,8 @@ class Adapter:
         shapes: Mapping[str, Sequence[int]],
         transport: Transport,
         *,
+        topology: Topology,
+        world: World,
         start: int,
         speeds: Speeds | None = None,
         prepare: Callable[[Evidence], Evidence] | None = None,
@@ -83,6 +89,9 @@ class Adapter:
         self.decisions: list[Decision] = []
         self.syncs: deque[Sync] = deque(maxlen=_SYNCS)
         self.adapt_s = 0.0
+        self._asked_topology, self._world = topology, world
+        self.topology = topology
+        """How messages meet, as the last decision has it."""
         self._shapes, self._transport, self._start = shapes, transport, start
         self._sums: dict[str, Tensor] = {}
         self._buckets: dict[BucketLayers, Tensor] = {}
@@ -178,7 +187,7 @@ class Adapter:
         if not self._measured or self._transport.world_size == 1:
             return
         with self._transport.uncounted():
-            (self._links,) = measure_links(self._transport, rounds=1, long_s=_PROBE_S)
+            (self._links,) = measure_links(self._transport, rounds=1, long_s=_PROBE_S, world=self._world)
             passes = measure_codecs(self._measured, self._transport)
         n = self._transport.world_size
         self._codec_s = {c: codec_seconds(c, n, {"encode": e, "decode": d}) for c, (e, d) in passes.items()}
@@ -200,6 +209,8 @@ class Adapter:
             memory=self._memory,
             links=self._links,
             codec_s=self._codec_s,
+            asked=self._asked_topology,
+            topology=self.topology,
             steps=tuple(self.clock.steps) if self.clock else (),
         )
         self._asked, self._asked_for = _beside_training.submit(self._propose, evidence), step
@@ -212,7 +223,7 @@ class Adapter:
         proposal, told = self._answer(step)
         waited_s = time.perf_counter() - started
         told = exchange_texts(json.dumps(told).encode(), self._transport)[0]
-        changes, note = self._read(told)
+        changes, note, self.topology = self._read(told)
         changes = {name: compressor for name, compressor in changes.items() if plan[name] != compressor}
         changed = plan.changed(changes)
         if proposal is not None:
@@ -221,7 +232,8 @@ class Adapter:
         times = (found.errors_s, found.solve_s, waited_s)
         if self.decides and note:
             _log.info("step %d: %s", step, note)
-        self.decisions.append(Decision(step, changed, len(changes), note, found.errors, found.reference_errors, *times))
+        errors = found.errors, found.reference_errors
+        self.decisions.append(Decision(step, changed, self.topology, len(changes), note, *errors, *times))
         return changed
 
     def _answer(self, step: int) -> tuple[Proposal | None, dict[str, object]]:
@@ -238,9 +250,10 @@ class Adapter:
         finally:
             self._sums, self._buckets, self._seen = {}, {}, 0
         layers = {name: str(c) for name, c in proposal.layers.items() if name in self.reference}
-        return proposal, {"note": proposal.note, "layers": layers}
+        topology = str(proposal.topology or self.topology)
+        return proposal, {"note": proposal.note, "layers": layers, "topology": topology}
 
-    def _read(self, told: str) -> tuple[dict[str, Compressor], str]:
+    def _read(self, told: str) -> tuple[dict[str, Compressor], str, Topology]:
         """What rank 0 decided. It is a peer like any other: its text is read, and checked against the model."""
         try:
             record = json.loads(told)
@@ -249,15 +262,21 @@ class Adapter:
                 if name not in self.reference:
                     raise ValueError(f"{name} is not compressed")
                 compressor.fit(self._shapes[name])
-            return layers, str(record["note"])
+            topology = parse_topology(str(record.get("topology", self.topology)))
+            topology.shares(self._world)
+            return layers, str(record["note"]), topology
         except (ValueError, TypeError, KeyError, AttributeError, Unsuited) as error:
             raise DisagreementError(f"rank 0 sent a plan that is none for this model: {error}") from error
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold of it: from the rank that decides."""
+        """What a checkpoint must hold of it: how messages meet, and the rest from the rank that decides."""
+        state: dict[str, Tensor] = {}
+        if self.policy.wants_nodes:
+            text = str(self.topology).encode().ljust(_TOPOLOGY_ROOM)
+            state[_TOPOLOGY] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         if not self.decides:
-            return {}
-        state = {_SEEN: torch.tensor([self._seen, self._asked_for if self._asked else -1])}
+            return state
+        state[_SEEN] = torch.tensor([self._seen, self._asked_for if self._asked else -1])
         if self.policy.memory_size:
             nothing = (math.nan,) * self.policy.memory_size
             rows = [self._memory.get(name, nothing) for name in self.reference]
@@ -268,9 +287,24 @@ class Adapter:
             state[_SUM + name] = torch.zeros(tuple(self._shapes[name])) if found is None else found.cpu().clone()
         return state
 
+    def saved_topology(self, state: Mapping[str, Tensor]) -> Topology:
+        """How messages met when a `state` was saved; as was asked for, if it does not say or is of another world."""
+        if not self.policy.wants_nodes or _TOPOLOGY not in state:
+            return self._asked_topology
+        try:
+            topology = parse_topology(bytes(integers(state, _TOPOLOGY, None)).decode())
+        except ValueError as error:
+            raise ValueError(f"{_TOPOLOGY} in the state is no topology: {error}") from None
+        try:
+            topology.shares(self._world)
+        except ValueError:
+            return self._asked_topology
+        return topology
+
     def load(self, state: Mapping[str, Tensor], plan: Plan, learning_rate: float | None) -> None:
         """Continue from a `state`; from nothing, where there is none."""
         self._sums, self._buckets, self._memory, self._seen, self._asked = {}, {}, {}, 0, None
+        self.topology = self.saved_topology(state)
         self._measure()
         if not self.decides or _SEEN not in state:
             return

@@ -118,7 +118,11 @@ class Engine:
     @property
     def shares(self) -> tuple[int, ...]:
         """How much of every layer each rank owns, in proportion; nobody owns anything where all is gathered."""
-        return (0,) * self.world_size if self.topology.gathers else self.topology.shares(self.world)
+        return self.shares_of(self.topology)
+
+    def shares_of(self, topology: Topology) -> tuple[int, ...]:
+        """The same by another topology."""
+        return (0,) * self.world_size if topology.gathers else topology.shares(self.world)
 
     def check_parity(self, parameters: Mapping[str, Tensor], step: int) -> Job:
         """A job of the worker: compare all ranks' parameters; a difference is raised by the bucket that follows."""
@@ -152,18 +156,23 @@ class Engine:
         last = max((route.last_step for route in self.routes.values()), default=-1)
         return [route for route in self.routes.values() if route.last_step == last]
 
-    def change(self, plan: Plan, step: int) -> None:
-        """Between two steps, on every rank: take another plan. What error feedback owes goes with its layer."""
+    def change(self, plan: Plan, topology: Topology, step: int) -> None:
+        """Between two steps, on every rank: take another plan, or let messages meet in another way. What error feedback
+        owes goes with its layer."""
         self._end()
+        if topology != self.topology:
+            self.slots.release(list(self.routes))
+            self.routes.clear()
+        old_shares, self.topology = self.shares, topology
         for name, compressor in plan.layers.items():
-            if (old := self.plan[name]) != compressor:
-                self.slots.hand_over(name, self.shapes[name], old, compressor, self.rank, self.shares)
+            if (old := self.plan[name]) != compressor or self.shares != old_shares:
+                self.slots.hand_over(name, self.shapes[name], old, compressor, self.rank, old_shares, self.shares)
         self.plan = plan
         self.stats.plan_changes += 1
-        agree({"step": str(step), "plan": plan.hash}, self.transport)
+        agree({"step": str(step), "plan": plan.hash, "topology": str(topology)}, self.transport)
 
-    def adopt(self, loaded: checkpoint.Loaded) -> None:
-        self.seed, self.plan = loaded.seed, loaded.plan
+    def adopt(self, loaded: checkpoint.Loaded, topology: Topology) -> None:
+        self.seed, self.plan, self.topology = loaded.seed, loaded.plan, topology
         self.routes.clear()
         self._forms.forget()
         self.slots.replace(loaded.slots)

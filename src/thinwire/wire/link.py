@@ -15,6 +15,7 @@ import torch
 
 from thinwire.collectives import (
     DeviceTransport,
+    Hierarchical,
     Outgoing,
     ScatterReduceAllGather,
     Topology,
@@ -24,7 +25,7 @@ from thinwire.collectives import (
     node_identity,
     number_nodes,
 )
-from thinwire.plan.forecast import Curve, Links
+from thinwire.plan.forecast import Curve, Legs, Links
 from thinwire.wire.stream import elapsed
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -38,10 +39,12 @@ _ROUNDS = 4
 _CURVE_FROM_BYTES, _CURVE_TO_BYTES = 4 << 10, 16 << 20
 _CURVE_LONG_S = 0.15
 _CURVE_REPEATS = 2
+_MOST_RATED = 16
 
 
-def settle(topology: Topology, transport: Transport) -> tuple[Topology, World]:
-    """The topology with what it left to be measured, and the world as it must know it. The same on every rank.
+def settle(topology: Topology, transport: Transport, *, nodes_too: bool = False) -> tuple[Topology, World]:
+    """The topology with what it left to be measured, and the world as it must know it, or with its nodes in any case
+    (``nodes_too``). The same on every rank.
 
     Raises:
         ValueError: it does not fit this world.
@@ -50,7 +53,7 @@ def settle(topology: Topology, transport: Transport) -> tuple[Topology, World]:
     if isinstance(transport, DeviceTransport):
         check_star(topology)
     nodes: tuple[int, ...] = ()
-    if topology.needs_nodes:
+    if topology.needs_nodes or nodes_too:
         nodes = number_nodes([bytes(row.tolist()) for row in transport.all_gather(node_identity())])
     world = World(transport.world_size, nodes)
     if isinstance(topology, ScatterReduceAllGather) and topology.rates == "measured":
@@ -134,15 +137,18 @@ def measure_pairs(transport: Transport) -> list[Pair]:
     return found
 
 
-def measure_links(transport: Transport, rounds: int = _ROUNDS, long_s: float = _CURVE_LONG_S) -> list[Links]:
+def measure_links(
+    transport: Transport, rounds: int = _ROUNDS, long_s: float = _CURVE_LONG_S, world: World | None = None
+) -> list[Links]:
     """What all-reduces and exchanges take by their bytes, measured ``rounds`` times; the same on every rank.
 
-    With messages of up to 16 MB, or of the size that takes ``long_s``.
+    With messages of up to 16 MB, or of the size that takes ``long_s``. With a ``world``, hierarchies' messages are
+    measured, too, if its nodes can have one, and of at most 16 ranks how fast each one's link is.
     """
-    return [_links(transport, long_s) for _ in range(rounds)]
+    return [_links(transport, long_s, world) for _ in range(rounds)]
 
 
-def _links(transport: Transport, long_s: float) -> Links:
+def _links(transport: Transport, long_s: float, world: World | None) -> Links:
     device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
     everybody = range(transport.world_size)
     pairs = [(rank, other) for rank in everybody for other in everybody if other != rank]
@@ -158,7 +164,28 @@ def _links(transport: Transport, long_s: float) -> Links:
         transport, long_s, all_reduce, lambda size: transport.all_reduce_bytes(size // 4, torch.float32)
     )
     exchange, exchange_cpu = _curve(transport, long_s, lambda size: _probe(transport, pairs, size), lambda size: size)
-    return Links(native, exchange, transport.world_size, native_cpu, exchange_cpu)
+    legs = _legs(transport, long_s, world) if world is not None else None
+    rates: tuple[float, ...] = ()
+    if world is not None and 2 < world.size <= _MOST_RATED:
+        measured = measure_rates(transport)
+        # Two digits say enough, and the spec stays readable.
+        rates = tuple(float(f"{rate / max(measured):.2g}") for rate in measured)
+    return Links(native, exchange, transport.world_size, native_cpu, exchange_cpu, legs, rates)
+
+
+def _legs(transport: Transport, long_s: float, world: World) -> Legs | None:
+    """Along a hierarchy inside nodes and between them, where there is something to both."""
+    if not 1 < len(world.members) < world.size:
+        return None
+    ranks, tree = range(world.size), Hierarchical()
+    edges = [(rank, tree.parent(rank, owner, world)) for rank in ranks for owner in ranks if rank != owner]
+    pairs = sorted({*edges, *((parent, rank) for rank, parent in edges)})
+
+    def curve(*, inside: bool) -> Curve:
+        of = [(a, b) for a, b in pairs if (world.nodes[a] == world.nodes[b]) == inside]
+        return _curve(transport, long_s, lambda size: _probe(transport, of, size), lambda size: size)[0]
+
+    return Legs(world, curve(inside=True), curve(inside=False))
 
 
 def _curve(

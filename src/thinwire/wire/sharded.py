@@ -96,6 +96,8 @@ class ShardedWire:
             plan,
             shapes,
             engines[0].transport,
+            topology=engines[0].topology,
+            world=engines[0].world,
             start=self.start,
             speeds=slowest_speeds(self._engine, policy.to_time(reference)),
             prepare=prepare,

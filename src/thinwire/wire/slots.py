@@ -101,9 +101,10 @@ class Slots:
         old: Compressor,
         new: Compressor,
         rank: int,
+        old_shares: Sequence[int],
         shares: Sequence[int],
     ) -> None:
-        """Between two steps, keep a layer's slots for another compressor.
+        """Between two steps, keep a layer's slots for another compressor, or for other owners.
 
         What is owed is the same afterwards, whoever owns which elements now: ``(1/n) Σ δ_i + e``, and a rank holds e
         for what it owns and its δ elsewhere. Slots of compressors of other kinds start anew.
@@ -116,7 +117,7 @@ class Slots:
                 continue
             value = self.value(layer, slot, shape)
             if slot.name == RESIDUAL.name:
-                value *= _weights(layer, old, value, rank, shares) / _weights(layer, new, value, rank, shares)
+                value *= _weights(layer, old, value, rank, old_shares) / _weights(layer, new, value, rank, shares)
             kept[layer, slot.name] = value
         for name in [name for name in self._kept if name[0] == layer]:
             del self._kept[name]

@@ -61,7 +61,8 @@ class Wire:
         # Between devices the same is done on a stream beside backward's, without threads.
         self.device = transport.device if isinstance(transport, DeviceTransport) else None
         """The device on which gradients are compressed and sent; None if they go over the host."""
-        topology, world = settle(topology or ScatterReduceAllGather(), transport)
+        nodes_too = adapt is not None and adapt.wants_nodes
+        topology, world = settle(topology or ScatterReduceAllGather(), transport, nodes_too=nodes_too)
         make = Engine if self.device is None else DeviceEngine
         self._engine = make(
             plan,
@@ -83,7 +84,8 @@ class Wire:
             self._measure_speeds(adapt, decline=decline)
         self._adapter: Adapter | None = None
         if adapt is not None:
-            self._adapter = Adapter(adapt, self.plan, shapes, transport, start=start, speeds=self._speeds)
+            options = {"topology": topology, "world": world, "start": start, "speeds": self._speeds}
+            self._adapter = Adapter(adapt, self.plan, shapes, transport, **options)
         self._worker = Worker("thinwire") if self.device is None else StreamWorker(self.device)
 
     def _measure_speeds(self, adapt: Policy | None, *, decline: bool) -> None:
@@ -265,8 +267,8 @@ class Wire:
         if sync is not None and adapter.policy.wants_syncs:
             adapter.syncs.append(sync)
         plan = adapter.begin_step(self._step, self.plan, self._engine.learning_rate)
-        if plan is not self.plan:
-            self._worker.call(lambda: self._engine.change(plan, self._step))
+        if plan is not self.plan or adapter.topology != self.topology:
+            self._worker.call(lambda: self._engine.change(plan, adapter.topology, self._step))
 
     def observe(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> None:
         """Show a bucket's gradients to the policy, before they are reduced. Attachments call this for each bucket."""
@@ -366,9 +368,11 @@ class Wire:
             ValueError: the state is of another wire format or of a model with other layers, or ranks are missing in it.
             DisagreementError: ranks loaded different states.
         """
-        loaded = checkpoint.read(state, self._engine.plan, self._engine.shapes, self.rank, self._engine.shares)
+        topology = self._adapter.saved_topology(state) if self._adapter is not None else self.topology
+        shares = self._engine.shares_of(topology)
+        loaded = checkpoint.read(state, self._engine.plan, self._engine.shapes, self.rank, shares)
         self._step = loaded.step
-        self._worker.call(lambda: self._engine.adopt(loaded))
+        self._worker.call(lambda: self._engine.adopt(loaded, topology))
         if self._adapter is not None:
             self._adapter.load(state, self.plan, self._learning_rate())
 
