@@ -267,6 +267,7 @@ def test_bench_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_networks_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match="2x4@1gbit for two nodes"):
         Place.of(text)
+    assert cli.main(["bench", "auto", "--links", text]) == 2
 
 
 @pytest.mark.alone

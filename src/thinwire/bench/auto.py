@@ -78,7 +78,11 @@ def auto(
     if missing:
         errors.print(f"No slow network can be made here: {missing}")
         return 1
-    places = {text: Place.of(text) for text in links}
+    try:
+        places = {text: Place.of(text) for text in links}
+    except ValueError as error:
+        errors.print(str(error))
+        return 2
     config = {"spec": spec, "cap_mb": bucket_cap_mb, "batch": batch, "rounds": rounds, "steps": steps}
     results = Results("thinwire bench auto", about={"spec": spec, "batch": batch, "cells": {}})
     table = Table(title="A step")
