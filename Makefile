@@ -3,14 +3,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(wildcard native/*) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: demo test check format sanitize fuzz triton cuda bench readme docs wheel wheel-check clean
+.PHONY: demo test check format sanitize fuzz triton cuda bench readme docs wheel wheel-check first-answer clean
 
 demo: .venv/demo
 	$(BIN)/thinwire demo
 
-# A worker that is lost is not replaced: pytest-xdist then waits for ever for files that no worker has.
+# A worker that is lost is not replaced: pytest-xdist then waits for ever for files that no worker has. The order is that
+# of tests/conftest.py.
 test: .venv/ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 -m "not alone"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
 check: .venv/ready
@@ -78,6 +79,10 @@ wheel: .venv/ready
 # The same, installed in an empty environment where no compiler is, and trained with.
 wheel-check: .venv/ready
 	$(BIN)/python tools/build_wheel.py --check
+
+# From an empty folder to doctor's answer about a script: under ten minutes, or it is an error.
+first-answer: .venv/ready
+	$(BIN)/python tools/first_answer.py --json build/first-answer.json
 
 clean:
 	rm -rf .venv build demo dist

@@ -275,6 +275,18 @@ def blob() -> str:
     )
 
 
+def first_answer() -> str:
+    path = BENCHMARKS / "first-answer.json"
+    if not path.exists():
+        return "Not measured yet: `make first-answer`."
+    figures = Figures(path)
+    parts = [f"{name} {figures.get(f'seconds/{name}') or 0.0:.0f} s" for name in ("clone", "environment", "answer")]
+    return (
+        f"From an empty folder to such an answer: {figures.get('seconds') or 0.0:.0f} s ({', '.join(parts)}), on "
+        f"{figures.machine}."
+    )
+
+
 def results() -> str:
     return results_page.page(results_page.read(BENCHMARKS)).rstrip("\n")
 
@@ -288,6 +300,7 @@ PAGES = {
         "sharded": sharded,
         "blob": blob,
     },
+    "docs/index.md": {"first-answer": first_answer},
     "docs/auto.md": {"auto": auto},
     "docs/doctor.md": {"doctor": doctor},
     "docs/kernels.md": {"kernels": kernels},
