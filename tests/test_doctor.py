@@ -23,15 +23,27 @@ import thinwire
 from doctor_training import train
 from harness import run_ranks
 from thinwire import cli, lab
+from thinwire.collectives import World
 from thinwire.compressors import parse
 from thinwire.doctor import examine, page, report
 from thinwire.doctor.advice import verdict
-from thinwire.doctor.choices import CHOICES, TODAY, Care, Prediction, choices_of, predict, to_time
+from thinwire.doctor.choices import (
+    BY_LINK,
+    CHOICES,
+    TODAY,
+    Care,
+    Choice,
+    Prediction,
+    choices_of,
+    predict,
+    to_time,
+    way_of,
+)
 from thinwire.doctor.measure import Measured, interface_rate
 from thinwire.doctor.observe import DoctorError, Observer, Watched
 from thinwire.doctor.record import Prices, record
 from thinwire.doctor.script import run_script
-from thinwire.plan.forecast import Bucket, Curve, Links, Pace
+from thinwire.plan.forecast import Bucket, Curve, Legs, Links, Pace
 from thinwire.wire.link import Pair
 
 pytestmark = pytest.mark.alone
@@ -57,6 +69,28 @@ def predictions(of: Measured) -> list[Prediction]:
 SLOW = measured(1e7, now=0.46)
 """80 Mbit/s: 2 MB from 0.1 s on take until 0.301, 1 MB behind them until 0.401: a step of 0.451 s."""
 FAST = measured(1e10, now=0.203)
+
+
+def test_where_links_differ_what_goes_over_them_may_differ_too() -> None:
+    world = World(4, (0, 0, 1, 1))
+    slow, fast = SLOW.links[0].native, Curve(((0.0, 1e-5), (1e7, 1e-5 + 1e7 / 1e10)))
+    four = replace(SLOW.links[0], num_ranks=4)
+    nodes, even, uneven = BY_LINK[0], Links(slow, slow, 2), replace(four, rates=(1.0, 1.0, 1.0, 0.1))
+    paired = replace(four, legs=Legs(world, fast, slow))
+    assert [way_of(choice, even) for choice in BY_LINK] == [None, None]
+    assert [str(way_of(choice, uneven)) for choice in BY_LINK] == ["None", "sra(rates=(1.0, 1.0, 1.0, 0.1))"]
+    assert [str(way_of(choice, paired)) for choice in BY_LINK] == ["hierarchical(inside=dense, across=slices)", "None"]
+    with pytest.raises(ValueError, match="these links have nothing for hierarchical"):
+        predict(nodes, SLOW)
+    by_nodes, star = (
+        predict(choice, replace(SLOW, links=(paired,), num_ranks=4)) for choice in (nodes, Choice("", nodes.spec))
+    )
+    assert by_nodes.step.value < star.step.value
+    # 2 MB and 1 MB: half of them exact and half in 4.5 bits inside the node, twice a quarter in 4.5 bits across.
+    assert by_nodes.sent_bytes == pytest.approx(3e6 * (0.5 + 0.5 * 4.5 / 32 + 0.5 * 4.5 / 32), rel=0.01)
+    by_rates = predict(BY_LINK[1], replace(SLOW, links=(uneven,), num_ranks=4))
+    assert by_rates.step.value < predict(Choice("", nodes.spec), replace(SLOW, links=(four,), num_ranks=4)).step.value
+    assert 'topology="hierarchical(inside=dense)")' in nodes.lines[1]
 
 
 def test_a_prediction_is_that_of_the_timeline() -> None:
@@ -109,7 +143,7 @@ def test_one_bucket_is_the_first_thing_to_change() -> None:
 
 
 def test_more_compressors() -> None:
-    assert choices_of(["minmax(bits=4)"]) == CHOICES
+    assert choices_of(["minmax(bits=4)"]) == (*CHOICES, *BY_LINK)
     assert choices_of(["minmax(bits=3)"])[-1].spec == str(parse("minmax(bits=3)"))
     with pytest.raises(ValueError, match="minmaxx"):
         choices_of(["minmaxx"])
@@ -226,6 +260,21 @@ def doctor(*options: str, tmp_path: Path, timeout: float = 100.0) -> tuple[subpr
 
 @pytest.mark.network
 @pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
+def test_nodes_of_two_ranks_are_measured_inside_and_between(tmp_path: Path) -> None:
+    nodes = ("--ranks", "4", "--ranks-per-node", "2", "--rate", "20mbit")
+    done, path = doctor(*nodes, "--", SCRIPT, "100", "0", str(tmp_path / "weights.pt"), tmp_path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = {p["title"]: p for p in json.loads(path.read_text())["about"]["predictions"]}
+    star, nodes_first = found["4 bits"], found["4 bits, nodes first"]
+    # Two thirds of the messages of each rank cross to the other node; added up inside nodes first, a third as many do.
+    assert nodes_first["step_s"] < 0.8 * star["step_s"]
+    assert nodes_first["topology"] == "hierarchical(inside=dense)"
+    assert "4 bits, nodes first" in done.stdout
+    assert "node 1: sent" in done.stderr
+
+
+@pytest.mark.network
+@pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
 def test_a_script_over_a_slow_link(tmp_path: Path) -> None:
     weights = tmp_path / "weights.pt"
     script = ("--", SCRIPT, "100", "0", str(weights))
@@ -300,6 +349,7 @@ def test_under_torchrun_the_numbers_stay_as_they_are(tmp_path: Path) -> None:
         (["--price-per-hour", "-3", "--samples-per-step", "3"], "above 0"),
         (["--samples-per-step", "3", "--tokens-per-step", "3"], "give one of them"),
         (["--rate", "fast"], "is not a rate"),
+        (["--ranks-per-node", "2"], "is for an emulated network"),
     ],
 )
 def test_bad_options_say_what_to_do(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

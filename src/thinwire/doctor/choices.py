@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
+from thinwire.collectives import ScatterReduceAllGather, Topology, parse_topology
 from thinwire.compressors import Compressor, Raw, parse
 from thinwire.doctor.measure import Measured
 from thinwire.plan import DEFAULT_RULES, Plan
 from thinwire.plan.cost import codec_seconds
 from thinwire.plan.forecast import (
+    Links,
     Range,
     accumulated,
     draws,
     native_step,
     planned_step,
     sent_in_step,
+    uneven,
 )
 
 
@@ -42,6 +45,8 @@ class Choice:
     title: str
     spec: str | None = None
     """What `thinwire.compress` is given; None for stock DDP."""
+    topology: str = "sra"
+    """The same, of how messages meet."""
     times: int = 1
     """Batches whose gradients are added up before they are sent."""
     care: Care = Care.NONE
@@ -51,6 +56,7 @@ class Choice:
         """To paste; none where nothing is to be done."""
         if self.spec is not None:
             given = "" if parse(self.spec) == parse(DEFAULT_RULES) else f', "{self.spec}"'
+            given += "" if self.topology == "sra" else f', topology="{self.topology}"'
             return (
                 "import thinwire",
                 f"wire = thinwire.compress(model{given})  # after DistributedDataParallel(model)",
@@ -80,6 +86,23 @@ CHOICES = (
 )
 
 
+BY_LINK = (
+    Choice("4 bits, nodes first", DEFAULT_RULES, "hierarchical(inside=dense)", care=Care.KEPT),
+    Choice("4 bits, by rates", DEFAULT_RULES, "sra(rates=measured)", care=Care.KEPT),
+)
+"""Where links differ: between nodes and inside them, or from rank to rank."""
+
+
+def way_of(choice: Choice, links: Links) -> Topology | None:
+    """How messages of a choice meet in a world with these links; None if they have nothing for it."""
+    topology = parse_topology(choice.topology)
+    if topology.needs_nodes:
+        return topology if links.legs is not None else None
+    if isinstance(topology, ScatterReduceAllGather) and topology.rates == "measured":
+        return replace(topology, rates=links.rates) if uneven(links.rates) else None
+    return topology
+
+
 def choices_of(specs: Sequence[str]) -> tuple[Choice, ...]:
     """The usual ones, and these compressors besides.
 
@@ -88,7 +111,7 @@ def choices_of(specs: Sequence[str]) -> tuple[Choice, ...]:
     """
     known = {parse(choice.spec) for choice in CHOICES if choice.spec}
     more = dict.fromkeys(parse(spec) for spec in specs)
-    return CHOICES + tuple(Choice(str(c), str(c), care=Care.CHECK) for c in more if c not in known)
+    return (*CHOICES, *BY_LINK, *(Choice(str(c), str(c), care=Care.CHECK) for c in more if c not in known))
 
 
 @dataclass(frozen=True)
@@ -124,14 +147,18 @@ def predict(choice: Choice, measured: Measured) -> Prediction:
         c: codec_seconds(c, measured.num_ranks, {"encode": encode, "decode": decode})
         for c, (encode, decode) in measured.codecs.items()
     }
+    topology = way_of(choice, drawn[0][1])
+    if topology is None:
+        raise ValueError(f"{choice.title}: these links have nothing for {choice.topology}")
     steps, waits = [], []
     for pace, links in drawn:
-        step = native_step(pace, links) if layers is None else planned_step(pace, links, layers, codec_s)
+        step = native_step(pace, links) if layers is None else planned_step(pace, links, layers, codec_s, topology)
         each = accumulated(pace, step, choice.times)
         steps.append(each)
         waits.append(1 - (each - (step - pace.compute_s) / choice.times) / each)
     pace, links = drawn[0]
-    return Prediction(choice, Range.of(steps), sent_in_step(pace, links, layers) / choice.times, Range.of(waits).value)
+    sent = sent_in_step(pace, links, layers, topology) / choice.times
+    return Prediction(choice, Range.of(steps), sent, Range.of(waits).value)
 
 
 def ceiling(measured: Measured) -> Range:

@@ -30,6 +30,7 @@ def doctor(
     script: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
     *,
     ranks: int = 2,
+    ranks_per_node: int = 1,
     rate: str | None = None,
     rtt: str | None = None,
     steps: int = 20,
@@ -54,11 +55,13 @@ def doctor(
       torchrun --nproc-per-node 2 -m thinwire doctor -- train.py --batch 32
       thinwire doctor --ranks 2 --rate 100mbit --rtt 10ms -- train.py
       thinwire doctor --rate 1gbit --html doctor.html
+      thinwire doctor --ranks 4 --ranks-per-node 2 --rate 100mbit -- train.py
 
     Args:
         script: What python would run, after two dashes: train.py and its arguments, or -m and a module.
         ranks: How many ranks to start; under torchrun there are as many as it started.
-        rate: Rate of each rank's link, each way, of an emulated network: 100mbit, 1gbit.
+        ranks_per_node: How many of them share a node of the emulated network, and its link.
+        rate: Rate of each node's link, each way, of an emulated network: 100mbit, 1gbit.
         rtt: Round-trip time to add to it, as 10ms.
         steps: Training steps to watch, half of them without overlap.
         keep_running: Let the script train on to its end afterwards.
@@ -95,10 +98,12 @@ def doctor(
                 raise ValueError(
                     "under torchrun the network is what it is: --rate and --rtt are for ranks started here"
                 )
+            if ranks_per_node != 1:
+                raise ValueError("under torchrun nodes are what they are: --ranks-per-node is for ranks started here")
             answer = Examination(request).run()
             found = None if answer is None else answer.to_dict()
         else:
-            found = _examine_here(request, ranks, rate, rtt, timeout)
+            found = _examine_here(request, ranks, ranks_per_node, rate, rtt, timeout)
     except (ValueError, ImportError) as error:
         errors.print(f"thinwire doctor: {error}", style="bold red", markup=False, soft_wrap=True)
         return _USAGE
@@ -123,18 +128,23 @@ def _check_price(per_hour: float | None, samples: float | None, tokens: float | 
         raise ValueError("--price-per-hour and what a step takes must be above 0")
 
 
-def _examine_here(request: Request, ranks: int, rate: str | None, rtt: str | None, timeout: float) -> dict[str, Any]:
+def _examine_here(
+    request: Request, ranks: int, ranks_per_node: int, rate: str | None, rtt: str | None, timeout: float
+) -> dict[str, Any]:
     """Start the ranks on this machine, and read what rank 0 wrote."""
     if ranks < 2:
         raise ValueError(f"--ranks {ranks}: at least 2, or nothing is sent")
+    if ranks_per_node != 1 and rate is None and rtt is None:
+        raise ValueError("--ranks-per-node is for an emulated network: give --rate or --rtt, too")
     with tempfile.TemporaryDirectory(prefix="thinwire-doctor-") as folder:
         path = Path(folder) / "answer.json"
         if rate is None and rtt is None:
             code = _on_loopback(replace(request, link="loopback"), ranks, path, timeout)
         else:
-            line = min(parse_rates(rate, ranks)) / 8 if rate is not None else None
+            line = min(parse_rates(rate, max(1, ranks // ranks_per_node))) / 8 if rate is not None else None
             asked = replace(request, line_rate=request.line_rate or line, link=f"{rate or 'unshaped'}, +{rtt or '0ms'}")
-            code = lab.launch(argv(asked, path), num_ranks=ranks, rate=rate, rtt=rtt, timeout=timeout).exit_code
+            shape: dict[str, Any] = {"ranks_per_node": ranks_per_node, "rate": rate, "rtt": rtt}
+            code = lab.launch(argv(asked, path), num_ranks=ranks, timeout=timeout, **shape).exit_code
         if not path.exists():
             raise DoctorError(f"the ranks ended with exit code {code} and without an answer: see what they said above")
         return read(path)

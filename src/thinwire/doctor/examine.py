@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from thinwire.doctor.advice import verdict
-from thinwire.doctor.choices import choices_of, predict, to_time
+from thinwire.doctor.choices import choices_of, predict, to_time, way_of
 from thinwire.doctor.measure import measure
 from thinwire.doctor.observe import WARM_UP, DoctorError, Observer
 from thinwire.doctor.record import Prices, record
@@ -89,7 +89,8 @@ class Examination:
         choices = choices_of(request.compressors)
         measured = measure(observer, to_time(choices, shapes), request.line_rate)
         if dist.get_rank(model.process_group) == 0:
-            predictions = [predict(choice, measured) for choice in choices]
+            fitting = [choice for choice in choices if all(way_of(choice, links) for links in measured.links)]
+            predictions = [predict(choice, measured) for choice in fitting]
             found = verdict(measured, predictions)
             about: dict[str, Any] = {
                 "script": list(request.script) or "a GPT of 4.8 million parameters, built in",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from thinwire.attach.devices import device_of, on_device
 from thinwire.attach.transports import bare_transport
-from thinwire.collectives import Transport, node_identity, number_nodes, with_shared_memory
+from thinwire.collectives import Transport, World, node_identity, number_nodes, with_shared_memory
 from thinwire.compat import group_timeout
 from thinwire.compressors import Compressor
 from thinwire.doctor.observe import DoctorError, Observer, Watched
@@ -66,11 +66,13 @@ def measure(observer: Observer, compressors: Collection[Compressor], line_rate: 
     transport: Transport = host if device is None else on_device(host, device, group, timeout, "auto")
     try:
         pairs = measure_pairs(transport)
-        nodes = len(set(number_nodes([bytes(row.tolist()) for row in transport.all_gather(node_identity())])))
+        nodes = number_nodes([bytes(row.tolist()) for row in transport.all_gather(node_identity())])
         cores = measure_cores(transport)
         # Coded messages take the way that thinwire.compress() would give them.
         transport = with_shared_memory(host, timeout) if device is None else transport
-        links = measure_links(transport)
+        # Hierarchies and unequal shares are for messages over the host.
+        world = World(len(nodes), nodes) if device is None else None
+        links = measure_links(transport, world=world)
         codecs = measure_codecs(compressors, transport)
         rates = torch.tensor([line_rate or interface_rate() or 0.0], dtype=torch.float64)
         slowest = float(transport.all_gather(rates).min())
@@ -85,7 +87,7 @@ def measure(observer: Observer, compressors: Collection[Compressor], line_rate: 
         tuple(pairs),
         codecs,
         dist.get_world_size(group),
-        nodes,
+        len(set(nodes)),
         cores,
         threads,
         slowest or None,

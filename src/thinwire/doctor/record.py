@@ -130,6 +130,7 @@ def _prediction(p: Prediction, prices: Prices | None) -> dict[str, Any]:
     return {
         "title": p.choice.title,
         "spec": p.choice.spec,
+        "topology": p.choice.topology,
         "times": p.choice.times,
         "care": p.choice.care.name.lower(),
         "step_s": p.step.value,

@@ -22,6 +22,7 @@ def lab(
     command: Annotated[tuple[str, ...], tyro.conf.Positional],
     *,
     ranks: int = 2,
+    ranks_per_node: int = 1,
     rate: str | None = None,
     rtt: str | None = None,
     burst_bytes: int | None = None,
@@ -38,17 +39,19 @@ def lab(
     Examples:
       thinwire lab --ranks 2 --rate 100mbit -- python train.py --epochs 1
       thinwire lab --ranks 4 --rate 1gbit,100mbit,1gbit,1gbit --rtt 20ms -- python train.py
+      thinwire lab --ranks 4 --ranks-per-node 2 --rate 100mbit -- python train.py
 
     Args:
         command: What each rank runs, after two dashes.
         ranks: How many ranks.
-        rate: Rate of each rank's link, each way: 100mbit, 2.5gbit; or one for each rank: 1gbit,100mbit.
+        ranks_per_node: How many of them, in order, share a node, and its link.
+        rate: Rate of each node's link, each way: 100mbit, 2.5gbit; or one for each node: 1gbit,100mbit.
         rtt: Round-trip time to add, as 20ms.
         burst_bytes: What a link lets through at once after a pause; chosen from the rate if not given.
         queue: Limit of the queue before each link, as time at its rate.
         congestion: TCP congestion control, as bbr; cubic if not given.
         timeout: Seconds after which all ranks are ended.
-        json: Write the link and each rank's bytes to this file.
+        json: Write the link and each node's bytes to this file.
 
     Returns:
         The exit code: the first failing rank's, or 0.
@@ -60,6 +63,7 @@ def lab(
         outcome = launch(
             command,
             num_ranks=ranks,
+            ranks_per_node=ranks_per_node,
             rate=rate,
             rtt=rtt,
             burst_bytes=burst_bytes,
@@ -74,8 +78,9 @@ def lab(
         results = Results("lab", about={"command": list(command), "link": outcome.link})
         results.add("exit_code", outcome.exit_code, "")
         results.add("seconds", outcome.seconds, "s")
-        for rank, (sent, received) in enumerate(outcome.link_bytes):
-            results.add(f"sent_bytes/rank{rank}", sent, "B")
-            results.add(f"received_bytes/rank{rank}", received, "B")
+        whose = "rank" if ranks_per_node == 1 else "node"
+        for number, (sent, received) in enumerate(outcome.link_bytes):
+            results.add(f"sent_bytes/{whose}{number}", sent, "B")
+            results.add(f"received_bytes/{whose}{number}", received, "B")
         results.write(json)
     return outcome.exit_code

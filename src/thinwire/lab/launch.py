@@ -66,6 +66,7 @@ def launch(
     command: Sequence[str],
     *,
     num_ranks: int,
+    ranks_per_node: int = 1,
     rate: str | Sequence[str] | None = None,
     rtt: str | None = None,
     burst_bytes: int | None = None,
@@ -88,6 +89,7 @@ def launch(
     """
     notes = Console(stderr=True, highlight=False)
     shape = {"rate": rate, "rtt": rtt, "burst_bytes": burst_bytes, "queue_s": queue_s, "congestion": congestion}
+    shape |= {"ranks_per_node": ranks_per_node}
     with _signals() as caught, Network(num_ranks, **shape) as network:
         notes.print(link_text(network.describe()), style="bold", soft_wrap=True, markup=False)
         started = time.monotonic()
@@ -96,7 +98,7 @@ def launch(
         exit_code = _Supervision(ranks, caught, timeout, grace_s, notes).wait()
         seconds = time.monotonic() - started
         link = network.describe()
-        link_bytes = [network.interface_bytes(rank) for rank in range(num_ranks)]
+        link_bytes = [network.interface_bytes(node * ranks_per_node) for node in range(network.num_nodes)]
     for reader in readers:
         reader.join()
     for process in ranks:
@@ -109,8 +111,9 @@ def launch(
 
 def _tell_bytes(notes: Console, seconds: float, link: dict[str, Any], link_bytes: list[tuple[int, int]]) -> None:
     notes.print(f"after {seconds:.1f} s, with all headers:", style="bold")
-    for rank, (sent, received) in enumerate(link_bytes):
-        notes.print(f"rank {rank}: sent {format_bytes(sent)}, received {format_bytes(received)}")
+    whose = "rank" if link["ranks_per_node"] == 1 else "node"
+    for number, (sent, received) in enumerate(link_bytes):
+        notes.print(f"{whose} {number}: sent {format_bytes(sent)}, received {format_bytes(received)}")
     own_losses = {name: link["relay"][name] for name in ("memory_full", "read_late", "failed")} if link["relay"] else {}
     if any(own_losses.values()):
         notes.print(

@@ -13,13 +13,11 @@ from thinwire.collectives import Hierarchical, ScatterReduceAllGather, Topology,
 from thinwire.compressors import Coded, Compressor, Raw, bare, parse
 from thinwire.plan import allocate
 from thinwire.plan.choices import Choices, dressed, with_gradient
-from thinwire.plan.forecast import Bucket, Links, Pace, coded_transfer, native_step, planned_step
+from thinwire.plan.forecast import Bucket, Links, Pace, coded_transfer, native_step, planned_step, uneven
 from thinwire.plan.policy import Evidence, Policy, Proposal, StepTime
 
 _ALIKE = 0.25
 """By how much a link may have changed for what was measured on it to hold still."""
-_UNEVEN = 1.25
-"""By how much ranks' links must differ for them to own unequal shares."""
 _AHEAD = 0.97
 """Another topology's step must be shorter by this factor than the present one's, and than that of one named before
 it."""
@@ -108,7 +106,7 @@ class Auto(Policy):
         found: list[Topology] = []
         for topology in self._topologies():
             if isinstance(topology, ScatterReduceAllGather) and topology.rates == "measured":
-                if not links.rates or max(links.rates) < _UNEVEN * min(links.rates):
+                if not uneven(links.rates):
                     continue
                 topology = _with_rates(links.rates, evidence.topology)
             if (topology.needs_nodes and links.legs is None) or not (topology.is_star or plain):

@@ -23,6 +23,7 @@ _RANGE = (0.05, 0.95)
 _NATIVE_DEPTH = 2
 """All-reduces that gloo has under way at once."""
 _STAR = ScatterReduceAllGather()
+_UNEVEN = 1.25
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,16 @@ class Legs:
     across: Curve
     """Every rank sends to its counterparts on all other nodes at once."""
 
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Of an encoded bucket, how much the busiest rank sends inside its node, and to other nodes, in each hop."""
+        sizes = [len(ranks) for ranks in self.world.members]
+        return 1 - 1 / max(sizes), (len(sizes) - 1) / (len(sizes) * min(sizes))
+
     def seconds(self, num_bytes: float, inner_bytes: float) -> tuple[float, float]:
         """Of a bucket that takes so many bytes encoded as between nodes, and as inside them on the way up: by itself,
         and behind another one."""
-        sizes = [len(ranks) for ranks in self.world.members]
-        near, far = 1 - 1 / max(sizes), (len(sizes) - 1) / (len(sizes) * min(sizes))
+        near, far = self.shares
         hops = [
             (self.inside, near * inner_bytes),
             *[(self.across, far * num_bytes)] * 2,
@@ -128,10 +134,27 @@ class Links:
         busy = [(1 + (n - 2) * share / sum(shares)) / rate for share, rate in zip(shares, self.rates, strict=True)]
         return max(busy) * min(self.rates) / (1 + (n - 2) / n)
 
+    def sent(self, topology: Topology, compressor: Compressor, shape: Sequence[int], dtype: torch.dtype) -> float:
+        """Bytes that a rank sends for a layer: of a hierarchy, the busiest one."""
+        num_bytes = compressor.wire_bytes(shape, dtype)
+        if not isinstance(compressor, Coded):
+            return self.ring * num_bytes
+        if compressor.gathered:
+            return (self.num_ranks - 1) * num_bytes
+        if isinstance(topology, Hierarchical) and self.legs is not None:
+            near, far = self.legs.shares
+            return near * (topology.inner(compressor).wire_bytes(shape, dtype) + num_bytes) + 2 * far * num_bytes
+        return self.ring * num_bytes
+
     @property
     def ring(self) -> float:
         """Bytes that a rank sends for each byte that is all-reduced."""
         return 2 * (self.num_ranks - 1) / self.num_ranks
+
+
+def uneven(rates: Sequence[float]) -> bool:
+    """Whether ranks' links differ by so much that slow ones had better own less."""
+    return bool(rates) and max(rates) >= _UNEVEN * min(rates)
 
 
 @dataclass(frozen=True)
@@ -316,16 +339,17 @@ def accumulated(pace: Pace, step: float, times: int) -> float:
     return (step + (times - 1) * pace.backward_end_s) / times
 
 
-def sent_in_step(pace: Pace, links: Links, layers: Mapping[str, Compressor] | None) -> float:
+def sent_in_step(
+    pace: Pace, links: Links, layers: Mapping[str, Compressor] | None, topology: Topology = _STAR
+) -> float:
     """Bytes that a rank sends in a step: with these compressors, or without any."""
     if layers is None:
         return sum(links.ring * bucket.num_bytes for bucket in pace.buckets)
-    sent = 0.0
-    for bucket in pace.buckets:
-        for name, shape in bucket.layers:
-            whole = isinstance(compressor := layers[name], Coded) and compressor.gathered
-            sent += (links.num_ranks - 1 if whole else links.ring) * compressor.wire_bytes(shape, bucket.dtype)
-    return sent
+    return sum(
+        links.sent(topology, layers[name], shape, bucket.dtype)
+        for bucket in pace.buckets
+        for name, shape in bucket.layers
+    )
 
 
 @dataclass(frozen=True)
