@@ -265,12 +265,13 @@ def test_nodes_of_two_ranks_are_measured_inside_and_between(tmp_path: Path) -> N
     done, path = doctor(*nodes, "--", SCRIPT, "100", "0", str(tmp_path / "weights.pt"), tmp_path=tmp_path)
     assert done.returncode == 0, done.stderr
     found = {p["title"]: p for p in json.loads(path.read_text())["about"]["predictions"]}
-    star, nodes_first = found["4 bits"], found["4 bits, nodes first"]
+    star, nodes_first = found["4 bits"], found["4 bits by node"]
     # Two thirds of the messages of each rank cross to the other node; added up inside nodes first, a third as many do.
     assert nodes_first["step_s"] < 0.8 * star["step_s"]
     assert nodes_first["topology"] == "hierarchical(inside=dense)"
-    assert "4 bits, nodes first" in done.stdout
+    assert "4 bits by node" in done.stdout
     assert "node 1: sent" in done.stderr
+    assert done.stdout.count("inside a node") == 2
 
 
 @pytest.mark.network

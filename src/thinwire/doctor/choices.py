@@ -87,8 +87,8 @@ CHOICES = (
 
 
 BY_LINK = (
-    Choice("4 bits, nodes first", DEFAULT_RULES, "hierarchical(inside=dense)", care=Care.KEPT),
-    Choice("4 bits, by rates", DEFAULT_RULES, "sra(rates=measured)", care=Care.KEPT),
+    Choice("4 bits by node", DEFAULT_RULES, "hierarchical(inside=dense)", care=Care.KEPT),
+    Choice("4 bits by rate", DEFAULT_RULES, "sra(rates=measured)", care=Care.KEPT),
 )
 """Where links differ: between nodes and inside them, or from rank to rank."""
 

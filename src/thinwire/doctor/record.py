@@ -15,6 +15,7 @@ from thinwire.doctor.choices import TODAY, Prediction, ceiling, plan_of
 from thinwire.doctor.measure import Measured
 from thinwire.plan.cost import codec_seconds
 from thinwire.plan.forecast import Curve, Links
+from thinwire.wire.link import Pair
 from thinwire.repro.fft.cost import minimal_ratio, useful_bandwidth
 from thinwire.results import Results
 
@@ -71,7 +72,7 @@ def record(
             "exposed_share": watched.exposed_share,
             "shared": watched.paces[0].shared,
             "buckets": _buckets(measured),
-            "pairs": [asdict(pair) for pair in measured.pairs],
+            "pairs": [asdict(pair) | {"inside": _inside(pair, links)} for pair in measured.pairs],
             "native": _curve(links.native),
             "exchange": _curve(links.exchange),
             "predictions": rows,
@@ -105,6 +106,12 @@ def read(path: Path) -> dict[str, Any]:
 def write(path: Path, found: dict[str, Any]) -> None:
     """Write a record that was read."""
     path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _inside(pair: Pair, links: Links) -> bool:
+    """Whether two ranks share a node beside other nodes, so that their link is not the line."""
+    nodes = links.legs.world.nodes if links.legs is not None else range(links.num_ranks)
+    return nodes[pair.first] == nodes[pair.second]
 
 
 def _middle(links: Sequence[Links]) -> Links:
@@ -147,7 +154,7 @@ def _codecs(measured: Measured, predictions: Sequence[Prediction], links: Links)
     """Each compressor's speed in bytes of fp32, and the ratio from which on one of its speed pays (S3, equation 4)."""
     found = []
     for p in predictions:
-        if p.choice == TODAY or p.choice.spec is None:
+        if p.choice == TODAY or p.choice.spec is None or p.choice.topology != "sra":
             continue
         compressor = _main(plan_of(p.choice, measured).layers.values(), measured)
         encode, decode = measured.codecs[compressor]

@@ -80,6 +80,7 @@ def links(about: dict[str, Any]) -> Table:
     line = about["line_rate"]
     for pair in about["pairs"]:
         share = f"{pair['bandwidth'] / line:.0%}" if line else "line rate unknown"
+        share = "inside a node" if pair["inside"] else share
         latency = duration(pair["latency_s"])
         table.add_row(f"{pair['first']} – {pair['second']}", format_rate(8 * pair["bandwidth"]), share, latency)
     return table
