@@ -17,10 +17,10 @@ from harness import run_threads
 from thinwire import cli, lab
 from thinwire.bench.auto import Place
 from thinwire.bench.ranks import run_ranks as run_in
-from thinwire.collectives import Hierarchical, ScatterReduceAllGather, World, parse_topology
+from thinwire.collectives import Hierarchical, ScatterReduceAllGather, Topology, World, parse_topology
 from thinwire.plan import Evidence, Plan, Policy, Proposal, StepTime
 from thinwire.plan.forecast import Bucket, Curve, Legs, Links, Pace, coded_transfer
-from thinwire.wire import Wire
+from thinwire.wire import DisagreementError, Wire
 from thinwire.wire.link import measure_links
 
 SHAPE = (1024, 512)
@@ -71,7 +71,7 @@ def test_what_was_asked_for_stays() -> None:
     ring = parse_topology("ring")
     assert thinwire.Auto().propose(evidence(links(1e7, inside=5e9), asked=ring, topology=ring)).topology == ring
     assert thinwire.Auto(topologies=("sra",)).propose(evidence(links(1e7, inside=5e9))).topology == SRA
-    assert not thinwire.Auto(topologies=("sra",)).wants_nodes
+    assert [str(t) for t in thinwire.Auto(topologies=("sra",)).considers] == ["sra"]
 
 
 def test_nothing_changes_where_it_is_off() -> None:
@@ -89,7 +89,15 @@ def test_a_majority_needs_a_star() -> None:
 
 
 @pytest.mark.parametrize(
-    ("topologies", "message"), [((), "topologies must be"), ("sra", "topologies must be"), (("srb",), "not a topology")]
+    ("topologies", "message"),
+    [
+        ((), "topologies must be"),
+        ("sra", "topologies must be"),
+        (("srb",), "not a topology"),
+        (("ring",), "ring among topologies"),
+        (("sra(rates=(1, 2))",), "among topologies"),
+        (("hierarchical(across=leaders)",), "among topologies"),
+    ],
 )
 def test_topologies_that_are_none(topologies: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -124,8 +132,8 @@ class Wandering(Policy):
     topologies: tuple[str, ...] = ()
 
     @property
-    def wants_nodes(self) -> bool:
-        return True
+    def considers(self) -> tuple[Topology, ...]:
+        return tuple(map(parse_topology, self.topologies))
 
     def propose(self, evidence: Evidence) -> Proposal:
         spec = self.topologies[(evidence.step // self.every - 1) % len(self.topologies)]
@@ -214,11 +222,27 @@ def test_a_state_that_says_nothing_has_what_was_asked_for() -> None:
     assert [found for _, _, found in run(WANDERED[:1], "minmax(bits=4)", 4, resumed)] == ["sra"] * 4
 
 
+HOSTILE = (
+    b"__import__('os')",
+    b"\xff\xfe",
+    b"sra(rates=(1e999, 1, 1, 1))",
+    b"sra(rates=(5e-324, 5e-324, 5e-324, 5e-324))",
+    b"sra(rates={[1]: 2})",
+    b"sra(rates={1, 2})",
+    b"sra(rates=(1" + b"0" * 400 + b",))",
+    b"sra(rates=" + b"(" * 150 + b")" * 150 + b")",
+    b"-" * 3900 + b"1",
+    b"hierarchical(inside=nothing)",
+    b"hierarchical(inside=5)",
+    b"sra(rates=(1, 2))",
+)
+
+
 def test_a_state_with_another_text_is_refused() -> None:
     def hostile(wire: Wire) -> list[str]:
         state, found = wire.state_dict(), []
-        for text in (b"__import__('os')", b"\xff\xfe", b"sra(rates=(1e999,))", b"hierarchical(inside=nothing)"):
-            damaged = {**state, "adapt/topology": torch.frombuffer(bytearray(text.ljust(64)), dtype=torch.uint8)}
+        for text in HOSTILE:
+            damaged = {**state, "adapt/topology": torch.frombuffer(bytearray(text.ljust(4096)), dtype=torch.uint8)}
             try:
                 wire.load_state_dict(damaged)
                 found.append("loaded")
@@ -227,23 +251,47 @@ def test_a_state_with_another_text_is_refused() -> None:
         return found
 
     for _, _, texts in run(WANDERED[:1], "minmax(bits=4)", 4, hostile):
-        assert ["adapt/topology in the state is no topology" in text for text in texts] == [True, True, False, True]
-        # Of a world of one rank: what was asked for holds here.
-        assert texts[2] == "loaded"
+        assert texts[-1].startswith("sra(rates=(1, 2)) names 2 rates, and there are 4 ranks")
+        assert all("adapt/topology in the state is no topology" in text for text in texts[:-1])
+
+
+def test_a_state_of_another_number_of_ranks_has_what_was_asked_for() -> None:
+    def resumed(wire: Wire) -> str:
+        wire.load_state_dict(wire.state_dict() | {"shares": torch.ones(3, dtype=torch.int64)})
+        return str(wire.topology)
+
+    assert [found for _, _, found in run(WANDERED[:1], "minmax(bits=4)", 4, resumed)] == ["sra"] * 4
+
+
+def test_rank_0_cannot_send_what_this_world_cannot_have() -> None:
+    def rank(transport: Any) -> str:
+        shapes = {"w": (96, 64)}
+        policy = thinwire.LGreco(every=4, window=1, lag=1)
+        wire = Wire(Plan.build(shapes, "minmax(bits=4)"), shapes, transport, adapt=policy)
+        assert wire._adapter is not None
+        told = json.dumps({"layers": {}, "note": "", "topology": "hierarchical(inside=dense)"})
+        with pytest.raises(DisagreementError, match="needs to know nodes"):
+            wire._adapter._read(told)
+        return "refused"
+
+    assert run_threads(rank, 2) == ["refused"] * 2
 
 
 def test_links_of_a_world_with_nodes_are_measured_leg_by_leg() -> None:
     def rank(transport: Any) -> tuple[Links, Links, Links]:
-        found = [measure_links(transport, rounds=1, long_s=0.0, world=of) for of in (World(4), PAIRS, None)]
+        found = [
+            measure_links(transport, rounds=1, long_s=0.0, world=of) for of in (World(4, (0, 1, 2, 3)), PAIRS, None)
+        ]
         return found[0][0], found[1][0], found[2][0]
 
     for alone, paired, neither in run_threads(rank, 4):
         assert alone.legs is None
         assert paired.legs is not None
         assert paired.legs.world == PAIRS
-        assert len(alone.rates) == len(paired.rates) == 4
-        assert max(paired.rates) == 1.0
-        assert neither.rates == ()
+        # Ranks of one node share its link, and measured one by one each would seem to have it to itself.
+        assert paired.rates == neither.rates == ()
+        assert len(alone.rates) == 4
+        assert max(alone.rates) == 1.0
 
 
 @pytest.mark.network

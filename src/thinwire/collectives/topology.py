@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
-from thinwire.compressors import RESIDUAL, Coded, Raw, ef, parse
+from thinwire.compressors import RESIDUAL, Coded, Raw, ef, expression, parse
 
 _FINEST = 1000
 """Shares of owners are whole numbers of about this size: the same on every rank, whatever rounds how."""
@@ -154,8 +154,8 @@ class ScatterReduceAllGather(_Star):
         if isinstance(self.rates, str):
             if self.rates not in ("", "measured"):
                 raise ValueError(f"rates is {self.rates!r}: give one for each rank, as (10, 10, 1), or measured")
-        elif not self.rates or min(self.rates) <= 0:
-            raise ValueError(f"rates {self.rates}: every rank needs one above zero")
+        elif not isinstance(self.rates, tuple) or not all(map(_is_rate, self.rates)) or not self.rates:
+            raise ValueError(f"rates {self.rates}: every rank needs a number above zero, of 1e-15 to 1e15")
 
     def shares(self, world: World) -> tuple[int, ...]:
         if isinstance(self.rates, str):
@@ -244,6 +244,8 @@ class Hierarchical(Topology):
     across: Literal["slices", "leaders"] = "slices"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.inside, str):
+            raise ValueError(f"inside={self.inside!r}: give dense, same, or the spec of a quantiser")
         if self.across not in ("slices", "leaders"):
             raise ValueError(f"across is {self.across!r}: slices or leaders")
         if self.inside not in ("dense", "same"):
@@ -275,6 +277,10 @@ class Hierarchical(Topology):
 
     def __str__(self) -> str:
         return f"hierarchical(inside={self.inside}, across={self.across})"
+
+
+def _is_rate(rate: object) -> bool:
+    return isinstance(rate, int | float) and not isinstance(rate, bool) and 1e-15 <= rate <= 1e15
 
 
 def _inside(spec: str, compressor: Coded) -> Coded:
@@ -323,7 +329,7 @@ def parse_topology(spec: str | Topology) -> Topology:
         return spec
     known = ", ".join(_TOPOLOGIES)
     try:
-        node = ast.parse(spec.strip(), mode="eval").body
+        node = expression(spec)
     except SyntaxError:
         raise ValueError(f"{spec!r} is not a topology: there are {known}") from None
     name = node.func if isinstance(node, ast.Call) else node
@@ -340,7 +346,9 @@ def parse_topology(spec: str | Topology) -> Topology:
             options[keyword.arg] = ast.literal_eval(keyword.value)
         except ValueError:
             options[keyword.arg] = ast.unparse(keyword.value)
+        except (TypeError, RecursionError, MemoryError):
+            raise ValueError(f"{spec[:80]!r}: {keyword.arg} is not a plain value") from None
     try:
         return kind(**options)
-    except TypeError as error:
+    except (TypeError, RecursionError) as error:
         raise ValueError(f"{spec!r} is not a topology: {error}") from None

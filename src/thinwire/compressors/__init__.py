@@ -24,7 +24,7 @@ from thinwire.compressors.randk import RandK
 from thinwire.compressors.rangefloat import RangeFloat
 from thinwire.compressors.raw import Raw
 from thinwire.compressors.sparse import Sparsifier
-from thinwire.compressors.spec import parse, register, registered
+from thinwire.compressors.spec import expression, parse, register, registered
 from thinwire.compressors.terngrad import TernGrad
 from thinwire.compressors.topk import GlobalTopK, Threshold, TopK
 from thinwire.compressors.truncate import Truncate
@@ -84,6 +84,7 @@ __all__ = [
     "check_stateless",
     "direct",
     "ef",
+    "expression",
     "first_state",
     "not_finite",
     "parse",

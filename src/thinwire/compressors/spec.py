@@ -57,8 +57,6 @@ def parse(spec: str | Compressor) -> Compressor:
     if isinstance(spec, Compressor):
         return spec
     text = spec.strip()
-    if len(text) > _MOST_CHARACTERS:
-        raise ValueError(f"a spec has at most {_MOST_CHARACTERS} characters, {text[:40]!r}... has {len(text)}")
     try:
         tree = _tree(text)
         return _Reader(text).compressor(tree)
@@ -68,10 +66,25 @@ def parse(spec: str | Compressor) -> Compressor:
         raise ValueError(f"{text[:40]!r}... is not a spec: it is nested too deeply") from None
 
 
+def expression(text: str) -> ast.expr:
+    """The tree of a text that somebody else may have written; nothing in it is evaluated.
+
+    Raises:
+        ValueError: the text is longer than 10 000 characters, or nested too deeply.
+        SyntaxError: it is no expression.
+    """
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(f"{text[:40]!r}... has {len(text)} characters: at most {_MOST_CHARACTERS} are read")
+    try:
+        # Python before 3.12 counts the depth of all threads' trees together (CPython issue 106905).
+        with _one_at_a_time:
+            return ast.parse(text.strip(), mode="eval").body
+    except (RecursionError, MemoryError):
+        raise ValueError(f"{text[:40]!r}... is nested too deeply") from None
+
+
 def _tree(text: str) -> ast.expr:
-    # Python before 3.12 counts the depth of all threads' trees together (CPython issue 106905).
-    with _one_at_a_time:
-        return ast.parse(_WORDS.sub(lambda word: word[0].upper(), text), mode="eval").body
+    return expression(_WORDS.sub(lambda word: word[0].upper(), text))
 
 
 class _Reader:

@@ -15,9 +15,9 @@ from thinwire.doctor.choices import TODAY, Prediction, ceiling, plan_of
 from thinwire.doctor.measure import Measured
 from thinwire.plan.cost import codec_seconds
 from thinwire.plan.forecast import Curve, Links
-from thinwire.wire.link import Pair
 from thinwire.repro.fft.cost import minimal_ratio, useful_bandwidth
 from thinwire.results import Results
+from thinwire.wire.link import Pair
 
 _HOUR_S = 3600.0
 

@@ -76,11 +76,17 @@ class Auto(Policy):
         self._compressors()
         if not isinstance(self.topologies, tuple) or not self.topologies:
             raise ValueError(f"topologies must be a tuple of specs, not {self.topologies!r}")
-        self._topologies()
+        for topology in self.considers:
+            star = isinstance(topology, ScatterReduceAllGather) and topology.rates in ("", "measured")
+            if not star and not (isinstance(topology, Hierarchical) and topology.across == "slices"):
+                raise ValueError(
+                    f"{topology} among topologies: steps are foretold for sra, sra(rates=measured) and "
+                    "hierarchical(inside=...); give another one to thinwire.compress as topology="
+                )
 
     @property
-    def wants_nodes(self) -> bool:
-        return any(topology.needs_nodes for topology in self._topologies())
+    def considers(self) -> tuple[Topology, ...]:
+        return tuple(map(parse_topology, self.topologies))
 
     @property
     def memory_size(self) -> int:
@@ -89,14 +95,11 @@ class Auto(Policy):
     def to_measure(self, reference: Mapping[str, Compressor]) -> frozenset[Compressor]:
         compressors = self._compressors()
         coded = [c for c in compressors if isinstance(c, Coded)]
-        inner = [t.inner(c) for t in self._topologies() if isinstance(t, Hierarchical) for c in coded]
+        inner = [t.inner(c) for t in self.considers if isinstance(t, Hierarchical) for c in coded]
         return frozenset({*compressors, *inner, Raw()})
 
     def _compressors(self) -> tuple[Compressor, ...]:
         return dressed([parse(spec) for spec in self.candidates])
-
-    def _topologies(self) -> tuple[Topology, ...]:
-        return tuple(map(parse_topology, self.topologies))
 
     def _ways(self, evidence: Evidence, links: Links) -> list[Topology]:
         """How messages may meet in this world, over these links."""
@@ -104,7 +107,7 @@ class Auto(Policy):
             return [evidence.topology]
         plain = all(c.plain_sum for c in self._compressors() if isinstance(c, Coded))
         found: list[Topology] = []
-        for topology in self._topologies():
+        for topology in self.considers:
             if isinstance(topology, ScatterReduceAllGather) and topology.rates == "measured":
                 if not uneven(links.rates):
                     continue

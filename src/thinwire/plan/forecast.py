@@ -143,7 +143,8 @@ class Links:
             return (self.num_ranks - 1) * num_bytes
         if isinstance(topology, Hierarchical) and self.legs is not None:
             near, far = self.legs.shares
-            return near * (topology.inner(compressor).wire_bytes(shape, dtype) + num_bytes) + 2 * far * num_bytes
+            form, wide = _inner(topology, compressor, dtype)
+            return near * (form.wire_bytes(shape, wide) + num_bytes) + 2 * far * num_bytes
         return self.ring * num_bytes
 
     @property
@@ -255,6 +256,12 @@ def _part(now: float, start: float, end: float) -> float:
     return min(1.0, max(0.0, (now - start) / (end - start))) if end > start else float(now >= end)
 
 
+def _inner(topology: Hierarchical, compressor: Coded, dtype: torch.dtype) -> tuple[Coded, torch.dtype]:
+    """What a part is encoded with inside a node, and the dtype in which sums are taken where that is another."""
+    form = topology.inner(compressor)
+    return form, dtype if form is compressor else torch.promote_types(dtype, torch.float32)
+
+
 def native_transfer(bucket: Bucket, links: Links) -> Transfer:
     """A bucket by the backend's own all-reduce: what DDP does."""
     sent = links.ring * bucket.num_bytes
@@ -295,10 +302,13 @@ def coded_transfer(
         else:
             reduced += compressor.wire_bytes(shape, dtype)
             if isinstance(topology, Hierarchical) and isinstance(compressor, Coded):
-                form = topology.inner(compressor)
-                inner += form.wire_bytes(shape, dtype)
-                # On top of the speeds of a scatter-reduce-all-gather, which say what one coding more costs: of two.
-                codec += math.prod(shape) * codec_s.get(form, 0.0) / 2
+                form, wide = _inner(topology, compressor, dtype)
+                inner += form.wire_bytes(shape, wide)
+                if form is not compressor:
+                    # Of two ranks a node, half of the elements are coded otherwise there, and half as many encoded as
+                    # the layer's; decoding means stays the same.
+                    plain = codec_s.get(compressor, 0.0)
+                    codec += math.prod(shape) * (codec_s.get(form, plain) / 2 - plain / 4)
     ways = [
         links.coded_seconds(topology, reduced, inner),
         (links.exchange.seconds(gathered), gathered * links.exchange.per_byte),

@@ -153,9 +153,9 @@ class Policy(ABC):
         return frozenset()
 
     @property
-    def wants_nodes(self) -> bool:
-        """Whether it must know which ranks share a node, as policies do that choose how messages meet."""
-        return False
+    def considers(self) -> tuple[Topology, ...]:
+        """How messages may meet, if it chooses that, too: what is measured for it, and kept in checkpoints."""
+        return ()
 
     def check(self, reference: Mapping[str, Compressor], shapes: Mapping[str, Sequence[int]]) -> None:  # noqa: B027
         """Raise ``ValueError`` if it cannot choose for these layers. Called before training, on every rank."""

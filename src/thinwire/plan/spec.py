@@ -7,6 +7,7 @@ import difflib
 from dataclasses import fields
 from typing import Any
 
+from thinwire.compressors import expression
 from thinwire.plan.accordion import Accordion
 from thinwire.plan.auto import Auto
 from thinwire.plan.heuristics import Bayes, KMeans, Linear
@@ -21,7 +22,6 @@ _POLICIES: dict[str, type[Policy]] = {
     "lgreco": LGreco,
     "linear": Linear,
 }
-_MOST_CHARACTERS = 10_000
 
 
 def parse_policy(text: str | Policy) -> Policy:
@@ -32,11 +32,8 @@ def parse_policy(text: str | Policy) -> Policy:
     """
     if isinstance(text, Policy):
         return text
-    if len(text) > _MOST_CHARACTERS:
-        raise ValueError(f"a policy has at most {_MOST_CHARACTERS} characters, {text[:40]!r}... has {len(text)}")
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
-        return _policy(tree)
+        return _policy(expression(text))
     except (RecursionError, MemoryError):
         raise ValueError(f"{text[:40]!r}... is not a policy: it is nested too deeply") from None
     except (SyntaxError, TypeError) as error:

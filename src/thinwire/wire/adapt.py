@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from thinwire.collectives import Topology, Transport, World, parse_topology
+from thinwire.collectives import ScatterReduceAllGather, Topology, Transport, World, parse_topology
 from thinwire.compressors import Compressor, Raw, Unsuited, parse
 from thinwire.plan import Evidence, Plan, Policy, Proposal, Speeds, Sync
 from thinwire.plan.cost import codec_seconds
@@ -187,7 +187,8 @@ class Adapter:
         if not self._measured or self._transport.world_size == 1:
             return
         with self._transport.uncounted():
-            (self._links,) = measure_links(self._transport, rounds=1, long_s=_PROBE_S, world=self._world)
+            world = self._world if self._chooses or self._asked_topology.needs_nodes else None
+            (self._links,) = measure_links(self._transport, rounds=1, long_s=_PROBE_S, world=world)
             passes = measure_codecs(self._measured, self._transport)
         n = self._transport.world_size
         self._codec_s = {c: codec_seconds(c, n, {"encode": e, "decode": d}) for c, (e, d) in passes.items()}
@@ -250,8 +251,8 @@ class Adapter:
         finally:
             self._sums, self._buckets, self._seen = {}, {}, 0
         layers = {name: str(c) for name, c in proposal.layers.items() if name in self.reference}
-        topology = str(proposal.topology or self.topology)
-        return proposal, {"note": proposal.note, "layers": layers, "topology": topology}
+        chosen = {} if proposal.topology in (None, self.topology) else {"topology": str(proposal.topology)}
+        return proposal, {"note": proposal.note, "layers": layers, **chosen}
 
     def _read(self, told: str) -> tuple[dict[str, Compressor], str, Topology]:
         """What rank 0 decided. It is a peer like any other: its text is read, and checked against the model."""
@@ -262,16 +263,16 @@ class Adapter:
                 if name not in self.reference:
                     raise ValueError(f"{name} is not compressed")
                 compressor.fit(self._shapes[name])
-            topology = parse_topology(str(record.get("topology", self.topology)))
-            topology.shares(self._world)
+            topology = parse_topology(str(record["topology"])) if "topology" in record else self.topology
+            self._check(topology)
             return layers, str(record["note"]), topology
-        except (ValueError, TypeError, KeyError, AttributeError, Unsuited) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, Unsuited) as error:
             raise DisagreementError(f"rank 0 sent a plan that is none for this model: {error}") from error
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint must hold of it: how messages meet, and the rest from the rank that decides."""
         state: dict[str, Tensor] = {}
-        if self.policy.wants_nodes:
+        if self._chooses:
             text = str(self.topology).encode().ljust(_TOPOLOGY_ROOM)
             state[_TOPOLOGY] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         if not self.decides:
@@ -288,18 +289,30 @@ class Adapter:
         return state
 
     def saved_topology(self, state: Mapping[str, Tensor]) -> Topology:
-        """How messages met when a `state` was saved; as was asked for, if it does not say or is of another world."""
-        if not self.policy.wants_nodes or _TOPOLOGY not in state:
+        """How messages met when a `state` was saved. As was asked for, if that is not the default, or if the state does
+        not say or is of another number of ranks."""
+        shares = state.get("shares")
+        if not self._chooses or _TOPOLOGY not in state or not isinstance(shares, Tensor):
             return self._asked_topology
         try:
             topology = parse_topology(bytes(integers(state, _TOPOLOGY, None)).decode())
         except ValueError as error:
             raise ValueError(f"{_TOPOLOGY} in the state is no topology: {error}") from None
-        try:
-            topology.shares(self._world)
-        except ValueError:
+        if shares.numel() != self._world.size:
             return self._asked_topology
+        self._check(topology)
         return topology
+
+    @property
+    def _chooses(self) -> bool:
+        """Whether the policy decides how messages meet: where nothing else than the default was asked for."""
+        return bool(self.policy.considers) and self._asked_topology == ScatterReduceAllGather()
+
+    def _check(self, topology: Topology) -> None:
+        """Raise ``ValueError`` if this world cannot have it."""
+        if topology.needs_nodes and not self._world.nodes:
+            raise ValueError(f"{topology} needs to know nodes, and nobody asked for them")
+        topology.shares(self._world)
 
     def load(self, state: Mapping[str, Tensor], plan: Plan, learning_rate: float | None) -> None:
         """Continue from a `state`; from nothing, where there is none."""

@@ -143,7 +143,7 @@ def measure_links(
     """What all-reduces and exchanges take by their bytes, measured ``rounds`` times; the same on every rank.
 
     With messages of up to 16 MB, or of the size that takes ``long_s``. With a ``world``, hierarchies' messages are
-    measured, too, if its nodes can have one, and of at most 16 ranks how fast each one's link is.
+    measured, too, if its nodes can have one; if each of at most 16 ranks has a node of its own, how fast its link is.
     """
     return [_links(transport, long_s, world) for _ in range(rounds)]
 
@@ -166,7 +166,7 @@ def _links(transport: Transport, long_s: float, world: World | None) -> Links:
     exchange, exchange_cpu = _curve(transport, long_s, lambda size: _probe(transport, pairs, size), lambda size: size)
     legs = _legs(transport, long_s, world) if world is not None else None
     rates: tuple[float, ...] = ()
-    if world is not None and 2 < world.size <= _MOST_RATED:
+    if world is not None and 2 < world.size <= _MOST_RATED and len(world.members) == world.size:
         measured = measure_rates(transport)
         # Two digits say enough, and the spec stays readable.
         rates = tuple(float(f"{rate / max(measured):.2g}") for rate in measured)

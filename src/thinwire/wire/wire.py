@@ -61,7 +61,7 @@ class Wire:
         # Between devices the same is done on a stream beside backward's, without threads.
         self.device = transport.device if isinstance(transport, DeviceTransport) else None
         """The device on which gradients are compressed and sent; None if they go over the host."""
-        nodes_too = adapt is not None and adapt.wants_nodes
+        nodes_too = adapt is not None and bool(adapt.considers)
         topology, world = settle(topology or ScatterReduceAllGather(), transport, nodes_too=nodes_too)
         make = Engine if self.device is None else DeviceEngine
         self._engine = make(
