@@ -8,10 +8,9 @@ SOURCES := $(wildcard native/*) CMakeLists.txt pyproject.toml constraints.txt
 demo: .venv/demo
 	$(BIN)/thinwire demo
 
-# A worker that is lost is not replaced: pytest-xdist then waits for ever for files that no worker has. The order is that
-# of tests/conftest.py.
+# A worker that is lost is not replaced: pytest-xdist then waits for ever for files that no worker has.
 test: .venv/ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not alone"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
 check: .venv/ready
