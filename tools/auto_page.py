@@ -6,6 +6,8 @@ from pathlib import Path
 
 from figures import BENCHMARKS, Figures, table
 
+from thinwire.bench.auto import Place
+
 _WAYS = ("fixed", "one way", "auto")
 
 
@@ -29,8 +31,7 @@ def auto(benchmarks: Path = BENCHMARKS) -> str:
 
 
 def _network(cell: str) -> str:
-    shape, _, rate = cell.partition("@")
-    nodes, _, ranks = shape.partition("x")
-    rates = rate.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s").replace(",", ", ")
-    beside = "a rank on each" if ranks == "1" else f"{ranks} ranks on each"
-    return f"{nodes} nodes, {beside}, {'no limit' if rate == 'none' else rates}"
+    place = Place.of(cell)
+    rates = (place.rate or "no limit").replace("mbit", " Mbit/s").replace("gbit", " Gbit/s").replace(",", ", ")
+    beside = "a rank on each" if place.ranks == 1 else f"{place.ranks} ranks on each"
+    return f"{place.nodes} nodes, {beside}, {rates}"

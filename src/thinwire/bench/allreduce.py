@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire import lab
-from thinwire.bench.ranks import run_ranks
+from thinwire.bench.ranks import network_here, run_ranks
 from thinwire.collectives.topology import parse_topology
 from thinwire.results import Results
 
@@ -55,9 +55,7 @@ def allreduce(
         json: write the figures to this file.
     """
     console = Console(highlight=False)
-    missing = lab.unavailable()
-    if missing:
-        Console(stderr=True, highlight=False).print(f"No slow network can be made here: {missing}")
+    if not network_here():
         return 1
     ways = [(str(parse_topology(spec)), transport) for spec in topology]
     with console.status(f"{ranks} ranks, {rate}: {repeats} rounds of {size_mb:g} MB ..."):

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire import lab
-from thinwire.bench.ranks import run_ranks
+from thinwire.bench.ranks import network_here, run_ranks
 from thinwire.plan import DEFAULT_RULES
 from thinwire.results import Results
 
@@ -73,15 +73,13 @@ def auto(
         steps: steps a turn.
         json: write the figures to this file.
     """
-    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
-    missing = lab.unavailable()
-    if missing:
-        errors.print(f"No slow network can be made here: {missing}")
+    console = Console(highlight=False)
+    if not network_here():
         return 1
     try:
         places = {text: Place.of(text) for text in links}
     except ValueError as error:
-        errors.print(str(error))
+        Console(stderr=True, highlight=False).print(str(error))
         return 2
     config = {"spec": spec, "cap_mb": bucket_cap_mb, "batch": batch, "rounds": rounds, "steps": steps}
     results = Results("thinwire bench auto", about={"spec": spec, "batch": batch, "cells": {}})

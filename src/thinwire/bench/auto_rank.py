@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import thinwire
@@ -15,7 +14,6 @@ _AUTO: dict[str, Any] = {"warmup": 8, "window": 4, "lag": 3, "every": 100_000}
 
 def decide_and_take(spec: str, cap_mb: float, batch: int, rounds: int, steps: int) -> dict[str, Any]:
     """What ``auto`` decides, and seconds of a step by way and round, the ways in turn."""
-    warnings.filterwarnings("ignore", message=".*find_unused_parameters.*")
     models = {name: gpt(cap_mb) for name in ("fp32", "fixed", "one way", "auto")}
     wires = {
         "fixed": thinwire.compress(models["fixed"], spec, decline=False),

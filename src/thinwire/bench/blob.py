@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire import lab
-from thinwire.bench.ranks import run_ranks
+from thinwire.bench.ranks import network_here, run_ranks
 from thinwire.results import Results
 
 _LABELS = {
@@ -59,9 +59,7 @@ def blob(
         json: write the figures to this file.
     """
     console = Console(highlight=False)
-    missing = lab.unavailable() if any(rate != "none" for rate in rates) else None
-    if missing:
-        Console(stderr=True, highlight=False).print(f"No slow network can be made here: {missing}")
+    if any(rate != "none" for rate in rates) and not network_here():
         return 1
     config = {"spec": compressor, "cap_mb": bucket_cap_mb, "batch": batch, "rounds": rounds, "steps": steps}
     about: dict[str, Any] = {"compressor": compressor, "ranks": ranks, "batch": batch, "bucket_cap_mb": bucket_cap_mb}

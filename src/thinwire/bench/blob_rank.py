@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from statistics import median
 from typing import Any
 
@@ -72,7 +71,6 @@ def _relative(pairs: list[tuple[Tensor, Tensor]]) -> float:
 
 def measure(spec: str, cap_mb: float, batch: int, rounds: int, steps: int) -> dict[str, Any]:
     """Measure errors while all models are still the same, then train in turns."""
-    warnings.filterwarnings("ignore", message=".*find_unused_parameters.*")
     contest, tokens = Contest(cap_mb, spec), token_batch(batch)
     errors = contest.errors(tokens)
     before = contest.sent_bytes()

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire import lab
-from thinwire.bench.ranks import run_ranks
+from thinwire.bench.ranks import network_here, run_ranks
 from thinwire.plan import DEFAULT_RULES
 from thinwire.results import Results
 
@@ -55,10 +55,8 @@ def doctor(
         steps: steps a turn.
         json: write the figures to this file.
     """
-    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
-    missing = lab.unavailable()
-    if missing:
-        errors.print(f"No slow network can be made here: {missing}")
+    console = Console(highlight=False)
+    if not network_here():
         return 1
     config = {
         "specs": list(specs),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -58,7 +57,6 @@ def foretell_and_take(
     specs: list[str], cap_mb: float, batch: int, watched: int, rounds: int, steps: int
 ) -> dict[str, Any]:
     """Predictions and times."""
-    warnings.filterwarnings("ignore", message=".*find_unused_parameters.*")
     known = {choice.spec: choice for choice in CHOICES if choice.times == 1}
     choices = [known[None], *(known.get(spec, Choice(spec, spec)) for spec in specs)]
     measured, predictions = foretell(cap_mb, batch, watched, choices)

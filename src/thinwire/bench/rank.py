@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,7 @@ def serve(measure: Callable[..., Any]) -> None:
     told, answers = conversation()
     config = json.loads(told.readline())
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message=".*find_unused_parameters.*")
     dist.init_process_group("gloo", timeout=TIMEOUT)
     answer = measure(**config)
     if dist.get_rank() == 0:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire import lab
-from thinwire.bench.ranks import run_ranks
+from thinwire.bench.ranks import network_here, run_ranks
 from thinwire.results import Results
 
 _BATCHES = "2,4,6,8,12,16,24,32"
@@ -53,9 +53,7 @@ def step(
     """
     console = Console(highlight=False)
     shaped = rate not in (None, "none")
-    missing = lab.unavailable() if shaped else None
-    if missing:
-        Console(stderr=True, highlight=False).print(f"No slow network can be made here: {missing}")
+    if shaped and not network_here():
         return 1
     config = {
         "spec": compressor,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from statistics import median
 from typing import Any
 
@@ -43,7 +42,6 @@ def measure(
     spec: str, cap_mb: float, decline: bool, rounds: int, steps: int, target: float, batches: list[int]
 ) -> dict[str, Any]:
     """Measure with growing batches until stock DDP reaches ``target`` of the ceiling (0: the first batch alone)."""
-    warnings.filterwarnings("ignore", message=".*find_unused_parameters.*")
     contest = Contest(cap_mb, spec, decline)
     measured = []
     for batch in batches:

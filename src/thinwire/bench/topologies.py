@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from thinwire import lab
 from thinwire.bench.allreduce import add, measure
+from thinwire.bench.ranks import network_here
 from thinwire.results import Results
 
 FLAT = ("sra", "ring", "tree", "allgather", "parameter_server")
@@ -52,9 +52,7 @@ def topologies(
         json: write the figures to this file.
     """
     console = Console(highlight=False)
-    missing = lab.unavailable()
-    if missing:
-        Console(stderr=True, highlight=False).print(f"No slow network can be made here: {missing}")
+    if not network_here():
         return 1
     worlds = [(n, 1, rate, rtt) for n, rate, rtt in itertools.product(ranks, rates, rtts)]
     worlds += [(4, 2, rate, rtts[0]) for rate in rates if 4 in ranks]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 
-from thinwire.collectives import ScatterReduceAllGather, Topology, parse_topology
+from thinwire.collectives import Topology, parse_topology
 from thinwire.compressors import Compressor, Raw, parse
 from thinwire.doctor.measure import Measured
 from thinwire.plan import DEFAULT_RULES, Plan
@@ -19,7 +19,6 @@ from thinwire.plan.forecast import (
     native_step,
     planned_step,
     sent_in_step,
-    uneven,
 )
 
 
@@ -95,12 +94,7 @@ BY_LINK = (
 
 def way_of(choice: Choice, links: Links) -> Topology | None:
     """How messages of a choice meet in a world with these links; None if they have nothing for it."""
-    topology = parse_topology(choice.topology)
-    if topology.needs_nodes:
-        return topology if links.legs is not None else None
-    if isinstance(topology, ScatterReduceAllGather) and topology.rates == "measured":
-        return replace(topology, rates=links.rates) if uneven(links.rates) else None
-    return topology
+    return links.way(parse_topology(choice.topology))
 
 
 def choices_of(specs: Sequence[str]) -> tuple[Choice, ...]:

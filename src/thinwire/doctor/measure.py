@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from thinwire.attach.devices import device_of, on_device
 from thinwire.attach.transports import bare_transport
-from thinwire.collectives import Transport, World, node_identity, number_nodes, with_shared_memory
+from thinwire.collectives import Transport, World, with_shared_memory
 from thinwire.compat import group_timeout
 from thinwire.compressors import Compressor
 from thinwire.doctor.observe import DoctorError, Observer, Watched
 from thinwire.plan.forecast import Links
-from thinwire.wire.link import Pair, measure_cores, measure_links, measure_pairs, shared_part
+from thinwire.wire.link import Pair, find_nodes, measure_cores, measure_links, measure_pairs, shared_part
 from thinwire.wire.speeds import measure_codecs
 
 _ROUTES = Path("/proc/net/route")
@@ -66,7 +66,7 @@ def measure(observer: Observer, compressors: Collection[Compressor], line_rate: 
     transport: Transport = host if device is None else on_device(host, device, group, timeout, "auto")
     try:
         pairs = measure_pairs(transport)
-        nodes = number_nodes([bytes(row.tolist()) for row in transport.all_gather(node_identity())])
+        nodes = find_nodes(transport)
         cores = measure_cores(transport)
         # Coded messages take the way that thinwire.compress() would give them.
         transport = with_shared_memory(host, timeout) if device is None else transport

@@ -13,7 +13,7 @@ from thinwire.collectives import Hierarchical, ScatterReduceAllGather, Topology,
 from thinwire.compressors import Coded, Compressor, Raw, bare, parse
 from thinwire.plan import allocate
 from thinwire.plan.choices import Choices, dressed, with_gradient
-from thinwire.plan.forecast import Bucket, Links, Pace, coded_transfer, native_step, planned_step, uneven
+from thinwire.plan.forecast import Bucket, Links, Pace, coded_transfer, native_step, planned_step
 from thinwire.plan.policy import Evidence, Policy, Proposal, StepTime
 
 _ALIKE = 0.25
@@ -108,13 +108,9 @@ class Auto(Policy):
         plain = all(c.plain_sum for c in self._compressors() if isinstance(c, Coded))
         found: list[Topology] = []
         for topology in self.considers:
-            if isinstance(topology, ScatterReduceAllGather) and topology.rates == "measured":
-                if not uneven(links.rates):
-                    continue
-                topology = _with_rates(links.rates, evidence.topology)
-            if (topology.needs_nodes and links.legs is None) or not (topology.is_star or plain):
-                continue
-            found.append(topology)
+            way = links.way(topology)
+            if way is not None and (way.is_star or plain):
+                found.append(_settled(way, evidence.topology))
         return found or [evidence.topology]
 
     def propose(self, evidence: Evidence) -> Proposal:
@@ -132,8 +128,8 @@ class Auto(Policy):
         ways = [replace(now, topology=topology) for topology in self._ways(evidence, links)]
         found = [(of, self._best(of, off, table)) for of in sorted(ways, key=lambda of: of.topology != now.topology)]
         steps = [of.step_s(plan) for of, plan in found]
-        of, best = next(pair for pair, step in zip(found, steps, strict=True) if _AHEAD * step <= min(steps))
-        note, on, memory = self._decide(evidence, now, of.step_s(best))
+        (of, best), step = next(pair for pair in zip(found, steps, strict=True) if _AHEAD * pair[1] <= min(steps))
+        note, on, memory = self._decide(evidence, now, step)
         chosen = best if on else off
         if on and of.topology != ScatterReduceAllGather():
             note += f", by {of.topology}"
@@ -242,12 +238,14 @@ def middle_pace(steps: Sequence[StepTime]) -> Pace:
     return replace(last, buckets=buckets, compute_s=median(pace.compute_s for pace in alike))
 
 
-def _with_rates(rates: tuple[float, ...], present: Topology) -> Topology:
-    """By these rates; by the present ones, if they are about the same."""
-    then = present.rates if isinstance(present, ScatterReduceAllGather) else ""
-    if not isinstance(then, str) and all(_alike(*pair) for pair in zip(rates, then, strict=True)):
-        return present
-    return ScatterReduceAllGather(rates)
+def _settled(topology: Topology, present: Topology) -> Topology:
+    """The topology; the present one, if that has about the same rates."""
+    if not isinstance(topology, ScatterReduceAllGather) or not isinstance(present, ScatterReduceAllGather):
+        return topology
+    now, then = topology.rates, present.rates
+    if isinstance(now, str) or isinstance(then, str):
+        return topology
+    return present if all(_alike(*pair) for pair in zip(now, then, strict=True)) else topology
 
 
 def _alike(link: float, then: float) -> bool:

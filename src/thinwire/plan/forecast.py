@@ -117,6 +117,14 @@ class Links:
     rates: tuple[float, ...] = ()
     """By rank, how fast its link is beside the fastest; empty where nobody asked."""
 
+    def way(self, topology: Topology) -> Topology | None:
+        """A topology as it is over these links, its rates measured; None if they have nothing for it."""
+        if topology.needs_nodes:
+            return topology if self.legs is not None else None
+        if isinstance(topology, ScatterReduceAllGather) and topology.rates == "measured":
+            return replace(topology, rates=self.rates) if _uneven(self.rates) else None
+        return topology
+
     def coded_seconds(self, topology: Topology, num_bytes: float, inner_bytes: float) -> tuple[float, float]:
         """Of the layers of a bucket that owners add up, by their encoded bytes between nodes, and inside them on the
         way up: by themselves, and behind another bucket."""
@@ -153,7 +161,7 @@ class Links:
         return 2 * (self.num_ranks - 1) / self.num_ranks
 
 
-def uneven(rates: Sequence[float]) -> bool:
+def _uneven(rates: Sequence[float]) -> bool:
     """Whether ranks' links differ by so much that slow ones had better own less."""
     return bool(rates) and max(rates) >= _UNEVEN * min(rates)
 

@@ -54,7 +54,7 @@ def settle(topology: Topology, transport: Transport, *, nodes_too: bool = False)
         check_star(topology)
     nodes: tuple[int, ...] = ()
     if topology.needs_nodes or nodes_too:
-        nodes = number_nodes([bytes(row.tolist()) for row in transport.all_gather(node_identity())])
+        nodes = find_nodes(transport)
     world = World(transport.world_size, nodes)
     if isinstance(topology, ScatterReduceAllGather) and topology.rates == "measured":
         # Two digits say enough, and the spec stays readable.
@@ -62,6 +62,11 @@ def settle(topology: Topology, transport: Transport, *, nodes_too: bool = False)
         topology = replace(topology, rates=rates)
     topology.shares(world)
     return topology, world
+
+
+def find_nodes(transport: Transport) -> tuple[int, ...]:
+    """By rank, the number of its node; all must call it."""
+    return number_nodes([bytes(row.tolist()) for row in transport.all_gather(node_identity())])
 
 
 def measure_link(transport: Transport) -> tuple[float, float]:
