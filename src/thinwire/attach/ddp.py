@@ -30,7 +30,7 @@ from thinwire.compat import group_timeout
 from thinwire.compressors import GRADIENT_DTYPES, Raw, Summed, Wrapper, check_int
 from thinwire.optim import QuantizedAdam
 from thinwire.plan import Filter, Plan, Policy, Rules
-from thinwire.wire import Later, Wire, agree, on_the_host
+from thinwire.wire import Follower, Later, Wire, agree, on_the_host
 from thinwire.wire.route import BucketLayers
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented, yet not exported
@@ -56,6 +56,7 @@ class _Hook:
         self._resynced = -1
         self._loss_scale = 1.0
         self._told_scale = Later()
+        self._follower = Follower("thinwire dense")
 
     def __call__(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         # Whatever is raised here would leave DDP's reducer unusable: it goes through the future instead.
@@ -69,7 +70,7 @@ class _Hook:
     def _start(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         flat, wire = bucket.buffer(), self.wire
         if wire is None or not wire.attached:
-            return _plain_mean(flat, self.group)
+            return self._follower.mean(flat, self.group)
         if bucket.index() == 0:
             wire.begin_step(self.updates.learning_rates() if self.updates else None)
             self._loss_scale = self._present_scale()
@@ -80,7 +81,7 @@ class _Hook:
         layers = tuple((self.names[p], tuple(p.shape)) for p in bucket.parameters())
         momentum = self.momentum if not wire.dense else None
         if momentum is not None and not momentum.travels:
-            return wire.count_dense(flat.numel() * flat.element_size(), _plain_mean(flat, self.group))
+            return wire.count_dense(flat.numel() * flat.element_size(), self._follower.mean(flat, self.group))
         if momentum is None or flat.is_sparse:
             return self._reduce(flat, layers, wire)
         scale = self._loss_scale
@@ -91,13 +92,13 @@ class _Hook:
         if not flat.is_sparse:
             wire.observe(flat, layers, loss_scale=self._loss_scale)
         if wire.dense:
-            return wire.count_dense(flat.numel() * flat.element_size(), _plain_mean(flat, self.group))
+            return wire.count_dense(flat.numel() * flat.element_size(), self._follower.mean(flat, self.group))
         if flat.is_sparse:
             raise TypeError("sparse gradients (Embedding(sparse=True)) cannot be compressed: make the embedding dense")
         if not wire.simulated:
             return wire.reduce(flat, layers, loss_scale=self._loss_scale)
         wire.simulate(flat, layers, loss_scale=self._loss_scale)
-        return _plain_mean(flat, self.group).then(lambda future: _noted(future.value(), wire, layers))
+        return self._follower.mean(flat, self.group).then(lambda future: _noted(future.value(), wire, layers))
 
     def _present_scale(self) -> float:
         """The loss scale of this backward pass."""
@@ -133,12 +134,6 @@ class _Hook:
                 f"with backward: pass bucket_cap_mb={cap_mb} to DistributedDataParallel",
                 stacklevel=2,
             )
-
-
-def _plain_mean(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
-    work = dist.all_reduce(flat.div_(group.size()), group=group, async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda future: future.value()[0])
 
 
 def _noted(mean: torch.Tensor, wire: Wire, layers: BucketLayers) -> torch.Tensor:

@@ -141,7 +141,7 @@ class QuantisedAllGather(_Comm):
             mine.copy_(input_tensor)
         future = at.wire.gather(at.unit, output_tensor.view(-1), keep=at.keep)
         # On a device it is enqueued, and FSDP2 minds the streams.
-        return None if at.on_device else Work([future], [], output_tensor)
+        return None if at.on_device else Work([future], output_tensor)
 
 
 class QuantisedReduceScatter(_Comm):

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from thinwire.wire import Follower
+
 Future = torch.futures.Future
 
 
@@ -18,9 +20,17 @@ class Work(dist.Work):
     whoever waits for the future.
     """
 
-    def __init__(self, futures: Sequence[Future], works: Sequence[dist.Work], outputs: Any) -> None:
+    def __init__(
+        self,
+        futures: Sequence[Future],
+        outputs: Any,
+        works: Sequence[dist.Work] = (),
+        follower: Follower | None = None,
+    ) -> None:
+        """``follower``: of the group that ``works`` are of."""
         super().__init__()
-        self._futures, self._works, self._outputs = futures, works, outputs
+        self._futures, self._outputs, self._works = futures, outputs, works
+        self._follower = follower or Follower("thinwire exact")
 
     def wait(self, timeout: object = None) -> bool:
         """Block until it is done. Every message has the process group's own timeout."""
@@ -32,7 +42,7 @@ class Work(dist.Work):
 
     def get_future(self) -> Future:
         outputs = self._outputs
-        parts = [*self._futures, *(work.get_future() for work in self._works)]
+        parts = [*self._futures, *(self._follower.follow(work, lambda: None) for work in self._works)]
         if len(parts) == 1:
             return parts[0].then(lambda ended: _after(ended, outputs))
         # An exception set from Python is one only to who waits from Python. One raised in a callback is one to DDP's

@@ -22,7 +22,7 @@ from thinwire.attach.group_work import Work
 from thinwire.collectives import ProcessGroupTransport, parse_topology, with_shared_memory
 from thinwire.compat import collective_options, gloo_backend, gloo_group, prefixed, premul_factor, register_gloo
 from thinwire.plan import Rules
-from thinwire.wire import Contents, FlatEngine, FlatStats, Kind, NamedShape, Operation, group_seed
+from thinwire.wire import Contents, FlatEngine, FlatStats, Follower, Kind, NamedShape, Operation, group_seed
 
 BACKEND = "thinwire"
 
@@ -61,6 +61,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._exact: Any = dist.ProcessGroup(creation.store, rank, size)
         register_gloo(self._exact, backend)
         self._chooser = Chooser(self.options, size)
+        self._follower = Follower("thinwire exact")
         lanes = [gloo_group(prefixed(f"lane {i}", creation.store), rank, size, timeout) for i in range(2)]
         self._engine: FlatEngine | None = FlatEngine(
             with_shared_memory(ProcessGroupTransport(lanes[0], timeout, lanes[1]), timeout, self.options.transport),
@@ -194,7 +195,7 @@ class ProcessGroup(dist.ProcessGroup):
                 x.detach().copy_(scaled)
             opts = _summing(kind)
         works = [exact(passed, opts)] if passed or not futures else []
-        return Work(futures, works, tensors) if futures else works[0]
+        return Work(futures, tensors, works, self._follower) if futures else works[0]
 
     def _reduce_scatter(self, output: Tensor, inputs: Tensor | list[Tensor], opts: Any) -> Work | None:
         scale = self._scale(opts.reduceOp)
@@ -211,7 +212,7 @@ class ProcessGroup(dist.ProcessGroup):
             return torch.cat([part.detach().view(-1) for part in inputs])
 
         future = self._start(Operation("reduce_scatter", contents, out.dtype, fill, scale, out))
-        return Work([future], [], [output])
+        return Work([future], [output])
 
     def _all_gather(self, outputs: Tensor | list[Tensor], input: Tensor) -> Work | None:
         given = [input, *outputs] if isinstance(outputs, list) else [input, outputs]
@@ -237,7 +238,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         done = None if isinstance(outputs, Tensor) else hand_out
         future = self._start(Operation("all_gather", contents, mine.dtype, fill, done=done))
-        return Work([future], [], [outputs])
+        return Work([future], [outputs])
 
     def _start(self, operation: Operation) -> torch.futures.Future:
         return self._running().submit(operation)

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.plan.forecast import Bucket, Pace
+from thinwire.wire import Follower
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented, yet not exported
 WARM_UP = 4
@@ -89,6 +90,7 @@ class Observer:
         self._present: _Step | None = None
         self._synced = True
         self._batches = 0
+        self._follower = Follower("thinwire doctor")
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> "Observer":
@@ -155,9 +157,7 @@ class Observer:
         if step is not None and step.serial:
             _await_device(flat)
         ready = time.perf_counter()
-        work = dist.all_reduce(flat.div_(group.size()), group=group, async_op=True)
-        assert work is not None
-        future = work.get_future().then(lambda arrived: arrived.value()[0])
+        future = self._follower.mean(flat, group)
         if bucket.is_last():
             self._synced = True
         if step is None:

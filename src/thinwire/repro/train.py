@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.repro.data import windows
 from thinwire.repro.gpt import GPT, GPTConfig, next_token_loss
+from thinwire.wire import Follower
 
 # One scale per layer and a biased rounding, which nothing corrects: what 4 bits and small buckets must not look like.
 CONTROL_RULES = "minmax(bits=1, bucket=1048576, rounding=nearest)"
@@ -137,7 +138,7 @@ def _fp32(ddp: DistributedDataParallel, task: Task) -> Attached:
 
 
 def _bf16(ddp: DistributedDataParallel, task: Task) -> Attached:
-    ddp.register_comm_hook(None, _bf16_hook)
+    ddp.register_comm_hook(Follower("bf16"), _bf16_hook)
     return Attached(_sent(ddp) / 2)
 
 
@@ -171,13 +172,13 @@ def _control(ddp: DistributedDataParallel, task: Task) -> Attached:
     return _Thinwire(thinwire.compress(ddp, CONTROL_RULES, seed=task.seed, decline=False))
 
 
-def _bf16_hook(state, bucket):
+def _bf16_hook(follower, bucket):
     """PyTorch's ``bf16_compress_hook``, which itself refuses every backend but NCCL."""
     buffer = bucket.buffer()
     message = buffer.to(torch.bfloat16).div_(dist.get_world_size())
     work = dist.all_reduce(message, async_op=True)
     assert work is not None
-    return work.get_future().then(lambda future: buffer.copy_(future.value()[0]))
+    return follower.follow(work, lambda: buffer.copy_(message))
 
 
 def _noop_hook(state, bucket):

@@ -6,7 +6,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from thinwire import threads
 from thinwire.store.errors import StoreError
+
+_LAST_WRITES_S = 10.0
 
 
 class Background:
@@ -41,8 +44,7 @@ class Background:
             if self._closed:
                 raise StoreError("this store is closed: make another stage to go on")
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="thinwire-store", daemon=True)
-                self._thread.start()
+                self._thread = threads.start(self._run, name="thinwire store", end=self._end, within_s=_LAST_WRITES_S)
             while self._held and self._held + num_bytes > self._max_bytes and self._error is None:
                 self._changed.wait()
             self._raise()
@@ -59,11 +61,14 @@ class Background:
 
     def close(self) -> None:
         """Finish what was submitted and end the thread. What failed is not raised any more."""
+        self._end()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _end(self) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
 
     def _raise(self) -> None:
         if self._error is not None:

@@ -15,7 +15,7 @@ from thinwire.wire.stream import Later, on_the_host
 from thinwire.wire.timeline import Timeline, merge_timelines
 from thinwire.wire.units import Unit
 from thinwire.wire.wire import Wire
-from thinwire.wire.worker import Worker
+from thinwire.wire.worker import Follower, Worker
 
 __all__ = [
     "Contents",
@@ -23,6 +23,7 @@ __all__ = [
     "DisagreementError",
     "FlatEngine",
     "FlatStats",
+    "Follower",
     "Kind",
     "Later",
     "NamedShape",

@@ -1,4 +1,4 @@
-"""Two threads that do a Wire's communication, in the order in which DDP hands it over."""
+"""Threads that do a Wire's communication, and Python's part of others', in the order in which it is handed over."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ import weakref
 from collections.abc import Callable, Generator
 from concurrent.futures import Future as ConcurrentFuture
 from enum import Enum
+from functools import partial
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from thinwire import threads
 
 
 class Then(Enum):
@@ -24,6 +29,7 @@ class Then(Enum):
 
 Job = Generator[Then, None, Tensor]
 _Queue = queue.SimpleQueue[Callable[[], None] | None]
+_T = TypeVar("_T")
 
 
 class Worker:
@@ -40,10 +46,9 @@ class Worker:
         self._unfinished = 0
         self._idle = threading.Condition()
         num_threads = num_threads or torch.get_num_threads()
-        for jobs, suffix in ((self._first, "send"), (self._second, "receive")):
-            thread = threading.Thread(target=_run, args=(jobs, num_threads), name=f"{name} {suffix}", daemon=True)
-            thread.start()
         self._stop = weakref.finalize(self, _end, self._first, self._second)
+        for jobs, suffix in ((self._first, "send"), (self._second, "receive")):
+            threads.start(partial(_run, jobs, num_threads), name=f"{name} {suffix}", end=self._stop)
 
     def submit(self, job: Job) -> torch.futures.Future[Tensor]:
         """Run ``job`` after all jobs before it; the future gets what it returns, or its exception."""
@@ -109,6 +114,53 @@ class Worker:
             self._idle.notify_all()
         tell(outcome)
         return None
+
+
+class Follower:
+    """A thread that runs Python once a collective under way has ended; it starts with the first.
+
+    gloo's own threads must not: nobody can wait for them when the interpreter ends (`thinwire.threads`). One follower
+    is for one process group, whose collectives all ranks start in one order.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: _Queue | None = None
+
+    def follow(self, work: dist.Work, result: Callable[[], _T]) -> torch.futures.Future[_T]:
+        """A future with what ``result`` returns once ``work`` has ended. What either raises, waiting for it raises."""
+        if self._jobs is None:
+            self._jobs = queue.SimpleQueue()
+            stop = weakref.finalize(self, self._jobs.put, None)
+            threads.start(partial(_run, self._jobs, torch.get_num_threads()), name=self._name, end=stop)
+        ended: torch.futures.Future[None] = torch.futures.Future()
+        # DDP's reducer takes an exception that was set for a result; one that a callback raises it raises.
+        outcome = ended.then(lambda done: _outcome(done, result))
+
+        def wait() -> None:
+            try:
+                work.wait()
+            except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the future
+                ended.set_exception(error)  # pyright: ignore[reportArgumentType]
+            else:
+                ended.set_result(None)
+
+        self._jobs.put(wait)
+        return outcome
+
+    def mean(self, flat: Tensor, group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
+        """Replace ``flat`` by its mean over the group's ranks, by the all-reduce that stock DDP does."""
+        work = dist.all_reduce(flat.div_(group.size()), group=group, async_op=True)
+        assert work is not None
+        if flat.device.type != "cpu":
+            # What a device still has to do does not hold its future up: this runs here and now.
+            return work.get_future().then(lambda future: future.value()[0])
+        return self.follow(work, lambda: flat)
+
+
+def _outcome(ended: torch.futures.Future[None], result: Callable[[], _T]) -> _T:
+    ended.value()
+    return result()
 
 
 def _run(jobs: _Queue, num_threads: int) -> None:

@@ -1,0 +1,107 @@
+"""Threads that the interpreter waits for: a process that ends right after its last collective ends well."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import thinwire
+from harness import run_ranks
+from thinwire.wire import Follower
+
+ROOT = Path(thinwire.__file__).parent
+# What a busy machine does now and then: the thread is held up in a callback, below C++, when the program ends.
+_SLOW = """
+import time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import thinwire
+from thinwire.wire import Follower, Worker
+
+class Slow:
+    def __del__(self):
+        time.sleep(0.3)
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+"""
+_FOLLOWER = """
+follower = Follower("test")
+work = dist.all_reduce(torch.ones(4), async_op=True)
+follower.follow(work, lambda: None).then(lambda future, slow=Slow(): future.value()).wait()
+"""
+_WORKER = """
+def job():
+    time.sleep(0.1)
+    return torch.ones(1)
+    yield
+
+worker = Worker("test")
+worker.submit(job()).then(lambda future, slow=Slow(): future.value()).wait()
+"""
+_STORE = """
+from thinwire.store.background import Background
+
+background = Background()
+background.submit(lambda: (time.sleep(0.3), print("written", flush=True)))
+"""
+_WAITS_FOR_EVER = """
+def job():
+    time.sleep(100)
+    yield
+
+worker = Worker("test")
+worker.submit(job())
+"""
+
+
+def _ended(script: str) -> subprocess.CompletedProcess[str]:
+    code = textwrap.dedent(_SLOW + script)
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("script", [_FOLLOWER, _WORKER, _STORE], ids=["follower", "worker", "store"])
+def test_a_program_that_ends_at_once_ends_well(script: str) -> None:
+    done = _ended(script)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout == ("written\n" if script is _STORE else "")
+
+
+def test_what_waits_for_ever_is_left_behind() -> None:
+    started = time.monotonic()
+    assert _ended(_WAITS_FOR_EVER).returncode == 0
+    assert time.monotonic() - started < 50
+
+
+def test_python_never_runs_in_gloos_threads() -> None:
+    asking = [path for path in ROOT.rglob("*.py") if "get_future()" in path.read_text()]
+    assert [path.name for path in asking] == ["worker.py"]
+
+
+def _followed(rank: int) -> tuple[list[str], list[float], str]:
+    follower, said, group = Follower("test"), [], dist.group.WORLD
+    assert group is not None
+    x, y = torch.full((3,), float(rank)), torch.full((3,), 2.0 * rank)
+    first, second = (follower.mean(z, group) for z in (x, y))
+    means = [float(future.wait()[0]) for future in (second, first)]
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    try:
+        follower.follow(work, lambda: said[0]).wait()
+    except RuntimeError as error:
+        return said, means, str(error)
+    return said, means, ""
+
+
+def test_a_follower_answers_in_order_and_passes_on_what_is_raised() -> None:
+    for said, means, error in run_ranks(_followed, 2):
+        assert (said, means) == ([], [1.0, 0.5])
+        assert "list index out of range" in error
