@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import signal
+from multiprocessing import forkserver
+
+import pytest
 
 
 def pytest_configure() -> None:
@@ -10,3 +13,14 @@ def pytest_configure() -> None:
     those ignore Ctrl-C, and whoever ignores it hands that on."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server() -> None:
+    """The one that all ranks come from has loaded what they need, whichever test is the first to start one."""
+    import harness  # noqa: F401 - says what that is
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Read when PyTorch is loaded, and ranks share what cores there are.
+        patch.setenv("OMP_NUM_THREADS", "1")
+        forkserver.ensure_running()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -27,7 +28,7 @@ _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(
     [
         *("torch", "torch.distributed", "torch.nn.parallel", "torch.distributed.fsdp", "thinwire"),
-        *("thinwire.attach.pipeline.stage", "harness", "nets"),
+        *("thinwire.attach.pipeline.stage", "harness", "nets", "sklearn.datasets"),
     ]
 )
 
@@ -118,6 +119,8 @@ def _rank_main(
     pipe: Connection,
     backend: str,
 ) -> None:
+    # Else a collection looks through all that was imported, and copies it.
+    gc.freeze()
     torch.set_num_threads(1)
     stacks = _stacks(folder, rank).open("w")
     faulthandler.dump_traceback_later(_STACKS_AT * timeout_s, file=stacks)

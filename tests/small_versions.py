@@ -6,13 +6,11 @@ import json
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import harness  # noqa: F401 - says what the fork server loads first
 from thinwire import cli
 from thinwire.repro.parts import Parted
 
@@ -35,7 +33,6 @@ class Small:
 
 def small_version(name: str, study: type[Parted], out: Path) -> Small:
     """Run ``thinwire repro name --smoke``."""
-    forkserver.ensure_running()
     path = out / f"{name}.json"
     told: list[str] = []
     steps: Counter[str] = Counter()

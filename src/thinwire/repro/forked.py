@@ -6,6 +6,7 @@ import themselves.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import multiprocessing
@@ -115,4 +116,6 @@ def _main(module: str, door: Door, commands: Connection, answers: Connection, lo
     answers.close()
     door.enter()
     found: Any = importlib.import_module(module)
+    # What was imported stays. To look through all of it, and so to copy it, is most of what a collection here would do.
+    gc.freeze()
     found.main()
