@@ -126,6 +126,30 @@ def test_start_keeps_the_first_steps_dense() -> None:
         assert (stats["steps"], stats["compressed_steps"]) == (5, 2)
 
 
+def _sparse(rank: int) -> tuple[bool, str]:
+    gradients = []
+    for options in ({}, {"start": 2}):
+        torch.manual_seed(0)
+        embedding = nn.EmbeddingBag(200, 64, sparse=True)
+        model = DDP(embedding)
+        if options:
+            thinwire.compress(model, decline=False, **options)
+        for _ in range(2):
+            embedding.zero_grad()
+            model(torch.tensor([[rank, 5, 7 + rank]])).sum().backward()
+        assert embedding.weight.grad is not None
+        gradients.append(embedding.weight.grad.to_dense())
+    with pytest.raises(RuntimeError) as error:
+        model(torch.tensor([[rank]])).sum().backward()
+    return torch.equal(*gradients), str(error.value)
+
+
+def test_a_sparse_gradient_is_exact_before_the_start_and_an_error_from_then_on() -> None:
+    for exact, error in run_ranks(_sparse, 2):
+        assert exact
+        assert "make the embedding dense" in error
+
+
 def _scaler_and_clipping(rank: int) -> tuple[list[float], list[float], float]:
     model = make(rank)
     thinwire.compress(model, decline=False)
