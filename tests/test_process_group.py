@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -350,6 +352,29 @@ def _works_as_a_group(rank: int) -> None:
     leaf = values(rank).requires_grad_()
     dist.all_reduce(leaf, group=group)
     assert 0 < float((leaf.detach() - exact).norm()) < 0.25 * float(exact.norm())
+
+
+def _lets_go_of_tensors(rank: int) -> list[str]:
+    group = group_of()
+    for turn in range(200):
+        objects: list = [None, None]
+        dist.all_gather_object(objects, turn, group=group)
+        x = torch.full((64,), float(rank))
+        dist.broadcast(x, 0, group=group)
+        swapped = torch.empty(2)
+        dist.all_to_all_single(swapped, torch.tensor([0.0, 1.0]) + 10 * rank, group=group)
+        dist.barrier(group=group)
+        assert float(x.sum()) == 0.0
+    # PyTorch calls those of its own that a subclass lacks with the interpreter in its hands.
+    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/PyProcessGroup.hpp"
+    names = re.findall(r"intrusive_ptr<Work> (\w+)\(", header.read_text())
+    assert "broadcast" in names
+    return [name for name in names if name not in vars(group) and name not in vars(ProcessGroup)]
+
+
+def test_nothing_waits_for_gloos_threads_with_the_interpreter_in_its_hands() -> None:
+    """They wait for it, under the lock that a collective needs, where the last to let go of a tensor."""
+    assert run_ranks(_lets_go_of_tensors, 2) == [[], []]
 
 
 def test_it_works_as_any_process_group() -> None:

@@ -63,7 +63,10 @@ def test_the_small_version_makes_every_part_and_judges_every_claim(small: Small)
 @pytest.mark.timeout(400)
 def test_the_steps_that_are_foretold_are_those_of_a_part(small: Small) -> None:
     foretold = {part: steps for part, (_, steps, _) in command._phases(PARTS, SMOKE).items()}
-    assert dict(small.steps) == foretold
+    # A pipeline that is killed may take the news of its last step along, once for each kill and kind of store.
+    untold = foretold["resume"] - small.steps["resume"]
+    assert 0 <= untold <= 2 * SMOKE.kills
+    assert dict(small.steps) == {**foretold, "resume": foretold["resume"] - untold}
     # What an earlier part has trained is not trained again.
     alone = {part: command._phases([part], SMOKE)[part][1] for part in PARTS}
     assert {part for part in PARTS if alone[part] > foretold[part]} == {

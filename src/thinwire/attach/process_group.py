@@ -9,6 +9,7 @@ buffers, not layers. Whatever it does not compress goes through gloo, as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,14 @@ from thinwire.plan import Rules
 from thinwire.wire import Contents, FlatEngine, FlatStats, Follower, Kind, NamedShape, Operation, group_seed
 
 BACKEND = "thinwire"
+_GLOOS = (
+    *("broadcast", "barrier", "send", "recv"),
+    *("all_to_all_single", "all_gather_single_coalesced", "reduce_scatter_single_coalesced"),
+    # Their names before PyTorch 2.13.
+    *("alltoall_base", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"),
+)
+"""Handed over as they are. PyTorch's trampoline calls those that a subclass lacks with the interpreter in its hands; a
+thread of gloo that is the last to let go of a tensor waits for that, under the lock that the call waits for."""
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -60,6 +69,10 @@ class ProcessGroup(dist.ProcessGroup):
         # The same gloo once more, for our own calls: those of this object would come back to its own methods.
         self._exact: Any = dist.ProcessGroup(creation.store, rank, size)
         register_gloo(self._exact, backend)
+        for name in _GLOOS:
+            # Not a function: torch.compile would look into it.
+            if hasattr(self._exact, name):
+                setattr(self, name, partial(getattr(self._exact, name)))
         self._chooser = Chooser(self.options, size)
         self._follower = Follower("thinwire exact")
         lanes = [gloo_group(prefixed(f"lane {i}", creation.store), rank, size, timeout) for i in range(2)]
