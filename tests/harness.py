@@ -8,12 +8,14 @@ import io
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,31 @@ def run_ranks(
     ``function`` must be at the top of a module. With ``may_die`` a rank that dies without an answer gives None, and one
     that raises gives the exception's text as an ``Exception``.
     """
+    run = partial(_run_ranks, function, num_ranks, args, timeout_s, group_timeout_s, may_die, backend)
+    try:
+        return run()
+    except RankError as error:
+        if not _never_met(str(error)):
+            raise
+        sys.stderr.write(f"ranks did not find each other, and are started anew: {error}\n")
+        return run()
+
+
+def _never_met(error: str) -> bool:
+    """Whether gloo could not join the ranks: on a busy machine one now and then waits in vain for another's address."""
+    waited = "ait timeout" in error and "ProcessGroupGloo(" in error
+    return waited or "Gloo connectFullMesh failed" in error
+
+
+def _run_ranks(
+    function: Callable[..., Any],
+    num_ranks: int,
+    args: tuple[Any, ...],
+    timeout_s: float,
+    group_timeout_s: float,
+    may_die: bool,
+    backend: str,
+) -> list[Any]:
     ready = []
     processes = []
     with tempfile.TemporaryDirectory() as folder:

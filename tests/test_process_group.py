@@ -381,11 +381,11 @@ def test_it_works_as_any_process_group() -> None:
     run_ranks(_works_as_a_group, 2)
 
 
-def _is_the_default_group(rank: int, backend: str, path: str) -> tuple[str, str, float]:
+def _is_the_default_group(rank: int, backend: str, port: int) -> tuple[str, str, float]:
     dist.destroy_process_group()
     options = ProcessGroupOptions("minmax(bits=8)")
-    store = dist.FileStore(path, 2)
     timeout = timedelta(seconds=20)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timeout, pg_options=options)
     x = values(rank)
     dist.all_reduce(x)
@@ -399,8 +399,10 @@ def _is_the_default_group(rank: int, backend: str, path: str) -> tuple[str, str,
 
 
 @pytest.mark.parametrize("backend", ["thinwire", "cpu:thinwire"])
-def test_it_may_be_the_default_group(backend: str, tmp_path) -> None:
-    for initialized, compressor, error in run_ranks(_is_the_default_group, 2, backend, str(tmp_path / "store")):
+def test_it_may_be_the_default_group(backend: str) -> None:
+    # As torchrun has it.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for initialized, compressor, error in run_ranks(_is_the_default_group, 2, backend, store.port):
         assert initialized == "False"
         assert compressor == "minmax(bits=8, bucket=128)"
         assert 0 < error < 0.02
