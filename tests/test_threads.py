@@ -22,8 +22,6 @@ _SLOW = """
 import time
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-import thinwire
 from thinwire.wire import Follower, Worker
 
 class Slow:
