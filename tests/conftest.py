@@ -6,6 +6,7 @@ import signal
 from multiprocessing import forkserver
 
 import pytest
+import torch
 
 
 def pytest_configure() -> None:
@@ -13,6 +14,12 @@ def pytest_configure() -> None:
     those ignore Ctrl-C, and whoever ignores it hands that on."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """PyTorch draws its own first seed: a failure could not be repeated."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -148,6 +148,7 @@ def _rank_main(
 ) -> None:
     # Else a collection looks through all that was imported, and copies it.
     gc.freeze()
+    torch.manual_seed(0)
     torch.set_num_threads(1)
     stacks = _stacks(folder, rank).open("w")
     faulthandler.dump_traceback_later(_STACKS_AT * timeout_s, file=stacks)
