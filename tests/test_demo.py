@@ -19,7 +19,7 @@ import pytest
 from thinwire import lab
 from thinwire.repro import crew as crew_module
 from thinwire.repro import demo as demo_module
-from thinwire.repro.crew import Crew, Loopback, RankFailed
+from thinwire.repro.crew import Crew, Loopback, Nothing, RankFailed
 from thinwire.repro.train import VARIANTS
 
 SMOKE = demo_module._SMOKE
@@ -150,6 +150,15 @@ def test_a_rank_that_raises_is_told_with_its_words_and_its_log(crew: Crew) -> No
     with pytest.raises(RankFailed, match=r"FileNotFoundError.*start\.npy") as failed:
         _run(crew, "fp32")
     assert "demo_rank.py" in failed.value.log
+
+
+def test_what_others_tell_after_a_rank_has_ended_is_heard(tmp_path: Path) -> None:
+    told = []
+    options: dict[str, Any] = {"folder": tmp_path, "name": "crew", "timeout_s": 10, "module": "crew_rank"}
+    ended = pytest.raises(RankFailed, match="rank 0: it ended")
+    with Loopback() as link, Crew(link, Nothing(), 3, **options) as crew, ended:
+        crew.run({"do": "go on"}, lambda rank, event: told.append((rank, event["step"])), _ignore)
+    assert sorted(told) == [(1, 1), (2, 2)]
 
 
 def test_a_silent_rank_is_an_error(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:

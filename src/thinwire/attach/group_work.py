@@ -8,52 +8,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.wire import Follower
-
 Future = torch.futures.Future
 
 
 class Work(dist.Work):
-    """Ends when our worker's futures have, and gloo's own works with which part of it travels.
+    """Ends when our worker's futures have, and those of gloo's own works with which part of it travels.
 
     Its future completes by itself, as DistributedDataParallel needs it; what goes wrong is raised by `wait`, and by
     whoever waits for the future.
     """
 
-    def __init__(
-        self,
-        futures: Sequence[Future],
-        outputs: Any,
-        works: Sequence[dist.Work] = (),
-        follower: Follower | None = None,
-    ) -> None:
-        """``follower``: of the group that ``works`` are of."""
+    def __init__(self, futures: Sequence[Future], outputs: Any) -> None:
         super().__init__()
-        self._futures, self._outputs, self._works = futures, outputs, works
-        self._follower = follower or Follower("thinwire exact")
+        self._futures, self._outputs = futures, outputs
 
     def wait(self, timeout: object = None) -> bool:
         """Block until it is done. Every message has the process group's own timeout."""
         for future in self._futures:
             future.wait()
-        for work in self._works:
-            work.wait()
         return True
 
     def get_future(self) -> Future:
         outputs = self._outputs
-        parts = [*self._futures, *(self._follower.follow(work, lambda: None) for work in self._works)]
-        if len(parts) == 1:
-            return parts[0].then(lambda ended: _after(ended, outputs))
+        if len(self._futures) == 1:
+            return self._futures[0].then(lambda ended: _after(ended, outputs))
         # An exception set from Python is one only to who waits from Python. One raised in a callback is one to DDP's
         # reducer, too, which would read a result out of the other kind.
-        return torch.futures.collect_all(parts).then(lambda ended: _after_all(ended, outputs))
+        return torch.futures.collect_all(list(self._futures)).then(lambda ended: _after_all(ended, outputs))
 
     def result(self) -> Any:
         return self._outputs
 
     def is_completed(self) -> bool:
-        return all(future.done() for future in self._futures) and all(work.is_completed() for work in self._works)
+        return all(future.done() for future in self._futures)
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None

@@ -207,8 +207,11 @@ class ProcessGroup(dist.ProcessGroup):
             for x, scaled in zip(passed, _scaled(passed, opts), strict=True):
                 x.detach().copy_(scaled)
             opts = _summing(kind)
-        works = [exact(passed, opts)] if passed or not futures else []
-        return Work(futures, tensors, works, self._follower) if futures else works[0]
+        if not futures:
+            return exact(passed, opts)
+        if passed:
+            futures.append(self._follower.follow(exact(passed, opts), lambda: None))
+        return Work(futures, tensors)
 
     def _reduce_scatter(self, output: Tensor, inputs: Tensor | list[Tensor], opts: Any) -> Work | None:
         scale = self._scale(opts.reduceOp)

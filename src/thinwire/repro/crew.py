@@ -165,12 +165,13 @@ class Crew:
         while any(member.answer is None for member in self._members):
             ready = self._selector.select(silence_s)
             if not ready:
-                raise self._failed(next(member for member in self._members if member.answer is None), silence_s)
+                silent = next(member for member in self._members if member.answer is None)
+                raise RankFailed(silent.rank, f"said nothing for {silence_s:.0f} s", silent.tail())
             for key, _ in ready:
                 self._take(key.data, on_event)
             broken = next((member for member in self._members if member.failure), None)
             if broken is not None:
-                raise self._failed(broken)
+                raise self._failed(broken, on_event)
             self._let_go(on_hold)
         return [member.answer for member in self._members if member.answer is not None]
 
@@ -193,13 +194,17 @@ class Crew:
             member.held = False
             member.tell({"do": "go"})
 
-    def _failed(self, first: _Member, silence_s: float | None = None) -> RankFailed:
-        """The failure to tell: that of a rank which a signal ended, if any, since it makes the others fail too."""
-        if silence_s is not None:
-            return RankFailed(first.rank, f"said nothing for {silence_s:.0f} s", first.tail())
+    def _failed(self, first: _Member, on_event: OnEvent) -> RankFailed:
+        """The failure to tell: that of a rank which a signal ended, if any, since it makes the others fail too. What
+        the others still tell is heard."""
         until = time.monotonic() + _AFTERMATH_S
-        while time.monotonic() < until and any(member.process.poll() is None for member in self._members):
-            time.sleep(0.05)
+        ended = False
+        while not ended and time.monotonic() < until:
+            ended = all(member.process.poll() is not None for member in self._members)
+            for key, _ in self._selector.select(0.0 if ended else 0.05):
+                self._take(key.data, on_event)
+                if key.data.failure:
+                    self._selector.unregister(key.fileobj)
         killed = [member for member in self._members if (member.process.poll() or 0) < 0]
         member = killed[0] if killed else first
         code = member.process.poll()
