@@ -285,7 +285,7 @@ def test_a_script_over_a_slow_link(tmp_path: Path) -> None:
     # A megabyte at 50 Mbit/s takes 0.17 s, and computing nearly nothing.
     assert found["exposed_share"] > 0.5
     assert found["line_rate"] == 50e6 / 8
-    assert 0.6 < found["pairs"][0]["bandwidth"] / found["line_rate"] < 1.2
+    assert 0.3 < found["pairs"][0]["bandwidth"] / found["line_rate"] < 1.2
     assert found["advice"][0]["title"] != "nothing"
     assert found["script"][0] == SCRIPT
     assert "Bound by communication" in done.stdout

@@ -25,13 +25,14 @@ def doctor(
     *,
     rates: tuple[str, ...] = _RATES,
     rtts: tuple[str, ...] = _RTTS,
-    specs: tuple[str, ...] = _SPECS,
+    specs: tuple[str, ...] | None = None,
     ranks: int = 2,
     batch: int = 8,
     bucket_cap_mb: float = 5.0,
     watched: int = 14,
     rounds: int = 5,
     steps: int = 2,
+    sharded: bool = False,
     json: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None,
 ) -> int:
     """Let doctor foretell training steps of the demo's GPT over emulated links, then take these steps and compare.
@@ -42,31 +43,37 @@ def doctor(
     Examples:
       thinwire bench doctor --json doctor.json
       thinwire bench doctor --rates 1gbit --rtts 0ms
+      thinwire bench doctor --sharded --json doctor-fsdp.json
 
     Args:
         rates: of each rank's link, both ways.
         rtts: round-trip times to add.
-        specs: compressors, beside fp32 and nothing sent.
+        specs: compressors, beside fp32 and nothing sent; by default bf16 and 4 bits, or none where SHARDED.
         ranks: number of ranks.
         batch: windows of 64 tokens a rank.
         bucket_cap_mb: DDP's bucket size.
         watched: steps that doctor looks at.
         rounds: turns of each way.
         steps: steps a turn.
+        sharded: a model under FSDP2, in place of one under DDP; with doctor's own ways beside SPECS.
         json: write the figures to this file.
     """
     console = Console(highlight=False)
     if not network_here():
         return 1
     config = {
-        "specs": list(specs),
+        "specs": list(specs if specs is not None else () if sharded else _SPECS),
         "cap_mb": bucket_cap_mb,
         "batch": batch,
         "watched": watched,
         "rounds": rounds,
         "steps": steps,
+        "sharded": sharded,
     }
-    results = Results("thinwire bench doctor", about={"ranks": ranks, "batch": batch, "claimed": _CLAIMED, "cells": {}})
+    results = Results(
+        "thinwire bench doctor",
+        about={"ranks": ranks, "batch": batch, "sharded": sharded, "claimed": _CLAIMED, "cells": {}},
+    )
     table = Table(title="A step, foretold and taken")
     for column in ("link", "", "foretold", "range", "taken", "error"):
         table.add_column(column, justify="right" if column not in ("link", "") else "left", no_wrap=True)

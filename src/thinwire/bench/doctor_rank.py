@@ -3,48 +3,52 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from statistics import median
 from typing import Any
 
 import torch
+from torch import nn
 
 import thinwire
+from thinwire.bench.doctor_sharded import sharded_gpt, sharded_way
 from thinwire.bench.rank import serve
 from thinwire.bench.turns import Turns, gpt, token_batch
-from thinwire.doctor.choices import CHOICES, Choice, ceiling, predict, to_time
-from thinwire.doctor.measure import Measured, measure
+from thinwire.doctor.choices import Choice, Prediction, ceiling
+from thinwire.doctor.choices_sharded import ShardedChoice
+from thinwire.doctor.foretell import foretell
+from thinwire.doctor.measure import Measured
 from thinwire.doctor.observe import Observer
 from thinwire.doctor.script import Seen
 
+NOTHING = Choice("nothing sent")
 
-def foretell(cap_mb: float, batch: int, steps: int, choices: list[Choice]) -> tuple[Measured, dict[str, Any]]:
-    """What doctor measures while a model trains, and its predictions by title."""
-    model = gpt(cap_mb)
-    turns, tokens, found = Turns({"watched": model}), token_batch(batch), []
+
+def look(model: nn.Module, batch: int, steps: int, specs: Sequence[str]) -> tuple[Measured, list[Prediction]]:
+    """What doctor measures while a model trains, and its predictions."""
+    turns, tokens = Turns({"watched": model}), token_batch(batch)
+    found: list[tuple[Measured, list[Prediction]]] = []
 
     def done(observer: Observer) -> None:
-        shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters()}
-        found.append(measure(observer, to_time(choices, shapes)))
+        found.append(foretell(observer, specs))
         raise Seen(0)
 
     with Observer(steps, done), contextlib.suppress(Seen):
         while True:
             turns.step("watched", tokens)
-    measured = found[0]
-    predictions = {choice.title: asdict(predict(choice, measured)) for choice in choices}
-    return measured, predictions | {"nothing sent": {"step": asdict(ceiling(measured))}}
+    return found[0]
 
 
-def take(cap_mb: float, batch: int, rounds: int, steps: int, choices: list[Choice]) -> dict[str, list[float]]:
-    """Seconds of real steps by title and round, the ways in turn."""
-    models = {choice.title: gpt(cap_mb) for choice in choices} | {"nothing sent": gpt(cap_mb)}
-    wires = [thinwire.compress(models[choice.title], choice.spec, decline=False) for choice in choices if choice.spec]
-    models["nothing sent"].register_comm_hook(None, _noop)
-    times = Turns(models).seconds(token_batch(batch), rounds, steps)
-    for wire in wires:
-        wire.detach()
-    return times
+def way(choice: Choice, cap_mb: float) -> tuple[nn.Module, Callable[[], object]]:
+    """A DDP model that trains like this, and what ends its communication."""
+    model = gpt(cap_mb)
+    if choice == NOTHING:
+        model.register_comm_hook(None, _noop)
+    if choice.spec is None:
+        return model, lambda: None
+    wire = thinwire.compress(model, choice.spec, decline=False)
+    return model, wire.detach
 
 
 def _noop(state, bucket):
@@ -53,25 +57,39 @@ def _noop(state, bucket):
     return future
 
 
+def _taken(choice: Choice, specs: Sequence[str]) -> bool:
+    """Whether steps are taken with it."""
+    if isinstance(choice, ShardedChoice):
+        return choice.times == 1 and (choice.care < choice.care.CHECK or choice.spec in specs)
+    return choice.is_today or (choice.spec in specs and choice.topology == "sra")
+
+
 def foretell_and_take(
-    specs: list[str], cap_mb: float, batch: int, watched: int, rounds: int, steps: int
+    specs: list[str], cap_mb: float, batch: int, watched: int, rounds: int, steps: int, sharded: bool
 ) -> dict[str, Any]:
     """Predictions and times."""
-    known = {choice.spec: choice for choice in CHOICES if choice.times == 1}
-    choices = [known[None], *(known.get(spec, Choice(spec, spec)) for spec in specs)]
-    measured, predictions = foretell(cap_mb, batch, watched, choices)
-    times = take(cap_mb, batch, rounds, steps, choices)
-    middle = measured.links[len(measured.links) // 2]
+    measured, predictions = look(sharded_gpt() if sharded else gpt(cap_mb), batch, watched, specs)
+    predictions = [p for p in predictions if _taken(p.choice, specs)]
+    choices = [*(p.choice for p in predictions), NOTHING]
+    models, ends = {}, []
+    for choice in choices:
+        models[choice.title], end = sharded_way(choice) if sharded else way(choice, cap_mb)
+        ends.append(end)
+    times = Turns(models).seconds(token_batch(batch), rounds, steps)
+    for end in ends:
+        end()
+    middle, pace = measured.links[len(measured.links) // 2], measured.watched.paces[0]
+    foretold = {p.choice.title: asdict(p) for p in predictions}
     return {
-        "predictions": predictions,
+        "predictions": foretold | {NOTHING.title: {"step": asdict(ceiling(measured))}},
         "times": times,
         "watched_s": list(measured.watched.step_s),
         "exposed_share": measured.watched.exposed_share,
         "compute_s": median(pace.compute_s for pace in measured.watched.paces),
-        "ready_s": [bucket.ready_s for bucket in measured.watched.paces[0].buckets],
-        "bytes": [bucket.num_bytes for bucket in measured.watched.paces[0].buckets],
+        "ready_s": [bucket.ready_s for bucket in pace.buckets],
+        "bytes": [bucket.num_bytes for bucket in pace.buckets],
         "bucket_s": [median(took) for took in zip(*measured.watched.bucket_s, strict=True)],
-        "shared": measured.watched.paces[0].shared,
+        "shared": pace.shared,
         "native": list(middle.native.points),
         "exchange": list(middle.exchange.points),
         "native_cpu": middle.native_cpu,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.repro.gpt import GPT, GPTConfig, next_token_loss
@@ -28,7 +28,7 @@ def token_batch(batch: int) -> Tensor:
     return torch.randint(0, _VOCABULARY, (batch, GPTConfig().context + 1), generator=generator)
 
 
-def backward(model: DistributedDataParallel, tokens: Tensor) -> None:
+def backward(model: nn.Module, tokens: Tensor) -> None:
     """Leave the mean gradient of a batch in the model's parameters."""
     model.zero_grad()
     next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
@@ -37,7 +37,7 @@ def backward(model: DistributedDataParallel, tokens: Tensor) -> None:
 class Turns:
     """A model for each way of sending gradients, and an optimizer for each."""
 
-    def __init__(self, models: Mapping[str, DistributedDataParallel]) -> None:
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
         self.models = models
         self._optimizers = {name: torch.optim.AdamW(m.parameters(), lr=1e-4) for name, m in models.items()}
 

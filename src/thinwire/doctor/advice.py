@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from thinwire.doctor.choices import TODAY, Care, Choice, Prediction
+from thinwire.doctor.choices import Care, Choice, Prediction
 from thinwire.doctor.measure import Measured
 
 HARMLESS_SHARE = 0.05
@@ -40,6 +40,7 @@ class Verdict:
 
 _CARE = {
     Care.NONE: "the same numbers",
+    Care.MEMORY: "the same numbers; each rank holds all weights until their gradients are there",
     Care.ROUNDED: "gradients in 16 bits, exact enough for nearly everything",
     Care.KEPT: "kept the loss in the comparisons of the README",
     Care.BATCH: "a larger batch between two updates, so the learning rate may want another value",
@@ -52,14 +53,17 @@ def verdict(measured: Measured, predictions: Sequence[Prediction]) -> Verdict:
     watched = measured.watched
     today, share = median(watched.step_s), watched.exposed_share
     faster = [
-        p for p in predictions if p.choice != TODAY and p.step.high < today and p.step.value < (1 - LEAST_GAIN) * today
+        p
+        for p in predictions
+        if not p.choice.is_today and p.step.high < today and p.step.value < (1 - LEAST_GAIN) * today
     ]
     ranked = _ranked(faster)
     advice = [_advice(p, today) for p in ranked]
     bound = share > HARMLESS_SHARE
-    one_bucket = len(watched.paces[0].buckets) == 1 and watched.paces[0].buckets[0].num_bytes >= _ONE_BUCKET_BYTES
+    buckets = watched.paces[0].buckets
+    one_bucket = not measured.sharded and len(buckets) == 1 and buckets[0].num_bytes >= _ONE_BUCKET_BYTES
     if bound and one_bucket:
-        cap = max(1, round(watched.paces[0].buckets[0].num_bytes / 5 / 2**20))
+        cap = max(1, round(buckets[0].num_bytes / 5 / 2**20))
         why = "all gradients are in one DDP bucket, so nothing is sent before backward ends; the same numbers"
         advice.insert(0, Advice("smaller buckets", why, (f"DistributedDataParallel(model, bucket_cap_mb={cap})",)))
     nothing = Advice("nothing", _nothing(share, bound=bound))

@@ -10,9 +10,9 @@ from thinwire.collectives import Topology, parse_topology
 from thinwire.compressors import Compressor, Raw, parse
 from thinwire.doctor.measure import Measured
 from thinwire.plan import DEFAULT_RULES, Plan
-from thinwire.plan.cost import codec_seconds
 from thinwire.plan.forecast import (
     Links,
+    Pace,
     Range,
     accumulated,
     draws,
@@ -27,13 +27,15 @@ class Care(IntEnum):
 
     NONE = 0
     """The same numbers."""
-    ROUNDED = 1
+    MEMORY = 1
+    """The same numbers, and weights take memory for longer."""
+    ROUNDED = 2
     """Gradients of 16 bits."""
-    KEPT = 2
+    KEPT = 3
     """The loss stayed the same in the comparisons of README.md."""
-    BATCH = 3
+    BATCH = 4
     """A larger batch: the learning rate may want another value."""
-    CHECK = 4
+    CHECK = 5
     """The loss may change: `thinwire compare` tells."""
 
 
@@ -49,6 +51,11 @@ class Choice:
     times: int = 1
     """Batches whose gradients are added up before they are sent."""
     care: Care = Care.NONE
+
+    @property
+    def is_today(self) -> bool:
+        """Whether it changes nothing."""
+        return self.spec is None and self.times == 1
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -137,24 +144,24 @@ def predict(choice: Choice, measured: Measured) -> Prediction:
     """Over many draws of a measured step and of a measurement of the links."""
     drawn = draws(measured.watched.paces, measured.links)
     layers = None if choice.spec is None else plan_of(choice, measured).layers
-    codec_s = {
-        c: codec_seconds(c, measured.num_ranks, {"encode": encode, "decode": decode})
-        for c, (encode, decode) in measured.codecs.items()
-    }
+    codec_s = {compressor: measured.codec_s(compressor) for compressor in measured.codecs}
     topology = way_of(choice, drawn[0][1])
     if topology is None:
         raise ValueError(f"{choice.title}: these links have nothing for {choice.topology}")
     steps, waits = [], []
     for pace, links in drawn:
+        assert isinstance(pace, Pace)
         step = native_step(pace, links) if layers is None else planned_step(pace, links, layers, codec_s, topology)
         each = accumulated(pace, step, choice.times)
         steps.append(each)
         waits.append(1 - (each - (step - pace.compute_s) / choice.times) / each)
     pace, links = drawn[0]
+    assert isinstance(pace, Pace)
     sent = sent_in_step(pace, links, layers, topology) / choice.times
     return Prediction(choice, Range.of(steps), sent, Range.of(waits).value)
 
 
 def ceiling(measured: Measured) -> Range:
     """Seconds of a step in which nothing is sent, of the same draws as predictions: none comes out below it by luck."""
-    return Range.of([pace.compute_s for pace, _ in draws(measured.watched.paces, measured.links)])
+    paces = [pace for pace, _ in draws(measured.watched.paces, measured.links)]
+    return Range.of([pace.compute_s if isinstance(pace, Pace) else pace.alone_s for pace in paces])

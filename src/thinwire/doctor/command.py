@@ -16,8 +16,9 @@ from thinwire import lab
 from thinwire.doctor import page, report
 from thinwire.doctor.choices import choices_of
 from thinwire.doctor.examine import Examination, Request, argv
-from thinwire.doctor.observe import LEAST_STEPS, DoctorError
+from thinwire.doctor.observe import LEAST_STEPS
 from thinwire.doctor.record import read, write
+from thinwire.doctor.watched import DoctorError
 from thinwire.lab.units import parse_rate, parse_rates
 from thinwire.repro.plots import need_matplotlib
 
@@ -46,8 +47,8 @@ def doctor(
 ) -> int:
     """Is this training bound by communication, and what would help?
 
-    Under torchrun, on every rank: watches the DistributedDataParallel model that a script trains, or a small GPT
-    where no script is given, measures links and processors, and foretells a step's time for each way of sending
+    Under torchrun, on every rank: watches the DistributedDataParallel or FSDP2 model that a script trains, or a small
+    GPT where no script is given, measures links and processors, and foretells a step's time for each way of sending
     gradients. The script's numbers stay as they are; it is ended once enough was seen. Without torchrun it starts the
     ranks itself, on this machine: over loopback, or over the slow network that --rate asks for.
 

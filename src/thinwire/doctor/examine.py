@@ -12,11 +12,11 @@ from typing import Any
 import torch.distributed as dist
 
 from thinwire.doctor.advice import verdict
-from thinwire.doctor.choices import choices_of, predict, to_time, way_of
-from thinwire.doctor.measure import measure
-from thinwire.doctor.observe import WARM_UP, DoctorError, Observer
+from thinwire.doctor.foretell import foretell
+from thinwire.doctor.observe import WARM_UP, Observer
 from thinwire.doctor.record import Prices, record
 from thinwire.doctor.script import Seen, run_script, train_probe
+from thinwire.doctor.watched import DoctorError
 from thinwire.results import Results
 
 
@@ -77,20 +77,16 @@ class Examination:
             raise DoctorError(
                 f"the script ended before doctor had seen {needed}: let it train longer, or ask for fewer with --steps"
                 if observer.model is not None
-                else "the script trained no DistributedDataParallel model, which is what doctor looks at: wrap it, "
-                "model = DistributedDataParallel(model), and call the wrapped model in training"
+                else "the script trained no DistributedDataParallel model and none that fully_shard() has sharded, "
+                "which is what doctor looks at: wrap it, model = DistributedDataParallel(model), and call the wrapped "
+                "model in training"
             )
         return self.answer
 
     def _done(self, observer: Observer) -> None:
-        request, model = self.request, observer.model
-        assert model is not None
-        shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters() if p.requires_grad}
-        choices = choices_of(request.compressors)
-        measured = measure(observer, to_time(choices, shapes), request.line_rate)
-        if dist.get_rank(model.process_group) == 0:
-            fitting = [choice for choice in choices if all(way_of(choice, links) for links in measured.links)]
-            predictions = [predict(choice, measured) for choice in fitting]
+        request = self.request
+        measured, predictions = foretell(observer, request.compressors, request.line_rate)
+        if dist.get_rank(observer.group) == 0:
             found = verdict(measured, predictions)
             about: dict[str, Any] = {
                 "script": list(request.script) or "a GPT of 4.8 million parameters, built in",

@@ -7,17 +7,22 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach.devices import device_of, on_device
 from thinwire.attach.transports import bare_transport
 from thinwire.collectives import Transport, World, with_shared_memory
 from thinwire.compat import group_timeout
 from thinwire.compressors import Compressor
-from thinwire.doctor.observe import DoctorError, Observer, Watched
+from thinwire.doctor.observe import Observer
+from thinwire.doctor.watched import DoctorError, Watched
+from thinwire.plan.cost import codec_seconds
 from thinwire.plan.forecast import Links
+from thinwire.plan.forecast_sharded import ShardedPace, shares
 from thinwire.wire.link import Pair, find_nodes, measure_cores, measure_links, measure_pairs, shared_part
 from thinwire.wire.speeds import measure_codecs
 
@@ -45,6 +50,25 @@ class Measured:
     """Bytes per second that the interface is made for, where that is known."""
     interface: str
 
+    @property
+    def sharded(self) -> bool:
+        """Whether weights are gathered and gradients reduced in shards, rather than all-reduced."""
+        return isinstance(self.watched.paces[0], ShardedPace)
+
+    @property
+    def crossings(self) -> float:
+        """Bytes that a rank sends for each byte of what travels uncompressed."""
+        once = (self.num_ranks - 1) / self.num_ranks
+        return once if self.sharded else 2 * once
+
+    def codec_s(self, compressor: Compressor) -> float:
+        """Seconds that an element costs a rank each time it travels, encoded and decoded."""
+        encode, decode = self.codecs[compressor]
+        if self.sharded:
+            encoded, decoded = shares("all_gather", self.num_ranks)
+            return encoded * encode + decoded * decode
+        return codec_seconds(compressor, self.num_ranks, {"encode": encode, "decode": decode})
+
 
 def measure(observer: Observer, compressors: Collection[Compressor], line_rate: float | None = None) -> Measured:
     """Measure links and codecs, between two steps and on every rank of the model's process group.
@@ -53,13 +77,12 @@ def measure(observer: Observer, compressors: Collection[Compressor], line_rate: 
         DoctorError: what was watched makes no steps that can be foretold.
         TransportError: a rank is gone or silent.
     """
-    assert observer.model is not None
-    watched = observer.result()
-    group = observer.model.process_group
-    assert isinstance(group, dist.ProcessGroup)
+    watched, group = observer.result(), observer.group
     timeout: timedelta = group_timeout(group)
     try:
-        device = device_of(observer.model, group, as_device=False)
+        # Sharded models are looked at on the CPU.
+        model = observer.model if isinstance(observer.model, DistributedDataParallel) else None
+        device = device_of(model, group, as_device=False) if model is not None else None
     except (RuntimeError, NotImplementedError) as error:
         raise DoctorError(str(error)) from error
     host = bare_transport(group, timeout)
@@ -80,7 +103,7 @@ def measure(observer: Observer, compressors: Collection[Compressor], line_rate: 
         transport.close()
     threads = torch.get_num_threads()
     shared = shared_part(cores, threads) if device is None else 0.0
-    paces = tuple(replace(pace, shared=shared) for pace in watched.paces)
+    paces: Any = tuple(replace(pace, shared=shared) for pace in watched.paces)
     return Measured(
         replace(watched, paces=paces),
         tuple(links),

@@ -55,7 +55,7 @@ def page(record: dict[str, Any]) -> str:
         _numbers(about),
         _section("What to do", _advice(about["advice"][:_SHOWN])),
         _section("A step, by choice", pictures.steps(about), _table(report.predictions(about))),
-        _section("A step as it is", pictures.timeline(about), _note(_TIMELINE)),
+        _section("A step as it is", pictures.timeline(about), _note(_STOPS if about["sharded"] else _TIMELINE)),
         _section("Links", _table(report.links(about)), _note(_LINKS)),
         _section("Compressors here", _table(report.codecs(about)), pictures.break_even(about), _note(_BREAK_EVEN)),
         _section("How this was measured", f"<p>{escape(report.how(about))}</p>", _note(_machine(record))),
@@ -70,6 +70,10 @@ def page(record: dict[str, Any]) -> str:
 _TIMELINE = (
     "Marks: a bucket's gradients are complete. Bars: until its all-reduce has arrived, at the speeds measured. What "
     "lies beyond the grey area is what training waits for."
+)
+_STOPS = (
+    "FSDP2 without compression computes nothing while its own collectives are under way on a CPU. Of what each takes, "
+    "the rank that came last."
 )
 _LINKS = "Both directions at once, as an all-reduce uses them. Latency: an empty message, one way."
 _BREAK_EVEN = (

@@ -35,10 +35,12 @@ def steps(about: dict[str, Any]) -> str:
 
 def timeline(about: dict[str, Any]) -> str:
     """When each bucket of a step is ready, and until when its all-reduce takes."""
+    if about["sharded"]:
+        return _stops(about)
     buckets = about["buckets"]
     native = Curve(tuple((float(n), float(s)) for n, s in about["native"]["points"]))
-    ring = 2 * (about["ranks"] - 1) / about["ranks"]
-    transfers = [Transfer(b["all_reduce_s"], ring * b["bytes"] * native.per_byte) for b in buckets]
+    per_byte = about["crossings"] * native.per_byte
+    transfers = [Transfer(b["took_s"], b["bytes"] * per_byte) for b in buckets]
     done = finish([b["ready_s"] for b in buckets], transfers, depth=2)
     figure, (axes,) = _canvas(1.6 + 0.26 * len(buckets), "seconds since the step began")
     for i, (bucket, end) in enumerate(zip(buckets, done, strict=True)):
@@ -53,15 +55,35 @@ def timeline(about: dict[str, Any]) -> str:
     return _svg(figure, axes, "timeline", "When buckets are ready and when they have arrived")
 
 
+def _stops(about: dict[str, Any]) -> str:
+    """Of a sharded model: where gathers and reductions stop a step."""
+    kinds = {"all_gather": "weights are gathered", "reduce_scatter": "gradients are reduced"}
+    figure, (axes,) = _canvas(2.2, "seconds since the step began")
+    stopped = computed = 0.0
+    for of in about["buckets"]:
+        row = list(kinds).index(of["kind"]) + 1
+        axes.barh(0, of["ready_s"] - computed, left=computed + stopped, color=_READY, height=0.62)
+        axes.barh(row, of["took_s"], left=of["ready_s"] + stopped, color=_WAIT, height=0.62)
+        computed, stopped = of["ready_s"], stopped + of["took_s"]
+    axes.barh(0, about["compute_s"]["value"] - computed, left=computed + stopped, color=_READY, height=0.62)
+    axes.barh(0, 0, color=_READY, label="goes on")
+    axes.barh(0, 0, color=_WAIT, label="stops the step")
+    axes.set_yticks(range(3), ["computing", *kinds.values()])
+    axes.invert_yaxis()
+    axes.set_xlim(0, None)
+    axes.grid(visible=False, axis="y")
+    return _svg(figure, axes, "timeline", "When a step computes, and when it stands still for communication")
+
+
 def break_even(about: dict[str, Any]) -> str:
     """The ratio from which on compression at a compressor's speed pays, by the link (the FFT paper's Figure 10)."""
     import numpy as np
 
     figure, (axes,) = _canvas(4.4, "rate of the link", "least ratio that pays")
-    ring = 2 * (about["ranks"] - 1) / about["ranks"]
+    crossings = about["crossings"]
     rates = np.geomspace(1e6, 4e11, 400)
     for row in about["codecs"]:
-        ratios = [minimal_ratio(rate / 8 / ring, row["seconds_per_byte"]) for rate in rates]
+        ratios = [minimal_ratio(rate / 8 / crossings, row["seconds_per_byte"]) for rate in rates]
         shown = [ratio if ratio <= _MOST_RATIO else float("nan") for ratio in ratios]
         line = axes.plot(rates, shown, label=row["title"])[0]
         if row["minimal_ratio"] is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -11,10 +11,11 @@ from typing import Any
 
 from thinwire.compressors import Compressor, Raw
 from thinwire.doctor.advice import Verdict
-from thinwire.doctor.choices import TODAY, Prediction, ceiling, plan_of
+from thinwire.doctor.choices import Choice, Prediction, ceiling, plan_of
+from thinwire.doctor.choices_sharded import ShardedChoice, plan_for
 from thinwire.doctor.measure import Measured
-from thinwire.plan.cost import codec_seconds
 from thinwire.plan.forecast import Curve, Links
+from thinwire.plan.forecast_sharded import Move
 from thinwire.repro.fft.cost import minimal_ratio, useful_bandwidth
 from thinwire.results import Results
 from thinwire.wire.link import Pair
@@ -62,6 +63,8 @@ def record(
             "parameters": watched.parameters,
             "dtypes": list(watched.dtypes),
             "batches_per_step": watched.batches,
+            "sharded": measured.sharded,
+            "crossings": measured.crossings,
             "interface": measured.interface,
             "line_rate": measured.line_rate,
             "verdict": verdict.sentence,
@@ -122,13 +125,14 @@ def _curve(curve: Curve) -> dict[str, Any]:
     return {"points": [list(point) for point in curve.points], "bandwidth": curve.bandwidth}
 
 
-def _buckets(measured: Measured) -> list[dict[str, float]]:
+def _buckets(measured: Measured) -> list[dict[str, Any]]:
     """Of the middle one of the measured steps."""
     paces, found = measured.watched.paces, []
     for i, bucket in enumerate(paces[0].buckets):
         ready = median(pace.buckets[i].ready_s for pace in paces)
         alone = median(took[i] for took in measured.watched.bucket_s)
-        found.append({"bytes": bucket.num_bytes, "ready_s": ready, "all_reduce_s": alone})
+        kind = bucket.kind if isinstance(bucket, Move) else "all_reduce"
+        found.append({"kind": kind, "bytes": bucket.num_bytes, "ready_s": ready, "took_s": alone})
     return found
 
 
@@ -154,13 +158,15 @@ def _codecs(measured: Measured, predictions: Sequence[Prediction], links: Links)
     """Each compressor's speed in bytes of fp32, and the ratio from which on one of its speed pays (S3, equation 4)."""
     found = []
     for p in predictions:
-        if p.choice == TODAY or p.choice.spec is None or p.choice.topology != "sra":
+        if p.choice.spec is None or p.choice.topology != "sra":
             continue
-        compressor = _main(plan_of(p.choice, measured).layers.values(), measured)
+        compressor = _main(_compressors(p.choice, measured))
+        if compressor is None:
+            continue
         encode, decode = measured.codecs[compressor]
-        both = codec_seconds(compressor, measured.num_ranks, {"encode": encode, "decode": decode}) / 4
-        # What a gradient's byte costs without compression: it crosses the link so many times.
-        bandwidth = links.native.bandwidth / links.ring
+        both = measured.codec_s(compressor) / 4
+        # What a byte costs without compression: it crosses the link so many times.
+        bandwidth = links.native.bandwidth / measured.crossings
         ratio = minimal_ratio(bandwidth, both)
         uncompressed = sent_bytes_of_today(predictions)
         found.append(
@@ -172,7 +178,7 @@ def _codecs(measured: Measured, predictions: Sequence[Prediction], links: Links)
                 "seconds_per_byte": both,
                 "ratio": uncompressed / p.sent_bytes if p.sent_bytes else 1.0,
                 "minimal_ratio": ratio if ratio < float("inf") else None,
-                "useful_bandwidth": useful_bandwidth(both) * links.ring,
+                "useful_bandwidth": useful_bandwidth(both) * measured.crossings,
             }
         )
     return found
@@ -180,10 +186,18 @@ def _codecs(measured: Measured, predictions: Sequence[Prediction], links: Links)
 
 def sent_bytes_of_today(predictions: Sequence[Prediction]) -> float:
     """By a rank in a step, without compression."""
-    return next(p.sent_bytes for p in predictions if p.choice == TODAY)
+    return next(p.sent_bytes for p in predictions if p.choice.is_today)
 
 
-def _main(compressors: Any, measured: Measured) -> Compressor:
+def _compressors(choice: Choice, measured: Measured) -> Iterable[Compressor]:
+    """Of layers, in the order in which they travel."""
+    if not isinstance(choice, ShardedChoice):
+        return plan_of(choice, measured).layers.values()
+    shapes = {name: shape for bucket in measured.watched.paces[0].buckets for name, shape in bucket.layers}
+    return plan_for(choice, shapes).layers.values()
+
+
+def _main(compressors: Iterable[Compressor]) -> Compressor | None:
     """The one that is not raw, if there is one."""
-    found: list[Compressor] = [c for c in compressors if not isinstance(c, Raw)]
-    return max(found, key=found.count) if found else next(c for c in measured.codecs if isinstance(c, Raw))
+    found = [compressor for compressor in compressors if not isinstance(compressor, Raw)]
+    return max(found, key=found.count) if found else None

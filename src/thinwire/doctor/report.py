@@ -106,7 +106,13 @@ def codecs(about: dict[str, Any]) -> Table:
 
 def how(about: dict[str, Any]) -> str:
     """What was measured, in a few sentences."""
-    steps = len(about["steps_s"])
+    steps = f"{len(about['steps_s'])} steps as they are"
+    if about["sharded"]:
+        in_all = f"weights and gradients of {sum(b['kind'] == 'reduce_scatter' for b in about['buckets'])} modules"
+        steps += f", computing and {len(about['buckets'])} collectives in turns"
+    else:
+        in_all = f"{len(about['buckets'])} buckets"
+        steps += ", and between them as many that wait for each bucket on the spot"
     core = "no core is free for communication" if about["shared"] == 1 else "communication has cores of its own"
     if 0 < about["shared"] < 1:
         core = "communication takes part of the cores that compute"
@@ -120,8 +126,8 @@ def how(about: dict[str, Any]) -> str:
         )
     return (
         f"{about['ranks']} ranks on {about['nodes']} node(s), {about['parameters']:,} parameters in "
-        f"{len(about['buckets'])} buckets; {about['cores_each']:g} cores and {about['threads']} threads a rank, so "
-        f"{core}. {steps} steps as they are, and between them as many that wait for each bucket on the spot: "
+        f"{in_all}; {about['cores_each']:g} cores and {about['threads']} threads a rank, so "
+        f"{core}. {steps}: "
         f"{duration(about['compute_s']['value'])} of computing. Now is measured; all else is foretold from these "
         "steps, the links and the codecs. Ranges hold 90 % of what the measurements allow." + trust
     )

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.doctor.observe import DoctorError
+from thinwire.doctor.watched import DoctorError
 from thinwire.repro.gpt import GPT, GPTConfig, next_token_loss
 
 _TIMEOUT = timedelta(seconds=300)

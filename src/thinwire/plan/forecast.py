@@ -12,6 +12,7 @@ import random
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -24,6 +25,7 @@ _NATIVE_DEPTH = 2
 """All-reduces that gloo has under way at once."""
 _STAR = ScatterReduceAllGather()
 _UNEVEN = 1.25
+_P = TypeVar("_P")
 
 
 @dataclass(frozen=True)
@@ -394,7 +396,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[low] + (at - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
 
 
-def draws(paces: Sequence[Pace], links: Sequence[Links], num: int = _DRAWS) -> list[tuple[Pace, Links]]:
+def draws(paces: Sequence[_P], links: Sequence[Links], num: int = _DRAWS) -> list[tuple[_P, Links]]:
     """Measured steps beside measured links, drawn at random but always the same: what a range is taken over."""
     pick = random.Random(0)
     return [(pick.choice(paces), pick.choice(links)) for _ in range(num)]
