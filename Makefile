@@ -50,6 +50,7 @@ bench: .venv/ready
 	$(BIN)/thinwire bench step --rate 1gbit --json benchmarks/step-1gbit.json
 	$(BIN)/thinwire bench step --rate none --decline --target 0 --batches 8 --json benchmarks/step-loopback.json
 	$(BIN)/thinwire bench doctor --json benchmarks/doctor.json
+	$(BIN)/thinwire bench doctor --sharded --rounds 4 --json benchmarks/doctor-fsdp.json
 	$(BIN)/thinwire bench auto --json benchmarks/auto.json
 	$(BIN)/thinwire bench compressors --json benchmarks/compressors.json --plot benchmarks/compressors.svg
 	$(BIN)/thinwire compare every --json benchmarks/compare-every.json

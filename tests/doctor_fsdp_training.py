@@ -10,18 +10,25 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 
+def build() -> nn.Sequential:
+    """Three blocks, each sharded, and what is around them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(128, 64), *(nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 64)) for _ in range(3))
+    )
+    for block in list(model)[1:]:
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
 def train(steps: int) -> dict[str, Tensor]:
     """The weights after so many steps."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    block = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True, norm_first=True)
-    model = nn.TransformerEncoder(block, 3, enable_nested_tensor=False)
-    for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(steps):
-        x = torch.randn(4, 32, 128, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+        x = torch.randn(16, 128, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()

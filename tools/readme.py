@@ -8,7 +8,7 @@ import sys
 
 from aqsgd_page import repro_aqsgd
 from auto_page import auto
-from doctor_page import doctor
+from doctor_page import doctor, doctor_fsdp
 from figures import BENCHMARKS, ROOT, Figures, table
 from fullstack_page import repro_fullstack
 from lgreco_page import repro_lgreco
@@ -302,7 +302,7 @@ PAGES = {
     },
     "docs/index.md": {"first-answer": first_answer},
     "docs/auto.md": {"auto": auto},
-    "docs/doctor.md": {"doctor": doctor},
+    "docs/doctor.md": {"doctor": doctor, "doctor-fsdp": doctor_fsdp},
     "docs/kernels.md": {"kernels": kernels},
     "docs/topologies.md": {"topologies": topologies},
     "docs/results.md": {"results": results},

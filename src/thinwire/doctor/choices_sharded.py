@@ -125,7 +125,8 @@ def predict_sharded(choice: ShardedChoice, measured: Measured) -> Prediction:
     shapes = {name: shape for bucket in watched.paces[0].buckets for name, shape in bucket.layers}
     layers = None if choice.spec is None else plan_for(choice, shapes).layers
     took = dict(zip(map(id, watched.paces), watched.bucket_s, strict=True))
-    for pace, links in draws(watched.paces, measured.links):
+    drawn = draws(watched.paces, measured.links)
+    for pace, links in drawn:
         assert isinstance(pace, ShardedPace)
         step = _step(choice, pace, links, layers, took[id(pace)], measured)
         computed = pace.compute_s
@@ -136,7 +137,7 @@ def predict_sharded(choice: ShardedChoice, measured: Measured) -> Prediction:
             computed = (computed + (choice.times - 1) * pace.backward_end_s) / choice.times
         steps.append(step)
         waits.append(max(0.0, 1 - computed / step))
-    pace, links = draws(watched.paces, measured.links)[0]
+    pace, links = drawn[0]
     assert isinstance(pace, ShardedPace)
     return Prediction(choice, Range.of(steps), _sent(choice, pace, links, layers), Range.of(waits).value)
 

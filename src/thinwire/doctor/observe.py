@@ -51,8 +51,9 @@ class Observer:
             handle.remove()
 
     def _look(self, module: nn.Module, inputs: object) -> None:
-        wrapped = isinstance(module, DistributedDataParallel)
-        if (wrapped or is_sharded(module)) and module.training and torch.is_grad_enabled():
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        if isinstance(module, DistributedDataParallel) or is_sharded(module):
             self._handles.pop().remove()
             self.watch(module)
             self._before_forward(module, inputs)
@@ -66,7 +67,8 @@ class Observer:
         wrapped = isinstance(model, DistributedDataParallel)
         self._eyes = DDPEyes(self, model) if wrapped else ShardedEyes(self, model)
         self.model = model
-        self._handles.append(model.register_forward_pre_hook(self._before_forward))
+        # Before FSDP2's own hook, which gathers the root's weights.
+        self._handles.append(model.register_forward_pre_hook(self._before_forward, prepend=True))
 
     @property
     def group(self) -> dist.ProcessGroup:

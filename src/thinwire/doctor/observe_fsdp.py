@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -75,7 +75,7 @@ class ShardedEyes:
         module.set_custom_all_gather(_Gather(self, where, group, names))
         module.set_custom_reduce_scatter(_Reduce(self, where, group, names))
 
-    def timed(self, run: Any, step: Step | None, move: Move) -> int:
+    def timed(self, run: Callable[[], object], step: Step | None, move: Move) -> int:
         """Run a collective, which stands still for; its number in the step."""
         if step is None:
             run()
@@ -116,7 +116,7 @@ def _pace(step: Step, row: Sequence[float], alone_s: float) -> ShardedPace:
     events = tuple(event._replace(at_s=at) for event, at in zip(step.events, row[:-1], strict=True))
     asked = {event.move: event.at_s for event in events if not event.needed}
     moves = tuple(replace(_move(of), ready_s=asked[i]) for i, of in enumerate(step.buckets))
-    return ShardedPace(moves, events, row[-1], alone_s)
+    return ShardedPace(moves, events, row[-1], alone_s, batches=step.batches)
 
 
 def _move(of: object) -> Move:

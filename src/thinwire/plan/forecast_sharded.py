@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from thinwire.compressors import Coded, Compressor
@@ -56,6 +57,8 @@ class ShardedPace:
     """The whole step of the slowest rank, if ranks never meet."""
     shared: float = 0.0
     """As of `Pace`."""
+    batches: int = 1
+    """Forward passes in it."""
 
     @property
     def buckets(self) -> tuple[Move, ...]:
@@ -68,33 +71,34 @@ class ShardedPace:
         return max((event.at_s for event in self.events if self.moves[event.move].kind == "reduce_scatter"), default=0)
 
     def kept(self) -> ShardedPace:
-        """The step of a model whose weights stay after forward: each module gathers once."""
-        seen: set[str] = set()
-        gone = set()
-        for i, move in enumerate(self.moves):
-            if move.kind == "all_gather":
-                gone |= {i} if move.module in seen else set()
-                seen.add(move.module)
-        left = [i for i in range(len(self.moves)) if i not in gone]
+        """The step of a model whose weights stay after forward: each module gathers once for a batch."""
+        left = [i for i in range(len(self.moves)) if self._passes.get(i, 0) % 2 == 0]
         number = {i: at for at, i in enumerate(left)}
         events = tuple(event._replace(move=number[event.move]) for event in self.events if event.move in number)
         return replace(self, moves=tuple(self.moves[i] for i in left), events=events)
 
+    @cached_property
+    def _passes(self) -> dict[int, int]:
+        """For which pass each gather is: 0 is the first batch's forward, 1 its backward, 2 the second batch's forward.
+
+        A module that gathers no more than once for a batch keeps its weights for backward.
+        """
+        gathers: dict[str, list[int]] = {}
+        for i, move in enumerate(self.moves):
+            if move.kind == "all_gather":
+                gathers.setdefault(move.module, []).append(i)
+        each = {module: 2 if len(of) <= self.batches else 1 for module, of in gathers.items()}
+        return {i: each[module] * k for module, of in gathers.items() for k, i in enumerate(of)}
+
     def ahead(self, depth: int = 2) -> ShardedPace:
         """The step after ``thinwire.prefetch(model, depth)``: what is gathered is asked for as soon as the weights of
         the module ``depth`` before it are there, in forward and in backward; nothing later than now."""
-        events, seen, phase = list(self.events), set(), 0
-        phases: list[list[int]] = [[], []]
+        events = list(self.events)
+        phases: dict[int, list[int]] = {}
         for event in self.events:
-            move = self.moves[event.move]
-            if move.kind == "reduce_scatter":
-                phase = 1
-            elif event.needed:
-                # A module that gathers once more does it in backward.
-                phase = max(phase, int(move.module in seen))
-                seen.add(move.module)
-                phases[phase].append(event.move)
-        for gathers in phases:
+            if event.needed:
+                phases.setdefault(self._passes[event.move], []).append(event.move)
+        for gathers in phases.values():
             for k, move in enumerate(gathers[1:], 1):
                 place = 1 + _index(events, gathers[max(0, k - depth)], needed=True)
                 asked = _index(events, move, needed=False)
