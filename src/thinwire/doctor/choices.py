@@ -13,13 +13,12 @@ from thinwire.plan import DEFAULT_RULES, Plan
 from thinwire.plan.forecast import (
     Links,
     Pace,
-    Range,
     accumulated,
-    draws,
     native_step,
     planned_step,
     sent_in_step,
 )
+from thinwire.plan.ranges import Range, draws
 
 
 class Care(IntEnum):

@@ -11,7 +11,7 @@ from thinwire.doctor.choices import Care, Choice, Prediction
 from thinwire.doctor.measure import Measured
 from thinwire.doctor.watched import DoctorError
 from thinwire.plan import Filter, Plan, sharded_plan
-from thinwire.plan.forecast import Links, Range, draws
+from thinwire.plan.forecast import Links
 from thinwire.plan.forecast_sharded import (
     ShardedPace,
     move_transfer,
@@ -19,6 +19,7 @@ from thinwire.plan.forecast_sharded import (
     sharded_bytes,
     sharded_step,
 )
+from thinwire.plan.ranges import Range, draws
 
 _FILTER = Filter(min_numel=1024)
 """What `thinwire.compress` leaves raw."""

@@ -8,24 +8,19 @@ communication takes but the part of it that backward does not hide.
 from __future__ import annotations
 
 import math
-import random
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 
 from thinwire.collectives import Hierarchical, ScatterReduceAllGather, Topology, World
 from thinwire.compressors import Coded, Compressor, Summed
 
-_DRAWS = 60
-_RANGE = (0.05, 0.95)
 _NATIVE_DEPTH = 2
 """All-reduces that gloo has under way at once."""
 _STAR = ScatterReduceAllGather()
 _UNEVEN = 1.25
-_P = TypeVar("_P")
 
 
 @dataclass(frozen=True)
@@ -370,33 +365,3 @@ def sent_in_step(
         for bucket in pace.buckets
         for name, shape in bucket.layers
     )
-
-
-@dataclass(frozen=True)
-class Range:
-    """A prediction, and how far measurements leave it open: 5 % of what they allow lies below ``low``, and above
-    ``high``."""
-
-    value: float
-    low: float
-    high: float
-
-    @staticmethod
-    def of(values: Sequence[float]) -> Range:
-        ordered = sorted(values)
-        return Range(_quantile(ordered, 0.5), *(_quantile(ordered, share) for share in _RANGE))
-
-    def times(self, by: float) -> Range:
-        return replace(self, value=by * self.value, low=by * self.low, high=by * self.high)
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    at = share * (len(ordered) - 1)
-    low = math.floor(at)
-    return ordered[low] + (at - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
-
-
-def draws(paces: Sequence[_P], links: Sequence[Links], num: int = _DRAWS) -> list[tuple[_P, Links]]:
-    """Measured steps beside measured links, drawn at random but always the same: what a range is taken over."""
-    pick = random.Random(0)
-    return [(pick.choice(paces), pick.choice(links)) for _ in range(num)]
