@@ -12,7 +12,6 @@ from thinwire.plan.forecast import (
     Curve,
     Links,
     Pace,
-    Range,
     Transfer,
     accumulated,
     coded_transfer,
@@ -23,6 +22,7 @@ from thinwire.plan.forecast import (
     planned_step,
     sent_in_step,
 )
+from thinwire.plan.ranges import Range
 
 MB = 1_000_000
 LINE = Curve(((0.0, 0.01), (10.0 * MB, 1.01)))
