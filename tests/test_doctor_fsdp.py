@@ -284,6 +284,12 @@ def test_the_record_the_terminal_and_the_page_say_what_was_seen() -> None:
     text = " ".join(console.file.getvalue().split())  # pyright: ignore[reportAttributeAccessIssue]
     assert "weights and gradients of 2 modules" in text
     assert "computing and 5 collectives in turns" in text
+    assert "W8G4 is weights in 8 bits and gradients in 4" in text
+    console = Console(width=80, file=io.StringIO())
+    console.print(report.predictions(about))
+    narrow = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "…" not in narrow
+    assert "uncompressed," in narrow
     html = page.page(found)
     assert "gradients are reduced" in html
     assert "computes nothing while its own collectives" in html

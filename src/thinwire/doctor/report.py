@@ -44,7 +44,8 @@ def predictions(about: dict[str, Any]) -> Table:
     if about["prices"]:
         heads.append(f"a million\n{about['prices']['unit']}")
     for column in heads:
-        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+        # Where it is narrow, names give way before figures do.
+        table.add_column(column, justify="left" if not column else "right", no_wrap=bool(column))
     today = about["today_s"]
     measured = [duration(today), f"{duration(min(about['steps_s']))} – {duration(max(about['steps_s']))}", "1.00x"]
     cost = [""] if about["prices"] else []
@@ -110,9 +111,11 @@ def how(about: dict[str, Any]) -> str:
     if about["sharded"]:
         in_all = f"weights and gradients of {sum(b['kind'] == 'reduce_scatter' for b in about['buckets'])} modules"
         steps += f", computing and {len(about['buckets'])} collectives in turns"
+        names = " W8G4 is weights in 8 bits and gradients in 4."
     else:
         in_all = f"{len(about['buckets'])} buckets"
         steps += ", and between them as many that wait for each bucket on the spot"
+        names = ""
     core = "no core is free for communication" if about["shared"] == 1 else "communication has cores of its own"
     if 0 < about["shared"] < 1:
         core = "communication takes part of the cores that compute"
@@ -129,5 +132,5 @@ def how(about: dict[str, Any]) -> str:
         f"{in_all}; {about['cores_each']:g} cores and {about['threads']} threads a rank, so "
         f"{core}. {steps}: "
         f"{duration(about['compute_s']['value'])} of computing. Now is measured; all else is foretold from these "
-        "steps, the links and the codecs. Ranges hold 90 % of what the measurements allow." + trust
+        "steps, the links and the codecs. Ranges hold 90 % of what the measurements allow." + names + trust
     )
