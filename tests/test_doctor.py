@@ -360,7 +360,11 @@ def test_bad_options_say_what_to_do(options: list[str], message: str, capsys: py
 
 def _examined(rank: int, kind: str) -> str:
     try:
-        if kind in ("too short", "one rank", "no model"):
+        if kind == "ends itself":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(examine, "run_script", lambda script: train(2, 0.0) and sys.exit(3))
+                examine.Examination(examine.Request(steps=6, script=("train.py",))).run()
+        elif kind in ("too short", "one rank", "no model"):
             steps = 0 if kind == "no model" else 5
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(examine, "run_script", lambda script: steps and train(steps, 0.0))
@@ -374,6 +378,8 @@ def _examined(rank: int, kind: str) -> str:
             run_script(["no_such_script.py"])
     except (DoctorError, RuntimeError) as error:
         return str(error)
+    except SystemExit as end:
+        return f"ended itself with {end.code}"
     return "nothing was wrong"
 
 
@@ -381,6 +387,7 @@ def _examined(rank: int, kind: str) -> str:
     ("kind", "message"),
     [
         ("too short", "before doctor had seen 10 training steps, and one more that begins"),
+        ("ends itself", "ended itself with 3"),
         ("no model", "trained no DistributedDataParallel model"),
         ("one rank", "start at least 2"),
         ("a hook", "take thinwire.compress() or register_comm_hook() out of the script"),
