@@ -344,11 +344,11 @@ class _LoopbackWorld:
         self.size, self.timeout_s = size, timeout_s
         self.lanes = [(threading.Barrier(size), [torch.empty(0)] * size) for _ in range(2)]
         self._lock = threading.Lock()
-        self._mailboxes: dict[tuple[int, int, int], queue.Queue[Tensor]] = {}
+        self._mailboxes: dict[tuple[int, int, int], queue.SimpleQueue[Tensor]] = {}
 
-    def mailbox(self, source: int, target: int, tag: int) -> queue.Queue[Tensor]:
+    def mailbox(self, source: int, target: int, tag: int) -> queue.SimpleQueue[Tensor]:
         with self._lock:
-            return self._mailboxes.setdefault((source, target, tag), queue.Queue())
+            return self._mailboxes.setdefault((source, target, tag), queue.SimpleQueue())
 
 
 class _Done:
@@ -367,7 +367,7 @@ class _Sum:
 
 
 class _Arrival:
-    def __init__(self, into: Tensor, mailbox: queue.Queue[Tensor], timeout_s: float, peer: int) -> None:
+    def __init__(self, into: Tensor, mailbox: queue.SimpleQueue[Tensor], timeout_s: float, peer: int) -> None:
         self._into, self._mailbox, self._timeout_s, self._peer = into, mailbox, timeout_s, peer
 
     def wait(self) -> None:
