@@ -307,6 +307,7 @@ def test_bad_spans_and_samples_do_not_reach_the_core() -> None:
 
 
 @needs_native
+@pytest.mark.alone
 def test_selection_keeps_up_with_a_copy() -> None:
     """The worst that is accepted on 25 MB, one thread: exact 0.2 times a copy's speed, sampled 0.7 (1.1 is usual).
 
