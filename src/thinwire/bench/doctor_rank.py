@@ -15,9 +15,9 @@ import thinwire
 from thinwire.bench.doctor_sharded import sharded_gpt, sharded_way
 from thinwire.bench.rank import serve
 from thinwire.bench.turns import Turns, gpt, token_batch
-from thinwire.doctor.choices import Choice, Prediction, ceiling
+from thinwire.doctor.choices import Choice, ceiling
 from thinwire.doctor.choices_sharded import ShardedChoice
-from thinwire.doctor.foretell import foretell
+from thinwire.doctor.foretell import foretold, measure_for
 from thinwire.doctor.measure import Measured
 from thinwire.doctor.observe import Observer
 from thinwire.doctor.script import Seen
@@ -25,13 +25,13 @@ from thinwire.doctor.script import Seen
 NOTHING = Choice("nothing sent")
 
 
-def look(model: nn.Module, batch: int, steps: int, specs: Sequence[str]) -> tuple[Measured, list[Prediction]]:
-    """What doctor measures while a model trains, and its predictions."""
+def look(model: nn.Module, batch: int, steps: int, specs: Sequence[str]) -> tuple[Measured, list[Choice]]:
+    """What doctor measures while a model trains, and the choices that it sees."""
     turns, tokens = Turns({"watched": model}), token_batch(batch)
-    found: list[tuple[Measured, list[Prediction]]] = []
+    found: list[tuple[Measured, list[Choice]]] = []
 
     def done(observer: Observer) -> None:
-        found.append(foretell(observer, specs))
+        found.append(measure_for(observer, specs))
         raise Seen(0)
 
     with Observer(steps, done), contextlib.suppress(Seen):
@@ -68,20 +68,19 @@ def foretell_and_take(
     specs: list[str], cap_mb: float, batch: int, watched: int, rounds: int, steps: int, sharded: bool
 ) -> dict[str, Any]:
     """Predictions and times."""
-    measured, predictions = look(sharded_gpt() if sharded else gpt(cap_mb), batch, watched, specs)
-    predictions = [p for p in predictions if _taken(p.choice, specs)]
-    choices = [*(p.choice for p in predictions), NOTHING]
+    measured, seen = look(sharded_gpt() if sharded else gpt(cap_mb), batch, watched, specs)
+    choices = [choice for choice in seen if _taken(choice, specs)]
+    predictions = {choice.title: asdict(foretold(choice, measured)) for choice in choices}
     models, ends = {}, []
-    for choice in choices:
+    for choice in (*choices, NOTHING):
         models[choice.title], end = sharded_way(choice) if sharded else way(choice, cap_mb)
         ends.append(end)
     times = Turns(models).seconds(token_batch(batch), rounds, steps)
     for end in ends:
         end()
     middle, pace = measured.links[len(measured.links) // 2], measured.watched.paces[0]
-    foretold = {p.choice.title: asdict(p) for p in predictions}
     return {
-        "predictions": foretold | {NOTHING.title: {"step": asdict(ceiling(measured))}},
+        "predictions": predictions | {NOTHING.title: {"step": asdict(ceiling(measured))}},
         "times": times,
         "watched_s": list(measured.watched.step_s),
         "exposed_share": measured.watched.exposed_share,

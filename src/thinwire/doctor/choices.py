@@ -130,8 +130,7 @@ class Prediction:
 def plan_of(choice: Choice, measured: Measured) -> Plan:
     """Which compressor each layer would have."""
     assert choice.spec is not None
-    shapes = {name: shape for bucket in measured.watched.paces[0].buckets for name, shape in bucket.layers}
-    return Plan.build(shapes, choice.spec)
+    return Plan.build(measured.watched.shapes, choice.spec)
 
 
 def to_time(choices: Sequence[Choice], shapes: Mapping[str, Sequence[int]]) -> set[Compressor]:

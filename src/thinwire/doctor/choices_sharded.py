@@ -123,13 +123,14 @@ def predict_sharded(choice: ShardedChoice, measured: Measured) -> Prediction:
     watched = measured.watched
     steps: list[float] = []
     waits: list[float] = []
-    shapes = {name: shape for bucket in watched.paces[0].buckets for name, shape in bucket.layers}
-    layers = None if choice.spec is None else plan_for(choice, shapes).layers
+    layers = None if choice.spec is None else plan_for(choice, watched.shapes).layers
     took = dict(zip(map(id, watched.paces), watched.bucket_s, strict=True))
+    # Once for each, not for each time that it is drawn.
+    changed = {id(pace): _changed(choice, pace) for pace in watched.paces if isinstance(pace, ShardedPace)}
     drawn = draws(watched.paces, measured.links)
     for pace, links in drawn:
         assert isinstance(pace, ShardedPace)
-        step = _step(choice, pace, links, layers, took[id(pace)], measured)
+        step = _step(choice, pace, changed[id(pace)], links, layers, took[id(pace)], measured)
         computed = pace.compute_s
         if choice.times > 1:
             # Batches between two exchanges gather as ever, and end with backward.
@@ -143,20 +144,26 @@ def predict_sharded(choice: ShardedChoice, measured: Measured) -> Prediction:
     return Prediction(choice, Range.of(steps), _sent(choice, pace, links, layers), Range.of(waits).value)
 
 
+def _changed(choice: ShardedChoice, pace: ShardedPace) -> ShardedPace:
+    """The step with what this choice asks for at other times, or not at all."""
+    if choice.kept:
+        return pace.kept()
+    return pace if choice.spec is None else pace.ahead()
+
+
 def _step(
     choice: ShardedChoice,
     pace: ShardedPace,
+    changed: ShardedPace,
     links: Links,
     layers: Mapping[str, Compressor] | None,
     took: Sequence[float],
     measured: Measured,
 ) -> float:
     if layers is not None:
-        ahead = pace.ahead()
-        return sharded_step(ahead, [move_transfer(move, layers, links, measured.codecs) for move in ahead.moves])
+        return sharded_step(changed, [move_transfer(move, layers, links, measured.codecs) for move in changed.moves])
     if choice.kept:
-        left = pace.kept()
-        return native_sharded_step(left, _matching(pace, left, took))
+        return native_sharded_step(changed, _matching(pace, changed, took))
     if choice.halved:
         # Half of the bytes; latency stays.
         least = links.native.latency_s
@@ -179,6 +186,5 @@ def _sent(choice: ShardedChoice, pace: ShardedPace, links: Links, layers: Mappin
     if choice.kept:
         return sharded_bytes(pace.kept(), links, None)
     sent = sharded_bytes(pace, links, layers)
-    others = (links.num_ranks - 1) / links.num_ranks
-    reduced = others * sum(move.num_bytes for move in pace.moves if move.kind == "reduce_scatter")
+    reduced = links.others * sum(move.num_bytes for move in pace.moves if move.kind == "reduce_scatter")
     return sent - reduced / 2 if choice.halved else sent - reduced * (choice.times - 1) / choice.times

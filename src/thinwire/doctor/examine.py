@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from thinwire.doctor.advice import verdict
-from thinwire.doctor.foretell import foretell
+from thinwire.doctor.foretell import foretold, measure_for
 from thinwire.doctor.observe import WARM_UP, Observer
 from thinwire.doctor.record import Prices, record
 from thinwire.doctor.script import Seen, run_script, train_probe
@@ -85,8 +85,9 @@ class Examination:
 
     def _done(self, observer: Observer) -> None:
         request = self.request
-        measured, predictions = foretell(observer, request.compressors, request.line_rate)
+        measured, choices = measure_for(observer, request.compressors, request.line_rate)
         if dist.get_rank(observer.group) == 0:
+            predictions = [foretold(choice, measured) for choice in choices]
             found = verdict(measured, predictions)
             about: dict[str, Any] = {
                 "script": list(request.script) or "a GPT of 4.8 million parameters, built in",

@@ -1,4 +1,4 @@
-"""From what was watched and measured to predictions, whatever model trains."""
+"""From what was watched to what is measured and foretold, whatever model trains."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from thinwire.doctor.observe import Observer
 from thinwire.plan.forecast_sharded import ShardedPace
 
 
-def foretell(
+def measure_for(
     observer: Observer, specs: Sequence[str] = (), line_rate: float | None = None
-) -> tuple[Measured, list[Prediction]]:
-    """Measure, and foretell a step for each choice; on every rank, between two steps. ``specs``: compressors beside the
-    usual ones.
+) -> tuple[Measured, list[Choice]]:
+    """Measure what predictions need, on every rank and between two steps; and the choices that there are here.
+    ``specs``: compressors beside the usual ones.
 
     Raises:
         DoctorError: what was watched makes no steps that can be foretold.
@@ -33,7 +33,7 @@ def foretell(
     usual: tuple[Choice, ...] = () if observer.sharded else choices_of(specs)
     wanted: set[Compressor] = sharded_to_time(sharded, shapes) | (to_time(usual, shapes) if usual else set())
     measured = measure(observer, wanted, line_rate)
-    return measured, [foretold(choice, measured) for choice in (*sharded, *usual) if _fitting(choice, measured)]
+    return measured, [choice for choice in (*sharded, *usual) if _fitting(choice, measured)]
 
 
 def foretold(choice: Choice, measured: Measured) -> Prediction:

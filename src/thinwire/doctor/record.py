@@ -193,8 +193,7 @@ def _compressors(choice: Choice, measured: Measured) -> Iterable[Compressor]:
     """Of layers, in the order in which they travel."""
     if not isinstance(choice, ShardedChoice):
         return plan_of(choice, measured).layers.values()
-    shapes = {name: shape for bucket in measured.watched.paces[0].buckets for name, shape in bucket.layers}
-    return plan_for(choice, shapes).layers.values()
+    return plan_for(choice, measured.watched.shapes).layers.values()
 
 
 def _main(compressors: Iterable[Compressor]) -> Compressor | None:

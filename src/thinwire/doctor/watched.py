@@ -57,6 +57,11 @@ class Watched:
     dtypes: tuple[str, ...]
 
     @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the layers that travel, by name."""
+        return {name: shape for bucket in self.paces[0].buckets for name, shape in bucket.layers}
+
+    @property
     def compute_s(self) -> float:
         return median(pace.compute_s for pace in self.paces)
 

@@ -155,7 +155,12 @@ class Links:
     @property
     def ring(self) -> float:
         """Bytes that a rank sends for each byte that is all-reduced."""
-        return 2 * (self.num_ranks - 1) / self.num_ranks
+        return 2 * self.others
+
+    @property
+    def others(self) -> float:
+        """Bytes that a rank sends for each byte that is gathered, or reduced in shards."""
+        return (self.num_ranks - 1) / self.num_ranks
 
 
 def _uneven(rates: Sequence[float]) -> bool:

@@ -143,7 +143,7 @@ def move_transfer(
         num_bytes += compressor.wire_bytes(shape, move.dtype)
         encode, decode = codecs.get(compressor, (0.0, 0.0))
         codec += math.prod(shape) * (encoded * encode + decoded * decode)
-    sent = num_bytes * (links.num_ranks - 1) / links.num_ranks
+    sent = links.others * num_bytes
     per_byte = links.exchange.per_byte
     cpu = codec + sent * links.exchange_cpu
     return Transfer(links.exchange.seconds(sent) + codec, max(sent * per_byte, codec), cpu, codec)
@@ -204,10 +204,9 @@ def native_sharded_step(pace: ShardedPace, took: Sequence[float]) -> float:
 
 def sharded_bytes(pace: ShardedPace, links: Links, layers: Mapping[str, Compressor] | None) -> float:
     """Bytes that a rank sends in a step: with these compressors, or without any."""
-    others = (links.num_ranks - 1) / links.num_ranks
     if layers is None:
-        return others * sum(move.num_bytes for move in pace.moves)
-    return others * sum(
+        return links.others * sum(move.num_bytes for move in pace.moves)
+    return links.others * sum(
         layers[at_site(move.site, name)].wire_bytes(shape, move.dtype)
         for move in pace.moves
         for name, shape in move.layers
