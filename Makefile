@@ -1,27 +1,38 @@
-# Two commands for a stranger: `make demo` and `make test`. Each makes its own environment in .venv first.
+# Two commands for a newcomer: `make demo` and `make test`. Each makes its own environment in .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(wildcard native/*) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: demo test check format sanitize fuzz triton cuda bench readme docs wheel wheel-check first-answer clean
+.PHONY: demo test test-slow test-all check format sanitize fuzz chaos soak triton cuda bench experiments experiments-smoke readme docs wheel wheel-check first-answer clean
 
 demo: .venv/demo
 	$(BIN)/thinwire demo
 
 # A worker that is lost is not replaced: pytest-xdist then waits for ever for files that no worker has.
+PYTEST := $(BIN)/python -m pytest
+WORKERS := -n 2 --dist loadfile --max-worker-restart 0
+
+# Under six minutes on two cores, with tests of every part.
 test: .venv/ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 -m "not alone"
-	$(BIN)/python -m pytest -m alone
+	$(PYTEST) $(WORKERS) -m "not slow and not alone"
+	$(PYTEST) -m "alone and not slow"
+
+# The rest: whole trainings, killed ranks, emulated networks, small versions of the experiments.
+test-slow: .venv/ready
+	$(PYTEST) $(WORKERS) -m "slow and not alone"
+	$(PYTEST) -m "alone and slow"
+
+test-all: test test-slow
 
 check: .venv/ready
-	$(BIN)/ruff check src tests tools examples
-	$(BIN)/ruff format --check src tests tools examples
+	$(BIN)/ruff check src experiments tests tools examples
+	$(BIN)/ruff format --check src experiments tests tools examples
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
 format: .venv/ready
-	$(BIN)/ruff check --fix src tests tools examples
-	$(BIN)/ruff format src tests tools examples
+	$(BIN)/ruff check --fix src experiments tests tools examples
+	$(BIN)/ruff format src experiments tests tools examples
 
 # The native core under the address and undefined-behaviour sanitizers.
 sanitize: .venv/ready
@@ -31,41 +42,52 @@ sanitize: .venv/ready
 fuzz: .venv/ready
 	THINWIRE_FUZZ=30 $(BIN)/python -m pytest --timeout 3600 tests/test_fuzz.py tests/test_fuzz_files.py
 
+# A thousand ranks that fail in seeded ways, with stock DDP beside them: which errors the others get, and when. Hours.
+chaos: .venv/ready
+	$(BIN)/python -m experiments chaos --faults 1000 --json benchmarks/chaos.json
+
+# 100 000 steps of four ranks: memory, threads, files and replicas.
+soak: .venv/ready
+	$(BIN)/python -m experiments soak --json benchmarks/soak.json
+
 # The GPU kernels in Triton's interpreter. Triton alone (no dependencies) leaves the PyTorch that is there untouched.
 triton: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.9.0
-	THINWIRE_INTERPRETER=1 $(BIN)/python -m pytest tests/test_triton*.py
+	THINWIRE_INTERPRETER=1 $(BIN)/python -m pytest tests/kernels/test_triton*.py
 
 # What needs a GPU: its tests, across several if there are, and its figures.
 cuda: .venv/ready
-	$(BIN)/python -m pytest tests/test_cuda.py tests/test_triton*.py
+	$(BIN)/python -m pytest tests/kernels/test_cuda.py tests/kernels/test_triton*.py
 	$(BIN)/thinwire bench cuda --json benchmarks/cuda.json
 
+# Every benchmark of the library, for the figures of README.md and docs/.
 bench: .venv/ready
 	mkdir -p benchmarks
 	$(BIN)/thinwire bench kernels --threads 1 --json benchmarks/kernels-1.json
 	$(BIN)/thinwire bench kernels --threads 2 --json benchmarks/kernels-2.json
-	$(BIN)/thinwire bench topologies --json benchmarks/topologies.json
-	$(BIN)/thinwire bench blob --json benchmarks/blob.json
+	$(BIN)/python -m experiments bench algorithms --json benchmarks/algorithms.json
+	$(BIN)/python -m experiments bench blob --json benchmarks/blob.json
 	$(BIN)/thinwire bench step --rate 1gbit --json benchmarks/step-1gbit.json
-	$(BIN)/thinwire bench step --rate none --decline --target 0 --batches 8 --json benchmarks/step-loopback.json
-	$(BIN)/thinwire bench doctor --json benchmarks/doctor.json
-	$(BIN)/thinwire bench doctor --sharded --rounds 4 --json benchmarks/doctor-fsdp.json
-	$(BIN)/thinwire bench auto --json benchmarks/auto.json
-	$(BIN)/thinwire bench compressors --json benchmarks/compressors.json --plot benchmarks/compressors.svg
+	$(BIN)/thinwire bench step --rate none --skip-if-slower --target 0 --batches 8 --json benchmarks/step-loopback.json
+	$(BIN)/python -m experiments bench doctor --json benchmarks/doctor.json
+	$(BIN)/python -m experiments bench doctor --sharded --rounds 4 --json benchmarks/doctor-fsdp.json
+	$(BIN)/python -m experiments bench auto --json benchmarks/auto.json
+	$(BIN)/python -m experiments bench compressors --json benchmarks/compressors.json --plot benchmarks/compressors.svg
 	$(BIN)/thinwire compare every --json benchmarks/compare-every.json
-	$(BIN)/thinwire repro fft --out benchmarks/repro-fft --json benchmarks/repro-fft.json
-	$(BIN)/thinwire repro cgx --out benchmarks/repro-cgx --json benchmarks/repro-cgx.json
-	$(BIN)/thinwire repro intsgd --out benchmarks/repro-intsgd --json benchmarks/repro-intsgd.json
-	$(BIN)/thinwire repro lgreco --out benchmarks/repro-lgreco --json benchmarks/repro-lgreco.json
-	$(BIN)/thinwire repro qsdp --out benchmarks/repro-qsdp --json benchmarks/repro-qsdp.json
-	$(BIN)/thinwire repro aqsgd --out benchmarks/repro-aqsgd --json benchmarks/repro-aqsgd.json
-	$(BIN)/thinwire repro fullstack --out benchmarks/repro-fullstack --json benchmarks/repro-fullstack.json
 	$(BIN)/thinwire demo --out benchmarks/demo --json benchmarks/demo.json
 
-# The figures of README.md and docs/, from the JSON files that `make bench` wrote.
+# Every experiment of the papers, about two and a half hours on two quiet cores, and a page of all claims.
+experiments: .venv/ready
+	mkdir -p benchmarks
+	$(BIN)/python -m experiments all --out benchmarks
+
+# The small version of each: the same path, no figures worth keeping. A few minutes.
+experiments-smoke: .venv/ready
+	$(BIN)/python -m experiments all --smoke --out build/experiments
+
+# The figures of README.md and docs/, from the JSON files that `make bench` and `make experiments` wrote.
 readme: .venv/ready
-	$(BIN)/python tools/readme.py
+	PYTHONPATH=. $(BIN)/python tools/readme.py
 
 # The documentation, strictly: a link or an anchor that leads nowhere is an error. Open build/site/index.html.
 docs: .venv/ready
@@ -101,5 +123,5 @@ clean:
 .venv/ready: .venv/demo
 	@echo "Adding what tests, figures and the documentation need ..."
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --editable '.[dev,docs,plot,compare,repro,trainers]'
+	  --editable '.[dev,docs,plot,compare,repro,trainers,logs]'
 	touch $@

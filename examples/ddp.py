@@ -3,6 +3,8 @@
 torchrun --nproc-per-node 2 examples/ddp.py
 """
 
+import tempfile
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,7 +19,9 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 64))
     model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    wire = thinwire.compress(model, "minmax(bits=4, bucket=128)", decline=False)  # on a slow network leave decline out
+    wire = thinwire.compress(
+        model, "minmax(bits=4, bucket=128)", skip_if_slower=False
+    )  # on a slow network leave skip_if_slower out
 
     draws = torch.Generator().manual_seed(dist.get_rank())
     for step in range(40):
@@ -28,6 +32,10 @@ def main() -> None:
         optimizer.step()
         if dist.get_rank() == 0 and step % 10 == 9:
             print(f"step {step + 1}: loss {loss.item():.4f}")
+    state = {"model": model.module.state_dict(), "wire": wire.gather_state_dict()}  # on every rank
+    if dist.get_rank() == 0:
+        with tempfile.TemporaryFile() as file:
+            torch.save(state, file)
     print(f"rank {dist.get_rank()}: {wire.stats}", flush=True)
     dist.barrier()
     dist.destroy_process_group()

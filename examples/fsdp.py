@@ -21,7 +21,9 @@ def main() -> None:
     for block in model:
         fully_shard(block)
     fully_shard(model)
-    wire = thinwire.compress(model, decline=False)  # 8 bits, buckets of 1024; on a slow network leave decline out
+    wire = thinwire.compress(
+        model, skip_if_slower=False
+    )  # 8 bits, buckets of 1024; on a slow network leave skip_if_slower out
     thinwire.prefetch(model)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
@@ -80,7 +80,7 @@ def main() -> None:
     model = DistributedDataParallel(Blocks(index), process_group=mesh.get_group("replica"))
     optimizer = thinwire.optim.QuantizedAdam(model.parameters(), lr=2e-3, warmup=None if options.plain else 12)
     wire = thinwire.compress(
-        model, "raw" if options.plain else "minmax(bits=4, bucket=128)", optimizer=optimizer, decline=False
+        model, "raw" if options.plain else "minmax(bits=4, bucket=128)", optimizer=optimizer, skip_if_slower=False
     )
 
     # DDP cannot form its buckets after a pass that only asks for shapes: they are told beforehand.
@@ -88,7 +88,7 @@ def main() -> None:
     first, last = index == 0, index == STAGES - 1
     tokens = torch.zeros(BATCH // MICRO_BATCHES, CONTEXT, dtype=torch.int64)
     logits = torch.zeros(BATCH // MICRO_BATCHES, CONTEXT, 256, requires_grad=True)
-    stage = thinwire.PipelineStage(
+    stage = PipelineStage(
         model,
         index,
         STAGES,
@@ -96,6 +96,9 @@ def main() -> None:
         input_args=tokens if first else hidden,
         output_args=logits if last else hidden,
         group=mesh.get_group("stage"),
+    )
+    stage = thinwire.compress(
+        stage,
         forward="raw" if options.plain else "delta(maxabs(bits=3))",
         backward="raw" if options.plain else "maxabs(bits=6)",
     )

@@ -32,7 +32,8 @@ class Flip(pytorch_lightning.LightningModule):
 
 def main() -> None:
     pytorch_lightning.seed_everything(0)
-    callback = thinwire.lightning_callback("minmax(bits=4)", decline=False)  # on a slow network: without decline
+    # On a slow network leave skip_if_slower out.
+    callback = thinwire.lightning_callback("4bit", skip_if_slower=False)
     trainer = pytorch_lightning.Trainer(
         accelerator="cpu",
         devices=2,

@@ -6,7 +6,7 @@ torchrun --nproc-per-node 2 examples/pipeline.py
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.utils.data import DataLoader, TensorDataset
 
 import thinwire
@@ -18,14 +18,8 @@ def main() -> None:
     rank, num_stages = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
     block = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
-    stage = thinwire.PipelineStage(
-        block,
-        rank,
-        num_stages,
-        torch.device("cpu"),
-        forward="delta(maxabs(bits=3))",
-        backward="maxabs(bits=6)",
-    )
+    stage = PipelineStage(block, rank, num_stages, torch.device("cpu"))
+    stage = thinwire.compress(stage, forward="delta(maxabs(bits=3))", backward="maxabs(bits=6)")
     schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
     optimizer = torch.optim.AdamW(block.parameters(), lr=3e-3)
 

@@ -45,9 +45,9 @@ def with_trainer(folder: str) -> None:
         disable_tqdm=True,
         use_cpu=True,
     )
-    trainer = Trainer(model(), arguments, train_dataset=Counting())
-    callback = thinwire.trainer_callback(trainer, "minmax(bits=4)", decline=False)  # on a slow network: without decline
-    trainer.add_callback(callback)
+    # On a slow network leave skip_if_slower out.
+    callback = thinwire.trainer_callback("4bit", skip_if_slower=False)
+    trainer = Trainer(model(), arguments, train_dataset=Counting(), callbacks=[callback])
     trainer.train()
     for entry in trainer.state.log_history:
         if "loss" in entry and trainer.is_world_process_zero():
@@ -58,10 +58,12 @@ def with_trainer(folder: str) -> None:
 def with_accelerate() -> None:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
+    # On a slow network leave skip_if_slower out.
+    handler = thinwire.accelerate_handler("4bit", skip_if_slower=False)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
     optimizer = torch.optim.AdamW((net := model()).parameters(), lr=3e-3)
     net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(Counting(), batch_size=8, shuffle=True))
-    wire = thinwire.compress(net, "minmax(bits=4)", decline=False)  # on a slow network: without decline
+    accelerator.register_for_checkpointing(handler.wire.checkpointable())
     for step, batch in zip(range(1, STEPS + 1), loader, strict=False):
         loss = net(**batch).loss
         optimizer.zero_grad()
@@ -69,7 +71,7 @@ def with_accelerate() -> None:
         optimizer.step()
         if step % 10 == 0 and accelerator.is_main_process:
             print(f"step {step}: loss {loss.item():.4f}")
-    print(f"rank {accelerator.process_index}: {wire.stats}", flush=True)
+    print(f"rank {accelerator.process_index}: {handler.wire.stats}", flush=True)
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

@@ -1,5 +1,6 @@
-// Python's side, in its stable interface (abi3): arguments arrive as integers, addresses included, because reading a
-// tensor's address in Python costs 0.1 us and passing the tensor itself 6. thinwire.kernels.ops has checked them.
+// The Python extension module, in the stable interface (abi3). Arguments are integers, addresses included, because
+// reading a tensor's address in Python takes 0.1 us, and passing the tensor itself 6 us. thinwire.kernels.ops has
+// checked them.
 #define PY_SSIZE_T_CLEAN
 #ifndef Py_LIMITED_API
 #define Py_LIMITED_API 0x030B0000
@@ -15,12 +16,12 @@ namespace {
 
 using namespace thinwire;
 
-constexpr int64_t kReleaseElements = 16384; // for less, handing over the interpreter's lock may cost more than the call
+constexpr int64_t kReleaseElements = 16384; // below this, releasing the interpreter's lock may cost more than the call
 constexpr int64_t kMaxMessages = 4096;
 
 Machine machine = {levels()[0], nullptr};
 
-// Reads one positional argument after the other; once one fails, all do, and failed() says so.
+// Reads positional arguments in order; once one fails, all further ones do, and failed() is true.
 class Arguments {
   PyObject* const* args;
   const Py_ssize_t count;

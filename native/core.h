@@ -1,4 +1,4 @@
-// What the kernels of one instruction-set level offer, and what they are told. No Python, no torch, no exceptions.
+// The interface of the kernels of one instruction-set level. No Python, no torch, no exceptions.
 #pragma once
 #include <cstdint>
 
@@ -6,10 +6,10 @@ namespace thinwire {
 
 constexpr int64_t kGroup = 128;        // codes are packed in groups of this many
 constexpr int64_t kHalf = 64;          // each half of a group takes one 16-bit half of the same random words
-constexpr int64_t kTile = 2048;        // elements worked on at a time: 8 KB of fp32, well inside the L1 cache
-constexpr int64_t kAhead = 4096;       // elements from what is worked on to what is fetched into the L2 cache meanwhile
-constexpr int64_t kLoaded = 16384;     // elements of a block that must be converted or summed first, in L2 meanwhile
-constexpr int64_t kDirect = 131072;    // elements of a block that is read in place, twice: the second time from L2
+constexpr int64_t kTile = 2048;        // elements processed at a time: 8 KB of fp32, well inside the L1 cache
+constexpr int64_t kAhead = 4096;       // prefetch distance into the L2 cache, in elements
+constexpr int64_t kLoaded = 16384;     // elements of a block that is converted or summed first, and stays in L2
+constexpr int64_t kDirect = 131072;    // elements of a block that is read in place twice, the second time from L2
 constexpr int64_t kMaxBuckets = kTile; // buckets of one block
 
 // The layout of thinwire.kernels.Table.rows.
@@ -38,12 +38,12 @@ struct Format {
   float max_code() const { return num_scales() == 2 ? (float)steps : 2.0f * offset(); }
   // Whether values may lie beyond the outermost codes.
   bool saturates() const { return midrise || clip > 0.0f; }
-  // Whether scales come from sums over a bucket, which have an order.
+  // Whether scales are computed from sums over a bucket, whose order is fixed.
   bool summed() const { return scheme >= kNorm || clip > 0.0f; }
 };
 
 // One call. Every operation reads `scale * (own + sum of messages)`, plus
-// `loss_scale * now`, and writes `out`, `y` and `next`, each if there is one.
+// `loss_scale * now`, and writes `out`, `y` and `next`, where they are not null.
 struct Job {
   const Row* rows = nullptr;
   int64_t num_rows = 0;
@@ -59,11 +59,12 @@ struct Job {
   bool add = false; // decode only: y += scale * v
   uint64_t key = 0;
   const float* now = nullptr; // null: no error feedback
-  float* next = nullptr;      // becomes (what was encoded - what it decodes to) / loss_scale; may be `now`
+  float* next = nullptr;      // set to (encoded values - decoded values) / loss_scale; may be `now`
   float loss_scale = 1.0f;
 };
 
-// What scales are made of for the buckets of a row too wide for one block, found piece by piece; then the scales.
+// For the buckets of a row that is too wide for one block: extrema or sums, accumulated piece by piece; then the
+// scales.
 struct Wide {
   int32_t* low_key;  // ordered keys of the minima, merged atomically
   int32_t* high_key; // and of the maxima

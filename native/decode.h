@@ -8,7 +8,7 @@ enum Mode {
   kLostOver, // to = (base - v) / scale
 };
 
-// Where decoded values go. `base` may be `to`; what lies at `ahead` (if not null) is fetched meanwhile.
+// The destination of decoded values. `base` may be `to`; the memory at `ahead` (if not null) is prefetched.
 struct Sink {
   Mode mode;
   float scale;
@@ -49,8 +49,8 @@ static inline void dequantise_few(const uint8_t* codes, const float* low, const 
   }
 }
 
-// Where the scales of a row's buckets are: in a message or in scratch memory. `first` is the bucket at index 0. Where
-// there is one scale, `low` is null, and lo is -(offset * unit).
+// The scales of a row's buckets, in a message or in scratch memory. `first` is the bucket at index 0. If there is one
+// scale, `low` is null, and lo is -(offset * unit).
 struct Scales {
   const float *low, *unit;
   int64_t first;
@@ -153,7 +153,7 @@ THINWIRE_APART static void add_scaled(const float* x, const float* e, float scal
   for (; i < n; i++) to[i] = x[i] + scale * e[i];
 }
 
-// The values that a job encodes: elements [at, at + n) of a row, with what error feedback kept for them.
+// The values that a job encodes: elements [at, at + n) of a row, with their residual.
 static void load_values(const Job& job, const Row& row, int64_t at, int64_t n, float* to, Scratch& s) {
   const bool as_is = taken_as_is(job);
   for (int64_t i = 0; i < n; i += kTile) {
@@ -165,10 +165,10 @@ static void load_values(const Job& job, const Row& row, int64_t at, int64_t n, f
   }
 }
 
-// Error feedback side by side with coding, group by group: what the next block's values are made of, and where what
-// this one's codes lose goes.
+// Error feedback together with coding, group by group: the operands of the next block's values, and the destination of
+// this block's residual.
 struct Feedback {
-  const float *x = nullptr, *now = nullptr; // null: the values are there already
+  const float *x = nullptr, *now = nullptr; // null: the values are complete
   float* values = nullptr;
   float* next = nullptr; // null: written later
   float scale = 1.0f, inverse = 1.0f;

@@ -20,9 +20,9 @@ namespace generic { extern const Kernels kernels; }
 namespace {
 
 constexpr int64_t kParallelElements = 131072; // below this, waking threads costs more than it saves
-constexpr int64_t kTaskElements = 65536;      // at least this many for each of them
+constexpr int64_t kTaskElements = 65536;      // elements of a thread, at least
 
-// Subnormal values count (torch.set_flush_denormal would drop them and change bytes).
+// Subnormal values are kept (torch.set_flush_denormal would flush them and change bytes).
 class FloatMode {
 #if defined(__SSE2__)
   const unsigned saved = _mm_getcsr();
@@ -86,7 +86,7 @@ const Kernels* const* levels() {
   if (found[0]) return found;
   int n = 0;
 #if defined(THINWIRE_X86_LEVELS)
-  // What is not asked for comes with what is, on every CPU there is (lzcnt with bmi2, for one).
+  // Features that are not tested come with those that are, on every existing CPU (lzcnt with bmi2, for instance).
   const bool v2 = __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("popcnt");
   const bool v3 =
       v2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma");

@@ -1,4 +1,4 @@
-// The kernels as the binding calls them: instruction-set level chosen, work spread over threads.
+// The kernels as the binding calls them: the instruction-set level is selected and work is distributed over threads.
 #pragma once
 #include "core.h"
 #include "floats_core.h"
@@ -13,10 +13,10 @@ using ParallelFor = int32_t (*)(int64_t begin, int64_t end, int64_t grain, Body 
 
 enum Status { kDone, kNoMemory, kThreadsFailed };
 
-// Levels that this build has and this CPU runs, best first; null-terminated.
+// Levels of this build that this CPU supports, best first; null-terminated.
 const Kernels* const* levels();
 
-// What a call runs on. Set under the interpreter's lock, copied before it is released.
+// The level and threads of a call. Set while the interpreter's lock is held, copied before it is released.
 struct Machine {
   const Kernels* kernels;
   ParallelFor parallel_for; // null: the calling thread alone

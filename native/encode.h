@@ -9,23 +9,23 @@ THINWIRE_APART static void quantise_last(const float* x, int64_t n, const HalfSc
   std::memset(codes + n, 0, kGroup - n);
 }
 
-// What quantising a tile needs: the elements [at, at + n) of a block whose scales are known.
+// The arguments of quantising a tile: the elements [at, at + n) of a block whose scales are known.
 struct Tile {
   const Block& block;
   int64_t at, n, bucket;
   uint32_t counter; // of the first group
-  Block* next;        // null, or the block that follows: its extrema are found meanwhile
-  const float* ahead; // null, or what will follow that one: it is fetched meanwhile
-  const float* also;  // the same of what error feedback kept
+  Block* next;        // null, or the next block, whose extrema are computed as well
+  const float* ahead; // null, or the memory after that one, which is prefetched
+  const float* also;  // the same of the residual
   uint8_t* codes;
-  Scales scales; // as they will be decoded with
+  Scales scales; // those that the receiver decodes with
   Feedback feedback;
 };
 
-// The codes of a tile. Side by side with the extrema of the next block, whose waiting for memory, and for one lane
-// after the other, then costs nothing: its low and high become those of units of kUnit elements. Bucket and group are
-// multiples of kUnit; 0: buckets may end anywhere, and nothing is done on the side. Returns `seen` of quantise_group. With
-// kFeedback, what Tile::feedback asks for is done beside both.
+// The codes of a tile, and in the same loop the extrema of units of kUnit elements of the next block (its low and high),
+// whose memory latency and reductions over lanes are hidden that way. Bucket and group are multiples of kUnit; with 0,
+// buckets may end anywhere, and no extrema are computed. Returns `seen` of quantise_group. With kFeedback, the loop also
+// does what Tile::feedback asks for.
 template <int kUnit, Origin kOrigin, bool kRandom, bool kFeedback>
 THINWIRE_APART static Words quantise_tile(const Tile& tile, const Draws keys, const Coding how, Scratch& s) {
   const Draws draws = keys;
@@ -52,7 +52,7 @@ THINWIRE_APART static Words quantise_tile(const Tile& tile, const Draws keys, co
     return two;
   };
   const Feedback feedback = tile.feedback;
-  // What the codes of the group at i lose.
+  // The residual of the group at i.
   const auto lose = [&](int64_t i, const HalfScales& scales) {
     for (int half = 0; half < 2; half++) {
       const float unit = tile.scales.unit[scales.k[half]];
@@ -100,7 +100,7 @@ THINWIRE_APART static Words quantise_tile(const Tile& tile, const Draws keys, co
   return seen;
 }
 
-// The decoded values of a tile go to y as they will come out of the message.
+// Writes the decoded values of a tile to y, as a receiver would decode them.
 static void write_decoded(const Job& job, const Row& row, const Tile& tile, const Scales& scales, Scratch& s) {
   if (job.y_dtype == kFloat32) {
     float* y = (float*)job.y + row.start + tile.at;
@@ -119,7 +119,7 @@ static inline bool is_power_of_two(float v) {
   return (bits & 0x7FFFFF) == 0;
 }
 
-// What the tile's codes from `first` on lose goes to the residual.
+// Writes the residual of the tile's codes from `first` on.
 static void write_lost(const Job& job, const Row& row, const Tile& tile, int64_t first, Scratch& s) {
   const int64_t at = tile.at + first, n = tile.n - first;
   const bool power = is_power_of_two(job.loss_scale), in_place = job.next == job.now;
@@ -138,10 +138,10 @@ struct Encoder {
   const Draws draws;
   const Coding coding;
   const bool as_is;   // the values are neither converted nor summed
-  const bool direct;  // and read where they are
-  const int64_t unit; // elements whose extrema are found together; 0 where buckets end anywhere
-  const bool beside;  // the extrema of one block are found beside the codes of the one before
-  const bool loads_beside; // and its values are made there
+  const bool direct;  // and are read in place
+  const int64_t unit; // elements whose extrema are computed together; 0 if buckets may end anywhere
+  const bool beside;  // the extrema of a block are computed together with the codes of the previous one
+  const bool loads_beside; // and its values are computed there, too
   const int64_t buckets;
   uint8_t* const payload;
   uint8_t* const packed;
@@ -185,7 +185,7 @@ struct Encoder {
     return {form.num_scales() == 2 ? low : nullptr, block.unit, block.first, form.offset()};
   }
 
-  // What is done about error feedback beside the codes of the tile at element i of a block.
+  // Error feedback to be done together with the codes of the tile at element i of a block.
   Feedback feedback_of(const Block& block, Block* next, int64_t i) const {
     Feedback f;
     if (!job.next || !unit || form.scheme >= kSides) return f;
@@ -244,7 +244,7 @@ struct Encoder {
     if (!direct) load_values(job, row, at, n, block.values, s);
   }
 
-  // The same where whole groups are left to the loop that codes the block before.
+  // The same, without whole groups, which the loop that codes the previous block handles.
   void load_rest(Block& block, int64_t at, int64_t n) const {
     block.x = block.values, block.at = at, block.n = n;
     block.first = at / form.bucket, block.count = num_buckets(n, form.bucket);
@@ -258,7 +258,7 @@ struct Encoder {
     high = largest(x, n);
   }
 
-  // What the scales of all buckets of a block are made of.
+  // Computes the extrema or sums of all buckets of a block.
   void measure(Block& block) const {
     for (int64_t k = 0, from = 0; k < block.count; k++, from += form.bucket) {
       const int64_t left = block.n - from, n = left < form.bucket ? left : form.bucket;
@@ -272,7 +272,7 @@ struct Encoder {
     }
   }
 
-  // The same where those of the units of all whole groups are known.
+  // The same, with those of the units of all whole groups given.
   void merge_units(Block& block) const {
     const int64_t each = form.bucket / unit;
     int64_t units = block.n / kGroup * (kGroup / unit);
@@ -300,7 +300,7 @@ struct Encoder {
     std::memcpy(payload + 4 * (low ? buckets + first : first), unit, 4 * count);
   }
 
-  // Finds the buckets whose minimum hid a NaN; returns whether there are any.
+  // Finds the buckets whose minimum ignored a NaN; returns whether there are any.
   bool find_nan(Block& block) const {
     bool found = false;
     for (int64_t k = 0, from = 0; k < block.count; k++, from += form.bucket) {

@@ -11,7 +11,7 @@ static inline int64_t sum_lanes(Words v) {
   return sum;
 }
 
-// What a tile's values held: how many saturated, and in the sign bits whether one was not finite.
+// Properties of a tile's values: how many saturated, and in the sign bits whether one is not finite.
 struct Seen {
   Words saturated = {}, nonfinite = {};
   void report(Found& found) const {
@@ -176,7 +176,7 @@ static void natural_decode(const FloatJob& job, int64_t begin, int64_t end) {
 
 // ---- Range floats --------------------------------------------------------------------------------------------------
 
-// A row's format, from max and mantissa; one that is not valid is replaced by one that is.
+// A row's format, from max and mantissa; an invalid one is replaced by a valid one.
 struct RangeFloat {
   bool valid;
   int shift, up, down;

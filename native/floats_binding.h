@@ -1,4 +1,4 @@
-// Python's side of the element-wise formats. Included by binding.cpp.
+// The Python functions of the element-wise formats. Included by binding.cpp.
 
 // x, dtype, rows, num_rows
 void read_source(Arguments& in, FloatJob& job) {

@@ -1,4 +1,4 @@
-// What the kernels of element-wise floats, learned levels and integers are told. Included by core.h's users.
+// The arguments of the kernels of element-wise floats, learned levels and integers. Included after core.h.
 #pragma once
 #include "core.h"
 
@@ -8,7 +8,7 @@ constexpr int64_t kHeader = 64; // bytes at the start of a payload of floats
 
 enum class FloatRounding : int { kTruncate = 0, kNearest = 1, kStochastic = 2 };
 
-struct Found { // in a row's values; merged atomically
+struct Found { // properties of a row's values; merged atomically
   int64_t saturated, nonfinite;
 };
 

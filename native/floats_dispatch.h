@@ -2,7 +2,7 @@
 
 namespace {
 
-// Headers say what was found in the rows.
+// Writes the properties of the rows into headers.
 void put_headers(const FloatJob& job, bool params) {
   for (int64_t r = 0; r < job.num_rows; r++) {
     if (!job.rows[r].numel) continue;
@@ -27,7 +27,7 @@ bool run_tiles(const Machine& machine, const FloatJob& job, FloatWork kernel) {
   return run(machine, size.tiles, size.elements, work);
 }
 
-// With a count for each row, which become headers or `clipped`.
+// With a count for each row, which is written into headers or `clipped`.
 Status run_counted(const Machine& machine, FloatJob job, FloatWork kernel, bool params, int64_t* clipped) {
   Found few[16] = {};
   void* memory = job.num_rows <= 16 ? nullptr : std::calloc(job.num_rows, sizeof(Found));

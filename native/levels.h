@@ -1,6 +1,6 @@
 // Learned levels: codes for the nearest of 2^bits values between a bucket's ends. Included inside a level's namespace.
 
-// Values found by code, 16 in a register where there is such a register.
+// Values looked up by code, in a register of 16 values if the level has one.
 template <bool kFew>
 struct Lookup {
   alignas(64) float values[256];

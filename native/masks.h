@@ -1,7 +1,7 @@
-// Choosing lane by lane, and integer extrema. Included inside a level's namespace. Integers stay below 2^31, so signed
+// Selection lane by lane, and integer extrema. Included inside a level's namespace. Integers stay below 2^31, so signed
 // comparisons, which every level has, serve.
 
-// Lanes for which something holds: a mask register where there are such, otherwise all bits of the lanes.
+// Lanes for which a condition holds: a mask register if the level has them, otherwise all bits of the lanes.
 #if defined(__AVX512F__)
 typedef __mmask16 Mask;
 static inline Mask above(Words a, Words b) { return _mm512_cmpgt_epi32_mask((__m512i)a, (__m512i)b); }

@@ -1,7 +1,7 @@
 // Codes, one byte each, to and from the planes of a group of 128. Included inside a level's namespace.
 // Fields stay inside their byte when shifted left, and are masked after a shift right, so wide shifts serve all bytes.
 
-// As many bytes of a plane as a vector takes.
+// The bytes of a plane that fit into a vector.
 template <int kBytes>
 struct Plane {
   static constexpr int kStep = kBytes < 4 * kLanes ? kBytes : 4 * kLanes;

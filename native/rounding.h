@@ -6,14 +6,14 @@ static inline uint64_t splitmix64(uint64_t v) {
   return v ^ (v >> 31);
 }
 
-// Draws of one row.
+// Random draws of one row.
 struct Draws {
   uint32_t k0, k1;
   Draws(uint64_t key, const Row& row) {
     const uint64_t mixed = splitmix64(key + (uint64_t)row.site * 0x9E3779B97F4A7C15ull);
     k0 = (uint32_t)mixed, k1 = (uint32_t)(mixed >> 32);
   }
-  // Random words for kCount counters, step by step for all: the processor need not look far ahead for work.
+  // Random words for kCount counters, interleaved step by step for instruction-level parallelism.
   template <int kCount>
   THINWIRE_WITHIN inline void words(Words* x) const {
     for (int i = 0; i < kCount; i++) x[i] ^= k0;
@@ -37,10 +37,10 @@ enum Origin {
   kSaturating, // the same, and values may lie beyond the outermost codes
 };
 
-// What all positions of a row have in common.
+// Constants of all positions of a row.
 struct Coding {
   uint32_t middle; // the position of zero
-  uint32_t noise;  // what is added instead of random bits
+  uint32_t noise;  // added in place of random bits
   explicit Coding(const Format& form, const Draws& draws)
       : middle(form.num_scales() == 2 ? 0 : (uint32_t)(form.offset() * 65536.0f)),
         noise(form.rounding == kShift ? draws.k0 & 0xFFFF : 0x8000) {}
@@ -96,7 +96,7 @@ THINWIRE_WITHIN static inline void quantise_group(const float* x, const HalfScal
   }
 }
 
-// Codes of one bit, x >= 0; zeros up to a whole group. What lies at `ahead` and `also` is fetched meanwhile.
+// Codes of one bit, x >= 0; zeros up to a whole group. The memory at `ahead` and `also` is prefetched.
 THINWIRE_APART static void quantise_signs(const float* x, int64_t n, uint8_t* codes, const float* ahead,
                                           const float* also) {
   int64_t i = 0;

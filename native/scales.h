@@ -74,7 +74,7 @@ THINWIRE_APART static void finish_largest(const float* largest, float* unit, flo
   }
 }
 
-// The scales of `n` buckets from what was found of them: the extrema; a; the means of the two sides; the unit itself.
+// The scales of `n` buckets from their statistics: the extrema; a; the means of the two sides; the unit itself.
 static void finish_scales(const Format& form, float* low, const float* high, float* unit, float* inverse, int64_t n) {
   if (form.scheme == kMinMax) return finish_minmax(low, high, unit, inverse, n, form.steps);
   if (form.scheme == kMaxAbs || form.scheme == kNorm) return finish_largest(high, unit, inverse, n, form);
@@ -86,7 +86,7 @@ static void finish_scales(const Format& form, float* low, const float* high, flo
   }
 }
 
-// The minima as they are sent: moved with the lattice.
+// The minima as they are sent, shifted with the lattice.
 static void shift_lows(const float* low, const float* unit, int64_t n, float shift, float* sent) {
   for (int64_t k = 0; k < n; k++) sent[k] = low[k] + unit[k] * shift;
 }
@@ -97,7 +97,7 @@ static bool any_nan(const float* unit, int64_t n) {
   return found;
 }
 
-// A block on its way to the message: its values, and the scales of its buckets, of which the first is bucket `first`.
+// A block that is being encoded: its values, and the scales of its buckets, of which the first is bucket `first`.
 struct Block {
   const float* x;
   int64_t at, n, first, count;
@@ -110,9 +110,9 @@ struct Block {
 };
 
 struct Scratch {
-  alignas(64) float tile[kTile];     // values of one tile on their way to y
+  alignas(64) float tile[kTile];     // decoded values of one tile
   alignas(64) uint8_t codes[kTile];  // one byte each
-  alignas(64) float each_low[kTile]; // per element of a tile, where groups and buckets do not fit each other
+  alignas(64) float each_low[kTile]; // per element of a tile, if buckets do not end at groups
   alignas(64) float each_other[kTile];
 };
 
@@ -129,7 +129,7 @@ THINWIRE_APART static void spread(const float* per_bucket, int64_t bucket, int64
   for (int64_t i = n; i % kGroup; i++) each[i] = each[n - 1];
 }
 
-// Follows the bucket of one unit (half a group, or a group) after the other, where no bucket ends inside a unit.
+// Iterates over the buckets of consecutive units (half a group, or a group), if no bucket ends inside a unit.
 template <int kUnit>
 struct Cursor {
   int64_t k, left;
@@ -146,7 +146,7 @@ static inline const float* ahead_of(const float* values, const Row& row, int64_t
   return at + kAhead + kTile <= row.numel ? values + row.start + at + kAhead : nullptr;
 }
 
-// Minimum and maximum of kUnit elements, like extrema() but with nothing to decide.
+// Minimum and maximum of kUnit elements, like extrema() but without branches.
 template <int kUnit>
 THINWIRE_WITHIN static inline void unit_extrema(const float* x, float& low, float& high) {
   Floats lows, highs;

@@ -1,4 +1,4 @@
-// Python's side of words in shared memory. Included by binding.cpp.
+// The Python functions of words in shared memory. Included by binding.cpp.
 
 constexpr int64_t kMaxWait = int64_t(1) << 62; // ns
 

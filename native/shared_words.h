@@ -1,5 +1,5 @@
-// Counters in memory that several processes have mapped: one raises a word, others sleep until it is there. Linux's
-// futex, in its form for memory shared between processes: the kernel knows a word by its file and place, not by address.
+// Counters in memory that several processes have mapped: one process raises a word, others sleep until it has. They use
+// Linux's futex for memory shared between processes, where the kernel identifies a word by file and offset.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ namespace thinwire {
 
 constexpr bool kHaveSharedWords = true;
 
-// What the kernel reads: two longs, whatever this C library makes of time_t.
+// The type that the kernel reads: two longs, whatever time_t is in this C library.
 struct FutexTime {
   long seconds, nanoseconds;
 };
@@ -36,7 +36,7 @@ inline void pause_briefly() {
 #endif
 }
 
-// Everything written before is seen by who sees the word.
+// A process that sees the word also sees everything that was written before it.
 inline void shared_post(uint32_t* word, uint32_t value) {
   __atomic_store_n(word, value, __ATOMIC_RELEASE);
   syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
@@ -44,10 +44,10 @@ inline void shared_post(uint32_t* word, uint32_t value) {
 
 inline uint32_t shared_read(const uint32_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
-// Counters wrap: what is less than 2^31 ahead counts as reached.
+// Counters wrap: a value less than 2^31 ahead counts as reached.
 inline bool shared_reached(uint32_t present, uint32_t value) { return static_cast<int32_t>(present - value) >= 0; }
 
-// Whether the word reached the value in time. Looks for spin_ns, then sleeps.
+// Returns whether the word reached the value in time. Spins for spin_ns, then sleeps.
 inline bool shared_wait(const uint32_t* word, uint32_t value, int64_t timeout_ns, int64_t spin_ns) {
   if (shared_reached(shared_read(word), value)) return true;
   const int64_t start = now_ns();
@@ -56,7 +56,7 @@ inline bool shared_wait(const uint32_t* word, uint32_t value, int64_t timeout_ns
       if (shared_reached(shared_read(word), value)) return true;
       pause_briefly();
     }
-    sched_yield(); // the other one may be waiting for this core
+    sched_yield(); // the other process may be waiting for this core
   }
   for (;;) {
     const uint32_t present = shared_read(word);
@@ -64,7 +64,7 @@ inline bool shared_wait(const uint32_t* word, uint32_t value, int64_t timeout_ns
     const int64_t left = timeout_ns - (now_ns() - start);
     if (left <= 0) return false;
     const FutexTime time = {static_cast<long>(left / 1000000000), static_cast<long>(left % 1000000000)};
-    // Returns at once if the word is no longer what was read; a signal ends it early.
+    // Returns at once if the word has changed since it was read; a signal interrupts it.
     syscall(SYS_futex, word, FUTEX_WAIT, present, &time, nullptr, 0);
   }
 }

@@ -1,9 +1,9 @@
-// Vectors of one instruction-set level, in GCC's and Clang's portable notation; intrinsics only where that notation
-// cannot say it (NaN-indifferent minimum, half precision, prefetch). Included inside a level's namespace.
+// Vectors of one instruction-set level, in the portable vector extensions of GCC and Clang, with intrinsics only where
+// these do not suffice (minimum that ignores NaN, half precision, prefetch). Included inside a level's namespace.
 
-// A function on its own has the registers to itself: inlined into one another, the kernels lose a fifth of their speed.
+// Functions of their own have all registers: inlined into each other, the kernels are a fifth slower.
 #define THINWIRE_APART __attribute__((noinline))
-// The loop of a kernel stays whole, however many kernels there are.
+// The loop of a kernel is always inlined, however many kernels there are.
 #define THINWIRE_WITHIN __attribute__((always_inline))
 
 #if defined(__AVX512F__)
@@ -41,8 +41,8 @@ static inline To bits_of(From v) {
 static inline Floats splat(float v) { return v - Floats{}; }
 static inline Words splat(uint32_t v) { return v + Words{}; }
 
-// The lesser and the greater of two, lane by lane. With a NaN among them x86 has no use for it: it answers `kept`.
-// Elsewhere the NaN is the answer.
+// The lesser and the greater of two, lane by lane. If one is NaN, x86 returns `kept`;
+// other architectures return the NaN.
 #if defined(__AVX512F__)
 static inline Floats lesser(Floats v, Floats kept) { return (Floats)_mm512_min_ps((__m512)v, (__m512)kept); }
 static inline Floats greater(Floats v, Floats kept) { return (Floats)_mm512_max_ps((__m512)v, (__m512)kept); }
@@ -72,7 +72,7 @@ static inline Ints greater_int(Ints a, Ints b) {
 #endif
 }
 
-// Towards zero. Where lesser() hides NaNs, a NaN becomes the least integer, by which it is found out.
+// Towards zero. Where lesser() hides NaNs, a NaN becomes the smallest integer, by which it is detected.
 #if defined(__SSE2__)
 constexpr bool kHidesNan = true;
 #else
@@ -123,12 +123,13 @@ static inline float across_greater_int(Ints v) {
   return value;
 }
 
-// Half a group of fp32 values, into the L2 cache. Also for what will be written: prefetchw measured slower.
+// Prefetches half a group of fp32 values into the L2 cache, also before writes: prefetchw was measured to be slower.
 static inline void prefetch(const float* p) {
   for (int i = 0; i < 64; i += 16) __builtin_prefetch(p + i, 0, 2);
 }
 
-// To where nobody reads soon, a multiple of a vector's bytes: what is overwritten need not be fetched first.
+// Non-temporal store to memory that is not read soon, so that it need not be loaded first; a multiple of a vector's
+// bytes.
 static inline void store_past_caches(float* p, Floats v) {
 #if defined(__AVX512F__)
   _mm512_stream_ps(p, (__m512)v);
@@ -141,14 +142,14 @@ static inline void store_past_caches(float* p, Floats v) {
 #endif
 }
 
-// Before other threads may read what went past the caches.
+// Called before other threads may read what non-temporal stores wrote.
 static inline void settle_stores() {
 #if defined(__SSE2__)
   _mm_sfence();
 #endif
 }
 
-// Copies past the caches.
+// Copies with non-temporal stores.
 THINWIRE_APART static void stream(const float* from, int64_t n, float* to) {
   int64_t i = 0;
   for (; i < n && (uintptr_t)(to + i) % 64; i++) to[i] = from[i];
@@ -158,7 +159,7 @@ THINWIRE_APART static void stream(const float* from, int64_t n, float* to) {
   for (; i < n; i++) to[i] = from[i];
 }
 
-// kLanes codes as floats. GCC takes u8 to i32 apart lane by lane, hence intrinsics.
+// kLanes codes as floats. GCC converts u8 to i32 lane by lane, hence intrinsics.
 static inline Floats widen(const uint8_t* codes) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load<__m128i>(codes)));

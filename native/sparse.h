@@ -15,7 +15,7 @@ static inline const float* span_values(const Span& span, int64_t at, int64_t n, 
 }
 
 static void sample(const Span& span, int64_t offset, int64_t stride, int64_t count, uint32_t* keys) {
-  constexpr int64_t kEarly = 24; // samples on their way from memory
+  constexpr int64_t kEarly = 24; // samples that are prefetched
   const int64_t size = size_of(span.dtype);
   const char* first = (const char*)span.x + (span.start + offset) * size;
   for (int64_t j = 0; j < count; j++) {
@@ -26,7 +26,8 @@ static void sample(const Span& span, int64_t offset, int64_t stride, int64_t cou
   }
 }
 
-// Appends the elements of x[0, n) with a key of at least `least`; there is room for n and a vector more. Their number.
+// Appends the elements of x[0, n) with a key of at least `least`; there is room for n and a vector more. Returns their
+// number.
 static inline int64_t compact(const float* x, int64_t n, uint32_t least, uint32_t index, uint32_t* indices,
                               float* values, const float* ahead, Words& seen) {
   int64_t found = 0, i = 0;
@@ -105,7 +106,7 @@ static void collect(const Span& span, Candidates& to, int64_t begin, int64_t end
 
 static void histogram(const Span& span, const Histogram& job, int64_t begin, int64_t end) {
   alignas(64) float tile[kTile];
-  // Four, so that equal neighbours do not wait for each other; the last bin is for what is not asked for.
+  // Four histograms, so that equal neighbours do not depend on each other; the last bin counts keys outside the range.
   int32_t counts[4][kBins + 1] = {};
   alignas(64) uint32_t bins[kTile];
   const Words limit = splat(job.clamped ? kNanKey : 0x7FFFFFFFu), prefix = splat(job.prefix);

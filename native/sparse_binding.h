@@ -1,4 +1,4 @@
-// Python's side of sparse selection. Included by binding.cpp.
+// The Python functions of sparse selection. Included by binding.cpp.
 
 constexpr int64_t kMaxIndex = INT32_MAX;
 

@@ -1,4 +1,4 @@
-// What the kernels of sparse selection are told. Included by core.h's users.
+// The arguments of the kernels of sparse selection. Included after core.h.
 #pragma once
 #include "core.h"
 
@@ -15,7 +15,7 @@ constexpr uint32_t kInfiniteKey = 0x7F800000, kNanKey = kInfiniteKey + 1;
 constexpr int kBins = 2048;
 
 // Candidates: elements whose key is at least `least`, block by block of kTile elements, each block's at a place of its
-// own; what does not fit into `capacity` is only counted.
+// own; those that do not fit into `capacity` are only counted.
 struct Place {
   int64_t at, count;
 };
@@ -39,11 +39,11 @@ struct Histogram {
   int32_t* counts; // kBins, merged atomically
 };
 
-// What to pick: the k largest whose key is at least `least`, or the key of the rank-th of a sample; rank 0: no sample.
+// The selection: the k largest whose key is at least `least`, or the key of the rank-th of a sample; rank 0: no sample.
 struct Pick {
   int64_t k = 0;
   uint32_t least = 1;
-  bool partial = false; // fewer than k are an answer: always, or if the sampled key says so
+  bool partial = false; // fewer than k are a valid result: always, or if the sampled key leads to that
   bool sampled = false;
   int64_t offset = 0, stride = 1, num_samples = 0, rank = 0;
 };
@@ -51,7 +51,7 @@ struct Pick {
 struct Picked {
   int32_t* indices; // k, as the values
   float* values;
-  int64_t count, total; // picked; that reached the threshold
+  int64_t count, total; // selected; at or above the threshold
   bool finite;
 };
 

@@ -1,9 +1,9 @@
-// Sparse selection and packed indices as the binding calls them. Included at the end of dispatch.cpp: what comes from
+// Sparse selection and packed indices as the binding calls them. Included at the end of dispatch.cpp: code of
 // the standard library must be compiled once, for every CPU.
 
 namespace {
 
-constexpr int64_t kCrowd = 1 << 19; // candidates more than twice k that are still worth a list
+constexpr int64_t kCrowd = 1 << 19; // candidates in excess of twice k for which a list is still faster
 
 struct Memory {
   void* const at;
@@ -117,8 +117,8 @@ Status emit_with_ties(const Machine& machine, const Span& span, const Candidates
   return kDone;
 }
 
-// The exact k largest, where candidates were too few or too many. A histogram tells the eighth of an octave in which
-// the k-th largest lies; if that is crowded, two more tell its key.
+// The exact k largest, where candidates were too few or too many. A histogram yields the eighth of an octave in which
+// the k-th largest lies; if many candidates are in it, two more yield its key.
 Status pick_by_histogram(const Machine& machine, const Span& span, int64_t k, Place* places, Picked& to) {
   const int64_t blocks = ceil_div(span.numel, kTile);
   int32_t counts[kBins];

@@ -1,4 +1,5 @@
-// What the scales of max-abs, norm, sides and sign are made of. Included inside a level's namespace.
+// The sums and maxima from which the scales of max-abs, norm, sides and sign are computed. Included inside a level's
+// namespace.
 
 typedef float HalfFloats __attribute__((vector_size(2 * kLanes)));
 typedef int32_t HalfInts __attribute__((vector_size(2 * kLanes)));
@@ -71,7 +72,7 @@ static double across(double* lanes) {
   return lanes[0];
 }
 
-// What is known of one bucket, fed piece by piece: pieces but the last are multiples of the 16 lanes.
+// The statistics of one bucket, accumulated piece by piece: all pieces but the last are multiples of the 16 lanes.
 struct Gathered {
   const Format& form;
   alignas(64) double lanes[kSumLanes] = {};
@@ -101,7 +102,7 @@ struct Gathered {
     }
   }
 
-  // Of what finish_scales() makes the scales.
+  // The input of finish_scales().
   void finish(float& low, float& high) {
     const double sum = across(lanes), mean = sum / (double)n;
     switch (form.scheme) {

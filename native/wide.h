@@ -1,4 +1,5 @@
-// Rows whose buckets are too wide for a block: found piece by piece, then coded. Included inside a level's namespace.
+// Rows whose buckets are too wide for a block: scales are computed piece by piece, then the codes. Included inside a
+// level's namespace.
 
 static inline int32_t to_key(float v) {
   int32_t bits;
@@ -40,7 +41,7 @@ static void wide_extrema(const Job& job, const Row& row, const Wide& wide, int64
   }
 }
 
-// Sums have an order, so a bucket is summed by one thread. Its pieces begin a multiple of the lanes into it.
+// The order of sums is fixed, so a bucket is summed by one thread. Its pieces start at multiples of the lanes.
 static void wide_sums(const Job& job, const Row& row, const Wide& wide, int64_t begin, int64_t end) {
   Scratch scratch;
   Block block;
@@ -70,7 +71,7 @@ static void wide_scales(const Job& job, const Row& row, const Wide& wide) {
   const Encoder encoder(job, row, scratch);
   const float* sent = wide.low;
   if (job.form.rounding == kShift) {
-    float* shifted = (float*)wide.low_key; // the keys are done with
+    float* shifted = (float*)wide.low_key; // the keys are not needed any more
     shift_lows(wide.low, wide.unit, count, encoder.shift(), shifted), sent = shifted;
   }
   encoder.send_scales(job.form.num_scales() == 2 ? sent : nullptr, wide.unit, 0, count);

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import signal
 from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 import torch
+
+SLOW = Path(__file__).parent / "slow.txt"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--regenerate", action="store_true", help="rewrite the files of tests/golden and print changes")
 
 
 def pytest_configure() -> None:
@@ -14,6 +21,15 @@ def pytest_configure() -> None:
     those ignore Ctrl-C, and whoever ignores it hands that on."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what slow.txt lists, which is measured (tools/slow_tests.py), not judged."""
+    slow = {line for line in SLOW.read_text().splitlines() if line and not line.startswith("#")}
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        if function in slow or function.partition("::")[0] in slow:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -12,21 +12,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_laws import SPECS
+from test_pipeline_sides import Pair
 from torch import Tensor
 
 import thinwire
 from guarded import guarded, guarded_copy
 from kernel_cases import same
 from kernel_levels import LEVELS, at, one_thread  # noqa: F401 - a fixture
-from test_laws import SPECS
-from test_pipeline_sides import Pair
 from thinwire import kernels
-from thinwire.attach.pipeline.turn import Batch
 from thinwire.collectives import MessageError, PeerFailedError
 from thinwire.collectives.message import HEADER_BYTES, seal, verify
-from thinwire.compressors import GRADIENT_DTYPES, Coded, Piece, Segments
-from thinwire.compressors.spec import registered
+from thinwire.compressors import GRADIENT_DTYPES, CodecCall, Coded, Piece, Segments, registered
 from thinwire.kernels import native
+from thinwire.pipeline.schedule_step import Batch
 from thinwire.testing.laws import encode_one
 
 CODED = [spec for spec in SPECS if isinstance(thinwire.parse(spec), Coded)]
@@ -90,10 +89,12 @@ def decoded(compressor: Coded, message: Tensor, numel: int, dtype: torch.dtype, 
     segments = Segments.build([Piece("layer", BEFORE, numel, 0, 0)])
     into = guarded_copy(torch.full((BEFORE + numel,), 7.0)) if run == "add up" else y
     calls = {
-        "mean": lambda: compressor.mean([message, message], segments, y, scale=0.5),
-        "add up": lambda: compressor.add_up([message, message], y, segments, into, scale=0.5),
+        "mean": lambda: compressor.mean([message, message], y, CodecCall(segments, scale=0.5)),
+        "add up": lambda: compressor.add_up([message, message], y, into, CodecCall(segments, scale=0.5)),
     }
-    _, why = tried(calls.get(run, lambda: compressor.decode(message, segments, y, add=run == "add", scale=0.5)))
+    _, why = tried(
+        calls.get(run, lambda: compressor.decode(message, y, CodecCall(segments, scale=0.5), add=run == "add"))
+    )
     assert bool((into[:BEFORE] == 7).all()), "it wrote before its segment"
     assert bool((canary == 0xA5).all()), "it wrote before its tensor"
     return why or into[BEFORE:].clone()
@@ -231,8 +232,8 @@ def test_any_text_is_a_spec_or_refused(text: str) -> None:
 @settings(deadline=None, max_examples=40 * TIMES)
 @given(text=st.one_of(st.text(max_size=40), CALLS, st.sampled_from(["lgreco", "bayes", "kmeans"])), tail=LITERALS)
 def test_any_text_is_a_policy_or_refused(text: str, tail: str) -> None:
-    read_or_refused(thinwire.parse_policy, text)
-    read_or_refused(thinwire.parse_policy, f"lgreco(every={tail}, families={text})")
+    read_or_refused(thinwire.policies.parse_policy, text)
+    read_or_refused(thinwire.policies.parse_policy, f"lgreco(every={tail}, families={text})")
 
 
 DEEP = {
@@ -252,7 +253,7 @@ DEEP = {
 
 @pytest.mark.parametrize("name", DEEP)
 def test_no_text_takes_long_or_breaks_the_interpreter(name: str) -> None:
-    for read in (thinwire.parse, thinwire.parse_policy):
+    for read in (thinwire.parse, thinwire.policies.parse_policy):
         started = time.perf_counter()
         with pytest.raises((ValueError, TypeError)) as refused:
             read(DEEP[name])
@@ -263,7 +264,7 @@ def test_no_text_takes_long_or_breaks_the_interpreter(name: str) -> None:
 def test_nothing_in_a_spec_is_evaluated(tmp_path: Path) -> None:
     witness = tmp_path / "seen"
     for text in (f"__import__('pathlib').Path({str(witness)!r}).touch()", f"minmax(bits=open({str(witness)!r}, 'w'))"):
-        for read in (thinwire.parse, thinwire.parse_policy):
+        for read in (thinwire.parse, thinwire.policies.parse_policy):
             with pytest.raises(ValueError):
                 read(text)
     assert not witness.exists()

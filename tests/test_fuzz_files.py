@@ -13,16 +13,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_disk import ROWS, filled, make
+from test_fuzz import TIMES, tried
+from test_store import FORM
+from test_wire import MIXED, gradients, step_on
+from test_wire import make as make_wire
 from torch import Tensor
 
 from harness import run_threads
-from test_fuzz import TIMES, tried
-from test_store import FORM
-from test_store_disk import ROWS, filled, make
-from test_wire import MIXED, gradients, step_on
-from test_wire import make as make_wire
-from thinwire import StoreError
-from thinwire.store import DiskStore, MemoryStore, Rows
+from states import resealed
+from thinwire.store import DiskStore, MemoryStore, Rows, StoreError
 
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6)),
@@ -178,6 +178,9 @@ def test_a_changed_checkpoint_is_refused_or_goes_on() -> None:
                     )
                 )
                 found["plan"] = torch.frombuffer(bytearray(plan.replace(old, new).encode()), dtype=torch.uint8)
+            if data.draw(st.booleans()):
+                # As who changes a file on purpose would.
+                found = resealed(found)
             tried(lambda: wire.load_state_dict(found))
             wire.load_state_dict(state)
             assert all(torch.equal(value, state[name]) for name, value in wire.state_dict().items())

@@ -1,19 +1,23 @@
-"""Rules of the house that no tool checks: floors below ranks, private names, long files, a lean import."""
+"""Rules of the house that no tool checks: floors below ranks, private names, a lean import."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import slow_tests
 
 import thinwire
 
 ROOT = Path(thinwire.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
+TESTS = Path(__file__).parent
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -41,7 +45,6 @@ def test_rules_of_the_house(path: Path) -> None:
             and ast.unparse(node.value).split(".")[0] in ("torch", "dist")
         ]
         assert not private, "private PyTorch names belong into compat.py"
-    assert len(source.splitlines()) <= 400
 
 
 def test_import_is_lean() -> None:
@@ -58,3 +61,45 @@ def test_import_is_lean() -> None:
 def test_every_public_name_is_documented() -> None:
     for name in thinwire.__all__:
         assert getattr(thinwire, name).__doc__, name
+
+
+def test_the_list_of_slow_tests_names_tests_and_leaves_some_of_every_folder() -> None:
+    listed = [line for line in (TESTS / "slow.txt").read_text().splitlines() if not line.startswith("#")]
+    for line in listed:
+        path, _, function = line.partition("::")
+        assert (TESTS.parent / path).is_file(), line
+        assert not function or f"def {function}(" in (TESTS.parent / path).read_text(), line
+    for folder in {path.parent for path in TESTS.rglob("test_*.py")}:
+        paths = [path.relative_to(TESTS.parent).as_posix() for path in folder.glob("test_*.py")]
+        assert not set(paths) <= set(listed), f"`make test` runs nothing of {folder.name}"
+
+
+def test_slow_tests_are_chosen_by_what_they_took() -> None:
+    log = """\
+12.00s setup    tests/a/test_x.py::test_one
+1.00s call     tests/a/test_x.py::test_two[3-4]
+4.00s call     tests/a/test_y.py::test_three[a]
+5.00s call     tests/a/test_y.py::test_three[b]
+2.00s call     tests/a/test_y.py::test_four
+= 5 passed in 24.00s =
+""".splitlines()
+    units = slow_tests.durations(log)
+    assert units == {
+        "tests/a/test_x.py": 13.0,
+        "tests/a/test_y.py::test_three": 9.0,
+        "tests/a/test_y.py::test_four": 2.0,
+    }
+    assert slow_tests.choose(units, 24.0) == []
+    assert slow_tests.choose(units, 11.0) == ["tests/a/test_x.py"]
+    assert slow_tests.choose(units, 3.0) == ["tests/a/test_x.py", "tests/a/test_y.py::test_three"]
+
+
+def test_the_layers_of_contributing_are_those_of_pyproject_and_of_the_code() -> None:
+    project = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())
+    (contract,) = (c for c in project["tool"]["importlinter"]["contracts"] if c["type"] == "layers")
+    layers = [tuple(name.removeprefix("thinwire.") for name in row.split(" | ")) for row in contract["layers"]]
+    section = (TESTS.parent / "CONTRIBUTING.md").read_text().partition("## Layout")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert [tuple(re.findall(r"`(\w+)`", row)) for row in rows] == layers
+    modules = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert modules - {"__init__", "__main__"} == {name for row in layers for name in row}

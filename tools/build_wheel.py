@@ -29,7 +29,7 @@ assert kernels.HAVE_NATIVE, "the wheel has no native core"
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 torch.manual_seed(0)
 model = DistributedDataParallel(torch.nn.Linear(256, 64))
-wire = thinwire.compress(model, decline=False)
+wire = thinwire.compress(model, skip_if_slower=False)
 model(torch.randn(8, 256)).square().mean().backward()
 assert wire.stats.payload_sent_bytes > 0 and model.module.weight.grad.isfinite().all()
 print("rank", sys.argv[2], wire.stats, "on", kernels.cpu_level())
@@ -71,7 +71,7 @@ def check(sdist: Path, wheel: Path) -> None:
     assert len(cores) == 1, cores
     assert "abi3" in cores[0], "one wheel is meant for every Python from 3.11 on"
     assert "-cp311-abi3-" in wheel.name, wheel.name
-    assert not [name for name in names if name.startswith(("tests", "native", "benchmarks"))]
+    assert not [name for name in names if name.startswith(("tests", "native", "benchmarks", "experiments", "tools"))]
     with tarfile.open(sdist) as archive:
         inside = {name.split("/", 1)[-1] for name in archive.getnames()}
     assert {"native/kernels.cpp", "CMakeLists.txt", "LICENSE", "README.md", "src/thinwire/py.typed"} <= inside

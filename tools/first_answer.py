@@ -21,7 +21,7 @@ from thinwire.results import Results
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 600.0
-SCRIPT = ("tests/doctor_training.py", "1000000", "0.05", "weights.pt")
+SCRIPT = ("tests/support/doctor_training.py", "1000000", "0.05", "weights.pt")
 
 
 def main() -> int:

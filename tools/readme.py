@@ -5,17 +5,16 @@ from __future__ import annotations
 import itertools
 import re
 import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
-from aqsgd_page import repro_aqsgd
-from auto_page import auto
-from doctor_page import doctor, doctor_fsdp
+from experiment_pages import experiment, sharded
 from figures import BENCHMARKS, ROOT, Figures, table
-from fullstack_page import repro_fullstack
-from lgreco_page import repro_lgreco
-from qsdp_page import repro_qsdp, sharded
-from repro_pages import repro_cgx, repro_fft, repro_intsgd
 
-from thinwire.repro import results_page
+from experiments.bench.auto import Place
+from experiments.framework import results_page
+from experiments.framework.catalogue import CATALOGUE
 
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 NESTED = ("sra", "hierarchical(inside=dense, across=slices)", "hierarchical(inside=dense, across=leaders)")
@@ -28,6 +27,7 @@ TITLES = {
     "powersgd": "PyTorch's PowerSGD, rank 4",
     "low-rank": "thinwire's PowerSGD, rank 4",
     "noop": "nothing sent (the ceiling)",
+    "alone": "training alone: nothing sent",
     "control": "control: 1 bit, no error feedback",
 }
 
@@ -48,22 +48,23 @@ def demo() -> str:
                 title,
                 f"{speed:.2f}" if shaped and speed else "",
                 f"{speed / fp32:.1f}x" if shaped and speed else "",
-                f"{sent / 1e6:.0f} MB" if sent else ("0" if name == "noop" else ""),
-                f"{loss:.4f}" if loss and name != "noop" else "",
-                f"{100 * (loss / fp32_loss - 1):+.2f} %" if loss and name not in ("noop", "fp32") else "",
+                f"{sent / 1e6:.0f} MB" if sent else ("0" if name in ("noop", "alone") else ""),
+                f"{loss:.4f}" if loss else "",
+                f"{100 * (loss / fp32_loss - 1):+.2f} %" if loss and name != "fp32" else "",
             ]
         )
     rows.sort(key=lambda row: -float(row[1] or 0))
     head = ["", "steps/s", "speed-up", "bytes sent a rank", "held-out loss (nats/byte)", "against fp32"]
     return (
-        "`thinwire demo`: two ranks train a byte-level GPT of 4.8 million parameters on the Python standard library's "
-        "source over an emulated 100 Mbit/s link; one common start, the same batches.\n\n"
+        "`thinwire demo`: two ranks train a byte-level GPT of "
+        f"{figures.record['about']['parameters'] / 1e6:.1f} million parameters on the Python standard library's "
+        "source over an emulated 100 Mbit/s link, from the same weights and with the same batches.\n\n"
         f"{table(head, rows)}\n\n![Loss against time](benchmarks/demo/loss.svg)\n\n{figures.machine}."
     )
 
 
 def allreduce() -> str:
-    path = BENCHMARKS / "topologies.json"
+    path = BENCHMARKS / "algorithms.json"
     if not path.exists():
         return "Not measured yet: `make bench`."
     figures, rows = Figures(path), []
@@ -82,14 +83,15 @@ def allreduce() -> str:
         )
     head = ["25 MB", "gloo fp32", "thinwire", "its messages, bare", "against gloo", "against bare messages"]
     return (
-        "`thinwire bench topologies`: one all-reduce of a 25 MB gradient, in 4 bits, beside gloo's in fp32 and beside "
-        "an exchange of the same messages with nothing done to them; links with and without a round-trip time. "
-        f"[All topologies and transports](docs/topologies.md).\n\n{table(head, rows)}\n\n{figures.machine}."
+        "`python -m experiments bench algorithms`: one all-reduce of a 25 MB gradient, in 4 bits, beside gloo's in "
+        "fp32 and beside an exchange of the same messages with nothing done to them; "
+        f"links with and without a round-trip time. "
+        f"[All collective algorithms and transports](docs/algorithms.md).\n\n{table(head, rows)}\n\n{figures.machine}."
     )
 
 
-def topologies() -> str:
-    path = BENCHMARKS / "topologies.json"
+def algorithms() -> str:
+    path = BENCHMARKS / "algorithms.json"
     if not path.exists():
         return "Not measured yet: `make bench`."
     figures = Figures(path)
@@ -236,9 +238,10 @@ def compressors() -> str:
         )
     head = ["", "bits an element", "error", "encode", "decode", "unbiased", "held-out loss", "alpha"]
     return (
-        "`thinwire bench compressors`: relative error of one message of a real gradient, all bytes counted, speeds in "
-        "multiples of `torch.Tensor.copy_`. EF: biased, trained with error feedback. `thinwire compare every`: "
-        "held-out loss of a small GPT against fp32's, at its learning rate; alpha: error of the mean that arrives.\n\n"
+        "`python -m experiments bench compressors`: relative error of one message of a real gradient, all bytes "
+        "counted, speeds in multiples of `torch.Tensor.copy_`. EF: biased, trained with error feedback. "
+        "`thinwire compare every`: held-out loss of a small GPT against fp32's, at its learning rate; "
+        "alpha: error of the mean that arrives.\n\n"
         f"{table(head, rows)}\n\n![Error against bytes](benchmarks/compressors.svg)\n\n{figures.machine}."
     )
 
@@ -249,7 +252,7 @@ BLOB = {
     "registered": "process group, layers registered",
     "layerwise": "`thinwire.compress(model)`",
 }
-"""Ways of ``thinwire bench blob``, by what they are called for people."""
+"""Ways of ``python -m experiments bench blob``, by what they are called for people."""
 
 
 def blob() -> str:
@@ -270,9 +273,91 @@ def blob() -> str:
         rows.append([title, *speeds, *errors])
     head = ["steps/s, 2 ranks", *(RATES[rate] for rate in rates), "error of the mean", "of biases and norms"]
     return (
-        "`thinwire bench blob`: the demo's GPT in 4 bits, its gradients compressed as flat buffers or as layers.\n\n"
+        "`python -m experiments bench blob`: the demo's GPT in 4 bits, its gradients compressed as flat buffers or "
+        "as layers.\n\n"
         f"{table(head, rows)}\n\n{figures.machine}."
     )
+
+
+AUTO = ("fixed", "one way", "auto")
+
+
+def auto() -> str:
+    path = BENCHMARKS / "auto.json"
+    if not path.exists():
+        return "Not measured yet: `make bench`."
+    figures = Figures(path)
+    about = figures.record["about"]
+    rows = []
+    for cell, found in about["cells"].items():
+        on = found["decided"]["auto"].startswith("on")
+        gains = [f"{figures.get(f'over_fp32/{choice}/{cell}') or 0.0:.2f}x" for choice in AUTO]
+        fp32 = f"{1e3 * (figures.get(f'step_s/fp32/{cell}') or 0.0):.0f} ms"
+        rows.append([_network(cell), fp32, *gains, f"`{found['algorithm']}`" if on else "off"])
+    head = ["network", "fp32", f"`{about['spec']}`", "auto, `sra` alone", "auto", "by"]
+    return (
+        "`python -m experiments bench auto`: steps of the demo's GPT in multiples of stock DDP's speed, medians of "
+        f"rounds in which all take turns.\n\n{table(head, rows)}\n\n{figures.machine}."
+    )
+
+
+def _network(cell: str) -> str:
+    place = Place.of(cell)
+    rates = (place.rate or "no limit").replace("mbit", " Mbit/s").replace("gbit", " Gbit/s").replace(",", ", ")
+    beside = "a rank on each" if place.ranks == 1 else f"{place.ranks} ranks on each"
+    return f"{place.nodes} nodes, {beside}, {rates}"
+
+
+_NOTHING = "nothing sent"
+
+
+def doctor() -> str:
+    return _predictions(
+        BENCHMARKS / "doctor.json",
+        "`python -m experiments bench doctor`: steps of the demo's GPT on 2 ranks, predicted / taken (error). "
+        "Predictions come from a model that trains uncompressed and from probes; they know none of "
+        "the steps that they are held against.",
+    )
+
+
+def doctor_fsdp() -> str:
+    return _predictions(
+        BENCHMARKS / "doctor-fsdp.json",
+        "`python -m experiments bench doctor --sharded`: the same of the demo's GPT under FSDP2.",
+    )
+
+
+def _predictions(path: Path, text: str) -> str:
+    if not path.exists():
+        return "Not measured yet: `make bench`."
+    figures = Figures(path)
+    cells = list(figures.record["about"]["cells"])
+    titles = [name.split("/")[1] for name in figures.rows if name.startswith("error/") and name.endswith(cells[0])]
+    rows, errors = [], {}
+    for cell in cells:
+        rate, rtt = cell.split("/")
+        line = [f"{rate}, +{rtt}"]
+        for title in titles:
+            predicted, taken, error = (
+                figures.get(f"{name}/{title}/{cell}") or 0.0 for name in ("predicted_step_s", "step_s", "error")
+            )
+            errors[cell, title] = error
+            line.append(f"{1e3 * predicted:.0f} / {1e3 * taken:.0f} ms ({100 * error:+.0f} %)")
+        rows.append(line)
+    claimed = figures.record["about"]["claimed"]
+    others = [error for (_, title), error in errors.items() if title != _NOTHING]
+    least = [error for (_, title), error in errors.items() if title == _NOTHING]
+    found = [
+        _within(errors_, claimed, what)
+        for errors_, what in ((others, "ways to send"), (least, "steps with nothing sent"))
+    ]
+    return f"{text} {'. '.join(found)}.\n\n{table(['', *titles], rows)}\n\n{figures.machine}."
+
+
+def _within(errors: Sequence[float], claimed: float, what: str) -> str:
+    close = sum(abs(error) <= claimed for error in errors)
+    largest = 100 * max(map(abs, errors))
+    return f"{close} of {len(errors)} {what} are within {100 * claimed:.0f} %, the largest error is {largest:.0f} %"
 
 
 def first_answer() -> str:
@@ -287,32 +372,52 @@ def first_answer() -> str:
     )
 
 
+def training() -> str:
+    path = BENCHMARKS / "training.json"
+    if not path.exists():
+        return "Not measured yet: `python -m experiments bench training --json benchmarks/training.json`."
+    figures = Figures(path)
+    about, rows = figures.record["about"], []
+    names = [name.removeprefix("loss/") for name in figures.rows if name.startswith("loss/")]
+    full = figures.get(f"sent_bytes/{names[0]}") or 1.0
+    for name in names:
+        row, sent = figures.rows[f"loss/{name}"], figures.get(f"sent_bytes/{name}") or 0.0
+        difference = figures.rows.get(f"difference/{name}")
+        against = ""
+        if difference is not None:
+            against = f"{100 * difference['value']:+.2f} %"
+            if "lower" in difference:
+                against += f" ({100 * difference['lower']:+.2f} to {100 * difference['upper']:+.2f})"
+        fewer = f"{full / sent:.0f}x" if sent else ""
+        rows.append([name, f"{row['lr']:g}", f"{sent / 1e3:,.1f} kB", fewer, f"{row['value']:.4f}", against])
+    head = ["", "learning rate", "sent a step", "fewer", "held-out loss (nats/byte)", f"against {names[0]}"]
+    return (
+        f"`python -m experiments bench training`: a byte-level GPT of width {about['task']['model']['width']}, "
+        f"{about['workers']} workers, {about['steps']} steps, {about['seeds']} seeds, each method at the best of the "
+        f"learning rates {', '.join(f'{rate:g}' for rate in about['rates'])}. In brackets, bounds that the true "
+        "difference keeps with 95 % each. *alone* is one worker without any communication: a method that ends above it "
+        f"is worse than sending nothing.\n\n{table(head, rows)}\n\n{figures.machine}."
+    )
+
+
 def results() -> str:
     return results_page.page(results_page.read(BENCHMARKS)).rstrip("\n")
 
 
 PAGES = {
-    "README.md": {
-        "compressors": compressors,
-        "demo": demo,
-        "allreduce": allreduce,
-        "step": step,
-        "sharded": sharded,
-        "blob": blob,
-    },
+    "README.md": {"demo": demo},
+    "docs/compressors.md": {"compressors": compressors},
+    "docs/speed.md": {"allreduce": allreduce, "step": step},
+    "docs/process-group.md": {"blob": blob},
+    "docs/fsdp.md": {"sharded": sharded},
+    "docs/compressed-adamw.md": {"training": training},
     "docs/index.md": {"first-answer": first_answer},
     "docs/auto.md": {"auto": auto},
     "docs/doctor.md": {"doctor": doctor, "doctor-fsdp": doctor_fsdp},
     "docs/kernels.md": {"kernels": kernels},
-    "docs/topologies.md": {"topologies": topologies},
+    "docs/algorithms.md": {"algorithms": algorithms},
     "docs/results.md": {"results": results},
-    "docs/repro-fft.md": {"repro-fft": repro_fft},
-    "docs/repro-cgx.md": {"repro-cgx": repro_cgx},
-    "docs/repro-intsgd.md": {"repro-intsgd": repro_intsgd},
-    "docs/repro-lgreco.md": {"repro-lgreco": repro_lgreco},
-    "docs/repro-qsdp.md": {"repro-qsdp": repro_qsdp},
-    "docs/repro-aqsgd.md": {"repro-aqsgd": repro_aqsgd},
-    "docs/repro-fullstack.md": {"repro-fullstack": repro_fullstack},
+    **{f"docs/repro-{entry.name}.md": {f"repro-{entry.name}": partial(experiment, entry.name)} for entry in CATALOGUE},
 }
 """Pages, and what stands between which marks in them."""
 
@@ -324,8 +429,13 @@ def fill(page: str, text: str) -> str:
         found = pattern.search(text)
         if not found:
             raise SystemExit(f"{page} has no section 'figures: {name}'")
-        text = f"{text[: found.end(1)]}{section()}\n{text[found.start(2) :]}"
+        text = f"{text[: found.end(1)]}{_relative(section(), page)}\n{text[found.start(2) :]}"
     return text
+
+
+def _relative(text: str, page: str) -> str:
+    """``text`` with its links, which sections write from the root of the repository, as ``page`` needs them."""
+    return text.replace("](docs/", "](").replace("](benchmarks/", "](../benchmarks/") if "/" in page else text
 
 
 def main() -> int:

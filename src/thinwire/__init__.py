@@ -1,66 +1,29 @@
-"""Train over thin wires: compressed gradients for distributed PyTorch."""
+"""Train over thin wires: compressed gradients for distributed PyTorch.
+
+Compressors lie under `thinwire.compressors`, policies under `thinwire.policies`, optimizers under `thinwire.optim`,
+local updates under `thinwire.local`, and where pipelines keep messages under `thinwire.store`.
+"""
 
 from typing import TYPE_CHECKING, Any
 
-from thinwire import data, optim
-from thinwire.attach import (
-    PipelineStats,
-    ProcessGroup,
-    ProcessGroupOptions,
-    compress,
-    lightning_callback,
-    prefetch,
-    register_model,
-    trainer_callback,
+from thinwire import compressors, data, local, optim, policies, store
+from thinwire.api import compress, compress_ddp, compress_fsdp
+from thinwire.collectives import (
+    AggregatorAddress,
+    CommunicationError,
+    MessageError,
+    PeerFailedError,
+    SharedMemoryError,
+    TransportError,
 )
-from thinwire.collectives import MessageError, PeerFailedError, SharedMemoryError, TransportError
-from thinwire.compressors import (
-    DGC,
-    FFT,
-    QSGD,
-    Cast,
-    Chain,
-    Compressor,
-    Delta,
-    GlobalTopK,
-    HeuristicIntSGD,
-    IntSGD,
-    Lattice,
-    Levels,
-    MaxAbs,
-    MinMax,
-    Natural,
-    OneBit,
-    PowerSGD,
-    RandK,
-    RangeFloat,
-    Raw,
-    Sign,
-    TernGrad,
-    Threshold,
-    TopK,
-    Truncate,
-    direct,
-    ef,
-    parse,
-    register,
-)
-from thinwire.plan import (
-    Accordion,
-    Auto,
-    Bayes,
-    ByLink,
-    KMeans,
-    LGreco,
-    Linear,
-    LinkChoice,
-    Plan,
-    Policy,
-    family,
-    parse_policy,
-)
-from thinwire.store import Disk, Memory, StoreError, store_bytes
-from thinwire.wire import (
+from thinwire.compressors import parse, register
+from thinwire.integrations.fsdp import prefetch
+from thinwire.integrations.group_options import ProcessGroupOptions
+from thinwire.integrations.options import Checks, Network
+from thinwire.integrations.process_group import ProcessGroup, register_backend, register_model
+from thinwire.pipeline.stats import PipelineStats
+from thinwire.plan import Plan
+from thinwire.runtime import (
     Decision,
     DisagreementError,
     ParityError,
@@ -72,91 +35,63 @@ from thinwire.wire import (
     Wire,
     merge_timelines,
 )
+from thinwire.trainers import accelerate_handler, lightning_callback, trainer_callback
 
 if TYPE_CHECKING:
-    from thinwire.attach.pipeline.stage import PipelineStage, compress_stage
+    from thinwire.pipeline.stage import CompressedStage, compress_stage
 
 __all__ = [
-    "DGC",
-    "FFT",
-    "QSGD",
-    "Accordion",
-    "Auto",
-    "Bayes",
-    "ByLink",
-    "Cast",
-    "Chain",
-    "Compressor",
+    "AggregatorAddress",
+    "Checks",
+    "CommunicationError",
+    "CompressedStage",
     "Decision",
-    "Delta",
     "DisagreementError",
-    "Disk",
-    "GlobalTopK",
-    "HeuristicIntSGD",
-    "IntSGD",
-    "KMeans",
-    "LGreco",
-    "Lattice",
-    "Levels",
-    "Linear",
-    "LinkChoice",
-    "MaxAbs",
-    "Memory",
     "MessageError",
-    "MinMax",
-    "Natural",
-    "OneBit",
+    "Network",
     "ParityError",
     "PeerFailedError",
-    "PipelineStage",
     "PipelineStats",
     "Plan",
-    "Policy",
-    "PowerSGD",
     "ProcessGroup",
     "ProcessGroupOptions",
-    "RandK",
-    "RangeFloat",
-    "Raw",
     "ShardedStats",
     "ShardedWire",
     "SharedMemoryError",
-    "Sign",
     "Stats",
     "StatsLogger",
-    "StoreError",
-    "TernGrad",
-    "Threshold",
     "Timeline",
-    "TopK",
     "TransportError",
-    "Truncate",
     "Wire",
+    "accelerate_handler",
     "compress",
+    "compress_ddp",
+    "compress_fsdp",
     "compress_stage",
+    "compressors",
     "data",
-    "direct",
-    "ef",
-    "family",
     "lightning_callback",
+    "local",
     "merge_timelines",
     "optim",
     "parse",
-    "parse_policy",
+    "policies",
     "prefetch",
     "register",
     "register_model",
-    "store_bytes",
+    "store",
     "trainer_callback",
 ]
 
-_LATE = ("PipelineStage", "compress_stage")
+register_backend()
+
+_LATE = ("CompressedStage", "compress_stage")
 
 
 def __getattr__(name: str) -> Any:
     # PyTorch's pipelining takes longer to import than all of thinwire: only who uses it pays.
     if name in _LATE:
-        from thinwire.attach.pipeline import stage
+        from thinwire.pipeline import stage
 
         return getattr(stage, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 import sys
 
-from thinwire.cli import main
+from thinwire_cli import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

@@ -94,7 +94,7 @@ def collective_options(name: str) -> Any:
 
 
 def premul_factor(op: Any) -> float | None:
-    """The factor of a ``ReduceOp.PREMUL_SUM``; None if it is a tensor of several values, or not told."""
+    """The factor of a ``ReduceOp.PREMUL_SUM``; None if it is a tensor of several values, or unknown."""
     factor = getattr(op, "factor", None)
     if isinstance(factor, torch.Tensor):
         return float(factor) if factor.numel() == 1 else None
@@ -108,8 +108,8 @@ def ddp_ready_order(model: Any) -> tuple[int, ...] | None:
     where this PyTorch does not tell. Not to be called while backward runs, which holds a lock that this takes.
     """
     try:
-        told = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
-        order = tuple(int(index) for index in told.replace(",", " ").split()) if told else ()
+        rebuilt = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
+        order = tuple(int(index) for index in rebuilt.replace(",", " ").split()) if rebuilt else ()
     except (AttributeError, TypeError, ValueError, RuntimeError):
         return None
     return order if order and sorted(order) == list(range(len(order))) else None
@@ -223,7 +223,7 @@ def reduce_scatter_single(out: torch.Tensor, x: torch.Tensor, group: Any, op: An
 
 def stage_tensors(stage: Any) -> dict[str, list[tuple[tuple[int, ...], torch.dtype]]]:
     """What crosses the boundaries of a ``PipelineStage`` that its schedule has set up: shapes and dtypes of one
-    micro-batch's ``inputs``, ``outputs``, ``input_grads`` and ``output_grads``, without those that do not travel.
+    micro-batch's ``inputs``, ``outputs``, ``input_grads`` and ``output_grads``, without those that are not sent.
 
     Raises ``RuntimeError`` where this PyTorch does not tell, and ``NotImplementedError`` for a ``DTensor``.
     """
@@ -243,3 +243,8 @@ def stage_tensors(stage: Any) -> dict[str, list[tuple[tuple[int, ...], torch.dty
             "PyTorch 2.13"
         ) from None
     return found
+
+
+def uncompiled(model: Any) -> Any:
+    """The model inside of one that ``torch.compile`` made; any other as it is."""
+    return model._orig_mod if type(model).__name__ == "OptimizedModule" else model

@@ -8,7 +8,38 @@ import platform
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from tyro.constructors import PrimitiveConstructorSpec
+
+
+def check_output_file(path: str | os.PathLike[str]) -> Path:
+    """The path of a file that can be written.
+
+    Raises:
+        ValueError: It cannot, so that a run would end without its figures.
+    """
+    file = Path(path)
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder: name a file in it")
+    if not file.parent.is_dir():
+        raise ValueError(f"{file} cannot be written: there is no folder {file.parent}")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"{file} cannot be written: permission denied")
+    return file
+
+
+OutputFile = Annotated[
+    Path | None,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=lambda args: check_output_file(args[0]),
+        is_instance=lambda value: value is None or isinstance(value, Path),
+        str_from_instance=lambda value: [str(value)],
+    ),
+]
+"""A command's option for a file to write: a path that cannot be written is refused before the run."""
 
 
 def machine() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Daemon threads that are told to end, and waited for, when the interpreter ends.
+"""Daemon threads that are asked to end, and joined, when the interpreter ends.
 
 A daemon thread in PyTorch's C++ that wants the interpreter back while that is ending aborts the whole process
 ("terminate called without an active exception"): the interpreter ends the thread, through destructors that must not be

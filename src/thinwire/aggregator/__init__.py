@@ -1,5 +1,5 @@
 """In-network aggregation: a process that adds up integers for workers, as a programmable switch would (SwitchML)."""
 
-from thinwire.aggregator.server import Aggregator, Counters
+from thinwire.aggregator.server import Aggregator, Counters, Limits
 
-__all__ = ["Aggregator", "Counters"]
+__all__ = ["Aggregator", "Counters", "Limits"]

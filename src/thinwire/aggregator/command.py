@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import ssl
 import time
 from pathlib import Path
 
@@ -10,8 +11,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from thinwire.aggregator.server import Aggregator
-from thinwire.results import Results
+from thinwire.aggregator.server import Aggregator, Limits
+from thinwire.results import OutputFile, Results
 
 # As sysexits.h numbers it.
 USAGE = 64
@@ -23,25 +24,35 @@ def aggregator(
     port: int = 29600,
     slots: int = 128,
     slot_elements: int = 1 << 15,
+    shares: int = 4,
     join_timeout: float = 60.0,
-    json: Path | None = None,
+    idle_timeout: float = 3600.0,
+    token_file: Path | None = None,
+    tls_certificate: Path | None = None,
+    tls_key: Path | None = None,
+    json: OutputFile = None,
 ) -> int:
     """Add up integers for the workers of a training, as SwitchML's programmable switch does. Ends with Ctrl-C.
 
     Workers send integers in chunks to a bounded pool of slots; once all have contributed to a slot, all get the sum.
-    It never sees a float, and serves one training after another. Anybody who can connect can take part: use it in a
-    trusted network only.
+    It never sees a float, and serves several trainings at once. Without a token anybody who can connect can take part,
+    and without TLS the network can read what is sent: then use it in a trusted network only.
 
     Examples:
       thinwire aggregator --host 0.0.0.0 --port 29600 --slots 256
-      wire = thinwire.compress(model, "intsgd(bits=8)", aggregator="10.0.0.1:29600")
+      wire = thinwire.compress(model, "intsgd(bits=8)", network=thinwire.Network(aggregator="10.0.0.1:29600"))
 
     Args:
         host: Where to listen; 0.0.0.0 for all interfaces.
         port: 0 takes a free one.
         slots: Chunks that may be under way at once.
         slot_elements: Integers in a chunk, at most; memory is 8 bytes for each in every slot.
+        shares: A training that asks for no number of slots gets the total divided by this.
         join_timeout: Seconds that a training's first worker waits for the last one.
+        idle_timeout: Seconds after which a training that sends nothing is ended, and its slots are free.
+        token_file: A file whose text workers must know, as in AggregatorAddress(address, token=text).
+        tls_certificate: A certificate chain (PEM): connections are encrypted, and workers check whom they talk to.
+        tls_key: Its private key, if it is not in the same file.
         json: Write what was served to this file at the end.
 
     Returns:
@@ -52,10 +63,10 @@ def aggregator(
         server = Aggregator(
             host,
             port,
-            slots=slots,
-            slot_elements=slot_elements,
-            join_timeout_s=join_timeout,
-            tell=lambda line: console.print(f"{time.strftime('%H:%M:%S')} {line}", markup=False, soft_wrap=True),
+            limits=Limits(slots, slot_elements, shares, join_timeout, idle_timeout),
+            token=_token(token_file),
+            tls=_tls(tls_certificate, tls_key),
+            log=lambda line: console.print(f"{time.strftime('%H:%M:%S')} {line}", markup=False, soft_wrap=True),
         )
     except (ValueError, OSError) as error:
         Console(stderr=True, highlight=False).print(
@@ -88,6 +99,25 @@ def aggregator(
         results.add("sent_bytes", counters.sent_bytes, "B")
         results.write(json)
     return 0
+
+
+def _token(path: Path | None) -> str:
+    """The text of a token file, without the white space around it."""
+    if path is None:
+        return ""
+    if not (token := path.read_text().strip()):
+        raise ValueError(f"{path} is empty: write a token into it, such as that of `openssl rand -hex 32`")
+    return token
+
+
+def _tls(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    if certificate is None:
+        if key is not None:
+            raise ValueError("--tls-key needs --tls-certificate")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key)
+    return context
 
 
 def _table(server: Aggregator) -> Table:

@@ -1,12 +1,13 @@
-"""The aggregator's sockets: one thread that reads frames, hands integers to their session and answers all workers."""
+"""The aggregator's connections: each hands a worker's integers to its session, and all workers get the sums."""
 
 from __future__ import annotations
 
-import contextlib
-import selectors
+import asyncio
+import math
+import secrets
 import socket
+import ssl
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,18 +17,57 @@ from thinwire.collectives.aggregation import (
     HEADER,
     MAX_SLOT_ELEMENTS,
     MAX_SLOTS,
+    NONCE_BYTES,
+    PROOF_BYTES,
     Greeting,
     Header,
     Kind,
     ProtocolError,
+    check_magic,
     error_frame,
+    hello,
+    is_proof,
 )
 
-_TURN_S = 0.1
+_CHECK_S = 0.1
 _GREETING_TIMEOUT_S = 10.0
 _CLOSING_TIMEOUT_S = 5.0
 _LEAST_INBOX_BYTES = 1 << 20
-_MOST_BUFFERS = 64
+_MAX_STRANGERS = 256
+"""Connections that may be open at once without being part of a session: beyond that the oldest is dropped."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much an aggregator serves, and how long it waits.
+
+    Args:
+        slots: chunks that may be under way at once; memory is 8 bytes for each of their elements, taken when used.
+        slot_elements: integers in a chunk, at most.
+        shares: a training that asks for no number of slots gets the total divided by this.
+        join_timeout_s: how long a session's first worker waits for the last one.
+        idle_timeout_s: how long a session may send nothing until it is ended and its slots are free for others.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+
+    slots: int = 128
+    slot_elements: int = 1 << 15
+    shares: int = 4
+    join_timeout_s: float = 60.0
+    idle_timeout_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.slots <= MAX_SLOTS:
+            raise ValueError(f"slots must be between 1 and {MAX_SLOTS}, not {self.slots}")
+        if not 1 <= self.slot_elements <= MAX_SLOT_ELEMENTS:
+            raise ValueError(f"slot elements must be between 1 and {MAX_SLOT_ELEMENTS}, not {self.slot_elements}")
+        if self.shares < 1:
+            raise ValueError(f"shares must be at least 1, not {self.shares}")
+        for name, seconds in (("join", self.join_timeout_s), ("idle", self.idle_timeout_s)):
+            if not (math.isfinite(seconds) and seconds > 0):
+                raise ValueError(f"the {name} timeout must be a positive number of seconds, not {seconds}")
 
 
 @dataclass
@@ -44,43 +84,86 @@ class Counters:
     sent_bytes: int = 0
 
 
-class _Worker:
-    """One connection."""
+class _Worker(asyncio.BufferedProtocol):
+    """One connection: puts frames together from what arrives, and hands them to the aggregator."""
 
-    def __init__(self, sock: socket.socket, name: str, inbox_bytes: int, now_s: float) -> None:
-        self.sock = sock
-        self.name = name
-        self.since_s = now_s
+    transport: asyncio.Transport
+    deadline: asyncio.TimerHandle
+    """Ends the connection if no greeting comes, or if the last frame is not read."""
+
+    def __init__(self, aggregator: Aggregator) -> None:
+        self._aggregator = aggregator
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
+        self._inbox = bytearray(GREETING.size + PROOF_BYTES)
+        """It has room for frames once the worker has greeted: a silent connection costs no more than a greeting."""
+        self._start = self._end = 0
         self.greeting: Greeting | None = None
         self.session: Session | None = None
-        self.inbox = bytearray(inbox_bytes)
-        self.start = self.end = 0
-        self.outbox: deque[memoryview] = deque()
-        self.closing_s: float | None = None
-        """When it is closed at the latest: what it is still to be told is sent first."""
+        self.closing = False
+        """Whether the last frame was written: no other follows, and what the worker still sends is discarded."""
 
-    @property
-    def told(self) -> str:
-        return f"{self.name} (rank {self.greeting.rank})" if self.greeting else self.name
+    def __str__(self) -> str:
+        host, port = self.transport.get_extra_info("peername")[:2]
+        return f"{host}:{port}" + (f" (rank {self.greeting.rank})" if self.greeting else "")
+
+    def make_room(self, num_bytes: int) -> None:
+        """Have a buffer for frames. Only between frames."""
+        self._inbox = bytearray(num_bytes)
+        self._start = self._end = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        transport.write(hello(self.nonce))
+        self._aggregator.connected(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        if self.closing or self._start == self._end:
+            self._start = self._end = 0
+        elif self._end == len(self._inbox):
+            self._inbox[: self._end - self._start] = self._inbox[self._start : self._end]
+            self._start, self._end = 0, self._end - self._start
+        return memoryview(self._inbox)[self._end :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self.closing:
+            return
+        self._aggregator.counters.received_bytes += nbytes
+        self._end += nbytes
+        inbox = self._inbox
+        with memoryview(inbox) as view:
+            while not self.closing and (used := self._aggregator.take(self, view[self._start : self._end])):
+                if self._inbox is not inbox:
+                    return
+                self._start += used
+
+    def eof_received(self) -> None:
+        self._aggregator.gone(self, "is gone")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._aggregator.gone(self, "is gone" if exc is None else f"is gone ({exc})")
 
 
 class Aggregator:
     """Adds up what the workers of a training send, in a bounded pool of slots. Never sees a float.
 
-    ``with Aggregator(...) as aggregator: aggregator.serve()`` serves one training after another, or several at once if
-    they ask for no more slots than there are, until `stop` is called, by another thread or a signal handler.
+    ``with Aggregator(...) as aggregator: aggregator.serve()`` serves several trainings at once, as far as there are
+    slots for them, until `stop` is called, by another thread or a signal handler.
 
     Args:
-        host: where to listen; 0.0.0.0 for all interfaces. Whoever can connect can take part: trusted networks only.
-        port: 0 takes a free one; ``address`` tells.
-        slots: chunks that may be under way at once; memory is 8 bytes for each of their elements.
-        slot_elements: integers in a chunk, at most.
-        join_timeout_s: how long a session's first worker waits for the last one.
-        tell: is told what happens, in lines of text.
+        host: Where to listen; 0.0.0.0 for all interfaces.
+        port: 0 takes a free one, which is in ``address``.
+        limits: How much is served, and how long is waited.
+        token: What workers must know to take part. Without one, whoever can connect can: trusted networks only.
+        tls: With it, connections are encrypted: ``ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)`` with a
+            certificate loaded. Without, whoever can listen on the network can read the sums, and who can change packets
+            can change them.
+        log: Called with a line of text for each event.
 
     Raises:
-        ValueError: a size is out of its range.
-        OSError: the address is taken, or not of this machine.
+        ValueError: A number is out of its range.
+        OSError: The address is taken, or not of this machine.
     """
 
     def __init__(
@@ -88,37 +171,29 @@ class Aggregator:
         host: str = "127.0.0.1",
         port: int = 0,
         *,
-        slots: int = 128,
-        slot_elements: int = 1 << 15,
-        join_timeout_s: float = 60.0,
-        tell: Callable[[str], object] = lambda line: None,
+        limits: Limits | None = None,
+        token: str = "",
+        tls: ssl.SSLContext | None = None,
+        log: Callable[[str], object] = lambda line: None,
     ) -> None:
-        if not 1 <= slots <= MAX_SLOTS:
-            raise ValueError(f"slots must be between 1 and {MAX_SLOTS}, not {slots}")
-        if not 1 <= slot_elements <= MAX_SLOT_ELEMENTS:
-            raise ValueError(f"slot elements must be between 1 and {MAX_SLOT_ELEMENTS}, not {slot_elements}")
+        limits = limits or Limits()
+        if not 0 <= port < 1 << 16:
+            raise ValueError(f"the port must be between 0 and {(1 << 16) - 1}, not {port}")
         self.counters = Counters()
-        self.num_slots = slots
-        self._slot_elements = slot_elements
-        self._join_timeout_s = join_timeout_s
-        self._tell = tell
-        self._free = Slot.pool(slots, slot_elements)
+        self.limits = limits
+        self.num_slots, self._slot_elements = limits.slots, limits.slot_elements
+        self._token, self._tls = token, tls
+        self._log = log
+        self._free = Slot.pool(limits.slots, limits.slot_elements)
         self._sessions: dict[int, Session] = {}
-        self._workers: dict[socket.socket, _Worker] = {}
-        self._selector = selectors.DefaultSelector()
+        self._workers: set[_Worker] = set()
+        self._strangers: dict[_Worker, None] = {}
+        """Connections that are not part of a session, the oldest first."""
         self._listener = socket.create_server((host, port), family=_family(host), backlog=256)
-        self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._wake, self._awake = socket.socketpair()
-        self._awake.setblocking(False)
-        self._selector.register(self._awake, selectors.EVENT_READ)
-        self._stopped = False
-
-    @property
-    def address(self) -> str:
-        """``host:port`` for `thinwire.compress(aggregator=...)`."""
         host, port = self._listener.getsockname()[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        """``host:port`` for `thinwire.Network(aggregator=...)`."""
+        self._stopped = False
 
     @property
     def num_workers(self) -> int:
@@ -139,88 +214,66 @@ class Aggregator:
     def stop(self) -> None:
         """End `serve`, from another thread or a signal handler."""
         self._stopped = True
-        with contextlib.suppress(OSError):
-            self._wake.send(b"x")
 
     def serve(self) -> None:
-        """Serve until `stop` is called; the workers that are here are told."""
-        while not self._stopped:
-            for key, events in self._selector.select(_TURN_S):
-                sock = key.fileobj
-                if sock is self._listener:
-                    self._accept()
-                elif sock is self._awake:
-                    self._awake.recv(4096)
-                elif (worker := self._workers.get(sock)) is not None:  # type: ignore[arg-type]
-                    self._attend(worker, events)
-            self._look_around(time.monotonic())
-        for session in list(self._sessions.values()):
-            self._fail(session, "the aggregator was stopped")
+        """Serve until `stop` is called; workers that are here then get an error."""
+        asyncio.run(self._serve())
 
     def close(self) -> None:
-        """Give everything back."""
-        for worker in list(self._workers.values()):
-            self._drop(worker)
-        for sock in (self._listener, self._wake, self._awake):
-            sock.close()
-        self._selector.close()
+        """Stop listening."""
+        self._listener.close()
 
-    # ---- Sockets ----------------------------------------------------------------------------------------------------
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        tls = {"ssl": self._tls, "ssl_handshake_timeout": _GREETING_TIMEOUT_S} if self._tls else {}
+        server = await loop.create_server(lambda: _Worker(self), sock=self._listener, **tls)
+        while not self._stopped:
+            await asyncio.sleep(_CHECK_S)
+            self._check_sessions(time.monotonic())
+        server.close()
+        for session in list(self._sessions.values()):
+            self._fail(session, "the aggregator was stopped")
+        await asyncio.sleep(0)
+        for worker in list(self._workers):
+            worker.transport.abort()
 
-    def _accept(self) -> None:
+    # ---- Connections ------------------------------------------------------------------------------------------------
+
+    def connected(self, worker: _Worker) -> None:
+        """A connection was made. It is dropped unless a greeting follows."""
+        self._workers.add(worker)
+        self._strangers[worker] = None
+        if len(self._strangers) > _MAX_STRANGERS:
+            self.counters.refused += 1
+            self.gone(next(iter(self._strangers)), "is one of too many")
+        loop = asyncio.get_running_loop()
+        worker.deadline = loop.call_later(_GREETING_TIMEOUT_S, self._refuse, worker, "it said nothing")
+
+    def take(self, worker: _Worker, data: memoryview) -> int:
+        """Take the first frame of what came in; how many bytes it had, or 0 if it is not all there."""
         try:
-            sock, peer = self._listener.accept()
-        except OSError:
-            return
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        inbox_bytes = max(_LEAST_INBOX_BYTES, 2 * (HEADER.size + 4 * self._slot_elements))
-        self._workers[sock] = _Worker(sock, f"{peer[0]}:{peer[1]}", inbox_bytes, time.monotonic())
-        self._selector.register(sock, selectors.EVENT_READ)
-
-    def _attend(self, worker: _Worker, events: int) -> None:
-        try:
-            if events & selectors.EVENT_WRITE:
-                self._send(worker)
-            if events & selectors.EVENT_READ and worker.sock in self._workers:
-                self._receive(worker)
+            return self._take(worker, data)
         except ProtocolError as error:
             self._refuse(worker, str(error))
         except SessionError as error:
             assert worker.session is not None
             self._fail(worker.session, str(error))
-        except OSError as error:
-            self._gone(worker, f"is gone ({error.strerror or error})")
-
-    def _receive(self, worker: _Worker) -> None:
-        if worker.start == worker.end:
-            worker.start = worker.end = 0
-        elif worker.end == len(worker.inbox):
-            worker.inbox[: worker.end - worker.start] = worker.inbox[worker.start : worker.end]
-            worker.start, worker.end = 0, worker.end - worker.start
-        with memoryview(worker.inbox) as view:
-            try:
-                count = worker.sock.recv_into(view[worker.end :])
-            except (BlockingIOError, InterruptedError):
-                return
-            if not count:
-                self._gone(worker, "is gone")
-                return
-            if worker.closing_s is not None:
-                return
-            self.counters.received_bytes += count
-            worker.end += count
-            while worker.closing_s is None and (used := self._take(worker, view[worker.start : worker.end])):
-                worker.start += used
+        return 0
 
     def _take(self, worker: _Worker, data: memoryview) -> int:
-        """Take the first frame of what came in; how many bytes it had, or 0 if it is not all there."""
         if worker.session is None:
-            if len(data) < GREETING.size:
+            check_magic(data)
+            size = GREETING.size + PROOF_BYTES
+            if len(data) < size:
                 return 0
-            self._greet(worker, Greeting.unpack(data[: GREETING.size]))
-            return GREETING.size
+            greeting = Greeting.unpack(data[: GREETING.size])
+            if not is_proof(data[GREETING.size : size], self._token, worker.nonce, data[: GREETING.size]):
+                raise ProtocolError("its token is not the aggregator's: both need the same one, or none")
+            self._join(worker, greeting)
+            worker.deadline.cancel()
+            self._strangers.pop(worker)
+            worker.make_room(max(_LEAST_INBOX_BYTES, 2 * (HEADER.size + 4 * self._slot_elements)))
+            return size
         if len(data) < HEADER.size:
             return 0
         header = Header.unpack(data[: HEADER.size], self._slot_elements)
@@ -229,112 +282,104 @@ class Aggregator:
             return 0
         assert worker.greeting is not None
         if header.kind == Kind.LEAVE:
-            self._gone(worker, "has left")
+            self.gone(worker, "has left")
             return 0
         frame = worker.session.add(worker.greeting.rank, header, data[HEADER.size : size], time.monotonic())
         if frame is not None:
             self.counters.chunks += 1
-            self._answer(worker.session, frame)
+            self._send(worker.session, frame)
         return size
 
-    def _answer(self, session: Session, frame: bytes) -> None:
-        for worker in list(self._workers.values()):
-            if worker.session is session and worker.closing_s is None:
-                worker.outbox.append(memoryview(frame))
-                try:
-                    self._send(worker)
-                except OSError as error:
-                    self._gone(worker, f"is gone ({error.strerror or error})")
+    def _send(self, session: Session, frame: bytes) -> None:
+        """Write a frame to all workers of a session."""
+        # A worker reads the sum of a chunk before it sends the next one to the same slot.
+        most = (1 + len(session.slots)) * (HEADER.size + 4 * self._slot_elements)
+        for worker in self._workers_of(session):
+            if worker.transport.get_write_buffer_size() > most:
+                self._refuse(worker, "it sends integers and reads no sums")
+                return
+            worker.transport.write(frame)
+            self.counters.sent_bytes += len(frame)
 
-    def _send(self, worker: _Worker) -> None:
-        while worker.outbox:
-            try:
-                sent = worker.sock.sendmsg(list(_first(worker.outbox)))
-            except (BlockingIOError, InterruptedError):
-                break
-            self.counters.sent_bytes += sent
-            while sent:
-                first = worker.outbox[0]
-                if sent < len(first):
-                    worker.outbox[0] = first[sent:]
-                    break
-                sent -= len(first)
-                worker.outbox.popleft()
-        if not worker.outbox and worker.closing_s is not None:
-            self._drop(worker)
-            return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.outbox else 0)
-        if self._selector.get_key(worker.sock).events != wanted:
-            self._selector.modify(worker.sock, wanted)
+    def _workers_of(self, session: Session) -> list[_Worker]:
+        return [worker for worker in self._workers if worker.session is session and not worker.closing]
 
-    def _drop(self, worker: _Worker) -> None:
-        if self._workers.pop(worker.sock, None) is not None:
-            self._selector.unregister(worker.sock)
-            worker.sock.close()
+    def _close_with(self, worker: _Worker, text: str) -> None:
+        """Write why a connection ends, as its last frame. The worker has some seconds to read it and to close."""
+        worker.closing = True
+        worker.transport.write(error_frame(text))
+        if worker.transport.can_write_eof():
+            # Closing a socket with unread data would reset the connection, and the last frame would be lost.
+            worker.transport.write_eof()
+        else:
+            worker.transport.close()  # TLS has an end of its own, which its peer confirms
+        worker.deadline.cancel()
+        worker.deadline = asyncio.get_running_loop().call_later(_CLOSING_TIMEOUT_S, worker.transport.abort)
 
     # ---- Sessions ---------------------------------------------------------------------------------------------------
 
-    def _greet(self, worker: _Worker, greeting: Greeting) -> None:
+    def _join(self, worker: _Worker, greeting: Greeting) -> None:
+        """Put a worker into its session, which begins with its first worker and serves once all are there."""
         session = self._sessions.get(greeting.session)
         if session is None:
-            wanted = greeting.slots or self.num_slots
-            wanted -= wanted % greeting.lanes
-            if not greeting.lanes <= wanted <= len(self._free):
-                raise ProtocolError(
-                    f"it wants {wanted or greeting.lanes} slots, and {len(self._free)} of {self.num_slots} are free: "
-                    "ask for fewer (aggregator='host:port?slots=16'), or start an aggregator with more --slots"
-                )
-            taken, self._free = self._free[:wanted], self._free[wanted:]
-            session = self._sessions[greeting.session] = Session(greeting, taken, self._slot_elements, time.monotonic())
-        worker.greeting = greeting
-        session_error = None
-        try:
-            session.join(greeting)
-        except SessionError as error:
-            session_error = error
-        worker.session = session
-        if session_error is not None:
-            raise session_error
+            session = self._sessions[greeting.session] = self._new_session(greeting)
+        if greeting.rank in session.joined:
+            raise ProtocolError(f"rank {greeting.rank} of this session is here already: every rank joins once")
+        worker.greeting, worker.session = greeting, session
+        session.join(greeting, time.monotonic())
         if session.complete:
             self.counters.sessions += 1
-            self._tell(f"{greeting.world_size} workers, {len(session.slots)} slots")
-            welcome = Header(Kind.WELCOME, elements=self._slot_elements, chunk=session.slots_per_lane)
-            self._answer(session, welcome.pack())
+            self._log(f"{greeting.world_size} workers, {len(session.slots)} slots")
+            self._send(session, Header(Kind.WELCOME, elements=self._slot_elements, chunk=session.slots_per_lane).pack())
 
-    def _gone(self, worker: _Worker, how: str) -> None:
+    def _new_session(self, greeting: Greeting) -> Session:
+        share = max(self.num_slots // self.limits.shares, greeting.lanes)
+        wanted = greeting.slots or min(share, len(self._free))
+        wanted -= wanted % greeting.lanes
+        if not greeting.lanes <= wanted <= len(self._free):
+            raise ProtocolError(
+                f"it wants {wanted or greeting.lanes} slots, and {len(self._free)} of {self.num_slots} are free: "
+                "ask for fewer (aggregator='host:port?slots=16'), or start an aggregator with more --slots"
+            )
+        slots, self._free = self._free[:wanted], self._free[wanted:]
+        return Session(greeting, slots, self._slot_elements, time.monotonic())
+
+    def gone(self, worker: _Worker, how: str) -> None:
         """Let a worker go that left or broke off."""
         session, greeting = worker.session, worker.greeting
-        self._drop(worker)
-        if session is None or greeting is None or worker.closing_s is not None:
+        self._workers.discard(worker)
+        self._strangers.pop(worker, None)
+        worker.deadline.cancel()
+        worker.transport.abort()
+        if session is None or greeting is None or worker.closing:
             return
+        worker.closing = True
         try:
             session.leave(greeting.rank, how)
         except SessionError as error:
             self._fail(session, str(error))
             return
         if session.left >= session.joined:
-            self._tell("all workers have left")
+            self._log("all workers have left")
             self._end(session)
 
     def _refuse(self, worker: _Worker, why: str) -> None:
-        """Drop a worker that broke the protocol, and tell it; with it ends its session."""
+        """Drop a worker that broke the protocol, with its session, and tell it why."""
         self.counters.refused += 1
-        self._tell(f"dropped {worker.told}: {why}")
-        session = worker.session
+        self._log(f"dropped {worker}: {why}")
         self._close_with(worker, f"the aggregator dropped this worker: {why}")
-        if session is not None and worker.greeting is not None:
-            self._fail(session, f"rank {worker.greeting.rank} was dropped: {why}")
+        if worker.session is not None and worker.greeting is not None:
+            self._fail(worker.session, f"rank {worker.greeting.rank} was dropped: {why}")
 
     def _fail(self, session: Session, why: str) -> None:
-        """End a session: all its workers are told why."""
+        """End a session with an error for all its workers."""
         if self._sessions.get(session.greeting.session) is not session:
             return
         self.counters.failed_sessions += 1
-        self._tell(f"session ended: {why}")
+        self._log(f"session ended: {why}")
         self._end(session)
-        for worker in list(self._workers.values()):
-            if worker.session is session and worker.closing_s is None:
-                self._close_with(worker, why)
+        for worker in self._workers_of(session):
+            self._close_with(worker, why)
 
     def _end(self, session: Session) -> None:
         if self._sessions.pop(session.greeting.session, None) is not None:
@@ -342,31 +387,13 @@ class Aggregator:
                 slot.free()
             self._free += session.slots
 
-    def _close_with(self, worker: _Worker, text: str) -> None:
-        """Send a worker what is due and this text, and then close."""
-        worker.closing_s = time.monotonic() + _CLOSING_TIMEOUT_S
-        worker.outbox.append(memoryview(error_frame(text)))
-        with contextlib.suppress(OSError):
-            self._send(worker)
-            return
-        self._drop(worker)
-
-    def _look_around(self, now_s: float) -> None:
+    def _check_sessions(self, now_s: float) -> None:
         for session in list(self._sessions.values()):
             try:
-                session.check(now_s, self._join_timeout_s)
+                session.check(now_s, self.limits.join_timeout_s, self.limits.idle_timeout_s)
             except SessionError as error:
                 self._fail(session, str(error))
-        for worker in list(self._workers.values()):
-            if worker.closing_s is not None and now_s > worker.closing_s:
-                self._drop(worker)
-            elif worker.session is None and worker.closing_s is None and now_s - worker.since_s > _GREETING_TIMEOUT_S:
-                self._refuse(worker, "it said nothing")
 
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _first(outbox: deque[memoryview]) -> list[memoryview]:
-    return [outbox[i] for i in range(min(len(outbox), _MOST_BUFFERS))]

@@ -53,6 +53,8 @@ class Session:
         self.joined: set[int] = set()
         self.left: set[int] = set()
         self.since_s = now_s
+        self.heard_s = now_s
+        """When a worker joined or sent integers last."""
         self._next = [list(range(self.slots_per_lane)) for _ in range(greeting.lanes)]
         """The chunk that each slot of each lane serves next."""
 
@@ -61,15 +63,12 @@ class Session:
         """Whether all workers are there."""
         return len(self.joined) == self.greeting.world_size
 
-    def join(self, greeting: Greeting) -> None:
+    def join(self, greeting: Greeting, now_s: float) -> None:
         """Take in one more worker.
 
         Raises:
-            ProtocolError: its rank is there already.
             SessionError: it sees the session otherwise than the others.
         """
-        if greeting.rank in self.joined:
-            raise ProtocolError(f"rank {greeting.rank} of this session is here already: every rank joins once")
         for name, mine in self.greeting._asdict().items():
             its = getattr(greeting, name)
             if name != "rank" and its != mine:
@@ -77,6 +76,7 @@ class Session:
                     f"ranks disagree: {name} is {its} for rank {greeting.rank} and {mine} for rank {self.greeting.rank}"
                 )
         self.joined.add(greeting.rank)
+        self.heard_s = now_s
 
     def leave(self, rank: int, how: str) -> None:
         """Let a worker go.
@@ -125,6 +125,7 @@ class Session:
         else:
             np.add(held, values, out=held)
         slot.ranks.add(rank)
+        self.heard_s = now_s
         if len(slot.ranks) < self.greeting.world_size:
             return None
         slot.free()
@@ -141,8 +142,8 @@ class Session:
         result = Header(Kind.RESULT, header.op, header.width, header.lane, header.slot, header.elements, header.chunk)
         return result.pack() + held.astype(_DTYPES[header.width]).tobytes()
 
-    def check(self, now_s: float, join_timeout_s: float) -> None:
-        """See whether somebody is waited for too long.
+    def check(self, now_s: float, join_timeout_s: float, idle_timeout_s: float) -> None:
+        """See whether somebody is waited for too long, or nobody sends anything any more.
 
         Raises:
             SessionError: with the ranks that are missing.
@@ -157,6 +158,11 @@ class Session:
         if late:
             missing = set().union(*(everybody - slot.ranks for slot in late))
             raise SessionError(f"nothing came from {_ranks(missing)} within {timeout_s:g} s, and others wait for it")
+        if now_s - self.heard_s > idle_timeout_s:
+            raise SessionError(
+                f"no worker sent anything within {idle_timeout_s:g} s: start the aggregator with a longer "
+                "--idle-timeout if a training pauses for as long"
+            )
 
     @property
     def slots_in_use(self) -> int:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from thinwire import lab
 from thinwire.bench.ranks import network_here, run_ranks
-from thinwire.collectives.topology import parse_topology
-from thinwire.results import Results
+from thinwire.bench.tables import figures_table
+from thinwire.collectives.algorithms import parse_algorithm
+from thinwire.results import OutputFile, Results
 
 Kind = Literal["group", "shared", "auto"]
 
@@ -26,41 +25,41 @@ def allreduce(
     ranks_per_node: int = 1,
     size_mb: float = 25.0,
     compressor: str = "minmax(bits=4, bucket=128)",
-    topology: tuple[str, ...] = ("sra",),
+    algorithm: tuple[str, ...] = ("sra",),
     transport: Kind = "group",
     repeats: int = 7,
-    json: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None,
+    json: OutputFile = None,
 ) -> int:
     """Time an all-reduce of one gradient over an emulated link.
 
-    Several ways in turn, in one run: gloo's fp32 all-reduce, thinwire by each topology, and an exchange of the first
-    one's messages with nothing done to them, which is the limit that the link sets.
+    Several methods take turns in one run: gloo's fp32 all-reduce, thinwire by each collective algorithm, and an
+    exchange of the first one's messages without encoding and decoding, which is the limit that the link sets.
 
     Examples:
       thinwire bench allreduce --rate 100mbit
       thinwire bench allreduce --rate 1gbit --ranks 4 --compressor 'minmax(bits=8, bucket=1024)'
-      thinwire bench allreduce --rate 1gbit --ranks 4 --topology sra ring tree
-      thinwire bench allreduce --ranks 4 --ranks-per-node 2 --topology sra hierarchical --transport auto
+      thinwire bench allreduce --rate 1gbit --ranks 4 --algorithm sra ring tree
+      thinwire bench allreduce --ranks 4 --ranks-per-node 2 --algorithm sra hierarchical --transport auto
 
     Args:
-        rate: of each node's link, both ways (100mbit, 1gbit ...), or none.
+        rate: of each node's link, both methods (100mbit, 1gbit ...), or none.
         rtt: round-trip time added between nodes, as 20ms.
         ranks: number of ranks.
         ranks_per_node: how many of them share a node: its network namespace, its link, its memory.
         size_mb: size of the gradient in fp32, in MB (10^6 bytes).
         compressor: its spec.
-        topology: how messages meet: sra, ring, tree, allgather, parameter_server, hierarchical ...
+        algorithm: the collective algorithms to time: sra, ring, tree, allgather, parameter_server, hierarchical ...
         transport: inside a node, by gloo (group) or through shared memory (shared, or auto where there is any).
-        repeats: measurements of each way; the median counts.
+        repeats: measurements of each method; the median counts.
         json: write the figures to this file.
     """
     console = Console(highlight=False)
     if not network_here():
         return 1
-    ways = [(str(parse_topology(spec)), transport) for spec in topology]
+    methods = [(str(parse_algorithm(spec)), transport) for spec in algorithm]
     with console.status(f"{ranks} ranks, {rate}: {repeats} rounds of {size_mb:g} MB ..."):
         [answer], about = measure(
-            ways, [size_mb], ranks=ranks, ranks_per_node=ranks_per_node, rate=rate, rtt=rtt, compressor=compressor,
+            methods, [size_mb], ranks=ranks, ranks_per_node=ranks_per_node, rate=rate, rtt=rtt, compressor=compressor,
             repeats=repeats,
         )  # fmt: skip
     parameters = {"rate": rate, "rtt": rtt, "ranks": ranks, "ranks_per_node": ranks_per_node, "size_mb": size_mb}
@@ -70,7 +69,7 @@ def allreduce(
     console.print(_table(answer))
     console.print(
         "ms: median; MB: what the busiest rank sends; gloo, bare: in multiples of gloo's speed, and of the time of the "
-        "first way's messages with nothing done to them; error: relative, of the mean."
+        "first method's messages without encoding and decoding; error: relative, of the mean."
     )
     if json:
         results.write(json)
@@ -78,7 +77,7 @@ def allreduce(
 
 
 def measure(
-    ways: Sequence[tuple[str, str]],
+    methods: Sequence[tuple[str, str]],
     sizes_mb: Sequence[float],
     *,
     ranks: int,
@@ -89,10 +88,12 @@ def measure(
     rtt: str | None = None,
     budget_s: float = 600.0,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What rank 0 answers for each size, and the link. ``ways``: topology and transport; ``budget_s``: for each size,
-    after which no further round is begun."""
+    """Run the benchmark. Returns the figures of each size, from rank 0, and a description of the link.
+
+    ``methods`` are pairs of algorithm and transport. After ``budget_s`` seconds a size gets no further round.
+    """
     config = {
-        "ways": list(ways),
+        "methods": list(methods),
         "numels": [int(size * 1e6 / 4) for size in sizes_mb],
         "compressor": compressor,
         "ranks_per_node": ranks_per_node,
@@ -107,7 +108,7 @@ def measure(
 
 
 def add(results: Results, answer: dict[str, Any], prefix: str = "") -> None:
-    """Add what was measured of one size: seconds of each way, and what they mean."""
+    """Add what was measured of one size: seconds, speed-ups and bytes of each method."""
     seconds, first = answer["seconds"], next(iter(answer["about"]))
     for name, value in seconds.items():
         results.add(f"{prefix}seconds/{name}", value, "s", all=answer["all"][name])
@@ -125,13 +126,11 @@ def add(results: Results, answer: dict[str, Any], prefix: str = "") -> None:
 
 
 def _table(answer: dict[str, Any]) -> Table:
-    table = Table()
-    for column in ("way", "ms", "min .. max", "MB", "gloo", "bare", "error"):
-        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
+    table = figures_table("method", ("ms", "min .. max", "MB", "gloo", "bare", "error"))
     seconds, first = answer["seconds"], next(iter(answer["about"]))
     for name, value in seconds.items():
-        of = answer["about"].get(first if name == "bare" else name)
-        sent = max(of["formula_bytes"]) if of else answer["gloo_bytes"]
+        about = answer["about"].get(first if name == "bare" else name)
+        sent = max(about["formula_bytes"]) if about else answer["gloo_bytes"]
         times = answer["all"][name]
         title = {"gloo": "gloo, fp32", "bare": f"{first}, bare"}.get(name, name)
         table.add_row(
@@ -141,8 +140,8 @@ def _table(answer: dict[str, Any]) -> Table:
             f"{sent / 1e6:.2f}",
             f"{seconds['gloo'] / value:.2f}x",
             f"{value / seconds['bare']:.2f}x" if "bare" in seconds else "",
-            f"{of['relative_error']:.4f}" if of and name != "bare" else "",
+            f"{about['relative_error']:.4f}" if about and name != "bare" else "",
         )
-        if of and not of["replicas_identical"]:
+        if about and not about["replicas_identical"]:
             table.add_row("[red]  ranks got DIFFERENT results[/]")
     return table

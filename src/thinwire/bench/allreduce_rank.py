@@ -1,4 +1,4 @@
-"""One rank of ``thinwire bench allreduce`` and ``bench topologies``."""
+"""One rank of ``thinwire bench allreduce`` and ``bench algorithms``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from thinwire.bench.rank import TIMEOUT, serve
 from thinwire.collectives import (
+    CollectiveCall,
     Layer,
     Layout,
     ProcessGroupTransport,
@@ -28,26 +29,26 @@ from thinwire.collectives import (
     ring_bytes,
     with_shared_memory,
 )
-from thinwire.collectives.topology import parse_topology
+from thinwire.collectives.algorithms import parse_algorithm
 from thinwire.compressors import Coded, parse
 from thinwire.lab.network import INTERFACE
-from thinwire.wire.link import settle
+from thinwire.runtime.probe import settle
 
 _COUNTERS = Path("/proc/self/net/dev")
 _SENT_BYTES = 8
 
 
-class Way:
-    """One topology over one transport: how it moves a gradient, and its messages with nothing done to them."""
+class Method:
+    """A collective algorithm over a transport: its all-reduce of one gradient, and its bare messages."""
 
-    def __init__(self, numel: int, spec: str, topology: str, transport: Transport) -> None:
+    def __init__(self, numel: int, spec: str, algorithm: str, transport: Transport) -> None:
         compressor = parse(spec)
         if not isinstance(compressor, Coded):
             raise TypeError(f"{spec} is not a compressor whose messages this benchmark can send")
-        settled, world = settle(parse_topology(topology), transport)
+        chosen, world = settle(parse_algorithm(algorithm), transport)
         self.transport = transport
         layer = Layer("gradient", 0, (numel,), compressor)
-        self.layout = Layout.build([layer], world, torch.float32, settled)
+        self.layout = Layout.build([layer], world, torch.float32, chosen)
         self.gathers = self.layout.has_gathered
         self.buffers = (
             gather_buffers(self.layout, transport) if self.gathers else transport.open(self.layout.reduction_traffic())
@@ -55,12 +56,13 @@ class Way:
         self.step = 0
 
     def run(self, x: Tensor) -> None:
+        """Replace ``x`` by its mean over all ranks."""
         self.step += 1
         collective = gather_mean if self.gathers else all_reduce
-        complete(collective(x, self.layout, self.transport, self.buffers, seed=0, step=self.step))
+        complete(collective(x, self.layout, self.transport, self.buffers, CollectiveCall(seed=0, step=self.step)))
 
     def bare(self) -> None:
-        """The same messages in the same order, with nothing done to them."""
+        """Send the same messages in the same order, without encoding or decoding anything."""
         layout, transport, buffers = self.layout, self.transport, self.buffers
         schedule, rank, num_chunks = layout.schedule(transport.rank), transport.rank, len(layout.chunks)
         transport.begin(buffers)
@@ -70,9 +72,9 @@ class Way:
         def send(phase: int) -> None:
             leaving.extend(transport.send_from(buffers, phase, buffers.outbox[phase].numel()))
 
-        for k, _ in schedule.leaves:
+        for k, _ in schedule.sends:
             send(k)
-        for k in schedule.inner:
+        for k in schedule.reductions:
             tree = layout.trees[layout.chunks[k].owner]
             for child in tree.children[rank]:
                 arriving[k, child].wait()
@@ -120,22 +122,22 @@ def _gradient(rank: int, numel: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
 
 
-def _checked(way: Way, gradient: Tensor, exact: Tensor, ranks_per_node: int) -> dict[str, Any]:
-    """Once, untimed: its error, its bytes, and whether all ranks got the same."""
+def _checked(method: Method, gradient: Tensor, exact: Tensor, ranks_per_node: int) -> dict[str, Any]:
+    """One run that is not timed: its error, its bytes, and whether all ranks got the same."""
     x, ranks = gradient.clone(), range(dist.get_world_size())
     dist.barrier()
     before = _on_interface()
-    way.run(x)
-    # The kernel counts what it has sent: give what is under way the time to leave.
+    method.run(x)
+    # The kernel counts what it has sent: wait until the last messages have left.
     time.sleep(0.05)
     on_interface = _gather(_on_interface() - before)
-    traffic = way.layout.gather_traffic() if way.gathers else way.layout.reduction_traffic()
+    traffic = method.layout.gather_traffic() if method.gathers else method.layout.reduction_traffic()
     crossing = [
         sum(m.num_bytes for m in traffic[rank] for r in m.receivers if r // ranks_per_node != rank // ranks_per_node)
         for rank in ranks
     ]
     return {
-        "formula_bytes": [way.layout.sent_bytes(rank) for rank in ranks],
+        "formula_bytes": [method.layout.sent_bytes(rank) for rank in ranks],
         "crossing_bytes": [sum(crossing[n : n + ranks_per_node]) for n in ranks[::ranks_per_node]],
         "interface_bytes": on_interface[::ranks_per_node],
         "variance": float((x - exact).double().square().mean()),
@@ -145,28 +147,28 @@ def _checked(way: Way, gradient: Tensor, exact: Tensor, ranks_per_node: int) -> 
 
 
 def contest(numel: int, config: dict[str, Any], transports: dict[str, Transport]) -> dict[str, Any]:
-    """All ways on one gradient, in rounds, one of each at a time: a noisy machine is noisy for all alike."""
+    """Time all methods on one gradient, in turns, so that a noisy machine is noisy for all alike."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     gradient = _gradient(rank, numel)
-    # Every rank knows everybody's: nothing of what is only checked goes over the link.
+    # Every rank computes all gradients itself, so that checks send nothing over the link.
     exact = torch.zeros(numel, dtype=torch.float64)
     for other in range(num_ranks):
         exact += _gradient(other, numel)
     exact = (exact / num_ranks).float()
     x = gradient.clone()
-    ways = {
-        f"{topology}/{transport}": Way(numel, config["compressor"], topology, transports[transport])
-        for topology, transport in config["ways"]
+    methods = {
+        f"{algorithm}/{transport}": Method(numel, config["compressor"], algorithm, transports[transport])
+        for algorithm, transport in config["methods"]
     }
     about: dict[str, Any] = {}
     runs: dict[str, Callable[[], object]] = {"gloo": lambda: dist.all_reduce(x)}
-    runs |= {name: partial(way.run, x) for name, way in ways.items()}
-    first = next(iter(ways.values()))
+    runs |= {name: partial(method.run, x) for name, method in methods.items()}
+    first = next(iter(methods.values()))
     if not first.gathers:
         runs["bare"] = first.bare
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for name, way in ways.items():
-        about[name] = _checked(way, gradient, exact, config["ranks_per_node"])
+    for name, method in methods.items():
+        about[name] = _checked(method, gradient, exact, config["ranks_per_node"])
     del exact
     started = time.perf_counter()
     for done in range(config["repeats"]):
@@ -190,7 +192,7 @@ def measure(**config: Any) -> list[dict[str, Any]]:
     group = dist.new_group(timeout=TIMEOUT)
     assert isinstance(group, dist.ProcessGroup)
     transports: dict[str, Transport] = {}
-    for kind in dict.fromkeys(transport for _, transport in config["ways"]):
+    for kind in dict.fromkeys(transport for _, transport in config["methods"]):
         transports[kind] = with_shared_memory(ProcessGroupTransport(group, TIMEOUT), TIMEOUT, kind)
     return [contest(numel, config, transports) for numel in config["numels"]]
 

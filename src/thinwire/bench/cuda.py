@@ -7,17 +7,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import median
-from typing import Annotated
 
 import torch
-import tyro
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
+from thinwire.bench.tables import figures_table
 from thinwire.collectives import (
+    CollectiveCall,
     DeviceBuffers,
     DeviceLoopbackTransport,
     DeviceTransport,
@@ -26,9 +24,9 @@ from thinwire.collectives import (
     LoopbackTransport,
     device_all_reduce,
 )
-from thinwire.compressors import Coded, Key, Piece, Segments, State, Summed, first_state, parse
-from thinwire.results import Results
-from thinwire.wire.stream import elapsed
+from thinwire.compressors import CodecCall, Coded, Key, Piece, Segments, State, Summed, first_state, parse
+from thinwire.results import OutputFile, Results
+from thinwire.runtime.executor import elapsed
 
 SPECS = (
     *("minmax(bits=4)", "ef(minmax(bits=4))", "minmax(bits=8, bucket=1024)", "maxabs(bits=4)", "qsgd(bits=4)"),
@@ -64,7 +62,7 @@ def cuda(
     size_mb: float = 25.0,
     repeats: int = 20,
     ranks: int = 4,
-    json: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None,
+    json: OutputFile = None,
 ) -> int:
     """Time compressors on a GPU beside a copy of as many bytes there, and an all-reduce of ranks that share the GPU.
 
@@ -95,10 +93,7 @@ def cuda(
         rows = compressors(device, numel, repeats) + reductions(device, numel, repeats, ranks)
     about = {"device": torch.cuda.get_device_name(device), "size_mb": size_mb, "repeats": repeats, "layers": _LAYERS}
     results = Results("thinwire bench cuda", about=about)
-    table = Table()
-    table.add_column("operation", no_wrap=True)
-    for column in ("GB/s", "x copy_", "µs", "launches", "bits an element"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = figures_table("operation", ("GB/s", "x copy_", "µs", "launches", "bits an\nelement"))
     copy_s = rows[0].seconds
     for row in rows:
         rate, bits = 4 * numel / row.seconds / 1e9, 8 * row.sent_bytes / numel
@@ -148,10 +143,10 @@ def _coded(spec: str, x: list[Tensor], y: list[Tensor], device: torch.device, re
     states = [first_state(compressor, values, segments) for values in x]
 
     def encode(i: int) -> None:
-        compressor.encode(x[i], segments, sent[i], key=Key.of(i), state=states[i])
+        compressor.encode(x[i], sent[i], CodecCall(segments, Key.of(i), state=states[i]))
 
     def decode(i: int) -> None:
-        compressor.decode(sent[i], segments, y[i])
+        compressor.decode(sent[i], y[i], CodecCall(segments))
 
     for i in range(len(x)):
         encode(i)
@@ -238,7 +233,7 @@ def _steps(layout: Layout, transport: DeviceTransport, repeats: int) -> list[flo
     state = State.fresh(layout.slots, layout.numel, 1.0, shapes, device=device) if layout.slots else None
 
     def step(number: int) -> None:
-        device_all_reduce(x, layout, transport, buffers, seed=0, step=number, state=state)
+        device_all_reduce(x, layout, transport, buffers, CollectiveCall(seed=0, step=number, state=state))
 
     step(0)
     return [elapsed(lambda number=number: step(number), device) for number in range(1, repeats + 1)]

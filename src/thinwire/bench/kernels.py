@@ -7,19 +7,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import tyro
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from thinwire import kernels as core
-from thinwire.bench.kernels_more import cases as more_cases
+from thinwire.bench.tables import figures_table
 from thinwire.kernels import Format, reference
-from thinwire.results import Results
+from thinwire.results import OutputFile, Results
 
 _ROTATED = 4
 """Buffers that take turns, so that none of them is found in a cache."""
@@ -29,6 +26,10 @@ _SMALL = 2048
 
 _REFERENCE = 2**18
 """Elements for the torch reference, which is too slow for the full size."""
+
+
+_Row = tuple[str, Callable[[int], object]]
+"""The name of an operation, and a function that runs it on the i-th of the buffers."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Case:
 
 
 def _name(form: Format) -> str:
-    """What the rows of a format say; min-max and stochastic rounding, the defaults, go without saying."""
+    """The name of a format in the table; min-max and stochastic rounding, the defaults, are left out."""
     scheme = "" if form.scheme == "minmax" else f"{form.scheme} "
     bits = "1 bit" if form.bits == 1 else f"{form.bits} bits"
     rounding = "" if form.rounding == "stochastic" else f", {form.rounding}"
@@ -71,7 +72,7 @@ def kernels(
     size_mb: float = 25.0,
     threads: int | None = None,
     repeats: int = 15,
-    json: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None,
+    json: OutputFile = None,
 ) -> None:
     """Time the CPU kernels beside torch's copy_ on as many bytes.
 
@@ -100,10 +101,7 @@ def kernels(
             seconds = _measure(cases, repeats)
     about = {"cpu_level": core.cpu_level(), "threads": count, "size_mb": size_mb, "repeats": repeats}
     results = Results("thinwire bench kernels", about=about)
-    table = Table()
-    table.add_column("operation", no_wrap=True)
-    for column in ("GB/s", "x copy_", "µs"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = figures_table("operation", ("GB/s", "x copy_", "µs"))
     copy = 4 * cases[0].numel / seconds["copy_"]
     for case in cases:
         rate, taken = 4 * case.numel / seconds[case.name], seconds[case.name]
@@ -111,10 +109,7 @@ def kernels(
         table.add_row(case.name, f"{rate / 1e9:.2f}", f"{rate / copy:.2f}", f"{taken * 1e6:.1f}")
     console.print(f"CPU kernels at {core.cpu_level()}, {size_mb:g} MB of fp32, {count} threads")
     console.print(table)
-    even = Table()
-    even.add_column("format", no_wrap=True)
-    for column in ("bits an element", "break-even link"):
-        even.add_column(column, justify="right", no_wrap=True)
+    even = figures_table("format", ("bits an element", "break-even link"))
     numel = cases[0].numel
     for form in formats:
         taken = seconds[f"encode: {_name(form)}"] + seconds[f"decode and add: {_name(form)}"]
@@ -163,13 +158,13 @@ def _cases(numel: int, formats: list[Format]) -> list[Case]:
         Case("add_", numel, lambda i: full.y[i].add_(full.x[i])),
     ]
     for form in formats:
-        cases += _of_format(full, form)
+        cases += _format_cases(full, form)
     for form in (main, Format(4, 128, "maxabs"), Format(1, 1024, "sign")):
         cases += _feedback(full, form)
     cases += _bf16(full, main) + _summing(full, main)
-    cases += [Case(name, numel, run) for name, run in more_cases(full.x, full.y)]
+    cases += [Case(name, numel, run) for name, run in _other_cases(full.x, full.y)]
     cases.append(Case("copy_: one small call", _SMALL, lambda i: small.y[i].copy_(small.x[i])))
-    cases += [_renamed(case, f"{case.name}: one small call") for case in _of_format(small, main)]
+    cases += [_renamed(case, f"{case.name}: one small call") for case in _format_cases(small, main)]
     return cases + _torch_reference(main)
 
 
@@ -177,7 +172,7 @@ def _renamed(case: Case, name: str) -> Case:
     return Case(name, case.numel, case.run, case.more)
 
 
-def _of_format(at: Buffers, form: Format) -> list[Case]:
+def _format_cases(at: Buffers, form: Format) -> list[Case]:
     sent, more = at.messages(form), {"bits": form.bits, "bucket": form.bucket, "nearest": form.rounding == "nearest"}
 
     def encode(i: int) -> None:
@@ -263,4 +258,98 @@ def _torch_reference(form: Format) -> list[Case]:
     return [
         Case("torch reference, 1 MB, encode: " + _name(form), at.numel, encode),
         Case("torch reference, 1 MB, decode and add: " + _name(form), at.numel, add),
+    ]
+
+
+def _other_cases(x: list[Tensor], y: list[Tensor]) -> list[_Row]:
+    """Floats, integers, levels, selection and indices. ``x`` and ``y`` are fp32 tensors of one size that take turns."""
+    spans = core.Table(torch.tensor([[0, x[0].numel(), 0, 0, core.site_id("bench")]]))
+    return _floats(x, y, spans) + _integers(x, y, spans) + _levels(x, y, spans) + _selection(x, y)
+
+
+def _messages(x: list[Tensor], num_bytes: int) -> list[Tensor]:
+    return [torch.zeros(num_bytes, dtype=torch.uint8) for _ in x]
+
+
+def _floats(x: list[Tensor], y: list[Tensor], spans: core.Table) -> list[_Row]:
+    numel = x[0].numel()
+    sent = _messages(x, core.natural_bytes(numel))
+    for values, message in zip(x, sent, strict=True):
+        core.natural_encode(values, spans, message, key=1)
+    rows: list[_Row] = [
+        ("natural, encode", lambda i: core.natural_encode(x[i], spans, sent[i], key=i)),
+        ("natural, decode", lambda i: core.natural_decode(sent[i], spans, y[i])),
+    ]
+    for bits, mantissa in ((8, 4), (10, 4)):
+        rows += _rangefloat(x, y, spans, bits, mantissa)
+    return rows
+
+
+def _rangefloat(x: list[Tensor], y: list[Tensor], spans: core.Table, bits: int, mantissa: int) -> list[_Row]:
+    params = torch.tensor([[4.0, float(mantissa)]])
+    sent = _messages(x, core.rangefloat_bytes(x[0].numel(), bits))
+
+    def encode(i: int, rounding: str = "nearest") -> None:
+        core.rangefloat_encode(x[i], spans, sent[i], params, bits=bits, rounding=rounding, key=i)
+
+    for i in range(len(x)):
+        encode(i)
+    return [
+        (f"range float of {bits} bits, encode", encode),
+        (f"range float of {bits} bits, encode, stochastic", lambda i: encode(i, "stochastic")),
+        (f"range float of {bits} bits, decode", lambda i: core.rangefloat_decode(sent[i], spans, y[i], bits=bits)),
+    ]
+
+
+def _integers(x: list[Tensor], y: list[Tensor], spans: core.Table) -> list[_Row]:
+    one = torch.tensor([10.0])
+    out = [torch.zeros(v.numel(), dtype=torch.int8) for v in x]
+    return [
+        ("round to int8", lambda i: core.int_round(x[i], spans, one, out[i], clip=63, key=i)),
+        ("round to int8, nearest", lambda i: core.int_round(x[i], spans, one, out[i], clip=63, nearest=True)),
+        ("from int8", lambda i: core.int_decode(out[i], spans, y[i], one)),
+    ]
+
+
+def _levels(x: list[Tensor], y: list[Tensor], spans: core.Table) -> list[_Row]:
+    bits, bucket = 4, 128
+    levels = torch.linspace(0, 1, 16).view(1, -1)
+    sent = _messages(x, core.levels_bytes(x[0].numel(), bits, bucket))
+    for values, message in zip(x, sent, strict=True):
+        core.levels_encode(values, spans, message, levels, bits=bits, bucket=bucket)
+    return [
+        ("levels: 4 bits/128, encode", lambda i: core.levels_encode(x[i], spans, sent[i], levels, bits=4, bucket=128)),
+        ("levels: 4 bits/128, decode", lambda i: core.levels_decode(sent[i], spans, y[i], bits=4, bucket=128)),
+    ]
+
+
+def _selection(x: list[Tensor], y: list[Tensor]) -> list[_Row]:
+    numel = x[0].numel()
+    rows: list[_Row] = [("histogram of magnitudes", lambda i: core.abs_histogram(x[i], 0, numel))]
+    for share, name in ((0.01, "1 %"), (0.001, "0.1 %")):
+        rows += _topk(x, max(1, int(share * numel)), name)
+    k = max(1, numel // 100)
+    threshold = float(core.select_topk(x[0], 0, numel, k)[1].abs().min())
+    rows.append(("above a threshold, 1 %", lambda i: core.select_threshold(x[i], 0, numel, threshold, 2 * k)))
+    return rows + _indices(x, y, k)
+
+
+def _topk(x: list[Tensor], k: int, name: str) -> list[_Row]:
+    numel = x[0].numel()
+    return [
+        (f"top-k, exact, {name}", lambda i: core.select_topk(x[i], 0, numel, k, key=i)),
+        (f"top-k, sampled, {name}", lambda i: core.select_topk(x[i], 0, numel, k, sampled=True, key=i)),
+        (f"torch.topk, {name}", lambda i: x[i].abs().topk(k, sorted=False)),
+    ]
+
+
+def _indices(x: list[Tensor], y: list[Tensor], k: int) -> list[_Row]:
+    numel = x[0].numel()
+    indices, values, _ = core.select_topk(x[0], 0, numel, k)
+    message = torch.zeros(core.index_bytes(numel, k), dtype=torch.uint8)
+    core.pack_indices(indices, numel, k, message, 0)
+    return [
+        ("indices, pack, 1 %", lambda i: core.pack_indices(indices, numel, k, message, 0)),
+        ("indices, unpack, 1 %", lambda i: core.unpack_indices(message, 0, numel, k)),
+        ("sparse add, 1 %", lambda i: core.sparse_add(y[i], 0, numel, indices, values, 0.5)),
     ]

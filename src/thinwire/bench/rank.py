@@ -1,4 +1,4 @@
-"""What every rank of a benchmark does."""
+"""The main function of a benchmark's ranks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.repro.forked import conversation
+from thinwire.compare.forked import command_streams
 
 TIMEOUT = timedelta(seconds=240)
 
 
 def serve(measure: Callable[..., Any]) -> None:
-    """Be told keyword arguments as a line of JSON, join the others, ``measure``, and tell what it gives on rank 0."""
-    told, answers = conversation()
-    config = json.loads(told.readline())
+    """Read keyword arguments as a line of JSON, join the process group, and write what ``measure`` returns (rank 0)."""
+    commands, answers = command_streams()
+    config = json.loads(commands.readline())
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*find_unused_parameters.*")
     dist.init_process_group("gloo", timeout=TIMEOUT)

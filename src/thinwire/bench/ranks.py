@@ -1,4 +1,4 @@
-"""Ranks of a small world, over an emulated network or loopback, that measure something, and what rank 0 answers."""
+"""Run a measurement on a few ranks, over an emulated network or loopback."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from rich.console import Console
 
 from thinwire import lab
-from thinwire.repro.crew import Loopback
-from thinwire.repro.forked import Forked
+from thinwire.compare.forked import ForkedProcess
+from thinwire.compare.rank_processes import Loopback
 
 
 def network_here() -> bool:
-    """Whether a slow network can be made here; if not, it is said why."""
+    """Whether a slow network can be made here. Prints the reason if not."""
     missing = lab.unavailable()
     if missing:
         Console(stderr=True, highlight=False).print(f"No slow network can be made here: {missing}")
@@ -24,21 +24,21 @@ def network_here() -> bool:
 
 
 def run_ranks(module: str, config: dict[str, Any], num_ranks: int, network: lab.Network | None) -> Any:
-    """Run ``main()`` of ``module``, which serves by `thinwire.bench.rank`, as each rank; what rank 0 answers.
+    """Run ``main()`` of ``module``, which calls `thinwire.bench.rank.serve`, on each rank, and return rank 0's answer.
 
     Raises:
-        RuntimeError: a rank failed; with the end of what it logged.
+        RuntimeError: A rank failed. The message has the end of its log.
     """
     port = _free_port()
     with tempfile.TemporaryDirectory(prefix="thinwire-bench-") as folder:
         logs = [Path(folder, f"rank{rank}.log") for rank in range(num_ranks)]
-        ranks: list[Forked] = []
+        ranks: list[ForkedProcess] = []
         try:
             for rank, log in enumerate(logs):
-                door = _loopback(rank, num_ranks, port) if network is None else network.door(rank)
-                ranks.append(Forked(module, door, log))
+                namespaces = _loopback(rank, num_ranks, port) if network is None else network.namespaces(rank)
+                ranks.append(ForkedProcess(module, namespaces, log))
             for rank in ranks:
-                rank.tell(config)
+                rank.send(config)
             answer = ranks[0].stdout.readall()
             codes = [rank.wait() for rank in ranks]
         finally:
@@ -50,7 +50,7 @@ def run_ranks(module: str, config: dict[str, Any], num_ranks: int, network: lab.
     return json.loads(answer)
 
 
-def _loopback(rank: int, num_ranks: int, port: int) -> lab.Door:
+def _loopback(rank: int, num_ranks: int, port: int) -> lab.NodeNamespaces:
     more = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -58,7 +58,7 @@ def _loopback(rank: int, num_ranks: int, port: int) -> lab.Door:
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
     }
-    return lab.Door((), {**Loopback().door(rank).environment, **more})
+    return lab.NodeNamespaces((), {**Loopback().namespaces(rank).environment, **more})
 
 
 def _free_port() -> int:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Annotated
 
-import tyro
 from rich.console import Console
-from rich.table import Table
 
 from thinwire import lab
 from thinwire.bench.ranks import network_here, run_ranks
-from thinwire.results import Results
+from thinwire.bench.tables import figures_table
+from thinwire.results import OutputFile, Results
 
 _BATCHES = "2,4,6,8,12,16,24,32"
 
@@ -23,12 +20,12 @@ def step(
     ranks: int = 2,
     compressor: str = "minmax(bits=4, bucket=128)",
     bucket_cap_mb: float = 5.0,
-    decline: bool = False,
+    skip_if_slower: bool = False,
     target: float = 0.6,
     batches: str = _BATCHES,
     rounds: int = 7,
     steps: int = 3,
-    json: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None,
+    json: OutputFile = None,
 ) -> int:
     """Time a training step of a 4.8 M parameter GPT: stock DDP, thinwire, and a hook that sends nothing.
 
@@ -37,14 +34,14 @@ def step(
 
     Examples:
       thinwire bench step --rate 1gbit
-      thinwire bench step --rate none --decline --target 0
+      thinwire bench step --rate none --skip-if-slower --target 0
 
     Args:
         rate: of each rank's link, both ways; none measures over loopback.
         ranks: number of ranks.
         compressor: its spec.
         bucket_cap_mb: DDP's bucket size, for all three.
-        decline: let thinwire leave raw what would be slower compressed, as it does by default.
+        skip_if_slower: let thinwire leave raw what would be slower compressed, as it does by default.
         target: share of the ceiling that stock DDP must reach; 0 stops after the first batch.
         batches: sizes to try, in windows of 64 tokens a rank.
         rounds: turns of each.
@@ -58,7 +55,7 @@ def step(
     config = {
         "spec": compressor,
         "cap_mb": bucket_cap_mb,
-        "decline": decline,
+        "skip_if_slower": skip_if_slower,
         "rounds": rounds,
         "steps": steps,
         "target": target,
@@ -72,9 +69,9 @@ def step(
         answer = run_ranks("thinwire.bench.step_rank", config, ranks, network)
     results = Results("thinwire bench step", about={"link": about, "compressor": compressor, "ranks": ranks})
     console.print(f"A training step, {ranks} ranks, {where}, {compressor}")
-    table = Table()
-    for column in ("batch", "fp32 ms", "thinwire ms", "ceiling ms", "fp32", "thinwire", "vs fp32"):
-        table.add_column(column, justify="right", no_wrap=True)
+    milliseconds = [f"{name}\nms" for name in ("fp32", "thinwire", "ceiling")]
+    shares = [f"{name},\nof ceiling" for name in ("fp32", "thinwire")]
+    table = figures_table("batch", (*milliseconds, *shares, "against\nfp32"))
     for row in answer["measured"]:
         seconds, share = row["seconds"], row["share"]
         times = [f"{seconds[name] * 1e3:.0f}" for name in ("fp32", "thinwire", "noop")]

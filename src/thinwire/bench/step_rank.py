@@ -16,9 +16,9 @@ from thinwire.bench.turns import Turns, gpt, token_batch
 class Contest(Turns):
     """The same model three times: stock DDP, thinwire, and with a hook that sends nothing, which is the ceiling."""
 
-    def __init__(self, cap_mb: float, spec: str, decline: bool) -> None:
+    def __init__(self, cap_mb: float, spec: str, skip_if_slower: bool) -> None:
         models = {name: gpt(cap_mb) for name in ("fp32", "thinwire", "noop")}
-        self.wire = thinwire.compress(models["thinwire"], spec, decline=decline)
+        self.wire = thinwire.compress(models["thinwire"], spec, skip_if_slower=skip_if_slower)
         models["noop"].register_comm_hook(None, _noop)
         super().__init__(models)
 
@@ -39,10 +39,10 @@ def _measure(contest: Contest, batch: int, rounds: int, steps: int) -> dict[str,
 
 
 def measure(
-    spec: str, cap_mb: float, decline: bool, rounds: int, steps: int, target: float, batches: list[int]
+    spec: str, cap_mb: float, skip_if_slower: bool, rounds: int, steps: int, target: float, batches: list[int]
 ) -> dict[str, Any]:
     """Measure with growing batches until stock DDP reaches ``target`` of the ceiling (0: the first batch alone)."""
-    contest = Contest(cap_mb, spec, decline)
+    contest = Contest(cap_mb, spec, skip_if_slower)
     measured = []
     for batch in batches:
         measured.append(_measure(contest, batch, rounds, steps))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.repro.gpt import GPT, GPTConfig, next_token_loss
+from thinwire.compare.gpt import GPT, GPTConfig, next_token_loss
 
 _WARM_UP = 4
 _VOCABULARY = 256
@@ -23,7 +23,7 @@ def gpt(cap_mb: float, group: dist.ProcessGroup | None = None) -> DistributedDat
 
 
 def token_batch(batch: int) -> Tensor:
-    """``[batch, context + 1]`` random tokens, other ones on each rank."""
+    """``[batch, context + 1]`` random tokens, different on each rank."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     return torch.randint(0, _VOCABULARY, (batch, GPTConfig().context + 1), generator=generator)
 
@@ -35,14 +35,14 @@ def backward(model: nn.Module, tokens: Tensor) -> None:
 
 
 class Turns:
-    """A model for each way of sending gradients, and an optimizer for each."""
+    """Models that differ in how gradients are sent, each with an optimizer, and their times in turn."""
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         self.models = models
         self._optimizers = {name: torch.optim.AdamW(m.parameters(), lr=1e-4) for name, m in models.items()}
 
     def seconds(self, tokens: Tensor, rounds: int, steps: int) -> dict[str, list[float]]:
-        """By way and round, the seconds of a step on the slowest rank, after some steps that do not count."""
+        """By model and round, the seconds of a step on the slowest rank, after some warm-up steps."""
         for name in self.models:
             for _ in range(_WARM_UP):
                 self.step(name, tokens)

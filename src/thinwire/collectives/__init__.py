@@ -1,13 +1,26 @@
-"""Collectives: how messages meet."""
+"""Collectives: their algorithms, the layout of their messages, and the transports that carry them."""
 
-from thinwire.collectives.aggregator import AggregatorClient, parse_address, session_number
+from thinwire.collectives.aggregator import AggregatorAddress, AggregatorClient, parse_address, session_number
+from thinwire.collectives.algorithms import (
+    Algorithm,
+    AllGather,
+    Binomial,
+    Hierarchical,
+    ParameterServer,
+    Ring,
+    ScatterReduceAllGather,
+    World,
+    parse_algorithm,
+)
 from thinwire.collectives.allgather import gather_buffers, gather_mean
 from thinwire.collectives.device import DeviceBuffers, check_star, device_all_reduce
 from thinwire.collectives.device_shards import ShardBuffers, device_all_gather, device_reduce_scatter
 from thinwire.collectives.device_transport import DeviceGroupTransport, DeviceLoopbackTransport, DeviceTransport
+from thinwire.collectives.errors import CommunicationError, PeerFailedError, TransportError
 from thinwire.collectives.exchange import Exchange
+from thinwire.collectives.failure_detector import FailureDetector, announce_error
 from thinwire.collectives.layout import Chunk, Layer, Layout, owned_parts
-from thinwire.collectives.message import MessageError, PeerFailedError
+from thinwire.collectives.message import MessageError
 from thinwire.collectives.nodes import node_identity, number_nodes
 from thinwire.collectives.parts import Shard, part_layout, sharded_layout
 from thinwire.collectives.reduction import all_gather, all_reduce, encoded, reduce_scatter
@@ -18,40 +31,36 @@ from thinwire.collectives.shared_transport import (
     check_choice,
     with_shared_memory,
 )
-from thinwire.collectives.stages import complete
-from thinwire.collectives.summed import sum_buffers, summed_all_reduce
-from thinwire.collectives.topology import (
-    AllGather,
-    Binomial,
-    Hierarchical,
-    ParameterServer,
-    Ring,
-    ScatterReduceAllGather,
-    Topology,
-    World,
-    parse_topology,
-)
+from thinwire.collectives.stages import Clock, CollectiveCall, complete
+from thinwire.collectives.summed import SumRounds, sum_buffers, summed_all_reduce
 from thinwire.collectives.traffic import Outgoing, Traffic, sent_bytes
 from thinwire.collectives.transport import (
     Buffers,
     LoopbackTransport,
+    Pending,
+    PendingWork,
     ProcessGroupTransport,
     Transport,
-    TransportError,
     ring_bytes,
 )
 
 __all__ = [
+    "AggregatorAddress",
     "AggregatorClient",
+    "Algorithm",
     "AllGather",
     "Binomial",
     "Buffers",
     "Chunk",
+    "Clock",
+    "CollectiveCall",
+    "CommunicationError",
     "DeviceBuffers",
     "DeviceGroupTransport",
     "DeviceLoopbackTransport",
     "DeviceTransport",
     "Exchange",
+    "FailureDetector",
     "Hierarchical",
     "Layer",
     "Layout",
@@ -60,6 +69,8 @@ __all__ = [
     "Outgoing",
     "ParameterServer",
     "PeerFailedError",
+    "Pending",
+    "PendingWork",
     "ProcessGroupTransport",
     "Ring",
     "ScatterReduceAllGather",
@@ -67,7 +78,7 @@ __all__ = [
     "ShardBuffers",
     "SharedMemoryError",
     "SharedMemoryTransport",
-    "Topology",
+    "SumRounds",
     "Traffic",
     "Transport",
     "TransportChoice",
@@ -75,6 +86,7 @@ __all__ = [
     "World",
     "all_gather",
     "all_reduce",
+    "announce_error",
     "check_choice",
     "check_star",
     "complete",
@@ -88,7 +100,7 @@ __all__ = [
     "number_nodes",
     "owned_parts",
     "parse_address",
-    "parse_topology",
+    "parse_algorithm",
     "part_layout",
     "reduce_scatter",
     "ring_bytes",

@@ -1,19 +1,26 @@
-"""What an aggregator and its workers say to each other: integers in frames of fixed headers.
+"""The protocol between an aggregator and its workers: integers in frames with headers of fixed size.
 
-A worker greets with a `Greeting`. From then on both sides send frames: a header of 24 bytes (little-endian) and its
-payload. ``CONTRIBUTE`` carries a chunk of integers up, ``RESULT`` the sum (or the maxima) of all workers' down. Chunk k
-of a lane goes to slot k modulo the lane's slots, and no worker sends chunk k before it has the result of the chunk that
-had its slot before: so every slot serves one chunk at a time, and the number of slots bounds what is under way. There
-is no field for a float.
+The aggregator says hello with its version and a nonce. A worker greets with a `Greeting` and an HMAC-SHA256 of nonce
+and greeting, whose key is the token that both share (empty if there is none): the token is never sent, and what was
+recorded of one connection opens no other. From then on both sides send frames: a header of 24 bytes (little-endian) and
+its payload. ``CONTRIBUTE`` carries a chunk of integers up, ``RESULT`` the sum (or the maxima) of all workers' down.
+Chunk k of a lane goes to slot k modulo the lane's slots, and no worker sends chunk k before it has the result of the
+chunk that had its slot before: so every slot serves one chunk at a time, and the number of slots bounds what is under
+way. There is no field for a float.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import struct
 from enum import IntEnum
 from typing import NamedTuple
 
-VERSION = 1
+VERSION = 2
+HELLO = struct.Struct("<4sHxx16s")
+NONCE_BYTES = 16
+PROOF_BYTES = hashlib.sha256().digest_size
 GREETING = struct.Struct("<4sHHHBxIIQ")
 HEADER = struct.Struct("<4sBBBBHHIQ")
 MAX_WORKERS = 1024
@@ -38,7 +45,7 @@ class Kind(IntEnum):
     LEAVE = 4
     """Up: this worker will send no more."""
     ERROR = 5
-    """Down: the session is over; the payload is ``elements`` bytes of text that say why."""
+    """Down: the session is over; the payload is ``elements`` bytes of text with the reason."""
 
 
 class Op(IntEnum):
@@ -49,13 +56,13 @@ class Op(IntEnum):
 
 
 class Greeting(NamedTuple):
-    """The first thing that a worker says. All workers of a session must say the same but for their rank."""
+    """The first message of a worker. All workers of a session must send the same, except for their rank."""
 
     rank: int
     world_size: int
     lanes: int
     slots: int
-    """Wanted for all lanes together; 0 takes what the aggregator has."""
+    """Wanted for all lanes together; 0 takes the aggregator's default share."""
     timeout_ms: int
     """How long workers may wait for one another."""
     session: int
@@ -68,14 +75,13 @@ class Greeting(NamedTuple):
 
     @staticmethod
     def unpack(data: bytes | bytearray | memoryview) -> Greeting:
-        """What a worker said.
+        """The greeting in a worker's first bytes.
 
         Raises:
             ProtocolError: it is no greeting, or one with impossible values.
         """
         magic, version, rank, world_size, lanes, slots, timeout_ms, session = GREETING.unpack(data)
-        if magic != _MAGIC:
-            raise ProtocolError("it does not speak the aggregator's protocol")
+        check_magic(magic)
         if version != VERSION:
             raise ProtocolError(f"it speaks version {version} of the protocol, this is {VERSION}: install one version")
         if not 1 <= world_size <= MAX_WORKERS or rank >= world_size:
@@ -83,6 +89,40 @@ class Greeting(NamedTuple):
         if not 1 <= lanes <= MAX_LANES or slots > MAX_SLOTS or not timeout_ms:
             raise ProtocolError(f"it wants {lanes} lanes, {slots} slots and a timeout of {timeout_ms} ms")
         return Greeting(rank, world_size, lanes, slots, timeout_ms, session)
+
+
+def hello(nonce: bytes) -> bytes:
+    """What an aggregator sends first."""
+    return HELLO.pack(_MAGIC, VERSION, nonce)
+
+
+def nonce_of(data: bytes | bytearray | memoryview) -> bytes:
+    """The nonce of a hello.
+
+    Raises:
+        ProtocolError: it is none, or of another version.
+    """
+    magic, version, nonce = HELLO.unpack(data)
+    check_magic(magic)
+    if version != VERSION:
+        raise ProtocolError(f"it speaks version {version} of the protocol, this is {VERSION}: install one version")
+    return nonce
+
+
+def check_magic(data: bytes | memoryview) -> None:
+    """Raise `ProtocolError` if the first bytes of a connection are not those of this protocol."""
+    if data[: len(_MAGIC)] != _MAGIC[: len(data)]:
+        raise ProtocolError("it does not speak the aggregator's protocol")
+
+
+def proof(token: str, nonce: bytes, greeting: bytes | memoryview) -> bytes:
+    """What follows a greeting: it shows that its sender knows the token."""
+    return hmac.digest(token.encode(), nonce + bytes(greeting), "sha256")
+
+
+def is_proof(given: bytes | memoryview, token: str, nonce: bytes, greeting: bytes | memoryview) -> bool:
+    """Whether a worker's proof is right: compared in a time that does not depend on where it differs."""
+    return hmac.compare_digest(bytes(given), proof(token, nonce, greeting))
 
 
 class Header(NamedTuple):

@@ -1,9 +1,8 @@
-"""The all-reduce of a bucket on a device: a straight line of kernels and collectives, for which no host waits.
+"""The all-reduce of a bucket on a device: kernels and collectives that are enqueued on a stream without host waits.
 
-It moves the payloads of `all_reduce` along a star, of `gather_mean` and of `summed_all_reduce`, behind headers of the
-same size, and ends with the same bytes. What differs is where they lie: all messages of one kind share a tensor, so
-that one launch encodes for all owners, one exchange carries it, and one launch decodes what all owners send. Headers
-are not written: to look at one, the host would have to wait.
+It sends the payloads of `all_reduce`, `gather_mean` and `summed_all_reduce`, and ends with the same bytes. All messages
+of one kind share a tensor: one kernel launch encodes for all owners, one collective sends, and one launch decodes the
+means of all owners. There is room for headers, but none are written, because the host would have to wait to read them.
 """
 
 from __future__ import annotations
@@ -14,53 +13,62 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.collectives.algorithms import Algorithm
 from thinwire.collectives.device_transport import DeviceTransport
-from thinwire.collectives.keys import OWNER, WORKER, stage_key
 from thinwire.collectives.layout import Chunk, Group, Layout
-from thinwire.collectives.stages import Clock, NoClock, complete
+from thinwire.collectives.stages import OWNER, WORKER, CollectiveCall, complete
 from thinwire.collectives.summed import sum_buffers, summed_all_reduce
-from thinwire.collectives.topology import Topology
 from thinwire.collectives.transport import ring_bytes
-from thinwire.compressors import Coded, Piece, Segments, State
+from thinwire.compressors import CodecCall, Coded, Piece, Segments
 
 _WASTE = 1.25
-"""Means are gathered padded to the largest, unless that sends so many times their bytes."""
+"""Means are padded to the largest and sent by an all-gather, unless that sends more than this multiple of their
+bytes."""
 
 
 @dataclass(frozen=True)
 class DeviceBuffers:
-    """The messages of one bucket on one rank's device, allocated once, and the groups of pieces that lie in them."""
+    """The messages of one bucket on one rank's device, allocated once, and the groups of pieces in them."""
 
     others: tuple[Group, ...]
-    """All other owners' pieces, with their places in ``sent``."""
+    """The pieces of all other owners, with their places in ``sent``."""
     mine: tuple[Group, ...]
-    """My own pieces, with their places in one of ``parts`` and in ``mean``."""
+    """The pieces that this rank owns, with their places in each of ``parts`` and in ``mean``."""
     theirs: tuple[Group, ...]
-    """All other owners' pieces, with their places in ``means``."""
+    """The pieces of all other owners, with their places in ``means``."""
     sent: Tensor
     received: Tensor
     means: Tensor
-    """All owners' means, mine too."""
+    """The means of all owners, this rank included."""
     spread: Tensor
-    """My mean, once for each rank; empty where means are gathered."""
+    """This rank's mean, once for each rank; empty if means are padded."""
     sizes: tuple[int, ...]
-    """Bytes of each owner's messages together."""
+    """By owner, the bytes of its chunks."""
     padded: bool
-    """Whether means are gathered, each in as much room as the largest takes."""
+    """Whether means are padded to the size of the largest and sent by an all-gather."""
     rank: int
     gathered: tuple[Group, ...]
     work: Tensor
-    """(ranks, bytes): every rank's gathered layers."""
+    """(ranks, bytes): the gathered layers of every rank."""
     sums: tuple[Tensor, ...]
     sent_bytes: int
     """Bytes that this rank hands to the transport."""
 
     @staticmethod
     def of(layout: Layout, rank: int, device: torch.device, *, up: bool = True, down: bool = True) -> DeviceBuffers:
-        """``up``, ``down``: whether parts travel to their owners, and their means back.
+        """Allocate the buffers of ``rank``.
 
-        Raises ``ValueError`` for a topology that is no star."""
-        check_star(layout.topology)
+        Args:
+            layout: Of the bucket.
+            rank: This rank.
+            device: On which the buffers are.
+            up: Whether contributions are sent to owners.
+            down: Whether means are sent from owners.
+
+        Raises:
+            ValueError: The collective algorithm does not send directly to owners.
+        """
+        check_star(layout.algorithm)
         owned = [[chunk for chunk in layout.chunks if chunk.owner == peer] for peer in range(layout.world_size)]
         sizes = [sum(chunk.message_bytes for chunk in chunks) for chunks in owned]
         own, total, num_ranks = sizes[rank], sum(sizes), len(sizes)
@@ -97,36 +105,36 @@ class DeviceBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """Memory held."""
+        """Memory in use, in bytes."""
         tensors = (self.sent, self.received, self.means, self.spread, self.work, *self.sums)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @property
     def parts(self) -> list[Tensor]:
-        """What the other ranks sent of my pieces, in the order of ranks."""
+        """The contributions of the other ranks to the pieces that this rank owns, in the order of ranks."""
         own = self.sizes[self.rank]
         return list(self.received.split(own)) if own and self.received.numel() else []
 
     @property
     def mean(self) -> Tensor:
-        """My place in ``means``."""
+        """This rank's place in ``means``."""
         own = self.sizes[self.rank]
         widest = self.means.numel() // len(self.sizes)
         at = self.rank * widest if self.padded else _starts(self.sizes)[self.rank]
         return self.means[at : at + own]
 
     def encoded(self) -> Iterator[tuple[Group, Tensor]]:
-        """What this rank encoded last, and where."""
+        """What this rank has encoded: groups, each with its message."""
         for groups, message in ((self.others, self.sent), (self.mine, self.mean)):
             yield from ((group, message) for group in groups)
         yield from ((group, self.work[self.rank]) for group in self.gathered)
 
 
-def check_star(topology: Topology) -> None:
-    """Raise ``ValueError`` unless owners hear from everybody and speak to everybody themselves, or nobody owns."""
-    if not topology.is_star and not topology.gathers:
+def check_star(algorithm: Algorithm) -> None:
+    """Raise ``ValueError`` unless all ranks send to owners directly, or chunks have no owners."""
+    if not algorithm.is_star and not algorithm.gathers:
         raise ValueError(
-            f"the topology {topology} is for messages over the host: between devices messages meet as sra, "
+            f"the collective algorithm {algorithm} is for messages over the host: between devices there are sra, "
             "parameter_server or allgather"
         )
 
@@ -136,50 +144,39 @@ def device_all_reduce(
     layout: Layout,
     transport: DeviceTransport,
     buffers: DeviceBuffers,
-    *,
-    seed: int,
-    step: int,
-    state: State | None = None,
-    clock: Clock | None = None,
+    call: CollectiveCall,
 ) -> None:
-    """Replace the flat tensor ``x`` by its mean over all ranks, on the current stream.
+    """Replace the flat tensor ``x`` by its sum over all ranks times ``call.scale``, by default by its mean, on the
+    current stream.
 
     Raises:
-        TransportError: a collective could not be started.
+        TransportError: A collective could not be started.
     """
-    clock = clock or NoClock()
-    summed = summed_all_reduce(x, layout, transport, buffers.sums, seed=seed, step=step, state=state, clock=clock)
-    next(summed)  # their first round is added while the rest is encoded
+    summed = summed_all_reduce(x, layout, transport, buffers.sums, call)
+    next(summed)  # their first round runs while the other layers are encoded
     if layout.has_owned:
-        _reduce_owned(x, transport, buffers, seed, step, state, clock)
+        _reduce_owned(x, transport, buffers, call)
     if layout.has_gathered:
-        _gather_rest(x, transport, buffers, seed, step, state, clock)
+        _gather_rest(x, transport, buffers, call)
     complete(summed)
 
 
-def _reduce_owned(
-    x: Tensor,
-    transport: DeviceTransport,
-    buffers: DeviceBuffers,
-    seed: int,
-    step: int,
-    state: State | None,
-    clock: Clock,
-) -> None:
-    rank, num_ranks = transport.rank, transport.world_size
+def _reduce_owned(x: Tensor, transport: DeviceTransport, buffers: DeviceBuffers, call: CollectiveCall) -> None:
+    rank, num_ranks, clock, state = transport.rank, transport.world_size, call.clock, call.state
     sizes, own = list(buffers.sizes), buffers.sizes[rank]
     parts = [0 if peer == rank else own for peer in range(num_ranks)]
     without_mine = [0 if peer == rank else size for peer, size in enumerate(sizes)]
     with clock.stage("encode"):
-        key = stage_key(seed, step, WORKER, rank)
+        key = call.key(WORKER, rank)
         for compressor, segments in buffers.others:
-            compressor.encode(x, segments, buffers.sent, key=key, state=state)
+            compressor.encode(x, buffers.sent, CodecCall(segments, key, state=state))
     with clock.stage("wire"):
         transport.all_to_all(buffers.received, buffers.sent, parts, without_mine)
     with clock.stage("reduce"):
-        key, received, mean = stage_key(seed, step, OWNER, rank), buffers.parts, buffers.mean
+        key, received, mean = call.key(OWNER, rank), buffers.parts, buffers.mean
+        scale = call.factor(num_ranks)
         for compressor, segments in buffers.mine:
-            compressor.reduce(received, x, segments, mean, x, key=key, scale=1.0 / num_ranks, state=state)
+            compressor.reduce(received, x, mean, x, CodecCall(segments, key, state=state, scale=scale))
     with clock.stage("wire"):
         if buffers.padded:
             transport.all_gather_into(buffers.means, buffers.means.view(num_ranks, -1)[rank])
@@ -188,28 +185,20 @@ def _reduce_owned(
             transport.all_to_all(buffers.means, buffers.spread, sizes, [own] * num_ranks)
     with clock.stage("decode"):
         for compressor, segments in buffers.theirs:
-            compressor.decode(buffers.means, segments, x)
+            compressor.decode(buffers.means, x, CodecCall(segments))
 
 
-def _gather_rest(
-    x: Tensor,
-    transport: DeviceTransport,
-    buffers: DeviceBuffers,
-    seed: int,
-    step: int,
-    state: State | None,
-    clock: Clock,
-) -> None:
-    rank, work = transport.rank, buffers.work
+def _gather_rest(x: Tensor, transport: DeviceTransport, buffers: DeviceBuffers, call: CollectiveCall) -> None:
+    rank, work, clock = transport.rank, buffers.work, call.clock
     with clock.stage("encode"):
-        key = stage_key(seed, step, WORKER, rank)
+        key = call.key(WORKER, rank)
         for compressor, segments in buffers.gathered:
-            compressor.encode(x, segments, work[rank], key=key, state=state)
+            compressor.encode(x, work[rank], CodecCall(segments, key, state=call.state))
     with clock.stage("wire"):
         transport.all_gather_into(work, work[rank])
     with clock.stage("decode"):
         for compressor, segments in buffers.gathered:
-            compressor.mean(list(work), segments, x, scale=1.0 / transport.world_size)
+            compressor.mean(list(work), x, CodecCall(segments, scale=call.factor(transport.world_size)))
 
 
 def _starts(sizes: Iterable[int]) -> list[int]:
@@ -221,7 +210,7 @@ def _starts(sizes: Iterable[int]) -> list[int]:
 
 
 def _merged(placed: Iterable[tuple[Sequence[Chunk], int]]) -> tuple[Group, ...]:
-    """One group a compressor, of all pieces of chunks that lie end to end from byte ``at`` on."""
+    """One group for each compressor, with all pieces of chunks that lie end to end from byte ``at`` on."""
     pieces: dict[Coded, list[Piece]] = {}
     for chunks, at in placed:
         for chunk in chunks:

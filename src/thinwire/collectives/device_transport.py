@@ -1,8 +1,7 @@
-"""How bytes move between devices: collectives in the order of the current stream, for which no host waits.
+"""Transports between devices: collectives in the order of the current stream, without host waits.
 
-On a device a collective is a whole step of a straight line: what follows it on the stream sees its result. Over NCCL
-these are its own operations; over gloo, with CPU tensors, the same calls wait, which is how they are tested without a
-GPU.
+Work that follows a collective on the stream sees its result. Over NCCL these are its own operations. Over gloo, with
+CPU tensors, the same calls block, which allows tests without a GPU.
 """
 
 from __future__ import annotations
@@ -16,40 +15,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.transport import (
-    _OPS,
-    Pending,
-    Transport,
-    TransportError,
-    _first_line,
-    _PendingWork,
-)
+from thinwire.collectives.errors import TransportError
+from thinwire.collectives.transport import _OPS, Failing, Pending, PendingWork, Transport
 from thinwire.compat import all_gather_single
 from thinwire.compressors import Reduction
 
 
 class DeviceTransport(Transport):
-    """Moves tensors that lie on ``device`` between ranks, and leaves what ranks say on the host to ``host``.
+    """Sends tensors on ``device`` between ranks. ``host`` carries what ranks exchange on the host.
 
     All ranks call the same operations in the same order, from one thread each.
     """
 
     def __init__(self, host: Transport, device: torch.device) -> None:
         super().__init__()
-        self.host, self.device = host, device
+        self.host, self.device, self.detector = host, device, host.detector
         self.rank, self.world_size = host.rank, host.world_size
 
     def all_to_all(self, out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
         """Send the next ``sent[r]`` elements of ``x`` to each rank r, and fill ``out`` with ``received[r]`` of each.
 
-        Both are flat uint8 tensors without gaps, in the order of ranks.
+        Both are flat uint8 tensors, without gaps and in the order of ranks.
         """
         mine = self.rank
         self._count(sum(sent) - sent[mine], sum(received) - received[mine])
         self._all_to_all(out, x, list(received), list(sent))
 
     def all_gather_into(self, out: Tensor, x: Tensor) -> None:
-        """Fill ``out`` with all ranks' ``x``, end to end; ``x`` may be its own place in ``out``."""
+        """Fill ``out`` with the ``x`` of all ranks, end to end. ``x`` may be this rank's place in ``out``."""
         moved = (self.world_size - 1) * x.numel() * x.element_size()
         self._count(moved, moved)
         self._all_gather_into(out.view(-1), x.view(-1))
@@ -69,14 +62,14 @@ class DeviceTransport(Transport):
         return self.host.all_gather(x)
 
     def _send(self, message: Tensor, peer: int, tag: int) -> Pending:
-        raise TypeError("between devices bytes move by all_to_all and all_gather_into, not message by message")
+        raise TypeError("transports between devices have all_to_all and all_gather_into, and no single messages")
 
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending:
         return self._send(message, peer, tag)
 
 
 class DeviceGroupTransport(DeviceTransport):
-    """Over a process group that moves tensors of ``device``: NCCL's for CUDA; gloo's, for tests, on the CPU."""
+    """Over a process group for tensors of ``device``: NCCL for CUDA; gloo, for tests, on the CPU."""
 
     def __init__(self, host: Transport, device: torch.device, group: dist.ProcessGroup, timeout: timedelta) -> None:
         super().__init__(host, device)
@@ -93,24 +86,23 @@ class DeviceGroupTransport(DeviceTransport):
         work = self._run("all-reduce", lambda: dist.all_reduce(x, _OPS[op], group=self.group, async_op=True))
         if work is None:
             raise TransportError("the all-reduce failed: this process is not in the group")
-        return _PendingWork(work, "the all-reduce", self._timeout)
+        return PendingWork(work, "the all-reduce", self._timeout, detector=self.detector)
 
     def broadcast(self, x: Tensor) -> None:
         self._run("broadcast", lambda: dist.broadcast(x, group=self.group, group_src=0))
 
-    @staticmethod
-    def _run(what: str, operation: Callable[[], dist.Work | None]) -> dist.Work | None:
-        try:
+    def _run(self, what: str, operation: Callable[[], dist.Work | None]) -> dist.Work | None:
+        if self.detector is not None:
+            self.detector.advance()
+        with Failing(f"the {what}", self._timeout, detector=self.detector):
             return operation()
-        except RuntimeError as error:
-            raise TransportError(f"the {what} failed: {_first_line(error)}") from error
 
 
 class DeviceLoopbackTransport(DeviceTransport):
-    """Between threads of one process that play the ranks on one device, each on a stream of its own.
+    """Between threads of one process that act as ranks on one device, each on a stream of its own.
 
-    `world` makes the transports of all ranks. On the host the threads wait for each other; on the device nothing waits
-    but streams for what other streams do.
+    `world` makes the transports of all ranks. On the host the threads wait for each other; on the device streams wait
+    for events of other streams.
     """
 
     def __init__(self, host: Transport, device: torch.device, world: _LoopbackWorld) -> None:
@@ -155,7 +147,8 @@ class DeviceLoopbackTransport(DeviceTransport):
         x.copy_(firsts[0])
 
     def _share(self, mine: tuple[Tensor, list[int]], take: Callable[[list[tuple[Tensor, list[int]]]], None]) -> None:
-        """Show all ranks what is mine and take from what is theirs; afterwards everybody may write over their own."""
+        """Publish ``mine`` to all ranks and call ``take`` with what all ranks published, which may be overwritten
+        afterwards."""
         world = self._world
         try:
             world.given[self.rank], world.ready[self.rank] = mine, self._mark()
@@ -169,7 +162,7 @@ class DeviceLoopbackTransport(DeviceTransport):
             raise TransportError(f"a rank did not come to a collective within {world.timeout_s:g} s") from None
 
     def _mark(self) -> torch.cuda.Event | None:
-        """Where the current stream is now."""
+        """An event at the current position of the current stream."""
         if self.device.type != "cuda":
             return None
         event = torch.cuda.Event()
@@ -177,7 +170,7 @@ class DeviceLoopbackTransport(DeviceTransport):
         return event
 
     def _follow(self, events: Sequence[torch.cuda.Event | None]) -> None:
-        """Let the current stream go on once all of these have passed."""
+        """Make the current stream wait for these events."""
         for event in events:
             if event is not None:
                 torch.cuda.current_stream(self.device).wait_event(event)
@@ -193,7 +186,7 @@ class _LoopbackWorld:
 
 
 class _Nothing:
-    """What is done, or enqueued, already."""
+    """A handle for work that is done or enqueued."""
 
     def wait(self) -> None:
         return

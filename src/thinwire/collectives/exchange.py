@@ -1,4 +1,4 @@
-"""The messages of one collective: receives posted first, failures told to everybody."""
+"""The messages of one run of a collective: receives are posted first, and failures reach every rank."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Self
 
 from torch import Tensor
 
+from thinwire.collectives.errors import CommunicationError, PeerFailedError, TransportError
 from thinwire.collectives.message import seal, verify
-from thinwire.collectives.transport import Buffers, Pending, Transport, TransportError
+from thinwire.collectives.transport import Buffers, Pending, Transport
 
 
 class Exchange:
     """One run of a collective's messages, as a context manager.
 
-    Entering posts every receive of every phase. If the body raises, the peers that still wait for a message of this
-    rank get one that says so, and what they send is awaited, so that all ranks leave together with an error and the
-    next exchange finds the transport in order. A `TransportError` is passed on at once: there is nobody to tell.
+    Entering posts the receives of all phases. If the body raises, peers that still wait for a message of this rank
+    receive one that is marked as failed, and their messages are awaited, so that all ranks leave the exchange with an
+    error and the next one finds the transport in order. A `TransportError` is raised at once: no peer can be reached.
     """
 
     def __init__(self, transport: Transport, buffers: Buffers, *, step: int, digest: int) -> None:
@@ -39,17 +40,17 @@ class Exchange:
         return self
 
     def outgoing(self, phase: int) -> Tensor:
-        """The message of a phase, to be filled before it is sent."""
+        """The buffer of this rank's message of a phase, to be filled before `send`."""
         return self._buffers.outbox[phase]
 
     def send(self, phase: int, *, num_bytes: int | None = None) -> None:
-        """Seal the message of a phase and send it to its receivers. ``num_bytes``: only so much of it."""
+        """Seal the message of a phase and send it, or its first ``num_bytes``, to its receivers."""
         message = self._buffers.outbox[phase][:num_bytes]
         self._seal(message, phase)
         self._leaving[phase] = self._transport.send_from(self._buffers, phase, message.numel())
 
     def expect(self, phase: int, peer: int, num_bytes: int) -> None:
-        """Post the receive of a message whose size is known now, within the room that its buffer has."""
+        """Post the receive of a message whose size has become known; its buffer is large enough for any size."""
         self._sizes[phase, peer] = num_bytes
         self._arriving[phase, peer] = self._transport.receive_into(self._buffers, phase, peer, num_bytes)
 
@@ -57,17 +58,23 @@ class Exchange:
         """Wait for a peer's message of a phase and check it.
 
         Raises:
-            TransportError, PeerFailedError, MessageError
+            TransportError: The peer is gone or silent.
+            PeerFailedError: The peer failed.
+            MessageError: The message is damaged or not the expected one.
         """
         self._arriving.pop((phase, peer)).wait()
         message = self._buffers.inbox[phase, peer][: self._sizes.get((phase, peer))]
-        maker = self._buffers.arriving[phase, peer].maker
-        source = peer if maker is None else maker
-        verify(message, peer=peer, source=source, phase=phase, step=self._step, digest=self._digest)
+        source = self._buffers.arriving[phase, peer].source
+        source = peer if source is None else source
+        try:
+            verify(message, peer=peer, source=source, phase=phase, step=self._step, digest=self._digest)
+        except PeerFailedError as error:
+            detector = self._transport.detector
+            raise error if detector is None else detector.attribute(error) from None
         return message
 
     def forward(self, phase: int, peer: int) -> None:
-        """Hand a message that was received to this rank's own receivers of that phase, verbatim."""
+        """Send a message that was received on to this rank's receivers of that phase, unchanged."""
         outgoing, message = self._buffers.outbox[phase], self._buffers.inbox[phase, peer]
         if outgoing.data_ptr() != message.data_ptr():
             outgoing.copy_(message)
@@ -82,7 +89,9 @@ class Exchange:
             return
         try:
             if error is not None:
-                self._tell_failure()
+                if self._transport.detector is not None and not isinstance(error, CommunicationError):
+                    self._transport.detector.report(error)
+                self._send_failure()
             for pending in (*self._arriving.values(), *(p for leaving in self._leaving.values() for p in leaving)):
                 pending.wait()
             self._transport.end(self._buffers)
@@ -90,12 +99,13 @@ class Exchange:
             self._transport.give_up()
             raise
 
-    def _tell_failure(self) -> None:
-        # Nobody waits for a message of a size that was never told: who hears of the failure before goes no further.
+    def _send_failure(self) -> None:
+        # No receive was posted for messages whose size was not sent: their receivers fail before they would post it.
         outgoing = [m for m in self._buffers.outgoing.values() if m.phase not in self._leaving and not m.late]
-        for phase, _, _, _, maker in sorted(outgoing, key=lambda m: m.maker is not None):
-            if maker is not None:
-                # Its buffer may be the one in which it arrives. It will: nothing that this rank owes is missing now.
+        for phase, _, _, _, source in sorted(outgoing, key=lambda m: m.source is not None):
+            if source is not None:
+                # It may be received into the buffer that it is sent from. It does arrive: this rank's own messages, for
+                # which its senders may wait, have been sent.
                 for address in [address for address in self._arriving if address[0] == phase]:
                     self._arriving.pop(address).wait()
             message = self._buffers.outbox[phase]

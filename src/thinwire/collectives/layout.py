@@ -1,4 +1,7 @@
-"""Who owns which part of a DDP bucket, and what each message holds: agreed by construction, allocated once."""
+"""The layout of a flat tensor: the owner of every element, and the contents of every message.
+
+Every rank computes it from the same facts, so nothing about it is sent.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,23 @@ from typing import NamedTuple
 
 import torch
 
+from thinwire.collectives.algorithms import Algorithm, ScatterReduceAllGather, Tree, World
 from thinwire.collectives.message import HEADER_BYTES, SIZE_BYTES
-from thinwire.collectives.topology import ScatterReduceAllGather, Topology, Tree, World
 from thinwire.collectives.traffic import Outgoing, Traffic, sent_bytes
 from thinwire.collectives.transport import Transport, ring_bytes
 from thinwire.compressors import Coded, Part, Piece, Reduction, Segments, Slot, Summed
 from thinwire.kernels import site_id
 
 _LEAST_PIECE = 1024
-"""Elements. Smaller pieces would spend much of their bytes on padding; in buckets of 128, multiples need none."""
+"""Least number of elements of a piece: smaller ones would spend a large share of their bytes on padding. Multiples of
+it need no padding in buckets of 128."""
 
 _SLICE = 1 << 20
-"""Elements that one message carries, about: while one is on the wire, the next is encoded and the last one decoded."""
+"""Elements in one message, about. While one message is sent, the next is encoded and the previous one decoded."""
 
 
 class Layer(NamedTuple):
-    """A layer in a flat gradient tensor: where it starts, in elements, and the compressor that its plan gives it."""
+    """A layer of a flat tensor: its first element, its shape, and the compressor that the plan gives it."""
 
     name: str
     start: int
@@ -40,7 +44,7 @@ class Layer(NamedTuple):
 
 
 class Group(NamedTuple):
-    """The pieces of one chunk that share a compressor: one kernel call."""
+    """The pieces of a chunk that share a compressor: one kernel call handles all of them."""
 
     compressor: Coded
     segments: Segments
@@ -48,22 +52,22 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one message carries: a part of what one rank owns of a bucket, or of the layers that every rank gathers."""
+    """The contents of one message: some of the elements that one rank owns, or of those that all ranks gather."""
 
     groups: tuple[Group, ...]
     message_bytes: int
-    """Size of its messages, header included; of bounded compressors, at most."""
+    """Size of its messages, header included. An upper bound for compressors whose size is bounded."""
     owner: int = -1
-    """Rank that adds it up; −1 if it is gathered."""
+    """The rank that reduces it; −1 if it is gathered."""
 
     @property
     def bounded(self) -> bool:
         """Whether its messages may be smaller."""
-        return any(group.compressor.size == "bounded" for group in self.groups)
+        return any(group.compressor.traits.bounded for group in self.groups)
 
 
 class Members(NamedTuple):
-    """Layers of one compressor, and their places in a sum."""
+    """Layers that share a compressor, and their places in a sum."""
 
     compressor: Summed
     parts: tuple[Part, ...]
@@ -71,7 +75,7 @@ class Members(NamedTuple):
 
 @dataclass(frozen=True)
 class Sum:
-    """What one native all-reduce adds, or takes the largest of: the parts of all layers of one round and dtype."""
+    """The operand of one native all-reduce: the contributions of all layers of one round, operation and dtype."""
 
     round: int
     op: Reduction
@@ -81,38 +85,42 @@ class Sum:
 
 
 class Schedule(NamedTuple):
-    """The order in which one rank works through the chunks. No two ranks can wait for each other in it: whatever one
-    waits for was sent at a lower height of its tree, and everybody works upwards, and then downwards."""
+    """The order in which one rank handles the chunks.
 
-    leaves: tuple[tuple[int, int], ...]
-    """Chunks of which nobody sends it parts, and to whom it sends its own."""
-    inner: tuple[int, ...]
-    """Chunks of which it gets parts."""
+    It cannot deadlock: a contribution that a rank waits for was sent at a lower height of its tree, and every rank
+    handles contributions by increasing height, and then means by increasing depth.
+    """
+
+    sends: tuple[tuple[int, int], ...]
+    """Chunks of which it receives no contributions, and the rank to which it sends its own."""
+    reductions: tuple[int, ...]
+    """Chunks of which it receives contributions: it owns them, or sends the partial sum on."""
     means: tuple[tuple[int, int], ...]
-    """Chunks of others, and who sends it their mean."""
+    """Chunks of other owners, and the rank that sends it their mean."""
 
     @staticmethod
     def of(layout: Layout, rank: int) -> Schedule:
-        seen: dict[int, int] = {}
-        ups, downs = [], []
+        slices: dict[int, int] = {}
+        up, down = [], []
         for k, chunk in enumerate(layout.chunks):
             tree = layout.trees[chunk.owner]
-            part = seen[chunk.owner] = seen.get(chunk.owner, -1) + 1
-            ups.append((tree.height[rank], part, (chunk.owner - rank) % layout.world_size, k))
-            downs.append((tree.depth[rank], part, (rank - chunk.owner) % layout.world_size, k))
+            number = slices[chunk.owner] = slices.get(chunk.owner, -1) + 1
+            # Of several owners each rank starts with its neighbour, so that no owner is the first target of all ranks.
+            up.append((tree.height[rank], number, (chunk.owner - rank) % layout.world_size, k))
+            down.append((tree.depth[rank], number, (rank - chunk.owner) % layout.world_size, k))
         parents = [layout.trees[chunk.owner].parents[rank] for chunk in layout.chunks]
-        leaves = [(k, parent) for height, _, _, k in sorted(ups) if not height and (parent := parents[k]) is not None]
-        inner = [k for height, _, _, k in sorted(ups) if height or parents[k] is None]
-        means = [(k, parent) for _, _, _, k in sorted(downs) if (parent := parents[k]) is not None]
-        return Schedule(tuple(leaves), tuple(inner), tuple(means))
+        sends = [(k, parent) for height, _, _, k in sorted(up) if not height and (parent := parents[k]) is not None]
+        reductions = [k for height, _, _, k in sorted(up) if height or parents[k] is None]
+        means = [(k, parent) for _, _, _, k in sorted(down) if (parent := parents[k]) is not None]
+        return Schedule(tuple(sends), tuple(reductions), tuple(means))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the layers of one flat tensor travel. A pure function of layers, world, dtype and topology.
+    """The messages in which the layers of one flat tensor are sent: a pure function of layers, world, dtype and
+    algorithm.
 
-    Coded layers are cut among the ranks, in chunks that each have an owner, or gathered by all of them; summed layers
-    share a few sums.
+    Coded layers are divided among owners, in chunks, or gathered by all ranks. Summed layers share a few sums.
     """
 
     layers: tuple[Layer, ...]
@@ -120,48 +128,48 @@ class Layout:
     gathered: tuple[Chunk, ...]
     sums: tuple[Sum, ...]
     dtype: torch.dtype
-    topology: Topology
+    algorithm: Algorithm
     world: World
     part_numel: int = 0
-    """Elements of each rank's part, in a buffer that has one for each (`part_layout`)."""
+    """Elements of each rank's part, in a buffer with one part for each rank (`part_layout`)."""
     local: tuple[Chunk, ...] = ()
-    """In such a buffer, its chunks as seen from where their part begins."""
+    """Of such a buffer, the chunks with offsets from the start of their part."""
 
     @staticmethod
     def build(
         layers: Sequence[Layer],
         world: World | int,
         dtype: torch.dtype,
-        topology: Topology | None = None,
+        algorithm: Algorithm | None = None,
     ) -> Layout:
-        """Lay out ``layers`` for ``world`` (or a world of so many ranks), by default as scatter-reduce-all-gather.
+        """The layout of ``layers`` for ``world``, or a world of that size, by default for scatter-reduce-all-gather.
 
         Raises:
-            ValueError: a layer's compressor and the topology do not go together.
+            ValueError: A layer's compressor does not work with the algorithm.
         """
         world = World(world) if isinstance(world, int) else world
-        topology = topology or ScatterReduceAllGather()
+        algorithm = algorithm or ScatterReduceAllGather()
         whole, shared = [], []
         for layer in layers:
             if not layer.numel or not isinstance(layer.compressor, Coded):
                 continue
-            if layer.compressor.gathered or topology.gathers:
+            if layer.compressor.gathered or algorithm.gathers:
                 whole.append(Cut(layer, layer.compressor, 0, layer.numel))
             else:
-                _check_sum(layer, topology)
+                _check_sum(layer, algorithm)
                 shared.append((layer, layer.compressor))
         chunks = []
-        shares = topology.shares(world)
+        shares = algorithm.shares(world)
         owned: list[list[Cut]] = [[] for _ in range(world.size)]
         for layer, compressor in shared:
             for owner, begin, end in owned_parts(layer.name, compressor, layer.numel, shares):
                 owned[owner].append(Cut(layer, compressor, begin, end - begin))
         for owner, cuts in enumerate(owned):
             chunks += [_chunk(part, dtype, owner) for part in _slices(cuts)]
-        # A size that depends on the data is told once for everything.
-        bounded = any(cut.compressor.size == "bounded" for cut in whole)
+        # Messages of bounded size are packed into one, so that a single size is sent beforehand.
+        bounded = any(cut.compressor.traits.bounded for cut in whole)
         gathered = tuple(_chunk(part, dtype) for part in ([whole] if bounded else _slices(whole)))
-        return Layout(tuple(layers), tuple(chunks), gathered, _sums(layers, dtype), dtype, topology, world)
+        return Layout(tuple(layers), tuple(chunks), gathered, _sums(layers, dtype), dtype, algorithm, world)
 
     @property
     def world_size(self) -> int:
@@ -173,16 +181,17 @@ class Layout:
 
     @property
     def has_owned(self) -> bool:
-        """Whether any layer is cut among the ranks."""
+        """Whether any layer is divided among owners."""
         return bool(self.chunks)
 
     @property
     def has_gathered(self) -> bool:
+        """Whether all ranks gather any layer."""
         return bool(self.gathered)
 
     @cached_property
     def num_coded(self) -> int:
-        """Elements that a rank encodes in a step: each of its coded layers' once, as worker or as owner."""
+        """Elements that a rank encodes in a step: those of coded layers, each once, as worker or as owner."""
         return sum(layer.numel for layer in self.layers if isinstance(layer.compressor, Coded))
 
     @property
@@ -192,16 +201,16 @@ class Layout:
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """The dtype of sums, and of what travels in another form than its chunk's."""
+        """The dtype of sums, and of messages that a compressor other than the chunk's encodes."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @cached_property
     def trees(self) -> tuple[Tree, ...]:
-        """By owner, the way of its chunks."""
-        return tuple(self.topology.tree(owner, self.world) for owner in range(self.world.size))
+        """By owner, the reduction tree of its chunks."""
+        return tuple(self.algorithm.tree(owner, self.world) for owner in range(self.world.size))
 
     def schedule(self, rank: int) -> Schedule:
-        """When ``rank`` does what with which chunk."""
+        """The order in which ``rank`` handles the chunks."""
         if rank not in self._schedules:
             self._schedules[rank] = Schedule.of(self, rank)
         return self._schedules[rank]
@@ -210,52 +219,56 @@ class Layout:
     def _schedules(self) -> dict[int, Schedule]:
         return {}
 
-    def form(self, k: int, rank: int, parent: int) -> Chunk:
-        """How ``rank`` encodes its part of chunk ``k`` for ``parent``: most often as the chunk itself."""
-        # Asked in every step: a topology may have to parse a spec for its answer.
+    def sent_chunk(self, k: int, rank: int, parent: int) -> Chunk:
+        """Chunk ``k`` as ``rank`` sends it to ``parent``: the chunk itself, unless the algorithm has another compressor
+        between these ranks."""
+        # Cached, because it is needed in every step and an algorithm may parse a spec.
         key = (k, rank, parent)
-        if key not in self._forms:
+        if key not in self._sent_chunks:
             chunk = self.chunks[k]
-            forms = [self.topology.form(group.compressor, rank, parent, self.world) for group in chunk.groups]
-            same = all(form is group.compressor for form, group in zip(forms, chunk.groups, strict=True))
-            self._forms[key] = chunk if same else _formed(chunk, forms, self.wide_dtype)
-        return self._forms[key]
+            compressors = [
+                self.algorithm.compressor_between(group.compressor, rank, parent, self.world) for group in chunk.groups
+            ]
+            same = all(c is group.compressor for c, group in zip(compressors, chunk.groups, strict=True))
+            self._sent_chunks[key] = chunk if same else _with_compressors(chunk, compressors, self.wide_dtype)
+        return self._sent_chunks[key]
 
     @cached_property
-    def _forms(self) -> dict[tuple[int, int, int], Chunk]:
+    def _sent_chunks(self) -> dict[tuple[int, int, int], Chunk]:
         return {}
 
     def reduction_traffic(self, *, up: bool = True, down: bool = True) -> Traffic:
-        """The messages of its chunks. Phase k: parts of chunk k on their way to its owner (``up``); phase K + k of K
-        chunks: its mean on the way back (``down``)."""
+        """The messages of K chunks. Phase k: contributions to chunk k, towards its owner (``up``). Phase K + k: the
+        mean of chunk k, from its owner (``down``)."""
         traffic: list[list[Outgoing]] = [[] for _ in range(self.world.size)]
         for k, chunk in enumerate(self.chunks):
             tree = self.trees[chunk.owner]
             for rank, parent in enumerate(tree.parents):
                 if up and parent is not None:
-                    traffic[rank].append(Outgoing(k, self.form(k, rank, parent).message_bytes, (parent,)))
+                    traffic[rank].append(Outgoing(k, self.sent_chunk(k, rank, parent).message_bytes, (parent,)))
                 if down and tree.children[rank]:
-                    maker = None if parent is None else chunk.owner
-                    mean = Outgoing(len(self.chunks) + k, chunk.message_bytes, tree.children[rank], maker=maker)
+                    source = None if parent is None else chunk.owner
+                    mean = Outgoing(len(self.chunks) + k, chunk.message_bytes, tree.children[rank], source=source)
                     traffic[rank].append(mean)
         return traffic
 
     def gather_traffic(self) -> Traffic:
-        """The messages of its gathered chunks: phase k is chunk k. If bounded, phase 0 tells the size of phase 1."""
+        """The messages of gathered chunks: phase k is chunk k. If sizes are bounded, phase 0 holds the size of phase
+        1."""
         traffic = []
         for rank in range(self.world.size):
             others = tuple(other for other in range(self.world.size) if other != rank)
             if any(chunk.bounded for chunk in self.gathered):
-                told = Outgoing(0, SIZE_BYTES, others)
-                traffic.append([told, Outgoing(1, self.gathered[0].message_bytes, others, late=True)])
+                size = Outgoing(0, SIZE_BYTES, others)
+                traffic.append([size, Outgoing(1, self.gathered[0].message_bytes, others, late=True)])
             else:
                 traffic.append([Outgoing(k, chunk.message_bytes, others) for k, chunk in enumerate(self.gathered)])
         return traffic
 
     def sent_bytes(self, rank: int, transport: Transport | None = None) -> int:
-        """Bytes that ``rank`` hands to the transport for it: at most, if it gathers what is bounded.
+        """Bytes that ``rank`` hands to the transport in one step. An upper bound if sizes depend on the data.
 
-        Of a sum, 2(n−1)/n of its size, unless ``transport`` has it otherwise.
+        A sum counts as 2(n−1)/n of its size, unless ``transport`` counts it differently.
         """
         if transport is None:
             sums = sum(ring_bytes(s.numel * s.dtype.itemsize, self.world_size) for s in self.sums)
@@ -265,14 +278,14 @@ class Layout:
 
     @cached_property
     def digest(self) -> int:
-        """64 bits over everything that two ranks must have in common to understand each other's messages."""
+        """64-bit hash of everything that two ranks must share to read each other's messages."""
         text = "\n".join(f"{layer.name} {layer.start} {layer.shape} {layer.compressor}" for layer in self.layers)
-        text += f"\n{self.world_size} {self.world.nodes} {self.dtype} {self.topology} {_SLICE}"
+        text += f"\n{self.world_size} {self.world.nodes} {self.dtype} {self.algorithm} {_SLICE}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 class Cut(NamedTuple):
-    """Consecutive elements of a coded layer, from its ``index0``-th on."""
+    """Consecutive elements of a coded layer, the first of them at ``index0``."""
 
     layer: Layer
     compressor: Coded
@@ -280,23 +293,23 @@ class Cut(NamedTuple):
     numel: int
 
 
-def _check_sum(layer: Layer, topology: Topology) -> None:
+def _check_sum(layer: Layer, algorithm: Algorithm) -> None:
     assert isinstance(layer.compressor, Coded)
-    if not topology.is_star and not layer.compressor.plain_sum:
+    if not algorithm.is_star and not layer.compressor.traits.plain_sum:
         raise ValueError(
             f"{layer.name} has {layer.compressor}, whose votes an owner must count itself: "
-            f"use the topology sra or parameter_server with it, not {topology}"
+            f"use the collective algorithm sra or parameter_server with it, not {algorithm}"
         )
 
 
 def owned_parts(name: str, compressor: Coded, numel: int, shares: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Which elements of a coded layer which rank owns: (owner, begin, end) of each piece, none of them empty.
+    """The pieces of a coded layer as (owner, begin, end), none of them empty.
 
-    Pieces have at least `_LEAST_PIECE` elements. Who owns an element depends on its layer alone, not on the layers that
-    happen to be in the same DDP bucket: the result of a step is the same bit for bit however DDP forms its buckets,
-    also right after a resume.
+    A piece has at least `_LEAST_PIECE` elements, where the layer has that many. The owner of an element depends on its
+    layer alone, not on other layers of the same DDP bucket: results are bit-identical however DDP forms buckets, also
+    right after a resume.
     """
-    # Layers with fewer pieces than there are owners begin with different owners.
+    # Layers with fewer pieces than there are owners start with different owners.
     owners = [rank for rank, share in enumerate(shares) if share]
     first = site_id(name) % len(owners)
     owners = owners[first:] + owners[:first]
@@ -315,7 +328,7 @@ def _unit(grain: int) -> int:
 
 
 def _slices(cuts: Sequence[Cut]) -> list[list[Cut]]:
-    """Share pieces out among messages of about the same size, cutting those that can be cut."""
+    """Distribute cuts over messages of about the same size, dividing those that can be divided."""
     numel = sum(cut.numel for cut in cuts)
     if not numel:
         return []
@@ -335,7 +348,7 @@ def _slices(cuts: Sequence[Cut]) -> list[list[Cut]]:
 
 
 def owned_chunks(cuts: Sequence[Cut], dtype: torch.dtype, owner: int) -> list[Chunk]:
-    """Chunks of these elements, for one owner."""
+    """The chunks of these cuts, all of one owner."""
     return [_chunk(part, dtype, owner) for part in _slices([cut for cut in cuts if cut.numel])]
 
 
@@ -350,14 +363,14 @@ def _chunk(cuts: Sequence[Cut], dtype: torch.dtype, owner: int = -1) -> Chunk:
     return _placed(groups, dtype, owner)
 
 
-def _formed(chunk: Chunk, forms: Sequence[Coded], dtype: torch.dtype) -> Chunk:
-    """The same elements, encoded otherwise."""
-    groups = [(form, group.segments.pieces) for form, group in zip(forms, chunk.groups, strict=True)]
+def _with_compressors(chunk: Chunk, compressors: Sequence[Coded], dtype: torch.dtype) -> Chunk:
+    """The same elements with other compressors, one for each group."""
+    groups = [(c, group.segments.pieces) for c, group in zip(compressors, chunk.groups, strict=True)]
     return _placed(groups, dtype, chunk.owner)
 
 
 def _placed(groups: Sequence[tuple[Coded, Sequence[Piece]]], dtype: torch.dtype, owner: int) -> Chunk:
-    """Give every piece its place in the message."""
+    """The chunk of these pieces, each with its place in the message."""
     at, placed = HEADER_BYTES, []
     for compressor, pieces in groups:
         moved = []
@@ -376,15 +389,14 @@ def _sums(layers: Sequence[Layer], dtype: torch.dtype) -> tuple[Sum, ...]:
         compressor = layer.compressor
         if not isinstance(compressor, Summed) or not layer.numel:
             continue
-        part_dtype = compressor.part_dtype(dtype)
-        dtypes[str(part_dtype)] = part_dtype
         piece = Piece(layer.name, layer.start, layer.numel, 0, 0, layer.shape)
-        for round in range(compressor.rounds):
-            place = (round, compressor.operation(round), str(part_dtype))
+        for round, part in enumerate(compressor.sums(layer.shape, dtype)):
+            dtypes[str(part.dtype)] = part.dtype
+            place = (round, part.op, str(part.dtype))
             start = ends.get(place, 0)
-            ends[place] = start + compressor.part_numel(round, layer.shape)
+            ends[place] = start + part.numel
             members.setdefault(place, {}).setdefault(compressor, []).append(Part(piece, slice(start, ends[place])))
-    # Sorted: all ranks must enter the all-reduces in one order, and a round must end before the next.
+    # Sorted: all ranks must start all-reduces in the same order, and a round must end before the next one.
     return tuple(
         Sum(place[0], place[1], dtypes[place[2]], tuple(Members(c, tuple(p)) for c, p in members[place].items()), end)
         for place, end in sorted(ends.items())

@@ -1,4 +1,4 @@
-"""Which ranks are on the same node: found out by the ranks themselves, without a setting."""
+"""Which ranks are on the same node, determined by the ranks themselves."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import torch
 from torch import Tensor
 
 VARIABLE = "THINWIRE_NODE"
-"""Names this rank's node, where what the kernel says of it is not what is meant."""
+"""Environment variable that names this rank's node, if the identity from the kernel is not the intended one."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _DIGEST_BYTES = 16
 
 
 def node_identity() -> Tensor:
-    """16 bytes, equal on two ranks that can share memory: of one kernel and its namespaces of processes and network.
+    """16 bytes that are equal on ranks of one kernel in the same PID and network namespaces: those that can share
+    memory.
 
-    The network namespace counts, because ranks in different ones reach each other over a link, as emulated hosts do.
+    The network namespace is included because ranks in different ones reach each other over a link, as on emulated
+    hosts.
     """
     parts = [_read(_BOOT_ID) or os.uname().nodename, _namespace("pid"), os.environ.get(VARIABLE) or _namespace("net")]
     digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=_DIGEST_BYTES).digest()
@@ -28,7 +30,7 @@ def node_identity() -> Tensor:
 
 
 def number_nodes(identities: Sequence[bytes]) -> tuple[int, ...]:
-    """By rank, the number of its node, counted in the order in which ranks name them."""
+    """By rank, the number of its node, counted from 0 in the order of first ranks."""
     numbers: dict[bytes, int] = {}
     return tuple(numbers.setdefault(identity, len(numbers)) for identity in identities)
 

@@ -1,4 +1,4 @@
-"""Buffers that have one part for each rank, as reduce-scatter and all-gather of flat buffers have them."""
+"""Layouts of buffers with one part for each rank, as in reduce-scatter and all-gather of flat buffers."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import NamedTuple
 
 import torch
 
+from thinwire.collectives.algorithms import Algorithm, ScatterReduceAllGather, World
 from thinwire.collectives.layout import Chunk, Cut, Layer, Layout, owned_chunks
-from thinwire.collectives.topology import ScatterReduceAllGather, Topology, World
 from thinwire.compressors import Coded
 
 
 class Shard(NamedTuple):
-    """What a rank's part holds of a layer."""
+    """The elements of a layer in one rank's part."""
 
     name: str
-    """Of the layer: random draws depend on it."""
+    """Name of the layer, on which random draws depend."""
     start: int
-    """Where it starts in the part, in elements."""
+    """Its first element in the part."""
     numel: int
     index0: int
-    """Where its draws are counted from, a multiple of its compressor's grain: no two shards of a layer draw alike."""
+    """Index of its first random draw, a multiple of its compressor's grain: no two shards of a layer share draws."""
     compressor: Coded
 
 
 def part_layout(layers: Sequence[Layer], world_size: int, dtype: torch.dtype) -> Layout:
     """The layout of a flat buffer of ``world_size`` parts, each of which holds ``layers``; rank r owns the r-th.
 
-    Nothing is known of how the parts belong together: each draws by itself. Layers of a summed compressor have no bytes
-    of their own, and are left out.
+    The parts are independent of each other, and so are their random draws. Layers with a summed compressor are not
+    coded and are left out.
     """
     coded = [(layer, layer.compressor) for layer in layers if isinstance(layer.compressor, Coded)]
     parts = [
@@ -44,12 +44,12 @@ def sharded_layout(
     part_numel: int,
     dtype: torch.dtype,
     world: World,
-    topology: Topology | None = None,
+    algorithm: Algorithm | None = None,
 ) -> Layout:
     """The layout of a flat buffer in which rank r owns ``parts[r]``, from element ``r · part_numel`` on.
 
-    `reduce_scatter` and `all_gather` move it: every value is coded once, and once more for each further hop of a
-    ``topology`` on the way to its owner. What lies between shards does not travel.
+    It is the layout of `reduce_scatter` and `all_gather`: every value is coded once, and once more for each further hop
+    to its owner if ``algorithm`` has several. Elements between shards are not sent.
     """
     chunks: list[Chunk] = []
     local: list[Chunk] = []
@@ -59,11 +59,11 @@ def sharded_layout(
         placed += [Layer(f"{s.name} from {s.index0}", at + s.start, (s.numel,), s.compressor) for s in shards]
         chunks += owned_chunks([_cut(shard, at) for shard in shards], dtype, owner)
         local += owned_chunks([_cut(shard, 0) for shard in shards], dtype, owner)
-    topology = topology or ScatterReduceAllGather()
-    return Layout(tuple(placed), tuple(chunks), (), (), dtype, topology, world, part_numel, tuple(local))
+    algorithm = algorithm or ScatterReduceAllGather()
+    return Layout(tuple(placed), tuple(chunks), (), (), dtype, algorithm, world, part_numel, tuple(local))
 
 
 def _cut(shard: Shard, at: int) -> Cut:
-    # As of a layer that begins so far before its shard.
+    # As a piece of a layer that starts index0 elements before its shard.
     layer = Layer(shard.name, at + shard.start - shard.index0, (shard.numel,), shard.compressor)
     return Cut(layer, shard.compressor, shard.index0, shard.numel)

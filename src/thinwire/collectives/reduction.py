@@ -1,25 +1,32 @@
-"""All-reduce of coded chunks along the trees of a topology, and its two halves: reduce-scatter and all-gather.
+"""All-reduce of coded chunks by any collective algorithm, and its two halves: reduce-scatter and all-gather.
 
-Parts of a chunk go up its tree: whoever gets parts adds them to its own values and hands the sum on, encoded anew. The
-owner encodes the mean, and that one message goes down the tree, verbatim, to everybody. In a star that is a
-scatter-reduce-all-gather: two codings a value, whatever the number of ranks (thesis, section 3.5.1).
+An all-reduce has three stages:
+
+1. Encode and send. Every rank encodes its values of each chunk and sends them towards the chunk's owner.
+2. Reduce. A rank that receives contributions adds its own values to them. If it owns the chunk, it encodes the mean and
+   sends it; otherwise it encodes the partial sum and sends that on to the owner.
+3. Decode. The owner's message is forwarded unchanged to all ranks, and every rank decodes it, the owner included, so
+   all of them end with the same bytes.
+
+If every rank sends to the owner directly, this is a scatter-reduce-all-gather: every value is encoded twice, whatever
+the number of ranks (thesis, section 3.5.1).
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from thinwire.collectives.exchange import Exchange
-from thinwire.collectives.keys import OWNER, WORKER, stage_key
 from thinwire.collectives.layout import Chunk, Layout
 from thinwire.collectives.message import HEADER_BYTES
-from thinwire.collectives.stages import Clock, NoClock
+from thinwire.collectives.stages import OWNER, WORKER, CollectiveCall
 from thinwire.collectives.transport import Buffers, Transport
-from thinwire.compressors import Key, State
+from thinwire.compressors import CodecCall, Segments
 
 
 def all_reduce(
@@ -27,37 +34,36 @@ def all_reduce(
     layout: Layout,
     transport: Transport,
     buffers: Buffers,
-    *,
-    seed: int,
-    step: int,
-    scale: float | None = None,
-    state: State | None = None,
-    clock: Clock | None = None,
-    draw: int | None = None,
+    call: CollectiveCall,
 ) -> Generator[None]:
-    """Replace the chunks of the flat tensor ``x`` by ``scale`` times their sum over all ranks, by default their mean.
+    """Replace the chunks of the flat tensor ``x`` by their sum over all ranks times ``call.scale``, by default by
+    their mean.
 
-    ``buffers`` are those of `Layout.reduction_traffic`. Every rank ends with the same bytes: the owner, too, decodes
-    its own message.
+    It is a generator that yields once, when this rank's first messages have been sent. The caller may resume it later
+    or in another thread, and start the next bucket in between, so that the link is busy while values are encoded and
+    decoded. `complete` runs it to its end.
 
-    Yields once, when its first messages are on their way: whoever runs it may go on with it later or in another thread,
-    and start the next bucket's in between, so that the link never waits for arithmetic. `complete` runs it in one go.
+    Args:
+        x: Values of ``layout.dtype``, at least ``layout.numel`` of them.
+        layout: Owners and messages, the same on every rank.
+        transport: Sends the messages.
+        buffers: Opened with `Layout.reduction_traffic`.
+        call: Its number and seed, the factor of the sum, and this rank's slots.
 
     Raises:
-        TransportError: a rank is gone or silent.
-        PeerFailedError: another rank could not do its part.
-        MessageError: a message is damaged or of another step.
+        TransportError: A rank is gone or silent.
+        PeerFailedError: Another rank failed.
+        MessageError: A message is damaged or of another step.
     """
-    scale = 1.0 / layout.world_size if scale is None else scale
-    with Exchange(transport, buffers, step=step, digest=layout.digest) as exchange:
-        run = _Run(x, layout, transport.rank, exchange, seed, step, state, clock or NoClock(), draw)
-        run.send_leaves()
+    with Exchange(transport, buffers, step=call.step, digest=layout.digest) as exchange:
+        run = _Run(x, layout, transport.rank, exchange, call)
+        run.send_contributions()
         yield
-        for k in run.inner():
-            if layout.chunks[k].owner == transport.rank:
-                run.encode_mean(k, scale)
+        for k in run.reductions:
+            if run.owns(k):
+                run.send_mean(k)
             else:
-                run.pass_on(k)
+                run.send_partial_sum(k)
         run.receive_means()
 
 
@@ -66,32 +72,30 @@ def reduce_scatter(
     layout: Layout,
     transport: Transport,
     buffers: Buffers,
+    call: CollectiveCall,
     *,
-    seed: int,
-    step: int,
-    scale: float | None = None,
-    state: State | None = None,
-    clock: Clock | None = None,
     out: Tensor | None = None,
-    draw: int | None = None,
 ) -> Generator[None]:
-    """The first half of `all_reduce`: each owner's chunks become ``scale`` times the sum, exactly as it adds them up.
+    """The first half of `all_reduce`: the chunks of each owner become their sum times ``call.scale``, which is not
+    encoded.
 
-    ``buffers`` are those of ``reduction_traffic(down=False)``. What ``x`` holds elsewhere is undefined. With a
-    `part_layout` or `sharded_layout`, ``out`` (flat, of a part's size) may be given: it gets the sum, and what ``x``
-    holds is undefined then. ``draw`` stands for the step in the keys of random draws, if given. Yields and raises as
-    `all_reduce` does.
+    The other elements of ``x`` are undefined afterwards. Yields and raises as `all_reduce` does, whose arguments it
+    has, except:
+
+    Args:
+        buffers: Opened with ``reduction_traffic(down=False)``.
+        out: With a `part_layout` or `sharded_layout`: a flat tensor of this rank's part that receives the sum. All of
+            ``x`` is undefined then.
     """
-    scale = 1.0 / layout.world_size if scale is None else scale
-    with Exchange(transport, buffers, step=step, digest=layout.digest) as exchange:
-        run = _Run(x, layout, transport.rank, exchange, seed, step, state, clock or NoClock(), draw)
-        run.send_leaves()
+    with Exchange(transport, buffers, step=call.step, digest=layout.digest) as exchange:
+        run = _Run(x, layout, transport.rank, exchange, call)
+        run.send_contributions()
         yield
-        for k in run.inner():
-            if layout.chunks[k].owner == transport.rank:
-                run.keep_sum(k, scale, out)
+        for k in run.reductions:
+            if run.owns(k):
+                run.store_sum(k, out)
             else:
-                run.pass_on(k)
+                run.send_partial_sum(k)
 
 
 def all_gather(
@@ -99,22 +103,21 @@ def all_gather(
     layout: Layout,
     transport: Transport,
     buffers: Buffers,
+    call: CollectiveCall,
     *,
-    seed: int,
-    step: int,
-    state: State | None = None,
-    clock: Clock | None = None,
-    draw: int | None = None,
     kept: dict[int, Tensor] | None = None,
 ) -> Generator[None]:
-    """The second half: every owner's chunks reach everybody, as they decode; the owner's own are replaced, too.
+    """The second half of `all_reduce`: all ranks receive the chunks of every owner. The owner's own are decoded, too.
 
-    ``buffers`` are those of ``reduction_traffic(up=False)``. ``draw`` stands for the step in the keys of random draws,
-    if given. ``kept`` holds this rank's last messages by chunk: where its values are what such a message decodes to, it
-    is sent once more, bit for bit; others take its place. Yields and raises as `all_reduce` does.
+    Yields and raises as `all_reduce` does, whose arguments it has, except:
+
+    Args:
+        buffers: Opened with ``reduction_traffic(up=False)``.
+        kept: This rank's previous messages, by chunk. If a chunk's values are what its previous message decodes to,
+            that message is sent again, bit for bit; otherwise the new message replaces it.
     """
-    with Exchange(transport, buffers, step=step, digest=layout.digest) as exchange:
-        run = _Run(x, layout, transport.rank, exchange, seed, step, state, clock or NoClock(), draw)
+    with Exchange(transport, buffers, step=call.step, digest=layout.digest) as exchange:
+        run = _Run(x, layout, transport.rank, exchange, call)
         run.send_own(kept)
         yield
         run.receive_means()
@@ -122,18 +125,13 @@ def all_gather(
 
 @dataclass
 class _Run:
-    """One rank's part in one exchange."""
+    """One rank's side of one exchange."""
 
     x: Tensor
     layout: Layout
     rank: int
     exchange: Exchange
-    seed: int
-    step: int
-    state: State | None
-    clock: Clock
-    draw: int | None = None
-    _wide: Tensor | None = field(default=None)
+    call: CollectiveCall
 
     def __post_init__(self) -> None:
         if self.x.dtype != self.layout.dtype or self.x.numel() < self.layout.numel:
@@ -142,143 +140,140 @@ class _Run:
                 f"{self.layout.numel}"
             )
 
-    @property
+    @cached_property
     def wide(self) -> Tensor:
-        """The values in the dtype in which sums are taken."""
-        if self._wide is None:
-            self._wide = self.x.to(self.layout.wide_dtype)
-        return self._wide
+        """A copy of ``x`` in the dtype of sums."""
+        return self.x.to(self.layout.wide_dtype)
 
-    def key(self, site: int) -> Key:
-        """Of this rank's draws in this step, as worker or as owner."""
-        return stage_key(self.seed, self.step if self.draw is None else self.draw, site, self.rank)
+    @property
+    def reductions(self) -> tuple[int, ...]:
+        """Chunks of which this rank receives contributions, in the order in which these can be complete."""
+        return self.layout.schedule(self.rank).reductions
 
-    def send_leaves(self) -> None:
-        """Encode what nobody sends parts of to this rank. It starts with its right neighbour's chunks, slice by slice,
-        so that no owner is everybody's first target."""
-        layout, key = self.layout, self.key(WORKER)
-        for k, parent in layout.schedule(self.rank).leaves:
-            chunk = layout.form(k, self.rank, parent)
-            with self.clock.stage("encode"):
-                message = self.exchange.outgoing(k)
-                values = self.x if chunk is layout.chunks[k] else self.wide
+    def owns(self, k: int) -> bool:
+        return self.layout.chunks[k].owner == self.rank
+
+    def send_contributions(self) -> None:
+        """Stage 1, for chunks of which this rank receives no contributions: encode its values and send them."""
+        for k, parent in self.layout.schedule(self.rank).sends:
+            with self.call.clock.stage("encode"):
+                chunk = self.layout.sent_chunk(k, self.rank, parent)
+                values = self.x if chunk is self.layout.chunks[k] else self.wide
                 for compressor, segments in chunk.groups:
-                    compressor.encode(values, segments, message, key=key, state=self.state)
+                    compressor.encode(values, self.exchange.outgoing(k), self._codec_call(segments, WORKER))
                 self.exchange.send(k)
 
-    def inner(self) -> tuple[int, ...]:
-        """Chunks of which this rank gets parts, those first whose parts can be there first."""
-        return self.layout.schedule(self.rank).inner
-
-    def encode_mean(self, k: int, scale: float) -> None:
-        """As owner of chunk k: add up its parts, encode the result, keep what it decodes to, send it."""
-        out = self._mean_message(k)
-        own, parts = self._parts(k)
-        with self.clock.stage("reduce"):
-            key = self.key(OWNER)
-            for compressor, segments in self.layout.chunks[k].groups:
-                compressor.reduce(parts, own, segments, out, self.x, key=key, scale=scale, state=self.state)
-            self._send_mean(k)
-
-    def pass_on(self, k: int) -> None:
-        """On the way to the owner of chunk k: add the parts received to this rank's own, and send the sum."""
-        layout = self.layout
-        parent = layout.trees[layout.chunks[k].owner].parents[self.rank]
+    def send_partial_sum(self, k: int) -> None:
+        """Stage 2, for a chunk of another owner: add what was received to this rank's values and send the sum on."""
+        parent = self.layout.trees[self.layout.chunks[k].owner].parents[self.rank]
         assert parent is not None
-        own, parts = self._parts(k)
-        chunk = layout.form(k, self.rank, parent)
-        with self.clock.stage("reduce"):
-            key, out = self.key(WORKER), self.exchange.outgoing(k)
-            # What x held of the chunk was needed for the last time: its mean is to come.
-            into = self.x if chunk is layout.chunks[k] else self.wide
+        own, messages = self._receive_contributions(k)
+        with self.call.clock.stage("reduce"):
+            chunk = self.layout.sent_chunk(k, self.rank, parent)
+            # x may be overwritten: its values of this chunk are not read again before the mean replaces them.
+            decoded = self.x if chunk is self.layout.chunks[k] else self.wide
             for compressor, segments in chunk.groups:
-                compressor.reduce(parts, own, segments, out, into, key=key, scale=1.0, state=self.state)
+                compressor.reduce(messages, own, self.exchange.outgoing(k), decoded, self._codec_call(segments, WORKER))
             self.exchange.send(k)
 
-    def keep_sum(self, k: int, scale: float, out: Tensor | None) -> None:
-        """As owner of chunk k: add up its parts, and leave it at that."""
-        own, parts = self._parts(k)
-        chunk, into = self.layout.chunks[k], self.x
+    def send_mean(self, k: int) -> None:
+        """Stage 2, as owner: reduce the chunk, encode the result, send it, and keep what it decodes to."""
+        scale = self.call.factor(self.layout.world_size)
+        mean = self._mean_message(k)
+        own, messages = self._receive_contributions(k)
+        with self.call.clock.stage("reduce"):
+            for compressor, segments in self.layout.chunks[k].groups:
+                compressor.reduce(messages, own, mean, self.x, self._codec_call(segments, OWNER, scale))
+            self._send_mean_message(k)
+
+    def store_sum(self, k: int, out: Tensor | None) -> None:
+        """Stage 2 of a reduce-scatter, as owner: reduce the chunk into ``x`` or ``out``."""
+        scale = self.call.factor(self.layout.world_size)
+        own, messages = self._receive_contributions(k)
+        chunk, total = self.layout.chunks[k], self.x
         if out is not None:
-            chunk, into, own = self.layout.local[k], out, own[self.rank * self.layout.part_numel :]
-        with self.clock.stage("reduce"):
+            chunk, total, own = self.layout.local[k], out, own[self.rank * self.layout.part_numel :]
+        with self.call.clock.stage("reduce"):
             for compressor, segments in chunk.groups:
-                compressor.add_up(parts, own, segments, into, scale=scale)
+                compressor.add_up(messages, own, total, CodecCall(segments, scale=scale))
 
     def send_own(self, kept: dict[int, Tensor] | None) -> None:
-        """Encode this rank's own chunks, as they are, and keep what they decode to."""
-        key = self.key(OWNER)
+        """Stage 2 of an all-gather: encode the chunks that this rank owns, send them, and keep what they decode to."""
         for k, chunk in enumerate(self.layout.chunks):
-            if chunk.owner != self.rank:
+            if not self.owns(k):
                 continue
-            with self.clock.stage("encode"):
+            with self.call.clock.stage("encode"):
                 message = self._mean_message(k)
-                if kept is not None and k in kept and self._holds(chunk, kept[k]):
+                if kept is not None and k in kept and self._equals(chunk, kept[k]):
                     message[HEADER_BYTES:] = kept[k][HEADER_BYTES:]
                 else:
                     for compressor, segments in chunk.groups:
-                        compressor.encode(self.x, segments, message, key=key, state=self.state)
-                        compressor.decode(message, segments, self.x)
+                        compressor.encode(self.x, message, self._codec_call(segments, OWNER))
+                        compressor.decode(message, self.x, CodecCall(segments))
                     if kept is not None:
                         kept[k] = message.clone()
-                self._send_mean(k)
-
-    def _holds(self, chunk: Chunk, message: Tensor) -> bool:
-        """Whether this rank's values of a chunk are, to the bit, what ``message`` decodes to."""
-        decoded = torch.empty_like(self.x)
-        same = True
-        for compressor, segments in chunk.groups:
-            compressor.decode(message, segments, decoded)
-            same &= all(torch.equal(decoded[p.elements], self.x[p.elements]) for p in segments.pieces)
-        return same
+                self._send_mean_message(k)
 
     def receive_means(self) -> None:
-        """Take the others' chunks as they come down the trees, and hand them on."""
-        layout = self.layout
-        for k, parent in layout.schedule(self.rank).means:
-            phase = len(layout.chunks) + k
-            with self.clock.stage("wire"):
+        """Stage 3: receive the chunks of other owners, forward them to the ranks that expect them, and decode them."""
+        for k, parent in self.layout.schedule(self.rank).means:
+            chunk, phase = self.layout.chunks[k], len(self.layout.chunks) + k
+            with self.call.clock.stage("wire"):
                 message = self.exchange.receive(phase, parent)
-                if layout.trees[layout.chunks[k].owner].children[self.rank]:
+                if self.layout.trees[chunk.owner].children[self.rank]:
                     self.exchange.forward(phase, parent)
-            with self.clock.stage("decode"):
-                for compressor, segments in layout.chunks[k].groups:
-                    compressor.decode(message, segments, self.x)
+            with self.call.clock.stage("decode"):
+                for compressor, segments in chunk.groups:
+                    compressor.decode(message, self.x, CodecCall(segments))
 
-    def _parts(self, k: int) -> tuple[Tensor, list[Tensor]]:
-        """This rank's values, with what came in another form than the chunk's added, and the messages that remain."""
-        layout, chunk = self.layout, self.layout.chunks[k]
-        children = layout.trees[chunk.owner].children[self.rank]
-        with self.clock.stage("wire"):
-            received = [(layout.form(k, child, self.rank), self.exchange.receive(k, child)) for child in children]
-        own, parts = self.x, [message for form, message in received if form is chunk]
-        others = [(form, message) for form, message in received if form is not chunk]
+    def _receive_contributions(self, k: int) -> tuple[Tensor, list[Tensor]]:
+        """This rank's values, and the messages to add to them.
+
+        Messages that a compressor other than the chunk's has encoded are decoded here and added to the values.
+        """
+        chunk = self.layout.chunks[k]
+        children = self.layout.trees[chunk.owner].children[self.rank]
+        with self.call.clock.stage("wire"):
+            received = [
+                (self.layout.sent_chunk(k, child, self.rank), self.exchange.receive(k, child)) for child in children
+            ]
+        values, others = self.x, [(sent, message) for sent, message in received if sent is not chunk]
         if others:
-            own = self.wide
-            with self.clock.stage("reduce"):
-                for form, message in others:
-                    for compressor, segments in form.groups:
-                        compressor.decode(message, segments, own, add=True)
-        return own, parts
+            values = self.wide
+            with self.call.clock.stage("reduce"):
+                for sent, message in others:
+                    for compressor, segments in sent.groups:
+                        compressor.decode(message, values, CodecCall(segments), add=True)
+        return values, [message for sent, message in received if sent is chunk]
+
+    def _codec_call(self, segments: Segments, stage: int, scale: float = 1.0) -> CodecCall:
+        return CodecCall(segments, self.call.key(stage, self.rank), self.call.state, scale)
+
+    def _equals(self, chunk: Chunk, message: Tensor) -> bool:
+        """Whether this rank's values of a chunk are bit for bit what ``message`` decodes to."""
+        decoded = torch.empty_like(self.x)
+        for compressor, segments in chunk.groups:
+            compressor.decode(message, decoded, CodecCall(segments))
+        pieces = [piece for _, segments in chunk.groups for piece in segments.pieces]
+        return all(torch.equal(decoded[piece.elements], self.x[piece.elements]) for piece in pieces)
 
     def _mean_message(self, k: int) -> Tensor:
-        phase = len(self.layout.chunks) + k
         if self.layout.world_size > 1:
-            return self.exchange.outgoing(phase)
+            return self.exchange.outgoing(len(self.layout.chunks) + k)
         return torch.empty(self.layout.chunks[k].message_bytes, dtype=torch.uint8)
 
-    def _send_mean(self, k: int) -> None:
+    def _send_mean_message(self, k: int) -> None:
         if self.layout.world_size > 1:
             self.exchange.send(len(self.layout.chunks) + k)
 
 
 def encoded(layout: Layout, rank: int) -> list[tuple[Chunk, int]]:
-    """What ``rank`` encodes in an `all_reduce`: each chunk in its form, and the phase in which it leaves."""
-    found = []
+    """The chunks that ``rank`` encodes in an `all_reduce`, as it sends them, each with the phase of its message."""
+    chunks = []
     for k, chunk in enumerate(layout.chunks):
         parent = layout.trees[chunk.owner].parents[rank]
         if parent is None:
-            found.append((chunk, len(layout.chunks) + k))
+            chunks.append((chunk, len(layout.chunks) + k))
         else:
-            found.append((layout.form(k, rank, parent), k))
-    return found
+            chunks.append((layout.sent_chunk(k, rank, parent), k))
+    return chunks

@@ -1,7 +1,8 @@
-"""Memory that the ranks of one host share: made without a name, so that nothing is left of it however a rank ends.
+"""Memory that the ranks of one host share. It has no name, so nothing of it remains however a rank ends.
 
-A rank makes a `Segment`, tells its node-mates its `ticket`, and these map it through ``/proc/<pid>/fd/<fd>``. What a
-ticket says is checked, not believed. Only Linux has all that this takes: `unavailable` says what is missing.
+A rank makes a `Segment` and sends its `ticket` to the other ranks of its node, which map it through
+``/proc/<pid>/fd/<fd>``. The contents of a ticket are checked. All this needs Linux; `unavailable` returns what is
+missing.
 """
 
 from __future__ import annotations
@@ -23,23 +24,24 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import nodes
-from thinwire.collectives.transport import Transport, TransportError
+from thinwire.collectives.errors import TransportError
+from thinwire.collectives.transport import Transport
 from thinwire.kernels import HAVE_NATIVE, LINE_BYTES, Word
 
 TICKET_BYTES = 32
 _TICKET = struct.Struct("<qq16s")
 _TOKEN_BYTES = 16
 _LOOK_S = 0.2
-"""How often a rank that waits looks whether the other one is still alive."""
+"""Seconds between checks of whether a rank that is waited for is still alive."""
 
 
 class SharedMemoryError(RuntimeError):
-    """Memory of another rank cannot be mapped, or is not what its ticket said."""
+    """Memory of another rank cannot be mapped, or is not the segment of its ticket."""
 
 
 @cache
 def unavailable() -> str | None:
-    """Why ranks cannot share memory here; None if they can. Found out by trying, once in a process."""
+    """Why ranks cannot share memory here; None if they can. Tried once for each process."""
     if not sys.platform.startswith("linux"):
         return f"shared memory between ranks needs Linux, this is {sys.platform}"
     if not HAVE_NATIVE:
@@ -51,31 +53,32 @@ def unavailable() -> str | None:
             if not Word(other.memory, 0).wait(7, timeout_s=1.0) or not process.is_alive():
                 return "memory shared between ranks does not behave on this system"
     except (AttributeError, OSError, RuntimeError) as error:
-        # AttributeError: what this system lacks, Python's os lacks too.
+        # AttributeError: the os module lacks functions that the system does not have.
         return f"shared memory between ranks does not work on this system: {error}"
     return None
 
 
 class Segment:
-    """One area of memory that processes of a node share, full of zeros at first.
+    """Memory that processes of a node share, initially zero.
 
-    ``memory``, (bytes,) uint8, begins at a multiple of 64. It stays mapped while any tensor on it lives; the system
-    takes it back when no process has it mapped any more, killed ones included. A child that was forked, say a worker
-    of a data loader, has it mapped too: that is harmless, but memory is only returned when the child ends.
+    ``memory``, (bytes,) uint8, starts at a multiple of 64. It stays mapped while any tensor uses it; the system frees
+    it when no process has it mapped, however processes end. A forked child, such as a worker of a data loader, has it
+    mapped as well, which is harmless, but the memory is freed only when the child ends.
 
-    Until `close`, its maker holds a file descriptor, by which others find it; then its ticket is of no more use.
+    Until `close`, the process that made it holds a file descriptor, through which others map it. Its ticket is invalid
+    afterwards.
     """
 
     _fd = -1
 
     def __init__(self, num_bytes: int) -> None:
-        """Make one. Raises `SharedMemoryError` if the system refuses."""
+        """Allocate ``num_bytes``. Raises `SharedMemoryError` if the system does not."""
         if num_bytes < 0:
             raise ValueError(f"a segment has at least 0 bytes, not {num_bytes}")
         try:
             self._fd = os.memfd_create("thinwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self._fd, LINE_BYTES + num_bytes)
-            # Sealed: nobody can cut it short, which would kill whoever then touches it.
+            # Sealed: a process that truncated it would kill every process that then accesses it.
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             whole = _map(self._fd, LINE_BYTES + num_bytes)
         except (OSError, OverflowError) as error:
@@ -86,20 +89,23 @@ class Segment:
         self.memory = whole[LINE_BYTES:]
         ticket = _TICKET.pack(os.getpid(), self._fd, token)
         self.ticket = torch.frombuffer(bytearray(ticket), dtype=torch.uint8)
-        """32 bytes, uint8, that others need to map it."""
+        """(32,) uint8: what another process needs to map it."""
 
     @staticmethod
     def of(ticket: Tensor, num_bytes: int) -> Segment:
-        """Map the segment that another process made and has not closed yet, of at least ``num_bytes``.
+        """Map a segment of at least ``num_bytes`` that another process made and has not closed yet.
 
-        ``num_bytes`` is what the caller has computed itself. Raises `SharedMemoryError`.
+        ``num_bytes`` is computed by the caller, not received.
+
+        Raises:
+            SharedMemoryError: It cannot be mapped, or is not the segment of the ticket.
         """
         pid, number, token = read_ticket(ticket)
         path = f"/proc/{pid}/fd/{number}"
         segment = Segment.__new__(Segment)
         segment.ticket = ticket
         try:
-            # Looked at before it is opened: opening anything but a file may block or do something.
+            # Checked before it is opened: opening anything but a regular file may block or have effects.
             if pid <= 0 or number < 0 or not stat.S_ISREG(os.stat(path).st_mode):
                 raise SharedMemoryError(f"{path} is not a segment of memory")
             segment._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -114,7 +120,7 @@ class Segment:
         return segment
 
     def close(self) -> None:
-        """Give the file descriptor back. The memory stays as long as tensors on it live."""
+        """Close the file descriptor. The memory stays while tensors use it."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -130,7 +136,7 @@ class Segment:
 
 
 def read_ticket(ticket: Tensor) -> tuple[int, int, bytes]:
-    """(pid, file descriptor, token) as a ticket says them. Raises `SharedMemoryError` for what cannot be one."""
+    """(pid, file descriptor, token) of a ticket. Raises `SharedMemoryError` if it is invalid."""
     if ticket.dtype != torch.uint8 or ticket.shape != (TICKET_BYTES,):
         raise SharedMemoryError(f"a ticket is a 1-D uint8 tensor of {TICKET_BYTES} bytes")
     return _TICKET.unpack(ticket.numpy().tobytes())
@@ -150,19 +156,19 @@ def _checked(fd: int, path: str, num_bytes: int, token: bytes) -> Tensor:
 
 
 def _map(fd: int, num_bytes: int) -> Tensor:
-    # PyTorch maps without keeping a file descriptor for as long as the memory is mapped, as Python's mmap does. But it
-    # loses one where the system refuses; so Python's tries first.
+    # PyTorch's mapping holds no file descriptor, Python's mmap does. But PyTorch leaks one if the system refuses to
+    # map, so mmap tries first.
     mmap.mmap(fd, num_bytes).close()
     return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=num_bytes, dtype=torch.uint8)
 
 
 class Process:
-    """Another process of this machine, watched through a file descriptor: a pid that is used again does not deceive it.
+    """Another process of this machine, watched through a pidfd, so that a reused pid is not taken for it.
 
-    Who maps a `Segment` of that process after this is made, and then finds it alive, watches the right one.
+    Make this first, then map a `Segment` of the process, then check `is_alive`: it is the process of the segment.
 
     Raises:
-        SharedMemoryError: there is no such process, or this system cannot watch one.
+        SharedMemoryError: There is no such process, or the system has no pidfds.
     """
 
     _fd = -1
@@ -177,7 +183,7 @@ class Process:
         self._poll.register(self._fd, select.POLLIN)
 
     def is_alive(self) -> bool:
-        """Whether it has not ended, in whatever way. Without a delay, also before its parent has noticed."""
+        """Whether it is still running. False as soon as it has ended, also before its parent has waited for it."""
         return not self._poll.poll(0)
 
     def close(self) -> None:
@@ -197,20 +203,21 @@ class Process:
 
 
 class Shared(NamedTuple):
-    """Memory of another rank, and the process that made it."""
+    """Mapped memory of another rank, and the process of that rank."""
 
     memory: Tensor
     process: Process
 
 
 def share(transport: Transport, num_bytes: int, others: Mapping[int, int]) -> tuple[Tensor, dict[int, Shared]]:
-    """Make memory of ``num_bytes`` (none of 0) for node-mates to map, and map that of ``others``: rank to bytes.
+    """Allocate ``num_bytes`` (none for 0) that ranks of the node can map, and map the memory of ``others``: rank to
+    bytes.
 
-    All ranks must call this, in the same order, with nothing else under way on ``transport``.
+    All ranks must call this, in the same order, while no other operation runs on ``transport``.
 
     Raises:
-        SharedMemoryError: on every rank alike, if any of them could not.
-        TransportError: a rank is gone or silent.
+        SharedMemoryError: On every rank, if any of them failed.
+        TransportError: A rank is gone or silent.
     """
     problem: SharedMemoryError | None = None
     mine, found = None, {}
@@ -220,7 +227,7 @@ def share(transport: Transport, num_bytes: int, others: Mapping[int, int]) -> tu
         problem = error
     tickets = transport.all_gather(mine.ticket if mine else torch.zeros(TICKET_BYTES, dtype=torch.uint8))
     try:
-        # Who has none to show says so itself.
+        # A rank whose ticket is empty reports its own failure.
         for rank in [rank for rank in others if problem is None and tickets[rank].any()]:
             process = Process(read_ticket(tickets[rank])[0])
             found[rank] = Shared(Segment.of(tickets[rank], others[rank]).memory, process)
@@ -232,20 +239,28 @@ def share(transport: Transport, num_bytes: int, others: Mapping[int, int]) -> tu
     if any(failed):
         ranks = ", ".join(str(rank) for rank, bad in enumerate(failed) if bad)
         why = f": {problem}" if problem else ""
-        raise SharedMemoryError(f"ranks {ranks} could not share memory with their node-mates{why}") from problem
+        text = f"ranks {ranks} could not share memory with the other ranks of their node{why}"
+        raise SharedMemoryError(text) from problem
     return mine.memory if mine else torch.empty(0, dtype=torch.uint8), found
 
 
 def await_word(
-    word: Word, value: int, check: Callable[[], None], *, timeout_s: float, spin_s: float, waiting: str
+    word: Word,
+    value: int,
+    check: Callable[[], None],
+    *,
+    timeout_s: float,
+    spin_s: float,
+    waiting: str,
+    peer: int | None = None,
 ) -> None:
     """Wait until ``word`` reaches ``value``.
 
-    ``check`` is called five times a second and raises if there is nothing more to wait for; what came before that
-    counts. ``waiting`` says for what, for the error's text.
+    ``check`` is called five times a second and raises if the peer is gone; a value that arrived before counts.
+    ``waiting`` is what the error message starts with, and ``peer`` is the rank that is waited for.
 
     Raises:
-        TransportError: it did not come within ``timeout_s``, or ``check`` said so.
+        TransportError: The value did not arrive within ``timeout_s``, or ``check`` raised.
     """
     deadline = time.monotonic() + timeout_s
     if word.wait(value, timeout_s=min(timeout_s, _LOOK_S), spin_s=spin_s):
@@ -254,12 +269,12 @@ def await_word(
         try:
             check()
         except TransportError:
-            # It may have done its part before it ended.
+            # It may have written the value before it ended.
             if word.wait(value, timeout_s=0.0):
                 return
             raise
         left = deadline - time.monotonic()
         if left <= 0:
-            raise TransportError(f"{waiting}: nothing came within {timeout_s:g} s. That rank is stuck")
+            raise TransportError(f"{waiting}: nothing came within {timeout_s:g} s. That rank is stuck", rank=peer)
         if word.wait(value, timeout_s=min(left, _LOOK_S)):
             return

@@ -1,15 +1,13 @@
-"""Messages between ranks of one node without a wire: encoded into memory that their receivers decode from.
+"""Messages between ranks of one node in shared memory: receivers decode from the memory that the sender encodes into.
 
-The thesis (section 3.5.2) moves messages inside a node through shared memory; here they do not move at all.
+The thesis (section 3.5.2) copies messages through shared memory; here they are not copied.
 """
 
 from __future__ import annotations
 
 import os
-import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal, NamedTuple, get_args
@@ -17,29 +15,32 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from thinwire.collectives.errors import TransportError
 from thinwire.collectives.nodes import node_identity, number_nodes
 from thinwire.collectives.shared_memory import Process, SharedMemoryError, await_word, share, unavailable
 from thinwire.collectives.traffic import Outgoing, Traffic, arriving, num_phases
-from thinwire.collectives.transport import Buffers, Pending, Transport, TransportError, room
+from thinwire.collectives.transport import Buffers, Pending, Transport, room
 from thinwire.compressors import Reduction
 from thinwire.kernels import LINE_BYTES, Word, align
 
 TransportChoice = Literal["auto", "group", "shared"]
 _SPIN_S = 30e-6
-"""About what it costs to fall asleep and be woken."""
-_ENDING_S = 0.2
+"""About the time that a thread takes to sleep and wake up."""
 
 
 def with_shared_memory(transport: Transport, timeout: timedelta, choice: TransportChoice = "auto") -> Transport:
     """``transport``, with shared memory where ranks share a node. All ranks must call this.
 
-    ``choice``: "auto" leaves ``transport`` as it is where no two ranks can share memory, and warns if they should be
-    able to; "shared" raises there, and where only some ranks can; "group" leaves it in any case. ``timeout``: of every
-    wait for another rank.
+    Args:
+        transport: Sends between nodes.
+        timeout: Of every wait for another rank.
+        choice: "auto" returns ``transport`` itself if no two ranks can share memory, with a warning if ranks share a
+        node;
+            "shared" raises in that case, and if only some ranks can; "group" always returns ``transport``.
 
     Raises:
-        SharedMemoryError: as said; on every rank alike.
-        TransportError: a rank is gone or silent.
+        SharedMemoryError: On every rank, as described for ``choice``.
+        TransportError: A rank is gone or silent.
     """
     check_choice(choice)
     if choice == "group" or transport.world_size == 1:
@@ -50,19 +51,19 @@ def with_shared_memory(transport: Transport, timeout: timedelta, choice: Transpo
         if choice == "shared":
             raise
         if not isinstance(error, _NobodyError):
-            text = f'{error}. Messages between ranks of one node go over the network; transport="group" accepts that'
+            text = f'{error}. Messages between ranks of one node are sent; Network(transport="group") accepts that'
             warnings.warn(text, RuntimeWarning, stacklevel=2)
         return transport
 
 
 def check_choice(choice: str) -> None:
-    """Raise ``ValueError`` for what is no choice."""
+    """Raise ``ValueError`` for an invalid choice."""
     if choice not in get_args(TransportChoice):
         raise ValueError(f"transport is {choice!r}: auto, group or shared")
 
 
 class _NobodyError(SharedMemoryError):
-    """No two ranks share a node, or nobody has shared memory."""
+    """No two ranks share a node, or no rank has shared memory."""
 
 
 class _Neighbour:
@@ -73,21 +74,22 @@ class _Neighbour:
         self._given_up = Word(memory, 0)
 
     def check(self) -> None:
-        """Raise TransportError if there is nothing more to expect of it."""
+        """Raise TransportError if it has died or given up."""
         if not self._process.is_alive():
             raise TransportError(
                 f"rank {self.rank} has died (process {self._process.pid} of this node has ended; its own log may say "
-                "why): restart from the last checkpoint"
+                "why): restart from the last checkpoint",
+                rank=self.rank,
             )
         if self._given_up.value:
             raise TransportError(
-                f"rank {self.rank} has given up, because another rank had died or was silent (its own log says which): "
+                f"rank {self.rank} has given up, because another rank had died or was silent (its own log names it): "
                 "restart from the last checkpoint"
             )
 
 
 class _Place(NamedTuple):
-    """Where a message lies in the memory of its sender."""
+    """The place of a message in the memory of its sender, in bytes."""
 
     published: int
     consumed: dict[int, int]
@@ -96,9 +98,9 @@ class _Place(NamedTuple):
 
 
 def _places(messages: Sequence[Outgoing], neighbours: frozenset[int]) -> tuple[dict[int, _Place], int]:
-    """By phase, where the messages of a rank lie that have receivers among its ``neighbours``; and their bytes.
+    """By phase, the places of a rank's messages to any of its ``neighbours``; and the bytes of all of them.
 
-    Every rank computes this for every rank of its node: nothing about it is told.
+    Every rank computes this for every rank of its node, so nothing about it is sent.
     """
     places, at = {}, 0
     for message in messages:
@@ -113,55 +115,60 @@ def _places(messages: Sequence[Outgoing], neighbours: frozenset[int]) -> tuple[d
 
 @dataclass
 class SharedBuffers(Buffers):
-    """Messages of which those inside the node lie in shared memory.
+    """Buffers of which those for messages inside the node are in shared memory.
 
-    Words count exchanges: a message is published when its word says the present one's number, and may be written
-    again when its receivers' words do.
+    Words count exchanges: a message is published when its word reaches the number of the current exchange, and may be
+    overwritten when the words of its receivers have reached it.
     """
 
     own_bytes: int = 0
     generation: int = 0
     published: dict[int, Word] = field(default_factory=dict)
-    """By phase, of what this rank sends."""
+    """By phase, the words of messages that this rank sends."""
     taken: list[tuple[int, Word]] = field(default_factory=list)
-    """(receiver, word), of what this rank sends."""
+    """(receiver, word) of messages that this rank sends."""
     awaited: dict[tuple[int, int], Word] = field(default_factory=dict)
-    """By phase and sender, of what it receives."""
+    """By phase and sender, the words of messages that it receives."""
     done: list[Word] = field(default_factory=list)
-    """Of what it receives, this rank's own."""
+    """Words by which this rank reports that it has read the messages that it receives."""
     remote: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """By phase, receivers on other nodes."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory held: what other ranks made counts there."""
+        """Memory in use, in bytes. Memory of other ranks is counted there."""
         return self.own_bytes + sum(t.numel() for t in self.work)
 
 
 class SharedMemoryTransport(Transport):
-    """Shared memory inside a node; another transport between nodes and for native collectives.
+    """Shared memory inside a node, and another transport between nodes and for native collectives.
 
-    A message to ranks of this node is encoded into memory that they have mapped, and decoded from there: it is not
-    copied, except where it is handed on. A rank that dies is noticed by those of its node that wait for it within a
-    second, however long the timeout.
+    A message to ranks of this node is encoded into memory that they have mapped and decode from. It is copied only if
+    it is forwarded. Ranks of the node that wait for a rank notice its death within a second, however long the timeout
+    is.
     """
 
     def __init__(
         self, inner: Transport, timeout: timedelta, *, strict: bool = False, identity: Tensor | None = None
     ) -> None:
-        """All ranks must call this. ``strict``: raise also if only some ranks have no shared memory. ``identity``: what
-        names this rank's node, instead of `node_identity`.
+        """All ranks must call this.
+
+        Args:
+            inner: The other transport.
+            timeout: Of every wait for another rank.
+            strict: Raise also if only some ranks have no shared memory.
+            identity: Identifies this rank's node, in place of `node_identity`.
 
         Raises:
-            SharedMemoryError: no two ranks share a node, or a rank cannot share memory; on every rank alike.
-            TransportError: a rank is gone or silent.
+            SharedMemoryError: On every rank: no two ranks share a node, or a rank cannot share memory.
+            TransportError: A rank is gone or silent.
         """
         super().__init__()
-        self._inner = inner
+        self._inner, self.detector = inner, inner.detector
         self._timeout_s = timeout.total_seconds()
         self.rank, self.world_size = inner.rank, inner.world_size
         self._node = self._find_node(node_identity() if identity is None else identity, strict)
-        # Without another core, who is waited for could not run meanwhile.
+        # With a single core the rank that is waited for could not run while this one spins.
         self._spin_s = _SPIN_S if self._node and len(os.sched_getaffinity(0)) > 1 else 0.0
         others = self._others(self.rank)
         mine, found = share(inner, LINE_BYTES if others else 0, dict.fromkeys(others, LINE_BYTES))
@@ -169,11 +176,11 @@ class SharedMemoryTransport(Transport):
         self._neighbours = {rank: _Neighbour(rank, of.process, of.memory) for rank, of in found.items()}
 
     def _find_node(self, identity: Tensor, strict: bool) -> frozenset[int]:
-        """Ranks with which this one shares memory, itself among them; none if it cannot."""
+        """Ranks with which this one shares memory, itself included; empty if it cannot."""
         why = unavailable()
-        told = self._inner.all_gather(torch.cat([identity, torch.tensor([why is not None], dtype=torch.uint8)]))
-        without = [rank for rank, row in enumerate(told) if row[-1]]
-        numbers = number_nodes([bytes(row.tolist()) for row in told])
+        rows = self._inner.all_gather(torch.cat([identity, torch.tensor([why is not None], dtype=torch.uint8)]))
+        without = [rank for rank, row in enumerate(rows) if row[-1]]
+        numbers = number_nodes([bytes(row.tolist()) for row in rows])
         able = [number for rank, number in enumerate(numbers) if rank not in without]
         if without and (strict or not able):
             ranks = ", ".join(str(rank) for rank in without)
@@ -183,13 +190,13 @@ class SharedMemoryTransport(Transport):
         return frozenset(rank for rank in range(self.world_size) if numbers[rank] == numbers[self.rank] and not why)
 
     def _others(self, rank: int) -> frozenset[int]:
-        """Neighbours of a rank of this node."""
+        """The other ranks of the node of ``rank``, which is this one's."""
         return self._node - {rank}
 
     def give_up(self) -> None:
         super().give_up()
         if self._given_up is not None:
-            # Neighbours that wait for this rank need not wait until their timeout.
+            # So that neighbours do not wait for this rank until their timeout.
             self._given_up.post(1)
 
     def open(self, traffic: Traffic) -> SharedBuffers:
@@ -209,19 +216,19 @@ class SharedMemoryTransport(Transport):
             buffers.taken += [(peer, Word(memory, at)) for peer, at in place.consumed.items()]
         private = []
         for (phase, peer), message in buffers.arriving.items():
-            handed_on = phase in outgoing and outgoing[phase].maker is not None
+            forwarded = phase in outgoing and outgoing[phase].source is not None
             if peer in others:
                 place = places[peer][0][phase]
                 inbox[phase, peer] = _payload(others[peer].memory, place, message)
                 buffers.awaited[phase, peer] = Word(others[peer].memory, place.published)
                 buffers.done.append(Word(others[peer].memory, place.consumed[rank]))
-            elif handed_on and phase in mine:
-                # From another node, and for others of this one: it arrives where they find it.
+            elif forwarded and phase in mine:
+                # From another node, for others of this one: it is received into the memory that they read.
                 inbox[phase, peer] = outbox[phase]
             else:
                 inbox[phase, peer] = room(message)
                 private.append(inbox[phase, peer])
-                if handed_on:
+                if forwarded:
                     outbox[phase] = inbox[phase, peer]
         for phase, message in outgoing.items():
             buffers.remote[phase] = tuple(peer for peer in message.receivers if peer not in self._node)
@@ -232,7 +239,8 @@ class SharedMemoryTransport(Transport):
         return buffers
 
     def begin(self, buffers: Buffers) -> None:
-        """As `Transport.begin`; waits until neighbours have read what the last exchange left in the same memory."""
+        """As `Transport.begin`. Waits until neighbours have read the messages of the last exchange in the same
+        memory."""
         super().begin(buffers)
         assert isinstance(buffers, SharedBuffers)
         for peer, word in buffers.taken:
@@ -263,7 +271,13 @@ class SharedMemoryTransport(Transport):
 
     def _await(self, word: Word, value: int, peer: int, doing: str) -> None:
         check, waiting = self._neighbours[peer].check, f"{doing} rank {peer} failed"
-        await_word(word, value, check, timeout_s=self._timeout_s, spin_s=self._spin_s, waiting=waiting)
+        try:
+            await_word(word, value, check, peer=peer, timeout_s=self._timeout_s, spin_s=self._spin_s, waiting=waiting)
+        except TransportError as error:
+            if self.detector is None:
+                raise
+            # A neighbour that has only given up has no rank in its error.
+            raise self.detector.explain(error, peer if error.rank is not None else None) from error
 
     def _send(self, message: Tensor, peer: int, tag: int) -> Pending:
         return self._inner._send(message, peer, tag)
@@ -279,29 +293,10 @@ class SharedMemoryTransport(Transport):
         self._inner.close()
 
     def broadcast(self, x: Tensor) -> None:
-        with self._blaming():
-            self._inner.broadcast(x)
+        self._inner.broadcast(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        with self._blaming():
-            return self._inner.all_gather(x)
-
-    @contextmanager
-    def _blaming(self) -> Iterator[None]:
-        """Say which rank of this node has died, if one has, where a native collective says only that it failed."""
-        try:
-            yield
-        except TransportError as error:
-            # A connection breaks a moment before its process has ended.
-            end = time.monotonic() + _ENDING_S
-            while time.monotonic() < end:
-                for neighbour in self._neighbours.values():
-                    try:
-                        neighbour.check()
-                    except TransportError as named:
-                        raise named from error
-                time.sleep(_ENDING_S / 10)
-            raise
+        return self._inner.all_gather(x)
 
 
 class _Publication:

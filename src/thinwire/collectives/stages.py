@@ -1,25 +1,71 @@
-"""What a collective is made of beside its messages: stages that can be timed, and a way to run it to its end."""
+"""What one call of a collective needs beside its tensors: its number, the keys of its random draws, a clock."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from thinwire.compressors import Key, State
+from thinwire.kernels import derive_key
+
+WORKER, OWNER = 1, 2
+"""The two stages in which a rank encodes. Their random draws are independent of each other."""
+
+_SHARED = -1
+"""Takes the place of the rank in the key of draws that all ranks share."""
 
 
 class Clock(Protocol):
     """Times the stages of a collective."""
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """Time what runs inside as stage ``encode``, ``reduce``, ``decode`` or ``wire``."""
+        """Time the body as stage ``encode``, ``reduce``, ``decode`` or ``wire``."""
         ...
 
 
 class NoClock:
-    """Times nothing."""
+    """A clock that measures nothing."""
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """What one call of a collective depends on, beside its tensors.
+
+    All ranks pass the same, except for ``state`` and ``clock``.
+    """
+
+    seed: int
+    """Seed of the random draws."""
+    step: int
+    """Number of the call. A message of another one is an error."""
+    scale: float | None = None
+    """Factor of the sum over all ranks; None for the mean."""
+    state: State | None = None
+    """Slots of the layers, if their compressors have any."""
+    clock: Clock = field(default_factory=NoClock)
+    draw: int | None = None
+    """Overrides ``step`` in the keys of random draws: calls with the same value draw the same."""
+
+    def key(self, stage: int, rank: int) -> Key:
+        """The key of what ``rank`` encodes, as `WORKER` or as `OWNER`."""
+        return Key(derive_key(self.seed, self._draw, stage, rank), derive_key(self.seed, self._draw, stage, _SHARED))
+
+    def sum_key(self, rank: int) -> Key:
+        """The key of what ``rank`` contributes to native all-reduces."""
+        return Key(derive_key(self.seed, self._draw, WORKER, rank), derive_key(self.seed, self._draw, _SHARED))
+
+    def factor(self, num_ranks: int) -> float:
+        """The factor of the sum over ``num_ranks`` ranks."""
+        return 1.0 / num_ranks if self.scale is None else self.scale
+
+    @property
+    def _draw(self) -> int:
+        return self.step if self.draw is None else self.draw
 
 
 def complete(collective: Iterator[None]) -> None:

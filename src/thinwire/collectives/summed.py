@@ -1,4 +1,4 @@
-"""Native all-reduces of what summed compressors contribute: all layers of one round and dtype together."""
+"""Native all-reduces of summed compressors: one for all layers of a round, operation and dtype."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.collectives.keys import sum_key
 from thinwire.collectives.layout import Layout, Sum
-from thinwire.collectives.stages import Clock, NoClock
+from thinwire.collectives.stages import CollectiveCall
 from thinwire.collectives.transport import Transport
-from thinwire.compressors import State
+from thinwire.compressors import Part, SumCall, Summed
 
 
 def sum_buffers(layout: Layout, device: torch.device | None = None) -> tuple[Tensor, ...]:
-    """The tensors that are added, one for each sum of the layout."""
+    """The operands of the all-reduces, one for each sum of the layout."""
     return tuple(torch.zeros(s.numel, dtype=s.dtype, device=device) for s in layout.sums)
 
 
@@ -24,51 +23,69 @@ def summed_all_reduce(
     layout: Layout,
     transport: Transport,
     buffers: Sequence[Tensor],
-    *,
-    seed: int,
-    step: int,
-    scale: float | None = None,
-    state: State | None = None,
-    clock: Clock | None = None,
+    call: CollectiveCall,
 ) -> Generator[None]:
-    """Replace the summed layers of the flat tensor ``x`` by ``scale`` times their sum over all ranks, by default their
-    mean.
+    """Replace the summed layers of the flat tensor ``x`` by their sum over all ranks times ``call.scale``, by
+    default by their mean.
 
-    Yields once, when the sums of the first round are on their way, as `all_reduce` does; later rounds take the
-    transport's second lane, so that the next bucket's first round need not wait for them.
+    It is a generator that yields once, as `all_reduce` does: when the all-reduces of the first round have been started.
+    Later rounds use the transport's second lane, so that they do not delay the first round of the next bucket.
 
     Raises:
-        TransportError: a rank is gone or silent.
+        TransportError: A rank is gone or silent.
     """
-    clock = clock or NoClock()
-    key = sum_key(seed, step, transport.rank)
-    scale = 1.0 / transport.world_size if scale is None else scale
-
-    def encode(s: Sum, buffer: Tensor) -> None:
-        with clock.stage("encode"):
-            for compressor, parts in s.members:
-                compressor.part(s.round, x, parts, buffer, key=key, scale=scale, state=state)
-
-    def decode(s: Sum, buffer: Tensor) -> None:
-        with clock.stage("decode"):
-            for compressor, parts in s.members:
-                compressor.absorb(s.round, buffer, x, parts, key=key, state=state)
-
-    sums = list(zip(layout.sums, buffers, strict=True))
-    started = []
-    for s, buffer in sums:
+    clock, started = call.clock, []
+    running = SumRounds(x, layout, buffers, call, rank=transport.rank, num_ranks=transport.world_size)
+    with clock.stage("encode"):
+        running.start()
+    for s, buffer in zip(layout.sums, buffers, strict=True):
         if s.round == 0:
-            encode(s, buffer)
-            started.append((s, buffer, transport.start_all_reduce(buffer, op=s.op)))
+            started.append((s, transport.start_all_reduce(buffer, op=s.op)))
     yield
 
-    for s, buffer, pending in started:
+    for s, pending in started:
         with clock.stage("wire"):
             pending.wait()
-        decode(s, buffer)
-    for s, buffer in sums:
+        with clock.stage("decode"):
+            running.go_on(s)
+    for s, buffer in zip(layout.sums, buffers, strict=True):
         if s.round > 0:
-            encode(s, buffer)
             with clock.stage("wire"):
                 transport.all_reduce(buffer, lane=1, op=s.op)
-            decode(s, buffer)
+            with clock.stage("decode"):
+                running.go_on(s)
+
+
+class SumRounds:
+    """The summed compressors of a layout, each in its round: `Summed.rounds`."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        layout: Layout,
+        buffers: Sequence[Tensor],
+        call: CollectiveCall,
+        *,
+        rank: int,
+        num_ranks: int,
+    ) -> None:
+        """Replace the layers of ``x``. ``buffers``: one for each sum of the layout, as `sum_buffers` makes them."""
+        places: dict[Summed, list[tuple[tuple[Part, ...], Tensor]]] = {}
+        for s, buffer in zip(layout.sums, buffers, strict=True):
+            for compressor, parts in s.members:
+                places.setdefault(compressor, []).append((parts, buffer))
+        self._running = {}
+        for compressor, rounds in places.items():
+            parts_by_round, buffer_by_round = zip(*rounds, strict=True)
+            sums = SumCall(parts_by_round, buffer_by_round, call.sum_key(rank), call.state, call.factor(num_ranks))
+            self._running[compressor] = compressor.rounds(x, x, sums)
+
+    def start(self) -> None:
+        """Fill the buffers of the first round."""
+        for rounds in self._running.values():
+            next(rounds)
+
+    def go_on(self, s: Sum) -> None:
+        """Take a sum of all ranks, and fill the buffers of the next round or set the layers."""
+        for compressor, _ in s.members:
+            next(self._running[compressor], None)

@@ -1,4 +1,4 @@
-"""What goes from whom to whom in one collective: known to every rank beforehand, and the sizes of all its messages."""
+"""The messages of one collective: senders, receivers and sizes, which every rank knows beforehand."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from typing import NamedTuple
 
 
 class Outgoing(NamedTuple):
-    """A message that one rank sends to one rank or to several."""
+    """A message that a rank sends to one or several ranks."""
 
     phase: int
-    """Tells its sender's messages apart; receivers know it by sender and phase."""
+    """Number of the message among those of its sender. Receivers identify it by phase and sender."""
     num_bytes: int
-    """Its size, at most."""
+    """Its size, or an upper bound if ``late``."""
     receivers: tuple[int, ...]
     late: bool = False
-    """Whether its size is told first, so that its receive is posted later (`Exchange.expect`)."""
-    maker: int | None = None
-    """The rank whose message it hands on, verbatim; None if it is its own."""
+    """Whether its size is sent first, so that its receive is posted later (`Exchange.expect`)."""
+    source: int | None = None
+    """The rank that made it, if its sender forwards it unchanged; None if the sender made it."""
 
 
 Traffic = Sequence[Sequence[Outgoing]]
-"""By rank, what it sends: a pure function of the layout."""
+"""By rank, the messages that it sends: a pure function of the layout."""
 
 
 def arriving(traffic: Traffic, rank: int) -> dict[tuple[int, int], Outgoing]:
-    """By phase and sender, what ``rank`` receives."""
-    found = [(peer, message) for peer, messages in enumerate(traffic) for message in messages]
-    return {(message.phase, peer): message for peer, message in found if rank in message.receivers}
+    """By phase and sender, the messages that ``rank`` receives."""
+    everything = [(peer, message) for peer, messages in enumerate(traffic) for message in messages]
+    return {(message.phase, peer): message for peer, message in everything if rank in message.receivers}
 
 
 def sent_bytes(traffic: Traffic, rank: int) -> int:
-    """Bytes that ``rank`` hands to its transport, at most."""
+    """Bytes that ``rank`` hands to its transport. An upper bound if sizes depend on the data."""
     return sum(message.num_bytes * len(message.receivers) for message in traffic[rank])
 
 
 def num_phases(traffic: Traffic) -> int:
-    """Tags that it takes between any two ranks."""
+    """Number of tags that it needs between any two ranks."""
     return 1 + max((message.phase for messages in traffic for message in messages), default=-1)

@@ -1,8 +1,8 @@
-"""How messages move: point to point over a process group, or between threads of one process.
+"""Transports: point-to-point messages over a process group, or between threads of one process.
 
-Over gloo every receive is posted before the first send. Gloo announces a posted receive to the sender on the same TCP
-stream that carries payload; a late announcement queues behind payload and a slow link turns half-duplex. Its own
-all-to-all and all-gather do that and take 1.5 to 1.8 times as long.
+Over gloo every receive is posted before the first send. Gloo announces a posted receive to the sender on the TCP stream
+that carries payloads, too: a late announcement waits behind payloads, and a slow link becomes half-duplex. Gloo's own
+all-to-all and all-gather have that problem and take 1.5 to 1.8 times as long.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives.errors import CommunicationError, TransportError
+from thinwire.collectives.failure_detector import FailureDetector
 from thinwire.collectives.traffic import Outgoing, Traffic, arriving, num_phases
 from thinwire.compressors import Reduction
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-
-
-class TransportError(RuntimeError):
-    """The link to a rank is gone or silent: what was under way cannot be finished, and the link is of no more use."""
 
 
 def ring_bytes(num_bytes: int, world_size: int) -> int:
@@ -44,24 +42,24 @@ class Pending(Protocol):
 
 
 class IntegerReducer(Protocol):
-    """Who adds up integers for all ranks: an `AggregatorClient`."""
+    """Sums integers of all ranks: an `AggregatorClient`."""
 
     def start_all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> Pending:
         """As `Transport.start_all_reduce`."""
         ...
 
     def wire_bytes(self, numel: int, width: int) -> int:
-        """Bytes that a rank sends for so many integers of ``width`` bytes, and receives."""
+        """Bytes that a rank sends, and receives, for ``numel`` integers of ``width`` bytes."""
         ...
 
     def close(self) -> None:
-        """Leave."""
+        """End the session."""
         ...
 
 
 @dataclass
 class Buffers:
-    """Every message that a rank sends and receives in one collective: allocated once, by `Transport.open`."""
+    """All messages that a rank sends and receives in one collective: allocated once, by `Transport.open`."""
 
     outgoing: Mapping[int, Outgoing]
     """By phase."""
@@ -69,25 +67,26 @@ class Buffers:
     inbox: Mapping[tuple[int, int], Tensor]
     """By phase and sender."""
     arriving: Mapping[tuple[int, int], Outgoing]
-    """What is in the inbox, as its sender has it."""
+    """By phase and sender, the descriptions of the messages in the inbox."""
     num_phases: int
     work: Sequence[Tensor] = ()
-    """What else the collective keeps from step to step."""
+    """Further memory that the collective keeps from step to step."""
     tag: int = field(default=0)
-    """First tag of the exchange under way."""
+    """First tag of the current exchange."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory held."""
+        """Memory in use, in bytes."""
         tensors = {t.data_ptr(): t.numel() for t in (*self.outbox.values(), *self.inbox.values(), *self.work)}
         return sum(tensors.values())
 
 
 class Transport(ABC):
-    """Moves uint8 tensors between ranks, and counts what it moves.
+    """Sends uint8 tensors between ranks, and counts bytes.
 
-    Sends and receives may come from several threads. All-reduces have two lanes, each of which has one order on every
-    rank, whatever happens on the other; the other collectives, which have none, are for when nothing else is under way.
+    Sends and receives may be called from several threads. All-reduces have two lanes: those of a lane are called in the
+    same order on every rank, independently of the other lane. The other native collectives have no lane and must not
+    run beside any other operation.
     """
 
     rank: int
@@ -97,20 +96,22 @@ class Transport(ABC):
         self.sent_bytes = 0
         self.received_bytes = 0
         self.shared_bytes = 0
-        """Of those sent: what its receivers took from memory that they share with this rank."""
+        """Of ``sent_bytes``, those that receivers read from memory that they share with this rank."""
         self.broken = False
-        """Whether somebody gave it up: nothing is waited for on it any more."""
+        """Whether it was given up: nothing is awaited on it any more."""
         self.aggregator: IntegerReducer | None = None
-        """Where sums of integers go instead, if given."""
+        """Reduces integers in place of the process group, if given."""
+        self.detector: FailureDetector | None = None
+        """Names the rank that has caused a failure, if given."""
         self._next_tag = 0
         self._lock = threading.Lock()
 
     def give_up(self) -> None:
-        """Called by whoever met a `TransportError`."""
+        """Mark it as broken. Called by every rank that sees a `TransportError`."""
         self.broken = True
 
     def new_tag(self, num: int) -> int:
-        """First of ``num`` tags that no exchange under way uses. All ranks must call this in the same order."""
+        """First of ``num`` tags that no current exchange uses. All ranks must call this in the same order."""
         with self._lock:
             tag = self._next_tag
             self._next_tag = (tag + num) % (1 << 20)
@@ -124,7 +125,7 @@ class Transport(ABC):
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What the body moves is not counted: probes of the link. Nothing else may be under way."""
+        """Do not count the bytes of the body, which probes the link. No other operation may run."""
         before = self.sent_bytes, self.received_bytes, self.shared_bytes
         try:
             yield
@@ -132,25 +133,27 @@ class Transport(ABC):
             self.sent_bytes, self.received_bytes, self.shared_bytes = before
 
     def open(self, traffic: Traffic) -> Buffers:
-        """Make room for the messages of a collective. All ranks must call this, in the same order.
+        """Allocate buffers for the messages of a collective. All ranks must call this, in the same order.
 
-        A message that a rank hands on leaves from where it arrived.
+        A message that a rank forwards is sent from the buffer in which it was received.
         """
         outgoing = {message.phase: message for message in traffic[self.rank]}
         incoming = arriving(traffic, self.rank)
         inbox = {address: room(message) for address, message in incoming.items()}
         arrived = {phase: tensor for (phase, _), tensor in inbox.items()}
         outbox = {
-            phase: room(message) if message.maker is None else arrived[phase] for phase, message in outgoing.items()
+            phase: room(message) if message.source is None else arrived[phase] for phase, message in outgoing.items()
         }
         return Buffers(outgoing, outbox, inbox, incoming, num_phases(traffic))
 
     def begin(self, buffers: Buffers) -> None:
-        """Before the first message of an exchange. All ranks must begin their exchanges in the same order."""
+        """Called before the first message of an exchange. All ranks must begin their exchanges in the same order."""
+        if self.detector is not None:
+            self.detector.advance()
         buffers.tag = self.new_tag(buffers.num_phases)
 
     def end(self, buffers: Buffers) -> None:  # noqa: B027 - most transports have nothing to do
-        """After the last message of an exchange: what arrived is not needed any more."""
+        """Called after the last message of an exchange: received messages are not read any more."""
 
     def send_from(self, buffers: Buffers, phase: int, num_bytes: int) -> list[Pending]:
         """Send the first ``num_bytes`` of the message of a phase to its receivers."""
@@ -158,7 +161,7 @@ class Transport(ABC):
         return [self.send(message, peer, buffers.tag + phase) for peer in buffers.outgoing[phase].receivers]
 
     def receive_into(self, buffers: Buffers, phase: int, peer: int, num_bytes: int | None = None) -> Pending:
-        """Receive a peer's message of a phase, of ``num_bytes`` or of the size of its buffer."""
+        """Receive a peer's message of a phase, of ``num_bytes`` or, by default, of the size of its buffer."""
         return self.receive(buffers.inbox[phase, peer][:num_bytes], peer, buffers.tag + phase)
 
     def send(self, message: Tensor, peer: int, tag: int) -> Pending:
@@ -176,8 +179,10 @@ class Transport(ABC):
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending: ...
 
     def start_all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> Pending:
-        """Begin to replace ``x`` by its sum (or maximum) over all ranks, in its own dtype. Counted as a
-        ring all-reduce."""
+        """Start to replace ``x`` by its sum (or maximum) over all ranks, in its own dtype.
+
+        Bytes are counted as those of a ring all-reduce.
+        """
         moved = self.all_reduce_bytes(x.numel(), x.dtype)
         self._count(moved, moved)
         if self.aggregator is not None and not x.dtype.is_floating_point:
@@ -185,19 +190,21 @@ class Transport(ABC):
         return self._start_all_reduce(x, lane, op)
 
     def all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> None:
-        """The same, to its end."""
+        """`start_all_reduce`, and wait for it."""
         self.start_all_reduce(x, lane=lane, op=op).wait()
 
     def all_reduce_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Bytes that a rank sends in an all-reduce, and receives."""
+        """Bytes that a rank sends, and receives, in an all-reduce."""
         if self.aggregator is not None and not dtype.is_floating_point:
             return self.aggregator.wire_bytes(numel, dtype.itemsize)
         return ring_bytes(numel * dtype.itemsize, self.world_size)
 
     def close(self) -> None:
-        """Let go of what is not a process group's."""
+        """Release everything but process groups."""
         if self.aggregator is not None:
             self.aggregator.close()
+        if self.detector is not None:
+            self.detector.close()
 
     @abstractmethod
     def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending: ...
@@ -212,23 +219,52 @@ class Transport(ABC):
 
 
 def room(message: Outgoing) -> Tensor:
-    """Memory for it that is this rank's alone."""
+    """A buffer for a message, in private memory."""
     return torch.zeros(message.num_bytes, dtype=torch.uint8)
 
 
-class _PendingWork:
-    def __init__(self, work: dist.Work, doing: str, timeout: timedelta) -> None:
-        self._work, self._doing, self._timeout = work, doing, timeout
+class PendingWork:
+    """A collective of ``torch.distributed``, whose failure is a `TransportError`.
+
+    ``peer`` is the rank, within its group, that a message goes to or comes from.
+    """
+
+    def __init__(
+        self,
+        work: dist.Work,
+        doing: str,
+        timeout: timedelta,
+        peer: int | None = None,
+        detector: FailureDetector | None = None,
+    ) -> None:
+        self._work, self._failing = work, Failing(doing, timeout, peer, detector)
 
     def wait(self) -> None:
-        try:
+        with self._failing:
             self._work.wait()
-        except RuntimeError as error:
-            raise TransportError(
-                f"{self._doing} failed: {_first_line(error)}. That rank has died, is stuck, or waits for one that "
-                f"is (the process group's timeout is {self._timeout.total_seconds():g} s); restart from the last "
-                "checkpoint"
-            ) from error
+
+
+class Failing:
+    """A context in which a ``RuntimeError`` of ``torch.distributed`` becomes a `TransportError`, with the rank that has
+    caused it where a detector can tell."""
+
+    def __init__(
+        self, doing: str, timeout: timedelta, peer: int | None = None, detector: FailureDetector | None = None
+    ) -> None:
+        self._doing, self._timeout, self._peer, self._detector = doing, timeout, peer, detector
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, CommunicationError):
+            return
+        failed = TransportError(
+            f"{self._doing} failed: {_first_line(error)} (the timeout is {self._timeout.total_seconds():g} s); restart "
+            "from the last checkpoint",
+            rank=self._peer,
+        )
+        raise failed if self._detector is None else self._detector.explain(failed, self._peer) from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -236,11 +272,17 @@ def _first_line(error: BaseException) -> str:
 
 
 class ProcessGroupTransport(Transport):
-    """Over torch process groups that nobody else uses, of the same ranks. CPU tensors (gloo).
+    """Sends CPU tensors over torch process groups (gloo) that nothing else uses.
 
-    ``second`` is the group of the second lane; without one both lanes are the first, for who uses but one thread.
-    Groups are spoken to directly: they may be ones that ``torch.distributed`` has no list of. ``owned``: they were made
-    for this transport alone, and end with it: each keeps threads and connections.
+    The groups' own methods are called, so they may be groups that ``torch.distributed`` does not list.
+
+    Args:
+        group: The process group.
+        timeout: That of the group, for error messages.
+        second: The group of the second lane, of the same ranks. Without one both lanes share ``group``, which is enough
+            for a single thread.
+        owned: Whether the groups were made for this transport and are destroyed by `close`.
+        detector: What names the rank that caused a failure. `close` closes it.
     """
 
     def __init__(
@@ -250,8 +292,10 @@ class ProcessGroupTransport(Transport):
         second: dist.ProcessGroup | None = None,
         *,
         owned: bool = False,
+        detector: FailureDetector | None = None,
     ) -> None:
         super().__init__()
+        self.detector = detector
         self.group = group
         self._lanes: tuple[dist.ProcessGroup, ...] = (group, second or group)
         self._owned = owned
@@ -260,43 +304,49 @@ class ProcessGroupTransport(Transport):
         self.world_size = group.size()
 
     def _send(self, message: Tensor, peer: int, tag: int) -> Pending:
-        return self._start(f"sending to rank {peer}", lambda: self.group.send([message], peer, tag))
+        return self._start(f"sending to rank {peer}", lambda: self.group.send([message], peer, tag), peer)
 
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending:
-        return self._start(f"receiving from rank {peer}", lambda: self.group.recv([message], peer, tag))
+        return self._start(f"receiving from rank {peer}", lambda: self.group.recv([message], peer, tag), peer)
 
     def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
+        self._advance()
         return self._start("the all-reduce", lambda: self._lanes[lane].allreduce([x], _OPS[op]))
 
     def broadcast(self, x: Tensor) -> None:
+        self._advance()
         self._start("the broadcast", lambda: self.group.broadcast(x, 0)).wait()
 
     def all_gather(self, x: Tensor) -> Tensor:
+        self._advance()
         out = [torch.empty_like(x) for _ in range(self.world_size)]
         self._start("the all-gather", lambda: self.group.allgather(out, x)).wait()
         return torch.stack(out)
 
     def close(self) -> None:
-        """Let go of the groups, if they are this transport's own, between two operations: it is of no use then."""
+        """Destroy the groups, if they are owned. The transport is unusable from then on. No operation may be
+        running."""
         super().close()
         lanes, self._lanes = self._lanes, ()
         if not self._owned or not lanes:
             return
         del self.group
         for group in dict.fromkeys(lanes):
-            # After the whole world was destroyed there is nothing left of it; after an error, nothing to wait for.
+            # The default group may have been destroyed before, and the group may be broken.
             with contextlib.suppress(ValueError, RuntimeError, AssertionError):
                 dist.destroy_process_group(group)
 
-    def _start(self, doing: str, operation: Callable[[], dist.Work]) -> Pending:
-        try:
-            return _PendingWork(operation(), doing, self.timeout)
-        except RuntimeError as error:
-            raise TransportError(f"{doing} failed: {_first_line(error)}") from error
+    def _advance(self) -> None:
+        if self.detector is not None:
+            self.detector.advance()
+
+    def _start(self, doing: str, operation: Callable[[], dist.Work], peer: int | None = None) -> Pending:
+        with Failing(doing, self.timeout, peer, self.detector):
+            return PendingWork(operation(), doing, self.timeout, peer, self.detector)
 
 
 class LoopbackTransport(Transport):
-    """Between threads of one process that play the ranks: for tests, and for several ranks on one device.
+    """Sends between threads of one process that act as ranks: for tests, and for several ranks on one device.
 
     ``LoopbackTransport.world(n)`` makes the transports of all ranks.
     """
@@ -357,7 +407,7 @@ class _Done:
 
 
 class _Sum:
-    """A sum that is taken when it is waited for: all ranks wait for those of a lane in one order."""
+    """A sum that is computed by ``wait``: all ranks wait for the sums of a lane in the same order."""
 
     def __init__(self, into: Tensor, total: Callable[[], Tensor]) -> None:
         self._into, self._total = into, total
@@ -374,7 +424,9 @@ class _Arrival:
         try:
             message = self._mailbox.get(timeout=self._timeout_s)
         except queue.Empty:
-            raise TransportError(f"nothing came from rank {self._peer} within {self._timeout_s:g} s") from None
+            text = f"nothing came from rank {self._peer} within {self._timeout_s:g} s"
+            raise TransportError(text, rank=self._peer) from None
         if message.shape != self._into.shape:
-            raise TransportError(f"rank {self._peer} sent {message.numel()} bytes, expected {self._into.numel()}")
+            text = f"rank {self._peer} sent {message.numel()} bytes, expected {self._into.numel()}"
+            raise TransportError(text, rank=self._peer)
         self._into.copy_(message)

@@ -1,13 +1,46 @@
-"""Compressors: what a tensor may become on the wire."""
+"""Compressors turn tensors into fewer bytes, and back."""
 
-from thinwire.compressors.base import Coded, Compressor, Count, Reduction, Summed, Unsuited, first_state, sum_alone
-from thinwire.compressors.cast import Cast, RawSum
-from thinwire.compressors.chain import Chain
-from thinwire.compressors.checks import GRADIENT_DTYPES, check_choice, check_int, not_finite
+from thinwire.compressors._core.bucketed import Bucketed
+from thinwire.compressors._core.calls import CodecCall, SumCall
+from thinwire.compressors._core.checks import GRADIENT_DTYPES, check_choice, check_int, not_finite
+from thinwire.compressors._core.coded import Coded, used_bytes
+from thinwire.compressors._core.coded_rows import CodedRows
+from thinwire.compressors._core.compressor import Compressor, Count, Unsuited
+from thinwire.compressors._core.matrices import SummedMatrices
+from thinwire.compressors._core.mixins import (
+    Bounded,
+    Clipping,
+    ColdStart,
+    FollowsOptimizer,
+    Indexed,
+    Learned,
+    Saturating,
+    Scheduled,
+    StepEnd,
+    WorldSized,
+    at_step,
+    cold_start,
+    find_mixin,
+    first_state,
+    for_world,
+    learns_at,
+)
+from thinwire.compressors._core.norms import integer_square_sum, square_sum
+from thinwire.compressors._core.rounding import rounded_for
+from thinwire.compressors._core.segments import Key, Part, Piece, Segments
+from thinwire.compressors._core.slots import LayerState, Slot, State
+from thinwire.compressors._core.sparsifier import Chain, Sparsifier
+from thinwire.compressors._core.spec import PRESETS, expression, parse, register, registered
+from thinwire.compressors._core.summed import Reduction, Subtract, Summed, SumShape, sum_alone
+from thinwire.compressors._core.traits import Traits
+from thinwire.compressors._core.wrapper import Wrapper, unwrap
+from thinwire.compressors.cast import Cast
 from thinwire.compressors.delta import Delta, check_stateless, direct
 from thinwire.compressors.dgc import DGC
-from thinwire.compressors.ef import RESIDUAL, Wrapper, bare, ef
+from thinwire.compressors.ef import RESIDUAL, ef
 from thinwire.compressors.fft import FFT
+from thinwire.compressors.gaussian import Gaussian
+from thinwire.compressors.globaltopk import GlobalTopK
 from thinwire.compressors.heuristic_intsgd import HeuristicIntSGD
 from thinwire.compressors.intsgd import IntSGD
 from thinwire.compressors.lattice import Lattice
@@ -15,44 +48,53 @@ from thinwire.compressors.levels import Levels
 from thinwire.compressors.maxabs import MaxAbs
 from thinwire.compressors.minmax import MinMax
 from thinwire.compressors.natural import Natural
-from thinwire.compressors.norms import square_sum
-from thinwire.compressors.onebit import OneBit, Sign
-from thinwire.compressors.pieces import Key, LayerState, Part, Piece, Segments, Slot, State
+from thinwire.compressors.onebit import OneBit
 from thinwire.compressors.powersgd import PowerSGD
 from thinwire.compressors.qsgd import QSGD
 from thinwire.compressors.randk import RandK
 from thinwire.compressors.rangefloat import RangeFloat
-from thinwire.compressors.raw import Raw
-from thinwire.compressors.sparse import Sparsifier
-from thinwire.compressors.spec import expression, parse, register, registered
+from thinwire.compressors.raw import Raw, RawSum
+from thinwire.compressors.sign import Sign
 from thinwire.compressors.terngrad import TernGrad
-from thinwire.compressors.topk import GlobalTopK, Threshold, TopK
+from thinwire.compressors.threshold import Threshold
+from thinwire.compressors.topk import TopK
 from thinwire.compressors.truncate import Truncate
 
-for _make in (
-    *(Cast, Delta, DGC, FFT, GlobalTopK, HeuristicIntSGD, IntSGD, Lattice, Levels, MaxAbs, MinMax, Natural, OneBit),
-    *(PowerSGD, QSGD, RandK, RangeFloat, Raw, Sign, TernGrad, Threshold, TopK, Truncate, direct, ef),
+for _compressor in (
+    *(Cast, Delta, DGC, FFT, Gaussian, GlobalTopK, HeuristicIntSGD, IntSGD, Lattice, Levels, MaxAbs, MinMax, Natural),
+    *(OneBit, PowerSGD, QSGD, RandK, RangeFloat, Raw, Sign, TernGrad, Threshold, TopK, Truncate, direct, ef),
 ):
-    register(_make)
+    register(_compressor)
 
 __all__ = [
     "DGC",
     "FFT",
     "GRADIENT_DTYPES",
+    "PRESETS",
     "QSGD",
     "RESIDUAL",
+    "Bounded",
+    "Bucketed",
     "Cast",
     "Chain",
+    "Clipping",
+    "CodecCall",
     "Coded",
+    "CodedRows",
+    "ColdStart",
     "Compressor",
     "Count",
     "Delta",
+    "FollowsOptimizer",
+    "Gaussian",
     "GlobalTopK",
     "HeuristicIntSGD",
+    "Indexed",
     "IntSGD",
     "Key",
     "Lattice",
     "LayerState",
+    "Learned",
     "Levels",
     "MaxAbs",
     "MinMax",
@@ -66,30 +108,47 @@ __all__ = [
     "Raw",
     "RawSum",
     "Reduction",
+    "Saturating",
+    "Scheduled",
     "Segments",
     "Sign",
     "Slot",
     "Sparsifier",
     "State",
+    "StepEnd",
+    "Subtract",
+    "SumCall",
+    "SumShape",
     "Summed",
+    "SummedMatrices",
     "TernGrad",
     "Threshold",
     "TopK",
+    "Traits",
     "Truncate",
     "Unsuited",
+    "WorldSized",
     "Wrapper",
-    "bare",
+    "at_step",
     "check_choice",
     "check_int",
     "check_stateless",
+    "cold_start",
     "direct",
     "ef",
     "expression",
+    "find_mixin",
     "first_state",
+    "for_world",
+    "integer_square_sum",
+    "learns_at",
     "not_finite",
     "parse",
     "register",
     "registered",
+    "rounded_for",
     "square_sum",
     "sum_alone",
+    "unwrap",
+    "used_bytes",
 ]

@@ -1,4 +1,4 @@
-"""Activations of a pipeline: by themselves, or by how they changed since their sample was last seen (AQ-SGD)."""
+"""Activations of a pipeline: their change since the last visit of their sample (AQ-SGD), or the activations."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.compressors.base import Coded, Compressor
-from thinwire.compressors.checks import check_dtype
+from thinwire.compressors._core.checks import check_dtype
+from thinwire.compressors._core.coded import Coded
+from thinwire.compressors._core.compressor import Compressor
+from thinwire.compressors._core.mixins import WorldSized
+from thinwire.compressors._core.rounding import rounded_for
+from thinwire.compressors._core.traits import Traits
 
 
 @dataclass(frozen=True)
-class Delta(Compressor):
-    """What changed since the same sample's last visit (AQ-SGD; S0, Algorithm 1): ``m(ξ) ← m(ξ) + Q(a(ξ) − m(ξ))``.
+class Delta(Compressor, WorldSized):
+    """The change since a sample's last visit (AQ-SGD, Wang et al. 2022, Algorithm 1): ``m(ξ) ← m(ξ) + Q(a(ξ) − m(ξ))``.
 
-    ``inner`` is Q, unbiased in the seed's Theorem 3.1. The first visit of a sample travels in full precision. Both
-    sides of a stage boundary keep m(ξ) in a `thinwire.store.Store`, so this is for `thinwire.PipelineStage`: gradients
-    of parameters have no samples.
+    ``inner`` is Q, which Theorem 3.1 takes to be unbiased. The first visit of a sample ξ is sent in full precision.
+    Both sides of a stage boundary keep the message m(ξ) in a `thinwire.store.Store`, so this is for
+    `thinwire.compress_stage`; gradients of parameters belong to no sample. Up to 4 bits are rounded to nearest unless
+    the spec of ``inner`` has ``rounding=``.
     """
 
     spec_name: ClassVar[str] = "delta"
@@ -30,25 +35,26 @@ class Delta(Compressor):
         check_stateless(self.inner)
 
     @property
-    def unbiased(self) -> bool:
-        return self.inner.unbiased
+    def coder(self) -> Coded:
+        """Q with its rounding set for changes of activations; see `rounded_for`."""
+        return rounded_for("deltas", self.inner)
 
     @property
-    def exact_bits(self) -> bool:
-        return self.inner.exact_bits
+    def traits(self) -> Traits:
+        return Traits(unbiased=self.coder.traits.unbiased, exact_bits=self.inner.traits.exact_bits)
 
-    def among(self, num_ranks: int, numel: int) -> Compressor:
+    def for_world(self, num_ranks: int, numel: int) -> Compressor:
         raise ValueError(
             f"{self} compares a sample with its last visit, and gradients belong to no sample: it is for the "
-            f"activations of a thinwire.PipelineStage. For gradients take {self.inner}, or ef({self.inner})"
+            f"activations of a pipeline (thinwire.compress_stage). For gradients take {self.inner}, or ef({self.inner})"
         )
 
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
-        """Of every visit but the first."""
+        # For every visit except the first.
         return self.inner.wire_bytes(shape, dtype)
 
     def roundtrip(self, x: Tensor, key: int = 0) -> Tensor:
-        """Of a first visit: ``x`` itself."""
+        # The first visit is sent in full precision.
         check_dtype(x.dtype, self)
         return x.detach().to(torch.float32, copy=True)
 
@@ -57,20 +63,20 @@ class Delta(Compressor):
 
 
 def direct(inner: Coded) -> Coded:
-    """``inner`` on the activations themselves (DirectQ, the baseline of S0): the word that says it is not `Delta`."""
+    """``inner`` applied to the activations (DirectQ, the baseline of AQ-SGD), in contrast to `Delta`."""
     check_stateless(inner)
     return inner
 
 
 def check_stateless(inner: Any) -> None:
-    """Raise unless a compressor's messages have a size known beforehand and need no state of a parameter."""
+    """Raise an error unless ``inner`` is coded, keeps no state and has messages of a fixed size."""
     if not isinstance(inner, Coded) or inner.slots:
         raise TypeError(
-            f"{inner} cannot code activations: that takes a compressor whose bytes are decoded by themselves, such as "
+            f"{inner} cannot code activations: they need a coded compressor without state, such as "
             "maxabs(bits=4), minmax(bits=4) or topk(density=0.2) | maxabs(bits=8)"
         )
-    if inner.size != "fixed":
+    if inner.traits.bounded:
         raise ValueError(
-            f"{inner} cannot code activations: both sides of a stage boundary know a message's size beforehand. "
-            "topk(density=0.2) has one"
+            f"{inner} cannot code activations: both sides of a stage boundary must know the size of a message. "
+            "topk(density=0.2) has a fixed size"
         )

@@ -7,19 +7,23 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from thinwire.compressors.base import Compressor
-from thinwire.compressors.ef import WrappedCoded
-from thinwire.compressors.pieces import Key, Segments, Slot, State
-from thinwire.compressors.sparse import Sparsifier
+from thinwire.compressors._core.calls import CodecCall
+from thinwire.compressors._core.coded import CodedWrapper
+from thinwire.compressors._core.compressor import Compressor
+from thinwire.compressors._core.slots import Slot
+from thinwire.compressors._core.sparsifier import Sparsifier
+from thinwire.compressors.ef import subtract_sent
 
 MOMENTUM, VELOCITY = Slot("momentum"), Slot("velocity")
 
 
 @dataclass(frozen=True)
-class DGC(WrappedCoded):
+class DGC(CodedWrapper):
     """Momentum correction with factor masking (Lin et al. 2018) around a sparsifier, instead of error feedback.
 
-    ``u = m·u + g; v = v + u``; the largest of ``v`` are sent, and both are forgotten where they were. Train with plain
+    ``u = m·u + g; v = v + u``; the largest of ``v`` are sent, and both are forgotten where they were. With
+    ``nesterov=True``, ``u = m·(u + g); v = v + u + g``, their appendix B. Their warm-up of the density is a schedule of
+    the sparsifier's (`TopK`). Train with plain
     SGD without momentum: the momentum is in here, on each rank, before its gradients are chosen from.
     """
 
@@ -27,6 +31,7 @@ class DGC(WrappedCoded):
 
     inner: Sparsifier  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrower is sound
     momentum: float = field(default=0.9)
+    nesterov: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Sparsifier):
@@ -36,26 +41,30 @@ class DGC(WrappedCoded):
 
     def around(self, inner: Compressor) -> Compressor:
         assert isinstance(inner, Sparsifier)
-        return DGC(inner, self.momentum)
+        return DGC(inner, self.momentum, self.nesterov)
 
     @property
     def slots(self) -> tuple[Slot, ...]:
         return (*self.inner.slots, MOMENTUM, VELOCITY)
 
-    def encode(self, x: Tensor, segments: Segments, message: Tensor, *, key: Key, state: State | None = None) -> None:
-        assert state is not None, "momentum is kept in a slot"
-        scale = state.loss_scale
-        momentum, owed = state.next[MOMENTUM.name], state.next[VELOCITY.name]
-        for piece in segments.pieces:
+    def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
+        assert call.state is not None, "momentum is kept in a slot"
+        now, after, scale = call.state.now, call.state.next, call.loss_scale
+        momentum, velocity = after[MOMENTUM.name], after[VELOCITY.name]
+        for piece in call.pieces:
             part = piece.elements
-            u = state.now[MOMENTUM.name][part] * self.momentum
-            u.add_(x[part].float(), alpha=1.0 / scale)
+            gradient = x[part].float() / scale
+            u = now[MOMENTUM.name][part] * self.momentum
+            u += gradient * (self.momentum if self.nesterov else 1.0)
             momentum[part] = u
+            if self.nesterov:
+                u = u + gradient
             # In the gradient's units while it is chosen from.
-            owed[part] = (state.now[VELOCITY.name][part] + u).mul_(scale)
-        self.inner.encode(owed, segments, message, key=key, state=state)
-        self.inner.keep_rest(message, segments, owed, scale)
-        self.inner.forget_sent(message, segments, momentum)
+            velocity[part] = (now[VELOCITY.name][part] + u).mul_(scale)
+        self.inner.encode(velocity, message, call)
+        subtract_sent(self.inner, message, velocity, call)
+        self.inner.forget_sent(message, call.segments, momentum)
 
     def __str__(self) -> str:
-        return f"dgc({self.inner}, momentum={self.momentum})"
+        nesterov = ", nesterov=True" if self.nesterov else ""
+        return f"dgc({self.inner}, momentum={self.momentum}{nesterov})"

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from thinwire.compressors.base import Coded, Compressor, Count, Reduction, Summed
-from thinwire.compressors.pieces import Key, LayerState, Part, Piece, Segments, Slot, State
+from thinwire import kernels
+from thinwire.compressors._core.bucketed import Bucketed
+from thinwire.compressors._core.calls import CodecCall, SumCall
+from thinwire.compressors._core.coded import Coded, CodedWrapper
+from thinwire.compressors._core.compressor import Compressor
+from thinwire.compressors._core.slots import Slot, State
+from thinwire.compressors._core.summed import Subtract, Summed, SumShape
+from thinwire.compressors._core.wrapper import Wrapper
+from thinwire.kernels import Residual
 
 RESIDUAL = Slot("residual")
 
@@ -19,157 +25,32 @@ RESIDUAL = Slot("residual")
 def ef(inner: Compressor) -> Compressor:
     """``inner`` with error feedback: ``p = g + e; c = Q(p); e = p − Q⁻¹(c)``, in fp32, one value an element.
 
-    A coded compressor keeps the residual on both sides. The worker's holds for the chunks of other owners; the owner
-    of a chunk adds its own exact values, so the same tensor holds the error of the mean that it encodes again. What is
-    gathered is encoded once, and has the worker's alone. For a summed one the residual is what went in minus the final
-    result. What errs by more than its input (`Compressor.contracts`: TernGrad, QSGD of few steps in large buckets) must
-    not be in it: what is owed would grow without end. `thinwire.compress` warns of that.
+    With a coded compressor there is a residual on both sides. A rank's residual holds for the chunks of other owners;
+    for its own chunks, whose exact values it adds, the same tensor holds the error of the mean that it encodes again.
+    What all ranks gather is encoded once, and has the first kind only.
+
+    With a summed compressor the residual is the input minus this rank's own contribution to the result (PowerSGD,
+    Algorithm 2), so how its gradient differs from the mean is not kept.
+
+    A compressor that errs by more than its input (`Traits.contracts`: TernGrad, QSGD with few steps in large buckets)
+    must not have error feedback: its residual would grow without bound. `thinwire.compress` warns of that.
 
     Raises:
-        TypeError: there is error feedback in it already, or it is none of the two kinds.
+        TypeError: ``inner`` has error feedback already, or is neither coded nor summed.
     """
     if isinstance(inner, Wrapper):
-        raise TypeError(f"{inner} keeps what it does not send already")
+        raise TypeError(f"{inner} has error feedback already, or momentum correction")
     if isinstance(inner, Coded):
         return EfCoded(inner)
     if isinstance(inner, Summed):
-        # What is fed back must not be blown up to be unbiased: it would diverge.
+        # A contribution that is scaled up to be unbiased would make the residual diverge.
         return EfSummed(replace(inner, scaled=False) if hasattr(inner, "scaled") else inner)
     raise TypeError(f"{inner} is neither coded nor summed")
 
 
 @dataclass(frozen=True)
-class Wrapper(Compressor):
-    """A compressor around another, of which it is one in all but what it says itself."""
-
-    inner: Compressor
-
-    @property
-    def exact_bits(self) -> bool:
-        return self.inner.exact_bits
-
-    @property
-    def size(self) -> Literal["fixed", "bounded"]:
-        return self.inner.size
-
-    @property
-    def largest(self) -> float:
-        return self.inner.largest
-
-    @property
-    def dense(self) -> bool:
-        return self.inner.dense
-
-    @property
-    def keeps_constants(self) -> bool:
-        return self.inner.keeps_constants
-
-    @property
-    def unbiased(self) -> bool:
-        return False
-
-    def fit(self, shape: Sequence[int]) -> Compressor:
-        inner = self.inner.fit(shape)
-        return self if inner is self.inner else self.around(inner)
-
-    def at(self, step: int, learning_rate: float | None) -> Compressor:
-        inner = self.inner.at(step, learning_rate)
-        return self if inner is self.inner else self.around(inner)
-
-    def among(self, num_ranks: int, numel: int) -> Compressor:
-        inner = self.inner.among(num_ranks, numel)
-        return self if inner is self.inner else self.around(inner)
-
-    @property
-    def opening(self) -> Compressor | None:
-        inner = self.inner.opening
-        return None if inner is None else self.around(inner)
-
-    @property
-    def takes_every_layer(self) -> bool:
-        return self.inner.takes_every_layer
-
-    def follow(self, mean: Tensor, layer: str, state: State) -> None:
-        self.inner.follow(mean, layer, state)
-
-    @property
-    def follows_optimizer(self) -> bool:
-        return self.inner.follows_optimizer
-
-    def updated(self, changes: Sequence[tuple[LayerState, float]]) -> None:
-        self.inner.updated(changes)
-
-    @property
-    def settles(self) -> bool:
-        return self.inner.settles
-
-    def end_step(self, layers: Sequence[LayerState], loss_scale: float) -> None:
-        self.inner.end_step(layers, loss_scale)
-
-    @abstractmethod
-    def around(self, inner: Compressor) -> Compressor:
-        """The same around another compressor."""
-
-    def roundtrip(self, x: Tensor, key: int = 0) -> Tensor:
-        """Of a first step: nothing is owed yet."""
-        return self.inner.roundtrip(x, key)
-
-    def __str__(self) -> str:
-        return f"{self.spec_name}({self.inner})"
-
-
-def bare(compressor: Compressor) -> Compressor:
-    """A compressor without what keeps what it does not send."""
-    return compressor.inner if isinstance(compressor, Wrapper) else compressor
-
-
-@dataclass(frozen=True)
-class WrappedCoded(Wrapper, Coded):
-    """A `Wrapper` of a coded compressor: the same messages."""
-
-    inner: Coded
-
-    @property
-    def grain(self) -> int | None:
-        return self.inner.grain
-
-    @property
-    def gathered(self) -> bool:
-        return self.inner.gathered
-
-    @property
-    def plain_sum(self) -> bool:
-        return self.inner.plain_sum
-
-    def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return self.inner.payload_bytes(numel, dtype)
-
-    def decode(self, message: Tensor, segments: Segments, y: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
-        self.inner.decode(message, segments, y, add=add, scale=scale)
-
-    def mean(self, messages: Sequence[Tensor], segments: Segments, y: Tensor, *, scale: float) -> None:
-        self.inner.mean(messages, segments, y, scale=scale)
-
-    @property
-    def learns_at(self) -> tuple[int, ...]:
-        return self.inner.learns_at
-
-    def learn(self, values: Tensor, slots: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return self.inner.learn(values, slots)
-
-    def used_bytes(self, message: Tensor, piece: Piece) -> int:
-        return self.inner.used_bytes(message, piece)
-
-    def index_bytes(self, message: Tensor, piece: Piece) -> int:
-        return self.inner.index_bytes(message, piece)
-
-    def limits(self, message: Tensor, segments: Segments) -> tuple[Count, Count]:
-        return self.inner.limits(message, segments)
-
-
-@dataclass(frozen=True)
-class EfCoded(WrappedCoded):
-    """See `ef`."""
+class EfCoded(CodedWrapper):
+    """Error feedback around a coded compressor; see `ef`."""
 
     spec_name: ClassVar[str] = "ef"
 
@@ -180,41 +61,32 @@ class EfCoded(WrappedCoded):
     def slots(self) -> tuple[Slot, ...]:
         return (*self.inner.slots, RESIDUAL)
 
-    def encode(self, x: Tensor, segments: Segments, message: Tensor, *, key: Key, state: State | None = None) -> None:
-        now, after, loss_scale = _residuals(state)
-        self.inner.encode_rest(x, segments, message, now, after, key=key, loss_scale=loss_scale, state=state)
+    def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
+        e = _residual(call.state)
+        if isinstance(self.inner, Bucketed):
+            self.inner.encode(x, message, call, e)  # the same in one pass
+            return
+        p = e.next
+        kernels.rows_add(x, e.now, call.table, p, alpha=call.loss_scale)
+        self.inner.encode(p, message, call)
+        subtract_sent(self.inner, message, p, call)
 
-    def reduce(
-        self,
-        messages: Sequence[Tensor],
-        own: Tensor,
-        segments: Segments,
-        out_message: Tensor,
-        y: Tensor,
-        *,
-        key: Key,
-        scale: float,
-        state: State | None = None,
-    ) -> None:
-        now, after, loss_scale = _residuals(state)
-        self.inner.reduce_rest(
-            messages,
-            own,
-            segments,
-            out_message,
-            y,
-            now,
-            after,
-            key=key,
-            scale=scale,
-            loss_scale=loss_scale,
-            state=state,
-        )
+    def reduce(self, messages: Sequence[Tensor], own: Tensor, out_message: Tensor, y: Tensor, call: CodecCall) -> None:
+        e = _residual(call.state)
+        if isinstance(self.inner, Bucketed) and self.traits.plain_sum:
+            self.inner.reduce(messages, own, out_message, y, call, e)  # the same in one pass
+            return
+        p = e.next
+        self.inner.add_up(messages, own, p, call)
+        kernels.rows_add(p, e.now, call.table, p, alpha=call.loss_scale)
+        self.inner.encode(p, out_message, call)
+        self.inner.decode(out_message, y, call._replace(scale=1.0))
+        subtract_sent(self.inner, out_message, p, call)
 
 
 @dataclass(frozen=True)
 class EfSummed(Wrapper, Summed):
-    """See `ef`."""
+    """Error feedback around a summed compressor; see `ef`."""
 
     spec_name: ClassVar[str] = "ef"
 
@@ -227,59 +99,34 @@ class EfSummed(Wrapper, Summed):
     def slots(self) -> tuple[Slot, ...]:
         return (*self.inner.slots, RESIDUAL)
 
-    @property
-    def rounds(self) -> int:
-        return self.inner.rounds
+    def sums(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[SumShape, ...]:
+        return self.inner.sums(shape, dtype)
 
-    def part_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.inner.part_dtype(dtype)
-
-    def operation(self, round: int) -> Reduction:
-        return self.inner.operation(round)
-
-    def part_numel(self, round: int, shape: Sequence[int]) -> int:
-        return self.inner.part_numel(round, shape)
-
-    def part(
-        self,
-        round: int,
-        x: Tensor,
-        parts: Sequence[Part],
-        out: Tensor,
-        *,
-        key: Key,
-        scale: float,
-        state: State | None = None,
-    ) -> None:
-        now, after, loss_scale = _residuals(state)
-        for piece, _ in parts if round == 0 else ():
-            torch.add(x[piece.elements], now[piece.elements], alpha=loss_scale, out=after[piece.elements])
-        self.inner.part(round, after, parts, out, key=key, scale=scale, state=state)
-
-    def absorb(
-        self,
-        round: int,
-        total: Tensor,
-        x: Tensor,
-        parts: Sequence[Part],
-        *,
-        key: Key,
-        state: State | None = None,
-    ) -> None:
-        self.inner.absorb(round, total, x, parts, key=key, state=state)
-        if round < self.rounds - 1:
-            return
-        _, after, loss_scale = _residuals(state)
-        for piece, _ in parts:
-            after[piece.elements].sub_(x[piece.elements])
-            if loss_scale != 1.0:
-                after[piece.elements].div_(loss_scale)
-
-    def clipped(self, parts: Sequence[Part], state: State | None) -> Count | None:
-        return self.inner.clipped(parts, state)
+    def rounds(self, x: Tensor, y: Tensor, call: SumCall) -> Generator[None, None, Subtract]:
+        e, p, loss_scale = _residual(call.state)
+        layers = [piece.elements for piece, _ in call.parts[0]]
+        for at in layers:
+            torch.add(x[at], e[at], alpha=loss_scale, out=p[at])
+        subtract = yield from self.inner.rounds(p, y, call)
+        subtract(p)
+        for at in layers if loss_scale != 1.0 else ():
+            p[at].div_(loss_scale)
+        return subtract
 
 
-def _residuals(state: State | None) -> tuple[Tensor, Tensor, float]:
+def subtract_sent(inner: Coded, message: Tensor, p: Tensor, call: CodecCall) -> None:
+    """Subtract from ``p`` what ``message`` decodes to, ``e = p − Q⁻¹(c)``, and divide it by the loss scale."""
+    inner.decode(message, p, call._replace(scale=-1.0), add=True)
+    if call.loss_scale != 1.0:
+        kernels.rows_scale(p, call.table, p, over=call.loss_scale)
+
+
+def _residual(state: State | None) -> Residual:
+    """Return the present and the next residual.
+
+    Raises:
+        ValueError: there is no state.
+    """
     if state is None:
         raise ValueError("error feedback needs its residual: pass state=")
-    return state.now[RESIDUAL.name], state.next[RESIDUAL.name], state.loss_scale
+    return Residual(state.now[RESIDUAL.name], state.next[RESIDUAL.name], state.loss_scale)

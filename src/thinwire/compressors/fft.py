@@ -1,4 +1,4 @@
-"""Sparsification in the frequency domain, with a float format made for what is kept."""
+"""Sparsification in the frequency domain."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors.base import Coded, Compressor
-from thinwire.compressors.checks import check_choice, check_int
-from thinwire.compressors.pieces import Key, Piece, Segments, State
+from thinwire.compressors._core.calls import CodecCall
+from thinwire.compressors._core.checks import check_choice, check_int
+from thinwire.compressors._core.coded import Coded
+from thinwire.compressors._core.compressor import Compressor
+from thinwire.compressors._core.mixins import Indexed, Scheduled
+from thinwire.compressors._core.schedule import stage_at, stages
+from thinwire.compressors._core.segments import Piece
+from thinwire.compressors._core.sparsifier import HEADER, check_place, header_of, put_floats, put_header
+from thinwire.compressors._core.traits import Traits
 from thinwire.compressors.rangefloat import best_mantissa
-from thinwire.compressors.sparse import HEADER, check_place, header_of, put_floats, put_header
 from thinwire.kernels import Table, derive_key, site_id
 
 _FP32 = 32
@@ -24,20 +29,20 @@ _LEAST_RANGE = 2.0**-60
 
 
 @dataclass(frozen=True)
-class FFT(Coded):
-    """FFT sparsification (S3, section 3.1): the ``1 − θ`` largest components of a layer's spectrum.
+class FFT(Coded, Scheduled, Indexed):
+    """FFT sparsification (Wang et al. 2020, section 3.1): the share ``1 − θ`` of largest components of the spectrum.
 
-    The flat layer is cut into blocks of ``block`` elements (``whole``: one block, as in the paper), each is transformed
-    (real FFT, orthonormal), the ``ceil((1 − θ)·C)`` components with the largest magnitude of all C are kept, and their
-    real and imaginary parts travel as range-based floats of ``bits`` bits (`RangeFloat`; 32: as they are), beside a
-    bitmap or a list of indices, whichever is shorter. The range is that of what is kept, in every message.
-    ``cast=True`` rounds to fp16 first, as the paper does. Messages are added in the frequency domain, and one inverse
-    transform gives the mean.
+    The flat layer is cut into blocks of ``block`` elements (``whole``: one block, as in the paper), and each is
+    transformed by an orthonormal real FFT. The ``ceil((1 − θ)·C)`` components of largest magnitude out of all C are
+    kept. Their real and imaginary parts are sent as range-based floats of ``bits`` bits (`RangeFloat`; 32: in fp32)
+    whose range is that of the kept components, with a bitmap or a list of indices, whichever is shorter. ``cast=True``
+    rounds to fp16 first, as in the paper. Messages are added in the frequency domain, and one inverse transform gives
+    the mean.
 
     ``theta`` is constant, or stepwise: ``((0, 0.9), (1000, 0.0))``, counted from the first compressed step, or
-    ``diminishing``: ``θ = sqrt(lipschitz · learning rate)`` (Theorem 3.5), which takes ``compress(optimizer=...)``. The
-    theorem holds for θ² ≤ ¼ and a learning rate of at most 1/(4L): the paper's own 0.85 lies outside. Biased: a plan
-    puts error feedback around it unless ``feedback=False``, as the paper's experiments have it.
+    ``diminishing``: ``θ = sqrt(lipschitz · learning rate)`` (Theorem 3.5), which needs ``compress(optimizer=...)``. The
+    theorem holds for θ² ≤ ¼ and a learning rate of at most 1/(4L), which excludes the paper's 0.85. Biased; a plan adds
+    error feedback unless ``feedback=False``, as in the paper's experiments.
     """
 
     spec_name: ClassVar[str] = "fft"
@@ -59,6 +64,9 @@ class FFT(Coded):
             check_int("block (or whole)", self.block, 2)
         if self.mantissa != "auto":
             check_int("mantissa", self.mantissa, 0, self.bits)
+            if self.bits != _FP32:
+                # All ranges allow the same mantissas as 1.
+                kernels.rangefloat_eps(self.bits, self.mantissa, 1.0)
         if isinstance(self.theta, str):
             check_choice("theta", self.theta, ("diminishing",))
         for share in [share for _, share in self._stages]:
@@ -69,54 +77,34 @@ class FFT(Coded):
 
     @property
     def _stages(self) -> tuple[tuple[int, float], ...]:
-        """Steps and the theta from each of them on."""
+        """Pairs of a step and the theta from that step on."""
         if isinstance(self.theta, str):
             return ((0, 0.0),)
-        if not isinstance(self.theta, tuple):
-            return ((0, self.theta),)
-        steps = [stage[0] for stage in self.theta if isinstance(stage, tuple) and len(stage) == 2]
-        if len(steps) != len(self.theta) or steps != sorted(set(steps)) or steps[:1] != [0]:
-            raise ValueError(f"theta must be like ((0, 0.9), (1000, 0.0)), steps ascending from 0; not {self.theta!r}")
-        return self.theta
+        return stages("theta", self.theta)
 
     @property
-    def exact_bits(self) -> bool:
-        return False
-
-    @property
-    def dense(self) -> bool:
-        return False
-
-    @property
-    def unbiased(self) -> bool:
-        return False
-
-    @property
-    def wants_feedback(self) -> bool:
-        return self.feedback
+    def traits(self) -> Traits:
+        # Sums of squares, and twice the largest component, must stay finite in fp32.
+        largest = 65504.0 if self.cast else 2.0**60
+        return Traits(exact_bits=False, dense=False, wants_feedback=self.feedback, largest=largest)
 
     @property
     def grain(self) -> int | None:
         return None
 
-    @property
-    def largest(self) -> float:
-        # Sums of squares, and twice the largest component, must stay finite in fp32.
-        return 65504.0 if self.cast else 2.0**60
-
-    def at(self, step: int, learning_rate: float | None) -> Compressor:
+    def at_step(self, step: int, learning_rate: float | None) -> Compressor:
         if not isinstance(self.theta, str | tuple):
             return self
         if isinstance(self.theta, tuple):
-            return replace(self, theta=[share for begin, share in self._stages if begin <= max(step, 0)][-1])
+            return replace(self, theta=stage_at(self._stages, step))
         if learning_rate is None:
             raise ValueError(f"{self} follows the learning rate: pass optimizer= to thinwire.compress()")
-        # On a grid, rounded down: each theta has message sizes of its own, and ranks agree on them anew.
+        # On a grid, rounded down, because ranks must agree on new message sizes whenever theta changes.
         share = math.sqrt(self.lipschitz * learning_rate)
         return replace(self, theta=min(math.floor(share * _GRID), _GRID - 1) / _GRID)
 
     def _sizes(self, numel: int) -> tuple[int, int]:
-        """Components of a layer of ``numel`` elements, and how many of them are kept."""
+        """Return the number of components of a layer of ``numel`` elements, and how many are kept."""
         block = self._block(numel)
         components = -(-numel // block) * (block // 2 + 1)
         return components, max(1, math.ceil((1 - self._stages[0][1]) * components - 1e-9))
@@ -142,20 +130,20 @@ class FFT(Coded):
         return self._index_bytes(piece.numel) if piece.numel else 0
 
     def spectrum(self, x: Tensor) -> Tensor:
-        """Components of a flat layer, block by block: complex64."""
+        """Return the components of a flat layer, block by block, as complex64."""
         values = x.to(torch.float16).float() if self.cast else x.float()
         block = self._block(x.numel())
         padded = torch.nn.functional.pad(values, (0, -x.numel() % block)).view(-1, block)
         return torch.fft.rfft(padded, norm="ortho").view(-1)
 
     def signal(self, components: Tensor, numel: int) -> Tensor:
-        """The inverse of `spectrum`: fp32, flat."""
+        """Return the inverse of `spectrum`: fp32, flat."""
         block = self._block(numel)
         blocks = components.view(-1, block // 2 + 1)
         return torch.fft.irfft(blocks, n=block, norm="ortho").view(-1)[:numel]
 
-    def encode(self, x: Tensor, segments: Segments, message: Tensor, *, key: Key, state: State | None = None) -> None:
-        for piece in segments.pieces:
+    def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
+        for piece in call.pieces:
             if not piece.numel:
                 continue
             components = self.spectrum(x[piece.elements])
@@ -164,7 +152,7 @@ class FFT(Coded):
             # Summing the squares over axis 1 takes ten times as long.
             magnitude = torch.mul(real, real).addcmul_(imaginary, imaginary)
             count, kept = self._sizes(piece.numel)
-            draw = derive_key(key.own, site_id(piece.name))
+            draw = derive_key(call.key.own, site_id(piece.name))
             indices, _, finite = kernels.select_topk(magnitude, 0, count, kept, key=draw)
             put_header(message, piece, [int(not finite)])
             kernels.pack_indices(indices, count, kept, message, piece.payload + HEADER)
@@ -180,23 +168,23 @@ class FFT(Coded):
         params = torch.tensor([[top, float(mantissa)]], device=values.device)
         kernels.rangefloat_encode(values, table, message, params, bits=self.bits, rounding="nearest", key=0)
 
-    def decode(self, message: Tensor, segments: Segments, y: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
-        check_place(message, segments.pieces, y, self.payload_bytes)
-        for piece in segments.pieces:
+    def decode(self, message: Tensor, y: Tensor, call: CodecCall, *, add: bool = False) -> None:
+        check_place(message, call.pieces, y, self.payload_bytes)
+        for piece in call.pieces:
             if piece.numel:
-                received = self._sum([message], piece).mul_(scale).to(y.dtype)
+                received = self._sum([message], piece).mul_(call.scale).to(y.dtype)
                 out = y[piece.elements]
                 out.copy_(out + received if add else received)
 
-    def mean(self, messages: Sequence[Tensor], segments: Segments, y: Tensor, *, scale: float) -> None:
+    def mean(self, messages: Sequence[Tensor], y: Tensor, call: CodecCall) -> None:
         for message in messages:
-            check_place(message, segments.pieces, y, self.payload_bytes)
-        for piece in segments.pieces:
+            check_place(message, call.pieces, y, self.payload_bytes)
+        for piece in call.pieces:
             if piece.numel:
-                y[piece.elements] = self._sum(messages, piece).mul_(scale).to(y.dtype)
+                y[piece.elements] = self._sum(messages, piece).mul_(call.scale).to(y.dtype)
 
     def _sum(self, messages: Sequence[Tensor], piece: Piece) -> Tensor:
-        """The sum of what messages hold of a layer: added in the frequency domain, one inverse transform."""
+        """Return the sum of a layer over ``messages``, added in the frequency domain."""
         count, kept = self._sizes(piece.numel)
         at = self._values_at(piece)
         total = torch.zeros(count, dtype=torch.complex64, device=messages[0].device)

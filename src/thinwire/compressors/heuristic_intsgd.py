@@ -1,104 +1,82 @@
-"""SwitchML's integers: scaled by the largest gradient of all ranks, which costs a round of its own."""
+"""Integers scaled by the largest gradient of all ranks, which takes a round of its own."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from thinwire.compressors.base import Reduction
-from thinwire.compressors.integers import Integers, fp32, slots_of
-from thinwire.compressors.pieces import Key, Part, Slot, State
+from thinwire.compressors._core.calls import SumCall
+from thinwire.compressors._core.checks import check_choice
+from thinwire.compressors._core.integers import Integers, fp32
+from thinwire.compressors._core.summed import Subtract, SumShape
+from thinwire.compressors._core.traits import Traits
 
 _ZERO, _LOWEST, _HIGHEST, _NOT_FINITE = -127, -126, 126, 127
-"""Exponents fit into one byte: what is all zero and what is not finite have codes of their own."""
+"""Exponents fit into one byte. Layers of zeros, and layers that are not finite, have codes of their own."""
 
 
 @dataclass(frozen=True)
 class HeuristicIntSGD(Integers):
-    """SwitchML's profiled scale (Sapio et al. 2021; S4, section 5.2): ``α = (2^(bits−1) − 1) / (n · 2^ceil(log2 M))``.
+    """SwitchML's profiled scale (Sapio et al. 2021; IntSGD, section 5.2).
 
-    ``M`` is the largest magnitude of a layer on any rank: an all-reduce of maxima tells its exponent, one integer a
-    layer, before the integers can be sent. ``rounding`` is determ (to the nearest integer), as SwitchML has it, or
-    random. It has no proof of convergence: one large value leaves few codes to all others.
+    The scale is ``α = (2^(bits−1) − 1) / (n · 2^ceil(log2 M))``, where ``M`` is the largest magnitude of a layer on any
+    of the n ranks. An all-reduce of maxima gives its exponent, one integer for each layer, before the integers can be
+    sent. ``rounding`` is determ (to the nearest integer), as in SwitchML, or random. There is no proof of convergence:
+    one large value leaves few codes to all others.
+
+    The code published with the IntSGD paper takes one M for a whole buffer (here a DDP bucket) and ``floor`` in the
+    place of ``ceil``, which clips values above ``2^floor(log2 M)``: ``block=buffer, exponent=floor``.
     """
 
     spec_name: ClassVar[str] = "heuristic_intsgd"
 
     rounding: Literal["random", "determ"] = "determ"
+    block: Literal["layer", "buffer"] = "layer"
+    exponent: Literal["ceil", "floor"] = "ceil"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("block", self.block, ("layer", "buffer"))
+        check_choice("exponent", self.exponent, ("ceil", "floor"))
 
     @property
-    def rounds(self) -> int:
-        return 2
+    def traits(self) -> Traits:
+        return super().traits._replace(largest=2.0**_HIGHEST)
 
-    @property
-    def largest(self) -> float:
-        return 2.0**_HIGHEST
-
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        return (Slot("exponent", torch.int32, shape=lambda layer: (1,), scratch=True), *super().slots)
-
-    def operation(self, round: int) -> Reduction:
-        return "sum" if round else "max"
-
-    def part_numel(self, round: int, shape: Sequence[int]) -> int:
+    def sums(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[SumShape, ...]:
         numel = math.prod(shape)
-        return 0 if not numel else self.padded(numel) if round else 1
+        return SumShape(1 if numel else 0, self.sum_dtype, "max"), SumShape(self.padded(numel), self.sum_dtype)
 
-    def part(
-        self,
-        round: int,
-        x: Tensor,
-        parts: Sequence[Part],
-        out: Tensor,
-        *,
-        key: Key,
-        scale: float,
-        state: State | None = None,
-    ) -> None:
-        parts = [part for part in parts if part.piece.numel]
-        if round and parts:
-            self.put(x, parts, self._scales(parts, state), out, key, state)
-            return
-        for piece, where in parts:
-            out[where] = _exponent(x[piece.elements])
-
-    def absorb(
-        self,
-        round: int,
-        total: Tensor,
-        x: Tensor,
-        parts: Sequence[Part],
-        *,
-        key: Key,
-        state: State | None = None,
-    ) -> None:
-        parts = [part for part in parts if part.piece.numel]
-        if round and parts:
-            self.get(total, x, parts, self._scales(parts, state), self._exponents(parts, state) != _NOT_FINITE)
-            return
-        for piece, where in parts:
-            slots_of(state, piece.name)["exponent"].copy_(total[where])
-
-    @staticmethod
-    def _exponents(parts: Sequence[Part], state: State | None) -> Tensor:
-        return torch.cat([slots_of(state, piece.name)["exponent"] for piece, _ in parts])
-
-    def _scales(self, parts: Sequence[Part], state: State | None) -> Tensor:
-        powers = torch.exp2(self._exponents(parts, state).clamp(_LOWEST, _HIGHEST).double())
-        return fp32((2 ** (self.bits - 1) - 1) / (powers * self.num_ranks))
+    def rounds(self, x: Tensor, y: Tensor, call: SumCall) -> Generator[None, None, Subtract]:
+        first, parts = ([part for part in parts if part.piece.numel] for parts in call.parts)
+        largest, integers = call.buffers
+        for piece, where in first:
+            largest[where] = _exponent(x[piece.elements], up=self.exponent == "ceil")
+        yield
+        exponents = torch.cat([largest[where] for _, where in first]) if first else largest[:0]
+        finite = exponents != _NOT_FINITE
+        if self.block == "buffer" and parts:
+            exponents = torch.where(finite, exponents, _ZERO).amax().expand_as(exponents)
+        powers = torch.exp2(exponents.clamp(_LOWEST, _HIGHEST).double())
+        scales = fp32((2 ** (self.bits - 1) - 1) / (powers * self.num_ranks))
+        if parts:
+            self.put(x, parts, scales, integers, call)
+        yield
+        if parts:
+            self.get(integers, y, parts, scales, finite)
+        return lambda rest: self.subtract(rest, parts, scales, call)
 
 
-def _exponent(values: Tensor) -> Tensor:
-    """``ceil(log2(max|values|))`` as an integer from −126 to 126, or a code."""
+def _exponent(values: Tensor, *, up: bool) -> Tensor:
+    """Return ``log2(max|values|)``, rounded up or down, an integer from −126 to 126, or one of the two codes."""
     low, high = torch.aminmax(values)
     largest = torch.maximum(-low, high).to(torch.float64)
     mantissa, exponent = torch.frexp(torch.where(torch.isfinite(largest), largest, 1.0))
-    exponent = (exponent - (mantissa == 0.5).int()).clamp(_LOWEST, _HIGHEST)
+    exponent = (exponent - (mantissa == 0.5).int() if up else exponent - 1).clamp(_LOWEST, _HIGHEST)
     exponent = torch.where(largest == 0, _ZERO, exponent)
     return torch.where(torch.isfinite(largest), exponent, _NOT_FINITE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -11,32 +11,45 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors.base import Compressor, Summed
-from thinwire.compressors.checks import check_choice, not_finite
-from thinwire.compressors.integers import Integers, fp32, slots_of
-from thinwire.compressors.norms import integer_square_sum, square_sum
-from thinwire.compressors.pieces import Key, LayerState, Part, Slot, State
+from thinwire.compressors._core.calls import SumCall
+from thinwire.compressors._core.checks import check_choice, not_finite
+from thinwire.compressors._core.compressor import Compressor
+from thinwire.compressors._core.integers import Integers, fp32, slots_of
+from thinwire.compressors._core.mixins import ColdStart, FollowsOptimizer, Scheduled, StepEnd
+from thinwire.compressors._core.norms import integer_square_sum, square_sum
+from thinwire.compressors._core.plain import Plain
+from thinwire.compressors._core.segments import Part
+from thinwire.compressors._core.slots import LayerState, Slot, State
+from thinwire.compressors._core.summed import Subtract, SumShape
+from thinwire.compressors._core.traits import Traits
 
 _UNSET = -1.0
 _NORM, _ALL = "r", "r_all"
+_GROWTHS = 24
+"""Powers of 4 by which a gradient may be longer than expected: up to 4^24 times, as after zeros with ``eps=1e-8``."""
 
 
 @dataclass(frozen=True)
-class IntSGD(Integers):
+class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
     """IntSGD (Mishchenko et al. 2022; S4, Algorithm 1): ``g̃ = 1/(nα) · Σ Int(α·g_i)``.
 
     α comes from past steps, and all ranks work it out alike:
     ``r_k = β·r_{k−1} + (1−β)·‖g̃^{k−1}‖²`` and ``α_k = √d / √(2n·r_k + ε²)``: of the whole model (``block=global``,
     Proposition 2), or of each layer by itself, with its share ``d_l/d`` of ε² (``block=layer``, Proposition 4). The
-    first step is exact: its sum is in fp32. ``rounding`` is random (unbiased) or determ (to the nearest integer). One
-    more integer counts the ranks where a layer held NaN or Inf: it is received as NaN then.
+    first step is exact: its sum is in fp32. ``rounding`` is random (unbiased) or determ (to the nearest integer).
+    ``block=global, bits=32`` is what the authors' published code does.
+
+    A few more integers count the ranks where a layer held NaN or Inf (it is received as NaN then), and those whose
+    gradient is more than 4, 16, 64, ... times as long as its scale expects. Nearly all of it is clipped then, as where
+    a layer's first gradients were zero, and the paper's r would take many steps to follow; here the next step's r is
+    that of the longest gradient.
 
     Scales are those of the gradients themselves, whatever the optimizer does with them, and in unscaled units.
     ``scale=params`` is the paper's own form, which takes them from the optimizer's steps, at its learning rates η:
     ``r_k = β·r_{k−1} + (1−β)·‖x^k − x^{k−1}‖²`` and ``α_k = η_k·√d / √(2n·r_k + η_k²·ε²)``. For plain SGD at a constant
     learning rate it is the same; it needs ``compress(optimizer=...)``, an SGD, and a copy of the parameters.
 
-    Only where nothing is clipped is the result unbiased: `Stats.clipped` tells the share.
+    Only where nothing is clipped is the result unbiased: `Stats.clipped` is the share.
     """
 
     spec_name: ClassVar[str] = "intsgd"
@@ -64,10 +77,10 @@ class IntSGD(Integers):
         )
 
     @property
-    def opening(self) -> Compressor:
+    def cold_start(self) -> Compressor:
         return Exact(self)
 
-    def at(self, step: int, learning_rate: float | None) -> Compressor:
+    def at_step(self, step: int, learning_rate: float | None) -> Compressor:
         if self.follows_optimizer and learning_rate is None:
             raise ValueError(f"{self} takes its scale from the optimizer's steps: pass compress(..., optimizer=...)")
         return self
@@ -75,15 +88,17 @@ class IntSGD(Integers):
     def follow(self, mean: Tensor, layer: str, state: State) -> None:
         self._follow((square_sum(mean) / state.loss_scale**2).view(1), [layer], state)
 
-    def _follow(self, norms: Tensor, layers: Sequence[str], state: State) -> None:
-        """Set r of the next step; ``norms`` (layers,) fp64 are ``‖g̃‖²``."""
+    def _follow(self, norms: Tensor, layers: Sequence[str], state: State, least: Tensor | None = None) -> None:
+        """Set r of the next step; ``norms`` (layers,) fp64 are ``‖g̃‖²``, and ``least`` what r must be at least."""
         before = torch.cat([state.layers[name].now[_NORM] for name in layers])
         after = before * self.beta + norms * (1.0 - self.beta)
         if self.follows_optimizer:
-            # Plain SGD's first step is known beforehand, and at a rate of 0 nothing is; of others `updated` is told.
+            # Plain SGD's first step is known beforehand, and at a rate of 0 nothing is.
             rates = self._rates(layers, state, norms)
             norms, after = torch.where(rates > 0.0, norms * rates**2, before), before
         after = torch.where(before < 0.0, norms, after)
+        if least is not None and not self.follows_optimizer:
+            after = torch.maximum(after, least)
         after = torch.where(torch.isfinite(norms), after, before)
         for name, value in zip(layers, after, strict=True):
             for slot in (_NORM, _ALL) if self.block == "global" else (_NORM,):
@@ -94,27 +109,25 @@ class IntSGD(Integers):
     def follows_optimizer(self) -> bool:
         return self.scale == "params"
 
-    def updated(self, changes: Sequence[tuple[LayerState, float]]) -> None:
+    def on_optimizer_step(self, changes: Sequence[tuple[LayerState, float]]) -> None:
         for of, change in changes:
             norm = of.now[_NORM]
             norm.copy_(torch.where(norm < 0.0, norm, norm * self.beta + change * (1.0 - self.beta)))
         if self.block == "global":
             _share([of.now for of, _ in changes])
 
-    @property
-    def settles(self) -> bool:
-        return self.block == "global"
-
     def end_step(self, layers: Sequence[LayerState], loss_scale: float) -> None:
         """Give all layers the norm of all of them."""
-        _share([of.next for of in layers])
+        if self.block == "global":
+            _share([of.next for of in layers])
 
     def alphas(self, parts: Sequence[Part], state: State | None) -> Tensor:
         """α of each layer in unscaled units: fp64, (parts,)."""
-        norms = torch.cat([slots_of(state, p.name)[_ALL if self.settles else _NORM] for p, _ in parts]).clamp(min=0.0)
+        slot = _ALL if self.block == "global" else _NORM
+        norms = torch.cat([slots_of(state, p.name)[slot] for p, _ in parts]).clamp(min=0.0)
         sizes = self.sizes(parts, norms.device)
         total = self.numel or sizes
-        blocks = torch.ones_like(sizes) * total if self.settles else sizes
+        blocks = torch.ones_like(sizes) * total if self.block == "global" else sizes
         rates = (
             self._rates([p.name for p, _ in parts], state, norms) if self.follows_optimizer else torch.ones_like(norms)
         )
@@ -125,54 +138,42 @@ class IntSGD(Integers):
     def _rates(layers: Sequence[str], state: State | None, like: Tensor) -> Tensor:
         known = state.learning_rates if state is not None else {}
         given = torch.tensor([known.get(name, 1.0) for name in layers], dtype=torch.float64)
-        return kernels.sent(given, like.device)
+        return kernels.to_device(given, like.device)
 
     def _scales(self, parts: Sequence[Part], state: State | None) -> Tensor:
         """What gradients are multiplied by."""
         assert state is not None
         return fp32(self.alphas(parts, state) / state.loss_scale)
 
-    def part_numel(self, round: int, shape: Sequence[int]) -> int:
+    def sums(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[SumShape, ...]:
         numel = math.prod(shape)
-        return self.padded(numel + 1) if numel else 0
+        return (SumShape(self.padded(numel + 1 + _GROWTHS) if numel else 0, self.sum_dtype),)
 
-    def part(
-        self,
-        round: int,
-        x: Tensor,
-        parts: Sequence[Part],
-        out: Tensor,
-        *,
-        key: Key,
-        scale: float,
-        state: State | None = None,
-    ) -> None:
-        parts = [part for part in parts if part.piece.numel]
+    def rounds(self, x: Tensor, y: Tensor, call: SumCall) -> Generator[None, None, Subtract]:
+        parts, (buffer,), state = [part for part in call.parts[0] if part.piece.numel], call.buffers, call.state
+        assert state is not None, "scales are kept in slots"
+        scales = self._scales(parts, state) if parts else torch.zeros(0)
         if parts:
-            self.put(x, parts, self._scales(parts, state), out, key, state)
-        for piece, where in parts:
-            out[where.start + piece.numel] = torch.isnan(not_finite(x[piece.elements]))
-
-    def absorb(
-        self,
-        round: int,
-        total: Tensor,
-        x: Tensor,
-        parts: Sequence[Part],
-        *,
-        key: Key,
-        state: State | None = None,
-    ) -> None:
-        parts = [part for part in parts if part.piece.numel]
-        if not parts:
-            return
-        assert state is not None
-        flags = torch.stack([total[where.start + piece.numel] for piece, where in parts])
-        scales, finite = self._scales(parts, state), flags == 0
-        self.get(total, x, parts, scales, finite)
-        norms = torch.stack([integer_square_sum(total[where][: piece.numel]) for piece, where in parts])
-        norms = norms / (scales.double() * (self.num_ranks * state.loss_scale)) ** 2
-        self._follow(torch.where(finite, norms, math.nan), [piece.name for piece, _ in parts], state)
+            self.put(x, parts, scales, buffer, call)
+        thresholds = torch.exp2(2.0 * torch.arange(1, _GROWTHS + 1, device=x.device))
+        for at, (piece, where) in enumerate(parts):
+            values, end = x[piece.elements], where.start + piece.numel
+            buffer[end] = torch.isnan(not_finite(values))
+            rms = torch.linalg.vector_norm(values, dtype=torch.float32) / math.sqrt(piece.numel)
+            buffer[end + 1 : end + 1 + _GROWTHS] = rms * scales[at] > thresholds
+        yield
+        if parts:
+            finite = torch.stack([buffer[where.start + piece.numel] for piece, where in parts]) == 0
+            self.get(buffer, y, parts, scales, finite)
+            norms = torch.stack([integer_square_sum(buffer[where][: piece.numel]) for piece, where in parts])
+            alphas = scales.double() * state.loss_scale
+            norms = norms / (alphas * self.num_ranks) ** 2
+            ends = [where.start + piece.numel + 1 for piece, where in parts]
+            growths = torch.stack([(buffer[end : end + _GROWTHS] > 0).sum() for end in ends])
+            longest = self.sizes(parts, norms.device) * 16.0**growths / (2 * self.num_ranks * alphas**2)
+            least = torch.where(growths > 0, longest, 0.0)
+            self._follow(torch.where(finite, norms, math.nan), [piece.name for piece, _ in parts], state, least)
+        return lambda rest: self.subtract(rest, parts, scales, call)
 
 
 def _share(slots: Sequence[Mapping[str, Tensor]]) -> None:
@@ -199,56 +200,27 @@ def _unset(layer: Sequence[int], name: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Exact(Summed):
+class Exact(Plain):
     """What layers have before their first scale is known: the exact mean, in fp32, which sets it. It has no spec."""
 
     spec_name: ClassVar[str] = "exact"
 
-    until: Compressor
+    until: IntSGD
 
     @property
-    def unbiased(self) -> bool:
-        return True
-
-    @property
-    def takes_every_layer(self) -> bool:
-        return self.until.takes_every_layer
+    def traits(self) -> Traits:
+        return Traits(unbiased=True, takes_every_layer=self.until.traits.takes_every_layer)
 
     @property
     def slots(self) -> tuple[Slot, ...]:
         return self.until.slots
 
-    def part_dtype(self, dtype: torch.dtype) -> torch.dtype:
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32
 
-    def part_numel(self, round: int, shape: Sequence[int]) -> int:
-        return math.prod(shape)
-
-    def part(
-        self,
-        round: int,
-        x: Tensor,
-        parts: Sequence[Part],
-        out: Tensor,
-        *,
-        key: Key,
-        scale: float,
-        state: State | None = None,
-    ) -> None:
-        for piece, where in parts:
-            out[where].copy_(x[piece.elements].float() * scale)
-
-    def absorb(
-        self,
-        round: int,
-        total: Tensor,
-        x: Tensor,
-        parts: Sequence[Part],
-        *,
-        key: Key,
-        state: State | None = None,
-    ) -> None:
-        assert state is not None
-        for piece, where in parts:
-            x[piece.elements].copy_(total[where])
-            self.until.follow(total[where], piece.name, state)
+    def rounds(self, x: Tensor, y: Tensor, call: SumCall) -> Generator[None, None, Subtract]:
+        subtract = yield from super().rounds(x, y, call)
+        assert call.state is not None, "scales are kept in slots"
+        for piece, where in call.parts[0]:
+            self.until.follow(call.buffers[0][where], piece.name, call.state)
+        return subtract

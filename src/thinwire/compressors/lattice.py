@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from thinwire.compressors.bucketed import MAX_BUCKET, Bucketed
-from thinwire.compressors.checks import check_int
-from thinwire.compressors.pieces import Key
+from thinwire.compressors._core.bucketed import MAX_BUCKET, Bucketed
+from thinwire.compressors._core.checks import check_int
+from thinwire.compressors._core.segments import Key
+from thinwire.compressors._core.traits import Traits
 from thinwire.kernels import Format
 
 
@@ -30,8 +31,8 @@ class Lattice(Bucketed):
         check_int("bucket", self.bucket, 1, MAX_BUCKET)
 
     @property
-    def unbiased(self) -> bool:
-        return True
+    def traits(self) -> Traits:
+        return Traits(unbiased=True)
 
     def key_of(self, key: Key) -> int:
         return key.shared

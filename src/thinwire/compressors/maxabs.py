@@ -1,4 +1,4 @@
-"""Symmetric quantisation in steps of the largest magnitude: AQ-SGD's."""
+"""Symmetric quantisation in steps of the largest magnitude."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
-from thinwire.compressors.base import Compressor
-from thinwire.compressors.bucketed import MAX_BUCKET, Bucketed
-from thinwire.compressors.checks import check_choice, check_int
+from thinwire.compressors._core.bucketed import MAX_BUCKET, Bucketed
+from thinwire.compressors._core.checks import check_choice, check_int
+from thinwire.compressors._core.compressor import Compressor
+from thinwire.compressors._core.traits import Traits
 from thinwire.kernels import Format
 
 
 @dataclass(frozen=True)
 class MaxAbs(Bucketed):
-    """Max-abs quantiser (S0, section 4.1): ``a = max|x|``, levels −L..L with ``L = 2^(bits−1) − 1``,
-    ``code = floor(L·x/a + u)``, received as ``a·code/L``. Zero is a level and the grid is symmetric.
+    """Max-abs quantiser (AQ-SGD, Wang et al. 2022, section 4.1): ``a = max|x|``, levels −L..L with
+    ``L = 2^(bits−1) − 1``, ``code = floor(L·x/a + u)``, decoded to ``a·code/L``. Zero is a level.
 
-    ``scale`` says what shares an ``a``: a ``bucket`` of so many elements, a ``row`` (the last axis), a ``channel`` (all
-    of one index of the first axis) or the ``layer``. ``midrise=True`` is the seed's wording: ``2^bits`` intervals on
-    [−a, a], received as their midpoints, without a zero; its outermost values saturate. Stochastic rounding is
-    unbiased, as the seed's Theorem 3.1 asks; its authors' code rounds to nearest. Costs ``bits + 32/bucket`` bits.
+    The scale ``a`` is shared by a ``bucket`` of consecutive elements, a ``row`` (the last axis), a ``channel`` (one
+    index of the first axis) or the ``layer``. ``midrise=True`` is the paper's description: ``2^bits`` intervals on
+    [−a, a], decoded to their midpoints, so that zero is no level and the outermost values saturate. Stochastic rounding
+    is unbiased, as Theorem 3.1 requires; the authors' code rounds to nearest. By default, gradients are rounded
+    stochastically, and weights and deltas as in `rounded_for`. Costs ``bits + 32/bucket`` bits an element.
     """
 
     spec_name: ClassVar[str] = "maxabs"
@@ -29,22 +31,19 @@ class MaxAbs(Bucketed):
     bits: int = field(default=4, metadata={"shown": True})
     scale: Literal["bucket", "row", "channel", "layer"] = "bucket"
     bucket: int = field(default=128, metadata={"shown": True})
-    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    rounding: Literal["auto", "stochastic", "nearest"] = "auto"
     midrise: bool = False
 
     def __post_init__(self) -> None:
         check_int("bits", self.bits, 1 if self.midrise else 2, 8)
         check_choice("scale", self.scale, ("bucket", "row", "channel", "layer"))
         check_int("bucket", self.bucket, 1, MAX_BUCKET)
-        check_choice("rounding", self.rounding, ("stochastic", "nearest"))
+        if self.rounding != "auto":
+            check_choice("rounding", self.rounding, ("stochastic", "nearest"))
 
     @property
-    def unbiased(self) -> bool:
-        return self.rounding == "stochastic" and not self.midrise
-
-    @property
-    def keeps_constants(self) -> bool:
-        return not self.midrise
+    def traits(self) -> Traits:
+        return Traits(unbiased=self.rounding != "nearest" and not self.midrise, keeps_constants=not self.midrise)
 
     def fit(self, shape: Sequence[int]) -> Compressor:
         if self.scale in ("bucket", "layer"):
@@ -54,4 +53,5 @@ class MaxAbs(Bucketed):
 
     def make_format(self) -> Format:
         bucket = self.bucket if self.scale == "bucket" else 2**40
-        return Format(self.bits, bucket, scheme="maxabs", rounding=self.rounding, midrise=self.midrise)
+        rounding = "nearest" if self.rounding == "nearest" else "stochastic"
+        return Format(self.bits, bucket, scheme="maxabs", rounding=rounding, midrise=self.midrise)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from thinwire.compressors.bucketed import MAX_BUCKET, Bucketed
-from thinwire.compressors.checks import check_choice, check_int
+from thinwire.compressors._core.bucketed import MAX_BUCKET, Bucketed
+from thinwire.compressors._core.checks import check_choice, check_int
+from thinwire.compressors._core.traits import Traits
 from thinwire.kernels import Format
 
 
@@ -16,25 +17,27 @@ class MinMax(Bucketed):
 
     Per bucket of ``bucket`` consecutive elements: ``unit = (max − min)/(2^bits − 1)``,
     ``code = floor((x − min)/unit + u)`` with ``u`` uniform in [0, 1) (stochastic, unbiased) or ½ (nearest),
-    received as ``min + code · unit``. Costs ``bits + 64/bucket`` bits an element.
+    decoded to ``min + code · unit``. Costs ``bits + 64/bucket`` bits an element. By default, gradients are rounded
+    stochastically, and weights and deltas as in `rounded_for`.
 
-    A bucket that holds NaN or Inf, or whose range overflows fp32, is received as NaN throughout.
+    A bucket that holds NaN or Inf, or whose range overflows fp32, is decoded to NaN throughout.
     """
 
     spec_name: ClassVar[str] = "minmax"
 
     bits: int = field(default=4, metadata={"shown": True})
     bucket: int = field(default=128, metadata={"shown": True})
-    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    rounding: Literal["auto", "stochastic", "nearest"] = "auto"
 
     def __post_init__(self) -> None:
         check_int("bits", self.bits, 1, 8)
         check_int("bucket", self.bucket, 1, MAX_BUCKET)
-        check_choice("rounding", self.rounding, ("stochastic", "nearest"))
+        if self.rounding != "auto":
+            check_choice("rounding", self.rounding, ("stochastic", "nearest"))
 
     @property
-    def unbiased(self) -> bool:
-        return self.rounding == "stochastic"
+    def traits(self) -> Traits:
+        return Traits(unbiased=self.rounding != "nearest")
 
     def make_format(self) -> Format:
-        return Format(self.bits, self.bucket, rounding=self.rounding)
+        return Format(self.bits, self.bucket, rounding="nearest" if self.rounding == "nearest" else "stochastic")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from thinwire.compressors.bucketed import Bucketed, bucket_elements, check_bucket
-from thinwire.compressors.checks import check_choice, check_int
+from thinwire.compressors._core.bucketed import Bucketed, bucket_elements, check_bucket
+from thinwire.compressors._core.checks import check_choice, check_int
+from thinwire.compressors._core.traits import Traits
 from thinwire.kernels import Format
 
 _MAX_LEVELS = 127
@@ -17,8 +18,8 @@ class QSGD(Bucketed):
     """Norm-scaled QSGD (Alistarh et al. 2017; thesis, section 2.2.3): ``‖v‖ · sign(x) · ℓ/s``,
     ``ℓ = floor(s·|x|/‖v‖ + u)``, per bucket, with ``s = 2^(bits−1) − 1`` steps on each side of zero.
 
-    ``levels`` gives s instead of ``bits`` (S4, C.1: 64, with the whole layer as bucket). Sign and step are one code, so
-    the rounding of a value and of its negative are one draw apart; in distribution it is the formula. Unbiased. Costs
+    ``levels`` sets s instead of ``bits`` (IntSGD, section C.1: 64, with the layer as bucket). A code holds sign and
+    step together, so x and −x round with different draws, but with the distribution of the formula. Unbiased. Costs
     ``bits + 32/bucket`` bits an element.
     """
 
@@ -36,17 +37,10 @@ class QSGD(Bucketed):
         check_int("levels (0: those of bits)", self.levels, 0, _MAX_LEVELS)
 
     @property
-    def unbiased(self) -> bool:
-        return True
-
-    @property
-    def keeps_constants(self) -> bool:
-        return self.norm == "linf"
-
-    @property
-    def contracts(self) -> bool:
-        # Rounding between steps of unit ‖v‖/s errs by at most unit/2 in standard deviation, on each of the bucket.
-        return self.norm == "linf" or bucket_elements(self.bucket) < 4 * self._steps**2
+    def traits(self) -> Traits:
+        # Rounding in steps of ‖v‖/s errs by up to half a step in standard deviation, on each element of the bucket.
+        contracts = self.norm == "linf" or bucket_elements(self.bucket) < 4 * self._steps**2
+        return Traits(unbiased=True, keeps_constants=self.norm == "linf", contracts=contracts)
 
     @property
     def _steps(self) -> int:

@@ -1,88 +1,79 @@
-"""Random sparsification: all ranks pick the same elements, so no index travels."""
+"""Random sparsification: all ranks choose the same elements, so that no indices are sent."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from thinwire.compressors.base import Summed
-from thinwire.compressors.checks import check_share, not_finite
-from thinwire.compressors.pieces import Key, Part, Piece, State
+from thinwire.compressors._core.calls import SumCall
+from thinwire.compressors._core.checks import not_finite
+from thinwire.compressors._core.mixins import Scheduled
+from thinwire.compressors._core.schedule import Density, check_density, density_at
+from thinwire.compressors._core.segments import Piece
+from thinwire.compressors._core.summed import Subtract, Summed, SumShape
+from thinwire.compressors._core.traits import Traits
 from thinwire.kernels import derive_key, sample_indices, site_id
 
 
 @dataclass(frozen=True)
-class RandK(Summed):
-    """``ceil(density · d)`` elements of each layer, drawn anew each step by a key that all ranks share, added in fp32.
+class RandK(Summed, Scheduled):
+    """Random-k: ``k = ceil(density · d)`` of the d elements of each layer (Stich et al. 2018), added in fp32.
 
-    Scaled by d/k the result is unbiased; inside error feedback it must not be (``scaled=False``, which ``ef`` sets).
-    One more element says whether the layer held NaN or Inf where nobody looked.
+    The elements are drawn in each step from a key that all ranks share. Scaling by d/k makes the result unbiased; in
+    error feedback it would diverge, so ``ef`` sets ``scaled=False``. One more element is NaN if the layer held NaN or
+    Inf, so that those are received even where they were not drawn. ``density`` may be a schedule, as of `TopK`.
     """
 
     spec_name: ClassVar[str] = "randk"
 
-    density: float = field(default=0.01, metadata={"shown": True})
+    density: Density = field(default=0.01, metadata={"shown": True})
     scaled: bool = True
 
     def __post_init__(self) -> None:
-        check_share("density", self.density)
+        check_density(self.density)
 
     @property
-    def dense(self) -> bool:
-        return self.density == 1
+    def traits(self) -> Traits:
+        return Traits(unbiased=self.scaled, dense=self.density == 1)
 
-    @property
-    def unbiased(self) -> bool:
-        return self.scaled
+    def at_step(self, step: int, learning_rate: float | None) -> RandK:
+        return replace(self, density=density_at(self.density, step)) if isinstance(self.density, tuple) else self
 
-    def part_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.float32
-
-    def part_numel(self, round: int, shape: Sequence[int]) -> int:
+    def sums(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[SumShape, ...]:
         numel = math.prod(shape)
-        return self._k(numel) + 1 if numel else 0
+        return (SumShape(self._k(numel) + 1 if numel else 0, torch.float32),)
 
-    def part(
-        self,
-        round: int,
-        x: Tensor,
-        parts: Sequence[Part],
-        out: Tensor,
-        *,
-        key: Key,
-        scale: float,
-        state: State | None = None,
-    ) -> None:
-        for piece, where in parts:
+    def rounds(self, x: Tensor, y: Tensor, call: SumCall) -> Generator[None, None, Subtract]:
+        (buffer,) = call.buffers
+        chosen = [(piece, where, self._indices(piece, call.key.shared, x)) for piece, where in call.parts[0]]
+        for piece, where, indices in chosen:
             if piece.numel:
-                values, k = x[piece.elements], self._k(piece.numel)
-                picked = values[self._indices(piece, k, key.shared, values)].float()
-                out[where][:k] = picked * (scale * piece.numel / k if self.scaled else scale)
-                out[where][k] = not_finite(values)
+                values, mine = x[piece.elements], buffer[where]
+                by = call.scale * piece.numel / indices.numel() if self.scaled else call.scale
+                mine[:-1] = values[indices].float() * by
+                mine[-1] = not_finite(values)
+        yield
+        for piece, where, indices in chosen:
+            if piece.numel:
+                values, total = y[piece.elements], buffer[where]
+                values.copy_(total[-1].expand_as(values))
+                values[indices] = (total[:-1] + total[-1]).to(y.dtype)
 
-    def absorb(
-        self,
-        round: int,
-        total: Tensor,
-        x: Tensor,
-        parts: Sequence[Part],
-        *,
-        key: Key,
-        state: State | None = None,
-    ) -> None:
-        for piece, where in parts:
-            if piece.numel:
-                k, values, mine = self._k(piece.numel), x[piece.elements], total[where]
-                values.copy_(mine[k].expand_as(values))
-                values[self._indices(piece, k, key.shared, values)] = (mine[:k] + mine[k]).to(x.dtype)
+        def subtract(rest: Tensor) -> None:
+            for piece, _, indices in chosen:
+                values = rest[piece.elements]
+                by = piece.numel / max(1, indices.numel()) if self.scaled else 1.0
+                values[indices] -= values[indices] * by
+
+        return subtract
 
     def _k(self, numel: int) -> int:
-        return min(numel, math.ceil(self.density * numel))
+        return min(numel, math.ceil(density_at(self.density, 0) * numel))
 
-    def _indices(self, piece: Piece, k: int, key: int, like: Tensor) -> Tensor:
-        return sample_indices(piece.numel, k, derive_key(key, site_id(piece.name)), like)
+    def _indices(self, piece: Piece, key: int, like: Tensor) -> Tensor:
+        return sample_indices(piece.numel, self._k(piece.numel), derive_key(key, site_id(piece.name)), like)

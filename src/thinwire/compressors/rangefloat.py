@@ -1,4 +1,4 @@
-"""A float format made for a range: few bits, all of them used."""
+"""A float format for a given range, which uses all of its codes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors.base import Coded, Count
-from thinwire.compressors.checks import check_choice, check_int
+from thinwire.compressors._core.calls import CodecCall
+from thinwire.compressors._core.checks import check_choice, check_int
+from thinwire.compressors._core.coded import Coded
+from thinwire.compressors._core.compressor import Count
+from thinwire.compressors._core.mixins import Learned, Saturating
+from thinwire.compressors._core.segments import Segments
+from thinwire.compressors._core.slots import Slot
+from thinwire.compressors._core.traits import Traits
 from thinwire.compressors.natural import saturated
-from thinwire.compressors.pieces import Key, Segments, Slot, State
 from thinwire.kernels import rangefloat_eps
 
 _HEADROOM = 2.0
@@ -24,13 +29,13 @@ _FORMAT = Slot("format", shape=lambda layer: (2,), shared=True, learned=True)
 
 
 @dataclass(frozen=True)
-class RangeFloat(Coded):
-    """Range-based float (S3, section 3.2.1, Algorithm 1): ``bits`` bits, of which ``mantissa`` are kept of a float's.
+class RangeFloat(Coded, Learned, Saturating):
+    """Range-based float (Wang et al. 2020, section 3.2.1, Algorithm 1): ``bits`` bits, ``mantissa`` of them mantissa.
 
-    What is left numbers exponents down from the range's upper end, so that the smallest magnitude ``eps`` follows in
-    closed form; below it a value is zero (rounding decides), above the range it saturates, and is counted.
-    ``range=auto`` takes twice the largest magnitude of the layer's gradient, as seen in the first step and a few times
-    later; ``range=1.0`` fixes it as the seed's experiments do. ``mantissa=auto`` takes what errs least on a sample.
+    The other bits number exponents downwards from the upper end of the range, so that the smallest magnitude ``eps``
+    has a closed form. Values below it round to ``eps`` or zero; values above the range saturate and are counted.
+    ``range=auto`` is twice the largest magnitude of the layer's gradient, measured before the steps ``learn_at``;
+    ``range=1.0`` fixes it, as in the paper's experiments. ``mantissa=auto`` has the least squared error on a sample.
     """
 
     spec_name: ClassVar[str] = "rangefloat"
@@ -51,16 +56,10 @@ class RangeFloat(Coded):
             rangefloat_eps(self.bits, self.mantissa, 1.0 if self.range == "auto" else self.range)
 
     @property
-    def unbiased(self) -> bool:
-        return self.rounding == "stochastic" and self.range == "auto"
-
-    @property
-    def keeps_constants(self) -> bool:
-        return False
-
-    @property
-    def largest(self) -> float:
-        return math.inf if self.range == "auto" else float(self.range)
+    def traits(self) -> Traits:
+        unbiased = self.rounding == "stochastic" and self.range == "auto"
+        largest = math.inf if self.range == "auto" else float(self.range)
+        return Traits(unbiased=unbiased, keeps_constants=False, largest=largest)
 
     @property
     def grain(self) -> int:
@@ -78,7 +77,7 @@ class RangeFloat(Coded):
         return {_FORMAT.name: torch.tensor(self.chosen(values))}
 
     def chosen(self, values: Tensor) -> tuple[float, float]:
-        """Range and mantissa bits for a layer with such values."""
+        """Return the range and the bits of mantissa for a layer with these ``values`` (flat, fp32)."""
         finite = values[torch.isfinite(values)]
         top = float(finite.abs().max()) * _HEADROOM if finite.numel() else 1.0
         top = min(max(top, _LEAST_RANGE), _MOST_RANGE) if self.range == "auto" else float(self.range)
@@ -87,28 +86,28 @@ class RangeFloat(Coded):
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return kernels.rangefloat_bytes(numel, self.bits)
 
-    def encode(self, x: Tensor, segments: Segments, message: Tensor, *, key: Key, state: State | None = None) -> None:
+    def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
         if self.learns_at:
-            assert state is not None, "a range that is learned is kept in a slot"
-            params = torch.stack([state.layers[piece.name].now[_FORMAT.name] for piece in segments.pieces])
+            assert call.state is not None, "a range that is learned is kept in a slot"
+            params = torch.stack([call.state.layers[piece.name].now[_FORMAT.name] for piece in call.pieces])
         else:
-            params = segments.table.kept((self, x.device), lambda: self._params(len(segments)).to(x.device))
+            params = call.table.kept((self, x.device), lambda: self._params(len(call.segments)).to(x.device))
         kernels.rangefloat_encode(
-            x, segments.table, message, params, bits=self.bits, rounding=self.rounding, key=key.own
+            x, call.table, message, params, bits=self.bits, rounding=self.rounding, key=call.key.own
         )
 
     def _params(self, num_segments: int) -> Tensor:
         return torch.tensor([[float(self.range), float(self.mantissa)]]).repeat(num_segments, 1)
 
-    def decode(self, message: Tensor, segments: Segments, y: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
-        kernels.rangefloat_decode(message, segments.table, y, bits=self.bits, add=add, scale=scale)
+    def decode(self, message: Tensor, y: Tensor, call: CodecCall, *, add: bool = False) -> None:
+        kernels.rangefloat_decode(message, call.table, y, bits=self.bits, add=add, scale=call.scale)
 
     def limits(self, message: Tensor, segments: Segments) -> tuple[Count, Count]:
         return saturated(message, segments), 0
 
 
 def best_mantissa(values: Tensor, top: float, bits: int, rounding: str) -> int:
-    """Mantissa bits with which ``values`` (flat, finite) lose least, in the square, on a sample of them."""
+    """Return the bits of mantissa with the least squared error on a sample of ``values`` (flat, finite)."""
     sample = values[:: max(1, values.numel() // _SAMPLE)].float().contiguous()
     table = kernels.Table(torch.tensor([[0, sample.numel(), 0, 0, 0]]))
     message = torch.zeros(kernels.rangefloat_bytes(sample.numel(), bits), dtype=torch.uint8, device=values.device)

@@ -1,4 +1,4 @@
-"""Layers that travel as they are."""
+"""Layers in full precision."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors.base import Coded
-from thinwire.compressors.pieces import Key, Segments, State
+from thinwire.compressors._core.calls import CodecCall
+from thinwire.compressors._core.coded import Coded
+from thinwire.compressors._core.plain import Plain
+from thinwire.compressors._core.traits import Traits
 
 
 @dataclass(frozen=True)
 class Raw(Coded):
-    """The values themselves, in the gradient's own dtype; summed in fp32 by the owner.
+    """The gradient in its own dtype; the owner of a chunk sums in fp32.
 
-    Biases, norms and small layers ride in the message of their bucket like this. If the whole plan is raw, gradients go
-    by a native all-reduce instead, as without thinwire.
+    Biases, norms and small layers are sent like this, in the same messages as compressed layers. If the whole plan is
+    raw, gradients are reduced by a native all-reduce instead, as without thinwire.
     """
 
     spec_name: ClassVar[str] = "raw"
 
     @property
-    def unbiased(self) -> bool:
-        return True
+    def traits(self) -> Traits:
+        return Traits(unbiased=True)
 
     @property
     def grain(self) -> int:
@@ -35,43 +37,44 @@ class Raw(Coded):
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return kernels.align(numel * dtype.itemsize)
 
-    def encode(self, x: Tensor, segments: Segments, message: Tensor, *, key: Key, state: State | None = None) -> None:
-        kernels.raw_encode(x, segments.table, message)
+    def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
+        kernels.raw_encode(x, call.table, message)
 
-    def decode(
-        self,
-        message: Tensor,
-        segments: Segments,
-        y: Tensor,
-        *,
-        add: bool = False,
-        scale: float = 1.0,
-    ) -> None:
+    def decode(self, message: Tensor, y: Tensor, call: CodecCall, *, add: bool = False) -> None:
         """As `Coded.decode`; the message holds values of the dtype of ``y``."""
-        kernels.raw_decode(message, segments.table, y, add=add, scale=scale)
+        kernels.raw_decode(message, call.table, y, add=add, scale=call.scale)
 
     def roundtrip(self, x: Tensor, key: int = 0) -> Tensor:
         if not x.dtype.is_floating_point:
             raise TypeError(f"gradients are floating-point, not {x.dtype}")
         return x.detach().to(torch.float32, copy=True)
 
-    def reduce(
-        self,
-        messages: Sequence[Tensor],
-        own: Tensor,
-        segments: Segments,
-        out_message: Tensor,
-        y: Tensor,
-        *,
-        key: Key,
-        scale: float,
-        state: State | None = None,
-    ) -> None:
-        # Only the raw segments are touched: a copy of the whole flat tensor would cost more than the sum.
-        kernels.raw_sum(messages, own, segments.table, y, scale=scale, out_message=out_message)
+    def reduce(self, messages: Sequence[Tensor], own: Tensor, out_message: Tensor, y: Tensor, call: CodecCall) -> None:
+        # In place, because a copy of the flat tensor would take longer than the sum.
+        kernels.raw_sum(messages, own, call.table, y, scale=call.scale, out_message=out_message)
 
-    def add_up(
-        self, messages: Sequence[Tensor], own: Tensor, segments: Segments, total: Tensor, *, scale: float
-    ) -> None:
+    def add_up(self, messages: Sequence[Tensor], own: Tensor, total: Tensor, call: CodecCall) -> None:
         """As `Coded.add_up`; messages hold values of the dtype of ``total``, and the sum is taken in fp32."""
-        kernels.raw_sum(messages, own, segments.table, total, scale=scale)
+        kernels.raw_sum(messages, own, call.table, total, scale=call.scale)
+
+    def mean(self, messages: Sequence[Tensor], y: Tensor, call: CodecCall) -> None:
+        """As `Coded.mean`; messages hold values of the dtype of ``y``, and the sum is taken in fp32."""
+        kernels.raw_decode(messages[0], call.table, y)
+        kernels.raw_sum(messages[1:], y, call.table, y, scale=call.scale)
+
+
+@dataclass(frozen=True)
+class RawSum(Plain):
+    """`Raw` in a plan whose other compressors are all summed: layers join the sums instead of needing messages.
+
+    The handle puts it in; it has no spec.
+    """
+
+    spec_name: ClassVar[str] = "rawsum"
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(unbiased=True)
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from thinwire.compressors.bucketed import Bucketed, bucket_elements, check_bucket
+from thinwire.compressors._core.bucketed import Bucketed, bucket_elements, check_bucket
+from thinwire.compressors._core.traits import Traits
 from thinwire.kernels import Format
 
 
@@ -30,12 +31,8 @@ class TernGrad(Bucketed):
             raise ValueError(f"clip must be 0 (none) or a positive number of root mean squares, not {self.clip!r}")
 
     @property
-    def unbiased(self) -> bool:
-        return self.clip == 0
-
-    @property
-    def contracts(self) -> bool:
-        return False
+    def traits(self) -> Traits:
+        return Traits(unbiased=self.clip == 0, contracts=False)
 
     def make_format(self) -> Format:
         return Format(2, bucket_elements(self.bucket), scheme="maxabs", levels=1, clip=float(self.clip))

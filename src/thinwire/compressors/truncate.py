@@ -1,26 +1,27 @@
-"""The thesis's synthetic probe of what compression could buy at all (section 3.2, Figure 3.1)."""
+"""An upper bound of what compression can gain (thesis, section 3.2, Figure 3.1)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from thinwire.compressors.base import Summed
-from thinwire.compressors.checks import not_finite
-from thinwire.compressors.pieces import Key, Part, State
+from thinwire.compressors._core.calls import SumCall
+from thinwire.compressors._core.checks import not_finite
+from thinwire.compressors._core.summed import Subtract, Summed, SumShape
+from thinwire.compressors._core.traits import Traits
 
 
 @dataclass(frozen=True)
 class Truncate(Summed):
-    """The first ``d/γ`` elements of each layer, added as they are; the others are received as zero.
+    """The first ``d/γ`` of the d elements of each layer, added in the gradient's dtype; the others arrive as zero.
 
-    It compresses at no cost in time, and ruins training: what it measures is how fast a step would be if ``γ`` times
-    fewer bytes travelled. One more element says whether the layer held NaN or Inf.
+    It takes no time and ruins training. It measures how fast a step would be if ``γ`` times fewer bytes were sent. One
+    more element is NaN if the layer held NaN or Inf.
     """
 
     spec_name: ClassVar[str] = "truncate"
@@ -32,51 +33,27 @@ class Truncate(Summed):
             raise ValueError(f"gamma must be at least 1, not {self.gamma!r}: how many times fewer elements are sent")
 
     @property
-    def dense(self) -> bool:
-        return self.gamma == 1
+    def traits(self) -> Traits:
+        return Traits(unbiased=self.gamma == 1, dense=self.gamma == 1)
 
-    @property
-    def unbiased(self) -> bool:
-        return self.gamma == 1
-
-    def part_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
-    def part_numel(self, round: int, shape: Sequence[int]) -> int:
+    def sums(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[SumShape, ...]:
         numel = math.prod(shape)
-        return math.ceil(numel / self.gamma) + 1 if numel else 0
+        return (SumShape(math.ceil(numel / self.gamma) + 1 if numel else 0, dtype),)
 
-    def part(
-        self,
-        round: int,
-        x: Tensor,
-        parts: Sequence[Part],
-        out: Tensor,
-        *,
-        key: Key,
-        scale: float,
-        state: State | None = None,
-    ) -> None:
-        for piece, where in parts:
-            mine = out[where]
-            if mine.numel():
-                values = x[piece.elements]
-                torch.mul(values[: mine.numel() - 1], scale, out=mine[:-1])
-                mine[-1] = not_finite(values)
+    def rounds(self, x: Tensor, y: Tensor, call: SumCall) -> Generator[None, None, Subtract]:
+        (buffer,) = call.buffers
+        parts = [(x[piece.elements], y[piece.elements], buffer[where]) for piece, where in call.parts[0] if piece.numel]
+        for given, _, mine in parts:
+            mine[:-1].copy_(given[: mine.numel() - 1] * call.scale)
+            mine[-1] = not_finite(given)
+        yield
+        for _, received, total in parts:
+            received[: total.numel() - 1] = total[:-1] + total[-1]
+            received[total.numel() - 1 :] = total[-1]
 
-    def absorb(
-        self,
-        round: int,
-        total: Tensor,
-        x: Tensor,
-        parts: Sequence[Part],
-        *,
-        key: Key,
-        state: State | None = None,
-    ) -> None:
-        for piece, where in parts:
-            mine = total[where]
-            if mine.numel():
-                values = x[piece.elements]
-                values[: mine.numel() - 1] = mine[:-1] + mine[-1]
-                values[mine.numel() - 1 :] = mine[-1]
+        def subtract(rest: Tensor) -> None:
+            for piece, where in call.parts[0]:
+                sent = rest[piece.elements][: max(0, where.stop - where.start - 1)]
+                sent.sub_((sent * call.scale).to(buffer.dtype).float(), alpha=1.0 / call.scale)
+
+        return subtract

@@ -1,1 +1,1 @@
-"""Is a training bound by its communication, and what would help? Measures, foretells, advises."""
+"""Is a training bound by its communication, and what would help? Measures, predicts, advises."""

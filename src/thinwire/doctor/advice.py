@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
-from thinwire.doctor.choices import Care, Choice, Prediction
 from thinwire.doctor.measure import Measured
+from thinwire.doctor.settings import Care, Prediction, Setting
 
 HARMLESS_SHARE = 0.05
 """Of a step: where less waits for communication, nothing is worth doing."""
 LEAST_GAIN = 0.05
-"""Of a step, that a choice must be faster by to be advised."""
+"""Of a step, that a setting must be faster by to be advised."""
 _CLOSE = 1.05
+_TRUSTED = 0.15
+"""By how much the prediction of a step as it is may be off before the others are in doubt."""
 _ONE_BUCKET_BYTES = 4 << 20
 
 
@@ -24,12 +26,12 @@ class Advice:
     title: str
     why: str
     lines: tuple[str, ...] = ()
-    choice: Choice | None = None
+    setting: Setting | None = None
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What doctor says."""
+    """The advice of doctor."""
 
     sentence: str
     advice: tuple[Advice, ...]
@@ -44,18 +46,35 @@ _CARE = {
     Care.ROUNDED: "gradients in 16 bits, exact enough for nearly everything",
     Care.KEPT: "kept the loss in the comparisons of the README",
     Care.BATCH: "a larger batch between two updates, so the learning rate may want another value",
+    Care.LOCAL: "workers train alone in between: compare the loss at the end of a training (docs/local.md)",
     Care.CHECK: "may change the loss: try it with `thinwire compare` first",
 }
 
 
 def verdict(measured: Measured, predictions: Sequence[Prediction]) -> Verdict:
-    """From measured steps, where today is known, and from predictions, where it is not."""
+    """From measured steps, where today is known, and from predictions, where it is not; with the doubts about these."""
+    found = _verdict(measured, predictions)
+    return replace(found, sentence=found.sentence + doubt(found.today, predictions))
+
+
+def doubt(today: float, predictions: Sequence[Prediction]) -> str:
+    """A sentence about how far off the prediction of a step as it is comes out; empty if it is close."""
+    off = next((p.step.value / today - 1 for p in predictions if p.setting.is_today), 0.0)
+    if abs(off) <= _TRUSTED:
+        return ""
+    return (
+        f" In doubt: the same prediction of a step as it is comes out {off:+.0%} off the measured one, so something "
+        "here, other work or other traffic, is not in the measurements."
+    )
+
+
+def _verdict(measured: Measured, predictions: Sequence[Prediction]) -> Verdict:
     watched = measured.watched
     today, share = median(watched.step_s), watched.exposed_share
     faster = [
         p
         for p in predictions
-        if not p.choice.is_today and p.step.high < today and p.step.value < (1 - LEAST_GAIN) * today
+        if not p.setting.is_today and p.step.high < today and p.step.value < (1 - LEAST_GAIN) * today
     ]
     ranked = _ranked(faster)
     advice = [_advice(p, today) for p in ranked]
@@ -77,7 +96,7 @@ def verdict(measured: Measured, predictions: Sequence[Prediction]) -> Verdict:
         return Verdict(sentence, (*advice, nothing), today)
     best = ranked[0]
     sentence = (
-        f"Bound by communication: {share:.0%} of a step ({today:.3g} s) waits for it. With {best.choice.title} a step "
+        f"Bound by communication: {share:.0%} of a step ({today:.3g} s) waits for it. With {best.setting.title} a step "
         f"would take {best.step.value:.3g} s ({best.step.low:.3g} to {best.step.high:.3g}), "
         f"{today / best.step.value:.1f} times as fast."
     )
@@ -96,15 +115,15 @@ def _nothing(share: float, *, bound: bool) -> str:
 
 def _ranked(faster: Sequence[Prediction]) -> list[Prediction]:
     """First, of those close to the fastest that keeps the loss, what changes training least; then by speed."""
-    safe = [p for p in faster if p.choice.care <= Care.KEPT]
-    by_speed = sorted(faster, key=lambda p: (p.choice.care > Care.KEPT, p.step.value))
+    safe = [p for p in faster if p.setting.care <= Care.KEPT]
+    by_speed = sorted(faster, key=lambda p: (p.setting.care > Care.KEPT, p.step.value))
     if not safe:
         return by_speed
     close = min(p.step.value for p in safe) * _CLOSE
-    first = min((p for p in safe if p.step.value <= close), key=lambda p: (p.choice.care, p.step.value))
+    first = min((p for p in safe if p.step.value <= close), key=lambda p: (p.setting.care, p.step.value))
     return [first, *(p for p in by_speed if p != first)]
 
 
 def _advice(p: Prediction, today: float) -> Advice:
-    why = f"{today / p.step.value:.1f} times as fast; {_CARE[p.choice.care]}"
-    return Advice(p.choice.title, why, p.choice.lines, p.choice)
+    why = f"{today / p.step.value:.1f} times as fast; {_CARE[p.setting.care]}"
+    return Advice(p.setting.title, why, p.setting.lines, p.setting)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +14,15 @@ import tyro
 from rich.console import Console
 
 from thinwire import lab
+from thinwire.compare.plots import need_matplotlib
 from thinwire.doctor import page, report
-from thinwire.doctor.choices import choices_of
-from thinwire.doctor.examine import Examination, Request, argv
-from thinwire.doctor.observe import LEAST_STEPS
+from thinwire.doctor.examine import LOOPBACK, Examination, Request, argv
+from thinwire.doctor.observer import LEAST_STEPS
 from thinwire.doctor.record import read, write
+from thinwire.doctor.settings import settings_with
 from thinwire.doctor.watched import DoctorError
 from thinwire.lab.units import parse_rate, parse_rates
-from thinwire.repro.plots import need_matplotlib
+from thinwire.results import OutputFile
 
 _USAGE, _UNAVAILABLE, _FAILED = 64, 69, 1
 _STDERR, _KILL_AFTER_S = 2, 20.0
@@ -32,23 +34,23 @@ def doctor(
     *,
     ranks: int = 2,
     ranks_per_node: int = 1,
-    rate: str | None = None,
-    rtt: str | None = None,
+    rate: Annotated[str | None, tyro.conf.arg(metavar="RATE")] = None,
+    rtt: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None,
     steps: int = 20,
     keep_running: bool = False,
     compressors: tuple[str, ...] = (),
-    line_rate: str | None = None,
-    price_per_hour: float | None = None,
-    samples_per_step: float | None = None,
-    tokens_per_step: float | None = None,
+    line_rate: Annotated[str | None, tyro.conf.arg(metavar="RATE")] = None,
+    price_per_hour: Annotated[float | None, tyro.conf.arg(metavar="PRICE")] = None,
+    samples_per_step: Annotated[float | None, tyro.conf.arg(metavar="NUMBER")] = None,
+    tokens_per_step: Annotated[float | None, tyro.conf.arg(metavar="NUMBER")] = None,
     timeout: float = 600.0,
-    json: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None,
-    html: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None,
+    json: OutputFile = None,
+    html: OutputFile = None,
 ) -> int:
     """Is this training bound by communication, and what would help?
 
     Under torchrun, on every rank: watches the DistributedDataParallel or FSDP2 model that a script trains, or a small
-    GPT where no script is given, measures links and processors, and foretells a step's time for each way of sending
+    GPT where no script is given, measures links and processors, and predicts the step time for each compressor of
     gradients. The script's numbers stay as they are; it is ended once enough was seen. Without torchrun it starts the
     ranks itself, on this machine: over loopback, or over the slow network that --rate asks for.
 
@@ -66,9 +68,9 @@ def doctor(
         rtt: Round-trip time to add to it, as 10ms.
         steps: Training steps to watch, half of them without overlap.
         keep_running: Let the script train on to its end afterwards.
-        compressors: Specs to foretell beside the usual ones, as "minmax(bits=3)".
+        compressors: Specs to predict beside the usual ones, as "minmax(bits=3)".
         line_rate: Rate that the line is made for, as 10gbit, where the system does not know.
-        price_per_hour: Of all ranks together: shows what a million samples or tokens cost with each choice.
+        price_per_hour: Of all ranks together: shows what a million samples or tokens cost with each setting.
         samples_per_step: That all ranks together take in a step, for the price.
         tokens_per_step: The same in tokens.
         timeout: Seconds after which ranks that doctor started are ended.
@@ -80,10 +82,11 @@ def doctor(
     try:
         if html is not None:
             need_matplotlib()
+            page.need_jinja2()
         _check_price(price_per_hour, samples_per_step, tokens_per_step)
         if steps < LEAST_STEPS:
             raise ValueError(f"--steps {steps}: at least {LEAST_STEPS}, half of them without overlap")
-        choices_of(compressors)
+        settings_with(compressors)
         request = Request(
             steps=steps,
             keep_running=keep_running,
@@ -137,10 +140,12 @@ def _examine_here(
         raise ValueError(f"--ranks {ranks}: at least 2, or nothing is sent")
     if ranks_per_node != 1 and rate is None and rtt is None:
         raise ValueError("--ranks-per-node is for an emulated network: give --rate or --rtt, too")
+    request = replace(request, progress=True)
+    sys.stderr.write(f"thinwire doctor: starting {ranks} ranks on this machine\n")
     with tempfile.TemporaryDirectory(prefix="thinwire-doctor-") as folder:
         path = Path(folder) / "answer.json"
         if rate is None and rtt is None:
-            code = _on_loopback(replace(request, link="loopback"), ranks, path, timeout)
+            code = _on_loopback(replace(request, link=LOOPBACK), ranks, path, timeout)
         else:
             line = min(parse_rates(rate, max(1, ranks // ranks_per_node))) / 8 if rate is not None else None
             asked = replace(request, line_rate=request.line_rate or line, link=f"{rate or 'unshaped'}, +{rtt or '0ms'}")

@@ -1,4 +1,4 @@
-"""One rank of an examination: watch a training, measure, foretell; rank 0 has the answer."""
+"""One rank of an examination: watch a training, measure, predict; rank 0 has the answer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ from typing import Any
 import torch.distributed as dist
 
 from thinwire.doctor.advice import verdict
-from thinwire.doctor.foretell import foretold, measure_for
-from thinwire.doctor.observe import WARM_UP, Observer
+from thinwire.doctor.measure import Measured, over_links_of
+from thinwire.doctor.observer import WARM_UP, Observer
+from thinwire.doctor.predict import measure_for, predict_step
+from thinwire.doctor.probe import StopScript, train_probe
 from thinwire.doctor.record import Prices, record
-from thinwire.doctor.script import Seen, run_script, train_probe
+from thinwire.doctor.settings import Care, Prediction, Setting, local_updates
 from thinwire.doctor.watched import DoctorError
 from thinwire.results import Results
+from thinwire.run.script import ScriptNotFound, run_script
+
+LOOPBACK = "loopback"
+OTHER_RATES = (125e6, 12.5e6)
+"""Bytes per second of links that steps on loopback are predicted for, too: 1 Gbit/s and 100 Mbit/s."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,7 @@ class Request:
     keep_running: bool = False
     """Let the script train on afterwards."""
     compressors: tuple[str, ...] = ()
-    """Specs to foretell, beside the usual ones."""
+    """Specs to predict, beside the usual ones."""
     line_rate: float | None = None
     """Bytes per second of the line, where it is known."""
     price_per_hour: float | None = None
@@ -38,7 +45,9 @@ class Request:
     script: tuple[str, ...] = ()
     """What python would run; none for the built-in training."""
     link: str = ""
-    """What the emulated network is."""
+    """What the emulated network is, or `LOOPBACK`."""
+    progress: bool = False
+    """Whether rank 0 reports on standard error what is under way."""
 
     @property
     def prices(self) -> Prices | None:
@@ -59,15 +68,17 @@ class Examination:
         """Run the training until enough was seen, or to its end.
 
         Raises:
-            DoctorError: too little was seen, or nothing that can be foretold.
+            DoctorError: too little was seen, or nothing that can be predicted.
         """
         request = self.request
-        with Observer(request.steps, self._done) as observer:
+        with Observer(request.steps, self._done, self._count) as observer:
             try:
                 if request.script:
                     run_script(request.script)
                 else:
                     train_probe()
+            except ScriptNotFound as error:
+                raise DoctorError(str(error)) from None
             except SystemExit as end:
                 # A script that fails by itself is that script's news.
                 if not self.finished and end.code not in (None, 0):
@@ -83,20 +94,44 @@ class Examination:
             )
         return self.answer
 
+    def _report(self, text: str) -> None:
+        """Show on rank 0 what is under way, where somebody waits for it."""
+        if self.request.progress and dist.get_rank() == 0:
+            sys.stderr.write(f"thinwire doctor: {text}\n")
+            sys.stderr.flush()
+
+    def _count(self, step: int, total: int) -> None:
+        if step in (0, total // 2):
+            self._report(f"watching training, step {step + 1} of {total}")
+
+    def _elsewhere(self, measured: Measured, settings: Sequence[Setting]) -> list[tuple[float, list[Prediction]]]:
+        """What slower links would make of this machine's steps, where it has no link to other machines itself."""
+        if self.request.link != LOOPBACK or measured.sharded:
+            return []
+        asked = [s for s in settings if s.times == 1 and not s.every and s.algorithm == "sra" and s.care <= Care.KEPT]
+        found = []
+        for rate in OTHER_RATES:
+            there = over_links_of(measured, rate)
+            found.append((rate, [predict_step(setting, there) for setting in (*asked, local_updates(there))]))
+        return found
+
     def _done(self, observer: Observer) -> None:
         request = self.request
-        measured, choices = measure_for(observer, request.compressors, request.line_rate)
+        self._report("measuring links and compressors")
+        measured, settings = measure_for(observer, request.compressors, request.line_rate)
         if dist.get_rank(observer.group) == 0:
-            predictions = [foretold(choice, measured) for choice in choices]
+            self._report("predicting steps")
+            predictions = [predict_step(setting, measured) for setting in settings]
             found = verdict(measured, predictions)
             about: dict[str, Any] = {
                 "script": list(request.script) or "a GPT of 4.8 million parameters, built in",
                 "link": request.link,
             }
-            self.answer = record(measured, predictions, found, about=about, prices=request.prices)
+            elsewhere = self._elsewhere(measured, settings)
+            self.answer = record(measured, predictions, found, about=about, prices=request.prices, elsewhere=elsewhere)
         self.finished = True
         if not request.keep_running:
-            raise Seen(0)
+            raise StopScript(0)
 
 
 def main(text: str, path: str) -> int:

@@ -13,18 +13,25 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.attach.devices import device_of, on_device
-from thinwire.attach.transports import bare_transport
 from thinwire.collectives import Transport, World, with_shared_memory
 from thinwire.compat import group_timeout
 from thinwire.compressors import Compressor
-from thinwire.doctor.observe import Observer
+from thinwire.doctor.observer import Observer
 from thinwire.doctor.watched import DoctorError, Watched
+from thinwire.integrations.devices import device_of, on_device
+from thinwire.integrations.transports import bare_transport
 from thinwire.plan.cost import codec_seconds
-from thinwire.plan.forecast import Links
-from thinwire.plan.forecast_sharded import ShardedPace, shares
-from thinwire.wire.link import Pair, find_nodes, measure_cores, measure_links, measure_pairs, shared_part
-from thinwire.wire.speeds import measure_codecs
+from thinwire.plan.forecast.links import Links
+from thinwire.plan.forecast.sharded import ShardedPace, shares
+from thinwire.runtime.probe import (
+    Pair,
+    find_nodes,
+    measure_codecs,
+    measure_cores,
+    measure_links,
+    measure_pairs,
+    shared_part,
+)
 
 _ROUTES = Path("/proc/net/route")
 _INTERFACES = Path("/sys/class/net")
@@ -57,12 +64,12 @@ class Measured:
 
     @property
     def crossings(self) -> float:
-        """Bytes that a rank sends for each byte of what travels uncompressed."""
+        """Bytes that a rank sends for each byte of an uncompressed buffer."""
         once = (self.num_ranks - 1) / self.num_ranks
         return once if self.sharded else 2 * once
 
     def codec_s(self, compressor: Compressor) -> float:
-        """Seconds that an element costs a rank each time it travels, encoded and decoded."""
+        """Seconds that an element costs a rank each time it is sent, for encoding and decoding."""
         encode, decode = self.codecs[compressor]
         if self.sharded:
             encoded, decoded = shares("all_gather", self.num_ranks)
@@ -74,7 +81,7 @@ def measure(observer: Observer, compressors: Collection[Compressor], line_rate: 
     """Measure links and codecs, between two steps and on every rank of the model's process group.
 
     Raises:
-        DoctorError: what was watched makes no steps that can be foretold.
+        DoctorError: what was watched makes no steps that can be predicted.
         TransportError: a rank is gone or silent.
     """
     watched, group = observer.result(), observer.group
@@ -91,7 +98,7 @@ def measure(observer: Observer, compressors: Collection[Compressor], line_rate: 
         pairs = measure_pairs(transport)
         nodes = find_nodes(transport)
         cores = measure_cores(transport)
-        # Coded messages take the way that thinwire.compress() would give them.
+        # Coded messages are sent by the transport that thinwire.compress() would use.
         transport = with_shared_memory(host, timeout) if device is None else transport
         # Hierarchies and unequal shares are for messages over the host.
         world = World(len(nodes), nodes) if device is None else None
@@ -118,8 +125,13 @@ def measure(observer: Observer, compressors: Collection[Compressor], line_rate: 
     )
 
 
+def over_links_of(measured: Measured, rate: float) -> Measured:
+    """The same training and processors over links of ``rate`` bytes per second each way."""
+    return replace(measured, links=tuple(links.at_rate(rate) for links in measured.links))
+
+
 def interface_name() -> str:
-    """The network interface that gloo is told to use, or that of the default route; empty if neither is known."""
+    """The network interface that gloo is configured to use, or that of the default route; empty if neither is known."""
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if named:
         return named

@@ -6,10 +6,11 @@ import io
 import re
 from typing import Any
 
+from thinwire.compare.plots import canvas
 from thinwire.lab.units import format_rate
-from thinwire.plan.forecast import Curve, Transfer, finish
-from thinwire.repro.fft.cost import minimal_ratio
-from thinwire.repro.plots import canvas
+from thinwire.plan.forecast.links import Curve
+from thinwire.plan.forecast.payoff import minimal_ratio
+from thinwire.plan.forecast.timeline import Transfer, finish
 
 _NOW, _FORETOLD, _WAIT, _READY = "#30343b", "#2f6fde", "#d9822b", "#9aa3ad"
 _STEADY = {"svg.fonttype": "none", "font.size": 11.0, "font.family": "sans-serif"}
@@ -18,7 +19,7 @@ _LEAST_RATIO, _MOST_RATIO = 1.0, 64.0
 
 
 def steps(about: dict[str, Any]) -> str:
-    """A step by choice, with its range; the measured one and the ceiling as lines."""
+    """A step by setting, with its range; the measured one and the ceiling as lines."""
     rows = about["predictions"]
     figure, (axes,) = _canvas(1.6 + 0.34 * len(rows), "seconds of a step")
     for i, row in enumerate(rows):
@@ -30,7 +31,7 @@ def steps(about: dict[str, Any]) -> str:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.06 * max(about["today_s"], *(row["high_s"] for row in rows)))
     axes.grid(visible=False, axis="y")
-    return _svg(figure, axes, "steps", "Predicted seconds of a step for each choice")
+    return _svg(figure, axes, "steps", "Predicted seconds of a step for each setting")
 
 
 def timeline(about: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What doctor found, as the JSON that every command writes: the terminal's tables and the page are made from it."""
+"""The results of an examination as JSON, from which the tables in the terminal and the page are made."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 from thinwire.compressors import Compressor, Raw
 from thinwire.doctor.advice import Verdict
-from thinwire.doctor.choices import Choice, Prediction, ceiling, plan_of
-from thinwire.doctor.choices_sharded import ShardedChoice, plan_for
 from thinwire.doctor.measure import Measured
-from thinwire.plan.forecast import Curve, Links
-from thinwire.plan.forecast_sharded import Move
-from thinwire.repro.fft.cost import minimal_ratio, useful_bandwidth
+from thinwire.doctor.settings import Prediction, Setting, ceiling, plan_of
+from thinwire.doctor.settings_sharded import ShardedSetting, plan_for
+from thinwire.plan.forecast.links import Curve, Links
+from thinwire.plan.forecast.payoff import minimal_ratio, useful_bandwidth
+from thinwire.plan.forecast.sharded import Move
 from thinwire.results import Results
-from thinwire.wire.link import Pair
+from thinwire.runtime.probe import Pair
 
 _HOUR_S = 3600.0
 
@@ -46,8 +46,18 @@ def record(
     *,
     about: dict[str, Any],
     prices: Prices | None = None,
+    elsewhere: Sequence[tuple[float, Sequence[Prediction]]] = (),
 ) -> Results:
-    """Everything that was measured and foretold. ``about``: what was trained, and over which link."""
+    """Everything that was measured and predicted.
+
+    Args:
+        measured: the training, the links and the processors.
+        predictions: a step with each setting, over these links.
+        verdict: what to do.
+        about: what was trained, and over which link.
+        prices: of a step, if they are known.
+        elsewhere: bytes per second of other links, and predictions over these.
+    """
     watched, links = measured.watched, _middle(measured.links)
     least = ceiling(measured)
     rows = [_prediction(p, prices) for p in predictions]
@@ -79,6 +89,9 @@ def record(
             "native": _curve(links.native),
             "exchange": _curve(links.exchange),
             "predictions": rows,
+            "elsewhere": [
+                {"rate": rate, "predictions": [_prediction(p, prices) for p in others]} for rate, others in elsewhere
+            ],
             "codecs": codecs,
             "prices": asdict(prices) if prices else None,
         },
@@ -106,9 +119,9 @@ def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def write(path: Path, found: dict[str, Any]) -> None:
+def write(path: Path, record_read: dict[str, Any]) -> None:
     """Write a record that was read."""
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    path.write_text(json.dumps(record_read, indent=1) + "\n")
 
 
 def _inside(pair: Pair, links: Links) -> bool:
@@ -127,40 +140,41 @@ def _curve(curve: Curve) -> dict[str, Any]:
 
 def _buckets(measured: Measured) -> list[dict[str, Any]]:
     """Of the middle one of the measured steps."""
-    paces, found = measured.watched.paces, []
+    paces, rows = measured.watched.paces, []
     for i, bucket in enumerate(paces[0].buckets):
         ready = median(pace.buckets[i].ready_s for pace in paces)
         alone = median(took[i] for took in measured.watched.bucket_s)
         kind = bucket.kind if isinstance(bucket, Move) else "all_reduce"
-        found.append({"kind": kind, "bytes": bucket.num_bytes, "ready_s": ready, "took_s": alone})
-    return found
+        rows.append({"kind": kind, "bytes": bucket.num_bytes, "ready_s": ready, "took_s": alone})
+    return rows
 
 
 def _prediction(p: Prediction, prices: Prices | None) -> dict[str, Any]:
     cost = None if prices is None else prices.per_million(p.step.value)
     return {
-        "title": p.choice.title,
-        "spec": p.choice.spec,
-        "topology": p.choice.topology,
-        "times": p.choice.times,
-        "care": p.choice.care.name.lower(),
+        "title": p.setting.title,
+        "spec": p.setting.spec,
+        "algorithm": p.setting.algorithm,
+        "times": p.setting.times,
+        "every": p.setting.every,
+        "care": p.setting.care.name.lower(),
         "step_s": p.step.value,
         "low_s": p.step.low,
         "high_s": p.step.high,
         "sent_bytes": p.sent_bytes,
         "wait_share": p.wait_share,
-        "lines": list(p.choice.lines),
+        "lines": list(p.setting.lines),
         "cost": cost,
     }
 
 
 def _codecs(measured: Measured, predictions: Sequence[Prediction], links: Links) -> list[dict[str, Any]]:
     """Each compressor's speed in bytes of fp32, and the ratio from which on one of its speed pays (S3, equation 4)."""
-    found = []
+    rows = []
     for p in predictions:
-        if p.choice.spec is None or p.choice.topology != "sra":
+        if p.setting.spec is None or p.setting.every or p.setting.algorithm != "sra":
             continue
-        compressor = _main(_compressors(p.choice, measured))
+        compressor = _main(_compressors(p.setting, measured))
         if compressor is None:
             continue
         encode, decode = measured.codecs[compressor]
@@ -169,9 +183,9 @@ def _codecs(measured: Measured, predictions: Sequence[Prediction], links: Links)
         bandwidth = links.native.bandwidth / measured.crossings
         ratio = minimal_ratio(bandwidth, both)
         uncompressed = sent_bytes_of_today(predictions)
-        found.append(
+        rows.append(
             {
-                "title": p.choice.title,
+                "title": p.setting.title,
                 "spec": str(compressor),
                 "encode": 4 / encode,
                 "decode": 4 / decode,
@@ -181,22 +195,22 @@ def _codecs(measured: Measured, predictions: Sequence[Prediction], links: Links)
                 "useful_bandwidth": useful_bandwidth(both) * measured.crossings,
             }
         )
-    return found
+    return rows
 
 
 def sent_bytes_of_today(predictions: Sequence[Prediction]) -> float:
     """By a rank in a step, without compression."""
-    return next(p.sent_bytes for p in predictions if p.choice.is_today)
+    return next(p.sent_bytes for p in predictions if p.setting.is_today)
 
 
-def _compressors(choice: Choice, measured: Measured) -> Iterable[Compressor]:
-    """Of layers, in the order in which they travel."""
-    if not isinstance(choice, ShardedChoice):
-        return plan_of(choice, measured).layers.values()
-    return plan_for(choice, measured.watched.shapes).layers.values()
+def _compressors(setting: Setting, measured: Measured) -> Iterable[Compressor]:
+    """Of layers, in the order in which they are sent."""
+    if not isinstance(setting, ShardedSetting):
+        return plan_of(setting, measured).layers.values()
+    return plan_for(setting, measured.watched.shapes).layers.values()
 
 
 def _main(compressors: Iterable[Compressor]) -> Compressor | None:
     """The one that is not raw, if there is one."""
-    found = [compressor for compressor in compressors if not isinstance(compressor, Raw)]
-    return max(found, key=found.count) if found else None
+    lossy = [compressor for compressor in compressors if not isinstance(compressor, Raw)]
+    return max(lossy, key=lossy.count) if lossy else None

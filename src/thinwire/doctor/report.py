@@ -1,4 +1,4 @@
-"""What doctor found, as tables in the terminal."""
+"""The report as tables in the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from rich.table import Table
 from thinwire.lab.units import format_bytes, format_rate
 
 _SHOWN = 5
-_TRUSTED = 0.15
 
 
 def duration(seconds: float) -> str:
@@ -20,32 +19,38 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
+def count(number: float, what: str) -> str:
+    """``1 core`` or ``2 cores``."""
+    return f"{number:g} {what}" if number == 1 else f"{number:g} {what}s"
+
+
 def show(console: Console, record: dict[str, Any]) -> None:
-    """Print the verdict, what to do, what each choice would come to, and what was measured."""
+    """Print the verdict, what to do, what each setting would come to, and what was measured."""
     about = record["about"]
     console.print(Panel(escape(about["verdict"]), title="[bold]thinwire doctor[/]", expand=False))
     for i, advice in enumerate(about["advice"][:_SHOWN], 1):
         console.print(f"{i}. [bold]{escape(advice['title'])}[/]: {escape(advice['why'])}")
-        # To paste the first one's: the page has all of them.
-        for line in advice["lines"] if i == 1 else ():
+        # All lines of the first one, to paste; of the others the call that differs.
+        calls = [line for line in advice["lines"] if "thinwire.compress(" in line]
+        for line in advice["lines"] if i == 1 else calls or advice["lines"]:
             console.print(f"       {line}", markup=False, highlight=False, soft_wrap=True)
-    if about["advice"][0]["lines"] and "thinwire" in about["advice"][0]["lines"][0]:
-        console.print("   and into the checkpoint: wire.state_dict()", style="dim")
     console.print(predictions(about))
+    if about["elsewhere"]:
+        console.print(elsewhere(about))
     console.print(links(about))
     console.print(codecs(about))
     console.print(escape(how(about)), style="dim")
 
 
 def predictions(about: dict[str, Any]) -> Table:
-    """A step of today's batch, by choice."""
+    """A step of today's batch, by setting."""
     table = Table(title="A step of the same batch", title_justify="left")
     heads = ["", "a step takes", "between", "speed-up", "waits", "sent"]
     if about["prices"]:
         heads.append(f"a million\n{about['prices']['unit']}")
     for column in heads:
         # Where it is narrow, names give way before figures do.
-        table.add_column(column, justify="left" if not column else "right", no_wrap=bool(column))
+        table.add_column(column, justify="left" if not column else "right", no_wrap=bool(column), overflow="fold")
     today = about["today_s"]
     measured = [duration(today), f"{duration(min(about['steps_s']))} – {duration(max(about['steps_s']))}", "1.00x"]
     cost = [""] if about["prices"] else []
@@ -58,7 +63,7 @@ def predictions(about: dict[str, Any]) -> Table:
             f"{row['wait_share']:.0%}",
             format_bytes(row["sent_bytes"]),
         ]
-        table.add_row(escape(row["title"]), *cells, *([f"{row['cost']:.4g}"] if about["prices"] else []))
+        table.add_row(_titled(row), *cells, *([f"{row['cost']:.4g}"] if about["prices"] else []))
     compute = about["compute_s"]
     table.add_row(
         "nothing sent",
@@ -71,6 +76,28 @@ def predictions(about: dict[str, Any]) -> Table:
         style="dim",
     )
     return table
+
+
+def elsewhere(about: dict[str, Any]) -> Table:
+    """The same steps over slower links, predicted."""
+    table = Table(title="A step over other links, predicted", title_justify="left")
+    table.add_column("", overflow="fold")
+    table.add_column("here", justify="right", no_wrap=True)
+    for other in about["elsewhere"]:
+        table.add_column(format_rate(8 * other["rate"]), justify="right", no_wrap=True)
+    here = {row["title"]: row["step_s"] for row in about["predictions"]}
+    for i, row in enumerate(about["elsewhere"][0]["predictions"]):
+        steps = [other["predictions"][i]["step_s"] for other in about["elsewhere"]]
+        today = [other["predictions"][0]["step_s"] for other in about["elsewhere"]]
+        gains = [f"{duration(s)} ({t / s:.1f}x)" for s, t in zip(steps, today, strict=True)]
+        table.add_row(_titled(row), duration(here[row["title"]]), *gains)
+    return table
+
+
+def _titled(row: dict[str, Any]) -> str:
+    """A setting's title, and its spec below it."""
+    title = escape(row["title"])
+    return title if not row["spec"] or row["spec"] == row["title"] else f"{title}\n[dim]{escape(row['spec'])}[/]"
 
 
 def links(about: dict[str, Any]) -> Table:
@@ -119,18 +146,10 @@ def how(about: dict[str, Any]) -> str:
     core = "no core is free for communication" if about["shared"] == 1 else "communication has cores of its own"
     if 0 < about["shared"] < 1:
         core = "communication takes part of the cores that compute"
-    foretold = next(row["step_s"] for row in about["predictions"] if row["title"] == "as it is")
-    off = foretold / about["today_s"] - 1
-    trust = ""
-    if abs(off) > _TRUSTED:
-        trust = (
-            f" Foretold like the others, a step as it is would be {off:+.0%} off what it takes: something here, other "
-            "work or other traffic, is not in the measurements, so trust the others no further."
-        )
     return (
-        f"{about['ranks']} ranks on {about['nodes']} node(s), {about['parameters']:,} parameters in "
-        f"{in_all}; {about['cores_each']:g} cores and {about['threads']} threads a rank, so "
+        f"{about['ranks']} ranks on {count(about['nodes'], 'node')}, {about['parameters']:,} parameters in "
+        f"{in_all}; {count(about['cores_each'], 'core')} and {count(about['threads'], 'thread')} a rank, so "
         f"{core}. {steps}: "
-        f"{duration(about['compute_s']['value'])} of computing. Now is measured; all else is foretold from these "
-        "steps, the links and the codecs. Ranges hold 90 % of what the measurements allow." + names + trust
+        f"{duration(about['compute_s']['value'])} of computing. Now is measured; all else is predicted from these "
+        "steps, the links and the codecs. Ranges hold 90 % of what the measurements allow." + names
     )

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from thinwire.plan.forecast import Bucket, Pace
-from thinwire.plan.forecast_sharded import Event, ShardedPace
+from thinwire.plan.forecast.ddp import Bucket, Pace
+from thinwire.plan.forecast.sharded import Event, ShardedPace
 
 
 class DoctorError(Exception):
-    """Nothing can be said about this training; the message says what to do."""
+    """This training cannot be examined; the message says what to do."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Watched:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the layers that travel, by name."""
+        """Of the layers that are sent, by name."""
         return {name: shape for bucket in self.paces[0].buckets for name, shape in bucket.layers}
 
     @property
@@ -82,7 +82,7 @@ class Watcher(Protocol):
         ...
 
 
-class Eyes(Protocol):
+class StepObserver(Protocol):
     """What sees the communication of a model of one kind."""
 
     group: dist.ProcessGroup

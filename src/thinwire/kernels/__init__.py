@@ -1,4 +1,4 @@
-"""Floor 0: arrays in, bytes out. Torch reference, native CPU core and Triton give the same bytes for the same key."""
+"""Kernels: tensors in, bytes out. The PyTorch reference, the native CPU core and Triton produce the same bytes."""
 
 from thinwire.kernels.floats import (
     int_decode,
@@ -14,8 +14,8 @@ from thinwire.kernels.floats import (
     rangefloat_encode,
     rangefloat_eps,
 )
-from thinwire.kernels.layout import Format, Residual, align, bucketed_bytes, bucketed_grain
-from thinwire.kernels.native import CORE, asynchronous, cpu_level, sent
+from thinwire.kernels.format import Format, Residual, align, bucketed_bytes, bucketed_grain
+from thinwire.kernels.native import CORE, asynchronous, cpu_level, to_device
 from thinwire.kernels.ops import bucketed_decode, bucketed_encode, bucketed_reduce, bucketed_sum, checksum
 from thinwire.kernels.rng import derive_key, site_id
 from thinwire.kernels.rows import raw_decode, raw_encode, raw_sum, rows_add, rows_scale
@@ -43,10 +43,10 @@ from thinwire.kernels.sparse_rows import (
 from thinwire.kernels.table import Table
 
 FORMAT_VERSION: int = 3
-"""Raised whenever the same call gives other bytes than before."""
+"""It is increased when a call produces different bytes than in an earlier version."""
 
 HAVE_NATIVE: bool = CORE is not None
-"""Whether CPU tensors go through the native core rather than torch operations."""
+"""Whether CPU tensors are processed by the native core rather than by PyTorch operations."""
 
 __all__ = [
     "FORMAT_VERSION",
@@ -97,9 +97,9 @@ __all__ = [
     "sample_indices",
     "select_threshold",
     "select_topk",
-    "sent",
     "site_id",
     "sparse_add",
     "sparse_zero",
+    "to_device",
     "unpack_indices",
 ]

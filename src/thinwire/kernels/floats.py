@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import native, reference_floats
-from thinwire.kernels.layout import GROUP, MAX_BUCKET, align
+from thinwire.kernels.format import GROUP, MAX_BUCKET, align
 from thinwire.kernels.native import CODES, MASK64
 from thinwire.kernels.ops import _check_flat, _check_message, _check_values
 from thinwire.kernels.reference_floats import HEADER, ROUNDINGS, levels_parts, rangefloat_size
 from thinwire.kernels.table import Table
 
 _CLIPS = {torch.int8: 127, torch.int32: 2**31 - 128}
-"""The largest magnitudes of integers that fp32 holds, too."""
+"""The largest magnitudes of integers that fp32 represents exactly."""
 
 
 def _source(x: Tensor, table: Table) -> tuple[int, int, int, int]:
@@ -35,7 +35,7 @@ def _target(table: Table, y: Tensor) -> tuple[int, int, int, int]:
 
 
 def _torch_or_triton(tensor: Tensor) -> ModuleType:
-    """What computes where the native core does not."""
+    """Return the implementation for tensors that the native core does not process."""
     if not native.asynchronous(tensor):
         return reference_floats
     from thinwire.kernels import gpu_elements
@@ -63,7 +63,7 @@ def _check_per_row(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tens
 
 
 def natural_bytes(numel: int) -> int:
-    """Payload bytes of a segment of ``numel`` elements: a header of 64, one each, zeros to a multiple of 64."""
+    """Return the payload bytes of a segment: a header of 64, one for each element, zeros to a multiple of 64."""
     _check_numel(numel)
     return HEADER + align(numel) if numel else 0
 
@@ -71,8 +71,9 @@ def natural_bytes(numel: int) -> int:
 def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int) -> None:
     """Round each value to one of the two powers of two around it, unbiased, in one byte (Horváth et al. 2019).
 
-    The byte is sign << 7 | (biased exponent − 18), for exponents 19 to 145 (2^-108 to 2^18); what rounds below is 0,
-    what rounds above becomes ±2^18 and is counted as saturated. A segment with NaN or Inf decodes to NaN throughout.
+    The byte is sign << 7 | (biased exponent − 18), for exponents 19 to 145 (2^-108 to 2^18). Values that round
+    to less become 0, and those that round to more become ±2^18 and are counted as saturated. A segment with NaN or Inf
+    decodes to NaN throughout.
 
     Shapes: ``x`` (elements,) fp32, bf16 or fp16; ``message`` (bytes,) uint8; both contiguous and on one device.
     ``key`` is taken modulo 2^64. Raises ``TypeError`` for a wrong dtype, ``ValueError`` for a size or a device.
@@ -86,7 +87,7 @@ def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int) -> Non
 
 
 def natural_decode(message: Tensor, table: Table, y: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
-    """Write ``v · scale`` into the table's segments of ``y``, or add it. Every content of ``message`` decodes.
+    """Write ``v · scale`` into the table's segments of ``y``, or add it. Any bytes decode.
 
     Shapes and errors are those of :func:`natural_encode`.
     """
@@ -110,7 +111,7 @@ def _check_bits(bits: int, low: int, high: int) -> None:
 
 
 def rangefloat_eps(bits: int, mantissa: int, max: float) -> tuple[int, float]:
-    """``(p, eps)``: the integer that the top bits of the smallest positive value make, and that value.
+    """Return ``(p, eps)``: the integer of the top bits of the smallest positive value, and that value.
 
     With m = ``mantissa`` bits, p = (bits32(max) >> (23 − m)) + 1 − P and P = 2^(bits−1) − 1 positive codes (spectral
     sparsification, section 3.2.1). Raises ``ValueError``, naming the mantissas that work, unless p >= 1.
@@ -129,7 +130,7 @@ def rangefloat_eps(bits: int, mantissa: int, max: float) -> tuple[int, float]:
 
 
 def rangefloat_bytes(numel: int, bits: int) -> int:
-    """Payload bytes of a segment: a header of 64, 16 · bits for each group of 128, zeros to a multiple of 64."""
+    """Return the payload bytes of a segment: a header of 64, and 16 · bits for each group of 128, padded to 64."""
     _check_bits(bits, 3, 15)
     _check_numel(numel)
     return rangefloat_size(numel, bits)
@@ -172,7 +173,7 @@ def rangefloat_decode(
 ) -> None:
     """Write ``v · scale`` into the table's segments of ``y``, or add it. max and m come from the message.
 
-    Shapes and errors are those of :func:`natural_encode`; every content of ``message`` decodes.
+    Shapes and errors are those of :func:`natural_encode`; any bytes decode.
     """
     _check_values("y", y, table, y)
     _check_message("message", message, _rangefloat_bytes(table, bits), y)
@@ -190,7 +191,7 @@ def _rangefloat_bytes(table: Table, bits: int) -> int:
 
 
 def levels_bytes(numel: int, bits: int, bucket: int) -> int:
-    """Payload bytes of a segment: 2^bits levels, lo and range of its buckets, its codes, each padded to 64 bytes."""
+    """Return the payload bytes of a segment: 2^bits levels, lo and range of buckets, codes, each padded to 64."""
     _check_bits(bits, 1, 8)
     _check_numel(numel)
     if not isinstance(bucket, int) or not 1 <= bucket <= MAX_BUCKET:
@@ -201,9 +202,9 @@ def levels_bytes(numel: int, bits: int, bucket: int) -> int:
 def levels_encode(x: Tensor, table: Table, message: Tensor, levels: Tensor, *, bits: int, bucket: int) -> None:
     """Code each value as the nearest of 2^bits learned levels between its bucket's ends (thesis, Alg. 5.1).
 
-    ``levels`` (segments, 2^bits) fp32, ascending within [0, 1] (the codes of others are unspecified); they travel in
-    the message. A bucket that holds NaN or Inf, or whose range overflows, decodes to NaN; one with a range below 2^-100
-    to its minimum. ``index0`` must be a multiple of lcm(bucket, 128).
+    ``levels`` (segments, 2^bits) fp32, ascending within [0, 1] (the codes of others are unspecified); they are sent
+    in the message. A bucket that holds NaN or Inf, or whose range overflows, decodes to NaN; one with a range below
+    2^-100 to its minimum. ``index0`` must be a multiple of lcm(bucket, 128).
 
     Other shapes and errors are those of :func:`natural_encode`.
     """
@@ -221,7 +222,7 @@ def levels_decode(
 ) -> None:
     """Write ``v · scale``, v = lo + range · level, into the table's segments of ``y``, or add it.
 
-    Shapes and errors are those of :func:`natural_encode`; every content of ``message`` decodes.
+    Shapes and errors are those of :func:`natural_encode`; any bytes decode.
     """
     _check_values("y", y, table, y)
     _check_message("message", message, _levels_bytes(table, bits, bucket), y)
@@ -245,8 +246,8 @@ def int_round(
     """``Int(α · x)`` of IntSGD, clipped to ±clip: round down or up at random, unbiased, or to nearest even.
 
     ``alphas`` (segments,) fp32; ``out`` (values,) int8 or int32, where a segment's integers start at byte ``payload``.
-    What is not finite becomes 0: the caller carries a flag. Returns how many values of each segment were clipped:
-    int64 (segments,) on the device of ``x``.
+    Values that are not finite become 0, and the caller sends a flag. Returns how many values of each segment were
+    clipped: int64 (segments,) on the device of ``x``.
 
     Other shapes and errors are those of :func:`natural_encode`; ``ValueError`` for a ``clip`` that ``out`` cannot hold.
     """
@@ -287,5 +288,5 @@ def _check_integers(out: Tensor, table: Table, like: Tensor) -> None:
 
 @lru_cache(maxsize=64)
 def _not_above(clip: int) -> float:
-    """The largest fp32 value that is not above an integer."""
+    """Return the largest fp32 value that is not above an integer."""
     return float(clip if clip < 2**24 else clip >> (clip.bit_length() - 24) << (clip.bit_length() - 24))

@@ -1,4 +1,4 @@
-"""The kernels in Triton, for CUDA tensors (and in Triton's interpreter, for tests). Imported only when one comes.
+"""The kernels in Triton, for CUDA tensors (and in Triton's interpreter, for tests). Imported when first needed.
 
 A group of 128 codes is held as 2, 4 or 8 register tiles, so many that the fields of a byte of the narrowest plane lie
 in different tiles at the same place: packing is then element by element, without a shuffle. Loads and stores are 128
@@ -19,10 +19,10 @@ import triton
 from torch import Tensor
 
 from thinwire.kernels import reference
+from thinwire.kernels.format import GROUP, ROUNDINGS, SCHEMES, Format, Residual
 from thinwire.kernels.gpu_decode import ADD, MEAN, STORE, decode_tiles
 from thinwire.kernels.gpu_encode import bucket_extrema, bucket_scales, encode_codes, encode_tiles
 from thinwire.kernels.gpu_launch import TILE, check_aligned, on, options, words
-from thinwire.kernels.layout import GROUP, ROUNDINGS, SCHEMES, Format, Residual
 from thinwire.kernels.table import Table
 
 MAX_TILE_BUCKET = 4096

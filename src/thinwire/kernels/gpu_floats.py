@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.kernels.format import GROUP
 from thinwire.kernels.gpu_launch import TILE, check_aligned, on, options, words
 from thinwire.kernels.gpu_tiles import draws_of, load_parts, pack_parts, row_draws, row_of, unpack_parts, write
-from thinwire.kernels.layout import GROUP
 from thinwire.kernels.table import Table
 
 ONE_A_ROW = 2**62

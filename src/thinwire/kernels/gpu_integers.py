@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.kernels.format import GROUP
 from thinwire.kernels.gpu_launch import TILE, on, options, words
 from thinwire.kernels.gpu_tiles import draws_of, load_parts, row_draws, row_of
-from thinwire.kernels.layout import GROUP
 from thinwire.kernels.table import Table
 
 

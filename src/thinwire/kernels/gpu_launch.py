@@ -1,4 +1,4 @@
-"""How the Triton kernels are launched."""
+"""Launch options of the Triton kernels."""
 
 # Triton is not installed everywhere, and its language has types of its own.
 # pyright: reportMissingImports=false

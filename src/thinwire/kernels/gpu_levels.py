@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.kernels.format import GROUP
 from thinwire.kernels.gpu_encode import bucket_extrema
 from thinwire.kernels.gpu_launch import TILE, check_aligned, on, options
 from thinwire.kernels.gpu_scales import from_key, is_finite, or_nan
 from thinwire.kernels.gpu_tiles import bucket_of, load_parts, pack_parts, row_of, unpack_parts, write
-from thinwire.kernels.layout import GROUP
 from thinwire.kernels.table import Table
 
 

@@ -1,4 +1,4 @@
-"""Sparse payloads of all segments of a table in Triton: chosen and packed, without a look of the host.
+"""Sparse payloads of all segments of a table in Triton: chosen and packed without waiting on the host.
 
 The k-th largest magnitude of every segment is found digit by digit (11, 10 and 10 bits of its 31): a histogram of one
 digit of those that share the digits above, then the digit at which k are reached. So the number of launches does not
@@ -278,6 +278,6 @@ def _sampled(x: Tensor, table: Table, samples: tuple[Sample, ...]) -> Tensor:
     if not len(spans.pieces):
         return torch.zeros_like(ranks)
     # Where to look changes from step to step; all else is the same.
-    rows = torch.stack((native.sent(torch.tensor(firsts), x.device), spans.rows[:, 1], spans.rows[:, 2]), dim=1)
+    rows = torch.stack((native.to_device(torch.tensor(firsts), x.device), spans.rows[:, 1], spans.rows[:, 2]), dim=1)
     keys = kth_keys(x, spans._replace(rows=rows), ranks.clone())
     return torch.where(ranks > 0, keys, 0)

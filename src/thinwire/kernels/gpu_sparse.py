@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from thinwire.kernels import reference_sparse
+from thinwire.kernels.format import align
 from thinwire.kernels.gpu_launch import TILE, on, options
-from thinwire.kernels.layout import align
 from thinwire.kernels.reference_sparse import BINS, BLOCK, NAN_KEY, Sample, magnitudes
 
 sparse_zero = reference_sparse.sparse_zero

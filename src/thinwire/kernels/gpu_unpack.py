@@ -27,8 +27,8 @@ def count_marked(message, pieces, rows, marks, counts, SIZE: tl.constexpr):
         found = tl.sum(bits_of(message + payload + 64, piece * SIZE + tl.arange(0, SIZE), numel))
     else:
         words = (message + payload + 64).to(tl.pointer_type(tl.int32))
-        told = tl.load(words + (piece * SIZE >> 16), mask=(piece * SIZE & 0xFFFF) == 0, other=0)
-        found = tl.minimum(tl.maximum(told, 0), tl.load(mark).to(tl.int32))
+        count = tl.load(words + (piece * SIZE >> 16), mask=(piece * SIZE & 0xFFFF) == 0, other=0)
+        found = tl.minimum(tl.maximum(count, 0), tl.load(mark).to(tl.int32))
     tl.store(counts + pid, found)
 
 

@@ -1,4 +1,4 @@
-"""The native CPU core: found, told which instruction set to use, and called with addresses.
+"""The native CPU core: loading it, choosing its instruction set, and calling it with addresses.
 
 ``THINWIRE_CPU_LEVEL`` chooses the instruction-set level (``x86-64-v2``, ``x86-64-v3``, ``x86-64-v4``, ``generic``)
 instead of the best that this CPU has, or ``reference`` for the torch operations. All of them give the same bytes.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from thinwire import compat
-from thinwire.kernels.layout import Format, Residual
+from thinwire.kernels.format import Format, Residual
 from thinwire.kernels.table import Table
 
 REFERENCE = "reference"
@@ -29,11 +29,11 @@ MISSING = (
     "compression may cost more than it saves, even on a slow link. Install a C++17 compiler (and Python's "
     f"headers) and reinstall thinwire, or set {VARIABLE}={REFERENCE} to accept this."
 )
-"""What :func:`load` warns of."""
+"""The warning of :func:`load`."""
 
 
 def load() -> ModuleType | None:
-    """The native core, ready to run, or None (with a warning unless the user asked for it)."""
+    """Load the native core. Return None, with a warning unless the user asked for the reference, if there is none."""
     wanted = os.environ.get(VARIABLE, "")
     if wanted == REFERENCE:
         return None
@@ -45,7 +45,7 @@ def load() -> ModuleType | None:
     if wanted:
         choose(core, wanted)
     core.set_parallel_for(compat.parallel_for_address() or 0)
-    # OpenMP's threads do not survive a fork: a child that asked for them would wait for ever.
+    # OpenMP threads do not survive a fork, and a child would wait for them for ever.
     os.register_at_fork(after_in_child=lambda: core.set_parallel_for(0))
     return core
 
@@ -59,27 +59,27 @@ def choose(core: ModuleType, level: str) -> None:
 
 
 def cpu_level() -> str:
-    """The instruction-set level that the CPU kernels run at; ``reference`` without the native core."""
+    """Return the instruction-set level of the CPU kernels; ``reference`` without the native core."""
     return REFERENCE if CORE is None else CORE.level()
 
 
 def computes(tensor: Tensor) -> bool:
-    """Whether the native core works on this tensor."""
+    """Whether the native core processes this tensor."""
     return CORE is not None and tensor.is_cpu and not asynchronous(tensor)
 
 
 def asynchronous(tensor: Tensor) -> bool:
-    """Whether kernels on this tensor (Triton's, on a GPU) run behind the host's back: looking at a value waits."""
+    """Whether kernels on this tensor run asynchronously (Triton, on a GPU), so that reading a value waits."""
     return tensor.is_cuda
 
 
-def sent(values: Tensor, device: torch.device) -> Tensor:
-    """A small tensor of the host, on a device, without waiting for what that does at present."""
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a small tensor from the host to ``device`` without waiting for work that runs there."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def core() -> ModuleType:
-    """The native core. Raises ``RuntimeError`` if there is none."""
+    """Return the native core. Raises ``RuntimeError`` if there is none."""
     if CORE is None:
         raise RuntimeError(MISSING)
     return CORE

@@ -1,4 +1,4 @@
-"""The kernels that callers use: arguments checked in constant time, then handed to the execution of their device."""
+"""The public kernels: they check arguments in constant time, and call the implementation for the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import native, reference
-from thinwire.kernels.layout import Format, Residual
+from thinwire.kernels.format import Format, Residual
 from thinwire.kernels.table import Table
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,11 +21,11 @@ def bucketed_encode(
     """Quantise the table's segments of ``x`` into their payloads in ``message``, as :class:`Format` says.
 
     Codes are rounded with draws that depend only on ``key``, the row's site and the element's index in its layer. A
-    bucket that holds NaN or Inf, or whose values on arrival could overflow fp32, is received as NaN throughout; one
-    whose range (minmax) or a (maxabs, norm) is below 2^-100 as its minimum or zeros.
+    bucket that holds NaN or Inf, or whose values on arrival could overflow fp32, decodes to NaN throughout; one
+    whose range (minmax) or a (maxabs, norm) is below 2^-100 decodes to its minimum or to zeros.
 
-    With ``residual``, ``x + loss_scale · residual.now`` is encoded, and what that loses goes to ``residual.next``,
-    divided by ``loss_scale``, in the same pass.
+    With ``residual``, ``x + loss_scale · residual.now`` is encoded, and its error, divided by ``loss_scale``, is
+    written to ``residual.next`` in the same pass.
 
     Shapes: ``x`` (elements,) fp32, bf16 or fp16; ``message`` (bytes,) uint8; all contiguous and on one device. Bytes
     of ``message`` outside the payloads are left alone. ``key`` is taken modulo 2^64.
@@ -46,7 +46,7 @@ def bucketed_decode(
     """Write ``v · scale`` into the table's segments of ``y``, or add it, with ``v = lo + code · unit``.
 
     Each operation is rounded to fp32; a bf16 or fp16 ``y`` is rounded once more, to nearest even. Elements outside
-    the segments are left alone. Every content of ``message`` decodes to something: its size is all that is checked.
+    the segments are left alone. Any bytes decode to something; only the size of ``message`` is checked.
 
     Shapes and errors are those of :func:`bucketed_encode`.
     """
@@ -68,7 +68,7 @@ def bucketed_reduce(
     key: int,
     residual: Residual | None = None,
 ) -> None:
-    """The owner's stage of a scatter-reduce-all-gather: sum, encode again, and keep what the others will decode.
+    """What the owner of a chunk does in a scatter-reduce-all-gather: sum, encode, and decode as all others will.
 
     ``s = scale · (own + Σ v_j)`` over ``messages`` in the order given, in fp32; ``out_message`` receives the payloads
     of ``s``, ``y`` its decoded value. ``y`` may be ``own`` itself; otherwise the two must not overlap, and
@@ -122,7 +122,7 @@ def checksum(message: Tensor) -> int:
 
 
 def _execution(tensor: Tensor, table: Table) -> ModuleType:
-    """The module that computes on the tensor's device."""
+    """Return the implementation for the tensor's device."""
     if not isinstance(table, Table):
         raise TypeError(f"table must be a thinwire.kernels.Table, not {type(table).__name__}")
     if not isinstance(tensor, Tensor):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.kernels.layout import GROUP, Format, Residual, bucketed_bytes, codes_at, num_buckets
+from thinwire.kernels.format import GROUP, Format, Residual, bucketed_bytes, codes_at, num_buckets
 from thinwire.kernels.rng import random16, row_key
 from thinwire.kernels.table import Row, Table
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.kernels.layout import ALIGN, GROUP, align
+from thinwire.kernels.format import ALIGN, GROUP, align
 from thinwire.kernels.reference import pack, unpack
 from thinwire.kernels.rng import random16, row_key
 from thinwire.kernels.table import Row, Table

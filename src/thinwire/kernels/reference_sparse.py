@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.kernels.layout import align
+from thinwire.kernels.format import align
 
 INFINITY = 0x7F800000
 NAN_KEY = INFINITY + 1

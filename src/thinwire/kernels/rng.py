@@ -11,7 +11,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from thinwire.kernels.layout import GROUP
+from thinwire.kernels.format import GROUP
 
 MASK64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15

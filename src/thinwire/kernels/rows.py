@@ -1,6 +1,6 @@
-"""Plain values of the segments of a table: into messages and out of them, and sums of them.
+"""Values of a table's segments without a code: into messages, out of them, and their sums.
 
-Segment by segment on a CPU; on a GPU one launch for all, as there a bucket has many small layers.
+On a CPU segments are processed one by one; on a GPU by one launch, because a DDP bucket has many small layers.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def rows_scale(x: Tensor, table: Table, out: Tensor, *, by: float = 1.0, over: f
 
 
 def _at_once(tensor: Tensor) -> bool:
-    # Of fp64, which no compressor but `raw` takes, a scalar would lose half of its digits on its way to a kernel.
+    # Only `raw` takes fp64, whose scalars would lose half of their digits as arguments of a kernel.
     return native.asynchronous(tensor) and tensor.dtype in DTYPES
 
 
@@ -132,7 +132,7 @@ def _check(values: Tensor, table: Table, message: Tensor) -> None:
 
 
 def _views(values: Tensor, table: Table, message: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """For every segment, its values in the flat tensor and its payload as a tensor of their dtype."""
+    """Yield the values of each segment in the flat tensor, and its payload as a tensor of their dtype."""
     for row in table.segments:
         payload = message[row.payload : row.payload + row.numel * values.element_size()]
         yield values[row.start : row.start + row.numel], payload.view(values.dtype)

@@ -1,4 +1,4 @@
-"""Distinct random indices from a key: what ranks that share the key need not send."""
+"""Distinct random indices from a key, so that ranks that share the key need not send them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ROUNDS = 6
 
 
 def sample_indices(numel: int, k: int, key: int, like: Tensor | None = None) -> Tensor:
-    """``k`` distinct indices below ``numel`` (int64), the same on every machine; O(k) work.
+    """Return ``k`` distinct indices below ``numel`` (int64), the same on every machine, in O(k) work.
 
     They are on the device of ``like``, or on the CPU.
 

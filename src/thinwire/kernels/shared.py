@@ -1,4 +1,4 @@
-"""Counters in memory that several processes have mapped: one of them raises a word, others sleep until it is there."""
+"""Counters in memory that several processes share: one of them increases a word, and others sleep until then."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from thinwire.kernels import native
 
 LINE_BYTES = 64
-"""What processors hand each other: words that different processes write lie this far apart."""
+"""Size of a cache line. Words that different processes write lie this far apart."""
 _MASK32 = 0xFFFFFFFF
 _MAX_WAIT_NS = 1 << 62
 
@@ -36,7 +36,7 @@ class Word:
         return self._core.shared_read(self._address)
 
     def post(self, value: int) -> None:
-        """Set it and wake who waits. Who sees it there also sees all that this thread wrote before, anywhere."""
+        """Set it and wake waiting threads. Whoever reads the value also sees what this thread wrote before."""
         self._core.shared_post(self._address, value & _MASK32)
 
     def wait(self, value: int, *, timeout_s: float, spin_s: float = 0.0) -> bool:

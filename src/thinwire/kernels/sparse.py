@@ -1,4 +1,4 @@
-"""Selection of the largest values, and their indices as bytes."""
+"""Selection of the largest values, and packing of their indices."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import native, reference_sparse
-from thinwire.kernels.layout import align
+from thinwire.kernels.format import align
 from thinwire.kernels.native import CODES
 from thinwire.kernels.ops import DTYPES, _check_flat, _check_message
 from thinwire.kernels.reference_sparse import BINS, BLOCK, Sample, magnitudes
 from thinwire.kernels.rng import splitmix64
 
 _SAMPLE = 16384
-"""The threshold is guessed from an eighth of the elements, or from this many."""
+"""The threshold is estimated from an eighth of the elements, or from this many."""
 
 _SMALL = 8192
-"""No guess is made for fewer elements than this."""
+"""The threshold is not estimated for fewer elements than this."""
 
 NO_SAMPLE = Sample(0, 1, 0, 0)
 
@@ -28,7 +28,7 @@ MAX_NUMEL = 2**31 - 1
 
 
 def _torch_or_triton(tensor: Tensor) -> ModuleType:
-    """What computes where the native core does not."""
+    """Return the implementation for tensors that the native core does not process."""
     if not native.asynchronous(tensor):
         return reference_sparse
     from thinwire.kernels import gpu_sparse
@@ -59,7 +59,7 @@ def _check_picks(indices: Tensor, like: Tensor, values: Tensor | None = None) ->
 
 
 def _sample(numel: int, k: int, key: int, deviations: float) -> Sample:
-    """Where to look, and which of what is seen to take as the threshold that about k elements reach.
+    """Return which elements to sample, and the rank in the sample of a threshold that about k elements reach.
 
     The stride is odd, so that it visits all columns of a matrix whose rows are a power of two long; the rank lies some
     standard deviations beyond the expected one.
@@ -77,10 +77,10 @@ def _sample(numel: int, k: int, key: int, deviations: float) -> Sample:
 def select_topk(
     x: Tensor, start: int, numel: int, k: int, *, sampled: bool = False, key: int = 0
 ) -> tuple[Tensor, Tensor, bool]:
-    """The k largest |x| of ``x[start : start + numel]``; of equal ones those with the lower index.
+    """Return the k largest |x| of ``x[start : start + numel]``; of equal ones those with the lower index.
 
     Returns their indices relative to ``start`` (int32, ascending), their values (fp32), and whether all of the segment
-    is finite. NaN counts as larger than infinity. The result does not depend on how it was found; ``sampled``
+    is finite. NaN counts as larger than infinity. The result does not depend on the algorithm; ``sampled``
     saves finding a new threshold where the sampled one (``key`` says from which elements) was too high, and gives only
     what reaches that: fewer than k then, never more.
 
@@ -100,7 +100,7 @@ def select_topk(
 def _pick(
     x: Tensor, start: int, numel: int, k: int, least: int, sample: Sample, *, partial: bool, sampled: bool
 ) -> tuple[Tensor, Tensor, int, bool]:
-    """The native core's pick: indices, values, how many reached the threshold, and whether all is finite."""
+    """Return the native core's choice: indices, values, how many reached the threshold, and whether all is finite."""
     indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
     span = x.data_ptr(), CODES[x.dtype], start, numel
     to = indices.data_ptr(), values.data_ptr()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.kernels.layout import ALIGN, GROUP, Format, bucketed_bytes, bucketed_grain, check_format, num_buckets
+from thinwire.kernels.format import ALIGN, GROUP, Format, bucketed_bytes, bucketed_grain, check_format, num_buckets
 
 LIMIT = 2**62
 """Offsets stay below this, so that sums of two of them cannot leave 64 bits."""

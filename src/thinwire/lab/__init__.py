@@ -8,16 +8,16 @@ with lab.Network(2, rate="100mbit") as network:
 ```
 """
 
-from thinwire.lab.door import Door
 from thinwire.lab.launch import Outcome, launch, link_text, run
+from thinwire.lab.namespaces import NodeNamespaces
 from thinwire.lab.network import Network, unavailable
 from thinwire.lab.tools import LabUnavailable
 from thinwire.lab.units import parse_rate, parse_time
 
 __all__ = [
-    "Door",
     "LabUnavailable",
     "Network",
+    "NodeNamespaces",
     "Outcome",
     "launch",
     "link_text",

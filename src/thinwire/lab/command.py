@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -11,7 +10,7 @@ from rich.console import Console
 from thinwire.lab.launch import launch
 from thinwire.lab.tools import LabUnavailable
 from thinwire.lab.units import parse_time
-from thinwire.results import Results
+from thinwire.results import OutputFile, Results
 
 # As sysexits.h numbers them.
 USAGE = 64
@@ -29,7 +28,7 @@ def lab(
     queue: str = "50ms",
     congestion: str | None = None,
     timeout: float | None = None,
-    json: Path | None = None,
+    json: OutputFile = None,
 ) -> int:
     """Run a command on every rank of a slow network made on this machine.
 
@@ -71,7 +70,7 @@ def lab(
             congestion=congestion,
             timeout=timeout,
         )
-    except (LabUnavailable, ValueError, FileNotFoundError) as error:
+    except (LabUnavailable, ValueError, OSError, RuntimeError) as error:
         errors.print(f"thinwire lab: {error}", style="bold red", soft_wrap=True, markup=False)
         return UNAVAILABLE if isinstance(error, LabUnavailable) else USAGE
     if json is not None:

@@ -9,6 +9,9 @@ It ends when its standard input ends or when the process that started it ends. T
 pidfd rather than ``PR_SET_PDEATHSIG``, which fires when the *thread* that created the child ends. Before it exits it
 kills every process that is inside one of its namespaces, so a rank that made a session of its own, or a grandchild
 that outlived its rank, does not keep a namespace alive.
+
+The keeper may be killed itself. A second process, which it forks once the namespaces exist, watches the keeper through
+a pidfd and does the same if the keeper ends without having done so.
 """
 
 from __future__ import annotations
@@ -90,6 +93,24 @@ def empty(descriptors: list[int]) -> None:
             time.sleep(0.02 if quiet else 0.002)
 
 
+def start_guard(descriptors: list[int]) -> None:
+    """Fork the process that empties the namespaces when this one is killed. It ends with them otherwise."""
+    keeper = os.pidfd_open(os.getpid())
+    if os.fork():
+        os.close(keeper)
+        return
+    try:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):  # or whoever reads what the keeper writes would wait for this process
+            os.dup2(nothing, stream)
+        select.select([keeper], [], [])
+        empty(descriptors)
+    finally:
+        os._exit(0)
+
+
 def wait_for_end(parent: int) -> None:
     """Return when standard input ends or the process behind the pidfd ``parent`` does."""
     waiting = select.poll()
@@ -119,6 +140,7 @@ def main() -> None:
         say({"refused": f"{error.strerror}{f': {error.filename}' if error.filename else ''}"})
         return
     try:
+        start_guard([*made["nodes"], made["hub"]])
         say(made)
         wait_for_end(parent)
     finally:

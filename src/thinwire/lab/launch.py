@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -78,15 +79,17 @@ def launch(
     """Run ``command`` on every rank of a new `Network` and wait for all of them.
 
     Each line that a rank prints appears with its rank before it, on the stream it was printed to. The link is
-    described first and the bytes on it are told last, on standard error. When a rank fails, the others have
+    described first and the bytes on it are printed last, on standard error. When a rank fails, the others have
     ``grace_s`` to end by themselves before they are ended. Ctrl-C, SIGTERM and SIGHUP go to all ranks, which then
     have as long; a second one ends them at once. After ``timeout`` seconds the ranks are ended.
 
     Raises:
         LabUnavailable: a network cannot be made here.
-        ValueError: a rate or a time is not one.
-        FileNotFoundError: there is no such command.
+        ValueError: A rate, a time or another number is out of its range.
+        FileNotFoundError: There is no such command.
     """
+    if timeout is not None and not (math.isfinite(timeout) and timeout > 0):
+        raise ValueError(f"timeout must be a positive number of seconds, not {timeout}")
     notes = Console(stderr=True, highlight=False)
     shape = {"rate": rate, "rtt": rtt, "burst_bytes": burst_bytes, "queue_s": queue_s, "congestion": congestion}
     shape |= {"ranks_per_node": ranks_per_node}

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from thinwire.lab import keeper, relay, scripts, tools
-from thinwire.lab.door import Door
+from thinwire.lab.namespaces import NodeNamespaces
 from thinwire.lab.units import format_rate, parse_rates, parse_time
 
 INTERFACE = "eth0"
@@ -36,6 +36,8 @@ MAX_RANKS = 250
 UNSHAPED_BPS = 10**12
 UNSHAPED_BURST_BYTES = 2**20
 UNSHAPED_QUEUE_BYTES = 2**26
+MAX_BURST_BYTES = 2**28
+MAX_QUEUE_BYTES = 2**32 - 1
 RELAY_MEMORY_BYTES = 2**28
 CLOSE_TIMEOUT_S = 20.0
 
@@ -47,12 +49,14 @@ def default_burst_bytes(rate_bps: int) -> int:
     packets they cost several times the processor time. From 0.4 Gbit/s on, one largest frame of 64 KiB is enough. From
     5.6 Gbit/s on it is 0.1 ms: with 64 KiB, two cores carried half of 10 Gbit/s, with 128 KiB 0.86 of it.
     """
-    return max(4096, min(rate_bps * 15 // 80_000, max(70_000, rate_bps // 80_000)))
+    burst = max(4096, min(rate_bps * 15 // 80_000, max(70_000, rate_bps // 80_000)))
+    return min(burst, MAX_BURST_BYTES)
 
 
 def default_queue_bytes(rate_bps: int, queue_s: float, burst_bytes: int) -> int:
-    """Limit of the queue before a token bucket: ``queue_s`` at the rate, at least 128 KiB and some bursts."""
-    return max(128 * 1024, 4 * burst_bytes, round(rate_bps / 8 * queue_s))
+    """Limit of the queue before a token bucket: ``queue_s`` at the rate, at least 128 KiB and some bursts, at most what
+    the kernel can count."""
+    return min(MAX_QUEUE_BYTES, max(128 * 1024, 4 * burst_bytes, round(rate_bps / 8 * queue_s)))
 
 
 def address(node: int) -> str:
@@ -99,6 +103,8 @@ class Network:
             raise ValueError(f"num_ranks is {num_ranks}: a lab has 1 to {MAX_RANKS} ranks")
         if ranks_per_node < 1 or num_ranks % ranks_per_node:
             raise ValueError(f"{num_ranks} ranks do not fill nodes of {ranks_per_node}")
+        if burst_bytes is not None and not 1 <= burst_bytes <= MAX_BURST_BYTES:
+            raise ValueError(f"burst_bytes must be between 1 and {MAX_BURST_BYTES}, not {burst_bytes}")
         self.num_ranks, self.ranks_per_node = num_ranks, ranks_per_node
         self.num_nodes = num_ranks // ranks_per_node
         self._rtt_s = parse_time(rtt) if rtt is not None else 0.0
@@ -148,12 +154,12 @@ class Network:
         self._processes = [started for started in self._processes if started.poll() is None] + [process]
         return process
 
-    def door(self, rank: int) -> Door:
+    def namespaces(self, rank: int) -> NodeNamespaces:
         """The way into ``rank``'s node, for a process that runs already; its environment is completed by `env`.
 
         Whoever has entered is killed when the network closes or this process ends.
         """
-        return Door(tuple(self._namespaces(self._made["nodes"][self._node(rank)])), self._environment(rank))
+        return NodeNamespaces(tuple(self._namespaces(self._made["nodes"][self._node(rank)])), self._environment(rank))
 
     def env(self, rank: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Variables of ``rank``, as ``torchrun`` sets them on a machine for each node.

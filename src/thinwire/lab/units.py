@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+MAX_RATE_BPS = 10**15
+MAX_TIME_S = 3600.0
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)")
 
 
@@ -21,21 +23,26 @@ def parse_rate(text: str) -> int:
     """Bits per second of ``"100mbit"``, ``"1gbit"``, ``"500kbit"``, ``"2.5gbit"``; decimal units.
 
     Raises:
-        ValueError: ``text`` is not a number and a unit, or less than 1 kbit/s.
+        ValueError: ``text`` is not a number and a unit, or less than 1 kbit/s or more than 1000 Tbit/s.
     """
-    rate = round(_parse(text, _BITS, "a rate: write a number and kbit, mbit or gbit, as in 100mbit or 2.5gbit"))
+    rate = _parse(text, _BITS, "a rate: write a number and kbit, mbit or gbit, as in 100mbit or 2.5gbit")
     if rate < 1000:
         raise ValueError(f"{text!r} is too slow to be a link: the least is 1kbit")
-    return rate
+    if rate > MAX_RATE_BPS:
+        raise ValueError(f"{text!r} is too fast to be a link: the most is 1000tbit")
+    return round(rate)
 
 
 def parse_time(text: str) -> float:
     """Seconds of ``"20ms"``, ``"500us"``, ``"0.1s"``.
 
     Raises:
-        ValueError: ``text`` is not a number and a unit.
+        ValueError: ``text`` is not a number and a unit, or more than an hour.
     """
-    return _parse(text, _SECONDS, "a time: write a number and s, ms or us, as in 20ms")
+    seconds = _parse(text, _SECONDS, "a time: write a number and s, ms or us, as in 20ms")
+    if seconds > MAX_TIME_S:
+        raise ValueError(f"{text!r} is too long: the most is {MAX_TIME_S:g}s")
+    return seconds
 
 
 def parse_rates(rate: str | Sequence[str], num_ranks: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""IntDIANA (IntSGD, appendix A.2, algorithm 3): SGD for workers with different data, without a float on the wire."""
+"""IntDIANA (IntSGD, appendix A.2, algorithm 3): SGD for ranks with different data that sends only integers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.collectives import LoopbackTransport, ProcessGroupTransport, Transport, ring_bytes
 from thinwire.compat import group_timeout
-from thinwire.compressors.norms import square_sum
+from thinwire.compressors import square_sum
 from thinwire.kernels import derive_key
 from thinwire.optim.integers import IntegerStats, IntegerSum
 
@@ -28,18 +28,18 @@ _CLIPPED_SHARE = 0.01
 
 
 class IntDIANA(torch.optim.Optimizer):
-    """Distributed SGD that sends integers only, also where every rank has data of its own kind.
+    """Distributed SGD that sends only integers, also if the data of ranks differ in distribution.
 
     Rank i keeps a shift ``h_i`` and sends ``q_i = Int(α (g_i − h_i))``, rounded at random; all keep the mean shift h:
 
         h_i += q_i / α;   g̃ = h + Σ q_i / (n α);   x −= lr · g̃;   h = g̃
 
-    With IntSGD's ``q_i = Int(α g_i)`` the integers grow without bound near the optimum, where g_i does not vanish and α
-    does grow; here both g_i − h_i and 1/α vanish together. The first step is exact, in the parameters' dtype.
+    With IntSGD's ``q_i = Int(α g_i)`` integers grow without bound near the optimum, where α grows and g_i does not
+    vanish; here g_i − h_i and 1/α vanish together. The first step is exact, in the parameters' dtype.
 
         optimizer = IntDIANA(model.parameters(), lr=0.1, estimator="lsvrg", p=0.05)
         for batch in batches:
-            optimizer.step(lambda: loss_of(batch), lambda: loss_of(all_my_data))
+            optimizer.step(lambda: loss_of(batch), lambda: loss_of(all_data_of_this_rank))
 
     where ``loss_of`` calls ``backward()`` and returns the loss. The model is the plain module, not in DDP, which would
     average gradients before they are compressed. Replicas start from rank 0's parameters and stay bit-identical.
@@ -52,20 +52,18 @@ class IntDIANA(torch.optim.Optimizer):
         params: parameters or groups of them, fp32 or fp64, on the CPU. ``lr`` may differ by group.
         lr: learning rate.
         estimator: what the closure's gradient is: "gd", of this rank's whole loss; "minibatch", of a part of it;
-            "lsvrg", of a part too, from which the step takes the variance by means of a reference point w_i
-            (`step`).
-        p: "lsvrg": how probable a new reference point is in a step; all ranks throw the same coin. The paper takes
-            batch / data of a rank.
-        bits: 8 or 32, of the integers that are added. What does not fit, so that a sum might overflow, is clipped; the
-            shift makes up for it in the steps that follow.
+            "lsvrg", of a part as well, whose variance is reduced with a reference point w_i (`step`).
+        p: "lsvrg": the probability of a new reference point in a step, drawn alike on all ranks. The paper uses the
+            batch size divided by the number of samples of a rank.
+        bits: 8 or 32, of the integers that are summed. Values that might overflow a sum are clipped; the shift makes up
+            for that in later steps.
         block: which parameters share an α: those of a "layer" (a parameter tensor), all of them ("global"), or none
             ("coordinate").
         beta: of the moving average r.
-        eps: keeps α finite where gradients vanish.
+        eps: keeps α finite if gradients vanish.
         seed: of the rounding and of the coin. No global generator is touched.
-        group: process group whose ranks train together; the default one if None. Without ``torch.distributed`` this is
-            a world of one.
-        transport: takes the group's place.
+        group: process group; the default one if None. Without ``torch.distributed`` the world has one rank.
+        transport: used in place of the group.
 
     Raises:
         TypeError: a parameter's dtype is neither fp32 nor fp64.
@@ -93,7 +91,7 @@ class IntDIANA(torch.optim.Optimizer):
         self._sum: IntegerSum | None = None
         self._stats = IntegerStats()
         self._warned = False
-        IntegerSum([], bits, self._transport)  # says now what would be wrong
+        IntegerSum([], bits, self._transport)  # raises if the options do not fit the world
         defaults = {
             "lr": lr,
             "estimator": estimator,
@@ -111,7 +109,7 @@ class IntDIANA(torch.optim.Optimizer):
 
     @property
     def stats(self) -> IntegerStats:
-        """Totals so far: integers sent, their extremes, bytes, evaluations."""
+        """Totals so far: integers sent, the largest ones, bytes, evaluations."""
         return self._stats
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -134,15 +132,15 @@ class IntDIANA(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue bit for bit from the ``state_dict`` that this rank saved, beside the parameters.
 
-        Raises ``ValueError`` if it is another rank's, or of a world of another size: the shifts are those of one
-        rank's data, so that a new division of the data takes a new IntDIANA, whose first step is exact.
+        Raises ``ValueError`` if it is another rank's, or of a world of another size. Shifts belong to the data of one
+        rank: if data are divided differently, start a new IntDIANA, whose first step is exact.
         """
         saved = state_dict["param_groups"][0]
         for name, here in (("world_size", self._transport.world_size), ("rank", self._transport.rank)):
             if saved.get(name) != here:
                 raise ValueError(
-                    f"this state of IntDIANA is of {name} {saved.get(name)}, here it is {here}: every rank loads what "
-                    "it saved itself; with another number of ranks start a new IntDIANA from the parameters"
+                    f"this state of IntDIANA has {name} {saved.get(name)}, this process has {here}: every rank loads "
+                    "the state that it saved; with another number of ranks start a new IntDIANA from the parameters"
                 )
         super().load_state_dict(state_dict)
         self._sum = None
@@ -150,14 +148,14 @@ class IntDIANA(torch.optim.Optimizer):
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Callable[[], Any], full: Callable[[], Any] | None = None
     ) -> Any:
-        """Make a step, on every rank; returns what ``closure`` returned at the present parameters.
+        """Perform one step, on every rank; returns what ``closure`` returns at the present parameters.
 
         Args:
             closure: computes this rank's loss, calls ``backward()`` and returns it. Gradients are cleared before it.
                 With "lsvrg" it is called twice, at the present parameters and at the reference point, and must take
                 the same samples (and the same random draws, if the model has any) both times.
             full: "lsvrg" only: the same over all data of this rank. It is called in the first step (then alone)
-                and whenever the coin falls so.
+                and whenever a new reference point is drawn.
 
         Afterwards every parameter's ``grad`` is g̃, the estimate that was applied, the same on every rank.
 

@@ -1,4 +1,5 @@
-"""QuantizedAdam (AQ-SGD, section 4.3; 1-bit Adam): once its variance rests, its momentum travels in few bits."""
+"""QuantizedAdam (AQ-SGD, section 4.3; 1-bit Adam): Adam whose momentum is sent in few bits once its variance is
+stable."""
 
 from __future__ import annotations
 
@@ -7,34 +8,39 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.compressors.norms import square_sum
+from thinwire.compressors import square_sum
+from thinwire.optim.shards import local, over_shards
 
 _STABLE = 0.96
-"""1-bit Adam (section 7.1): the variance rests once its norm keeps this share over 1/(1 − β2) steps."""
+"""The variance is stable once its norm keeps this share over 1/(1 − β2) steps (1-bit Adam, section 7.1)."""
 
 
 class QuantizedAdam(torch.optim.Optimizer):
-    """AdamW that freezes its variance after a warm-up, so that what is left, a momentum, may be sent in few bits.
+    """AdamW that freezes its variance after a warm-up, so that its momentum can be sent in few bits.
 
-    Error feedback under Adam divides a gradient that comes late by the size of today's. A frozen variance takes that
-    away: the update is linear in the momentum m, and of it nothing is lost.
+    Under Adam, error feedback divides a delayed gradient by the variance of the step in which it arrives, so residuals
+    are not made up for. With a frozen variance the update is linear in the momentum m, and they are.
 
         model = DistributedDataParallel(model)
         optimizer = thinwire.optim.QuantizedAdam(model.parameters(), lr=1e-3, warmup=200)
         wire = thinwire.compress(model, "minmax(bits=4)", optimizer=optimizer)
 
     In the first ``warmup`` steps gradients are averaged exactly, and this is AdamW. From then on rank i sends
-    ``Q(m_i + δ_i)`` of ``m_i = β1·m + (1 − β1)·g_i``, with error feedback on both sides (equation of spec section 5);
-    what arrives is handed to the training loop as the gradient that makes this momentum, so that clipping, `GradScaler`
-    and whatever else looks at ``grad`` work as ever. The update is
+    ``Q(m_i + δ_i)`` of ``m_i = β1·m + (1 − β1)·g_i``, with error feedback on both sides. The training loop gets the
+    gradient that yields the received momentum, so that clipping, `GradScaler` and other code that reads ``grad`` work
+    unchanged. The update is
 
         x −= lr·(m̂ / (√v̂ + eps) + weight_decay·x),   m̂ = m / (1 − β1^t),   v̂ = v_T / (1 − β2^T)
 
-    with the variance of step T, at which it was frozen, corrected for T and not for t, which would let steps grow. A
-    parameter whose gradients begin late, or are zero at first, counts its own steps: its variance is frozen once it had
-    gradients for as many steps as the others' warm-up.
+    with the variance of step T, in which it was frozen, and its bias correction for T: that for t would let steps grow.
+    Under FSDP2 gradients are sent in the place of momenta, with error feedback: the momentum is linear in them, so
+    that it gets late what they bring late.
+
+    A parameter whose gradients start late, or are zero at first, counts its own steps: its variance is frozen once it
+    has had gradients for as many steps as the warm-up.
 
     Args:
         params: parameters or groups of them. Options may differ by group but for ``warmup``.
@@ -45,8 +51,9 @@ class QuantizedAdam(torch.optim.Optimizer):
         warmup: steps before the variance is frozen, at least as many as the learning rate warms up; "stable" freezes it
             once its norm has kept 96 % over 1/(1 − β2) steps; None never does, and this is AdamW.
         floor: when the variance is frozen, the least that √v may be, as a share of the layer's root mean variance.
-            What had hardly a gradient in the warm-up (a rare token's row of an embedding) would otherwise be divided by
-            next to nothing for ever, and so would the quantisation error in it. 0 leaves v as it is.
+            Elements with hardly any gradient in the warm-up, such as a rare token's row of an embedding, would
+            otherwise be divided by almost zero from then on, and so would their quantisation errors. 0 leaves v as it
+            is.
 
     Raises:
         ValueError: an option is out of range.
@@ -79,7 +86,7 @@ class QuantizedAdam(torch.optim.Optimizer):
 
     @property
     def frozen(self) -> bool:
-        """Whether the variance is frozen: momentum travels, compressed."""
+        """Whether the variance is frozen, and the momentum is sent compressed."""
         return self.param_groups[0]["frozen_at"] > 0
 
     @property
@@ -88,7 +95,7 @@ class QuantizedAdam(torch.optim.Optimizer):
         return self.param_groups[0]["frozen_at"] or None
 
     def momentum(self, parameter: Tensor) -> Tensor | None:
-        """m of a parameter; None where it never had a gradient."""
+        """The momentum m of a parameter; None if it never had a gradient."""
         state = self.state.get(parameter)
         return state["exp_avg"] if state else None
 
@@ -101,65 +108,89 @@ class QuantizedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Make a step from the gradients that are there; returns what ``closure`` returned, which computes them."""
+        """Perform one step with the present gradients; returns what ``closure``, which may compute them, returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         steps = self.param_groups[0]["steps"] + 1
+        self._note_first_gradients()
         for group in self.param_groups:
             group["steps"] = steps
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad, group)
-        if not self.frozen and self._rests(steps):
-            self._freeze(steps)
+        if not self.frozen and self._is_stable(steps):
+            for group in self.param_groups:
+                group["frozen_at"] = steps
+        if self.frozen:
+            self._keep_variances()
         return loss
 
-    def _freeze(self, steps: int) -> None:
-        """Keep the variances from now on of all parameters that had gradients for as long as the warm-up took.
+    def _note_first_gradients(self) -> None:
+        """Make the states of parameters that have a gradient, and let those begin to count whose gradient is not zero.
 
-        Others, and those that get their first gradient later, go on as under AdamW until they had as many.
+        Of a sharded parameter all ranks must find the same.
         """
-        for group in self.param_groups:
-            group["frozen_at"] = steps
-            for state in (self.state[p] for p in group["params"] if self.state.get(p)):
-                self._keep_variance(state, group)
+        unseen = []
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            if parameter.grad.is_sparse:
+                raise TypeError("QuantizedAdam takes dense gradients: make the embedding dense (sparse=False)")
+            state = self.state[parameter]
+            if not state:
+                state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                # Its own number of steps, those since its first nonzero gradient, and the step of the frozen variance.
+                state |= {"step": 0, "seen": 0, "frozen_at": 0}
+            if not state["frozen_at"] and not state["seen"]:
+                unseen.append(parameter)
+        if unseen:
+            found = torch.stack([local(parameter.grad).any().to(torch.int32) for parameter in unseen])
+            for parameter, nonzero in zip(unseen, over_shards(found, unseen, dist.ReduceOp.MAX).tolist(), strict=True):
+                # Its update makes a 1 of it.
+                self.state[parameter]["seen"] = 0 if nonzero else -1
 
-    def _keep_variance(self, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if state["frozen_at"] or state["seen"] < self.param_groups[0]["frozen_at"]:
+    def _keep_variances(self) -> None:
+        """Freeze the variances of all parameters that have had gradients during the whole warm-up.
+
+        The others, and parameters whose first gradient comes later, continue as under AdamW until they have had
+        gradients for as many steps.
+        """
+        warmup = self.param_groups[0]["frozen_at"]
+        ready = [
+            (parameter, group["floor"])
+            for group in self.param_groups
+            for parameter in group["params"]
+            if (state := self.state.get(parameter)) and not state["frozen_at"] and state["seen"] >= warmup
+        ]
+        if not ready:
             return
-        state["frozen_at"] = state["step"]
-        variance = state["exp_avg_sq"]
-        # Summed in an order that no machine changes: the floor must be the same on all ranks.
-        mean = math.sqrt(float(square_sum(variance.sqrt()))) / math.sqrt(max(1, variance.numel()))
-        variance.clamp_(min=(group["floor"] * mean) ** 2)
+        # Summed in a fixed order: the floor must be the same on all ranks.
+        sums = torch.stack([square_sum(local(self.state[p]["exp_avg_sq"]).sqrt()) for p, _ in ready])
+        totals = over_shards(sums, [p for p, _ in ready], dist.ReduceOp.SUM).tolist()
+        for (parameter, floor), total in zip(ready, totals, strict=True):
+            state = self.state[parameter]
+            state["frozen_at"] = state["step"]
+            mean = math.sqrt(total) / math.sqrt(max(1, parameter.numel()))
+            local(state["exp_avg_sq"]).clamp_(min=(floor * mean) ** 2)
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        if gradient.is_sparse:
-            raise TypeError("QuantizedAdam takes dense gradients: make the embedding dense (sparse=False)")
         state = self.state[parameter]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            # Its own count of steps, those of them since its first gradient that was not zero, and which one's variance
-            # is kept.
-            state |= {"step": 0, "seen": 0, "frozen_at": 0}
         beta1, beta2 = group["betas"]
+        weights, gradient = local(parameter), local(gradient)
+        momentum, variance = local(state["exp_avg"]), local(state["exp_avg_sq"])
         state["step"] += 1
-        state["exp_avg"].lerp_(gradient.to(parameter.dtype), 1 - beta1)
+        momentum.lerp_(gradient.to(weights.dtype), 1 - beta1)
         if not state["frozen_at"]:
-            state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            state["seen"] += int(state["seen"] > 0 or bool(gradient.any()))
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            variance.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            state["seen"] += 1
+        weights.mul_(1 - group["lr"] * group["weight_decay"])
         corrected = 1 - beta2 ** (state["frozen_at"] or state["step"])
-        divisor = state["exp_avg_sq"].sqrt().div_(math.sqrt(corrected)).add_(group["eps"])
-        parameter.addcdiv_(state["exp_avg"], divisor, value=-group["lr"] / (1 - beta1 ** state["step"]))
-        if self.frozen:
-            self._keep_variance(state, group)
+        divisor = variance.sqrt().div_(math.sqrt(corrected)).add_(group["eps"])
+        weights.addcdiv_(momentum, divisor, value=-group["lr"] / (1 - beta1 ** state["step"]))
 
-    def _rests(self, steps: int) -> bool:
-        """Whether this step's variance is the one to keep. The same on all ranks, whose variances are."""
+    def _is_stable(self, steps: int) -> bool:
+        """Whether the variance is to be frozen in this step. The same on all ranks, whose variances are equal."""
         group = self.param_groups[0]
         if group["warmup"] is None:
             return False
@@ -168,9 +199,12 @@ class QuantizedAdam(torch.optim.Optimizer):
         window = max(1, round(1 / (1 - group["betas"][1])))
         if steps % window:
             return False
-        # Summed in an order that no machine changes: a rank that thinks otherwise would wait for ever.
-        states = [self.state[p] for g in self.param_groups for p in g["params"] if self.state.get(p)]
-        now = math.sqrt(math.fsum(float(square_sum(state["exp_avg_sq"])) for state in states))
+        # Summed in a fixed order: ranks that decided differently would wait for each other for ever.
+        held = [p for g in self.param_groups for p in g["params"] if self.state.get(p)]
+        if not held:
+            return False
+        sums = torch.stack([square_sum(local(self.state[p]["exp_avg_sq"])) for p in held])
+        now = math.sqrt(math.fsum(over_shards(sums, held, dist.ReduceOp.SUM).tolist()))
         now /= 1 - group["betas"][1] ** steps
         before = group["variance"]
         for each in self.param_groups:

@@ -1,4 +1,4 @@
-"""What a step's communication costs, from measured speeds: the model behind declining and, later, behind advice."""
+"""The time that a step's communication costs, predicted from measured speeds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from thinwire.compressors import Coded, Compressor, Raw
+from thinwire.compressors import Coded, Compressor, Raw, unwrap
 from thinwire.plan.plan import Plan
 
 _SAMPLE = (1 << 10, 1 << 10)
@@ -30,7 +30,7 @@ class Speeds:
     crossings: float = 0.0
     """How many times the bytes of an encoded bucket a rank sends; 0 for the 2(n−1)/n of a scatter-reduce-all-gather."""
     native: float = 0.0
-    """What a rank sends in a native all-reduce, in bytes per second; 0 for as much as ``bandwidth``."""
+    """Bytes per second that a rank sends in a native all-reduce; 0 for ``bandwidth``."""
 
     def seconds_per_element(self, compressor: Compressor, dtype: torch.dtype = torch.float32) -> float:
         """``encode + bytes / bandwidth + decode`` for an element of a large layer (generalised from S3, equation 1).
@@ -41,8 +41,8 @@ class Speeds:
 
     def wire_seconds(self, compressor: Compressor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> float:
         """Seconds that the bytes of a layer of this shape take."""
-        # Raw is what there is without compression, and sums have no other way.
-        native = isinstance(compressor, Raw) or not isinstance(compressor, Coded)
+        # Raw layers are the baseline, and sums have no alternative.
+        native = isinstance(unwrap(compressor), Raw) or not isinstance(compressor, Coded)
         crossings = 0.0 if native else self.crossings
         num_bytes = sent_bytes(compressor, shape, self.num_ranks, dtype, crossings=crossings)
         return num_bytes / ((native and self.native) or self.bandwidth)
@@ -56,13 +56,21 @@ def sent_bytes(
     *,
     crossings: float = 0.0,
 ) -> float:
-    """Bytes that a rank sends for a layer: what is gathered n−1 times, everything else ``crossings`` times.
+    """Bytes that a rank sends for a layer in a step.
 
-    ``crossings``: as of `Speeds`.
+    A coded layer is sent ``crossings`` times, or n−1 times if all ranks gather it whole; what a native all-reduce adds
+    up is sent 2(n−1)/n times, whatever the collective algorithm.
+
+    Args:
+        compressor: of the layer.
+        shape: of the layer.
+        num_ranks: in the world.
+        dtype: of the gradient.
+        crossings: how many times the collective algorithm sends the bytes of an encoded layer; 0 for 2(n−1)/n.
     """
-    times = crossings or 2 * (num_ranks - 1) / num_ranks
-    if isinstance(compressor, Coded) and compressor.gathered:
-        times = num_ranks - 1
+    times = 2 * (num_ranks - 1) / num_ranks
+    if isinstance(compressor, Coded):
+        times = num_ranks - 1 if compressor.gathered else crossings or times
     return times * compressor.wire_bytes(shape, dtype)
 
 

@@ -1,4 +1,4 @@
-"""Which layers a name pattern means, and which stay raw whatever the rules say."""
+"""Name patterns of layers, and the filter of layers that stay raw whatever the rules are."""
 
 from __future__ import annotations
 

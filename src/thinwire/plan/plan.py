@@ -1,4 +1,4 @@
-"""Which compressor each layer gets."""
+"""The plan: the compressor of each layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from thinwire.compressors import Compressor, Raw, Unsuited, ef, parse
+from thinwire.compressors import Compressor, Raw, Unsuited, at_step, cold_start, ef, for_world, parse
 from thinwire.plan.filters import Filter, check_pattern, matches
 
 Rules = str | Compressor | Mapping[str, str | Compressor]
@@ -36,7 +36,7 @@ class Plan:
         Layers that ``keep`` filters, and layers that no rule matches, are raw; a compressor that takes every layer
         gets those that are filtered for their size or dimensions, too. A rule that gives a parameter's full
         name holds even for a layer that would be filtered for its size or dimensions. A compressor that drops or
-        distorts much gets error feedback around it, unless it says ``feedback=False``; one that cannot take a layer of
+        distorts much gets error feedback around it, unless it has ``feedback=False``; one that cannot take a layer of
         this shape leaves it raw (`unsuited`).
 
         Raises:
@@ -54,33 +54,33 @@ class Plan:
             plan = plan.extended(name, shape)
         return plan
 
-    def _asked(self, name: str, shape: Sequence[int]) -> Compressor:
-        """What the rules name for a layer of this name and shape."""
+    def named(self, name: str, shape: Sequence[int]) -> Compressor:
+        """The compressor that the rules name for a layer, whether or not its shape suits it; raw if it is filtered."""
         if name in self.rules:
             return self.rules[name]
         asked = next((c for pattern, c in self.rules.items() if matches(pattern, name)), Raw())
-        keeps_raw = self.keep.excludes if asked.takes_every_layer else self.keep.keeps_raw
+        keeps_raw = self.keep.excludes if asked.traits.takes_every_layer else self.keep.keeps_raw
         return Raw() if keeps_raw(name, shape) else asked
 
     def extended(self, name: str, shape: Sequence[int]) -> Plan:
         """This plan with one more layer."""
-        asked = self._asked(name, shape)
+        asked = self.named(name, shape)
         try:
             chosen = asked.fit(shape)
         except Unsuited as why:
             return replace(self, layers={**self.layers, name: Raw()}, unsuited={**self.unsuited, name: str(why)})
-        if chosen.wants_feedback:
+        if chosen.traits.wants_feedback:
             chosen = ef(chosen)
         return replace(self, layers={**self.layers, name: chosen})
 
-    def at(self, step: int, learning_rate: float | None) -> Plan:
+    def at_step(self, step: int, learning_rate: float | None) -> Plan:
         """This plan as it is in a step, counted from the first compressed one; itself where nothing has a schedule."""
-        layers = {name: compressor.at(step, learning_rate) for name, compressor in self.layers.items()}
+        layers = {name: at_step(compressor, step, learning_rate) for name, compressor in self.layers.items()}
         if all(layers[name] is compressor for name, compressor in self.layers.items()):
             return self
         return replace(self, layers=layers)
 
-    def among(self, num_ranks: int, shapes: Mapping[str, Sequence[int]]) -> Plan:
+    def for_world(self, num_ranks: int, shapes: Mapping[str, Sequence[int]]) -> Plan:
         """This plan as it is in a world of so many ranks, with layers of these shapes; itself where none matters.
 
         Raises:
@@ -89,15 +89,15 @@ class Plan:
         numels: dict[Compressor, int] = {}
         for name, compressor in self.layers.items():
             numels[compressor] = numels.get(compressor, 0) + math.prod(shapes[name])
-        placed = {compressor: compressor.among(num_ranks, numel) for compressor, numel in numels.items()}
+        placed = {compressor: for_world(compressor, num_ranks, numel) for compressor, numel in numels.items()}
         if all(placed[compressor] is compressor for compressor in placed):
             return self
         return replace(self, layers={name: placed[compressor] for name, compressor in self.layers.items()})
 
-    def opened(self, begun: Collection[str]) -> Plan:
-        """This plan with the opening form of every layer that has one and has not begun; itself if there is none."""
-        opening = {n: c.opening for n, c in self.layers.items() if n not in begun and c.opening is not None}
-        return self.changed(opening)
+    def with_cold_starts(self, begun: Collection[str]) -> Plan:
+        """This plan in which layers that have not begun have their compressor for a cold start, where there is one."""
+        cold_starts = {name: cold_start(c) for name, c in self.layers.items() if name not in begun}
+        return self.changed({name: c for name, c in cold_starts.items() if c is not None})
 
     def changed(self, layers: Mapping[str, Compressor]) -> Plan:
         """This plan with other compressors for some layers; itself if there are none."""
@@ -132,14 +132,14 @@ class Plan:
             ValueError: the text is not a JSON object of specs.
         """
         try:
-            found = json.loads(text)
-            if not isinstance(found, dict) or not all(isinstance(spec, str) for spec in found.values()):
+            content = json.loads(text)
+            if not isinstance(content, dict) or not all(isinstance(spec, str) for spec in content.values()):
                 raise ValueError("a plan is a JSON object of parameter names and specs")
-            return replace(self, layers={name: parse(spec) for name, spec in found.items()})
+            return replace(self, layers={name: parse(spec) for name, spec in content.items()})
         except RecursionError:
             raise ValueError("a plan is a JSON object of parameter names and specs, not so deeply nested") from None
         except TypeError as error:
-            raise ValueError(f"the plan has a compressor that is none: {error}") from None
+            raise ValueError(f"the plan has an invalid compressor: {error}") from None
 
     @property
     def hash(self) -> str:

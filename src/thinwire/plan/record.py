@@ -1,4 +1,4 @@
-"""A plan as a file: what `thinwire plan show` reads, and nothing in it is trusted."""
+"""A plan as a file, which `thinwire plan show` reads. Nothing in the file is trusted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thinwire.compressors import Compressor, parse
 from thinwire.plan.cost import sent_bytes
 
 FORMAT = 1
-"""Of the file. Another one is refused."""
+"""Version of the file format. Files of another version are refused."""
 _MOST_FILE_BYTES = 1 << 26
 _MOST_TEXT = 2000
 _MOST_DIMENSIONS = 64
@@ -40,9 +40,9 @@ class LayerRow:
     reference: str
     """Spec of what the rules name for it."""
     sent_bytes: float
-    """That a rank sends for it in a step."""
+    """Bytes that a rank sends for the layer in a step."""
     reference_bytes: float
-    """The same with the reference."""
+    """Bytes that a rank would send for it with the reference."""
     error: float | None
     """Squared L2, on the gradients that the plan was chosen for; None where none was taken."""
     reference_error: float | None
@@ -92,7 +92,7 @@ class PlanRecord:
     policy: str
     """Spec of what chose the plan; empty if the rules did."""
     note: str
-    """What the policy said of it."""
+    """The note of the policy."""
 
     def __post_init__(self) -> None:
         _check_int("num_ranks", self.num_ranks, 1, _MOST_RANKS)
@@ -164,12 +164,12 @@ class PlanRecord:
 
     @property
     def sent_bytes(self) -> float:
-        """Of all layers."""
+        """Bytes of all layers in a step."""
         return math.fsum(row.sent_bytes for row in self.rows)
 
     @property
     def reference_bytes(self) -> float:
-        """Of all layers, with the reference."""
+        """Bytes of all layers in a step with the reference."""
         return math.fsum(row.reference_bytes for row in self.rows)
 
     def write(self, path: str | os.PathLike[str]) -> None:
@@ -185,7 +185,7 @@ class PlanRecord:
         """The record that `write` wrote. Nothing in the file is evaluated.
 
         Raises:
-            ValueError: the file is no such record; it says what is wrong.
+            ValueError: the file is no such record; the message describes what is wrong.
             OSError: it cannot be read.
         """
         try:
@@ -194,17 +194,17 @@ class PlanRecord:
             raise ValueError(f"{path} is not a plan that wire.plan_record().write() wrote: {error}") from None
 
     @classmethod
-    def _from(cls, found: Any) -> PlanRecord:
-        if not isinstance(found, dict) or "thinwire_plan" not in found:
+    def _from(cls, content: Any) -> PlanRecord:
+        if not isinstance(content, dict) or "thinwire_plan" not in content:
             raise ValueError('it must be a JSON object with "thinwire_plan"')
-        if type(found["thinwire_plan"]) is not int or found["thinwire_plan"] != FORMAT:
-            raise ValueError(f"its format is {_short(found['thinwire_plan'])}, and this thinwire reads {FORMAT}")
+        if type(content["thinwire_plan"]) is not int or content["thinwire_plan"] != FORMAT:
+            raise ValueError(f"its format is {_short(content['thinwire_plan'])}, and this thinwire reads {FORMAT}")
         head = [field.name for field in fields(cls) if field.name != "rows"]
-        _check_keys("it", found, ("thinwire_plan", *head, "layers"))
-        if not isinstance(found["layers"], list) or not found["layers"]:
+        _check_keys("it", content, ("thinwire_plan", *head, "layers"))
+        if not isinstance(content["layers"], list) or not content["layers"]:
             raise ValueError("layers must be a list of at least one")
         rows = []
-        for place, layer in enumerate(found["layers"]):
+        for place, layer in enumerate(content["layers"]):
             what = f"layer {place}"
             if not isinstance(layer, dict):
                 raise ValueError(f"{what} must be an object, not {_short(layer)}")
@@ -213,7 +213,7 @@ class PlanRecord:
             if not isinstance(shape, list):
                 raise ValueError(f"{what}: shape must be a list, not {_short(shape)}")
             rows.append(LayerRow(**{**layer, "shape": tuple(shape)}))
-        return cls(tuple(rows), **{name: found[name] for name in head})
+        return cls(tuple(rows), **{name: content[name] for name in head})
 
 
 def _json_of(path: Path) -> Any:
@@ -235,9 +235,9 @@ def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number that a plan could hold")
 
 
-def _check_keys(what: str, found: Mapping[str, Any], expected: Sequence[str]) -> None:
-    missing = [key for key in expected if key not in found]
-    unknown = [key for key in found if key not in expected]
+def _check_keys(what: str, content: Mapping[str, Any], expected: Sequence[str]) -> None:
+    missing = [key for key in expected if key not in content]
+    unknown = [key for key in content if key not in expected]
     if missing:
         raise ValueError(f"{what} has no {', '.join(missing)}")
     if unknown:

@@ -1,4 +1,4 @@
-"""Where the messages m(ξ) of AQ-SGD are kept: by sample, in memory or on disk, the same on both sides of a boundary."""
+"""Stores for the messages m(ξ) of AQ-SGD: one record for each sample, in memory or on disk, the same on both sides."""
 
 from thinwire.store.background import Background
 from thinwire.store.centres import MOST_CENTRES, Centres

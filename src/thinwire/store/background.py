@@ -13,9 +13,10 @@ _LAST_WRITES_S = 10.0
 
 
 class Background:
-    """Runs jobs one after the other, in a thread that starts with the first. What a job raises, the next call raises.
+    """Runs jobs one after the other, in a thread that starts with the first. The error of a job is raised by the next
+    call.
 
-    Jobs that wait hold at most ``max_bytes`` together (one larger job goes alone): who submits more waits.
+    Pending jobs hold at most ``max_bytes`` together (one larger job runs alone): `submit` blocks until there is room.
     """
 
     def __init__(self, max_bytes: int = 256 << 20) -> None:
@@ -34,10 +35,10 @@ class Background:
         return self._held
 
     def submit(self, job: Callable[[], None], num_bytes: int = 0) -> None:
-        """Have a job done that holds so much memory until then.
+        """Add a job, which holds ``num_bytes`` of memory until it is done.
 
         Raises:
-            StoreError: an earlier job failed.
+            StoreError: An earlier job failed.
         """
         with self._changed:
             self._raise()
@@ -53,14 +54,14 @@ class Background:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Block until all jobs are done. Raises as `submit`."""
+        """Block until all jobs are done. Raises as `submit` does."""
         with self._changed:
             while (self._jobs or self._busy) and self._error is None:
                 self._changed.wait()
             self._raise()
 
     def close(self) -> None:
-        """Finish what was submitted and end the thread. What failed is not raised any more."""
+        """Finish all jobs and end the thread. Errors are not raised any more."""
         self._end()
         if self._thread is not None:
             self._thread.join()

@@ -1,4 +1,4 @@
-"""Messages on disk: a memory-mapped file of fixed records, an index, a manifest."""
+"""A message store on disk: a memory-mapped file of records of fixed size, an index and a manifest."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.store.background import Background
 from thinwire.store.errors import StoreError
+from thinwire.store.folder import PrivateFolder
 from thinwire.store.manifest import check_manifest, check_room, read_manifest, write_manifest
 from thinwire.store.records import RecordFormat
 from thinwire.store.store import Entry, Evict, Store
@@ -23,24 +25,25 @@ from thinwire.store.store import Entry, Evict, Store
 _WORDS = 8
 _ROW_BYTES = 8 * _WORDS
 _NO_ROW = bytes(_ROW_BYTES)
+_MARK = b"thinwire message store\n"
 
 
 class DiskStore(Store):
     """A record of each sample in a file, read through a memory map and written behind by a background thread.
 
     ``folder`` holds ``manifest.json`` (format, shape, precision, dtype, number of records, run, site), ``records.bin``
-    and ``index.bin``: for every slot of the first, the sample whose record it is, its entry, the record's checksum, and
-    a checksum of that row. The row is written after the record, and a record that is not what its row says counts as
-    corrupt. So a crash leaves old records, new ones and detected torn ones.
+    and ``index.bin``, which has a row for every slot of ``records.bin``: the sample, its entry, the checksum of the
+    record, and a checksum of the row. The row is written after the record, and a record whose checksum differs from its
+    row counts as corrupt. So after a crash every record is old, new, or recognised as torn.
 
     A record that a state (`state_dict`) names is not overwritten: its sample's next record goes to another slot, until
-    ``snapshots`` newer states were made. So a run killed at any time goes on from such a state as if it had never been
-    killed: the state says where its records are, the index where the newest ones are. This takes up to ``1 +
-    snapshots`` times the records' size, reserved when the store is made.
+    ``snapshots`` newer states were made. So a run that is killed at any time resumes from such a state bit by bit: the
+    state has the slots of its records, the index those of the newest ones. This takes up to ``1 + snapshots`` times the
+    size of the records, which is reserved when the store is made.
 
     Raises:
-        StoreError: the folder holds a store of another run or shape, or one that is in use; the disk has no room; or a
-            file is not of the size that it must have.
+        StoreError: The folder holds a store of another run or shape, or one that is in use; the disk has too little
+            room; or a file has the wrong size.
     """
 
     def __init__(
@@ -64,7 +67,8 @@ class DiskStore(Store):
         self._next_order = 0
         self._sums: dict[int, int] = {}
         self._checked: dict[int, int] = {}
-        self._waiting: dict[int, Tensor] = {}
+        self._pending: dict[int, Tensor] = {}
+        self._lock = threading.Lock()
         self._pinned: deque[frozenset[int]] = deque()
         self._free: deque[int] = deque(range(self._num_slots))
         identity = {**form.describe(), "site": form.site, "slots": self._num_slots, "run": run}
@@ -74,8 +78,8 @@ class DiskStore(Store):
 
     def checksum(self, sample: int) -> int:
         slot = self._slots[sample]
-        waiting = self._waiting.get(slot)
-        return kernels.checksum(self._files.record(slot) if waiting is None else waiting)
+        pending = self._pending.get(slot)
+        return kernels.checksum(self._files.record(slot) if pending is None else pending)
 
     def prefetch(self, samples: Iterable[int]) -> None:
         slots = [self._slots[sample] for sample in samples if sample in self._slots]
@@ -85,8 +89,12 @@ class DiskStore(Store):
     def _check_ahead(self, slots: list[int]) -> None:
         self._files.read_ahead(slots)
         for slot in slots:
-            if slot not in self._waiting:
-                self._checked[slot] = kernels.checksum(self._files.record(slot))
+            checksum = kernels.checksum(self._files.record(slot))
+            with self._lock:
+                # If a new record was saved meanwhile, it is pending behind this job, and the checksum is that of the
+                # old one.
+                if slot not in self._pending:
+                    self._checked[slot] = checksum
 
     def flush(self) -> None:
         self._background.wait()
@@ -102,11 +110,11 @@ class DiskStore(Store):
 
     @property
     def waiting_bytes(self) -> int:
-        """Memory of what is not written yet."""
+        """Bytes of memory that hold records which are not written yet."""
         return self._background.held_bytes
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Which records there are and where, not the records: they stay, until ``snapshots`` newer states were made."""
+        """The slots of the records, not the records: these stay on disk until ``snapshots`` newer states were made."""
         self.flush()
         state = super().state_dict()
         slots = [self._slots[sample] for sample in self._entries]
@@ -130,7 +138,7 @@ class DiskStore(Store):
         self._background.wait()
         self._take(dict(zip(entries, slots, strict=True)), entries, dict(zip(slots, sums, strict=True)))
         self._pinned = deque([frozenset(slots)] if self._snapshots else [])
-        # What the other slots say belongs to a future that did not come to be.
+        # The other slots were written after the state was saved.
         for slot in self._free:
             self._files.write_row(slot, _NO_ROW)
         for sample in self._entries:
@@ -146,7 +154,7 @@ class DiskStore(Store):
         self._free = deque(slot for slot in range(self._num_slots) if slot not in used)
 
     def _reopen(self) -> None:
-        """Take over what an earlier process left: of each sample the newest record whose row is whole."""
+        """Load what an earlier process left: the newest record of each sample whose row is intact."""
         newest: dict[int, tuple[int, Entry, int, int]] = {}
         for slot, row in enumerate(self._files.rows()):
             sample, version, visits, length, order, total, check, _ = row
@@ -171,8 +179,8 @@ class DiskStore(Store):
 
     def _read(self, sample: int, out: Tensor) -> None:
         slot = self._slots[sample]
-        waiting = self._waiting.get(slot)
-        out.copy_(self._files.record(slot) if waiting is None else waiting)
+        pending = self._pending.get(slot)
+        out.copy_(self._files.record(slot) if pending is None else pending)
 
     def _write(self, sample: int, record: Tensor) -> None:
         old = self._slots.get(sample)
@@ -182,8 +190,9 @@ class DiskStore(Store):
             self._next_order += 1
         self._slots[sample] = slot
         self._sums[slot] = kernels.checksum(record)
-        self._checked.pop(slot, None)
-        self._waiting[slot] = record
+        with self._lock:
+            self._checked.pop(slot, None)
+            self._pending[slot] = record
         row, left = self._row(sample), None if old == slot else old
         self._background.submit(lambda: self._put(slot, record, row, left), record.numel())
 
@@ -192,15 +201,15 @@ class DiskStore(Store):
         self._files.write_row(slot, row)
         if left is not None:
             self._files.write_row(left, _NO_ROW)
-        if self._waiting.get(slot) is record:
-            del self._waiting[slot]
+        if self._pending.get(slot) is record:
+            del self._pending[slot]
 
     def _drop(self, sample: int) -> None:
         slot = self._slots.pop(sample)
         del self._orders[sample]
         if not self._is_pinned(slot):
             self._free.append(slot)
-            self._waiting.pop(slot, None)
+            self._pending.pop(slot, None)
         self._background.submit(lambda: self._files.write_row(slot, _NO_ROW))
 
     def _is_pinned(self, slot: int) -> bool:
@@ -208,7 +217,7 @@ class DiskStore(Store):
 
     def _is_whole(self, sample: int) -> bool:
         slot = self._slots[sample]
-        if slot in self._waiting:
+        if slot in self._pending:
             return True
         found = self._checked.pop(slot, None)
         return (kernels.checksum(self._files.record(slot)) if found is None else found) == self._sums[slot]
@@ -229,69 +238,81 @@ def _row_check(words: Iterable[int]) -> int:
 
 
 class _Files:
-    """The files of a store: made, or opened if they are what they must be."""
+    """The files of a store, which are made, or opened if they belong to this store.
 
-    def __init__(self, folder: Path, identity: Mapping[str, object], num_slots: int, record_bytes: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    The file ``lock`` holds a mark from before the first record on: in a folder with the mark and without a manifest,
+    making the store was interrupted, and it is made again. Without the mark no file is overwritten.
+    """
+
+    def __init__(self, path: Path, identity: Mapping[str, object], num_slots: int, record_bytes: int) -> None:
         self._record_bytes, self._num_slots = record_bytes, num_slots
-        self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        self._open: list[int] = [self._lock]
+        folder = PrivateFolder(path)
+        self._open: list[int] = []
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.close()
-            raise StoreError(f"the message store in {folder} is in use by another process: give it a folder") from None
-        try:
-            found = read_manifest(folder)
-            self.existed = found is not None
-            if found is not None:
-                check_manifest(folder, found, identity)
+            marked = self._take_lock(folder)
+            manifest = read_manifest(folder)
+            self.existed = manifest is not None
+            if manifest is not None:
+                check_manifest(path, manifest, identity)
             sizes = {"records.bin": num_slots * record_bytes, "index.bin": num_slots * _ROW_BYTES}
-            if found is None:
-                check_room(folder, sum(sizes.values()), f"{num_slots} records of {record_bytes} bytes")
-            self._records, self._index = (self._file(folder / name, size) for name, size in sizes.items())
+            if manifest is None:
+                check_room(path, sum(sizes.values()), f"{num_slots} records of {record_bytes} bytes")
+            files = {name: self._file(folder, name, exclusive=not (self.existed or marked)) for name in sizes}
+            if manifest is None:
+                os.pwrite(self._open[0], _MARK, 0)
+            for name, size in sizes.items():
+                _set_size(files[name], size, folder.path / name, new=manifest is None)
+            self._records, self._index = files.values()
             # The map must not outlive the size of the file; nobody shortens it while the lock is held.
             self._map: Tensor | None = torch.frombuffer(
                 mmap.mmap(self._records, sizes["records.bin"]), dtype=torch.uint8
             ).view(num_slots, record_bytes)
-            if found is None:
+            if manifest is None:
                 write_manifest(folder, identity)
         except BaseException:
             self.close()
             raise
+        finally:
+            folder.close()
 
-    def _file(self, path: Path, size: int) -> int:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | (0 if self.existed else os.O_TRUNC), 0o644)
-        self._open.append(file)
-        if self.existed and os.fstat(file).st_size != size:
+    def _take_lock(self, folder: PrivateFolder) -> bool:
+        """Lock the folder for this process. Returns whether a store was made, or begun, in it before."""
+        lock = folder.open("lock")
+        self._open.append(lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
             raise StoreError(
-                f"{path} has {os.fstat(file).st_size} bytes, not {size}: it is damaged. Remove the folder; samples "
-                "will count as unseen"
-            )
-        if not self.existed:
-            try:
-                os.posix_fallocate(file, 0, size)
-            except OSError as error:
-                raise StoreError(f"the disk cannot hold {path} of {size} bytes: {error.strerror}") from None
+                f"the message store in {folder.path} is in use by another process: give it a folder"
+            ) from None
+        content = os.pread(lock, len(_MARK) + 1, 0)
+        if content not in (b"", _MARK):
+            raise StoreError(f"{folder.path / 'lock'} is not a message store's: name another folder")
+        return bool(content)
+
+    def _file(self, folder: PrivateFolder, name: str, *, exclusive: bool) -> int:
+        file = folder.open(name, exclusive=exclusive)
+        self._open.append(file)
         return file
 
     def record(self, slot: int) -> Tensor:
-        """The bytes of a slot in the map."""
+        """The record in a slot (uint8), in the memory map."""
         assert self._map is not None, "the store is open"
         return self._map[slot]
 
     def rows(self) -> list[list[int]]:
-        """The index."""
+        """The rows of the index."""
         data = os.pread(self._index, self._num_slots * _ROW_BYTES, 0)
         return torch.frombuffer(bytearray(data), dtype=torch.int64).view(self._num_slots, _WORDS).tolist()
 
     def read_ahead(self, slots: Iterable[int]) -> None:
+        """Ask the operating system to read these slots into its cache."""
         for slot in slots:
             at = slot * self._record_bytes
             os.posix_fadvise(self._records, at, self._record_bytes, os.POSIX_FADV_WILLNEED)
 
     def write_record(self, slot: int, record: Tensor) -> None:
-        # Not through the map: a disk that is full after all would end the process instead of raising.
+        # Not through the map: a full disk would end the process there instead of raising an error.
         data = memoryview(record.contiguous().numpy())  # pyright: ignore[reportArgumentType] - arrays are buffers
         _write_all(self._records, data, slot * self._record_bytes)
 
@@ -308,6 +329,21 @@ class _Files:
             with contextlib.suppress(OSError):
                 os.close(file)
         self._open.clear()
+
+
+def _set_size(file: int, size: int, path: Path, *, new: bool) -> None:
+    """Reserve ``size`` zero bytes for a new file; check that an old one has as many."""
+    if new:
+        os.ftruncate(file, 0)
+        try:
+            os.posix_fallocate(file, 0, size)
+        except OSError as error:
+            raise StoreError(f"the disk cannot hold {path} of {size} bytes: {error.strerror}") from None
+    elif os.fstat(file).st_size != size:
+        raise StoreError(
+            f"{path} has {os.fstat(file).st_size} bytes, not {size}: it is damaged. Remove the folder; samples will "
+            "count as unseen"
+        )
 
 
 def _write_all(file: int, data: memoryview, at: int) -> None:

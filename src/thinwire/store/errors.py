@@ -2,5 +2,4 @@
 
 
 class StoreError(RuntimeError):
-    """A message store cannot be what it should: of another run or shape, full, damaged, or asked for a sample that it
-    cannot know."""
+    """A message store is of another run or shape, full or damaged, or has no room for a sample."""

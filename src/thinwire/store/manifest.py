@@ -1,49 +1,42 @@
-"""What a store on disk says of itself, and how much room it takes."""
+"""The manifest of a store on disk: its format, shape and run; and the check for free space."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from thinwire.store.errors import StoreError
+from thinwire.store.folder import PrivateFolder
 
 NAME = "manifest.json"
 _VERSION = 1
-_LARGEST = 1 << 20
-"""Bytes of a manifest, at most: what is longer is none."""
+_MAX_BYTES = 1 << 20
 
 
-def read_manifest(folder: Path) -> dict[str, object] | None:
+def read_manifest(folder: PrivateFolder) -> dict[str, object] | None:
     """The manifest of a store; None where there is none.
 
     Raises:
-        StoreError: there is a file of that name which is no manifest.
+        StoreError: There is a file of that name which is not a manifest.
     """
-    path = folder / NAME
-    if not path.exists():
+    content = folder.read(NAME, _MAX_BYTES)
+    if content is None:
         return None
+    path = folder.path / NAME
     try:
-        if path.stat().st_size > _LARGEST:
-            raise ValueError(f"{path.stat().st_size} bytes")
-        found = json.loads(path.read_text())
+        manifest = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise StoreError(f"{path} is not the manifest of a message store ({error}): remove {folder}") from None
-    if not isinstance(found, dict):
-        raise StoreError(f"{path} is not the manifest of a message store: remove {folder}")
-    return found
+        raise StoreError(f"{path} is not the manifest of a message store ({error}): remove {folder.path}") from None
+    if not isinstance(manifest, dict):
+        raise StoreError(f"{path} is not the manifest of a message store: remove {folder.path}")
+    return manifest
 
 
-def write_manifest(folder: Path, identity: Mapping[str, object]) -> None:
-    """Put a manifest in place as a whole: there is never half of one."""
-    fresh = folder / f"{NAME}.new"
-    with fresh.open("w") as file:
-        json.dump({"format_version": _VERSION, **identity}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(folder / NAME)
+def write_manifest(folder: PrivateFolder, identity: Mapping[str, object]) -> None:
+    """Write the manifest, at once and as a whole."""
+    folder.write(NAME, json.dumps({"format_version": _VERSION, **identity}, indent=1).encode())
 
 
 def check_manifest(folder: Path, found: Mapping[str, object], identity: Mapping[str, object]) -> None:
@@ -57,7 +50,7 @@ def check_manifest(folder: Path, found: Mapping[str, object], identity: Mapping[
 
 
 def check_room(folder: Path, num_bytes: int, what: str) -> None:
-    """Raise ``StoreError`` unless the disk has room for so many bytes more."""
+    """Raise ``StoreError`` unless the disk has ``num_bytes`` free."""
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
         raise StoreError(

@@ -1,4 +1,4 @@
-"""Messages in memory."""
+"""A message store in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.store.store import Store
 
 
 class MemoryStore(Store):
-    """A record of each sample in memory. They are in the state, so that a checkpoint is as large as they are."""
+    """Keeps the records in memory. They are part of the state, so a checkpoint is as large as they are."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)

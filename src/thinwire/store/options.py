@@ -1,7 +1,8 @@
-"""Where messages are to be kept, as a user says it."""
+"""The user's choice of a message store: `Memory` or `Disk`, and how much it may hold."""
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from thinwire.compressors import check_choice, check_int
 from thinwire.store.background import Background
 from thinwire.store.disk import DiskStore
 from thinwire.store.errors import StoreError
+from thinwire.store.folder import PrivateFolder
 from thinwire.store.manifest import read_manifest
 from thinwire.store.memory import MemoryStore
 from thinwire.store.records import RecordFormat
@@ -20,10 +22,13 @@ from thinwire.store.store import Evict, Store
 class Place(ABC):
     """A kind of store, and how much it may hold.
 
-    ``num_samples`` is how many different samples this pipeline will see: those of the data set, or of this replica's
-    share of it. ``budget_bytes`` is for one side of one stage boundary; a stage between two others has two. With less
-    room than samples, ``evict`` says who goes: ``newcomers`` find no room and are sent in full each time (which suits
-    epochs: what is there stays of use), ``oldest`` gives up the samples that came first (which suits a stream).
+    Args:
+        num_samples: Number of different samples that this pipeline will see: those of the data set, or of this
+            replica's share of it.
+        budget_bytes: Size limit for one side of one stage boundary; a stage between two others has two sides.
+        evict: What happens when there is less room than samples. With ``newcomers``, new samples are not kept and are
+            sent raw each time, which suits epochs. With ``oldest``, the samples that came first are dropped, which
+            suits a stream.
     """
 
     num_samples: int | None = None
@@ -37,10 +42,10 @@ class Place(ABC):
         check_choice("evict", self.evict, ("newcomers", "oldest"))
 
     def capacity(self, form: RecordFormat, copies: int = 1) -> int | None:
-        """Samples that there is room for, each with so many ``copies`` of its record; None if any number.
+        """Number of samples that there is room for, each with ``copies`` of its record; None for any number.
 
         Raises:
-            StoreError: the budget does not hold a single one.
+            StoreError: The budget does not hold a single one.
         """
         if self.budget_bytes is None:
             return self.num_samples
@@ -52,29 +57,29 @@ class Place(ABC):
             )
         return room if self.num_samples is None else min(room, self.num_samples)
 
-    def rule(self) -> Evict | None:
-        """Who makes room: nobody, where a sample too many can only be a mistake."""
+    def eviction(self) -> Evict | None:
+        """``evict``, or None without a budget: one sample more is an error then."""
         return self.evict if self.budget_bytes is not None else None
 
     @abstractmethod
     def open(self, form: RecordFormat, name: str, *, run: int, background: Background) -> Store:
-        """The store of one side of one boundary, of a run with this number.
+        """Open the store of one side of one boundary.
 
         Raises:
-            StoreError: see `DiskStore`.
+            StoreError: As `DiskStore` raises it.
         """
 
     @abstractmethod
     def run_of(self, name: str) -> int | None:
-        """The run whose store of this name is to be gone on with; None if there is none."""
+        """The run of the store ``name`` that is to be continued; None if there is none."""
 
 
 @dataclass(frozen=True)
 class Memory(Place):
-    """Messages in memory; they are in ``stage.state_dict()``."""
+    """Keep messages in memory. They are part of ``stage.state_dict()``."""
 
     def open(self, form: RecordFormat, name: str, *, run: int, background: Background) -> Store:
-        return MemoryStore(form, self.capacity(form), self.rule())
+        return MemoryStore(form, self.capacity(form), self.eviction())
 
     def run_of(self, name: str) -> int | None:
         return None
@@ -82,15 +87,19 @@ class Memory(Place):
 
 @dataclass(frozen=True)
 class Disk(Place):
-    """Messages in files under ``path``, a folder for each side of each boundary.
+    """Keep messages in files under ``path``, which has a folder for each side of each boundary.
 
-    ``num_samples`` or ``budget_bytes`` must be given: the files have their size from the start. A store that is there
-    already is an error, unless this run's state was loaded before its first step (`PipelineStage.load_state_dict`) or
-    ``resume=True``, which goes on with the messages as they were last written. ``snapshots`` is how many states back a
-    run can be resumed from bit by bit, and how many more times the room is reserved: 1 for checkpoints that are written
-    before training goes on, 2 where they are written meanwhile.
+    ``num_samples`` or ``budget_bytes`` must be given, because the files have their size from the start. A store that
+    exists already is an error, unless this run's state was loaded before its first step
+    (`CompressedStage.load_state_dict`).
 
-    The background thread holds at most ``waiting_bytes`` that are not written yet.
+    Args:
+        path: The folder.
+        snapshots: From how many saved states back a run can be resumed bit by bit. Each takes the size of all records
+            once more. 1 is enough for checkpoints that are written before training continues, 2 for those that are
+            written beside it.
+        resume: Continue with the messages of an existing store as they were last written.
+        waiting_bytes: Limit of what the background thread holds in memory before it is written.
     """
 
     path: str | Path
@@ -108,14 +117,18 @@ class Disk(Place):
     def open(self, form: RecordFormat, name: str, *, run: int, background: Background) -> Store:
         capacity = self.capacity(form, 1 + self.snapshots)
         assert capacity is not None, "one of the two is given"
-        options = {"run": run, "evict": self.rule(), "snapshots": self.snapshots, "background": background}
+        options = {"run": run, "evict": self.eviction(), "snapshots": self.snapshots, "background": background}
         return DiskStore(Path(self.path) / name, form, capacity, **options)
 
     def run_of(self, name: str) -> int | None:
-        found = read_manifest(Path(self.path) / name) if self.resume else None
-        if found is None:
+        path = Path(self.path) / name
+        if not self.resume or not path.is_dir():
             return None
-        run = found.get("run")
+        with contextlib.closing(PrivateFolder(path)) as folder:
+            manifest = read_manifest(folder)
+        if manifest is None:
+            return None
+        run = manifest.get("run")
         if not isinstance(run, int):
-            raise StoreError(f"{Path(self.path) / name} does not say of which run it is: remove it")
+            raise StoreError(f"the manifest in {path} does not name a run: remove the folder")
         return run

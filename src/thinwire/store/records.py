@@ -1,4 +1,4 @@
-"""What is kept of one sample's activations: a record of fixed size, in 32, 16 or a few bits a value."""
+"""Records: the activations of one sample as a store keeps them, in 32, 16 or 2 to 8 bits a value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.compressors import Coded, Key, MaxAbs, Piece, Raw, Segments, check_int
+from thinwire.compressors import CodecCall, Coded, Key, MaxAbs, Piece, Raw, Segments, check_int
 from thinwire.kernels import align
 
 Half = Literal["float16", "bfloat16"]
@@ -20,46 +20,46 @@ class Part(NamedTuple):
     """One tensor's share of a sample."""
 
     positions: int
-    """Of the longest sample: the elements of its second dimension, where it has one beside the batch's; else 1."""
+    """Positions of the longest sample: the size of the second dimension, or 1 if there is only the batch."""
     width: int
     """Elements of one position."""
     grows: bool
-    """Whether its positions are the sample's length; else they are always as many."""
+    """Whether the number of positions is the length of the sample; otherwise it is fixed."""
 
     def at(self, length: int) -> int:
-        """Elements of a sample of this length."""
+        """Elements of a sample of ``length`` positions."""
         return (length if self.grows else self.positions) * self.width
 
 
 class Rows(NamedTuple):
-    """Which samples lie in a flat tensor: one after the other, each with all its parts, padded to a common length."""
+    """The samples in a flat tensor: one after the other, each with all its parts, padded to a common length."""
 
     samples: tuple[int, ...]
     lengths: tuple[int, ...]
-    """Positions of each that mean something. What lies behind them is zero, sent nowhere and kept nowhere."""
+    """Valid positions of each sample. What lies behind them is zero, and is neither sent nor kept."""
     padded: int
-    """Positions of each in the flat tensor."""
+    """Positions of each sample in the flat tensor."""
 
     @staticmethod
     def of(samples: Iterable[int], length: int) -> Rows:
-        """Samples of one length."""
+        """Samples that all have the same length."""
         kept = tuple(samples)
         return Rows(kept, (length,) * len(kept), length)
 
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """How the messages m(ξ) of one stage boundary are kept (S0, section 3.3).
+    """The format of the messages m(ξ) of one stage boundary (S0, section 3.3).
 
     ``precision`` is 32 (fp32), 16 (``half``), or 2 to 8 bits: max-abs codes in buckets of 128, rounded stochastically
-    with draws that both sides of a boundary make alike.
+    with the same draws on both sides of a boundary.
     """
 
     parts: tuple[Part, ...]
     precision: int = 32
     half: Half = "bfloat16"
     site: str = "m"
-    """Names the draws."""
+    """Distinguishes the random draws of this boundary from those of others."""
     coder: Coded = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -68,16 +68,16 @@ class RecordFormat:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values that a record holds; of codes that of what they decode to."""
+        """Dtype of the values in a record; for 2 to 8 bits, that of the decoded values."""
         return getattr(torch, self.half) if self.precision == 16 else torch.float32
 
     @cached_property
     def length(self) -> int:
-        """Positions of the longest sample; 0 where nothing grows."""
+        """Positions of the longest sample; 0 if no part depends on the length."""
         return max((part.positions for part in self.parts if part.grows), default=0)
 
     def numel(self, length: int) -> int:
-        """Elements of a sample of this length."""
+        """Elements of a sample of ``length`` positions."""
         return sum(part.at(length) for part in self.parts)
 
     def part_bytes(self, part: Part, length: int) -> int:
@@ -102,20 +102,20 @@ class RecordFormat:
     def encode(self, values: Tensor, rows: Rows, key: int) -> Tensor:
         """The records of ``rows``: uint8 of shape (samples, `record_bytes`), from fp32 values (elements,).
 
-        ``key`` is that of the draws, which differ by sample. They may share memory with the values.
+        ``key`` is that of the random draws, which differ by sample. The records may share memory with the values.
         """
         self._check(values, rows)
         if self._is_plain(rows.lengths, rows.padded):
             return values.to(self.dtype).view(torch.uint8).view(len(rows.samples), self.record_bytes)
         records = torch.zeros(len(rows.samples) * self.record_bytes, dtype=torch.uint8)
-        self.coder.encode(values.to(self.dtype), self.segments(rows), records, key=Key(key, key))
+        self.coder.encode(values.to(self.dtype), records, CodecCall(self.segments(rows), Key(key, key)))
         return records.view(len(rows.samples), self.record_bytes)
 
     def decode(self, records: Tensor, kept: Sequence[int], rows: Rows) -> Tensor:
-        """What records hold, as fp32 (elements,) laid out as ``rows``; zero where they hold nothing.
+        """The values in records, as fp32 (elements,) laid out as ``rows``; zero where they hold nothing.
 
         ``kept`` are the positions that each record holds: those of the sample when it was kept. A position that was
-        never seen is zero, so that its change is its value. They may share memory with the records.
+        never seen is zero, so that its change is its value. The values may share memory with the records.
         """
         if tuple(kept) == rows.lengths:
             return self._decode(records, rows)
@@ -133,7 +133,7 @@ class RecordFormat:
         return values
 
     def _is_plain(self, lengths: Sequence[int], padded: int) -> bool:
-        """Whether records are nothing but the values, one behind the other."""
+        """Whether records are just the values, one after the other."""
         whole = all(length == padded for length in lengths)
         return whole and self.precision > 8 and self.record_bytes == self.numel(padded) * self.dtype.itemsize
 
@@ -143,7 +143,7 @@ class RecordFormat:
         if self._is_plain(rows.lengths, rows.padded):
             return records.view(-1).view(self.dtype).float()
         values = torch.zeros(len(rows.samples) * self.numel(rows.padded), dtype=self.dtype)
-        self.coder.decode(records.reshape(-1), self.segments(rows), values)
+        self.coder.decode(records.reshape(-1), values, CodecCall(self.segments(rows)))
         return values.float()
 
     def _check(self, values: Tensor, rows: Rows) -> None:
@@ -156,7 +156,7 @@ class RecordFormat:
             raise ValueError(f"{values.numel()} values are not those of {len(rows.samples)} samples")
 
     def describe(self) -> dict[str, object]:
-        """What two stores must have in common for one to read the other's records."""
+        """The facts that two stores must share for one to read the records of the other."""
         return {
             "parts": [list(part) for part in self.parts],
             "precision": self.precision,
@@ -166,17 +166,17 @@ class RecordFormat:
 
 
 def check_precision(precision: int) -> None:
-    """Raise unless a message can be kept in so many bits a value."""
+    """Raise ``ValueError`` unless a message can be kept in ``precision`` bits a value."""
     check_int("precision", precision, 2, 32)
     if precision not in (16, 32) and precision > 8:
         raise ValueError(f"precision must be 32, 16 or 2 to 8 bits, not {precision}")
 
 
 def store_bytes(num_samples: int, shape: Sequence[int], precision: int = 32, *, snapshots: int = 0) -> int:
-    """Bytes that the messages of ``num_samples`` samples take on one side of one stage boundary.
+    """Bytes of the messages of ``num_samples`` samples on one side of one stage boundary.
 
-    ``shape`` is that of one sample's activation, without the batch: (length, hidden), say. On disk a run keeps
-    ``snapshots`` (1, if not told otherwise) older copies at most of each, and so many times more.
+    ``shape`` is that of one sample's activation without the batch, such as (length, hidden). On disk, a store reserves
+    this size ``snapshots`` times more (1 by default, see `Disk`).
     """
     numel = torch.Size(shape).numel()
     record = RecordFormat((Part(1, numel, False),), precision).record_bytes

@@ -1,4 +1,4 @@
-"""The messages m(ξ) of one side of a stage boundary, by sample: what every store does, wherever its records lie."""
+"""What all message stores share: the records m(ξ) of one side of a stage boundary, by sample."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ LARGEST_SAMPLE = 2**62
 
 
 class Entry(NamedTuple):
-    """What a store knows of a sample beside its record."""
+    """What a store keeps of a sample beside its record."""
 
     version: int
     """The training step that wrote the record, from 1."""
     visits: int
-    """How often the sample was seen since it was kept, that step included."""
+    """Number of visits since the sample was first kept, that step included."""
     length: int
     """Positions that the record holds."""
 
@@ -35,20 +35,24 @@ class StoreCounts:
     """What happened to the records of a store."""
 
     corrupt: int = 0
-    """Records that were not what had been written: their samples count as unseen."""
+    """Records that differed from what had been written. Their samples count as unseen."""
     evicted: int = 0
-    """Samples given up to make room for others."""
+    """Samples that were dropped to make room for others."""
     turned_away: int = 0
     """Visits of samples for which there was no room."""
 
 
 class Store(ABC):
-    """Keeps one record for each sample, and knows its step, visits and length.
+    """Keeps one record for each sample, with its step, visits and length.
 
-    What it keeps and gives up is a function of the calls alone, so that the two sides of a boundary, which make the
-    same calls, hold the same samples; nothing here depends on hashes, clocks or threads. ``capacity`` is how many
-    samples there is room for (None: any number). One more is unknown, an error, unless ``evict`` says who makes room:
-    nobody (``newcomers`` are turned away) or the samples that were kept first (``oldest``).
+    Which samples it holds depends on the calls alone, not on hashes, clocks or threads, so that the two sides of a
+    boundary, which make the same calls, hold the same samples.
+
+    Args:
+        form: Format of the records.
+        capacity: Number of samples that there is room for; None for any number.
+        evict: What happens to a sample more than that: ``newcomers`` are turned away, or the ``oldest`` samples are
+            dropped. None makes it an error.
     """
 
     def __init__(self, form: RecordFormat, capacity: int | None = None, evict: Evict | None = None) -> None:
@@ -59,28 +63,28 @@ class Store(ABC):
         self._entries: dict[int, Entry] = {}
 
     def __len__(self) -> int:
-        """Samples that are kept."""
+        """Number of samples that are kept."""
         return len(self._entries)
 
     def __contains__(self, sample: int) -> bool:
         return sample in self._entries
 
     def entry(self, sample: int) -> Entry | None:
-        """What is known of a sample; None if it was not seen, or was given up."""
+        """The entry of a sample; None if it was not seen, or was dropped."""
         return self._entries.get(sample)
 
     @property
     def samples(self) -> tuple[int, ...]:
-        """Those that are kept, in the order in which they came."""
+        """The samples that are kept, in the order in which they came."""
         return tuple(self._entries)
 
     def admit(self, samples: Sequence[int]) -> frozenset[int]:
-        """Make room for the samples of a step, and say which of them there is no room for.
+        """Make room for the samples of a step, and return those for which there is none.
 
-        Samples of this step are never given up for one another.
+        Samples of this step are never dropped for one another.
 
         Raises:
-            StoreError: one sample more than the store was made for.
+            StoreError: There are more samples than the store was made for.
         """
         new = [sample for sample in samples if sample not in self._entries]
         if self.capacity is None or len(self._entries) + len(new) <= self.capacity:
@@ -103,7 +107,8 @@ class Store(ABC):
         return refused
 
     def load(self, rows: Rows) -> Tensor:
-        """m of samples that are all kept: fp32 (elements,), laid out as ``rows``; zero at positions never seen."""
+        """The values m(ξ) of samples that are all kept: fp32 (elements,), laid out as ``rows``; zero at positions that
+        were never seen."""
         records = torch.empty(len(rows.samples), self.form.record_bytes, dtype=torch.uint8)
         for record, sample in zip(records, rows.samples, strict=True):
             self._read(sample, record)
@@ -117,12 +122,12 @@ class Store(ABC):
             self._write(sample, record)
 
     def forget(self, sample: int) -> None:
-        """Make a sample unseen. Nothing happens if it is."""
+        """Drop a sample, which counts as unseen from now on. Does nothing if it is not kept."""
         if self._entries.pop(sample, None) is not None:
             self._drop(sample)
 
     def verify(self, samples: Iterable[int]) -> list[int]:
-        """Forget those samples whose records are not what was written, count them and name them."""
+        """Forget, count and return the samples whose records differ from what was written."""
         damaged = [sample for sample in samples if sample in self._entries and not self._is_whole(sample)]
         for sample in damaged:
             self.forget(sample)
@@ -131,7 +136,7 @@ class Store(ABC):
 
     @abstractmethod
     def checksum(self, sample: int) -> int:
-        """Of the bytes of a sample's record as they are now."""
+        """64-bit checksum of the bytes of a sample's record as they are now."""
 
     def digest(self) -> int:
         """A number that two stores share if, and only if, they hold the same records of the same samples."""
@@ -141,10 +146,10 @@ class Store(ABC):
         return kernels.derive_key(len(self), total)
 
     def prefetch(self, samples: Iterable[int]) -> None:  # noqa: B027 - what is in memory is there
-        """Read these samples' records ahead, in the background: they come next."""
+        """Read the records of these samples, which come next, in the background."""
 
     def flush(self) -> None:  # noqa: B027 - what is in memory is there
-        """Wait until everything that was saved lies where it will stay."""
+        """Block until everything that was saved is on disk."""
 
     def close(self) -> None:  # noqa: B027 - memory needs no closing
         """Let go of files."""
@@ -155,20 +160,20 @@ class Store(ABC):
         """Bytes that the store takes now, in memory or on disk."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Tensors from which `load_state_dict` makes the store what it is now."""
+        """Tensors from which `load_state_dict` restores the store."""
         entries = [(sample, *entry) for sample, entry in self._entries.items()]
         return {"entries": torch.tensor(entries, dtype=torch.int64).reshape(len(entries), 4)}
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Make the store what it was when the state was made.
+        """Restore the store from a `state_dict`.
 
         Raises:
-            StoreError: the state is not one of such a store.
+            StoreError: The state is not one of such a store.
         """
 
     def _load_entries(self, state: Mapping[str, Tensor]) -> dict[int, Entry]:
-        """The entries of a state, checked: it comes from a file."""
+        """The entries of a state. They are checked, because a state comes from a file."""
         table = state.get("entries")
         if not isinstance(table, Tensor) or table.dtype != torch.int64 or table.dim() != 2 or table.shape[1] != 4:
             raise StoreError("this is not the state of a message store: it has no table of entries")
@@ -184,7 +189,7 @@ class Store(ABC):
     def _check_entry(self, sample: int, entry: Entry) -> None:
         sizes = 0 <= entry.length <= self.form.length
         if not 0 <= sample < LARGEST_SAMPLE or entry.version < 1 or entry.visits < 1 or not sizes:
-            raise StoreError(f"the store says of sample {sample}: {entry}, which cannot be")
+            raise StoreError(f"the store has an invalid entry for sample {sample}: {entry}")
 
     @abstractmethod
     def _read(self, sample: int, out: Tensor) -> None:
@@ -192,12 +197,12 @@ class Store(ABC):
 
     @abstractmethod
     def _write(self, sample: int, record: Tensor) -> None:
-        """Keep a record, whose entry is there."""
+        """Keep the record of a sample, which has an entry."""
 
     @abstractmethod
     def _drop(self, sample: int) -> None:
-        """Let go of a record, whose entry is gone."""
+        """Drop the record of a sample, whose entry is gone."""
 
     @abstractmethod
     def _is_whole(self, sample: int) -> bool:
-        """Whether a kept sample's record is what was written."""
+        """Whether the record of a kept sample is what was written."""

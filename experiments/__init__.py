@@ -1,0 +1,1 @@
+"""Experiments: the papers repeated, and the benchmarks that validate thinwire. Run from a clone; never installed."""

@@ -1,0 +1,43 @@
+"""``python -m experiments``: repeat the papers, and validate thinwire. Run it from a clone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from thinwire_cli import Command, Program
+
+_PAPERS = {
+    "all": Command("experiments.framework.everything:repro_all", "every paper in turn, and one page of all claims"),
+    "fft": Command("experiments.papers.fft.paper:fft", "the FFT sparsification paper's figures"),
+    "cgx": Command("experiments.papers.cgx.paper:cgx", "the thesis's chapter on CGX"),
+    "intsgd": Command("experiments.papers.intsgd.paper:intsgd", "the IntSGD paper: integers on the network"),
+    "lgreco": Command("experiments.papers.lgreco.paper:lgreco", "the thesis's chapter on L-GreCo, layer by layer"),
+    "qsdp": Command("experiments.papers.qsdp.paper:qsdp", "the thesis's chapter on QSDP: FSDP with few bits"),
+    "aqsgd": Command("experiments.papers.aqsgd.paper:aqsgd", "the AQ-SGD paper: pipelines over slow links"),
+    "fullstack": Command("experiments.papers.fullstack.paper:fullstack", "pipelines in replicas, split learning"),
+}
+_VALIDATION = {
+    "bench algorithms": Command("experiments.bench.algorithms:algorithms", "every collective algorithm, many links"),
+    "bench doctor": Command("experiments.bench.doctor:doctor", "predicted steps beside measured steps, eight links"),
+    "bench auto": Command("experiments.bench.auto:auto", "what `auto` decides and gains over seven networks"),
+    "bench blob": Command("experiments.bench.blob:blob", "compressing buffers beside compressing layers"),
+    "bench training": Command("experiments.bench.training:training", "loss and bytes of each way to train"),
+    "chaos": Command("experiments.chaos.chaos:chaos", "ranks that fail in seeded ways, and the others' errors"),
+    "soak": Command("experiments.chaos.soak:soak", "a very long training: memory, threads, files, replicas"),
+    "bench compressors": Command("experiments.bench.compressors:compressors", "error, bytes, speed of each compressor"),
+}
+EXPERIMENTS = Program(
+    "python -m experiments",
+    "repeat the papers' experiments, and validate thinwire.",
+    {"Papers": _PAPERS, "Validation": _VALIDATION},
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code."""
+    return EXPERIMENTS.run(list(sys.argv[1:] if argv is None else argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Benchmarks that validate thinwire itself, too long or too special for users."""

@@ -1,0 +1,207 @@
+"""One compressor over all layers of a gradient: its messages made and read by one rank alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from experiments.bench.gradients import Gradients
+from thinwire.compressors import (
+    CodecCall,
+    Coded,
+    Compressor,
+    Indexed,
+    Key,
+    Part,
+    Piece,
+    Segments,
+    State,
+    StepEnd,
+    SumCall,
+    Summed,
+    Wrapper,
+    find_mixin,
+    first_state,
+    parse,
+    unwrap,
+    used_bytes,
+)
+from thinwire.plan import Filter, Plan
+
+
+class Sizes(NamedTuple):
+    """Bytes that all layers take, and how many of them only say which elements are sent."""
+
+    num_bytes: int
+    index_bytes: int
+
+
+@dataclass
+class _Coded:
+    """Layers of one coded compressor: one message."""
+
+    compressor: Coded
+    segments: Segments
+    message: Tensor
+    state: State | None = None
+
+    def start(self, x: Tensor) -> None:
+        self.state = first_state(self.compressor, x, self.segments)
+
+    def encode(self, x: Tensor, y: Tensor, key: Key) -> None:
+        self.compressor.encode(x, self.message, CodecCall(self.segments, key, state=self.state))
+
+    def decode(self, y: Tensor, key: Key) -> None:
+        self.compressor.decode(self.message, y, CodecCall(self.segments))
+
+    def end_step(self) -> None:
+        if self.state is not None:
+            if (deciding := find_mixin(self.compressor, StepEnd)) is not None:
+                deciding.end_step(list(self.state.layers.values()), self.state.loss_scale)
+            self.state = self.state.swapped()
+
+    def sizes(self) -> Sizes:
+        pieces = self.segments.pieces
+        used = sum(used_bytes(self.compressor, self.message, piece) for piece in pieces)
+        indexed = find_mixin(self.compressor, Indexed)
+        return Sizes(used, sum(indexed.index_bytes(self.message, piece) for piece in pieces) if indexed else 0)
+
+
+@dataclass
+class _Summed:
+    """Layers of one summed compressor: a buffer for the sum of each round."""
+
+    compressor: Summed
+    segments: Segments
+    rounds: list[tuple[Tensor, list[Part]]]
+    state: State | None = None
+    running: Iterator[None] = field(default_factory=lambda: iter(()))
+
+    def start(self, x: Tensor) -> None:
+        self.state = first_state(self.compressor, x, self.segments)
+
+    def encode(self, x: Tensor, y: Tensor, key: Key) -> None:
+        parts, buffers = tuple(tuple(parts) for _, parts in self.rounds), tuple(buffer for buffer, _ in self.rounds)
+        self.running = self.compressor.rounds(x, y, SumCall(parts, buffers, key, self.state))
+        for _ in self.rounds:
+            next(self.running)
+
+    def decode(self, y: Tensor, key: Key) -> None:
+        next(self.running, None)
+
+    def end_step(self) -> None:
+        if self.state is not None:
+            if (deciding := find_mixin(self.compressor, StepEnd)) is not None:
+                deciding.end_step(list(self.state.layers.values()), self.state.loss_scale)
+            self.state = self.state.swapped()
+
+    def sizes(self) -> Sizes:
+        return Sizes(sum(buffer.numel() * buffer.element_size() for buffer, _ in self.rounds), 0)
+
+
+class Pass:
+    """What ``spec`` makes of gradients, without error feedback: the error is that of one message."""
+
+    def __init__(self, spec: str | Compressor, layers: Mapping[str, Sequence[int]]) -> None:
+        asked = parse(spec)
+        self.feedback = asked.traits.wants_feedback or isinstance(asked, Wrapper)
+        plan = Plan.build(layers, asked, Filter(min_numel=0, min_dim=0))
+        starts, at = {}, 0
+        for name, shape in layers.items():
+            starts[name], at = at, at + math.prod(shape)
+        groups: dict[Compressor, list[str]] = {}
+        for name in layers:
+            groups.setdefault(unwrap(plan[name]), []).append(name)
+        self._groups = [
+            _group(compressor, [(name, starts[name], tuple(layers[name])) for name in names])
+            for compressor, names in groups.items()
+        ]
+        # What most elements get: what a schedule or a shape has made of the spec.
+        self.compressor = max(groups, key=lambda c: sum(math.prod(layers[name]) for name in groups[c]))
+
+    def start(self, x: Tensor) -> None:
+        """Begin with fresh state; what is learned is learned from ``x``."""
+        for group in self._groups:
+            group.start(x)
+
+    def encode(self, x: Tensor, y: Tensor, key: Key) -> None:
+        """Messages of the flat tensor ``x``; ``y`` is where summed compressors work, and what `decode` is given."""
+        for group in self._groups:
+            group.encode(x, y, key)
+
+    def decode(self, y: Tensor, key: Key) -> None:
+        """Set ``y`` to what was encoded last."""
+        for group in self._groups:
+            group.decode(y, key)
+
+    def end_step(self) -> None:
+        for group in self._groups:
+            group.end_step()
+
+    def sizes(self) -> Sizes:
+        """Of what was encoded last."""
+        found = [group.sizes() for group in self._groups]
+        return Sizes(sum(f.num_bytes for f in found), sum(f.index_bytes for f in found))
+
+
+def _group(compressor: Compressor, layers: Sequence[tuple[str, int, tuple[int, ...]]]) -> _Coded | _Summed:
+    if isinstance(compressor, Summed):
+        segments = Segments.build([Piece(name, at, math.prod(shape), 0, 0, shape) for name, at, shape in layers])
+        rounds = []
+        sums = [compressor.sums(piece.shape, torch.float32) for piece in segments.pieces]
+        for of_layers in zip(*sums, strict=True):
+            parts, end = [], 0
+            for piece, part in zip(segments.pieces, of_layers, strict=True):
+                start, end = end, end + part.numel
+                parts.append(Part(piece, slice(start, end)))
+            rounds.append((torch.zeros(end, dtype=of_layers[0].dtype), parts))
+        return _Summed(compressor, segments, rounds)
+    if not isinstance(compressor, Coded):
+        raise TypeError(f"{compressor} is neither coded nor summed")
+    pieces, payload = [], 0
+    for name, at, shape in layers:
+        numel = math.prod(shape)
+        pieces.append(Piece(name, at, numel, 0, payload, shape))
+        payload += compressor.payload_bytes(numel, torch.float32)
+    return _Coded(compressor, Segments.build(pieces), torch.zeros(payload, dtype=torch.uint8))
+
+
+class Quality(NamedTuple):
+    """What one message of a gradient is worth."""
+
+    relative_error: float
+    cosine: float
+    bytes_per_element: float
+    values_per_element: float
+    """The same without the bytes that only say which elements are sent, as S3 counts."""
+
+
+def measure_quality(subject: Pass, gradients: Gradients) -> list[Quality]:
+    """Errors and sizes at each recorded moment, each after a step whose gradient is that of the step before.
+
+    State is kept from moment to moment; what is learned is learned once, from the very first gradient.
+    """
+    y, found = torch.zeros(gradients.numel), []
+    subject.start(gradients.moments[0].before)
+    for moment in gradients.moments:
+        for x, key in ((moment.before, Key.of(moment.step, 0)), (moment.now, Key.of(moment.step, 1))):
+            subject.encode(x, y, key)
+            subject.decode(y, key)
+            sizes = subject.sizes()
+            subject.end_step()
+        x, y64 = moment.now.double(), y.double()
+        norms = float(x.norm()), float(y64.norm())
+        found.append(
+            Quality(
+                relative_error=float((y64 - x).norm()) / norms[0],
+                cosine=float(x @ y64) / (norms[0] * norms[1]) if norms[1] else 0.0,
+                bytes_per_element=sizes.num_bytes / gradients.numel,
+                values_per_element=(sizes.num_bytes - sizes.index_bytes) / gradients.numel,
+            )
+        )
+    return found

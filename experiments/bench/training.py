@@ -1,0 +1,121 @@
+"""``python -m experiments bench training``: loss and bytes of every way to train with few bytes, against AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from statistics import fmean
+
+from rich.console import Console
+from rich.table import Table
+
+from thinwire.bench.ranks import run_ranks
+from thinwire.compare.gpt import GPTConfig
+from thinwire.compare.statistics import estimate, relative_differences
+from thinwire.compare.tasks import GPTTask
+from thinwire.results import OutputFile, Results
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train. ``optimizer``: AdamW, Muon, or the order of a `thinwire.optim.CompressedAdamW`; ``every``: steps
+    between two exchanges of `thinwire.local.DiLoCo`, 0 for DDP; ``least``: the smallest layer that is compressed."""
+
+    name: str
+    optimizer: str
+    spec: str
+    every: int = 0
+    least: int = 1024
+
+
+REFERENCE = "AdamW, fp32"
+METHODS = (
+    Method(REFERENCE, "AdamW", "raw"),
+    Method("alone", "AdamW", "raw"),
+    Method("AdamW, 4 bits", "AdamW", "minmax(bits=4)"),
+    Method("AdamW, feedback on gradients, 2 bits", "AdamW", "ef(gaussian(bits=2))"),
+    Method("AdamW, feedback on gradients, 1 bit", "AdamW", "ef(onebit(bucket=256))"),
+    Method("AdamW, feedback on gradients, top 1 %", "AdamW", "ef(topk(density=0.01))"),
+    Method("CompressedAdamW, fp32", "pre", "raw"),
+    Method("CompressedAdamW, 2 bits", "pre", "gaussian(bits=2)"),
+    Method("CompressedAdamW, 1 bit", "pre", "onebit(bucket=256)"),
+    Method("CompressedAdamW, rank 4", "pre", "powersgd(rank=4)"),
+    Method("CompressedAdamW update, 1 bit", "update", "onebit(bucket=256)"),
+    Method("CompressedAdamW update, top 1 %", "update", "topk(density=0.01)"),
+    Method("Muon, fp32", "Muon", "raw"),
+    Method("Muon, 2 bits", "Muon", "ef(gaussian(bits=2))"),
+    Method("DiLoCo, AdamW, 2 bits, every 25", "AdamW", "gaussian(bits=2)", every=25),
+    Method("DiLoCo, Muon, 2 bits, every 10", "Muon", "gaussian(bits=2)", every=10),
+    Method("DiLoCo, Muon, 2 bits, every 25", "Muon", "gaussian(bits=2)", every=25),
+    Method("DiLoCo, Muon, 2 bits, every 50", "Muon", "gaussian(bits=2)", every=50),
+)
+
+
+def training(
+    *,
+    workers: int = 2,
+    steps: int = 1000,
+    seeds: int = 3,
+    rates: tuple[float, ...] = (4e-3, 8e-3, 1.6e-2),
+    methods: tuple[str, ...] = (),
+    json: OutputFile = None,
+) -> int:
+    """Train a small GPT by every method, each at its best learning rate; held-out loss and bytes beside AdamW's.
+
+    Learning rates are tried with the first seed, and the best is used for all. Takes about half an hour.
+
+    Examples:
+      python -m experiments bench training --json benchmarks/training.json
+      python -m experiments bench training --workers 8 --seeds 1
+
+    Args:
+        workers: ranks, each a process of one thread on this machine.
+        steps: training steps of 4 windows of 64 bytes a worker.
+        seeds: runs of each method: initial weights and batches.
+        rates: learning rates to choose from.
+        methods: only those whose names contain one of these words.
+        json: write the figures to this file.
+    """
+    task = GPTTask(model=GPTConfig(width=64, layers=2, context=64), steps=steps, batch=4, held_out_windows=2048)
+    chosen = [m for m in METHODS if m.name == REFERENCE or not methods or any(w in m.name for w in methods)]
+    console = Console(highlight=False)
+    results = Results("python -m experiments bench training")
+    results.about = {"workers": workers, "steps": steps, "seeds": seeds, "rates": list(rates), "task": asdict(task)}
+    losses: dict[str, list[float]] = {}
+    table = Table("method", "lr", "bytes/step", "fewer", "loss", f"against {REFERENCE}")
+    for method in chosen:
+        found = {rate: _run(method, task, rate, 0, workers) for rate in rates}
+        best = min(rates, key=lambda rate: found[rate]["loss"])
+        runs = [found[best], *(_run(method, task, best, seed, workers) for seed in range(1, seeds))]
+        losses[method.name] = [run["loss"] for run in runs]
+        if method.name != "alone" and any(run["replicas_differ"] for run in runs):
+            console.print(f"{method.name}: the replicas differ")
+            return 1
+        sent = fmean(run["sent_bytes"] for run in runs)
+        more = {"lr": best, "losses": losses[method.name], "by_rate": {str(r): f["loss"] for r, f in found.items()}}
+        results.add(f"loss/{method.name}", fmean(losses[method.name]), "nats/byte", **more)
+        results.add(f"sent_bytes/{method.name}", sent, "B/step")
+        against = "" if method.name == REFERENCE else _against(losses, method.name, results)
+        whole = results.value(f"sent_bytes/{REFERENCE}")
+        fewer = f"{whole / sent:.0f}x" if sent else ""
+        table.add_row(method.name, f"{best:g}", f"{sent:,.0f}", fewer, f"{fmean(losses[method.name]):.4f}", against)
+        console.print(f"{method.name}: lr {best:g}, {fmean(losses[method.name]):.4f} {against}")
+        if json is not None:
+            results.write(json)
+    console.print(table)
+    return 0
+
+
+def _run(method: Method, task: GPTTask, rate: float, seed: int, workers: int) -> dict[str, float]:
+    config = {"method": asdict(method), "task": asdict(task), "lr": rate, "seed": seed}
+    return run_ranks("experiments.bench.training_rank", config, workers, None)
+
+
+def _against(losses: Mapping[str, list[float]], name: str, results: Results) -> str:
+    differences = relative_differences(losses[name], losses[REFERENCE])
+    if len(differences) < 2:
+        results.add(f"difference/{name}", differences[0], "")
+        return f"{differences[0]:+.2%}"
+    found = estimate(differences)
+    results.add(f"difference/{name}", found.mean, "", lower=found.lower, upper=found.upper)
+    return f"{found.mean:+.2%} ({found.lower:+.2%} to {found.upper:+.2%})"

@@ -1,0 +1,175 @@
+"""Claims as data: what a paper says, which measurements speak to it, and the rule by which they are judged.
+
+A part of a paper measures rows; its claims judge them. A claim sees nothing but the rows of its figure, as the JSON
+file keeps them, so that a recorded run can be judged again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from experiments.framework.findings import Finding, no_worse, plain
+from experiments.framework.sign_test import above
+from thinwire.compare.statistics import Estimate
+
+Rows = Mapping[str, Mapping[str, Any]]
+"""The rows of one figure by name: ``value``, ``unit``, and whatever else was measured."""
+Rule = Callable[[Rows], bool | None]
+"""Whether a claim holds; None where the rows cannot tell."""
+
+NO_LINK = "no slow link can be emulated here"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured value of a figure (or table); ``data`` holds the curves behind it, for the JSON file."""
+
+    figure: str
+    name: str
+    value: float
+    unit: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """``says``: the paper; ``found``: what the rows say, for people; ``rule``: None for what is only shown beside the
+    claims. ``row``: the measured value that it is about; where that follows from other rows, ``value`` makes it of
+    them, in ``unit``. ``over_link``: it rests on times over a slow link."""
+
+    figure: str
+    row: str
+    says: str
+    found: Callable[[Rows], str]
+    rule: Rule | None = None
+    over_link: bool = False
+    value: Callable[[Rows], float] | None = None
+    unit: str = ""
+
+
+def judge(claims: Iterable[Claim], rows: Iterable[Row], *, emulated: bool) -> list[Finding]:
+    """Every row with the claim that is about it, if any, and those that claims make; ``emulated``: there was a slow
+    link.
+
+    A claim about a row that was not measured is left out: parts that share a figure may be run one by one.
+
+    Raises:
+        ValueError: two claims are about the same row.
+    """
+    rows = list(rows)
+    by_figure: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        value = plain({"value": row.value, "unit": row.unit, **row.data})
+        by_figure.setdefault(row.figure, {})[row.name] = value
+    of_row: dict[tuple[str, str], Claim] = {}
+    made: list[Row] = []
+    for claim in claims:
+        key = claim.figure, claim.row
+        if key in of_row:
+            raise ValueError(f"two claims are about {claim.figure}/{claim.row}")
+        of_row[key] = claim
+        if claim.figure not in by_figure or claim.row in by_figure[claim.figure]:
+            continue
+        # The rows that its value is made of may not have been measured either.
+        with suppress(KeyError):
+            if claim.value is not None:
+                made.append(Row(*key, claim.value(by_figure[claim.figure]), claim.unit))
+    rows = made + rows
+    for row in made:
+        by_figure[row.figure][row.name] = plain({"value": row.value, "unit": row.unit})
+    return [_finding(row, of_row.get((row.figure, row.name)), by_figure[row.figure], emulated) for row in rows]
+
+
+def _finding(row: Row, claim: Claim | None, rows: Rows, emulated: bool) -> Finding:
+    fields = row.figure, row.name, row.value, row.unit
+    if claim is None:
+        return Finding(*fields, "", "", None, dict(row.data))
+    judged = claim.rule is not None
+    if claim.over_link and not emulated:
+        found, holds = NO_LINK, None
+    else:
+        found, holds = claim.found(rows), claim.rule(rows) if claim.rule else None
+    aside = "" if judged else claim.says
+    return Finding(*fields, claim.says if judged else "", found, holds, dict(row.data), aside=aside)
+
+
+def recorded(record: Mapping[str, Any]) -> list[Row]:
+    """The rows of a JSON file that `thinwire.results.Results` wrote."""
+    return [
+        Row(
+            row["figure"],
+            row["name"].removeprefix(f"{row['figure']}/"),
+            math.nan if row["value"] is None else row["value"],
+            row["unit"],
+            {key: value for key, value in row.items() if key not in _OF_EVERY_ROW},
+        )
+        for row in record["results"]
+    ]
+
+
+_OF_EVERY_ROW = ("name", "value", "unit", "figure", "claim", "found", "holds")
+
+# --- rules that papers share
+
+
+def within(row: str, key: str, margin: float) -> Rule:
+    """The mean over seeds of the differences under ``key`` is at most ``margin`` at 95 %."""
+    return lambda rows: no_worse(differences(rows[row], key), margin)[1]
+
+
+def beyond(row: str, key: str, margin: float) -> Rule:
+    """It is above ``margin``, at 95 %."""
+
+    def rule(rows: Rows) -> bool | None:
+        holds = no_worse(differences(rows[row], key), margin)[1]
+        return None if holds is None else not holds
+
+    return rule
+
+
+def faster_at_every_seed(row: str, others: Sequence[str], key: str = "step_s") -> Rule:
+    """The seconds of ``row`` are below those of all ``others`` at each seed; None where seeds disagree, and for one."""
+    return lambda rows: faster(rows[row][key], [rows[other][key] for other in others])
+
+
+def faster(seconds: Sequence[float], others: Sequence[Sequence[float]]) -> bool | None:
+    """Whether ``seconds`` (one a seed) are below all of ``others``' at each seed; None where seeds disagree, and for
+    a single one."""
+    won = [mine < min(theirs) for mine, *theirs in zip(seconds, *others, strict=True)]
+    return won[0] if len(won) > 1 and len(set(won)) == 1 else None
+
+
+def ratios(rows: Rows, fast: str, slow: str, key: str = "step_s") -> list[float]:
+    """How many times faster ``fast`` is than ``slow``, round by round, so that a machine that slows down slows both."""
+    return [theirs / mine for mine, theirs in zip(rows[fast][key], rows[slow][key], strict=True)]
+
+
+def times_faster(rows: Rows, fast: str, slow: str, key: str = "step_s") -> float:
+    """The same of the median round."""
+    return median(ratios(rows, fast, slow, key))
+
+
+def ahead(fast: str, slow: str, bound: float = 1.0, key: str = "step_s") -> Rule:
+    """``fast`` is over ``bound`` times as fast as ``slow``, by a sign test over the rounds."""
+    return lambda rows: above(ratios(rows, fast, slow, key), bound)
+
+
+def least(row: str) -> Rule:
+    """No row of the same kind (``kind/name``) has a smaller value."""
+    kind = row.split("/")[0]
+    return lambda rows: rows[row]["value"] <= min(r["value"] for name, r in rows.items() if name.startswith(f"{kind}/"))
+
+
+def differences(row: Mapping[str, Any], key: str) -> list[float]:
+    """One difference a seed; infinity where a training diverged, which JSON keeps as null."""
+    return [math.inf if value is None else value for value in row[key]]
+
+
+def estimated(row: Mapping[str, Any], key: str) -> Estimate:
+    """Mean and bounds of `differences`."""
+    return no_worse(differences(row, key), 0.0)[0]

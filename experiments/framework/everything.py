@@ -1,0 +1,138 @@
+"""``python -m experiments all``: every repetition in turn, and one page of all claims."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from experiments.framework.catalogue import CATALOGUE, Entry
+from experiments.framework.results_page import RecordedPaper, page, read, summary
+from thinwire.results import OutputFile, Results
+
+_SMOKE_MINUTES = 0.5
+_TIMES_LONGER = 6.0
+"""A repetition that takes so many times its predicted time, and ten minutes more, is ended."""
+
+
+def repro_all(
+    *,
+    only: tuple[str, ...] = (),
+    smoke: bool = False,
+    from_: Annotated[Path | None, tyro.conf.arg(name="from", metavar="DIR")] = None,
+    out: Path = Path("repro"),
+    json: OutputFile = None,
+) -> int:
+    """Repeat every table and figure of the papers at a scale of two cores, and write one page of all claims.
+
+    Runs `python -m experiments aqsgd`, `fullstack`, `cgx`, `lgreco`, `qsdp`, `fft` and `intsgd` one after the other,
+    each with its pictures and figures in a folder of OUT, and then writes OUT/results.md: a row for each claim of a
+    paper, with what the paper says, what was found, and whether that holds. A paper that fails costs its own rows only.
+    Takes about two and a half hours on two cores, with --smoke a few minutes.
+
+    Examples:
+      python -m experiments all
+      python -m experiments all --only fft cgx --out found
+      python -m experiments all --from benchmarks --out found     # the page alone, from figures that are there
+      python -m experiments all --smoke
+
+    Args:
+        only: which of them; all, if none is named.
+        smoke: the small version of each: the same path, no figures worth keeping.
+        from_: run nothing: write the page from the repro-*.json files of this folder.
+        out: folder for the page, the pictures and the figures.
+        json: write how many claims of each paper hold, do not or are open to this file.
+    """
+    console = Console(highlight=False)
+    wanted = [name for part in only for name in part.replace(",", " ").split()]
+    unknown = sorted(set(wanted) - {entry.name for entry in CATALOGUE})
+    if unknown:
+        return _refuse(f"--only {' '.join(unknown)}: there are {', '.join(entry.name for entry in CATALOGUE)}")
+    if from_ is not None and not from_.is_dir():
+        return _refuse(f"--from {from_}: no such folder")
+    out.mkdir(parents=True, exist_ok=True)
+    chosen = [entry for entry in CATALOGUE if not wanted or entry.name in wanted]
+    codes = {} if from_ is not None else _run_all(console, chosen, out, smoke=smoke)
+    try:
+        found = read(from_ or out)
+    except ValueError as error:
+        return _refuse(str(error))
+    path = out / "results.md"
+    path.write_text(f"# Every claim, as found here\n\n{page(found, pages=None)}")
+    console.print(_shown(found))
+    console.print(f"Page: {path}", soft_wrap=True, markup=False)
+    if json is not None:
+        _record(found, codes, smoke=smoke).write(json)
+    failed = [name for name, code in codes.items() if code]
+    if failed:
+        console.print(f"Failed: {', '.join(failed)}.", style="bold red", markup=False)
+    return 1 if failed else 0
+
+
+def _run_all(console: Console, chosen: list[Entry], out: Path, *, smoke: bool) -> dict[str, int]:
+    """The exit code of each, by name."""
+    minutes = {entry.name: _SMOKE_MINUTES if smoke else float(entry.minutes) for entry in chosen}
+    console.print(f"{len(chosen)} repetitions, about {sum(minutes.values()):.0f} minutes on two quiet cores.")
+    codes = {}
+    for i, entry in enumerate(chosen, 1):
+        console.rule(f"{i} of {len(chosen)}: {entry.command}")
+        started = time.monotonic()
+        codes[entry.name] = _run(entry, out, smoke=smoke, minutes=minutes[entry.name])
+        took = (time.monotonic() - started) / 60
+        word = "done" if codes[entry.name] == 0 else f"failed, with exit code {codes[entry.name]},"
+        left = sum(minutes[other.name] for other in chosen[i:])
+        console.print(f"{entry.command}: {word} in {took:.1f} minutes; about {left:.0f} minutes to go.", markup=False)
+    return codes
+
+
+def _run(entry: Entry, out: Path, *, smoke: bool, minutes: float) -> int:
+    # A process of its own: what ends one of them does not end the others.
+    path = out / f"repro-{entry.name}.json"
+    path.unlink(missing_ok=True)
+    argv = [sys.executable, "-m", "experiments", entry.name]
+    argv += ["--out", str(out / f"repro-{entry.name}"), "--json", str(path), *(["--smoke"] if smoke else [])]
+    process = subprocess.Popen(argv)
+    try:
+        return process.wait(timeout=60 * (_TIMES_LONGER * minutes + 10))
+    except subprocess.TimeoutExpired:
+        return 124
+    finally:
+        # Ctrl-C reaches it, too, and it puts networks away first.
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _shown(found: list[RecordedPaper]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Claims of the papers, as found here")
+    table.add_column("", no_wrap=True)
+    table.add_column("paper")
+    for word in ("hold", "do not", "open"):
+        table.add_column(word, justify="right")
+    for row in summary(found):
+        table.add_row(*row)
+    return table
+
+
+def _record(found: list[RecordedPaper], codes: dict[str, int], *, smoke: bool) -> Results:
+    results = Results("python -m experiments all", about={"smoke": smoke, "exit_codes": codes})
+    for paper in found:
+        counts = paper.counts()
+        for word, count in counts.items():
+            results.add(f"claims/{paper.entry.name}/{word.strip('*')}", count, "")
+    return results
+
+
+def _refuse(why: str) -> int:
+    Console(stderr=True, highlight=False).print(f"python -m experiments all: {why}", style="bold red", markup=False)
+    return 64

@@ -1,0 +1,106 @@
+"""What a repetition of a paper found beside what the paper claims: rows of a table and of the JSON file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from thinwire.compare.statistics import Estimate, Verdict, estimate, judge
+from thinwire.results import Results
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One value of a figure (or table) of the paper's, as measured here. ``holds`` is None where it cannot be judged:
+    too few seeds, too much noise, or the paper says nothing about it, ``claim`` being empty. ``aside``: in the table
+    even so, under this name. ``more``: the curves behind the value, for the JSON file."""
+
+    figure: str
+    name: str
+    value: float
+    unit: str
+    claim: str
+    found: str
+    holds: bool | None
+    more: dict[str, Any] = field(default_factory=dict)
+    aside: str = ""
+
+
+def no_worse(differences: Sequence[float], margin: float) -> tuple[Estimate, bool | None]:
+    """Whether ``differences`` (one a seed; positive is worse) are at most ``margin`` in the mean, at 95 %."""
+    found = estimate(differences)
+    verdict = judge(found, margin)
+    return found, None if verdict is Verdict.UNDECIDED else verdict is Verdict.WITHIN
+
+
+def worse(differences: Sequence[float], margin: float) -> tuple[Estimate, bool | None]:
+    """The opposite: whether they are over ``margin``."""
+    found, within = no_worse(differences, margin)
+    return found, None if within is None else not within
+
+
+def points(found: Estimate) -> str:
+    """A difference in accuracy, with its bounds: ``"−0.4 points (−0.9 to +0.1)"``."""
+    return _bounded(found, f"{100 * found.mean:+.2f} points")
+
+
+def share(found: Estimate) -> str:
+    """A relative difference, with its bounds: ``"−0.4 % (−0.9 to +0.1)"``."""
+    return _bounded(found, f"{100 * found.mean:+.2f} %")
+
+
+def _bounded(found: Estimate, text: str) -> str:
+    if not math.isfinite(found.lower):
+        return text
+    return f"{text} ({100 * found.lower:+.2f} to {100 * found.upper:+.2f})"
+
+
+def table(findings: Sequence[Finding], title: str) -> Table:
+    """Every claim with what was found, for people."""
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title)
+    shown.add_column("figure", no_wrap=True)
+    shown.add_column("the paper")
+    shown.add_column("here")
+    shown.add_column("holds", no_wrap=True)
+    words = {True: "[green]yes[/]", False: "[red]no[/]", None: "[dim]open[/]"}
+    for finding in findings:
+        if finding.aside:
+            aside = f"[dim]beside it: {escape(finding.aside)}[/]"
+            shown.add_row(finding.figure, aside, escape(finding.found), "[dim]–[/]")
+        elif finding.claim:
+            shown.add_row(finding.figure, escape(finding.claim), escape(finding.found), words[finding.holds])
+    return shown
+
+
+def record(findings: Sequence[Finding], command: str, about: dict[str, Any], prefix: str = "fig") -> Results:
+    """All findings as rows of ``command``'s, by ``prefix``, figure and name; what is not finite becomes null."""
+    results = Results(command, about=about)
+    for finding in findings:
+        results.add(
+            f"{prefix}{finding.figure}/{finding.name}",
+            plain(finding.value),
+            finding.unit,
+            figure=finding.figure,
+            claim=finding.claim or None,
+            found=finding.found,
+            holds=finding.holds,
+            **plain(finding.more),
+        )
+    return results
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON keeps it: six digits, and null for what is not finite."""
+    if isinstance(value, dict):
+        return {str(key): plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value

@@ -1,0 +1,174 @@
+"""Methods of sending the gradients of DDP: compressors, process groups, PyTorch's own PowerSGD, or nothing at all."""
+
+# No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from thinwire.collectives.nodes import VARIABLE as NODE_VARIABLE
+from thinwire.compare.train import VARIANTS
+from thinwire.compare.train import Task as DemoTask
+from thinwire.plan.policies import Policy, parse_policy
+
+CGX = "minmax(bits=4, bucket=128)"
+"""The thesis's default (section 3.5.3): "4 bits and 128 bucket size always recovers full accuracy"."""
+NORM = "qsgd(bits=4, bucket=128)"
+"""QSGD as its paper scales it, by the bucket's L2 norm (section 3.3.3)."""
+GRACE = "qsgd(bits=8, bucket=layer, norm=linf)"
+"""What the thesis says GRACE's 4-bit quantisation amounts to on the wire (section 3.7.2): one scale for a whole tensor,
+no buckets, codes sent as INT8, and an all-gather."""
+ALMOST_NOTHING_GAMMA = 10_000.0
+"""Of `truncate`: "sending only a small number of elements per layer" (section 3.7.2)."""
+
+_TORCH_POWERSGD_START = 2
+_SETTLED_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Method:
+    """How gradients are sent. ``spec``, ``algorithm``, ``transport`` and ``exclude`` are those of
+    `thinwire.compress`."""
+
+    name: str
+    title: str
+    colour: str
+    kind: Literal["ddp", "all-reduce", "all-gather", "thinwire", "blob", "nothing", "torch powersgd"] = "thinwire"
+    """``all-reduce`` and ``all-gather`` are plain fp32 by a hook that takes its time (`TimedReduction`)."""
+    spec: str = CGX
+    algorithm: str = "sra"
+    transport: Literal["auto", "group", "shared"] = "group"
+    ranks_per_node: int = 0
+    """How many ranks count as one node, though each has a link of its own; 0 leaves that as it is."""
+    rank: int = 0
+    """Of PyTorch's PowerSGD."""
+    adapt: str = ""
+    """A policy, as text, that chooses each layer's own compressor; its first plan comes before anything is timed."""
+    exclude: tuple[str, ...] = ()
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """The method of which `dataclasses.asdict` made ``values``, perhaps by way of JSON."""
+        return cls(**{**values, "exclude": tuple(values["exclude"])})
+
+    @property
+    def one_bucket(self) -> bool:
+        """Whether all gradients must be in one DDP bucket: PyTorch's PowerSGD aborts on gloo with several."""
+        return self.kind == "torch powersgd"
+
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group that DDP is to use, where that is not the default one: of kind ``blob`` it compresses."""
+        if self.kind != "blob":
+            return None
+        options = thinwire.ProcessGroupOptions(self.spec, algorithm=self.algorithm)
+        made = dist.new_group(backend="thinwire", pg_options=options)
+        assert isinstance(made, dist.ProcessGroup)
+        return made
+
+    @property
+    def policy(self) -> Policy | None:
+        return parse_policy(self.adapt) if self.adapt else None
+
+    @property
+    def warm_up_steps(self) -> int:
+        """Steps before anything is timed: DDP arranges its buckets, messages are opened, a first plan comes."""
+        policy = self.policy
+        if policy is None:
+            return _SETTLED_STEPS
+        first = policy.warmup if policy.warmup > policy.lag_steps else policy.warmup + policy.every
+        return first + _SETTLED_STEPS
+
+    def attach(
+        self,
+        ddp: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        seed: int = 0,
+        measure: int = 0,
+    ) -> thinwire.Wire | None:
+        """Send ``ddp``'s gradients by this method; returns the Wire where there is one.
+
+        ``optimizer`` is for policies; ``seed`` and ``measure`` are those of `thinwire.compress`.
+        """
+        if self.kind == "nothing":
+            VARIANTS["alone"].attach(ddp, DemoTask())
+        elif self.kind == "torch powersgd":
+            state = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=self.rank, start_powerSGD_iter=_TORCH_POWERSGD_START
+            )
+            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif self.kind == "thinwire":
+            with _grouped_in_nodes(self.ranks_per_node):
+                return thinwire.compress(
+                    ddp,
+                    self.spec,
+                    network=thinwire.Network(algorithm=self.algorithm, transport=self.transport),
+                    checks=thinwire.Checks(measure_every=measure),
+                    exclude=self.exclude,
+                    seed=seed,
+                    skip_if_slower=False,
+                    **({"adapt": self.policy, "optimizer": optimizer} if self.adapt else {}),
+                )
+        return None
+
+
+@contextmanager
+def _grouped_in_nodes(ranks_per_node: int) -> Iterator[None]:
+    """While the body runs, ranks take so many of them for a node."""
+    before = os.environ.get(NODE_VARIABLE)
+    if ranks_per_node:
+        os.environ[NODE_VARIABLE] = str(dist.get_rank() // ranks_per_node)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(NODE_VARIABLE, None)
+        else:
+            os.environ[NODE_VARIABLE] = before
+
+
+class TimedReduction:
+    """A communication hook's state: plain fp32 by an all-reduce or an all-gather, and the ``seconds`` that took."""
+
+    def __init__(self, ddp: DistributedDataParallel, *, gather: bool) -> None:
+        self.seconds, self._gather = 0.0, gather
+        ddp.register_comm_hook(self, _reduce_timed)
+
+    def reduce(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The mean of all ranks' buffers, in place."""
+        started, num_ranks = time.perf_counter(), dist.get_world_size()
+        if self._gather:
+            gathered = [torch.empty_like(buffer) for _ in range(num_ranks)]
+            dist.all_gather(gathered, buffer)
+        else:
+            gathered = [buffer]
+            dist.all_reduce(buffer)
+        self.seconds += time.perf_counter() - started
+        return buffer.copy_(torch.stack(gathered).sum(0).div_(num_ranks))
+
+
+# Without annotations: those that DDP accepts are private names.
+def _reduce_timed(state, bucket):
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(state.reduce(bucket.buffer()))
+    return future
+
+
+def compressed(spec: str, algorithm: str = "sra") -> Method:
+    """A training whose gradients are compressed by ``spec`` and sent as `thinwire.compress` does by itself."""
+    return Method(spec, spec, "#0a7d4f", spec=spec, algorithm=algorithm, transport="auto")
+
+
+FP32 = Method("fp32", "DDP fp32", "#555555", kind="ddp")
+NOTHING = Method("nothing", "nothing sent", "#aaaaaa", kind="nothing")
+"""The ceiling: the same ranks on the same cores, without communication."""
+THINWIRE = Method("thinwire", "thinwire", "#0a7d4f")

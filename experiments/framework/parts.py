@@ -1,0 +1,80 @@
+"""A paper's parts: which are made, what a failure of one costs, and what is shown and written in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from experiments.framework.findings import Finding, record, table
+from experiments.framework.study import Study
+from thinwire import lab
+from thinwire.compare.rank_processes import RankFailed
+from thinwire.runtime import ParityError
+
+
+def chosen_parts(asked: Sequence[str], known: Mapping[str, object]) -> list[str]:
+    """The names in ``--parts``, which may hold several each, with commas or spaces.
+
+    Raises:
+        ValueError: one of them is not ``known``, or there is none.
+    """
+    chosen = list(dict.fromkeys(name for part in asked for name in part.replace(",", " ").split()))
+    if not chosen or set(chosen) - set(known):
+        raise ValueError(f"--parts {' '.join(asked)!r}: choose among {' '.join(known)}")
+    return chosen
+
+
+def announce(console: Console, seconds: float) -> bool:
+    """Say what cannot be judged here, and about how long it takes; whether slow links can be made."""
+    missing = lab.unavailable()
+    if missing:
+        console.print(f"No slow network can be made here, so times over links are not judged: {missing}", markup=False)
+    minutes = seconds / 60
+    console.print(f"This takes about {minutes:.0f} minutes." if minutes >= 1.5 else "This takes about a minute.")
+    return missing is None
+
+
+def finish(
+    console: Console,
+    findings: Sequence[Finding],
+    failures: Mapping[str, str],
+    about: dict[str, Any],
+    *,
+    command: str,
+    title: str,
+    out: Path,
+    path: Path,
+) -> int:
+    """Show what was found, write it to ``path``, and say where the pictures are; the command's exit code."""
+    console.print(table(findings, title))
+    record(findings, command, about | ({"failures": dict(failures)} if failures else {}), prefix="").write(path)
+    console.print(f"Pictures: {out}  Figures: {path}", soft_wrap=True, markup=False)
+    return 1 if failures else 0
+
+
+def make_parts(
+    console: Console, study: Study[Any], parts: Mapping[str, Callable[[Study[Any]], list[Finding]]]
+) -> tuple[list[Finding], dict[str, str]]:
+    """What was found, and which parts failed and why. A failure costs its part, not the others."""
+    found: list[Finding] = []
+    failures: dict[str, str] = {}
+    with study.screen as screen, study:
+        for part, make in parts.items():
+            try:
+                with study.part(part):
+                    rows = make(study)
+            except (RankFailed, ParityError) as failure:
+                # After a rank's failure the others are of no more use: what is left starts with new ones.
+                study.close()
+                failures[part] = str(failure)
+                screen.fail(part, str(failure))
+                if isinstance(failure, RankFailed):
+                    console.print(failure.log, style="dim", markup=False)
+                continue
+            found += rows
+            judged = [row.holds for row in rows if row.claim and row.holds is not None]
+            screen.note(part, f"{sum(judged)} of {len(judged)} claims hold" if judged else "none judged")
+    return found, failures

@@ -1,0 +1,172 @@
+"""``docs/results.md``: every claim of the papers beside what was found here, from the JSON files of the repetitions."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.framework.catalogue import CATALOGUE, LEFT_OUT, Entry
+
+_WORDS = {True: "holds", False: "**does not hold**", None: "open"}
+_NOT_RUN = "not measured yet"
+
+
+@dataclass(frozen=True)
+class RecordedClaim:
+    """One row: what a paper says and what was found."""
+
+    entry: Entry
+    figure: str
+    claim: str
+    found: str
+    holds: bool | None
+    machine: str
+
+
+@dataclass(frozen=True)
+class RecordedPaper:
+    """What a folder of JSON files says of one paper."""
+
+    entry: Entry
+    claims: tuple[RecordedClaim, ...]
+    failures: tuple[str, ...]
+    """Parts that ended in an error, and the error."""
+    machines: tuple[str, ...]
+    """Each one that rows are of; the first is the whole run's."""
+
+    def counts(self) -> Counter[str]:
+        return Counter(_WORDS[claim.holds] for claim in self.claims)
+
+
+def read(folder: Path) -> list[RecordedPaper]:
+    """What is known of each paper.
+
+    ``<folder>/repro-<name>.json`` is of the whole run; later runs of some of its parts, ``repro-<name>-*.json``, take
+    the place of what it found of the same figures.
+
+    Raises:
+        ValueError: a file is not what ``python -m experiments ... --json`` writes.
+    """
+    return [_recorded(entry, folder) for entry in CATALOGUE]
+
+
+def _recorded(entry: Entry, folder: Path) -> RecordedPaper:
+    claims: list[RecordedClaim] = []
+    failures: list[str] = []
+    machines: list[str] = []
+    for path in (folder / f"repro-{entry.name}.json", *sorted(folder.glob(f"repro-{entry.name}-*.json"))):
+        if not path.exists():
+            continue
+        record = _record(path)
+        machine = _machine(record)
+        machines += [] if machine in machines else [machine]
+        fresh = [
+            RecordedClaim(entry, str(row["figure"]), str(row["claim"]), str(row["found"]), row["holds"], machine)
+            for row in record["results"]
+            if row.get("claim")
+        ]
+        again = {str(row["figure"]) for row in record["results"]}
+        claims = [claim for claim in claims if claim.figure not in again] + fresh
+        failures += [f"{part}: {why}" for part, why in record.get("about", {}).get("failures", {}).items()]
+    return RecordedPaper(entry, tuple(claims), tuple(failures), tuple(machines))
+
+
+def _record(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text())
+        for row in record["results"]:
+            if row["figure"] is None or (row["claim"] and (row["found"] is None or row["holds"] not in _WORDS)):
+                raise ValueError(f"{row['name']} has no verdict")
+        _machine(record)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is not what python -m experiments ... --json writes: {error!r}") from None
+    return record
+
+
+def _machine(record: dict[str, Any]) -> str:
+    machine, versions = record["machine"], record["versions"]
+    return (
+        f"{machine['cores']} shared cores of an {machine['cpu']}, {machine['memory_bytes'] / 2**30:.0f} GiB, "
+        f"{machine['system']}, PyTorch {versions['torch']}, Python {versions['python']}"
+    )
+
+
+def summary(found: Sequence[RecordedPaper]) -> list[list[str]]:
+    """A row for each paper: its command, and how many of its claims hold, do not, are open."""
+    rows = []
+    for paper in found:
+        counts = paper.counts()
+        numbers = [str(counts[word]) for word in _WORDS.values()] if paper.machines else [_NOT_RUN, "", ""]
+        rows.append([paper.entry.name, paper.entry.title, *numbers])
+    return rows
+
+
+def page(found: Sequence[RecordedPaper], *, pages: str | None = "repro-{}.md") -> str:
+    """The page in Markdown, from its first table on. ``pages`` is where each paper has one of its own."""
+    return "\n\n".join(_sections(found, pages)) + "\n"
+
+
+def _sections(found: Sequence[RecordedPaper], pages: str | None) -> Iterator[str]:
+    names = {paper.entry.name: f"[{paper.entry.name}](#{_anchor(paper.entry)})" for paper in found}
+    head = ["", "paper", "claims that hold", "that do not", "open"]
+    yield _table(head, [[names[row[0]], *row[1:]] for row in summary(found)])
+    total: Counter[str] = Counter()
+    for paper in found:
+        total += paper.counts()
+    number = sum(total.values())
+    yield (
+        f"Of {number} claims {total[_WORDS[True]]} hold here, {total[_WORDS[False]]} do not, and {total[_WORDS[None]]} "
+        "are open: too few seeds, too much noise, or a link that this machine cannot be given. A claim is judged by a "
+        "rule that was fixed before the run; each paper's page states it."
+    )
+    for paper in found:
+        yield from _section(paper, pages)
+    yield "## What is left out, and why"
+    yield "\n".join(f"- **{what}**: {why}." for what, why in LEFT_OUT)
+
+
+def _section(paper: RecordedPaper, pages: str | None) -> Iterator[str]:
+    entry = paper.entry
+    yield f"## {_heading(entry)}"
+    yield f"{entry.title}."
+    more = f" [Its page]({pages.format(entry.name)}) has tables, pictures and what differs." if pages else ""
+    yield f"`{entry.command}`: about {entry.minutes} minutes.{more} Times: {entry.protocol}."
+    if not paper.machines:
+        yield f"{_NOT_RUN.capitalize()}: `{entry.command}`."
+        return
+    if paper.failures:
+        yield "Parts that ended in an error:\n\n" + "\n".join(f"- {_cell(failure)}" for failure in paper.failures)
+    rows = []
+    for claim in paper.claims:
+        mark = "" if claim.machine == paper.machines[0] else f" ({_note(paper, claim)})"
+        rows.append([claim.figure, claim.claim, claim.found + mark, _WORDS[claim.holds]])
+    yield _table(["figure", "the paper", "here", ""], rows)
+    yield f"{paper.machines[0]}."
+    for i, machine in enumerate(paper.machines[1:], 2):
+        yield f"({i}) on {machine}."
+
+
+def _note(paper: RecordedPaper, claim: RecordedClaim) -> str:
+    return str(paper.machines.index(claim.machine) + 1)
+
+
+def _heading(entry: Entry) -> str:
+    return entry.title.split(":")[0].split(" (")[0]
+
+
+def _anchor(entry: Entry) -> str:
+    kept = "".join(c for c in _heading(entry).lower() if c.isalnum() or c in " -")
+    return kept.replace(" ", "-")
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)

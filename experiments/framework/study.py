@@ -1,0 +1,246 @@
+"""What every part of a paper measures with: rank processes, trainings, progress, and the folder for pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+from experiments.framework.methods import Method
+from experiments.framework.run_cache import RunCache
+from experiments.framework.training import Gradients, OnStep, Runs, Trained
+from experiments.tasks.resnet import ImageTask
+from thinwire.compare.paired import Unwatched
+from thinwire.compare.progress import Screen
+from thinwire.compare.tasks import ScoredTask
+from thinwire.lab.units import parse_rates
+
+ResourceT = TypeVar("ResourceT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How much of a paper is measured: from how many seeds, over links of which rate (None: the paper's own choice).
+
+    What else a paper's command can change is a field of its scale: ``rounds`` (turns of each method that is timed),
+    ``steps``, ``data``.
+    """
+
+    seeds: int = 3
+    rate: str | None = None
+
+    def adapted(self, **options: Any) -> Self:
+        """The same with the command line's options, those apart that are None.
+
+        Raises:
+            ImportError, OSError, ValueError: an option is not one of this paper's, or has no such value.
+        """
+        given = {name: value for name, value in options.items() if value is not None}
+        for name in given.keys() - {known.name for known in fields(self)}:
+            raise ValueError(f"--{name}: this paper has no such option")
+        for name, least in (("seeds", 1), ("rounds", 1), ("steps", 2)):
+            if given.get(name, least) < least:
+                raise ValueError(f"--{name} {given[name]}: at least {least}")
+        if "rate" in given:
+            parse_rates(given["rate"], 1)
+        return replace(self, **given)
+
+    def about(self) -> dict[str, Any]:
+        """What the JSON file says of the scale, beside its fields; loads the data, whose errors come before anything
+        is started."""
+        return {}
+
+
+ScaleT = TypeVar("ScaleT", bound=Scale)
+
+
+@dataclass
+class Study(Generic[ScaleT]):
+    """One run of a command; a context manager. ``emulated``: there are slow links, so that times over them mean
+    something."""
+
+    prefix: ClassVar[str] = "fig"
+    """Of the pictures' names."""
+
+    scale: ScaleT
+    out: Path
+    screen: Screen
+    emulated: bool
+    cache: RunCache = field(default_factory=RunCache)
+    _resources: dict[Any, Any] = field(default_factory=dict)
+    _stack: ExitStack = field(default_factory=ExitStack)
+    _part: str = ""
+    _done: int = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all ranks; a later part starts new ones."""
+        self._stack.close()
+        self._resources.clear()
+
+    @contextmanager
+    def part(self, part: str) -> Iterator[None]:
+        """While the body runs, progress is that part's."""
+        self._part, self._done = part, 0
+        with self.screen.phase(part):
+            yield
+
+    def advance(self, steps: int, now: str) -> None:
+        """So many more steps of this part are done."""
+        self._done += steps
+        self.screen.advance(self._part, self._done, now)
+
+    def reporter(self, title: str) -> OnStep:
+        """Shows steps of a training, by number and loss, as steps of the part."""
+        return lambda _, loss: self.advance(1, f"{title}: loss {loss:.2f}")
+
+    def about(self) -> dict[str, Any]:
+        """What the JSON file says of the run, known at its end."""
+        return {}
+
+    @property
+    def rate(self) -> str | None:
+        """Of the slow links; None for loopback, or for the paper's own choice."""
+        return self.scale.rate if self.emulated else None
+
+    @property
+    def seeds(self) -> range:
+        return range(self.scale.seeds)
+
+    @property
+    def over(self) -> str:
+        """The link, for people."""
+        return "over loopback" if self.rate is None else f"over {self.rate}"
+
+    def picture(self, figure: str) -> Path:
+        return self.out / f"{self.prefix}{figure}.svg"
+
+    def kept(self, key: Any, make: Callable[[], AbstractContextManager[ResourceT]]) -> ResourceT:
+        """What ``make`` makes, entered, or what was entered under ``key`` before; it lives until a part fails or all
+        end."""
+        if key not in self._resources:
+            self._resources[key] = self._stack.enter_context(make())
+        return self._resources[key]
+
+    def train_task(
+        self,
+        task: ScoredTask,
+        method: Method,
+        seed: int,
+        *,
+        num_ranks: int = 2,
+        measure: int = 0,
+        shaped: bool = False,
+    ) -> Trained:
+        """`Runs.train`, with progress."""
+        runs, before = self.runs(task, num_ranks), self._done
+        trained = runs.train(method, seed, self._on_step(before, method.title), measure=measure, shaped=shaped)
+        self._done = before
+        self.advance(task.steps, f"{method.title}: loss {trained.train_loss[-1]:.2f}")
+        return trained
+
+    def runs(self, task: ScoredTask, num_ranks: int) -> Runs:
+        """Ranks that train ``task``; all others end, since those that wait would still share the cores."""
+        key = task, num_ranks
+        if key not in self._resources:
+            self.close()
+        return self.kept(key, lambda: Runs(task, num_ranks, self.rate, self.cache))
+
+    def _on_step(self, before: int, title: str) -> Any:
+        def show(step: int, loss: float) -> None:
+            self.screen.advance(self._part, before + step, f"{title}: loss {loss:.2f}")
+
+        return show
+
+
+class Progress(Unwatched):
+    """Shows the runs of `thinwire.compare.compare_training` as steps of a study's part."""
+
+    def __init__(self, study: Study[Any]) -> None:
+        self._study, self._title, self._done = study, "", 0
+
+    def begin(self, title: str) -> None:
+        self._title, self._done = title, 0
+
+    def step(self, step: int, loss: float) -> None:
+        self._study.advance(step - self._done, f"{self._title}: loss {loss:.2f}")
+        self._done = step
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageScale(Scale):
+    """A paper that trains one network on images, of the folder ``data`` (None: scikit-learn's digits)."""
+
+    task: ImageTask
+    num_ranks: int = 2
+    data: str | None = None
+    steps: int | None = None
+    rate: str | None = "200mbit"
+
+    def adapted(self, **options: Any) -> Self:
+        made = super().adapted(**options)
+        task = replace(made.task, data=made.data)
+        if made.steps is not None:
+            task = replace(task, steps=made.steps, probe_every=max(1, made.steps // 16))
+        return replace(made, task=task)
+
+    def about(self) -> dict[str, Any]:
+        images = self.task.images
+        return {
+            "images": {"name": images.name, "train": len(images.train), "held_out": len(images.held_out)},
+            "parameters": sum(parameter.numel() for parameter in self.task.build(0).parameters()),
+        }
+
+
+ImageScaleT = TypeVar("ImageScaleT", bound=ImageScale)
+
+
+@dataclass
+class ImageStudy(Study[ImageScaleT]):
+    """A run that trains the scale's task."""
+
+    link: Any = "loopback"
+    _gradients: Gradients | None = None
+
+    def about(self) -> dict[str, Any]:
+        return {"link": self.link}
+
+    @property
+    def task(self) -> ImageTask:
+        return self.scale.task
+
+    def train(
+        self,
+        method: Method,
+        seed: int,
+        *,
+        task: ImageTask | None = None,
+        num_ranks: int | None = None,
+        measure: int = 0,
+        shaped: bool = False,
+    ) -> Trained:
+        """`Study.train_task`; the scale's task and ranks unless others are given."""
+        task, num_ranks = task or self.task, num_ranks or self.scale.num_ranks
+        trained = self.train_task(task, method, seed, num_ranks=num_ranks, measure=measure, shaped=shaped)
+        if shaped and self.emulated:
+            link = self.runs(task, num_ranks).link
+            self.link = link if link != "loopback" else self.link
+        return trained
+
+    def gradients(self) -> Gradients:
+        """Recorded ten times, evenly, along an uncompressed training."""
+        if self._gradients is None:
+            at = sorted({self.task.steps * i // 10 for i in range(10)})
+            runs = self.runs(self.task, self.scale.num_ranks)
+            self._gradients = runs.record(0, at, self._on_step(self._done, "gradients"))
+        return self._gradients

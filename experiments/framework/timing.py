@@ -1,0 +1,317 @@
+"""Methods of sending gradients timed against each other: rank processes that hold a model for each and take turns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from types import ModuleType, TracebackType
+from typing import Any, ClassVar, Literal, Protocol, Self
+
+from experiments.framework import rank as rank_module
+from experiments.framework.methods import FP32, NOTHING, Method
+from experiments.tasks.models import Model
+from thinwire import lab
+from thinwire.compare.rank_processes import NoSetup, launch_ranks
+from thinwire.compare.tasks import describe
+from thinwire.compare.train import ring_factor
+from thinwire.lab.units import format_rate
+from thinwire.plan.policies import Sync
+
+NUM_RANKS = 4
+RANKS_PER_NODE = 2
+
+Place = Literal["links", "nodes", "host"]
+"""Where ranks are: each behind a link of its own; two to a node, which has a link; or all on this host."""
+
+_TIMEOUT_S = 180.0
+_CALIBRATION_ROUNDS = 3
+# Communication hides behind half of the computation at best.
+_FIRST_GUESS_HIDDEN = 0.5
+_SLOWEST_GUESS = 4.0
+
+OnTurn = Callable[[int, str], None]
+"""Called after every turn, with the steps it took and the name of the method."""
+
+
+class TimedMethod(Protocol):
+    """A dataclass of plain values that says how something is sent; rank processes make it again."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def kind(self) -> str:
+        """``ddp`` is plain DDP, which sends what a ring does."""
+        ...
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step by method and round: the mean of a turn on the slowest rank.
+
+    A mean, because without communication nothing makes ranks that share a core wait for each other: it hands each of
+    them some steps whole and others in pieces.
+    """
+
+    rounds: dict[str, tuple[float, ...]]
+    payload_bytes: dict[str, float]
+    """That rank 0 hands to the network in a step, of those methods that say."""
+    layers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Of those methods that compress layers: name, bucket, spec and bytes of each, in the order in which they leave."""
+    stages: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Mean seconds of a step that rank 0 spends in each stage of communication, of those methods that say."""
+    least_stages: dict[str, dict[str, tuple[float, ...]]] = field(default_factory=dict)
+    """The same by round, on the rank that spends the least: whoever is ready waits for the others."""
+
+    def step_s(self, name: str) -> float:
+        """Of the median round."""
+        return median(self.rounds[name])
+
+    def over(self, name: str, other: str) -> list[float]:
+        """How many times faster ``name`` is than ``other``: round by round, so that a machine that slows down slows
+        both down."""
+        return [theirs / mine for mine, theirs in zip(self.rounds[name], self.rounds[other], strict=True)]
+
+    def times_faster(self, name: str, other: str) -> float:
+        """The same of the median round."""
+        return median(self.over(name, other))
+
+
+class Timing:
+    """Rank processes at a ``place``; a context manager. ``emulated``: the place's links are, else all use loopback."""
+
+    _program: ClassVar[ModuleType] = rank_module
+    """What they run."""
+
+    def __init__(self, place: Place, *, emulated: bool, num_ranks: int = NUM_RANKS) -> None:
+        self._place, self._emulated, self._num_ranks = place, emulated and place != "host", num_ranks
+        self._stack = ExitStack()
+        self.link: dict[str, Any] | str = "loopback"
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            per_node = RANKS_PER_NODE if self._place == "nodes" else 1
+            network = self._made_network(per_node) if self._emulated else None
+            self._network = stack.enter_context(network) if network is not None else None
+            options = {"name": self._place, "timeout_s": _TIMEOUT_S}
+            started = launch_ranks(self._program, NoSetup(), self._num_ranks, self._network, **options)
+            self._ranks, _ = stack.enter_context(started)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def times(
+        self,
+        model: Model,
+        methods: Sequence[TimedMethod],
+        *,
+        rounds: int,
+        steps: int,
+        rate: str | None,
+        on_turn: OnTurn,
+    ) -> Times:
+        """Train with ``methods`` in turns of ``steps`` steps over links of ``rate``, after a turn that does not count.
+
+        Raises:
+            RankFailed: a rank did not make it. The timing is of no more use then.
+        """
+        return self.times_by_rate(model, methods, rounds=rounds, steps=steps, rates=(rate,), on_turn=on_turn)[0]
+
+    def times_by_rate(
+        self,
+        model: Model,
+        methods: Sequence[TimedMethod],
+        *,
+        rounds: int,
+        steps: int,
+        rates: Sequence[str | None],
+        on_turn: OnTurn,
+    ) -> list[Times]:
+        """`times` over links of each of ``rates``, by models that go on learning.
+
+        Every round goes through all rates, so that what a machine has to do besides is the same at all of them.
+        """
+        payload_bytes, layers = self._enter(model, methods)
+        found = self._turns(methods, rounds=rounds, steps=steps, rates=rates, on_turn=on_turn)
+        self._leave()
+        return [Times(turns.rounds(), payload_bytes, layers, turns.stages(), turns.least_stages()) for turns in found]
+
+    def syncs(
+        self, model: Model, method: Method, *, steps: int, rate: str | None, on_turn: OnTurn
+    ) -> tuple[list[Sync], list[dict[str, Any]]]:
+        """Bytes of every bucket and seconds of communication of each of ``steps`` steps, on the rank that decides, and
+        what each layer had last, as of `Times.layers`."""
+        self._enter(model, (method,))
+        self._shape(rate)
+        answer = self._ranks.run({"do": "syncs", "which": 0, "steps": steps}, _nothing, _nothing)[0]
+        on_turn(steps, method.title)
+        self._leave()
+        return [Sync(tuple(sizes), seconds) for sizes, seconds in answer["syncs"]], answer["layers"]
+
+    def errors(self, model: Model, methods: Sequence[Method], *, steps: int, on_turn: OnTurn) -> dict[str, list[float]]:
+        """Relative error of what arrives of ``steps`` averaged gradients, by method."""
+        self._enter(model, methods)
+        found = {}
+        for which, method in enumerate(methods):
+            answers = self._ranks.run({"do": "errors", "which": which, "steps": steps}, _nothing, _nothing)
+            found[method.name] = [float(error) for error in answers[0]["errors"]]
+            on_turn(steps, method.title)
+        self._leave()
+        return found
+
+    def calibrate(self, model: Model, share: float, *, on_turn: OnTurn) -> str:
+        """The rate at which a step of plain DDP takes ``1 / share`` of the time that it takes with nothing sent.
+
+        Seconds of a step are taken for ``a + b / rate``, which two rates tell; none at which steps take for ever.
+        """
+        self._enter(model, (FP32, NOTHING))
+
+        def seconds(rate: float | None) -> dict[str, float]:
+            rates = (None if rate is None else rate_text(rate),)
+            options: dict[str, Any] = {"rounds": _CALIBRATION_ROUNDS, "steps": 1}
+            (found,) = self._turns((FP32, NOTHING), **options, rates=rates, on_turn=on_turn)
+            return {name: median(rounds) for name, rounds in found.rounds().items()}
+
+        ceiling = seconds(None)["nothing"]
+        bits = 8 * model.gradient_bytes * ring_factor(self._num_ranks)
+        high = bits / (ceiling * (min(1 / share, _SLOWEST_GUESS) - _FIRST_GUESS_HIDDEN))
+        low = high / 2
+        at_high, at_low = seconds(high), seconds(low)
+        self._leave()
+        rate = solve_rate(
+            (high, at_high["fp32"]),
+            (low, at_low["fp32"]),
+            median([ceiling, at_high["nothing"], at_low["nothing"]]) / share,
+        )
+        return rate_text(rate)
+
+    def _made_network(self, ranks_per_node: int) -> lab.Network:
+        return lab.Network(self._num_ranks, ranks_per_node=ranks_per_node)
+
+    def _enter(
+        self, model: Model, methods: Sequence[TimedMethod]
+    ) -> tuple[dict[str, float], dict[str, list[dict[str, Any]]]]:
+        """Build and warm up, over links without a limit; bytes that each method hands to the network in a step, and
+        what
+        it gives to each layer."""
+        self._shape(None)
+        command = self._entering(model, methods)
+        answer = self._ranks.run(command, _nothing, _nothing)[0]
+        found = zip(methods, answer["payload_bytes"], strict=True)
+        sent = {method.name: count for method, count in found if count is not None}
+        plain = {
+            method.name: model.gradient_bytes * ring_factor(self._num_ranks)
+            for method in methods
+            if method.kind == "ddp"
+        }
+        layers = {method.name: rows for method, rows in zip(methods, answer["layers"], strict=True) if rows}
+        return {**sent, **plain}, layers
+
+    def _entering(self, model: Model, methods: Sequence[TimedMethod]) -> dict[str, Any]:
+        """What ranks are to build."""
+        return {
+            "do": "enter",
+            "task": describe(model.task),
+            "methods": [dataclasses.asdict(method) for method in methods],
+        }
+
+    def _leave(self) -> None:
+        self._ranks.run({"do": "leave"}, _nothing, _nothing)
+
+    def _turns(
+        self, methods: Sequence[TimedMethod], *, rounds: int, steps: int, rates: Sequence[str | None], on_turn: OnTurn
+    ) -> list[_Turns]:
+        """What turns took over links of each rate."""
+        found = [_Turns(methods) for _ in rates]
+        order = list(enumerate(methods))
+        for round_ in range(1 + rounds):
+            for rate, turns in zip(rates, found, strict=True):
+                self._shape(rate)
+                if len(rates) > 1:
+                    # Connections get used to the other rate by what is sent least over it.
+                    self._turn(len(methods) - 1, 1)
+                # To and fro, so that none is always the first or the last.
+                for which, method in order if round_ % 2 else reversed(order):
+                    answers = self._turn(which, steps)
+                    if round_:
+                        turns.answers[method.name].append(answers)
+                    on_turn(steps, method.title)
+        return found
+
+    def _turn(self, which: int, steps: int) -> list[dict[str, Any]]:
+        return self._ranks.run({"do": "turn", "which": which, "steps": steps}, _nothing, _nothing)
+
+    def _shape(self, rate: str | None) -> None:
+        if self._network is None:
+            return
+        if rate is None:
+            self._network.unshape()
+        else:
+            self._network.shape(rate)
+            self.link = self._network.describe()
+
+
+class _Turns:
+    """What every rank answers after each turn over links of one rate, by method and round."""
+
+    def __init__(self, methods: Sequence[TimedMethod]) -> None:
+        self.answers: dict[str, list[list[dict[str, Any]]]] = {method.name: [] for method in methods}
+
+    def rounds(self) -> dict[str, tuple[float, ...]]:
+        return {
+            name: tuple(max(answer["seconds"] for answer in answers) for answers in rounds)
+            for name, rounds in self.answers.items()
+        }
+
+    def stages(self) -> dict[str, dict[str, float]]:
+        return {
+            name: {key: fmean(answers[0]["stages"][key] for answers in rounds) for key in rounds[0][0]["stages"]}
+            for name, rounds in self.answers.items()
+        }
+
+    def least_stages(self) -> dict[str, dict[str, tuple[float, ...]]]:
+        return {
+            name: {
+                key: tuple(min(answer["stages"][key] for answer in answers) for answers in rounds)
+                for key in rounds[0][0]["stages"]
+            }
+            for name, rounds in self.answers.items()
+        }
+
+
+def solve_rate(fast: tuple[float, float], slow: tuple[float, float], wanted_s: float) -> float:
+    """The rate at which a step takes ``wanted_s``, from two (rate, seconds): seconds are ``a + b / rate``.
+
+    Within an eighth of the slower and eight times the faster of the two rates, whatever was measured.
+    """
+    (high, short_s), (low, long_s) = fast, slow
+    per_rate = (long_s - short_s) / (1 / low - 1 / high)
+    left = wanted_s - (short_s - per_rate / high)
+    rate = per_rate / left if per_rate > 0 and left > 0 else high
+    return min(max(rate, low / 8), 8 * high)
+
+
+def rate_text(rate_bps: float) -> str:
+    """A rate of two digits, as the lab reads it: ``"290mbit"``."""
+    return f"{float(f'{rate_bps / 1e6:.2g}'):g}mbit"
+
+
+def shown_rate(rate: str) -> str:
+    """The same for people."""
+    return format_rate(lab.parse_rate(rate))
+
+
+def _nothing(*_: Any) -> None:
+    """Ignore the arguments."""

@@ -1,0 +1,212 @@
+"""Figures 1 and 3 with those of appendix H: loss by step, by bits, stages, precision of messages, network and start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from experiments.framework.claims import Row
+from experiments.papers.aqsgd.judging import differences, draw_runs, facts, held_out
+from experiments.papers.aqsgd.methods import FP32, Method, aqsgd, direct
+from experiments.papers.aqsgd.study import (
+    MORE_STAGES,
+    MOST_STAGES,
+    NUM_STAGES,
+    TITLES,
+    AQSGDScale,
+    AQSGDStudy,
+    TaskName,
+)
+from experiments.papers.aqsgd.trainings import Trained
+from thinwire.compare import plots
+
+Bits = tuple[int, int]
+BITS: tuple[Bits, ...] = ((2, 4), (3, 6), (4, 8))
+"""Forward and backward, as in section 4.2."""
+DIRECT: dict[Bits, Method] = {bits: direct(*bits) for bits in BITS}
+AQSGD: dict[Bits, Method] = {bits: aqsgd(*bits) for bits in BITS}
+USUAL: Bits = (3, 6)
+METHODS = (FP32, DIRECT[USUAL], AQSGD[USUAL])
+M8 = aqsgd(*USUAL, precision=8)
+CONTROL = DIRECT[BITS[0]]
+"""Must fail: where it does not, a training forgives everything."""
+FIGURE_3 = (FP32, *DIRECT.values(), *AQSGD.values(), M8)
+MORE: dict[TaskName, str] = {"scratch": "figure 7", "bf16": "figure 8", "large": "figure 9"}
+LABEL_BITS: tuple[Bits, ...] = ((2, 4), (3, 6))
+"""As in figures 3 (a) and (b)."""
+LABELS = (FP32, *(of[bits] for bits in LABEL_BITS for of in (DIRECT, AQSGD)))
+
+Runs = Mapping[str, Sequence[Trained]]
+
+
+def key_of(name: TaskName, num_stages: int, bits: Bits) -> str:
+    """Of the rows of a `pair`."""
+    return f"{name}/{num_stages} stages/fw{bits[0]} bw{bits[1]}"
+
+
+def pair(
+    scale: AQSGDScale, figure: str, name: TaskName, num_stages: int, bits: Bits, found: Runs, control: Sequence[float]
+) -> list[Row]:
+    """AQ-SGD and DirectQ of as many bits, each with FP32's trainings beside it. ``control``: by how much the loss of
+    what must fail is higher, seed by seed."""
+    task, base = scale.task(name), found[FP32.name]
+    whole = task.coin_toss if task.labels else None
+    key, setting = key_of(name, num_stages, bits), f"{TITLES[name]}, {num_stages} stages"
+    more: dict[str, Any] = {"num_stages": num_stages, "epochs": task.epochs, "setting": setting, "bits": bits}
+    more |= {"whole": whole}
+    rows = []
+    for kind, method in (("aqsgd", AQSGD[bits]), ("direct", DIRECT[bits])):
+        runs = found[method.name]
+        lost = differences([run.loss for run in runs], [run.loss for run in base], whole)
+        data = {**more, **facts(runs), "baseline": facts(base), "control": control}
+        rows.append(Row(figure, f"{kind}/{key}", fmean(lost), "", data))
+    return rows
+
+
+def _beyond(found: Runs, method: Method, whole: float | None = None) -> list[float]:
+    """By how much a method's loss is above FP32's."""
+    return differences([run.loss for run in found[method.name]], [run.loss for run in found[FP32.name]], whole)
+
+
+# --- figure 1
+
+
+def figure_1_steps(scale: AQSGDScale) -> int:
+    return scale.steps("small", METHODS)
+
+
+def figure_1(study: AQSGDStudy) -> list[Row]:
+    """How far activations move between visits, and what fine-tuning gains over none."""
+    found = {method.name: study.train("small", method) for method in METHODS}
+    epochs = [run.epochs for run in found[AQSGD[USUAL].name]]
+    visits = range(1, min(map(len, epochs)))
+    activation = [fmean(of[visit]["activation"] for of in epochs) for visit in visits]
+    delta = [fmean(of[visit]["delta"] for of in epochs) for visit in visits]
+    _draw_1(study, activation, delta)
+    start = fmean(run.held_out[0] for run in found[FP32.name])
+    ends = {method.name: [held_out(run) for run in found[method.name]] for method in METHODS}
+    gain = fmean(value / start - 1 for value in ends[FP32.name])
+    return [
+        Row(
+            "figure 1",
+            "delta_over_activation",
+            delta[-1] / activation[-1],
+            "",
+            {"activation": activation, "delta": delta},
+        ),
+        Row("figure 1", "over_zero_shot", gain, "", {"zero_shot": start, "held_out": ends}),
+    ]
+
+
+# --- figures 3 and 7 to 9
+
+
+def figure_3_steps(scale: AQSGDScale) -> int:
+    return (
+        scale.steps("small", FIGURE_3)
+        + scale.steps("small", METHODS)
+        + sum(scale.steps(name, METHODS) for name in MORE)
+    )
+
+
+def figure_3(study: AQSGDStudy) -> list[Row]:
+    """Every method against FP32 on two stages, then what else may matter."""
+    scale = study.scale
+    found = {method.name: study.train("small", method) for method in FIGURE_3}
+    control = _beyond(found, CONTROL)
+    rows = []
+    for bits in BITS:
+        rows += pair(scale, "figure 3", "small", NUM_STAGES, bits, found, control)
+    precise, coarse = ([run.loss for run in found[method.name]] for method in (AQSGD[USUAL], M8))
+    data = {**facts(found[M8.name]), "others": precise, "control": control}
+    rows.append(Row("figure 9", "messages of 8 bits", fmean(differences(coarse, precise)), "", data))
+    more = {method.name: study.train("small", method, MORE_STAGES) for method in METHODS}
+    rows += pair(scale, "figure 9", "small", MORE_STAGES, USUAL, more, control)
+    rows.append(stages_row(found, more))
+    panels = [("2 stages", found), (f"{MORE_STAGES} stages", more)]
+    for name, figure in MORE.items():
+        runs = {method.name: study.train(name, method) for method in METHODS}
+        rows += pair(scale, figure, name, NUM_STAGES, USUAL, runs, control)
+        panels.append((TITLES[name], runs))
+    ours = [run for _, panel in panels for name in panel if name.startswith("aq-sgd") for run in panel[name]]
+    alike = sum(run.alike for run in ours)
+    rows.append(Row("section 3.2", "same_messages", float(alike), "", {"trainings": len(ours)}))
+    _draw_panels(study, "3-curves", panels)
+    return rows
+
+
+def stages_row(few: Runs, many: Runs) -> Row:
+    """By how much more a loss is above FP32's with more stages, seed by seed."""
+    gaps = {}
+    for method in (DIRECT[USUAL], AQSGD[USUAL]):
+        pairs = zip(_beyond(few, method), _beyond(many, method), strict=True)
+        gaps[method.name] = [more - less for less, more in pairs]
+    return Row("figure 9", "more_stages", fmean(gaps[DIRECT[USUAL].name]), "", {"gaps": gaps})
+
+
+# --- more networks
+
+
+def labels_steps(scale: AQSGDScale) -> int:
+    return scale.steps("labels", LABELS)
+
+
+def labels(study: AQSGDStudy) -> list[Row]:
+    """Classification: its loss, and how many of the samples that are held out are classified right."""
+    found = {method.name: study.train("labels", method) for method in LABELS}
+    control = _beyond(found, CONTROL, study.scale.labels.coin_toss)
+    rows = []
+    for bits in LABEL_BITS:
+        rows += pair(study.scale, "figure 3 (a, b)", "labels", NUM_STAGES, bits, found, control)
+    right = {name: [run.right[-1] for run in runs] for name, runs in found.items()}
+    before = fmean(run.right[0] for run in found[FP32.name])
+    value = fmean(right[AQSGD[LABEL_BITS[0]].name])
+    rows.append(Row("figure 3 (a, b)", "right", value, "", {"right": right, "before": before}))
+    _draw_panels(study, "3ab-labels", [(TITLES["labels"], found)])
+    return rows
+
+
+def deep_steps(scale: AQSGDScale) -> int:
+    return scale.steps("deep", METHODS)
+
+
+def deep(study: AQSGDStudy) -> list[Row]:
+    """As many stages as the paper has."""
+    return _network(study, "figure 9 (8 stages)", "deep", MOST_STAGES, "9-stages")
+
+
+def fp16_steps(scale: AQSGDScale) -> int:
+    return scale.steps("fp16", METHODS)
+
+
+def fp16(study: AQSGDStudy) -> list[Row]:
+    """The precision that the paper's GPUs compute in."""
+    return _network(study, "figure 8 (fp16)", "fp16", NUM_STAGES, "8-fp16")
+
+
+def _network(study: AQSGDStudy, figure: str, name: TaskName, num_stages: int, picture: str) -> list[Row]:
+    found = {method.name: study.train(name, method, num_stages) for method in METHODS}
+    _draw_panels(study, picture, [(f"{TITLES[name]}, {num_stages} stages", found)])
+    return pair(study.scale, figure, name, num_stages, USUAL, found, _beyond(found, DIRECT[USUAL]))
+
+
+# --- pictures
+
+
+def _draw_1(study: AQSGDStudy, activation: Sequence[float], delta: Sequence[float]) -> None:
+    figure, (axes,) = plots.canvas(1, titles=["activations and their changes"], x="epoch", y="mean magnitude")
+    epochs = range(2, 2 + len(delta))
+    axes.plot(epochs, activation, color=FP32.colour, marker=".", label="activation")
+    axes.plot(epochs, delta, color=AQSGD[USUAL].colour, marker=".", label="change since the last visit")
+    axes.set_ylim(bottom=0)
+    plots.save(figure, study.picture("1-change"))
+
+
+def _draw_panels(study: AQSGDStudy, picture: str, panels: Sequence[tuple[str, Runs]]) -> None:
+    figure, all_axes = plots.canvas(len(panels), titles=[title for title, _ in panels], x="step", y="loss")
+    shown = {method.name: method for method in FIGURE_3}
+    for axes, (_, runs) in zip(all_axes, panels, strict=True):
+        for name, own in runs.items():
+            draw_runs(axes, shown[name], own)
+    plots.save(figure, study.picture(picture))

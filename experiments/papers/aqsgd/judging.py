@@ -1,0 +1,112 @@
+"""What trainings say: loss lost to the baseline, seed by seed, and seconds to the same loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+from experiments.framework.findings import no_worse, share
+from experiments.papers.aqsgd.methods import Method
+from experiments.papers.aqsgd.trainings import Trained
+from thinwire.compare.statistics import Estimate, relative_differences
+
+
+@dataclass(frozen=True)
+class Lost:
+    """How much higher a method's loss is, as a share of another's."""
+
+    estimate: Estimate
+    within: bool | None
+    """Whether at most the margin, at 95 %; None where too few seeds were trained to say."""
+    text: str
+
+    @property
+    def beyond(self) -> bool | None:
+        """The opposite."""
+        return None if self.within is None else not self.within
+
+
+def held_out(run: Trained) -> float:
+    """Loss at the end on what is held out."""
+    return run.held_out[-1]
+
+
+def lost(ours: Sequence[float], others: Sequence[float], margin: float, whole: float | None = None) -> Lost:
+    """By losses seed by seed; differences are shares of ``whole``, or of the others' loss."""
+    found, within = no_worse(differences(ours, others, whole), margin)
+    text = f"loss {fmean(ours):.3f} against {fmean(others):.3f}: {share(found)}"
+    if not math.isfinite(found.mean):
+        text = f"diverges, against a loss of {fmean(others):.3f}"
+    return Lost(found, within, text)
+
+
+def differences(ours: Sequence[float], others: Sequence[float], whole: float | None = None) -> list[float]:
+    """Seed by seed, as shares of ``whole``, or of the others' loss."""
+    if whole is None:
+        return relative_differences(ours, others)
+    return [(a - b) / whole for a, b in zip(ours, others, strict=True)]
+
+
+def known(losses: Sequence[float | None]) -> list[float]:
+    """Losses of a row; JSON keeps those of trainings that diverged as null."""
+    return [math.inf if loss is None else loss for loss in losses]
+
+
+def facts(runs: Sequence[Trained]) -> dict[str, Any]:
+    """What a row's JSON keeps of trainings, by seed."""
+    return {
+        "losses": [run.loss for run in runs],
+        "epoch_losses": [run.epoch_losses for run in runs],
+        "held_out": [run.held_out for run in runs],
+        "alike": [run.alike for run in runs],
+        "sent_bytes": runs[0].sent_bytes,
+        "dense_bytes": runs[0].dense_bytes,
+    }
+
+
+def ends(row: Mapping[str, Any]) -> list[float]:
+    """Losses at the end on what is held out, of a row's `facts`."""
+    return known([losses[-1] for losses in row["held_out"]])
+
+
+# --- time to the same loss
+
+
+def seconds_to(run: Trained, loss: float) -> float | None:
+    """Seconds of training until an epoch's loss first is there, between epochs by a straight line; None if never."""
+    reached = list(zip(run.seconds, run.epoch_losses, strict=True))
+    if reached and reached[0][1] <= loss:
+        return reached[0][0]
+    for (before_s, before), (after_s, after) in pairwise(reached):
+        if after <= loss:
+            return before_s + (before - loss) / (before - after) * (after_s - before_s)
+    return None
+
+
+def sooner(base: Trained, ours: Trained) -> tuple[float, float]:
+    """How many times sooner ours is at the worse of the two ends, which both reach; and that loss."""
+    reached = max(base.loss, ours.loss)
+    times = [seconds_to(run, reached) for run in (base, ours)]
+    return (times[0] / times[1] if times[0] is not None and times[1] else float("nan")), reached
+
+
+# --- pictures
+
+
+def bands(runs: Sequence[Trained]) -> tuple[list[float], list[float], list[float]]:
+    """Mean, least and greatest loss of each epoch over seeds; up to where one diverged."""
+    columns = list(zip(*(run.epoch_losses for run in runs), strict=True))
+    shown = [column for column in columns if all(map(math.isfinite, column))]
+    return [fmean(column) for column in shown], [min(column) for column in shown], [max(column) for column in shown]
+
+
+def draw_runs(axes: Any, method: Method, runs: Sequence[Trained]) -> None:
+    """Loss by step: the seeds' mean, in a band from the least to the greatest."""
+    mean, low, high = bands(runs)
+    steps = [runs[0].steps_per_epoch * (epoch + 1) for epoch in range(len(mean))]
+    axes.plot(steps, mean, color=method.colour, marker=".", label=method.title)
+    axes.fill_between(steps, low, high, color=method.colour, alpha=0.2, linewidth=0)

@@ -1,0 +1,105 @@
+"""How activations and their gradients are sent between stages: as they are, quantised, or as what changed of them."""
+
+# No `from __future__ import annotations` here: ranks make methods again of plain values.
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import thinwire
+
+ScheduleName = Literal["gpipe", "1f1b"]
+
+_TERNARY_BITS = 2
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method. ``store``: where messages are kept, of those that keep any, with ``precision`` bits a value;
+    ``warmup_epochs``: visits of each sample that are sent uncompressed both ways; ``by_link``: each boundary has as
+    many bits as its link carries without costing time."""
+
+    name: str
+    title: str
+    colour: str
+    kind: str = "pipeline"
+    forward: str = "raw"
+    backward: str = "raw"
+    store: Literal["memory", "disk"] = "memory"
+    precision: int = 32
+    warmup_epochs: int = 0
+    schedule: ScheduleName = "gpipe"
+    by_link: bool = False
+
+    def place(self, folder: Path, num_samples: int) -> thinwire.store.Memory | thinwire.store.Disk:
+        """The store of one training, whose files are in ``folder``."""
+        if self.store == "memory":
+            return thinwire.store.Memory(num_samples=num_samples)
+        return thinwire.store.Disk(folder, num_samples=num_samples)
+
+
+FP32 = Method("fp32", "FP32", "#222222")
+
+
+def direct(forward: int, backward: int) -> Method:
+    """DirectQ: activations themselves are quantised."""
+    name = f"direct {_bits(forward, backward)}"
+    colour = {2: "#e8a33d", 3: "#c0392b", 4: "#d4776c"}[forward]
+    return Method(
+        name,
+        f"DirectQ {_bits(forward, backward)}",
+        colour,
+        forward=f"direct({_forward(forward)})",
+        backward=f"maxabs(bits={backward})",
+    )
+
+
+def aqsgd(
+    forward: int,
+    backward: int,
+    *,
+    store: Literal["memory", "disk"] = "memory",
+    precision: int = 32,
+    warmup_epochs: int = 0,
+) -> Method:
+    """AQ-SGD: what changed of each sample's activations since its last visit is quantised."""
+    title = f"AQ-SGD {_bits(forward, backward)}"
+    if store == "disk":
+        title += ", disk"
+    if precision != 32:
+        title += f" m{precision}"
+    colour = {2: "#1f6fb2", 3: "#0a7d4f", 4: "#5fb88f"}[forward]
+    return Method(
+        title.lower(),
+        title,
+        "#8250c4" if precision != 32 or store == "disk" else colour,
+        forward=f"delta({_forward(forward)})",
+        backward=f"maxabs(bits={backward})",
+        store=store,
+        precision=precision,
+        warmup_epochs=warmup_epochs,
+    )
+
+
+def by_link() -> Method:
+    """AQ-SGD of 2 to 4 bits forward and 4 to 8 backward, by the rate of each link."""
+    return replace(aqsgd(2, 4), name="aq-sgd by link", title="AQ-SGD by link", colour="#8250c4", by_link=True)
+
+
+def choices() -> thinwire.policies.ByLink:
+    """What `by_link` chooses from."""
+    forward = [f"delta({_forward(bits)})" for bits in (2, 3, 4)]
+    return thinwire.policies.ByLink(forward=forward, backward=[f"maxabs(bits={bits})" for bits in (4, 6, 8)], after=2)
+
+
+def _bits(forward: int, backward: int) -> str:
+    """As the paper writes it."""
+    return f"fw{forward} bw{backward}"
+
+
+def _forward(bits: int) -> str:
+    if bits == _TERNARY_BITS:
+        # Stochastic rounding to three levels loses more of a change than there is to it, which no message survives: two
+        # bits are the paper's own wording (section 4.1), four intervals of which values become the midpoints.
+        return "maxabs(bits=2, midrise=True, rounding=nearest)"
+    return f"maxabs(bits={bits})"

@@ -1,0 +1,262 @@
+"""Tables 2 and 3, figure 4 and bits by link: times over links that stand for the paper's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean, median
+
+from experiments.framework.claims import Row
+from experiments.framework.timing import Times, shown_rate
+from experiments.papers.aqsgd.judging import differences, sooner
+from experiments.papers.aqsgd.methods import FP32, Method, aqsgd, by_link, direct
+from experiments.papers.aqsgd.rank import Asked
+from experiments.papers.aqsgd.study import MORE_STAGES, NUM_STAGES, AQSGDScale, AQSGDStudy
+from experiments.papers.aqsgd.tasks import FineTuning
+from experiments.papers.aqsgd.trainings import Trained, Trainings
+from thinwire import parse
+from thinwire.compare import plots
+from thinwire.lab import parse_rate
+
+# --- table 3: what a micro-batch takes to compute and to send, forward and backward
+
+_FORWARD, _BACKWARD = "maxabs(bits=4)", "maxabs(bits=8)"
+_HEADER_BYTES = 64
+PAPER_S = {
+    "500mbit": (0.013, 0.025),
+    "300mbit": (0.021, 0.042),
+    "200mbit": (0.031, 0.063),
+    "100mbit": (0.063, 0.125),
+}
+"""Table 3: communication of a micro-batch, forward and backward, of AQ-SGD fw4 bw8."""
+
+
+def breakdown_steps(scale: AQSGDScale) -> int:
+    """One for each time that is taken."""
+    return 1 + 2 * len(scale.breakdown_rates)
+
+
+def message_bytes(task: FineTuning, spec: str) -> int:
+    """Of a micro-batch's activation, or of its gradient."""
+    return _HEADER_BYTES + task.micro_batch * parse(spec).wire_bytes((task.model.context, task.model.width))
+
+
+def table_3(study: AQSGDStudy) -> list[Row]:
+    """Compute of the stages in a step without a wire, wire of the messages alone."""
+    computed, timing, task = study.computed(), study.timing(), study.scale.timed
+    study.advance(1, "compute")
+    passes = {"forward_s": computed.forward_s, "backward_s": computed.backward_s}
+    rows = [Row("table 3", "compute", computed.seconds, "s", passes)]
+    for rate in study.scale.breakdown_rates:
+        seconds = {}
+        for name, spec in (("forward_s", _FORWARD), ("backward_s", _BACKWARD)):
+            seconds[name] = timing.wire(message_bytes(task, spec), study.scaled(rate))
+            study.advance(1, f"{name.removesuffix('_s')} over {rate}")
+        data = {
+            "rate": rate,
+            "link": study.scaled(rate),
+            **seconds,
+            "forward_compute_s": computed.forward_s,
+            "backward_compute_s": computed.backward_s,
+            "paper": dict(zip(("forward_s", "backward_s"), PAPER_S[rate], strict=True)),
+        }
+        rows.append(Row("table 3", f"wire/{rate}", sum(seconds.values()) / computed.seconds, "", data))
+    return rows
+
+
+# --- table 2: throughput of FP32, DirectQ and AQ-SGD; GPipe, and 1F1B beside it
+
+DIRECT: dict[tuple[int, int], Method] = {bits: direct(*bits) for bits in ((3, 6), (4, 8))}
+AQSGD: dict[tuple[int, int], Method] = {bits: aqsgd(*bits) for bits in ((3, 6), (4, 8))}
+DISK: dict[tuple[int, int], Method] = {bits: aqsgd(*bits, store="disk") for bits in ((3, 6), (4, 8))}
+METHODS = (FP32, *DIRECT.values(), *AQSGD.values(), *DISK.values())
+_OTHER = tuple(
+    replace(method, name=f"{method.name} 1f1b", title=f"{method.title}, 1F1B", schedule="1f1b")
+    for method in (FP32, AQSGD[3, 6])
+)
+PAPER = {
+    "fp32": (0.5, 1.8, 2.7, 3.2, 3.8),
+    DIRECT[3, 6].name: (3.5, 3.9, 3.9, 4.0, 4.0),
+    DIRECT[4, 8].name: (3.0, 3.8, 3.9, 4.0, 4.1),
+    AQSGD[3, 6].name: (3.4, 3.8, 3.9, 4.0, 4.0),
+    AQSGD[4, 8].name: (3.0, 3.8, 3.9, 3.9, 4.0),
+}
+"""Table 2, sequences a second, over 100, 300 and 500 Mbit/s, 1 and 10 Gbit/s."""
+_PAPER_RATES = ("100mbit", "300mbit", "500mbit", "1gbit", "10gbit")
+
+AllTimes = Mapping[str, Times]
+
+
+def throughput_steps(scale: AQSGDScale) -> int:
+    """Of all turns."""
+    return (len(METHODS) * len(scale.rates) + len(_OTHER) * 2) * (1 + scale.rounds)
+
+
+def table_2(study: AQSGDStudy) -> list[Row]:
+    """All methods in turns over links of each rate; then 1F1B over the slowest and the fastest."""
+    rates, task, computed = study.scale.rates, study.scale.timed, study.computed()
+    slow, fast = rates[0], rates[-1]
+    found, other = _measure(study, METHODS, rates), _measure(study, _OTHER, (slow, fast))
+    _draw_2(study, found)
+    per_s = {method.name: {rate: task.batch / found[rate].step_s(method.name) for rate in rates} for method in METHODS}
+    for method in _OTHER:
+        per_s[method.name] = {rate: task.batch / times.step_s(method.name) for rate, times in other.items()}
+    data = {
+        "per_s": per_s,
+        "titles": {method.name: method.title for method in (*METHODS, *_OTHER)},
+        "paper": {name: dict(zip(_PAPER_RATES, values, strict=True)) for name, values in PAPER.items()},
+        "links": {rate: study.scaled(rate) for rate in rates},
+        "by_round": {rate: times.rounds for rate, times in found.items()},
+        "stages_s": {rate: times.stages for rate, times in found.items()},
+        "step_bytes": found[slow].payload_bytes,
+        "slowdown": study.slowdown,
+        "num_micro": task.num_micro,
+        "message_values": task.message_values,
+        "compute_s": computed.seconds,
+    }
+    base, ours = (method.name for method in _OTHER)
+    kept = [least / most for least, most in zip(other[fast].rounds[ours], other[slow].rounds[ours], strict=True)]
+    beside = {
+        "over_gpipe": found[slow].step_s(AQSGD[3, 6].name) / other[slow].step_s(ours),
+        "over_fp32": other[slow].times_faster(ours, base),
+    }
+    return [
+        Row("table 2", "throughput", per_s[AQSGD[3, 6].name][slow], "sequences/s", data),
+        Row("table 2", "1f1b", median(kept), "", beside),
+    ]
+
+
+def _measure(study: AQSGDStudy, methods: Sequence[Method], rates: Sequence[str]) -> AllTimes:
+    links = [study.scaled(rate) for rate in rates]
+    times = study.timing().times_by_rate(
+        study.model, methods, rounds=study.scale.rounds, steps=1, rates=links, on_turn=study.advance
+    )
+    return dict(zip(rates, times, strict=True))
+
+
+# --- figure 4: loss against time, of FP32 and of AQ-SGD with its first, uncompressed epoch
+
+WARM = aqsgd(4, 8, warmup_epochs=1)
+"""As in appendix D: the first epoch is uncompressed both ways."""
+_FIRST_VISITS = aqsgd(4, 8)
+
+
+def time_steps(scale: AQSGDScale) -> int:
+    """Of a training of each over each link, and of one without a warm-up epoch over the slowest."""
+    return (2 * len(scale.slow_rates) + 1) * scale.to_loss.steps + scale.to_loss.first_steps
+
+
+def figure_4(study: AQSGDStudy) -> list[Row]:
+    """Both trainings over the same link, for each link."""
+    task, slowest = study.scale.to_loss, study.scale.slow_rates[0]
+    found: dict[str, dict[str, Trained]] = {}
+    rows = []
+    for rate in study.scale.slow_rates:
+        methods = {"fp32": FP32, "aqsgd": WARM} | ({"first visits": _FIRST_VISITS} if rate == slowest else {})
+        with Trainings(NUM_STAGES, study.first(), study.scaled(rate)) as trainings:
+            found[rate] = {
+                key: trainings.train(
+                    task, method, 0, study.reporter(f"{method.title} over {rate}"), Asked(held_out=False)
+                )
+                for key, method in methods.items()
+            }
+    for rate, runs in found.items():
+        both = {key: runs[key] for key in ("fp32", "aqsgd")}
+        data = {
+            "seconds": {key: run.seconds for key, run in both.items()},
+            "losses": {key: run.epoch_losses for key, run in both.items()},
+            "step_s": {key: median(run.step_s) for key, run in both.items()},
+            "epochs": task.epochs,
+            "link": study.scaled(rate),
+        }
+        rows.append(Row("figure 4", f"sooner/{rate}", sooner(runs["fp32"], runs["aqsgd"])[0], "x", data))
+    beside = found[slowest]["first visits"]
+    data = {"seconds": beside.seconds, "losses": beside.epoch_losses, "link": study.scaled(slowest)}
+    rows.append(Row("figure 4", f"first_visits/{slowest}", sooner(found[slowest]["fp32"], beside)[0], "x", data))
+    _draw_4(study, found)
+    return rows
+
+
+# --- bits by boundary from each link's measured rate: four stages, of which the last one's link is slow
+
+_FAST, _SLOW = "200mbit", "3mbit"
+MANY, FEW = aqsgd(4, 8), aqsgd(2, 4)
+LINKED = by_link()
+UNEVEN = (MANY, FEW, LINKED)
+_SKIP = 10
+"""Steps that are not timed: links are measured in them, and the first visits of samples are whole."""
+
+
+def links_steps(scale: AQSGDScale) -> int:
+    """Of a training by FP32 over loopback, and of the others over uneven links."""
+    return (1 + len(UNEVEN)) * scale.seeds * scale.large.steps + scale.large.first_steps
+
+
+def links(study: AQSGDStudy) -> list[Row]:
+    """Loss and seconds of a step, by uniform bits and by bits that follow the links."""
+    task = study.scale.large
+    rates = ",".join([_FAST] * (MORE_STAGES - 1) + [_SLOW]) if study.emulated else None
+    over_loopback = study.trainings(MORE_STAGES)
+    base = [over_loopback.train(task, FP32, seed, study.reporter(FP32.title)).loss for seed in study.seeds]
+    found: dict[str, list[Trained]] = {method.name: [] for method in UNEVEN}
+    with Trainings(MORE_STAGES, study.first(), rates) as uneven:
+        # Seed by seed, so that what else the machine does is shared by all methods.
+        for seed in study.seeds:
+            for method in UNEVEN:
+                run = uneven.train(task, method, seed, study.reporter(method.title), Asked(held_out=False))
+                found[method.name].append(run)
+    _draw_links(study, found)
+    rows = []
+    for name, runs in found.items():
+        losses = [run.loss for run in runs]
+        data = {"losses": losses, "baseline": base}
+        rows.append(Row("links", f"loss/{name}", fmean(differences(losses, base)), "", data))
+    seconds = {name: [step_s(run) for run in runs] for name, runs in found.items()}
+    over = median(a / b for a, b in zip(seconds[MANY.name], seconds[LINKED.name], strict=True))
+    chosen = found[LINKED.name][0].links
+    rows.append(Row("links", "faster", over, "x", {"step_s": seconds}))
+    rows.append(Row("links", "chosen", float(len(chosen)), "boundaries", {"links": chosen}))
+    return rows
+
+
+def step_s(run: Trained) -> float:
+    """Median seconds of a step past the first epoch."""
+    timed = run.step_s[max(_SKIP, run.steps_per_epoch) :] or run.step_s
+    return median(timed)
+
+
+# --- pictures
+
+
+def _draw_2(study: AQSGDStudy, found: AllTimes) -> None:
+    task = study.scale.timed
+    title = f"2 stages, {task.num_micro} micro-batches, GPipe"
+    figure, (axes,) = plots.canvas(1, titles=[title], x="the paper's rate", y="sequences/s")
+    rates = [parse_rate(rate) / 1e9 for rate in found]
+    for method in METHODS:
+        per_s = [task.batch / times.step_s(method.name) for times in found.values()]
+        style = "--" if method.store == "disk" else "-"
+        axes.plot(rates, per_s, style, color=method.colour, marker="o", label=method.title)
+    axes.set(xscale="log")
+    axes.set_xticks(rates, [shown_rate(rate) for rate in found], rotation=30)
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    plots.save(figure, study.picture("2-throughput"))
+
+
+def _draw_4(study: AQSGDStudy, found: Mapping[str, Mapping[str, Trained]]) -> None:
+    titles = [f"over {study.where(rate)}" for rate in found]
+    figure, all_axes = plots.canvas(len(found), titles=titles, x="seconds of training", y="loss")
+    for axes, runs in zip(all_axes, found.values(), strict=True):
+        for key, method in (("fp32", FP32), ("aqsgd", WARM)):
+            axes.plot(runs[key].seconds, runs[key].epoch_losses, color=method.colour, marker=".", label=method.title)
+    plots.save(figure, study.picture("4-time"))
+
+
+def _draw_links(study: AQSGDStudy, found: Mapping[str, Sequence[Trained]]) -> None:
+    titles = [f"{MORE_STAGES} stages, the last link at {_SLOW}"]
+    figure, (axes,) = plots.canvas(1, titles=titles, x="seconds of training", y="loss")
+    for method in UNEVEN:
+        run = found[method.name][0]
+        axes.plot(run.seconds, run.epoch_losses, color=method.colour, marker=".", label=method.title)
+    plots.save(figure, study.picture("links"))

@@ -1,0 +1,261 @@
+"""What is measured and drawn for the thesis's chapter 3: turns of training over links, errors, and quality."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from statistics import fmean, median
+from typing import Any, ClassVar
+
+from experiments.framework.claims import Row
+from experiments.framework.findings import no_worse
+from experiments.framework.methods import CGX, FP32, NORM, NOTHING, Method, compressed
+from experiments.framework.study import Progress, Scale, Study
+from experiments.framework.timing import NUM_RANKS, Place, Times, Timing, shown_rate
+from experiments.papers.cgx.methods import GAMMAS, Timed, truncated
+from experiments.tasks.images import load
+from experiments.tasks.models import TIMED, TRAINED, Model
+from experiments.tasks.resnet import ImageTask
+from thinwire.compare import plots
+from thinwire.compare.data import standard_library
+from thinwire.compare.paired import CONTROL, compare_training
+from thinwire.compare.statistics import relative_differences
+from thinwire.compare.tasks import GPTTask
+from thinwire.compare.train import CONTROL_RULES
+
+FP32_SHARE: dict[Place, dict[str, float]] = {"links": {"gpt": 0.54, "cnn": 0.59}, "nodes": {"gpt": 0.05, "cnn": 0.09}}
+"""Share of linear scaling that fp32 reaches in the thesis, of Transformer-XL and ResNet-50: links are as slow as it
+takes for that. On one node: 170k of 8 · 39k tokens/s (tables 3.1 and 3.6), and 1900 of 2900 / 0.90 images/s (tables
+3.6 and 3.7). On four nodes of four: 32k of 16 · 39k (table 3.9), and 564 of twice those images/s."""
+
+MARGIN = 0.01
+"""Up to such a share of the loss or the accuracy may be lost, and a training still ends at the same."""
+QUALITY_RANKS = 2
+CONTROLS = {"gpt": CONTROL, "cnn": CONTROL_RULES}
+"""The CNN's is more damaging: so small a classification forgives one bit with a scale for 8192 values."""
+SPECS = {"gpt": (CGX, NORM), "cnn": ("minmax(bits=4, bucket=1024)", CGX, NORM)}
+"""The thesis takes buckets of 1024 for convolutional networks (section 3.7.2) and calls 128 always safe (3.5.3)."""
+METRICS = {"gpt": "held-out loss", "cnn": "accuracy"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CGXScale(Scale):
+    """``rounds`` turns of ``steps_a_turn`` steps of every method, and trainings of every quantiser.
+
+    Without a ``rate``, links have that at which fp32 fares as in the thesis (`FP32_SHARE`).
+    """
+
+    models: tuple[Model, ...] = TIMED
+    trained: tuple[GPTTask, ImageTask] = TRAINED
+    gammas: tuple[float, ...] = GAMMAS
+    rounds: int = 8
+    steps_a_turn: int = 2
+    error_steps: int = 8
+
+    def about(self) -> dict[str, Any]:
+        load(None)
+        standard_library()
+        return {"num_ranks": NUM_RANKS, "margin": MARGIN, "fp32_share_of_the_thesis": FP32_SHARE}
+
+    def turn(self, place: Place) -> int:
+        """Steps of a turn: between nodes a step takes long enough by itself."""
+        return 1 if place == "nodes" else self.steps_a_turn
+
+
+@dataclass
+class CGXStudy(Study[CGXScale]):
+    prefix: ClassVar[str] = "cgx-"
+    links: dict[str, Any] = field(default_factory=dict)
+    _rates: dict[tuple[Place, str], str] = field(default_factory=dict)
+
+    def about(self) -> dict[str, Any]:
+        return {
+            "links": {
+                name: {**link, "proportion": proportion(name, link["rate"], link["fp32_share"])}
+                for name, link in self.links.items()
+            }
+        }
+
+    def where(self, model: Model, place: Place) -> str:
+        """The link, for people."""
+        rate = self.rate_of(model, place)
+        return "on one host" if place == "host" else "over loopback" if rate is None else f"over {shown_rate(rate)}"
+
+    def times(self, model: Model, methods: Sequence[Method], place: Place) -> Times:
+        """`Timing.times`, at the rate that is this model's."""
+        rate, timing, steps = self.rate_of(model, place), self.timing(place), self.scale.turn(place)
+        found = timing.times(model, methods, rounds=self.scale.rounds, steps=steps, rate=rate, on_turn=self.advance)
+        if rate is not None and {FP32.name, NOTHING.name} <= found.rounds.keys():
+            key = f"{model.title}, {'each node' if place == 'nodes' else 'each rank'} on a link"
+            about = self.links.setdefault(key, {"link": timing.link, "rate": rate, "fp32_share": []})
+            about["fp32_share"].append(found.times_faster(FP32.name, NOTHING.name))
+        return found
+
+    def rate_of(self, model: Model, place: Place) -> str | None:
+        """Of the links at ``place`` for ``model``; None for loopback. Measured when it is first asked for."""
+        if not self.emulated or place == "host" or self.rate is not None:
+            return None if place == "host" else self.rate
+        key = place, model.name
+        if key not in self._rates:
+            share = FP32_SHARE[place][model.name]
+            self._rates[key] = self.timing(place).calibrate(
+                model, share, on_turn=lambda _, title: self.advance(0, f"finding the link's rate: {title}")
+            )
+        return self._rates[key]
+
+    def timing(self, place: Place) -> Timing:
+        return self.kept(place, lambda: Timing(place, emulated=self.emulated))
+
+
+def proportion(name: str, rate: str, shares: Sequence[float]) -> str:
+    """What a link made of fp32's communication, for people."""
+    share = median(shares)
+    return (
+        f"{name} of {shown_rate(rate)}: fp32 reaches {share:.0%} of the speed with nothing sent, so communication that "
+        f"is not hidden takes {1 / share - 1:.1f} times as long as computation"
+    )
+
+
+# --- speed and error
+
+
+def num_steps(timed: Timed, scale: CGXScale) -> int:
+    """Steps of all methods and models."""
+    num_methods = sum(len(timed.methods(model, scale.gammas)) for model in scale.models)
+    errors = len(timed.errors) * len(timed.errors_of) * scale.error_steps
+    return num_methods * scale.turn(timed.place) * (1 + scale.rounds) + errors
+
+
+def measure(timed: Timed, study: CGXStudy) -> list[Row]:
+    """A row for each model and method with the seconds of every round; one for each model with its errors."""
+    rows, errors = [], {}
+    for model in study.scale.models:
+        methods = timed.methods(model, study.scale.gammas)
+        times = study.times(model, methods, timed.place)
+        rows += [speed_row(timed, model, method, times, study.where(model, timed.place)) for method in methods]
+        if model.name in timed.errors_of:
+            errors[model.name] = study.timing("links").errors(
+                model, timed.errors, steps=study.scale.error_steps, on_turn=study.advance
+            )
+    error_rows = [error_row(timed, model, found) for model, found in errors.items()]
+    _draw(timed, study, {row.name: row for row in rows}, error_rows)
+    return [*rows, *error_rows]
+
+
+def speed_row(timed: Timed, model: Model, method: Method, times: Times, where: str) -> Row:
+    """Items per second of all ranks together, also in multiples of the reference's, here and in the thesis."""
+    thesis = timed.thesis.get(model.name, {})
+    theirs = thesis.get(method.name)
+    sent = method.kind in ("thinwire", "blob")
+    return Row(
+        timed.figure,
+        f"items_per_s/{model.name}/{method.name}",
+        NUM_RANKS * model.items_per_batch / times.step_s(method.name),
+        model.unit,
+        {
+            "model": model.title,
+            "model_of_thesis": model.thesis,
+            "method": method.title,
+            "kind": method.kind,
+            "spec": method.spec if sent else None,
+            "algorithm": method.algorithm if sent else None,
+            "transport": method.transport if method.kind == "thinwire" else None,
+            "where": where,
+            "reference": timed.reference.title,
+            "relative": times.times_faster(method.name, timed.reference.name),
+            "thesis": theirs,
+            "thesis_relative": theirs / thesis[timed.reference.name] if theirs is not None else None,
+            "step_s": times.rounds[method.name],
+            "payload_bytes": times.payload_bytes.get(method.name),
+        },
+    )
+
+
+def error_row(timed: Timed, model: str, errors: Mapping[str, Sequence[float]]) -> Row:
+    """Relative error of the mean that arrives, by method: the first one's."""
+    mean = {name: fmean(values) for name, values in errors.items()}
+    return Row(timed.figure, f"error/{model}", mean[timed.errors[0].name], "", {"by_step": errors, "mean": mean})
+
+
+def _draw(timed: Timed, study: CGXStudy, rows: Mapping[str, Row], errors: Sequence[Row]) -> None:
+    models = study.scale.models
+    titles = [f"{model.title} {study.where(model, timed.place)}" for model in models]
+    labels = {"seconds": "seconds a step", "gammas": "seconds a step", "share": "share of the speed with nothing sent"}
+    y = [labels.get(timed.drawn, model.unit) for model in models] + ["relative error"] * len(errors)
+    titles += [f"error of the mean that arrives, {row.name.removeprefix('error/')}" for row in errors]
+    x = "compression gamma" if timed.drawn == "gammas" else ""
+    figure, panels = plots.canvas(len(titles), titles=titles, x=x, y=y)
+    for axes, model in zip(panels, models, strict=False):
+        methods = timed.methods(model, study.scale.gammas)
+        own = {method: rows[f"items_per_s/{model.name}/{method.name}"] for method in methods}
+        seconds = {method: median(row.data["step_s"]) for method, row in own.items()}
+        if timed.drawn == "gammas":
+            _draw_gammas(axes, study.scale.gammas, seconds)
+            continue
+        values = {"items": {m: row.value for m, row in own.items()}, "seconds": seconds}
+        shown = values.get(timed.drawn) or {m: row.data["relative"] for m, row in own.items()}
+        plots.bars(axes, [(method.title, method.colour, value) for method, value in shown.items()])
+    for axes, row in zip(panels[len(models) :], errors, strict=True):
+        plots.bars(axes, [(method.title, method.colour, row.data["mean"][method.name]) for method in timed.errors])
+    plots.save(figure, study.picture(timed.figure))
+
+
+def _draw_gammas(axes: Any, gammas: Sequence[float], seconds: Mapping[Method, float]) -> None:
+    taken = [seconds[truncated(gamma)] for gamma in gammas]
+    axes.plot(gammas, taken, color="#0a7d4f", marker="o", label="the first of gamma elements sent")
+    axes.axhline(seconds[FP32], color=FP32.colour, linewidth=1, label=FP32.title)
+    axes.axhline(seconds[NOTHING], color="#222222", linewidth=1, linestyle=":", label="ideal scaling")
+    axes.set_xscale("log")
+    axes.set_ylim(bottom=0)
+
+
+# --- table 3.5: quality
+
+
+def quality_steps(scale: CGXScale) -> int:
+    """Training steps of all runs."""
+    return scale.seeds * sum(
+        task.steps * (2 + len(specs)) for task, specs in zip(scale.trained, SPECS.values(), strict=True)
+    )
+
+
+def table_3_5(study: CGXStudy) -> list[Row]:
+    """Paired trainings of a GPT and of a CNN with every quantiser, and with one that must fail."""
+    (gpt, cnn), seeds = study.scale.trained, study.seeds
+    watcher = Progress(study)
+    compared = compare_training(gpt, SPECS["gpt"], seeds=seeds, margin=MARGIN, num_ranks=QUALITY_RANKS, watcher=watcher)
+    assert compared.control is not None
+    sides = {side.name: side.losses for side in (*compared.variants, compared.control)}
+    chosen = (None, *SPECS["cnn"], CONTROLS["cnn"])
+    accuracies: dict[str | None, list[float]] = {spec: [] for spec in chosen}
+    # Seed by seed, so that what slows the machine for a while slows all of them.
+    for seed, spec in product(seeds, chosen):
+        method = FP32 if spec is None else compressed(spec)
+        accuracies[spec].append(study.train_task(cnn, method, seed, num_ranks=QUALITY_RANKS).final_accuracy)
+    study.close()
+    return quality_rows("gpt", {None: compared.baseline.losses, **sides}) + quality_rows("cnn", accuracies)
+
+
+def quality_rows(model: str, found: Mapping[str | None, Sequence[float]]) -> list[Row]:
+    """What each quantiser loses against fp32, whose runs are under None, and whether the control's damage is seen."""
+    rows = []
+    for spec, values in found.items():
+        if spec is None:
+            continue
+        lost, allowed = lost_quality(model, values, found[None])
+        estimate, holds = no_worse(lost, allowed)
+        data = {"spec": spec, "metric": METRICS[model], "num_ranks": QUALITY_RANKS, "fp32": found[None], "own": values}
+        if spec == CONTROLS[model]:
+            rows.append(Row("3.5", f"control/{model}", float(holds is False), "", data))
+        else:
+            rows.append(Row("3.5", f"lost/{model}/{spec}", estimate.mean, "", data))
+    return rows
+
+
+def lost_quality(model: str, own: Sequence[float], fp32: Sequence[float]) -> tuple[list[float], float]:
+    """What was lost by seed, and how much may be: of a loss the share of it, of an accuracy a share of the
+    baseline's, as the thesis counts (section 3.4)."""
+    if model == "gpt":
+        return relative_differences(own, fp32), MARGIN
+    return [base - value for base, value in zip(fp32, own, strict=True)], MARGIN * fmean(fp32)

@@ -1,0 +1,392 @@
+"""The claims of the thesis's chapter on CGX, the parts that measure for them, and its command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from statistics import fmean
+
+from experiments.framework.claims import Claim, Rows, ahead, ratios, times_faster
+from experiments.framework.findings import no_worse, points, share
+from experiments.framework.methods import CGX, FP32, GRACE, NOTHING, THINWIRE, Method
+from experiments.framework.paper import Paper, Part, command
+from experiments.framework.sign_test import above, all_hold
+from experiments.framework.timing import NUM_RANKS, RANKS_PER_NODE
+from experiments.papers.cgx import measurements, methods
+from experiments.papers.cgx.measurements import CONTROLS, METRICS, QUALITY_RANKS, SPECS, CGXScale, CGXStudy
+from experiments.papers.cgx.methods import BLOB, FLAT, GRACE_STYLE, GROUP, HIERARCHICAL, IDEAL, RING, SHARED, SRA, TREE
+from experiments.tasks.models import TIMED, TIMED_SMOKE, TRAINED_SMOKE, Model
+
+_NEAR = 0.88
+"""Share of the ideal that the thesis's least ideal network reaches once bandwidth costs nothing (table 3.7)."""
+_MOST_OF_IT = 0.5
+_SCALING, _CLOSE = 0.8, 0.85
+"""Of linear scaling ("80-90 %", section 3.7.2), and of the ideal's speed, which is BERT's in table 3.7, the least."""
+_GPT, _CNN = TIMED
+_WHOLE, _ORDER, _TWO_ORDERS, _LEAST = (methods.truncated(gamma) for gamma in (1, 10, 100, methods.GAMMAS[-1]))
+_THESIS_QUALITY = {
+    "gpt": "perplexity 22.9 against 22.8, Transformer-XL",
+    "cnn": "75.9 % against 75.8 %, ResNet-50",
+}
+
+
+def _row(model: Model, method: Method) -> str:
+    return f"items_per_s/{model.name}/{method.name}"
+
+
+def _faster(
+    figure: str,
+    row: str,
+    model: Model,
+    fast: Method,
+    slow: Method,
+    says: str,
+    found: str = "{times:.2f}x {slow}'s throughput, {where}",
+    *,
+    bound: float | None = 1.0,
+    over_link: bool = True,
+) -> Claim:
+    """``fast`` has more than ``bound`` times the throughput of ``slow``; it is only shown where that is None."""
+    mine, theirs = _row(model, fast), _row(model, slow)
+
+    def text(rows: Rows) -> str:
+        times = times_faster(rows, mine, theirs)
+        return found.format(times=times, more=times - 1, slow=slow.title, where=rows[mine]["where"])
+
+    rule = None if bound is None else ahead(mine, theirs, bound)
+    value = partial(times_faster, fast=mine, slow=theirs)
+    return Claim(figure, row, says, text, rule, over_link, value, "x")
+
+
+def _throughput(model: Model, timed: methods.Timed) -> Claim:
+    """All of a table's methods, beside its claims."""
+    chosen = timed.methods(model, ())
+
+    def text(rows: Rows) -> str:
+        found = [f"{method.title} {rows[_row(model, method)]['value']:,.0f}" for method in chosen]
+        return f"{model.unit} {rows[_row(model, chosen[0])]['where']}: {', '.join(found)}"
+
+    return Claim(timed.figure, _row(model, chosen[0]), f"{model.title}'s throughput", text)
+
+
+# --- figure 3.1: bandwidth
+
+
+def _bandwidth(model: Model) -> Iterator[Claim]:
+    whole, order, least, ideal = (_row(model, method) for method in (_WHOLE, _ORDER, _LEAST, NOTHING))
+
+    def shares(rows: Rows) -> str:
+        first, last = (times_faster(rows, method, ideal) for method in (whole, least))
+        return (
+            f"{first:.0%} of the ideal's with everything sent, {last:.0%} with {methods.GAMMAS[-1]:g} times less, "
+            f"{rows[ideal]['where']}"
+        )
+
+    def nears(rows: Rows) -> bool | None:
+        before = above(ratios(rows, whole, ideal), _NEAR)
+        return all_hold([above(ratios(rows, least, ideal), _NEAR), None if before is None else not before])
+
+    def closed(rows: Rows) -> list[float]:
+        """Of what sending next to nothing gains, the share that an order of magnitude does, by round."""
+        seconds = (rows[name]["step_s"] for name in (whole, order, least))
+        return [(slow - at) / (slow - fast) for slow, at, fast in zip(*seconds, strict=True)]
+
+    def gained(rows: Rows) -> float:
+        return sorted(closed(rows))[len(closed(rows)) // 2]
+
+    yield Claim(
+        "3.1",
+        f"share_of_ideal/{model.name}",
+        f"{model.title}: throughput nears the ideal as transmission shrinks, so bandwidth is the bottleneck",
+        shares,
+        nears,
+        over_link=True,
+        value=partial(times_faster, fast=least, slow=ideal),
+    )
+    yield Claim(
+        "3.1",
+        f"gained_by_an_order/{model.name}",
+        f"{model.title}: an order of magnitude is enough for most of it (section 3.3.1)",
+        lambda rows: f"10 times less gains {gained(rows):.0%} of what {methods.GAMMAS[-1]:g} times less does",
+        lambda rows: above(closed(rows), _MOST_OF_IT),
+        over_link=True,
+        value=gained,
+    )
+    if model is _GPT:
+        yield _faster(
+            "3.1",
+            "gained_by_two_orders/gpt",
+            model,
+            _TWO_ORDERS,
+            _ORDER,
+            "transformers still benefit from up to two orders of magnitude (section 3.3.1)",
+            "100 times less is {times:.2f}x as fast as 10 times less",
+        )
+
+
+# --- tables 3.4 and 3.6 and QNCCL: methods beside each other
+
+
+def _thesis_ratio(timed: methods.Timed, model: Model, fast: Method, slow: Method) -> float:
+    thesis = timed.thesis[model.name]
+    return thesis[fast.name] / thesis[slow.name]
+
+
+def _schemes(model: Model) -> Iterator[Claim]:
+    sra, others = _row(model, SRA), [_row(model, method) for method in (RING, TREE)]
+    over_ring, over_tree, ring = (
+        _thesis_ratio(methods.TABLE_3_4, model, *pair) for pair in ((SRA, RING), (SRA, TREE), (RING, TREE))
+    )
+
+    def text(rows: Rows) -> str:
+        times = [times_faster(rows, sra, other) for other in others]
+        return f"{times[0]:.2f}x ring's throughput, {times[1]:.2f}x tree's, {rows[sra]['where']}"
+
+    yield Claim(
+        "3.4",
+        f"sra_fastest/{model.name}",
+        f"{model.title}: SRA is faster than ring ({over_ring:.2f}x) and tree ({over_tree:.2f}x; {model.thesis})",
+        text,
+        lambda rows: all_hold(above(ratios(rows, sra, other)) for other in others),
+        over_link=True,
+        value=lambda rows: min(times_faster(rows, sra, other) for other in others),
+        unit="x",
+    )
+    yield _faster(
+        "3.4",
+        f"ring_over_tree/{model.name}",
+        model,
+        RING,
+        TREE,
+        f"{model.title}: ring is faster than tree ({ring:.2f}x, {model.thesis})",
+        "{times:.2f}x",
+    )
+
+
+def _error_ratios(rows: Rows, model: str, more: Method, less: Method) -> list[float]:
+    errors = rows[f"error/{model}"]["by_step"]
+    return [theirs / own for theirs, own in zip(errors[more.name], errors[less.name], strict=True)]
+
+
+def _mean_errors(rows: Rows) -> str:
+    mean = ", ".join(f"{name} {value:.3f}" for name, value in rows["error/gpt"]["mean"].items())
+    return f"relative error of the mean that arrives: {mean}"
+
+
+def _systems(model: Model) -> Iterator[Claim]:
+    torch_powersgd, powersgd = methods.torch_powersgd(model), methods.powersgd(model)
+    rank = f"at rank {model.powersgd_rank}"
+    for fast, slow, says in (
+        (THINWIRE, FP32, "4 bits are faster than the baseline ({:.1f}x, {})"),
+        (THINWIRE, torch_powersgd, f"4 bits are faster than PowerSGD {rank} ({{:.1f}}x, {{}})"),
+        (THINWIRE, powersgd, f"4 bits are faster than PowerSGD {rank}: against thinwire's own"),
+        (THINWIRE, GRACE_STYLE, "CGX is faster than GRACE ({:.1f}x, {})"),
+        (FP32, GRACE_STYLE, "GRACE is slower than the baseline ({:.1f}x, {})"),
+    ):
+        ratio = _thesis_ratio(methods.TABLE_3_6, model, fast, slow) if slow is not powersgd else 0.0
+        said = f"{model.title}: {says.format(ratio, model.thesis)}"
+        yield _faster("3.6", f"faster/{model.name}/{fast.name}/{slow.name}", model, fast, slow, said)
+
+
+def _shares(model: Model) -> Iterator[Claim]:
+    thesis = methods.THESIS_SHARE[model.name]
+
+    def text(rows: Rows, template: str) -> str:
+        share = {
+            method.name: times_faster(rows, _row(model, method), _row(model, NOTHING))
+            for method in (FP32, THINWIRE, IDEAL)
+        }
+        return template.format(**share, where=rows[_row(model, FP32)]["where"])
+
+    for row, slow, bound, says, template in (
+        (
+            "share_of_linear",
+            NOTHING,
+            _SCALING,
+            f"CGX reaches 80 to 90 % of linear scaling ({thesis['thinwire']:.0%}, {model.thesis})",
+            "{thinwire:.0%}; fp32 {fp32:.0%}, {where}",
+        ),
+        (
+            "share_of_ideal",
+            IDEAL,
+            _CLOSE,
+            f"CGX is close to the ideal ({thesis['thinwire']:.0%} of linear scaling against {thesis['ideal']:.0%}, "
+            f"{model.thesis})",
+            "{thinwire:.0%} of linear scaling against {ideal:.0%} with almost nothing sent",
+        ),
+    ):
+        claim = _faster("3.7", f"{row}/{model.name}", model, THINWIRE, slow, f"{model.title}: {says}", bound=bound)
+        yield replace(claim, found=partial(text, template=template), unit="")
+
+
+def _nodes(model: Model) -> Iterator[Claim]:
+    wanted = _thesis_ratio(methods.TABLE_3_9, model, FLAT, FP32)
+    found = "{times:.1f}x between two nodes, {where} each"
+    says = (
+        f"{model.title} on several nodes: CGX has {wanted:.1f}x the baseline's throughput ({model.thesis}; up to 10x)"
+    )
+    yield _faster("3.9", f"speedup/{model.name}/thinwire", model, FLAT, FP32, says, found, bound=wanted)
+    aside = f"{model.title}, hierarchical"
+    yield _faster("3.9", f"speedup/{model.name}/hierarchical", model, HIERARCHICAL, FP32, aside, found, bound=None)
+
+
+def _qnccl(model: Model) -> Iterator[Claim]:
+    name = model.name
+
+    def text(rows: Rows) -> str:
+        mean = rows[f"error/{name}"]["mean"]
+        return (
+            "relative error of the mean that arrives, in buckets of 1024: "
+            f"{mean['blob 1024']:.3f} against {mean['thinwire 1024']:.3f} layer by layer; in buckets of 128: "
+            f"{mean['blob']:.3f} against {mean['thinwire']:.3f}"
+        )
+
+    says = f"{model.title}: compression without layers is faster than fp32, by a limited margin (section 3.7.2)"
+    found = "{times:.2f}x fp32's throughput, {where}"
+    yield _faster("blob", f"blob_over_fp32/{name}", model, BLOB, FP32, says, found)
+    says = f"{model.title}: CGX is faster than compression without layers (section 3.7.2)"
+    found = "{times:.2f}x its throughput, {where}"
+    yield _faster("blob", f"layers_over_blob/{name}", model, THINWIRE, BLOB, says, found)
+    yield Claim(
+        "blob",
+        f"error/{name}",
+        f"{model.title}: without layers the error is higher (section 3.5.1)",
+        text,
+        lambda rows: above(_error_ratios(rows, name, methods.BLOB_1024, methods.THINWIRE_1024)),
+    )
+
+
+# --- table 3.5: quality
+
+
+def _quality(model: Model, spec: str) -> Claim:
+    name, row = model.name, f"lost/{model.name}/{spec}"
+
+    def text(rows: Rows) -> str:
+        own, fp32 = rows[row]["own"], rows[row]["fp32"]
+        lost, allowed = measurements.lost_quality(name, own, fp32)
+        estimate, _ = no_worse(lost, allowed)
+        if name == "gpt":
+            found = f"held-out loss {fmean(own):.4f} against {fmean(fp32):.4f}: {share(estimate)}"
+        else:
+            found = f"accuracy {fmean(own):.2%} against {fmean(fp32):.2%}, lost: {points(estimate)}"
+        seen = rows[f"control/{name}"]["value"]
+        return found if seen else f"{found}; the control did not surely fail, so that this says nothing"
+
+    def rule(rows: Rows) -> bool | None:
+        lost, allowed = measurements.lost_quality(name, rows[row]["own"], rows[row]["fp32"])
+        return no_worse(lost, allowed)[1] if rows[f"control/{name}"]["value"] else None
+
+    says = f"{model.title}, {spec}: {METRICS[name]} within 1 % of fp32's ({_THESIS_QUALITY[name]})"
+    return Claim("3.5", row, says, text, rule)
+
+
+def _control(model: Model) -> Claim:
+    row = f"control/{model.name}"
+    words = {True: "damage is seen", False: "damage is not shown to be seen"}
+    title = f"{model.title}, a control that must fail, {CONTROLS[model.name]}"
+    return Claim("3.5", row, title, lambda rows: words[bool(rows[row]["value"])])
+
+
+# --- the paper
+
+_EACH: tuple[Callable[[Model], Iterator[Claim]], ...] = (_bandwidth, _schemes, _systems, _shares, _nodes, _qnccl)
+_SHOWN = (methods.FIGURE_3_3, methods.TABLE_3_4, methods.TABLE_3_6, methods.TABLE_3_9, methods.QNCCL)
+
+CLAIMS = (
+    *(claim for make, model in product(_EACH, TIMED) for claim in make(model)),
+    *(
+        _faster(
+            "3.3",
+            f"shared_over_gloo/{model.name}",
+            model,
+            SHARED,
+            GROUP,
+            f"{model.title}: steps over shared memory are faster than over other backends, by up to 33 %",
+            "{more:+.1%} throughput against gloo on one host",
+            over_link=False,
+        )
+        for model in TIMED
+    ),
+    Claim(
+        "3.4",
+        "error/gpt",
+        "SRA has the lowest compression error, for it compresses the fewest times (section 3.5.1)",
+        _mean_errors,
+        lambda rows: all_hold(above(_error_ratios(rows, "gpt", method, SRA)) for method in (RING, TREE)),
+    ),
+    *(_quality(model, spec) for model in TIMED for spec in SPECS[model.name]),
+    *(_control(model) for model in TIMED),
+    *(_throughput(model, timed) for timed in _SHOWN for model in TIMED),
+)
+
+# Seconds of a step, roughly: on two cores of a 2020s server.
+_STEP_S = {"links": 0.35, "nodes": 1.4, "host": 0.25}
+
+
+def _timed(title: str, timed: methods.Timed) -> Part:
+    steps = partial(measurements.num_steps, timed)
+    return Part(title, partial(measurements.measure, timed), steps, _STEP_S[timed.place], 10.0)
+
+
+PAPER = Paper(
+    "cgx",
+    "CGX, chapter 3 of the thesis, as found here",
+    {
+        "3.1": _timed("figure 3.1: bandwidth", methods.FIGURE_3_1),
+        "3.3": _timed("figure 3.3: transports", methods.FIGURE_3_3),
+        "3.4": _timed("table 3.4: reduction schemes", methods.TABLE_3_4),
+        "3.5": Part("table 3.5: quality", measurements.table_3_5, measurements.quality_steps, 0.03),
+        "3.6": _timed("table 3.6: systems", methods.TABLE_3_6),
+        "3.7": _timed("table 3.7: share of ideal", methods.TABLE_3_7),
+        "3.9": _timed("table 3.9: two nodes", methods.TABLE_3_9),
+        "blob": _timed("QNCCL: without layers", methods.QNCCL),
+    },
+    CLAIMS,
+    judged=(
+        "throughput: what is claimed to be faster is so in so many of the rounds, in which all take turns, that chance "
+        "would do it in 5 % of all cases at most; the thesis's own factors are asked for only where links are "
+        "calibrated to its multi-node baseline (3.9) and where it gives shares (3.1, 3.7); quality: the loss or "
+        "accuracy lost is at most 1 % of fp32's, at 95 %, in a training that a control damages"
+    ),
+    differs=(
+        f"{NUM_RANKS} ranks are processes that share this machine's cores, on emulated links or in its memory, instead "
+        "of 8 GPUs on a PCIe bus: linear scaling is the speed of the same ranks with nothing sent",
+        "a byte-level GPT stands for Transformer-XL, a small residual network for ResNet-50; gradients are fp32",
+        "links are as slow as it takes for fp32 to reach the share of linear scaling that it has in the thesis, "
+        "measured at the start, unless a rate is given",
+        f"CGX is thinwire's default, {CGX}, layer by layer, biases and norms raw; the baseline is DDP over gloo, not "
+        "NCCL",
+        f"GRACE-style is {GRACE} by all-gather, which is what the thesis says that GRACE sends (section 3.7.2): the "
+        "library itself was not run",
+        "the tree has a root for each part of the gradient; the thesis's has one for all, whose link carries more",
+        "QNCCL is a process group of backend thinwire, handed DDP's buckets without a layout, over gloo",
+        f"several nodes are {NUM_RANKS // RANKS_PER_NODE} of {RANKS_PER_NODE} ranks, without a limit inside; the "
+        "thesis has 4 of 4, with 10 Gbit/s inside and 5 Gbit/s between",
+        f"quality is that of {QUALITY_RANKS} ranks and short trainings, the GPT's by its loss instead of perplexity",
+    ),
+    scale=CGXScale(),
+    smoke=CGXScale(
+        models=TIMED_SMOKE,
+        trained=TRAINED_SMOKE,
+        gammas=(1, 10, 100, 400),
+        rounds=1,
+        steps_a_turn=1,
+        error_steps=2,
+        seeds=1,
+        rate="100mbit",
+    ),
+    study=CGXStudy,
+    source="thesis",
+)
+
+cgx = command(
+    PAPER,
+    """Repeat chapter 3 (CGX) of Markov's thesis on this machine, claim by claim.
+
+    A small GPT and a small residual network train on four ranks that slow links join. Each figure and table becomes an
+    SVG, and each of the thesis's claims a row: what it says, what was found here, and whether it holds, also where it
+    does not. Takes about a quarter of an hour on two cores.""",
+)

@@ -1,0 +1,458 @@
+"""What is measured and drawn for each figure of the FFT paper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import pairwise
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from experiments.framework.claims import Row
+from experiments.framework.methods import NOTHING, Method
+from experiments.framework.study import ImageStudy
+from experiments.framework.training import Trained, added_loss, curves, lost_accuracy
+from experiments.papers.fft import methods
+from experiments.papers.fft.methods import ALL, FEEDBACK, FFT, FP32, LOSSY, MILD, QSGD, STRONG, TERNGRAD, THETA, TOPK
+from experiments.papers.fft.reconstruct import (
+    Reconstruction,
+    distance,
+    histogram,
+    join,
+    largest_layer,
+    num_levels,
+    quantiles,
+    reconstruct,
+    reconstruct_layer,
+    share_with_least_error,
+)
+from thinwire.compare import plots
+from thinwire.compressors import parse
+from thinwire.plan.forecast.payoff import (
+    Throughputs,
+    measure,
+    median_seconds,
+    message_bytes,
+    minimal_ratio,
+    ratio_with_bitmap,
+    useful_bandwidth,
+)
+
+if TYPE_CHECKING:
+    from experiments.papers.fft.paper import FFTScale
+
+    FFTStudy = ImageStudy[FFTScale]
+
+ALPHA_THETAS = (MILD, THETA, STRONG)
+"""Thetas whose alpha is sampled for figure 12."""
+_MESSAGE_BYTES = 100_000_000
+_RATIOS = (2, 5, 10, 20, 40, 80)
+_THETAS = (0.5, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
+_ETHERNET, _INFINIBAND = 10e9, 56e9
+_FACTORS = (1, 4, 16)
+_MOST_RATIO = 40
+_SIDEWAYS: Any = {"rotation": 90, "ha": "right", "va": "top", "fontsize": "small", "color": "#888888"}
+_SHOWN = 200
+# Odd, so that zero lies within a bin.
+_BINS = 81
+_PAPER_RATIOS = {"fp32": 1.0, "fft": 21.3, "topk": 6.67, "qsgd": 10.6, "terngrad": 16.0}
+_SCALED = (FP32, *LOSSY)
+
+
+# --- figures 5 and 15: recorded gradients as receivers see them
+
+
+def figure_5(study: FFTStudy) -> list[Row]:
+    """FFT and top-k at one theta, without quantisation: which is nearer to the gradient?"""
+    gradients = study.gradients()
+    steps, middle, layer = range(len(gradients.steps)), len(gradients.steps) // 2, largest_layer(gradients)
+    specs = {"fft": methods.UNQUANTISED, "topk": TOPK.spec}
+    found = {name: [reconstruct(gradients, i, parse(spec)) for i in steps] for name, spec in specs.items()}
+    errors = {name: [part.relative_error for part in parts] for name, parts in found.items()}
+    absolute = {name: float(np.mean([float(part.errors.mean()) for part in parts])) for name, parts in found.items()}
+    shown = {name: reconstruct_layer(gradients, middle, layer, parse(spec)) for name, spec in specs.items()}
+    exact = shown["fft"].exact
+    start = max(0, min(int(exact.abs().argmax()) - _SHOWN // 2, exact.numel() - _SHOWN))
+    titles = [f"{m.title}: error {shown[m.name].relative_error:.0%} of the layer's norm" for m in (FFT, TOPK)]
+    figure, panels = plots.canvas(2, titles=titles, x=f"element of {gradients.names[layer]}", y="gradient")
+    at = np.arange(start, min(start + _SHOWN, exact.numel()))
+    for axes, method in zip(panels, (FFT, TOPK), strict=True):
+        axes.ticklabel_format(axis="y", scilimits=(-2, 3))
+        axes.locator_params(axis="x", nbins=5)
+        axes.plot(at, exact[at].numpy(), color="#aaaaaa", linewidth=1.5, label="sent")
+        axes.plot(at, shown[method.name].received[at].numpy(), color=method.colour, linewidth=1, label="received")
+    plots.save(figure, study.picture("5"))
+    return [
+        Row(
+            "5",
+            f"relative_error/{name}",
+            float(np.mean(errors[name])),
+            "",
+            {
+                "steps": gradients.steps,
+                "errors": errors[name],
+                "mean_absolute_error": absolute[name],
+                "spec": specs[name],
+            },
+        )
+        for name in specs
+    ]
+
+
+def figure_15(study: FFTStudy) -> list[Row]:
+    """Histograms of what is received of the largest layer by each method, and the distribution of all errors."""
+    gradients = study.gradients()
+    steps, layer = range(len(gradients.steps)), largest_layer(gradients)
+    codecs = {method.name: parse(method.spec) for method in LOSSY}
+    # One layer of one step: others have other scales, and clusters vanish among them.
+    by_step = {name: [reconstruct_layer(gradients, i, layer, codec) for i in steps] for name, codec in codecs.items()}
+    distances = {name: float(np.mean([distance(p, _edges(p)) for p in parts])) for name, parts in by_step.items()}
+    found = {name: join([reconstruct(gradients, i, codec) for i in steps]) for name, codec in codecs.items()}
+    errors = {name: quantiles(part.errors) for name, part in found.items()}
+    shown = {name: parts[len(steps) // 2] for name, parts in by_step.items()}
+    _draw_15(study, gradients.names[layer], shown, errors)
+    rows = [
+        Row(
+            "15",
+            f"distance/{name}",
+            distances[name],
+            "",
+            {"edges": (edges := _edges(part)).tolist(), "histogram": histogram(part.received, edges).tolist()},
+        )
+        for name, part in shown.items()
+    ]
+    for name in errors:
+        rows.append(
+            Row(
+                "15",
+                f"least_error_share/{name}",
+                share_with_least_error(errors, name),
+                "",
+                {
+                    "error_quantiles": quantiles(found[name].errors, 101).tolist(),
+                    "relative_error": found[name].relative_error,
+                },
+            )
+        )
+    # The step that shows most: the outermost cluster of one side may be empty.
+    own = [gradients.layers[i][0][layer] for i in steps]
+    counts = {method.name: max(num_levels(part, codecs[method.name]) for part in own) for method in (QSGD, TERNGRAD)}
+    return [*rows, *(Row("15", f"levels/{name}", count, "") for name, count in counts.items())]
+
+
+def _edges(reconstruction: Reconstruction) -> np.ndarray:
+    """Bins over all but the outermost thousandth of the gradient."""
+    limit = float(np.quantile(reconstruction.exact.abs().numpy(), 0.999)) or 1.0
+    return np.linspace(-limit, limit, _BINS + 1)
+
+
+def _draw_15(
+    study: FFTStudy, layer: str, shown: Mapping[str, Reconstruction], errors: Mapping[str, np.ndarray]
+) -> None:
+    titles = [f"{method.title}: {layer}" for method in LOSSY]
+    y = ["share of elements"] * len(LOSSY) + ["share of elements with at most this error"]
+    x = f"mean of {study.scale.num_ranks} ranks (last bars: all beyond)"
+    figure, panels = plots.canvas(len(LOSSY) + 1, titles=[*titles, "error, all layers and steps"], x=x, y=y)
+    edges = _edges(shown["fft"])
+    for axes, method in zip(panels, LOSSY, strict=False):
+        part = shown[method.name]
+        received = histogram(part.received, edges)
+        axes.stairs(received, edges, fill=True, color=method.colour, alpha=0.6, label="received")
+        axes.stairs(histogram(part.exact, edges), edges, color="#333333", label="sent")
+        axes.set_yscale("log")
+        axes.ticklabel_format(axis="x", scilimits=(-2, 3))
+    for method in LOSSY:
+        at = errors[method.name]
+        panels[-1].plot(at, np.linspace(0, 1, len(at)), color=method.colour, label=method.title)
+    # What top-k sends is exact: its curve does not begin at 0.
+    least = float(np.quantile(errors["fft"], 0.01))
+    panels[-1].set(xlabel="|sent − received|", xscale="log", xlim=(max(least, 1e-12), None), ylim=(0, 1.02))
+    plots.save(figure, study.picture("15"))
+
+
+def figure_6(study: FFTStudy) -> list[Row]:
+    """100 MB of gradients, with the status bitmap and without."""
+    without = [message_bytes(_MESSAGE_BYTES, k, bitmap=False) for k in _RATIOS]
+    with_it = [message_bytes(_MESSAGE_BYTES, k, bitmap=True) for k in _RATIOS]
+    numel = _MESSAGE_BYTES // 4
+    sent = [parse(methods.constant(theta).spec).wire_bytes((numel,)) for theta in _THETAS]
+    figure, (axes,) = plots.canvas(
+        1, titles=["100 MB of gradients"], x="compression ratio without the bitmap", y="message (MB)"
+    )
+    axes.plot(_RATIOS, np.array(without) / 1e6, color="#aaaaaa", marker="o", label="values alone")
+    axes.plot(_RATIOS, np.array(with_it) / 1e6, color="#c0392b", marker="o", label="with the bitmap")
+    at = [counted_ratio(theta) for theta in _THETAS]
+    axes.plot(at, np.array(sent) / 1e6, color="#0a7d4f", marker="o", label="thinwire's fft: 10 bits, all included")
+    axes.set(xscale="log", yscale="log")
+    plots.save(figure, study.picture("6"))
+    real = _MESSAGE_BYTES / parse(FFT.spec).wire_bytes((numel,))
+    return [
+        Row(
+            "6",
+            "ratio_with_bitmap",
+            ratio_with_bitmap(20),
+            "x",
+            {"ratios": _RATIOS, "bytes_without": without, "bytes_with": with_it},
+        ),
+        Row(
+            "6",
+            "ratio_on_the_wire",
+            real,
+            "x",
+            {"thetas": _THETAS, "bytes": sent, "as_counted_by_the_paper": at},
+        ),
+    ]
+
+
+def counted_ratio(theta: float) -> float:
+    """Compression ratio of FFT with 10 bits as the paper counts it: 32/10 from the float, and no bitmap."""
+    return 32 / 10 / (1 - theta)
+
+
+def figure_10(study: FFTStudy) -> list[Row]:
+    """The least useful ratio over the link's rate, from throughputs measured here."""
+    scale = study.scale
+    speeds = measure(scale.buffer_bytes // 4, THETA, scale.repeats)
+    x = torch.randn(scale.buffer_bytes // 4, generator=torch.Generator().manual_seed(0))
+    codec = parse(FFT.spec)
+    built = median_seconds(lambda: codec.roundtrip(x), max(1, scale.repeats // 2)) / scale.buffer_bytes
+    _draw_10(study, speeds, built)
+    model = 2 * speeds.seconds_per_byte
+    limit_bps = 8 * useful_bandwidth(model)
+    more = {"throughputs": asdict(speeds), "limit_bps": limit_bps, "threads": torch.get_num_threads()}
+    built_more = {"spec": FFT.spec, "seconds_per_byte": built}
+    return [
+        Row("10", "minimal_ratio/10gbit", minimal_ratio(_ETHERNET / 8, model), "x", more),
+        Row("10", "minimal_ratio/56gbit", minimal_ratio(_INFINIBAND / 8, model), "x"),
+        Row("10", "useful_rate", limit_bps, "bit/s"),
+        Row("10", "useful_rate_as_built", 8 * useful_bandwidth(built), "bit/s", built_more),
+    ]
+
+
+def _draw_10(study: FFTStudy, speeds: Throughputs, built: float) -> None:
+    titles = ["selection T_s sped up", "packing T_p sped up"]
+    figure, panels = plots.canvas(2, titles=titles, x="link (bit/s)", y="least useful compression ratio k")
+    # The other way round, so that lines reach the top: on which link a ratio just pays.
+    ratios = np.geomspace(1.001, _MOST_RATIO, 200)
+    pays = 8 * (1 - 1 / ratios)
+    for axes, name in zip(panels, ("select", "pack"), strict=True):
+        for factor in _FACTORS:
+            faster = replace(speeds, **{name: factor * getattr(speeds, name)})
+            label = "as measured" if factor == 1 else f"{factor} times"
+            axes.plot(pays * useful_bandwidth(2 * faster.seconds_per_byte), ratios, label=label)
+        axes.plot(
+            pays * useful_bandwidth(built),
+            ratios,
+            color="#333333",
+            linestyle="--",
+            label="thinwire's fft, there and back",
+        )
+        for rate, link in ((_ETHERNET, "10 Gbit/s"), (_INFINIBAND, "56 Gbit/s")):
+            axes.axvline(rate, color="#aaaaaa", linewidth=1)
+            axes.annotate(link, (rate, _MOST_RATIO), (-3, -3), textcoords="offset points", **_SIDEWAYS)
+        axes.set(xscale="log", xlim=(10e6, 100e9), ylim=(1, _MOST_RATIO))
+    plots.save(figure, study.picture("10"))
+
+
+def figure_12(study: FFTStudy) -> list[Row]:
+    """Alpha, ``‖v̄ − v̂̄‖ / ‖v̄‖``, along a training at several thetas."""
+    every = study.scale.measure_every
+    found = {theta: study.train(methods.constant(theta), 0, measure=every).alpha for theta in ALPHA_THETAS}
+    figure, (axes,) = plots.canvas(1, titles=["assumption 3.2"], x="step", y="alpha: ‖v̄ − v̂‖ / ‖v̄‖")
+    for theta, samples in found.items():
+        axes.plot(*zip(*samples, strict=True), label=f"theta={theta}")
+    _mark_drop(study, axes)
+    axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
+    plots.save(figure, study.picture("12"))
+    return [
+        Row(
+            "12",
+            f"alpha/{theta}",
+            # Unlike max(), a NaN comes out on top, so that a run that diverged does not hold.
+            float(np.max([value for _, value in samples])),
+            "",
+            {"samples": samples, "mean": fmean(value for _, value in samples)},
+        )
+        for theta, samples in found.items()
+    ]
+
+
+def figure_13(study: FFTStudy) -> list[Row]:
+    """A mild theta follows SGD, a strong one does not, and a strong one that is dropped to 0 comes back."""
+    chosen = methods.convergence(study.task.drop_step)
+    runs = {name: [study.train(method, seed) for seed in study.seeds] for name, method in chosen.items()}
+    _draw_13(study, runs)
+    return convergence_rows(chosen, runs)
+
+
+def convergence_rows(chosen: Mapping[str, Method], runs: Mapping[str, Sequence[Trained]]) -> list[Row]:
+    """Accuracy and training loss of each method, and by how much they differ from SGD's seed by seed."""
+    rows = []
+    for name, own in runs.items():
+        accuracy = fmean(run.final_accuracy for run in own)
+        data = {"spec": spec_of(chosen[name]), "lost": lost_accuracy(runs["sgd"], own), **curves(own)}
+        rows.append(Row("13", f"accuracy/{name}", accuracy, "", data))
+        loss = fmean(run.last_train_loss for run in own)
+        rows.append(Row("13", f"train_loss/{name}", loss, "nats", {"more": added_loss(runs["sgd"], own)}))
+    return rows
+
+
+def spec_of(method: Method) -> str | None:
+    """None for plain DDP."""
+    return None if method.kind == "ddp" else method.spec
+
+
+def _draw_13(study: FFTStudy, found: Mapping[str, Sequence[Trained]]) -> None:
+    chosen = methods.convergence(study.task.drop_step)
+    titles, y = ["training loss", "held-out accuracy"], ["loss (nats)", "accuracy"]
+    figure, (left, right) = plots.canvas(2, titles=titles, x="step", y=y)
+    lowest: list[float] = []
+    for name, runs in found.items():
+        # Until the drop it lies upon the strong one.
+        style = {
+            "color": chosen[name].colour,
+            "label": chosen[name].title,
+            "linestyle": "--" if name == "dropped" else "-",
+        }
+        first = runs[0]
+        ends = [0, *first.probe_steps]
+        losses = np.mean([run.train_loss for run in runs], axis=0)
+        means = [losses[start:end].mean() for start, end in pairwise(ends)]
+        left.plot(ends[1:], means, **style)
+        accuracy = np.mean([run.accuracy for run in runs], axis=0)
+        right.plot(ends, accuracy, **style)
+        lowest.append(float(accuracy[len(accuracy) // 6 :].min()))
+    for axes in (left, right):
+        _mark_drop(study, axes)
+    left.set_yscale("log")
+    # What lies between methods, rather than the first steps.
+    right.set_ylim(bottom=max(0.0, 1.5 * min(lowest) - 0.5))
+    plots.save(figure, study.picture("13"))
+
+
+def _mark_drop(study: FFTStudy, axes: Any) -> None:
+    axes.axvline(study.task.drop_step, color="#888888", linewidth=1, linestyle=":", label="learning rate falls")
+
+
+def figure_14(study: FFTStudy) -> list[Row]:
+    """Train over the slow link with every method from the same seeds."""
+    runs: dict[str, list[Trained]] = {method.name: [] for method in ALL}
+    for seed in study.seeds:
+        # Seed by seed, so that what slows the machine for a while slows all methods.
+        for method in ALL:
+            runs[method.name].append(study.train(method, seed, shaped=True))
+    _draw_14(study, runs)
+    return [*accuracy_rows(runs), *speed_rows(runs)]
+
+
+def accuracy_rows(runs: Mapping[str, Sequence[Trained]]) -> list[Row]:
+    """Accuracy of each method, and by how much it is below fp32's seed by seed."""
+    return [
+        Row(
+            "14",
+            f"accuracy/{method.name}",
+            fmean(run.final_accuracy for run in runs[method.name]),
+            "",
+            {
+                "spec": spec_of(method),
+                "lost": lost_accuracy(runs[FP32.name], runs[method.name]),
+                **curves(runs[method.name]),
+            },
+        )
+        for method in ALL
+    ]
+
+
+def speed_rows(runs: Mapping[str, Sequence[Trained]]) -> list[Row]:
+    """Seconds of a step by seed, and speeds over fp32 pair by pair, so that a machine that slows down slows both."""
+    step_s = {name: [run.step_seconds for run in own] for name, own in runs.items()}
+    sent = {name: fmean(run.payload_bytes for run in own) for name, own in runs.items()}
+    return [
+        Row(
+            "14",
+            f"speedup/{name}",
+            fmean(base / own for base, own in zip(step_s[FP32.name], times, strict=True)),
+            "x",
+            {
+                "step_s": times,
+                "train_s": [sum(run.step_s) for run in runs[name]],
+                "payload_bytes": sent[name],
+                "ratio": sent[FP32.name] / sent[name],
+                "ratio_in_the_paper": _PAPER_RATIOS.get(name.removesuffix(" ef")),
+            },
+        )
+        for name, times in step_s.items()
+    ]
+
+
+def _draw_14(study: FFTStudy, found: Mapping[str, Sequence[Trained]]) -> None:
+    titles = ["as in the paper, without error feedback", "with error feedback"]
+    figure, panels = plots.canvas(2, titles=titles, x=f"seconds of training {study.over}", y="held-out loss (nats)")
+    for axes, feedback in zip(panels, (False, True), strict=True):
+        for method in (FP32, *(FEEDBACK if feedback else LOSSY)):
+            runs = found[method.name]
+            seconds = np.mean([run.seconds for run in runs], axis=0)
+            accuracy = fmean(run.final_accuracy for run in runs)
+            label = f"{method.title} ({accuracy:.1%})"
+            losses = np.mean([run.held_out_loss for run in runs], axis=0)
+            axes.plot(seconds, losses, color=method.colour, label=label)
+        axes.set_yscale("log")
+    plots.save(figure, study.picture("14"))
+
+
+def num_scaling_runs(world_sizes: tuple[int, ...]) -> int:
+    """Trainings of figure 16: one alone, and every method and the ceiling among several."""
+    return sum(1 if size == 1 else 1 + len(_SCALED) for size in world_sizes)
+
+
+def figure_16(study: FFTStudy) -> list[Row]:
+    """Images a second by world size, as multiples of one rank's. All ranks share this machine's cores."""
+    scale = study.scale
+    task = replace(scale.task, steps=scale.scaling_steps, probe_every=scale.scaling_steps, probe_images=1)
+    names = [*(method.name for method in _SCALED), NOTHING.name]
+    speeds: dict[str, dict[int, float]] = {name: {} for name in names}
+    for size in scale.world_sizes:
+        for method in (*_SCALED, NOTHING):
+            if size > 1:
+                run = study.train(method, 0, task=task, num_ranks=size, shaped=True)
+                speeds[method.name][size] = size / run.mean_step_s
+        if size == 1:
+            alone = 1 / study.train(FP32, 0, task=task, num_ranks=1).mean_step_s
+            for name in names:
+                speeds[name][1] = alone
+    times = {name: {size: value / found[min(found)] for size, value in found.items()} for name, found in speeds.items()}
+    _draw_16(study, times)
+    most = max(scale.world_sizes)
+    return [
+        Row(
+            "16",
+            f"scaling/{name}",
+            times[name][most],
+            "x",
+            {
+                "by_world_size": times[name],
+                "images_per_s": {size: task.batch * value for size, value in speeds[name].items()},
+                "share_of_ceiling": speeds[name][most] / speeds[NOTHING.name][most],
+            },
+        )
+        for name in names
+    ]
+
+
+def _draw_16(study: FFTStudy, times: dict[str, dict[int, float]]) -> None:
+    figure, (axes,) = plots.canvas(
+        1, titles=[f"weak scaling {study.over}"], x="ranks", y="images a second, over one rank's"
+    )
+    styles = {method.name: (method.title, method.colour) for method in _SCALED}
+    styles[NOTHING.name] = ("nothing sent: the cores' limit", "#aaaaaa")
+    for name, found in times.items():
+        title, colour = styles[name]
+        dashed = "--" if name == NOTHING.name else "-"
+        axes.plot(list(found), list(found.values()), color=colour, linestyle=dashed, marker="o", label=title)
+    axes.set_xticks(list(study.scale.world_sizes))
+    # Room for the legend.
+    axes.set_ylim(0, 1.5 * axes.get_ylim()[1])
+    plots.save(figure, study.picture("16"))

@@ -1,0 +1,67 @@
+"""The methods of the FFT paper's section 4.2."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from experiments.framework.methods import FP32 as PLAIN
+from experiments.framework.methods import Method
+
+THETA = 0.85
+"""Share of the components that is dropped, by FFT and by top-k alike (section 4.2)."""
+MILD, STRONG = 0.5, 0.9
+"""Of figures 12 and 13: a theta that changes nothing, and one that does."""
+
+_FFT = "bits=10, block=4096"
+# Seven clusters of QSGD's 3 bits (section 4.2.1) take one scale for many values, and that of the largest: steps of a
+# layer's L2 norm would leave next to nothing but zeros. TernGrad's scale is that of the largest by definition.
+_QSGD = "qsgd(bits=3, bucket=layer, norm=linf)"
+UNQUANTISED = f"fft(theta={THETA}, bits=32, block=whole, feedback=False)"
+
+
+def _method(name: str, title: str, colour: str, spec: str, exclude: tuple[str, ...] = ()) -> Method:
+    return Method(name, title, colour, spec=spec, transport="auto", exclude=exclude)
+
+
+FP32 = replace(PLAIN, title="SGD fp32")
+FFT = _method("fft", "FFT", "#0a7d4f", f"fft(theta={THETA}, {_FFT}, feedback=False)")
+TOPK = _method("topk", "top-k", "#c0392b", f"topk(density={1 - THETA:.2f}, feedback=False)")
+QSGD = _method("qsgd", "QSGD", "#d98a00", _QSGD)
+# The paper's TernGrad leaves the classifier's last layer as it is.
+TERNGRAD = _method("terngrad", "TernGrad", "#8250c4", "terngrad()", exclude=("head",))
+LOSSY = (FFT, TOPK, QSGD, TERNGRAD)
+
+_WITH_FEEDBACK = {
+    "fft": f"fft(theta={THETA}, {_FFT})",
+    "topk": f"topk(density={1 - THETA:.2f})",
+    "qsgd": f"ef({_QSGD})",
+    "terngrad": "ef(terngrad())",
+}
+FEEDBACK = tuple(
+    replace(method, name=f"{method.name} ef", title=f"{method.title} + EF", spec=_WITH_FEEDBACK[method.name])
+    for method in LOSSY
+)
+"""The same with error feedback, which the paper does not show. TernGrad's error can be larger than the gradient, and
+its residual grows: feedback is not for it, and it is here to be seen so."""
+ALL = (FP32, *LOSSY, *FEEDBACK)
+
+
+def constant(theta: float) -> Method:
+    """FFT at one theta, without error feedback."""
+    return _method(f"theta {theta}", f"theta={theta}", "#0a7d4f", f"fft(theta={theta}, {_FFT}, feedback=False)")
+
+
+def dropped(theta: float, step: int) -> Method:
+    """FFT at ``theta`` that drops nothing from ``step`` on, but still sends 10 bits (theorem 3.5, section 4.1)."""
+    spec = f"fft(theta=((0, {theta}), ({step}, 0.0)), {_FFT}, feedback=False)"
+    return _method("dropped", f"theta={theta}, then 0", "#d98a00", spec)
+
+
+def convergence(drop_step: int) -> dict[str, Method]:
+    """The methods of figure 13; at ``drop_step`` the learning rate falls."""
+    return {
+        "sgd": replace(FP32, title="SGD"),
+        "mild": constant(MILD),
+        "strong": replace(constant(STRONG), colour="#c0392b"),
+        "dropped": dropped(STRONG, drop_step),
+    }

@@ -1,0 +1,355 @@
+"""The FFT paper's claims, the parts that measure for them, and its command."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from experiments.framework.claims import Claim, Rows, beyond, estimated, faster_at_every_seed, least, within
+from experiments.framework.findings import points
+from experiments.framework.paper import Paper, Part, command
+from experiments.framework.study import ImageScale, ImageStudy
+from experiments.papers.fft import measurements
+from experiments.papers.fft.methods import ALL, FEEDBACK, FFT, FP32, LOSSY, MILD, QSGD, STRONG, TERNGRAD, THETA, TOPK
+from experiments.papers.fft.reconstruct import share_with_least_error
+from experiments.tasks.resnet import ImageTask
+from thinwire.lab.units import format_rate
+from thinwire.plan.forecast.payoff import ratio_with_bitmap
+
+MARGIN, LOSS_MARGIN = 0.01, 0.1
+"""Up to so much of accuracy may be lost, or the training loss be above by such a share, and a run is still the same."""
+TABLE_2 = {"fft": (0.12, 1.33), "topk": (1.80, 1.12), "qsgd": (3.45, 1.21), "terngrad": (5.21, 1.24)}
+"""The paper's loss of top-1 accuracy in points, and speed over fp32, of ResNet-32."""
+_FIGURE_5 = {"fft": 0.0209, "topk": 0.0246}
+_LIMITED = 0.8
+_PAPER_RATIO, _PAPER_SELECTION, _PAPER_LIMIT = 30, 12e9, 22e9
+_LEAST_ERROR_SHARE = 0.997
+
+
+@dataclass(frozen=True, kw_only=True)
+class FFTScale(ImageScale):
+    """``buffer_bytes``: on which primitives are timed, in medians of ``repeats``; ``scaling_steps``: of a run of figure
+    16 at each of ``world_sizes``; alpha is measured every ``measure_every`` steps."""
+
+    buffer_bytes: int = 25_000_000
+    repeats: int = 7
+    measure_every: int = 10
+    scaling_steps: int = 60
+    world_sizes: tuple[int, ...] = (1, 2, 3, 4)
+
+
+# --- what was found, for people
+
+
+def _relative_errors(rows: Rows) -> str:
+    mean = [rows[f"relative_error/{method.name}"]["value"] for method in (FFT, TOPK)]
+    return f"relative errors {mean[0]:.3f} and {mean[1]:.3f} at theta={THETA}, unquantised"
+
+
+def _bitmap(rows: Rows) -> str:
+    twenty, forty = ratio_with_bitmap(20), ratio_with_bitmap(40)
+    return f"20x becomes {twenty:.1f}x with it, 40x {forty:.1f}x: {forty / twenty - 1:.0%} gained instead of 100 %"
+
+
+def _least_ratio(rows: Rows, name: str) -> float:
+    # JSON keeps infinity, no ratio being enough, as null.
+    value = rows[name]["value"]
+    return math.inf if value is None or math.isnan(value) else value
+
+
+def _pays_at(name: str) -> Callable[[Rows], str]:
+    def found(rows: Rows) -> str:
+        ratio = _least_ratio(rows, name)
+        limit = format_rate(rows["useful_rate"]["value"])
+        return f"it takes {ratio:.2f}" if math.isfinite(ratio) else f"none pays above {limit}"
+
+    return found
+
+
+def _selection(rows: Rows) -> float:
+    return rows["minimal_ratio/10gbit"]["throughputs"]["select"]
+
+
+def _alpha(rows: Rows) -> str:
+    most = {theta: rows[f"alpha/{theta}"]["value"] for theta in measurements.ALPHA_THETAS}
+    return "the highest is " + ", ".join(
+        f"{math.nan if value is None else value:.2f} at theta={theta}" for theta, value in most.items()
+    )
+
+
+def _accuracy(name: str) -> Callable[[Rows], str]:
+    def found(rows: Rows) -> str:
+        row = rows[f"accuracy/{name}"]
+        lost = "" if name in ("sgd", FP32.name) else f", lost: {points(estimated(row, 'lost'))}"
+        return f"{row['value']:.2%}{lost}"
+
+    return found
+
+
+def _train_loss(name: str) -> Callable[[Rows], str]:
+    def found(rows: Rows) -> str:
+        row, base = rows[f"train_loss/{name}"], rows["train_loss/sgd"]
+        return f"{row['value']:.4f} against {base['value']:.4f}: {estimated(row, 'more').mean:+.0%}"
+
+    return found
+
+
+def _speed(name: str) -> Callable[[Rows], str]:
+    return lambda rows: (
+        f"{rows[f'speedup/{name}']['value']:.2f}x with {rows[f'speedup/{name}']['ratio']:.1f}x fewer bytes"
+    )
+
+
+def _distances(rows: Rows) -> str:
+    shown = ", ".join(f"{method.title} {rows[f'distance/{method.name}']['value']:.2f}" for method in LOSSY)
+    return f"distance of histograms: {shown}"
+
+
+def _least_errors(rows: Rows) -> str:
+    errors = {m.name: np.array(rows[f"least_error_share/{m.name}"]["error_quantiles"]) for m in LOSSY}
+    below = ", ".join(
+        f"{m.title}'s over {share_with_least_error(errors, FFT.name, [m.name]):.0%}" for m in LOSSY if m is not FFT
+    )
+    return f"over {rows['least_error_share/fft']['value']:.1%} of the distribution; below {below}"
+
+
+def _levels(method: str, spec: str) -> Callable[[Rows], str]:
+    return lambda rows: f"up to {rows[f'levels/{method}']['value']:g} values received of one rank's layer ({spec})"
+
+
+def _most_ranks(rows: Rows) -> str:
+    return max(rows["scaling/fft"]["images_per_s"], key=int)
+
+
+def _fastest(rows: Rows) -> str:
+    most = _most_ranks(rows)
+    return max(LOSSY, key=lambda method: rows[f"scaling/{method.name}"]["images_per_s"][most]).name
+
+
+def _scaling(rows: Rows) -> str:
+    best = next(method.title for method in LOSSY if method.name == _fastest(rows))
+    share = rows["scaling/fft"]["share_of_ceiling"]
+    return f"with {_most_ranks(rows)} ranks {share:.0%} of the speed of sending nothing; the fastest is {best}"
+
+
+# --- the claims
+
+_OTHERS = [f"speedup/{method.name}" for method in LOSSY if method is not FFT]
+_CONVERGENCE = {
+    "mild": f"theta={MILD} has exactly the {{}} of SGD (section 4.1)",
+    "strong": f"theta={STRONG} deviates from SGD's {{}} significantly (section 4.1)",
+    "dropped": f"theta={STRONG}, dropped to 0 with the learning rate, ends at SGD's {{}} (section 4.1)",
+}
+
+CLAIMS = (
+    Claim(
+        "5",
+        "relative_error/fft",
+        f"at one theta, FFT's error ({_FIGURE_5['fft']}) is below top-k's ({_FIGURE_5['topk']})",
+        _relative_errors,
+        lambda rows: rows["relative_error/fft"]["value"] < rows["relative_error/topk"]["value"],
+    ),
+    Claim(
+        "6",
+        "ratio_with_bitmap",
+        "beyond a ratio of 20 dropping more gains little, for the bitmap",
+        _bitmap,
+        lambda rows: ratio_with_bitmap(40) / ratio_with_bitmap(20) / 2 < _LIMITED,
+    ),
+    Claim(
+        "6",
+        "ratio_on_the_wire",
+        f"theta={THETA} and 10 bits compress {measurements.counted_ratio(THETA):.1f}x, the bitmap not counted "
+        f"(section 4.2)",
+        lambda rows: f"{rows['ratio_on_the_wire']['value']:.1f}x with everything that travels",
+        lambda rows: rows["ratio_on_the_wire"]["value"] >= 0.95 * measurements.counted_ratio(THETA),
+    ),
+    Claim(
+        "10",
+        "minimal_ratio/10gbit",
+        "a ratio of 2 is enough on 10 Gbit/s Ethernet (section 3.3)",
+        _pays_at("minimal_ratio/10gbit"),
+        lambda rows: _least_ratio(rows, "minimal_ratio/10gbit") <= 2,
+    ),
+    Claim(
+        "10",
+        "minimal_ratio/56gbit",
+        "on 56 Gbit/s InfiniBand it takes about 30 (section 3.3)",
+        _pays_at("minimal_ratio/56gbit"),
+        lambda rows: _PAPER_RATIO / 2 <= _least_ratio(rows, "minimal_ratio/56gbit") <= 2 * _PAPER_RATIO,
+    ),
+    Claim(
+        "10",
+        "useful_rate",
+        "selection at 12 GB/s leaves no useful ratio above 22 Gbit/s (section 3.3)",
+        lambda rows: (
+            f"here selection does {_selection(rows) / 1e9:.2f} GB/s and none is left above "
+            f"{format_rate(rows['useful_rate']['value'])}"
+        ),
+        lambda rows: rows["useful_rate"]["value"] <= _PAPER_LIMIT if _selection(rows) <= _PAPER_SELECTION else None,
+    ),
+    Claim(
+        "10",
+        "useful_rate_as_built",
+        "what thinwire's own fft allows",
+        lambda rows: f"encoding and decoding pay up to {format_rate(rows['useful_rate_as_built']['value'])}",
+    ),
+    Claim(
+        "12",
+        f"alpha/{THETA}",
+        "alpha stays in [0, 1] (section 4.1)",
+        _alpha,
+        lambda rows: all((rows[f"alpha/{theta}"]["value"] or math.inf) <= 1 for theta in measurements.ALPHA_THETAS),
+    ),
+    Claim("13", "accuracy/sgd", "SGD's accuracy", _accuracy("sgd")),
+    *(
+        Claim(
+            "13",
+            f"accuracy/{name}",
+            says.format("accuracy"),
+            _accuracy(name),
+            (beyond if name == "strong" else within)(f"accuracy/{name}", "lost", MARGIN),
+        )
+        for name, says in _CONVERGENCE.items()
+    ),
+    # Of what is dropped to 0 the paper says it of the accuracy alone.
+    *(
+        Claim(
+            "13",
+            f"train_loss/{name}",
+            _CONVERGENCE[name].format("training loss"),
+            _train_loss(name),
+            rule(f"train_loss/{name}", "more", LOSS_MARGIN),
+        )
+        for name, rule in (("mild", within), ("strong", beyond))
+    ),
+    *(
+        Claim(
+            "14",
+            f"accuracy/{name}",
+            f"{method.title} {'loses next to nothing' if method is FFT else 'loses accuracy'}: {points_:.2f} points "
+            "(table 2, ResNet-32)",
+            _accuracy(name),
+            (within if method is FFT else beyond)(f"accuracy/{name}", "lost", MARGIN),
+        )
+        for method in LOSSY
+        for name, (points_, _) in [(method.name, TABLE_2[method.name])]
+    ),
+    *(Claim("14", f"accuracy/{m.name}", m.title, _accuracy(m.name)) for m in ALL if m not in LOSSY),
+    Claim(
+        "14",
+        "speedup/fft",
+        f"FFT is the fastest: {TABLE_2['fft'][1]:.2f}x (table 2, ResNet-32)",
+        _speed("fft"),
+        faster_at_every_seed("speedup/fft", ["speedup/fp32", *_OTHERS]),
+        over_link=True,
+    ),
+    *(
+        Claim(
+            "14",
+            f"speedup/{method.name}",
+            f"{method.title} is faster than fp32: {TABLE_2[method.name][1]:.2f}x (table 2, ResNet-32)",
+            _speed(method.name),
+            faster_at_every_seed(f"speedup/{method.name}", ["speedup/fp32"]),
+            over_link=True,
+        )
+        for method in (TOPK, QSGD, TERNGRAD)
+    ),
+    *(
+        Claim("14", f"speedup/{m.name}", f"{m.title}'s speed over fp32", _speed(m.name), over_link=True)
+        for m in FEEDBACK
+    ),
+    Claim("15", "distance/fft", "FFT's histogram is the closest to the original", _distances, least("distance/fft")),
+    Claim(
+        "15",
+        "least_error_share/fft",
+        "FFT's errors are the least for 99.7 % of the gradients",
+        _least_errors,
+        lambda rows: rows["least_error_share/fft"]["value"] >= _LEAST_ERROR_SHARE,
+    ),
+    *(
+        Claim(
+            "15",
+            f"levels/{method.name}",
+            f"{method.title} shows {levels} clusters (section 4.2.1)",
+            _levels(method.name, method.spec),
+            lambda rows, row=f"levels/{method.name}", levels=levels: rows[row]["value"] == levels,
+        )
+        for method, levels in ((QSGD, 7), (TERNGRAD, 3))
+    ),
+    Claim(
+        "16",
+        "scaling/fft",
+        "FFT has a higher iteration throughput than top-k, QSGD and TernGrad",
+        _scaling,
+        lambda rows: _fastest(rows) == FFT.name,
+        over_link=True,
+    ),
+)
+
+_STEP_S, _SLOW_STEP_S = 0.02, 0.04
+
+PAPER = Paper(
+    "fft",
+    "FFT sparsification, section 4, as found here",
+    {
+        "5": Part("5: FFT and top-k on a gradient", measurements.figure_5, lambda scale: scale.task.steps, _STEP_S),
+        "6": Part("6: cost of the bitmap", measurements.figure_6, lambda _: 0),
+        "10": Part("10: least useful ratio", measurements.figure_10, lambda _: 0),
+        "12": Part(
+            "12: assumption 3.2",
+            measurements.figure_12,
+            lambda scale: scale.task.steps * len(measurements.ALPHA_THETAS),
+            _STEP_S,
+        ),
+        "13": Part("13: theorems", measurements.figure_13, lambda scale: scale.task.steps * scale.seeds * 4, _STEP_S),
+        "14": Part(
+            "14, table 2: methods",
+            measurements.figure_14,
+            lambda scale: scale.task.steps * scale.seeds * len(ALL),
+            _SLOW_STEP_S,
+        ),
+        "15": Part("15: what is received", measurements.figure_15, lambda _: 0),
+        "16": Part(
+            "16: weak scaling",
+            measurements.figure_16,
+            lambda scale: scale.scaling_steps * measurements.num_scaling_runs(scale.world_sizes),
+            2 * _SLOW_STEP_S,
+        ),
+    },
+    CLAIMS,
+    judged=(
+        "accuracy: a claim holds if the mean over seeds is, at 95 %, within one point of SGD's, or beyond it where the "
+        "paper's is; speed: if it is so at every seed; the paper's own amounts are not asked for"
+    ),
+    differs=(
+        "a ResNet of three blocks with group norm on small images, instead of ResNet-32 and AlexNet",
+        "layer by layer with biases and norms raw, FFT in blocks of 4096, instead of one vector of all gradients",
+        "FFT's 10-bit floats span what is kept of each layer, without rounding to fp16 first; the paper's span -1 to 1",
+        "fp32 goes by all-reduce; the paper sends everything, fp32 too, by all-gather",
+        "ranks are processes that share this machine's cores, on an emulated link, instead of GPUs on InfiniBand",
+    ),
+    scale=FFTScale(task=ImageTask()),
+    smoke=FFTScale(
+        task=ImageTask(width=8, steps=12, batch=8, probe_every=6, probe_images=60),
+        seeds=1,
+        buffer_bytes=400_000,
+        repeats=2,
+        measure_every=3,
+        scaling_steps=4,
+        world_sizes=(1, 2),
+    ),
+    study=ImageStudy,
+)
+
+fft = command(
+    PAPER,
+    """Repeat section 4 of "FFT-based Gradient Sparsification" (HPDC 2020) on this machine, claim by claim.
+
+    A small residual network learns handwritten digits (or CIFAR-10) on ranks that a slow link joins. Each figure
+    becomes an SVG, and each of the paper's claims a row: what it says, what was found here, and whether it holds, also
+    where it does not. Takes about fifteen minutes on two cores with the digits.""",
+)

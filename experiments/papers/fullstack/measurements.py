@@ -1,0 +1,505 @@
+"""What is measured and drawn of the full stack."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean, median
+from types import ModuleType
+from typing import Any, ClassVar, Literal, Self
+
+from experiments.framework.claims import Row
+from experiments.framework.study import Scale
+from experiments.framework.timing import Times, shown_rate
+from experiments.papers.aqsgd.judging import draw_runs, facts, held_out, seconds_to, sooner
+from experiments.papers.aqsgd.links import OverLinks
+from experiments.papers.aqsgd.rank import Asked
+from experiments.papers.aqsgd.resume import checkpoint_every, killed, kills, steps_of
+from experiments.papers.aqsgd.tasks import FineTuning
+from experiments.papers.aqsgd.timing import PipelineTiming
+from experiments.papers.aqsgd.trainings import FirstTraining, Trained, Trainings
+from experiments.papers.fullstack import rank as rank_module
+from experiments.papers.fullstack import tasks
+from experiments.papers.fullstack.methods import (
+    ACTIVATIONS,
+    ADAM,
+    AQSGD,
+    BF16,
+    CENTRES,
+    CONTROL,
+    DIRECT,
+    FP32,
+    ONLY_GRADIENTS,
+    POWERSGD,
+    QUANTIZED,
+    SPLIT,
+    SUMS,
+    WARMING,
+    Method,
+)
+from experiments.papers.fullstack.split import Splitting
+from experiments.papers.fullstack.tasks import Stacked
+from experiments.tasks.images import load
+from experiments.tasks.models import Model
+from thinwire import lab
+from thinwire.compare import plots
+from thinwire.compare.data import standard_library
+from thinwire.compare.rank_processes import RankProcesses
+from thinwire.compare.statistics import relative_differences
+from thinwire.lab import parse_rate
+
+NUM_STAGES = 2
+NUM_RANKS = NUM_STAGES * Stacked.replicas
+TENSOR_RANKS = 2
+CURVES = (FP32, AQSGD, DIRECT, CONTROL)
+TIMED = (FP32, ACTIVATIONS, ONLY_GRADIENTS, AQSGD)
+OPTIMIZERS = (ADAM, BF16, POWERSGD, QUANTIZED)
+ADAM_RATE = "100mbit"
+_ADAM_STEPS = 3
+"""Of a turn."""
+_LAST_ROUNDS = 3
+"""Of split learning, whose losses are noisy: the mean of these is the training loss."""
+
+Kind = Literal["split", "clusters", "tensors"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackScale(Scale):
+    """``rounds`` turns of every method that is timed; ``data``: CIFAR-10 for split learning instead of the digits."""
+
+    small: Stacked = tasks.SMALL
+    timed: Stacked = tasks.TIMED
+    to_loss: Stacked = tasks.TO_LOSS
+    replicated: Stacked = tasks.REPLICATED
+    split: Splitting = field(default_factory=Splitting)
+    online: FineTuning = tasks.ONLINE
+    sums: FineTuning = tasks.SUMS
+    rounds: int = 6
+    rates: tuple[str, ...] = ("100mbit", "300mbit", "500mbit", "1gbit", "10gbit")
+    """The paper's, the slowest first; links have them scaled (`OverLinks.scaled`)."""
+    kills: int = 2
+    data: str | None = None
+
+    def adapted(self, **options: Any) -> Self:
+        if options.get("rate") is not None:
+            raise ValueError("--rate: links have the paper's rates, scaled")
+        made = super().adapted(**options)
+        return replace(made, split=replace(made.split, cifar=made.data))
+
+    def about(self) -> dict[str, Any]:
+        load(self.data)
+        standard_library()
+        return {"num_stages": NUM_STAGES, "control": CONTROL.title}
+
+
+class StackTiming(PipelineTiming):
+    """A timing of methods in which all of this is sent; others use its network, too."""
+
+    _program: ClassVar[ModuleType] = rank_module
+
+    @property
+    def ranks(self) -> RankProcesses:
+        return self._ranks
+
+    @property
+    def network(self) -> lab.Network | None:
+        return self._network
+
+    def shape(self, rate: str | None) -> None:
+        """Give links that rate; None for no limit."""
+        self._shape(rate)
+
+
+class StackTrainings(Trainings):
+    """Trainings in replicas of a pipeline. Process groups of a part of the world stay until their processes end, and
+    each wakes up a hundred times a second."""
+
+    _program: ClassVar[ModuleType] = rank_module
+    _lasting = False
+
+
+@dataclass
+class StackStudy(OverLinks[StackScale]):
+    prefix: ClassVar[str] = "fullstack-"
+
+    @property
+    def timed(self) -> Stacked:
+        return self.scale.timed
+
+    def first(self) -> FirstTraining:
+        """Weights that trainings start from."""
+        folder = self.kept("folder", lambda: tempfile.TemporaryDirectory(prefix="thinwire-fullstack-"))
+        return self.kept("first", lambda: nullcontext(FirstTraining(Path(folder))))
+
+    def timing(self) -> StackTiming:
+        """Ranks that are timed."""
+        return self.kept("timing", lambda: StackTiming(emulated=self.emulated, num_ranks=NUM_RANKS))
+
+    def trainings(self, rate: str | None = None) -> StackTrainings:
+        """Training over the links of those that are timed, of that rate, or without a limit."""
+        timing = self.timing()
+        timing.shape(rate)
+        return self.kept("trainings", lambda: StackTrainings(NUM_RANKS, self.first(), network=timing.network))
+
+    def train(self, method: Method, task: Stacked) -> list[Trained]:
+        """A training of ``task`` from every seed, unless it has been.
+
+        Raises:
+            RankFailed: a rank did not make it.
+        """
+        made = self.trainings()
+        return [made.train(task, method, seed, self.reporter(method.title)) for seed in self.seeds]
+
+    def jobs(
+        self, kind: Kind, methods: Mapping[str, Method], job: Callable[[Method], dict[str, Any]]
+    ) -> dict[str, list[dict[str, Any]]]:
+        """What trainings of one process each found, by method and seed: every rank takes its share of them.
+
+        Raises:
+            RankFailed: a rank did not make it.
+        """
+        pairs = [(name, seed) for seed in self.seeds for name in methods]
+        jobs = [{"seed": seed, **job(methods[name])} for name, seed in pairs]
+
+        def show(rank: int, event: dict[str, Any]) -> None:
+            self.advance(1, f"{methods[pairs[event['job']][0]].title}: loss {event['loss']:.2f}")
+
+        answers = self.timing().ranks.run({"do": "jobs", "kind": kind, "jobs": jobs}, show, lambda _: None)
+        results = {int(at): result for answer in answers for at, result in answer["results"].items()}
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
+        for at, (name, _) in enumerate(pairs):
+            found[name].append(results[at])
+        return found
+
+
+# --- figure 5: loss by step, throughput with either part switched off, time to the same loss
+
+
+def figure_5_steps(scale: StackScale) -> int:
+    """Of all trainings, and of all turns."""
+    curves = len(CURVES) * scale.seeds * scale.small.steps
+    turns = len(TIMED) * len(scale.rates) * (1 + scale.rounds)
+    firsts = sum(task.first_steps for task in (scale.small, scale.to_loss))
+    return curves + turns + 2 * scale.to_loss.steps + firsts
+
+
+def figure_5(study: StackStudy) -> list[Row]:
+    """Curves over loopback, then throughput over all links, then time over the slowest."""
+    return [*_curves(study), _throughput(study), _time(study)]
+
+
+def _curves(study: StackStudy) -> list[Row]:
+    found = {method.name: study.train(method, study.scale.small) for method in CURVES}
+    base = found[FP32.name]
+    titles = ["2 stages in 2 replicas: training", "held out, at the end"]
+    figure, (axes, ends) = plots.canvas(2, titles=titles, x="step", y="loss")
+    for method in CURVES:
+        draw_runs(axes, method, found[method.name])
+    shown = [(method.title, method.colour, median(run.held_out[-1] for run in found[method.name])) for method in CURVES]
+    plots.bars(ends, shown)
+    ends.set_xlim(left=0.95 * min(value for _, _, value in shown))
+    plots.save(figure, study.picture("5-curves"))
+    rows = []
+    for method in CURVES[1:]:
+        runs = found[method.name]
+        differences = relative_differences([run.loss for run in runs], [run.loss for run in base])
+        data = {"title": method.title, **facts(runs), "baseline": facts(base), "differences": differences}
+        rows.append(Row("figure 5", f"loss/{method.name}", fmean(differences), "", data))
+    return rows
+
+
+def _throughput(study: StackStudy) -> Row:
+    scale, task = study.scale, study.scale.timed
+    links = {rate: study.scaled(rate) for rate in scale.rates}
+    times = study.timing().times_by_rate(
+        study.model, TIMED, rounds=scale.rounds, steps=1, rates=list(links.values()), on_turn=study.advance
+    )
+    found = dict(zip(scale.rates, times, strict=True))
+    items = task.batch * task.replicas
+    per_s = {method.name: {rate: items / found[rate].step_s(method.name) for rate in links} for method in TIMED}
+    title = f"2 stages in 2 replicas, {task.num_micro} micro-batches"
+    figure, (axes,) = plots.canvas(1, titles=[title], x="the paper's rate", y="sequences/s")
+    rates = [parse_rate(rate) / 1e9 for rate in links]
+    for method in TIMED:
+        axes.plot(rates, list(per_s[method.name].values()), color=method.colour, marker="o", label=method.title)
+    axes.set(xscale="log")
+    axes.set_xticks(rates, [shown_rate(rate) for rate in links], rotation=30)
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    plots.save(figure, study.picture("5-throughput"))
+    data = {
+        "per_s": per_s,
+        "titles": {method.name: method.title for method in TIMED},
+        "links": links,
+        "by_round": {rate: timed.rounds for rate, timed in found.items()},
+        "step_bytes": found[scale.rates[0]].payload_bytes,
+        "slowdown": study.slowdown,
+        "computed_s": study.computed().seconds,
+        "replicas": task.replicas,
+    }
+    return Row("figure 5", "throughput", per_s[AQSGD.name][scale.rates[0]], "sequences/s", data)
+
+
+def _time(study: StackStudy) -> Row:
+    """One training each over the slowest link, warm-up and first visits included."""
+    slow, task = study.scale.rates[0], study.scale.to_loss
+    trainings = study.trainings(study.scaled(slow))
+    runs = {}
+    for key, method in (("fp32", FP32), ("aqsgd", AQSGD)):
+        reporter = study.reporter(f"{method.title} over {slow}")
+        runs[key] = trainings.train(task, method, 0, reporter, Asked(held_out=False))
+    figure, (axes,) = plots.canvas(1, titles=[f"over {study.where(slow)}"], x="seconds of training", y="loss")
+    for key, method in (("fp32", FP32), ("aqsgd", AQSGD)):
+        axes.plot(runs[key].seconds, runs[key].epoch_losses, color=method.colour, marker=".", label=method.title)
+    plots.save(figure, study.picture("5-time"))
+    gained, _ = sooner(runs["fp32"], runs["aqsgd"])
+    data = {
+        "seconds": {key: run.seconds for key, run in runs.items()},
+        "losses": {key: run.epoch_losses for key, run in runs.items()},
+        "step_s": {key: run.step_s for key, run in runs.items()},
+        "exact_steps": task.exact_steps,
+    }
+    return Row("figure 5", "sooner", gained, "x", data)
+
+
+# --- QuantizedAdam against Adam, bf16 gradients and PowerSGD, in plain data parallelism over 100 Mbit/s
+
+
+def adam_steps(scale: StackScale) -> int:
+    """Of all trainings, and of all turns."""
+    trained = len(OPTIMIZERS) * scale.seeds * scale.replicated.steps
+    return trained + (len(OPTIMIZERS) + 1) * (1 + scale.rounds) * _ADAM_STEPS + scale.replicated.first_steps
+
+
+def adam(study: StackStudy) -> list[Row]:
+    """Steps to a loss are those of trainings without a limit, their times those of turns over the slow link."""
+    task, rate = study.scale.replicated, ADAM_RATE if study.emulated else None
+    trained = {method.name: study.train(method, task) for method in OPTIMIZERS}
+    # What turns train is past its warm-up.
+    model = Model("gpt", "GPT", "", replace(task, exact_steps=1), task.batch, "sequences/s", 0)
+    timed = (*OPTIMIZERS, WARMING)
+    times = study.timing().times(
+        model, timed, rounds=study.scale.rounds, steps=_ADAM_STEPS, rate=rate, on_turn=study.advance
+    )
+    runs = {m.name: [at_steps(run, m, times, task.exact_steps) for run in trained[m.name]] for m in OPTIMIZERS}
+    targets = [max(own[seed].loss for own in runs.values()) for seed in study.seeds]
+    _draw_adam(study, runs)
+    ours, base = runs[QUANTIZED.name], runs[ADAM.name]
+    differences = relative_differences([run.loss for run in ours], [run.loss for run in base])
+    rows = [Row("adam", "loss", fmean(differences), "", {"differences": differences})]
+    for method in OPTIMIZERS[:-1]:
+        longer = relative_times(ours, runs[method.name], targets)
+        gained = 1 / (1 + fmean(longer)) if all(map(math.isfinite, longer)) else math.nan
+        rows.append(Row("adam", f"sooner/{method.name}", gained, "x", {"differences": longer}))
+    facts = {method.name: _optimizer_facts(method, runs[method.name], times, targets) for method in OPTIMIZERS}
+    reached = facts[QUANTIZED.name]["seconds"]
+    data = {"methods": facts, "link": rate, "warming_s": times.step_s(WARMING.name), "rounds": times.rounds}
+    data |= {"exact_steps": task.exact_steps}
+    return [*rows, Row("adam", "seconds", math.nan if reached is None else reached, "s", data)]
+
+
+def at_steps(run: Trained, method: Method, times: Times, exact_steps: int) -> Trained:
+    """The training as long as its steps take over the slow link; QuantizedAdam's first ones are exact."""
+    exact = exact_steps if method is QUANTIZED else 0
+    step_s = [times.step_s(WARMING.name)] * exact + [times.step_s(method.name)] * (len(run.losses) - exact)
+    return replace(run, step_s=tuple(step_s))
+
+
+def relative_times(ours: Sequence[Trained], others: Sequence[Trained], targets: Sequence[float]) -> list[float]:
+    """By how much longer ours take than the others to be at each seed's target, as a share; infinite if never."""
+    found = []
+    for mine, other, target in zip(ours, others, targets, strict=True):
+        seconds = [seconds_to(run, target) if math.isfinite(target) else None for run in (mine, other)]
+        found.append(seconds[0] / seconds[1] - 1 if seconds[0] and seconds[1] else math.inf)
+    return found
+
+
+def _optimizer_facts(method: Method, runs: Sequence[Trained], times: Times, targets: Sequence[float]) -> dict[str, Any]:
+    """Loss at the end, and mean seconds and steps until the targets; None where one is never reached."""
+    seconds = [seconds_to(run, target) for run, target in zip(runs, targets, strict=True)]
+    known = [value for value in seconds if value is not None]
+    reached = fmean(known) if len(known) == len(seconds) else None
+    return {
+        "title": method.title,
+        "step_s": times.step_s(method.name),
+        "loss": fmean(held_out(run) for run in runs),
+        "losses": [run.epoch_losses for run in runs],
+        "seconds": reached,
+        "steps": None if reached is None else fmean(map(steps_within, runs, known)),
+        "payload_bytes": times.payload_bytes.get(method.name),
+    }
+
+
+def steps_within(run: Trained, seconds: float) -> float:
+    """Steps that fit into so many seconds of a training."""
+    done, left = 0.0, seconds
+    for step_s in run.step_s:
+        if left <= step_s:
+            return done + left / step_s
+        done, left = done + 1, left - step_s
+    return done
+
+
+def _draw_adam(study: StackStudy, runs: Mapping[str, Sequence[Trained]]) -> None:
+    titles = [f"{study.scale.replicated.replicas} replicas over 100 Mbit/s"]
+    figure, (axes,) = plots.canvas(1, titles=titles, x="seconds", y="loss")
+    for method in OPTIMIZERS:
+        own = runs[method.name]
+        losses = [fmean(column) for column in zip(*(run.epoch_losses for run in own), strict=True)]
+        if all(map(math.isfinite, losses)):
+            axes.plot(own[0].seconds, losses, color=method.colour, marker=".", label=method.title)
+    plots.save(figure, study.picture("adam"))
+
+
+# --- trainings in one process: figure 10 and appendices F and G
+
+
+def split_steps(scale: StackScale) -> int:
+    """Rounds of all trainings."""
+    return len(SPLIT) * scale.seeds * scale.split.rounds
+
+
+def figure_10(study: StackStudy) -> list[Row]:
+    """Split learning: a seed is that of the weights, of who has which images, and of how they are seen."""
+    task = study.scale.split
+    described = dataclasses.asdict(task)
+    found = study.jobs(
+        "split",
+        SPLIT,
+        lambda method: {"task": described, "forward": method.forward, "backward": method.backward},
+    )
+    _draw_split(study, found)
+    images, rows = task.images.name, []
+    losses = {name: [fmean(run["losses"][-_LAST_ROUNDS:]) for run in runs] for name, runs in found.items()}
+    accuracies = {name: [float(run["accuracies"][-1][1]) for run in runs] for name, runs in found.items()}
+    for name, runs in found.items():
+        shown = f"{fmean(accuracies[name]):.1%}"
+        rows.append([SPLIT[name].title, f"{fmean(losses[name]):.3f}", shown, _fewer(runs)])
+    head = ["", "training loss", "test accuracy", "fewer bytes, first visits included"]
+    data = {
+        "table": {"title": f"Split learning, {images}", "head": head, "rows": rows},
+        "images": images,
+        "clients": task.clients,
+        "rounds": task.rounds,
+        "loss": losses,
+        "accuracy": accuracies,
+        "alike": [run["alike"] for run in found["aqsgd"]],
+        "losses": {name: [run["losses"] for run in runs] for name, runs in found.items()},
+        "accuracies": {name: [run["accuracies"] for run in runs] for name, runs in found.items()},
+    }
+    return [Row("figure 10", "table", accuracies["aqsgd"][0], "", data)]
+
+
+def _draw_split(study: StackStudy, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    titles = ["split learning: training loss", "test accuracy"]
+    figure, (left, right) = plots.canvas(2, titles=titles, x="round", y=["loss", ""])
+    for name, runs in found.items():
+        method = SPLIT[name]
+        losses = [fmean(column) for column in zip(*(run["losses"] for run in runs), strict=True)]
+        left.plot(range(1, len(losses) + 1), losses, color=method.colour, label=method.title)
+        rounds = [at for at, _ in runs[0]["accuracies"]]
+        shares = zip(*([value for _, value in run["accuracies"]] for run in runs), strict=True)
+        right.plot(rounds, [fmean(column) for column in shares], color=method.colour, label=method.title)
+    plots.save(figure, study.picture("10-split"))
+
+
+def _fewer(runs: Sequence[Mapping[str, Any]]) -> str:
+    sent = fmean(run["sent_bytes"] for run in runs)
+    return f"{fmean(run['dense_bytes'] for run in runs) / sent:.1f}x" if sent else "1.0x"
+
+
+def clusters_steps(scale: StackScale) -> int:
+    return len(CENTRES) * scale.seeds * scale.online.steps + scale.online.first_steps
+
+
+def appendix_g(study: StackStudy) -> list[Row]:
+    """Every method from each seed, for one epoch: all samples are new."""
+    started = _started(study, study.scale.online)
+    found = study.jobs(
+        "clusters",
+        CENTRES,
+        lambda method: {
+            **started,
+            "forward": method.forward,
+            "backward": method.backward,
+            "centres": method.name.startswith("centres"),
+        },
+    )
+    kept = {name: runs for name, runs in found.items() if name.startswith("centres")}
+    data = {
+        "moved_share": {name: fmean(float(run["moved_share"]) for run in runs) for name, runs in kept.items()},
+        "alike": [run["alike"] for runs in kept.values() for run in runs],
+    }
+    head = ["one epoch", "loss of its last quarter", "held out", "fewer bytes forward"]
+    return [_epochs_row("appendix G", "Appendix G, online learning", head, CENTRES, found, "centres2", data)]
+
+
+def tensors_steps(scale: StackScale) -> int:
+    return len(SUMS) * scale.seeds * scale.sums.steps + scale.sums.first_steps
+
+
+def appendix_f(study: StackStudy) -> list[Row]:
+    """Every method from each seed: sums over ranks, with delta compensation and without."""
+    started = _started(study, study.scale.sums)
+    found = study.jobs("tensors", SUMS, lambda method: {**started, "spec": method.forward, "num_ranks": TENSOR_RANKS})
+    head = [f"{TENSOR_RANKS} ranks", "loss of the last epoch", "held out", "fewer bytes, first visits included"]
+    return [_epochs_row("appendix F", "Appendix F, tensor parallelism", head, SUMS, found, "delta3", {})]
+
+
+def _started(study: StackStudy, task: FineTuning) -> dict[str, Any]:
+    weights = study.first().weights(task, study.reporter("first training"))
+    return {"task": dataclasses.asdict(task), "weights": None if weights is None else str(weights)}
+
+
+def _epochs_row(
+    figure: str,
+    title: str,
+    head: Sequence[str],
+    methods: Mapping[str, Method],
+    found: Mapping[str, Sequence[Mapping[str, Any]]],
+    shown: str,
+    data: Mapping[str, Any],
+) -> Row:
+    """Loss of each method by seed, with a table for the page; its value is the loss of ``shown``."""
+    losses = {name: [float(run["loss"]) for run in runs] for name, runs in found.items()}
+    rows = []
+    for name, runs in found.items():
+        out = fmean(run["held_out"] for run in runs)
+        rows.append([methods[name].title, f"{fmean(losses[name]):.3f}", f"{out:.3f}", _fewer(runs)])
+    table = {"title": title, "head": head, "rows": rows}
+    every = {name: [run["losses"] for run in runs] for name, runs in found.items()}
+    return Row(figure, "table", fmean(losses[shown]), "", {"table": table, "loss": losses, **data, "losses": every})
+
+
+# --- kill and resume
+
+
+def resume_steps(scale: StackScale) -> int:
+    found = kills(scale.small, scale.kills, NUM_RANKS, scale.small.exact_steps)
+    return steps_of(scale.small, found) + scale.small.first_steps
+
+
+def resume(study: StackStudy) -> list[Row]:
+    """One of four processes is killed, where momenta are sent, whose error feedback keeps a residual."""
+    task = study.scale.small
+    found = kills(task, study.scale.kills, NUM_RANKS, task.exact_steps)
+    # Ranks 1 and 2: of either stage and of either replica.
+    found = [replace(kill, rank=(kill.rank + 1) % NUM_RANKS) for kill in found]
+    reporter = study.reporter(f"{AQSGD.title}, not stopped")
+    whole = study.trainings().train(task, AQSGD, 0, reporter, Asked(held_out=False))
+    runs = [killed(study, lambda: StackTrainings(NUM_RANKS, study.first()), task, AQSGD, kill, whole) for kill in found]
+    good = sum(run.alike and same and run.kept == whole.kept for run, same in runs)
+    data = {
+        "kills": [dataclasses.asdict(kill) for kill in found],
+        "checkpoint_every": checkpoint_every(task),
+        "steps": task.steps,
+        "exact_steps": task.exact_steps,
+        "starts": [run.start for run, _ in runs],
+        "losses": whole.losses,
+    }
+    return [Row("resume", "bit_identical", float(good), "", data)]

@@ -1,0 +1,509 @@
+"""The claims of the full stack, the parts that measure for them, and its command."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import fmean, median
+from typing import Any
+
+from experiments.framework.claims import Claim, Rows
+from experiments.framework.findings import no_worse, points, share, worse
+from experiments.framework.paper import Paper, Part, command
+from experiments.framework.sign_test import above, all_hold
+from experiments.framework.timing import shown_rate
+from experiments.papers.fullstack import measurements, tasks
+from experiments.papers.fullstack.measurements import CURVES, OPTIMIZERS, TIMED, StackScale, StackStudy
+from experiments.papers.fullstack.methods import (
+    ACTIVATIONS,
+    ADAM,
+    AQSGD,
+    CENTRE_BITS,
+    CONTROL,
+    DIRECT,
+    FP32,
+    ONLY_GRADIENTS,
+    QUANTIZED,
+    SPLIT_BITS,
+    SUM_BITS,
+)
+from experiments.papers.fullstack.split import Splitting
+from thinwire.compare.statistics import relative_differences
+
+MARGIN = 0.01
+"""Up to so much of the loss may be lost, and a training still ends at the same."""
+FASTER, SOONER = 8.5, 4.9
+"""Times FP32's throughput, and times sooner at the same loss (section 4.3; the blog post)."""
+_POINTS = 0.02
+"""Of accuracy: what "similar" is taken for."""
+_LOSS_MARGIN = 0.1
+"""Of a training loss that is close to zero."""
+
+
+# --- losses beside each other, seed by seed
+
+
+def _against(ours: Sequence[float], others: Sequence[float]) -> str:
+    """Both means, and the relative difference with its bounds."""
+    estimate, _ = no_worse(relative_differences(ours, others), 0.0)
+    if not math.isfinite(estimate.mean):
+        return f"diverges, against a loss of {fmean(others):.3f}"
+    return f"{fmean(ours):.3f} against {fmean(others):.3f}: {share(estimate)}"
+
+
+Losses = Callable[[Rows], Sequence[float]]
+
+
+def _of_table(name: str, key: str = "loss") -> Losses:
+    """By seed, from the row of a part that trains in one process."""
+    return lambda rows: rows["table"][key][name]
+
+
+def _compared(
+    figure: str,
+    row: str,
+    says: str,
+    ours: Losses,
+    others: Losses,
+    *,
+    margin: float | None,
+    found: str = "{}",
+    more: Callable[[Rows], str] = lambda rows: "",
+) -> Claim:
+    """Our losses are at most ``margin`` above the others', or above them where that is None."""
+
+    def rule(rows: Rows) -> bool | None:
+        differences = relative_differences(ours(rows), others(rows))
+        return worse(differences, 0.0)[1] if margin is None else no_worse(differences, margin)[1]
+
+    return Claim(
+        figure,
+        row,
+        says,
+        lambda rows: found.format(_against(ours(rows), others(rows))) + more(rows),
+        rule,
+        value=lambda rows: fmean(relative_differences(ours(rows), others(rows))),
+    )
+
+
+def _alike(figure: str, says: str, alike: Callable[[Rows], Sequence[bool]]) -> Claim:
+    return Claim(
+        figure,
+        "alike",
+        says,
+        lambda rows: f"the same bytes at the end of {sum(alike(rows))} of {len(alike(rows))} trainings",
+        lambda rows: all(alike(rows)),
+        value=lambda rows: float(sum(alike(rows))),
+    )
+
+
+# --- figure 5: loss
+
+
+def _row(method: Any) -> str:
+    return f"loss/{method.name}"
+
+
+def _losses(method: Any, row: str = "") -> Losses:
+    """By seed; FP32's are beside every other method's."""
+    return lambda rows: rows[_row(AQSGD)]["baseline"]["losses"] if method is FP32 else rows[_row(method)]["losses"]
+
+
+def _sensitive(rows: Rows) -> bool:
+    """Whether the control fails."""
+    return no_worse(relative_differences(_losses(CONTROL)(rows), _losses(FP32)(rows)), MARGIN)[1] is False
+
+
+def _curve(method: Any) -> Claim:
+    """One method's loss beside FP32's, on what is trained and on what is held out."""
+
+    def text(rows: Rows) -> str:
+        row = rows[_row(method)]
+        out = [[losses[-1] for losses in run["held_out"]] for run in (row, row["baseline"])]
+        found = f"loss {_against(row['losses'], row['baseline']['losses'])}; held out {_against(*out).split(': ')[-1]}"
+        unsure = method is AQSGD and not _sensitive(rows)
+        return f"{found}; the control did not surely fail, so that this says nothing" if unsure else found
+
+    def rule(rows: Rows) -> bool | None:
+        within = no_worse(relative_differences(_losses(method)(rows), _losses(FP32)(rows)), MARGIN)[1]
+        if method is AQSGD:
+            return within if _sensitive(rows) else None
+        return None if within is None else not within
+
+    if method is CONTROL:
+        return Claim("figure 5", _row(method), f"the control, {method.title}", text)
+    ends = f"within {MARGIN:.0%} of FP32's loss" if method is AQSGD else "at a worse loss"
+    return Claim("figure 5", _row(method), f"{method.title} ends {ends}", text, rule)
+
+
+def _all_alike(rows: Rows) -> list[bool]:
+    base = rows[_row(AQSGD)]["baseline"]["alike"]
+    return [*base, *(alike for method in CURVES[1:] for alike in rows[_row(method)]["alike"])]
+
+
+# --- figure 5: throughput and time
+
+
+def _ratios(rows: Rows, rate: str, slow: Any) -> list[float]:
+    """How many times faster both compressed are, by round."""
+    rounds = rows["throughput"]["by_round"][rate]
+    return [theirs / ours for ours, theirs in zip(rounds[AQSGD.name], rounds[slow.name], strict=True)]
+
+
+def _where(rows: Rows, rate: str) -> str:
+    link = rows["throughput"]["links"][rate]
+    return f"{shown_rate(rate)} (here {'loopback' if link is None else shown_rate(link)})"
+
+
+def _slowest(rows: Rows) -> str:
+    return next(iter(rows["throughput"]["by_round"]))
+
+
+def ceiling(by_round: Rows, slow: str) -> float:
+    """Times FP32's throughput over the slowest link that no compression surpasses: steps that send hardly anything,
+    over the fastest link, against FP32's over the slowest."""
+    fastest = min(median(rounds[method.name]) for rounds in by_round.values() for method in TIMED)
+    return median(by_round[slow][FP32.name]) / fastest
+
+
+def _gains(rows: Rows) -> str:
+    row = rows["throughput"]
+    sent, bound = row["step_bytes"], ceiling(row["by_round"], _slowest(rows))
+    gained = [f"{median(_ratios(rows, rate, FP32)):.2f}x over {_where(rows, rate)}" for rate in row["by_round"]]
+    why = "" if bound >= FASTER else ", so that the paper's figure is out of reach in these proportions"
+    fewer = sent[FP32.name] / sent[AQSGD.name]
+    return f"{', '.join(gained)}; bounds: {bound:.1f}x if nothing had to be sent, {fewer:.1f}x fewer bytes{why}"
+
+
+def _both_gain(rows: Rows) -> tuple[float, float]:
+    """Of both compressed over activations only, and over gradients only."""
+    slow = _slowest(rows)
+    return median(_ratios(rows, slow, ACTIVATIONS)), median(_ratios(rows, slow, ONLY_GRADIENTS))
+
+
+def _both_count(rows: Rows) -> str:
+    activations, gradients = _both_gain(rows)
+    return (
+        f"over {_where(rows, _slowest(rows))} both compressed have {activations:.2f}x the throughput of activations "
+        f"only, {gradients:.2f}x that of gradients only"
+    )
+
+
+def _proportions(rows: Rows) -> str:
+    row = rows["throughput"]
+    return (
+        f"a micro-batch computes for {1e3 * row['computed_s']:.0f} ms on a stage while all {row['replicas']} replicas "
+        f"do: rates are the paper's divided by {row['slowdown']:.1f} "
+        f"({', '.join(_where(rows, rate) for rate in row['by_round'])})"
+    )
+
+
+def _sooner(rows: Rows) -> str:
+    row = rows["sooner"]
+    base, ours = (row["losses"][key][-1] for key in ("fp32", "aqsgd"))
+    base_ms, ours_ms = (1e3 * median(row["step_s"][key]) for key in ("fp32", "aqsgd"))
+    exact, step_s = row["exact_steps"], row["step_s"]["aqsgd"]
+    return (
+        f"over {_where(rows, _slowest(rows))}: {row['value'] or math.nan:.2f}x sooner at {max(base, ours):.3f}; in the "
+        f"end {ours:.3f} against {base:.3f}; steps of {ours_ms:.0f} ms against {base_ms:.0f} ({base_ms / ours_ms:.2f}x)"
+        f", in QuantizedAdam's warm-up, {exact} of {len(step_s)} steps, of {1e3 * median(step_s[:exact]):.0f} ms"
+    )
+
+
+# --- QuantizedAdam
+
+
+def _ends(rows: Rows, method: Any) -> list[float]:
+    """Losses of the last epoch, by seed."""
+    return [_number(losses[-1]) for losses in rows["seconds"]["methods"][method.name]["losses"]]
+
+
+def _number(value: float | None) -> float:
+    # JSON keeps what is not finite as null.
+    return math.inf if value is None else value
+
+
+def _optimizer(method: Any) -> Claim:
+    row = f"sooner/{method.name}"
+
+    def differences(rows: Rows) -> list[float]:
+        return [_number(value) for value in rows[row]["differences"]]
+
+    def text(rows: Rows) -> str:
+        estimate, _ = no_worse(differences(rows), 0.0)
+        target = fmean(map(max, zip(*(_ends(rows, other) for other in OPTIMIZERS), strict=True)))
+        gained = rows[row]["value"] or math.nan
+        return f"{gained:.2f}x sooner at a loss of {target:.3f}, the worst end of all: its time is {share(estimate)}"
+
+    says = f"over 100 Mbit/s QuantizedAdam is at the same loss sooner than {method.title}"
+    return Claim("adam", row, says, text, lambda rows: no_worse(differences(rows), 0.0)[1], over_link=True)
+
+
+def _steps(rows: Rows) -> str:
+    row = rows["seconds"]
+    shown = [f"{facts['title']}: {1e3 * facts['step_s']:.0f} ms a step" for facts in row["methods"].values()]
+    return f"{', '.join(shown)}; QuantizedAdam's {row['exact_steps']} first steps {1e3 * row['warming_s']:.0f}"
+
+
+# --- split learning
+
+
+def _accuracy(row: str, says: str, ours: str, others: str, found: str, *, margin: float | None) -> Claim:
+    """Our accuracy is at most ``margin`` below the others', or theirs is worse where that is None."""
+
+    def lost(rows: Rows) -> list[float]:
+        accuracy = rows["table"]["accuracy"]
+        return [theirs - mine for mine, theirs in zip(accuracy[ours], accuracy[others], strict=True)]
+
+    def text(rows: Rows) -> str:
+        shown = {name: f"{fmean(values):.1%}" for name, values in rows["table"]["accuracy"].items()}
+        return f"{found.format(**shown)}, lost: {points(no_worse(lost(rows), 0.0)[0])}"
+
+    def rule(rows: Rows) -> bool | None:
+        return worse(lost(rows), 0.0)[1] if margin is None else no_worse(lost(rows), margin)[1]
+
+    return Claim("figure 10", row, says, text, rule, value=lambda rows: fmean(lost(rows)))
+
+
+# --- kill and resume
+
+
+def _resumed(rows: Rows) -> str:
+    row = rows["bit_identical"]
+    at = ", ".join(f"rank {kill['rank']} before step {kill['step'] + 1}" for kill in row["kills"])
+    return (
+        f"{row['value']:.0f} of {len(row['kills'])} times the same losses, parameters and messages to the last bit; "
+        f"killed: {at}; a checkpoint every {row['checkpoint_every']} of {row['steps']} steps, momenta compressed from "
+        f"step {row['exact_steps'] + 1} on"
+    )
+
+
+CLAIMS = (
+    *(_curve(method) for method in CURVES[1:]),
+    _compared(
+        "figure 5",
+        "loss/direct against aqsgd",
+        "with compressed gradients, DirectQ converges to a worse model than AQ-SGD of as many bits",
+        _losses(DIRECT),
+        _losses(AQSGD),
+        margin=None,
+        found="loss {}",
+    ),
+    _alike(
+        "figure 5",
+        "replicas hold the same parameters, both sides of a boundary the same messages",
+        _all_alike,
+    ),
+    Claim(
+        "figure 5",
+        "faster",
+        f"over 100 Mbit/s both compressed have up to {FASTER}x FP32's throughput",
+        _gains,
+        lambda rows: above(_ratios(rows, _slowest(rows), FP32), FASTER),
+        over_link=True,
+        value=lambda rows: median(_ratios(rows, _slowest(rows), FP32)),
+        unit="x",
+    ),
+    Claim(
+        "figure 5",
+        "both_count",
+        "switching off either part costs throughput",
+        _both_count,
+        lambda rows: all_hold(above(_ratios(rows, _slowest(rows), method)) for method in (ACTIVATIONS, ONLY_GRADIENTS)),
+        over_link=True,
+        value=lambda rows: min(_both_gain(rows)),
+        unit="x",
+    ),
+    Claim("figure 5", "throughput", "compute to wire as in the paper", _proportions),
+    Claim(
+        "figure 5",
+        "sooner",
+        f"both compressed are at FP32's loss {SOONER}x sooner, end to end",
+        _sooner,
+        lambda rows: (rows["sooner"]["value"] or 0.0) >= SOONER,
+        over_link=True,
+    ),
+    _compared(
+        "adam",
+        "loss",
+        f"QuantizedAdam in 4 bits ends within {MARGIN:.0%} of Adam's loss",
+        partial(_ends, method=QUANTIZED),
+        partial(_ends, method=ADAM),
+        margin=MARGIN,
+        found="loss {}",
+    ),
+    *(_optimizer(method) for method in OPTIMIZERS[:-1]),
+    Claim("adam", "seconds", f"steps of {tasks.REPLICATED.replicas} replicas", _steps),
+    _compared(
+        "figure 10",
+        "loss/aqsgd",
+        f"split learning: AQ-SGD {SPLIT_BITS} has a training loss similar to FP32's (within {_LOSS_MARGIN:.0%})",
+        _of_table("aqsgd"),
+        _of_table("fp32"),
+        margin=_LOSS_MARGIN,
+    ),
+    _accuracy(
+        "accuracy/aqsgd",
+        f"split learning: AQ-SGD {SPLIT_BITS} keeps FP32's test accuracy (within {100 * _POINTS:.0f} points)",
+        "aqsgd",
+        "fp32",
+        "{aqsgd} against {fp32}",
+        margin=_POINTS,
+    ),
+    _compared(
+        "figure 10",
+        "loss/direct",
+        "split learning: AQ-SGD converges better than DirectQ",
+        _of_table("direct"),
+        _of_table("aqsgd"),
+        margin=None,
+        found="DirectQ's training loss {}",
+    ),
+    _accuracy(
+        "accuracy/direct",
+        "split learning: AQ-SGD generalises better than DirectQ",
+        "direct",
+        "aqsgd",
+        "test accuracy {aqsgd} against DirectQ's {direct}",
+        margin=None,
+    ),
+    _alike(
+        "figure 10",
+        "client and server keep the same messages, cropped and mirrored images' too",
+        lambda rows: rows["table"]["alike"],
+    ),
+    Claim(
+        "figure 10",
+        "table",
+        "what was trained",
+        lambda rows: "{images}, {clients} clients, {rounds} rounds".format(**rows["table"]),
+    ),
+    *(
+        claim
+        for bits in CENTRE_BITS
+        for claim in (
+            _compared(
+                "appendix G",
+                f"loss/{bits}",
+                f"one epoch, fw{bits} bw6: with cluster centres the loss is within {MARGIN:.0%} of FP32's",
+                _of_table(f"centres{bits}"),
+                _of_table("fp32"),
+                margin=MARGIN,
+                more=lambda rows, name=f"centres{bits}": (
+                    f"; a change from the nearest centre is {100 * rows['table']['moved_share'][name]:.0f} % of an "
+                    "activation"
+                ),
+            ),
+            _compared(
+                "appendix G",
+                f"direct/{bits}",
+                f"one epoch, fw{bits} bw6: cluster centres help, DirectQ ends at a worse loss",
+                _of_table(f"direct{bits}"),
+                _of_table(f"centres{bits}"),
+                margin=None,
+                found="DirectQ's {}",
+            ),
+        )
+    ),
+    _alike("appendix G", "both sides keep the same centres", lambda rows: rows["table"]["alike"]),
+    *(
+        claim
+        for bits in SUM_BITS
+        for claim in (
+            _compared(
+                "appendix F",
+                f"loss/{bits}",
+                f"tensor parallelism, {bits} bits: with delta compensation the loss is within {MARGIN:.0%} of FP32's",
+                _of_table(f"delta{bits}"),
+                _of_table("fp32"),
+                margin=MARGIN,
+            ),
+            _compared(
+                "appendix F",
+                f"direct/{bits}",
+                f"tensor parallelism, {bits} bits: delta compensation helps, without it the loss is worse",
+                _of_table(f"direct{bits}"),
+                _of_table(f"delta{bits}"),
+                margin=None,
+                found="without {}",
+            ),
+        )
+    ),
+    Claim(
+        "resume",
+        "bit_identical",
+        "the full stack goes on from a checkpoint bit by bit: activations, momenta and residuals",
+        _resumed,
+        lambda rows: rows["bit_identical"]["value"] == len(rows["bit_identical"]["kills"]),
+    ),
+)
+
+_DIFFERS = (
+    "byte-level GPTs of 0.2 and 0.8 million parameters, first trained on one half of the source of Python's standard "
+    "library, are fine-tuned on samples of the other half, where the paper has GPT2-1.5B on WikiText2 and arXiv",
+    "2 stages in 2 replicas: four processes that share this machine's two cores, on emulated links, over gloo",
+    "links are slower than the paper's by the factor that is printed, which makes the activations' wire to compute the "
+    "paper's, by values a second; a stage's gradient has about as many values as its activations of a step",
+    "gradients are sent in min-max quantisation, 4 bits in buckets of 128; QuantizedAdam's first steps are exact: an "
+    "epoch of five where loss is compared, an eighth of the steps where time is",
+    "max-abs quantisation of activations with a scale for every 128 values, rounded stochastically; 5 epochs, from the "
+    "same first training for all seeds",
+    "split learning: scikit-learn's digits, 8 x 8 pixels, unless CIFAR-10 is given; ResNet34's blocks with 8 to 64 "
+    "channels and group normalisation, since a client's few classes would be a batch's moments; crops move an image by "
+    "an eighth of it, and its message at the second cut, of fewer positions, by as many of them as are nearest; "
+    "clients hand on momenta with the weights; 32 rounds",
+    "cluster centres: 256 for all positions' vectors, which both sides move towards what arrives; the paper has no "
+    "experiment",
+    "tensor parallelism: the sums behind attention and behind the MLP, over 2 ranks, in one process; their gradients "
+    "are not compressed; the paper has no experiment",
+)
+_JUDGED = (
+    "quality: the loss of the last epoch is at most 1 % above FP32's, at 95 %, paired by seed, in trainings that "
+    "DirectQ fw2 bw4 damages; throughput: what is claimed to be faster is so in so many of the rounds, in which all "
+    "methods take turns, that chance would do it in 5 % of all cases at most; time to the same loss over a slow link "
+    "is "
+    "one training each"
+)
+
+PAPER = Paper(
+    "fullstack",
+    "The full stack, as found here",
+    {
+        "5": Part("figure 5: loss, throughput, time", measurements.figure_5, measurements.figure_5_steps, 0.25, 30.0),
+        "adam": Part("QuantizedAdam and others", measurements.adam, measurements.adam_steps, 0.06, 10.0),
+        "split": Part("figure 10: split learning", measurements.figure_10, measurements.split_steps, 1.2, 10.0),
+        "cluster": Part("appendix G: cluster centres", measurements.appendix_g, measurements.clusters_steps, 0.04),
+        "tensor": Part("appendix F: tensor parallelism", measurements.appendix_f, measurements.tensors_steps, 0.06),
+        "resume": Part("kill and resume", measurements.resume, measurements.resume_steps, 0.15, 40.0),
+    },
+    CLAIMS,
+    judged=_JUDGED,
+    differs=_DIFFERS,
+    scale=StackScale(),
+    smoke=StackScale(
+        small=tasks.SMALL_SMOKE,
+        timed=tasks.TIMED_SMOKE,
+        to_loss=tasks.TO_LOSS_SMOKE,
+        replicated=tasks.REPLICATED_SMOKE,
+        split=Splitting(most_images=48, clients=3, rounds=2),
+        online=tasks.ONLINE_SMOKE,
+        sums=tasks.SUMS_SMOKE,
+        seeds=1,
+        rounds=1,
+        rates=("100mbit", "10gbit"),
+        kills=1,
+    ),
+    study=StackStudy,
+)
+
+fullstack = command(
+    PAPER,
+    """Repeat what the AQ-SGD paper does beyond activations of a pipeline, claim by claim.
+
+    A pipeline in replicas whose activations, their gradients and the optimizer's momenta are all compressed (figure 5),
+    QuantizedAdam against Adam, bf16 and PowerSGD (adam), split learning (split: figure 10), cluster centres instead of
+    messages (cluster: appendix G), sums of tensor parallelism (tensor: appendix F), and a killed pipeline that goes on
+    (resume). Figures become SVGs, and each claim a row: what it says, what was found here, and whether it holds, also
+    where it does not. Takes about 20 minutes on two cores.""",
+)

@@ -1,0 +1,236 @@
+"""Parts (b) and (c): tables 2 and 3 and figures 1 to 5, quality and times of every method of sending gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from experiments.framework.claims import Row
+from experiments.framework.methods import Method
+from experiments.framework.timing import Times, Timing
+from experiments.framework.training import Trained, curves
+from experiments.papers.intsgd.methods import (
+    HEURISTIC,
+    HEURISTIC_32,
+    METHODS,
+    NETWORKS,
+    RANDOM,
+    RANDOM_32,
+    SGD,
+    TRAINED,
+    Network,
+    on,
+    sensitive,
+)
+from experiments.tasks.models import Model
+from thinwire.compare import plots
+
+if TYPE_CHECKING:
+    from experiments.papers.intsgd.paper import IntSGDScale, IntSGDStudy
+
+TABLES: dict[Network, str] = {"pictures": "2", "words": "3"}
+UNITS: dict[Network, str] = {"pictures": "", "words": "nats"}
+_CURVES: dict[Network, str] = {"pictures": "3", "words": "4"}
+_LEAST_MARGIN: dict[Network, float] = {"pictures": 0.005, "words": 0.01}
+"""In shares of the images, and in nats."""
+DEFAULT = (0.9, 1e-8)
+"""Beta and eps."""
+_STABLE: dict[Network, float] = {"pictures": 0.01, "words": 0.02}
+"""A point of accuracy; two per cent of the default's loss."""
+_TURN_STEPS = 20
+"""Training steps that a step of what is timed, over a slow link, takes as long as."""
+
+Runs = Mapping[str, Sequence[Trained]]
+
+
+def part_b(study: IntSGDStudy) -> list[Row]:
+    """Train with every method from the same seeds, time all of them in turns, and draw."""
+    found: dict[Network, dict[str, list[Trained]]] = {net: {m.name: [] for m in TRAINED} for net in NETWORKS}
+    for network in NETWORKS:
+        for seed in study.seeds:
+            # Seed by seed, so that what slows the machine for a while slows all of them.
+            for method in TRAINED:
+                found[network][method.name].append(study.train(network, on(network, method), seed))
+    times = _times(study)
+    _draw_heuristic(study, found)
+    _draw_times(study, times)
+    for network in NETWORKS:
+        _draw_training(study, network, found[network])
+    rows = []
+    for network in NETWORKS:
+        rows += [*quality(network, found[network]), *speed(network, times[network])]
+    return rows
+
+
+def steps_of_b(scale: IntSGDScale) -> int:
+    """Of all trainings and turns."""
+    trained = scale.pictures.steps + scale.words.steps
+    turns = len(NETWORKS) * len(METHODS) * (1 + scale.rounds) * scale.turn_steps * _TURN_STEPS
+    return trained * scale.seeds * len(TRAINED) + turns
+
+
+def measure(network: Network, run: Trained) -> float:
+    """What is compared: accuracy of images, mean loss of words."""
+    return run.final_accuracy if network == "pictures" else run.final_loss
+
+
+def lost(network: Network, baseline: float, value: float) -> float:
+    """By how much ``value`` is worse: in accuracy, or in nats."""
+    return baseline - value if network == "pictures" else value - baseline
+
+
+def quality(network: Network, runs: Runs) -> list[Row]:
+    """Each method's quality, and by how much each seed's run is worse than SGD's. ``margin``: how much the seeds of
+    SGD differ, or the least that is asked about."""
+    base = [measure(network, run) for run in runs[SGD.name]]
+    margin = max(_LEAST_MARGIN[network], max(base) - min(base))
+    rows = []
+    for method in TRAINED:
+        own = [measure(network, run) for run in runs[method.name]]
+        data: dict[str, Any] = {"margin": margin, **curves(runs[method.name])}
+        if method is not SGD:
+            differences = [lost(network, b, value) for b, value in zip(base, own, strict=True)]
+            data |= {"spec": on(network, method).spec, "lost": differences}
+        rows.append(Row(TABLES[network], f"quality/{method.name}", fmean(own), UNITS[network], data))
+    return rows
+
+
+# --- times
+
+
+def _times(study: IntSGDStudy) -> dict[Network, Times]:
+    scale, found = study.scale, {}
+    with Timing("links", emulated=study.emulated, num_ranks=scale.num_ranks) as timing:
+        for network in NETWORKS:
+            task: Any = scale.timed_pictures if network == "pictures" else scale.timed_words
+            found[network] = timing.times(
+                Model(network, NETWORKS[network], "", task, task.batch, "items/s", 0),
+                [on(network, method) for method in METHODS],
+                rounds=scale.rounds,
+                steps=scale.turn_steps,
+                rate=study.rate,
+                on_turn=lambda steps, title: study.advance(_TURN_STEPS * steps, f"times of {title}"),
+            )
+        study.link = timing.link
+    return found
+
+
+def parts_of_step(times: Times, name: str) -> dict[str, tuple[float, ...]]:
+    """Seconds of a step by round: in all, of communication, and of what compression adds to computing. Whoever is ready
+    waits for the others: parts are those of the rank that they take the least."""
+    stages = times.least_stages[name]
+    communication = stages["wire_s"]
+    coding = [seconds for stage, seconds in stages.items() if stage != "wire_s"]
+    overhead = tuple(map(sum, zip(*coding, strict=True))) if coding else (0.0,) * len(communication)
+    return {"total": times.rounds[name], "communication": communication, "overhead": overhead}
+
+
+def speed(network: Network, times: Times) -> list[Row]:
+    """Each method's times: medians over rounds, and all of them."""
+    found = {method.name: parts_of_step(times, method.name) for method in METHODS}
+    rows = []
+    for method in METHODS:
+        medians = {part: median(seconds) for part, seconds in found[method.name].items()}
+        data = {f"{part}_s": medians[part] for part in ("communication", "overhead")}
+        data |= {"rounds": found[method.name]}
+        rows.append(Row(TABLES[network], f"step_s/{method.name}", medians["total"], "s", data))
+    return rows
+
+
+# --- part (c)
+
+
+def part_c(study: IntSGDStudy) -> list[Row]:
+    """Figure 5: train with one constant changed at a time, from one seed."""
+    found: dict[Network, dict[str, Trained]] = {}
+    for network in NETWORKS:
+        found[network] = {title(*DEFAULT): study.train(network, RANDOM, 0)}
+        for beta, eps in [*((b, DEFAULT[1]) for b in study.scale.betas), *((DEFAULT[0], e) for e in study.scale.epss)]:
+            found[network][title(beta, eps)] = study.train(network, sensitive(beta, eps), 0)
+    panels = ["ResNet: held-out accuracy", "LSTM: held-out loss"]
+    figure, axes = plots.canvas(2, titles=panels, x="step", y=["", "nats"])
+    for (network, runs), panel in zip(found.items(), axes, strict=True):
+        for name, run in runs.items():
+            values = run.accuracy if network == "pictures" else run.held_out_loss
+            panel.plot(run.probe_steps, values[1:], label=name)
+    plots.save(figure, study.picture("5"))
+    return [stability(network, runs) for network, runs in found.items()]
+
+
+def steps_of_c(scale: IntSGDScale) -> int:
+    return (scale.pictures.steps + scale.words.steps) * (1 + len(scale.betas) + len(scale.epss))
+
+
+def title(beta: float, eps: float) -> str:
+    return f"beta={beta:g}, eps={eps:g}"
+
+
+def stability(network: Network, found: Mapping[str, Trained]) -> Row:
+    """By how much the worst choice of constants is worse than the default; ``margin`` is allowed."""
+    values = {name: measure(network, run) for name, run in found.items()}
+    default = values[title(*DEFAULT)]
+    # Unlike max(), a NaN comes out on top, so that a run that diverged does not hold.
+    most = float(np.max([lost(network, default, value) for value in values.values()]))
+    margin = _STABLE[network] * (1.0 if network == "pictures" else default)
+    data = {"margin": margin, "values": values, "curves": {name: curves([run]) for name, run in found.items()}}
+    return Row("5", f"sensitivity/{network}", most, UNITS[network], data)
+
+
+# --- pictures
+
+
+def _draw_heuristic(study: IntSGDStudy, found: Mapping[Network, Runs]) -> None:
+    titles = [f"{NETWORKS[net]}, {'held-out accuracy' if net == 'pictures' else 'held-out loss'}" for net in NETWORKS]
+    drawn, panels = plots.canvas(2, titles=titles, x="step", y=["", "nats"])
+    for network, axes in zip(NETWORKS, panels, strict=True):
+        for method in (SGD, RANDOM, RANDOM_32, HEURISTIC, HEURISTIC_32):
+            _plot(axes, method, found[network][method.name], "accuracy" if network == "pictures" else "held_out_loss")
+    plots.save(drawn, study.picture("1"))
+
+
+def _draw_training(study: IntSGDStudy, network: Network, runs: Runs) -> None:
+    held_out = "accuracy" if network == "pictures" else "held_out_loss"
+    titles = [f"{NETWORKS[network]}: training loss", f"held-out {held_out.replace('held_out_', '')}"]
+    drawn, panels = plots.canvas(2, titles=titles, x="step", y=["nats", UNITS[network]])
+    for method in TRAINED:
+        own = runs[method.name]
+        edges = [0, *own[0].probe_steps]
+        values = [[fmean(run.train_loss[low:high]) for low, high in pairwise(edges)] for run in own]
+        panels[0].plot(edges[1:], np.mean(values, axis=0), color=method.colour, label=method.title)
+        _plot(panels[1], method, own, held_out)
+    if network == "pictures":
+        panels[0].set_yscale("log")
+    plots.save(drawn, study.picture(_CURVES[network]))
+
+
+def _plot(axes: Any, method: Method, runs: Sequence[Trained], what: str) -> None:
+    # What has been learnt at all is learnt before the first look.
+    steps, values = runs[0].probe_steps, np.array([getattr(run, what) for run in runs])[:, 1:]
+    axes.plot(steps, values.mean(0), color=method.colour, label=method.title)
+    axes.fill_between(steps, values.min(0), values.max(0), color=method.colour, alpha=0.15, linewidth=0)
+
+
+def _draw_times(study: IntSGDStudy, times: Mapping[Network, Times]) -> None:
+    """What a step is made of, one bar a method."""
+    titles = [f"{name}, a step {study.over}" for name in NETWORKS.values()]
+    drawn, panels = plots.canvas(2, titles=titles, x="ms", y="")
+    for network, axes in zip(NETWORKS, panels, strict=True):
+        found = [{k: median(v) for k, v in parts_of_step(times[network], m.name).items()} for m in METHODS]
+        widths = {
+            ("communication", "#c0392b"): [m["communication"] for m in found],
+            ("encoding and decoding", "#d98a00"): [m["overhead"] for m in found],
+            ("computation, waiting", "#bbbbbb"): [m["total"] - m["communication"] - m["overhead"] for m in found],
+        }
+        left = np.zeros(len(METHODS))
+        for (label, colour), seconds in widths.items():
+            width = 1e3 * np.maximum(0.0, np.array(seconds))
+            axes.barh(range(len(METHODS)), width, left=left, color=colour, label=label)
+            left += width
+        axes.set_yticks(range(len(METHODS)), [method.title for method in METHODS])
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+    plots.save(drawn, study.picture("2"))

@@ -1,0 +1,440 @@
+"""The IntSGD paper's claims, the parts that measure for them, and its command."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Self
+
+from experiments.framework.claims import Claim, Rows, Rule, differences, estimated
+from experiments.framework.findings import no_worse
+from experiments.framework.methods import Method
+from experiments.framework.paper import Paper, Part, command
+from experiments.framework.sign_test import above
+from experiments.framework.study import Scale, Study
+from experiments.framework.training import Trained
+from experiments.papers.intsgd import convex, datasets, figure_6, networks
+from experiments.papers.intsgd.convex import Source
+from experiments.papers.intsgd.logistic import BATCH_SHARE, NUM_WORKERS, REGULARISATION
+from experiments.papers.intsgd.methods import (
+    DETERM,
+    HEURISTIC,
+    HEURISTIC_32,
+    NATSGD,
+    NETWORKS,
+    POWERSGD,
+    QSGD,
+    RANDOM,
+    RANDOM_32,
+    SGD,
+    SGD_GATHERED,
+    TABLE,
+    Network,
+)
+from experiments.papers.intsgd.networks import DEFAULT, TABLES
+from experiments.tasks.words import LanguageTask, Pictures
+from thinwire.compare.data import standard_library
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntSGDScale(Scale):
+    """``sources`` are minimised in part (a), ``pictures`` and ``words`` trained in (b) and (c). What is timed is larger
+    than what is trained, so that its bytes outweigh a link's delays: ``rounds`` turns of ``turn_steps`` steps of every
+    method. ``betas`` and ``epss`` are beside the default ones. ``data``: CIFAR-10's folder, or a LibSVM file."""
+
+    rate: str | None = "200mbit"
+    data: str | None = None
+    sources: tuple[Source, ...] = convex.SOURCES
+    pictures: Pictures = field(default_factory=Pictures)
+    words: LanguageTask = field(default_factory=LanguageTask)
+    timed_pictures: Pictures = field(default_factory=lambda: Pictures(width=64, batch=4))
+    timed_words: LanguageTask = field(default_factory=lambda: LanguageTask(words=4096, width=192, batch=1))
+    num_ranks: int = 4
+    rounds: int = 8
+    turn_steps: int = 2
+    betas: tuple[float, ...] = (0.0, 0.5, 0.99)
+    epss: tuple[float, ...] = (1e-4, 1e-6)
+
+    def adapted(self, **options: Any) -> Self:
+        made = super().adapted(**options)
+        if made.data is None:
+            return made
+        path = Path(made.data)
+        if path.is_file():
+            datasets.libsvm(path)
+            return replace(made, sources=(*made.sources, convex.file_source(path, made.sources)))
+        tasks = {name: replace(getattr(made, name), data=made.data) for name in ("pictures", "timed_pictures")}
+        return replace(made, **tasks)
+
+    def about(self) -> dict[str, Any]:
+        standard_library()
+        return {"images": self.pictures.images.name}
+
+
+SMOKE = IntSGDScale(
+    sources=convex.SMOKE_SOURCES,
+    pictures=Pictures(width=8, steps=6, batch=4, warm_up=2, probe_every=3, probe_images=40),
+    words=LanguageTask(
+        words=64, width=16, context=8, steps=6, warm_up=2, probe_every=3, held_out_windows=32, probe_windows=16
+    ),
+    timed_pictures=Pictures(width=8, batch=4),
+    timed_words=LanguageTask(words=64, width=16, context=8, batch=1),
+    num_ranks=2,
+    seeds=1,
+    rounds=1,
+    turn_steps=1,
+    betas=(0.0,),
+    epss=(1e-4,),
+)
+
+
+@dataclass
+class IntSGDStudy(Study[IntSGDScale]):
+    """``datasets``: what is known of those that part (a) has minimised."""
+
+    link: Any = "loopback"
+    datasets: dict[str, Any] = field(default_factory=dict)
+
+    def train(self, network: Network, method: Method, seed: int) -> Trained:
+        """Over loopback."""
+        task = self.scale.pictures if network == "pictures" else self.scale.words
+        return self.train_task(task, method, seed, num_ranks=self.scale.num_ranks)
+
+    def about(self) -> dict[str, Any]:
+        return {"link": self.link, "datasets": self.datasets}
+
+
+# --- part (a): what holds does so on every data set
+
+_FEW_BITS, _BLOWN_UP, _LINEAR = 3.0, 10.0, 0.99
+_AS_FAST = 1.5
+"""Theorem 4's rate is full precision's up to a constant."""
+
+
+def _each(text: Callable[[Rows, str], str]) -> Callable[[Rows], str]:
+    return lambda rows: "; ".join(f"{name} {text(rows, name)}" for name in figure_6.datasets(rows))
+
+
+def _all(holds: Callable[[Rows, str], bool]) -> Rule:
+    return lambda rows: all(holds(rows, name) for name in figure_6.datasets(rows))
+
+
+def _most(value: Callable[[Rows, str], float]) -> Callable[[Rows], float]:
+    return lambda rows: max(value(rows, name) for name in figure_6.datasets(rows))
+
+
+def _by_dataset(row: str, key: str = "by_dataset") -> Callable[[Rows, str], float]:
+    # JSON keeps infinity, a gap that was never reached, as null.
+    return lambda rows, name: math.inf if rows[row][key][name] is None else rows[row][key][name]
+
+
+def _bits(rows: Rows, name: str) -> str:
+    sent, total = (figure_6.curve(rows, name, "intdiana", key).max() for key in ("largest_sent", "largest_sum"))
+    bits = _by_dataset("bits/intdiana")(rows, name)
+    return f"{bits:.2f} (integers up to {sent:.0f}, sums up to {total:.0f})"
+
+
+def _grown(rows: Rows, name: str) -> str:
+    first, last, other = figure_6.growth(rows, name)
+    return f"{first:.0f} grew to {last:.3g}, IntDIANA's {other:.0f}"
+
+
+def _blown_up(rows: Rows, name: str) -> bool:
+    first, last, other = figure_6.growth(rows, name)
+    return last >= _BLOWN_UP * max(1.0, other) and last > max(1.0, first)
+
+
+def _gradients(rows: Rows, name: str) -> str:
+    own, other, target = figure_6.gradients_taken(rows, name)
+    return f"{own:.0f} against {other:.0f} at {target:.1e}"
+
+
+def _fewer_gradients(rows: Rows, name: str) -> float:
+    own, other, _ = figure_6.gradients_taken(rows, name)
+    return own / other
+
+
+def _as_fast(method: str) -> tuple[Callable[[Rows], str], Rule]:
+    steps = _by_dataset(f"steps/{method}")
+    return (
+        _each(
+            lambda rows, name: (
+                f"{steps(rows, name):.2f}x the steps to a gap of {figure_6.target_of_steps(rows, name, method):.1e}"
+            )
+        ),
+        _all(lambda rows, name: steps(rows, name) <= _AS_FAST and figure_6.straightness(rows, name, method) >= _LINEAR),
+    )
+
+
+def _other_scales(method: str) -> Callable[[Rows, str], str]:
+    def text(rows: Rows, name: str) -> str:
+        ratio = rows[f"gap/{name}/{method}"]["value"] / rows[f"gap/{name}/gd"]["value"]
+        return f"{figure_6.bits_per_step(rows, name, method):.2f} bits, {ratio:.2f}x GD's gap"
+
+    return text
+
+
+def _claims_of_a() -> Iterator[Claim]:
+    bits, bound = _by_dataset("bits/intdiana"), _by_dataset("bound/intdiana", "bound")
+    yield Claim(
+        "6",
+        "bits/intdiana",
+        f"IntDIANA needs fewer than {_FEW_BITS:.0f} bits per coordinate (C.5)",
+        _each(_bits),
+        _all(lambda rows, name: bits(rows, name) < _FEW_BITS),
+    )
+    yield Claim(
+        "6",
+        "largest/intgd",
+        "IntGD's integers grow very large as it converges; IntDIANA's do not (C.5, A.2)",
+        _each(_grown),
+        _all(_blown_up),
+        value=_most(lambda rows, name: figure_6.growth(rows, name)[1]),
+    )
+    for method, title, twin in (("intdiana", "IntDIANA", "GD"), ("vr-intdiana", "VR-IntDIANA", "L-SVRG")):
+        says = f"{title} converges linearly, like {twin} in full precision (theorem 4)"
+        yield Claim("6", f"steps/{method}", says, *_as_fast(method))
+    yield Claim(
+        "6",
+        "gradients/vr-intdiana",
+        "VR-IntDIANA takes fewer gradient evaluations than IntDIANA (C.5)",
+        _each(_gradients),
+        _all(lambda rows, name: _fewer_gradients(rows, name) < 1),
+        value=_most(_fewer_gradients),
+        unit="x",
+    )
+    yield Claim(
+        "6",
+        "bound/intdiana",
+        "1 + log2 √(d/2n) bits per coordinate are enough for IntDIANA, on average over its steps (4.2)",
+        _each(lambda rows, name: f"{bits(rows, name):.2f} of {bound(rows, name):.2f}"),
+        _all(lambda rows, name: bits(rows, name) <= bound(rows, name)),
+    )
+    for method, title in (("intdiana blocks", "IntDIANA, 4 blocks"), ("intdiana coordinates", "by coordinate")):
+        yield Claim(
+            "6",
+            f"bits/{method}",
+            title,
+            _each(_other_scales(method)),
+            value=_most(lambda rows, name, method=method: figure_6.bits_per_step(rows, name, method)),
+            unit="bits",
+        )
+
+
+# --- part (b): quality
+
+_QUALITY: dict[Network, tuple[tuple[Method, bool, str], ...]] = {
+    "pictures": (
+        (RANDOM, True, "94.55 against 94.67 %, table 2"),
+        (RANDOM_32, True, "figure 1"),
+        (DETERM, True, "94.43 against 94.67 %, table 2"),
+        (HEURISTIC, False, "figure 1, section 5.2"),
+        (HEURISTIC_32, False, "figure 1, section 5.2"),
+        (QSGD, False, "93.69 against 94.67 %, table 2"),
+        (NATSGD, True, "94.57 against 94.67 %, table 2"),
+        (POWERSGD, False, "94.33 against 94.67 %, table 2"),
+    ),
+    "words": (
+        (RANDOM, True, "4.54 against 4.54, table 3"),
+        (RANDOM_32, True, "figure 1"),
+        (DETERM, False, "4.70 against 4.54, table 3"),
+        (HEURISTIC, False, "figure 1, section 5.2"),
+        (HEURISTIC_32, False, "figure 1, section 5.2"),
+        (QSGD, False, "4.63 against 4.54, table 3"),
+        (NATSGD, True, "4.52 against 4.54, table 3"),
+        (POWERSGD, True, "4.52 against 4.54, table 3"),
+    ),
+}
+"""Whether a method matches SGD's quality, and the paper's figures."""
+_AMOUNTS: dict[Network, tuple[float, int, str]] = {"pictures": (100.0, 2, " points"), "words": (1.0, 4, "")}
+
+
+def _reached(network: Network, row: Mapping[str, Any]) -> str:
+    value = math.nan if row["value"] is None else row["value"]
+    return f"{value:.2%}" if network == "pictures" else f"loss {value:.4f} (perplexity {math.exp(value):.2f})"
+
+
+def _lost(network: Network, name: str) -> Callable[[Rows], str]:
+    factor, digits, unit = _AMOUNTS[network]
+
+    def found(rows: Rows) -> str:
+        row, lost = rows[name], estimated(rows[name], "lost")
+        bounds = f" ({factor * lost.lower:+.{digits}f} to {factor * lost.upper:+.{digits}f})"
+        shown = f"{factor * lost.mean:+.{digits}f}{unit}{bounds if math.isfinite(lost.lower) else ''}"
+        spread = f"{factor * row['margin']:.{digits}f}{unit}"
+        return f"{_reached(network, row)}, lost: {shown}, SGD's seeds spread {spread}"
+
+    return found
+
+
+def _quality_rule(name: str, *, matches: bool) -> Rule:
+    """To match is not to be worse by more than seeds differ; to fall short is to be worse, pair by pair."""
+
+    def rule(rows: Rows) -> bool | None:
+        holds = no_worse(differences(rows[name], "lost"), rows[name]["margin"] if matches else 0.0)[1]
+        return holds if matches or holds is None else not holds
+
+    return rule
+
+
+def _claims_of_quality(network: Network) -> Iterator[Claim]:
+    for method, matches, theirs in _QUALITY[network]:
+        row = f"quality/{method.name}"
+        says = f"{NETWORKS[network]}: {method.title} {'ends at' if matches else 'falls short of'} SGD's quality"
+        rule = _quality_rule(row, matches=matches)
+        yield Claim(TABLES[network], row, f"{says} ({theirs})", _lost(network, row), rule)
+    row = f"quality/{SGD.name}"
+    yield Claim(TABLES[network], row, f"{NETWORKS[network]}: SGD's quality", lambda rows: _reached(network, rows[row]))
+
+
+# --- part (b): times
+
+_INT8_SHARE = 0.27
+_TIMES: tuple[tuple[str, Method, Method, str, float, bool], ...] = (
+    ("communication", RANDOM, SGD, f"int8 communicates in {_INT8_SHARE} of fp32's time at most", _INT8_SHARE, False),
+    ("total", RANDOM, SGD, "IntSGD (random) is faster than SGD by all-reduce (5.3)", 1.0, False),
+    ("total", DETERM, SGD, "IntSGD (determ.) is faster than SGD by all-reduce (5.3)", 1.0, False),
+    ("total", POWERSGD, SGD, "PowerSGD is faster than SGD by all-reduce (5.3)", 1.0, False),
+    ("total", QSGD, SGD_GATHERED, "QSGD is faster than SGD by all-gather (5.3)", 1.0, False),
+    ("total", NATSGD, SGD_GATHERED, "NatSGD is faster than SGD by all-gather (5.3)", 1.0, False),
+    ("total", QSGD, SGD, "QSGD is slower than SGD by all-reduce (5.3)", 1.0, True),
+    ("total", NATSGD, SGD, "NatSGD is slower than SGD by all-reduce (5.3)", 1.0, True),
+    ("overhead", RANDOM, DETERM, "random rounding takes more computation than determ. (5.3)", 1.0, True),
+)
+"""Part of a step, method, what it is compared with, the paper's words, the ratio that is asked about, and whether it is
+to be above that."""
+
+
+def _ratios(part: str, method: Method, other: Method) -> Callable[[Rows], list[float]]:
+    """Round by round, so that a machine that slows down slows both methods down."""
+
+    def ratios(rows: Rows) -> list[float]:
+        mine, theirs = (rows[f"step_s/{one.name}"]["rounds"][part] for one in (method, other))
+        return [a / b for a, b in zip(mine, theirs, strict=True)]
+
+    return ratios
+
+
+def _ratio_rule(ratios: Callable[[Rows], list[float]], bound: float, *, slower: bool) -> Rule:
+    def rule(rows: Rows) -> bool | None:
+        longer = above(ratios(rows), bound)
+        return longer if slower or longer is None else not longer
+
+    return rule
+
+
+def _step(name: str) -> Callable[[Rows], str]:
+    def found(rows: Rows) -> str:
+        row = rows[name]
+        seconds = {"overhead": row["overhead_s"], "communication": row["communication_s"], "total": row["value"]}
+        return ", ".join(f"{part} {1e3 * taken:.1f} ms" for part, taken in seconds.items())
+
+    return found
+
+
+def _claims_of_times(network: Network) -> Iterator[Claim]:
+    for part, method, other, text, bound, slower in _TIMES:
+        ratios = _ratios(part, method, other)
+        yield Claim(
+            TABLES[network],
+            f"{part}/{method.name} over {other.name}",
+            f"{NETWORKS[network]}: {text}",
+            lambda rows, ratios=ratios: f"{median(ratios(rows)):.3f}x",
+            _ratio_rule(ratios, bound, slower=slower),
+            over_link=True,
+            value=lambda rows, ratios=ratios: median(ratios(rows)),
+            unit="x",
+        )
+    for method in TABLE:
+        row = f"step_s/{method.name}"
+        yield Claim(TABLES[network], row, f"{NETWORKS[network]}: a step of {method.title}", _step(row))
+
+
+# --- part (c)
+
+
+def _stability(network: Network) -> Claim:
+    row = f"sensitivity/{network}"
+    factor, unit = (100.0, " points of accuracy") if network == "pictures" else (1.0, " nats")
+
+    def found(rows: Rows) -> str:
+        values = {name: math.nan if value is None else value for name, value in rows[row]["values"].items()}
+        lost = {name: networks.lost(network, values[networks.title(*DEFAULT)], value) for name, value in values.items()}
+        worst = max(lost, key=lambda name: math.inf if math.isnan(lost[name]) else lost[name])
+        most, margin = factor * lost[worst], factor * rows[row]["margin"]
+        return f"at most {most:+.3f}{unit} worse than the default, with {worst}; {margin:.3f} allowed"
+
+    return Claim(
+        "5",
+        row,
+        f"{NETWORKS[network]}: IntSGD is quite stable across beta and eps (C.4)",
+        found,
+        lambda rows: rows[row]["value"] is not None and rows[row]["value"] <= rows[row]["margin"],
+    )
+
+
+CLAIMS = (
+    *_claims_of_a(),
+    *(claim for network in NETWORKS for claim in _claims_of_quality(network)),
+    *(claim for network in NETWORKS for claim in _claims_of_times(network)),
+    *map(_stability, NETWORKS),
+)
+
+# --- the paper
+
+# Rough, on two quiet cores of a 2020s server: seconds of one method on one data set, and of a training step.
+_JOB_S, _STEP_S, _START_S = 4.0, 0.018, 15.0
+
+PAPER = Paper(
+    "intsgd",
+    "IntSGD's experiments, as found here",
+    {
+        "a": Part("a: logistic regression", figure_6.part_a, lambda scale: convex.num_jobs(scale.sources), _JOB_S),
+        "b": Part("b: networks", networks.part_b, networks.steps_of_b, _STEP_S, _START_S),
+        "c": Part("c: beta and eps", networks.part_c, networks.steps_of_c, _STEP_S, _START_S),
+    },
+    CLAIMS,
+    judged=(
+        "(a): a claim holds if it does on every data set, convergence at every seed; linear is an R² of at least 0.99 "
+        "of a line through the gap's logarithm, and like full precision at most 1.5 times its steps; (b) quality, at "
+        "95 % and in the mean of pairs of runs from one seed: to end at SGD's is to be worse by no more than SGD's own "
+        "seeds spread (half a point or 0.01 nats at least), to fall short is to be worse at all; times: it is so in so "
+        "many of the rounds, in which all take turns, that chance would do it in 5 % of all cases at most; (c): no "
+        "choice is worse than the default by more than a point, or 2 % of the loss"
+    ),
+    differs=(
+        f"(a) the {NUM_WORKERS} workers are an axis of arrays in one process and compute, in fp64, what each would "
+        "compute alone; integers are neither clipped nor limited in size",
+        "(a) a5a, mushrooms, w8a and real-sim are made with the shapes of the LibSVM sets; they are not these sets, "
+        f"which --data reads; lambda is {REGULARISATION:g}/m, learning rates are {convex.RATES[False]:g}/L and, of "
+        f"L-SVRG, {convex.RATES[True]:g}/L; mini-batches are {BATCH_SHARE:.0%} of a worker's data, drawn with "
+        "replacement",
+        "(a) 20 seeds, but 3 on real-sim's shape; f* is gradient descent's, brought to its end by L-BFGS",
+        f"(b) {IntSGDScale().num_ranks} ranks are processes that share this machine's cores, on emulated links, "
+        "instead of 16 GPUs on InfiniBand: an all-gather of 8 bits sends half of what fp32's all-reduce does, not "
+        "twice as much; what is timed is larger than what is trained",
+        "(b) a ResNet of three blocks with group norm on small images, 20 epochs, instead of ResNet18 on CIFAR-10, 300",
+        "(b) a 3-layer LSTM of 96 units on the words of Python's standard library, 360 steps with momentum and "
+        "gradients clipped to 0.5, instead of 650 units on Wikitext-2 for 90 epochs; the hidden state is not carried "
+        "on",
+        "(b) all methods have the learning rate that suits SGD; IntSGD's scales are by layer, from the aggregated "
+        "gradient",
+        "(c) one seed",
+    ),
+    scale=IntSGDScale(),
+    smoke=SMOKE,
+    study=IntSGDStudy,
+)
+
+intsgd = command(
+    PAPER,
+    """Repeat the experiments of "IntSGD: Adaptive Floatless Compression of Stochastic Gradients" (ICLR 2022) here.
+
+    Part a minimises logistic regression over twelve workers whose data differ, by IntGD, IntDIANA, VR-IntDIANA and
+    their twins in full precision: figure 6; --data adds a set, a file in LibSVM's format, plain, gzip or bzip2. Part b
+    trains a small ResNet and an LSTM on four ranks with every method of tables 2 and 3, and times them over slow links:
+    figures 1 to 4. Part c changes beta and eps: figure 5. Takes about twenty minutes on two cores.""",
+)

@@ -1,0 +1,164 @@
+"""Figures 4.5b, B.1 and B.6b: what is sent in each bucket, and what a bucket's bytes cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+import numpy as np
+
+from experiments.framework.claims import Row
+from experiments.framework.methods import Method
+from experiments.papers.lgreco.gradients import Snapshot, choose, reference_of
+from experiments.papers.lgreco.methods import POWERSGD, kmeans_method, lgreco_method, settled, uniform_method
+from experiments.papers.lgreco.study import NUM_RANKS, LGrecoScale, LGrecoStudy
+from thinwire.compare import plots
+from thinwire.compressors import Compressor
+from thinwire.plan import sent_bytes
+from thinwire.plan.policies import LGreco, Policy, Sync, parse_policy
+from thinwire.plan.policies.bucket_times import fit_quality, seconds_per_byte
+
+_SKIPPED_STEPS = 2
+"""Of a new plan: its first steps open new messages."""
+_PRIORITY = "objective='priority'"
+
+PerBucket = dict[str, list[float]]
+"""Bytes of each bucket in communication order, in the mean over training, by policy."""
+
+
+def methods(scale: LGrecoScale) -> list[Method]:
+    """Whose steps are timed: as L-GreCo is, and with buckets weighed."""
+    prioritised = Method(
+        "priority",
+        "PowerSGD, L-GreCo by priority",
+        "#1f6fb2",
+        spec=POWERSGD.spec("gpt"),
+        adapt=settled("lgreco", scale.warm_up, _PRIORITY),
+    )
+    adapted, other = lgreco_method(POWERSGD, scale.warm_up), kmeans_method(POWERSGD, scale.warm_up)
+    return [uniform_method(POWERSGD), adapted, prioritised, other]
+
+
+def time_aware(scale: LGrecoScale) -> Method:
+    """A policy that tries plans until it knows what each bucket costs."""
+    adapt = f"lgreco(every={scale.trial_steps}, window=1, lag=2, objective='time')"
+    return Method("time", "PowerSGD, time-aware L-GreCo", "#0a7d4f", spec=POWERSGD.spec("gpt"), adapt=adapt)
+
+
+def steps(scale: LGrecoScale) -> int:
+    """Of all turns, of the trials, and of the snapshots' training."""
+    turns = len(methods(scale)) * (1 + scale.rounds) * scale.turn_steps
+    return turns + scale.trials * scale.trial_steps + scale.gpt.steps
+
+
+def buckets(study: LGrecoStudy) -> list[Row]:
+    """What policies put into each bucket, and how long it takes."""
+    scale, model, (name, rate) = study.scale, study.model, next(iter(study.rates.items()))
+    timing = study.timing(NUM_RANKS)
+    times = timing.times(
+        model, methods(scale), rounds=scale.rounds, steps=scale.turn_steps, rate=rate, on_turn=study.advance
+    )
+    syncs, _ = timing.syncs(
+        model, time_aware(scale), steps=scale.trials * scale.trial_steps, rate=rate, on_turn=study.advance
+    )
+    bucket_of = {row["name"]: row["bucket"] for row in times.layers[POWERSGD.name]}
+    snapshots = study.snapshots("gpt")
+    found = per_bucket(snapshots, bucket_of)
+    per_byte, quality = fitted(syncs)
+    _draw(study, found, per_byte)
+    adapted = f"{POWERSGD.name} lgreco"
+    data = {"step_s": times.rounds, "payload_bytes": times.payload_bytes, "layers": times.layers, "rate": name}
+    rows = bucket_rows(found)
+    rows.append(Row("figure B.1", "priority_slower", times.times_faster(adapted, "priority"), "x", data))
+    rows.append(Row("section 4.6.5", "fit", quality, "", {"ns_per_byte": [1e9 * value for value in per_byte or ()]}))
+    if per_byte is not None:
+        spread = max(per_byte) / fmean(per_byte) - 1
+        rows.append(
+            Row("figure B.6b", "coefficients_alike", spread, "", {"ns_per_byte": [1e9 * value for value in per_byte]})
+        )
+        rows.append(Row("section 4.6.5", "time_plan_alike", _weighed(syncs, snapshots, bucket_of), "x"))
+    return rows
+
+
+def bucket_rows(found: PerBucket) -> list[Row]:
+    """Figures 4.5b and B.1: what the last bucket saves, and what part of the bytes the later half has."""
+    share = {name: later_share(values) for name, values in found.items()}
+    saved = found["uniform"][-1] / found["lgreco"][-1]
+    data = {"bytes_per_bucket": found}
+    return [
+        Row("figure 4.5b", "largest_and_last_compressed_most", saved, "x", data),
+        Row("figure B.1", "priority_shifts", share["lgreco"] / share["priority"], "x", data),
+    ]
+
+
+def later_share(sizes: Sequence[float]) -> float:
+    """Of the bytes, that of the buckets that leave last."""
+    return sum(sizes[len(sizes) // 2 :]) / sum(sizes)
+
+
+def _policies() -> dict[str, Policy]:
+    return {
+        "lgreco": LGreco(),
+        "kmeans": parse_policy("kmeans()"),
+        "priority": LGreco(objective="priority"),
+    }
+
+
+def per_bucket(snapshots: Sequence[Snapshot], bucket_of: Mapping[str, int]) -> PerBucket:
+    """What uniform PowerSGD and each policy send in each bucket, in the mean over the snapshots."""
+    spec = POWERSGD.spec("gpt")
+    plans: dict[str, list[Mapping[str, Compressor]]] = {"uniform": [reference_of(spec, s) for s in snapshots]}
+    for name, policy in _policies().items():
+        plans[name] = [at.plan for at in choose(policy, spec, snapshots, bucket_of=bucket_of)]
+    found = {}
+    for name, chosen in plans.items():
+        sums = [_by_bucket(plan, s, bucket_of) for plan, s in zip(chosen, snapshots, strict=True)]
+        found[name] = [fmean(column) for column in zip(*sums, strict=True)]
+    return found
+
+
+def _by_bucket(plan: Mapping[str, Compressor], snapshot: Snapshot, bucket_of: Mapping[str, int]) -> list[float]:
+    sums = [0.0] * (1 + max(bucket_of.values()))
+    for name, gradient in snapshot.gradients.items():
+        sums[bucket_of[name]] += sent_bytes(plan[name], tuple(gradient.shape), NUM_RANKS)
+    return sums
+
+
+def fitted(syncs: Sequence[Sync]) -> tuple[list[float] | None, float]:
+    """Seconds a byte by bucket from the plans that were tried, and R² of their medians' prediction."""
+    per_byte = seconds_per_byte(syncs)
+    if per_byte is None:
+        return None, float("nan")
+    return per_byte, fit_quality(_medians(syncs, len(per_byte)), per_byte)
+
+
+def _medians(syncs: Sequence[Sync], num_buckets: int) -> list[Sync]:
+    """Each plan's median time, of those that the regression takes."""
+    seen: dict[tuple[int, ...], list[float]] = {}
+    for sync in syncs:
+        seen.setdefault(sync.bucket_bytes, []).append(sync.seconds)
+    settled_ones = {sizes: seconds[_SKIPPED_STEPS:] for sizes, seconds in seen.items() if len(sizes) == num_buckets}
+    return [Sync(sizes, float(np.median(seconds))) for sizes, seconds in settled_ones.items() if seconds]
+
+
+def _weighed(syncs: Sequence[Sync], snapshots: Sequence[Snapshot], bucket_of: Mapping[str, int]) -> float:
+    """Bytes of plans that minimise the predicted time, for those of plans that minimise bytes."""
+    spec = POWERSGD.spec("gpt")
+    by_bytes = choose(LGreco(), spec, snapshots, bucket_of=bucket_of)
+    by_time = choose(LGreco(objective="time"), spec, snapshots, bucket_of=bucket_of, syncs=syncs)
+    return fmean(timed.sent_bytes / plain.sent_bytes for timed, plain in zip(by_time, by_bytes, strict=True))
+
+
+def _draw(study: LGrecoStudy, found: PerBucket, per_byte: list[float] | None) -> None:
+    titles = ["figures 4.5b and B.1: what each bucket sends", "figure B.6b: what a byte of it costs"]
+    figure, panels = plots.canvas(2, titles=titles, x="bucket, as they leave", y=["kB a step", "ns a byte"])
+    colours = {"uniform": "#aaaaaa", "lgreco": POWERSGD.colour, "kmeans": "#d98a00", "priority": "#1f6fb2"}
+    width = 0.8 / len(found)
+    for at, (name, values) in enumerate(found.items()):
+        places = [1 + bucket + (at - (len(found) - 1) / 2) * width for bucket in range(len(values))]
+        panels[0].bar(places, [value / 1e3 for value in values], width, color=colours[name], label=name)
+    for axes in panels:
+        axes.set_xticks(range(1, 1 + len(found["uniform"])))
+    if per_byte is not None:
+        panels[1].bar(range(1, 1 + len(per_byte)), [1e9 * value for value in per_byte], color="#0a7d4f")
+    plots.save(figure, study.picture("4.5b-B.1-B.6b"))

@@ -1,0 +1,55 @@
+"""Section 4.6.4 and figure B.6a: the loss-based metric beside the error that plans are made by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from experiments.framework.claims import Row
+from experiments.papers.lgreco.metric import Correlation, Sensitivity, checkpoint, correlation, sensitivities
+from experiments.papers.lgreco.study import TITLES, LGrecoScale, LGrecoStudy
+from thinwire.compare import plots
+from thinwire.compressors import Compressor, Raw, parse
+from thinwire.plan import Plan
+
+_SPECS = ("powersgd(rank=1)", "powersgd(rank=4)", "powersgd(rank=16)")
+
+
+def steps(scale: LGrecoScale) -> int:
+    """Of the checkpoint's training and of every short run."""
+    return scale.metric_start + (1 + len(_SPECS) * scale.metric_layers) * scale.metric_steps
+
+
+def metric(study: LGrecoStudy) -> list[Row]:
+    """Short trainings from one checkpoint, one layer compressed in each."""
+    scale = study.scale
+
+    def on_step() -> None:
+        study.advance(1, "short trainings, one layer compressed in each")
+
+    start = checkpoint(scale.gpt, scale.metric_start, on_step=on_step)
+    chosen = candidates(dict(start.model.named_parameters()), scale.metric_layers)
+    rows = sensitivities(scale.gpt, start, chosen, steps=scale.metric_steps, on_step=on_step)
+    found = correlation(rows)
+    _draw(study, rows, found)
+    data = {"pearson": found.pearson, "steps": scale.metric_steps, "rows": [vars(row) for row in rows]}
+    return [Row("figure B.6a", "correlation", found.spearman, "", data)]
+
+
+def candidates(parameters: Mapping[str, object], count: int) -> dict[str, list[Compressor]]:
+    """The ``count`` largest layers that low ranks fit, with each of the ranks."""
+    shapes = {name: tuple(getattr(parameter, "shape", ())) for name, parameter in parameters.items()}
+    kept = [name for name, c in Plan.build(shapes, _SPECS[0]).layers.items() if not isinstance(c, Raw)]
+    largest = sorted(kept, key=lambda name: -math.prod(shapes[name]))[:count]
+    return {name: [parse(spec) for spec in _SPECS] for name in largest}
+
+
+def _draw(study: LGrecoStudy, rows: Sequence[Sensitivity], found: Correlation) -> None:
+    title = f"{TITLES['gpt']}, PowerSGD: Spearman's {found.spearman:.2f}"
+    figure, (axes,) = plots.canvas(1, titles=[title], x="squared L2 error", y="loss beyond uncompressed (nats)")
+    colours = dict(zip(_SPECS, ("#c0392b", "#d98a00", "#0a7d4f"), strict=True))
+    for spec, colour in colours.items():
+        mine = [row for row in rows if row.spec == spec]
+        axes.scatter([row.error for row in mine], [row.loss_difference for row in mine], color=colour, label=spec)
+    axes.set_xscale("log")
+    plots.save(figure, study.picture("B.6a"))

@@ -1,0 +1,99 @@
+"""What trainings say: quality lost to uncompressed training, and bytes once plans are chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from experiments.framework.findings import points, share
+from thinwire.compare.comparison import Comparison, Side
+from thinwire.compare.report import Run
+from thinwire.compare.statistics import Estimate, Verdict, estimate, judge, relative_differences
+
+
+def lost(runs: Sequence[Run], baseline: Sequence[Run], margin: float) -> dict[str, Any]:
+    """What ``runs`` lose of the baseline's quality, for a row: points of accuracy, of a task that counts right answers;
+    else a share of its held-out loss. ``margin`` is a share of the baseline's."""
+    ours, theirs = _accuracies(runs), _accuracies(baseline)
+    if ours and theirs:
+        found, allowed = estimate([b - a for a, b in zip(ours, theirs, strict=True)]), margin * fmean(theirs)
+    else:
+        ours, theirs = [run.val_loss for run in runs], [run.val_loss for run in baseline]
+        found, allowed = estimate(relative_differences(ours, theirs)), margin
+    return {
+        "lost": found.mean,
+        "lower": found.lower,
+        "upper": found.upper,
+        "ours": fmean(ours),
+        "theirs": fmean(theirs),
+        "margin": allowed,
+        "counts_right": bool(_accuracies(runs)),
+    }
+
+
+def kept(row: Mapping[str, Any]) -> bool | None:
+    """Whether a row's `lost` is at most the margin, at 95 %; None where too few seeds were trained to say."""
+    verdict = judge(_estimate(row), row["margin"])
+    return None if verdict is Verdict.UNDECIDED else verdict is Verdict.WITHIN
+
+
+def shown(row: Mapping[str, Any]) -> str:
+    """A row's `lost`, for people."""
+    ours, theirs = (math.nan if row[key] is None else row[key] for key in ("ours", "theirs"))
+    if row["counts_right"]:
+        return f"accuracy {ours:.2%} against {theirs:.2%}, lost: {points(_estimate(row))}"
+    perplexity = f"perplexity {math.exp(ours):.1f} against {math.exp(theirs):.1f}"
+    return f"held-out loss {ours:.4f} against {theirs:.4f}: {share(_estimate(row))}; {perplexity}"
+
+
+def _estimate(row: Mapping[str, Any]) -> Estimate:
+    # JSON keeps what is not finite as null: bounds of one seed, or a run that diverged.
+    mean = math.inf if row["lost"] is None else row["lost"]
+    lower = row["lower"] if row["lower"] is not None else math.inf if math.isinf(mean) else -math.inf
+    return Estimate(mean, math.nan, lower, math.inf if row["upper"] is None else row["upper"], 2)
+
+
+def bytes_from(run: Run, step: int) -> float:
+    """Payload that rank 0 sends in a step, from ``step`` on as far as there are probes."""
+    steps = [0, *run.probe_steps]
+    at = min(next((i for i, probed in enumerate(steps) if probed >= step), 0), len(steps) - 2)
+    return (run.payload_bytes[-1] - run.payload_bytes[at]) / (steps[-1] - steps[at])
+
+
+def first_plan(runs: Sequence[Run]) -> int:
+    """The step from which a policy's plans hold; 0 without a policy."""
+    return max((run.plans[0]["step"] for run in runs if run.plans), default=0)
+
+
+def gains(runs: Sequence[Run], uniform: Sequence[Run]) -> list[float]:
+    """By seed, how many times fewer bytes than ``uniform`` are sent once both have chosen a plan."""
+    step = max(first_plan(runs), first_plan(uniform))
+    return [bytes_from(other, step) / bytes_from(run, step) for run, other in zip(runs, uniform, strict=True)]
+
+
+def at_least(values: Sequence[float], bound: float) -> bool | None:
+    """Whether all ``values`` are; None where some are and some are not."""
+    above = [value >= bound for value in values]
+    return True if all(above) else False if not any(above) else None
+
+
+def kept_within(runs: Sequence[Run]) -> tuple[float, dict[str, int]]:
+    """The largest share of its reference's error that a decision's is; how many have one, and how many are within."""
+    shares = [
+        plan["error"] / plan["reference_error"]
+        for run in runs
+        for plan in run.plans
+        if plan["error"] is not None and plan["reference_error"]
+    ]
+    within = sum(value <= 1 + 1e-9 for value in shares)
+    return max(shares, default=math.nan), {"decisions": len(shares), "within": within}
+
+
+def side_named(found: Comparison, name: str) -> Side:
+    return next(side for side in found.variants if side.name == name)
+
+
+def _accuracies(runs: Sequence[Run]) -> list[float]:
+    return [run.accuracy for run in runs if run.accuracy is not None]

@@ -1,0 +1,137 @@
+"""What is compressed how: the thesis's families of compressors, and the policies that are held against each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from experiments.framework.methods import Method
+from experiments.papers.lgreco.tasks import Name
+from thinwire.compare.variants import Variant
+
+RANK = 16
+"""Of PowerSGD on the GPT: the least power of two at which its quality is within 1 % of uncompressed training's."""
+LAG = 4
+"""Steps that a decision may take here, where steps are short and both cores train."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of compression: the reference of each network, and what the thesis gains over it."""
+
+    name: str
+    title: str
+    colour: str
+    gpt: str
+    cnn: str
+    least_gain: float
+    """Over uniform compression, in bytes."""
+    thesis: dict[Name, str]
+    overhead: dict[Name, str]
+    """Share of the training time that the thesis's table 4.1 has."""
+
+    def spec(self, name: Name) -> str:
+        """The uniform reference."""
+        return str(Variant.parse(self.gpt if name == "gpt" else self.cnn))
+
+    def adapted(self, name: Name, every: int) -> str:
+        """The same by L-GreCo, a plan every so many steps."""
+        return with_policy(self.spec(name), lgreco(every))
+
+
+BITS = Family(
+    "bits",
+    "4 bits",
+    "#0a7d4f",
+    gpt="minmax(bits=4, bucket=128)",
+    cnn="minmax(bits=4, bucket=128)",
+    least_gain=1.1,
+    thesis={"gpt": "1.16x and 1.26x, Transformers", "cnn": "1.10x and 1.41x, ResNets"},
+    overhead={"gpt": "0.14 %, Transformer", "cnn": "0.04 %, ResNet-50"},
+)
+TOPK = Family(
+    "topk",
+    "top-k",
+    "#c0392b",
+    gpt="topk(density=0.2)",
+    cnn="topk(density=0.01)",
+    least_gain=2.0,
+    thesis={"gpt": "2.61x and 5.2x, Transformers", "cnn": "3.78x and 2.67x, ResNets"},
+    overhead={"gpt": "0.38 %, Transformer", "cnn": "0.33 %, ResNet-50"},
+)
+POWERSGD = Family(
+    "powersgd",
+    "PowerSGD",
+    "#8250c4",
+    gpt=f"powersgd(rank={RANK})",
+    cnn="powersgd(rank=4)",
+    least_gain=1.4,
+    thesis={"gpt": "1.48x and 1.76x, Transformers", "cnn": "1.85x and 1.44x, ResNets"},
+    overhead={"gpt": "0.56 %, Transformer", "cnn": "0.15 %, ResNet-50"},
+)
+FAMILIES = (BITS, TOPK, POWERSGD)
+
+
+def lgreco(every: int, more: str = "") -> str:
+    """L-GreCo as the trainings have it; ``more``: further parameters."""
+    return _policy("lgreco", every, more)
+
+
+def kmeans(every: int, more: str = "") -> str:
+    return _policy("kmeans", every, more)
+
+
+def linear(every: int) -> str:
+    return _policy("linear", every, "")
+
+
+def bayes(every: int) -> str:
+    return _policy("bayes", every, "")
+
+
+def accordion(every: int, weak: str, strong: str) -> str:
+    return _policy("accordion", every, f"pair={(strong, weak)!r}")
+
+
+def hybrid(every: int, name: Name) -> str:
+    """L-GreCo that may take any family for any layer."""
+    return lgreco(every, f"families={tuple(family.spec(name) for family in FAMILIES)!r}")
+
+
+def with_policy(spec: str, policy: str) -> str:
+    """A variant's text, as runs are named."""
+    return str(Variant.parse(f"{spec} with {policy}"))
+
+
+def _policy(name: str, every: int, more: str) -> str:
+    # Half of the steps are looked at: the thesis sums gradients over all steps between two decisions.
+    return f"{name}(every={every}, window={every // 2}, lag={min(LAG, every // 2)}{', ' + more if more else ''})"
+
+
+def settled(policy: str, warm_up: int, more: str = "") -> str:
+    """A policy that looks at the end of ``warm_up`` dense steps, decides once, and then leaves the plan alone."""
+    window = max(1, warm_up // 3)
+    return f"{policy}(every=100000, warmup={warm_up}, window={window}, lag=2{', ' + more if more else ''})"
+
+
+def uniform_method(family: Family) -> Method:
+    return Method(family.name, f"{family.title}, uniform", f"{family.colour}80", spec=family.spec("gpt"))
+
+
+def lgreco_method(family: Family, warm_up: int) -> Method:
+    return Method(
+        f"{family.name} lgreco",
+        f"{family.title}, L-GreCo",
+        family.colour,
+        spec=family.spec("gpt"),
+        adapt=settled("lgreco", warm_up),
+    )
+
+
+def kmeans_method(family: Family, warm_up: int) -> Method:
+    return Method(
+        f"{family.name} kmeans",
+        f"{family.title}, k-means",
+        "#d98a00",
+        spec=family.spec("gpt"),
+        adapt=settled("kmeans", warm_up),
+    )

@@ -1,0 +1,162 @@
+"""The loss-based metric of section 4.4: what compressing one layer alone does to the loss, beside its error."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments.papers.lgreco.gradients import first_batches, take_step
+from thinwire.compare.statistics import need_scipy
+from thinwire.compressors import Compressor, unwrap
+from thinwire.plan.policies.errors import squared_errors
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """One layer, one compressor: the two metrics."""
+
+    layer: str
+    spec: str
+    loss_difference: float
+    """Loss after the steps, with this layer alone compressed, less that without any compression."""
+    error: float
+    """Squared L2 error of the layer's gradients, summed over the same steps of the uncompressed run."""
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Of the two metrics over all layers and compressors: of the values, and of their order."""
+
+    pearson: float
+    spearman: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model and its optimizer after some steps of training, at the learning rate that holds then."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: int
+    learning_rate: float
+
+
+def checkpoint(task: Any, steps: int, *, seed: int = 0, on_step: Callable[[], None] | None = None) -> Checkpoint:
+    """Train uncompressed for ``steps`` steps in this process, at the task's highest rate after a warm-up."""
+    model = task.build(seed)
+    optimizer = task.optimizer(model)
+    for step, batch in enumerate(first_batches(task, steps, seed=seed), 1):
+        take_step(task, model, optimizer, batch, task.learning_rate * min(1.0, step / max(1, steps // 2)))
+        if on_step is not None:
+            on_step()
+    return Checkpoint(model, optimizer, steps, task.learning_rate)
+
+
+def sensitivities(
+    task: Any,
+    start: Checkpoint,
+    candidates: Mapping[str, Sequence[Compressor]],
+    *,
+    steps: int,
+    seed: int = 0,
+    on_step: Callable[[], None] | None = None,
+) -> list[Sensitivity]:
+    """Both metrics of every layer of ``candidates`` with each of its compressors.
+
+    Every run starts from ``start`` and sees the same ``steps`` batches; in each but one, one layer's gradient is what a
+    receiver would see of it, without error feedback (thesis, section 4.4). The loss is that over the batches
+    themselves, at the end.
+
+    Args:
+        task: what is trained (`thinwire.compare.tasks.Task`), on one rank's batches.
+        start: where all runs begin; it is left as it is.
+        candidates: by parameter name, compressors that take a layer of this shape.
+        steps: of every run; the thesis takes 50.
+        seed: of the batches.
+        on_step: called after every step.
+
+    Raises:
+        ValueError: a name is none of the model's.
+    """
+    known = {name for name, _ in start.model.named_parameters()}
+    if not known.issuperset(candidates):
+        raise ValueError(f"the model has no parameter {sorted(set(candidates) - known)[0]!r}")
+    batches = first_batches(task, steps, after=start.step, seed=seed)
+    run = _Run(task, start, batches, on_step or _nothing)
+    sums: dict[str, Tensor] = {}
+
+    def collect(model: nn.Module, step: int) -> None:
+        for name, parameter in model.named_parameters():
+            if name in candidates and parameter.grad is not None:
+                sums[name] = sums[name] + parameter.grad if name in sums else parameter.grad.clone()
+
+    plain = run(collect)
+    found = []
+    for name, compressors in candidates.items():
+        errors = squared_errors(sums[name], compressors) if compressors else []
+        for compressor, error in zip(compressors, errors, strict=True):
+            loss = run(_compressing(name, compressor))
+            found.append(Sensitivity(name, str(compressor), loss - plain, error))
+    return found
+
+
+def correlation(rows: Sequence[Sensitivity]) -> Correlation:
+    """Pearson's and Spearman's coefficients of the two metrics.
+
+    Raises:
+        ValueError: fewer than three rows.
+        ImportError: scipy is missing.
+    """
+    if len(rows) < 3:
+        raise ValueError(f"{len(rows)} values have no correlation: give more layers or compressors")
+    stats = need_scipy()
+    losses, errors = [row.loss_difference for row in rows], [row.error for row in rows]
+    # A metric that is the same for all has none, which scipy warns of.
+    if len(set(losses)) == 1 or len(set(errors)) == 1:
+        return Correlation(float("nan"), float("nan"), len(rows))
+    pearson = float(stats.pearsonr(losses, errors).statistic)
+    return Correlation(pearson, float(stats.spearmanr(losses, errors).statistic), len(rows))
+
+
+class _Run:
+    """Short trainings from one checkpoint."""
+
+    def __init__(self, task: Any, start: Checkpoint, batches: Sequence[Any], on_step: Callable[[], None]) -> None:
+        self._task, self._start, self._batches, self._on_step = task, start, batches, on_step
+
+    def __call__(self, change: Callable[[nn.Module, int], None]) -> float:
+        """Train with gradients changed by ``change``; the mean loss over the batches after that."""
+        model = copy.deepcopy(self._start.model)
+        optimizer = self._task.optimizer(model)
+        optimizer.load_state_dict(copy.deepcopy(self._start.optimizer.state_dict()))
+        for step, batch in enumerate(self._batches):
+            rate = self._start.learning_rate
+
+            def now(model: nn.Module, step: int = step) -> None:
+                change(model, step)
+
+            take_step(self._task, model, optimizer, batch, rate, now)
+            self._on_step()
+        with torch.no_grad():
+            return sum(float(self._task.loss(model, batch)) for batch in self._batches) / len(self._batches)
+
+
+def _compressing(name: str, compressor: Compressor) -> Callable[[nn.Module, int], None]:
+    inner = unwrap(compressor)
+
+    def change(model: nn.Module, step: int) -> None:
+        parameter = model.get_parameter(name)
+        if parameter.grad is not None:
+            parameter.grad.copy_(inner.roundtrip(parameter.grad, step))
+
+    return change
+
+
+def _nothing() -> None:
+    """For who does not watch."""

@@ -1,0 +1,147 @@
+"""What every part of the thesis's chapter is made from: trainings, timings and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from experiments.framework.study import Progress, Scale, Study
+from experiments.framework.timing import Timing, shown_rate
+from experiments.papers.lgreco.gradients import Snapshot, along
+from experiments.papers.lgreco.tasks import PICTURES, PICTURES_SMOKE, WORDS, WORDS_SMOKE, Name, WordsTask, timed
+from experiments.tasks.models import Model
+from experiments.tasks.resnet import ImageTask
+from thinwire.compare.comparison import Comparison
+from thinwire.compare.data import standard_library
+from thinwire.compare.paired import Runs, compare_runs
+from thinwire.compare.report import Run
+from thinwire.compare.train import CONTROL_RULES
+from thinwire.compare.variants import Variant
+
+NUM_RANKS = 2
+"""Of trainings, each with a core of its own."""
+CONTROL = str(Variant.parse(CONTROL_RULES))
+"""One bit with one scale for a layer, unless it is huge: training must suffer from it."""
+NAMES: tuple[Name, ...] = ("gpt", "cnn")
+TITLES: dict[Name, str] = {"gpt": "GPT", "cnn": "CNN"}
+RATES: tuple[str, ...] = ("100mbit", "1gbit")
+"""Of links that stand for several nodes, and for the bus of one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LGrecoScale(Scale):
+    """``rounds`` turns of ``turn_steps`` steps of every method are timed. Up to ``margin`` of the loss or the accuracy
+    may be lost, and a training still ends at the same. A policy decides whenever a task is probed."""
+
+    gpt: WordsTask = WORDS
+    cnn: ImageTask = PICTURES
+    margin: float = 0.01
+    rounds: int = 8
+    turn_steps: int = 2
+    worlds: tuple[int, ...] = (2, 4)
+    ranks: tuple[int, ...] = (8, 16, 32)
+    """Of PowerSGD in figure 4.2; the middle one is the family's reference."""
+    warm_up: int = 24
+    """Dense steps after which a plan is made for what is timed."""
+    snapshots: int = 5
+    window: int = 4
+    """Steps whose gradients a snapshot sums."""
+    trials: int = 16
+    """Plans that the time-aware policy tries before it knows what each bucket costs; at least twice the buckets."""
+    trial_steps: int = 12
+    metric_steps: int = 40
+    metric_start: int = 40
+    metric_layers: int = 8
+
+    def adapted(self, **options: Any) -> Self:
+        if options.get("rate") is not None:
+            raise ValueError(f"--rate {options['rate']}: the links of this chapter are {' and '.join(RATES)}")
+        return super().adapted(**options)
+
+    def task(self, name: Name) -> WordsTask | ImageTask:
+        return self.gpt if name == "gpt" else self.cnn
+
+    def every(self, name: Name) -> int:
+        """Steps between two decisions."""
+        return self.task(name).probe_every
+
+    def about(self) -> dict[str, Any]:
+        standard_library()
+        model = timed(self.gpt)
+        return {"images": self.cnn.images.name, "gradient_bytes": model.gradient_bytes, "control": CONTROL}
+
+
+SMOKE = LGrecoScale(
+    gpt=WORDS_SMOKE,
+    cnn=PICTURES_SMOKE,
+    seeds=1,
+    rounds=1,
+    turn_steps=1,
+    worlds=(2,),
+    ranks=(4, 16),
+    warm_up=4,
+    snapshots=2,
+    window=2,
+    trials=6,
+    trial_steps=5,
+    metric_steps=2,
+    metric_start=2,
+    metric_layers=3,
+)
+
+
+class LGrecoStudy(Study[LGrecoScale]):
+    """Trainings, timings and gradients, which parts share."""
+
+    prefix: ClassVar[str] = "lgreco-"
+
+    @property
+    def rates(self) -> dict[str, str | None]:
+        """The rate of each link that times are taken over; of the first alone, over loopback, where none is slow."""
+        return {rate: rate for rate in RATES} if self.emulated else {RATES[0]: None}
+
+    @property
+    def model(self) -> Model:
+        """What is timed."""
+        return timed(self.scale.gpt)
+
+    def train(self, name: Name, variant: str | None, seed: int) -> Run:
+        """One training by a variant (None: uncompressed), unless it has been.
+
+        Raises:
+            RankFailed: a rank did not make it.
+            ParityError: ranks ended with different parameters.
+        """
+        runs = self._trainings(name)
+        known = None if variant is None else str(Variant.parse(variant))
+        return runs.run(known, seed, runs.task.learning_rate, shaped=False)
+
+    def compare(self, name: Name, variants: Sequence[str]) -> Comparison:
+        """Paired trainings of ``variants``, of uncompressed gradients and of the control, from every seed."""
+        return compare_runs(
+            self._trainings(name), variants, seeds=self.seeds, margin=self.scale.margin, control=CONTROL
+        )
+
+    def timing(self, num_ranks: int) -> Timing:
+        """So many ranks that are timed, each behind a link of its own."""
+        emulated = self.emulated and num_ranks > 1
+        return self.kept(num_ranks, lambda: Timing("links", emulated=emulated, num_ranks=num_ranks))
+
+    def snapshots(self, name: Name) -> list[Snapshot]:
+        """Gradients along an uncompressed training in this process."""
+        key = "snapshots", name
+        if key not in self._resources:
+            task, scale = self.scale.task(name), self.scale
+            title = f"{TITLES[name]}: gradients along a training"
+            count, window = scale.snapshots, scale.window
+            self._resources[key] = along(task, count=count, window=window, on_step=lambda: self.advance(1, title))
+        return self._resources[key]
+
+    def _trainings(self, name: Name) -> Runs:
+        return self.kept(name, lambda: Runs(self.scale.task(name), NUM_RANKS, None, Progress(self)))
+
+
+def where(rate: str) -> str:
+    """A link, for people."""
+    return f"over {shown_rate(rate)}"

@@ -1,0 +1,205 @@
+"""The methods of sending weights and gradients in the thesis's chapter 5, as a rank process takes them."""
+
+# No `from __future__ import annotations` here: rank processes make methods of plain values.
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import nn
+
+import thinwire
+from experiments.papers.qsdp.sharding import cut_short
+
+BUCKET = 1024
+"""The thesis's universal choice (section 5.6.1)."""
+LARGE_BUCKET = 16384
+"""Of figure C.4."""
+UNBUCKETED = 2**31 - 1
+"""One scale for all of a layer that a rank sends: "directly using INT8 quantization, without bucketing" (5.7.1)."""
+_NOT_COMPRESSED = 32
+_MOST_LEARNED_BITS = 6
+"""Learning "has no effect for bit-widths higher than 6 bits" (section 5.7.1)."""
+_NEAREST_BELOW_BITS = 6
+"""Weights of fewer bits are rounded to nearest where a spec does not say."""
+
+Rounding = Literal["stochastic", "nearest"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """How weights and gradients are sent.
+
+    ``stock``: as FSDP2 sends them, with gradients in fp16 if ``half``; with ratios above 1 only so many times
+    fewer elements do, and with infinite ones none. ``thinwire``: as the specs ``weights`` and ``gradients`` say.
+    """
+
+    name: str
+    title: str
+    colour: str
+    kind: Literal["stock", "thinwire"] = "thinwire"
+    weights: str = "raw"
+    gradients: str = "raw"
+    half: bool = False
+    weights_ratio: float = 1.0
+    gradients_ratio: float = 1.0
+    algorithm: str = "sra"
+    transport: Literal["auto", "group", "shared"] = "group"
+
+    @property
+    def exact(self) -> bool:
+        """Whether its loss is a result: False where a part of what was to be sent is missing."""
+        return self.weights_ratio == self.gradients_ratio == 1.0
+
+    def attach(self, model: nn.Module, seed: int = 0) -> thinwire.ShardedWire | None:
+        """Send the weights and gradients of a sharded ``model`` so; the Wire where there is one."""
+        if self.kind == "stock":
+            if not self.exact:
+                cut_short(model, self.weights_ratio, self.gradients_ratio)
+            return None
+        return thinwire.compress(
+            model,
+            weights=self.weights,
+            gradients=self.gradients,
+            seed=seed,
+            skip_if_slower=False,
+            network=thinwire.Network(algorithm=self.algorithm, transport=self.transport),
+        )
+
+
+FP16 = Method("fp16", "FSDP2, weights fp32, gradients fp16", "#555555", kind="stock", half=True)
+"""The thesis's baseline (section 5.7.1)."""
+FP32 = Method("fp32", "FSDP2, all fp32", "#222222", kind="stock")
+RAW = Method("raw", "thinwire's exchange, all fp32", "#8250c4")
+NOTHING = Method("nothing", "nothing sent", "#aaaaaa", kind="stock", weights_ratio=math.inf, gradients_ratio=math.inf)
+"""The ceiling: the same ranks on the same cores, without communication."""
+
+
+def uniform(weights: int, gradients: int, *, bucket: int = BUCKET, rounding: Rounding = "stochastic") -> Method:
+    """Min-max of so many bits, as W8G8; 32 bits are left as they are."""
+    name = f"W{weights}G{gradients}"
+    if bucket != BUCKET:
+        name += " unbucketed" if bucket == UNBUCKETED else f" bucket {bucket}"
+    if rounding != "stochastic":
+        name += f" {rounding}"
+    of_weights = _minmax(weights, bucket, rounding)
+    if rounding == "stochastic" and weights < _NEAREST_BELOW_BITS:
+        # Such weights are rounded to nearest where the spec does not say.
+        of_weights = of_weights.replace(")", ", rounding=stochastic)")
+    return Method(name, name, "#0a7d4f", weights=of_weights, gradients=_minmax(gradients, bucket, rounding))
+
+
+def learned(weights: int, gradients: int, learn_at: Sequence[int], min_numel: int = 0) -> Method:
+    """The same with levels that are learned at these steps, where they have any effect.
+
+    ``min_numel``: of the layers that learn; the thesis's 10^5 would be none of these networks'.
+    """
+
+    def spec(bits: int) -> str:
+        if bits > _MOST_LEARNED_BITS:
+            return _minmax(bits, BUCKET, "stochastic")
+        return f"levels(bits={bits}, bucket={BUCKET}, learn_at={tuple(learn_at)}, min_numel={min_numel})"
+
+    name = f"W{weights}G{gradients} learned"
+    return Method(name, name, "#1f6fb2", weights=spec(weights), gradients=spec(gradients))
+
+
+def shortened(weights_ratio: float, gradients_ratio: float) -> Method:
+    """So many times fewer elements are sent, at no cost: the thesis's synthetic experiment (C.2)."""
+    title = f"weights 1/{weights_ratio:g}, gradients 1/{gradients_ratio:g}"
+    return Method(
+        title,
+        title,
+        "#0a7d4f",
+        kind="stock",
+        weights_ratio=weights_ratio,
+        gradients_ratio=gradients_ratio,
+    )
+
+
+def _minmax(bits: int, bucket: int, rounding: Rounding) -> str:
+    if bits == _NOT_COMPRESSED:
+        return "raw"
+    suffix = "" if rounding == "stochastic" else f", rounding={rounding}"
+    return f"minmax(bits={bits}, bucket={bucket}{suffix})"
+
+
+W8G8 = uniform(8, 8)
+W4G4 = uniform(4, 4)
+
+NAIVE = {bits: uniform(bits, bits, bucket=UNBUCKETED) for bits in (8, 4)}
+CONTROL = NAIVE[4]
+"""Must fail: where it does not, a training forgives everything."""
+LARGE = {bits: uniform(bits, bits, bucket=LARGE_BUCKET) for bits in (8, 4)}
+BUCKETED = {8: W8G8, 4: W4G4}
+
+FLAT = replace(W8G8, name="flat", title="W8G8, flat", transport="auto", colour="#8250c4")
+HIERARCHICAL = replace(
+    W8G8, name="hierarchical", title="W8G8, hierarchical", transport="auto", algorithm="hierarchical"
+)
+"""Between nodes (section 5.6.1)."""
+
+BITS = (6, 5, 4)
+THESIS_GRID = {
+    (6, 6): 35.74,
+    (6, 5): 36.08,
+    (6, 4): 35.84,
+    (5, 6): 36.01,
+    (5, 5): 35.94,
+    (5, 4): 36.36,
+    (4, 6): 37.11,
+    (4, 5): 37.38,
+    (4, 4): 37.61,
+}
+"""Table 5.2, by bits of weights and of gradients."""
+
+RATIOS = (1, 2, 4, 8)
+THESIS_RATIOS = {
+    (1, 1): 23.23,
+    (1, 2): 21.36,
+    (1, 4): 20.62,
+    (1, 8): 20.2,
+    (2, 1): 19.27,
+    (2, 2): 17.17,
+    (2, 4): 16.26,
+    (2, 8): 15.95,
+    (4, 1): 17.50,
+    (4, 2): 15.35,
+    (4, 4): 14.6,
+    (4, 8): 14.08,
+    (8, 1): 16.62,
+    (8, 2): 14.52,
+    (8, 4): 13.66,
+    (8, 8): 13.21,
+}
+"""Seconds of a step by ratio of weights and of gradients, GPT 1.3B at 100 Gbit/s."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Bits of weights and gradients (32: not compressed), and the thesis's perplexities of GPT 125M: with uniform
+    levels and with learned ones."""
+
+    table: str
+    weights: int
+    gradients: int
+    uniform: float
+    learned: float
+
+    @property
+    def name(self) -> str:
+        return f"W{self.weights}G{self.gradients}"
+
+
+PAIRS = (
+    Pair("table 5.3", 6, 4, 35.81, 35.75),
+    Pair("table 5.3", 5, 4, 36.34, 36.01),
+    Pair("table 5.3", 4, 4, 37.61, 36.94),
+    Pair("table 5.3", 4, 32, 37.11, 36.55),
+    Pair("table C.3", 3, 32, 45.53, 42.31),
+    Pair("table C.3", 2, 32, 57.92, 56.54),
+    Pair("table C.3", 8, 3, 39.91, 37.72),
+    Pair("table C.3", 8, 2, 44.79, 44.65),
+)
+THESIS_BASELINE = 35.81

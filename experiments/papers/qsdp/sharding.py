@@ -1,0 +1,107 @@
+"""A GPT under FSDP2 as all parts train it: how it is sharded, micro-batches, exchanges that are cut short."""
+
+# No `from __future__ import annotations` here: PyTorch looks at what its custom collectives take.
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+import thinwire
+from thinwire.compare.gpt import GPT
+from thinwire.compare.tasks import GPTTask
+
+Batch = tuple[Tensor, Tensor]
+
+
+def shard(task: GPTTask, mesh: DeviceMesh, seed: int, *, half: bool = False) -> GPT:
+    """The task's model, block by block under FSDP2, each gathered while the one before it computes.
+
+    ``half``: gradients are reduced in fp16.
+    """
+    model = task.build(seed)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float16 if half else None)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    thinwire.prefetch(model)
+    return model
+
+
+def backward(task: GPTTask, model: GPT, batch: Batch, num_micro: int = 1) -> float:
+    """Leave the mean gradient of a batch in the model's parameters; the loss on this rank.
+
+    Of ``num_micro`` micro-batches all but the last one keep weights from forward to backward and their gradients to
+    themselves: ``num_micro + 1`` weight exchanges to one gradient exchange, as the thesis counts (C.2).
+    """
+    if num_micro == 1:
+        loss = task.loss(model, batch)
+        loss.backward()
+        return float(loss.detach())
+    assert isinstance(model, FSDPModule)
+    total = 0.0
+    for i, micro in enumerate(zip(*(part.chunk(num_micro) for part in batch), strict=True)):
+        last = i == num_micro - 1
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_forward(last)
+        loss = task.loss(model, micro) / num_micro
+        loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+def cut_short(model: nn.Module, weights_ratio: float, gradients_ratio: float) -> None:
+    """Have stock collectives carry only the first of so many elements of each buffer: thesis, C.2."""
+    gather: Any = _ShortGather(weights_ratio)
+    reduce: Any = _ShortReduce(gradients_ratio)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(gather)
+            module.set_custom_reduce_scatter(reduce)
+
+
+class _Short:
+    def __init__(self, ratio: float) -> None:
+        self._ratio = ratio
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def sent(self, numel: int) -> int:
+        """Of a part of so many elements, those that are sent."""
+        return 0 if math.isinf(self._ratio) else math.ceil(numel / self._ratio)
+
+
+class _ShortGather(_Short):
+    """What is not sent is taken from this rank's own part, so that values stay those of a network."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        parts, sent = output_tensor.view(group.size(), -1), self.sent(input_tensor.numel())
+        for rank in range(group.size()):
+            if rank != group.rank():
+                parts[rank].copy_(input_tensor)
+        if sent:
+            arrived = torch.empty(group.size() * sent, dtype=input_tensor.dtype)
+            dist.all_gather_into_tensor(arrived, input_tensor[:sent], group=group)
+            parts[:, :sent].copy_(arrived.view(group.size(), sent))
+
+
+class _ShortReduce(_Short):
+    """Of what is not sent an owner takes its own gradient."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        parts, sent = input_tensor.view(group.size(), -1), self.sent(output_tensor.numel())
+        output_tensor.copy_(parts[group.rank()])
+        if sent:
+            total = torch.empty(sent, dtype=input_tensor.dtype)
+            dist.reduce_scatter_tensor(total, parts[:, :sent].reshape(-1), op=op, group=group)
+            output_tensor[:sent] = total

@@ -1,0 +1,130 @@
+"""Trainings of the chapter's tables: rank processes, their link, and every run they have made."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from types import TracebackType
+from typing import Any, Self
+
+from experiments.papers.qsdp import rank as rank_module
+from experiments.papers.qsdp.methods import Method
+from thinwire import lab
+from thinwire.compare.compare_rank import probe_steps
+from thinwire.compare.rank_processes import NoSetup, launch_ranks
+from thinwire.compare.tasks import GPTTask, describe
+
+_TIMEOUT_S = 180.0
+
+OnStep = Callable[[int, float], None]
+"""Called with every step's number and loss."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One training. ``probes`` are perplexities on a part of the held-out text, at the start and after each of
+    ``probe_steps``; ``step_s`` the slowest rank's seconds of every step."""
+
+    probe_steps: tuple[int, ...]
+    probes: tuple[float, ...]
+    step_s: tuple[float, ...]
+    perplexity: float
+    """On all held-out text, of the network that ranks compute with: of weights as they are gathered."""
+    master_perplexity: float
+    """Of weights as the optimizer keeps them."""
+    learn_s: float
+    """Seconds that learning levels took, on the slowest rank."""
+    payload_bytes: float | None
+    """Sent by rank 0 in all, evaluations included, where something counts."""
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of training until each probe."""
+        return [sum(self.step_s[:step]) for step in (0, *self.probe_steps)]
+
+    @property
+    def learn_share(self) -> float:
+        """Of the training without it, at the median step's pace."""
+        return self.learn_s / (median(self.step_s) * len(self.step_s))
+
+    def seconds_to(self, perplexity: float) -> float | None:
+        """Seconds of training until the probe first gets there, between probes by a straight line; None if never."""
+        for (before_s, before), (after_s, after) in pairwise(zip(self.seconds, self.probes, strict=True)):
+            if after <= perplexity:
+                return before_s + (before - perplexity) / (before - after) * (after_s - before_s)
+        return None
+
+
+class Trainings:
+    """Rank processes on a link of ``rate`` (None: loopback), and what they have trained; a context manager."""
+
+    def __init__(self, num_ranks: int, rate: str | None = None) -> None:
+        self.num_ranks, self._rate = num_ranks, rate
+        self.link: dict[str, Any] | str = "loopback"
+        self._known: dict[tuple[GPTTask, Method, int, int], Trained] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            network = None
+            if self._rate is not None:
+                network = stack.enter_context(lab.Network(self.num_ranks, rate=self._rate))
+                self.link = network.describe()
+            started = launch_ranks(rank_module, NoSetup(), self.num_ranks, network, timeout_s=_TIMEOUT_S)
+            self._ranks, _ = stack.enter_context(started)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def train(self, task: GPTTask, method: Method, seed: int, on_step: OnStep, *, num_micro: int = 1) -> Trained:
+        """Train, unless it has been; ``num_micro``: micro-batches of a step.
+
+        Raises:
+            RankFailed: a rank did not make it.
+        """
+        key = (task, method, seed, num_micro)
+        if key not in self._known:
+            command = {"do": "train", "task": describe(task), "method": dataclasses.asdict(method), "seed": seed}
+            command["num_micro"] = num_micro
+            self._known[key] = _trained(task, self._ranks.run(command, _reporter(on_step), _nothing))
+        return self._known[key]
+
+
+def _trained(task: GPTTask, answers: Sequence[dict[str, Any]]) -> Trained:
+    count = len(answers[0]["probes"])
+    return Trained(
+        probe_steps=tuple(probe_steps(task)),
+        probes=tuple(_perplexity([answer["probes"][at] for answer in answers]) for at in range(count)),
+        step_s=tuple(max(seconds) for seconds in zip(*(answer["step_s"] for answer in answers), strict=True)),
+        perplexity=_perplexity([answer["held_out"] for answer in answers]),
+        master_perplexity=_perplexity([answer["master"] for answer in answers]),
+        learn_s=max(answer["learn_s"] for answer in answers),
+        payload_bytes=answers[0]["payload_bytes"],
+    )
+
+
+def _perplexity(parts: Sequence[tuple[float, int]]) -> float:
+    """Of every rank's sum of the loss and number of tokens; infinite where training diverged."""
+    loss = math.fsum(total for total, _ in parts) / sum(count for _, count in parts)
+    return math.exp(loss) if math.isfinite(loss) else math.inf
+
+
+def _reporter(on_step: OnStep) -> Callable[[int, dict[str, Any]], None]:
+    def show(rank: int, event: dict[str, Any]) -> None:
+        if rank == 0 and event["event"] == "step":
+            on_step(event["step"], event["loss"])
+
+    return show
+
+
+def _nothing(*_: Any) -> None:
+    """Ignore the arguments."""

@@ -1,0 +1,287 @@
+"""`thinwire.compress`: one call for DistributedDataParallel models, sharded models and stages of a pipeline."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.compat import uncompiled
+from thinwire.integrations.alone import attach_alone, is_alone
+from thinwire.integrations.ddp import Options, attach_ddp
+from thinwire.integrations.fsdp import ShardedOptions, attach_fsdp
+from thinwire.integrations.options import Checks, Network
+from thinwire.integrations.transports import failing_before_meeting
+from thinwire.plan import Rules
+from thinwire.plan.policies import Auto, Policy
+from thinwire.runtime import ShardedWire, Wire
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+
+    from thinwire.pipeline.stage import CompressedStage
+
+
+@overload  # a DistributedDataParallel model is an nn.Module, too: the first that fits holds
+def compress(  # pyright: ignore[reportOverlappingOverload]
+    model: DistributedDataParallel, compressor: Rules | Auto | None = None, **options: Any
+) -> Wire: ...
+@overload
+def compress(model: PipelineStage, **options: Any) -> CompressedStage: ...
+@overload
+def compress(model: nn.Module, compressor: Rules | Auto, **options: Any) -> Wire: ...
+@overload
+def compress(model: nn.Module, **options: Any) -> ShardedWire: ...
+
+
+def compress(model: Any, compressor: Any = None, **options: Any) -> Wire | ShardedWire | CompressedStage:
+    """Compress what ``model`` sends while it trains. Call it once, on every rank, after wrapping the model.
+
+        model = DistributedDataParallel(model)
+        wire = thinwire.compress(model)
+        wire = thinwire.compress(model, {"embed.*": "minmax(bits=2)", "*": "minmax(bits=4)"}, exclude=["bn", "bias"])
+
+        fully_shard(model)  # FSDP2, its blocks first: weights and gradients (docs/fsdp.md)
+        wire = thinwire.compress(model, weights="minmax(bits=8, bucket=1024)", gradients="minmax(bits=4, bucket=1024)")
+
+        stage = PipelineStage(...)  # of PyTorch: activations and their gradients (docs/pipelines.md)
+        stage = thinwire.compress(stage, forward="delta(maxabs(bits=4))", backward="maxabs(bits=8)")
+
+    A model that ``torch.compile`` or accelerate wrapped is taken for the model inside. In a world of one, where
+    trainers do not wrap the model, any module is taken: nothing is sent, and the handle has its plan, statistics of
+    zero bytes, and checkpoints that worlds of any size read.
+
+    The arguments, and what is returned and raised, are those of `compress_ddp` for a ``DistributedDataParallel`` model,
+    of `compress_fsdp` for a model under ``torch.distributed.fsdp.fully_shard``, and of `compress_stage` for a
+    ``torch.distributed.pipelining.PipelineStage``.
+
+    Raises:
+        TypeError: the model is none of these, or an argument is another function's, which the message names.
+    """
+    with failing_before_meeting():
+        model = uncompiled(model)
+        function = _function_for(model)
+        if compressor is not None:
+            options["compressor"] = compressor
+        for name in options:
+            if name not in inspect.signature(function).parameters:
+                raise TypeError(_explained(name, function, model))
+        return function(model, **options)
+
+
+def compress_ddp(
+    model: DistributedDataParallel,
+    compressor: Rules | Auto | None = None,
+    *,
+    exclude: Sequence[str] = (),
+    min_numel: int = 1024,
+    start: int = 0,
+    seed: int = 0,
+    adapt: str | Policy | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
+    skip_if_slower: bool = True,
+    network: Network = Network(),
+    checks: Checks = Checks(),
+    simulate: bool = False,
+) -> Wire:
+    """Compress the gradients that a ``DistributedDataParallel`` model sends.
+
+    Args:
+        model: with its parameters on the CPU, over gloo; or on one CUDA device of each rank, over NCCL, where Triton
+            compresses (docs/gpu.md says what differs there).
+        compressor: a compressor, its spec, or a mapping from name patterns to them: the first pattern that matches
+            holds. A pattern with ``*`` or ``?`` must match the whole name of the parameter in the module inside DDP; a
+            plain word matches any name that contains it. Layers that no pattern matches stay raw. Compressors that drop
+            or distort much (``topk``, ``powersgd`` ...) get error feedback around them unless they say
+            ``feedback=False``; layers that a compressor cannot take stay raw (``wire.unsuited`` says which and why). By
+            default ``minmax(bits=4, bucket=128)``, for which ``4bit`` is short, as ``8bit``, ``2bit`` and ``bf16`` are
+            for others. ``auto``, or `thinwire.policies.Auto`, chooses by layer what pays on
+            the links as they are measured while training, and nothing if nothing does (docs/auto.md).
+        exclude: patterns of layers that stay raw. Layers with fewer than two dimensions (biases, norms) or fewer than
+            ``min_numel`` elements do in any case, unless a pattern is their full name, or the compressor takes every
+            layer (``intsgd``, so that no float is sent).
+        min_numel: elements below which a layer stays raw.
+        start: steps at the beginning that stay uncompressed; the thesis (section 4.6.1) turns compression on after the
+            learning rate's warm-up.
+        seed: of the random draws of stochastic rounding. They depend on it, on the step, the rank, the layer and the
+            element only: no global generator is touched.
+        adapt: a policy that chooses each layer's compression anew from time to time while the model trains:
+            ``lgreco(every=500, warmup=100)`` sends the least at the error that ``compressor`` would have
+            (docs/adaptive.md). Its ``warmup`` is a ``start``. ``wire.decisions`` lists what it decided.
+        optimizer: the optimizer, for compressors that follow its learning rate (``fft(theta=diminishing)``) or its
+            steps (``intsgd(scale=params)``), and for ``accordion``. With `thinwire.optim.CompressedAdamW` updates are
+            sent in the gradients' place, with `thinwire.optim.QuantizedAdam` momenta once its warm-up is over, both
+            with error feedback around every compressor.
+        grad_scaler: the ``GradScaler`` of an fp16 training; error feedback keeps its residuals in unscaled units.
+        skip_if_slower: measure, here and now, how fast this machine compresses and how fast the link is, and leave raw
+            what would not be faster compressed (``wire.declined``). False compresses in any case.
+        network: how messages are sent: the collective algorithm, the transport, an aggregator, the timeout.
+        checks: what is checked while training, and how often.
+        simulate: compress and decompress in place, but send gradients uncompressed: to study accuracy on any backend
+            and device. ``wire.stats`` counts the bytes that would have been sent.
+
+    Returns:
+        The Wire: ``stats``, ``plan``, ``gather_state_dict()``, ``detach()``.
+
+    Raises:
+        TypeError: an argument, or a layer's dtype, cannot be compressed or is of the wrong type.
+        ValueError: a pattern matches no parameter, a spec or a policy is invalid, or the policy cannot choose among
+            such compressors.
+        RuntimeError: the model is compressed already, or has another communication hook; or it is on a GPU, and NCCL
+            or Triton is missing.
+        NotImplementedError: its parameters are on several devices, or on an accelerator that is not CUDA's; or on a
+            GPU, and ``auto`` was asked for.
+        DisagreementError: the ranks gave different arguments; the message names the first.
+        SharedMemoryError: ``Network(transport="shared")``, and ranks cannot share memory.
+    """
+    options = Options(
+        compressor=compressor,
+        exclude=exclude,
+        min_numel=min_numel,
+        start=start,
+        seed=seed,
+        adapt=adapt,
+        optimizer=optimizer,
+        grad_scaler=grad_scaler,
+        skip_if_slower=skip_if_slower,
+        network=network,
+        checks=checks,
+        simulate=simulate,
+    )
+    if isinstance(model, DistributedDataParallel):
+        return attach_ddp(model, options)
+    if isinstance(model, nn.Module) and is_alone():
+        return attach_alone(model, options)
+    raise TypeError(_unwrapped("compress_ddp", model))
+
+
+def compress_fsdp(
+    model: nn.Module,
+    *,
+    weights: Rules | None = None,
+    gradients: Rules | None = None,
+    replicas: dist.ProcessGroup | None = None,
+    across: Rules | None = None,
+    master: bool = True,
+    overlap: bool = True,
+    exclude: Sequence[str] = (),
+    min_numel: int = 1024,
+    start: int = 0,
+    seed: int = 0,
+    adapt: str | Policy | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
+    skip_if_slower: bool = True,
+    network: Network = Network(),
+) -> ShardedWire:
+    """Compress the weights and gradients that a model under FSDP2 sends: QSDP (thesis, chapter 5).
+
+    Args:
+        model: a model on which ``torch.distributed.fsdp.fully_shard`` was called, on the CPU or on CUDA.
+        weights: a compressor, its spec, or a mapping from name patterns to them, for weights as they are gathered.
+            Every rank computes with what arrived, its own shard included, and with the same weights in the forward and
+            backward pass of a step. By default ``minmax(bits=8, bucket=1024)``; ``raw`` for none.
+        gradients: the same for gradients, as they are reduced. ``ef(...)`` keeps a residual of the whole model on every
+            rank (``wire.memory`` is its size).
+        replicas: for ``fully_shard`` on the shards' own mesh dimension alone: the process group of the other one. Means
+            over replicas are then taken here, compressed by ``across``.
+        across: see ``replicas``; ``raw`` by default.
+        master: False: of its own shard a rank keeps only what it has sent of it (equation 5.2).
+        overlap: on the CPU. Reductions go on while backward computes, and gradients are complete when it ends. False
+            waits for each, for code that reads gradients within backward by other means than
+            ``register_post_accumulate_grad_hook`` or a module's backward hooks, which are seen.
+        optimizer: a `thinwire.optim.QuantizedAdam`: in its warm-up gradients are sent in full precision, then by
+            ``gradients`` with error feedback.
+        exclude, min_numel, start, seed, adapt, grad_scaler, skip_if_slower, network: as of `compress_ddp`.
+
+    Returns:
+        The `ShardedWire`: ``stats``, ``plan``, ``gather_state_dict()``, ``detach()``.
+
+    Raises:
+        As `compress_ddp`.
+    """
+    options = ShardedOptions(
+        weights=weights,
+        gradients=gradients,
+        replicas=replicas,
+        across=across,
+        master=master,
+        overlap=overlap,
+        exclude=exclude,
+        min_numel=min_numel,
+        start=start,
+        seed=seed,
+        adapt=adapt,
+        optimizer=optimizer,
+        grad_scaler=grad_scaler,
+        skip_if_slower=skip_if_slower,
+        network=network,
+    )
+    if not isinstance(model, nn.Module):
+        raise TypeError(_unwrapped("compress_fsdp", model))
+    return attach_fsdp(model, options)
+
+
+def _function_for(model: object) -> Callable[..., Any]:
+    if isinstance(model, DistributedDataParallel):
+        return compress_ddp
+    # What nobody has imported, nobody has made a model of: both take long to import.
+    pipelining = sys.modules.get("torch.distributed.pipelining")
+    if pipelining is not None and isinstance(model, pipelining.PipelineStage):
+        return _stage_function()
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules):
+        return compress_fsdp
+    if isinstance(model, nn.Module) and is_alone():
+        return compress_ddp
+    raise TypeError(_unwrapped("compress", model))
+
+
+def _unwrapped(function: str, model: object) -> str:
+    takes = "a DistributedDataParallel model" + (", or one under fully_shard()," if function == "compress" else ",")
+    wrapped = "fully_shard" if function == "compress_fsdp" else "DistributedDataParallel"
+    example = f"thinwire.{function}({wrapped}(model))"
+    if isinstance(model, nn.Module):
+        return f"thinwire.{function}() takes {takes} not {type(model).__name__}: wrap it first, {example}"
+    return f"model must be a torch.nn.Module, not {type(model).__name__}: {example}"
+
+
+def _stage_function() -> Callable[..., Any]:
+    from thinwire.pipeline.stage import compress_stage
+
+    return compress_stage
+
+
+def _explained(name: str, function: Callable[..., Any], model: object) -> str:
+    """Whose argument ``name`` is, and what ``function`` takes."""
+    functions = {"DistributedDataParallel": compress_ddp, "fully_shard()": compress_fsdp, "stages": _stage_function()}
+    owners = [
+        f"thinwire.{other.__name__}() ({kind})"
+        for kind, other in functions.items()
+        if name in inspect.signature(other).parameters
+    ]
+    inside = _inside(name)
+    if inside is not None:
+        return f"{name} is given within another argument: {inside}"
+    whose = f"is an argument of {' and '.join(owners)}" if owners else "is not an argument of thinwire.compress()"
+    takes = ", ".join(f"{own}=" for own in inspect.signature(function).parameters if own not in ("model", "stage"))
+    return f"{name}= {whose}; for this {type(model).__name__}, thinwire.{function.__name__}() takes {takes}"
+
+
+def _inside(name: str) -> str | None:
+    """The call that has a place for ``name``: a parameter of a compressor, a field of `Network` or of `Checks`."""
+    for group, argument in ((Network, "network"), (Checks, "checks")):
+        if name in inspect.signature(group).parameters:
+            return f"thinwire.compress(model, {argument}=thinwire.{group.__name__}({name}=...))"
+    if name in ("bits", "bucket", "density", "rank"):
+        kind = {"density": "topk", "rank": "powersgd"}.get(name, "minmax")
+        return f'thinwire.compress(model, "{kind}({name}=...)")'
+    return None

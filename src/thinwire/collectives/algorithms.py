@@ -1,0 +1,389 @@
+"""Collective algorithms: through which ranks the contributions to a chunk reach its owner, and its mean comes back.
+
+A collective algorithm is a pure function: the rank to which ``rank`` sends its partial sum of a chunk that rank
+``owner`` reduces (`Algorithm.parent`). In a scatter-reduce-all-gather and with a parameter server that is the owner
+itself, in a ring the next rank, in a binomial tree the rank's parent in it, in a hierarchy a rank of the same node.
+One implementation (`thinwire.collectives.all_reduce`) runs them all.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Literal
+
+from thinwire.compressors import RESIDUAL, Coded, Raw, ef, expression, parse
+
+_SHARE_UNITS = 1000
+"""Shares of owners are rounded to whole numbers of this resolution, so that all ranks compute the same ones."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The number of ranks, and the node of each of them."""
+
+    size: int
+    nodes: tuple[int, ...] = ()
+    """By rank, the number of its node, counted from 0 in the order of first ranks. Empty if nodes are not known."""
+
+    def __post_init__(self) -> None:
+        if self.nodes and len(self.nodes) != self.size:
+            raise ValueError(f"{self.size} ranks, but nodes of {len(self.nodes)}")
+
+    @cached_property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each node."""
+        return tuple(tuple(r for r in range(self.size) if self.nodes[r] == node) for node in sorted(set(self.nodes)))
+
+
+class Tree:
+    """The reduction tree of the chunks of one owner, who is its root.
+
+    Contributions are sent from child to parent and summed on the way; the mean is sent from parent to child.
+
+    Args:
+        owner: The root.
+        parents: By rank, its parent; None for the owner.
+
+    Raises:
+        ValueError: The parents do not form a tree.
+    """
+
+    def __init__(self, owner: int, parents: Sequence[int | None]) -> None:
+        self.owner = owner
+        self.parents = tuple(parents)
+        children: list[list[int]] = [[] for _ in parents]
+        for rank, parent in enumerate(parents):
+            if (parent is None) != (rank == owner):
+                raise ValueError(f"in the tree of owner {owner}, the parent of rank {rank} is {parent}")
+            if parent is not None:
+                children[parent].append(rank)
+        self.children = tuple(tuple(ranks) for ranks in children)
+        self.depth = self._depths()
+        self.height = self._heights()
+
+    def _depths(self) -> tuple[int, ...]:
+        """By rank, the number of hops between the owner and it."""
+        depth = [-1] * len(self.parents)
+        depth[self.owner], reached = 0, [self.owner]
+        for rank in reached:
+            for child in self.children[rank]:
+                depth[child] = depth[rank] + 1
+                reached.append(child)
+        if len(reached) != len(self.parents):
+            raise ValueError(f"not every rank reaches owner {self.owner}: {self.parents}")
+        return tuple(depth)
+
+    def _heights(self) -> tuple[int, ...]:
+        """By rank, the most hops that a contribution it waits for has made; 0 for a rank without children."""
+        height = [0] * len(self.parents)
+        for rank in sorted(range(len(self.parents)), key=lambda r: -self.depth[r]):
+            parent = self.parents[rank]
+            if parent is not None:
+                height[parent] = max(height[parent], height[rank] + 1)
+        return tuple(height)
+
+
+@dataclass(frozen=True)
+class Algorithm(ABC):
+    """A collective algorithm. ``str(algorithm)`` is its spec, which `parse_algorithm` reads."""
+
+    spec_name: ClassVar[str]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether every rank sends its message to every other one, so that chunks have no owners."""
+        return False
+
+    @property
+    def needs_nodes(self) -> bool:
+        """Whether it depends on which ranks share a node."""
+        return False
+
+    @property
+    def is_star(self) -> bool:
+        """Whether every rank sends its message to the owner directly, as a majority vote needs."""
+        return False
+
+    def shares(self, world: World) -> tuple[int, ...]:
+        """By rank, how much of every layer it owns, in proportion.
+
+        Raises:
+            ValueError: The algorithm does not fit this world.
+        """
+        return (1,) * world.size
+
+    def crossings(self, world: World) -> float:
+        """Bytes that the busiest rank sends, as a multiple of the bytes of the encoded bucket (about)."""
+        return 2 * (world.size - 1) / world.size
+
+    @abstractmethod
+    def parent(self, rank: int, owner: int, world: World) -> int:
+        """The rank to which ``rank``, which is not the owner, sends its contribution, and which sends it the mean."""
+
+    def tree(self, owner: int, world: World) -> Tree:
+        """The reduction tree of the chunks of ``owner``."""
+        parents = [None if rank == owner else self.parent(rank, owner, world) for rank in range(world.size)]
+        return Tree(owner, parents)
+
+    def compressor_between(self, compressor: Coded, rank: int, parent: int, world: World) -> Coded:
+        """The compressor of what ``rank`` sends to ``parent``, of chunks for which the plan has ``compressor``."""
+        return compressor
+
+    def __str__(self) -> str:
+        options = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]
+        shown = [f"{name}={value}" for name, value in options if value]
+        return f"{self.spec_name}({', '.join(shown)})" if shown else self.spec_name
+
+
+@dataclass(frozen=True)
+class _Star(Algorithm):
+    """Every rank sends to each owner directly."""
+
+    @property
+    def is_star(self) -> bool:
+        return True
+
+    def parent(self, rank: int, owner: int, world: World) -> int:
+        return owner
+
+
+@dataclass(frozen=True)
+class ScatterReduceAllGather(_Star):
+    """Every rank sends each owner its chunk; owners send the means to all ranks (thesis, section 3.5.1). The default.
+
+    It takes two hops, and every value is quantised twice, whatever the number of ranks. Each rank sends ``2(n−1)/n``
+    times the bytes of the encoded bucket.
+
+    Args:
+        rates: The rate of each rank's link, in any unit, or ``measured``. A rank sends all chunks but its own once and
+            its own n−1 times, so ranks with faster links own more, such that all links are busy for equally long. Of
+            two ranks each sends the same whatever it owns.
+    """
+
+    spec_name: ClassVar[str] = "sra"
+
+    rates: tuple[float, ...] | Literal["measured", ""] = ""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rates, str):
+            if self.rates not in ("", "measured"):
+                raise ValueError(f"rates is {self.rates!r}: give one for each rank, as (10, 10, 1), or measured")
+        elif not isinstance(self.rates, tuple) or not all(map(_is_rate, self.rates)) or not self.rates:
+            raise ValueError(f"rates {self.rates}: every rank needs a number above zero, of 1e-15 to 1e15")
+
+    def shares(self, world: World) -> tuple[int, ...]:
+        if isinstance(self.rates, str):
+            return (1,) * world.size
+        if len(self.rates) != world.size:
+            raise ValueError(f"{self} names {len(self.rates)} rates, and there are {world.size} ranks")
+        return tuple(round(_SHARE_UNITS * share) for share in balanced_shares(self.rates))
+
+
+@dataclass(frozen=True)
+class ParameterServer(_Star):
+    """One rank, ``server``, owns everything: it reduces all messages and sends all means.
+
+    It is for worlds in which only that rank has a fast link.
+    """
+
+    spec_name: ClassVar[str] = "parameter_server"
+
+    server: int = 0
+
+    def crossings(self, world: World) -> float:
+        return world.size - 1
+
+    def shares(self, world: World) -> tuple[int, ...]:
+        if not 0 <= self.server < world.size:
+            raise ValueError(f"the server is rank {self.server}, and there are {world.size} ranks")
+        return tuple(int(rank == self.server) for rank in range(world.size))
+
+
+@dataclass(frozen=True)
+class Ring(Algorithm):
+    """Each rank adds its values to the partial sum of the previous rank, quantises it again and sends it to the next.
+
+    The mean is sent back the other way. That takes ``2(n−1)`` hops and n quantisations of every value, of sums that
+    grow from hop to hop: of two ranks it is the same as `ScatterReduceAllGather`, of more it has about (n−1)/2 times
+    the variance. Every rank communicates with its neighbours only.
+    """
+
+    spec_name: ClassVar[str] = "ring"
+
+    def parent(self, rank: int, owner: int, world: World) -> int:
+        return (rank + 1) % world.size
+
+
+@dataclass(frozen=True)
+class Binomial(Algorithm):
+    """A binomial tree for each owner: ``2·log2(n)`` hops and at most ``1 + log2(n)`` quantisations of every value.
+
+    The thesis has a single root, whose link carries ``log2(n)`` times the bytes. Here every rank is the root of its own
+    chunks, and all ranks send ``2(n−1)/n`` times the bytes.
+    """
+
+    spec_name: ClassVar[str] = "tree"
+
+    def parent(self, rank: int, owner: int, world: World) -> int:
+        place = (rank - owner) % world.size
+        return (owner + (place & (place - 1))) % world.size
+
+
+@dataclass(frozen=True)
+class AllGather(Algorithm):
+    """Every rank sends everything to all others: one hop and one quantisation, but ``n−1`` times the bytes."""
+
+    spec_name: ClassVar[str] = "allgather"
+
+    @property
+    def gathers(self) -> bool:
+        return True
+
+    def crossings(self, world: World) -> float:
+        return world.size - 1
+
+    def parent(self, rank: int, owner: int, world: World) -> int:
+        return owner
+
+
+@dataclass(frozen=True)
+class Hierarchical(Algorithm):
+    """Sum inside each node first, so that a value crosses between nodes once for each node and not for each rank.
+
+    Every value is quantised twice, or three times if it is quantised inside nodes, too. Means are sent compressed
+    everywhere.
+
+    Args:
+        inside: The spec of the compressor inside a node; "dense" sends fp32 there, "same" uses the plan's compressor.
+        across: "slices": every rank of a node sends the node's sum of a slice of its own, so that all of them use the
+            node's link; "leaders": the first rank of the node sends the node's whole sum.
+
+    Raises:
+        ValueError: An option is invalid.
+    """
+
+    spec_name: ClassVar[str] = "hierarchical"
+
+    inside: str = "dense"
+    across: Literal["slices", "leaders"] = "slices"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inside, str):
+            raise ValueError(f"inside={self.inside!r}: give dense, same, or the spec of a quantiser")
+        if self.across not in ("slices", "leaders"):
+            raise ValueError(f"across is {self.across!r}: slices or leaders")
+        if self.inside not in ("dense", "same"):
+            inner = parse(self.inside)
+            if not isinstance(inner, Coded) or inner.gathered or inner.slots or not inner.traits.plain_sum:
+                raise ValueError(f"inside={self.inside}: give dense, same, or a quantiser without a state of its own")
+
+    @property
+    def needs_nodes(self) -> bool:
+        return True
+
+    def shares(self, world: World) -> tuple[int, ...]:
+        if self.across == "slices":
+            return (1,) * world.size
+        leaders = {members[0] for members in world.members}
+        return tuple(int(rank in leaders) for rank in range(world.size))
+
+    def parent(self, rank: int, owner: int, world: World) -> int:
+        mine, owners = world.members[world.nodes[rank]], world.members[world.nodes[owner]]
+        sender = mine[owners.index(owner) % len(mine)]  # of its node's sum, to the owner
+        return owner if world.nodes[rank] == world.nodes[owner] or rank == sender else sender
+
+    def compressor_between(self, compressor: Coded, rank: int, parent: int, world: World) -> Coded:
+        return self.inner(compressor) if world.nodes[rank] == world.nodes[parent] else compressor
+
+    def inner(self, compressor: Coded) -> Coded:
+        """The compressor of what stays inside a node, where ``compressor`` is that of what crosses between nodes."""
+        return compressor if self.inside == "same" else _inside(self.inside, compressor)
+
+    def __str__(self) -> str:
+        return f"hierarchical(inside={self.inside}, across={self.across})"
+
+
+def _is_rate(rate: object) -> bool:
+    return isinstance(rate, int | float) and not isinstance(rate, bool) and 1e-15 <= rate <= 1e15
+
+
+def _inside(spec: str, compressor: Coded) -> Coded:
+    """The compressor inside a node for ``compressor`` between nodes. It has error feedback if that has: the residual
+    that an inner rank holds must be sent by it, too."""
+    inner = parse("raw" if spec == "dense" or isinstance(compressor, Raw) else spec)
+    chosen = ef(inner) if RESIDUAL in compressor.slots else inner
+    assert isinstance(chosen, Coded)
+    return chosen
+
+
+def balanced_shares(rates: Sequence[float]) -> tuple[float, ...]:
+    """Shares of a tensor that ranks with links of these rates should own, so that the last link ends as soon as
+    possible.
+
+    In a scatter-reduce-all-gather of n ranks, the owner of a share s sends ``1 + (n−2)·s`` of the tensor. The least
+    time T has ``s_r = max(0, (T·rate_r − 1)/(n−2))`` with ``Σ s_r = 1``.
+    """
+    num_ranks = len(rates)
+    if num_ranks <= 2:
+        return (1 / num_ranks,) * num_ranks
+    # Remove owners, those with the slowest links first, until all that remain have a positive share.
+    owners = sorted(range(num_ranks), key=lambda rank: -rates[rank])
+    while True:
+        time = (num_ranks - 2 + len(owners)) / sum(rates[rank] for rank in owners)
+        if time * rates[owners[-1]] >= 1 or len(owners) == 1:
+            break
+        owners.pop()
+    shares = [0.0] * num_ranks
+    for rank in owners:
+        shares[rank] = (time * rates[rank] - 1) / (num_ranks - 2)
+    return tuple(shares)
+
+
+_ALGORITHMS: dict[str, type[Algorithm]] = {
+    t.spec_name: t for t in (ScatterReduceAllGather, Ring, Binomial, AllGather, Hierarchical, ParameterServer)
+}
+
+
+def parse_algorithm(spec: str | Algorithm) -> Algorithm:
+    """Parse the spec of a collective algorithm. Nothing in it is evaluated.
+
+    Specs are ``sra``, ``sra(rates=measured)``, ``ring``, ``tree``, ``allgather``, ``parameter_server(server=2)`` and
+    ``hierarchical(inside=dense, across=leaders)``.
+
+    Raises:
+        ValueError: The spec is invalid: there is no such algorithm, or an option is wrong.
+    """
+    if isinstance(spec, Algorithm):
+        return spec
+    known = ", ".join(_ALGORITHMS)
+    try:
+        node = expression(spec)
+    except SyntaxError:
+        raise ValueError(f"{spec!r} is not a collective algorithm: there are {known}") from None
+    name = node.func if isinstance(node, ast.Call) else node
+    if not isinstance(name, ast.Name) or name.id not in _ALGORITHMS or (isinstance(node, ast.Call) and node.args):
+        raise ValueError(
+            f"{spec!r} is not a collective algorithm: there are {known}, with options as in sra(rates=(10, 10, 1))"
+        )
+    kind = _ALGORITHMS[name.id]
+    options = {}
+    for keyword in node.keywords if isinstance(node, ast.Call) else ():
+        names = [f.name for f in dataclasses.fields(kind)]
+        if keyword.arg not in names:
+            takes = ", ".join(names) or "no options"
+            raise ValueError(f"{spec!r}: {name.id} has no option {keyword.arg!r}; it takes {takes}")
+        try:
+            options[keyword.arg] = ast.literal_eval(keyword.value)
+        except ValueError:
+            options[keyword.arg] = ast.unparse(keyword.value)
+        except (TypeError, RecursionError, MemoryError):
+            raise ValueError(f"{spec[:80]!r}: {keyword.arg} is not a plain value") from None
+    try:
+        return kind(**options)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"{spec!r} is not a collective algorithm: {error}") from None

@@ -1,0 +1,30 @@
+"""What can go wrong between ranks, with the rank that is the cause."""
+
+from __future__ import annotations
+
+
+class CommunicationError(RuntimeError):
+    """Another rank is the cause: the base of `TransportError` and `PeerFailedError`.
+
+    All three arguments are attributes, None where they are not known.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int | None = None, host: str | None = None, reason: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        """The rank that is the cause, by its number in the default process group."""
+        self.host = host
+        """The name of that rank's machine."""
+        self.reason = reason
+        """What happened to that rank, such as "its process has ended"."""
+
+
+class TransportError(CommunicationError):
+    """The link to a rank is gone or silent. The collective cannot be finished, and the transport is unusable from now
+    on."""
+
+
+class PeerFailedError(CommunicationError):
+    """Another rank failed and said so. Its own log has the whole error."""

@@ -1,0 +1,1 @@
+"""Paired training runs: the same start, the same batches, another compressor; and what their comparison shows."""

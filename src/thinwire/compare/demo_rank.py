@@ -1,0 +1,103 @@
+"""One rank of one variant of the demo.
+
+It reads commands as JSON lines on standard input and answers with JSON lines on standard output: ``setup`` (first),
+``begin`` (build the model and evaluate it), ``train`` (train until a step and evaluate) and ``finish`` (evaluate on all
+held-out text). Before and after the steps of ``train`` it holds until the parent releases all ranks together, so that
+the parent can read the link's counters while nothing is sent.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from thinwire.compare.data import Text, draw_offsets, even_offsets, standard_library
+from thinwire.compare.rank_program import Channel, join, run_rank
+from thinwire.compare.train import VARIANTS, Replica, Task, distributed, evaluate, train
+
+
+class Rank:
+    """The process group, the text, and the training of one variant."""
+
+    def __init__(self, setup: dict[str, Any], channel: Channel) -> None:
+        self.channel = channel
+        self.task = Task.from_json(setup["task"])
+        self.text: Text = standard_library()
+        self.rank, self.num_ranks = join(setup)
+
+    def begin(self, name: str) -> dict[str, Any]:
+        """Build the model for variant ``name``."""
+        variant, task = VARIANTS[name], self.task
+        self.steps_done = 0
+        self.replica = Replica(task)
+        ddp = distributed(self.replica, variant)
+        self.attached = variant.attach(ddp, task)
+        self.steps = train(ddp, self.replica.optimizer, self.text.train, self._offsets(), task.rate, task.model.context)
+        return {"probe": self._evaluate(task.probe_windows)}
+
+    def train(self, until: int) -> dict[str, Any]:
+        """Train until step ``until``: the seconds of each step, the bytes sent so far, this rank's sum of the loss."""
+        step_s = []
+        self.channel.hold("train")
+        for step in range(self.steps_done + 1, until + 1):
+            started = time.perf_counter()
+            loss = next(self.steps)
+            step_s.append(time.perf_counter() - started)
+            self.channel.send("step", step=step, loss=loss)
+        self.channel.hold("trained")
+        self.steps_done = until
+        payload_bytes = self.attached.payload_bytes(until)
+        return {"step_s": step_s, "payload_bytes": payload_bytes, "probe": self._evaluate(self.task.probe_windows)}
+
+    def finish(self) -> dict[str, Any]:
+        """Evaluate on all held-out windows, and hash the parameters."""
+        return {
+            "held_out": self._evaluate(self.task.held_out_windows),
+            "formula_bytes": self.attached.formula_bytes(),
+            "digest": self.replica.digest(),
+        }
+
+    def _offsets(self) -> torch.Tensor:
+        drawn = draw_offsets(
+            self.text.train.numel(),
+            steps=self.task.steps,
+            num_ranks=self.num_ranks,
+            batch=self.task.batch,
+            context=self.task.model.context,
+            seed=self.task.seed,
+        )
+        return drawn[:, self.rank]
+
+    def _evaluate(self, count: int) -> float:
+        """Sum of the loss over this rank's share of ``count`` held-out windows."""
+        context = self.task.model.context
+        offsets = even_offsets(self.text.held_out.numel(), count=count, context=context)
+        return evaluate(self.replica.model, self.text.held_out, offsets[self.rank :: self.num_ranks], context)
+
+
+def _serve(channel: Channel) -> None:
+    rank = Rank(channel.receive(), channel)
+    channel.send(
+        "done",
+        train_bytes=rank.text.train.numel(),
+        held_out_bytes=rank.text.held_out.numel(),
+        num_files=rank.text.num_files,
+        text_digest=rank.text.digest,
+        parameters=sum(parameter.numel() for parameter in Replica(rank.task).parameters),
+    )
+    while True:
+        command = channel.receive()
+        match command["do"]:
+            case "begin":
+                answer = rank.begin(command["name"])
+            case "train":
+                answer = rank.train(command["until"])
+            case _:
+                answer = rank.finish()
+        channel.send("done", **answer)
+
+
+def main() -> None:
+    run_rank(_serve)

@@ -1,0 +1,121 @@
+"""Processes forked from one that has imported their module already, so that PyTorch is loaded once.
+
+That one is `multiprocessing`'s fork server. It imports the module of the first process; later ones import what else
+they need themselves.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+import tempfile
+from io import FileIO
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TextIO
+
+from thinwire.lab import NodeNamespaces
+
+_LONGEST = 60
+"""Characters of a folder for sockets. A socket's path has 107 at most, and `multiprocessing` adds two names."""
+_processes = multiprocessing.get_context("forkserver")
+
+
+class ForkedProcess:
+    """``main()`` of ``module`` in a process and a session of its own, in ``namespaces``.
+
+    `stdin` and `stdout` are the parent's ends of its standard input and output, unbuffered; its standard error is
+    appended to ``log``. It is killed when this process ends in an orderly way, and should end itself when its input
+    ends.
+    """
+
+    def __init__(self, module: str, namespaces: NodeNamespaces, log: Path) -> None:
+        _start_server(module)
+        commands, stdin = _processes.Pipe(duplex=False)
+        stdout, answers = _processes.Pipe(duplex=False)
+        arguments = (module, namespaces, commands, answers, str(log))
+        self._process = _processes.Process(target=_main, args=arguments, daemon=True)
+        self._process.start()
+        self.stdin, self.stdout = FileIO(os.dup(stdin.fileno()), "w"), FileIO(os.dup(stdout.fileno()), "r")
+        for end in (commands, stdin, stdout, answers):
+            end.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Exit code, minus the signal's number if one ended it; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self) -> int:
+        """Wait for its end; returns the exit code."""
+        self._process.join()
+        code = self._process.exitcode
+        assert code is not None
+        return code
+
+    def send(self, message: Any) -> bool:
+        """Write ``message`` to its standard input as a line of JSON; False if the process no longer reads."""
+        try:
+            self.stdin.write(json.dumps(message).encode() + b"\n")
+        except BrokenPipeError:
+            return False
+        return True
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill it, wait for its end, and close its pipes. May be called again."""
+        self.kill()
+        self._process.join()
+        self.stdin.close()
+        self.stdout.close()
+
+
+def command_streams() -> tuple[TextIO, TextIO]:
+    """In a forked process: the stream of commands and that of answers. Other prints go to its log from now on."""
+    commands, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return commands, answers
+
+
+def _start_server(module: str) -> None:
+    """Start the fork server, unless there is one: with one thread for what counts threads when it is imported."""
+    threads, folder = os.environ.get("OMP_NUM_THREADS"), tempfile.gettempdir()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if len(folder) > _LONGEST:
+        tempfile.tempdir = "/tmp"
+    try:
+        _processes.set_forkserver_preload([module])
+        forkserver.ensure_running()
+    finally:
+        tempfile.tempdir = folder
+        if threads is None:
+            del os.environ["OMP_NUM_THREADS"]
+
+
+def _main(module: str, namespaces: NodeNamespaces, commands: Connection, answers: Connection, log: str) -> None:
+    os.setsid()
+    with open(log, "ab") as log_file:
+        for end, number in ((commands, 0), (answers, 1), (log_file, 2)):
+            os.dup2(end.fileno(), number)
+    commands.close()
+    answers.close()
+    namespaces.enter()
+    program: Any = importlib.import_module(module)
+    # Imported objects stay. Traversing them, which copies their pages, would be most of a collection's work here.
+    gc.freeze()
+    program.main()

@@ -1,0 +1,265 @@
+"""Paired training: every variant starts from the same weights and sees the same batches; only the exchange of gradients
+differs.
+
+A variant is a small function that attaches something to a ``DistributedDataParallel`` model; `VARIANTS` lists them.
+"""
+
+# No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from thinwire.compare.data import windows
+from thinwire.compare.gpt import GPT, GPTConfig, next_token_loss
+from thinwire.runtime import Follower, for_reducer
+
+# One scale for each layer, a biased rounding and no error feedback: damage that a comparison must be able to see.
+CONTROL_RULES = "minmax(bits=1, bucket=1048576, rounding=nearest)"
+POWERSGD_RANK = 4
+_POWERSGD_START = 2
+_ONE_BUCKET_MB = 1e6
+_BETAS = (0.9, 0.99)
+_WEIGHT_DECAY = 0.1
+_EVALUATION_BATCH = 32
+_WARM_UP_SHARE = 0.1
+
+
+def learning_rate(highest: float, step: int, steps: int) -> float:
+    """Learning rate of ``step`` (from 0): a linear warm-up over the first tenth, then a cosine that ends at zero."""
+    warm_up = math.ceil(steps * _WARM_UP_SHARE)
+    if step < warm_up:
+        return highest * (step + 1) / warm_up
+    return highest * 0.5 * (1 + math.cos(math.pi * (step - warm_up + 1) / (steps - warm_up + 1)))
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the demo trains, the same for every variant.
+
+    ``batch`` is in windows of ``model.context`` tokens for each rank and step. After every ``probe_every`` steps the
+    loss is evaluated on ``probe_windows`` windows of held-out text, at the end on ``held_out_windows``.
+    """
+
+    model: GPTConfig = field(default_factory=lambda: GPTConfig(width=128))
+    steps: int = 96
+    batch: int = 4
+    learning_rate: float = 3e-3
+    bucket_cap_mb: float = 1.0
+    held_out_windows: int = 512
+    probe_windows: int = 64
+    probe_every: int = 8
+    seed: int = 0
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> "Task":
+        return cls(**{**record, "model": GPTConfig(**record["model"])})
+
+    @property
+    def probe_steps(self) -> list[int]:
+        """Steps after which the held-out loss is evaluated; the last step is one of them."""
+        return sorted({*range(self.probe_every, self.steps, self.probe_every), self.steps})
+
+    def rate(self, step: int) -> float:
+        """Learning rate of ``step``."""
+        return learning_rate(self.learning_rate, step, self.steps)
+
+
+class Attached:
+    """What a variant attached to a DDP model: it counts the bytes that are sent, and can be detached."""
+
+    def __init__(self, bytes_per_step: float = 0.0) -> None:
+        self._bytes_per_step = bytes_per_step
+
+    def payload_bytes(self, steps: int) -> float:
+        """Bytes this rank has sent in ``steps`` steps, without TCP's headers."""
+        return self._bytes_per_step * steps
+
+    def formula_bytes(self) -> float | None:
+        """Bytes that a step must send by the format's formula, where there is one."""
+        return None
+
+    def detach(self) -> None:
+        """Release what the variant holds."""
+
+
+class _Thinwire(Attached):
+    def __init__(self, wire: thinwire.Wire) -> None:
+        super().__init__()
+        self._wire = wire
+
+    def payload_bytes(self, steps: int) -> float:
+        return self._wire.stats.payload_sent_bytes
+
+    def formula_bytes(self) -> float | None:
+        return self._wire.wire_bytes_per_step()
+
+    def detach(self) -> None:
+        self._wire.detach()
+
+
+class _PowerSGD(Attached):
+    def __init__(self, state: powerSGD_hook.PowerSGDState, ring: float, dense_bytes: float) -> None:
+        super().__init__()
+        self._state, self._ring, self._dense_bytes = state, ring, dense_bytes
+
+    def payload_bytes(self, steps: int) -> float:
+        # PyTorch counts the elements of what it reduces (P, Q, and tensors left as they are) once it has started.
+        factors = self._state.compression_stats()[2] * 4 * self._ring
+        return min(steps, _POWERSGD_START) * self._dense_bytes + factors
+
+
+def ring_factor(num_ranks: int) -> float:
+    """What each rank sends in a ring all-reduce, per byte that is reduced."""
+    return 2 * (num_ranks - 1) / num_ranks
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Bytes of one fp32 gradient of ``model``."""
+    return 4 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def _sent(ddp: DistributedDataParallel) -> float:
+    return gradient_bytes(ddp) * ring_factor(dist.get_world_size())
+
+
+def _fp32(ddp: DistributedDataParallel, task: Task) -> Attached:
+    return Attached(_sent(ddp))
+
+
+def _bf16(ddp: DistributedDataParallel, task: Task) -> Attached:
+    ddp.register_comm_hook(Follower("bf16"), _bf16_hook)
+    return Attached(_sent(ddp) / 2)
+
+
+def _alone(ddp: DistributedDataParallel, task: Task) -> Attached:
+    ddp.register_comm_hook(None, _noop_hook)
+    return Attached()
+
+
+def _powersgd(ddp: DistributedDataParallel, task: Task) -> Attached:
+    state = powerSGD_hook.PowerSGDState(
+        None,
+        matrix_approximation_rank=POWERSGD_RANK,
+        start_powerSGD_iter=_POWERSGD_START,
+        random_seed=task.seed,
+    )
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return _PowerSGD(state, ring_factor(dist.get_world_size()), _sent(ddp))
+
+
+def _compressed(ddp: DistributedDataParallel, task: Task) -> Attached:
+    return _Thinwire(thinwire.compress(ddp, seed=task.seed, skip_if_slower=False))
+
+
+def _low_rank(ddp: DistributedDataParallel, task: Task) -> Attached:
+    return _Thinwire(
+        thinwire.compress(
+            ddp, f"powersgd(rank={POWERSGD_RANK})", seed=task.seed, skip_if_slower=False, start=_POWERSGD_START
+        )
+    )
+
+
+def _control(ddp: DistributedDataParallel, task: Task) -> Attached:
+    return _Thinwire(thinwire.compress(ddp, CONTROL_RULES, seed=task.seed, skip_if_slower=False))
+
+
+def _bf16_hook(follower, bucket):
+    """PyTorch's ``bf16_compress_hook``, which itself refuses every backend but NCCL."""
+    buffer = bucket.buffer()
+    message = buffer.to(torch.bfloat16).div_(dist.get_world_size())
+    work = dist.all_reduce(message, async_op=True)
+    assert work is not None
+    return for_reducer(follower.follow(work, lambda: buffer.copy_(message)))
+
+
+def _noop_hook(state, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A variant of the training: how gradients are exchanged."""
+
+    title: str
+    attach: Callable[[DistributedDataParallel, Task], Attached]
+    one_bucket: bool = False
+    """Whether DDP puts all gradients into one bucket."""
+    synchronised: bool = True
+    """Whether ranks end with the same parameters."""
+
+
+VARIANTS = {
+    "fp32": Variant("DDP fp32", _fp32),
+    "bf16": Variant("DDP bf16", _bf16),
+    "powersgd": Variant("torch PowerSGD", _powersgd, one_bucket=True),
+    "thinwire": Variant("thinwire 4-bit", _compressed),
+    "low-rank": Variant(f"thinwire rank {POWERSGD_RANK}", _low_rank),
+    "alone": Variant("training alone", _alone, synchronised=False),
+    "control": Variant("1-bit control", _control),
+}
+
+
+class Replica:
+    """One rank's model and optimizer."""
+
+    def __init__(self, task: Task) -> None:
+        torch.manual_seed(task.seed)
+        self.task = task
+        self.model = GPT(task.model)
+        self.parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(self.parameters, betas=_BETAS, weight_decay=_WEIGHT_DECAY, fused=True)
+
+    def digest(self) -> str:
+        """Hash of all parameters' bytes: equal on two ranks exactly where their replicas are."""
+        state = hashlib.sha256()
+        for parameter in self.parameters:
+            state.update(parameter.detach().numpy().tobytes())
+        return state.hexdigest()
+
+
+def distributed(replica: Replica, variant: Variant) -> DistributedDataParallel:
+    """``replica``'s model in DDP, with the buckets that ``variant`` asks for."""
+    cap = _ONE_BUCKET_MB if variant.one_bucket else replica.task.bucket_cap_mb
+    return DistributedDataParallel(replica.model, bucket_cap_mb=cap, gradient_as_bucket_view=True)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tokens: Tensor,
+    offsets: Tensor,
+    rate: Callable[[int], float],
+    context: int,
+) -> Iterator[float]:
+    """Train one step per row of ``offsets [steps, batch]``; yields each step's loss on this rank."""
+    for step, starts in enumerate(offsets):
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
+        inputs, targets = windows(tokens, starts, context)
+        optimizer.zero_grad(set_to_none=True)
+        loss = next_token_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        yield loss.item()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, tokens: Tensor, offsets: Tensor, context: int) -> float:
+    """Sum of the loss, in nats, over all windows that start at ``offsets [windows]``."""
+    total = 0.0
+    for starts in offsets.split(_EVALUATION_BATCH):
+        inputs, targets = windows(tokens, starts, context)
+        total += float(next_token_loss(model(inputs), targets, reduction="sum"))
+    return total

@@ -1,0 +1,141 @@
+"""The base of compressors that round gradients to integers, which a native all-reduce adds without overflow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.compressors._core.calls import SumCall
+from thinwire.compressors._core.checks import check_choice, check_int
+from thinwire.compressors._core.compressor import Count
+from thinwire.compressors._core.mixins import Clipping, WorldSized
+from thinwire.compressors._core.segments import Part
+from thinwire.compressors._core.slots import Slot, State
+from thinwire.compressors._core.summed import Summed
+from thinwire.compressors._core.traits import Traits
+from thinwire.kernels import Table, align, int_decode, int_round, site_id
+
+_DTYPES = {8: torch.int8, 32: torch.int32}
+_LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class Integers(Summed, WorldSized, Clipping):
+    """``Int(α·g)``, one integer for each element, with one scale α for each layer, which all ranks know.
+
+    A rank's integers are at most ``(2^(bits−1) − 1) / n`` in magnitude, so that the sum over n ranks fits. Larger ones
+    are clipped and counted. Layers are padded to a multiple of 64 bytes.
+    """
+
+    spec_name: ClassVar[str] = "integers"
+
+    bits: int = field(default=8, metadata={"shown": True})
+    rounding: Literal["random", "determ"] = "random"
+    num_ranks: int = field(default=1, kw_only=True)
+    """The world size; the handle sets it."""
+    numel: int = field(default=0, kw_only=True)
+    """Elements of all its layers; 0 treats each layer by itself. The handle sets it."""
+
+    def __post_init__(self) -> None:
+        if self.bits not in _DTYPES:
+            raise ValueError(f"bits must be 8 or 32, not {self.bits!r}: a native all-reduce adds these")
+        check_choice("rounding", self.rounding, ("random", "determ"))
+        check_int("num_ranks", self.num_ranks, 1)
+        check_int("numel", self.numel, 0)
+        if self.clip < 1:
+            raise ValueError(
+                f"{self.spec_name}(bits={self.bits}) cannot serve {self.num_ranks} ranks: int{self.bits} cannot hold "
+                f"the sum of 1 from each. Take {self.spec_name}(bits=32), which serves any number"
+            )
+
+    @property
+    def clip(self) -> int:
+        """Largest magnitude of a rank's integers, such that the sum over all ranks fits."""
+        return (2 ** (self.bits - 1) - 1) // self.num_ranks
+
+    @property
+    def traits(self) -> Traits:
+        # Rounding to nearest never errs by more than the value itself; rounding a small value up at random does.
+        return Traits(
+            unbiased=self.rounding == "random",
+            keeps_constants=False,
+            contracts=self.rounding == "determ",
+            takes_every_layer=True,
+        )
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return (Slot("clipped", torch.int64, shape=lambda layer: (1,), scratch=True),)
+
+    def for_world(self, num_ranks: int, numel: int) -> Self:
+        return replace(self, num_ranks=num_ranks, numel=numel)
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        return _DTYPES[self.bits]
+
+    def padded(self, numel: int) -> int:
+        """Return the elements that ``numel`` take in a sum, with padding."""
+        size = self.bits // 8
+        return align(numel * size) // size
+
+    def put(self, x: Tensor, parts: Sequence[Part], scales: Tensor, out: Tensor, call: SumCall) -> None:
+        """Write ``Int(scale·x)``, clipped, into ``out`` and count what is clipped. ``scales``: fp32 [parts]."""
+        table = _table(parts, self.bits // 8)
+        nearest = self.rounding == "determ"
+        clipped = int_round(x, table, scales, out, clip=self.clip, key=call.key.own, nearest=nearest)
+        for at, (piece, _) in enumerate(parts):
+            call.slots(piece.name).now["clipped"].copy_(clipped[at])
+
+    def get(self, total: Tensor, x: Tensor, parts: Sequence[Part], scales: Tensor, finite: Tensor) -> None:
+        """Set the layers of ``x`` to ``total / (n·scale)``, or to NaN where not ``finite`` (bool [parts])."""
+        factors = fp32(1.0 / (scales.double() * self.num_ranks))
+        int_decode(total, _table(parts, self.bits // 8), x, torch.where(finite, factors, math.nan))
+
+    def subtract(self, rest: Tensor, parts: Sequence[Part], scales: Tensor, call: SumCall) -> None:
+        """Subtract ``Int(scale·rest) / scale`` from the layers of ``rest``, with the integers of `put`."""
+        if parts:
+            integers, sent = torch.zeros_like(call.buffers[-1]), torch.empty_like(rest)
+            self.put(rest, parts, scales, integers, call)
+            int_decode(integers, _table(parts, self.bits // 8), sent, fp32(1.0 / scales.double()))
+            for piece, _ in parts:
+                rest[piece.elements].sub_(sent[piece.elements])
+
+    def clipped(self, parts: Sequence[Part], state: State | None) -> Count:
+        counts = [slots_of(state, piece.name)["clipped"] for piece, _ in parts]
+        return torch.cat(counts).sum() if kernels.asynchronous(counts[0]) else sum(int(count) for count in counts)
+
+    def sizes(self, parts: Sequence[Part], device: torch.device) -> Tensor:
+        """Return the elements of each layer, fp64 [parts]."""
+        numels = [piece.numel for piece, _ in parts]
+        table = _table(parts, self.bits // 8)
+        return table.kept(("sizes", device), lambda: torch.tensor(numels, dtype=torch.float64).to(device))
+
+
+def slots_of(state: State | None, name: str) -> Mapping[str, Tensor]:
+    """Return the slots of a layer."""
+    if state is None:
+        raise ValueError("integers need the slots of their layers: pass state=")
+    return state.layers[name].now
+
+
+def fp32(values: Tensor) -> Tensor:
+    """Return positive fp64 values as normal fp32 ones, so that neither they nor their inverses become 0 or Inf."""
+    return values.clamp(_LEAST, _MOST).to(torch.float32)
+
+
+def _table(parts: Sequence[Part], size: int) -> Table:
+    return _cached(tuple((p.start, p.numel, where.start * size, p.name) for p, where in parts))
+
+
+@lru_cache(maxsize=1024)
+def _cached(places: tuple[tuple[int, int, int, str], ...]) -> Table:
+    rows = [(start, numel, 0, at, site_id(name)) for start, numel, at, name in places]
+    return Table(torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 5))

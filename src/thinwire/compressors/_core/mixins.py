@@ -1,0 +1,190 @@
+"""Mixins: what some compressors do beside the contract.
+
+The contract knows none of them. Whoever needs one looks for it with `find_mixin`, which also looks inside a `Wrapper`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from torch import Tensor
+
+from thinwire.compressors._core.compressor import Compressor, Count
+from thinwire.compressors._core.segments import Part, Piece, Segments
+from thinwire.compressors._core.slots import LayerState, State
+from thinwire.compressors._core.wrapper import rewrap, unwrap
+
+Mixin = TypeVar("Mixin")
+
+
+class Scheduled(ABC):
+    """Its parameters depend on the step."""
+
+    @abstractmethod
+    def at_step(self, step: int, learning_rate: float | None) -> Compressor:
+        """Return the compressor for ``step``, counted from the first compressed one.
+
+        Args:
+            step: number of the step.
+            learning_rate: the optimizer's learning rate; None if the handle has no optimizer.
+
+        Raises:
+            ValueError: it needs a learning rate, and there is none.
+        """
+
+
+class WorldSized(ABC):
+    """Its parameters depend on the number of ranks."""
+
+    @abstractmethod
+    def for_world(self, num_ranks: int, numel: int) -> Compressor:
+        """Return the compressor for ``num_ranks`` ranks, whose layers have ``numel`` elements in all.
+
+        Raises:
+            ValueError: it cannot serve so many ranks. The message names a compressor that can.
+        """
+
+
+class ColdStart(ABC):
+    """Its slots are unknown before the first step, which another compressor takes."""
+
+    @property
+    @abstractmethod
+    def cold_start(self) -> Compressor:
+        """The compressor of a layer until a finite step has set its slots."""
+
+    @abstractmethod
+    def follow(self, mean: Tensor, layer: str, state: State) -> None:
+        """Set the slots of the next step from ``mean``, the mean gradient of a layer (flat, times ``loss_scale``)."""
+
+
+class FollowsOptimizer(ABC):
+    """Its slots may depend on what the optimizer did. It then reads `State.learning_rates`."""
+
+    @property
+    @abstractmethod
+    def follows_optimizer(self) -> bool:
+        """Whether `on_optimizer_step` must be called after each step of the optimizer."""
+
+    @abstractmethod
+    def on_optimizer_step(self, changes: Sequence[tuple[LayerState, float]]) -> None:
+        """Set slots from each layer's squared change, ``‖x^k − x^{k−1}‖²``, the same on all ranks."""
+
+
+class StepEnd(ABC):
+    """Its layers share a decision, which is made between two steps."""
+
+    @abstractmethod
+    def end_step(self, layers: Sequence[LayerState], loss_scale: float) -> None:
+        """Set slots of the next step from what this step left in ``next`` of all ``layers``."""
+
+
+class Learned(ABC):
+    """It learns parameters of its code from gradients, at a few steps."""
+
+    @property
+    @abstractmethod
+    def learns_at(self) -> tuple[int, ...]:
+        """Steps, counted from the first compressed one, before which `learn` is called."""
+
+    @abstractmethod
+    def learn(self, values: Tensor, slots: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return new values of the learned slots. One rank learns, and the handle broadcasts the result.
+
+        Args:
+            values: the gradient of a layer, flat, fp32.
+            slots: the present values of its slots.
+        """
+
+
+class Bounded(ABC):
+    """Its messages may be smaller than `Coded.payload_bytes`; see `Traits.bounded`."""
+
+    @abstractmethod
+    def used_bytes(self, message: Tensor, piece: Piece) -> int:
+        """Return how many bytes of the payload of ``piece`` are used, a multiple of 64.
+
+        Raises:
+            ValueError: the header of the payload is invalid.
+        """
+
+
+class Indexed(ABC):
+    """A part of its payloads is indices: which elements they contain."""
+
+    @abstractmethod
+    def index_bytes(self, message: Tensor, piece: Piece) -> int:
+        """Return the bytes of the indices in the payload of ``piece``."""
+
+
+class Saturating(ABC):
+    """Values may exceed what its messages can hold."""
+
+    @abstractmethod
+    def limits(self, message: Tensor, segments: Segments) -> tuple[Count, Count]:
+        """Return how many values of a message encoded here saturated, and how many did not fit into it."""
+
+
+class Clipping(ABC):
+    """A summed compressor that clips values, so that sums do not overflow."""
+
+    @abstractmethod
+    def clipped(self, parts: Sequence[Part], state: State | None) -> Count:
+        """Return how many of this rank's values of these layers the last step clipped."""
+
+
+def find_mixin(compressor: Compressor, mixin: type[Mixin]) -> Mixin | None:
+    """Return ``compressor``, or the one that it wraps, as a ``mixin``; None if it is no such compressor."""
+    inner = unwrap(compressor)
+    return inner if isinstance(inner, mixin) else None
+
+
+def at_step(compressor: Compressor, step: int, learning_rate: float | None) -> Compressor:
+    """Return ``compressor`` for ``step``; see `Scheduled.at_step`."""
+    scheduled = find_mixin(compressor, Scheduled)
+    return compressor if scheduled is None else rewrap(compressor, scheduled.at_step(step, learning_rate))
+
+
+def for_world(compressor: Compressor, num_ranks: int, numel: int) -> Compressor:
+    """Return ``compressor`` for ``num_ranks`` ranks; see `WorldSized.for_world`."""
+    sized = find_mixin(compressor, WorldSized)
+    return compressor if sized is None else rewrap(compressor, sized.for_world(num_ranks, numel))
+
+
+def cold_start(compressor: Compressor) -> Compressor | None:
+    """Return what takes the first step in place of ``compressor``, with the same wrapper; None if it does itself."""
+    cold = find_mixin(compressor, ColdStart)
+    return None if cold is None else rewrap(compressor, cold.cold_start)
+
+
+def learns_at(compressor: Compressor) -> tuple[int, ...]:
+    """Return the steps before which ``compressor`` learns; see `Learned.learns_at`."""
+    learned = find_mixin(compressor, Learned)
+    return () if learned is None else learned.learns_at
+
+
+def first_state(compressor: Compressor, flat: Tensor, segments: Segments, loss_scale: float = 1.0) -> State | None:
+    """Return the state of a first step, as if the step before it had had the gradients ``flat``; None without slots.
+
+    Args:
+        compressor: of all segments.
+        flat: gradients of the segments, flat, ``loss_scale`` times as large as they are.
+        segments: the layers, one segment each.
+        loss_scale: of ``flat``.
+    """
+    if not compressor.slots:
+        return None
+    layers = {piece.name: piece.shape for piece in segments.pieces}
+    state = State.fresh(compressor.slots, flat.numel(), loss_scale, layers, device=flat.device)
+    if (cold := find_mixin(compressor, ColdStart)) is not None:
+        for piece in segments.pieces:
+            cold.follow(flat[piece.elements], piece.name, state)
+    state = state.swapped()
+    if (learned := find_mixin(compressor, Learned)) is not None and learned.learns_at:
+        for piece in segments.pieces:
+            slots = state.layers[piece.name].now
+            for name, value in learned.learn(flat[piece.elements].float() / loss_scale, slots).items():
+                slots[name].copy_(value.view_as(slots[name]))
+    return state

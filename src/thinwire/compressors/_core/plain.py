@@ -1,0 +1,41 @@
+"""The base of compressors that add all elements in some dtype."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.compressors._core.calls import SumCall
+from thinwire.compressors._core.summed import Subtract, Summed, SumShape
+
+
+@dataclass(frozen=True)
+class Plain(Summed):
+    """All elements, divided by the number of ranks and added in one dtype."""
+
+    @abstractmethod
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which gradients of ``dtype`` are added."""
+
+    def sums(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[SumShape, ...]:
+        return (SumShape(math.prod(shape), self.sum_dtype(dtype)),)
+
+    def rounds(self, x: Tensor, y: Tensor, call: SumCall) -> Generator[None, None, Subtract]:
+        (parts,), (buffer,) = call.parts, call.buffers
+        for piece, where in parts:
+            buffer[where].copy_(x[piece.elements].float() * call.scale)
+        yield
+        for piece, where in parts:
+            y[piece.elements].copy_(buffer[where])
+
+        def subtract(rest: Tensor) -> None:
+            for piece, _ in parts:
+                values = rest[piece.elements]
+                values.sub_((values * call.scale).to(buffer.dtype).float(), alpha=1.0 / call.scale)
+
+        return subtract

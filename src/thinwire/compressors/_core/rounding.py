@@ -1,0 +1,38 @@
+"""The rounding of quantisers whose spec has no ``rounding=``: it depends on what is compressed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from thinwire.compressors._core.coded import Coded
+from thinwire.compressors._core.sparsifier import Chain
+from thinwire.compressors.maxabs import MaxAbs
+from thinwire.compressors.minmax import MinMax
+
+_NEAREST_WEIGHT_BITS = 5
+_NEAREST_DELTA_BITS = 4
+_MIDRISE_DELTA_BITS = 2
+
+
+def rounded_for(what: Literal["weights", "deltas"], compressor: Coded) -> Coded:
+    """Return ``compressor`` with its rounding set for weights, or for changes of activations (``delta(...)``).
+
+    A spec with ``rounding=`` keeps it. Otherwise, gradients are rounded stochastically, which is unbiased, so that
+    errors average out over ranks and steps. In two cases they do not. Weights are quantised from full precision in
+    every step, so rounding to nearest builds up no bias; below 6 bits it has a third to a half of the error (thesis,
+    Table 5.2). The error of a delta is part of the next delta, so only its size counts (AQ-SGD, Theorem 3.1): up to 4
+    bits are rounded to nearest, and `MaxAbs` of 2 bits uses all four codes (``midrise``), because three levels lose
+    more than they keep. For Gaussian deltas, the relative error falls from 1.13 to 0.42 at 2 bits, and from 0.39 to
+    0.28 at 3 bits.
+    """
+    if isinstance(compressor, Chain):
+        values = rounded_for(what, compressor.values)
+        return compressor if values is compressor.values else replace(compressor, values=values)
+    if not isinstance(compressor, MinMax | MaxAbs) or compressor.rounding != "auto":
+        return compressor
+    if compressor.bits > (_NEAREST_WEIGHT_BITS if what == "weights" else _NEAREST_DELTA_BITS):
+        return compressor
+    if isinstance(compressor, MaxAbs) and what == "deltas" and compressor.bits == _MIDRISE_DELTA_BITS:
+        return replace(compressor, rounding="nearest", midrise=True)
+    return replace(compressor, rounding="nearest")

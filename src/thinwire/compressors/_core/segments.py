@@ -1,0 +1,77 @@
+"""Segments of layers in a message, and the keys of random draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from thinwire.kernels import Table, derive_key, site_id
+
+
+class Key(NamedTuple):
+    """The key of the random draws of a message. They depend only on it, on the layer and on the element's index."""
+
+    own: int
+    """Of this rank, step and stage, so that ranks draw differently."""
+    shared: int
+    """Of this step and stage, so that all ranks draw the same."""
+
+    @staticmethod
+    def of(*parts: int) -> Key:
+        """Return the key of a single rank."""
+        key = derive_key(*parts)
+        return Key(key, key)
+
+
+class Piece(NamedTuple):
+    """A run of consecutive elements of one layer."""
+
+    name: str
+    """Name of the layer's parameter."""
+    start: int
+    """Where it starts in the flat tensor, in elements."""
+    numel: int
+    index0: int
+    """Index of its first element in its layer. Draws depend on it, so that cutting a layer changes no bit."""
+    payload: int
+    """Where its payload starts in the message, in bytes."""
+    layer_shape: tuple[int, ...] = ()
+    """Shape of the whole layer; empty if unknown."""
+
+    @property
+    def elements(self) -> slice:
+        """Its place in the flat tensor."""
+        return slice(self.start, self.start + self.numel)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of a piece that is a whole layer; that of a vector if the layer's shape is unknown."""
+        return self.layer_shape or (self.numel,)
+
+
+class Part(NamedTuple):
+    """A layer's place in a sum."""
+
+    piece: Piece
+    where: slice
+    """Its elements in the tensor that is summed."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The pieces of layers that one compressor has in a message, for one kernel call."""
+
+    pieces: tuple[Piece, ...]
+    table: Table
+
+    @staticmethod
+    def build(pieces: Sequence[Piece]) -> Segments:
+        rows = [(p.start, p.numel, p.index0, p.payload, site_id(p.name)) for p in pieces]
+        table = Table(torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 5))
+        return Segments(tuple(pieces), table)
+
+    def __len__(self) -> int:
+        return len(self.pieces)

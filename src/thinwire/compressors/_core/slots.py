@@ -1,0 +1,97 @@
+"""Slots: state of a compressor, kept for each of its layers by the handle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Named state of a compressor, kept for each of its layers.
+
+    The handle owns it, saves it in checkpoints by parameter name, and reshards it. Nothing else holds state.
+    """
+
+    name: str
+    dtype: torch.dtype = torch.float32
+    shape: Callable[[Sequence[int]], Sequence[int]] | None = field(default=None, compare=False)
+    """Its shape, from the layer's. None: one value for each element of the layer."""
+    initial: Callable[[Sequence[int], str], Tensor] | None = field(default=None, compare=False)
+    """Its initial value, from the layer's shape and name, the same on every rank. None: zeros."""
+    shared: bool = False
+    """Whether all ranks hold the same value."""
+    learned: bool = False
+    """Written by `Learned.learn` at a few steps, not by encoding."""
+    scratch: bool = False
+    """Used only during a step, and never saved."""
+    columns: bool = False
+    """A matrix, such as a low-rank factor, whose columns remain valid when there are more or fewer of them."""
+
+    def shape_of(self, layer: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the slot of a ``layer`` of this shape."""
+        return tuple(layer if self.shape is None else self.shape(layer))
+
+    def first(self, layer: Sequence[int], name: str) -> Tensor:
+        """Return its value before the first step, flat."""
+        if self.initial is not None:
+            return self.initial(layer, name).to(self.dtype).reshape(-1)
+        return torch.zeros(math.prod(self.shape_of(layer)), dtype=self.dtype)
+
+
+class LayerState(NamedTuple):
+    """The slots of one layer, except those with one value for each element."""
+
+    now: Mapping[str, Tensor]
+    next: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class State:
+    """The slots of the layers of one flat tensor in one step.
+
+    A compressor reads ``now`` and writes all elements of its segments in ``next``, which replaces ``now`` only if the
+    whole step is finite. Gradients are multiplied by ``loss_scale``; slots are not. Slots with one value for each
+    element are tensors like the flat one; ``layers`` holds the others by the name of the layer.
+    """
+
+    now: Mapping[str, Tensor]
+    next: Mapping[str, Tensor]
+    loss_scale: float = 1.0
+    layers: Mapping[str, LayerState] = field(default_factory=dict)
+    learning_rates: Mapping[str, float] = field(default_factory=dict)
+    """Learning rates by layer; see `FollowsOptimizer`."""
+
+    @staticmethod
+    def fresh(
+        slots: Sequence[Slot],
+        numel: int,
+        loss_scale: float = 1.0,
+        layers: Mapping[str, Sequence[int]] | None = None,
+        *,
+        device: torch.device | None = None,
+    ) -> State:
+        """Return the initial state for a flat tensor of ``numel`` elements whose ``layers`` have these shapes."""
+        now, after = (
+            {slot.name: torch.zeros(numel, dtype=slot.dtype, device=device) for slot in slots if slot.shape is None}
+            for _ in range(2)
+        )
+        shaped = [slot for slot in slots if slot.shape is not None]
+        per_layer = {}
+        for name, shape in (layers or {}).items() if shaped else ():
+            values = {slot.name: slot.first(shape, name).to(device).view(slot.shape_of(shape)) for slot in shaped}
+            copies = {slot.name: values[slot.name] if slot.learned else values[slot.name].clone() for slot in shaped}
+            per_layer[name] = LayerState(values, copies)
+        return State(now, after, loss_scale, per_layer)
+
+    def swapped(self) -> State:
+        """Return the state of the next step."""
+        layers = {
+            name: LayerState(of.next, of.now) for name, of in self.layers.items()
+        }  # what is learned is the same tensor on both sides
+        return State(self.next, self.now, self.loss_scale, layers, self.learning_rates)

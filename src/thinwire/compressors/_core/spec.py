@@ -1,0 +1,208 @@
+"""Specs: the text of a compressor, ``"minmax(bits=4, bucket=128)"``, and back."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import re
+import threading
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from keyword import kwlist
+
+from thinwire.compressors._core.compressor import Compressor
+
+_registry: dict[str, Callable[..., Compressor]] = {}
+_EXAMPLE = "minmax(bits=4, bucket=128)"
+_MOST_CHARACTERS = 10_000
+"""Longest spec that is read. Specs come from checkpoints and files, too."""
+_MOST_GUESSES = 20
+"""Words of an invalid spec that are compared with the names of compressors."""
+_COMPRESSOR = re.compile("Compressor|Coded|Summed|Sparsifier")
+_one_at_a_time = threading.Lock()
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_WORDS = re.compile(rf"\b(?:{'|'.join(sorted(set(kwlist) - {'True', 'False', 'None'}))})\b")
+"""Keywords of Python, which a spec may contain as values: ``block=global``."""
+
+
+def register(make: Callable[..., Compressor], name: str | None = None) -> Callable[..., Compressor]:
+    """Make a compressor available to `parse`: a class under its ``spec_name``, or a function under ``name``.
+
+    Other packages declare it in the entry point group ``thinwire.compressors`` instead.
+    """
+    name = name or str(getattr(make, "spec_name", None) or make.__name__)
+    known = _registry.setdefault(name, make)
+    if known is not make:
+        raise ValueError(f"the name {name!r} already belongs to {known.__module__}.{known.__qualname__}")
+    return make
+
+
+def registered() -> dict[str, Callable[..., Compressor]]:
+    """Return compressors by name: those of thinwire, and of other packages as far as they were used."""
+    return dict(_registry)
+
+
+PRESETS = {
+    "8bit": "minmax(bits=8, bucket=128)",
+    "4bit": "minmax(bits=4, bucket=128)",
+    "2bit": "ef(minmax(bits=2, bucket=128))",
+    "bf16": "cast(bf16)",
+}
+"""Short names for specs."""
+
+
+def parse(spec: str | Compressor) -> Compressor:
+    """Return the compressor of a spec: ``parse("minmax(bits=4, bucket=128)") == MinMax(bits=4, bucket=128)``.
+
+    ``topk(density=0.01) | minmax(bits=8)`` codes the values that the first chooses. Nothing in the spec is evaluated.
+    Positional values belong to the parameters in their order. ``8bit``, ``4bit``, ``2bit`` and ``bf16`` are `PRESETS`.
+
+    Raises:
+        ValueError: the spec is invalid, or names a compressor or a parameter that does not exist; the error shows the
+            position and the closest valid spec. Or a parameter is out of range.
+        TypeError: a parameter has the wrong type.
+    """
+    if isinstance(spec, Compressor):
+        return spec
+    text = PRESETS.get(spec.strip(), spec.strip())
+    try:
+        tree = _tree(text)
+        return _Reader(text).compressor(tree)
+    except SyntaxError as error:
+        raise _not_a_spec(text, (error.offset or 1) - 1, error.msg) from None
+    except (RecursionError, MemoryError):
+        raise ValueError(f"{text[:40]!r}... is not a spec: it is nested too deeply") from None
+
+
+def expression(text: str) -> ast.expr:
+    """Return the syntax tree of an untrusted text. Nothing in it is evaluated.
+
+    Raises:
+        ValueError: the text is longer than 10 000 characters, or nested too deeply.
+        SyntaxError: it is not an expression.
+    """
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(f"{text[:40]!r}... has {len(text)} characters: at most {_MOST_CHARACTERS} are read")
+    try:
+        # Python before 3.12 counts the depth of all threads' trees together (CPython issue 106905).
+        with _one_at_a_time:
+            return ast.parse(text.strip(), mode="eval").body
+    except (RecursionError, MemoryError):
+        raise ValueError(f"{text[:40]!r}... is nested too deeply") from None
+
+
+def _tree(text: str) -> ast.expr:
+    return expression(_WORDS.sub(lambda word: word[0].upper(), text))
+
+
+class _Reader:
+    """Makes compressors from the nodes of a spec's syntax tree."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def compressor(self, node: ast.expr) -> Compressor:
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+            return self.compressor(node.left) | self.compressor(node.right)
+        called = node.func if isinstance(node, ast.Call) else node
+        if not isinstance(called, ast.Name):
+            raise _not_a_spec(self._text, node.col_offset, "a compressor's name must stand there")
+        make = self._find(called)
+        return make(**self._values(node, called.id, make)) if isinstance(node, ast.Call) else make()
+
+    def _values(self, node: ast.Call, called: str, make: Callable[..., Compressor]) -> dict[str, object]:
+        parameters = inspect.signature(make).parameters
+        names = list(parameters)
+        if len(node.args) > len(names):
+            raise _not_a_spec(
+                self._text,
+                node.args[len(names)].col_offset,
+                f"{called} takes at most {len(names)} parameters: {', '.join(names)}",
+            )
+        values = {n: self._value(arg, parameters[n]) for n, arg in zip(names, node.args, strict=False)}
+        for keyword in node.keywords:
+            if keyword.arg is None or keyword.arg not in names:
+                takes = f"it takes {', '.join(names)}" if names else "it takes none"
+                close = difflib.get_close_matches(keyword.arg or "", names, n=1, cutoff=0.5)
+                raise _not_a_spec(
+                    self._text,
+                    keyword.col_offset,
+                    f"{called} has no parameter {keyword.arg!r}: {takes}",
+                    self._replaced(keyword.col_offset, len(keyword.arg or ""), close),
+                )
+            if keyword.arg in values:
+                raise _not_a_spec(self._text, keyword.col_offset, f"{keyword.arg} is given twice")
+            values[keyword.arg] = self._value(keyword.value, parameters[keyword.arg])
+        return values
+
+    def _value(self, node: ast.expr, parameter: inspect.Parameter) -> object:
+        # `truncate` may be a compressor or a value, depending on the parameter.
+        if isinstance(node, ast.Name) and not _COMPRESSOR.search(str(parameter.annotation)):
+            return self._text[node.col_offset : node.end_col_offset]
+        if isinstance(node, ast.Name | ast.Call | ast.BinOp):
+            return self.compressor(node)
+        try:
+            return ast.literal_eval(node)
+        except (ValueError, TypeError, MemoryError, RecursionError):
+            raise _not_a_spec(self._text, node.col_offset, f"{ast.unparse(node)} is not a plain value") from None
+
+    def _find(self, node: ast.Name) -> Callable[..., Compressor]:
+        name = node.id
+        if name in _registry:
+            return _registry[name]
+        for point in entry_points(group="thinwire.compressors"):
+            if point.name == name:
+                return register(point.load(), name)
+        close = difflib.get_close_matches(name, _registry, n=1)
+        why = f"no compressor is called {name!r}"
+        if not close:
+            why += f": there are {', '.join(sorted(_registry))}"
+        raise _not_a_spec(self._text, node.col_offset, why, self._replaced(node.col_offset, len(name), close))
+
+    def _replaced(self, at: int, length: int, by: list[str]) -> str | None:
+        """Return the text with the name at ``at`` replaced, if that makes it a valid spec."""
+        if not by:
+            return None
+        text = self._text[:at] + by[0] + self._text[at + length :]
+        return text if _is_spec(text) else None
+
+
+def _is_spec(text: str) -> bool:
+    try:
+        parse(text)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def _not_a_spec(text: str, at: int, why: str, nearest: str | None = None) -> ValueError:
+    nearest = nearest or _nearest(text)
+    return ValueError(f"{text!r} is not a spec: at character {at + 1}, {why}. Did you mean {nearest!r}?")
+
+
+def _nearest(text: str) -> str:
+    """Return a valid spec close to an invalid one: with brackets closed, or of a compressor with a similar name."""
+    for candidate in (text + ")", text + "))", text.rstrip(",(= ") + ")", text.removesuffix(")"), text.split("(")[0]):
+        if candidate != text and candidate.strip() and _parses(candidate):
+            return candidate.strip()
+    for word in _NAME.findall(text)[:_MOST_GUESSES]:
+        close = difflib.get_close_matches(word, _registry, n=1)
+        if close and _parses(close[0]):
+            return str(_registry[close[0]]())
+    return _EXAMPLE
+
+
+def _parses(text: str) -> bool:
+    try:
+        tree = _tree(text.strip())
+    except SyntaxError:
+        return False
+    name = tree.func if isinstance(tree, ast.Call) else tree
+    if not isinstance(name, ast.Name) or name.id not in _registry:
+        return False
+    try:
+        _Reader(text.strip()).compressor(tree)
+    except (ValueError, TypeError):
+        return False
+    return True

@@ -1,0 +1,31 @@
+"""Traits: what a caller may know about a compressor without running it."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+
+class Traits(NamedTuple):
+    """Properties of a compressor. The defaults suit a biased quantiser."""
+
+    unbiased: bool = False
+    """The expected value of the decompressed tensor is the tensor."""
+    exact_bits: bool = True
+    """Messages are the same bytes on every machine. False for compressors that use an FFT or matrix products."""
+    dense: bool = True
+    """Every element is sent, not a choice of them."""
+    keeps_constants: bool = True
+    """A dense compressor decodes a layer with one value to that value, up to rounding."""
+    contracts: bool = True
+    """The error is smaller than the input, as error feedback requires for residuals to stay bounded."""
+    wants_feedback: bool = False
+    """So much is dropped or distorted that a plan adds error feedback."""
+    takes_every_layer: bool = False
+    """Biases, norms and small layers are compressed, too. A plan leaves these raw otherwise."""
+    bounded: bool = False
+    """The size of a message has an upper bound, but is not a function of the shape alone; see `Bounded`."""
+    plain_sum: bool = True
+    """The owner of a chunk adds up what ranks send. Otherwise the compressor overrides `Coded.add_up`."""
+    largest: float = math.inf
+    """Largest magnitude that can be represented. Beyond it, values saturate or become Inf."""

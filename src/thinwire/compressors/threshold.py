@@ -1,0 +1,55 @@
+"""All elements above a threshold."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.compressors._core.calls import CodecCall
+from thinwire.compressors._core.checks import check_share
+from thinwire.compressors._core.segments import Piece
+from thinwire.compressors._core.sparsifier import Picked, Sparsifier
+from thinwire.compressors._core.traits import Traits
+
+
+@dataclass(frozen=True)
+class Threshold(Sparsifier):
+    """All elements whose magnitude is above ``lam`` (Sahu et al. 2021, Rethinking gradient sparsification).
+
+    Their number depends on the data, so ranks exchange the size of one message for each DDP bucket. A message has space
+    for a share ``capacity`` of each layer. If there are more elements, the largest are sent and the others are counted;
+    error feedback keeps them. Biased; a plan adds error feedback unless ``feedback=False``.
+    """
+
+    spec_name: ClassVar[str] = "threshold"
+
+    lam: float = field(default=0.01, metadata={"shown": True})
+    capacity: float = 0.1
+    feedback: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lam, int | float) or not 0 <= self.lam < math.inf:
+            raise ValueError(f"lam must be at least 0 and finite, not {self.lam!r}: it is a magnitude")
+        check_share("capacity", self.capacity)
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(dense=False, wants_feedback=self.feedback, bounded=True)
+
+    def room(self, numel: int) -> int:
+        return min(numel, math.ceil(self.capacity * numel))
+
+    def pick(self, x: Tensor, piece: Piece, call: CodecCall) -> Picked:
+        # Gradients are multiplied by the loss scale, and lam is not.
+        lam = self.lam * call.loss_scale
+        return Picked(*kernels.select_threshold(x, piece.start, piece.numel, lam, self.room(piece.numel)))
+
+    def rule(self, x: Tensor, call: CodecCall) -> dict[str, Any]:
+        lam = self.lam * call.loss_scale
+        reach = int(kernels.magnitude_keys(torch.tensor([lam])))
+        return {"asked": torch.full((len(call.segments),), reach, dtype=torch.int32, device=x.device)}

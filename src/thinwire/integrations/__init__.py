@@ -1,0 +1,1 @@
+"""What thinwire attaches to, one file per thing that PyTorch lets us attach to."""

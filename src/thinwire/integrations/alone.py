@@ -1,0 +1,38 @@
+"""A model in a world of one rank: nothing is sent, and the handle is there all the same."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+from torch import nn
+
+from thinwire.collectives import LoopbackTransport
+from thinwire.integrations.ddp import Options, filter_of, rules_of
+from thinwire.plan import Plan
+from thinwire.runtime import Wire
+
+
+def is_alone() -> bool:
+    """Whether this process is the only rank.
+
+    Before ``init_process_group`` the variable ``WORLD_SIZE`` of launchers such as torchrun decides: a script that only
+    forgot to call it does not train alone by mistake.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size() == 1
+    return int(os.environ.get("WORLD_SIZE") or 1) == 1
+
+
+def attach_alone(module: nn.Module, options: Options) -> Wire:
+    """The Wire of a module that no other rank trains.
+
+    It attaches nothing to ``module``. Its plan is the one that the arguments ask for, which are checked as ever, and it
+    loads and saves checkpoints of worlds of any size. It counts no steps, because nothing is sent in any.
+    """
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    shapes = {name: p.shape for name, p in parameters.items()}
+    rules, _ = rules_of(options)
+    plan = Plan.build(shapes, rules, filter_of(options))
+    (transport,) = LoopbackTransport.world(1)
+    return Wire(plan, shapes, transport, seed=options.seed, start=options.start, optimizer=options.optimizer)

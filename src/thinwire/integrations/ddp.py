@@ -1,0 +1,497 @@
+"""DistributedDataParallel: the gradients of each DDP bucket go over the wire while backward still runs."""
+
+# No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
+
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.collectives import (
+    AggregatorAddress,
+    AggregatorClient,
+    Transport,
+    TransportError,
+    parse_algorithm,
+    session_number,
+    with_shared_memory,
+)
+from thinwire.compat import at_end_of_backward, group_timeout
+from thinwire.compressors import GRADIENT_DTYPES, Raw, Summed, Wrapper
+from thinwire.integrations.devices import device_of, on_device, trained
+from thinwire.integrations.momentum import Momentum, with_feedback
+from thinwire.integrations.optimizer_pairing import warn_of_pairing
+from thinwire.integrations.options import (
+    Checks,
+    Network,
+    check_arguments,
+    check_bool,
+    check_compressor,
+    check_groups,
+    policy_of,
+    record_of,
+)
+from thinwire.integrations.preconditioned import Preconditioned
+from thinwire.integrations.transports import bare_transport
+from thinwire.integrations.updates import Updates
+from thinwire.optim import CompressedAdamW, QuantizedAdam
+from thinwire.plan import DEFAULT_RULES, Filter, Plan, Rules
+from thinwire.plan.policies import Auto, Policy, parse_policy
+from thinwire.runtime import AsyncReadback, Follower, Wire, agree, on_the_host
+from thinwire.runtime.channel import BucketLayers
+from thinwire.runtime.consistency import failing_together
+
+GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented, yet not exported
+Reduced = torch.futures.Future[torch.Tensor]
+Finish = Callable[[torch.Tensor], torch.Tensor]
+_BIG_BUCKET_BYTES = 4 << 20
+_attached: "weakref.WeakKeyDictionary[DistributedDataParallel, _Hook]" = weakref.WeakKeyDictionary()
+
+
+class _Hook:
+    """The state of DDP's communication hook. Holds no reference to the DDP model, which holds one to it.
+
+    A copy of the model (by ``copy.deepcopy``, ``pickle``, ``AveragedModel``) has a reducer of its own, without a hook:
+    what is copied of this one does nothing, and the copy may be compressed.
+    """
+
+    group: dist.ProcessGroup
+
+    def __init__(self, group: dist.ProcessGroup | None = None, names: Mapping[torch.Tensor, str] | None = None) -> None:
+        if group is not None:
+            self.group = group
+        self.names = dict(names or {})
+        self.wire: Wire | None = None
+        self.grad_scaler: torch.amp.GradScaler | None = None
+        self.updates: Updates | None = None
+        self.momentum: Momentum | None = None
+        self.preconditioned: Preconditioned | None = None
+        self.parity = 0
+        self.resync = 0
+        self._error: Exception | None = None
+        self._raises = False
+        self._passes = 0
+        self._resynced = -1
+        self._loss_scale = 1.0
+        self._loss_scale_readback = AsyncReadback()
+        self._follower = Follower("thinwire dense")
+
+    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
+        return _Hook, ()
+
+    def __call__(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start reducing a bucket. The future holds its gradients even if that fails: see `_raise_error`."""
+        flat = bucket.buffer()
+        if bucket.index() == 0:
+            self._error = None
+            # Two levels: DDP's own callback, which reads the futures, is queued after the first and before the second.
+            self._raises = at_end_of_backward(lambda: at_end_of_backward(self._raise_error))
+        try:
+            future, finish = self._start(bucket)
+        except Exception as error:  # noqa: BLE001 - raised at the end of backward
+            future = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
+            future.set_exception(error)  # pyright: ignore[reportArgumentType]
+            finish = _as_it_is
+        return future.then(lambda reduced: self._result(reduced, finish, flat))
+
+    def _result(self, reduced: Reduced, finish: Finish, flat: torch.Tensor) -> torch.Tensor:
+        try:
+            return finish(reduced.value())
+        except Exception as error:
+            if not self._raises:
+                raise
+            self._error = self._error or error
+            return flat
+
+    def _raise_error(self) -> None:
+        """Raise what went wrong in this backward pass, once it is over for DDP.
+
+        What a hook raises leaves DDP's reducer unusable, and an error in its future reaches ``backward()`` as a
+        ``RuntimeError`` with the text alone: the reducer is C++ and knows no Python exceptions. What a callback of the
+        autograd engine raises at the end of backward keeps its type, and comes before any optimizer can step.
+        """
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _start(self, bucket: GradBucket) -> tuple[Reduced, Finish]:
+        """The future of the mean, and what is still to be done with it."""
+        flat, wire = bucket.buffer(), self.wire
+        if wire is None or not wire.attached:
+            if self.preconditioned is not None:
+                self.preconditioned.release(self.group)
+                self.preconditioned = None
+            return self._follower.mean(flat, self.group), _as_it_is
+        if bucket.index() == 0:
+            wire.begin_step(self.updates.learning_rates() if self.updates else None)
+            self._loss_scale = self._present_scale()
+            self._check_overlap(bucket, flat, wire)
+            if self.parity and wire.step % self.parity == 0:
+                waits = self.momentum is not None and not self.momentum.active
+                wire.check_parity({name: p for p, name in self.names.items()}, now=waits)
+        layers = tuple((self.names[p], _shape_in_bucket(p)) for p in bucket.parameters())
+        if self.preconditioned is not None and not flat.is_sparse:
+            self.preconditioned.make(flat, layers, self._loss_scale)
+        momentum = self.momentum if not wire.dense else None
+        if momentum is not None and not momentum.active:
+            return self._dense(flat, wire), _as_it_is
+        if momentum is None or flat.is_sparse:
+            return self._reduce(flat, layers, wire)
+        return self._send_momentum(momentum, flat, layers, wire)
+
+    def _send_momentum(
+        self, momentum: Momentum, flat: torch.Tensor, layers: BucketLayers, wire: Wire
+    ) -> tuple[Reduced, Finish]:
+        scale, sketches = self._loss_scale, momentum.sketches(flat, layers)
+        mean_sketches = None if sketches is None else self._follower.mean(sketches, self.group)
+        momentum.make(flat, layers, scale)
+        future, finish = self._reduce(flat, layers, wire)
+
+        def undone(mean: torch.Tensor) -> torch.Tensor:
+            mean = finish(mean)
+            if mean_sketches is None:
+                return momentum.undo(mean, layers, scale)
+            arrived = mean_sketches.wait()
+            wire.count_beside(arrived.nbytes)
+            return momentum.undo(mean, layers, scale, arrived)
+
+        return future, undone
+
+    def _reduce(self, flat: torch.Tensor, layers: BucketLayers, wire: Wire) -> tuple[Reduced, Finish]:
+        if not flat.is_sparse:
+            wire.observe(flat, layers, loss_scale=self._loss_scale)
+        if wire.dense:
+            return self._dense(flat, wire), _as_it_is
+        if flat.is_sparse:
+            for name, _ in layers:
+                if not isinstance(wire.plan[name], Raw):
+                    raise TypeError(
+                        f"{name} has sparse gradients (Embedding(sparse=True)), which cannot be compressed: "
+                        f"leave it raw with exclude=[{name!r}], or make the embedding dense"
+                    )
+            # As in stock DDP. What a sparse all-reduce moves is not known here, and is not counted.
+            return self._follower.mean(flat, self.group), _as_it_is
+        if not wire.simulated:
+            return wire.reduce(flat, layers, loss_scale=self._loss_scale), _as_it_is
+        wire.simulate(flat, layers, loss_scale=self._loss_scale)
+        return self._follower.mean(flat, self.group, wire.detector), lambda mean: _noted(mean, wire, layers)
+
+    def _dense(self, flat: torch.Tensor, wire: Wire) -> Reduced:
+        """The mean by a native all-reduce, as without compression."""
+        return wire.count_dense(
+            flat.numel() * flat.element_size(), self._follower.mean(flat, self.group, wire.detector)
+        )
+
+    def _present_scale(self) -> float:
+        """The loss scale of this backward pass."""
+        scales = self._loss_scale_readback.read()
+        if scales:
+            return float(scales[-1])
+        return self.grad_scaler.get_scale() if self.grad_scaler else 1.0
+
+    def before_forward(self, model: DistributedDataParallel, inputs: object) -> None:
+        """Copy rank 0's parameters to all every ``resync`` steps: here nothing else reads or writes them.
+
+        Gradients that no optimizer has taken get back the length at which further ones can be added to them.
+        """
+        wire = self.wire
+        if self.momentum is not None and model.training and torch.is_grad_enabled():
+            self.momentum.lengthen()  # what no step of the optimizer has taken: gradients may be added to it
+        training = model.training and model.require_backward_grad_sync and torch.is_grad_enabled()
+        if training and wire and wire.attached and wire.detector is not None:
+            wire.detector.advance()
+        if self.grad_scaler and wire and wire.device is not None and training:
+            # Asked for later, in the middle of backward, it would make the host wait for what backward did so far.
+            self._loss_scale_readback = AsyncReadback()
+            self._loss_scale_readback.note(self.grad_scaler.scale(torch.ones((), device=wire.device)))
+        if not (self.resync and wire and wire.attached and training) or wire.step == self._resynced:
+            return
+        if wire.step >= 0 and (wire.step + 1) % self.resync == 0:
+            self._resynced = wire.step
+            wire.resync({name: p for p, name in self.names.items()})
+
+    def after_forward(self, model: DistributedDataParallel, inputs: object, outputs: object) -> None:
+        """Add the cause to an error of DDP's own collectives in forward: of buffers, or when it rebuilds its buckets.
+
+        They are PyTorch's, so the error keeps its type; it gets ``rank``, ``host`` and ``reason``, and a note.
+        """
+        error = sys.exc_info()[1]
+        detector = self.wire.detector if self.wire is not None and self.wire.attached else None
+        if detector is None or not isinstance(error, RuntimeError) or "gloo" not in str(error):
+            return
+        if not hasattr(error, "rank"):
+            explained = detector.explain(TransportError(str(error)))
+            vars(error).update(rank=explained.rank, host=explained.host, reason=explained.reason)
+            if explained.rank is not None:
+                error.add_note(f"The cause is rank {explained.rank} on {explained.host}: {explained.reason}")
+
+    def _check_overlap(self, bucket: GradBucket, flat: torch.Tensor, wire: Wire) -> None:
+        # DDP's first buckets are not its last: it rebuilds them after the first one or two backward passes.
+        self._passes += 1
+        if self._passes != 4 or wire.world_size == 1 or not bucket.is_last():
+            return
+        num_bytes = flat.numel() * flat.element_size()
+        if num_bytes >= _BIG_BUCKET_BYTES:
+            cap_mb = max(1, round(num_bytes / 5 / 2**20))
+            warnings.warn(
+                f"all gradients ({num_bytes / 2**20:.0f} MB) are in one DDP bucket, so communication does not overlap "
+                f"with backward: pass bucket_cap_mb={cap_mb} to DistributedDataParallel",
+                stacklevel=2,
+            )
+
+
+def _shape_in_bucket(parameter: torch.Tensor) -> tuple[int, ...]:
+    """DDP's buckets hold complex gradients as pairs of real numbers."""
+    return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
+
+
+def _as_it_is(mean: torch.Tensor) -> torch.Tensor:
+    return mean
+
+
+def _noted(mean: torch.Tensor, wire: Wire, layers: BucketLayers) -> torch.Tensor:
+    wire.note_result(mean, layers)
+    return mean
+
+
+def _hook(state: _Hook, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return state(bucket)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `thinwire.compress_ddp`."""
+
+    compressor: Rules | Auto | None = None
+    exclude: Sequence[str] = ()
+    min_numel: int = 1024
+    start: int = 0
+    seed: int = 0
+    adapt: str | Policy | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    grad_scaler: torch.amp.GradScaler | None = None
+    skip_if_slower: bool = True
+    network: Network = field(default_factory=Network)
+    checks: Checks = field(default_factory=Checks)
+    simulate: bool = False
+    as_device: bool = False
+    """Send gradients on the CPU as those on a GPU are sent: for tests."""
+
+    def __post_init__(self) -> None:
+        check_groups(self.network, self.checks)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What the arguments come to for a model, before anything is sent."""
+
+    plan: Plan
+    shapes: dict[str, torch.Size]
+    device: torch.device | None
+    policy: Policy | None
+    momentum: Momentum | None
+    preconditioned: Preconditioned | None
+    follows_optimizer: bool
+
+
+def attach_ddp(model: DistributedDataParallel, options: Options) -> Wire:
+    """See `thinwire.compress_ddp`."""
+    with on_the_host():
+        return _attach(model, options)
+
+
+def _attach(model: DistributedDataParallel, options: Options) -> Wire:
+    hook = _attached.get(model)
+    if hook is not None and hook.wire is not None and hook.wire.attached:
+        raise RuntimeError("this model is compressed already: call detach() on its Wire first, on every rank")
+    if hook is None:
+        assert isinstance(model.process_group, dist.ProcessGroup), "DDP has a process group once it is built"
+        hook = _Hook(model.process_group, {p: name for name, p in model.module.named_parameters()})
+    parameters = {name: p for p, name in hook.names.items()}
+    timeout = options.network.timeout or group_timeout(hook.group)
+    # Process groups of our own: DDP uses its own group from the main thread while ours are busy in the worker.
+    host = bare_transport(hook.group, timeout)
+    try:
+        # Before anything that depends on the arguments: ranks that differ in them would wait for each other.
+        agree(record_of(options), host)
+        with failing_together([host], "thinwire.compress()"):
+            prepared = _prepare(model, hook.group, parameters, options)
+        wire = Wire(
+            prepared.plan,
+            prepared.shapes,
+            _transport(host, hook.group, timeout, options, prepared.device),
+            seed=options.seed,
+            start=max(options.start, prepared.policy.warmup if prepared.policy else 0),
+            # What pays is for `Auto` to decide, again and again.
+            skip_if_slower=options.skip_if_slower and not isinstance(prepared.policy, Auto),
+            simulated=options.simulate,
+            measure=options.checks.measure_every,
+            optimizer=options.optimizer,
+            algorithm=parse_algorithm(options.network.algorithm),
+            adapt=prepared.policy,
+        )
+    except Exception:
+        host.close()
+        raise
+    if model not in _attached:
+        _register(model, hook, wire)
+    hook.wire = wire
+    hook.updates, hook.momentum, hook.preconditioned = None, prepared.momentum, prepared.preconditioned
+    if hook.momentum is not None:
+        hook.momentum.attach(wire)
+    wire.moments = prepared.preconditioned
+    if prepared.follows_optimizer and options.optimizer is not None:
+        hook.updates = Updates(wire, options.optimizer, parameters)
+    hook.grad_scaler = options.grad_scaler
+    hook.parity, hook.resync = options.checks.parity_every, options.checks.resync_every
+    return wire
+
+
+def _prepare(
+    model: DistributedDataParallel,
+    group: dist.ProcessGroup,
+    parameters: dict[str, torch.Tensor],
+    options: Options,
+) -> _Prepared:
+    """Raises whatever is wrong with the arguments."""
+    rules, policy = rules_of(options)
+    if isinstance(policy, Auto) and any(p.device.type != "cpu" for p in model.parameters()):
+        raise NotImplementedError("auto times steps on the host, which knows no times of a GPU: give a compressor")
+    shapes = {name: p.shape for name, p in trained(model).items()}
+    device = None if options.simulate else device_of(model, group, options.as_device)
+    plan = Plan.build(shapes, rules, filter_of(options))
+    momentum, preconditioned = None, None
+    if isinstance(options.optimizer, QuantizedAdam):
+        momentum, plan = Momentum(options.optimizer, parameters), with_feedback(plan)
+    elif isinstance(options.optimizer, CompressedAdamW):
+        preconditioned, plan = Preconditioned(options.optimizer, parameters), with_feedback(plan)
+    _check_dtypes(model, plan)
+    _check_feedback(plan)
+    warn_of_pairing(plan, options.optimizer, stacklevel=6)
+    if options.network.aggregator is not None:
+        _check_aggregator(plan, options.network.aggregator)
+        if device is not None:
+            raise ValueError("aggregator= adds integers that come from the host; between devices NCCL adds them")
+    follows = Updates.check(plan, options.optimizer, parameters)
+    return _Prepared(plan, shapes, device, policy, momentum, preconditioned, follows)
+
+
+def rules_of(options: Options) -> tuple[Rules, Policy | None]:
+    """What compresses, and what chooses anew while training.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid, or does not go with another; the message names it.
+    """
+    check_arguments(options)
+    if options.optimizer is not None and not isinstance(options.optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, not {type(options.optimizer).__name__}: "
+            "thinwire.compress(model, optimizer=optimizer)"
+        )
+    check_bool("simulate", options.simulate)
+    compressor = DEFAULT_RULES if options.compressor is None else options.compressor
+    automatic = _automatic(compressor)
+    if automatic is None:
+        check_compressor("compressor", compressor)
+    policy = policy_of(options.adapt)
+    if automatic is not None or isinstance(policy, Auto):
+        _check_auto(automatic, options)
+        return DEFAULT_RULES, automatic
+    assert not isinstance(compressor, Auto)
+    return compressor, policy
+
+
+def filter_of(options: Options) -> Filter:
+    """Which layers stay raw."""
+    return Filter(min_numel=options.min_numel, exclude=tuple(options.exclude))
+
+
+def _automatic(compressor: Rules | Auto) -> Auto | None:
+    """The policy in the place of a compressor, if there is one."""
+    if isinstance(compressor, Auto):
+        return compressor
+    if isinstance(compressor, str) and compressor.strip().lower().startswith("auto"):
+        policy = parse_policy(compressor)
+        assert isinstance(policy, Auto)
+        return policy
+    return None
+
+
+def _check_auto(auto: Auto | None, options: Options) -> None:
+    if auto is None:
+        raise ValueError('auto takes the place of the compressor: thinwire.compress(model, "auto"), without adapt=')
+    if options.adapt is not None:
+        raise ValueError(f"auto decides by itself, and adapt={options.adapt!r} would, too: give one of them")
+    if options.simulate:
+        raise ValueError("auto goes by measured links, and simulate=True sends nothing: give a compressor instead")
+    if isinstance(options.optimizer, QuantizedAdam):
+        raise ValueError("with QuantizedAdam momenta are sent, all with error feedback: give a compressor, not auto")
+
+
+def _register(model: DistributedDataParallel, hook: _Hook, wire: Wire) -> None:
+    try:
+        model.register_comm_hook(hook, _hook)
+    except RuntimeError as error:
+        wire.detach()
+        raise RuntimeError(
+            "this DDP model has a communication hook already (its own mixed precision registers one too): "
+            "wrap the module in DistributedDataParallel anew and call thinwire.compress() instead of that hook"
+        ) from error
+    model.register_forward_pre_hook(hook.before_forward)
+    model.register_forward_hook(hook.after_forward, always_call=True)
+    _attached[model] = hook
+
+
+def _check_dtypes(model: DistributedDataParallel, plan: Plan) -> None:
+    for name, parameter in model.module.named_parameters():
+        if name in plan.layers and not isinstance(plan[name], Raw) and parameter.dtype not in GRADIENT_DTYPES:
+            raise TypeError(
+                f"{name} is {parameter.dtype}, and {plan[name]} takes float32, bfloat16 or float16: "
+                f"leave it raw with exclude=[{name!r}], or train it in one of these"
+            )
+
+
+def _check_feedback(plan: Plan) -> None:
+    for compressor in set(plan.layers.values()):
+        if isinstance(compressor, Wrapper) and not compressor.inner.traits.contracts:
+            warnings.warn(
+                f"{compressor}: {compressor.inner} can err by more than its input, so that the residual of ef() "
+                "grows from step to step and training diverges: give it more bits, or smaller buckets, or no ef()",
+                stacklevel=5,
+            )
+
+
+def _check_aggregator(plan: Plan, address: str | AggregatorAddress) -> None:
+    sums = [c for c in plan.layers.values() if isinstance(c, Summed)]
+    if all(s.dtype.is_floating_point for c in sums for s in c.sums((1,), torch.float32)):
+        raise ValueError(
+            f"the aggregator at {address} adds integers, and no layer has a compressor that makes any: "
+            "intsgd(bits=8) does"
+        )
+
+
+def _transport(
+    host: Transport, group: dist.ProcessGroup, timeout: timedelta, options: Options, device: torch.device | None
+) -> Transport:
+    network = options.network
+    if device is not None:
+        return on_device(host, device, group, timeout, network.transport)
+    # A simulation sends no messages.
+    transport = with_shared_memory(host, timeout, "group" if options.simulate else network.transport)
+    if network.aggregator is not None and not options.simulate and transport.world_size > 1:
+        session = torch.tensor([session_number()])
+        transport.broadcast(session)
+        transport.aggregator = AggregatorClient(
+            network.aggregator,
+            rank=transport.rank,
+            world_size=transport.world_size,
+            session=int(session),
+            timeout_s=timeout.total_seconds(),
+        )
+    return transport

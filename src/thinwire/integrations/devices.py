@@ -1,0 +1,72 @@
+"""Where a model's gradients are, and how they leave a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.collectives import DeviceGroupTransport, Transport, TransportChoice
+
+
+def trained(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """The parameters that get gradients, by their names in the module inside DDP."""
+    return {name: p for name, p in model.module.named_parameters() if p.requires_grad}
+
+
+def device_of(model: DistributedDataParallel, group: dist.ProcessGroup, as_device: bool) -> torch.device | None:
+    """The device from which gradients are sent without going over the host; None if they are on the CPU."""
+    devices = {p.device: name for name, p in trained(model).items()}
+    if all(device.type == "cpu" for device in devices):
+        return torch.device("cpu") if as_device else None
+    return check_device(devices, dist.get_backend_config(group))
+
+
+def check_device(devices: Mapping[torch.device, str], backends: str) -> torch.device:
+    """The one device on which a model's parameters are (with the name of one of them), if gradients can leave it.
+
+    ``backends`` are those of the process group, by device, as in ``cpu:gloo,cuda:nccl``.
+
+    Raises:
+        NotImplementedError: They are on several devices, or on one that is not a GPU.
+        RuntimeError: Something is missing; the message names it.
+    """
+    device, name = next((device, name) for device, name in devices.items() if device.type != "cpu")
+    simulated = "simulate=True studies the effect on accuracy on any device"
+    if len(devices) > 1 or device.type != "cuda":
+        where = ", ".join(str(device) for device in devices)
+        raise NotImplementedError(
+            f"{name} is on {device}, and parameters are on {where}: thinwire compresses gradients that are all on the "
+            f"CPU (over gloo) or all on one CUDA device of each rank (over NCCL); {simulated}"
+        )
+    if "cuda:nccl" not in backends.split(","):
+        raise RuntimeError(
+            f"{name} is on {device}, where gradients are sent over NCCL, but the model's process group has {backends}: "
+            f"call init_process_group('nccl'), or 'cpu:gloo,cuda:nccl'; {simulated}"
+        )
+    if find_spec("triton") is None:
+        raise RuntimeError(
+            f"{name} is on {device}, where Triton compresses, and Triton is not installed: pip install triton, in the "
+            f"version that this PyTorch wants ({torch.__version__}); {simulated}"
+        )
+    return device
+
+
+def on_device(
+    host: Transport, device: torch.device, group: dist.ProcessGroup, timeout: timedelta, choice: TransportChoice
+) -> Transport:
+    """The transport between devices; ``host`` is for what ranks agree on.
+
+    There is no worker thread: messages are sent over the model's own group, from the thread from which DDP uses it, in
+    one order with those of DDP.
+
+    Raises:
+        ValueError: ``choice`` is a transport of the host.
+    """
+    if choice == "shared":
+        raise ValueError("transport='shared' is memory of the host: from a GPU, bytes go over the model's group")
+    return DeviceGroupTransport(host, device, group, timeout)

@@ -1,0 +1,40 @@
+"""Finding the model that trains: who did not make the model meets it as its first forward pass begins."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from thinwire.compat import uncompiled
+
+
+def on_first_forward(act: Callable[[nn.Module], None]) -> RemovableHandle:
+    """Call ``act(model)`` once: as the first forward pass for training of a DDP or an FSDP2 model begins.
+
+    Returns the handle of a global hook of ``nn.Module``, which removes itself then. What ``act`` raises reaches the
+    caller of the model.
+    """
+
+    def look(module: nn.Module, inputs: object) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        model = uncompiled(module)
+        if isinstance(model, DistributedDataParallel) or _is_sharded(model):
+            handle.remove()
+            act(model)
+
+    handle = register_module_forward_pre_hook(look)
+    return handle
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether the module, or one in it, is an ``FSDPModule``."""
+    # Who has not imported it has sharded nothing, and to import it takes a second.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(of, fsdp.FSDPModule) for of in module.modules())

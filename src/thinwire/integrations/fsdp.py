@@ -1,0 +1,467 @@
+"""FSDP2: weights and gradients of ``fully_shard`` modules are compressed, through its public custom collectives."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thinwire.collectives import DeviceTransport, Transport, parse_algorithm, with_shared_memory
+from thinwire.compat import (
+    FSDPGroup,
+    all_gather_single,
+    at_end_of_backward,
+    fsdp_groups,
+    group_timeout,
+    premul_factor,
+    reduce_scatter_single,
+)
+from thinwire.compressors import GRADIENT_DTYPES, check_int
+from thinwire.integrations.devices import check_device, on_device
+from thinwire.integrations.group_work import Work
+from thinwire.integrations.momentum import with_feedback
+from thinwire.integrations.options import (
+    Network,
+    check_arguments,
+    check_bool,
+    check_compressor,
+    check_groups,
+    policy_of,
+    record_of,
+)
+from thinwire.integrations.transports import bare_transport
+from thinwire.optim import QuantizedAdam
+from thinwire.plan import Filter, Rules, Site, sharded_plan
+from thinwire.plan.policies import Auto, Policy
+from thinwire.runtime import ShardedLayer, ShardedWire, Unit, agree
+from thinwire.runtime.consistency import failing_together
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+DEFAULT_SHARDED_RULES = "minmax(bits=8, bucket=1024)"
+"""W8G8 in buckets of 1024: what needs no tuning in the thesis (sections 5.6.1 and 5.7)."""
+_attached: weakref.WeakKeyDictionary[nn.Module, ShardedWire] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class ShardedOptions:
+    """The arguments of `thinwire.compress_fsdp`."""
+
+    weights: Rules | None = None
+    gradients: Rules | None = None
+    replicas: dist.ProcessGroup | None = None
+    across: Rules | None = None
+    master: bool = True
+    overlap: bool = True
+    exclude: Sequence[str] = ()
+    min_numel: int = 1024
+    start: int = 0
+    seed: int = 0
+    adapt: str | Policy | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    grad_scaler: torch.amp.GradScaler | None = None
+    skip_if_slower: bool = True
+    network: Network = field(default_factory=Network)
+    as_device: bool = False
+    """Send tensors of the CPU as those of a GPU are sent: for tests."""
+
+    def __post_init__(self) -> None:
+        check_groups(self.network)
+        if self.replicas is not None and not isinstance(self.replicas, dist.ProcessGroup):
+            raise TypeError(
+                f"replicas must be a process group, not {self.replicas!r}: "
+                "thinwire.compress(model, replicas=mesh.get_group('replicate'))"
+            )
+
+    def rules(self) -> dict[Site, Rules]:
+        """What compresses the weights, the gradients, and their means over replicas."""
+        rules: dict[Site, Rules] = {
+            "weights": DEFAULT_SHARDED_RULES if self.weights is None else self.weights,
+            "gradients": DEFAULT_SHARDED_RULES if self.gradients is None else self.gradients,
+        }
+        if self.replicas is not None:
+            rules["across"] = "raw" if self.across is None else self.across
+        return rules
+
+
+class Attached:
+    """What the collectives of one FSDP module share. Holds what belongs to the module; the Wire does not hold it."""
+
+    def __init__(self, wire: ShardedWire, unit: Unit, group: FSDPGroup, options: ShardedOptions) -> None:
+        self.wire, self.unit, self.group = wire, unit, group
+        self.scaler, self.replicas, self.overlap = options.grad_scaler, options.replicas, options.overlap
+        self.names = tuple(layer.name for layer in unit.layers)
+        self.padded = {
+            layer.name: parameter.padded_numel for layer, parameter in zip(unit.layers, group.parameters, strict=True)
+        }
+        self.pads = any(layer.padded_numel * layer.num_ranks > _numel(layer.shape) for layer in unit.layers)
+        self.size = group.process_group.size()
+        self.on_device = isinstance(unit.transport, DeviceTransport)
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The layers that get gradients at present."""
+        pairs = zip(self.names, self.group.parameters, strict=True)
+        return tuple(name for name, parameter in pairs if parameter.now().requires_grad)
+
+    def shards(self) -> dict[str, Tensor]:
+        """This rank's shards of the weights."""
+        with torch.no_grad():
+            return {n: _local(p.now()) for n, p in zip(self.names, self.group.parameters, strict=True)}
+
+    def keep(self, part: Tensor) -> None:
+        """Let the weights be what was sent of them."""
+        at = 0
+        for name, shard in self.shards().items():
+            shard.copy_(part[at : at + shard.numel()].view(shard.shape))
+            at += self.padded[name]
+
+    def check(self, doing: str, dtype: torch.dtype, numel: int, names: Sequence[str], hint: str) -> None:
+        """Raise unless a buffer is laid out as we think."""
+        where = self.unit.name or "the root module"
+        if dtype not in GRADIENT_DTYPES:
+            raise TypeError(
+                f"FSDP {doing} {where} as {dtype}, and thinwire compresses float32, bfloat16 and float16: give its "
+                "parameters one of these dtypes (parameters of several dtypes in one module are sent as bytes)"
+            )
+        expected = sum(self.padded[name] for name in names)
+        if numel != expected:
+            raise RuntimeError(
+                f"FSDP {doing} {numel} elements a rank for {where}, where its parameters ({', '.join(names)}) make "
+                f"{expected}: their places in the buffer are unknown. {hint}"
+            )
+
+
+class _Comm:
+    """What both collectives have in common: how they get memory."""
+
+    def __init__(self, attached: Attached) -> None:
+        self._at = attached
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        # Room that no shard fills is never written.
+        make = torch.zeros if self._at.pads else torch.empty
+        return make(*size, dtype=dtype, device=device)
+
+
+class QuantisedAllGather(_Comm):
+    """For ``FSDPModule.set_custom_all_gather``."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        at = self._at
+        if not at.wire.attached:
+            all_gather_single(output_tensor, input_tensor, group)
+            return None
+        if group.size() != at.size:
+            # Weights that arrived in forward, and lie inside a smaller group since (ZeRO++'s secondary shard).
+            at.wire.note(local_gathers=1)
+            all_gather_single(output_tensor, input_tensor, group)
+            return None
+        hint = "Call thinwire.compress() again after parameters were added, replaced or sharded anew"
+        at.check("gathers", input_tensor.dtype, input_tensor.numel(), at.names, hint)
+        mine = output_tensor.view(at.size, -1)[at.unit.transport.rank]
+        if mine.data_ptr() != input_tensor.data_ptr():
+            mine.copy_(input_tensor)
+        future = at.wire.gather(at.unit, output_tensor.view(-1), keep=at.keep)
+        if at.on_device:
+            # The gather is enqueued on the stream that FSDP2 gave it; what went wrong with that is raised here.
+            future.wait()
+            return None
+        return Work([future], output_tensor)
+
+
+class QuantisedReduceScatter(_Comm):
+    """For ``FSDPModule.set_custom_reduce_scatter``."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        at = self._at
+        if not at.wire.attached:
+            reduce_scatter_single(output_tensor, input_tensor, group, op)
+            return None
+        trained = at.trained
+        hint = (
+            "Parameters that get no gradient in a step must take part with zeros: leave "
+            "set_reduce_scatter_unused_params(True) as thinwire.compress() set it"
+        )
+        at.check("reduces", input_tensor.dtype, output_tensor.numel(), trained, hint)
+        future = at.wire.reduce(
+            at.unit,
+            input_tensor.view(-1),
+            output_tensor.view(-1),
+            trained,
+            scale=_scale(op, at.size),
+            # Asking for it stops a GPU.
+            loss_scale=at.scaler.get_scale() if at.scaler is not None and at.wire.needs_loss_scale else 1.0,
+            weights=at.shards,
+        )
+        at.wire.mark(at_end_of_backward)
+        # A sum that is divided later is read at once; so is one that is cast, or added to a gradient that is there.
+        late = at.overlap and op != dist.ReduceOp.SUM and not at.on_device and not at.group.reads_at_once()
+        for parameter in at.group.parameters if late else ():
+            now = parameter.now()
+            late &= now.grad is None and now.dtype == output_tensor.dtype
+        if late and at_end_of_backward(future.wait):
+            at.wire.note(overlapped=1)
+        else:
+            future.wait()
+        return None
+
+
+def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
+    """See `thinwire.compress_fsdp`."""
+    former = _attached.get(model)
+    if former is not None and former.attached:
+        raise RuntimeError("this model is compressed already: call detach() on its Wire first, on every rank")
+    found: dict[int, tuple[FSDPModule, FSDPGroup, str]] = {}
+    for path, module in _modules(model):
+        for group in _checked(path, module, options):
+            found.setdefault(id(group.identity), (module, group, path))
+    groups = {tuple(dist.get_process_group_ranks(g.process_group)): g.process_group for _, g, _ in found.values()}
+    hosts = {ranks: _host(group, options) for ranks, group in groups.items()}
+    across = _host(options.replicas, options) if options.replicas is not None else None
+    with failing_together(hosts.values(), "thinwire.compress()"):
+        policy = _policy(options)
+        device = _device(model, [group for _, group, _ in found.values()], options)
+    transports = {ranks: _transport(host, groups[ranks], options, device) for ranks, host in hosts.items()}
+    replicas = None
+    if across is not None and options.replicas is not None:
+        replicas = _transport(across, options.replicas, options, device)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    units: list[Unit] = []
+    with failing_together(hosts.values(), "thinwire.compress()"):
+        for _, group, path in found.values():
+            ranks = tuple(dist.get_process_group_ranks(group.process_group))
+            units.append(_unit(path, group, transports[ranks], names, ranks[0]))
+        shapes = {layer.name: layer.shape for unit in units for layer in unit.layers}
+        keep = Filter(min_numel=options.min_numel, exclude=tuple(options.exclude))
+        plan = sharded_plan(shapes, options.rules(), keep)
+        if isinstance(options.optimizer, QuantizedAdam):
+            # Its momentum is linear in the gradients: error feedback of these is error feedback of the momentum.
+            plan = with_feedback(plan, "gradients/")
+    wire = ShardedWire(
+        plan,
+        units,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        make_world=partial(_whole_world, options.network.timeout),
+        seed=options.seed,
+        start=max(options.start, policy.warmup if policy else 0),
+        master=options.master,
+        skip_if_slower=options.skip_if_slower,
+        algorithm=parse_algorithm(options.network.algorithm),
+        adapt=policy,
+        replicas=replicas,
+    )
+    for (module, group, _), unit in zip(found.values(), units, strict=True):
+        _attach(module, Attached(wire, unit, group, options), options)
+    _attached[model] = wire
+    state_bytes = wire.memory
+    if isinstance(options.optimizer, QuantizedAdam):
+        optimizer = options.optimizer
+        wire.keep_gradients_raw(until=lambda: optimizer.frozen)
+    if state_bytes >= 1 << 20:
+        warnings.warn(
+            f"the compressors' state takes {state_bytes / 2**20:,.0f} MiB on each rank: error feedback keeps a "
+            "residual of the whole model, not of its shard, on every rank; leave out ef(...) where memory is short",
+            stacklevel=3,
+        )
+    return wire
+
+
+def _policy(options: ShardedOptions) -> Policy | None:
+    """The policy, if there is one; raises whatever is wrong with the arguments that no plan depends on."""
+    check_arguments(options)
+    for name in ("weights", "gradients", "across"):
+        check_compressor(name, getattr(options, name))
+    for name in ("master", "overlap"):
+        check_bool(name, getattr(options, name))
+    if options.across is not None and options.replicas is None:
+        raise ValueError("across= compresses sums over replicas: say with replicas= which process group takes them")
+    if options.network.aggregator is not None:
+        raise ValueError("Network(aggregator=...) is for DistributedDataParallel: leave it out for a sharded model")
+    if options.optimizer is not None and not isinstance(options.optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(options.optimizer).__name__}")
+    if options.adapt is not None and isinstance(options.optimizer, QuantizedAdam):
+        raise ValueError(
+            "with QuantizedAdam gradients are raw in the warm-up and have error feedback then: leave out adapt="
+        )
+    policy = policy_of(options.adapt)
+    if isinstance(policy, Auto):
+        raise ValueError("auto is for DistributedDataParallel models: give weights= and gradients= instead")
+    return policy
+
+
+def _attach(module: FSDPModule, attached: Attached, options: ShardedOptions) -> None:
+    # If some had no gradients, the size of the buffer would not determine what it holds.
+    module.set_reduce_scatter_unused_params(True, recurse=False)
+    module.set_custom_all_gather(QuantisedAllGather(attached))  # pyright: ignore[reportArgumentType] - called, not checked
+    module.set_custom_reduce_scatter(QuantisedReduceScatter(attached))  # pyright: ignore[reportArgumentType]
+    if options.replicas is not None:
+        module.set_all_reduce_hook(_Across(attached))
+
+
+class _Across:
+    """For ``FSDPModule.set_all_reduce_hook``: the mean over replicas of what was reduced among shards."""
+
+    def __init__(self, attached: Attached) -> None:
+        self._at = attached
+
+    def __call__(self, reduced: Tensor) -> None:
+        at = self._at
+        if at.wire.attached:
+            at.wire.reduce_across(at.unit, reduced).wait()
+        elif at.replicas is not None:
+            dist.all_reduce(reduced, group=at.replicas)
+            reduced.div_(at.replicas.size())
+
+
+def _modules(model: nn.Module) -> list[tuple[str, FSDPModule]]:
+    from torch.distributed.fsdp import FSDPModule  # costs a second that only who shards a model should pay
+
+    for socket in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_reduce_scatter_unused_params"):
+        if not hasattr(FSDPModule, socket):
+            raise RuntimeError(
+                f"FSDPModule.{socket} is missing in this PyTorch ({torch.__version__}), through which thinwire moves "
+                "its bytes: update PyTorch (2.13 has it)"
+            )
+    found = [(path, module) for path, module in model.named_modules() if isinstance(module, FSDPModule)]
+    if not found:
+        raise TypeError(f"no module of this {type(model).__name__} is sharded: call fully_shard() on it first")
+    return found
+
+
+def _checked(path: str, module: FSDPModule, options: ShardedOptions) -> list[FSDPGroup]:
+    """What the module manages itself, if we can move it."""
+    where = path or "the root module"
+    groups = [group for group in fsdp_groups(module) if group.parameters]
+    if len(groups) > 1:
+        raise ValueError(
+            f"the parameters of {where} are sharded over several meshes (shard_placement_fn): PyTorch takes custom "
+            "collectives only for one; call fully_shard() on the parts of each mesh by themselves"
+        )
+    for group in groups:
+        if group.other_comm and group.other_comm not in (QuantisedAllGather.__name__, QuantisedReduceScatter.__name__):
+            raise RuntimeError(
+                f"the bytes of {where} are moved by {group.other_comm}: thinwire's cannot be beside it. Leave out "
+                "set_symm_mem_for_comm(), set_allocate_memory_from_process_group_for_comm() and other custom comms"
+            )
+        if options.replicas is not None and not isinstance(group.all_reduce_hook, _Across | None):
+            raise RuntimeError(
+                f"{where} has an all-reduce hook already (set_all_reduce_hook), in whose place replicas= puts its own"
+            )
+    return groups
+
+
+def _unit(path: str, group: FSDPGroup, transport: Transport, names: Mapping[int, str], first_rank: int) -> Unit:
+    layers = []
+    for parameter in group.parameters:
+        now = parameter.now()
+        name = names.get(id(now))
+        if name is None:
+            raise RuntimeError(
+                f"{path or 'the root module'} holds a parameter that the model does not list: call thinwire.compress() "
+                "while parameters are sharded (before the first forward pass, or after reshard())"
+            )
+        layer = ShardedLayer(name, parameter.shape, transport.world_size, parameter.dim)
+        local = tuple(_local(now).shape)
+        if layer.padded_numel != parameter.padded_numel or layer.shape_of(transport.rank) != local:
+            raise RuntimeError(
+                f"{name} of shape {parameter.shape} has shards of shape {local}, with room for "
+                f"{parameter.padded_numel} elements, where {layer.shape_of(transport.rank)} and {layer.padded_numel} "
+                "were expected: this PyTorch lays out buffers in a way that thinwire does not know"
+            )
+        layers.append(layer)
+    trained = tuple(layer.name for layer, p in zip(layers, group.parameters, strict=True) if p.now().requires_grad)
+    return Unit(path, tuple(layers), transport, trained, first_rank=first_rank)
+
+
+def _whole_world(timeout: timedelta | None) -> Transport:
+    world = dist.group.WORLD
+    assert world is not None, "a model was sharded, so there is a process group"
+    return bare_transport(world, timeout or group_timeout(world))
+
+
+def _host(group: dist.ProcessGroup, options: ShardedOptions) -> Transport:
+    """Process groups of our own among the ranks of ``group``, which are known to have the same options."""
+    host = bare_transport(group, options.network.timeout or group_timeout(group))
+    agree(record_of(options), host)
+    return host
+
+
+def _transport(
+    host: Transport, group: dist.ProcessGroup, options: ShardedOptions, device: torch.device | None
+) -> Transport:
+    timeout = options.network.timeout or group_timeout(group)
+    if device is None:
+        return with_shared_memory(host, timeout, options.network.transport)
+    return on_device(host, device, group, timeout, options.network.transport)
+
+
+def _device(model: nn.Module, found: Sequence[FSDPGroup], options: ShardedOptions) -> torch.device | None:
+    """Where the model is, if bytes leave from there without going over the host."""
+    devices = {p.device: name for name, p in model.named_parameters()}
+    over_the_host = all(device.type == "cpu" for device in devices)
+    if over_the_host and not options.as_device:
+        return None
+    if not options.master:
+        raise NotImplementedError("master=False compares what was sent with what is kept, for which a GPU would stop")
+    if over_the_host:
+        return torch.device("cpu")
+    return check_device(devices, dist.get_backend_config(found[0].process_group))
+
+
+def _local(parameter: nn.Parameter) -> Tensor:
+    """This rank's shard of a parameter that is a DTensor."""
+    with torch.no_grad():
+        return parameter.to_local()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+
+
+def _scale(op: Any, size: int) -> float:
+    """What the sum is multiplied by."""
+    if op == dist.ReduceOp.AVG:
+        return 1.0 / size
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    factor = premul_factor(op) if op == dist.ReduceOp.PREMUL_SUM else None
+    if factor is None:
+        raise ValueError(f"gradients are reduced by {op}: thinwire adds up, and multiplies by one factor")
+    return factor
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def prefetch(model: nn.Module, depth: int = 2) -> None:
+    """Let every FSDP module of ``model`` gather the weights of the next ``depth`` ones while it computes.
+
+    On the CPU, FSDP2 gathers ahead in forward only if configured. The order is that in which modules are
+    registered, in backward the opposite: that of execution in most models; another order costs memory, and changes no
+    result. With one module ahead the link rests from the end of one gather until the next module has begun; with two
+    it does not, and the weights of one more are in memory. Only FSDP2's own ``set_modules_to_forward_prefetch`` and
+    ``set_modules_to_backward_prefetch`` are used.
+
+    Raises:
+        TypeError: no module is sharded.
+        ValueError: ``depth`` is negative.
+    """
+    check_int("depth", depth, 0)
+    root, *modules = (module for _, module in _modules(model))
+    for i, module in enumerate([root, *modules]):
+        module.set_modules_to_forward_prefetch(modules[i : i + depth])
+    # The root gathers first and reduces last: its weights stay, unless configured otherwise.
+    for i, module in enumerate(modules):
+        module.set_modules_to_backward_prefetch(modules[max(0, i - depth) : i][::-1])

@@ -1,0 +1,170 @@
+"""Which buffers a process group compresses, and how: it depends on sizes, dtypes and what was registered."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.collectives import Layer
+from thinwire.compat import ddp_ready_order
+from thinwire.compressors import GRADIENT_DTYPES, Coded, Compressor, Raw, Summed, Unsuited
+from thinwire.integrations.group_options import ProcessGroupOptions, stateless
+from thinwire.plan import Filter, Plan, Rules
+from thinwire.runtime import Contents, GroupStats, Kind, NamedShape, Registered, Walk, dense_bytes
+
+_KINDS: tuple[Kind, ...] = ("all_reduce", "reduce_scatter", "all_gather")
+
+
+class BufferContents:
+    """Finds the layers in the buffers of a process group. The results depend on the sequence of buffers alone, so that
+    all ranks have the same."""
+
+    def __init__(self, options: ProcessGroupOptions, world_size: int) -> None:
+        self.options = options
+        self._world_size = world_size
+        self._registered = Registered()
+        self._compressors: dict[Kind, dict[str, Compressor]] = {kind: {} for kind in _KINDS}
+        self._contents: dict[tuple[Kind, tuple[NamedShape, ...]], Contents] = {}
+        self._version = 0
+        self._lock = threading.Lock()
+        if options.layout:
+            self.register_layout([(name, tuple(shape)) for name, shape in options.layout], None)
+
+    def register_layout(self, layers: Sequence[NamedShape], rules: Rules | None) -> None:
+        """See `ProcessGroup.register_layout`."""
+        for kind in _KINDS:
+            self._plan(kind, layers, rules)
+        self._registered.add(layers)
+
+    def register_model(self, model: nn.Module, rules: Rules | None) -> list[NamedShape]:
+        """See `ProcessGroup.register_model`. Returns the layers."""
+        walks, layers = _walks(model)
+        self._plan("all_reduce", layers, rules)
+        self._registered.follow_model(walks)
+        return layers
+
+    def compressor_of(self, name: str) -> Compressor:
+        """The compressor of a registered layer in all-reduces."""
+        return self._compressors["all_reduce"][name]
+
+    def find(
+        self, kind: Kind, tensors: Sequence[Tensor], numel: int, stats: GroupStats, *, compressible: bool
+    ) -> Contents | None:
+        """The layers in a buffer, or in each rank's part of it; None if it is to be sent exact.
+
+        Args:
+            kind: The collective.
+            tensors: All tensors that it reads and writes.
+            numel: Elements of the buffer, or of each rank's part.
+            stats: Counts the buffer.
+            compressible: Whether the operation of the collective allows compression.
+        """
+        first = tensors[0]
+        with self._lock:
+            if (
+                compressible
+                and self._world_size > 1
+                and all(_compressible(x) and x.dtype == first.dtype for x in tensors)
+            ):
+                run = self._registered.exact(numel)
+                if run is None and kind == "all_reduce" and first.dim() == 1:
+                    run = self._registered.find(numel, first.dtype)
+                contents = self._matched(kind, run) if run else self._uniform(kind, numel)
+                stats.matched += run is not None
+                if contents is not None:
+                    stats.compressed += 1
+                    stats.uniform += run is None
+                    return contents
+            stats.passed += 1
+            stats.passed_bytes += dense_bytes(kind, numel * first.element_size(), self._world_size)
+        return None
+
+    def _matched(self, kind: Kind, run: tuple[NamedShape, ...]) -> Contents | None:
+        if (kind, run) not in self._contents:
+            layers, start = [], 0
+            for name, shape in run:
+                compressor = self._compressors[kind].get(name, Raw())
+                assert isinstance(compressor, Coded | Summed)
+                layers.append(Layer(name, start, shape, compressor))
+                start += layers[-1].numel
+            self._contents[kind, run] = Contents((self._version, run), tuple(layers))
+        contents = self._contents[kind, run]
+        return None if all(isinstance(layer.compressor, Raw) for layer in contents.layers) else contents
+
+    def _uniform(self, kind: Kind, numel: int) -> Contents | None:
+        if numel < self.options.min_numel:
+            return None
+        try:
+            compressor = self.options.compressor_of(kind).fit((numel,))
+        except Unsuited:
+            return None
+        if isinstance(compressor, Raw) or not isinstance(compressor, Coded | Summed):
+            return None
+        return Contents(numel, (Layer(f"{kind} of {numel}", 0, (numel,), compressor),))
+
+    def _plan(self, kind: Kind, named: Sequence[NamedShape], rules: Rules | None) -> None:
+        """Choose the compressor of each layer."""
+        asked = self.options.compressor_of(kind) if rules is None else rules
+        for spec in asked.values() if isinstance(asked, Mapping) else (asked,):
+            stateless("rules", spec)
+        keep = Filter(min_numel=self.options.min_numel, exclude=tuple(self.options.exclude))
+        layers = Plan.build(dict(named), asked, keep).layers
+        if kind != "all_reduce":
+            layers = {name: c if isinstance(c, Coded) else Raw() for name, c in layers.items()}
+        self._compressors[kind].update(layers)
+        self._contents.clear()
+        self._version += 1
+
+
+def _walks(model: nn.Module) -> tuple[dict[torch.dtype, Walk], list[NamedShape]]:
+    from torch.distributed.tensor import DTensor  # imported here because it takes a second
+
+    ddp = model if isinstance(model, DistributedDataParallel) else None
+    trained = [(n, p) for n, p in (ddp.module if ddp else model).named_parameters() if p.requires_grad]
+    if any(isinstance(p, DTensor) for _, p in trained):
+        raise TypeError("this model is sharded, and its buffers interleave shards: no run of layers is in them")
+    rebuilds = ddp is None or not ddp.find_unused_parameters or ddp.static_graph
+    bucket_order = _BucketOrder(ddp, [name for name, _ in trained]) if ddp is not None and rebuilds else None
+    walks = {}
+    for dtype in dict.fromkeys(p.dtype for _, p in trained):
+        layers = [(name, tuple(p.shape)) for name, p in trained if p.dtype == dtype]
+        whole_passes = 2 if ddp is not None and ddp.static_graph else 1
+        walks[dtype] = Walk(layers, whole_passes=whole_passes, rebuilds=rebuilds, bucket_order=bucket_order)
+    return walks, [(name, tuple(p.shape)) for name, p in trained]
+
+
+class _BucketOrder:
+    """The order of the layers in the buckets of a DDP model, which is read before each forward pass until it is known.
+
+    It must not be read while backward runs: the reducer holds a lock then.
+    """
+
+    def __init__(self, model: DistributedDataParallel, names: Sequence[str]) -> None:
+        self._names = names
+        self._order: Sequence[str] | None = None
+        self._hook = model.register_forward_pre_hook(self._ask)
+
+    def __call__(self) -> Sequence[str] | None:
+        return self._order
+
+    def _ask(self, model: nn.Module, inputs: object) -> None:
+        order = ddp_ready_order(model)
+        if order:
+            self._hook.remove()
+            self._order = [self._names[i] for i in order] if len(order) == len(self._names) else None
+
+
+def _compressible(x: Tensor) -> bool:
+    """Whether a tensor can be compressed at all. Other threads cannot write to tensors of inference mode."""
+    return (
+        x.dtype in GRADIENT_DTYPES
+        and x.layout == torch.strided
+        and x.device.type == "cpu"
+        and x.numel() > 0
+        and x.is_contiguous()
+        and not x.is_inference()
+    )

@@ -1,0 +1,114 @@
+"""The options of a process group of backend ``thinwire``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from thinwire.collectives import Algorithm, TransportChoice, check_choice, parse_algorithm
+from thinwire.compressors import Coded, Compressor, Raw, Summed, at_step, check_int, parse
+from thinwire.plan import DEFAULT_RULES
+from thinwire.runtime import Kind
+
+
+@dataclass(frozen=True)
+class ProcessGroupOptions:
+    """How a process group of backend ``thinwire`` compresses the buffers that it gets.
+
+        dist.init_process_group("cpu:thinwire", pg_options=thinwire.ProcessGroupOptions("minmax(bits=8)"))
+        dist.new_group(backend="thinwire", pg_options=thinwire.ProcessGroupOptions(all_gather="raw"))
+        init_device_mesh(..., backend_override={"rep": ("thinwire", thinwire.ProcessGroupOptions())})
+
+    A group without options takes those of the default group, if that is of this backend, or else the defaults below.
+    Options must be the same on all ranks of the group.
+
+    Args:
+        compressor: The compressor of all-reduces. It must not keep state, since a group does not know which
+            parameters a buffer holds.
+        all_gather: The compressor of all-gathers, by which FSDP2 sends weights. None: as ``compressor``, or raw if that
+            one is summed (``cast``, ``randk``), since nothing is summed there.
+        reduce_scatter: The compressor of reduce-scatters. None: as ``compressor``, or raw if that one is summed.
+        min_numel: Buffers of fewer elements, such as a loss that is averaged, and buffers of which each rank has a
+            part of fewer, are sent raw by gloo. So are registered layers of fewer.
+        exclude: Patterns of registered layers that are sent raw, besides those with fewer than two dimensions.
+        layout: Names and shapes of the layers that lie end to end in every buffer of exactly as many elements, as
+            `ProcessGroup.register_layout` takes them.
+        algorithm: The collective algorithm of all-reduces, as `thinwire.compress` takes it.
+        transport: The transport between ranks of one node, as `thinwire.compress` takes it.
+        seed: Seed of the random draws of stochastic rounding.
+        timeout: Timeout of every message; by default that of ``init_process_group`` or ``new_group``.
+
+    Raises:
+        ValueError: A spec or a value is invalid, or a compressor needs state.
+        TypeError: An argument is of the wrong kind.
+    """
+
+    compressor: str | Compressor = DEFAULT_RULES
+    all_gather: str | Compressor | None = None
+    reduce_scatter: str | Compressor | None = None
+    min_numel: int = 1024
+    exclude: Sequence[str] = ()
+    layout: Sequence[tuple[str, Sequence[int]]] = ()
+    algorithm: str | Algorithm = "sra"
+    transport: TransportChoice = "auto"
+    seed: int = 0
+    timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        check_int("min_numel", self.min_numel, 0)
+        check_int("seed", self.seed, 0)
+        check_choice(self.transport)
+        if isinstance(self.exclude, str):
+            raise TypeError(f"exclude takes a list of patterns: exclude=[{self.exclude!r}]")
+        self._set("exclude", tuple(self.exclude))
+        self._set("layout", tuple((name, tuple(shape)) for name, shape in self.layout))
+        self._set("algorithm", parse_algorithm(self.algorithm))
+        self._set("compressor", stateless("compressor", self.compressor))
+        for name in ("all_gather", "reduce_scatter"):
+            asked = getattr(self, name)
+            if asked is None:
+                asked = Raw() if isinstance(self.compressor, Summed) else self.compressor
+            chosen = stateless(name, asked)
+            if not isinstance(chosen, Coded):
+                raise ValueError(f"{name}={chosen} is meant to be summed by an all-reduce: give a quantiser, or raw")
+            self._set(name, chosen)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def _timeout(self) -> timedelta | None:
+        """The attribute that `DeviceMesh` reads."""
+        return self.timeout
+
+    def compressor_of(self, kind: Kind) -> Compressor:
+        """The compressor of one kind of collective."""
+        return parse(self.compressor if kind == "all_reduce" else getattr(self, kind))
+
+    def record(self) -> dict[str, str]:
+        """The options that all ranks must have in common."""
+        return {f.name: str(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+
+def stateless(where: str, spec: str | Compressor) -> Compressor:
+    """The compressor of a spec, if it needs nothing but the buffer.
+
+    Raises:
+        ValueError: It needs more, or the spec is invalid.
+    """
+    compressor = parse(spec)
+    instead = "use thinwire.compress(model), which keeps state for each parameter"
+    if compressor.traits.wants_feedback:
+        raise ValueError(
+            f"{where}={compressor} needs error feedback, and a process group sees buffers, not parameters: {instead}; "
+            "or give up error feedback with feedback=False"
+        )
+    if compressor.slots:
+        raise ValueError(
+            f"{where}={compressor} keeps state, and a process group sees buffers, not parameters: {instead}"
+        )
+    if at_step(compressor, 0, 1.0) is not compressor:
+        raise ValueError(f"{where}={compressor} follows a schedule, and a process group counts no steps: {instead}")
+    return compressor

@@ -1,0 +1,186 @@
+"""What is sent under `QuantizedAdam`: the momentum that each rank's gradient makes, in the gradient's place."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.compressors import Coded, Raw, Wrapper, ef, square_sum
+from thinwire.integrations.norm_sketch import mean_norms, norm_sketch
+from thinwire.integrations.optimizer_pairing import check_holds_all
+from thinwire.kernels import site_id
+from thinwire.optim import QuantizedAdam
+from thinwire.plan import Plan
+from thinwire.runtime import Wire
+from thinwire.runtime.channel import BucketLayers
+
+_ROUNDING = 1e-4
+"""Lengths that differ by less are the same: what a loss scale or a sum in fp16 changes of them."""
+
+
+@dataclass(frozen=True)
+class _HandedOver:
+    """A layer's gradient as the training loop got it."""
+
+    shortened: Tensor
+    """By which factor, a scalar."""
+    length: Tensor
+    """Its norm, in unscaled units."""
+
+
+class _Part(NamedTuple):
+    """A layer in a bucket."""
+
+    name: str
+    gradient: Tensor
+    momentum: Tensor | None
+    beta: float
+
+
+class Momentum:
+    """Turns a bucket of gradients into momenta before it is sent, and back when it has arrived.
+
+    The gradient ``h = (m' − β1·m) / (1 − β1)`` that makes the received momentum m' has the quantisation error of m',
+    ``1 / (1 − β1)`` times enlarged, in it, so that its norm is far from that of the true mean. The training loop gets
+    ``γ·h``, which is as long as the mean (`norm_sketch`), and the optimizer ``c·h`` for the ``c·γ·h`` that clipping
+    made of it. Error feedback then counts ``c`` of what it sent as arrived, and keeps the rest.
+    """
+
+    def __init__(self, optimizer: QuantizedAdam, parameters: Mapping[str, Tensor]) -> None:
+        """``parameters``: those of the model, by name.
+
+        Raises:
+            ValueError: the optimizer has not all of them that are trained.
+        """
+        check_holds_all(optimizer, parameters)
+        self._optimizer = optimizer
+        self._parameters = dict(parameters)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._beta = {n: optimizer.beta1(p) for n, p in parameters.items() if id(p) in held}
+        self._handed_over: dict[str, _HandedOver] = {}
+        self._wire: Callable[[], Wire | None] = lambda: None
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def attach(self, wire: Wire) -> None:
+        """Follow the optimizer's steps, as long as ``wire`` is attached."""
+        self._wire = weakref.ref(wire)
+        lengthened: list[_Change] = []
+        self._hooks = [
+            self._optimizer.register_step_pre_hook(lambda *_: lengthened.extend(self.lengthen())),
+            self._optimizer.register_step_post_hook(lambda *_: _undo(lengthened)),
+        ]
+
+    @property
+    def active(self) -> bool:
+        """Whether momenta are sent by now: the warm-up is over."""
+        return self._optimizer.frozen
+
+    def sketches(self, flat: Tensor, layers: BucketLayers) -> Tensor | None:
+        """What tells how long the means of all ranks' gradients are (`norm_sketch`), of the layers that are compressed,
+        end to end; None if there is none."""
+        wire = self._wire()
+        if wire is None or wire.world_size == 1:
+            return None
+        found = [norm_sketch(part.gradient, wire.step, site_id(part.name)) for part in self._compressed(flat, layers)]
+        return torch.cat(found) if found else None
+
+    def make(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> None:
+        """``g ← β1·m + (1 − β1)·g``, in the gradients' units."""
+        for of in self._parts(flat, layers):
+            of.gradient.mul_(1 - of.beta)
+            if of.momentum is not None:
+                of.gradient.add_(of.momentum, alpha=of.beta * loss_scale)
+
+    def undo(self, flat: Tensor, layers: BucketLayers, loss_scale: float, sketches: Tensor | None = None) -> Tensor:
+        """``g ← γ·(g − β1·m) / (1 − β1)``: the gradient that makes the momentum which has arrived, as long as the mean
+        of all ranks' gradients, whose `sketches` are given. What is not compressed has a γ of 1."""
+        for of in self._parts(flat, layers):
+            if of.momentum is not None:
+                of.gradient.sub_(of.momentum, alpha=of.beta * loss_scale)
+            of.gradient.div_(1 - of.beta)
+        wire, compressed = self._wire(), self._compressed(flat, layers)
+        if sketches is None or wire is None or not compressed:
+            return flat
+        squares = torch.stack([square_sum(of.gradient) for of in compressed])
+        received = [norm_sketch(of.gradient, wire.step, site_id(of.name)) for of in compressed]
+        widths = [sketch.numel() for sketch in received]
+        lengths = mean_norms(_rows(sketches.split(widths)), _rows(received), squares)
+        factors = lengths / squares.sqrt()
+        factors = torch.where(torch.isfinite(factors) & (factors > 0), factors, 1.0)
+        lengths = factors * squares.sqrt() / loss_scale
+        for of, factor, length in zip(compressed, factors, lengths, strict=True):
+            of.gradient.mul_(factor)
+            self._handed_over[of.name] = _HandedOver(factor, length)
+        return flat
+
+    @torch.no_grad()
+    def lengthen(self) -> list[_Change]:
+        """``γ·g ← g`` of every gradient that was handed over, whatever the loop has made of it, and tell the Wire.
+
+        Before the optimizer's step; or in place of it, before gradients are added to or computed anew. Returns what
+        takes it back.
+        """
+        changes, shares = [], {}
+        for name, handed in self._handed_over.items():
+            gradient = self._parameters[name].grad
+            if gradient is None:
+                shares[name] = torch.zeros_like(handed.length)
+                continue
+            share = torch.where(handed.length > 0, square_sum(gradient).sqrt() / handed.length, 1.0)
+            # A longer one is in other units, or has had something added to it: all that arrived is in it.
+            shares[name] = torch.where(share > 1 - _ROUNDING, 1.0, share)
+            gradient.div_(handed.shortened)
+            changes.append((gradient, handed.shortened))
+        self._handed_over = {}
+        wire = self._wire()
+        if wire is None or not wire.attached:
+            for hook in self._hooks:
+                hook.remove()
+        elif shares:
+            wire.on_partial_use(shares)
+        return changes
+
+    def _compressed(self, flat: Tensor, layers: BucketLayers) -> list[_Part]:
+        wire = self._wire()
+        plan = wire.plan.layers if wire is not None else {}
+        return [part for part in self._parts(flat, layers) if not isinstance(plan.get(part.name), Raw | None)]
+
+    def _parts(self, flat: Tensor, layers: BucketLayers) -> list[_Part]:
+        found, start = [], 0
+        for name, shape in layers:
+            numel = torch.Size(shape).numel()
+            momentum = self._optimizer.momentum(self._parameters[name])
+            flattened = None if momentum is None else momentum.detach().reshape(-1)
+            found.append(_Part(name, flat.detach()[start : start + numel], flattened, self._beta[name]))
+            start += numel
+        return found
+
+
+def _rows(sketches: Sequence[Tensor]) -> Tensor:
+    """One row for each, with zeros behind the shorter ones."""
+    return torch.nn.utils.rnn.pad_sequence(list(sketches), batch_first=True)
+
+
+_Change = tuple[Tensor, Tensor]
+"""A gradient, and by what it was divided."""
+
+
+@torch.no_grad()
+def _undo(changes: list[_Change]) -> None:
+    for gradient, divisor in changes:
+        gradient.mul_(divisor)
+    changes.clear()
+
+
+def with_feedback(plan: Plan, site: str = "") -> Plan:
+    """The plan with error feedback around all that is coded, of the layers whose name begins with ``site``."""
+    fed = {
+        name: ef(c) if name.startswith(site) and isinstance(c, Coded) and not isinstance(c, Raw | Wrapper) else c
+        for name, c in plan.layers.items()
+    }
+    return replace(plan, layers=fed)

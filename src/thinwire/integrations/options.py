@@ -1,0 +1,224 @@
+"""Options that all variants of `thinwire.compress` share, and the record of them on which ranks must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thinwire.collectives import AggregatorAddress, Algorithm, TransportChoice, parse_address, parse_algorithm
+from thinwire.collectives.shared_transport import check_choice
+from thinwire.compressors import Compressor, check_int, parse
+from thinwire.plan.policies import Policy, parse_policy
+from thinwire.runtime.consistency import library_version
+
+
+@dataclass(frozen=True)
+class Network:
+    """How compressed messages are sent.
+
+        thinwire.compress(model, network=thinwire.Network(algorithm="hierarchical", transport="shared"))
+
+    Args:
+        algorithm: the collective algorithm. ``sra`` (scatter-reduce-all-gather) is the default; ``sra(rates=measured)``
+            lets ranks with faster links reduce more; ``ring``, ``tree``, ``allgather``, ``parameter_server(server=0)``;
+            ``hierarchical(inside=dense, across=slices)`` adds up inside each node first.
+        transport: ``auto`` puts messages between ranks of one node into memory that they share (Linux), and sends the
+            others over the process group; ``shared`` insists on it; ``group`` sends all of them. Ranks find out
+            themselves which of them share a node; the environment variable ``THINWIRE_NODE`` names a rank's node
+            otherwise.
+        aggregator: ``host:port`` of a ``thinwire aggregator`` that adds up integers in the network, for ``intsgd`` and
+            ``heuristic_intsgd`` under ``DistributedDataParallel``. Floats are never sent there: sums of raw layers, and
+            the exact first step of ``intsgd``, are native all-reduces. ``host:port?slots=16`` asks for a part of its
+            slots, and a `thinwire.AggregatorAddress` has the token and the TLS context that it may ask for.
+        timeout: of the process group that the Wire makes for itself; that of the model's own if None. Gradients on a
+            GPU are sent over the model's own.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid; the message names it.
+    """
+
+    algorithm: str | Algorithm = "sra"
+    transport: TransportChoice = "auto"
+    aggregator: str | AggregatorAddress | None = None
+    timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.algorithm, str | Algorithm):
+            raise TypeError(f"algorithm must be text such as 'ring', not {self.algorithm!r}: Network(algorithm='ring')")
+        parse_algorithm(self.algorithm)
+        check_choice(self.transport)
+        if self.aggregator is not None:
+            if not isinstance(self.aggregator, str | AggregatorAddress):
+                raise TypeError(
+                    f"aggregator must be text or an AggregatorAddress, not {self.aggregator!r}: "
+                    "Network(aggregator='host:5000')"
+                )
+            if isinstance(self.aggregator, str):
+                parse_address(self.aggregator)
+        if self.timeout is not None and not isinstance(self.timeout, timedelta):
+            raise TypeError(
+                f"timeout must be a datetime.timedelta, not {self.timeout!r}: Network(timeout=timedelta(seconds=60))"
+            )
+        if self.timeout is not None and self.timeout <= timedelta(0):
+            raise ValueError(f"timeout must be above 0, not {self.timeout}: Network(timeout=timedelta(seconds=60))")
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What is checked while training, every so many steps; 0 never does it.
+
+    Args:
+        parity_every: compare a checksum of all ranks' parameters, beside training; a difference raises `ParityError`
+            and names the first parameter.
+        resync_every: copy rank 0's parameters to all ranks (S3 does so every 10 steps), for hardware that does not
+            compute alike.
+        measure_every: also take the exact mean (an all-reduce in fp32, whose bytes count) and note the relative error
+            of the mean that arrived, in ``wire.stats.alpha``.
+
+    Raises:
+        TypeError, ValueError: an argument is not an integer from 0 up; the message names it.
+    """
+
+    parity_every: int = 1000
+    resync_every: int = 0
+    measure_every: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            _check_count(field.name, getattr(self, field.name), f"thinwire.Checks({field.name}=1000)")
+
+
+def check_arguments(options: Any) -> None:
+    """Check the arguments that all variants of `thinwire.compress` share. The message of an error names the argument.
+
+    Raises:
+        TypeError, ValueError: with an example of a correct call.
+    """
+    for name in ("min_numel", "start", "seed"):
+        _check_count(name, getattr(options, name), f"thinwire.compress(model, {name}=1000)")
+    patterns = options.exclude
+    if (
+        isinstance(patterns, str)
+        or not isinstance(patterns, Sequence)
+        or not all(isinstance(pattern, str) for pattern in patterns)
+    ):
+        raise TypeError(f"exclude must be a list of patterns, not {patterns!r}: exclude=['bn', 'bias']")
+    check_bool("skip_if_slower", options.skip_if_slower)
+    if options.adapt is not None and not isinstance(options.adapt, str | Policy):
+        raise TypeError(f"adapt must be a policy or its spec, not {options.adapt!r}: adapt='lgreco(every=500)'")
+    if options.grad_scaler is not None and not isinstance(options.grad_scaler, torch.amp.GradScaler):
+        raise TypeError(
+            f"grad_scaler must be a torch.amp.GradScaler, not {type(options.grad_scaler).__name__}: "
+            "thinwire.compress(model, grad_scaler=scaler)"
+        )
+
+
+def _check_count(name: str, value: object, call: str) -> None:
+    try:
+        check_int(name, value, 0, 2**63 - 1 if name == "seed" else None)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error}: {call}") from None
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise ``TypeError`` unless the argument ``name`` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r}: thinwire.compress(model, {name}=False)")
+
+
+def check_groups(network: object, checks: object = None) -> None:
+    """Raise ``TypeError`` unless these are a `Network` and, if given, `Checks`."""
+    if not isinstance(network, Network):
+        raise TypeError(
+            f"network must be a thinwire.Network, not {network!r}: network=thinwire.Network(algorithm='ring')"
+        )
+    if checks is not None and not isinstance(checks, Checks):
+        raise TypeError(f"checks must be thinwire.Checks, not {checks!r}: checks=thinwire.Checks(parity_every=1000)")
+
+
+def check_compressor(name: str, given: object) -> None:
+    """Raise for what is neither a compressor, nor a spec, nor a mapping from patterns to them.
+
+    Raises:
+        TypeError, ValueError: the message begins with ``name``.
+    """
+    if isinstance(given, Mapping) and not all(isinstance(pattern, str) for pattern in given):
+        raise TypeError(
+            f"{name} must map name patterns to compressors, and {list(given)} are not all text: "
+            f"{name}={{'embed.*': 'minmax(bits=2)', '*': 'minmax(bits=4)'}}"
+        )
+    for spec in given.values() if isinstance(given, Mapping) else [given]:
+        if spec is not None and not isinstance(spec, str | Compressor):
+            raise TypeError(
+                f"{name} must be a compressor, its spec, or a mapping from name patterns to them, not {spec!r}: "
+                f"{name}='minmax(bits=4)'"
+            )
+        if isinstance(spec, str):
+            try:
+                parse(spec)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{name}: {error}") from None
+
+
+def policy_of(adapt: str | Policy | None) -> Policy | None:
+    """The policy that ``adapt=`` names.
+
+    Raises:
+        ValueError: it names none; the message begins with ``adapt``.
+    """
+    try:
+        return None if adapt is None else parse_policy(adapt)
+    except ValueError as error:
+        raise ValueError(f"adapt: {error}") from None
+
+
+def record_of(options: Any) -> dict[str, str]:
+    """Every option as text, by its name, with the versions of the libraries: what all ranks must have in common.
+
+    Values that mean the same have the same text: a compressor and its spec, a list and a tuple. Of an optimizer, a
+    `GradScaler` and a process group only the kind is recorded.
+    """
+    record = {"thinwire": library_version(), "torch": torch.__version__}
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if isinstance(value, Network | Checks):
+            record |= {f"{field.name}.{f.name}": _text(getattr(value, f.name), f.name) for f in fields(value)}
+        else:
+            record[field.name] = _text(value, field.name)
+    return record
+
+
+_PARSERS: dict[str, tuple[Callable[[str], object], ...]] = {
+    **dict.fromkeys(("compressor", "weights", "gradients", "across"), (parse, parse_policy)),
+    "adapt": (parse_policy,),
+    "algorithm": (parse_algorithm,),
+}
+
+
+def _text(value: object, name: str) -> str:
+    if isinstance(value, str):
+        return _canonical(value, _PARSERS.get(name, ()))
+    if isinstance(value, Mapping):
+        return "; ".join(f"{key} = {_text(item, name)}" for key, item in value.items())
+    if isinstance(value, Sequence):
+        return ", ".join(map(str, value))
+    if isinstance(value, dist.ProcessGroup):
+        return f"a process group of {value.size()} ranks"
+    if isinstance(value, torch.optim.Optimizer | torch.amp.GradScaler):
+        return type(value).__name__
+    return " ".join(str(value).split())
+
+
+def _canonical(text: str, parsers: Sequence[Callable[[str], object]]) -> str:
+    """The full spec where a short one is given; the text itself where it is no spec, for all ranks to refuse alike."""
+    for parser in parsers:
+        try:
+            return str(parser(text))
+        except (ValueError, TypeError):
+            continue
+    return text

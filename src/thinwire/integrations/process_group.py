@@ -1,0 +1,380 @@
+"""A process group of backend ``thinwire``, over which unmodified DDP, FSDP2 and mesh dimensions communicate compressed.
+
+It sees flat buffers, not layers, as QNCCL does, which the thesis compares with its layer-wise method (sections 3.4 and
+3.5.4). What it does not compress is sent by gloo.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.collectives import ProcessGroupTransport, parse_algorithm, with_shared_memory
+from thinwire.compat import collective_options, gloo_backend, gloo_group, prefixed, premul_factor, register_gloo
+from thinwire.integrations.group_contents import BufferContents
+from thinwire.integrations.group_options import ProcessGroupOptions
+from thinwire.integrations.group_work import Work
+from thinwire.plan import Rules
+from thinwire.runtime import Channel, Contents, Follower, GroupStats, Kind, NamedShape, Operation, group_seed
+
+BACKEND = "thinwire"
+_GLOOS = (
+    *("broadcast", "barrier", "send", "recv"),
+    *("all_to_all_single", "all_gather_single_coalesced", "reduce_scatter_single_coalesced"),
+    # Their names before PyTorch 2.13.
+    *("alltoall_base", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"),
+)
+"""Collectives of gloo that are passed through. PyTorch would call those that a subclass lacks while it holds the GIL. A
+thread of gloo that releases the last reference to a tensor waits for the GIL, under a lock that the call needs."""
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """A process group that compresses CPU tensors.
+
+    ``dist.new_group(backend="thinwire", pg_options=ProcessGroupOptions(...))`` returns it.
+
+    All-reduces that sum (SUM, AVG, PREMUL_SUM), reduce-scatters and all-gathers of contiguous fp32, bf16 and fp16
+    tensors of at least ``min_numel`` elements are compressed; all ranks end with the same bytes. Everything else is
+    exact: other operations and dtypes, small and sparse tensors, broadcasts, objects, point-to-point messages, and
+    all-gathers and reduce-scatters of functional collectives (``DTensor.full_tensor()`` among them).
+
+    It cannot distinguish gradients from other tensors, such as the statistics of ``SyncBatchNorm``: pass it to the
+    model or the mesh dimension that it is for, rather than make it the default group of a program that sends other
+    floats.
+
+    A random draw depends on the seed, the ranks of the group, the number of its compressed collectives so far, the
+    layers of the buffer and the element. That number starts at 0 with the group and is in no checkpoint: a resumed
+    training repeats the draws of a new one, which changes no expectation.
+    """
+
+    def __init__(self, creation: Any, options: ProcessGroupOptions | None) -> None:
+        """Called by ``torch.distributed``; ``creation`` has the store, the ranks and the timeout.
+
+        Raises:
+            TypeError: The options are not `ProcessGroupOptions`.
+            DisagreementError: Ranks gave different options.
+            SharedMemoryError: The transport is ``shared``, and ranks cannot share memory.
+        """
+        rank, size = creation.group_rank, creation.group_size
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue] - of the subclasses that Python may make
+        self.options = _checked(options)
+        timeout = self.options.timeout or creation.timeout
+        backend = gloo_backend(prefixed("exact", creation.store), rank, size, timeout)
+        register_gloo(self, backend)
+        # A second process group over the same gloo backend: calls on this object would return to the methods below.
+        self._exact: Any = dist.ProcessGroup(creation.store, rank, size)
+        register_gloo(self._exact, backend)
+        for name in _GLOOS:
+            # A partial, not a function, because torch.compile would trace a function.
+            if hasattr(self._exact, name):
+                setattr(self, name, partial(getattr(self._exact, name)))
+        self._contents = BufferContents(self.options, size)
+        self._follower = Follower("thinwire exact")
+        lanes = [gloo_group(prefixed(f"lane {i}", creation.store), rank, size, timeout) for i in range(2)]
+        self._channel: Channel[GroupStats] | None = Channel.connect(
+            with_shared_memory(ProcessGroupTransport(lanes[0], timeout, lanes[1]), timeout, self.options.transport),
+            GroupStats(),
+            algorithm=parse_algorithm(self.options.algorithm),
+            seed=group_seed(self.options.seed, tuple(creation.global_ranks_in_group)),
+            record=self.options.record(),
+        )
+
+    @property
+    def stats(self) -> GroupStats:
+        """A copy of the totals so far."""
+        return self._running().present_stats()
+
+    def register_layout(self, layers: Sequence[tuple[str, Sequence[int]]], *, rules: Rules | None = None) -> None:
+        """Compress buffers of exactly as many elements as ``layers`` layer by layer.
+
+        All ranks must register the same layers between the same collectives. Layers that are 1-D, smaller than
+        ``min_numel`` or excluded are sent raw.
+
+        Args:
+            layers: Names and shapes, in the order in which the buffer holds them end to end. For reduce-scatters and
+                all-gathers, the order in each rank's part.
+            rules: Compressors by name pattern, in place of that of the options.
+
+        Raises:
+            ValueError: A pattern matches no layer, a compressor needs state, or there is another layout of this size.
+        """
+        named = [(name, tuple(shape)) for name, shape in layers]
+        self._contents.register_layout(named, rules)
+        self._agree_on(named)
+
+    def register_model(self, model: nn.Module, *, rules: Rules | None = None) -> None:
+        """Find the layers of a model's gradients in the buffers of all-reduces, by their sizes alone.
+
+        Call it once DistributedDataParallel has wrapped the model, before the first backward pass. A 1-D buffer that
+        holds exactly a run of layers is compressed layer by layer, with biases, norms and small layers raw. Other
+        buffers are compressed as one. The order of layers in DDP's buckets is known after two or three passes. Until
+        then the order of registration is assumed; where the model uses layers in another order, the compression error
+        is a little larger in these passes. `stats` counts both kinds.
+
+        Args:
+            model: A model on all ranks of the group.
+            rules: As in `register_layout`.
+
+        Raises:
+            TypeError: The model is sharded: its buffers interleave shards.
+            ValueError: A pattern matches no layer, or a compressor needs state.
+        """
+        self._agree_on(self._contents.register_model(model, rules))
+
+    # Called by torch.distributed. C++ callers (DDP's reducer, functional collectives) reach the names that PyTorch's
+    # trampoline has; Python callers reach all of them.
+
+    def allreduce(self, tensors: Any, opts: Any = None, **overload: Any) -> Any:
+        given = _listed(tensors)
+        if len(given) > 1:
+            # One tensor for each device of this rank, all of which are added. A rank here has one device.
+            return self._exact.allreduce(given, _options("Allreduce", opts, overload))
+        return self._all_reduce(given, opts, overload, "Allreduce", self._exact.allreduce)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        return self._all_reduce(_listed(tensors), opts, {}, "AllreduceCoalesced", self._exact.allreduce_coalesced)
+
+    def reduce_scatter(self, output_tensors: Any, input_tensor: Any, opts: Any = None, **overload: Any) -> Any:
+        opts = _options("ReduceScatter", opts, overload)
+        outputs = _listed(output_tensors)
+        inputs = [input_tensor] if isinstance(output_tensors, Tensor) else list(input_tensor)
+        if len(outputs) == len(inputs) == 1 and len(inputs[0]) == self.size():
+            work = self._reduce_scatter(outputs[0], list(inputs[0]), opts)
+            if work is not None:
+                return work
+        if _is_premul(opts.reduceOp):
+            inputs = [_scaled(parts, opts) for parts in inputs]
+            opts = _summing("ReduceScatter")
+        return self._exact.reduce_scatter(outputs, inputs, opts)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        opts = _options("ReduceScatter", opts, {})
+        work = None
+        if input.numel() == output.numel() * self.size() and input.is_contiguous():
+            work = self._reduce_scatter(output, input, opts)
+        if work is not None:
+            return work
+        if _is_premul(opts.reduceOp):
+            (input,), opts = _scaled([input], opts), _summing("ReduceScatter")
+        return _named(self._exact, "reduce_scatter_single", "_reduce_scatter_base")(output, input, opts)
+
+    def allgather(self, output_tensors: Any, input_tensor: Any, opts: Any = None, **overload: Any) -> Any:
+        opts = _options("Allgather", opts, overload)
+        inputs = _listed(input_tensor)
+        outputs = (
+            [list(output_tensors)] if isinstance(input_tensor, Tensor) else [list(outs) for outs in output_tensors]
+        )
+        if len(inputs) == len(outputs) == 1 and len(outputs[0]) == self.size():
+            work = self._all_gather(list(outputs[0]), inputs[0])
+            if work is not None:
+                return work
+        return self._exact.allgather(outputs, inputs, opts)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        opts = _options("Allgather", opts, {})
+        if output.numel() == input.numel() * self.size() and output.is_contiguous():
+            work = self._all_gather(output, input)
+            if work is not None:
+                return work
+        return _named(self._exact, "all_gather_single", "_allgather_base")(output, input, opts)
+
+    # Their names before PyTorch 2.13.
+    _reduce_scatter_base = reduce_scatter_single  # pyright: ignore[reportAssignmentType]
+    _allgather_base = all_gather_single
+
+    def split_group(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError('a thinwire group cannot be split: use dist.new_group(ranks, backend="thinwire")')
+
+    def shutdown(self) -> None:
+        """Finish pending collectives, then end threads and connections. Called by ``dist.destroy_process_group``."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+        super().shutdown()
+
+    # How each kind of collective is compressed, if it is.
+
+    def _all_reduce(
+        self, tensors: list[Tensor], opts: Any, overload: Mapping[str, Any], kind: str, exact: Callable[..., Any]
+    ) -> Any:
+        futures, passed, opts = [], [], _options(kind, opts, overload)
+        scale = self._scale(opts.reduceOp)
+        for x in tensors:
+            contents = self._choose("all_reduce", [x], x.numel(), compressible=scale is not None)
+            if contents is None or scale is None:
+                passed.append(x)
+                continue
+            operation = _AllReduce("all_reduce", contents, x.dtype, x.detach().view(-1))
+            operation.scale = scale
+            futures.append(self._start(operation))
+        if passed and _is_premul(opts.reduceOp):
+            for x, scaled in zip(passed, _scaled(passed, opts), strict=True):
+                x.detach().copy_(scaled)
+            opts = _summing(kind)
+        if not futures:
+            return exact(passed, opts)
+        if passed:
+            futures.append(self._follower.follow(exact(passed, opts), lambda: None))
+        return Work(futures, tensors)
+
+    def _reduce_scatter(self, output: Tensor, inputs: Tensor | list[Tensor], opts: Any) -> Work | None:
+        scale = self._scale(opts.reduceOp)
+        given = [output, *inputs] if isinstance(inputs, list) else [output, inputs]
+        alike = isinstance(inputs, Tensor) or all(part.numel() == output.numel() for part in inputs)
+        contents = self._choose("reduce_scatter", given, output.numel(), compressible=alike and scale is not None)
+        if contents is None or scale is None:
+            return None
+        operation = _ReduceScatter("reduce_scatter", contents, output.dtype, inputs)
+        operation.scale, operation.out = scale, output.detach().view(-1)
+        future = self._start(operation)
+        return Work([future], [output])
+
+    def _all_gather(self, outputs: Tensor | list[Tensor], input: Tensor) -> Work | None:
+        given = [input, *outputs] if isinstance(outputs, list) else [input, outputs]
+        alike = isinstance(outputs, Tensor) or all(out.numel() == input.numel() for out in outputs)
+        contents = self._choose("all_gather", given, input.numel(), compressible=alike)
+        if contents is None:
+            return None
+        operation = _AllGather("all_gather", contents, input.dtype, outputs, input.detach().view(-1), self.rank())
+        future = self._start(operation)
+        return Work([future], [outputs])
+
+    def _start(self, operation: Operation) -> torch.futures.Future:
+        return self._running().submit(operation)
+
+    def _scale(self, op: Any) -> float | None:
+        """The factor of the sum; None if the operation is not a sum, or has a tensor of factors."""
+        if op == dist.ReduceOp.SUM:
+            return 1.0
+        if op == dist.ReduceOp.AVG:
+            return 1.0 / self.size()
+        return premul_factor(op) if _is_premul(op) else None
+
+    def _choose(self, kind: Kind, tensors: Sequence[Tensor], numel: int, *, compressible: bool) -> Contents | None:
+        return self._contents.find(kind, tensors, numel, self._running().stats, compressible=compressible)
+
+    def _agree_on(self, layers: Sequence[NamedShape]) -> None:
+        planned = self._contents.compressor_of
+        self._running().agree({f"layer {name}": f"{shape} {planned(name)}" for name, shape in layers})
+
+    def _running(self) -> Channel[GroupStats]:
+        if self._channel is None:
+            raise RuntimeError("this process group was destroyed")
+        return self._channel
+
+
+@dataclass
+class _AllReduce(Operation):
+    flat: Tensor
+
+    def buffer(self) -> Tensor:
+        return self.flat
+
+
+@dataclass
+class _ReduceScatter(Operation):
+    inputs: Tensor | list[Tensor]
+
+    def buffer(self) -> Tensor:
+        if isinstance(self.inputs, Tensor):
+            return self.inputs.detach().view(-1)
+        return torch.cat([part.detach().view(-1) for part in self.inputs])
+
+
+@dataclass
+class _AllGather(Operation):
+    outputs: Tensor | list[Tensor]
+    mine: Tensor
+    rank: int
+
+    def buffer(self) -> Tensor:
+        if isinstance(self.outputs, Tensor):
+            flat = self.outputs.detach().view(-1)
+        else:
+            flat = torch.empty(len(self.outputs) * self.mine.numel(), dtype=self.dtype)
+        numel = self.mine.numel()
+        part = flat[self.rank * numel : (self.rank + 1) * numel]
+        if part.data_ptr() != self.mine.data_ptr():
+            part.copy_(self.mine)
+        return flat
+
+    def finish(self, x: Tensor) -> None:
+        if not isinstance(self.outputs, Tensor):
+            for out, part in zip(self.outputs, x.view(len(self.outputs), -1), strict=True):
+                out.detach().view(-1).copy_(part)
+
+
+def register_model(model: nn.Module, group: dist.ProcessGroup | None = None, *, rules: Rules | None = None) -> None:
+    """Tell a process group of backend ``thinwire`` the layers of a model: `ProcessGroup.register_model`.
+
+    ``group``: by default the one that a DistributedDataParallel model has, else the default group.
+
+    Raises:
+        TypeError: the group is of another backend, or the model is sharded.
+    """
+    if group is None:
+        group = model.process_group if isinstance(model, DistributedDataParallel) else dist.group.WORLD  # pyright: ignore[reportAssignmentType]
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(
+            "this process group does not compress: make it with backend='thinwire' and hand it to "
+            "DistributedDataParallel(model, process_group=group)"
+        )
+    group.register_model(model, rules=rules)
+
+
+def register_backend() -> None:
+    """Make the backend known to ``torch.distributed``. Importing thinwire does it."""
+    dist.Backend.register_backend(BACKEND, ProcessGroup, extended_api=True, devices=["cpu"])
+
+
+def _checked(options: Any) -> ProcessGroupOptions:
+    if options is None:
+        default = dist.group.WORLD
+        return default.options if isinstance(default, ProcessGroup) else ProcessGroupOptions()
+    if not isinstance(options, ProcessGroupOptions):
+        raise TypeError(f"pg_options must be thinwire.ProcessGroupOptions(...), not {type(options).__name__}")
+    return options
+
+
+def _is_premul(op: Any) -> bool:
+    return bool(op == dist.ReduceOp.PREMUL_SUM)
+
+
+def _scaled(tensors: Sequence[Tensor], opts: Any) -> list[Tensor]:
+    """What PREMUL_SUM, which gloo lacks, adds up."""
+    factor = opts.reduceOp.factor
+    return [x.detach() * factor for x in tensors]
+
+
+def _summing(kind: str) -> Any:
+    opts = collective_options(kind)
+    opts.reduceOp = dist.ReduceOp.SUM
+    return opts
+
+
+def _listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _options(kind: str, opts: Any, overload: Mapping[str, Any]) -> Any:
+    """The options of a call; some overloads of PyTorch give the operation alone."""
+    made = collective_options(kind)
+    if isinstance(opts, type(made)):
+        return opts
+    op = overload.get("op", opts)
+    if op is not None:
+        made.reduceOp = op
+    return made
+
+
+def _named(group: Any, *names: str) -> Callable[..., Any]:
+    return next(getattr(group, name) for name in names if hasattr(group, name))

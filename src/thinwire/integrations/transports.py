@@ -1,0 +1,109 @@
+"""Process groups of our own, beside those that PyTorch uses from its threads while ours are busy."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from thinwire.collectives import (
+    FailureDetector,
+    ProcessGroupTransport,
+    Transport,
+    TransportChoice,
+    announce_error,
+    with_shared_memory,
+)
+from thinwire.collectives.transport import Failing
+from thinwire.runtime import agree
+
+
+def bare_transport(group: dist.ProcessGroup, timeout: timedelta) -> ProcessGroupTransport:
+    """Among the ranks of ``group``: two new process groups, over gloo, and a detector of failures.
+
+    Raises:
+        TransportError: A rank did not come in time, or is gone.
+        PeerFailedError: A rank failed in `failing_before_meeting`.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    # Before gloo's groups, which wait for a rank that does not come without naming it.
+    detector = detector_of(group, timeout)
+    part = len(ranks) != dist.get_world_size()
+    try:
+        with Failing("making process groups", timeout, detector=detector):
+            mine, second = (
+                dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=part) for _ in range(2)
+            )
+    except BaseException:
+        if detector is not None:
+            detector.close()
+        raise
+    assert isinstance(mine, dist.ProcessGroup)
+    assert isinstance(second, dist.ProcessGroup)
+    # PyTorch names a group of a part of the world by its ranks and by how many such groups there are: a name that comes
+    # again, after one of them is destroyed, finds the addresses of the group that had it.
+    return ProcessGroupTransport(mine, timeout, second, owned=not part, detector=detector)
+
+
+def detector_of(group: dist.ProcessGroup, timeout: timedelta) -> FailureDetector | None:
+    """A new detector of failures among the ranks of ``group``, which all must call this; None for a single rank.
+
+    Raises:
+        TransportError: A rank did not come in time.
+        PeerFailedError: A rank failed in `failing_before_meeting`.
+    """
+    if group.size() == 1:
+        return None
+    return FailureDetector.connect(*_meeting(dist.get_process_group_ranks(group)), group.rank(), timeout)
+
+
+_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+"""By the default process group and ranks, how often they have met. A new default group has a new store."""
+
+
+def _meeting(ranks: Sequence[int]) -> tuple[Any, str, Sequence[int]]:
+    """Store, key and ranks of a meeting of ``ranks``; counts it."""
+    world = dist.group.WORLD
+    assert world is not None, "there is a process group"
+    met = _meetings.setdefault(world, Counter())
+    number = met[tuple(ranks)]
+    met[tuple(ranks)] += 1
+    return world.get_group_store(), f"thinwire meeting {number} of {'-'.join(map(str, ranks))}", ranks
+
+
+@contextmanager
+def failing_before_meeting() -> Iterator[None]:
+    """Let the other ranks fail, too, if the body fails on this one before it has met them in `bare_transport`."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None or dist.get_world_size() == 1:
+        yield
+        return
+    before = _meetings.setdefault(world, Counter()).total()
+    try:
+        yield
+    except Exception as error:
+        if _meetings[world].total() == before:
+            store, key, _ = _meeting(range(dist.get_world_size()))
+            announce_error(store, key, dist.get_rank(), error)
+        raise
+
+
+def host_transport(
+    group: dist.ProcessGroup, timeout: timedelta, choice: TransportChoice, arguments: Mapping[str, str]
+) -> Transport:
+    """The same, with shared memory between ranks of one node, as chosen.
+
+    ``arguments``: what follows depends on; ranks that differ in it would wait for each other.
+    """
+    transport = bare_transport(group, timeout)
+    try:
+        agree(arguments, transport)
+        return with_shared_memory(transport, timeout, choice)
+    except Exception:
+        transport.close()
+        raise

@@ -1,0 +1,49 @@
+"""The outer optimizer: what the shared weights do with the mean pseudo-gradient of a round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Nesterov:
+    """SGD with Nesterov momentum on the shared weights: ``u = μ·u + d;  A = A − η·(d + μ·u)``.
+
+    ``d`` is the mean over workers of ``A − w``, so ``Nesterov(lr=1, momentum=0)`` averages weights (local SGD). In the
+    long run a round moves the shared weights by `gain` times the mean progress of the workers. Gains of 1 to 1.5 suit
+    tens to hundreds of rounds; DiLoCo's published 0.7 and 0.9 (a gain of 7) are meant for thousands.
+
+    Args:
+        lr: η, above 0.
+        momentum: μ, at least 0 and below 1.
+
+    Raises:
+        ValueError: a value is outside its range.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0 or self.lr == float("inf"):
+            raise ValueError(f"lr must be a positive number, not {self.lr}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be at least 0 and below 1, not {self.momentum}")
+
+    @property
+    def gain(self) -> float:
+        """``η / (1 − μ)``: how far repeated equal pseudo-gradients move the shared weights, a round."""
+        return self.lr / (1 - self.momentum)
+
+    def update(self, anchor: Tensor, momentum: Tensor, mean: Tensor) -> None:
+        """Apply one round's mean pseudo-gradient to the shared weights, in place.
+
+        Args:
+            anchor: A, the shared weights (fp32).
+            momentum: u, of the same shape; zeros before the first round.
+            mean: d, of the same shape.
+        """
+        momentum.mul_(self.momentum).add_(mean)
+        anchor.sub_(mean, alpha=self.lr).sub_(momentum, alpha=self.lr * self.momentum)

@@ -1,0 +1,74 @@
+"""Muon for whole models: orthogonalised momentum for hidden matrices, AdamW for everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+
+class Muon(Optimizer):
+    """`torch.optim.Muon` for a model's hidden matrices and `torch.optim.AdamW` for its other parameters, as one.
+
+    Embeddings, the output head, biases and norms are trained by AdamW (Jordan 2024; Liu et al. 2025, 2502.16982).
+    Muon's updates are scaled to the root mean square of AdamW's (0.2·sqrt(max(rows, columns))), so both take the same
+    learning rate and schedule. It is the inner optimizer of MuLoCo (2505.23725), which finds that its pseudo-gradients
+    may be compressed to fewer bits than AdamW's.
+
+    Args:
+        model: the model; all parameters that require gradients are trained.
+        lr: learning rate of both, on AdamW's scale.
+        weight_decay: decoupled weight decay of both.
+        momentum: Nesterov momentum of Muon.
+        betas: of AdamW.
+        adamw: names or patterns of further two-dimensional parameters for AdamW. By default output heads are found by
+            the usual names, ``head``, ``lm_head`` and ``output``.
+
+    Raises:
+        ValueError: no hidden matrix is left for Muon, or an argument is outside its range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 1e-3,
+        *,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.99),
+        adamw: Sequence[str] = ("*head.weight", "*output.weight"),
+    ) -> None:
+        tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        hidden = [
+            p
+            for name, p in trained
+            if p.ndim == 2 and id(p) not in tables and not any(fnmatchcase(name, pattern) for pattern in adamw)
+        ]
+        if not hidden:
+            raise ValueError("the model has no hidden matrix for Muon: use torch.optim.AdamW")
+        chosen = {id(p) for p in hidden}
+        others = [p for _, p in trained if id(p) not in chosen]
+        self._muon = torch.optim.Muon(hidden, lr, weight_decay, momentum, adjust_lr_fn="match_rms_adamw")
+        self._adamw = AdamW(others, lr, betas, weight_decay=weight_decay) if others else None
+        super().__init__([group for part in self._parts() for group in part.param_groups], {})
+
+    def _parts(self) -> tuple[Optimizer, ...]:
+        return (self._muon,) if self._adamw is None else (self._muon, self._adamw)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Perform one step; returns what ``closure`` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # Loading a state replaces groups and state: the parts work on whatever is there now.
+        for part, group in zip(self._parts(), self.param_groups, strict=True):
+            part.param_groups, part.state = [group], self.state
+            part.step()
+        return loss

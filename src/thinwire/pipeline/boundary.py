@@ -1,0 +1,357 @@
+"""One side of one stage boundary: the messages that it sends and receives, and the records m(ξ) that it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives.message import HEADER_BYTES, seal, verify
+from thinwire.compressors import Coded
+from thinwire.kernels import derive_key
+from thinwire.pipeline.boundary_tensors import BoundaryTensors, Direction
+from thinwire.pipeline.message import Encoding, MessageLayout
+from thinwire.pipeline.options import PipelineOptions, fitted
+from thinwire.pipeline.schedule_step import ScheduleStep
+from thinwire.pipeline.stats import PipelineStats
+from thinwire.store import Entry, RecordFormat, Rows, Store
+
+_DRAWS = {"forward": 1, "backward": 2, "store": 3, "evaluation": 4}
+UNSEEN = 2**63 - 1
+
+
+class BoundarySide:
+    """The earlier or the later stage's side of the boundary behind stage ``boundary``.
+
+    Messages of a step go through it in the order of the schedule. The two sides agree beforehand on how each sample
+    is sent (`decide_encodings`), so that either knows the size of every message.
+    """
+
+    def __init__(self, boundary: int, earlier: bool, options: PipelineOptions, stats: PipelineStats) -> None:
+        self.boundary = boundary
+        self.earlier = earlier
+        self.options = options
+        self.stats = stats
+        self.store: Store | None = None
+        self._crossings: dict[Direction, BoundaryTensors] = {}
+        self.chosen: dict[Direction, int] = {}
+        self._fitted: dict[Direction, tuple[BoundaryTensors, int | None]] = {}
+        self._coders: dict[tuple[Direction, bool], tuple[Coded, ...]] = {}
+        self._kinds: dict[int, Encoding] = {}
+        self._warm: frozenset[int] = frozenset()
+        self._refused: frozenset[int] = frozenset()
+        self._known: dict[int, Entry | None] = {}
+        self._buffers: dict[tuple[Direction, int], Tensor] = {}
+        self._layouts: dict[tuple[Direction, int], MessageLayout] = {}
+        self._scratch_tensors: dict[str, Tensor] = {}
+        self._step: ScheduleStep | None = None
+        self._num_chunks = 1
+
+    @property
+    def keeps(self) -> bool:
+        """Whether messages are kept at this boundary."""
+        return self.options.keeps_at(self.boundary)
+
+    @property
+    def name(self) -> str:
+        return f"boundary{self.boundary}-{'earlier' if self.earlier else 'later'}"
+
+    def set_up(
+        self, step: ScheduleStep, num_chunks: int, forward: BoundaryTensors, backward: BoundaryTensors | None
+    ) -> None:
+        """Prepare for a step in which these tensors cross the boundary, as the schedule has set it up."""
+        self._step, self._num_chunks = step, num_chunks
+        self._layouts.clear()
+        both: list[tuple[Direction, BoundaryTensors | None]] = [("forward", forward), ("backward", backward)]
+        for direction, crossing in both:
+            choice = self.chosen.get(direction)
+            if crossing is None or self._fitted.get(direction) == (crossing, choice):
+                continue
+            self._crossings[direction] = crossing
+            self._coders[direction, True] = fitted(self.options.coder_at(self.boundary, direction, choice), crossing)
+            self._fitted[direction] = crossing, choice
+            if direction == "forward":
+                self._coders[direction, False] = fitted(self.options.evaluation_coder, crossing)
+
+    def choice_bytes(self, direction: Direction) -> list[int]:
+        """By choice of compressor, the bytes of a micro-batch's message in which all samples are compressed."""
+        crossing = self._crossings[direction]
+        parts, found = crossing.parts(crossing.length), []
+        for choice in range(len(self.options.choices(direction))):
+            coders = fitted(self.options.coder_at(self.boundary, direction, choice), crossing)
+            sizes = (
+                coder.payload_bytes(part.at(crossing.length), crossing.dtype)
+                for coder, part in zip(coders, parts, strict=True)
+            )
+            found.append(HEADER_BYTES + crossing.batch * sum(sizes))
+        return found
+
+    def record_format(self) -> RecordFormat:
+        """The format of this boundary's records: of samples of ``max_length`` positions, or of as many as now."""
+        crossing = self._crossings["forward"]
+        parts = crossing.parts(self.options.max_length or crossing.length)
+        half = "float16" if crossing.dtype == torch.float16 else "bfloat16"
+        return RecordFormat(parts, self.options.precision, half, f"boundary{self.boundary}")
+
+    def local_view(self, samples: Sequence[int], *, compare: bool) -> list[int]:
+        """For each sample a number that the other side must have, too, for its message to be the same; `UNSEEN` if
+        nothing is kept. With ``compare`` the record itself is in it."""
+        assert self.store is not None
+        with self.stats.timed("store"):
+            damaged = self.store.verify(samples)
+            self.stats.corrupt += len(damaged)
+            self.stats.resets += len(damaged)
+            self._known = {sample: self.store.entry(sample) for sample in samples}
+            return [self._view(sample, entry, compare) for sample, entry in self._known.items()]
+
+    def _view(self, sample: int, entry: Entry | None, compare: bool) -> int:
+        if entry is None:
+            return UNSEEN
+        assert self.store is not None
+        return derive_key(*entry, self.store.checksum(sample) if compare else 0) >> 2
+
+    def decide_encodings(self, samples: Sequence[int], same: Sequence[bool]) -> None:
+        """Decide how each sample is sent.
+
+        Args:
+            samples: All samples of the step.
+            same: For each of them, whether both sides keep the same message of it.
+        """
+        assert self.store is not None
+        agreed = {sample: self._known[sample] if alike else None for sample, alike in zip(samples, same, strict=True)}
+        for sample, entry in agreed.items():
+            if entry is None and self._known[sample] is not None:
+                self.store.forget(sample)
+                self.stats.resets += 1
+        self._known = agreed
+        self._refused = self.store.admit(samples)
+        warmup = self.options.warmup_epochs
+        # Nobody counts the visits of a sample without room in the store, so that its warm-up would never end.
+        self._warm = frozenset(
+            sample
+            for sample, entry in agreed.items()
+            if sample not in self._refused and (entry.visits if entry else 0) < warmup
+        )
+        self._kinds = {sample: self._kind(sample, entry) for sample, entry in agreed.items()}
+
+    def _kind(self, sample: int, entry: Entry | None) -> Encoding:
+        if sample in self._warm:
+            return Encoding.RAW
+        if entry is not None:
+            return Encoding.CODED
+        bits, precision = 8 * self._crossings["forward"].dtype.itemsize, self.options.precision
+        # What is kept has no more than a record's bits, and the next stage computes on what is kept.
+        return Encoding.RECORD if precision < bits else Encoding.RAW
+
+    def message(self, direction: Direction, chunk: int) -> Tensor:
+        """The buffer of a micro-batch's message (uint8), the same memory in every step of the same size."""
+        num_bytes = self.layout(direction, chunk).num_bytes
+        found = self._buffers.get((direction, chunk))
+        if found is None or found.numel() != num_bytes:
+            found = self._buffers[direction, chunk] = torch.zeros(num_bytes, dtype=torch.uint8)
+        return found
+
+    def renew_messages(self) -> None:
+        """Allocate other buffers from now on."""
+        self._buffers.clear()
+
+    def layout(self, direction: Direction, chunk: int) -> MessageLayout:
+        """The layout of a micro-batch's message."""
+        found = self._layouts.get((direction, chunk))
+        if found is None:
+            found = self._layouts[direction, chunk] = self._layout(direction, chunk)
+        return found
+
+    def _layout(self, direction: Direction, chunk: int) -> MessageLayout:
+        step, crossing, rows = self._present(direction, chunk)
+        site = f"boundary{self.boundary}"
+        if not step.training:
+            kinds = [Encoding.CODED] * len(rows.samples)
+            return MessageLayout.build(crossing, rows, kinds, self._coders[direction, False], site=site)
+        if self.store is None:
+            kinds = [Encoding.CODED] * len(rows.samples)
+        elif direction == "forward":
+            kinds = [self._kinds[sample] for sample in rows.samples]
+        else:
+            kinds = [Encoding.RAW if sample in self._warm else Encoding.CODED for sample in rows.samples]
+        record_bytes = 0 if self.store is None else self.store.form.record_bytes
+        return MessageLayout.build(
+            crossing, rows, kinds, self._coders[direction, True], record_bytes=record_bytes, site=site
+        )
+
+    def shapes(self, direction: Direction, chunk: int) -> list[tuple[int, ...]]:
+        """Shapes of a micro-batch's tensors."""
+        _, crossing, rows = self._present(direction, chunk)
+        return crossing.shapes(len(rows.samples), rows.padded)
+
+    def _present(self, direction: Direction, chunk: int) -> tuple[ScheduleStep, BoundaryTensors, Rows]:
+        assert self._step is not None, "a step has begun"
+        forward, crossing = self._crossings["forward"], self._crossings[direction]
+        return self._step, crossing, self._step.rows(chunk, self._num_chunks, forward.batch, forward.length)
+
+    def pack(self, direction: Direction, chunk: int, tensors: Sequence[Tensor], message: Tensor) -> None:
+        """Write the message of a micro-batch's tensors, and keep what the other side will.
+
+        Raises:
+            ValueError: They are not of the shapes that the other side expects.
+        """
+        step, crossing, rows = self._present(direction, chunk)
+        what = "a stage's output" if direction == "forward" else "the gradient of a stage's input"
+        crossing.check(tensors, len(rows.samples), rows.padded, what)
+        layout = self.layout(direction, chunk)
+        with self.stats.timed("encode"):
+            flat = crossing.flatten(tensors, rows)
+            layout.put_others(tensors, message)
+            if direction == "forward" and step.training and self.store is not None:
+                self._pack_change(flat.float(), flat, layout, message)
+            else:
+                layout.put_raw(flat, message)
+                layout.encode(flat, message, self._key(direction if step.training else "evaluation"))
+            self._seal(layout, direction, chunk, message)
+        self.stats.dense_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        sent = f"{direction}_sent_bytes"
+        setattr(self.stats, sent, getattr(self.stats, sent) + message.numel())
+
+    def fail(self, direction: Direction, chunk: int, message: Tensor) -> None:
+        """Write a message that is marked as failed, in place of the one that the other side expects."""
+        self._seal(self.layout(direction, chunk), direction, chunk, message, failed=True)
+
+    def unpack(self, direction: Direction, chunk: int, message: Tensor, into: Sequence[Tensor], peer: int) -> None:
+        """Decode the message from rank ``peer`` into tensors, and keep what the other side keeps.
+
+        Raises:
+            PeerFailedError: The other side could not make the message.
+            MessageError: The message is damaged, or not the one that is expected.
+        """
+        step, crossing, rows = self._present(direction, chunk)
+        layout = self.layout(direction, chunk)
+        verify(message, peer=peer, **self._header(layout, direction, chunk, sent=False))
+        self.stats.received_bytes += message.numel()
+        with self.stats.timed("decode"):
+            flat = torch.zeros(_numel(crossing, rows), dtype=crossing.dtype)
+            layout.take_raw(message, flat)
+            if direction == "forward" and step.training and self.store is not None:
+                flat = self._unpack_change(flat, layout, message)
+            else:
+                layout.decode(message, flat)
+            layout.take_others(message, into)
+            for values, i in zip(crossing.unflatten(flat, rows), crossing.floats, strict=True):
+                into[i].copy_(values.view(into[i].shape))
+
+    def _pack_change(self, values: Tensor, flat: Tensor, layout: MessageLayout, message: Tensor) -> None:
+        m = self._load(layout)
+        change = torch.sub(values, m, out=self._scratch("change", values))
+        layout.put_raw(flat, message)
+        layout.encode(change, message, self._key("forward"))
+        layout.decode(message, m, add=True)
+        self._note(values, change, layout)
+        self._keep(m, values, layout, message, sent=True)
+
+    def _unpack_change(self, whole: Tensor, layout: MessageLayout, message: Tensor) -> Tensor:
+        m = self._load(layout)
+        layout.decode(message, m, add=True)
+        return self._keep(m, whole.float(), layout, message, sent=False)
+
+    def _load(self, layout: MessageLayout) -> Tensor:
+        """m(ξ) of the micro-batch's samples; zero where nothing is kept."""
+        assert self.store is not None
+        coded, rows = layout.rows_sent_as(Encoding.CODED), layout.rows
+        with self.stats.timed("store"):
+            if len(coded) == len(rows.samples) and coded:
+                return self.store.load(rows)
+            m = torch.zeros(_numel(layout.crossing, rows))
+            if coded:
+                m.view(len(rows.samples), -1)[coded] = self.store.load(_some(rows, coded)).view(len(coded), -1)
+            return m
+
+    def _keep(self, m: Tensor, values: Tensor, layout: MessageLayout, message: Tensor, *, sent: bool) -> Tensor:
+        """Save the micro-batch's new m(ξ), and return what the next stage computes on.
+
+        ``values`` are the samples that were sent raw. A sample with NaN or Inf in its message is not kept: it counts as
+        unseen.
+        """
+        assert self.store is not None
+        assert self._step is not None
+        rows, form = layout.rows, self.store.form
+        table = m.view(len(rows.samples), -1)
+        raw = layout.rows_sent_as(Encoding.RAW)
+        for given in (raw, layout.rows_sent_as(Encoding.RECORD) if sent else []):
+            table[given] = values.view(len(rows.samples), -1)[given]
+        if not rows.samples:
+            return m
+        with self.stats.timed("store"):
+            records = form.encode(m, rows, self._key("store"))
+            for i, start in layout.records:
+                # The record itself is sent, so that both sides keep the same one and make it once.
+                record = message[start : start + form.record_bytes]
+                if sent:
+                    record.copy_(records[i])
+                else:
+                    records[i].copy_(record)
+            kept = m if form.precision == 32 else form.decode(records, rows.lengths, rows)
+            finite = [_is_finite(row) for row in kept.view(len(rows.samples), -1)]
+            keep = [i for i, sample in enumerate(rows.samples) if finite[i] and sample not in self._refused]
+            for i, sample in enumerate(rows.samples):
+                if not finite[i]:
+                    self.stats.nonfinite += 1
+                    self.store.forget(sample)
+            everything = len(keep) == len(rows.samples)
+            self.store.save(records if everything else records[keep], _some(rows, keep), self._step.training_step)
+        if kept is not m and raw:
+            # A warm-up is training without compression: what is kept is for later.
+            warm = [i for i in raw if rows.samples[i] in self._warm]
+            kept.view(len(rows.samples), -1)[warm] = table[warm]
+        return kept
+
+    def _note(self, values: Tensor, change: Tensor, layout: MessageLayout) -> None:
+        """Count how large activations are and how far they moved (S0, Figure 1b)."""
+        rows = layout.rows
+        if not rows.samples:
+            return
+        room = self._scratch("magnitudes", values)
+        table = [torch.abs(x, out=room).view(len(rows.samples), -1).sum(1).tolist() for x in (values, change)]
+        for i, sample in enumerate(rows.samples):
+            known = self._known[sample]
+            numel = sum(part.at(rows.lengths[i]) for part in layout.crossing.parts(rows.padded))
+            moved = table[1][i] if known is not None else 0.0
+            self.stats.note(known.visits if known else 0, [table[0][i]], [moved], numel)
+
+    def _scratch(self, name: str, like: Tensor) -> Tensor:
+        """Scratch memory of the shape of ``like``, kept from call to call: fresh pages cost more than the encoding."""
+        found = self._scratch_tensors.get(name)
+        if found is None or found.shape != like.shape:
+            found = self._scratch_tensors[name] = torch.empty_like(like, memory_format=torch.contiguous_format)
+        return found
+
+    def _key(self, draws: str) -> int:
+        assert self._step is not None
+        return derive_key(self.options.seed, self._step.training_step, self.boundary, _DRAWS[draws])
+
+    def _header(self, layout: MessageLayout, direction: Direction, chunk: int, *, sent: bool) -> dict[str, int]:
+        """``source`` is the stage that made the message, ``phase`` its number among those of the step."""
+        assert self._step is not None
+        mine = self.boundary if self.earlier else self.boundary + 1
+        other = self.boundary + 1 if self.earlier else self.boundary
+        phase = 2 * chunk + (direction == "backward")
+        digest = derive_key(layout.digest, self.boundary, self._step.training)
+        return {"source": mine if sent else other, "phase": phase, "step": self._step.number, "digest": digest}
+
+    def _seal(
+        self, layout: MessageLayout, direction: Direction, chunk: int, message: Tensor, *, failed: bool = False
+    ) -> None:
+        assert message.numel() >= HEADER_BYTES
+        seal(message, failed=failed, **self._header(layout, direction, chunk, sent=True))
+
+
+def _is_finite(row: Tensor) -> bool:
+    # A finite sum has finite terms, and takes a fifth of the time; finite terms may have a sum that is not.
+    return bool(torch.isfinite(row.sum())) or bool(torch.isfinite(row).all())
+
+
+def _numel(crossing: BoundaryTensors, rows: Rows) -> int:
+    return len(rows.samples) * sum(part.at(rows.padded) for part in crossing.parts(rows.padded))
+
+
+def _some(rows: Rows, which: Sequence[int]) -> Rows:
+    return Rows(tuple(rows.samples[i] for i in which), tuple(rows.lengths[i] for i in which), rows.padded)

@@ -1,0 +1,83 @@
+"""What all ranks of a pipeline know of a step before its first micro-batch: its number and its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from thinwire.pipeline.boundary_tensors import chunk_sizes
+from thinwire.store import LARGEST_SAMPLE, Rows
+
+Ids = Sequence[int] | Tensor
+"""One integer for each sample."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The samples of a step, as the training loop gives them."""
+
+    samples: tuple[int, ...]
+    length: int | None = None
+    lengths: tuple[int, ...] | None = None
+    upcoming: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(samples: Ids, length: int | None, lengths: Ids | None, upcoming: Ids) -> Batch:
+        """The batch, after its ids and lengths are checked.
+
+        Raises:
+            TypeError: An id is not an integer.
+            ValueError: There are no samples, an id occurs twice or is negative, or a length is impossible.
+        """
+        ids = _integers("sample ids", samples)
+        if not ids:
+            raise ValueError("a step needs at least one sample id")
+        if len(set(ids)) != len(ids):
+            twice = next(sample for i, sample in enumerate(ids) if sample in ids[:i])
+            raise ValueError(f"sample {twice} is in the batch twice: each sample has one message, so once in a step")
+        listed_lengths = None if lengths is None else _integers("lengths", lengths)
+        if listed_lengths is not None and len(listed_lengths) != len(ids):
+            raise ValueError(f"{len(listed_lengths)} lengths are given for {len(ids)} samples")
+        if listed_lengths is not None and length is not None and max(listed_lengths) > length:
+            raise ValueError(f"a sample has {max(listed_lengths)} positions, in a batch padded to {length}")
+        if length is not None and length < 1:
+            raise ValueError(f"length must be at least 1, not {length}")
+        return Batch(ids, length, listed_lengths, _integers("upcoming ids", upcoming))
+
+
+def _integers(what: str, values: Ids) -> tuple[int, ...]:
+    listed = values.tolist() if isinstance(values, Tensor) else list(values)
+    for value in listed:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{what} must be integers, not {value!r}")
+        if not 0 <= value < LARGEST_SAMPLE:
+            raise ValueError(f"{what} must be between 0 and 2^62, not {value}")
+    return tuple(listed)
+
+
+@dataclass(frozen=True)
+class ScheduleStep:
+    """One run of the schedule, a training step or an evaluation. It is the same on every rank."""
+
+    number: int
+    """Number of the run, evaluations included."""
+    training_step: int
+    """Number of the training step."""
+    training: bool
+    run: int
+    """Identifies the training through all its restarts."""
+    batch: Batch | None = None
+    """None where stages have the shapes that they were set up with and samples have no ids."""
+
+    def rows(self, chunk: int, num_chunks: int, count: int, length: int) -> Rows:
+        """The samples of micro-batch ``chunk``; ``count`` and ``length`` are those that the pipeline was set up
+        with."""
+        if self.batch is None:
+            return Rows.of(range(chunk * count, (chunk + 1) * count), length)
+        sizes = chunk_sizes(len(self.batch.samples), num_chunks)
+        here = slice(sum(sizes[:chunk]), sum(sizes[: chunk + 1]))
+        padded = length if self.batch.length is None or not length else self.batch.length
+        lengths = (padded,) * sizes[chunk] if self.batch.lengths is None else self.batch.lengths[here]
+        return Rows(self.batch.samples[here], tuple(min(own, padded) for own in lengths), padded)

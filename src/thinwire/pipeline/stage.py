@@ -1,0 +1,294 @@
+"""Pipelines: stages whose messages to their neighbours are compressed, under PyTorch's own schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+from thinwire.collectives import PeerFailedError
+from thinwire.collectives.transport import Failing
+from thinwire.compressors import Compressor
+from thinwire.pipeline.boundary_tensors import Direction
+from thinwire.pipeline.options import PipelineOptions, Specs
+from thinwire.pipeline.schedule_step import Batch, Ids
+from thinwire.pipeline.stage_compression import StageCompression
+from thinwire.pipeline.stage_group import StageGroup, stage_group_of
+from thinwire.pipeline.stats import PipelineStats
+from thinwire.plan.policies import ByLink, LinkChoice
+from thinwire.store import Memory, Place
+
+
+class CompressedStage(PipelineStage):
+    """A stage of a pipeline whose messages to its neighbours are compressed: made by `thinwire.compress_stage`.
+
+    Schedules ask a stage for its sends and receives and then for its work on what came: sends are replaced by one
+    message of all tensors; receives of such messages are posted when the step begins, and waited for before the work on
+    what they bring. Gloo moves nothing before its receive is posted, and schedules ask for each only when it is needed:
+    the link would rest while a stage computes.
+    """
+
+    def __init__(self, stage: PipelineStage, options: PipelineOptions) -> None:
+        # It takes the place of a stage that was set up already, whoever did it and with which arguments.
+        vars(self).update(vars(stage))
+        backends = dist.get_backend_config(self.group)
+        if "cpu:" not in backends:
+            raise NotImplementedError(
+                f"activations are compressed on the host and sent over gloo, but the pipeline's group has {backends}:"
+                " call init_process_group('cpu:gloo,cuda:nccl')"
+            )
+        options.check(self.num_stages)
+        self._compression = StageCompression(self, options)
+        self._stage_group = stage_group_of(self.group)
+
+    def set_sample_ids(
+        self, ids: Ids, *, length: int | None = None, lengths: Ids | None = None, upcoming: Ids = ()
+    ) -> None:
+        """Set the samples of the next ``schedule.step()``, in their order in the batch. Needed on the first stage.
+
+        It is broadcast to the other ranks; if they set ids, too, these must be the same. Before ``schedule.eval()`` it
+        is needed only where the batch has another size or length than the pipeline was set up with.
+
+        Args:
+            ids: a number of 0 to 2^62 for each sample, its own in every epoch: its index in the data set.
+                `thinwire.data.Indexed` yields them. None twice in a batch.
+            length: positions to which the batch is padded, the second dimension of activations (batch, length, ...);
+                only where it is not that of the first step. All micro-batches have it.
+            lengths: of each sample, where its padding (at the end) need not be sent: behind it, activations and
+                gradients arrive as zeros.
+            upcoming: ids of the batch after this one, whose messages are then read ahead.
+
+        Raises:
+            TypeError, ValueError: these are no ids or lengths.
+        """
+        self._compression.give_batch(Batch.of(ids, length, lengths, upcoming))
+
+    @property
+    def stats(self) -> PipelineStats:
+        """What this stage sent, saved and kept so far."""
+        return self._compression.present_stats()
+
+    @property
+    def links(self) -> tuple[Mapping[Direction, LinkChoice], ...]:
+        """By boundary, the first stage's first, what ``adapt=ByLink()`` chose and why; empty before, and where the
+        choice came out of a checkpoint."""
+        return self._compression.links
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Tensors from which a stage of the same rank, made alike, goes on bit by bit; save it beside the model.
+
+        To be called on every rank between two steps. It holds the records in memory; of those on disk it lists which
+        they are, and they are kept until ``snapshots`` newer states were made (`thinwire.store.Disk`).
+        """
+        return self._compression.state_dict(self._stage_group.step, self._stage_group.run)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a state, on every rank from the one it saved, before the first step of a new process or later.
+
+        Raises:
+            ValueError: it is not the state of a stage, or one of another seed or wire format.
+            StoreError: its messages are not of this stage.
+        """
+        self._stage_group.step, self._stage_group.run = self._compression.load_state_dict(state)
+
+    def close_stores(self) -> None:
+        """Write what waits to be written and let go of files, at the end of a training. Later steps open them anew."""
+        self._compression.close()
+
+    def clear_runtime_states(self) -> None:
+        # A schedule begins each run with this, of all its stages before any moves.
+        super().clear_runtime_states()
+        self._stage_group.note(self._compression)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.is_first:  # it receives nothing, and begins when its samples are there
+            self._stage_group.begin()
+        return []
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return []
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._sends("forward", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._sends("backward", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
+
+    def forward_one_chunk(self, fwd_chunk_id: int, args: tuple[Any, ...], *rest: Any, **options: Any) -> Any:
+        first = next((arg.shape[0] for arg in args if isinstance(arg, Tensor) and arg.dim()), None)
+        self._stage_group.begin(first if self.is_first else None)
+        with self._or_give_up():
+            self._take_in("forward", fwd_chunk_id, self.args_recv_info.get(fwd_chunk_id, ()))
+            with self._compression.computing("forward"):
+                return super().forward_one_chunk(fwd_chunk_id, args, *rest, **options)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *rest: Any, **options: Any) -> None:
+        with self._or_give_up():
+            self._take_in("backward", bwd_chunk_id, self.grad_recv_info.get(bwd_chunk_id, ()))
+            with self._compression.computing("backward"):
+                return super().backward_one_chunk(bwd_chunk_id, *rest, **options)
+
+    @contextmanager
+    def _or_give_up(self) -> Iterator[None]:
+        """An error ends the step on the neighbours, too, which would wait for messages until their time is over."""
+        try:
+            yield
+        except PeerFailedError as error:
+            self._stage_group.give_up()
+            raise self._stage_group.attribute(error) from None
+        except Exception as error:
+            self._stage_group.report(error)
+            self._stage_group.give_up()
+            raise
+
+    def _sends(self, direction: Direction, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        """One send of a message in place of those of its tensors."""
+        if not ops:
+            return []
+        side = self._compression.side(earlier=direction == "forward")
+        message, peer, group = side.message(direction, chunk), ops[0].peer, ops[0].group
+        tag = self._compression.tag(side.boundary, direction, chunk)
+        with self._or_give_up():
+            side.pack(direction, chunk, [op.tensor for op in ops], message)
+        self._compression.sent.add((side.boundary, chunk))
+        return [_Send(message, peer, group, tag, self._stage_group)]
+
+    def _take_in(self, direction: Direction, chunk: int, infos: Sequence[Any]) -> None:
+        """Decode what arrived for a micro-batch into the tensors that PyTorch's stage works on."""
+        arriving = self._compression.arriving.pop((direction, chunk), None)
+        if arriving is None:
+            return
+        message, peer, work = arriving
+        group = self._stage_group
+        with group.failing(f"receiving from rank {peer}", dist.get_group_rank(group.group, peer)):
+            work.wait()
+        side = self._compression.side(earlier=direction == "backward")
+        infos = [info for info in infos if not info.is_root_arg and info.buffer is not None]
+        with torch.no_grad():
+            for info, shape in zip(infos, side.shapes(direction, chunk), strict=True):
+                if tuple(info.buffer.shape) != shape:
+                    info.buffer = torch.empty(shape, dtype=info.buffer.dtype, device=info.buffer.device)
+            side.unpack(direction, chunk, message, [info.buffer for info in infos], peer)
+
+
+class _Send(dist.P2POp):
+    """A send that a schedule starts and waits for, whose failure is a `TransportError`."""
+
+    def __new__(cls, message: Tensor, *_: object) -> Self:
+        return super().__new__(cls, dist.isend, message)
+
+    def __init__(
+        self, message: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int, stage_group: StageGroup
+    ) -> None:
+        super().__init__(dist.isend, message, peer, group, tag)
+        self._stage_group = stage_group
+        self.op = self._start
+
+    def _start(self, *_: object, **__: object) -> _Sending:
+        group = self._stage_group
+        failing = group.failing(f"sending to rank {self.peer}", self.group_peer)
+        with failing:
+            return _Sending(dist.isend(self.tensor, self.peer, self.group, self.tag), failing)
+
+
+class _Sending(dist.Work):
+    def __init__(self, work: dist.Work | None, failing: Failing) -> None:
+        super().__init__()
+        assert work is not None, "this rank is in the group"
+        self._work, self._failing = work, failing
+
+    def wait(self, timeout: object = None) -> bool:
+        with self._failing:
+            self._work.wait()
+        return True
+
+
+def compress_stage(
+    stage: PipelineStage,
+    *,
+    forward: Specs = "delta(maxabs(bits=4))",
+    backward: Specs = "maxabs(bits=8)",
+    store: Place | None = None,
+    precision: int = 32,
+    seed: int = 0,
+    warmup_epochs: int = 0,
+    check_every: int = 100,
+    evaluation: str | Compressor = "raw",
+    max_length: int | None = None,
+    adapt: ByLink | None = None,
+) -> CompressedStage:
+    """Compress the activations and gradients that a stage of a pipeline sends to its neighbours (AQ-SGD, S0).
+
+        stage = PipelineStage(module, stage_index, num_stages, device)   # of torch.distributed.pipelining
+        stage = thinwire.compress_stage(stage, forward="delta(maxabs(bits=4))", backward="maxabs(bits=8)")
+        schedule = ScheduleGPipe(stage, n_microbatches=8, loss_fn=loss_fn)
+        for ids, (x, y) in loader:                       # of thinwire.data.Indexed(dataset)
+            stage.set_sample_ids(ids)                    # on the first stage
+            schedule.step(x) if stage.is_first else schedule.step(target=y)
+
+    Call it for every stage of the pipeline on every rank, with the same options, before a schedule is made of them.
+    PyTorch's schedules run the stage that it returns unmodified: GPipe, 1F1B, interleaved, zero-bubble. Activations are
+    batch first; a second dimension, if there is a third, is the length. Stages that are neighbours on one rank hand
+    tensors over, and nothing is kept between them.
+
+    Args:
+        stage: as PyTorch, or a framework, made it. The stage that is returned takes its place.
+        forward: ``delta(...)`` sends the change of each sample's activation since its last visit (Algorithm 1); any
+            other compressor, or ``direct(...)`` of one, sends the activation itself (DirectQ); ``raw`` as it is.
+            A list has one for each boundary, the first stage's first.
+        backward: for the gradients of activations; ``topk(density=0.2) | maxabs(bits=8)`` sends a fifth of them.
+            A list as above.
+        store: where the messages of ``delta(...)`` are kept: ``thinwire.store.Memory()``,
+            ``thinwire.store.Disk(path, ...)``.
+        precision: bits of a kept value: 32, 16, or 2 to 8. The next stage computes on what is kept.
+        seed: of the draws of stochastic rounding.
+        warmup_epochs: visits of each sample, from its first, in which it is sent uncompressed both ways (S0,
+            appendix D, has one; Algorithm 1 none: the first activation is whole, its gradient compressed). Samples for
+            which the store has no room are not warmed up.
+        check_every: steps after which both sides compare checksums of the messages that they use; a difference makes
+            these samples unseen on both, and is counted. What they compare in every step is when each was written.
+        evaluation: for activations of ``schedule.eval()``, which leaves the messages alone.
+        max_length: positions of the longest sample; of the first step if None.
+        adapt: ``thinwire.policies.ByLink()`` measures the links after some steps and gives each boundary as many bits
+            as cost no time; until then, ``forward`` and ``backward`` hold.
+
+    Raises:
+        TypeError: it is not a ``torch.distributed.pipelining.PipelineStage``, or an option is of the wrong type.
+        ValueError: an option is invalid.
+        RuntimeError: it is compressed already.
+        NotImplementedError: the process group cannot move what is on the host.
+        DisagreementError: in the first step, ranks were given different options.
+    """
+    if not isinstance(stage, PipelineStage):
+        raise TypeError(
+            f"compress_stage() takes a torch.distributed.pipelining.PipelineStage, not {type(stage).__name__}"
+        )
+    if isinstance(stage, CompressedStage):
+        raise RuntimeError("this stage is compressed already")
+    options = PipelineOptions(
+        forward=forward,
+        backward=backward,
+        store=Memory() if store is None else store,
+        precision=precision,
+        seed=seed,
+        warmup_epochs=warmup_epochs,
+        check_every=check_every,
+        evaluation=evaluation,
+        max_length=max_length,
+        adapt=adapt,
+    )
+    return _compressed(type(stage))(stage, options)
+
+
+@lru_cache
+def _compressed(kind: type[PipelineStage]) -> type[CompressedStage]:
+    """`CompressedStage` with what a subclass of PyTorch's stage does otherwise."""
+    if kind is PipelineStage:
+        return CompressedStage
+    return type(f"Compressed{kind.__name__}", (CompressedStage, kind), {})

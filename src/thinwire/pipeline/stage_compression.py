@@ -1,0 +1,298 @@
+"""The compression of one pipeline stage: its sides of the boundaries before and behind it, and its statistics."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.compat import stage_tensors
+from thinwire.kernels import FORMAT_VERSION
+from thinwire.pipeline.boundary import BoundarySide
+from thinwire.pipeline.boundary_tensors import BoundaryTensors, Direction, Spec
+from thinwire.pipeline.link_choices import DIRECTIONS, LinkChoices
+from thinwire.pipeline.options import PipelineOptions
+from thinwire.pipeline.schedule_step import Batch, ScheduleStep
+from thinwire.pipeline.stats import PipelineStats
+from thinwire.plan.policies import LinkChoice
+from thinwire.runtime.checkpoint import check_sealed, integers, sealed
+from thinwire.store import Background, Disk, StoreError
+
+_TIMED = 64
+_FAILURE_TIMEOUT = timedelta(seconds=2)
+"""How long a stage that fails waits until its neighbours have received that: its own error must not come late."""
+_STEPS = 4096
+"""Number of steps after which tags repeat."""
+
+
+class StageCompression:
+    """What a compressed stage adds to PyTorch's: options, boundary sides, stores, receives and statistics."""
+
+    def __init__(self, stage: Any, options: PipelineOptions) -> None:
+        self._stage = stage
+        self.options = options
+        self.stats = PipelineStats()
+        self.sides: list[BoundarySide] = []
+        self._background: Background | None = None
+        self._batch: Batch | None = None
+        self._loaded: dict[str, dict[str, Tensor]] = {}
+        self._number = 0
+        self.choices = LinkChoices()
+        self.links: tuple[Mapping[Direction, LinkChoice], ...] = ()
+        """By boundary, the measurements behind the choices, if this process made them."""
+        self._computed: dict[Direction, deque[float]] = {name: deque(maxlen=_TIMED) for name in DIRECTIONS}
+        self.arriving: dict[tuple[Direction, int], tuple[Tensor, int, dist.Work]] = {}
+        """The receives of this step: the message, the rank that sends it, and the work."""
+        self.sent: set[tuple[int, int]] = set()
+        """Boundary and micro-batch of each message that this step has sent."""
+        self._abandoned: list[object] = []
+
+    @property
+    def index(self) -> int:
+        return self._stage.stage_index
+
+    @property
+    def num_stages(self) -> int:
+        return self._stage.num_stages
+
+    @property
+    def group_ranks(self) -> Mapping[int, int]:
+        """The rank, in the pipeline's group, that has each stage."""
+        return self._stage.stage_index_to_group_rank
+
+    @property
+    def training(self) -> bool:
+        return self._stage.has_backward
+
+    @property
+    def root(self) -> int:
+        """The rank in the pipeline's group that has the first stage."""
+        return self._stage.stage_index_to_group_rank[0]
+
+    @property
+    def num_chunks(self) -> int:
+        """Micro-batches of a step."""
+        return self._stage.chunks or len(self._stage.args_recv_info)
+
+    @property
+    def first_size(self) -> int | None:
+        """Number of samples in a micro-batch of the first stage's input, as the pipeline was set up."""
+        shapes = stage_tensors(self._stage)["inputs"]
+        return shapes[0][0][0] if shapes and shapes[0][0] else None
+
+    @contextmanager
+    def computing(self, direction: Direction) -> Iterator[None]:
+        """Time what the stage computes for a micro-batch, if compressors are chosen by link."""
+        started = time.perf_counter()
+        yield
+        if self.options.adapt is not None and self.training:
+            if self._stage.device.type == "cuda":
+                torch.cuda.synchronize(self._stage.device)
+            self._computed[direction].append(time.perf_counter() - started)
+
+    def compute_s(self, direction: Direction) -> float:
+        """Median seconds of computation for a micro-batch; 0 if there was none."""
+        return median(self._computed[direction] or [0.0])
+
+    def give_batch(self, batch: Batch | None) -> None:
+        """Set the batch of the next step."""
+        self._batch = batch
+
+    def take_batch(self) -> Batch | None:
+        """The batch that was set for this step. It is used once."""
+        batch, self._batch = self._batch, None
+        return batch
+
+    def side(self, *, earlier: bool) -> BoundarySide:
+        """This stage's side of the boundary behind it (``earlier``) or before it."""
+        boundary = self.index if earlier else self.index - 1
+        return next(side for side in self.sides if side.boundary == boundary)
+
+    def set_up(self, step: ScheduleStep) -> None:
+        """Prepare the sides for a step. Neighbours on the same rank pass tensors directly and have no boundary."""
+        ranks, mine = self._stage.stage_index_to_group_rank, self._stage.group_rank
+        wanted = {
+            boundary: earlier
+            for boundary, earlier, other in (
+                (self.index - 1, False, self.index - 1),
+                (self.index, True, self.index + 1),
+            )
+            if 0 <= other < self.num_stages and ranks[other] != mine
+        }
+        if {side.boundary for side in self.sides} != set(wanted):
+            self.sides = [
+                BoundarySide(boundary, earlier, self.options, self.stats) for boundary, earlier in wanted.items()
+            ]
+        tensors = stage_tensors(self._stage)
+        for side in self.sides:
+            side.chosen = self.choices.rows.get(side.boundary, {})
+            names = ("outputs", "output_grads") if side.earlier else ("inputs", "input_grads")
+            forward, backward = (BoundaryTensors(tuple(Spec(*spec) for spec in tensors[name])) for name in names)
+            side.set_up(step, self.num_chunks, forward, backward if step.training else None)
+
+    def tag(self, boundary: int, direction: Direction, chunk: int) -> int:
+        """The tag of a message, which no other one between the same ranks has, also of a step that was abandoned."""
+        place = (self._number % _STEPS * self.num_stages + boundary) * 2 + (direction == "backward")
+        return 1 + place * self.num_chunks + chunk
+
+    def give_up(self) -> None:
+        """Send the neighbours' stages a failed message in place of the next one: they raise, and do the same."""
+        sends: list[dist.Work | None] = []
+        for side in self.sides:
+            direction: Direction = "forward" if side.earlier else "backward"
+            if direction == "backward" and not self.training:
+                continue
+            left = [chunk for chunk in range(self.num_chunks) if (side.boundary, chunk) not in self.sent]
+            if not left:
+                continue
+            message = side.message(direction, left[0]).clone()
+            side.fail(direction, left[0], message)
+            peer, group = self.peer(side), self._stage.group
+            with suppress(RuntimeError):
+                sends.append(dist.isend(message, peer, group, self.tag(side.boundary, direction, left[0])))
+                self._abandoned.append(message)
+        for work in sends:
+            # Otherwise the process might end before the messages have left. A neighbour that is alive has posted the
+            # receive; one that is gone does not need it.
+            with suppress(RuntimeError):
+                if work is not None:
+                    work.wait(_FAILURE_TIMEOUT)
+
+    def peer(self, side: BoundarySide) -> int:
+        """The rank, among all, on the other side of a boundary."""
+        group = self._stage.group
+        other = self.group_ranks[self.index + 1 if side.earlier else self.index - 1]
+        return other if group is None else dist.get_global_rank(group, other)
+
+    def post_receives(self, step: ScheduleStep) -> None:
+        """Post the receives of a whole step, once it is known what they bring."""
+        self._number = step.number
+        if self.arriving:
+            # A receive of a step that was given up may not be let go of before it has ended, and its memory is its own.
+            self._abandoned += self.arriving.values()
+            self.arriving = {}
+            for side in self.sides:
+                side.renew_messages()
+        self.sent = set()
+        group = self._stage.group
+        for side in self.sides:
+            direction: Direction = "backward" if side.earlier else "forward"
+            if direction == "backward" and not step.training:
+                continue
+            peer = self.peer(side)
+            for chunk in range(self.num_chunks):
+                message = side.message(direction, chunk)
+                work = dist.irecv(message, peer, group, self.tag(side.boundary, direction, chunk))
+                assert work is not None, "this rank is in the group"
+                self.arriving[direction, chunk] = message, peer, work
+
+    def found_run(self) -> int | None:
+        """The run of the stores on disk that this training continues, if there are any."""
+        return self.options.store.run_of(self._folder(f"boundary{self.index}-earlier"))
+
+    def open_stores(self, run: int) -> None:
+        """Open the store of each side that has none, as it was when a state was saved, if one was loaded."""
+        for side in self.sides:
+            if side.store is not None or not side.keeps:
+                continue
+            if self._background is None:
+                place = self.options.store
+                self._background = Background(place.waiting_bytes) if isinstance(place, Disk) else Background()
+            name = self._folder(side.name)
+            side.store = self.options.store.open(side.record_format(), name, run=run, background=self._background)
+            if side.name in self._loaded:
+                side.store.load_state_dict(self._loaded.pop(side.name))
+
+    def _folder(self, name: str) -> str:
+        return f"rank{dist.get_rank()}-{name}"
+
+    def present_stats(self) -> PipelineStats:
+        """A copy of the statistics, with what the stores hold now."""
+        stores = [side.store for side in self.sides if side.store is not None]
+        return replace(
+            self.stats,
+            epochs=[replace(epoch) for epoch in self.stats.epochs],
+            evicted=sum(store.counts.evicted for store in stores),
+            turned_away=sum(store.counts.turned_away for store in stores),
+            kept_samples=sum(len(store) for store in stores),
+            store_bytes=sum(store.num_bytes for store in stores),
+        )
+
+    def state_dict(self, step: int, run: int) -> dict[str, Tensor]:
+        """The step, the run, and the records of both sides (those on disk: which ones they are), as tensors."""
+        state = {
+            "step": torch.tensor(step),
+            "run": torch.tensor(run),
+            "seed": torch.tensor(self.options.seed),
+            "format_version": torch.tensor(FORMAT_VERSION),
+        }
+        if self.options.adapt is not None:
+            state["choices"] = self.choices.to_tensor(self.num_stages - 1)
+        for side in self.sides:
+            if side.store is not None:
+                state |= {f"{side.name}/{name}": value for name, value in side.store.state_dict().items()}
+        for name, store_state in self._loaded.items():
+            state |= {f"{name}/{key}": value for key, value in store_state.items()}
+        return sealed(state)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> tuple[int, int]:
+        """Load a state, and return its step and run.
+
+        Raises:
+            ValueError: It is not the state of a stage, or one of another seed or wire format.
+            StoreError: Its records are not those of this stage's stores.
+        """
+        missing = {"step", "run", "seed", "format_version"} - set(state)
+        if missing:
+            raise ValueError(f"this is not the state of a pipeline stage: {', '.join(sorted(missing))} missing")
+        saved = {name: integers(state, name)[0] for name in ("step", "run", "seed", "format_version")}
+        mine = {"seed": self.options.seed, "format_version": FORMAT_VERSION}
+        for name, value in mine.items():
+            if saved[name] != value:
+                raise ValueError(f"the state has {name} {saved[name]}, this stage {value}: resume with the same")
+        if self.options.adapt is not None and "choices" in state:
+            counts: dict[Direction, int] = {name: len(self.options.choices(name)) for name in DIRECTIONS}
+            self.choices = LinkChoices.from_tensor(state["choices"], self.num_stages - 1, counts)
+        check_sealed(state, [key for key in state if key != "checksums"])
+        step, run = saved["step"], saved["run"]
+        if step < 0 or run < 0:
+            raise ValueError(f"the state is of step {step} of run {run}, which cannot be")
+        names = {key.rsplit("/", 1)[0] for key in state if "/" in key}
+        expected = {f"boundary{self.index}-earlier", f"boundary{self.index - 1}-later"}
+        if not names <= expected:
+            raise StoreError(f"the state has messages of {', '.join(sorted(names - expected))}: it is another stage's")
+        self._loaded = {name: {} for name in names}
+        for key, value in state.items():
+            if "/" in key:
+                if not isinstance(value, Tensor):
+                    raise StoreError(f"{key} in the state is no tensor")
+                name, entry = key.rsplit("/", 1)
+                self._loaded[name][entry] = value.detach().cpu().clone()
+        for side in self.sides:
+            if side.store is None:
+                continue
+            if side.name in self._loaded:
+                side.store.load_state_dict(self._loaded.pop(side.name))
+            else:
+                for sample in side.store.samples:
+                    side.store.forget(sample)
+        return step, run
+
+    def close(self) -> None:
+        """Write what is pending, and close files. Records in memory stay."""
+        if not isinstance(self.options.store, Disk):
+            return
+        for side in self.sides:
+            if side.store is not None:
+                side.store.close()
+                side.store = None
+        self._background = None

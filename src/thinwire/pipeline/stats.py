@@ -1,0 +1,97 @@
+"""What a pipeline stage did: bytes, times, and how far activations move between visits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass
+class EpochMeans:
+    """Of the samples that this stage sent at the same number of visits: S0's Figure 1(b)."""
+
+    activation: float = 0.0
+    """Mean magnitude of their activations, a value."""
+    delta: float = 0.0
+    """Mean magnitude of the change since the visit before; 0 in the first epoch."""
+    samples: int = 0
+
+
+@dataclass
+class PipelineStats:
+    """Totals of one stage since it was made. Bytes are those of messages with their headers, without TCP's; seconds are
+    the training thread's."""
+
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+    store_s: float = 0.0
+    """In the message stores: loading, saving, checking."""
+    agree_s: float = 0.0
+    """Before each step's first micro-batch, in which ranks exchange samples and what is known of them."""
+    steps: int = 0
+    evaluations: int = 0
+    forward_sent_bytes: int = 0
+    backward_sent_bytes: int = 0
+    received_bytes: int = 0
+    dense_bytes: int = 0
+    """What the tensors that this stage sent take uncompressed."""
+    resets: int = 0
+    """Samples that were kept here and count as unseen again, because a record was corrupt or differed from the other
+    side's."""
+    corrupt: int = 0
+    """Of those, how many were corrupt here."""
+    nonfinite: int = 0
+    """Samples of which nothing was kept, because what arrived held NaN or Inf."""
+    evicted: int = 0
+    turned_away: int = 0
+    """Visits of samples for which the store had no room."""
+    kept_samples: int = 0
+    """Samples in the stores of both sides of this stage now."""
+    store_bytes: int = 0
+    """Bytes that these stores take now."""
+    epochs: list[EpochMeans] = field(default_factory=list)
+    """By visit, the first one first."""
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.forward_sent_bytes + self.backward_sent_bytes
+
+    @property
+    def saved_bytes(self) -> int:
+        return self.dense_bytes - self.sent_bytes
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes were sent than uncompressed."""
+        return self.dense_bytes / self.sent_bytes if self.sent_bytes else 1.0
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the time that the body takes to ``<name>_s``."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, f"{name}_s", getattr(self, f"{name}_s") + time.perf_counter() - started)
+
+    def note(self, visit: int, activations: Sequence[float], deltas: Sequence[float], numel: int) -> None:
+        """Take in samples at their ``visit``-th visit (from 0): sums of magnitudes, each of ``numel`` values."""
+        while len(self.epochs) <= visit:
+            self.epochs.append(EpochMeans())
+        means, more = self.epochs[visit], len(activations)
+        total = means.samples + more
+        means.activation += (sum(activations) / max(numel, 1) - more * means.activation) / total
+        means.delta += (sum(deltas) / max(numel, 1) - more * means.delta) / total
+        means.samples = total
+
+    def to_dict(self) -> dict[str, object]:
+        return {**asdict(self), "sent_bytes": self.sent_bytes, "saved_bytes": self.saved_bytes, "ratio": self.ratio}
+
+    def __str__(self) -> str:
+        return (
+            f"{self.steps} steps, {self.sent_bytes / 1e6:.1f} MB sent instead of {self.dense_bytes / 1e6:.1f} MB "
+            f"({self.ratio:.1f}x less); {self.kept_samples} samples kept in {self.store_bytes / 1e6:.1f} MB, "
+            f"{self.resets} reset"
+        )

@@ -1,0 +1,1 @@
+"""Predictions of a training step's time from measured speeds."""

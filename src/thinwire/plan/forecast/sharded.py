@@ -1,0 +1,215 @@
+"""Predicts the time of a step of a sharded model (FSDP2): when weights are gathered, and what waits for them.
+
+As in `thinwire.plan.forecast` a step is a timeline. PyTorch's own collectives stop it on a CPU until they have ended;
+thinwire's stop it where what they bring is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from thinwire.compressors import Coded, Compressor
+from thinwire.plan.forecast.ddp import Bucket
+from thinwire.plan.forecast.links import Links
+from thinwire.plan.forecast.timeline import Transfer
+from thinwire.plan.sites import at_site
+
+Collective = Literal["all_gather", "reduce_scatter"]
+
+
+@dataclass(frozen=True)
+class Move(Bucket):
+    """A buffer of one module's weights that is gathered, or of its gradients that are reduced. ``ready_s`` is when it
+    is asked for, ``itemsize`` that of what is sent."""
+
+    kind: Collective = "all_gather"
+    module: str = ""
+    late: bool = True
+    """Whether nothing reads the gradients of a reduction before backward has ended."""
+
+    @property
+    def site(self) -> Literal["weights", "gradients"]:
+        return "weights" if self.kind == "all_gather" else "gradients"
+
+
+class Event(NamedTuple):
+    """A move is requested, or its weights are needed."""
+
+    at_s: float
+    """Computing done so far in this step."""
+    move: int
+    needed: bool
+
+
+@dataclass(frozen=True)
+class ShardedPace:
+    """A training step of a sharded model without its communication."""
+
+    moves: tuple[Move, ...]
+    """Moves in the order in which they are requested."""
+    events: tuple[Event, ...]
+    """Events in their order. Every move is requested once; gathers are needed once, after that."""
+    compute_s: float
+    """The whole step, of ranks that meet in every collective: between two of them the slowest one counts."""
+    alone_s: float
+    """The whole step of the slowest rank, if ranks never meet."""
+    shared: float = 0.0
+    """As of `Pace`."""
+    batches: int = 1
+    """Forward passes in it."""
+
+    @property
+    def buckets(self) -> tuple[Move, ...]:
+        """What is sent, as `Pace.buckets`."""
+        return self.moves
+
+    @property
+    def backward_end_s(self) -> float:
+        """Seconds until the last gradients have arrived."""
+        return max((event.at_s for event in self.events if self.moves[event.move].kind == "reduce_scatter"), default=0)
+
+    def kept(self) -> ShardedPace:
+        """The step of a model whose weights stay after forward: each module gathers once for a batch."""
+        left = [i for i in range(len(self.moves)) if self._passes.get(i, 0) % 2 == 0]
+        number = {i: at for at, i in enumerate(left)}
+        events = tuple(event._replace(move=number[event.move]) for event in self.events if event.move in number)
+        return replace(self, moves=tuple(self.moves[i] for i in left), events=events)
+
+    @cached_property
+    def _passes(self) -> dict[int, int]:
+        """For which pass each gather is: 0 is the first batch's forward, 1 its backward, 2 the second batch's forward.
+
+        A module that gathers no more than once for a batch keeps its weights for backward.
+        """
+        gathers: dict[str, list[int]] = {}
+        for i, move in enumerate(self.moves):
+            if move.kind == "all_gather":
+                gathers.setdefault(move.module, []).append(i)
+        each = {module: 2 if len(of) <= self.batches else 1 for module, of in gathers.items()}
+        return {i: each[module] * k for module, of in gathers.items() for k, i in enumerate(of)}
+
+    def ahead(self, depth: int = 2) -> ShardedPace:
+        """The step after ``thinwire.prefetch(model, depth)``: what is gathered is asked for as soon as the weights of
+        the module ``depth`` before it are there, in forward and in backward; nothing later than now."""
+        events = list(self.events)
+        phases: dict[int, list[int]] = {}
+        for event in self.events:
+            if event.needed:
+                phases.setdefault(self._passes[event.move], []).append(event.move)
+        for gathers in phases.values():
+            for k, move in enumerate(gathers[1:], 1):
+                place = 1 + _index(events, gathers[max(0, k - depth)], needed=True)
+                asked = _index(events, move, needed=False)
+                at_s = events[place - 1].at_s
+                # Behind those that are asked for there already.
+                while place < asked and not events[place].needed and events[place].at_s == at_s:
+                    place += 1
+                if place < asked:
+                    events.insert(place, events.pop(asked)._replace(at_s=at_s))
+        return replace(self, events=tuple(events))
+
+
+def _index(events: Sequence[Event], move: int, *, needed: bool) -> int:
+    return next(i for i, event in enumerate(events) if event.move == move and event.needed == needed)
+
+
+def shares(kind: Collective, num_ranks: int) -> tuple[float, float]:
+    """The shares of a buffer's elements that a rank encodes and decodes."""
+    others = (num_ranks - 1) / num_ranks
+    return (1 / num_ranks, 1.0) if kind == "all_gather" else (others, others)
+
+
+def move_transfer(
+    move: Move,
+    layers: Mapping[str, Compressor],
+    links: Links,
+    codecs: Mapping[Compressor, tuple[float, float]],
+) -> Transfer:
+    """Seconds that the messages of a move take.
+
+    Args:
+        move: which layers.
+        layers: compressor of each, by names as `at_site` makes them.
+        links: what messages take.
+        codecs: seconds that an element takes to encode, and to decode.
+    """
+    encoded, decoded = shares(move.kind, links.num_ranks)
+    num_bytes = codec = 0.0
+    for name, shape in move.layers:
+        compressor = layers[at_site(move.site, name)]
+        assert isinstance(compressor, Coded)
+        num_bytes += compressor.wire_bytes(shape, move.dtype)
+        encode, decode = codecs.get(compressor, (0.0, 0.0))
+        codec += math.prod(shape) * (encoded * encode + decoded * decode)
+    sent = links.others * num_bytes
+    per_byte = links.exchange.per_byte
+    cpu = codec + sent * links.exchange_cpu
+    return Transfer(links.exchange.seconds(sent) + codec, max(sent * per_byte, codec), cpu, codec)
+
+
+def sharded_step(pace: ShardedPace, transfers: Sequence[Transfer]) -> float:
+    """Seconds of a step whose moves take this, one behind the other, while computing goes on where it can."""
+    now = done = 0.0
+    arrived: dict[int, float] = {}
+    spans: list[_Span] = []
+    needs = {event.move: event.at_s for event in pace.events if event.needed}
+    for event in pace.events:
+        now, done = _compute(now, event.at_s - done, spans, pace.shared), event.at_s
+        move, transfer = pace.moves[event.move], transfers[event.move]
+        if not event.needed:
+            before = max(arrived.values(), default=0.0)
+            # A core that computes, too, encodes at half its speed as long as that lasts.
+            beside = needs.get(event.move, pace.backward_end_s if move.late else event.at_s) - event.at_s
+            slowed = pace.shared * min(transfer.codec_s, beside)
+            end = max(now + transfer.alone_s + slowed, before + transfer.after_s)
+            arrived[event.move] = end
+            spans.append(_Span(max(now, before), end, transfer.cpu_s))
+        if event.needed or (move.kind == "reduce_scatter" and not move.late):
+            now = max(now, arrived[event.move])
+    now, done = _compute(now, pace.backward_end_s - done, spans, pace.shared), max(done, pace.backward_end_s)
+    # Gradients that are late end with backward; the optimizer comes after them.
+    now = max([now, *(end for i, end in arrived.items() if pace.moves[i].kind == "reduce_scatter")])
+    return now + pace.compute_s - done
+
+
+class _Span(NamedTuple):
+    start: float
+    end: float
+    cpu_s: float
+
+    def spent(self, start: float, end: float) -> float:
+        """Processor time between two moments."""
+        length = self.end - self.start
+        return self.cpu_s * max(0.0, min(end, self.end) - max(start, self.start)) / length if length > 0 else 0.0
+
+
+def _compute(now: float, work: float, spans: Sequence[_Span], shared: float) -> float:
+    """When so much computing is done that goes on from ``now``: transfers take their share of the core."""
+    work = max(0.0, work)
+    end = now + work
+    for _ in range(50 if shared and work else 0):
+        late = now + work + shared * sum(span.spent(now, end) for span in spans)
+        if late - end < 1e-7:
+            break
+        end = late
+    return end
+
+
+def native_sharded_step(pace: ShardedPace, took: Sequence[float]) -> float:
+    """Seconds of a step by PyTorch's own collectives, which computing stands still for: those of each move."""
+    return pace.compute_s + sum(took)
+
+
+def sharded_bytes(pace: ShardedPace, links: Links, layers: Mapping[str, Compressor] | None) -> float:
+    """Bytes that a rank sends in a step: with these compressors, or without any."""
+    if layers is None:
+        return links.others * sum(move.num_bytes for move in pace.moves)
+    return links.others * sum(
+        layers[at_site(move.site, name)].wire_bytes(shape, move.dtype)
+        for move in pace.moves
+        for name, shape in move.layers
+    )

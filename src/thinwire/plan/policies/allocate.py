@@ -1,0 +1,144 @@
+"""The problem at the heart of L-GreCo: one choice for each layer, least cost, error within a budget (thesis, 4.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+STEPS = 10_000
+"""D of the thesis: steps into which the budget is cut."""
+
+
+class Infeasible(ValueError):
+    """No choice stays within the budget."""
+
+
+def dynamic_programme(errors: Sequence[Array], costs: Sequence[Array], budget: float, steps: int = STEPS) -> list[int]:
+    """The choice for each layer by the thesis's Algorithm 4.1: ``O(steps · Σ choices)``, a vector at a time.
+
+    Errors are counted in ``steps``-ths of the budget, rounded up, so that the bound holds; what that leaves of the
+    budget is then spent, largest saving first.
+
+    Args:
+        errors: of each layer, the errors of its choices: at least 0.
+        costs: of each layer, their costs.
+        budget: what the errors may sum up to.
+        steps: into which the budget is cut.
+
+    Raises:
+        Infeasible: no choice stays within the budget.
+    """
+    # least[e] is the least cost of the layers so far with errors of at most e steps; it never rises with e.
+    least = np.zeros(steps + 1)
+    taken = []
+    for errors_of, costs_of in zip(errors, costs, strict=True):
+        units = _units(errors_of, budget, steps)
+        best, choice = np.full(steps + 1, np.inf), np.zeros(steps + 1, dtype=np.int32)
+        for k in _not_dominated(errors_of, costs_of):
+            unit = int(units[k])
+            if unit > steps:
+                continue
+            now = best[unit:]
+            candidate = least[: steps + 1 - unit] + costs_of[k]
+            better = candidate < now
+            now[better] = candidate[better]
+            choice[unit:][better] = k
+        taken.append((choice, units))
+        least = best
+    if not np.isfinite(least[steps]):
+        # Rounded up, even the least errors may be over a budget that they meet.
+        chosen = [int(np.argmin(errors_of)) for errors_of in errors]
+        if not total(errors, chosen) <= budget:
+            raise Infeasible(f"no choice keeps the error within {budget:.4g}")
+        return _spend(chosen, errors, costs, budget)
+    chosen, left = [], steps
+    for choice, units in reversed(taken):
+        k = int(choice[left])
+        chosen.append(k)
+        left -= int(units[k])
+    return _spend(chosen[::-1], errors, costs, budget)
+
+
+def exact(errors: Sequence[Array], costs: Sequence[Array], budget: float) -> list[int]:
+    """The same without rounding, as an integer programme that HiGHS solves to the optimum (``scipy.optimize.milp``).
+
+    Raises:
+        Infeasible: no choice stays within the budget.
+        ImportError: scipy is missing.
+    """
+    try:
+        from scipy import optimize, sparse
+    except ImportError as error:
+        raise ImportError("solver='exact' needs scipy: pip install 'thinwire[compare]'") from error
+    # What is over the budget by itself is left out: of a budget of zero a solver's tolerance would make another one.
+    kept = [[k for k in _not_dominated(e, c) if e[k] <= budget] for e, c in zip(errors, costs, strict=True)]
+    if not all(kept):
+        raise Infeasible(f"no choice keeps the error within {budget:.4g}")
+    cost = np.concatenate([c[k] for c, k in zip(costs, kept, strict=True)])
+    error = np.concatenate([e[k] for e, k in zip(errors, kept, strict=True)])
+    layer = np.repeat(np.arange(len(kept)), [len(k) for k in kept])
+    one_each = sparse.csr_array((np.ones(len(layer)), (layer, np.arange(len(layer)))))
+    # HiGHS allows itself 1e-6, and the bound must hold: where it does not, once more with that much less.
+    for bound in (1.0, 1 - 2e-6):
+        solution = optimize.milp(
+            cost / (np.abs(cost).max() or 1.0),
+            integrality=np.ones(len(cost)),
+            bounds=optimize.Bounds(0, 1),
+            constraints=[
+                optimize.LinearConstraint(one_each, 1, 1),
+                optimize.LinearConstraint((error / (budget or 1.0))[None, :], -np.inf, bound),
+            ],
+            options={"mip_rel_gap": 1e-6},
+        )
+        if solution.x is None:
+            break
+        chosen, start = [], 0
+        for choices in kept:
+            chosen.append(choices[int(np.argmax(solution.x[start : start + len(choices)]))])
+            start += len(choices)
+        if total(errors, chosen) <= budget:
+            return _spend(chosen, errors, costs, budget)
+    raise Infeasible(f"no choice keeps the error within {budget:.4g}")
+
+
+def total(values: Sequence[Array], chosen: Sequence[int] | Array) -> float:
+    """Sum of what is chosen."""
+    return float(sum(array[k] for array, k in zip(values, chosen, strict=True)))
+
+
+def _units(errors: Array, budget: float, steps: int) -> Array:
+    """Errors in steps of the budget, rounded up; one more than there are for what does not fit."""
+    if budget <= 0:
+        return np.where(errors > 0, steps + 1, 0)
+    return np.minimum(np.ceil(errors / budget * steps - 1e-9), steps + 1)
+
+
+def _not_dominated(errors: Array, costs: Array) -> list[int]:
+    """Choices that nothing beats in both, in the order of their costs."""
+    front: list[int] = []
+    for k in np.lexsort((errors, costs)):
+        if not front or errors[k] < errors[front[-1]]:
+            front.append(int(k))
+    return front
+
+
+def _spend(chosen: list[int], errors: Sequence[Array], costs: Sequence[Array], budget: float) -> list[int]:
+    """Spend what is left of the budget, one layer at a time, the largest saving first."""
+    left = budget - total(errors, chosen)
+    while True:
+        best, where = 0.0, (-1, -1)
+        for layer, k in enumerate(chosen):
+            fits = errors[layer] - errors[layer][k] <= left
+            saved = np.where(fits, costs[layer][k] - costs[layer], 0.0)
+            most = int(np.argmax(saved))
+            if saved[most] > best:
+                best, where = float(saved[most]), (layer, most)
+        if where[0] < 0:
+            return chosen
+        layer, k = where
+        left -= float(errors[layer][k] - errors[layer][chosen[layer]])
+        chosen[layer] = k

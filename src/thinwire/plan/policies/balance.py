@@ -1,0 +1,28 @@
+"""Weights and gradients of a sharded model under one budget of error."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from thinwire.plan.policies.errors import squared_errors
+from thinwire.plan.policies.policy import Evidence
+from thinwire.plan.sites import SITES
+
+
+def balanced(evidence: Evidence, gathers: float) -> Evidence:
+    """Evidence in which weights and gradients err alike with the reference's compressors: by 1 in all, squared.
+
+    So one budget serves both (the thesis leaves it open, section 6.2): what weights gain in bytes may be paid for by
+    gradients, and the sum of relative errors stays. ``gathers``: how often weights are sent for each reduction; those
+    that rank 0 has are but one shard of each layer, of which a rank sends as often as there are others.
+    """
+    scaled, times = {}, {}
+    for site in SITES:
+        names = [name for name in evidence.gradients if name.startswith(f"{site}/") and name in evidence.reference]
+        errors = sum(squared_errors(evidence.gradients[n], [evidence.reference[n]])[0] for n in names)
+        scale = 1 / math.sqrt(errors) if errors > 0 and math.isfinite(errors) else 1.0
+        scaled |= {name: evidence.gradients[name] * scale for name in names}
+        if site == "weights":
+            times |= dict.fromkeys(names, gathers * evidence.num_ranks)
+    return replace(evidence, gradients=scaled, times=times)

@@ -1,0 +1,150 @@
+"""Families: the compressors that differ from a given one in its bits, rank, density or share of a spectrum alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from thinwire.compressors import FFT, Chain, Compressor, Unsuited, Wrapper, ef, unwrap
+
+_GEOMETRIC = 12
+"""Members of a family whose errors take an encoding each and whose parameter is a share."""
+_WHOLE = ("bits", "rank")
+
+
+def family(
+    compressor: Compressor, bounds: tuple[float, float] | None = None, step: float | None = None
+) -> tuple[Compressor, ...]:
+    """The compressors like this one, itself among them, in ascending order of their parameter.
+
+    With a default D the thesis (section 4.6.1) searches ``[D/2, 2D]`` in steps of 1 for bits and ranks, and
+    ``[D/10, 10D]`` in steps of D/10 for a density. For the share of an FFT's spectrum that is kept, and for densities
+    whose values are coded, there are 12 shares in ``[D/5, 5D]``. ``bounds`` and ``step`` are in the units of the
+    parameter (bits, rank, density, share kept).
+
+    Raises:
+        ValueError: the compressor has no such parameter, or nothing lies within ``bounds``.
+    """
+    if isinstance(compressor, Wrapper):
+        return tuple(compressor.around(member) for member in family(compressor.inner, bounds, step))
+    name, default = _parameter(compressor)
+    members: list[Compressor] = []
+    for value in _values(compressor, name, default, bounds, step):
+        try:
+            members.append(_with(compressor, name, value))
+        except ValueError:
+            # Such a compressor cannot have this value: 9 bits, for example.
+            continue
+    if not members:
+        raise ValueError(f"no {name} between {bounds} that {compressor} could have")
+    if compressor not in members:
+        members.append(compressor)
+    return tuple(sorted(dict.fromkeys(members), key=parameter_value))
+
+
+def members_that_fit(
+    compressor: Compressor, shape: Sequence[int], bounds: tuple[float, float] | None = None
+) -> tuple[Compressor, ...]:
+    """For a layer that a compressor does not suit, the members of its family with fewer bits or a lower rank that do.
+
+    A layer of shape (16, 16, 3, 3) saves nothing by PowerSGD of rank 16, but does by ranks 1 to 7. With error feedback
+    where the compressor wants it. Empty where no member suits the layer, or the compressor has no such parameter.
+    """
+    try:
+        name, default = _parameter(unwrap(compressor))
+    except ValueError:
+        return ()
+    if name not in _WHOLE:
+        return ()
+    low, high = bounds or (1, default)
+    members = []
+    for value in range(max(1, math.ceil(low)), math.floor(min(high, default)) + 1):
+        try:
+            member = with_parameter(compressor, value).fit(shape)
+        except (Unsuited, ValueError):
+            continue
+        members.append(ef(member) if member.traits.wants_feedback else member)
+    return tuple(members)
+
+
+def parameter_value(compressor: Compressor) -> float:
+    """The compressor's bits, rank, density, or share of a spectrum: how much of a gradient it keeps."""
+    return _parameter(unwrap(compressor))[1]
+
+
+def parameter_name(compressor: Compressor) -> str:
+    """Name of the parameter of `parameter_value`: ``bits``, ``rank``, ``density`` or ``kept``, the share of a
+    spectrum."""
+    return _parameter(unwrap(compressor))[0]
+
+
+def with_parameter(compressor: Compressor, value: float) -> Compressor:
+    """The same compressor with other bits, rank, density or share.
+
+    Raises:
+        ValueError: it cannot have this value.
+    """
+    if isinstance(compressor, Wrapper):
+        return compressor.around(with_parameter(compressor.inner, value))
+    return _with(compressor, _parameter(compressor)[0], value)
+
+
+def with_share(compressor: Compressor, share: float) -> Compressor:
+    """The same compressor with ``share`` times its bits, rank or density, or with the least that it can have."""
+    name, default = parameter_name(compressor), parameter_value(compressor)
+    if name not in _WHOLE:
+        return with_parameter(compressor, share * default)
+    for value in range(max(1, round(share * default)), round(default)):
+        try:
+            return with_parameter(compressor, value)
+        except ValueError:
+            continue
+    return compressor
+
+
+def _parameter(compressor: Compressor) -> tuple[str, float]:
+    if isinstance(compressor, Chain):
+        return _parameter(compressor.first)
+    if isinstance(compressor, FFT):
+        if not isinstance(compressor.theta, float):
+            raise ValueError(f"{compressor} has a schedule of its own: give theta a number to have it chosen by layer")
+        return "kept", 1.0 - compressor.theta
+    names = {f.name for f in fields(compressor)}
+    for name in ("rank", "density", "bits"):
+        if name in names:
+            return name, float(getattr(compressor, name))
+    raise ValueError(
+        f"{compressor} has no bits, rank, density or theta that could be chosen by layer: "
+        "minmax, topk, powersgd, rangefloat and fft have"
+    )
+
+
+def _with(compressor: Compressor, name: str, value: float) -> Compressor:
+    if isinstance(compressor, Chain):
+        return replace(compressor, first=_with(compressor.first, name, value))
+    changes: dict[str, Any] = {name: round(value) if name in _WHOLE else float(f"{value:.6g}")}
+    if name == "kept":
+        changes = {"theta": float(f"{1 - value:.6g}")}
+    return replace(compressor, **changes)
+
+
+def _values(
+    compressor: Compressor, name: str, default: float, bounds: tuple[float, float] | None, step: float | None
+) -> Sequence[float]:
+    whole = name in _WHOLE
+    shares = name == "kept" or isinstance(compressor, Chain)
+    around = 2.0 if whole else 5.0 if shares else 10.0
+    low, high = bounds or (default / around, default * around)
+    if step is not None and not step > 0:
+        raise ValueError(f"step must be above 0, not {step}: it lies between two candidates")
+    if not 0 < low <= high:
+        raise ValueError(f"bounds {bounds}: two numbers above 0, the lower one first")
+    if whole:
+        return range(max(1, math.ceil(low)), math.floor(high) + 1, max(1, round(step or 1)))
+    high = min(high, 0.999 if name == "kept" else 1.0)
+    if step is None and shares:
+        return [low * (high / low) ** (i / (_GEOMETRIC - 1)) for i in range(_GEOMETRIC)]
+    step = step or default / 10
+    return [low + i * step for i in range(math.floor((high - low) / step * (1 + 1e-9)) + 1)]

@@ -1,0 +1,196 @@
+"""L-GreCo: the cheapest plan whose error stays within that of a plan known to train well (thesis, chapter 4)."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from thinwire.compressors import Compressor, Raw, check_choice, check_int, parse, unwrap
+from thinwire.plan.cost import Speeds
+from thinwire.plan.policies import allocate
+from thinwire.plan.policies.allocate import Array
+from thinwire.plan.policies.bucket_times import seconds_per_byte
+from thinwire.plan.policies.budget import BudgetedPolicy, is_raw
+from thinwire.plan.policies.candidates import LayerCandidates, Price, with_error_feedback
+from thinwire.plan.policies.families import family, parameter_value
+from thinwire.plan.policies.policy import Evidence, Policy
+
+Objective = Literal["bytes", "priority", "time", "link"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LGreco(BudgetedPolicy):
+    """Minimises what is sent, subject to the error of the reference (thesis, Algorithm 4.1).
+
+        wire = thinwire.compress(model, "topk(density=0.01)", adapt=thinwire.policies.LGreco(every=500))
+
+    The reference is what the rules name for each layer, or another policy's choice. Every candidate of every layer is
+    tried on the sum of some steps' gradients, without error feedback; of all plans within the budget of error the
+    cheapest is taken. Layers that had no gradient keep their reference.
+    """
+
+    families: tuple[str, ...] = ()
+    """Specs whose families are the candidates; if empty, the family of each layer's reference. Of several, each layer
+    gets the best one (the thesis's future work), with error feedback around all if one wants it."""
+    solver: Literal["dp", "exact"] = "dp"
+    """The thesis's dynamic programme, or an integer programme solved to the optimum (needs scipy)."""
+    steps: int = allocate.STEPS
+    """D of the dynamic programme."""
+    objective: Objective = "bytes"
+    """``bytes``; ``priority`` weighs the bytes of later buckets more (thesis, B.1); ``time`` weighs the bytes of each
+    bucket by the time that they were measured to take, after a few plans tried for that (4.5); ``link`` minimises the
+    predicted time of encoding, sending at the measured rate, and decoding, with raw layers among the candidates."""
+    reference: Policy | None = None
+    """The policy whose choice sets the error to be kept, such as `Accordion` (4.6.3)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("solver", self.solver, ("dp", "exact"))
+        check_choice("objective", self.objective, ("bytes", "priority", "time", "link"))
+        check_int("steps", self.steps, 1)
+        if not isinstance(self.families, tuple):
+            raise TypeError(f"families must be a tuple of specs, not {self.families!r}")
+        if not (self.reference is None or isinstance(self.reference, Policy)):
+            raise TypeError(f"reference must be a policy, such as accordion(), not {self.reference!r}")
+        for spec in self.families:
+            family(parse(spec), self.bounds, self.step)
+
+    @property
+    def memory_size(self) -> int:
+        return 0 if self.reference is None else self.reference.memory_size
+
+    @property
+    def wants_syncs(self) -> bool:
+        return self.objective == "time"
+
+    def to_time(self, reference: Mapping[str, Compressor]) -> frozenset[Compressor]:
+        if self.objective != "link":
+            return frozenset()
+        timed: set[Compressor] = set()
+        for compressor in set(reference.values()):
+            candidates = self.family(compressor)
+            # Speeds hardly depend on the parameter: three of each kind stand for all.
+            for kind in {_kind(c) for c in candidates}:
+                alike = sorted((c for c in candidates if _kind(c) == kind), key=_value)
+                timed |= {alike[0], alike[len(alike) // 2], alike[-1]}
+        return frozenset(timed)
+
+    def check(self, reference: Mapping[str, Compressor], shapes: Mapping[str, Sequence[int]]) -> None:
+        super().check(reference, shapes)
+        if self.reference is not None:
+            self.reference.check(reference, shapes)
+
+    def family(self, reference: Compressor) -> tuple[Compressor, ...]:
+        if not self.families:
+            return super().family(reference)
+        members = [member for spec in self.families for member in family(parse(spec), self.bounds, self.step)]
+        return with_error_feedback([*members, reference])
+
+    def base(self, evidence: Evidence) -> tuple[Mapping[str, Compressor], Mapping[str, tuple[float, ...]]]:
+        base, memory = evidence.reference, evidence.memory
+        if self.reference is not None:
+            chosen = self.reference.propose(evidence)
+            base, memory = chosen.layers, chosen.memory
+        return base, memory
+
+    def candidates(
+        self, evidence: Evidence, base: Mapping[str, Compressor], name: str, shape: Sequence[int]
+    ) -> tuple[Compressor, tuple[Compressor, ...]]:
+        if name not in base and self.families:
+            raw = self.raw(evidence, name)
+            return raw, (*self.family(evidence.unsuited[name]), raw)
+        reference, candidates = super().candidates(evidence, base, name, shape)
+        if self.families:
+            # With error feedback where the candidates have it, so that residuals survive a change.
+            reference = with_error_feedback([*candidates, reference])[-1]
+        if self.objective == "link":
+            candidates = (*candidates, self.raw(evidence, name))
+        return reference, candidates
+
+    def price(self, evidence: Evidence) -> Price:
+        speeds = evidence.speeds
+        if self.objective == "link" and speeds is not None:
+            return lambda name, compressor, shape: _link_seconds(speeds, compressor, shape)
+        sent = super().price(evidence)
+        weights = self._weights(evidence)
+        # A layer whose bucket is not known weighs as much as the others do on average.
+        average = sum(weights.values()) / len(weights) if weights else 1.0
+        return lambda name, compressor, shape: weights.get(name, average) * sent(name, compressor, shape)
+
+    def _weights(self, evidence: Evidence) -> dict[str, float]:
+        """By layer, the cost of one byte."""
+        bucket_of = evidence.bucket_of
+        if self.objective == "priority":
+            return {name: 1.0 + bucket for name, bucket in bucket_of.items()}
+        if self.objective != "time" or not bucket_of:
+            return {}
+        per_byte = seconds_per_byte(evidence.syncs)
+        if per_byte is None or not any(per_byte):
+            # Plans that are all alike show nothing: try one that favours other buckets, within the budget.
+            draw = random.Random(evidence.step)
+            per_byte = [4.0 ** draw.uniform(-1, 1) for _ in range(1 + max(bucket_of.values()))]
+        least = 1e-3 * max(per_byte)
+        return {name: max(per_byte[b], least) for name, b in bucket_of.items() if b < len(per_byte)}
+
+    def choose(self, evidence: Evidence, layers: Sequence[LayerCandidates]) -> list[int]:
+        reference = [layer.reference for layer in layers]
+        errors = [self.layer_errors(layer) for layer in layers]
+        costs = [layer.costs for layer in layers]
+        budget = self.budget(layers)
+        picked = self._best(layers, errors, costs, budget)
+        if allocate.total(costs, picked) >= allocate.total(costs, reference) and self.alpha <= 1:
+            raise allocate.Infeasible("no plan is smaller at no more error")
+        return picked
+
+    def _best(
+        self, layers: Sequence[LayerCandidates], errors: Sequence[Array], costs: Sequence[Array], budget: float
+    ) -> list[int]:
+        """The cheapest plan of all candidates and of each kind alone, which rounded errors could make cheaper."""
+        plans = [self._solve(errors, costs, budget)]
+        kinds = dict.fromkeys(_kind(c) for layer in layers for c in layer.candidates if not is_raw(c))
+        for kind in kinds if self.solver == "dp" and len(kinds) > 1 else ():
+            kept = [
+                [k for k, c in enumerate(layer.candidates) if k == layer.reference or _kind(c) in (kind, Raw)]
+                for layer in layers
+            ]
+            try:
+                picked = self._solve(_select(errors, kept), _select(costs, kept), budget)
+            except allocate.Infeasible:
+                continue
+            plans.append([ks[k] for ks, k in zip(kept, picked, strict=True)])
+        return min(plans, key=lambda plan: allocate.total(costs, plan))
+
+    def _solve(self, errors: Sequence[Array], costs: Sequence[Array], budget: float) -> list[int]:
+        if self.solver == "exact":
+            return allocate.exact(errors, costs, budget)
+        return allocate.dynamic_programme(errors, costs, budget, self.steps)
+
+
+def _select(values: Sequence[Array], kept: Sequence[Sequence[int]]) -> list[Array]:
+    return [array[list(ks)] for array, ks in zip(values, kept, strict=True)]
+
+
+def _kind(compressor: Compressor) -> type[Compressor]:
+    return type(unwrap(compressor))
+
+
+def _value(compressor: Compressor) -> float:
+    """`parameter_value`; 0 of a reference that has none."""
+    try:
+        return parameter_value(compressor)
+    except ValueError:
+        return 0.0
+
+
+def _link_seconds(speeds: Speeds, compressor: Compressor, shape: Sequence[int]) -> float:
+    """Predicted seconds of a layer, with the codec time of the nearest compressor that was measured."""
+    codec_s = 0.0
+    if not is_raw(compressor):
+        alike = [c for c in speeds.codec_s if _kind(c) == _kind(compressor)]
+        if alike:
+            nearest = min(alike, key=lambda c: abs(_value(c) - _value(compressor)))
+            codec_s = speeds.codec_s[nearest]
+    return codec_s * math.prod(shape) + speeds.wire_seconds(compressor, shape)

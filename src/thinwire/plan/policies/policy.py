@@ -1,0 +1,194 @@
+"""Policies: what chooses another plan from time to time while a model trains."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from thinwire.collectives import Algorithm, ScatterReduceAllGather
+from thinwire.compressors import Compressor
+
+if TYPE_CHECKING:
+    from thinwire.plan.cost import Speeds
+    from thinwire.plan.forecast.ddp import Pace
+    from thinwire.plan.forecast.links import Links
+
+
+class Sync(NamedTuple):
+    """One step's communication."""
+
+    bucket_bytes: tuple[int, ...]
+    """Bytes that a rank sent for each bucket, in the order in which they leave."""
+    seconds: float
+    """Seconds from the start of the first bucket to the end of the last one."""
+
+
+class StepTime(NamedTuple):
+    """The duration of one step, from the first bucket of a backward pass to that of the next."""
+
+    pace: Pace
+    """The step without waiting for communication."""
+    seconds: float
+    compressed: bool
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Observations of an interval of training, on the rank that decides for all."""
+
+    reference: Mapping[str, Compressor]
+    """The compressors that `thinwire.compress` was given, for each layer that is compressed."""
+    present: Mapping[str, Compressor]
+    """The present compressors of these layers."""
+    gradients: Mapping[str, Tensor]
+    """Sums of this rank's gradients over some steps, in their layers' shapes. Layers without any are not in it."""
+    num_ranks: int
+    step: int = 0
+    """The step in which the new plan begins, counted from the first compressed one."""
+    learning_rate: float | None = None
+    """The optimizer's, where the Wire knows it."""
+    bucket_of: Mapping[str, int] = field(default_factory=dict)
+    """By layer, the index of its DDP bucket in the order in which buckets are sent."""
+    syncs: Sequence[Sync] = ()
+    """The last steps' communication, for policies that ask for it."""
+    speeds: Speeds | None = None
+    """Measured speeds of all candidates and of the links, for policies that ask for them."""
+    memory: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """By layer, what the policy noted at its last decision."""
+    learning_rate_dropped: bool = False
+    """Whether it dropped since the last decision, as a step of a schedule does and a cosine does not."""
+    unsuited: Mapping[str, Compressor] = field(default_factory=dict)
+    """Layers that the rules leave raw because their shape does not suit the compressor, and that compressor. A policy
+    may give them one that does; they are not in ``reference``."""
+    crossings: float = 0.0
+    """How many times a rank sends the bytes of an encoded layer by the present collective algorithm; 0 for 2(n−1)/n."""
+    links: Links | None = None
+    """Measured rates of the links, for policies that need them."""
+    codec_s: Mapping[Compressor, float] = field(default_factory=dict)
+    """Measured speeds of compressors: seconds that an element costs a rank in a step."""
+    steps: Sequence[StepTime] = ()
+    """Durations of the last steps, with the present plan."""
+    asked: Algorithm = field(default_factory=ScatterReduceAllGather)
+    """The collective algorithm that `thinwire.compress` was given."""
+    algorithm: Algorithm = field(default_factory=ScatterReduceAllGather)
+    """The collective algorithm in use."""
+    times: Mapping[str, float] = field(default_factory=dict)
+    """How often a layer is sent in a step, relative to others; 1 for layers that are not listed."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The plan that a policy proposes, and its explanation."""
+
+    layers: Mapping[str, Compressor]
+    """The compressor of every layer of `Evidence.reference`."""
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """By layer, squared L2 error of the sum of gradients, with these compressors. Empty where no errors were taken."""
+    reference_errors: Mapping[str, float] = field(default_factory=dict)
+    """The same errors with the reference."""
+    note: str = ""
+    """A note for the user, for example why the reference was kept."""
+    memory: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """For the next decision."""
+    errors_s: float = 0.0
+    """Seconds that it took to find errors."""
+    solve_s: float = 0.0
+    """Seconds that it took to choose."""
+    algorithm: Algorithm | None = None
+    """The collective algorithm from now on; None keeps the present one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(ABC):
+    """Sees gradients summed over some steps, and proposes a plan every so many.
+
+    One rank decides while training goes on; ranks take its plan over between two steps, the same one on all. A policy
+    holds parameters only: what it must remember is in `Proposal.memory`, which is checkpointed.
+    """
+
+    every: int = 500
+    """Steps between two decisions."""
+    warmup: int = 0
+    """Steps at the beginning that stay dense, as the learning rate's warm-up (thesis, section 4.6.1). The first plan
+    comes with the first compressed step if they are more than ``lag``, else after ``every``."""
+    window: int | None = None
+    """Steps whose gradients are summed for a decision; None: a tenth of ``every``."""
+    lag: int | None = None
+    """Steps that a decision may take before training waits for it; None: a twentieth of ``every``."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", 2), ("warmup", 0), ("window", 1), ("lag", 1)):
+            value = getattr(self, name)
+            optional = name in ("window", "lag")
+            if not (value is None and optional) and (type(value) is not int or value < least):
+                raise ValueError(f"{name} must be a whole number of steps, at least {least}, not {value!r}")
+        if self.window_steps + self.lag_steps > self.every:
+            raise ValueError(
+                f"window={self.window_steps} and lag={self.lag_steps} do not fit into every={self.every} steps"
+            )
+
+    @property
+    def lag_steps(self) -> int:
+        return max(1, self.every // 20) if self.lag is None else self.lag
+
+    @property
+    def window_steps(self) -> int:
+        return min(max(1, self.every // 10), self.every - self.lag_steps) if self.window is None else self.window
+
+    @property
+    def memory_size(self) -> int:
+        """Numbers that it remembers of each layer."""
+        return 0
+
+    @property
+    def wants_syncs(self) -> bool:
+        """Whether it needs `Evidence.syncs`."""
+        return False
+
+    def to_time(self, reference: Mapping[str, Compressor]) -> frozenset[Compressor]:
+        """Compressors whose speeds it needs in `Evidence.speeds`; none if it needs no speeds."""
+        return frozenset()
+
+    def to_measure(self, reference: Mapping[str, Compressor]) -> frozenset[Compressor]:
+        """Compressors whose speeds all ranks measure before each decision, and with them the links and the steps, for
+        `Evidence.codec_s`, `links` and `steps`; none if it needs nothing of that."""
+        return frozenset()
+
+    @property
+    def considers(self) -> tuple[Algorithm, ...]:
+        """The collective algorithms among which it chooses; none if it chooses none. The links are measured for them,
+        and the chosen one is in checkpoints."""
+        return ()
+
+    def check(self, reference: Mapping[str, Compressor], shapes: Mapping[str, Sequence[int]]) -> None:  # noqa: B027
+        """Raise ``ValueError`` if it cannot choose for these layers. Called before training, on every rank."""
+
+    @abstractmethod
+    def propose(self, evidence: Evidence) -> Proposal:
+        """Return the plan from now on. It must not change ``evidence``."""
+
+    def __str__(self) -> str:
+        shown = []
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if value != f.default:
+                shown.append(f"{f.name}={value if isinstance(value, Policy) else repr(value)}")
+        return f"{type(self).__name__.lower()}({', '.join(shown)})"
+
+
+def check_alpha(alpha: float) -> None:
+    """Raise if what the reference's error is multiplied by is none that makes a budget."""
+    if not 0 < alpha < math.inf:
+        raise ValueError(f"alpha must be above 0 and finite, not {alpha}: times the reference's error")
+
+
+def gradient_norm(gradient: Tensor) -> float:
+    """L2 norm; not finite where the gradient is not."""
+    norm = float(gradient.detach().float().norm())
+    return norm if math.isfinite(norm) else math.inf

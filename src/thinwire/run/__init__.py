@@ -1,0 +1,1 @@
+"""``thinwire run``: a training script with compression, without a change to it."""

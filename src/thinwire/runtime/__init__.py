@@ -1,0 +1,46 @@
+"""The Wire and what keeps it alive."""
+
+from thinwire.runtime.adapt import Decision
+from thinwire.runtime.channel import Channel, Contents, Kind, Operation, dense_bytes, group_seed
+from thinwire.runtime.consistency import DisagreementError, ParityError, agree
+from thinwire.runtime.ddp import Wire
+from thinwire.runtime.executor import AsyncReadback, Follower, ThreadExecutor, for_reducer, on_the_host
+from thinwire.runtime.fsdp import ShardedWire, Unit
+from thinwire.runtime.log import StatsLogger
+from thinwire.runtime.probe import measure_one_way
+from thinwire.runtime.registered import NamedShape, Registered, Walk
+from thinwire.runtime.state import ShardedLayer
+from thinwire.runtime.stats import GroupStats, ShardedStats, Stats
+from thinwire.runtime.timeline import Timeline, merge_timelines
+
+__all__ = [
+    "AsyncReadback",
+    "Channel",
+    "Contents",
+    "Decision",
+    "DisagreementError",
+    "Follower",
+    "GroupStats",
+    "Kind",
+    "NamedShape",
+    "Operation",
+    "ParityError",
+    "Registered",
+    "ShardedLayer",
+    "ShardedStats",
+    "ShardedWire",
+    "Stats",
+    "StatsLogger",
+    "ThreadExecutor",
+    "Timeline",
+    "Unit",
+    "Walk",
+    "Wire",
+    "agree",
+    "dense_bytes",
+    "for_reducer",
+    "group_seed",
+    "measure_one_way",
+    "merge_timelines",
+    "on_the_host",
+]

@@ -1,0 +1,422 @@
+"""Another plan from time to time: one rank decides while all train on, and all change over between the same two steps.
+
+A message to all ranks goes out only where a decision begins to hold. Sums of gradients, and what a policy remembers,
+are in the checkpoint: a run that resumes decides as it would have.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives import Algorithm, ScatterReduceAllGather, Transport, World, parse_algorithm
+from thinwire.compressors import Compressor, Raw, Unsuited, parse
+from thinwire.plan import Plan, Speeds
+from thinwire.plan.cost import codec_seconds
+from thinwire.plan.forecast.ddp import Bucket, Pace
+from thinwire.plan.forecast.links import Links
+from thinwire.plan.policies import Evidence, Policy, Proposal, StepTime, Sync
+from thinwire.plan.policies.families import members_that_fit
+from thinwire.runtime.channel import BucketLayers
+from thinwire.runtime.checkpoint import check_sealed, integers, sealed
+from thinwire.runtime.consistency import DisagreementError, exchange_texts
+from thinwire.runtime.learning_rate import LearningRates
+from thinwire.runtime.probe import measure_codecs, measure_cores, measure_links, shared_part
+
+_KEPT = 32
+
+
+class StepClock:
+    """Times the steps of one rank, from first bucket to first bucket."""
+
+    def __init__(self, shared: float) -> None:
+        """``shared``: as of `Pace`."""
+        self.steps: deque[StepTime] = deque(maxlen=_KEPT)
+        self._shared = shared
+        self._began = self._arrived = 0.0
+        self._compressed = False
+        self._buckets: list[Bucket] = []
+
+    def end(self) -> None:
+        """A backward pass has begun: the step before it is over."""
+        if self._buckets:
+            seconds = time.perf_counter() - self._began
+            last = self._buckets[-1].ready_s
+            exposed = max(0.0, self._arrived - self._began - last)
+            pace = Pace(tuple(self._buckets), max(seconds - exposed, last), self._shared)
+            self.steps.append(StepTime(pace, seconds, self._compressed))
+        self._buckets = []
+
+    def begin(self, *, compressed: bool) -> None:
+        """Start the clock; whatever was done since `end` does not count."""
+        if self.steps and self.steps[-1].compressed != compressed:
+            # Steps of another kind say nothing about those that follow.
+            self.steps.clear()
+        self._began, self._arrived, self._compressed = time.perf_counter(), 0.0, compressed
+
+    def ready(self, flat: Tensor, layers: BucketLayers) -> None:
+        """A bucket's gradients are complete."""
+        self._buckets.append(Bucket(time.perf_counter() - self._began, layers, flat.element_size()))
+
+    def arriving(self, future: torch.futures.Future[Tensor]) -> torch.futures.Future[Tensor]:
+        """Note when this future's bucket arrives."""
+        future.add_done_callback(self._note)
+        return future
+
+    def _note(self, _future: object) -> None:
+        self._arrived = time.perf_counter()
+
+
+# One thread for all Wires, and one core at most: the others belong to training. A thread for each decision would leave
+# its share of the mathematical libraries' buffers behind.
+_beside_training = ThreadPoolExecutor(1, "thinwire plan", initializer=torch.set_num_threads, initargs=(1,))
+_log = logging.getLogger("thinwire.adapt")
+_SYNCS = 4096
+_PROBE_S = 0.05
+_SUM, _SEEN, _MEMORY, _ALGORITHM = "adapt/sum/", "adapt/seen", "adapt/memory", "adapt/algorithm"
+_RATES, _CHECKSUMS = "adapt/rates", "adapt/checksums"
+_ALGORITHM_ROOM = 4096
+"""Checkpoints are loaded into tensors of the size that was saved."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A plan that a policy chose, and since when it holds."""
+
+    step: int
+    """The first backward pass that has it."""
+    plan: Plan
+    algorithm: Algorithm
+    """The collective algorithm from then on."""
+    changed: int
+    """Layers that have another compressor than before."""
+    note: str = ""
+    """What the policy says of it."""
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """By layer, squared L2 errors on the gradients summed for it. On rank 0, which decides, as all that follows."""
+    reference_errors: Mapping[str, float] = field(default_factory=dict)
+    errors_s: float = 0.0
+    """Seconds beside training in which errors were found."""
+    solve_s: float = 0.0
+    """Seconds beside training in which the plan was chosen."""
+    waited_s: float = 0.0
+    """Seconds that training waited for the decision."""
+
+
+class Adapter:
+    """What a policy needs of a Wire, on every rank."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        plan: Plan,
+        shapes: Mapping[str, Sequence[int]],
+        transport: Transport,
+        *,
+        algorithm: Algorithm,
+        world: World,
+        start: int,
+        speeds: Speeds | None = None,
+        prepare: Callable[[Evidence], Evidence] | None = None,
+    ) -> None:
+        """``prepare``: done to what a decision goes by, beside training."""
+        self.policy, self.speeds = policy, speeds
+        self._prepare = prepare
+        self.reference = {name: c for name, c in plan.layers.items() if not isinstance(c, Raw)}
+        policy.check(self.reference, shapes)
+        self.unsuited = {
+            name: compressor
+            for name, compressor in ((name, plan.named(name, shapes[name])) for name in plan.unsuited)
+            if members_that_fit(compressor, shapes[name])
+        }
+        """Layers that are raw because their shape does not suit the rules' compressor, but suits one of its family."""
+        self._adaptable = (*self.reference, *self.unsuited)
+        self._rates = LearningRates()
+        self.decisions: list[Decision] = []
+        self.syncs: deque[Sync] = deque(maxlen=_SYNCS)
+        self.adapt_s = 0.0
+        self._asked_algorithm, self._world = algorithm, world
+        self.algorithm = algorithm
+        """The collective algorithm of the last decision."""
+        self._shapes, self._transport, self._start = shapes, transport, start
+        self._sums: dict[str, Tensor] = {}
+        self._buckets: dict[BucketLayers, Tensor] = {}
+        self._seen = 0
+        self._order: list[tuple[str, ...]] = []
+        self._observed_step = -1
+        self._memory: Mapping[str, tuple[float, ...]] = {}
+        self._links: Links | None = None
+        self._codec_s: Mapping[Compressor, float] = {}
+        self._measured = policy.to_measure(self.reference)
+        self.clock: StepClock | None = None
+        """Times steps, for policies that want it."""
+        if self._measured:
+            cores = measure_cores(transport)
+            self.clock = StepClock(shared_part(cores, torch.get_num_threads()))
+        self._asked: Future[Proposal] | None = None
+        self._asked_for = -1
+
+    @property
+    def decides(self) -> bool:
+        """Whether it is this rank that decides."""
+        return self._transport.rank == 0
+
+    def _next_change(self, step: int) -> int:
+        """The first step from ``step`` on in which a decision begins to hold."""
+        every, lag = self.policy.every, self.policy.lag_steps
+        # The first compressed step already, if some steps before it could be looked at.
+        first = self._start if self._start > lag else self._start + every
+        return first if step <= first else first + -(-(step - first) // every) * every
+
+    def watches(self, step: int) -> bool:
+        """Whether this rank sums up the gradients of ``step``."""
+        away = self._next_change(step + 1) - self.policy.lag_steps - step
+        return self.decides and 0 < away <= self.policy.window_steps
+
+    def observe(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> None:
+        """Take in a bucket of this rank's gradients, before anything is done to them."""
+        if not self.watches(step):
+            return
+        started = time.perf_counter()
+        if step != self._observed_step:
+            self._observed_step, self._order = step, []
+            self._seen += 1
+        self._order.append(tuple(name for name, _ in layers))
+        # On a device the host would have to wait for the answer: what is not finite is left out when it decides.
+        if flat.is_cuda or math.isfinite(float(flat.sum(dtype=torch.float32))):
+            self._add(flat, layers, 1.0 / loss_scale)
+        self.adapt_s += time.perf_counter() - started
+
+    def _add(self, flat: Tensor, layers: BucketLayers, scale: float) -> None:
+        # A bucket at a time: a call for each layer would take longer than the sum.
+        if layers not in self._buckets:
+            names = {name for name, _ in layers}
+            if any(name in names for others in self._buckets for name, _ in others):
+                # DDP has formed its buckets anew.
+                self._by_layer()
+            bucket = self._buckets[layers] = torch.zeros_like(flat, dtype=torch.float32)
+            for name, values in _parts(bucket, layers):
+                if name in self._sums:
+                    values.copy_(self._sums.pop(name))
+        self._buckets[layers].add_(flat, alpha=scale)
+
+    def _by_layer(self) -> dict[str, Tensor]:
+        """Sums in their layers' shapes, out of buckets as DDP has formed them; in one order, whatever that was."""
+        for layers, bucket in self._buckets.items():
+            self._sums |= {name: values for name, values in _parts(bucket, layers) if name in self._adaptable}
+        self._buckets = {}
+        self._sums = {name: self._sums[name] for name in self._adaptable if name in self._sums}
+        return self._sums
+
+    def begin_step(self, step: int, plan: Plan, learning_rate: float | None) -> Plan:
+        """Between two steps, on every rank: the plan of ``step``. Where a decision begins to hold, ranks talk.
+
+        Raises:
+            DisagreementError: what rank 0 sent is no plan for this model.
+            TransportError: a rank is gone or silent.
+        """
+        started = time.perf_counter()
+        self._rates.observe(learning_rate)
+        if self._next_change(step) == step + self.policy.lag_steps:
+            self._measure()
+            if self.decides:
+                self._ask(plan, step + self.policy.lag_steps, learning_rate)
+        if self._next_change(step) == step:
+            if self.decides and self._asked is None and self._measured:
+                # Resumed since it was asked for: steps are timed anew.
+                self._ask(plan, step, learning_rate)
+            plan = self._change(plan, step)
+        self.adapt_s += time.perf_counter() - started
+        return plan
+
+    def _measure(self) -> None:
+        """Between two steps, on every rank: find out how fast links and codecs are now, for policies that want it."""
+        if not self._measured or self._transport.world_size == 1:
+            return
+        with self._transport.uncounted():
+            world = self._world if self._chooses or self._asked_algorithm.needs_nodes else None
+            (self._links,) = measure_links(self._transport, rounds=1, long_s=_PROBE_S, world=world)
+            passes = measure_codecs(self._measured, self._transport)
+        n = self._transport.world_size
+        self._codec_s = {c: codec_seconds(c, n, {"encode": e, "decode": d}) for c, (e, d) in passes.items()}
+
+    def _ask(self, plan: Plan, step: int, learning_rate: float | None) -> None:
+        """Have it decided, in a thread of its own, what is to hold from ``step`` on."""
+        if not self._seen:
+            return
+        evidence = Evidence(
+            self.reference,
+            {name: plan[name] for name in self._adaptable},
+            self._by_layer(),
+            num_ranks=self._transport.world_size,
+            step=step - self._start,
+            learning_rate=learning_rate,
+            learning_rate_dropped=self._rates.dropped,
+            unsuited=self.unsuited,
+            crossings=self.algorithm.crossings(self._world),
+            bucket_of={name: i for i, names in enumerate(self._order) for name in names},
+            syncs=tuple(self.syncs),
+            speeds=self.speeds,
+            memory=self._memory,
+            links=self._links,
+            codec_s=self._codec_s,
+            asked=self._asked_algorithm,
+            algorithm=self.algorithm,
+            steps=tuple(self.clock.steps) if self.clock else (),
+        )
+        self._asked, self._asked_for = _beside_training.submit(self._propose, evidence), step
+        self._rates.dropped = False
+
+    def _propose(self, evidence: Evidence) -> Proposal:
+        return self.policy.propose(self._prepare(evidence) if self._prepare is not None else evidence)
+
+    def _change(self, plan: Plan, step: int) -> Plan:
+        started = time.perf_counter()
+        proposal, answer = self._answer(step)
+        waited_s = time.perf_counter() - started
+        text = exchange_texts(json.dumps(answer).encode(), self._transport)[0]
+        changes, note, self.algorithm = self._read(text)
+        changes = {name: compressor for name, compressor in changes.items() if plan[name] != compressor}
+        changed = plan.changed(changes)
+        if proposal is not None:
+            self._memory = proposal.memory
+        found = proposal or Proposal({})
+        times = (found.errors_s, found.solve_s, waited_s)
+        if self.decides and note:
+            _log.info("step %d: %s", step, note)
+        errors = found.errors, found.reference_errors
+        self.decisions.append(Decision(step, changed, self.algorithm, len(changes), note, *errors, *times))
+        return changed
+
+    def _answer(self, step: int) -> tuple[Proposal | None, dict[str, object]]:
+        """On the rank that decides: what was decided, and what the others are to know."""
+        asked, self._asked = self._asked, None
+        if not self.decides:
+            return None, {}
+        try:
+            if asked is None or self._asked_for != step:
+                return None, {"note": "no gradients were seen: the plan stays", "layers": {}}
+            proposal = asked.result()
+        except Exception as error:  # noqa: BLE001 - a policy may come from anywhere, and training goes on without it
+            return None, {"note": f"the policy failed ({type(error).__name__}: {error}): the plan stays", "layers": {}}
+        finally:
+            self._sums, self._buckets, self._seen = {}, {}, 0
+        layers = {name: str(c) for name, c in proposal.layers.items() if name in self._adaptable}
+        chosen = {} if proposal.algorithm in (None, self.algorithm) else {"algorithm": str(proposal.algorithm)}
+        return proposal, {"note": proposal.note, "layers": layers, **chosen}
+
+    def _read(self, text: str) -> tuple[dict[str, Compressor], str, Algorithm]:
+        """What rank 0 decided. It is a peer like any other: its text is read, and checked against the model."""
+        try:
+            record = json.loads(text)
+            layers = {str(name): parse(str(spec)) for name, spec in record["layers"].items()}
+            for name, compressor in layers.items():
+                if name not in self._adaptable:
+                    raise ValueError(f"{name} is not compressed")
+                compressor.fit(self._shapes[name])
+            algorithm = parse_algorithm(str(record["algorithm"])) if "algorithm" in record else self.algorithm
+            self._check(algorithm)
+            return layers, str(record["note"]), algorithm
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, Unsuited) as error:
+            raise DisagreementError(f"rank 0 sent a plan that is none for this model: {error}") from error
+
+    def state(self, *, on_every_rank: bool = False) -> dict[str, Tensor]:
+        """What a checkpoint must hold of it: the collective algorithm, and the rest from the rank that decides.
+
+        With ``on_every_rank`` the other ranks have entries of the same shapes, without content: a gathered state takes
+        those of the rank that decides.
+        """
+        state: dict[str, Tensor] = {}
+        if self._chooses:
+            text = str(self.algorithm).encode().ljust(_ALGORITHM_ROOM)
+            state[_ALGORITHM] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        if not self.decides and not on_every_rank:
+            return state
+        state[_SEEN] = torch.tensor([self._seen, self._asked_for if self._asked else -1])
+        if self.policy.memory_size:
+            nothing = (math.nan,) * self.policy.memory_size
+            rows = [self._memory.get(name, nothing) for name in self.reference]
+            state[_MEMORY] = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), self.policy.memory_size)
+        sums = self._by_layer()
+        state[_RATES] = self._rates.to_tensor()
+        for name in self._adaptable:
+            found = sums.get(name)
+            state[_SUM + name] = torch.zeros(tuple(self._shapes[name])) if found is None else found.cpu().clone()
+        return sealed(state, _CHECKSUMS)
+
+    def saved_algorithm(self, state: Mapping[str, Tensor]) -> Algorithm:
+        """How messages met when a `state` was saved. As was asked for, if that is not the default, or if the state does
+        not say or is of another number of ranks."""
+        if self.decides and _SEEN in state:
+            self._check_saved(state)
+        shares = state.get("shares")
+        if not self._chooses or _ALGORITHM not in state or not isinstance(shares, Tensor):
+            return self._asked_algorithm
+        try:
+            algorithm = parse_algorithm(bytes(integers(state, _ALGORITHM, None)).decode())
+        except ValueError as error:
+            raise ValueError(f"{_ALGORITHM} in the state is no collective algorithm: {error}") from None
+        if shares.numel() != self._world.size:
+            return self._asked_algorithm
+        self._check(algorithm)
+        return algorithm
+
+    def _check_saved(self, state: Mapping[str, Tensor]) -> None:
+        """Raise ``ValueError`` if a state is not of a policy of this model's, or was damaged."""
+        for name in self._adaptable:
+            found = state.get(_SUM + name)
+            if not isinstance(found, Tensor) or found.numel() != math.prod(self._shapes[name]):
+                raise ValueError(f"{_SUM + name} is missing in the state, or is of a layer of another shape")
+        check_sealed(state, [key for key in state if key.startswith("adapt/") and key != _CHECKSUMS], _CHECKSUMS)
+
+    @property
+    def _chooses(self) -> bool:
+        """Whether the policy chooses the collective algorithm: if none but the default was asked for."""
+        return bool(self.policy.considers) and self._asked_algorithm == ScatterReduceAllGather()
+
+    def _check(self, algorithm: Algorithm) -> None:
+        """Raise ``ValueError`` if this world cannot have it."""
+        if algorithm.needs_nodes and not self._world.nodes:
+            raise ValueError(f"{algorithm} needs to know nodes, and nobody asked for them")
+        algorithm.shares(self._world)
+
+    def load(self, state: Mapping[str, Tensor], plan: Plan, learning_rate: float | None) -> None:
+        """Continue from a `state`; from nothing, where there is none."""
+        self._sums, self._buckets, self._memory, self._seen, self._asked = {}, {}, {}, 0, None
+        self.algorithm = self.saved_algorithm(state)
+        self._measure()
+        if not self.decides or _SEEN not in state:
+            return
+        self._seen, asked_for = integers(state, _SEEN, 2)
+        self._rates = LearningRates.from_tensor(state.get(_RATES))
+        for name in self._adaptable:
+            found = state[_SUM + name]
+            if self._seen and bool(found.any()):
+                self._sums[name] = found.detach().to(torch.float32, copy=True).view(tuple(self._shapes[name]))
+        if self.policy.memory_size and _MEMORY in state:
+            table, width = state[_MEMORY], self.policy.memory_size
+            if not isinstance(table, Tensor) or not table.is_floating_point() or table.numel() % width:
+                raise ValueError(f"{_MEMORY} in the state is not a table of {width} columns")
+            rows = table.reshape(-1, width).tolist()
+            pairs = zip(self.reference, rows, strict=False)
+            self._memory = {name: tuple(row) for name, row in pairs if not any(map(math.isnan, row))}
+        if asked_for >= 0 and not self._measured:
+            self._ask(plan, asked_for, learning_rate)
+
+
+def _parts(flat: Tensor, layers: BucketLayers) -> Iterator[tuple[str, Tensor]]:
+    """The layers of a bucket, by name and in their shapes."""
+    start = 0
+    for name, shape in layers:
+        numel = math.prod(shape)
+        yield name, flat[start : start + numel].view(shape)
+        start += numel

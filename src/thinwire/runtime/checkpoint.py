@@ -1,0 +1,279 @@
+"""A Wire's state as a flat dictionary of tensors, and back, also into a world of another size.
+
+Checksums of all entries are part of the state: one that was damaged in storage is refused, with the entry's name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives import Transport
+from thinwire.compressors import Compressor, Slot
+from thinwire.kernels import FORMAT_VERSION
+from thinwire.plan import Plan
+from thinwire.runtime.consistency import agree, signed_checksum
+from thinwire.runtime.state import Slots, reshard
+
+_SPEC_ROOM = 128
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+LARGEST_STEP = 2**62
+_SHARED = ("step", "seed", "format_version", "shares", "plan")
+_CHECKSUMS = "checksums"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a state says of one rank."""
+
+    step: int
+    seed: int
+    plan: Plan
+    slots: dict[tuple[str, str], Tensor]
+
+
+def _key(rank: int, slot: str, name: str) -> str:
+    return f"rank{rank}/{slot}/{name}"
+
+
+class Values(Protocol):
+    """Where slots are."""
+
+    def value(self, layer: str, slot: Slot, shape: Sequence[int]) -> Tensor:
+        """A copy of a slot of a layer of this shape, of as many elements as it has."""
+        ...
+
+
+Read = Mapping[str, Mapping[str, Tensor]]
+"""Moments by parameter and name."""
+
+
+class Moments(Protocol):
+    """What an optimizer keeps of each parameter that differs between ranks."""
+
+    def state(self, rank: int) -> dict[str, Tensor]:
+        """Entries of this rank for `Wire.state_dict`."""
+        ...
+
+    def read(self, state: Mapping[str, Tensor], rank: int, world_size: int) -> Read:
+        """What such entries say of ``rank``. Raises ``ValueError`` if they cannot be used."""
+        ...
+
+    def load(self, moments: Read) -> None:
+        """Continue with them."""
+        ...
+
+
+class _Stateful(Protocol):
+    def gather_state_dict(self) -> dict[str, Tensor]: ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+
+
+class Checkpointable:
+    """A Wire for libraries that call ``state_dict()`` on every rank and write what rank 0 returns, and load that on
+    every rank: ``Accelerator.register_for_checkpointing``."""
+
+    def __init__(self, wire: _Stateful) -> None:
+        self._wire = wire
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The states of all ranks: a collective call."""
+        return self._wire.gather_state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from it, on every rank."""
+        self._wire.load_state_dict(state)
+
+
+Reshard = Callable[[Mapping[int, Tensor], Slot, Compressor, str, int, Sequence[int], Sequence[int]], Tensor]
+"""A rank's slot of a layer from those of all ranks of a former world: `thinwire.runtime.state.reshard`."""
+
+
+def write(
+    slots: Values,
+    plan: Plan,
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    step: int,
+    seed: int,
+    rank: int,
+    shares: Sequence[int],
+) -> dict[str, Tensor]:
+    """Shared entries, and this rank's slots with their layers' shapes; checksums of both.
+
+    Shared are step, seed, wire format, plan, and how much of each layer every rank owned.
+    """
+    shared = {
+        "step": torch.tensor(step),
+        "seed": torch.tensor(seed),
+        "format_version": torch.tensor(FORMAT_VERSION),
+        "shares": torch.tensor(shares),
+        "plan": _text(plan),
+    }
+    mine: dict[str, Tensor] = {}
+    for name, compressor in plan.layers.items():
+        for slot in _saved(compressor):
+            value = slots.value(name, slot, shapes[name]).cpu()
+            mine[_key(rank, slot.name, name)] = value.view(slot.shape_of(shapes[name]))
+    return sealed(shared) | (sealed(mine, f"rank{rank}/{_CHECKSUMS}") if mine else {})
+
+
+def sealed(entries: Mapping[str, Tensor], name: str = _CHECKSUMS) -> dict[str, Tensor]:
+    """``entries``, and under ``name`` a 64-bit checksum of each of them, in the order of their names."""
+    sums = [signed_checksum(entries[key]) for key in sorted(entries)]
+    return {**entries, name: torch.tensor(sums, dtype=torch.int64)}
+
+
+def check_sealed(state: Mapping[str, Tensor], keys: Iterable[str], name: str = _CHECKSUMS) -> None:
+    """Check that the entries ``keys`` of a state are those that `sealed` was given.
+
+    Raises:
+        ValueError: an entry is missing or differs from what was saved, or the checksums are.
+    """
+    keys = sorted(keys)
+    if missing := [key for key in (*keys, name) if not isinstance(state.get(key), Tensor)]:
+        raise ValueError(f"the state lacks {missing[0]}: it is incomplete, or not of this model")
+    sums = integers(state, name, len(keys))
+    for key, expected in zip(keys, sums, strict=True):
+        if signed_checksum(state[key].cpu()) != expected:
+            raise ValueError(
+                f"{key} in the state is not what was saved (its checksum differs): the file was damaged or changed. "
+                "Load an earlier checkpoint, or start without this state"
+            )
+
+
+def _text(plan: Plan) -> Tensor:
+    # Of one size whatever the plan's compressors are: checkpoints are loaded into tensors of the size that was saved.
+    room = sum(len(name.encode()) + _SPEC_ROOM for name in plan)
+    return torch.frombuffer(bytearray(plan.to_json().encode().ljust(room)), dtype=torch.uint8)
+
+
+def template(plan: Plan, shapes: Mapping[str, Sequence[int]], size: int) -> dict[str, Tensor]:
+    """What `write` gives on all ranks of a world of ``size`` together, with slots of zeros."""
+    state: dict[str, Tensor] = {}
+    for rank in range(size):
+        state |= write(Slots(), plan, shapes, step=-1, seed=0, rank=rank, shares=[1] * size)
+    return state
+
+
+def gather(state: Mapping[str, Tensor], transport: Transport) -> dict[str, Tensor]:
+    """Merge the states of all ranks: rank 0's shared entries, and the slots of every rank. A collective call.
+
+    All ranks have entries of the same names (but for the rank in the names of slots), shapes and dtypes.
+
+    Raises:
+        DisagreementError: the ranks' states do not belong together.
+    """
+    prefix = f"rank{transport.rank}/"
+    slots = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+    shared = {key: value for key, value in state.items() if not key.startswith(prefix)}
+    entries = [
+        *((f"entry {key}", value) for key, value in shared.items()),
+        *((f"slot {n}", v) for n, v in slots.items()),
+    ]
+    agree({key: f"{value.dtype} {tuple(value.shape)}" for key, value in entries}, transport)
+    gathered: dict[str, Tensor] = {}
+    for key, value in shared.items():
+        gathered[key] = value.clone()
+        transport.broadcast(gathered[key])
+    for name, value in slots.items():
+        for rank, row in enumerate(transport.all_gather(value.contiguous())):
+            gathered[f"rank{rank}/{name}"] = row.clone()
+    return gathered
+
+
+def integers(state: Mapping[str, Tensor], name: str, count: int | None = 1) -> list[int]:
+    """The integers of a state's entry, as many as ``count`` says. Raises ``ValueError`` if it holds anything else."""
+    found = state[name]
+    if not isinstance(found, Tensor) or found.dtype not in _INTEGERS or count not in (None, found.numel()):
+        shown = f"{found.dtype} of {found.numel()}" if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"{name} in the state is {shown}, not {'a tensor of' if count is None else count} integers")
+    return [int(value) for value in found.reshape(-1).tolist()]
+
+
+def read(
+    state: Mapping[str, Tensor],
+    plan: Plan,
+    shapes: Mapping[str, Sequence[int]],
+    rank: int,
+    shares: Sequence[int],
+    reshard: Reshard = reshard,
+) -> Loaded:
+    """What a state says of ``rank`` in a world whose ranks own these shares. See `Wire.load_state_dict`."""
+    missing = set(_SHARED) - set(state)
+    if missing:
+        raise ValueError(f"this is not the state of a Wire: {', '.join(sorted(missing))} missing")
+    (version,), (step,), (seed,) = (integers(state, name) for name in ("format_version", "step", "seed"))
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"the state has wire format {version}, this version of thinwire has {FORMAT_VERSION}: "
+            "resume with the version that wrote it, or start without this state"
+        )
+    check_sealed(state, _SHARED)
+    if not -1 <= step < LARGEST_STEP or not 0 <= seed < 2**63:
+        raise ValueError(f"the state is of step {step} with seed {seed}, which cannot be")
+    saved = plan_of(state, plan)
+    old_shares = integers(state, "shares", None)
+    if not old_shares or min(old_shares) < 0:
+        raise ValueError(f"the state says that its ranks owned {old_shares} of each layer, which no world does")
+    slots = {}
+    resharded = old_shares != list(shares)
+    for r in range(len(old_shares)) if resharded else (rank,):
+        _check_slots(state, saved, r)
+    for name, compressor in saved.layers.items():
+        for slot in _saved(compressor):
+            if not resharded:
+                value = _find(state, rank, slot, name, shapes[name])
+            else:
+                values = {r: _find(state, r, slot, name, shapes[name]) for r in range(len(old_shares))}
+                value = reshard(values, slot, compressor, name, rank, old_shares, shares)
+            slots[name, slot.name] = value
+    return Loaded(step, seed, saved, slots)
+
+
+def plan_of(state: Mapping[str, Tensor], plan: Plan) -> Plan:
+    """The plan that a state was saved with. Raises ``ValueError`` if it is not of a model with ``plan``'s layers."""
+    try:
+        text = bytes(integers(state, "plan", None)).decode()
+    except ValueError as error:
+        raise ValueError(f"the plan in the state is not text: {error}") from None
+    saved = plan.with_json(text)
+    if set(saved) != set(plan):
+        differing = sorted(set(saved) ^ set(plan))
+        raise ValueError(f"the state is of a model with other layers; the first that differs is {differing[0]}")
+    return saved
+
+
+def _saved(compressor: Compressor) -> list[Slot]:
+    return [slot for slot in compressor.slots if not slot.scratch]
+
+
+def _check_slots(state: Mapping[str, Tensor], plan: Plan, rank: int) -> None:
+    keys = [_key(rank, slot.name, name) for name, compressor in plan.layers.items() for slot in _saved(compressor)]
+    for key in keys:
+        if key not in state:
+            raise ValueError(
+                f"the state lacks {key}: it does not hold the slots of all ranks. Where one rank writes the "
+                "checkpoint, or another number of ranks reads it, save wire.gather_state_dict(), called on every rank; "
+                "wire.state_dict() is for checkpoints in which every rank writes, and finds again, its own"
+            )
+    if keys:
+        check_sealed(state, keys, f"rank{rank}/{_CHECKSUMS}")
+
+
+def _find(state: Mapping[str, Tensor], rank: int, slot: Slot, name: str, shape: Sequence[int]) -> Tensor:
+    key, numel = _key(rank, slot.name, name), math.prod(slot.shape_of(shape))
+    if not isinstance(state[key], Tensor) or state[key].is_complex():
+        raise ValueError(f"{key} in the state is not a tensor of real numbers")
+    if state[key].numel() != numel:
+        raise ValueError(f"{key} has {state[key].numel()} elements in the state, {numel} in the model")
+    value = state[key].detach().to("cpu", slot.dtype, copy=True).reshape(-1)
+    if not bool(torch.isfinite(value).all()):
+        raise ValueError(f"{key} in the state holds NaN or Inf: load an earlier checkpoint")
+    return value

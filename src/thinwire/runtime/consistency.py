@@ -1,0 +1,158 @@
+"""Ranks agree before they communicate, and replicas stay the same bit for bit: checks that raise on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives import PeerFailedError, Transport, TransportError
+from thinwire.kernels import checksum
+
+_MAX_RECORD_BYTES = 64 << 20
+
+
+class DisagreementError(RuntimeError):
+    """Ranks were given different plans, seeds or versions."""
+
+
+def library_version() -> str:
+    try:
+        return version("thinwire")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def agree(record: Mapping[str, str], transport: Transport) -> None:
+    """Check that all ranks hold the same record.
+
+    Only fixed-size tensors are exchanged unless there is a difference; nothing received is unpickled.
+
+    Raises:
+        DisagreementError: on every rank alike, naming the ranks that differ from rank 0 and the first difference.
+    """
+    mine = "\n".join(f"{key}: {value}" for key, value in record.items()).encode()
+    digest = torch.frombuffer(bytearray(hashlib.sha256(mine).digest()), dtype=torch.uint8)
+    digests = transport.all_gather(digest)
+    if bool((digests == digests[0]).all()):
+        return
+    texts = exchange_texts(mine, transport)
+    first = texts[0].splitlines()
+    for rank, text in enumerate(texts):
+        if text == texts[0]:
+            continue
+        others = [str(r) for r, t in enumerate(texts) if t == text]
+        lines = text.splitlines()
+        length = max(len(first), len(lines))
+        pairs = zip(_padded(first, length), _padded(lines, length), strict=True)
+        at_first, here = next(pair for pair in pairs if pair[0] != pair[1])
+        raise DisagreementError(
+            f"ranks do not agree: rank 0 has '{_short(at_first)}', rank {rank} has '{_short(here)}' "
+            f"(ranks that differ from rank 0 like this: {', '.join(others)}). "
+            "Give every rank the same arguments, model and thinwire version"
+        )
+
+
+def raise_together(error: Exception | None, transport: Transport, doing: str) -> None:
+    """Let all ranks fail where one has failed, so that none waits for a rank that went no further.
+
+    Every rank calls this with the error that it met, or None. ``doing`` names the call in the message.
+
+    Raises:
+        Exception: ``error`` itself, on the ranks that met one.
+        PeerFailedError: on the others, naming the ranks that failed and the first one's message.
+    """
+    mine = b"" if error is None else f"{type(error).__name__}: {error}".encode()
+    failed = transport.all_gather(torch.tensor([len(mine)]))[:, 0].nonzero()[:, 0].tolist()
+    if not failed:
+        return
+    texts = exchange_texts(mine, transport)
+    if error is not None:
+        raise error
+    text = f"{doing} failed on rank {', '.join(map(str, failed))}: {texts[failed[0]]}"
+    raise PeerFailedError(text, rank=failed[0], reason=texts[failed[0]])
+
+
+@contextmanager
+def failing_together(transports: Iterable[Transport], doing: str) -> Iterator[None]:
+    """Let all ranks fail where the body fails on one of them: see `raise_together`. Every rank runs the body.
+
+    Errors that all ranks meet alike, of a link that broke and of ranks that disagree, pass.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except (TransportError, DisagreementError):
+        raise
+    except Exception as met:  # noqa: BLE001 - raised again below, on every rank
+        error = met
+    for transport in transports:
+        raise_together(error, transport, doing)
+
+
+def _padded(lines: list[str], length: int) -> list[str]:
+    return lines + ["(nothing)"] * (length - len(lines))
+
+
+def _short(line: str) -> str:
+    return line if len(line) <= 200 else line[:200] + "..."
+
+
+def exchange_texts(mine: bytes, transport: Transport) -> list[str]:
+    """The texts of all ranks, by rank. A native collective: all ranks must call it, and nothing else at the time."""
+    sizes = transport.all_gather(torch.tensor([len(mine)]))[:, 0].tolist()
+    size = max(sizes)
+    if not 0 <= size <= _MAX_RECORD_BYTES:
+        raise DisagreementError(f"ranks do not agree, and a rank announced a record of {size} bytes")
+    padded = torch.frombuffer(bytearray(mine.ljust(size, b"\n")), dtype=torch.uint8)
+    return [bytes(row.tolist()).decode(errors="replace").rstrip("\n") for row in transport.all_gather(padded)]
+
+
+class ParityError(RuntimeError):
+    """Ranks hold different parameters."""
+
+
+def check_parity(parameters: Mapping[str, Tensor], transport: Transport, step: int) -> None:
+    """Compare a checksum of every parameter across ranks: 8 bytes are sent for each.
+
+    Raises:
+        ParityError: on every rank alike, naming the first parameter that differs and the ranks.
+    """
+    sums = torch.tensor([signed_checksum(parameter) for parameter in parameters.values()], dtype=torch.int64)
+    everywhere = transport.all_gather(sums)
+    differs = (everywhere != everywhere[0]).any(0)
+    if not bool(differs.any()):
+        return
+    first = int(differs.nonzero()[0])
+    name = list(parameters)[first]
+    others = [rank for rank in range(transport.world_size) if everywhere[rank, first] != everywhere[0, first]]
+    raise ParityError(
+        f"replicas differ at step {step}: {name} of rank {', '.join(map(str, others))} is not that of rank 0 "
+        f"({int(differs.sum())} of {len(parameters)} parameters differ). Something outside thinwire changed them "
+        "(unequal initial weights, a rank that skipped an optimizer step, different hardware); "
+        "checks=thinwire.Checks(resync_every=k) copies rank 0's parameters to all every k steps"
+    )
+
+
+def resync(parameters: Mapping[str, Tensor], transport: Transport) -> None:
+    """Give every rank the parameters of rank 0."""
+    for parameter in parameters.values():
+        values = parameter.detach()
+        values = torch.view_as_real(values) if values.is_complex() else values  # gloo knows no complex numbers
+        whole = values.contiguous()
+        transport.broadcast(whole)
+        if whole.data_ptr() != values.data_ptr():
+            values.copy_(whole)
+
+
+def signed_checksum(values: Tensor) -> int:
+    """The checksum of a tensor's bytes, signed, as int64 holds it."""
+    data = values.detach().contiguous().view(-1).view(torch.uint8)
+    if data.numel() % 4:
+        data = torch.nn.functional.pad(data, (0, 4 - data.numel() % 4))
+    value = checksum(data)
+    return value - (1 << 64) if value >= 1 << 63 else value

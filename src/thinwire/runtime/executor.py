@@ -1,0 +1,363 @@
+"""Who runs communication: two threads beside the training loop, or a stream beside the one that runs backward."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future as ConcurrentFuture
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire import threads
+from thinwire.collectives import FailureDetector, Pending, PendingWork
+from thinwire.compat import group_timeout
+
+
+class Then(Enum):
+    """What a job yields when it leaves the first thread."""
+
+    LATER = "later"
+    """The second thread does the rest, after the jobs before it; the first goes on with the next job."""
+    ALONE = "alone"
+    """The same, but no other job is begun before this one has ended."""
+
+
+CLOSED = (
+    "closed: after detach() (or the end of the process group) nothing is sent any more. Call state_dict() before, or "
+    "compress the model again"
+)
+
+Job = Generator[Then, None, Tensor]
+_Queue = queue.SimpleQueue[Callable[[], None] | None]
+_T = TypeVar("_T")
+
+
+class Executor(ABC):
+    """Runs a Wire's communication, job after job, in the order in which all ranks hand it over."""
+
+    @abstractmethod
+    def submit(self, job: Job) -> torch.futures.Future[Tensor]:
+        """Run ``job`` after all jobs before it; the future gets what it returns, or its exception.
+
+        Raises:
+            RuntimeError: the executor is closed.
+        """
+
+    @abstractmethod
+    def call(self, job: Callable[[], _T]) -> _T:
+        """Run ``job`` alone, after all jobs before it, and return what it returns. Raises what it raises.
+
+        Raises:
+            RuntimeError: the executor is closed.
+        """
+
+    @abstractmethod
+    def wait_idle(self) -> None:
+        """Wait until all jobs have ended, whether they failed or not."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Take no more jobs; those handed over are finished."""
+
+    @abstractmethod
+    def join(self, timeout_s: float) -> bool:
+        """After `close`: wait until nothing runs any more, for so long at most; whether it is so. Not from a job."""
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether the calling thread is one of the executor's own."""
+        return False
+
+
+class ThreadExecutor(Executor):
+    """Two FIFO threads: one encodes a bucket and sends it off, the other receives, sums and decodes.
+
+    So the next bucket is on its way while the last one is still awaited, and the link never waits for arithmetic.
+    Phases are never chained in callbacks: those run in an order that differs between ranks. The threads do not keep
+    their Wire alive, and end with it; they are daemons, so that a rank that waits for a dead peer can still exit.
+    """
+
+    def __init__(self, name: str, num_threads: int | None = None) -> None:
+        self._first: _Queue = queue.SimpleQueue()
+        self._second: _Queue = queue.SimpleQueue()
+        self._unfinished = 0
+        self._idle = threading.Condition()
+        num_threads = num_threads or torch.get_num_threads()
+        self._stop = weakref.finalize(self, _end, self._first, self._second)
+        self._threads = [
+            threads.start(partial(_run, jobs, num_threads), name=f"{name} {suffix}", end=self._stop)
+            for jobs, suffix in ((self._first, "send"), (self._second, "receive"))
+        ]
+
+    def submit(self, job: Job) -> torch.futures.Future[Tensor]:
+        if not self._stop.alive:
+            raise RuntimeError(CLOSED)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        second = self._second
+        with self._idle:
+            self._unfinished += 1
+
+        def begin() -> None:
+            then = self._advance(job, future)
+            if then is Then.LATER:
+                second.put(finish)
+            elif then is Then.ALONE:
+                ended = threading.Event()
+                second.put(finish)
+                second.put(ended.set)
+                ended.wait()
+
+        def finish() -> None:
+            while self._advance(job, future) is not None:
+                pass
+
+        self._first.put(begin)
+        return future
+
+    def call(self, job: Callable[[], _T]) -> _T:
+        done: ConcurrentFuture[_T] = ConcurrentFuture()
+
+        def whole() -> Job:
+            yield Then.ALONE
+            try:
+                done.set_result(job())
+            except Exception as error:  # noqa: BLE001 - raised in the caller
+                done.set_exception(error)
+            return torch.empty(0)
+
+        self.submit(whole())
+        return done.result()
+
+    def wait_idle(self) -> None:
+        with self._idle:
+            self._idle.wait_for(lambda: not self._unfinished)
+
+    def close(self) -> None:
+        self._stop()
+
+    @property
+    def runs_here(self) -> bool:
+        return threading.current_thread() in self._threads
+
+    def join(self, timeout_s: float) -> bool:
+        end = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _advance(self, job: Job, future: torch.futures.Future[Tensor]) -> Then | None:
+        """Run a job to where it yields; None if it has ended, and the future knows how."""
+        try:
+            return next(job)
+        except StopIteration as end:
+            tell: Callable[..., None] = future.set_result
+            outcome = end.value
+        except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the future
+            tell, outcome = future.set_exception, error
+        with self._idle:
+            self._unfinished -= 1
+            self._idle.notify_all()
+        tell(outcome)
+        return None
+
+
+class Follower:
+    """A thread that runs Python once a collective under way has ended; it starts with the first.
+
+    gloo's own threads must not: nobody can wait for them when the interpreter ends (`thinwire.threads`). One follower
+    is for one process group, whose collectives all ranks start in one order.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: _Queue | None = None
+
+    def follow(self, work: Pending, result: Callable[[], _T]) -> torch.futures.Future[_T]:
+        """A future with what ``result`` returns once ``work`` has ended. What either raises, waiting for it raises.
+
+        For a communication hook of DDP, see `for_reducer`.
+        """
+        if self._jobs is None:
+            self._jobs = queue.SimpleQueue()
+            stop = weakref.finalize(self, self._jobs.put, None)
+            threads.start(partial(_run, self._jobs, torch.get_num_threads()), name=self._name, end=stop)
+        future: torch.futures.Future[_T] = torch.futures.Future()
+
+        def wait() -> None:
+            try:
+                work.wait()
+                outcome = result()
+            except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the future
+                future.set_exception(error)  # pyright: ignore[reportArgumentType]
+            else:
+                future.set_result(outcome)
+
+        self._jobs.put(wait)
+        return future
+
+    def mean(
+        self, flat: Tensor, group: dist.ProcessGroup, detector: FailureDetector | None = None
+    ) -> torch.futures.Future[Tensor]:
+        """Replace ``flat`` by its mean over the group's ranks, by the all-reduce that stock DDP does.
+
+        The future raises `TransportError` if a rank is gone or silent, with its name where ``detector`` knows it.
+        """
+        if detector is not None:
+            detector.advance()
+        work = dist.all_reduce(flat.div_(group.size()), group=group, async_op=True)
+        assert work is not None
+        if flat.device.type != "cpu":
+            # What a device still has to do does not hold its future up: this runs here and now.
+            return work.get_future().then(lambda future: future.value()[0])
+        return self.follow(PendingWork(work, "the all-reduce", group_timeout(group), detector=detector), lambda: flat)
+
+
+def for_reducer(future: torch.futures.Future[_T]) -> torch.futures.Future[_T]:
+    """The same future for DDP's reducer: an exception set from Python it would take for the result; one that a callback
+    raises is an error to it, as a ``RuntimeError`` with the exception's text."""
+    return future.then(lambda ended: ended.value())
+
+
+def _run(jobs: _Queue, num_threads: int) -> None:
+    # OpenMP keeps the number of threads per calling thread: without this the worker would take all cores.
+    torch.set_num_threads(num_threads)
+    while (job := jobs.get()) is not None:
+        job()
+        # Or the last job, and through it a bucket, lives until the next one comes.
+        del job
+
+
+def _end(first: _Queue, second: _Queue) -> None:
+    # The second ends after what the first has still to hand over.
+    first.put(lambda: second.put(None))
+    first.put(None)
+
+
+class StreamExecutor(Executor):
+    """Does a Wire's communication in the thread that hands it over, on a stream of its own beside the current one.
+
+    A job runs to its end as far as the host is concerned; the device goes through it later, after what the current
+    stream had to do when the job came, and the future tells whoever waits for it to wait on the device. It takes the
+    place of a `ThreadExecutor` and of its threads: kernels and collectives are only enqueued. On a CPU there are no
+    streams, and a job simply runs.
+    """
+
+    def __init__(self, device: torch.device, *, own_stream: bool = True) -> None:
+        """``own_stream``: whether jobs run on a stream of their own, or on the current one, as FSDP2 expects."""
+        self._device, self._closed = device, False
+        # Of high priority: a message that leaves early is worth more than a kernel of backward that starts early.
+        own_stream = own_stream and device.type == "cuda"
+        self._stream = torch.cuda.Stream(device, priority=-1) if own_stream else None
+
+    def submit(self, job: Job) -> torch.futures.Future[Tensor]:
+        """Enqueue ``job``; the future gets what it returns, or its exception.
+
+        Raises:
+            RuntimeError: the executor is closed.
+        """
+        future: torch.futures.Future[Tensor]
+        # The list of devices makes the future note the streams on which its result is made.
+        future = torch.futures.Future(devices=[self._device]) if self._stream else torch.futures.Future()
+        tell: Callable[..., None] = future.set_result
+        with self._on_comm_stream():
+            try:
+                outcome = _whole(job)
+            except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the future
+                tell, outcome = future.set_exception, error
+            tell(outcome)
+        return future
+
+    def call(self, job: Callable[[], _T]) -> _T:
+        """Run ``job`` after all before it, and return what it returns; what the current stream does next comes after
+        it. Raises what it raises."""
+        with self._on_comm_stream():
+            result = job()
+        if self._stream:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return result
+
+    def wait_idle(self) -> None:
+        """Nothing to wait for: what writes to a bucket next is enqueued behind what was enqueued before."""
+
+    def close(self) -> None:
+        """Take no more jobs."""
+        self._closed = True
+
+    def join(self, timeout_s: float) -> bool:
+        """Jobs end in the call that hands them over."""
+        return True
+
+    @contextmanager
+    def _on_comm_stream(self) -> Iterator[None]:
+        # Backward may have been called inside autocast, which would make factors and sums of 16 bits.
+        if self._closed:
+            raise RuntimeError(CLOSED)
+        with on_the_host(), torch.autocast("cuda" if self._device.type == "cuda" else "cpu", enabled=False):
+            if self._stream is None:
+                yield
+                return
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                yield
+
+
+def _whole(job: Job) -> Tensor:
+    while True:
+        try:
+            next(job)
+        except StopIteration as end:
+            return end.value
+
+
+def on_the_host() -> AbstractContextManager[object]:
+    """Inside, a tensor that is made without a device is on the CPU, whatever `torch.set_default_device` says."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+
+
+class AsyncReadback:
+    """Small tensors that a device computes, for the host to read once they are there, without stopping it before."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[Tensor, torch.cuda.Event | None]] = []
+
+    def note(self, values: Tensor) -> None:
+        """Send ``values`` to the host when the current stream has computed them."""
+        here = values.to("cpu", non_blocking=True)  # into pinned memory, where PyTorch puts it by itself
+        event = None
+        if values.is_cuda:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(values.device))
+        self._noted.append((here, event))
+
+    def read(self) -> list[Tensor]:
+        """What was noted since the last call. Waits for what is not there yet."""
+        noted, self._noted = self._noted, []
+        for _, event in noted:
+            if event is not None:
+                event.synchronize()
+        return [values for values, _ in noted]
+
+
+def elapsed(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds that ``run`` takes: on a device, its work there, as its own clock has it."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        run()
+        return time.perf_counter() - started
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    stream = torch.cuda.current_stream(device)
+    first.record(stream)
+    run()
+    last.record(stream)
+    last.synchronize()
+    return first.elapsed_time(last) / 1e3

@@ -1,0 +1,840 @@
+"""FSDP2: the ShardedWire that ``thinwire.compress()`` returns, and what it does with each flat buffer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives import Algorithm, DeviceTransport, Layer, ScatterReduceAllGather, Transport, ring_bytes
+from thinwire.compressors import Coded, Compressor, Raw, Slot, State, not_finite, rounded_for
+from thinwire.kernels import FORMAT_VERSION, cpu_level, derive_key
+from thinwire.plan import Plan, Site, Speeds, at_site, declined
+from thinwire.plan.policies import Evidence, Policy
+from thinwire.plan.policies.balance import balanced
+from thinwire.plan.sites import SITES
+from thinwire.runtime import checkpoint
+from thinwire.runtime.adapt import Adapter
+from thinwire.runtime.channel import Channel, Contents, Kind, Operation
+from thinwire.runtime.consistency import library_version, raise_together
+from thinwire.runtime.executor import AsyncReadback
+from thinwire.runtime.handle import Handle
+from thinwire.runtime.probe import measure_speeds
+from thinwire.runtime.state import (
+    Placement,
+    PoisonMonitor,
+    ShardedLayer,
+    ShardedSlots,
+    reshard_residual,
+    residual_bytes,
+)
+from thinwire.runtime.stats import ShardedStats, StageSeconds, TrafficStats
+from thinwire.runtime.table import layer_table
+
+_VERSIONS, _EXCHANGES, _CHECKSUMS = "versions", "exchanges", "counts/checksums"
+_STAGES = [f.name for f in fields(StageSeconds)]
+
+
+class ShardedWire(Handle["ShardedEngine"]):
+    """Compressed communication of a sharded model: its plan, its state, its statistics.
+
+    ``state_dict()`` holds tensors only and belongs into every checkpoint, beside the model's and the optimizer's:
+    random draws depend on how often gradients were reduced, and error feedback keeps a residual.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        units: Sequence[Unit],
+        *,
+        rank: int,
+        world_size: int,
+        make_world: Callable[[], Transport],
+        seed: int = 0,
+        start: int = 0,
+        master: bool = True,
+        skip_if_slower: bool = False,
+        algorithm: Algorithm | None = None,
+        adapt: Policy | None = None,
+        replicas: Transport | None = None,
+    ) -> None:
+        """``rank`` of ``world_size``: whose of the model's checkpoints this one's is. ``make_world`` connects all of
+        them: it is called on every rank when states are first gathered or loaded."""
+        super().__init__(plan, seed=seed, start=start)
+        self.rank, self.world_size = rank, world_size
+        self._make_world = make_world
+        self._world: Transport | None = None
+        self._waiting: tuple[Callable[[], bool], Plan] | None = None
+        self._counted: dict[int, tuple[int, int, int, dict[str, float]]] = {}
+        self._engine = ShardedEngine(
+            plan,
+            units,
+            algorithm=algorithm or ScatterReduceAllGather(),
+            seed=seed,
+            start=start,
+            master=master,
+            record=_record(plan, units, {"seed": seed, "start": start, "master": master, "adapt": adapt}),
+            replicas=replicas,
+        )
+        channels = self._engine.all_channels
+        self._release_when_dropped([c.executor for c in channels], [c.transport for c in channels])
+        if skip_if_slower:
+            self._engine.take(declined_plan(self._engine))
+        self._adapter = self._adapter_of(adapt) if adapt is not None else None
+        self.reset_stats()
+
+    def _adapter_of(self, policy: Policy) -> Adapter:
+        engines, units = self._engine.channels, self._engine.units
+        if len(engines) > 1:
+            raise ValueError("adapt= needs all modules to be sharded over the same ranks")
+        if policy.wants_syncs:
+            raise ValueError(f"{policy} asks for the time of DDP buckets, which a sharded model has none of")
+        plan = Plan({name: c for name, c in self.plan.layers.items() if not name.startswith("across/")})
+        reference = {name: c for name, c in plan.layers.items() if not isinstance(c, Raw)}
+        shapes = {
+            at_site(site, layer.name): layer.shape_of(0) if site == "weights" else layer.shape
+            for unit in units
+            for layer in unit.layers
+            for site in ("weights", "gradients")
+        }
+
+        def prepare(evidence: Evidence) -> Evidence:
+            of = self._engine
+            return balanced(evidence, max(1.0, of.gathers / max(1, of.reductions)))
+
+        return Adapter(
+            policy,
+            plan,
+            shapes,
+            engines[0].transport,
+            algorithm=engines[0].algorithm,
+            world=engines[0].world,
+            start=self.start,
+            speeds=slowest_speeds(self._engine, policy.to_time(reference)),
+            prepare=prepare,
+        )
+
+    def __repr__(self) -> str:
+        """A table of the layers: spec, or the reason why raw, and the bytes of one gather or one reduction."""
+        shapes, crossings = self._shapes, {}
+        for unit in self._engine.units:
+            shards = unit.transport.world_size
+            replicas = self.world_size // shards
+            once = {"weights": (shards - 1) / shards, "gradients": (shards - 1) / shards}
+            once["across"] = 2 * (replicas - 1) / replicas / shards
+            crossings |= {at_site(site, layer.name): once[site] for layer in unit.layers for site in SITES}
+
+        def sent(name: str, compressor: Compressor) -> float:
+            return crossings[name] * compressor.wire_bytes(shapes[name], torch.float32)
+
+        title = f"ShardedWire of {self.world_size} ranks"
+        return layer_table(title, self.plan, shapes, self.declined, sent, unit="bytes each time")
+
+    @property
+    def step(self) -> int:
+        """Index of the last backward pass that reduced gradients; −1 before the first."""
+        return self._engine.step
+
+    @property
+    def master(self) -> bool:
+        """Whether ranks keep their shards as the optimizer left them, beside what they sent of them."""
+        return self._engine.master
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the compressors' state takes on this rank: known before training."""
+        return self._engine.foreseen_bytes
+
+    @property
+    def stats(self) -> ShardedStats:
+        """Totals so far, as a copy: what is under way is partly in it."""
+        engine = self._engine
+        total = replace(
+            engine.stats,
+            declined_layers=len(self.declined),
+            learn_s=sum(members.slots.learn_s for members in engine.members()),
+            adapt_s=self._adapter.adapt_s if self._adapter else 0.0,
+            slot_bytes=engine.slot_bytes,
+        )
+        for flat in engine.all_channels:
+            now = flat.present_stats()
+            sent, received, shared, stages = self._counted[id(flat)]
+            total.payload_sent_bytes += now.payload_sent_bytes - sent
+            total.payload_received_bytes += now.payload_received_bytes - received
+            total.payload_shared_bytes += now.payload_shared_bytes - shared
+            total.buffer_bytes += now.buffer_bytes
+            for stage in _STAGES:
+                setattr(total, stage, getattr(total, stage) + getattr(now, stage) - stages[stage])
+        return total
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        self._engine.stats = ShardedStats()
+        for members in self._engine.members():
+            members.slots.learn_s = 0.0
+        for flat in self._engine.all_channels:
+            now = flat.present_stats()
+            stages = {stage: getattr(now, stage) for stage in _STAGES}
+            self._counted[id(flat)] = (
+                now.payload_sent_bytes,
+                now.payload_received_bytes,
+                now.payload_shared_bytes,
+                stages,
+            )
+
+    def gather_bytes(self, dtype: torch.dtype = torch.float32) -> int:
+        """Bytes that this rank sends when all weights are gathered once as ``dtype``, by formula, with headers."""
+        return self._engine.sent_bytes("weights", dtype)
+
+    def reduce_bytes(self, dtype: torch.dtype = torch.float32) -> int:
+        """Bytes that this rank sends when all gradients are reduced once as ``dtype``, by formula, with headers."""
+        return self._engine.sent_bytes("gradients", dtype)
+
+    # What attachments call.
+
+    def keep_gradients_raw(self, until: Callable[[], bool]) -> None:
+        """Send gradients in full precision up to the step before which ``until`` is true, on every rank at once."""
+        later = self.plan
+        raw = {name: Raw() if name.startswith(at_site("gradients", "")) else c for name, c in later.layers.items()}
+        self._waiting = (until, later)
+        self._engine.take(replace(later, layers=raw))
+
+    def gather(self, unit: Unit, flat: Tensor, *, keep: Callable[[Tensor], object] | None = None) -> Future[Tensor]:
+        """Start filling ``flat``, which holds this rank's part of the weights, with all ranks' as they arrive.
+
+        This rank's own part, too, becomes what it sent of it. ``keep`` is called with that part where only what was
+        sent is kept of the weights.
+        """
+        return self._engine.gather(unit, flat, keep=keep)
+
+    def reduce(
+        self,
+        unit: Unit,
+        flat: Tensor,
+        out: Tensor,
+        trained: Sequence[str],
+        *,
+        scale: float,
+        loss_scale: float = 1.0,
+        weights: Callable[[], Mapping[str, Tensor]] | None = None,
+    ) -> Future[Tensor]:
+        """Start setting ``out`` to this rank's part of ``scale`` times the sum of all ranks' ``flat``.
+
+        ``trained``: the layers that are in it, in order. ``loss_scale`` is how many times larger than the gradients its
+        values are. ``weights`` gives this rank's shards of the weights, for a policy to look at.
+        """
+        if self._engine.begins_step(unit):
+            self._begin_step()
+        members = self._engine.follow_trained(unit, trained)
+        if self._adapter is not None and self._adapter.watches(self.step):
+            self._observe(self._adapter, members, flat, loss_scale, weights() if weights is not None else {})
+        return self._engine.reduce(unit, flat, out, scale=scale, loss_scale=loss_scale)
+
+    def mark(self, queue: Callable[[Callable[[], object]], bool]) -> None:
+        """In a backward pass, after its first reduction: ask for a call at its end, by ``queue``, which says whether
+        it will."""
+        self._engine.mark(queue)
+
+    @property
+    def needs_loss_scale(self) -> bool:
+        """Whether the scale of the loss matters to anything here."""
+        return self._adapter is not None or self.plan.has_slots
+
+    def reduce_across(self, unit: Unit, part: Tensor) -> Future[Tensor]:
+        """Start replacing this rank's part of the gradients by its mean over all replicas."""
+        return self._engine.reduce_across(unit, part)
+
+    def note(self, *, local_gathers: int = 0, overlapped: int = 0) -> None:
+        """Count what the attachment did itself."""
+        self._engine.stats.local_gathers += local_gathers
+        self._engine.stats.overlapped += overlapped
+
+    def _begin_step(self) -> None:
+        """Before the first reduction of a backward pass, on every rank alike."""
+        self._engine.begin_step()
+        if self._waiting is not None and self._waiting[0]():
+            self._engine.plan, self._waiting = self._waiting[1], None
+        if self._adapter is None:
+            return
+        adapter, step = self._adapter, self.step
+        plan = self._engine.channels[0].alone(lambda: adapter.begin_step(step, self.plan, None))
+        if plan.layers != self.plan.layers:
+            # Each unit takes it over with its next reduction: its weights stay the same in one step.
+            self._engine.plan = plan
+            self._engine.stats.plan_changes += 1
+
+    def _observe(
+        self, adapter: Adapter, members: LayerGroup, flat: Tensor, loss_scale: float, weights: Mapping[str, Tensor]
+    ) -> None:
+        gradients = {name: members.placement.whole(flat, name) for name in members.placement.by_name}
+        shards = {at_site("weights", name): weights[name] for name in weights}
+        for found, scale in ((gradients, loss_scale), (shards, 1.0)):
+            chosen = {n: v for n, v in found.items() if n in adapter.reference and v.numel()}
+            if chosen:
+                together = torch.cat([value.detach().reshape(-1).float() for value in chosen.values()])
+                layers = tuple((name, tuple(value.shape)) for name, value in chosen.items())
+                adapter.observe(together, layers, self.step, scale)
+
+    # Checkpoints.
+
+    @property
+    def _shares(self) -> list[int]:
+        """Identifies the ownership that a state belongs to: over how many each is sharded, for every rank."""
+        return [self._engine.units[0].transport.world_size] * self.world_size
+
+    @property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {
+            at_site(site, layer.name): layer.shape
+            for unit in self._engine.units
+            for layer in unit.layers
+            for site in ("weights", "gradients", "across")
+        }
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Step, seed, plan and this rank's slots, as tensors, between steps; every rank must call it.
+
+        For checkpoints to which every rank writes: ``torch.distributed.checkpoint``, where the keys of slots, which
+        carry the rank, merge, or one file for each rank. Where one rank writes, save `gather_state_dict`.
+        """
+        self._check_attached()
+        engine = self._engine
+        engine.settle()
+        options = {"step": engine.step, "seed": engine.seed, "rank": self.rank}
+        state = checkpoint.write(engine, engine.plan, self._shapes, **options, shares=self._shares)
+        rows = [
+            [unit.reductions, weights.slots.learned_at, gradients.slots.learned_at, unit.across]
+            for unit, weights, gradients in zip(engine.units, engine.weights, engine.gradients, strict=True)
+        ]
+        counts = {_VERSIONS: torch.tensor(rows), _EXCHANGES: torch.tensor([engine.gathers, engine.reductions])}
+        state |= checkpoint.sealed(counts, _CHECKSUMS)
+        return state | self._adapter.state() if self._adapter else state
+
+    def _whole_world(self) -> Transport:
+        if self._world is None:
+            self._world = self._make_world()
+            self._release_when_dropped((), [self._world])
+        return self._world
+
+    def state_dict_of(self, world_size: int) -> dict[str, Tensor]:
+        """The shape of the merged states of a world of ``world_size`` ranks, to load its checkpoint into."""
+        state = checkpoint.template(self.plan, self._shapes, world_size)
+        versions = torch.zeros(len(self._engine.units), 4, dtype=torch.int64)
+        state |= checkpoint.sealed({_VERSIONS: versions, _EXCHANGES: torch.zeros(2, dtype=torch.int64)}, _CHECKSUMS)
+        return state | self._adapter.state() if self._adapter else state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from a `gather_state_dict`, or from this rank's own `state_dict`. All ranks call it, between steps.
+
+        A gathered state loads into a world of any size: with another number of ranks the mean residual is preserved.
+        A `state_dict` loads on the rank that saved it, in a world of the same size.
+
+        Raises:
+            ValueError: the state is of another wire format or of a model with other layers, or lacks the slots of some
+                ranks.
+            PeerFailedError: it is so on another rank.
+            DisagreementError: ranks loaded different states.
+        """
+        self._check_attached()
+        engine, read, error = self._engine, None, None
+        try:
+            read = self._read(state)
+        except Exception as invalid:  # noqa: BLE001 - raised on every rank below
+            error = invalid
+        raise_together(error, self._whole_world(), "load_state_dict()")
+        assert read is not None
+        loaded, counts, integers = read
+        engine.restart(loaded.plan, step=loaded.step, seed=loaded.seed)
+        engine.gathers, engine.reductions = counts
+        rows = [integers[i : i + 4] for i in range(0, len(integers), 4)]
+        for unit, row, *sites in zip(engine.units, rows, engine.weights, engine.gradients, strict=True):
+            unit.reductions, unit.last_step, unit.across = row[0], loaded.step, row[3]
+            for members, learned_at in zip(sites, row[1:3], strict=True):
+                members.slots.learned_at = learned_at
+        for (name, slot_name), value in loaded.slots.items():
+            members = engine.members_of(name)
+            slot = next(slot for slot in self.plan[name].slots if slot.name == slot_name)
+            if members is not None:
+                members.slots.load(name, slot, value)
+        for flat in engine.all_channels:
+            flat.agree({"step": str(loaded.step), "plan": loaded.plan.hash, "seed": str(loaded.seed)})
+        if self._adapter is not None:
+            alike = int(state["shares"].numel()) == self.world_size
+            self._adapter.load(state if alike else {}, self.plan, None)
+
+    def _read(self, state: Mapping[str, Tensor]) -> tuple[checkpoint.Loaded, list[int], list[int]]:
+        """What a state holds for this rank, the exchanges so far, and the counts of each unit."""
+        engine, versions = self._engine, state.get(_VERSIONS)
+        known = isinstance(versions, Tensor) and tuple(versions.shape) == (len(engine.units), 4)
+        if versions is None or not known or _EXCHANGES not in state:
+            raise ValueError(
+                "this is not the state of a Wire of this model: shard its modules as they were when it was saved"
+            )
+
+        def resharded(saved: Mapping[int, Tensor], slot: Slot, compressor: Compressor, name: str, *_: object) -> Tensor:
+            members = engine.members_of(name)
+            if members is None:
+                return saved[0]
+            return reshard_residual(saved, slot, name, members.slots.rank, members.placement)
+
+        counts = checkpoint.integers(state, _EXCHANGES, 2)
+        integers = checkpoint.integers(state, _VERSIONS, 4 * len(engine.units))
+        loaded = checkpoint.read(state, self.plan, self._shapes, self.rank, self._shares, resharded)
+        checkpoint.check_sealed(state, (_VERSIONS, _EXCHANGES), _CHECKSUMS)
+        if self._adapter is not None and int(state["shares"].numel()) == self.world_size:
+            self._adapter.saved_algorithm(state)
+        return loaded, counts, integers
+
+    def _close(self) -> None:
+        for flat in self._engine.all_channels:
+            flat.close()
+            flat.transport.close()
+        if self._world is not None:
+            self._world.close()
+            self._world = None
+
+
+def _record(plan: Plan, units: Sequence[Unit], options: Mapping[str, object]) -> dict[str, str]:
+    """What all ranks must have in common, in the order in which a difference is best reported."""
+    record = {"thinwire version": library_version(), "wire format": str(FORMAT_VERSION)}
+    record |= {name: str(value) for name, value in options.items()}
+    if not all(compressor.traits.exact_bits for compressor in plan.layers.values()):
+        record |= {"CPU level": cpu_level(), "threads": str(torch.get_num_threads())}
+    for unit in units:
+        layers = (f"{layer.name} {layer.shape} along {layer.dim}" for layer in unit.layers)
+        record[f"module {unit.name or '(root)'}"] = ", ".join(layers)
+    return record | {f"layer {name}": str(compressor) for name, compressor in plan.layers.items()}
+
+
+class LayerGroup:
+    """The layers of a unit that take part in one kind of collective, and their slots."""
+
+    def __init__(self, site: Site, layers: Sequence[ShardedLayer], transport: Transport) -> None:
+        self.site: Site = site
+        self.names = tuple(layer.name for layer in layers)
+        num_ranks = layers[0].num_ranks if layers else 1
+        self.placement = Placement([replace(layer, name=at_site(site, layer.name)) for layer in layers], num_ranks)
+        device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
+        self.slots = ShardedSlots(self.placement, transport.rank, device, sends_all=site == "gradients")
+
+    def follow(self, plan: Plan) -> None:
+        self.slots.follow(self.compressors(plan))
+
+    def compressors(self, plan: Plan) -> dict[str, Coded]:
+        """By name in the plan, which `sharded_plan` has checked."""
+        found = {}
+        for name in self.placement.by_name:
+            compressor = plan[name]
+            assert isinstance(compressor, Coded)
+            # A policy may have chosen fewer bits than the rules.
+            found[name] = rounded_for("weights", compressor) if self.site == "weights" else compressor
+        return found
+
+
+@dataclass
+class Unit:
+    """Parameters that are gathered together, and their gradients reduced together: those of one FSDP module."""
+
+    name: str
+    layers: tuple[ShardedLayer, ...]
+    transport: Transport
+    """Among the ranks that it is sharded over."""
+    trained: tuple[str, ...]
+    """Those of its layers that get gradients."""
+    index: int = 0
+    first_rank: int = 0
+    """The first of the ranks that it is sharded over: replicas of it draw by themselves."""
+    reductions: int = 0
+    """So far: the draws of gradients depend on it."""
+    across: int = 0
+    """Sums over replicas so far."""
+    last_step: int = -1
+    kept: dict[int, Tensor] = field(default_factory=dict)
+
+
+Future = torch.futures.Future
+ShardChannel = Channel[TrafficStats]
+
+
+@dataclass
+class WeightGather(Operation):
+    """An all-gather of a unit's weights."""
+
+    flat: Tensor
+    members: LayerGroup
+    rank: int
+    since: int | None = None
+    """Steps since the first compressed one; None before it."""
+    keep: Callable[[Tensor], object] | None = None
+    """Called with this rank's part where only what was sent of it is kept."""
+
+    def buffer(self) -> Tensor:
+        return self.flat
+
+    def state(self, x: Tensor) -> State | None:
+        return None if self.since is None else self.members.slots.state(x, self.since, 1.0)
+
+    def finish(self, x: Tensor) -> None:
+        if self.keep is not None:
+            self.keep(self.members.placement.part(x, self.rank))
+
+
+@dataclass
+class GradientReduction(Operation):
+    """A reduce-scatter of a unit's gradients."""
+
+    flat: Tensor
+    members: LayerGroup
+    loss_scale: float
+    again: bool
+    """Whether the unit was reduced in this step before."""
+    since: int | None = None
+    """Steps since the first compressed one; None before it."""
+    note: Callable[[Tensor], object] | None = None
+    """Called with the result, to see whether it is finite."""
+
+    def buffer(self) -> Tensor:
+        return self.flat
+
+    def state(self, x: Tensor) -> State | None:
+        if self.since is None:
+            return None
+        return self.members.slots.state(x, self.since, self.loss_scale, again=self.again)
+
+    def finish(self, x: Tensor) -> None:
+        if self.note is not None and self.out is not None:
+            self.note(self.out)
+
+
+@dataclass
+class ReplicaMean(Operation):
+    """An all-reduce, over the replicas of a shard, of its gradients."""
+
+    flat: Tensor
+
+    def buffer(self) -> Tensor:
+        return self.flat
+
+
+class ShardedEngine:
+    """Plan, units, slots and counters of a `ShardedWire`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        units: Sequence[Unit],
+        *,
+        algorithm: Algorithm,
+        seed: int,
+        start: int,
+        master: bool,
+        record: Mapping[str, str],
+        replicas: Transport | None,
+    ) -> None:
+        self.plan = plan
+        self.units = tuple(units)
+        self.seed, self.start, self.master = seed, start, master
+        self.stats = ShardedStats()
+        self.step = -1
+        self.gathers = self.reductions = 0
+        """Of all units since training began, also before it was resumed."""
+        self._finite, self._told = True, AsyncReadback()
+        self._poison = PoisonMonitor()
+        self._marked = self._ended = self._asked = False
+        self._touched: list[LayerGroup] = []
+        self._contents: dict[object, Contents] = {}
+        transports = list({id(unit.transport): unit.transport for unit in units}.values())
+        self._channels = {id(t): _connect(t, algorithm, seed, record) for t in transports}
+        star = ScatterReduceAllGather()
+        self.across = _connect(replicas, star, seed, record) if replicas is not None else None
+        self.weights: list[LayerGroup] = []
+        self.gradients: list[LayerGroup] = []
+        for index, unit in enumerate(self.units):
+            unit.index = index
+            self.weights.append(LayerGroup("weights", unit.layers, unit.transport))
+            self.gradients.append(self._gradients_of(unit, unit.trained))
+        self._plans: list[Plan] = []
+        self.take(plan)
+
+    def take(self, plan: Plan) -> None:
+        """Between steps: every unit has this plan from now on."""
+        self.plan = plan
+        self._plans = [plan] * len(self.units)
+        for members in self.members():
+            members.follow(plan)
+
+    def restart(self, plan: Plan, *, step: int, seed: int) -> None:
+        """Between steps: go on from a checkpoint."""
+        self.step, self.seed = step, seed
+        self._touched.clear()
+        self._finite = True
+        self._ended = self._marked
+        for unit in self.units:
+            unit.kept.clear()
+        self.take(plan)
+        for channel in self.all_channels:
+            channel.seed = seed
+
+    @property
+    def channels(self) -> list[ShardChannel]:
+        """By whom shards are moved: one for each set of ranks that units are sharded over."""
+        return list(self._channels.values())
+
+    @property
+    def all_channels(self) -> list[ShardChannel]:
+        """These, and that which takes sums across replicas."""
+        return [*self.channels, *([self.across] if self.across else [])]
+
+    def members(self) -> Iterable[LayerGroup]:
+        yield from self.weights
+        yield from self.gradients
+
+    def members_of(self, name: str) -> LayerGroup | None:
+        """Those to which a layer of the plan belongs."""
+        return next((members for members in self.members() if name in members.placement.by_name), None)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Memory that slots take."""
+        return sum(members.slots.num_bytes for members in self.members())
+
+    @property
+    def foreseen_bytes(self) -> int:
+        """The same, by formula."""
+        plans = ((m.placement, {name: self.plan[name] for name in m.placement.by_name}) for m in self.members())
+        return sum(residual_bytes(placement, compressors) for placement, compressors in plans)
+
+    def value(self, layer: str, slot: Slot, shape: Sequence[int]) -> Tensor:
+        """A copy of a slot, flat."""
+        members = self.members_of(layer)
+        return (slot.first(shape, layer) if members is None else members.slots.value(layer, slot)).reshape(-1)
+
+    def sent_bytes(self, site: Site, dtype: torch.dtype) -> int:
+        """Bytes that this rank sends when all weights are gathered once, or all gradients reduced once."""
+        kind: Kind = "all_gather" if site == "weights" else "reduce_scatter"
+        total = 0
+        for unit, members in zip(self.units, self.weights if site == "weights" else self.gradients, strict=True):
+            if members.names:
+                contents = self._contents_of(unit, members, self.plan, compressed=True)
+                total += self._channels[id(unit.transport)].sent_bytes(kind, contents, dtype)
+        return total
+
+    def gather(self, unit: Unit, flat: Tensor, *, keep: Callable[[Tensor], object] | None = None) -> Future[Tensor]:
+        """Start filling ``flat``, which holds this rank's part of the weights, with all ranks' as they arrive.
+
+        This rank's own part, too, becomes what it sent of it. ``keep`` is called with that part, where only what was
+        sent is kept of the weights.
+        """
+        members, rank = self.weights[unit.index], unit.transport.rank
+        draw = self._passes(unit)
+        compressed = draw >= self.start
+        contents = self._contents_of(unit, members, self._plans[unit.index], compressed=compressed)
+        since = draw - self.start
+        quantised = compressed and not self.master
+        self.gathers += 1
+        self.stats.gathers += 1
+        self.stats.dense_bytes += (unit.transport.world_size - 1) * members.placement.part_numel * flat.itemsize
+        operation = WeightGather("all_gather", contents, flat.dtype, flat, members, rank)
+        operation.draw = draw
+        operation.since = since if compressed else None
+        if quantised:
+            operation.kept, operation.keep = unit.kept, keep
+        return self._channels[id(unit.transport)].submit(operation)
+
+    def reduce(
+        self,
+        unit: Unit,
+        flat: Tensor,
+        out: Tensor,
+        *,
+        scale: float,
+        loss_scale: float = 1.0,
+    ) -> Future[Tensor]:
+        """Start setting ``out`` to this rank's part of ``scale`` times the sum of all ranks' ``flat``.
+
+        ``loss_scale`` is how many times larger than the gradients its values are.
+        """
+        again = unit.last_step == self.step
+        unit.last_step = self.step
+        members = self.gradients[unit.index]
+        draw = self._passes(unit)
+        compressed = draw >= self.start
+        if self._plans[unit.index] is not self.plan:
+            # From here on: what was gathered for this backward pass was gathered with the plan before.
+            self._plans[unit.index] = self.plan
+            unit.kept.clear()
+            members.follow(self.plan)
+            self.weights[unit.index].follow(self.plan)
+        contents = self._contents_of(unit, members, self.plan, compressed=compressed)
+        keeps = compressed and members.slots.keeps_residuals
+        # The second use of a module in a step takes up the residual of the first.
+        again &= any(members is other for other in self._touched)
+        if keeps and not again:
+            self._touched.append(members)
+        since = draw - self.start
+        operation = GradientReduction("reduce_scatter", contents, flat.dtype, flat, members, loss_scale, again)
+        operation.scale, operation.out = scale, out
+        operation.draw = derive_key(unit.reductions, unit.first_rank)
+        operation.since = since if compressed else None
+        operation.note = self._note if keeps else None
+        if keeps:
+            self._poison.note_gradients(flat)
+        unit.reductions += 1
+        self.reductions += 1
+        self.stats.reductions += 1
+        self.stats.dense_bytes += (unit.transport.world_size - 1) * members.placement.part_numel * flat.itemsize
+        return self._channels[id(unit.transport)].submit(operation)
+
+    def reduce_across(self, unit: Unit, part: Tensor) -> Future[Tensor]:
+        """Start replacing this rank's part of the gradients by its mean over all replicas."""
+        assert self.across is not None
+        members = self.gradients[unit.index]
+        compressed = unit.across >= self.start
+        key = ("across", unit.index, members.names, compressed)
+        if key not in self._contents:
+            layers = []
+            for name in members.names:
+                at = at_site("gradients", name)
+                layer, start = members.placement.by_name[at], members.placement.starts[at]
+                compressor = self.plan[at_site("across", name)] if compressed else Raw()
+                assert isinstance(compressor, Coded)
+                shape = (layer.padded_numel,)
+                layers.append(Layer(at_site("across", name), start, shape, compressor))
+            self._contents[key] = Contents(key, tuple(layers))
+        flat = part.view(-1)
+        scale = 1 / self.across.world.size
+        draw = derive_key(unit.across, unit.transport.rank)
+        unit.across += 1
+        self.stats.dense_bytes += ring_bytes(flat.nbytes, self.across.world.size)
+        operation = ReplicaMean("all_reduce", self._contents[key], flat.dtype, flat)
+        operation.scale, operation.draw = scale, draw
+        return self.across.submit(operation)
+
+    def begins_step(self, unit: Unit) -> bool:
+        """Whether a unit's next reduction is the first one of a backward pass. All ranks find the same."""
+        return self.step < 0 or (self._ended if self._marked else unit.last_step == self.step)
+
+    def begin_step(self) -> None:
+        """Between the last reduction of a backward pass and the first one of the next."""
+        self.settle()
+        self.step += 1
+        self.stats.steps += 1
+        self._ended = False
+
+    def mark(self, queue: Callable[[Callable[[], object]], bool]) -> None:
+        """Ask for a call when the running backward pass has ended. Where none comes, a unit that is reduced once
+        more begins the next one."""
+        if not self._asked:
+            self._asked = self._marked = queue(self._end_pass)
+
+    def _end_pass(self) -> None:
+        self._ended, self._asked = True, False
+
+    def _passes(self, unit: Unit) -> int:
+        """Backward passes that are over: weights are the same from one to the next, forward and backward."""
+        if self._marked:
+            return self.step + self._ended
+        return unit.reductions
+
+    def follow_trained(self, unit: Unit, trained: Sequence[str]) -> LayerGroup:
+        """The members of a unit's next reduction, in which these layers are, in this order."""
+        if tuple(trained) != self.gradients[unit.index].names:
+            self.gradients[unit.index] = self._gradients_of(unit, trained, self.gradients[unit.index])
+        return self.gradients[unit.index]
+
+    def _gradients_of(self, unit: Unit, trained: Sequence[str], before: LayerGroup | None = None) -> LayerGroup:
+        """The members of reductions of these layers; they take over the residuals of ``before``."""
+        layers = [layer for layer in unit.layers if layer.name in set(trained)]
+        members = LayerGroup("gradients", layers, unit.transport)
+        members.follow(self.plan)
+        for name, compressor in members.compressors(self.plan).items() if before is not None else ():
+            for slot in compressor.slots:
+                if before is not None and before.slots.has(name, slot):
+                    members.slots.load(name, slot, before.slots.value(name, slot))
+        return members
+
+    def _contents_of(self, unit: Unit, members: LayerGroup, plan: Plan, *, compressed: bool) -> Contents:
+        compressors: dict[str, Coded] = members.compressors(plan) if compressed else {}
+        key = (members.site, unit.index, members.names, tuple(compressors.values()))
+        if key not in self._contents:
+            raw = dict.fromkeys(members.placement.by_name, Raw())
+            shards = members.placement.shards(compressors or raw)
+            self._contents[key] = Contents(key, (), shards, members.placement.part_numel)
+        return self._contents[key]
+
+    def _note(self, out: Tensor) -> None:
+        if out.device.type == "cpu":
+            self._finite &= math.isfinite(float(not_finite(out)))
+        else:
+            self._told.note(not_finite(out))
+
+    def settle(self) -> None:
+        """Let residuals take what the last pass left: nothing, if some rank met NaN or Inf in it."""
+        if not self._touched:
+            return
+        for channel in self.all_channels:
+            channel.alone(lambda: None)
+        for value in self._told.read():
+            self._finite &= bool(torch.isfinite(value))
+        nonfinite = self._on_any_rank(not self._finite)
+        if not nonfinite:
+            for members in self._touched:
+                members.slots.commit()
+        else:
+            self.stats.nonfinite_steps += 1
+        self._touched.clear()
+        self._finite = True
+        self._poison.end_step(finite=not nonfinite)
+        if self._poison.suspected and not self._on_any_rank(not self._poison.take_finite_gradients()):
+            for members in self.members():
+                members.slots.reset()
+            self.stats.state_resets += 1
+            self._poison.warn(self.step + 1)
+
+    def _on_any_rank(self, condition: bool) -> bool:
+        """Whether it is so on any rank: among the shards first and then among replicas. A collective call."""
+        found = torch.tensor([condition])
+        for channel in self.all_channels:
+            found = channel.alone(partial(channel.transport.all_gather, found)).any().reshape(1)
+        return bool(found)
+
+
+def _connect(transport: Transport, algorithm: Algorithm, seed: int, record: Mapping[str, str]) -> ShardChannel:
+    return Channel.connect(transport, TrafficStats(), algorithm=algorithm, seed=seed, record=record)
+
+
+def slowest_speeds(
+    engine: ShardedEngine, compressors: Collection[Compressor], of: ShardChannel | None = None
+) -> Speeds | None:
+    """Of the links of ``of`` (by default those among which the first unit is sharded), on the slowest of all ranks;
+    None if there is nothing to measure."""
+    links = of or engine.channels[0]
+    if links.transport.world_size == 1 or not compressors:
+        return None
+    speeds = links.alone(lambda: measure_speeds(compressors, links.transport, links.algorithm, links.world))
+    ordered = sorted(speeds.codec_s, key=str)
+    figures = torch.tensor([*(speeds.codec_s[c] for c in ordered), 1 / speeds.bandwidth, speeds.latency_s]).double()
+    # Replicas, and the groups of their shards, must come to the same decision.
+    for other in engine.all_channels:
+        figures = other.alone(partial(other.transport.all_gather, figures)).amax(0)
+    *codecs, per_byte, latency = figures.tolist()
+    codec_s = dict(zip(ordered, codecs, strict=True))
+    return replace(speeds, codec_s=codec_s, bandwidth=1 / per_byte, latency_s=latency)
+
+
+def declined_plan(engine: ShardedEngine) -> Plan:
+    """The engine's plan without what would not pay: sums across replicas are judged by the links between these."""
+    layers = dict(engine.plan.layers)
+    for across, links in ((False, None), (True, engine.across)):
+        if across and links is None:
+            continue
+        mine = {name: c for name, c in layers.items() if name.startswith("across/") == across}
+        speeds = slowest_speeds(engine, {c for c in mine.values() if not isinstance(c, Raw)}, links)
+        if speeds is not None:
+            # What it is weighed against goes by the same messages.
+            layers |= declined(Plan(mine), replace(speeds, native=0.0)).layers
+    return replace(engine.plan, layers=layers)

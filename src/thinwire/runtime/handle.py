@@ -1,0 +1,182 @@
+"""What ``thinwire.compress()`` returns for every kind of model: the part that a `Wire` and a `ShardedWire` share."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from thinwire import threads
+from thinwire.collectives import Transport
+from thinwire.compressors import Raw
+from thinwire.plan import Plan
+from thinwire.runtime import checkpoint
+from thinwire.runtime.adapt import Adapter, Decision
+from thinwire.runtime.checkpoint import Checkpointable
+from thinwire.runtime.executor import CLOSED, Executor
+
+_RELEASE_S = 1.0
+
+
+class Engine(Protocol):
+    """What a handle does its work with."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+
+
+E = TypeVar("E", bound=Engine)
+
+
+class Handle(ABC, Generic[E]):
+    """Compressed communication of one model: its plan, its state, its statistics.
+
+    ``state_dict()`` holds tensors only and belongs into every checkpoint: random draws depend on the step, and error
+    feedback keeps a residual, so a run that resumes with it continues bit for bit.
+    """
+
+    _engine: E
+
+    def __init__(self, plan: Plan, *, seed: int, start: int) -> None:
+        """``plan``: the one that the rules ask for; declining and policies change it afterwards."""
+        if start < 0:
+            raise ValueError(f"start must not be negative, not {start}: it is the number of steps that stay raw")
+        if not 0 <= seed < 2**63:
+            raise ValueError(f"seed must be between 0 and 2**63 - 1, not {seed}")
+        self._asked = plan
+        self._attached = True
+        self._adapter: Adapter | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The compressor of each layer. Those of a sharded model are called ``weights/<name>``, ``gradients/<name>``
+        and ``across/<name>``."""
+        return self._engine.plan
+
+    @property
+    def declined(self) -> dict[str, str]:
+        """Layers that stay raw because compressing them would have been slower, and the compressor they would have."""
+        asked = self._asked.layers
+        return {
+            name: str(asked[name])
+            for name, compressor in self.plan.layers.items()
+            if isinstance(compressor, Raw) and not isinstance(asked.get(name, compressor), Raw)
+        }
+
+    @property
+    def unsuited(self) -> dict[str, str]:
+        """Layers that stay raw because their compressor cannot take layers of their shape, and why."""
+        return dict(self.plan.unsuited)
+
+    @property
+    def decisions(self) -> Sequence[Decision]:
+        """The decisions of the policy so far (``adapt=``)."""
+        return tuple(self._adapter.decisions) if self._adapter else ()
+
+    @property
+    def seed(self) -> int:
+        """Seed of the random draws."""
+        return self._engine.seed
+
+    @property
+    def start(self) -> int:
+        """Number of steps at the beginning that stay uncompressed."""
+        return self._engine.start
+
+    @property
+    def attached(self) -> bool:
+        """False once `detach` was called."""
+        return self._attached
+
+    @property
+    @abstractmethod
+    def step(self) -> int:
+        """Index of the last backward pass that communicated; −1 before the first."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Tensor]:
+        """Step, seed, plan and this rank's slots."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from a `gather_state_dict`, or from this rank's own `state_dict`."""
+
+    def gather_state_dict(self) -> dict[str, Tensor]:
+        """The states of all ranks in one dictionary, the same on every rank, for checkpoints that one rank writes.
+
+            state = {"model": model.state_dict(), "wire": wire.gather_state_dict()}  # on every rank
+            if rank == 0:
+                torch.save(state, path)
+
+        A collective call of all ranks, between steps. `load_state_dict` takes it on every rank of a world of any size.
+        """
+        state = self.state_dict()
+        if self._adapter is not None:
+            state |= self._adapter.state(on_every_rank=True)
+        return self._gather(state)
+
+    def _gather(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return checkpoint.gather(state, self._whole_world())
+
+    @abstractmethod
+    def _whole_world(self) -> Transport:
+        """The transport between all ranks that have a part of the state."""
+
+    def checkpointable(self) -> Checkpointable:
+        """An object whose ``state_dict()`` is `gather_state_dict`, for libraries that write what rank 0 returns.
+
+        accelerator.register_for_checkpointing(wire.checkpointable())
+        """
+        return Checkpointable(self)
+
+    def detach(self) -> None:
+        """Stop compressing, between steps and on every rank: gradients go through PyTorch's own collectives from now
+        on.
+
+        PyTorch cannot unregister a communication hook of DDP: the one that is there passes gradients through. The model
+        may be compressed again; residuals are dropped. Afterwards whatever needs the other ranks, as `state_dict` and
+        `load_state_dict` do, raises ``RuntimeError``; statistics and the plan can still be read.
+        """
+        if self._attached:
+            self._attached = False
+            self._close()
+
+    @abstractmethod
+    def _close(self) -> None:
+        """End what communicates."""
+
+    def _release_when_dropped(self, executors: Sequence[Executor], transports: Sequence[Transport]) -> None:
+        """End threads and close connections when nobody holds the handle any more, as `detach` does.
+
+        A model that is dropped takes its handle along. When the interpreter ends, the operating system closes them.
+        """
+        weakref.finalize(self, _release, tuple(executors), tuple(transports)).atexit = False
+
+    def _check_attached(self) -> None:
+        if not self._attached:
+            raise RuntimeError(CLOSED)
+
+
+def _release(executors: Sequence[Executor], transports: Sequence[Transport]) -> None:
+    for executor in executors:
+        executor.close()
+    if any(executor.runs_here for executor in executors):
+        # The last bucket's future held the handle: this thread has to end first.
+        threads.start(partial(_close_after, executors, transports), name="thinwire release", end=lambda: None)
+    else:
+        _close_after(executors, transports)
+
+
+def _close_after(executors: Sequence[Executor], transports: Sequence[Transport]) -> None:
+    # One that still waits for a dead rank keeps its connections.
+    if all(executor.join(_RELEASE_S) for executor in executors):
+        for transport in transports:
+            transport.close()

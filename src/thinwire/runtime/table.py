@@ -1,0 +1,63 @@
+"""The table that ``repr(wire)`` is: the compressor of each layer, or why it is raw, and the bytes that are sent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from thinwire.compressors import Compressor, Raw
+from thinwire.plan import Plan
+
+_MOST_ROWS = 40
+
+
+def layer_table(
+    title: str,
+    plan: Plan,
+    shapes: Mapping[str, Sequence[int]],
+    skipped: Mapping[str, str],
+    sent: Callable[[str, Compressor], float],
+    *,
+    unit: str = "bytes a step",
+) -> str:
+    """One line for each layer: name, elements, spec or the reason why it is raw, bytes, times less than fp32.
+
+    Args:
+        title: Title of the table.
+        plan: The present plan.
+        shapes: Shapes of its layers.
+        skipped: Layers that are raw because compressing them would be slower, and the compressor that they would have.
+        sent: The bytes that a rank sends for a layer with a compressor, by formula.
+        unit: What these bytes are.
+    """
+    rows, total, total_raw = [], 0.0, 0.0
+    for name, compressor in plan.layers.items():
+        shape = shapes[name]
+        now, raw = sent(name, compressor), sent(name, Raw())
+        total, total_raw = total + now, total_raw + raw
+        what = _why_raw(plan, name, shape, skipped) if isinstance(compressor, Raw) else str(compressor)
+        rows.append((name, f"{math.prod(shape):,}", what, f"{now:,.0f}", f"{raw / now:.1f}x" if now else ""))
+    compressed = sum(not isinstance(compressor, Raw) for compressor in plan.layers.values())
+    left_out = len(rows) - _MOST_ROWS
+    if left_out > 0:
+        rows = [*rows[:_MOST_ROWS], (f"... and {left_out} more", "", "", "", "")]
+    head = ("layer", "elements", "compressor", unit, "ratio")
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
+    ratio = f", {total_raw / total:.1f} times less than fp32" if total else ""
+    summary = f"{title}: {compressed} of {len(plan.layers)} layers compressed, {total:,.0f} {unit}{ratio}"
+    return "\n".join([summary, *(f"  {line.rstrip()}" for line in lines)])
+
+
+def _why_raw(plan: Plan, name: str, shape: Sequence[int], skipped: Mapping[str, str]) -> str:
+    if name in skipped:
+        return f"raw: {skipped[name]} would be slower here"
+    if name in plan.unsuited:
+        return f"raw: {plan.unsuited[name]}"
+    if plan.keep.excludes(name, shape):
+        return "raw: excluded"
+    if len(shape) < plan.keep.min_dim:
+        return f"raw: {len(shape)} dimensions, fewer than {plan.keep.min_dim}"
+    if math.prod(shape) < plan.keep.min_numel:
+        return f"raw: fewer than {plan.keep.min_numel} elements"
+    return "raw"

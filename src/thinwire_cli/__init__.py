@@ -1,0 +1,170 @@
+"""The ``thinwire`` command.
+
+It stands beside the library, not in it, because importing anything of ``thinwire`` imports PyTorch, which takes
+seconds: help and version should not wait for that.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a `Program`.
+
+    Args:
+        target: ``"module:function"``. The module is imported only when the command is run; tyro makes the function's
+            parameters into options.
+        summary: what it does, in a line of help.
+        takes_script: whether what follows ``--`` is a program to run, passed to the function as its first argument.
+        with_script: the function in place of ``target`` where a program follows ``--``, if that is another.
+    """
+
+    target: str
+    summary: str
+    takes_script: bool = False
+    with_script: str | None = None
+
+    def load(self, *, script: bool = False) -> Callable[..., Any]:
+        """Import the function: the one for a program, if ``script``."""
+        module, function = (self.with_script if script and self.with_script else self.target).split(":")
+        return getattr(importlib.import_module(module), function)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A command line of several commands.
+
+    Args:
+        name: what the user types before a command.
+        about: one line on what the program is for.
+        groups: the commands by their words, under the heading that help shows them under.
+        examples: command lines to show at the end of the help.
+    """
+
+    name: str
+    about: str
+    groups: Mapping[str, Mapping[str, Command]]
+    examples: Sequence[str] = ()
+
+    @property
+    def commands(self) -> dict[str, Command]:
+        """All commands by their words."""
+        return {words: command for group in self.groups.values() for words, command in group.items()}
+
+    def run(self, args: list[str]) -> int:
+        """Run a command; returns its exit code."""
+        commands = self.commands
+        if not args or args[0] in ("-h", "--help", "help"):
+            self._print_help(self.groups, self.examples)
+            return 0
+        for count in (2, 1):
+            words = " ".join(args[:count])
+            if words in commands:
+                return self._run(words, commands[words], args[count:])
+        members = {words: command for words, command in commands.items() if words.startswith(f"{args[0]} ")}
+        if members and (len(args) == 1 or args[1] in ("-h", "--help")):
+            self._print_help({f"{self.name} {args[0]}": members}, ())
+            return 0
+        known = ", ".join(members or commands)
+        Console(stderr=True, highlight=False).print(
+            f"{self.name} has no command {' '.join(args[: 2 if members else 1])!r}; it has {known}. "
+            f"See: {self.name} --help",
+            markup=False,
+        )
+        return 2
+
+    def _print_help(self, groups: Mapping[str, Mapping[str, Command]], examples: Sequence[str]) -> None:
+        console = Console(highlight=False)
+        console.print(f"[bold]{self.name}[/]: {self.about}")
+        width = max(len(words) for group in groups.values() for words in group)
+        for heading, group in groups.items():
+            console.print(f"\n[bold]{heading}[/]")
+            for words, command in group.items():
+                console.print(f"  [bold]{words:{width}}[/]  {escape(command.summary)}", soft_wrap=True)
+        console.print(f"\nOptions and examples of a command: {self.name} COMMAND --help")
+        if examples:
+            console.print("\n[bold]Examples[/]")
+        for line in examples:
+            console.print(f"  {line}", markup=False, soft_wrap=True)
+
+    def _run(self, words: str, command: Command, args: list[str]) -> int:
+        try:
+            return self._call(words, command, args)
+        except KeyboardInterrupt:
+            # Of several ranks on a machine one speaks.
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                sys.stderr.write(f"\n{self.name} {words}: interrupted\n")
+            return 130
+
+    def _call(self, words: str, command: Command, args: list[str]) -> int:
+        import tyro
+
+        function = command.load(script="--" in args)
+        # The docstring without its arguments, which tyro shows as options; by itself tyro would drop the examples.
+        about = inspect.cleandoc(function.__doc__ or "").split("\nArgs:")[0].strip()
+        if command.takes_script and "--" in args:
+            split = args.index("--")
+            function, args = functools.partial(function, args[split + 1 :]), args[:split]
+        code = tyro.cli(function, prog=f"{self.name} {words}", args=args, description=about)
+        return code if isinstance(code, int) else 0
+
+
+THINWIRE = Program(
+    "thinwire",
+    "train over slow networks as if they were fast.",
+    {
+        "Start here": {
+            "demo": Command("thinwire.compare.demo:demo", "training over a 100 Mbit/s link, with and without thinwire"),
+            "doctor": Command("thinwire.doctor.command:doctor", "would it help your training, and by how much?", True),
+        },
+        "Choose": {
+            "compare": Command(
+                "thinwire.compare.compare:compare",
+                "do these compressors keep the loss? paired runs",
+                takes_script=True,
+                with_script="thinwire.compare.script:compare_script",
+            ),
+            "compare every": Command("thinwire.compare.every:every", "the same for every compressor"),
+            "plan show": Command("thinwire.compare.plan_show:plan_show", "the compressor of each layer in a plan"),
+        },
+        "Run": {
+            "run": Command("thinwire.run.command:run", "a script with compression, without a change to it", True),
+            "lab": Command("thinwire.lab.command:lab", "any script over a slow network, emulated here", True),
+            "aggregator": Command("thinwire.aggregator.command:aggregator", "a server that sums integers for intsgd"),
+        },
+        "Measure": {
+            "bench kernels": Command("thinwire.bench.kernels:kernels", "speed of compression, beside a plain copy"),
+            "bench allreduce": Command("thinwire.bench.allreduce:allreduce", "an all-reduce beside gloo's, on a link"),
+            "bench step": Command("thinwire.bench.step:step", "a training step beside DDP's, on a slow link"),
+            "bench cuda": Command("thinwire.bench.cuda:cuda", "compressors on a GPU: speed and kernel launches"),
+        },
+    },
+    (
+        "thinwire demo",
+        "torchrun --nproc-per-node 2 -m thinwire doctor -- train.py",
+        "torchrun --nproc-per-node 2 -m thinwire run --compress 4bit -- train.py",
+        "thinwire lab --ranks 2 --rate 100mbit -- python train.py",
+    ),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command of ``thinwire``; returns its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args[:1] == ["--version"]:
+        Console(highlight=False).print(f"thinwire {metadata.version('thinwire')}")
+        return 0
+    return THINWIRE.run(args)

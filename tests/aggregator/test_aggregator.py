@@ -1,0 +1,245 @@
+"""In-network aggregation: exact sums in few slots, nothing but integers on the wire, the same training."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import thinwire
+from aggregation import Recorder, clients, serving, together, wait_until, works
+from harness import run_ranks
+from nets import assert_replicas_identical, fingerprint, make, train
+from thinwire import TransportError
+from thinwire.collectives import parse_address
+from thinwire.collectives.aggregation import GREETING, HEADER, HELLO, PROOF_BYTES, Greeting, Header, Kind
+
+# ---- Sums -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("slots", [2, 7, 64])
+def test_sums_are_those_of_big_integers_in_few_slots(num_ranks: int, slots: int) -> None:
+    """Many chunks more than slots, both widths, sums and maxima, two lanes at once."""
+    generator = torch.Generator().manual_seed(num_ranks)
+    numels = [1, 63, 64, 65, 1000, 4097, 0, 300]
+    jobs = []
+    for at, numel in enumerate(numels):
+        dtype = torch.int8 if at % 2 else torch.int32
+        limit = torch.iinfo(dtype).max // num_ranks
+        of_ranks = [torch.randint(-limit, limit + 1, (numel,), generator=generator) for _ in range(num_ranks)]
+        jobs.append(([x.to(dtype) for x in of_ranks], "max" if at == 4 else "sum", at % 3 == 0))
+    exact = []
+    for xs, op, _ in jobs:
+        rows = [[int(v) for v in x.tolist()] for x in xs]
+        exact.append([max(column) if op == "max" else sum(column) for column in zip(*rows, strict=True)])
+    with serving(slots=slots) as (aggregator, _):
+        ranks = clients(aggregator.address, num_ranks)
+
+        def lane(rank: int, number: int) -> None:
+            mine = [(xs[rank], op) for xs, op, second in jobs if second == bool(number)]
+            for pending in [ranks[rank].start_all_reduce(x, lane=number, op=op) for x, op in mine]:
+                pending.wait()
+
+        together(
+            [lambda rank=rank, number=number: lane(rank, number) for rank in range(num_ranks) for number in (0, 1)]
+        )
+        for (xs, _, _), want in zip(jobs, exact, strict=True):
+            assert all(x.tolist() == want for x in xs)
+        assert aggregator.slots_in_use == 0
+        assert aggregator.counters.chunks == sum(-(-numel // 64) for numel in numels)
+        for client in ranks:
+            client.close()
+        wait_until(lambda: aggregator.num_workers == 0)
+
+
+def test_extremes_fit_and_what_does_not_is_an_error_for_all() -> None:
+    with serving() as (aggregator, told):
+        pair = clients(aggregator.address, 2)
+        for dtype in (torch.int8, torch.int32):
+            limits = torch.iinfo(dtype)
+            xs = [torch.tensor([limits.max, limits.min, -1], dtype=dtype), torch.tensor([0, 0, 1], dtype=dtype)]
+            together([lambda c=c, x=x: c.all_reduce(x) for c, x in zip(pair, xs, strict=True)])
+            assert [x.tolist() for x in xs] == [[limits.max, limits.min, 0]] * 2
+        xs = [torch.full((100,), 64, dtype=torch.int8) for _ in pair]
+        errors = together([lambda c=c, x=x: c.all_reduce(x) for c, x in zip(pair, xs, strict=True)])
+        for error in errors:
+            assert isinstance(error, TransportError)
+            assert "does not fit into int8" in str(error)
+        assert "does not fit into int8" in told[-1]
+        for client in pair:
+            with pytest.raises(TransportError, match="broke earlier"):
+                client.all_reduce(torch.zeros(4, dtype=torch.int8))
+        works(aggregator.address)
+
+
+def test_only_integers_are_taken() -> None:
+    with serving() as (aggregator, _):
+        (client,) = clients(aggregator.address, 1)
+        for wrong in (torch.zeros(4), torch.zeros(4, dtype=torch.int16), torch.zeros(4, 4, dtype=torch.int8).T[1:]):
+            with pytest.raises(TypeError, match="int8 or int32"):
+                client.start_all_reduce(wrong)
+        client.close()
+
+
+@pytest.mark.parametrize("text", ["host", "host:", ":1", "host:99999", "host:x", "host:1?slots", "host:1?rate=3"])
+def test_addresses_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="host:port"):
+        parse_address(text)
+    assert parse_address("[::1]:80?slots=16") == ("::1", 80, 16)
+
+
+# ---- The wire -------------------------------------------------------------------------------------------------------
+
+
+def frames(data: bytes) -> Iterator[tuple[Header, bytes]]:
+    while data:
+        header = Header.unpack(data[: HEADER.size], 64)
+        yield header, data[HEADER.size : HEADER.size + header.payload_bytes]
+        data = data[HEADER.size + header.payload_bytes :]
+
+
+def test_every_byte_both_ways_is_a_header_or_an_integer() -> None:
+    """The integers that went in and came out are rebuilt from the captured bytes, and no byte is left over."""
+    xs = [torch.randint(-40, 41, (1000,), dtype=torch.int8, generator=torch.Generator().manual_seed(r)) for r in (0, 1)]
+    ys = [torch.randint(-(2**30), 2**30, (130,), dtype=torch.int32) for _ in (0, 1)]
+    sent = [[x.clone(), y.clone()] for x, y in zip(xs, ys, strict=True)]
+    with serving(slots=4) as (aggregator, _), Recorder(aggregator.address) as recorder:
+        pair = clients(recorder.address, 2)
+        together([lambda c=c, x=x: c.all_reduce(x) for c, x in zip(pair, xs, strict=True)])
+        together([lambda c=c, y=y: c.all_reduce(y, lane=1) for c, y in zip(pair, ys, strict=True)])
+        expected = pair[0].wire_bytes(1000, 1) + pair[0].wire_bytes(130, 4)
+        for client in pair:
+            client.close()
+        wait_until(lambda: aggregator.num_workers == 0)
+        wait_until(lambda: all(len(up) == GREETING.size + PROOF_BYTES + expected + HEADER.size for up in recorder.up))
+    assert expected == 16 * 24 + 1000 + 3 * 24 + 4 * 130
+    for up, down in zip(recorder.up, recorder.down, strict=True):
+        greeting = Greeting.unpack(up[: GREETING.size])
+        assert bytes(up[: GREETING.size]) == greeting.pack()
+        for way, kind, tensors in (
+            (up[GREETING.size + PROOF_BYTES :], Kind.CONTRIBUTE, sent[greeting.rank]),
+            (down[HELLO.size :], Kind.RESULT, [xs[0], ys[0]]),
+        ):
+            seen: dict[int, list[int]] = {0: [], 1: []}
+            other = []
+            for header, payload in frames(bytes(way)):
+                if header.kind != kind:
+                    other.append((header.kind, len(payload)))
+                    continue
+                seen[header.lane] += np.frombuffer(payload, dtype=f"<i{header.width}").tolist()
+            assert seen == {0: tensors[0].tolist(), 1: tensors[1].tolist()}
+            assert other == [(Kind.LEAVE if kind == Kind.CONTRIBUTE else Kind.WELCOME, 0)]
+        assert len(down) == HELLO.size + HEADER.size + expected
+    # A header has integers only, by its format.
+    assert {c for c in GREETING.format + HEADER.format if c.isalpha()} <= set("sBHIQx")
+
+
+def test_slots_in_flight_hide_the_latency() -> None:
+    """Twenty chunks over 20 ms each way: with one slot each waits for the last, with twenty none does."""
+    took = {}
+    for slots in (1, 20):
+        with serving(slots=slots) as (aggregator, _), Recorder(aggregator.address, 0.02) as slow:
+            pair = clients(slow.address, 2, lanes=1)
+            xs = [torch.ones(20 * 64, dtype=torch.int8) for _ in pair]
+            started = time.monotonic()
+            together([lambda c=c, x=x: c.all_reduce(x) for c, x in zip(pair, xs, strict=True)])
+            took[slots] = time.monotonic() - started
+            assert all(bool((x == 2).all()) for x in xs)
+    assert took[1] >= 20 * 0.04
+    assert took[20] < 0.5 * took[1]
+
+
+def test_megabytes_go_through() -> None:
+    with serving(slots=32, slot_elements=1 << 15) as (aggregator, _):
+        pair = clients(aggregator.address, 2)
+        xs = [torch.full((4 << 20,), 1 + rank, dtype=torch.int8) for rank in range(2)]
+        started = time.monotonic()
+        together([lambda c=c, x=x: c.all_reduce(x) for c, x in zip(pair, xs, strict=True)])
+        assert time.monotonic() - started < 20.0
+        assert all(bool((x == 3).all()) for x in xs)
+
+
+# ---- Training -------------------------------------------------------------------------------------------------------
+
+
+def _trains(rank: int, spec: str, address: str | None) -> tuple[bytes, dict, int]:
+    model = make(rank)
+    wire = thinwire.compress(model, spec, skip_if_slower=False, network=thinwire.Network(aggregator=address))
+    train(model, rank, 3, lr=0.03)
+    wire.reset_stats()
+    train(model, rank, 5, first=3, lr=0.03)
+    assert_replicas_identical(model)
+    per_step = wire.wire_bytes_per_step()
+    stats = wire.stats.to_dict()
+    wire.detach()
+    return fingerprint(model), stats, per_step
+
+
+@pytest.mark.parametrize("spec", ["intsgd(bits=8)", "intsgd(bits=32, block=global)", "heuristic_intsgd(bits=8)"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_training_through_it_is_bit_identical_to_native_all_reduces(spec: str, num_ranks: int) -> None:
+    native = run_ranks(_trains, num_ranks, spec, None)
+    with serving(slots=16, slot_elements=1000) as (aggregator, _):
+        through = run_ranks(_trains, num_ranks, spec, aggregator.address)
+        wait_until(lambda: aggregator.num_workers == 0)
+        counters = aggregator.counters
+    assert counters.sessions == 1
+    assert counters.failed_sessions == counters.refused == 0
+    numel = 43584
+    assert counters.received_bytes > num_ranks * 5 * numel * (4 if "32" in spec else 1)
+    for (want, _, _), (got, stats, per_step) in zip(native, through, strict=True):
+        assert got == want
+        assert stats["payload_sent_bytes"] == stats["payload_received_bytes"] == 5 * per_step
+
+
+def _refused(rank: int) -> list[str]:
+    errors = []
+    for spec, address in (("minmax(bits=4)", "127.0.0.1:9"), ("intsgd(bits=8)", "nowhere")):
+        with pytest.raises(ValueError) as error:
+            thinwire.compress(make(rank), spec, network=thinwire.Network(aggregator=address))
+        errors.append(str(error.value))
+    return errors
+
+
+def test_it_takes_integers_and_an_address() -> None:
+    no_integers, no_address = run_ranks(_refused, 2)[0]
+    assert "no layer has a compressor that makes any: intsgd(bits=8) does" in no_integers
+    assert "host:port" in no_address
+
+
+# ---- The command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
+    path = tmp_path / "served.json"
+    command = [sys.executable, "-m", "thinwire", "aggregator", "--port", "0", "--slots", "4"]
+    command += ["--shares", "1", "--json", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("aggregator at 127.0.0.1:")
+        works(line.split()[2].rstrip(","))
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+        assert process.wait(10.0) == 0
+    assert "2 workers, 4 slots" in rest
+    assert "served 1 sessions, 1 chunks" in rest
+    figures = {row["name"]: row["value"] for row in json.loads(path.read_text())["results"]}
+    assert figures["sessions"] == figures["chunks"] == 1
+    assert figures["refused"] == 0
+
+
+def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    import thinwire_cli as cli
+
+    assert cli.main(["aggregator", "--slots", "0"]) == 64
+    assert "slots must be between 1 and" in capsys.readouterr().err

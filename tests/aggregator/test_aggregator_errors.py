@@ -1,0 +1,352 @@
+"""An aggregator and its workers when something goes wrong: errors that say who, and the next session is served."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+
+import thinwire
+from aggregation import clients, cut, greeted, serving, together, wait_until, works
+from harness import run_ranks
+from nets import make, train
+from thinwire import TransportError
+from thinwire.aggregator import server as server_module
+from thinwire.collectives import AggregatorClient, parse_address
+from thinwire.collectives.aggregation import HEADER, HELLO, PROOF_BYTES, Greeting, Header, Kind, Op
+
+
+def test_a_worker_that_dies_ends_the_session_for_the_others_at_once() -> None:
+    with serving() as (aggregator, told):
+        three = clients(aggregator.address, 3)
+        xs = [torch.ones(1000, dtype=torch.int8) for _ in three]
+        started = time.monotonic()
+
+        def dies() -> None:
+            time.sleep(0.2)
+            cut(three[2])
+
+        answers = together([lambda: three[0].all_reduce(xs[0]), lambda: three[1].all_reduce(xs[1]), dies])
+        assert time.monotonic() - started < 5.0
+        for error in answers[:2]:
+            assert isinstance(error, TransportError)
+            assert "rank 2 is gone" in str(error)
+        assert "rank 2 is gone" in told[-1]
+        assert aggregator.counters.failed_sessions == 1
+        assert aggregator.slots_in_use == 0
+        works(aggregator.address)
+
+
+def test_a_worker_that_hangs_is_named_after_the_timeout() -> None:
+    with serving() as (aggregator, _):
+        three = clients(aggregator.address, 3, timeout_s=1.0)
+        xs = [torch.ones(1000, dtype=torch.int8) for _ in three]
+        started = time.monotonic()
+        answers = together([lambda c=c, x=x: c.all_reduce(x) for c, x in zip(three[:2], xs, strict=False)])
+        assert 1.0 <= time.monotonic() - started < 4.0
+        for error in answers:
+            assert isinstance(error, TransportError)
+            assert "nothing came from rank 2 within 1 s" in str(error)
+        # The one that hung learns it, too.
+        with pytest.raises(TransportError, match=r"nothing came from rank 2|broke earlier"):
+            three[2].all_reduce(xs[2])
+        works(aggregator.address)
+
+
+def test_a_late_worker_is_waited_for() -> None:
+    with serving() as (aggregator, _):
+        pair = clients(aggregator.address, 2, timeout_s=5.0)
+        xs = [torch.ones(1000, dtype=torch.int8) for _ in pair]
+        together([lambda: pair[0].all_reduce(xs[0]), lambda: time.sleep(1.0) or pair[1].all_reduce(xs[1])])
+        assert all(bool((x == 2).all()) for x in xs)
+
+
+def test_workers_that_never_come_are_named() -> None:
+    with serving(join_timeout_s=0.5) as (aggregator, _):
+        options = {"world_size": 4, "session": 7, "timeout_s": 5.0}
+        answers = together(
+            [lambda rank=rank: AggregatorClient(aggregator.address, rank=rank, **options) for rank in (0, 2)]
+        )
+        for error in answers:
+            assert isinstance(error, TransportError)
+            assert "ranks 1, 3 did not join within 0.5 s" in str(error)
+        works(aggregator.address)
+
+
+def test_ranks_that_see_another_world_are_reported() -> None:
+    with serving() as (aggregator, _):
+        answers = together(
+            [
+                lambda: AggregatorClient(aggregator.address, rank=0, world_size=2, session=3, timeout_s=2.0),
+                lambda: (
+                    time.sleep(0.2)
+                    or AggregatorClient(aggregator.address, rank=1, world_size=3, session=3, timeout_s=2.0)
+                ),
+            ]
+        )
+        for error in answers:
+            assert isinstance(error, TransportError)
+            assert "world_size is 3 for rank 1 and 2 for rank 0" in str(error)
+        works(aggregator.address)
+
+
+def test_a_second_worker_of_the_same_rank_is_refused_and_the_first_goes_on() -> None:
+    with serving() as (aggregator, _):
+        pair = clients(aggregator.address, 2)
+        with pytest.raises(TransportError, match="rank 1 of this session is here already"):
+            AggregatorClient(aggregator.address, rank=1, world_size=2, session=1, timeout_s=2.0)
+        xs = [torch.ones(100, dtype=torch.int8) for _ in pair]
+        together([lambda c=c, x=x: c.all_reduce(x) for c, x in zip(pair, xs, strict=True)])
+        assert all(bool((x == 2).all()) for x in xs)
+
+
+def test_two_trainings_share_the_slots_if_they_ask_for_a_part() -> None:
+    with serving(slots=8) as (aggregator, _):
+        part = f"{aggregator.address}?slots=4"
+        first, second = clients(part, 2, session=1), clients(part, 2, session=2)
+        xs = [torch.full((500,), 1, dtype=torch.int8) for _ in range(4)]
+        together([lambda c=c, x=x: c.all_reduce(x) for c, x in zip((*first, *second), xs, strict=True)])
+        assert all(bool((x == 2).all()) for x in xs)
+        with pytest.raises(TransportError, match=r"wants 2 slots, and 0 of 8 are free"):
+            AggregatorClient(aggregator.address, rank=0, world_size=2, session=3, timeout_s=2.0)
+        for client in (*first, *second):
+            client.close()
+        wait_until(lambda: aggregator.num_workers == 0)
+        works(aggregator.address)
+
+
+def test_a_training_that_asks_for_no_slots_leaves_some_for_others() -> None:
+    with serving(slots=128, shares=4) as (aggregator, _):
+        trainings = [clients(aggregator.address, 2, session=number) for number in range(4)]
+        assert [client.slots_per_lane for pair in trainings for client in pair] == [16] * 8
+        with pytest.raises(TransportError, match=r"0 of 128 are free"):
+            AggregatorClient(aggregator.address, rank=0, world_size=2, session=9, timeout_s=2.0)
+    with serving(slots=128, shares=4) as (aggregator, _):
+        greedy, modest = clients(f"{aggregator.address}?slots=120", 2, session=7), clients(aggregator.address, 2)
+        assert [client.slots_per_lane for client in (*greedy, *modest)] == [60, 60, 4, 4], "what is left"
+
+
+def test_a_session_that_sends_nothing_ends_and_its_slots_are_free() -> None:
+    with serving(slots=8, idle_timeout_s=0.5) as (aggregator, told):
+        pair = clients(aggregator.address, 2)
+        xs = [torch.ones(9, dtype=torch.int8) for _ in pair]
+        together([lambda c=c, x=x: c.all_reduce(x) for c, x in zip(pair, xs, strict=True)])
+        wait_until(lambda: aggregator.num_workers == 0)
+        assert "no worker sent anything within 0.5 s" in told[-1]
+        for client, x in zip(pair, xs, strict=True):
+            with pytest.raises(TransportError, match=r"no worker sent anything within 0\.5 s"):
+                client.all_reduce(x)
+        works(aggregator.address)
+
+
+def test_a_client_that_sends_and_never_reads_is_dropped_and_ends_its_session() -> None:
+    """The memory of an aggregator does not grow with what it has to send to one who does not read."""
+    elements = 1 << 18
+    with serving(slots=4, slot_elements=elements) as (aggregator, told), socket.socket() as greedy:
+        host, port, _ = parse_address(aggregator.address)
+        greedy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        greedy.settimeout(10.0)
+        greedy.connect((host, port))
+        greedy.sendall(greeted(greedy, Greeting(0, 2, 1, 0, 10_000, 1)))
+        honest = AggregatorClient(aggregator.address, rank=1, world_size=2, session=1, timeout_s=10.0, lanes=1)
+        x = torch.ones(elements, dtype=torch.int8)
+
+        def send_without_reading() -> None:
+            for number in range(1000):
+                pending = honest.start_all_reduce(x)
+                header = Header(Kind.CONTRIBUTE, slot=number % 4, elements=elements, chunk=number)
+                greedy.sendall(header.pack() + bytes(elements))
+                pending.wait()
+
+        with pytest.raises(TransportError, match="rank 0 was dropped: it sends integers and reads no sums"):
+            send_without_reading()
+        assert any("(rank 0): it sends integers and reads no sums" in line for line in told)
+        assert aggregator.counters.failed_sessions == 1
+        works(aggregator.address)
+
+
+def test_a_connection_that_says_nothing_costs_no_buffer() -> None:
+    with serving(slots=8, slot_elements=1 << 15) as (aggregator, _):
+        host, port, _ = parse_address(aggregator.address)
+        works(aggregator.address)
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            silent = [socket.create_connection((host, port)) for _ in range(50)]
+            works(aggregator.address)
+            wait_until(lambda: aggregator.num_workers == 0)
+            grown = tracemalloc.get_traced_memory()[0] - before
+        finally:
+            tracemalloc.stop()
+        for sock in silent:
+            sock.close()
+        assert grown < 50 * 32_768
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"port": 99999}, "port must be between 0 and 65535"),
+        ({"port": -1}, "port must be between 0 and 65535"),
+        ({"join_timeout_s": float("nan")}, "join timeout must be a positive number"),
+        ({"join_timeout_s": -1.0}, "join timeout must be a positive number"),
+        ({"idle_timeout_s": float("inf")}, "idle timeout must be a positive number"),
+        ({"shares": 0}, "shares must be at least 1"),
+    ],
+)
+def test_impossible_numbers_are_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message), serving(**options):
+        pass
+
+
+def test_ranks_whose_tensors_differ_are_reported() -> None:
+    with serving() as (aggregator, _):
+        pair = clients(aggregator.address, 2)
+        xs = [torch.ones(60, dtype=torch.int8), torch.ones(61, dtype=torch.int8)]
+        answers = together([lambda c=c, x=x: c.all_reduce(x) for c, x in zip(pair, xs, strict=True)])
+        for error in answers:
+            assert isinstance(error, TransportError)
+            assert "ranks disagree on chunk 0 of lane 0" in str(error)
+        works(aggregator.address)
+
+
+def _raw(address: str, *data: bytes | Greeting, piece: int = 1 << 20) -> bytes:
+    """What an aggregator answers to these bytes, after its hello, before it hangs up; they are sent piece by piece."""
+    host, port, _ = parse_address(address)
+    with socket.create_connection((host, port), timeout=5.0) as sock:
+        greeting, *rest = data
+        first = greeted(sock, greeting) if isinstance(greeting, Greeting) else greeting
+        whole = [first, *rest] if piece > len(first) else [b"".join([first, *rest])]
+        if isinstance(greeting, bytes):
+            _exactly(sock, HELLO.size)
+        for part in [item[i : i + piece] for item in whole for i in range(0, len(item), piece)]:
+            sock.sendall(part)
+            time.sleep(0.05)
+        answer = b""
+        with contextlib.suppress(OSError):
+            while more := sock.recv(4096):
+                answer += more
+        return answer
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = sock.recv(size - len(data))
+        assert more, "the aggregator hung up"
+        data += more
+    return data
+
+
+GREETED = Greeting(0, 1, 1, 0, 1000, 77)
+WELCOMED = HEADER.size
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([b"GET / HTTP/1.1\r\nHost: aggregator\r\n\r\n"], "does not speak the aggregator's protocol"),
+        ([b"\x00" * 4096], "does not speak the aggregator's protocol"),
+        ([GREETED.pack().replace(b"twag\x02", b"twag\x09") + bytes(PROOF_BYTES)], "speaks version 9"),
+        ([GREETED.pack() + bytes(PROOF_BYTES)], "its token is not the aggregator's"),
+        ([Greeting(3, 2, 1, 0, 1000, 77)], "rank 3 of 2"),
+        ([Greeting(0, 60000, 1, 0, 1000, 77)], "rank 0 of 60000"),
+        ([Greeting(0, 1, 200, 0, 1000, 77)], "200 lanes"),
+        ([Greeting(0, 1, 1, 4_000_000_000, 1000, 77)], "4000000000 slots"),
+        ([Greeting(0, 1, 1, 0, 0, 77)], "timeout of 0 ms"),
+        ([Greeting(0, 1, 1, 9, 1000, 77)], "wants 9 slots"),
+        ([GREETED, b"garbage!" * 8], "is no frame"),
+        ([GREETED, Header(Kind.CONTRIBUTE, elements=2**32 - 1).pack()], "4294967295 elements, and 64 is the most"),
+        ([GREETED, Header(Kind.CONTRIBUTE, elements=65).pack()], "65 elements, and 64 is the most"),
+        ([GREETED, Header(Kind.CONTRIBUTE, elements=4, width=8).pack()], "integers of 8 bytes"),
+        ([GREETED, Header(Kind.RESULT, elements=4).pack() + b"1234"], "of kind RESULT"),
+        ([GREETED, Header(Kind.CONTRIBUTE, elements=4, slot=8).pack() + b"1234"], "slot 8 of lane 0"),
+        ([GREETED, Header(Kind.CONTRIBUTE, elements=4, lane=1).pack() + b"1234"], "of lane 1"),
+        ([GREETED, Header(Kind.CONTRIBUTE, elements=0).pack()], "sent 0 integers"),
+        ([GREETED, Header(Kind.CONTRIBUTE, elements=4, chunk=8).pack() + b"1234"], "serves chunk 0"),
+        ([GREETED, Header(Kind.LEAVE).pack().replace(b"\x04", b"\x63", 1)], "99 is not a valid Kind"),
+        ([GREETED, Header(Kind.CONTRIBUTE, op=7).pack()], "7 is not a valid Op"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_breaks_the_protocol_is_dropped_with_a_reason(data: list[bytes], message: str) -> None:
+    with serving() as (aggregator, told):
+        answer = _raw(aggregator.address, *data)
+        answer = answer[WELCOMED:] if len(data) > 1 else answer
+        header = Header.unpack(answer[: HEADER.size], 64)
+        assert header.kind == Kind.ERROR
+        assert message in answer[HEADER.size : HEADER.size + header.elements].decode()
+        assert any(message in line for line in told)
+        assert aggregator.counters.refused == 1
+        works(aggregator.address)
+
+
+def test_garbage_from_one_worker_ends_its_session_for_the_others() -> None:
+    with serving() as (aggregator, _):
+        pair = clients(aggregator.address, 2)
+
+        def garbage() -> None:
+            time.sleep(0.2)
+            os.write(pair[1]._link.transport.get_extra_info("socket").fileno(), b"\xff" * 100)
+
+        answers = together([lambda: pair[0].all_reduce(torch.ones(9, dtype=torch.int8)), garbage])
+        assert "rank 1 was dropped" in str(answers[0])
+        works(aggregator.address)
+
+
+def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_GREETING_TIMEOUT_S", 0.3)
+    with serving() as (aggregator, told):
+        assert b"it said nothing" in _raw(aggregator.address, b"twag")
+        assert "it said nothing" in told[-1]
+
+
+def test_frames_in_pieces_are_put_together() -> None:
+    with serving() as (aggregator, _):
+        frame = Header(Kind.CONTRIBUTE, Op.SUM, 4, elements=3).pack() + np.array([1, -2, 3], dtype="<i4").tobytes()
+        answer = _raw(aggregator.address, GREETED, frame + Header(Kind.LEAVE).pack(), piece=7)
+        header = Header.unpack(answer[WELCOMED : 2 * HEADER.size], 64)
+        assert header.kind == Kind.RESULT
+        assert np.frombuffer(answer[2 * HEADER.size :], dtype="<i4").tolist() == [1, -2, 3]
+
+
+def test_no_aggregator_and_one_that_stops() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        with pytest.raises(TransportError, match=r"no aggregator answers.*start one there with thinwire aggregator"):
+            AggregatorClient(address, rank=0, world_size=1, session=1, timeout_s=1.0)
+    with serving() as (aggregator, _):
+        pair = clients(aggregator.address, 2)
+        pending = pair[0].start_all_reduce(torch.ones(9, dtype=torch.int8))
+        wait_until(lambda: aggregator.slots_in_use == 1)
+        aggregator.stop()
+        with pytest.raises(TransportError, match="the aggregator was stopped"):
+            pending.wait()
+
+
+def _loses_it(rank: int, address: str) -> str:
+    model = make(rank)
+    thinwire.compress(model, "intsgd(bits=8)", skip_if_slower=False, network=thinwire.Network(aggregator=address))
+    train(model, rank, 3)
+    if rank == 1:
+        time.sleep(0.5)
+        return "left"
+    try:
+        train(model, rank, 3)
+    except TransportError as error:
+        return str(error)
+    return "nothing happened"
+
+
+def test_a_training_whose_rank_dies_says_so() -> None:
+    with serving(slots=16, slot_elements=1000) as (aggregator, _):
+        answers = run_ranks(_loses_it, 2, aggregator.address, group_timeout_s=10.0, may_die=True)
+        assert answers[1] == "left"
+        assert "rank 1" in str(answers[0])
+        works(aggregator.address)

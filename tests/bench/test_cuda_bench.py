@@ -1,0 +1,53 @@
+"""``thinwire bench cuda`` says what it lacks where there is no GPU; its parts run on any device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from thinwire.bench import cuda
+from thinwire_cli import main
+
+Said = pytest.CaptureFixture[str]
+
+
+def test_without_a_gpu_it_says_so_and_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", "cuda"]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "sees no CUDA device" in said
+    assert "make triton" in said
+
+
+def test_without_triton_it_says_so(capsys: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "find_spec", lambda name: None)
+    assert main(["bench", "cuda"]) == 1
+    assert "pip install triton" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--size-mb", "0"], ["--repeats", "0"], ["--ranks", "0"]])
+def test_impossible_sizes_are_refused(option: list[str]) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        main(["bench", "cuda", *option])
+
+
+def test_every_row_can_be_measured() -> None:
+    rows = cuda.compressors(torch.device("cpu"), 40 * 1024, 1)
+    assert [row.name for row in rows][:3] == ["copy_", "minmax(bits=4): encode", "minmax(bits=4): decode"]
+    assert len(rows) == 1 + 2 * len(cuda.SPECS)
+    assert all(row.seconds > 0 for row in rows)
+    assert all(row.sent_bytes > 0 for row in rows[1:])
+    reduced = cuda.reductions(torch.device("cpu"), 40 * 1024, 1, 3)
+    assert all(row.seconds > 0 and row.sent_bytes > 0 for row in reduced)
+
+
+def test_an_error_of_a_rank_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args):
+        raise OSError("no room")
+
+    monkeypatch.setattr(cuda, "_steps", fails)
+    with pytest.raises(OSError, match="no room"):
+        cuda.reductions(torch.device("cpu"), 40 * 1024, 1, 2)

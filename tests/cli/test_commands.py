@@ -1,0 +1,155 @@
+"""The command line: help, errors, benchmarks at small sizes, and README figures that are those of the JSON files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import thinwire_cli as cli
+from experiments.__main__ import EXPERIMENTS
+from experiments.__main__ import main as experiments_main
+from thinwire import lab
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = ["demo", "doctor", "run", "lab", "aggregator", "compare", "compare every", "plan show"]
+COMMANDS += ["bench kernels", "bench allreduce", "bench step"]
+
+
+def test_help_names_every_command(capsys) -> None:
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f"  {command} " in shown
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_examples(command: str, capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([*command.split(), "--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert "thinwire " + command in shown
+    assert "Examples" in shown
+    assert "--json" in shown
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], [], ["bench"], ["plan"], ["plan", "--help"], ["nosuch"]]
+)
+def test_help_and_version_do_not_import_torch(arguments: list[str]) -> None:
+    code = f"import sys, thinwire_cli; thinwire_cli.main({arguments!r}); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_a_group_by_itself_lists_its_own_commands(capsys) -> None:
+    assert cli.main(["bench"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"bench {name}" in shown for name in ("kernels", "allreduce", "step", "cuda"))
+    assert "demo" not in shown
+    assert cli.main(["bench", "nosuch"]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "no command 'bench nosuch'; it has bench kernels" in shown
+
+
+@pytest.mark.parametrize("program", [cli.THINWIRE, EXPERIMENTS], ids=lambda program: program.name)
+def test_help_fits_80_columns(program: cli.Program, capsys) -> None:
+    assert program.run([]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_an_unknown_command_names_the_known_ones(capsys) -> None:
+    assert cli.main(["train"]) == 2
+    assert "bench allreduce" in " ".join(capsys.readouterr().err.split())
+
+
+def test_version(capsys) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("thinwire 0.")
+
+
+def figures(path: Path) -> dict[str, float]:
+    record = json.loads(path.read_text())
+    assert {"command", "versions", "machine", "results"} <= set(record)
+    return {row["name"]: row["value"] for row in record["results"]}
+
+
+def test_bench_kernels_fits_80_columns_without_cutting_a_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    path = tmp_path / "kernels.json"
+    assert cli.main(["bench", "kernels", "--size-mb", "1", "--repeats", "2", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())["results"]
+    assert next(row["value"] for row in found if row["name"] == "copy_") > 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    for row in found:
+        if "seconds" in row:
+            assert f" {row['seconds'] * 1e6:.1f}" in shown
+
+
+@pytest.mark.network
+@pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
+def test_bench_allreduce(tmp_path: Path) -> None:
+    path = tmp_path / "allreduce.json"
+    arguments = ["bench", "allreduce", "--rate", "200mbit", "--size-mb", "2", "--repeats", "2", "--json", str(path)]
+    assert cli.main(arguments) == 0
+    found = figures(path)
+    assert found["replicas_identical/sra/group"] == 1.0
+    assert found["speedup_over_gloo/sra/group"] > 2
+    sent = found["formula_bytes/sra/group"]
+    assert sent == pytest.approx(2 * found["payload_bytes/gloo"] * 4.5 / 32, rel=0.01)
+    assert sent <= found["interface_bytes/sra/group"] < 1.15 * sent + 20_000
+    assert 0.05 < found["relative_error/sra/group"] < 0.3
+
+
+@pytest.mark.network
+@pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
+def test_bench_algorithms(tmp_path: Path) -> None:
+    path = tmp_path / "algorithms.json"
+    cell = ["--ranks", "4", "--sizes-mb", "1", "--rates", "1gbit", "--rtts", "0ms", "--repeats", "1"]
+    assert experiments_main(["bench", "algorithms", *cell, "--json", str(path)]) == 0
+    found = figures(path)
+    flat, nested, one = (f"4 ranks/{n} a node/{r}/0ms/1 MB/" for n, r in ((1, "1gbit"), (2, "1gbit"), (4, "none")))
+    assert found[f"{flat}variance/ring/group"] > found[f"{flat}variance/sra/group"]
+    assert found[f"{flat}formula_bytes/allgather/group"] > found[f"{flat}formula_bytes/ring/group"]
+    across = "crossing_bytes/hierarchical(inside=dense, across=leaders)/auto"
+    assert found[nested + across] == pytest.approx(found[f"{nested}crossing_bytes/sra/auto"] / 2, rel=0.1)
+    assert found[f"{one}crossing_bytes/sra/shared"] == 0
+    assert all(value == 1.0 for name, value in found.items() if "replicas_identical" in name)
+
+
+def test_bench_step_over_loopback(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    options = ["--rate", "none", "--skip-if-slower", "--target", "0", "--rounds", "1", "--steps", "1", "--batches", "1"]
+    assert cli.main(["bench", "step", *options, "--json", str(path)]) == 0
+    assert figures(path)["share_of_ceiling/thinwire"] > 0.2
+
+
+def test_bench_blob_over_loopback(tmp_path: Path) -> None:
+    path = tmp_path / "blob.json"
+    options = ["--rates", "none", "--batch", "1", "--rounds", "1", "--steps", "1", "--json", str(path)]
+    assert experiments_main(["bench", "blob", *options]) == 0
+    found = figures(path)
+    sent = {name: found[f"payload_bytes_per_step/{name}/loopback"] for name in ("fp32", "uniform", "registered")}
+    assert sent["uniform"] < sent["registered"] < 1.05 * sent["uniform"] < sent["fp32"] / 6.5
+    error = {name: found[f"relative_error/{name}/loopback"] for name in ("fp32", "uniform", "registered", "layerwise")}
+    assert error["fp32"] == 0
+    assert error["registered"] == pytest.approx(error["layerwise"], rel=0.1)
+    assert error["registered"] < error["uniform"]
+    assert found["relative_error_of_biases_and_norms/registered/loopback"] < 1e-6
+    assert found["relative_error_of_biases_and_norms/uniform/loopback"] > 0.01
+    assert found["uniform_buffers/registered/loopback"] == 0
+
+
+@pytest.mark.skipif(not (ROOT / "tools" / "readme.py").exists(), reason="not in a source tree")
+def test_the_figures_of_the_readme_are_those_of_the_json_files() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "readme.py"), "--check"]
+    assert subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 0

@@ -1,0 +1,139 @@
+"""The way through a device, on CPU tensors: the same bytes as the CPU's own way, over threads and over gloo."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_laws import SPECS
+
+from device_cases import MIXED, SHAPES, layers_of, same, through_the_device, through_the_host
+from harness import run_ranks, run_threads
+from thinwire import TransportError, parse
+from thinwire.collectives import (
+    DeviceBuffers,
+    DeviceGroupTransport,
+    DeviceLoopbackTransport,
+    Layout,
+    LoopbackTransport,
+    ProcessGroupTransport,
+    parse_algorithm,
+)
+from thinwire.compressors import Coded, Summed
+
+CPU = torch.device("cpu")
+TIMEOUT = timedelta(seconds=20)
+FIXED = [spec for spec in SPECS if isinstance(parse(spec), Coded | Summed) and not parse(spec).traits.bounded]
+
+
+def on_threads(layout: Layout, num_ranks: int, steps: int, **options) -> list[list[torch.Tensor]]:
+    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(num_ranks), CPU)
+    return run_threads(lambda t: through_the_device(devices[t.rank], layout, steps, **options), num_ranks)
+
+
+def check_alike(layout: Layout, num_ranks: int, steps: int, **options) -> None:
+    got = on_threads(layout, num_ranks, steps, **options)
+    wanted = run_threads(lambda t: through_the_host(t, layout, steps, **options), num_ranks)
+    for mine, theirs in zip(got, wanted, strict=True):
+        for step in range(steps):
+            assert same(mine[step], theirs[step]), f"step {step}"
+            assert same(mine[step], got[0][step])
+
+
+@pytest.mark.parametrize("spec", FIXED)
+def test_the_bytes_of_the_cpu(spec: str) -> None:
+    check_alike(Layout.build(layers_of([spec]), 3, torch.float32), 3, 3)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_kinds_in_one_bucket(num_ranks: int, dtype: torch.dtype) -> None:
+    layers = layers_of(MIXED, (*SHAPES, *SHAPES, (3000, 10)))
+    check_alike(Layout.build(layers, num_ranks, dtype), num_ranks, 3)
+
+
+@pytest.mark.parametrize("algorithm", ["sra(rates=(1, 3, 2))", "parameter_server(server=1)", "allgather"])
+def test_every_star_and_slices(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thinwire.collectives.layout._SLICE", 8192)
+    layers = layers_of(MIXED, ((3000, 10), (70, 50), (5000,), (7,)))
+    layout = Layout.build(layers, 3, torch.float32, parse_algorithm(algorithm))
+    assert len(layout.chunks) + len(layout.gathered) > 4
+    check_alike(layout, 3, 2)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree"])
+def test_other_algorithms_are_refused(algorithm: str) -> None:
+    layout = Layout.build(layers_of(["minmax"]), 2, torch.float32, parse_algorithm(algorithm))
+    with pytest.raises(ValueError, match="between devices there are sra"):
+        DeviceBuffers.of(layout, 0, CPU)
+
+
+def test_means_of_very_different_sizes_are_not_padded() -> None:
+    """One owner has almost everything: gathered in equal room, its bytes would travel four times over."""
+    layout = Layout.build(layers_of(["sign(majority=True)"], ((100, 100), (5,))), 4, torch.float32)
+    buffers = DeviceBuffers.of(layout, 0, CPU)
+    assert not buffers.padded
+    assert buffers.means.numel() == sum(buffers.sizes)
+    check_alike(layout, 4, 2)
+    even = DeviceBuffers.of(Layout.build(layers_of(["minmax"], ((64, 1024),)), 4, torch.float32), 0, CPU)
+    assert even.padded
+
+
+@pytest.mark.parametrize("at", [0, 4000, 13_000])
+def test_not_a_number_reaches_every_rank(at: int) -> None:
+    layers = layers_of(MIXED)
+    layout = Layout.build(layers, 3, torch.float32)
+    check_alike(layout, 3, 1, poison=min(at, layout.numel - 1))
+
+
+def test_a_rank_by_itself_ends_with_its_own_codes() -> None:
+    layout = Layout.build(layers_of(["minmax(bits=3)", "raw", "ef(onebit)"]), 1, torch.float32)
+    check_alike(layout, 1, 2)
+
+
+def test_a_rank_that_does_not_come_is_an_error() -> None:
+    layout = Layout.build(layers_of(["minmax"]), 3, torch.float32)
+    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(3), CPU, timeout_s=0.5)
+
+    def run(transport) -> str:
+        if transport.rank == 2:
+            return ""
+        with pytest.raises(TransportError) as raised:
+            through_the_device(devices[transport.rank], layout, 1)
+        return str(raised.value)
+
+    assert all("a rank did not come" in text for text in run_threads(run, 3)[:2])
+
+
+def _over_gloo(rank: int, dtype: torch.dtype) -> bool:
+    group = dist.group.WORLD
+    assert group is not None
+    host = ProcessGroupTransport(group, TIMEOUT)
+    layout = Layout.build(layers_of(MIXED, (*SHAPES, *SHAPES)), dist.get_world_size(), dtype)
+    there = through_the_device(DeviceGroupTransport(host, CPU, group, TIMEOUT), layout, 3)
+    here = through_the_host(host, layout, 3)
+    return all(same(a, b) for a, b in zip(there, here, strict=True))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_bytes_of_the_cpu_over_gloo(num_ranks: int, dtype: torch.dtype) -> None:
+    assert run_ranks(_over_gloo, num_ranks, dtype) == [True] * num_ranks
+
+
+def _fails(rank: int) -> str:
+    group = dist.group.WORLD
+    assert group is not None
+    transport = DeviceGroupTransport(ProcessGroupTransport(group, TIMEOUT), CPU, group, TIMEOUT)
+    room = torch.zeros(8, dtype=torch.uint8)
+    with pytest.raises(TransportError) as raised:
+        transport.all_to_all(room, room, [4, 3], [4, 4])
+    with pytest.raises(TypeError, match="all_to_all"):
+        transport.send(room, 0, 0)
+    return str(raised.value)
+
+
+def test_a_collective_that_cannot_be_started_is_a_transport_error() -> None:
+    assert all("the all-to-all failed" in text for text in run_ranks(_fails, 2))

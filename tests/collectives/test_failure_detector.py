@@ -1,0 +1,187 @@
+"""Ranks find out which of them has caused a failure, without rank 0 and without trusting what they are sent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import thinwire
+from harness import run_ranks
+from thinwire import PeerFailedError, TransportError
+from thinwire.collectives import FailureDetector, announce_error, failure_detector
+from thinwire.integrations.transports import bare_transport
+
+FAILED = TransportError("the all-reduce failed")
+
+
+def everywhere(num_ranks: int, call: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(pool.map(call, range(num_ranks)))
+
+
+@pytest.fixture
+def detectors() -> Iterator[list[FailureDetector]]:
+    store = dist.HashStore()
+    made = everywhere(4, lambda r: FailureDetector.connect(store, "test", (0, 2, 4, 6), r, timedelta(seconds=20)))
+    end = time.monotonic() + 20.0
+    while any(len(d._ring._heard) < 3 or len(d._ring._links) < 2 for d in made) and time.monotonic() < end:
+        time.sleep(0.01)
+    yield made
+    for detector in made:
+        detector.close()
+
+
+def test_the_rank_that_is_behind_is_named_by_its_number_in_the_default_group(
+    detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failure_detector, "_GRACE_S", 1.2)
+    for detector in (detectors[0], detectors[1], detectors[3]):
+        detector.advance()
+    errors = everywhere(4, lambda rank: detectors[rank].explain(FAILED))
+    for error in errors:
+        assert error.rank == 4, error
+        assert error.host == socket.gethostname()
+        assert "has begun 0 collectives where others have begun 1" in error.reason
+        assert str(error).endswith("so the all-reduce failed")
+
+
+def test_a_rank_that_has_left_is_named(detectors: list[FailureDetector]) -> None:
+    detectors[1].close()
+    for error in everywhere(4, lambda rank: detectors[rank].explain(FAILED) if rank != 1 else None):
+        assert error is None or (error.rank == 2 and "detach()" in error.reason)
+
+
+def test_the_first_to_fail_is_named_and_not_the_one_that_failed_because_of_it(
+    detectors: list[FailureDetector],
+) -> None:
+    # Its thread ends without last words, as if the process had been killed.
+    detectors[2]._ring._stopping = True
+    detectors[2]._ring._wake()
+    assert detectors[1].explain(FAILED).rank == 4
+    detectors[1].close()
+    assert [detectors[rank].explain(FAILED).rank for rank in (0, 3)] == [4, 4]
+
+
+def test_an_error_that_another_rank_has_met_comes_with_its_text(detectors: list[FailureDetector]) -> None:
+    detectors[3].report(ArithmeticError("broken"))
+    error = detectors[1].attribute(PeerFailedError("rank 0 failed", rank=0))
+    assert (error.rank, error.reason) == (6, "ArithmeticError: broken")
+    for _ in range(5):
+        detectors[1].advance()
+    later = detectors[1].attribute(PeerFailedError("rank 0 failed", rank=0))
+    assert later.rank == 0, "that error was of earlier collectives"
+
+
+def test_strangers_and_what_is_no_frame_are_turned_away() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(FailureDetector.connect, store, "test", (0, 1), 0, timedelta(seconds=20))
+        ip, port = _address(store, "test/0")
+        strangers = [socket.create_connection((ip, port), timeout=20.0) for _ in range(12)]
+        second = FailureDetector.connect(store, "test", (0, 1), 1, timedelta(seconds=20))
+        detectors = [first.result(), second]
+    for i, stranger in enumerate(strangers):
+        with stranger:
+            try:
+                stranger.sendall(b"\xff" * (1 << i))
+                stranger.settimeout(20.0)
+                closed = stranger.recv(1) == b"" if i >= 5 else True
+            except OSError:
+                closed = True
+            assert closed
+    end = time.monotonic() + 20.0
+    while not all(detector._ring._heard for detector in detectors) and time.monotonic() < end:
+        time.sleep(0.01)
+    for detector in detectors:
+        assert detector._ring._heard, "the ranks themselves hear each other"
+        detector.close()
+
+
+def _address(store: dist.Store, key: str) -> tuple[str, int]:
+    store.wait([key], timedelta(seconds=20))
+    ip, port = struct.unpack_from("<x16sH", store.get(key))
+    return socket.inet_ntoa(ip[:4]), port
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    store = dist.HashStore()
+    with pytest.raises(TransportError, match=r"rank 5, 7 did not come within 0\.2 s") as error:
+        FailureDetector.connect(store, "test", (3, 5, 7), 0, timedelta(seconds=0.2))
+    assert error.value.rank == 5
+
+
+def test_a_rank_that_fails_before_it_comes_stops_the_others() -> None:
+    store = dist.HashStore()
+    announce_error(store, "test", 1, TypeError("no model"))
+    with pytest.raises(PeerFailedError, match=r"rank 7 on .* failed: TypeError: no model") as error:
+        FailureDetector.connect(store, "test", (3, 7), 0, timedelta(seconds=20))
+    assert (error.value.rank, error.value.reason) == (7, "TypeError: no model")
+
+
+def test_what_the_store_holds_is_not_trusted() -> None:
+    store = dist.HashStore()
+    store.set("test/1", b"\1\2\3")
+    with pytest.raises(TransportError, match="3 bytes"):
+        FailureDetector.connect(store, "test", (0, 1), 0, timedelta(seconds=20))
+
+
+def _dies(rank: int, how: str) -> tuple[int | None, str | None]:
+    world = dist.group.WORLD
+    assert world is not None
+    transport = bare_transport(world, timedelta(seconds=20))
+    transport.all_reduce(torch.ones(4))
+    time.sleep(0.6)
+    if rank == 1 or (rank == 0 and how == "two"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(TransportError) as error:
+        transport.all_reduce(torch.ones(4))
+    return error.value.rank, error.value.reason
+
+
+@pytest.mark.parametrize("how", ["one", "two"])
+def test_killed_ranks_are_named_by_all_others(how: str) -> None:
+    answers = run_ranks(_dies, 4, how, may_die=True)
+    for answer in answers[2:]:
+        assert answer[0] in ((1,) if how == "one" else (0, 1)), answers
+        assert "has ended" in answer[1]
+
+
+def _never_calls(rank: int) -> tuple[str, int | None]:
+    from nets import make
+
+    model = make(rank)
+    if rank == 1:
+        time.sleep(1.5)
+        return "", None
+    with pytest.raises(TransportError, match="every rank must make this call") as error:
+        thinwire.compress(model, network=thinwire.Network(timeout=timedelta(seconds=0.5)))
+    return str(error.value), error.value.rank
+
+
+def test_a_rank_that_never_calls_compress_is_named() -> None:
+    text, rank = run_ranks(_never_calls, 2)[0]
+    assert rank == 1, text
+
+
+def _wrong_model(rank: int) -> tuple[str, int | None]:
+    from nets import make
+
+    model = make(rank)
+    with pytest.raises((TypeError, PeerFailedError)) as error:
+        thinwire.compress(model.module if rank else model)
+    return type(error.value).__name__, getattr(error.value, "rank", None)
+
+
+def test_another_kind_of_model_on_one_rank_stops_all() -> None:
+    assert run_ranks(_wrong_model, 2) == [("PeerFailedError", 1), ("TypeError", None)]

@@ -1,0 +1,463 @@
+"""``thinwire compare``: its statistics, its verdicts, and paired runs through the whole path."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from scipy import stats
+
+from thinwire import lab, parse
+from thinwire.compare import compare as command
+from thinwire.compare import every, paired, rank_processes, statistics, tasks
+from thinwire.compare.compare_rank import probe_steps
+from thinwire.compare.comparison import Comparison, Side
+from thinwire.compare.report import Run
+from thinwire.compare.statistics import Verdict, estimate, judge, relative_differences, seeds_needed, smoothed
+from thinwire.compare.train import learning_rate
+from thinwire.compressors import registered
+from thinwire.results import Results
+
+MINMAX = "minmax(bits=4, bucket=128)"
+SMOKE = tasks.SIZES["smoke"]
+UNAVAILABLE = lab.unavailable()
+small = st.floats(-0.2, 0.2, allow_subnormal=False)
+
+
+def simulated(mean: float, deviation: float, pairs: int, times: int = 2000) -> np.ndarray:
+    """``times`` comparisons of ``pairs`` seeds each."""
+    return np.random.default_rng(pairs).normal(mean, deviation, (times, pairs))
+
+
+def tolerance(share: float, times: int) -> float:
+    return 4 * math.sqrt(share * (1 - share) / times)
+
+
+@pytest.mark.parametrize("pairs", [2, 3, 8])
+def test_each_bound_covers_the_true_mean_as_often_as_it_says(pairs: int) -> None:
+    found = [estimate(row) for row in simulated(0.004, 0.003, pairs).tolist()]
+    for kept in (np.mean([e.upper >= 0.004 for e in found]), np.mean([e.lower <= 0.004 for e in found])):
+        assert abs(kept - 0.95) <= tolerance(0.95, len(found))
+
+
+def test_bounds_are_those_of_the_paired_t_test() -> None:
+    baseline, losses = [2.0, 2.1, 1.9, 2.05], [2.01, 2.09, 1.93, 2.06]
+    differences = relative_differences(losses, baseline)
+    found = estimate(differences)
+    test = stats.ttest_1samp(differences, 0.0)
+    interval = test.confidence_interval(0.9)
+    assert found.mean == pytest.approx(np.mean(differences))
+    assert (found.lower, found.upper) == pytest.approx((interval.low, interval.high))
+
+
+def test_one_that_is_worse_by_the_margin_is_rarely_called_within_and_a_better_one_often() -> None:
+    at_the_margin = [judge(estimate(row), 0.01) for row in simulated(0.01, 0.004, 3).tolist()]
+    assert np.mean([v is Verdict.WITHIN for v in at_the_margin]) <= 0.05 + tolerance(0.05, len(at_the_margin))
+    assert np.mean([v is Verdict.BEYOND for v in at_the_margin]) <= 0.05 + tolerance(0.05, len(at_the_margin))
+    better = [judge(estimate(row), 0.01) for row in simulated(-0.05, 0.004, 3).tolist()]
+    assert all(v is Verdict.WITHIN for v in better)
+
+
+@given(st.lists(small, min_size=2, max_size=8), st.floats(0.001, 0.1), st.floats(0.0, 0.2), st.randoms())
+def test_getting_better_never_makes_a_verdict_worse(
+    differences: list[float], margin: float, gain: float, shuffler: random.Random
+) -> None:
+    order = [Verdict.WITHIN, Verdict.UNDECIDED, Verdict.BEYOND]
+    verdict = judge(estimate(differences), margin)
+    shuffled = shuffler.sample(differences, len(differences))
+    better = judge(estimate([difference - gain - 1e-9 for difference in shuffled]), margin)
+    assert order.index(better) <= order.index(verdict)
+
+
+@given(st.floats(-0.02, 0.05), st.floats(1e-4, 0.02), st.floats(0.005, 0.03))
+def test_the_number_of_seeds_is_the_least_that_is_enough(mean: float, deviation: float, margin: float) -> None:
+    found = statistics.Estimate(mean, deviation, -1.0, 1.0, 3)
+    count = seeds_needed(found, margin)
+
+    def half(pairs: int) -> float:
+        return (stats.t.ppf(0.95, pairs - 1) + stats.t.ppf(0.8, pairs - 1)) * deviation / math.sqrt(pairs)
+
+    if count is None:
+        assert half(1000) > abs(margin - mean) or margin == mean
+    else:
+        assert half(count) <= abs(margin - mean)
+        assert count == 2 or half(count - 1) > abs(margin - mean)
+
+
+def test_that_many_seeds_do_decide() -> None:
+    count = seeds_needed(statistics.Estimate(0.006, 0.006, -1.0, 1.0, 3), 0.01)
+    assert count is not None
+    decided = [judge(estimate(row), 0.01) is Verdict.WITHIN for row in simulated(0.006, 0.006, count).tolist()]
+    assert 0.77 <= np.mean(decided) <= 0.9
+
+
+def test_one_seed_decides_nothing_and_none_is_an_error() -> None:
+    found = estimate([-0.5])
+    assert judge(found, 0.01) is Verdict.UNDECIDED
+    assert seeds_needed(found, 0.01) is None
+    with pytest.raises(ValueError, match="at least one seed"):
+        estimate([])
+
+
+def test_a_run_that_diverged_is_beyond_and_a_baseline_that_did_is_an_error() -> None:
+    assert judge(estimate(relative_differences([2.0, math.nan], [2.0, 2.0])), 0.01) is Verdict.BEYOND
+    with pytest.raises(ValueError, match=r"diverged.*tune"):
+        relative_differences([2.0], [math.nan])
+
+
+def test_without_scipy_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(ImportError, match=r"pip install 'thinwire\[compare\]'"):
+        paired.compare_training(SMOKE, [MINMAX], seeds=[0])
+
+
+def test_smoothing_looks_back_only() -> None:
+    assert smoothed([6.0, 4.0, 2.0, 0.0]) == [6.0, 5.0, 4.0, 2.0]
+
+
+def side(name: str, probes: Sequence[Sequence[float]], losses: Sequence[float] | None = None) -> Side:
+    """One run for each row of ``probes``, ten steps of 0.1 s before each probe but the first."""
+    runs = []
+    for at, row in enumerate(probes):
+        steps = 10 * (len(row) - 1)
+        runs.append(
+            Run(
+                name,
+                step_s=[0.1] * steps,
+                losses=list(row),
+                probe_steps=list(range(10, steps + 1, 10)),
+                payload_bytes=[1000.0 * step for step in range(0, steps + 1, 10)],
+                val_loss=losses[at] if losses else row[-1],
+            )
+        )
+    return Side(name, 1e-3, tuple(runs))
+
+
+def comparison(variant: Side, control: Side | None, baseline: Side, *, shaped: bool = True) -> Comparison:
+    return Comparison(tuple(range(len(baseline.runs))), 0.01, shaped, baseline, (variant,), control, about={})
+
+
+FP32 = side("fp32", [[5, 3, 2, 2, 2], [5, 3, 2, 2, 2]])
+
+
+def test_a_control_within_the_margin_makes_everything_insensitive() -> None:
+    same = side("same", [[5, 3, 2, 2, 2]] * 2, [2.0, 2.001])
+    broken = side("broken", [[5, 4, 3, 3, 3]] * 2, [3.0, 3.001])
+    good, blind = comparison(same, broken, FP32), comparison(same, same, FP32)
+    assert good.sensitive
+    assert good.all_within
+    assert not blind.sensitive
+    assert not blind.all_within
+    assert any("Insensitive" in line for line in blind.remarks())
+    assert not any("Insensitive" in line for line in good.remarks())
+    assert not replace(good, each_tuned=blind).sensitive
+    assert any("No control" in line for line in comparison(same, None, FP32).remarks())
+
+
+def test_an_undecided_control_is_reported_and_says_how_many_seeds() -> None:
+    unsure = side("unsure", [[5, 4, 3, 3, 3]] * 2, [2.0, 2.1])
+    told = comparison(FP32, unsure, FP32)
+    assert told.control_verdict is Verdict.UNDECIDED
+    assert any("undecided (needs about" in line for line in told.remarks())
+
+
+def test_time_to_the_same_loss() -> None:
+    # The baseline ends at 2 (mean of the last three probes), so the same loss is 2.02; smoothed, `late` has
+    # 5, 4.5, 4, 3, 2: it crosses 2.02 at 0.98 of the last stretch.
+    late = side("late", [[5, 4, 3, 2, 1], [5, 4, 4, 4, 4]])
+    found = comparison(late, None, FP32)
+    assert found.to_same_loss(late) == [pytest.approx(3.98), None]
+    steps = replace(found, shaped=False)
+    assert steps.to_same_loss(late) == [pytest.approx(39.8), None]
+    assert found.to_same_loss(FP32)[0] == pytest.approx(4.0 - 0.02 / (7 / 3 - 2), rel=1e-6)
+
+
+def test_a_variant_that_diverged_is_reported_in_the_table_and_in_json_without_nan() -> None:
+    lost = side("lost", [[5, math.nan, math.nan, math.nan, math.nan]] * 2)
+    found = comparison(lost, replace(lost, name="control"), FP32)
+    results = Results("thinwire compare")
+    found.record(results)
+    json.dumps(results.results, allow_nan=False)
+    assert results.value("within/lost") == 0.0
+    console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115 - closed with the process
+    console.print(found.table())
+    console.file.close()
+    assert "never" in console.export_text()
+
+
+def test_a_task_reaches_another_process_as_json() -> None:
+    for task in tasks.SIZES.values():
+        assert tasks.restore(json.loads(json.dumps(tasks.describe(task)))) == task
+
+    @dataclass(frozen=True)
+    class Local(tasks.GPTTask):
+        pass
+
+    with pytest.raises(TypeError, match="top of a module"):
+        tasks.describe(Local())
+
+
+@pytest.mark.parametrize("name", ["small", "demo"])
+def test_the_held_out_set_is_large_enough(name: str) -> None:
+    task = tasks.SIZES[name]
+    assert task.held_out_windows * task.model.context >= 48_000
+
+
+def test_ranks_share_the_held_out_set_and_draw_batches_of_their_own() -> None:
+    model = SMOKE.build(3)
+    whole, halves = SMOKE.evaluate(model, 0, 1, probe=True), [SMOKE.evaluate(model, r, 2, probe=True) for r in (0, 1)]
+    assert sum(total for total, _ in halves) == pytest.approx(whole[0], rel=1e-5)
+    assert sum(count for _, count in halves) == whole[1] == SMOKE.probe_windows * SMOKE.model.context
+    draws = [next(SMOKE.batches(seed, rank, 2))[0].tolist() for seed, rank in ((0, 0), (0, 0), (0, 1), (1, 0))]
+    assert draws[0] == draws[1]
+    assert draws[0] != draws[2]
+    assert draws[0] != draws[3]
+    assert len(list(SMOKE.batches(0, 0, 2))) == SMOKE.steps
+
+
+@given(st.integers(2, 2000))
+def test_the_schedule_rises_to_its_highest_and_decays_to_the_end(steps: int) -> None:
+    rates = [learning_rate(0.3, step, steps) for step in range(steps)]
+    top = math.ceil(steps * 0.1) - 1
+    assert rates[top] == pytest.approx(0.3)
+    assert rates == [*sorted(rates[: top + 1]), *sorted(rates[top + 1 :], reverse=True)]
+    assert 0 < rates[-1] < 0.3 * (2.5 / steps if steps > 3 else 1)
+    assert probe_steps(replace(SMOKE, steps=steps))[-1] == steps
+
+
+class _Valley(paired.Runs):
+    """Runs whose loss is least at one learning rate."""
+
+    def __init__(self, best: float) -> None:
+        super().__init__(SMOKE, 2, None, paired.Unwatched())
+        self.best, self.about, self.made = best, {}, 0
+
+    def run(self, spec: str | None, seed: int, highest: float, *, shaped: bool) -> Run:
+        self.made += 1
+        diverged = highest > 8 * self.best
+        return Run("valley", val_loss=math.nan if diverged else 2 + math.log2(highest / self.best) ** 2)
+
+
+@settings(deadline=None)
+@given(st.integers(-6, 6))
+def test_tuning_goes_on_until_the_best_has_a_neighbour_on_both_sides(power: int) -> None:
+    runs = _Valley(SMOKE.learning_rate * 2.0**power)
+    best = runs.tuned(None, 9)
+    assert best == SMOKE.learning_rate * 2.0 ** max(-4, min(4, power))
+    assert runs.made <= 7
+    assert len(runs.about["tuned"]["fp32"]) == runs.made
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["minmax(bits=99)"], "bits"),
+        (["quantise"], "no compressor"),
+        ([MINMAX, "--within", "little"], "write 1% or 0.01"),
+        ([MINMAX, "--within", "100%"], "margin"),
+        ([MINMAX, "--ranks", "1"], "at least 2"),
+        ([MINMAX, "--seeds", "0"], "at least one"),
+        ([MINMAX, "--steps", "1"], "at least 2"),
+        ([MINMAX, "--rate", "fast"], "rate"),
+        ([MINMAX, "--control", MINMAX], "another control"),
+    ],
+)
+def test_what_cannot_be_compared_is_reported_before_anything_runs(
+    argv: list[str], said: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from thinwire_cli import main
+
+    monkeypatch.setattr(rank_processes, "RankProcesses", None)
+    assert main(["compare", *argv]) == 64
+    assert said in " ".join(capfd.readouterr().err.split())
+
+
+def test_shares() -> None:
+    assert command.share_of("1%") == command.share_of("0.01") == 0.01
+    assert command.share_of("0.5 %") == 0.005
+
+
+def test_the_table_loses_nothing_on_a_narrow_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    fp32, unsure = side("fp32", [[5, 3, 2, 2, 2]] * 3), side(MINMAX, [[5, 3, 2, 2, 2]] * 3, [2, 2.02, 2.02])
+    broken = side(paired.CONTROL, [[5, 3, 2, 2, 2]] * 3, [2.2, 2.25, 2.23])
+    found = comparison(unsure, broken, fp32)
+    Console(width=80).print(found.table())
+    words = " ".join(capsys.readouterr().out.split())
+    needed = found.judge(unsure).seeds_needed
+    for part in (
+        "undecided",
+        "(needs about",
+        f"{needed} seeds)",
+        "-0.31…+1.64",
+        "rounding=nearest)",
+        "(control)",
+        "no",
+    ):
+        assert part in words
+
+
+def test_exit_codes(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    same, broken = side("same", [[5, 3, 2, 2, 2]] * 2), side("broken", [[5, 4, 3, 3, 3]] * 2)
+    cases = [(same, broken, False, 0), (same, broken, True, 0), (broken, side("b", [[9, 9]] * 2), True, 1)]
+    for variant, control, strict, code in [*cases, (same, side("s", [[2, 2]] * 2), False, 1)]:
+        found = comparison(variant, control, FP32)
+        monkeypatch.setattr(command, "compare_training", lambda *_, found=found, **__: found)
+        assert command.compare(strict=strict) == code
+    assert "Insensitive" in capfd.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """The small version as a user starts it, with a variant that changes nothing."""
+    path = tmp_path_factory.mktemp("compare") / "out.json"
+    argv = [sys.executable, "-m", "thinwire", "compare", "raw", MINMAX, "--smoke", "--json", str(path)]
+    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, json.loads(path.read_text())
+
+
+def rows(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in record["results"]}
+
+
+def test_runs_are_paired_a_variant_that_changes_nothing_ends_at_the_same_loss_to_the_bit(smoke: Any) -> None:
+    found = rows(smoke[1])
+    assert found["difference/mean/raw()"]["by_seed"] == [0.0, 0.0, 0.0]
+    assert found["within/raw()"]["value"] == 1.0
+    fp32 = found["held_out_loss/fp32"]["by_seed"]
+    assert found["held_out_loss/raw()"]["by_seed"] == fp32
+    assert len(set(fp32)) == 3
+
+
+def test_training_learns_and_the_control_fails(smoke: Any) -> None:
+    text, record = smoke
+    found = rows(record)
+    assert found["held_out_loss/fp32"]["value"] < 0.8 * math.log(256)
+    assert found[f"difference/mean/control/{paired.CONTROL}"]["verdict"] == "no"
+    assert record["about"]["sensitive"] is True
+    assert "fails as it must" in text
+
+
+def test_bytes_are_those_that_the_formula_says(smoke: Any) -> None:
+    found = rows(smoke[1])
+    fp32, ours = found["bytes_per_step/fp32"], found[f"bytes_per_step/{MINMAX}"]
+    assert fp32["value"] == found["bytes_per_step/raw()"]["value"] == fp32["formula"]
+    # The buckets of DDP's first steps have other headers than those of all later ones.
+    assert ours["value"] == pytest.approx(ours["formula"], rel=0.01)
+    assert ours["value"] < fp32["value"] / 6
+
+
+def test_a_control_that_passes_is_seen_and_each_variant_can_be_tuned() -> None:
+    task = replace(SMOKE, steps=4, probe_every=2, held_out_windows=16, probe_windows=8)
+    found = paired.compare_training(task, [MINMAX], seeds=[0, 1], margin=0.5, control="raw", tune="each")
+    assert found.control_verdict is Verdict.WITHIN
+    assert not found.sensitive
+    assert found.to_same_loss(found.baseline) != [None, None]
+    # Where each variant is tuned, what changes nothing has the baseline's rate, and its loss.
+    tried, second = found.about["tuned"], found.each_tuned
+    assert second is not None
+    assert second.control is not None
+    assert set(tried) == {"fp32", MINMAX, "raw()"}
+    assert tried["raw()"] == tried["fp32"]
+    assert second.baseline == found.baseline
+    for chosen in (second.baseline, *second.variants, second.control):
+        assert tried[chosen.name][str(chosen.learning_rate)] == min(tried[chosen.name].values())
+
+
+@pytest.mark.network
+@pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
+def test_over_a_slow_link_time_counts_and_bytes_are_seen_on_the_interface(tmp_path: Path) -> None:
+    task = replace(SMOKE, steps=8, probe_every=4, held_out_windows=16, probe_windows=8)
+    found = paired.compare_training(task, [MINMAX], seeds=[0], rate="20mbit", control=None)
+    (ours,) = found.variants
+    assert found.shaped
+    for one in (found.baseline, ours):
+        assert one.wire_bytes_per_step is not None
+        assert one.bytes_per_step < one.wire_bytes_per_step < 1.5 * one.bytes_per_step + 10_000
+    # 466 kB a step in each direction at 20 Mbit/s take 0.19 s.
+    assert found.baseline.steps_per_s < 5.4 < ours.steps_per_s
+    assert found.about["link"]["rate_bps"] == [20_000_000] * 2
+
+
+@pytest.fixture(scope="module")
+def all_of_them(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    path = tmp_path_factory.mktemp("every") / "out.json"
+    argv = [sys.executable, "-m", "thinwire", "compare", "every", "--smoke", "--json", str(path)]
+    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, json.loads(path.read_text())
+
+
+def test_every_compressor_with_its_error_feedback_and_without(all_of_them: Any) -> None:
+    text, record = all_of_them
+    found = rows(record)
+    for name in ("topk(density=0.01)", "topk(density=0.01, feedback=False)", MINMAX, "onebit(bucket=512)"):
+        assert found[f"held_out_loss/{name}"]["value"] < 1.1 * math.log(256)
+        series = found[f"alpha/{name}"]["by_seed"][0]
+        assert series["steps"][0] == 0
+        assert len(series["steps"]) == len(series["alpha"]) >= 1
+        assert found[f"alpha/{name}"]["value"] > 0
+        # What measuring sends does not count.
+        size = found[f"bytes_per_step/{name}"]
+        assert size["value"] == pytest.approx(size["formula"], rel=0.05)
+    assert "alpha/fp32" not in found
+    assert found["alpha/topk(density=0.01, feedback=False)"]["value"] < 1
+    assert len(record["about"]["convergence"]) == 3
+    assert "Without error feedback" in text
+    assert "alpha" in text
+
+
+def test_measuring_changes_no_bit_of_the_training() -> None:
+    task = replace(SMOKE, steps=4, probe_every=2, held_out_windows=16, probe_windows=8)
+    topk = "topk(density=0.05)"
+    with_it, without = (
+        paired.compare_training(task, [topk, "raw"], seeds=[0], control=None, measure=every_so_many)
+        for every_so_many in (1, 0)
+    )
+    for measured, plain in zip(with_it.variants, without.variants, strict=True):
+        assert measured.losses == plain.losses
+        assert measured.bytes_per_step == pytest.approx(plain.bytes_per_step, rel=1e-3)
+        assert plain.alpha is None
+    assert with_it.variants[0].alpha is not None
+    assert with_it.variants[1].alpha is None
+    with pytest.raises(ValueError, match="measuring every -1 steps"):
+        paired.compare_training(task, [topk], seeds=[0], measure=-1)
+
+
+def test_the_list_has_every_compressor() -> None:
+    specs = [str(parse(spec)) for spec in every.EVERY]
+    assert len(set(specs)) == len(specs)
+    # raw is the baseline itself; delta and direct are for activations.
+    names = [name for name in registered() if name not in ("raw", "delta", "direct")]
+    assert not [name for name in names if not any(name in spec for spec in specs)]
+    for spec, bare in every.WITHOUT.items():
+        assert spec in every.EVERY
+        assert parse(spec).traits.wants_feedback
+        assert replace(parse(spec), feedback=False) == parse(bare)  # pyright: ignore[reportCallIssue]
+
+
+def test_how_a_variant_ends_is_reported_plainly() -> None:
+    lost = side("topk(density=0.01, feedback=False)", [[5, 6, 7, 8, 9]] * 2)
+    same = side("topk(density=0.01)", [[5, 3, 2, 2, 2]] * 2, [2.001, 2.002])
+    worse = side("sign(majority=False)", [[5, 3, 3, 3, 3]] * 2, [3.0, 3.001])
+    found = replace(comparison(same, None, FP32), variants=(same, worse, side(MINMAX, [[5, 2]] * 2), lost))
+    assert [str(told) for told in every.converged(found)] == [
+        "topk(density=0.01): converges to the same loss (+0.07%); without error feedback: diverges",
+        "sign(majority=False): ends at a higher loss (+50.02%)",
+    ]
+    first, second = every.sections(found, list(every.WITHOUT.values()))
+    assert [one.name for one in first[1].variants] == [same.name, worse.name, MINMAX]
+    assert [one.name for one in second[1].variants] == [lost.name]

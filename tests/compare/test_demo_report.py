@@ -1,0 +1,194 @@
+"""What the demo concludes from its figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from thinwire.compare.conclude import conclude
+from thinwire.compare.report import SAME_LOSS, Outcome, Report, Run
+from thinwire.compare.statistics import median_interval
+from thinwire.compare.train import Task
+
+TASK = Task(steps=40, probe_every=5)
+TURNS = 8
+
+
+def _run(name: str, step_s: float, last_loss: float, *, wire_bytes: int = 0, payload: float = 0.0) -> Run:
+    # Whoever slows the machine slows every variant: turn by turn, all steps take longer alike.
+    slowdowns = [3.0, 1.0, 1.0, 2.0, 1.0, 1.5, 1.0, 1.0]
+    return Run(
+        name,
+        step_s=[step_s * slowdown for slowdown in slowdowns for _ in range(5)],
+        losses=[3.0, 2.9, 2.8, 2.7, 2.6, 2.5, 2.4, 2.3, last_loss],
+        probe_steps=list(TASK.probe_steps),
+        payload_bytes=[5 * turn * payload for turn in range(TURNS + 1)],
+        formula_bytes=payload,
+        wire_bytes=wire_bytes,
+        val_loss=last_loss,
+        replicas_identical=name != "alone",
+    )
+
+
+def _runs() -> dict[str, Run]:
+    """A demo in which everything is as it should be."""
+    return {
+        "fp32": _run("fp32", 0.45, 2.0, wire_bytes=7_100, payload=350.0),
+        "bf16": _run("bf16", 0.23, 2.001, wire_bytes=3_550, payload=175.0),
+        "powersgd": _run("powersgd", 0.04, 2.03, wire_bytes=300, payload=14.0),
+        "low-rank": _run("low-rank", 0.038, 2.029, wire_bytes=300, payload=14.0),
+        "thinwire": _run("thinwire", 0.07, 2.002, wire_bytes=1_000, payload=50.0),
+        "alone": _run("alone", 0.02, 2.04),
+        "control": _run("control", 0.03, 2.09),
+    }
+
+
+def _report(runs: dict[str, Run], *, judged: bool = True, on_interface: bool = True) -> Report:
+    return Report(list(runs.values()), TASK, judged=judged, on_interface=on_interface)
+
+
+def _with(name: str, **changes: object) -> dict[str, Run]:
+    runs = _runs()
+    return runs | {name: dataclasses.replace(runs[name], **changes)}  # type: ignore[arg-type]
+
+
+def test_time_to_a_loss_is_interpolated_between_probes() -> None:
+    run = Run("fp32", step_s=[1.0] * 20, losses=[3.0, 2.0, 1.5], probe_steps=[10, 20])
+    assert run.probe_s == [0, 10, 20]
+    assert run.seconds_to(2.5) == pytest.approx(5.0)
+    assert run.seconds_to(2.0) == pytest.approx(10.0)
+    assert run.seconds_to(1.6) == pytest.approx(18.0)
+    assert run.seconds_to(1.4) is None
+    # A curve that rises first reaches a loss only where it comes down to it.
+    humped = Run("fp32", step_s=[1.0] * 20, losses=[2.0, 3.0, 1.0], probe_steps=[10, 20])
+    assert humped.seconds_to(2.0) == 0.0
+    assert humped.seconds_to(1.5) == pytest.approx(17.5)
+
+
+def test_a_speedup_is_the_median_of_paired_turns_with_an_interval() -> None:
+    report = _report(_runs())
+    ratio = report.speedup("thinwire", "fp32")
+    assert ratio is not None
+    # Slowdowns that both share leave no trace.
+    assert (ratio.lower, ratio.median, ratio.upper) == pytest.approx((0.45 / 0.07,) * 3)
+    noisy = _with("thinwire", step_s=[0.07 * (1 + turn) for turn in range(TURNS) for _ in range(5)])
+    wide = _report(noisy).speedup("thinwire", "fp32")
+    assert wide is not None
+    assert wide.lower < wide.median < wide.upper
+
+
+@pytest.mark.parametrize(("count", "kth"), [(1, 1), (5, 1), (6, 1), (8, 1), (9, 2), (12, 3), (20, 6), (100, 40)])
+def test_the_interval_of_a_median_is_that_of_the_sign_test(count: int, kth: int) -> None:
+    """The depths are those of the usual tables (Conover, Practical Nonparametric Statistics, table of the median)."""
+    values = [float(value) for value in range(count, 0, -1)]
+    assert median_interval(values) == (kth, count + 1 - kth)
+
+
+def test_all_checks_are_shown_where_everything_is_as_it_should_be() -> None:
+    checks = _report(_runs()).checks()
+    assert len(checks) == 11
+    assert {check.outcome for check in checks} == {Outcome.SHOWN}
+
+
+@pytest.mark.parametrize(
+    ("broken", "check"),
+    [
+        (_with("thinwire", val_loss=2.021), "at most 1 % above fp32's"),
+        (_with("alone", val_loss=2.0), "and so does training alone"),
+        (_with("control", val_loss=2.05), "at least 3 % above"),
+        (_with("thinwire", payload_bytes=[250.0 * turn + (turn == 8) for turn in range(9)]), "its format's formula"),
+        (_with("thinwire", replicas_identical=False), "bit for bit"),
+        (_with("powersgd", replicas_identical=False), "bit for bit"),
+        (_with("low-rank", val_loss=2.051), "at most 1 % above PyTorch's"),
+    ],
+)
+def test_a_wrong_result_fails_the_demo(broken: dict[str, Run], check: str, tmp_path: Path) -> None:
+    wrong = [found.text for found in _report(broken).checks() if found.outcome is Outcome.WRONG]
+    assert any(check in text for text in wrong), wrong
+    code, text = _conclude(_report(broken), tmp_path)
+    assert code == 1
+    assert "not the result that it should be" in text
+    assert "What this shows" not in text
+
+
+@pytest.mark.parametrize(
+    ("slow", "check"),
+    [
+        (_with("thinwire", step_s=[0.25] * 40), "3x the steps/s of DDP with fp32"),
+        (_with("bf16", step_s=[0.09] * 40), "1.5x those with bf16"),
+        (_with("low-rank", step_s=[0.3] * 40), "PowerSGD makes 0.8x"),
+        (_with("thinwire", wire_bytes=1_070), "bytes on the interface"),
+        (_with("thinwire", wire_bytes=930), "bytes on the interface"),
+    ],
+)
+def test_a_speed_that_is_not_reached_is_no_error(slow: dict[str, Run], check: str, tmp_path: Path) -> None:
+    outcomes = {found.text: found.outcome for found in _report(slow).checks()}
+    assert Outcome.WRONG not in outcomes.values()
+    assert any(check in text and outcome is Outcome.NOT_SHOWN for text, outcome in outcomes.items())
+    code, text = _conclude(_report(slow), tmp_path)
+    assert code == 0
+    assert "not shown" in text
+    assert "What this shows" in text
+
+
+def test_better_than_fp32_is_not_wrong() -> None:
+    outcomes = {check.outcome for check in _report(_with("thinwire", val_loss=1.9)).checks()}
+    assert Outcome.WRONG not in outcomes
+
+
+def test_limits_are_not_applied_to_another_task_but_bytes_and_replicas_are() -> None:
+    bad = _with("thinwire", val_loss=2.5, replicas_identical=False)
+    outcomes = [check.outcome for check in _report(bad, judged=False).checks()]
+    assert outcomes.count(Outcome.WRONG) == outcomes.count(Outcome.SHOWN) == 1
+    assert outcomes.count(Outcome.NOT_JUDGED) == 9
+
+
+def test_order_is_by_time_to_the_same_loss_then_by_loss() -> None:
+    report = _report(_runs())
+    assert report.target == pytest.approx(2.0 * SAME_LOSS)
+    names = [run.name for run in report.ordered()]
+    assert names == ["thinwire", "bf16", "fp32", "low-rank", "powersgd", "alone", "control"]
+    faster = _report(_with("powersgd", losses=[3.0] * 8 + [2.01]))
+    assert faster.ordered()[0].name == "powersgd"
+
+
+def _conclude(report: Report, tmp_path: Path) -> tuple[int, str]:
+    console = Console(width=200, record=True, highlight=False, file=(tmp_path / "screen").open("w"))
+    about = {"rate": "100mbit", "ranks": 2, "parameters": 1_200_000}
+    code = conclude(console, report, about, out=tmp_path, json=None)
+    console.file.close()
+    return code, console.export_text()
+
+
+def test_it_says_plainly_where_powersgd_is_faster(tmp_path: Path) -> None:
+    code, text = _conclude(_report(_runs()), tmp_path)
+    assert code == 0
+    assert "PowerSGD is faster here, 1.75x the steps/s of thinwire; PowerSGD does not reach the same loss" in text
+    assert "+1.50% against fp32's, thinwire's +0.10%" in text
+    assert (
+        "over 100 Mbit/s, thinwire trains 6.4x as fast as DDP with fp32 gradients and ends at the same loss (+0.10%)"
+        in text
+    )
+    assert "Worse than sending nothing" not in text
+
+
+def test_it_says_where_powersgd_is_slower(tmp_path: Path) -> None:
+    _, text = _conclude(_report(_with("powersgd", step_s=[0.14] * 40)), tmp_path)
+    assert "of PowerSGD here" in text
+    assert "thinwire makes 2.00x the steps/s" in text
+
+
+def test_a_method_that_ends_above_training_alone_is_named(tmp_path: Path) -> None:
+    _, text = _conclude(_report(_with("powersgd", val_loss=2.041)), tmp_path)
+    assert "Worse than sending nothing here: torch PowerSGD." in text
+
+
+def test_without_fp32_nothing_is_claimed(tmp_path: Path) -> None:
+    runs = _runs() | {"fp32": Run("fp32", failure="rank 1: ended by signal 6")}
+    code, text = _conclude(_report(runs), tmp_path)
+    assert code == 1
+    assert "What this shows" not in text
+    assert "not measured" in text

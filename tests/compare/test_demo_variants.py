@@ -1,0 +1,130 @@
+"""The ways in which the demo's gradients travel, on real ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from harness import run_ranks
+from thinwire.compare.gpt import GPTConfig, next_token_loss
+from thinwire.compare.train import POWERSGD_RANK, VARIANTS, Replica, Task, distributed
+
+TASK = Task(model=GPTConfig(context=16, width=32, layers=2, heads=2), bucket_cap_mb=0.05)
+STEPS = 4
+
+
+@dataclasses.dataclass
+class Sent:
+    """What a rank ended up with after some backward passes on batches that differ between ranks."""
+
+    gradients: list[Tensor]
+    payload_bytes: float
+    formula_bytes: float | None
+
+
+def _send_all(rank: int) -> dict[str, Sent]:
+    torch.set_num_threads(1)
+    return {name: _send(rank, name) for name in VARIANTS}
+
+
+def _send(rank: int, name: str) -> Sent:
+    replica = Replica(TASK)
+    ddp = distributed(replica, VARIANTS[name])
+    attached = VARIANTS[name].attach(ddp, TASK)
+    _backward(ddp, rank, STEPS)
+    gradients = [parameter.grad.clone() for parameter in replica.parameters if parameter.grad is not None]
+    sent = Sent(gradients, attached.payload_bytes(STEPS), attached.formula_bytes())
+    attached.detach()
+    return sent
+
+
+def _backward(ddp: DistributedDataParallel, rank: int, steps: int) -> None:
+    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(rank))
+    for _ in range(steps):
+        ddp.zero_grad()
+        next_token_loss(ddp(tokens[:, :-1]), tokens[:, 1:]).backward()
+
+
+def _error(found: list[Tensor], exact: list[Tensor]) -> float:
+    difference = sum(float((a - b).square().sum()) for a, b in zip(found, exact, strict=True))
+    return (difference / sum(float(b.square().sum()) for b in exact)) ** 0.5
+
+
+def _equal(found: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, other, strict=True))
+
+
+@pytest.fixture(scope="module")
+def sent() -> list[dict[str, Sent]]:
+    return run_ranks(_send_all, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [("bf16", 1e-4, 2**-8), ("thinwire", 0.01, 0.2), ("powersgd", 1e-3, 0.9), ("control", 0.5, 50.0)],
+)
+def test_ranks_agree_and_the_error_is_that_of_the_format(
+    sent: list[dict[str, Sent]], name: str, least: float, most: float
+) -> None:
+    one, other = (rank[name].gradients for rank in sent)
+    assert _equal(one, other)
+    assert least < _error(one, sent[0]["fp32"].gradients) < most
+
+
+def test_fp32_is_the_mean_and_without_communication_every_rank_keeps_its_own(sent: list[dict[str, Sent]]) -> None:
+    exact, one, other = sent[0]["fp32"].gradients, sent[0]["alone"].gradients, sent[1]["alone"].gradients
+    assert _equal(exact, sent[1]["fp32"].gradients)
+    assert _error(one, exact) > 0.1
+    assert _error([(a + b) / 2 for a, b in zip(one, other, strict=True)], exact) < 1e-6
+
+
+def test_bytes_of_dense_methods_are_those_of_a_ring(sent: list[dict[str, Sent]]) -> None:
+    # Two ranks: a ring all-reduce sends each byte once.
+    dense = 4 * STEPS * sum(parameter.numel() for parameter in Replica(TASK).parameters)
+    assert sent[0]["fp32"].payload_bytes == dense
+    assert sent[0]["bf16"].payload_bytes == dense / 2
+    assert sent[0]["alone"].payload_bytes == 0
+
+
+def test_powersgd_bytes_are_two_dense_steps_and_then_the_factors(sent: list[dict[str, Sent]]) -> None:
+    dense = factors = 0
+    for parameter in Replica(TASK).parameters:
+        numel, rows = parameter.numel(), parameter.shape[0]
+        dense += numel
+        low = (rows + numel // rows) * POWERSGD_RANK
+        factors += low if parameter.ndim > 1 and 2 * low < numel else numel
+    assert factors < dense
+    assert sent[0]["powersgd"].payload_bytes == 4 * (2 * dense + (STEPS - 2) * factors)
+
+
+def test_thinwire_sends_the_formulas_bytes(sent: list[dict[str, Sent]]) -> None:
+    found = sent[0]["thinwire"]
+    assert found.formula_bytes is not None
+    # The first step has other DDP buckets, so other headers.
+    assert found.payload_bytes == pytest.approx(STEPS * found.formula_bytes, rel=0.05)
+
+
+def test_powersgd_gets_one_bucket_and_others_several() -> None:
+    assert run_ranks(_count_buckets, 2) == [{"powersgd": 1, "fp32": 2}] * 2
+
+
+def _count_buckets(rank: int) -> dict[str, int]:
+    counts = {}
+    for name in ("powersgd", "fp32"):
+        seen: set[int] = set()
+        ddp = distributed(Replica(TASK), VARIANTS[name])
+        ddp.register_comm_hook(seen, _note)
+        _backward(ddp, rank, 3)
+        counts[name] = len(seen)
+    return counts
+
+
+def _note(state, bucket):
+    state.add(bucket.index())
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future

@@ -1,0 +1,112 @@
+"""Processes that are forked off a server: what goes in and out, how they end, and the nodes that they run on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinwire import lab
+from thinwire.compare.forked import ForkedProcess
+from thinwire.compare.rank_processes import Loopback
+from thinwire.lab import NodeNamespaces
+
+UNAVAILABLE = lab.unavailable()
+Fork = Callable[[NodeNamespaces], ForkedProcess]
+
+
+@pytest.fixture
+def fork(tmp_path: Path) -> Iterator[Fork]:
+    started: list[ForkedProcess] = []
+
+    def forked(namespaces: NodeNamespaces) -> ForkedProcess:
+        started.append(ForkedProcess("echo", namespaces, tmp_path / f"log{len(started)}"))
+        return started[-1]
+
+    yield forked
+    for process in started:
+        process.close()
+        process.close()
+        assert process.poll() is not None
+
+
+def ask(process: ForkedProcess, line: str) -> dict[str, Any]:
+    process.stdin.write(line.encode() + b"\n")
+    answer = b""
+    while not answer.endswith(b"\n"):
+        more = process.stdout.read(65536)
+        assert more
+        answer += more
+    return json.loads(answer)
+
+
+def ended(process: ForkedProcess, timeout_s: float = 20.0) -> int:
+    deadline = time.monotonic() + timeout_s
+    while (code := process.poll()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return code
+
+
+def test_lines_go_in_and_out_and_it_ends_with_its_input(tmp_path: Path, fork: Fork) -> None:
+    process = fork(Loopback().namespaces(3))
+    found = ask(process, "hello")
+    assert found["line"] == "hello\n"
+    assert found["pid"] == found["session"] == process.pid != os.getpid()
+    assert found["net"] == os.readlink("/proc/self/ns/net")
+    process.stdin.close()
+    assert ended(process) == 0
+    assert (tmp_path / "log0").read_text() == "on standard error\n"
+    process.send_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_signal_that_ends_it_is_its_exit_code(fork: Fork, number: signal.Signals) -> None:
+    process = fork(Loopback().namespaces(0))
+    ask(process, "there?")
+    process.send_signal(number)
+    assert ended(process) == -number
+    assert process.stdout.read(1) == b""
+
+
+def test_what_it_raises_is_in_its_log(tmp_path: Path, fork: Fork) -> None:
+    process = fork(Loopback().namespaces(0))
+    process.stdin.write(b"raise\n")
+    assert ended(process) == 1
+    assert "ValueError: as it was told" in (tmp_path / "log0").read_text()
+
+
+def test_namespaces_that_are_gone_are_in_the_log(tmp_path: Path, fork: Fork) -> None:
+    process = fork(NodeNamespaces((("/proc/self/no-such-namespace", 0),), {}))
+    assert ended(process) == 1
+    assert "no-such-namespace" in (tmp_path / "log0").read_text()
+
+
+def test_it_has_the_variables_of_its_namespaces_and_no_others(fork: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    first = ask(fork(Loopback().namespaces(0)), "who?")
+    assert (first["rank"], first["threads"]) == ("7", "5")
+    second = ask(fork(NodeNamespaces((), {"OMP_NUM_THREADS": "2"})), "who?")
+    assert (second["rank"], second["threads"]) == (None, "2")
+
+
+@pytest.mark.network
+@pytest.mark.skipif(UNAVAILABLE is not None, reason=UNAVAILABLE or "")
+def test_it_runs_on_the_node_of_its_rank_until_the_network_closes(fork: Fork) -> None:
+    with lab.Network(4, ranks_per_node=2, rate="100mbit") as network:
+        started = [fork(network.namespaces(rank)) for rank in range(4)]
+        found = [ask(process, "where?") for process in started]
+        namespaces = [of["net"] for of in found]
+        assert namespaces[0] == namespaces[1] != namespaces[2] == namespaces[3]
+        assert os.readlink("/proc/self/ns/net") not in namespaces
+        assert [of["rank"] for of in found] == ["0", "1", "2", "3"]
+    assert [ended(process) for process in started] == 4 * [-signal.SIGKILL]
+    with pytest.raises(RuntimeError, match="closed"):
+        network.namespaces(0)

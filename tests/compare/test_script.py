@@ -1,0 +1,148 @@
+"""``thinwire compare -- train.py``: where losses are read, what is concluded, and a script as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from thinwire.compare.losses import PATTERN, NoLosses, compiled, final, loss_in, read_log
+from thinwire.compare.script import ScriptComparison, ScriptRun, compare_script
+
+TRAINING = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+torch.manual_seed(int(sys.argv[1]))
+model = DistributedDataParallel(nn.Linear(64, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+for step in range(20):
+    x = torch.randn(32, 64)
+    loss = (model(x) - x).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    print(f"step {step}: Loss = {loss.item():.5f}" if dist.get_rank() == 0 else "loss 99")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "loss"),
+    [
+        ("step 10: loss 0.25", 0.25),
+        ("{'loss': '2.5e-1', 'epoch': 1}", 0.25),
+        ("train_loss=3 val_loss=2", 2.0),
+        ("Loss: -1.5", -1.5),
+        ("accuracy 0.9", None),
+    ],
+)
+def test_losses_are_found_in_lines(line: str, loss: float | None) -> None:
+    assert loss_in(line, compiled(PATTERN)) == loss
+
+
+def test_a_pattern_needs_one_group_around_a_number() -> None:
+    assert loss_in("val 3.5 nats", compiled("val ([0-9.]+)")) == 3.5
+    for pattern, says in (("val (", "is no regular expression"), ("val", "needs one group")):
+        with pytest.raises(ValueError, match=says):
+            compiled(pattern)
+    with pytest.raises(NoLosses, match="no number"):
+        loss_in("loss good", compiled(r"loss (\w+)"))
+
+
+def test_logs_are_read(tmp_path: Path) -> None:
+    lines, state = tmp_path / "log.jsonl", tmp_path / "trainer_state.json"
+    lines.write_text('{"loss": 2}\n{"eval": 1}\nnot json\n{"loss": 1.5}\n{"lo')
+    assert read_log(lines, "loss") == [2.0, 1.5]
+    state.write_text(json.dumps({"epoch": 1, "log_history": [{"loss": 3.0}, {"eval_loss": 2.5}]}))
+    assert read_log(state, "eval_loss") == [2.5]
+    with pytest.raises(NoLosses, match="name one with --key; there are eval, loss"):
+        read_log(lines, "val")
+    with pytest.raises(NoLosses, match="stands for each run's own folder"):
+        read_log(tmp_path / "none.jsonl", "loss")
+
+
+@pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")
+def test_tensorboards_files_are_read(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        for step in range(3):
+            writer.add_scalar("train/loss", 3.0 - step, step)
+    assert read_log(tmp_path, "train/loss") == [3.0, 2.0, 1.0]
+    with pytest.raises(NoLosses, match="there are train/loss"):
+        read_log(tmp_path, "loss")
+
+
+def test_the_end_is_the_last_tenth() -> None:
+    assert final([5.0, 1.0]) == 1.0
+    assert final([9.0] * 18 + [1.0, 2.0]) == 1.5
+
+
+def made_up(same: float, control: float) -> ScriptComparison:
+    comparison = ScriptComparison(["minmax(bits=4, bucket=128)"], "onebit(bucket=512)", 0.01)
+    for name, factor in zip(comparison.names, (1.0, same, control), strict=True):
+        for loss in (1.0, 1.1, 1.2):
+            comparison.runs.setdefault(name, []).append(ScriptRun((3.0, loss * factor), 2.0, 100.0, 700.0))
+    return comparison
+
+
+def test_a_verdict_needs_a_control_that_fails() -> None:
+    good, blunt = made_up(1.001, 1.5), made_up(1.001, 1.001)
+    estimate, verdict = good.judged("minmax(bits=4, bucket=128)")
+    assert estimate.mean == pytest.approx(0.001)
+    assert verdict == "yes"
+    assert good.sensitive
+    assert not blunt.sensitive
+    assert "too short to show damage" in blunt.remarks()[-1]
+    assert made_up(1.1, 1.5).judged("minmax(bits=4, bucket=128)")[1] == "no"
+
+
+def test_equal_seeds_are_no_seeds() -> None:
+    comparison = made_up(1.0, 1.5)
+    comparison.check_seeds()
+    comparison.runs["fp32"] = comparison.runs["fp32"][:1] * 3
+    with pytest.raises(ValueError, match=r"train.py --seed \{seed\}"):
+        comparison.check_seeds()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"script": ()}, "needs a script"),
+        ({"script": ("a.py",), "ranks": 1}, "2 ranks"),
+        ({"script": ("a.py",), "variants": ("nosuch",)}, "no compressor is called 'nosuch'"),
+        ({"script": ("a.py",), "pattern": "("}, "--pattern"),
+        ({"script": ("a.py",), "within": "much"}, "--within"),
+    ],
+)
+def test_wrong_options_are_reported_before_anything_runs(arguments: dict, says: str, capsys) -> None:
+    assert compare_script(**arguments) == 64
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.timeout(240)
+def test_a_script_is_compared_as_it_is(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING)
+    figures, curves = tmp_path / "f.json", tmp_path / "curves.svg"
+    options = ["--seeds", "2", "--within", "5%", "--control", "None", "--json", str(figures)]
+    options += ["--plot", str(curves)] if find_spec("matplotlib") else []
+    argv = [sys.executable, "-m", "thinwire", "compare", "4bit", *options, "--", str(script), "{seed}"]
+    environment = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=220, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["name"]: row for row in json.loads(figures.read_text())["results"]}
+    plain, ours = rows["loss/fp32"], rows["loss/minmax(bits=4, bucket=128)"]
+    assert [len(curve) for curve in plain["curves"]] == [20, 20]
+    assert all(curve[-1] < 0.9 * curve[0] for curve in plain["curves"] + ours["curves"])
+    assert plain["curves"][0] != plain["curves"][1]
+    # Random numbers differ by rank no more than with the script alone: the same first batch, the same first loss.
+    assert [curve[0] for curve in plain["curves"]] == [curve[0] for curve in ours["curves"]]
+    assert rows["bytes_per_step/minmax(bits=4, bucket=128)"]["value"] < 4 * 64 * 64 / 5
+    assert abs(rows["difference/minmax(bits=4, bucket=128)"]["value"]) < 0.05
+    assert curves.exists() == bool(find_spec("matplotlib"))

@@ -1,0 +1,199 @@
+"""What the comparisons train: the text, the model, the paired training."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thinwire.compare import data
+from thinwire.compare.gpt import GPT, GPTConfig, next_token_loss
+from thinwire.compare.train import Replica, Task, evaluate, train
+
+TINY = GPTConfig(context=16, width=16, layers=2, heads=2)
+TASK = Task(model=TINY, steps=4, probe_every=3)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small only wait for each other's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _library(root: Path, modules: dict[str, str]) -> Path:
+    for name, source in modules.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return root
+
+
+@pytest.fixture
+def modules() -> dict[str, str]:
+    """Sixty modules and a package, more than the megabyte that a corpus takes."""
+    found = {f"module{i}.py": f"# module {i}\n" + f"value_{i} = {i}\n" * 2000 for i in range(60)}
+    return found | {f"package/part{i}.py": f"# part {i}\n" * 2000 for i in range(4)}
+
+
+def test_text_does_not_depend_on_the_order_in_which_files_were_made(tmp_path: Path, modules: dict[str, str]) -> None:
+    one = data.standard_library(_library(tmp_path / "a", modules))
+    other = data.standard_library(_library(tmp_path / "b", dict(reversed(modules.items()))))
+    assert one.digest == other.digest
+    assert torch.equal(one.train, other.train)
+    assert torch.equal(one.held_out, other.held_out)
+    assert one.num_files == len(modules)
+
+
+def test_a_package_is_on_one_side_and_every_module_on_exactly_one(tmp_path: Path, modules: dict[str, str]) -> None:
+    text = data.standard_library(_library(tmp_path, modules))
+    train, held_out = (bytes(part.tolist()) for part in (text.train, text.held_out))
+    for source in modules.values():
+        assert (source.encode() in train) != (source.encode() in held_out)
+    assert len({f"# part {i}\n".encode() in train for i in range(4)}) == 1
+
+
+def test_test_suites_foreign_packages_and_copies_are_left_out(tmp_path: Path, modules: dict[str, str]) -> None:
+    plain = data.standard_library(_library(tmp_path, modules))
+    more = {
+        "test/test_module.py": "SENTINEL = 1\n",
+        "package/tests/test_part.py": "SENTINEL = 2\n",
+        "site-packages/foreign/core.py": "SENTINEL = 3\n",
+        "zz_copy_of_module.py": modules["module7.py"],
+        "empty.py": "",
+    }
+    assert data.standard_library(_library(tmp_path, more)).digest == plain.digest
+
+
+def test_too_little_source_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"too little Python source.*use a Python that ships"):
+        data.standard_library(_library(tmp_path, {"one.py": "x = 1\n"}))
+
+
+def test_this_interpreters_library_makes_a_corpus() -> None:
+    text = data.standard_library()
+    assert text.train.dtype == torch.uint8
+    assert text.train.numel() > 2 * text.held_out.numel() > 1_000_000
+    # A line of a module is on one side only, wherever that is.
+    line = b"class ArgumentParser(_AttributeHolder, _ActionsContainer):"
+    assert (line in bytes(text.train.numpy().tobytes())) != (line in bytes(text.held_out.numpy().tobytes()))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    num_tokens=st.integers(40, 10_000),
+    context=st.integers(1, 32),
+    steps=st.integers(1, 5),
+    num_ranks=st.integers(1, 4),
+    batch=st.integers(1, 4),
+    seed=st.integers(0, 2**62),
+)
+def test_batches_stay_inside_the_text_and_depend_on_the_arguments_alone(
+    num_tokens: int, context: int, steps: int, num_ranks: int, batch: int, seed: int
+) -> None:
+    def draw() -> torch.Tensor:
+        return data.draw_offsets(num_tokens, steps=steps, num_ranks=num_ranks, batch=batch, context=context, seed=seed)
+
+    before = torch.random.get_rng_state()
+    offsets = draw()
+    torch.rand(3)
+    assert torch.equal(offsets, draw())
+    torch.random.set_rng_state(before)
+    tokens = torch.arange(num_tokens)
+    inputs, targets = data.windows(tokens, offsets.flatten(), context)
+    assert inputs.shape == targets.shape == (steps * num_ranks * batch, context)
+    assert torch.equal(targets, inputs + 1)
+
+
+def test_ranks_and_seeds_draw_different_batches() -> None:
+    def draw(seed: int) -> torch.Tensor:
+        return data.draw_offsets(10**6, steps=3, num_ranks=2, batch=4, context=8, seed=seed)
+
+    assert not torch.equal(draw(0)[:, 0], draw(0)[:, 1])
+    assert not torch.equal(draw(0), draw(1))
+
+
+def test_even_offsets_do_not_overlap() -> None:
+    offsets = data.even_offsets(1001, count=100, context=10)
+    assert torch.equal(offsets.diff(), torch.full((99,), 10))
+    assert offsets[-1] + 10 < 1001
+    with pytest.raises(ValueError, match="do not hold 101 windows of 10"):
+        data.even_offsets(1001, count=101, context=10)
+
+
+def test_gpt_has_the_size_of_the_demo_and_starts_near_chance() -> None:
+    model = GPT(GPTConfig())
+    assert sum(parameter.numel() for parameter in model.parameters()) == 4_804_608
+    tokens = torch.randint(256, (2, 65), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        loss = next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
+    assert math.log(256) - 0.1 < loss < math.log(256) + 1.0
+
+
+def test_gpt_looks_at_the_past_only_and_knows_positions() -> None:
+    torch.manual_seed(0)
+    model = GPT(TINY)
+    tokens = torch.randint(256, (1, 16))
+    changed = tokens.clone()
+    changed[0, 9] = (tokens[0, 9] + 1) % 256
+    with torch.no_grad():
+        one, other = model(tokens), model(changed)
+        swapped = model(tokens[:, [1, 0, *range(2, 16)]])
+    assert torch.allclose(one[:, :9], other[:, :9], atol=1e-6)
+    assert not torch.allclose(one[:, 9:], other[:, 9:], atol=1e-3)
+    assert not torch.allclose(one[:, -1], swapped[:, -1], atol=1e-3)
+
+
+def test_gpt_refuses_a_width_that_heads_cannot_share() -> None:
+    with pytest.raises(ValueError, match=r"width=30 is not a multiple of 2 \* heads=8"):
+        GPTConfig(width=30, heads=4)
+
+
+def _tokens() -> torch.Tensor:
+    return torch.randint(97, 123, (2000,), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+
+
+def _train(replica: Replica, draw: int, steps: int) -> list[float]:
+    offsets = data.draw_offsets(2000, steps=steps, num_ranks=1, batch=4, context=16, seed=draw)[:, 0]
+    return list(train(replica.model, replica.optimizer, _tokens(), offsets, lambda step: 3e-3, 16))
+
+
+def test_training_lowers_the_loss_of_the_text() -> None:
+    replica = Replica(TASK)
+    offsets = data.even_offsets(2000, count=64, context=16)
+    before = evaluate(replica.model, _tokens(), offsets, 16) / (64 * 16)
+    losses = _train(replica, 0, 60)
+    after = evaluate(replica.model, _tokens(), offsets, 16) / (64 * 16)
+    # 26 letters at random: nothing can do better than their entropy.
+    assert math.log(26) - 0.1 < after < math.log(26) + 0.5 < before
+    assert losses[-1] < losses[0]
+
+
+def test_replicas_of_one_seed_train_alike_to_the_bit() -> None:
+    one, same, other = Replica(TASK), Replica(TASK), Replica(dataclasses.replace(TASK, seed=1))
+    assert one.digest() == same.digest() != other.digest()
+    assert _train(one, 0, 5) == _train(same, 0, 5)
+    assert one.digest() == same.digest()
+
+
+def test_a_task_survives_json_and_its_learning_rate_rises_once_and_falls_to_zero() -> None:
+    assert Task.from_json(json.loads(json.dumps(dataclasses.asdict(TASK)))) == TASK
+    assert TASK.probe_steps == [3, 4]
+    assert Task().probe_steps[-1] == Task().steps
+    task = Task()
+    rates = [task.rate(step) for step in range(task.steps + 1)]
+    warm_up = rates.index(max(rates))
+    assert warm_up < task.steps / 8
+    assert rates[warm_up] == pytest.approx(task.learning_rate)
+    assert rates[: warm_up + 1] == sorted(rates[: warm_up + 1])
+    assert rates[warm_up:] == sorted(rates[warm_up:], reverse=True)
+    assert rates[-1] == pytest.approx(0, abs=1e-12)

@@ -1,0 +1,473 @@
+"""What single compressors promise beside the laws: their papers' lemmas, their states, their limits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import thinwire
+from thinwire import parse
+from thinwire.compressors import (
+    FFT,
+    CodecCall,
+    Coded,
+    Key,
+    Levels,
+    Part,
+    Piece,
+    PowerSGD,
+    Segments,
+    State,
+    SumCall,
+    TopK,
+    at_step,
+    first_state,
+    sum_alone,
+    used_bytes,
+)
+from thinwire.plan import Plan
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def relative_error(spec: str, x: torch.Tensor) -> float:
+    return float((parse(spec).roundtrip(x) - x).norm() / x.norm())
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "minmax(bits=2)",
+        "qsgd(bits=4)",
+        "qsgd(bits=3, norm=linf)",
+        "maxabs(bits=3)",
+        "terngrad",
+        "natural",
+        "lattice(bits=3, bucket=64)",
+        "rangefloat(bits=6, rounding=stochastic, learn_at=(0,))",
+        "randk(density=0.25)",
+    ],
+)
+def test_unbiased_within_four_standard_errors_over_ten_thousand_draws(spec: str) -> None:
+    compressor = parse(spec)
+    assert compressor.traits.unbiased
+    x = normal(256)
+    along, total = [], []
+    for key in range(10_000):
+        off = compressor.roundtrip(x, key=key).double() - x.double()
+        along.append(float(off @ x.double()))
+        total.append(float(off.sum()))
+    for draws in (torch.tensor(along), torch.tensor(total)):
+        assert abs(float(draws.mean())) <= 4 * float(draws.std()) / 100
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**20), bits=st.integers(1, 4), multiple=st.integers(1, 6), spread=st.floats(0.0, 1.0))
+def test_lemma_4_of_the_thesis(seed: int, bits: int, multiple: int, spread: float) -> None:
+    """E‖Q_δ(x) − x‖² ≤ (δ/δ*)·E_r‖x*_r − x‖² for δ* = multiple·δ and whatever x*_r is chosen on the coarse lattice."""
+    x = normal(64, seed=seed)
+    delta = float((x.max() - x.min()) / (2**bits - 1))
+    coarse, quantiser = multiple * delta, parse(f"lattice(bits={bits}, bucket=64)")
+    draws = 400
+    ours = sum(float((quantiser.roundtrip(x, key=k) - x).square().sum()) for k in range(draws)) / draws
+    theirs = 0.0
+    for k in range(draws):
+        shift = coarse * ((k + 0.5) / draws - 0.5) + float(x.min())
+        wander = spread * coarse * normal(64, seed=seed + 7 * k)  # a best point, or any other
+        theirs += float((coarse * torch.round((x + wander - shift) / coarse) + shift - x).square().sum()) / draws
+    # Both sides are means over finitely many shifts.
+    assert ours <= theirs * (delta / coarse) * 1.1 + 1e-6
+    assert ours <= 64 * delta**2 / 12 * 1.1
+
+
+def test_the_lattice_is_shifted_as_a_whole_and_alike_on_all_ranks() -> None:
+    lattice = parse("lattice(bits=3, bucket=128)")
+    assert isinstance(lattice, Coded)
+    x = normal(1000)
+    segments = Segments.build([Piece("layer", 0, 1000, 0, 0)])
+    first, second = (torch.zeros(lattice.payload_bytes(1000, x.dtype), dtype=torch.uint8) for _ in range(2))
+    lattice.encode(x, first, CodecCall(segments, Key(1, 9)))
+    lattice.encode(x, second, CodecCall(segments, Key(2, 9)))
+    assert torch.equal(first, second)
+    lattice.encode(x, second, CodecCall(segments, Key(1, 10)))
+    assert not torch.equal(first, second)
+    off = (lattice.roundtrip(x, key=3) - x)[:128]
+    step = float((x[:128].max() - x[:128].min()) / 7)
+    assert float(off.abs().max()) <= step / 2 * 1.001
+
+
+def test_levels_that_learned_err_less() -> None:
+    x = normal(1024, 1024)  # buckets of a normal distribution: few values near the ends
+    for bits in (2, 3, 4):
+        uniform = float((Levels(bits, 1024, (), 0).roundtrip(x) - x).norm())
+        learned = float((Levels(bits, 1024, (0,), 0).roundtrip(x) - x).norm())
+        assert learned < 0.9 * uniform
+
+
+def test_levels_are_ascending_and_small_layers_take_minmax() -> None:
+    compressor = parse("levels(bits=3, bucket=128, learn_at=(0,))")
+    assert str(compressor.fit((100, 100))) == "minmax(bits=3, bucket=128)"
+    assert compressor.fit((400, 400)) is compressor
+    assert isinstance(compressor, Levels)
+    x = normal(1 << 17)
+    learned = compressor.learn(x, {"levels": torch.linspace(0, 1, 8)})["levels"]
+    assert bool((learned.diff() > 0).all())
+    assert 0 <= float(learned[0]) < 0.2 < 0.8 < float(learned[-1]) <= 1
+    x[5] = math.nan
+    assert bool(torch.isfinite(compressor.learn(x, {"levels": torch.linspace(0, 1, 8)})["levels"]).all())
+
+
+def test_a_row_and_a_channel_have_a_scale_of_their_own() -> None:
+    x = normal(6, 50) * torch.logspace(0, 5, 6).view(-1, 1)
+    by_row = parse("maxabs(bits=4, scale=row)").roundtrip(x)
+    assert bool(((by_row - x).abs().amax(1) <= x.abs().amax(1) / 7).all())
+    whole = parse("maxabs(bits=4, scale=layer)").roundtrip(x)
+    assert float(whole[0].abs().max()) in (0.0, pytest.approx(float(x.abs().max()) / 7))
+    assert str(parse("maxabs(bits=4, scale=channel)").fit((8, 3, 5, 5))) == "maxabs(bits=4, bucket=75)"
+    assert str(parse("maxabs(bits=4, scale=row)").fit((8, 3, 5, 7))) == "maxabs(bits=4, bucket=7)"
+
+
+@pytest.mark.parametrize("blocks", ["256", "whole"])
+def test_fft_the_dropped_energy_is_the_error(blocks: str) -> None:
+    """Parseval, with the inner components of a real signal's half spectrum counted twice."""
+    x = normal(4096)
+    fft = parse(f"fft(theta=0.7, bits=32, block={blocks})")
+    assert isinstance(fft, FFT)
+    spectrum = fft.spectrum(x)
+    kept = fft.spectrum(fft.roundtrip(x).reshape(-1))
+    width = 256 if blocks == "256" else 4096
+    weight = torch.full((width // 2 + 1,), 2.0)
+    weight[0] = weight[-1] = 1.0
+    weight = weight.repeat(spectrum.numel() // weight.numel())
+    dropped = float(((spectrum - kept).abs().square() * weight).sum())
+    error = float((fft.roundtrip(x) - x).square().sum())
+    assert dropped == pytest.approx(error, rel=1e-4)
+    count = math.ceil(0.3 * spectrum.numel())
+    assert int((kept.abs() > 1e-4).sum()) == count
+    assert float(spectrum.abs().topk(count).values[-1]) >= float((spectrum - kept).abs().max()) * 0.999
+
+
+def test_fft_follows_steps_and_learning_rates() -> None:
+    stepwise = parse("fft(theta=((0, 0.9), (100, 0.5)))")
+    assert [str(at_step(stepwise, step, None)) for step in (0, 99, 100)] == [
+        "fft(theta=0.9, bits=10)",
+        "fft(theta=0.9, bits=10)",
+        "fft(theta=0.5, bits=10)",
+    ]
+    falling = parse("fft(theta=diminishing, lipschitz=2.0)")
+    assert [at_step(falling, 0, rate).theta for rate in (0.125, 0.0125, 0.0)] == [0.5, 10 / 64, 0.0]  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="pass optimizer="):
+        at_step(falling, 0, None)
+    for wrong in ("((5, 0.9),)", "((0, 0.9), (0, 0.5))", "1.0", "growing"):
+        with pytest.raises(ValueError, match="theta must be"):
+            parse(f"fft(theta={wrong})")
+
+
+def test_topk_is_the_largest_and_indices_take_the_shorter_form() -> None:
+    x = normal(100, 1000)
+    for density in (0.001, 0.01, 0.3):
+        y = parse(f"topk(density={density})").roundtrip(x)
+        count = math.ceil(density * x.numel())
+        assert int((y != 0).sum()) == count
+        assert torch.equal(y[y != 0], x[y != 0])
+        assert float(x[y == 0].abs().max()) <= float(x[y != 0].abs().min())
+        bits = 8 * TopK(density).wire_bytes((100, 1000)) / x.numel()
+        assert bits <= 32 * density + min(1.0, 16 * density) + 0.06
+    coded = parse("topk(density=0.01) | minmax(bits=8)")
+    assert coded.wire_bytes((100, 1000)) < 0.6 * TopK(0.01).wire_bytes((100, 1000))
+    y = coded.roundtrip(x)
+    assert float((y - parse("topk(density=0.01)").roundtrip(x)).abs().max()) < 0.06
+
+
+def test_thresholds_count_what_finds_no_room() -> None:
+    compressor = parse("threshold(lam=1.0, capacity=0.1)")
+    assert isinstance(compressor, Coded)
+    x = normal(5000)
+    segments = Segments.build([Piece("layer", 0, 5000, 0, 0)])
+    message = torch.zeros(compressor.payload_bytes(5000, x.dtype), dtype=torch.uint8)
+    compressor.encode(x, message, CodecCall(segments, Key.of(0)))
+    above = int((x.abs() > 1).sum())
+    assert compressor.limits(message, segments) == (0, above - 500)
+    y = torch.empty(5000)
+    compressor.decode(message, y, CodecCall(segments))
+    assert int((y != 0).sum()) == 500
+    assert float(x[y == 0].abs().max()) <= float(y[y != 0].abs().min())
+    few = parse("threshold(lam=3.0, capacity=0.1)")
+    assert isinstance(few, Coded)
+    few.encode(x, message, CodecCall(segments, Key.of(0)))
+    assert used_bytes(few, message, segments.pieces[0]) < 0.3 * message.numel()
+    message[4:8].view(torch.int32).fill_(501)
+    with pytest.raises(ValueError, match="501 elements in a payload with room for 500"):
+        used_bytes(few, message, segments.pieces[0])
+
+
+def _power_steps(layers: dict[str, torch.Tensor], rank: int, steps: int = 1) -> dict[str, torch.Tensor]:
+    """What arrives of all layers in the last of some steps, in a world of one."""
+    compressor = PowerSGD(rank)
+    flat = torch.cat([layer.reshape(-1) for layer in layers.values()])
+    state = State.fresh(compressor.slots, flat.numel(), layers={n: tuple(v.shape) for n, v in layers.items()})
+    pieces, start = [], 0
+    for name, layer in layers.items():
+        pieces.append(Piece(name, start, layer.numel(), 0, 0, tuple(layer.shape)))
+        start += layer.numel()
+    x = flat.clone()
+    for _ in range(steps):
+        x = flat.clone()
+        places, buffers = [], []
+        for number in range(2):
+            parts, at = [], 0
+            for piece in pieces:
+                numel = compressor.sums(piece.layer_shape, torch.float32)[number].numel
+                parts.append(Part(piece, slice(at, at + numel)))
+                at += numel
+            places.append(tuple(parts))
+            buffers.append(torch.zeros(at))
+        for _ in compressor.rounds(x, x, SumCall(tuple(places), tuple(buffers), Key.of(0), state)):
+            pass
+        state = state.swapped()
+    return {p.name: x[p.elements].view(p.layer_shape) for p in pieces}
+
+
+def test_powersgd_finds_a_matrix_of_its_rank_and_batches_those_alike() -> None:
+    low = normal(60, 3) @ normal(3, 80, seed=1)
+    got = _power_steps({"a": low}, rank=3)["a"]
+    assert float((got - low).norm() / low.norm()) < 1e-4
+    many = {f"layer{i}": normal(40, 30, seed=i) for i in range(5)} | {"other": normal(90, 20)}
+    together = _power_steps(many, rank=2, steps=3)
+    for name, layer in many.items():
+        alone = _power_steps({name: layer}, rank=2, steps=3)[name]
+        assert torch.allclose(together[name], alone, atol=1e-5)
+
+
+def test_powersgd_survives_zero_columns() -> None:
+    """After gradients of zero, or of too low a rank, all directions are found again."""
+    compressor = PowerSGD(4)
+    piece = Piece("layer", 0, 60 * 80, 0, 0, (60, 80))
+    x = torch.zeros(60 * 80)
+    state = first_state(compressor, x, Segments.build([piece]))
+    assert state is not None
+    sum_alone(compressor, x, piece, x.dtype, key=Key.of(0), state=state)
+    assert torch.equal(x, torch.zeros(60 * 80))
+    full = normal(60, 4) @ normal(4, 80, seed=1)
+    for _ in range(3):
+        state = state.swapped()
+        x = full.reshape(-1).clone()
+        sum_alone(compressor, x, piece, x.dtype, key=Key.of(0), state=state)
+    assert float((x.view(60, 80) - full).norm() / full.norm()) < 1e-3
+
+
+def test_majority_of_signs() -> None:
+    sign = parse("sign(majority=True)")
+    assert isinstance(sign, Coded)
+    ranks = [torch.tensor([1.0, -2.0, 3.0, -1.0]), torch.tensor([1.0, 2.0, -1.0, -1.0]), torch.tensor([4.0, -1, -1, 1])]
+    segments = Segments.build([Piece("layer", 0, 4, 0, 0)])
+    messages = []
+    for x in ranks[1:]:
+        messages.append(torch.zeros(sign.payload_bytes(4, x.dtype), dtype=torch.uint8))
+        sign.encode(x, messages[-1], CodecCall(segments, Key.of(0)))
+    out, y = torch.zeros_like(messages[0]), torch.empty(4)
+    sign.reduce(messages, ranks[0], out, y, CodecCall(segments, Key.of(0), scale=1 / 3))
+    scale = sum(float(x.abs().mean()) for x in ranks) / 3
+    assert torch.allclose(y, scale * torch.tensor([1.0, -1.0, -1.0, -1.0]))
+    # Two ranks that differ: the owner's own value decides.
+    sign.reduce(messages[:1], ranks[0], out, y, CodecCall(segments, Key.of(0), scale=1 / 2))
+    assert y.sign().tolist() == [1.0, -1.0, 1.0, -1.0]
+
+
+def test_momentum_correction_without_momentum_is_error_feedback() -> None:
+    def sent(spec: str) -> list[torch.Tensor]:
+        compressor = parse(spec)
+        assert isinstance(compressor, Coded)
+        segments = Segments.build([Piece("layer", 0, 2000, 0, 0)])
+        state = first_state(compressor, normal(2000), segments, 8.0)
+        found = []
+        for step in range(4):
+            message = torch.zeros(compressor.payload_bytes(2000, torch.float32), dtype=torch.uint8)
+            compressor.encode(8 * normal(2000, seed=step), message, CodecCall(segments, Key.of(step), state=state))
+            found.append(torch.empty(2000))
+            compressor.decode(message, found[-1], CodecCall(segments))
+            assert state is not None
+            state = state.swapped()
+        return found
+
+    plain = sent("ef(topk(density=0.05))")
+    assert all(torch.equal(a, b) for a, b in zip(plain, sent("dgc(topk(density=0.05), momentum=0.0)"), strict=True))
+    corrected = sent("dgc(topk(density=0.05), momentum=0.9)")
+    assert torch.equal(plain[0], corrected[0])
+    assert not torch.equal(plain[1], corrected[1])
+
+
+def test_momentum_is_forgotten_where_it_was_sent() -> None:
+    compressor = parse("dgc(topk(density=0.05))")
+    assert isinstance(compressor, Coded)
+    segments = Segments.build([Piece("layer", 0, 2000, 0, 0)])
+    x, message = normal(2000), torch.zeros(compressor.payload_bytes(2000, torch.float32), dtype=torch.uint8)
+    state = first_state(compressor, x, segments)
+    assert state is not None
+    compressor.encode(x, message, CodecCall(segments, Key.of(0), state=state))
+    y = torch.empty(2000)
+    compressor.decode(message, y, CodecCall(segments))
+    for slot in ("momentum", "velocity"):
+        assert torch.equal(state.next[slot][y != 0], torch.zeros(100))
+        assert torch.equal(state.next[slot][y == 0], x[y == 0])
+
+
+def test_what_a_compressor_cannot_take_is_sent_raw_and_is_reported() -> None:
+    shapes = {"w": (64, 64), "thin": (2, 4000), "v": (5000,)}
+    plan = Plan.build(shapes, {"v": "powersgd(rank=2)", "*": "powersgd(rank=2)"})
+    assert str(plan["w"]) == "ef(powersgd(rank=2))"
+    assert str(plan["v"]) == str(plan["thin"]) == "raw()"
+    assert "factors matrices" in plan.unsuited["v"]
+    assert "more than half of the bytes" in plan.unsuited["thin"]
+
+
+def test_biased_compressors_get_feedback_unless_they_say_no() -> None:
+    for spec in (
+        "topk(density=0.1)",
+        "powersgd(rank=2)",
+        "onebit(bucket=512)",
+        "sign(majority=True)",
+        "fft(theta=0.5)",
+    ):
+        assert str(Plan.build({"w": (64, 64)}, spec)["w"]).startswith("ef(")
+        without = f"{spec[:-1]}, feedback=False)"
+        assert "ef(" not in str(Plan.build({"w": (64, 64)}, without)["w"])
+    assert str(Plan.build({"w": (64, 64)}, "topk(0.1) | minmax(8)")["w"]) == (
+        "ef(topk(density=0.1) | minmax(bits=8, bucket=128))"
+    )
+    assert str(Plan.build({"w": (64, 64)}, "minmax(bits=4, rounding=nearest)")["w"]).startswith("minmax")
+
+
+def test_terngrad_leaves_the_last_layer_raw_when_configured() -> None:
+    plan = Plan.build({"a.weight": (64, 64), "head.weight": (64, 64)}, {"head.*": "raw", "*": "terngrad(clip=2.5)"})
+    assert [str(plan[name]) for name in plan] == ["terngrad(clip=2.5)", "raw()"]
+    x = normal(300, 300)
+    assert relative_error("terngrad(clip=2.5)", x) < relative_error("terngrad", x)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("qsgd(bits=1)", "bits must be between 2 and 8"),
+        ("qsgd(bucket=page)", 'bucket \\(or "layer"\\) must be an integer'),
+        ("qsgd(norm=l3)", "norm must be l2 or linf"),
+        ("maxabs(scale=column)", "scale must be bucket or row or channel or layer"),
+        ("terngrad(clip=-1)", "clip must be 0"),
+        ("levels(bits=9)", "bits must be between 1 and 8"),
+        ("levels(learn_at=5)", "learn_at must be a tuple"),
+        ("rangefloat(bits=16)", "bits must be between 3 and 15"),
+        ("rangefloat(bits=10, mantissa=2, range=1.0)", "mantissa"),
+        ("truncate(gamma=0.5)", "gamma must be at least 1"),
+        ("topk(density=0)", "density must be above 0 and at most 1"),
+        ("topk(select=all)", "select must be exact or sampled"),
+        ("threshold(lam=-1)", "lam must be at least 0"),
+        ("globaltopk(capacity=0.5)", "capacity must be at least 1"),
+        ("fft(theta=1.5)", "theta must be at least 0 and below 1"),
+        *((f"fft(bits=10, mantissa={m})", f"mantissa={m} does not work with bits=10") for m in range(3)),
+        ("fft(block=1)", "block \\(or whole\\) must be at least 2"),
+        ("powersgd(rank=0)", "rank must be at least 1"),
+        ("dgc(minmax)", "dgc takes a sparsifier"),
+        ("minmax | topk", "chooses no values"),
+        ("topk | randk", "chosen values are coded by a quantiser without state"),
+        ("topk | ef(minmax)", "chosen values are coded by a quantiser without state"),
+    ],
+)
+def test_parameters_out_of_range_name_the_range(spec: str, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        parse(spec)
+
+
+def test_every_registered_compressor_is_exported_and_says_where_it_comes_from() -> None:
+    from thinwire.compressors import registered
+
+    for name, make in registered().items():
+        assert make.__doc__, name
+        assert getattr(thinwire.compressors, make.__name__) is make
+
+
+def test_a_compressor_from_another_package_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import EntryPoint
+
+    from thinwire.compressors._core import spec
+    from thinwire.testing import LAWS
+
+    point = EntryPoint("outside", "test_compressors:Outside", "thinwire.compressors")
+    monkeypatch.setattr(spec, "entry_points", lambda group: [point] if group == point.group else [])
+    monkeypatch.setattr(spec, "_registry", dict(spec._registry))
+    found = parse("ef(outside(bits=3))")
+    assert str(found) == "ef(outside(bits=3, bucket=128))"
+    for law in LAWS:
+        law(found)
+
+
+class Outside(thinwire.compressors.MinMax):
+    """A compressor of another package."""
+
+    spec_name = "outside"
+
+
+def _error(values: torch.Tensor, levels: torch.Tensor) -> float:
+    nearest = torch.bucketize(values, (levels[1:] + levels[:-1]) / 2)
+    return float((levels[nearest] - values).norm())
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_levels_reach_lloyds_error_in_three_learnings(bits: int) -> None:
+    compressor = Levels(bits, 1024, (0, 1, 2), 0)
+    levels = torch.arange(1 << bits) / ((1 << bits) - 1)
+    for seed in range(3):
+        drawn = torch.randn(12, 1024, generator=torch.Generator().manual_seed(seed))
+        levels = compressor.learn(drawn.reshape(-1), {"levels": levels})["levels"]
+    low, high = drawn.amin(1, keepdim=True), drawn.amax(1, keepdim=True)
+    scaled = ((drawn - low) / (high - low)).reshape(-1).double()
+    lloyd = torch.linspace(0, 1, 1 << bits).double()
+    for _ in range(2000):
+        nearest = torch.bucketize(scaled, (lloyd[1:] + lloyd[:-1]) / 2)
+        sums = torch.zeros_like(lloyd).index_add_(0, nearest, scaled)
+        lloyd = sums / torch.bincount(nearest, minlength=lloyd.numel())
+    assert _error(scaled, levels.double()) < 1.03 * _error(scaled, lloyd)
+
+
+def test_levels_start_as_the_same_bits_on_every_machine() -> None:
+    # `torch.linspace` counts from both ends in steps of the vector width.
+    first = Levels(5).slots[0].first((400, 400), "weight")
+    assert first.tolist() == [float(torch.tensor(float(i)) / 31.0) for i in range(32)]
+
+
+@pytest.mark.parametrize("spec", ["topk(density={})", "randk(density={})", "topk(density={}) | minmax(bits=8)"])
+def test_a_density_may_follow_a_schedule(spec: str) -> None:
+    schedule = "((0, 0.25), (4, 0.0625), (8, 0.01))"
+    for wrapped in ("{}", "ef({})"):
+        compressor = parse(wrapped.format(spec.format(schedule)))
+        assert parse(str(compressor)) == compressor
+        for step, density in ((0, 0.25), (3, 0.25), (4, 0.0625), (7, 0.0625), (8, 0.01), (1000, 0.01)):
+            assert at_step(compressor, step, None) == parse(wrapped.format(spec.format(density)))
+    with pytest.raises(ValueError, match="steps ascending from 0"):
+        parse(spec.format("((1, 0.25),)"))
+
+
+def test_dgc_with_nesterov_momentum_is_that_of_its_authors() -> None:
+    compressor = parse("dgc(topk(density=0.05), momentum=0.5, nesterov=True)")
+    assert isinstance(compressor, Coded)
+    assert parse(str(compressor)) == compressor
+    segments = Segments.build([Piece("layer", 0, 2000, 0, 0)])
+    state = first_state(compressor, normal(2000), segments)
+    u, v = torch.zeros(2000), torch.zeros(2000)
+    for step in range(4):
+        message = torch.zeros(compressor.payload_bytes(2000, torch.float32), dtype=torch.uint8)
+        x, y = normal(2000, seed=step), torch.empty(2000)
+        compressor.encode(x, message, CodecCall(segments, Key.of(step), state=state))
+        compressor.decode(message, y, CodecCall(segments))
+        u = 0.5 * (u + x)
+        v = v + u + x
+        sent = v.abs() >= v.abs().topk(100).values[-1]
+        torch.testing.assert_close(y, torch.where(sent, v, 0.0))
+        u, v = torch.where(sent, 0.0, u), torch.where(sent, 0.0, v)
+        assert state is not None
+        state = state.swapped()

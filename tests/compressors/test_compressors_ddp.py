@@ -1,0 +1,68 @@
+"""Every compressor through compress() on a DDP model: it trains, replicas agree, bytes are those of the formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import thinwire
+from harness import run_ranks
+from nets import assert_replicas_identical, batch, loss_of, make, trained
+
+SPECS = (
+    "qsgd(bits=4)",
+    "maxabs(bits=4, scale=row)",
+    "maxabs(bits=4, scale=layer)",
+    "terngrad",
+    "natural",
+    "onebit",
+    "sign",
+    "sign(majority=True)",
+    "lattice(bits=4, bucket=128)",
+    "levels(bits=4, bucket=128, learn_at=(0, 2), min_numel=0)",
+    "rangefloat(bits=8)",
+    "truncate(gamma=4)",
+    "topk(density=0.1)",
+    "topk(density=0.1, feedback=False)",
+    "topk(density=0.1, select=sampled) | minmax(bits=8)",
+    "threshold(lam=0.001, capacity=0.5)",
+    "threshold(lam=0.001, capacity=0.5) | qsgd(bits=8)",
+    "globaltopk(density=0.1)",
+    "fft(theta=0.8)",
+    "fft(theta=((0, 0.9), (3, 0.0)), feedback=False)",
+    "powersgd(rank=2)",
+    "dgc(topk(density=((0, 0.25), (2, 0.1))), nesterov=True)",
+    "intsgd(bits=8)",
+    "heuristic_intsgd(bits=8, rounding=random)",
+    "ef(intsgd(bits=8, rounding=determ))",
+)
+_STEPS = 5
+
+
+def _train(rank: int, specs: tuple[str, ...]) -> list[str]:
+    for spec in specs:
+        model = make(rank)
+        wire = thinwire.compress(model, spec, skip_if_slower=False, checks=thinwire.Checks(1, measure_every=2))
+        optimizer = torch.optim.SGD(trained(model), lr=0.02)
+        losses = []
+        for step in range(_STEPS):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(rank, step))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert_replicas_identical(model)
+        stats = wire.stats
+        assert stats.steps == stats.compressed_steps == _STEPS
+        assert all(bool(torch.isfinite(p).all()) for p in model.parameters()), spec
+        assert [step for step, _ in stats.alpha] == [0, 2], (spec, stats.alpha)
+        assert all(0.0 <= alpha < 2.0 for _, alpha in stats.alpha), (spec, stats.alpha)
+        assert stats.parity_checks == _STEPS
+    return [*specs]
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_it_trains(half: int, num_ranks: int) -> None:
+    specs = SPECS[half::2]
+    assert run_ranks(_train, num_ranks, specs, timeout_s=110.0, group_timeout_s=60.0) == [[*specs]] * num_ranks

@@ -1,0 +1,164 @@
+"""Error feedback around summed compressors, and what it must not be paired with."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from thinwire import parse
+from thinwire.compressors import Key, Part, Piece, Segments, State, SumCall, Summed, cold_start, first_state, for_world
+from thinwire.integrations.optimizer_pairing import warn_of_pairing
+from thinwire.optim import CompressedAdamW
+from thinwire.plan import Plan
+
+SHAPE = (32, 24)
+NUMEL = 32 * 24
+
+
+class Ranks:
+    """A world of ranks in one process, each with its state, which all-reduce one layer with a summed compressor."""
+
+    def __init__(self, spec: str, num_ranks: int) -> None:
+        compressor = for_world(parse(spec), num_ranks, NUMEL)
+        assert isinstance(compressor, Summed)
+        self.cold_start, self.compressor, self.num_ranks, self.step = cold_start(compressor), compressor, num_ranks, 0
+        self.piece = Piece("layer", 0, NUMEL, 0, 0, SHAPE)
+        segments = Segments.build([self.piece])
+        states = [first_state(compressor, torch.zeros(NUMEL), segments) for _ in range(num_ranks)]
+        self.states: list[State] = [state for state in states if state is not None]
+
+    def residuals(self) -> torch.Tensor:
+        return torch.stack([state.now["residual"] for state in self.states])
+
+    def mean(self, inputs: torch.Tensor) -> torch.Tensor:
+        """What every rank receives of ``inputs`` [ranks, numel]."""
+        compressor = self.cold_start if self.step == 0 and self.cold_start is not None else self.compressor
+        assert isinstance(compressor, Summed)
+        flats = [x.clone() for x in inputs]
+        sums = compressor.sums(SHAPE, torch.float32)
+        parts = tuple((Part(self.piece, slice(0, s.numel)),) for s in sums)
+        buffers = [torch.zeros(self.num_ranks, s.numel, dtype=s.dtype) for s in sums]
+        running = []
+        for rank, (x, state) in enumerate(zip(flats, self.states, strict=True)):
+            key = Key(1000 * self.step + rank, self.step)
+            call = SumCall(parts, tuple(buffer[rank] for buffer in buffers), key, state, 1 / self.num_ranks)
+            running.append(compressor.rounds(x, x, call))
+        for s, buffer in zip(sums, buffers, strict=True):
+            for rounds in running:
+                next(rounds)
+            buffer[:] = buffer.sum(0, dtype=s.dtype) if s.op == "sum" else buffer.amax(0)
+        for rounds in running:
+            next(rounds, None)
+        self.states = [state.swapped() for state in self.states]
+        self.step += 1
+        assert all(torch.equal(x, flats[0]) for x in flats)
+        return flats[0]
+
+
+SUMMED = [
+    "ef(randk(density=0.1))",
+    "ef(powersgd(rank=2))",
+    "ef(cast(bf16))",
+    "ef(truncate(gamma=2))",
+    "ef(heuristic_intsgd(bits=8))",
+    "ef(intsgd(bits=8, rounding=determ))",
+    "ef(intsgd(bits=32, rounding=determ))",
+]
+
+
+def _gradients(step: int, num_ranks: int, apart: float = 1.0) -> torch.Tensor:
+    """A mean gradient that all ranks share, and for each what it alone sees, the same in every step."""
+    shared = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(num_ranks, NUMEL, generator=torch.Generator().manual_seed(step + 1))
+    own = torch.randn(num_ranks, NUMEL, generator=torch.Generator().manual_seed(10_000))
+    return shared + apart * (own - own.mean(0)) + 0.1 * noise
+
+
+@pytest.mark.parametrize("spec", SUMMED)
+def test_no_gradient_is_lost(spec: str) -> None:
+    """Inputs and residuals before equal outputs and residuals after, summed over the ranks (law 7)."""
+    ranks = Ranks(spec, 4)
+    rtol = 2.0**-6 if "cast" in spec else 1e-4
+    for step in range(10):
+        before, inputs = ranks.residuals(), _gradients(step, 4)
+        received = ranks.mean(inputs)
+        owed = (inputs + before).sum(0) - 4 * received - ranks.residuals().sum(0)
+        assert float(owed.abs().max()) <= rtol * float((inputs + before).abs().max())
+
+
+@pytest.mark.parametrize("spec", ["ef(randk(density=0.2))", "ef(cast(bf16))", *(s for s in SUMMED if "int" in s)])
+def test_residuals_do_not_grow_where_ranks_differ(spec: str) -> None:
+    """A rank whose gradient differs from the mean in every step keeps only what it did not send itself."""
+    ranks, norms = Ranks(spec, 8), []
+    for step in range(120):
+        ranks.mean(_gradients(step, 8))
+        norms.append(float(ranks.residuals().norm(dim=1).mean()))
+    assert max(norms[90:]) <= 1.5 * max(norms[20:50]) + 1e-6
+
+
+@pytest.mark.parametrize("spec", [s for s in SUMMED if "int" in s])
+def test_integers_with_feedback_send_the_mean_in_the_long_run(spec: str) -> None:
+    ranks, received, given = Ranks(spec, 8), torch.zeros(NUMEL), torch.zeros(NUMEL)
+    for step in range(120):
+        inputs = _gradients(step, 8)
+        received += ranks.mean(inputs)
+        given += inputs.mean(0)
+    assert float((received - given).norm() / given.norm()) < 0.01
+
+
+PARAMETER = torch.nn.Parameter(torch.zeros(SHAPE))
+ADAM_LIKE = [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax]
+
+
+class OwnAdam(torch.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize("make", [*ADAM_LIKE, OwnAdam])
+@pytest.mark.parametrize(
+    ("spec", "instead"),
+    [
+        ("dgc(topk(density=0.1))", r"torch\.optim\.SGD"),
+        ("topk(density=0.1)", "CompressedAdamW"),
+        ("topk(density=0.1) | minmax(bits=8)", "CompressedAdamW"),
+        ("onebit", "CompressedAdamW"),
+        ("sign", "CompressedAdamW"),
+        ("fft", "CompressedAdamW"),
+        ("ef(randk(density=0.1))", "CompressedAdamW"),
+        ("ef(minmax(bits=1))", "CompressedAdamW"),
+    ],
+)
+def test_what_fails_under_adam_warns_and_says_what_to_use(spec: str, instead: str, make) -> None:
+    plan = Plan.build({"w": SHAPE}, {"w": spec})
+    with pytest.warns(UserWarning, match=instead):
+        warn_of_pairing(plan, make([PARAMETER], lr=0.1), stacklevel=1)
+
+
+def test_sparse_compressors_want_the_whole_update() -> None:
+    plan = Plan.build({"w": SHAPE}, {"w": "topk(density=0.1)"})
+    with pytest.warns(UserWarning, match='order="update"'):
+        warn_of_pairing(plan, CompressedAdamW([PARAMETER]), stacklevel=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_pairing(plan, CompressedAdamW([PARAMETER], order="update"), stacklevel=1)
+        warn_of_pairing(Plan.build({"w": SHAPE}, {"w": "onebit"}), CompressedAdamW([PARAMETER]), stacklevel=1)
+
+
+@pytest.mark.parametrize("spec", ["dgc(topk(density=0.1))", "topk(density=0.1)", "onebit", "sign", "fft"])
+def test_sgd_is_silent(spec: str) -> None:
+    plan = Plan.build({"w": SHAPE}, {"w": spec})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_pairing(plan, torch.optim.SGD([PARAMETER], lr=0.1), stacklevel=1)
+        warn_of_pairing(plan, None, stacklevel=1)
+
+
+@pytest.mark.parametrize(
+    "spec", ["minmax(bits=4)", "ef(minmax(bits=2))", "topk(density=0.1, feedback=False)", "powersgd(rank=2)"]
+)
+def test_what_works_under_adam_is_silent(spec: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_pairing(Plan.build({"w": SHAPE}, {"w": spec}), torch.optim.AdamW([PARAMETER]), stacklevel=1)

@@ -1,0 +1,164 @@
+"""IntSGD's scale from the optimizer's steps (scale=params): what it takes, what it refuses, what it is equal to."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+
+import thinwire
+from harness import run_ranks
+from nets import assert_replicas_identical, batch, fingerprint, loss_of, make, trained
+
+PARAMS = "intsgd(bits=8, scale=params)"
+
+
+def _groups(model, lr: float = 0.03, **options) -> torch.optim.SGD:
+    """Two parameter groups at two learning rates."""
+    parameters = trained(model)
+    return torch.optim.SGD(
+        [{"params": parameters[:4], "lr": lr}, {"params": parameters[4:], "lr": lr / 2}], lr=lr, **options
+    )
+
+
+def _run(model, optimizer, rank: int, first: int, last: int, scheduler=None) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(rank, step))
+        loss.backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _scales(rank: int, spec: str, lr: float) -> dict[str, float]:
+    model = make(rank)
+    optimizer = torch.optim.SGD(trained(model), lr=lr)
+    wire = thinwire.compress(model, spec, skip_if_slower=False, optimizer=optimizer)
+    _run(model, optimizer, rank, 0, 6)
+    state = wire.state_dict()
+    return {key.split("/")[2]: float(value) for key, value in state.items() if "/r/" in key}
+
+
+@pytest.mark.parametrize("lr", [0.05, 2.0**-6])
+def test_the_two_forms_are_equal_for_plain_sgd_at_a_constant_learning_rate(lr: float) -> None:
+    options = "bits=8, rounding=determ"
+    of_gradients = run_ranks(_scales, 2, f"intsgd({options})", lr)[0]
+    of_steps, elsewhere = run_ranks(_scales, 2, f"intsgd({options}, scale=params)", lr)
+    assert of_steps == elsewhere
+    for name, scale in of_gradients.items():
+        assert of_steps[name] / lr**2 == pytest.approx(scale, rel=1e-3), name
+
+
+def _schedules(rank: int, spec: str) -> tuple[list[float], float, list[int]]:
+    model = make(rank)
+    optimizer = _groups(model, momentum=0.9, weight_decay=1e-4)
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 3) * (step < 28))
+    wire = thinwire.compress(model, spec, skip_if_slower=False, optimizer=optimizer)
+    losses, encoded = [], []
+    for step in range(30):
+        losses += _run(model, optimizer, rank, step, step + 1, warm_up)
+        encoded.append(wire.stats.encoded)
+    assert_replicas_identical(model)
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+    return losses, wire.stats.clipped, encoded
+
+
+@pytest.mark.parametrize("spec", [PARAMS, "intsgd(bits=8, scale=params, block=global)"])
+def test_groups_momentum_and_schedules_that_begin_and_end_at_zero(spec: str) -> None:
+    for losses, clipped, encoded in run_ranks(_schedules, 2, spec):
+        # The first step is at a learning rate of 0 and says nothing: the second is exact, too.
+        assert encoded[:3] == [0, 0, 43584]
+        assert sum(losses[-5:]) < 0.4 * sum(losses[:5])
+        assert clipped < 0.01
+
+
+def _resumes(rank: int, steps: int) -> tuple[bytes, bytes]:
+    model = make(rank)
+    optimizer = _groups(model, momentum=0.9)
+    wire = thinwire.compress(model, PARAMS, seed=5, skip_if_slower=False, optimizer=optimizer)
+    _run(model, optimizer, rank, 0, steps)
+    buffer = io.BytesIO()
+    torch.save({"m": model.state_dict(), "o": optimizer.state_dict(), "w": wire.state_dict()}, buffer)
+    _run(model, optimizer, rank, steps, 8)
+
+    resumed = make(rank)
+    optimizer = _groups(resumed, momentum=0.9)
+    wire = thinwire.compress(resumed, PARAMS, skip_if_slower=False, optimizer=optimizer)
+    buffer.seek(0)
+    state = torch.load(buffer, weights_only=True)
+    resumed.load_state_dict(state["m"])
+    optimizer.load_state_dict(state["o"])
+    wire.load_state_dict(state["w"])
+    _run(resumed, optimizer, rank, steps, 8)
+    return fingerprint(model), fingerprint(resumed)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_resume_is_bit_identical(steps: int) -> None:
+    for straight, resumed in run_ranks(_resumes, 2, steps):
+        assert straight == resumed
+
+
+def _skips(rank: int) -> list[float]:
+    """Of a layer, r after each step; step 3 overflows, and the scaler leaves the optimizer's step out."""
+    model = make(rank)
+    optimizer = torch.optim.SGD(trained(model), lr=0.03)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    wire = thinwire.compress(model, PARAMS, skip_if_slower=False, optimizer=optimizer, grad_scaler=scaler)
+    found = []
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(rank, step)) * (float("inf") if step == 3 and rank == 0 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(float(wire.state_dict()[f"rank{rank}/r/layers.0.weight"]))
+    return found
+
+
+def test_a_skipped_step_moves_no_scale() -> None:
+    first, second = run_ranks(_skips, 2)
+    assert first == second
+    assert first[3] == first[2]
+    assert len({*first}) == 5
+
+
+def _refused(rank: int) -> list[str]:
+    model = make(rank)
+    errors = []
+    for optimizer in (None, torch.optim.Adam(trained(model)), torch.optim.SGD(trained(model)[:2], lr=0.1)):
+        with pytest.raises((TypeError, ValueError)) as error:
+            thinwire.compress(model, PARAMS, skip_if_slower=False, optimizer=optimizer)
+        errors.append(str(error.value))
+    optimizer = torch.optim.SGD(trained(model), lr=0.1)
+    thinwire.compress(model, PARAMS, skip_if_slower=False, optimizer=optimizer)
+    return errors
+
+
+def test_what_it_refuses_and_why() -> None:
+    missing, adam, partial = run_ranks(_refused, 2)[0]
+    assert "compress(..., optimizer=...)" in missing
+    assert "Adam" in adam
+    assert "scale=gradient" in adam
+    assert "does not hold it" in partial
+
+
+def _hooks(rank: int) -> tuple[int, int]:
+    model = make(rank)
+    optimizer = torch.optim.SGD(trained(model), lr=0.03)
+    wire = thinwire.compress(model, PARAMS, skip_if_slower=False, optimizer=optimizer)
+    hooks = optimizer._optimizer_step_pre_hooks
+    _run(model, optimizer, rank, 0, 2)
+    before = len(hooks)
+    wire.detach()
+    _run(model, optimizer, rank, 2, 4)
+    return before, len(hooks)
+
+
+def test_detach_takes_its_hooks_from_the_optimizer() -> None:
+    assert run_ranks(_hooks, 2) == [(1, 0)] * 2

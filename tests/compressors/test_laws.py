@@ -1,0 +1,150 @@
+"""Every compressor, held to every law. A new compressor joins by being listed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from thinwire import parse
+from thinwire.compressors import CodecCall, Coded, Key, Piece, Segments, Traits
+from thinwire.testing import LAWS
+
+SPECS = [
+    "raw()",
+    *(f"minmax(bits={bits}, bucket=128)" for bits in range(1, 9)),
+    "minmax(bits=4, bucket=128, rounding=nearest)",
+    "minmax(bits=1, bucket=64, rounding=nearest)",
+    "minmax(bits=4, bucket=100)",
+    "minmax(bits=8, bucket=1024)",
+    "minmax(bits=3, bucket=1)",
+    "cast(bf16)",
+    "cast(fp16)",
+    "randk(density=0.1)",
+    "randk(density=1.0)",
+    "ef(minmax(bits=2, bucket=128))",
+    "ef(minmax(bits=1, bucket=64, rounding=nearest))",
+    "ef(randk(density=0.05))",
+    "ef(cast(bf16))",
+    "qsgd(bits=4, bucket=128)",
+    "qsgd(bits=2, bucket=64)",
+    "qsgd(bits=4, bucket=100, norm=linf)",
+    "qsgd(bits=4, bucket=layer, levels=64)",
+    *(f"maxabs(bits={bits})" for bits in range(2, 9)),
+    "maxabs(bits=4, scale=layer)",
+    "maxabs(bits=4, rounding=nearest)",
+    "maxabs(bits=3, midrise=True)",
+    "maxabs(bits=1, midrise=True, rounding=nearest)",
+    "terngrad",
+    "terngrad(clip=2.5)",
+    "terngrad(bucket=256)",
+    "natural",
+    "onebit(bucket=512)",
+    "onebit(bucket=layer)",
+    "sign",
+    "sign(majority=True)",
+    "sign(bucket=128)",
+    "ef(onebit)",
+    "ef(sign(majority=True))",
+    "ef(sign)",
+    "lattice(bits=8, bucket=1024)",
+    "lattice(bits=3, bucket=64)",
+    "levels(bits=4, bucket=1024, min_numel=0)",
+    "levels(bits=6, bucket=128, learn_at=(0,), min_numel=0)",
+    "rangefloat(bits=10)",
+    "rangefloat(bits=8, mantissa=3, range=1e31)",
+    "rangefloat(bits=8, rounding=stochastic)",
+    "rangefloat(bits=6, rounding=truncate)",
+    "gaussian(bits=2)",
+    "gaussian(bits=4, bucket=100)",
+    "ef(gaussian(bits=2, bucket=64))",
+    "truncate(gamma=4)",
+    "truncate(gamma=1)",
+    "topk(density=0.1)",
+    "topk(density=0.1, select=sampled)",
+    "topk(density=1.0)",
+    "threshold(lam=1.0, capacity=0.5)",
+    "threshold(lam=0.5, capacity=0.1)",
+    "globaltopk(density=0.05)",
+    "topk(density=0.1) | minmax(bits=8)",
+    "threshold(lam=1.0, capacity=0.5) | natural",
+    "fft(theta=0.85)",
+    "fft(theta=0.5, bits=32, block=whole)",
+    "fft(theta=0.9, bits=8, block=100, cast=True)",
+    "powersgd(rank=4)",
+    "ef(topk(density=0.1))",
+    "ef(topk(density=0.1) | minmax(bits=8))",
+    "ef(threshold(lam=1.0))",
+    "ef(globaltopk(density=0.05))",
+    "ef(fft(theta=0.85))",
+    "ef(powersgd(rank=2))",
+    "ef(natural)",
+    "ef(levels(bits=2, min_numel=0))",
+    "intsgd(bits=8)",
+    "intsgd(bits=32)",
+    "intsgd(bits=8, rounding=determ)",
+    "intsgd(bits=8, block=global, beta=0.5, eps=1e-06)",
+    "ef(intsgd(bits=8, rounding=determ))",
+    "intsgd(bits=8, scale=params)",
+    "heuristic_intsgd(bits=8)",
+    "heuristic_intsgd(bits=32)",
+    "heuristic_intsgd(bits=8, rounding=random)",
+    "ef(heuristic_intsgd(bits=8))",
+    "dgc(topk(density=0.05))",
+    "delta(maxabs(bits=3))",
+    "delta(topk(density=0.2) | maxabs(bits=8))",
+    "direct(maxabs(bits=3))",
+    "dgc(topk(density=0.05) | minmax(bits=8), momentum=0.5)",
+]
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("spec", SPECS)
+def test_law(spec: str, law) -> None:
+    law(parse(spec))
+
+
+class Halved(Coded):
+    """A compressor that breaks several laws."""
+
+    spec_name = "halved"
+    traits = Traits(unbiased=True)
+    grain = 64
+
+    def payload_bytes(self, numel, dtype):
+        return numel * 4
+
+    def encode(self, x, message, call):
+        for p in call.pieces:
+            part = torch.nan_to_num(x[p.start : p.start + p.numel].float()) / 2 + torch.rand(1) * 0
+            message[p.payload : p.payload + 4 * p.numel].view(torch.float32).copy_(part)
+
+    def decode(self, message, y, call, *, add=False):
+        for p in call.pieces:
+            v = message[p.payload : p.payload + 4 * p.numel].view(torch.float32) * call.scale
+            y[p.start : p.start + p.numel] = y[p.start : p.start + p.numel] + v if add else v
+
+
+@pytest.mark.parametrize(
+    "name", ["non_finite_is_not_laundered", "unbiased_if_it_says_so", "draws_are_counter_based", "odd_tensors_work"]
+)
+def test_laws_catch_a_compressor_that_breaks_them(name: str) -> None:
+    law = next(law for law in LAWS if law.__name__ == name)
+    with pytest.raises(AssertionError):
+        law(Halved())
+
+
+def test_many_segments_are_one_call_and_equal_to_single_ones() -> None:
+    compressor = parse("minmax(bits=5, bucket=128)")
+    assert isinstance(compressor, Coded)
+    x = torch.randn(5000)
+    pieces, at = [], 64
+    for name, start, numel in (("a", 0, 1000), ("b", 1500, 129), ("c", 2000, 3000)):
+        pieces.append(Piece(name, start, numel, 0, at))
+        at += compressor.payload_bytes(numel, x.dtype)
+    message = torch.zeros(at, dtype=torch.uint8)
+    compressor.encode(x, message, CodecCall(Segments.build(pieces), Key.of(1)))
+    for piece in pieces:
+        alone = torch.zeros(compressor.payload_bytes(piece.numel, x.dtype), dtype=torch.uint8)
+        part = x[piece.start : piece.start + piece.numel].clone()
+        compressor.encode(part, alone, CodecCall(Segments.build([Piece(piece.name, 0, piece.numel, 0, 0)]), Key.of(1)))
+        assert torch.equal(message[piece.payload : piece.payload + alone.numel()], alone)

@@ -1,0 +1,114 @@
+"""The recipes of docs/recipes.md and docs/logs.md, and the notebook: each is run as a reader would."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def run(*argv: str, timeout: float = 200, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
+    options = {"capture_output": True, "text": True, "timeout": timeout, "env": ENVIRONMENT | environment}
+    done = subprocess.run(argv, check=False, **options)
+    assert not check or done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done
+
+
+def losses(text: str) -> dict[str, str]:
+    """Losses by step."""
+    return dict(re.findall(r"step (\d+): loss ([\d.]+)", text))
+
+
+@pytest.mark.timeout(400)
+def test_a_killed_training_goes_on_and_ends_where_it_would_have(tmp_path: Path) -> None:
+    script, path = str(EXAMPLES / "elastic.py"), tmp_path / "out" / "killed.pt"
+    whole = run(*TORCHRUN, script, "--checkpoint", str(tmp_path / "whole.pt"))
+    # Not with --max-restarts: gloo may not join ranks anew that torchrun restarts in place, with or without thinwire.
+    killed = run(*TORCHRUN, script, "--checkpoint", str(path), "--die-at", "25", check=False)
+    assert killed.returncode != 0
+    assert path.exists()
+    rest = run(*TORCHRUN, script, "--checkpoint", str(path))
+    assert "goes on from step 20" in rest.stdout
+    assert losses(killed.stdout) | losses(rest.stdout) == losses(whole.stdout)
+    assert len(losses(whole.stdout)) == 4
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed: pip install 'ray[train]'")
+@pytest.mark.timeout(400)
+def test_ray_train_replaces_a_killed_worker_and_goes_on() -> None:
+    script = str(EXAMPLES / "ray_train.py")
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0"}
+    done = run(sys.executable, script, "--die-at", "25", timeout=350, **quiet)
+    (told,) = re.findall(r"^step 40: loss ([\d.]+), last attempt from step (\d+)$", done.stdout, re.MULTILINE)
+    assert int(told[1]) in (10, 20)
+    assert float(told[0]) < 0.7
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="takes bash")
+def test_the_slurm_script_is_bash_and_starts_the_script_with_options_that_it_has() -> None:
+    script = EXAMPLES / "slurm.sh"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    text = script.read_text()
+    assert "examples/elastic.py --checkpoint" in text
+    from torch.distributed.run import get_args_parser
+
+    known = get_args_parser().format_help()
+    options = re.findall(r"^  (--[\w-]+)", text, re.MULTILINE)
+    assert options
+    assert all(option in known for option in options)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("kind", ["jsonl", "tensorboard", "wandb"])
+def test_logs_are_written(kind: str, tmp_path: Path) -> None:
+    if kind != "jsonl" and find_spec(kind) is None:
+        pytest.skip(f"{kind} is not installed: pip install {kind}")
+    options = ["--to", kind, "--folder", str(tmp_path)]
+    if kind == "jsonl" and find_spec("matplotlib"):
+        options += ["--picture", str(tmp_path / "logs.svg")]
+    run(*TORCHRUN, str(EXAMPLES / "logs.py"), *options, WANDB_MODE="offline", WANDB_SILENT="true")
+    if kind == "wandb":
+        (written,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+        assert b"thinwire/per_step/payload_sent_bytes" in written.read_bytes()
+        return
+    if kind == "tensorboard":
+        from thinwire.compare.losses import read_log
+
+        sent = read_log(tmp_path / "runs", "thinwire/per_step/payload_sent_bytes")
+    else:
+        records = [json.loads(line) for line in (tmp_path / "stats.jsonl").read_text().splitlines()]
+        sent = [record["per_step/payload_sent_bytes"] for record in records]
+        assert (tmp_path / "logs.svg").exists() == bool(find_spec("matplotlib"))
+    assert len(sent) == 60
+    assert sent[0] > 6 * sent[-1]
+
+
+@pytest.mark.timeout(240)
+def test_the_tour_runs() -> None:
+    cells = json.loads((EXAMPLES / "tour.ipynb").read_text())["cells"]
+    assert not any(cell.get("outputs") for cell in cells)
+    printed, names = io.StringIO(), {"__name__": "__main__"}
+    with contextlib.redirect_stdout(printed):
+        for cell in cells:
+            if cell["cell_type"] == "code":
+                exec("".join(cell["source"]), names)
+    told = printed.getvalue()
+    assert "2.weight  256" in told
+    assert "raw: 1 dimensions" in told
+    assert re.search(r"thinwire run: 40 steps, .* \((6|7)\.\d+x less\)", told)
+    found = [float(loss) for loss in re.findall(r"step 40: loss ([\d.]+)", told)]
+    assert len(found) == 2
+    assert found[1] == pytest.approx(found[0], rel=0.05)

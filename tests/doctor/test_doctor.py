@@ -1,0 +1,464 @@
+"""``thinwire doctor``: what it finds over slow links and without one, what it leaves alone, what it says and writes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+import thinwire_cli as cli
+from doctor_training import train
+from experiments.__main__ import main as experiments_main
+from harness import run_ranks
+from thinwire import lab
+from thinwire.collectives import World
+from thinwire.compressors import parse
+from thinwire.doctor import examine, page, report
+from thinwire.doctor.advice import verdict
+from thinwire.doctor.measure import Measured, interface_rate, over_links_of
+from thinwire.doctor.observer import DoctorError, Observer, Watched
+from thinwire.doctor.record import Prices, record
+from thinwire.doctor.settings import (
+    BY_LINK,
+    SETTINGS,
+    TODAY,
+    Care,
+    Prediction,
+    Setting,
+    algorithm_of,
+    compressors_of,
+    local_updates,
+    predict_ddp,
+    settings_with,
+)
+from thinwire.plan.forecast.ddp import Bucket, Pace
+from thinwire.plan.forecast.links import Curve, Legs, Links
+from thinwire.runtime.probe import Pair
+
+pytestmark = pytest.mark.alone
+SCRIPT = str(Path(__file__).parents[1] / "support" / "doctor_training.py")
+SHAPES = {"a": (1000, 500), "b": (1000, 250)}
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def measured(bytes_per_s: float, *, now: float, codec_s: float = 1e-9) -> Measured:
+    """Two ranks, 3 MB of gradients, 0.2 s of computing."""
+    pace = Pace((Bucket(0.1, (("a", SHAPES["a"]),)), Bucket(0.15, (("b", SHAPES["b"]),))), 0.2)
+    curve = Curve(((0.0, 1e-3), (1e7, 1e-3 + 1e7 / bytes_per_s)))
+    watched = Watched((pace,) * 3, (now,) * 3, ((0.1, 0.05),) * 3, 1, 750_000, ("float32",))
+    codecs = dict.fromkeys(compressors_of(SETTINGS, SHAPES), (codec_s / 2, codec_s / 2))
+    pairs = (Pair(0, 1, bytes_per_s, 1e-3),)
+    return Measured(watched, (Links(curve, curve, 2),), pairs, codecs, 2, 2, 1.0, 1, bytes_per_s / 0.9, "eth0")
+
+
+def predictions(of: Measured) -> list[Prediction]:
+    return [predict_ddp(setting, of) for setting in SETTINGS]
+
+
+SLOW = measured(1e7, now=0.46)
+"""80 Mbit/s: 2 MB from 0.1 s on take until 0.301, 1 MB behind them until 0.401: a step of 0.451 s."""
+FAST = measured(1e10, now=0.203)
+
+
+def test_where_links_differ_what_goes_over_them_may_differ_too() -> None:
+    world = World(4, (0, 0, 1, 1))
+    slow, fast = SLOW.links[0].native, Curve(((0.0, 1e-5), (1e7, 1e-5 + 1e7 / 1e10)))
+    four = replace(SLOW.links[0], num_ranks=4)
+    nodes, even, uneven = BY_LINK[0], Links(slow, slow, 2), replace(four, rates=(1.0, 1.0, 1.0, 0.1))
+    paired = replace(four, legs=Legs(world, fast, slow))
+    assert [algorithm_of(setting, even) for setting in BY_LINK] == [None, None]
+    assert [str(algorithm_of(setting, uneven)) for setting in BY_LINK] == ["None", "sra(rates=(1.0, 1.0, 1.0, 0.1))"]
+    assert [str(algorithm_of(setting, paired)) for setting in BY_LINK] == [
+        "hierarchical(inside=dense, across=slices)",
+        "None",
+    ]
+    with pytest.raises(ValueError, match="these links have nothing for hierarchical"):
+        predict_ddp(nodes, SLOW)
+    by_nodes, star = (
+        predict_ddp(setting, replace(SLOW, links=(paired,), num_ranks=4))
+        for setting in (nodes, Setting("", nodes.spec))
+    )
+    assert by_nodes.step.value < star.step.value
+    # 2 MB and 1 MB: half of them exact and half in 4.5 bits inside the node, twice a quarter in 4.5 bits across.
+    assert by_nodes.sent_bytes == pytest.approx(3e6 * (0.5 + 0.5 * 4.5 / 32 + 0.5 * 4.5 / 32), rel=0.01)
+    by_rates = predict_ddp(BY_LINK[1], replace(SLOW, links=(uneven,), num_ranks=4))
+    assert (
+        by_rates.step.value < predict_ddp(Setting("", nodes.spec), replace(SLOW, links=(four,), num_ranks=4)).step.value
+    )
+    assert 'network=thinwire.Network(algorithm="hierarchical(inside=dense)"))' in nodes.lines[1]
+
+
+def test_a_prediction_is_that_of_the_timeline() -> None:
+    today = predict_ddp(TODAY, SLOW)
+    assert today.step.value == pytest.approx(0.2 + 0.401 - 0.15)
+    assert today.sent_bytes == 3_000_000
+    assert today.wait_share == pytest.approx(0.251 / 0.451)
+    two = next(predict_ddp(setting, SLOW) for setting in SETTINGS if setting.times == 2)
+    assert two.step.value == pytest.approx((0.451 + 0.15) / 2)
+    assert two.sent_bytes == 1_500_000
+
+
+def test_a_slow_link_gets_the_mildest_thing_that_helps_as_much() -> None:
+    found = verdict(SLOW, predictions(SLOW))
+    assert found.sentence.startswith("Bound by communication: 57% of a step (0.46 s) waits for it. With ")
+    assert found.advice[0].setting is not None
+    assert found.advice[0].setting.care <= Care.KEPT
+    assert any("wire = thinwire.compress(model" in line for line in found.advice[0].lines)
+    titles = [advice.title for advice in found.advice]
+    assert {"bf16", "4 bits", "accumulate 8"} <= set(titles)
+    assert "nothing" not in titles
+    by_title = {p.setting.title: p.step.value for p in predictions(SLOW)}
+    # What may change the loss comes behind what does not.
+    assert titles.index("bf16") < titles.index("top-k, 1 %")
+    assert by_title["4 bits"] < by_title["bf16"] < by_title["as it is"]
+
+
+def test_a_fast_link_gets_nothing() -> None:
+    found = verdict(FAST, predictions(FAST))
+    assert found.sentence.startswith("Not bound by communication: 1.5% of a step")
+    assert found.advice[0].title == "nothing"
+    assert found.advice[0].lines == ()
+
+
+def test_processors_too_slow_for_compression() -> None:
+    of = measured(1e9, now=0.24, codec_s=1e-6)
+    found = verdict(of, [p for p in predictions(of) if p.setting.times == 1])
+    assert "nothing here would make it" in found.sentence
+    assert [advice.title for advice in found.advice] == ["nothing"]
+    # Adding up gradients takes no codec.
+    assert verdict(of, predictions(of)).advice[0].title.startswith("accumulate")
+
+
+def test_one_bucket_is_the_first_thing_to_change() -> None:
+    bucket = Bucket(0.15, (("a", (2000, 1000)),))
+    watched = replace(SLOW.watched, paces=(Pace((bucket,), 0.2),) * 3)
+    of = replace(SLOW, watched=watched)
+    first = verdict(of, predictions(of)).advice[0]
+    assert (first.title, first.lines) == ("smaller buckets", ("DistributedDataParallel(model, bucket_cap_mb=2)",))
+
+
+def test_local_updates_are_as_rare_as_hides_them() -> None:
+    # 750 000 elements in 2 bits and 16 more for each bucket, whose rows end in short ones, are 211 kB: 21 ms at 80
+    # Mbit/s, and 2.1 s at 0.8.
+    for bytes_per_s, every in ((1e7, 10), (1e5, 250), (1e3, 500)):
+        of = measured(bytes_per_s, now=0.46)
+        setting = local_updates(of)
+        assert setting.every == every
+        found = predict_ddp(setting, of)
+        assert found.step.value == pytest.approx(0.2 + (2e-3 + 211e3 / bytes_per_s) / every, rel=0.01)
+        assert found.sent_bytes == pytest.approx(211e3 / every, rel=0.01)
+    assert any(f"every={every}" in line for line in setting.lines)
+    found = verdict(SLOW, [*predictions(SLOW), predict_ddp(local_updates(SLOW), SLOW)])
+    assert found.advice[0].setting is not None
+    assert found.advice[0].setting.care <= Care.KEPT  # another algorithm is never the first thing to do
+    assert any(advice.title == "local, every 10" for advice in found.advice)
+
+
+def test_more_compressors() -> None:
+    assert settings_with(["minmax(bits=4)"]) == (*SETTINGS, *BY_LINK)
+    assert settings_with(["minmax(bits=3)"])[-1].spec == str(parse("minmax(bits=3)"))
+    with pytest.raises(ValueError, match="minmaxx"):
+        settings_with(["minmaxx"])
+
+
+def test_prices_are_those_of_table_3_10() -> None:
+    # Genesis with CGX in the thesis: 14 171 thousand tokens a second at 6.8 an hour, 2083 thousand a second for each.
+    prices = Prices(6.8, 14_171_000.0, "tokens")
+    assert 1e6 / prices.per_million(1.0) / 3600 / 1e3 == pytest.approx(2083, rel=0.001)
+
+
+def made(of: Measured, prices: Prices | None = None) -> dict[str, Any]:
+    found = predictions(of)
+    about = {"script": ["train.py"], "link": ""}
+    return record(of, found, verdict(of, found), about=about, prices=prices).to_dict()
+
+
+def test_the_record_is_json_and_holds_what_is_shown() -> None:
+    found = json.loads(json.dumps(made(SLOW, Prices(10.0, 64.0, "tokens")), allow_nan=False))
+    assert {"command", "versions", "machine", "about", "results"} == set(found)
+    values = {row["name"]: row["value"] for row in found["results"]}
+    assert values["step_s/today"] == 0.46
+    assert values["predicted_step_s/as it is"] == pytest.approx(0.451)
+    assert values["cost/as it is"] == pytest.approx(1e6 * 10 / 3600 * 0.451 / 64)
+    assert values["bandwidth/0-1"] == 1e7
+    codec = next(row for row in found["about"]["codecs"] if row["title"] == "4 bits")
+    # Both ways a byte of gradient takes 2.5e-10 s (a rank encodes one and decodes one and a half times): at 10 MB/s
+    # equation 4 asks for a ratio of hardly more than 1.
+    assert 1 < codec["minimal_ratio"] < 1.01
+    assert codec["ratio"] == pytest.approx(32 / 4.5, rel=0.01)
+
+
+def test_the_terminal_shows_all_of_it() -> None:
+    console = Console(width=100, record=True, file=io.StringIO())
+    report.show(console, made(SLOW, Prices(10.0, 64.0, "tokens")))
+    shown = console.export_text()
+    for part in (
+        "Bound by communication: 57%",
+        "now, measured",
+        "4 bits",
+        "80 Mbit/s",
+        "90%",
+        "a million",
+        "pays from",
+    ):
+        assert part in shown
+    assert "…" not in shown
+    # Every setting with its spec, every advice with its call, and the checkpoint beside the first.
+    for spec in ("minmax(bits=8, bucket=128)", "powersgd(rank=4)", "topk(density=0.01)"):
+        assert spec in shown
+    assert shown.count("thinwire.compress(model") >= 3
+    assert 'checkpoint["wire"] = wire.gather_state_dict()' in shown
+    assert "2 ranks on 2 nodes" in shown
+    assert "1 core and 1 thread a rank" in shown
+
+
+def test_doubts_are_part_of_the_verdict() -> None:
+    doubtful = replace(SLOW, watched=replace(SLOW.watched, step_s=(0.6,) * 3))
+    sentence = verdict(doubtful, predictions(doubtful)).sentence
+    assert sentence.startswith("Bound by communication")
+    assert "-25% off the measured one" in sentence
+    assert "In doubt" not in verdict(SLOW, predictions(SLOW)).sentence
+
+
+def test_loopback_is_shown_beside_slower_links() -> None:
+    over = {rate: [predict_ddp(s, over_links_of(FAST, rate)) for s in (TODAY, SETTINGS[3])] for rate in (125e6, 12.5e6)}
+    # 3 MB at 12.5 MB/s, both ways of two ranks: 0.24 s, of which 0.05 s are hidden.
+    assert over[12.5e6][0].step.value == pytest.approx(0.2 + 0.1 + 0.24 - 0.15, rel=0.01)
+    assert over[125e6][0].step.value < 0.25
+    assert over[12.5e6][1].step.value < 0.25
+    found = predictions(FAST)
+    about = {"script": ["train.py"], "link": "loopback"}
+    made = record(FAST, found, verdict(FAST, found), about=about, elsewhere=list(over.items())).to_dict()
+    console = Console(width=80, record=True, file=io.StringIO())
+    report.show(console, made)
+    shown = console.export_text()
+    assert "100 Mbit/s" in shown
+    assert "1 Gbit/s" in shown
+    assert "Over other links, predicted" in page.page(made)
+
+
+class Page(HTMLParser):
+    """What a page names, and what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.named: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.named += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+
+def test_the_page_fetches_nothing() -> None:
+    text = page.page(made(SLOW, Prices(10.0, 64.0)))
+    parsed = Page()
+    parsed.feed(text)
+    assert parsed.tags.count("svg") == 3
+    assert "script" not in parsed.tags
+    assert "link" not in parsed.tags
+    assert all(name.startswith("#") for name in parsed.named)
+    assert not re.findall(r"url\((?!#)", text)
+    for part in ("Bound by communication", "DistributedDataParallel(model)", "top-k, 1 %", "Links", "90%"):
+        assert part in text
+    hostile = made(SLOW)
+    hostile["about"]["verdict"] = "<script>alert(1)</script>"
+    assert "<script>" not in page.page(hostile)
+    assert "<small>minmax(bits=8, bucket=128)</small>" in text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt install chromium")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_in_a_browser(tmp_path: Path, width: int) -> None:
+    path = tmp_path / "doctor.html"
+    page.write(path, made(SLOW, Prices(10.0, 64.0, "tokens")))
+    # The page has no scripts of its own: a frame around it, of the width of a phone or a screen, measures it.
+    probe = tmp_path / "probe.html"
+    probe.write_text(
+        f'<iframe id="f" src="doctor.html" style="width:{width}px;height:800px;border:0"></iframe><p id="told"></p>'
+        "<script>f.onload = () => { const page = f.contentDocument, root = page.documentElement;"
+        "const told = {wide: root.scrollWidth, seen: root.clientWidth, text: page.body.innerText.length,"
+        "pictures: [...page.querySelectorAll('svg')].filter(s => s.getBoundingClientRect().height > 60).length,"
+        "tables: page.querySelectorAll('table').length,"
+        "cut: [...page.querySelectorAll('pre, td')].filter(e => e.scrollWidth > e.clientWidth + 1).length};"
+        "document.getElementById('told').textContent = JSON.stringify(told); }</script>"
+    )
+    assert CHROMIUM is not None
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
+    argv = [CHROMIUM, *options, f"--user-data-dir={tmp_path}/chromium", "--virtual-time-budget=5000", probe.as_uri()]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=90)
+    found = re.search(r'<p id="told">(\{.*?\})</p>', done.stdout)
+    assert found, done.stderr[-2000:]
+    told = json.loads(found[1])
+    assert told["wide"] <= told["seen"] <= width
+    assert told["pictures"] == 3
+    assert told["tables"] == 3
+    assert told["cut"] == 0
+    assert told["text"] > 1500
+
+
+def doctor(*options: str, tmp_path: Path, timeout: float = 100.0) -> tuple[subprocess.CompletedProcess[str], Path]:
+    path = tmp_path / "doctor.json"
+    argv = [sys.executable, "-m", "thinwire", "doctor", "--steps", "6", "--json", str(path), *options]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment["COLUMNS"] = "100"
+    return subprocess.run(argv, capture_output=True, text=True, timeout=timeout, env=environment), path
+
+
+@pytest.mark.network
+@pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
+def test_nodes_of_two_ranks_are_measured_inside_and_between(tmp_path: Path) -> None:
+    nodes = ("--ranks", "4", "--ranks-per-node", "2", "--rate", "20mbit")
+    done, path = doctor(*nodes, "--", SCRIPT, "100", "0", str(tmp_path / "weights.pt"), tmp_path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = {p["title"]: p for p in json.loads(path.read_text())["about"]["predictions"]}
+    star, nodes_first = found["4 bits"], found["4 bits by node"]
+    # Two thirds of the messages of each rank cross to the other node; added up inside nodes first, a third as many do.
+    assert nodes_first["step_s"] < 0.8 * star["step_s"]
+    assert nodes_first["algorithm"] == "hierarchical(inside=dense)"
+    assert "4 bits by node" in done.stdout
+    assert "node 1: sent" in done.stderr
+    assert done.stdout.count("inside a node") == 2
+
+
+@pytest.mark.network
+@pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
+def test_a_script_over_a_slow_link(tmp_path: Path) -> None:
+    weights = tmp_path / "weights.pt"
+    script = ("--", SCRIPT, "100", "0", str(weights))
+    done, path = doctor("--rate", "50mbit", *script, tmp_path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())["about"]
+    # A megabyte at 50 Mbit/s takes 0.17 s, and computing nearly nothing.
+    assert found["exposed_share"] > 0.5
+    assert found["line_rate"] == 50e6 / 8
+    assert 0.3 < found["pairs"][0]["bandwidth"] / found["line_rate"] < 1.2
+    assert found["advice"][0]["title"] != "nothing"
+    assert found["script"][0] == SCRIPT
+    assert "Bound by communication" in done.stdout
+    # Ended by doctor, the script's own cleaning up was done on every rank.
+    assert sorted(path.name for path in tmp_path.glob("*.ended.*")) == ["weights.pt.ended.0", "weights.pt.ended.1"]
+    assert not weights.exists()
+
+
+@pytest.mark.network
+@pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
+def test_bench_doctor(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    cell = ["--rates", "500mbit", "--rtts", "0ms", "--batch", "1", "--watched", "6", "--rounds", "1", "--steps", "1"]
+    assert experiments_main(["bench", "doctor", *cell, "--json", str(path)]) == 0
+    found = {row["name"]: row["value"] for row in json.loads(path.read_text())["results"]}
+    for name in ("predicted_step_s", "step_s"):
+        fp32, four, nothing = (found[f"{name}/{title}/500mbit/0ms"] for title in ("as it is", "4 bits", "nothing sent"))
+        # 19 MB at 500 Mbit/s take 0.31 s.
+        assert fp32 > 0.3
+        assert max(four, nothing) < fp32
+    error = found["error/as it is/500mbit/0ms"]
+    assert found["largest_error"] >= abs(error)
+    assert error == pytest.approx(
+        found["predicted_step_s/as it is/500mbit/0ms"] / found["step_s/as it is/500mbit/0ms"] - 1
+    )
+
+
+def test_a_script_that_computes_for_long(tmp_path: Path) -> None:
+    done, path = doctor("--", SCRIPT, "100", "0.25", str(tmp_path / "weights.pt"), tmp_path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())["about"]
+    assert found["exposed_share"] < 0.3
+    assert found["compute_s"]["value"] > 0.25
+    assert len(found["steps_s"]) == 3
+    assert len(found["buckets"]) == 2
+    assert found["parameters"] == 256 * 512 + 512 + 512 * 256 + 256
+
+
+def _alone(rank: int) -> dict[str, torch.Tensor]:
+    return train(16, 0.0)
+
+
+def test_under_torchrun_the_numbers_stay_as_they_are(tmp_path: Path) -> None:
+    weights = tmp_path / "weights.pt"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ours = ["-m", "thinwire", "doctor", "--steps", "6", "--keep-running", "--", SCRIPT, "16", "0", str(weights)]
+    done = subprocess.run([*launcher, *ours], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    # One report, not one from each rank.
+    assert done.stdout.count("Links, both ways at once") == 1
+    watched, alone = torch.load(weights, weights_only=True), run_ranks(_alone, 2)[0]
+    assert all(torch.equal(alone[name], watched[name]) for name in alone)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ranks", "1"], "at least 2"),
+        (["--steps", "3"], "at least 6"),
+        (["--compressors", "minmaxx"], "minmax"),
+        (["--price-per-hour", "3"], "--tokens-per-step"),
+        (["--price-per-hour", "-3", "--samples-per-step", "3"], "above 0"),
+        (["--samples-per-step", "3", "--tokens-per-step", "3"], "give one of them"),
+        (["--rate", "fast"], "is not a rate"),
+        (["--ranks-per-node", "2"], "is for an emulated network"),
+    ],
+)
+def test_bad_options_say_what_to_do(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", *options]) == 64
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def _examined(rank: int, kind: str) -> str:
+    try:
+        if kind == "ends itself":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(examine, "run_script", lambda script: train(2, 0.0) and sys.exit(3))
+                examine.Examination(examine.Request(steps=6, script=("train.py",))).run()
+        elif kind in ("too short", "one rank", "no model"):
+            steps = 0 if kind == "no model" else 5
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(examine, "run_script", lambda script: steps and train(steps, 0.0))
+                examine.Examination(examine.Request(steps=6, script=("train.py",))).run()
+        elif kind == "a hook":
+            model = DistributedDataParallel(torch.nn.Linear(64, 64))
+            thinwire.compress(model)
+            with Observer(6, lambda observer: None):
+                model(torch.ones(1, 64))
+        else:
+            examine.Examination(examine.Request(steps=6, script=("no_such_script.py",))).run()
+    except (DoctorError, RuntimeError) as error:
+        return str(error)
+    except SystemExit as end:
+        return f"ended itself with {end.code}"
+    return "nothing was wrong"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("too short", "before doctor had seen 10 training steps, and one more that begins"),
+        ("ends itself", "ended itself with 3"),
+        ("no model", "trained no DistributedDataParallel model"),
+        ("one rank", "start at least 2"),
+        ("a hook", "take thinwire.compress() or register_comm_hook() out of the script"),
+        ("no script", "there is no script 'no_such_script.py'"),
+    ],
+)
+def test_what_cannot_be_examined_says_why(kind: str, message: str) -> None:
+    assert all(message in text for text in run_ranks(_examined, 1 if kind == "one rank" else 2, kind))
+
+
+def test_a_virtual_interface_has_no_line_rate() -> None:
+    assert interface_rate("lo") is None
+    assert interface_rate("no such interface") is None

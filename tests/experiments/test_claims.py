@@ -1,0 +1,301 @@
+"""Claims as data: recorded runs are judged as they were, rules, rows and the cache of runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.framework.claims import (
+    NO_LINK,
+    Claim,
+    Row,
+    beyond,
+    faster,
+    faster_at_every_seed,
+    judge,
+    least,
+    recorded,
+    within,
+)
+from experiments.framework.findings import Finding, no_worse, record, table, worse
+from experiments.framework.methods import FP32, Method, compressed
+from experiments.framework.paper import Paper
+from experiments.framework.run_cache import RunCache
+from experiments.framework.training import Trained, added_loss, lost_accuracy
+from experiments.papers.aqsgd.paper import PAPER as AQSGD
+from experiments.papers.cgx.paper import PAPER as CGX
+from experiments.papers.fft import measurements
+from experiments.papers.fft.methods import ALL, STRONG, THETA, convergence
+from experiments.papers.fft.paper import PAPER as FFT
+from experiments.papers.fullstack.paper import PAPER as FULLSTACK
+from experiments.papers.intsgd.paper import PAPER as INTSGD
+from experiments.papers.lgreco.paper import PAPER as LGRECO
+from experiments.papers.qsdp.paper import PAPER as QSDP
+
+PAPERS: tuple[Paper[Any], ...] = (FFT, CGX, INTSGD, LGRECO, QSDP, AQSGD, FULLSTACK)
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+_COARSER = {
+    ("fft", "15/least_error_share/fft"),
+    ("aqsgd", "figure 7/direct/scratch/2 stages/fw3 bw6"),
+    ("aqsgd", "figure 8/aqsgd/bf16/2 stages/fw3 bw6"),
+    ("aqsgd", "figure 9/direct/large/2 stages/fw3 bw6"),
+    ("aqsgd", "figure 9 (8 stages)/direct/deep/8 stages/fw3 bw6"),
+    ("fullstack", "figure 10/loss/aqsgd"),
+    ("fullstack", "figure 10/loss/direct"),
+}
+"""Claims whose text is made of what the JSON file keeps with six digits, or of fewer quantiles than were there."""
+
+
+# --- recorded runs
+
+
+def _files(paper: Paper[Any]) -> list[Path]:
+    """The whole run, and later ones of some parts."""
+    return sorted(BENCHMARKS.glob(f"repro-{paper.name}*.json"), key=lambda path: path.stem)
+
+
+def _standing(paper: Paper[Any], path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of ``path`` whose figures no later file has measured again."""
+    files = _files(paper)
+    later = [json.loads(file.read_text()) for file in files[files.index(path) + 1 :]]
+    again = {row["figure"] for record in later for row in record["results"]}
+    return [row for row in rows if row["figure"] not in again]
+
+
+@pytest.mark.parametrize(
+    ("paper", "path"),
+    [(paper, path) for paper in PAPERS for path in _files(paper)],
+    ids=lambda value: value.name,
+)
+def test_recorded_runs_are_judged_as_they_were(paper: Paper[Any], path: Path) -> None:
+    written = json.loads(path.read_text())
+    judged = {f"{finding.figure}/{finding.name}": finding for finding in paper.judge(written)}
+    assert len(judged) == len(written["results"])
+    for row in _standing(paper, path, written["results"]):
+        finding = judged[row["name"]]
+        assert finding.claim == (row["claim"] or ""), row["name"]
+        assert finding.holds is row["holds"], row["name"]
+        if row["claim"] and (paper.name, row["name"]) not in _COARSER:
+            assert finding.found == row["found"], row["name"]
+
+
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
+def test_every_claim_is_about_a_row_that_was_recorded(paper: Paper[Any]) -> None:
+    rows = {row["name"] for path in _files(paper) for row in json.loads(path.read_text())["results"]}
+    assert {f"{claim.figure}/{claim.row}" for claim in paper.claims} <= rows
+
+
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
+def test_no_row_has_two_claims_and_the_small_version_is_smaller(paper: Paper[Any]) -> None:
+    judged = [(claim.figure, claim.row) for claim in paper.claims]
+    assert len(set(judged)) == len(judged)
+    for part in paper.parts.values():
+        assert 0 < part.seconds(paper.smoke) <= part.seconds(paper.scale)
+
+
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
+def test_a_recorded_run_is_judged_again_by_the_command(paper: Paper[Any], tmp_path: Path) -> None:
+    from experiments.__main__ import main
+
+    path = tmp_path / "again.json"
+    source = BENCHMARKS / f"repro-{paper.name}.json"
+    assert main([paper.name, "--from", str(source), "--out", str(tmp_path), "--json", str(path)]) == 0
+    before, after = (_standing(paper, source, json.loads(file.read_text())["results"]) for file in (source, path))
+    assert [row["holds"] for row in after] == [row["holds"] for row in before]
+    assert [row["value"] for row in after] == [row["value"] for row in before]
+
+
+# --- judging
+
+
+def _rows(**values: float) -> list[Row]:
+    return [Row("1", name, value, "x") for name, value in values.items()]
+
+
+def _claim(row: str, **options: Any) -> Claim:
+    return Claim("1", row, "it is least", lambda rows: f"{rows[row]['value']:.1f}", least(row), **options)
+
+
+def test_a_claim_is_judged_by_the_rows_of_its_figure() -> None:
+    rows = [Row("1", "a/b", 1.0, "x", {"seen": [1]}), Row("1", "a/c", 2.0, "x"), Row("2", "a/d", 0.5, "x")]
+    found = judge([_claim("a/b"), Claim("1", "a/c", "shown", lambda rows: "so")], rows, emulated=True)
+    assert found[0] == Finding("1", "a/b", 1.0, "x", "it is least", "1.0", True, {"seen": [1]})
+    assert found[1] == Finding("1", "a/c", 2.0, "x", "", "so", None, {}, aside="shown")
+    assert found[2] == Finding("2", "a/d", 0.5, "x", "", "", None)
+
+
+def test_what_rests_on_a_link_is_open_without_one() -> None:
+    (found,) = judge([_claim("a", over_link=True)], _rows(a=1.0), emulated=False)
+    assert (found.found, found.holds, found.claim) == (NO_LINK, None, "it is least")
+
+
+def test_a_row_has_one_claim_and_one_that_was_not_measured_has_none() -> None:
+    with pytest.raises(ValueError, match="two claims"):
+        judge([_claim("a"), _claim("a")], _rows(a=1.0), emulated=True)
+    assert [row.claim for row in judge([_claim("b")], _rows(a=1.0), emulated=True)] == [""]
+    made = _claim("c/b", value=lambda rows: rows["c/a"]["value"])
+    assert [row.claim for row in judge([made], _rows(a=1.0), emulated=True)] == [""]
+    assert [row.value for row in judge([made], [Row("1", "c/a", 2.0, "x")], emulated=True)] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("lost", "expected"),
+    [
+        ([0.001, 0.0, -0.001], True),
+        ([0.05, 0.051, 0.049], False),
+        ([0.05, -0.05, 0.0], None),
+        ([0.0], None),
+        ([None, 0.0], False),
+    ],
+)
+def test_differences_are_judged_with_their_bounds(lost: list[float | None], expected: bool | None) -> None:
+    rows = {"a": {"value": 1.0, "lost": lost}}
+    assert within("a", "lost", 0.005)(rows) is expected
+    assert beyond("a", "lost", 0.005)(rows) is (None if expected is None else not expected)
+    if None not in lost:
+        assert no_worse([float(x or 0) for x in lost], 0.005)[1] is expected
+        assert worse([float(x or 0) for x in lost], 0.005)[1] is (None if expected is None else not expected)
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "expected"),
+    [
+        ([1.0, 2.0], [[1.1, 2.1], [1.2, 2.2]], True),
+        ([1.0, 2.0], [[1.1, 2.1], [0.9, 1.9]], False),
+        ([1.0, 2.0], [[1.1, 1.9]], None),
+        ([1.0], [[1.1]], None),
+    ],
+)
+def test_what_is_faster_is_so_at_every_seed(mine: list[float], others: list[list[float]], expected: Any) -> None:
+    assert faster(mine, others) is expected
+    rows = {"m": {"step_s": mine}, **{str(i): {"step_s": other} for i, other in enumerate(others)}}
+    assert faster_at_every_seed("m", [str(i) for i in range(len(others))])(rows) is expected
+
+
+# --- rows and tables
+
+
+def test_rows_carry_claim_and_verdict_and_no_value_that_is_not_json() -> None:
+    rows = [
+        Finding("10", "ratio", math.inf, "x", "a ratio of 2 is enough", "none is", False, {"curve": [1.0, math.nan]}),
+        Finding("10", "more", 1.0, "x", "", "as it is", None),
+        Finding("10", "shown", 1.0, "x", "", "as it is", None, aside="with [error] feedback"),
+    ]
+    written = record(rows, "python -m experiments fft", {}, prefix="").to_dict()
+    assert written["results"][0] == {
+        "name": "10/ratio",
+        "value": None,
+        "unit": "x",
+        "figure": "10",
+        "claim": "a ratio of 2 is enough",
+        "found": "none is",
+        "holds": False,
+        "curve": [1.0, None],
+    }
+    assert table(rows, "as found").row_count == 2
+    again = recorded(json.loads(json.dumps(written)))
+    assert [(row.figure, row.name, row.unit) for row in again] == [
+        ("10", name, "x") for name in ("ratio", "more", "shown")
+    ]
+    assert again[0].data == {"curve": [1.0, None]}
+
+
+# --- the FFT paper's claims about made-up runs
+
+
+def _trained(accuracy: float, alpha: tuple[tuple[int, float], ...] = (), step_s: float = 0.1) -> Trained:
+    return Trained((step_s, step_s), step_s, (2.0, 1.0), (2,), (0.1, accuracy), (2.3, 1.0), 8.0, accuracy, 1.0, alpha)
+
+
+def _verdicts(rows: list[Row]) -> dict[str, bool | None]:
+    claims = [claim for claim in FFT.claims if claim.figure == rows[0].figure and claim.rule]
+    return {row.name: row.holds for row in judge(claims, rows, emulated=True) if row.claim}
+
+
+@pytest.mark.parametrize(("highest", "holds"), [(0.9, True), (1.2, False), (math.nan, False)])
+def test_alpha_is_judged_by_its_highest(highest: float, holds: bool) -> None:
+    rows = [Row("12", f"alpha/{theta}", 0.4, "") for theta in measurements.ALPHA_THETAS if theta != STRONG]
+    assert _verdicts([*rows, Row("12", f"alpha/{STRONG}", highest, "")]) == {f"alpha/{THETA}": holds}
+
+
+def test_theorems_are_judged_by_accuracy() -> None:
+    made_up = {"sgd": 0.95, "mild": 0.949, "strong": 0.9, "dropped": 0.8}
+    runs = {name: [_trained(accuracy)] * 3 for name, accuracy in made_up.items()}
+    assert _verdicts(measurements.convergence_rows(convergence(7), runs)) == {
+        "accuracy/mild": True,
+        "accuracy/strong": True,
+        "accuracy/dropped": False,
+        "train_loss/mild": True,
+        "train_loss/strong": False,
+    }
+
+
+def test_methods_are_judged_by_accuracy_and_speed() -> None:
+    seconds = {"fp32": 1.0, "fft": 0.2, "topk": 0.3, "qsgd": 0.1, "terngrad": 2.0}
+    runs = {m.name: [_trained(0.9 if m.name == "topk" else 0.95, step_s=seconds.get(m.name, 1.0))] * 3 for m in ALL}
+    found = _verdicts([*measurements.accuracy_rows(runs), *measurements.speed_rows(runs)])
+    assert {name: holds for name, holds in found.items() if "accuracy" in name} == {
+        "accuracy/fft": True,
+        "accuracy/topk": True,
+        "accuracy/qsgd": False,
+        "accuracy/terngrad": False,
+    }
+    assert {name: holds for name, holds in found.items() if "speed" in name} == {
+        "speedup/fft": False,
+        "speedup/topk": True,
+        "speedup/qsgd": True,
+        "speedup/terngrad": False,
+    }
+
+
+def test_training_loss_is_compared_relatively() -> None:
+    def ended(loss: float) -> Trained:
+        return Trained((0.1, 0.2), 0.15, (2.0, loss), (2,), (0.1, 0.9), (2.3, 1.0), 8.0, 0.9, 1.0, ())
+
+    base, above, diverged = (ended(loss) for loss in (0.5, 0.6, math.nan))
+    assert added_loss([base, base], [base, above]) == pytest.approx([0.0, 0.2])
+    assert added_loss([base, diverged], [diverged, base]) == [math.inf, math.inf]
+    assert lost_accuracy([_trained(0.9)], [_trained(0.7)]) == pytest.approx([0.2])
+
+
+# --- runs that are kept
+
+
+def test_a_run_is_found_again_by_what_determines_it(tmp_path: Path) -> None:
+    key = {"task": {"steps": 3}, "method": {"spec": "raw"}, "seed": 0, "link": None}
+    RunCache(tmp_path).put(key, {"losses": [1.0, math.nan]})
+    again = RunCache(tmp_path)
+    found = again.get(dict(reversed(key.items())))
+    assert found is not None
+    assert found["losses"][0] == 1.0
+    assert math.isnan(found["losses"][1])
+    for name, other in (("seed", 1), ("link", "100mbit"), ("task", {"steps": 4})):
+        assert again.get({**key, name: other}) is None
+    assert RunCache().get(key) is None
+
+
+def test_a_run_of_other_code_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    RunCache(tmp_path).put({"seed": 0}, {"loss": 1.0})
+    monkeypatch.setattr("experiments.framework.run_cache.code_version", lambda: "another")
+    assert RunCache(tmp_path).get({"seed": 0}) is None
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{}", '{"result"', "\x00\xff"])
+def test_a_damaged_file_is_a_run_that_was_not_made(tmp_path: Path, content: str) -> None:
+    cache = RunCache(tmp_path)
+    cache.put({"seed": 0}, {"loss": 1.0})
+    (path,) = tmp_path.glob("*.json")
+    path.write_text(content, encoding="latin-1")
+    assert RunCache(tmp_path).get({"seed": 0}) is None
+
+
+def test_trainings_and_methods_survive_json() -> None:
+    run = _trained(0.5, alpha=((0, 0.1), (10, 0.2)))
+    assert Trained.from_dict(json.loads(json.dumps(vars(run)))) == run
+    method = compressed("topk(density=0.1)")
+    assert Method.from_dict(json.loads(json.dumps({**vars(method), "exclude": ["head"]}))).exclude == ("head",)
+    assert Method.from_dict(json.loads(json.dumps(vars(FP32)))) == FP32

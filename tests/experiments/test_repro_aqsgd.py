@@ -1,0 +1,237 @@
+"""``python -m experiments aqsgd``: the small version from end to end, how a GPT is cut, how rows are judged."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.framework.claims import Row, judge
+from experiments.papers.aqsgd import curves, judging, resume, throughput
+from experiments.papers.aqsgd.judging import bands, lost
+from experiments.papers.aqsgd.methods import FP32, aqsgd, direct
+from experiments.papers.aqsgd.paper import PAPER
+from experiments.papers.aqsgd.stages import Part
+from experiments.papers.aqsgd.study import MORE_STAGES, NUM_STAGES, SMOKE, AQSGDScale, AQSGDStudy
+from experiments.papers.aqsgd.tasks import SMALL, SMALL_SMOKE, TIMED, FineTuning
+from experiments.papers.aqsgd.timing import Computed
+from experiments.papers.aqsgd.trainings import FirstTraining
+from made_up import run
+from small_versions import Small, small_version
+from thinwire import parse
+
+PICTURES = ("1-change", "3-curves", "2-throughput", "4-time", "3ab-labels", "9-stages", "8-fp16", "links")
+
+# --- the command
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
+    for needed in ("matplotlib", "scipy"):
+        pytest.importorskip(needed)
+    return small_version("aqsgd", AQSGDStudy, tmp_path_factory.mktemp("aqsgd"))
+
+
+@pytest.mark.timeout(400)
+def test_the_small_version_makes_every_part_and_judges_every_claim(small: Small) -> None:
+    assert small.code == 0, small.shown
+    missing = {f"{claim.figure}/{claim.row}" for claim in PAPER.claims} - small.rows.keys()
+    assert missing == {"table 3/wire/200mbit", "table 3/wire/300mbit", "figure 4/sooner/500mbit"}
+    for name, part in PAPER.parts.items():
+        # A pipeline that is killed may take the news of its last step along; what is trained already is not again.
+        assert 0 < small.steps[name] <= part.steps(SMOKE), name
+    for row in small.rows.values():
+        # One seed shows no quality, one round no speed.
+        assert row["holds"] is None or row["figure"] not in ("figure 3", "figure 7", "figure 8", "table 2"), row
+    for name in PICTURES:
+        assert (small.out / f"aqsgd-{name}.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.timeout(400)
+def test_both_sides_keep_the_same_and_a_killed_pipeline_goes_on(small: Small) -> None:
+    assert small.rows["section 3.2/same_messages"]["holds"] is True
+    for store in ("memory", "disk"):
+        row = small.rows[f"resume/bit_identical/{store}"]
+        assert row["holds"] is True, row
+        assert len(row["starts"]) == SMOKE.kills
+
+
+@pytest.mark.timeout(400)
+def test_rows_say_what_was_sent(small: Small) -> None:
+    row = small.rows["table 2/throughput"]
+    sent, task = row["step_bytes"], SMOKE.timed
+    # The first stage sends activations; each message has a header.
+    assert sent["fp32"] == task.num_micro * (64 + 4 * task.message_values)
+    for method in (aqsgd(3, 6), aqsgd(4, 8), direct(3, 6), aqsgd(3, 6, store="disk")):
+        bits = 3 if "fw3" in method.name else 4
+        message = throughput.message_bytes(task, f"maxabs(bits={bits})")
+        assert sent[method.name] == task.num_micro * message
+    assert set(row["per_s"]) >= {"fp32", "fp32 1f1b", "aq-sgd fw3 bw6 1f1b"}
+
+
+def test_a_full_run_takes_under_three_quarters_of_an_hour() -> None:
+    assert 300 < sum(part.seconds(PAPER.scale) for part in PAPER.parts.values()) < 2700
+
+
+# --- what is trained
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, MORE_STAGES])
+def test_stages_together_compute_what_the_gpt_does(num_stages: int) -> None:
+    gpt = SMALL_SMOKE.build(3)
+    tokens, _ = SMALL_SMOKE.tuned_on(torch.arange(4))
+    expected = gpt(tokens)
+    x = tokens
+    for index in range(num_stages):
+        x = Part(SMALL_SMOKE.build(3), index, num_stages, half="")(x)
+    assert torch.equal(x, expected)
+
+
+def test_half_precision_crosses_in_bf16() -> None:
+    tokens, _ = SMALL_SMOKE.tuned_on(torch.arange(4))
+    crossed = Part(SMALL_SMOKE.build(3), 0, 2, half="bf16")(tokens)
+    assert crossed.dtype == torch.bfloat16
+    logits = Part(SMALL_SMOKE.build(3), 1, 2, half="bf16")(crossed)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, SMALL_SMOKE.build(3)(tokens), atol=0.1, rtol=0.1)
+
+
+def test_every_sample_is_visited_once_an_epoch_and_none_is_held_out() -> None:
+    for epoch in range(2):
+        ids = torch.cat(SMALL.order(1, epoch))
+        assert ids.sort().values.tolist() == list(range(SMALL.samples))
+    assert SMALL.order(1, 0)[0].tolist() != SMALL.order(1, 1)[0].tolist()
+    assert SMALL.order(1, 0)[0].tolist() != SMALL.order(2, 0)[0].tolist()
+    samples = SMALL.tuned_on(torch.arange(SMALL.samples))[0]
+    held_out = torch.cat([x for x, _ in SMALL.held_out()])
+    assert len(held_out) == SMALL.held_out_windows
+    assert samples.shape == (SMALL.samples, SMALL.model.context)
+
+
+def test_the_learning_rate_rises_and_then_falls_to_zero() -> None:
+    rates = [SMALL.rate(step) for step in range(SMALL.steps)]
+    assert max(rates) == pytest.approx(SMALL.learning_rate)
+    assert rates[0] < rates[1] < max(rates)
+    assert 0 < rates[-1] < 0.05 * SMALL.learning_rate
+    assert SMALL.epochs * SMALL.steps_per_epoch == SMALL.steps
+
+
+def test_a_task_must_fill_its_batches_and_comes_back_from_json() -> None:
+    import dataclasses
+
+    assert FineTuning.from_json(json.loads(json.dumps(dataclasses.asdict(TIMED)))) == TIMED
+    with pytest.raises(ValueError, match="must fill batches"):
+        replace(SMALL, samples=SMALL.samples + 1)
+
+
+def test_first_weights_are_made_once_and_for_all_tasks_that_share_them(tmp_path: Path) -> None:
+    first, steps = FirstTraining(tmp_path), []
+    path = first.weights(SMALL_SMOKE, lambda step, _: steps.append(step))
+    assert first.weights(replace(SMALL_SMOKE, half="bf16", steps=10), lambda step, _: steps.append(step)) == path
+    assert steps == list(range(1, SMALL_SMOKE.first_steps + 1))
+    assert first.weights(replace(SMALL_SMOKE, first_steps=0), lambda *_: None) is None
+
+
+@pytest.mark.parametrize("bits", [(2, 4), (3, 6), (4, 8)])
+def test_no_method_loses_more_of_a_change_than_there_is(bits: tuple[int, int]) -> None:
+    forward = parse(direct(*bits).forward.removeprefix("direct(").removesuffix(")"))
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    error = torch.linalg.vector_norm(forward.roundtrip(x) - x) / torch.linalg.vector_norm(x)
+    assert error < math.sqrt(0.5)
+
+
+# --- rows
+
+
+def _verdicts(rows: Sequence[Row], *, emulated: bool = True) -> dict[str, bool | None]:
+    figures = {row.figure for row in rows}
+    claims = [claim for claim in PAPER.claims if claim.figure in figures]
+    return {row.name: row.holds for row in judge(claims, rows, emulated=emulated) if row.claim}
+
+
+def test_loss_is_lost_where_it_is_beyond_the_margin() -> None:
+    pytest.importorskip("scipy")
+    base = [2.0, 2.1]
+    assert lost([2.001, 2.101], base, 0.01).within is True
+    assert lost([2.2, 2.31], base, 0.01).beyond is True
+    assert lost(base[:1], base[:1], 0.01).within is None
+    assert "diverges" in lost([math.inf, 2.0], base, 0.01).text
+
+
+def test_a_loss_that_is_kept_says_something_where_the_control_fails() -> None:
+    pytest.importorskip("scipy")
+    names = (FP32, curves.DIRECT[3, 6], curves.AQSGD[3, 6])
+    losses = zip(names, ((2.0, 2.1), (2.2, 2.31), (2.001, 2.101)), strict=True)
+    found = {method.name: [run([loss]) for loss in of] for method, of in losses}
+    key = curves.key_of("small", NUM_STAGES, (3, 6))
+    for control, kept in (((0.2, 0.21), True), ((0.0, 0.001), None)):
+        rows = curves.pair(AQSGDScale(), "figure 3", "small", NUM_STAGES, (3, 6), found, control)
+        assert _verdicts(rows) == {f"aqsgd/{key}": kept, f"direct/{key}": True}
+
+
+def test_more_stages_hurt_where_the_distance_grows() -> None:
+    pytest.importorskip("scipy")
+    names = [method.name for method in (FP32, curves.DIRECT[3, 6], curves.AQSGD[3, 6])]
+    few = dict(zip(names, ([run([2.0])] * 2, [run([2.1])] * 2, [run([2.0])] * 2), strict=True))
+    many = few | {names[1]: [run([2.4]), run([2.5])]}
+    assert _verdicts([curves.stages_row(few, many)])["more_stages"] is True
+    assert _verdicts([curves.stages_row(many, few)])["more_stages"] is False
+
+
+def test_throughput_is_judged_round_by_round_and_only_over_slow_links() -> None:
+    slow, fast = ({m.name: (seconds,) * 6 for m in throughput.METHODS} for seconds in (1.0, 0.9))
+    slow["fp32"] = (7.0,) * 6
+    slow[throughput.DISK[3, 6].name] = (2.0,) * 6
+    links = {"100mbit": "10mbit", "10gbit": "1gbit"}
+    data: dict[str, Any] = {"links": links, "by_round": {"100mbit": slow, "10gbit": fast}}
+    more = {"compute_s": 0.1, "message_values": 4, "slowdown": 10.0}
+    rows = [Row("table 2", "throughput", 1.0, "sequences/s", data | more)]
+    found = _verdicts(rows)
+    assert found.pop("as_direct/aq-sgd fw3 bw6, disk") is None
+    assert len(found) == 6
+    assert set(found.values()) == {True}
+    assert set(_verdicts(rows, emulated=False).values()) == {None}
+
+
+def test_a_band_ends_where_a_seed_diverges() -> None:
+    mean, low, high = bands([run([3.0, 2.0, math.inf]), run([4.0, 2.5, 2.0])])
+    assert (mean, low, high) == ([3.5, 2.25], [3.0, 2.0], [4.0, 2.5])
+
+
+def test_time_to_the_same_loss_is_taken_at_the_worse_end() -> None:
+    base, ours = run([4.0, 3.0, 2.0], step_s=(10.0,) * 3), run([4.0, 3.0, 2.5])
+    gained, reached = judging.sooner(base, ours)
+    assert reached == 2.5
+    assert gained == pytest.approx(25 / 3)
+    assert judging.seconds_to(ours, 1.0) is None
+    assert judging.seconds_to(ours, 5.0) == 1.0
+
+
+def test_rates_are_scaled_to_the_papers_proportion(tmp_path: Path) -> None:
+    study = AQSGDStudy(AQSGDScale(), tmp_path, None, True)  # type: ignore[arg-type]
+    study._computed = Computed(0.015, 0.03)
+    values_per_s = TIMED.message_values / 0.045
+    assert study.slowdown == pytest.approx((1024 * 1600 / 0.18) / values_per_s)
+    assert study.scaled("100mbit") == "8mbit"
+    study.emulated = False
+    assert study.scaled("100mbit") is None
+
+
+def test_kills_are_between_checkpoints() -> None:
+    every = resume.checkpoint_every(SMALL)
+    found = resume.kills(SMALL, 3, 2)
+    assert len(found) == 3
+    assert all(every < kill.step < SMALL.steps and kill.step % every for kill in found)
+    assert {kill.rank for kill in found} == {0, 1}
+
+
+def test_completions_are_alike_up_to_where_they_first_differ() -> None:
+    base, other = (run([1.0], prompted=1, completions=rows) for rows in ((b"xabcd", b"yabcd"), (b"xabxd", b"yzbcd")))
+    assert resume.common(base, base) == 1
+    assert resume.common(base, other) == pytest.approx(0.25)

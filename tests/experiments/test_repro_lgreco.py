@@ -1,0 +1,258 @@
+"""``python -m experiments lgreco``: the small version from end to end, what is compared, and how rows are judged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import thinwire
+from experiments.__main__ import main as experiments_main
+from experiments.framework.claims import Row, judge
+from experiments.papers.lgreco import buckets, methods, policies, quality, solver, speed
+from experiments.papers.lgreco.gradients import Chosen
+from experiments.papers.lgreco.judging import at_least, bytes_from, first_plan, gains, kept, kept_within, lost
+from experiments.papers.lgreco.methods import BITS, FAMILIES, TOPK
+from experiments.papers.lgreco.paper import PAPER
+from experiments.papers.lgreco.study import NAMES, SMOKE, LGrecoScale, LGrecoStudy
+from small_versions import Small, small_version
+from thinwire.compare.comparison import Side
+from thinwire.compare.report import Run
+from thinwire.compare.variants import Variant
+from thinwire.plan.policies import LGreco, Proposal, Sync, parse_policy
+
+PICTURES = ("4.2-4.3", "B.2", "3.7", "3.8", "4.5a", "4.3-4.4", "B.3", "4.2", "4.5b-B.1-B.6b", "B.6a", "solver")
+
+# --- the command
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
+    for needed in ("sklearn", "matplotlib", "scipy"):
+        pytest.importorskip(needed)
+    return small_version("lgreco", LGrecoStudy, tmp_path_factory.mktemp("lgreco"))
+
+
+@pytest.mark.timeout(400)
+def test_the_small_version_makes_every_part_and_judges_every_claim(small: Small) -> None:
+    assert small.code == 0, small.shown
+    emulated = small.record["about"]["emulated"]
+    missing = {f"{claim.figure}/{claim.row}" for claim in PAPER.claims} - small.rows.keys()
+    # Without slow links there is one link, and too few plans predict no times.
+    assert all(
+        ("1gbit" in name and not emulated) or name.startswith(("figure B.6b", "section 4.6.5")) for name in missing
+    )
+    assert all(steps <= PAPER.parts[part].steps(SMOKE) for part, steps in small.steps.items())
+    for name, row in small.rows.items():
+        # One seed shows no quality, one round no speed.
+        assert row["holds"] is None or not any(part in name for part in ("/lost/", "_over_uniform/", "/speed_"))
+    for name in PICTURES:
+        assert (small.out / f"lgreco-{name}.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.timeout(400)
+def test_rows_say_what_plans_were_chosen_and_what_they_send(small: Small) -> None:
+    for name in NAMES:
+        for family in FAMILIES:
+            row = small.rows[f"{quality.TABLES[name]}/gain/{name}/{family.name}"]
+            (plans,) = row["plans"]
+            assert [plan["step"] for plan in plans] == [4, 8]
+            assert row["from_step"] == 4
+            assert row["ratio"]["lgreco"] / row["ratio"]["uniform"] == pytest.approx(row["value"], rel=1e-4)
+            assert all(plan["error"] <= plan["reference_error"] * (1 + 1e-9) for plan in plans)
+    for part in ("trainings", "policies", "solver"):
+        assert small.rows[f"section 4.4/error_within_reference/{part}"]["holds"] is True
+    assert small.rows["section 4.5/dp_within_optimum"]["value"] <= 0.01
+    found = small.rows["figure 4.5b/largest_and_last_compressed_most"]["bytes_per_bucket"]
+    layers = small.rows["figure B.1/priority_slower"]["layers"]["powersgd"]
+    assert sum(row["sent_bytes"] for row in layers) == pytest.approx(sum(found["uniform"]))
+
+
+def test_links_are_the_chapters_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert experiments_main(["lgreco", "--smoke", "--out", str(tmp_path / "out"), "--rate", "50mbit"]) == 64
+    assert "the links of this chapter are 100mbit and 1gbit" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
+
+
+# --- what is compared
+
+
+def test_the_embedding_is_by_far_the_largest_layer() -> None:
+    model = LGrecoScale().gpt.build(0)
+    sizes = sorted((parameter.numel() for parameter in model.parameters()), reverse=True)
+    assert model.get_parameter("embedding.weight").numel() == sizes[0]
+    assert sizes[0] > 5 * sizes[1]
+    assert sizes[0] > sum(sizes) / 2
+
+
+def test_every_method_and_every_variant_can_be_made() -> None:
+    for scale in (LGrecoScale(), SMOKE):
+        for timed in (speed.methods(scale), buckets.methods(scale), [buckets.time_aware(scale)]):
+            assert len({method.name for method in timed}) == len(timed)
+            for method in timed:
+                policy = method.policy
+                assert policy is None or method.warm_up_steps > policy.warmup
+                thinwire.parse(method.spec)
+        tables = (policies.bit_methods, policies.rank_methods, policies.density_methods, policies.hybrid_methods)
+        for rows in (table(scale) for table in tables):
+            assert len({row.name for row in rows}) == len(rows)
+            for row in rows:
+                assert row.variant == str(Variant.parse(row.variant or ""))
+        # Decisions come at least twice in a training.
+        for name in NAMES:
+            assert 2 * scale.every(name) < scale.task(name).steps
+
+
+def test_l_greco_with_accordion_has_its_choice_for_reference() -> None:
+    both = next(row for row in policies.rank_methods(LGrecoScale()) if row.name == "both")
+    policy = parse_policy(Variant.parse(both.variant or "").policy or "")
+    assert isinstance(policy, LGreco)
+    assert policy.reference is not None
+    assert "powersgd(rank=8)" in str(policy.reference)
+    assert "powersgd(rank=32)" in str(policy.reference)
+    assert policy.bounds == (4, 64)
+    mixed = parse_policy(methods.hybrid(20, "gpt"))
+    assert isinstance(mixed, LGreco)
+    assert mixed.families == tuple(family.spec("gpt") for family in FAMILIES)
+
+
+# --- rows
+
+
+def _plan(step: int, sent: float, error: float | None = 1.0) -> dict[str, Any]:
+    return {
+        "step": step,
+        "wire_bytes": sent,
+        "reference_wire_bytes": 100.0,
+        "error": error,
+        "reference_error": None if error is None else 1.0,
+        "errors_s": 0.01,
+        "solve_s": 0.002,
+        "waited_s": 0.001,
+        "note": "",
+    }
+
+
+def _run(
+    name: str, loss: float = 2.0, payload: Sequence[float] = (0, 1000, 2000, 3000, 4000), plans: Sequence[Any] = ()
+) -> Run:
+    return Run(
+        name,
+        step_s=[0.1] * 40,
+        probe_steps=[10, 20, 30, 40],
+        losses=[5.0, 4.0, 3.0, 2.5, loss],
+        payload_bytes=list(payload),
+        val_loss=loss,
+        plans=list(plans),
+        adapt_s=0.5,
+    )
+
+
+def test_bytes_count_from_the_first_plan_on() -> None:
+    adapted = _run("adapted", payload=(0, 1000, 1500, 2000, 2500), plans=[_plan(10, 50.0), _plan(20, 50.0)])
+    assert first_plan([adapted]) == 10
+    assert first_plan([_run("uniform")]) == 0
+    assert bytes_from(adapted, 10) == 50
+    assert bytes_from(adapted, 0) == 62.5
+    # A plan after the last probe but one: what is left is that probe's stretch.
+    assert bytes_from(adapted, 35) == 50
+    assert gains([adapted, adapted], [_run("uniform")] * 2) == [2.0, 2.0]
+
+
+def test_bounds_hold_where_all_seeds_say_so() -> None:
+    assert at_least([1.2, 1.3], 1.1) is True
+    assert at_least([1.0, 1.3], 1.1) is None
+    assert at_least([1.0, 1.05], 1.1) is False
+
+
+def test_errors_are_held_against_the_references() -> None:
+    runs = [_run("a", plans=[_plan(10, 50.0, 1.0), _plan(20, 50.0, None)]), _run("b", plans=[_plan(10, 50.0, 1.2)])]
+    assert kept_within(runs) == (pytest.approx(1.2), {"decisions": 2, "within": 1})
+    assert math.isnan(kept_within([])[0])
+
+
+def test_quality_is_accuracy_where_it_is_counted_else_the_loss() -> None:
+    pytest.importorskip("scipy")
+    losses = [_run("a", loss) for loss in (2.0, 2.1, 2.05)]
+    worse = [_run("b", loss) for loss in (2.2, 2.3, 2.25)]
+    assert kept(lost(losses, losses, 0.01)) is True
+    assert kept(lost(worse, losses, 0.01)) is False
+    assert kept(lost(worse[:1], losses[:1], 0.01)) is None
+    assert kept(lost([replace(worse[0], val_loss=math.nan), *worse[1:]], losses, 0.01)) is False
+    right = [replace(run, accuracy=accuracy) for run, accuracy in zip(losses, (0.95, 0.96, 0.955), strict=True)]
+    # As a share of the baseline's: 0.95 points of 95.5 %.
+    barely = [replace(run, accuracy=accuracy) for run, accuracy in zip(worse, (0.941, 0.951, 0.946), strict=True)]
+    assert kept(lost(barely, right, 0.01)) is True
+    assert kept(lost([replace(run, accuracy=0.94) for run in worse], right, 0.01)) is None
+
+
+def test_the_gain_and_the_overhead_of_a_family() -> None:
+    plans = [_plan(10, 50.0), _plan(20, 50.0)]
+    spec = TOPK.adapted("gpt", 20)
+    adapted = Side(spec, 1.0, (_run(spec, payload=(0, 1000, 1500, 2000, 2500), plans=plans),) * 2)
+    uniform = Side(TOPK.spec("gpt"), 1.0, (_run("uniform"),) * 2)
+    dense = Side("fp32", 1.0, (_run("fp32", payload=(0, 4000, 8000, 12000, 16000)),) * 2)
+    row = quality.gain("gpt", TOPK, adapted, uniform, dense)
+    assert row.value == 2.0
+    assert row.data["ratio"] == {"uniform": 4.0, "lgreco": 8.0}
+    # Of 500 steps of 0.1 s: 10 ms of errors, 2 ms of solving, and 50 windows' steps of (0.5 − 0.002) / 20 s.
+    assert quality.overhead("gpt", TOPK, adapted).data["share"] == {
+        "errors": pytest.approx(0.01 / 50),
+        "solving": pytest.approx(0.002 / 50),
+        "summing": pytest.approx(0.498 / 20 * 50 / 50),
+    }
+    assert math.isnan(quality.overhead("gpt", TOPK, uniform).value)
+
+
+def _verdicts(rows: Sequence[Row]) -> dict[str, bool | None]:
+    names = {(row.figure, row.name) for row in rows}
+    claims = [claim for claim in PAPER.claims if (claim.figure, claim.row) in names or claim.row.startswith("last_")]
+    return {row.name: row.holds for row in judge(claims, rows, emulated=True) if row.claim}
+
+
+def test_buckets_are_judged_by_what_is_sent_in_them() -> None:
+    found = {
+        "uniform": [100.0, 100.0, 400.0, 100.0],
+        "lgreco": [90.0, 80.0, 200.0, 40.0],
+        "kmeans": [50.0, 50.0, 300.0, 60.0],
+        "priority": [110.0, 100.0, 180.0, 30.0],
+    }
+    assert set(_verdicts(buckets.bucket_rows(found)).values()) == {True}
+    other = {**found, "lgreco": [10.0, 20.0, 300.0, 90.0], "priority": [5.0, 10.0, 310.0, 95.0]}
+    assert set(_verdicts(buckets.bucket_rows(other)).values()) == {False}
+
+
+def test_times_of_buckets_are_fitted_by_their_bytes() -> None:
+    pytest.importorskip("scipy")
+    generator = torch.Generator().manual_seed(0)
+    plans = torch.randint(1000, 9000, (8, 3), generator=generator).tolist()
+    costs = (1e-6, 2e-6, 3e-6)
+    syncs = [
+        Sync(tuple(plan), 0.01 + sum(size * cost for size, cost in zip(plan, costs, strict=True)))
+        for plan in plans
+        for _ in range(6)
+    ]
+    per_byte, quality = buckets.fitted(syncs)
+    assert per_byte == pytest.approx(costs, rel=1e-3)
+    assert quality == pytest.approx(1)
+    assert buckets.fitted(syncs[:6])[0] is None
+
+
+def _one(sent: float, error: float = 1.0) -> list[Chosen]:
+    return [Chosen(10, {}, sent, 100.0, error, 1.0, Proposal({}))]
+
+
+def test_the_solver_is_judged_by_optimum_bound_and_mixture() -> None:
+    case = solver.Case("gpt", BITS, _one(80.5), _one(80.0), _one(60.0), _one(59.0), {"topk": _one(70.0)})
+    assert case.hybrid_gain(0) == pytest.approx(70 / 59)
+    assert set(_verdicts(solver.rows([case])).values()) == {True}
+    # What errs too much is not the best of a single family.
+    case = replace(case, others={"topk": _one(30.0, error=2.0)})
+    assert case.hybrid_gain(0) == pytest.approx(80 / 59)
+    bad = replace(case, dp=_one(85.0, error=1.1), hybrid=_one(90.0), hybrid_exact=_one(90.0))
+    assert set(_verdicts(solver.rows([bad])).values()) == {False}

@@ -1,0 +1,165 @@
+"""Boundaries within one process, and what is trained across them: split learning, centres, tensor parallelism."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from experiments.papers.fullstack.clusters import CentreBoundary
+from experiments.papers.fullstack.resnet import SplitResNet
+from experiments.papers.fullstack.simulated import Boundary, cross
+from experiments.papers.fullstack.split import Splitting, Training, Views
+from experiments.papers.fullstack.tensors import RowParallel, Sum
+
+BITS_3 = "maxabs(bits=3)"
+
+
+def values(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- a boundary
+
+
+def test_raw_messages_arrive_as_they_are_and_are_counted() -> None:
+    boundary, a = Boundary("raw", "b", (5, 4), 0), values(3, 5, 4)
+    assert torch.equal(boundary.send(a, [0, 1, 2]), a)
+    assert boundary.dense_bytes == 4 * a.numel() <= boundary.sent_bytes
+
+
+def test_a_first_visit_is_exact_and_changes_get_small() -> None:
+    boundary, a = Boundary(f"delta({BITS_3})", "b", (16, 32), 0), values(2, 16, 32)
+    assert torch.equal(boundary.send(a, [4, 9]), a)
+    errors = []
+    for _ in range(3):
+        errors.append(float((boundary.send(a + 0.1, [4, 9]) - a - 0.1).abs().mean()))
+        assert boundary.alike
+    direct = float((Boundary(BITS_3, "b", (16, 32), 0).send(a + 0.1, [4, 9]) - a - 0.1).abs().mean())
+    assert errors[2] < errors[1] < errors[0] < direct / 4
+
+
+def test_a_window_updates_its_own_part_of_a_message_only() -> None:
+    boundary, frame = Boundary("delta(raw)", "b", (2, 4, 4), 0), values(1, 2, 4, 4)
+    corner = [(slice(None), slice(0, 3), slice(1, 4))]
+    seen = frame[:, :, 0:3, 1:4]
+    assert torch.equal(boundary.send(seen, [0], corner), seen)
+    kept = boundary._load(boundary.receiver, [0], frame)
+    assert torch.equal(kept[:, :, 0:3, 1:4], seen)
+    assert not kept[:, :, 3].any()
+    assert not kept[:, :, :, 0].any()
+    # Another crop of the same image finds what it shares with the first.
+    boundary.send(frame[:, :, 1:4, 0:3], [0], [(slice(None), slice(1, 4), slice(0, 3))])
+    kept = boundary._load(boundary.receiver, [0], frame)
+    torch.testing.assert_close(kept[:, :, 1:4, 0:3], frame[:, :, 1:4, 0:3])
+    torch.testing.assert_close(kept[:, :, 0, 1:4], frame[:, :, 0, 1:4])
+    assert boundary.alike
+
+
+def test_gradients_go_back_compressed() -> None:
+    a = values(4, 8, 32).requires_grad_()
+    there, back = Boundary("raw", "f", (8, 32), 0), Boundary("topk(density=0.2) | maxabs(bits=8)", "b", (), 1)
+    weight = values(4, 8, 32, seed=1)
+    (cross(a, there, back, range(4)) * weight).sum().backward()
+    assert a.grad is not None
+    kept = a.grad != 0
+    assert 0.15 < float(kept.float().mean()) <= 0.21
+    assert float(weight.abs()[kept].min()) >= float(weight.abs()[~kept].max()) - 0.05
+    torch.testing.assert_close(a.grad[kept], weight[kept], atol=0.05, rtol=0.02)
+    assert back.sent_bytes < 0.3 * back.dense_bytes
+
+
+# --- split learning
+
+
+def test_images_are_shared_among_clients_unevenly_and_all_of_them() -> None:
+    pytest.importorskip("sklearn")
+    task = Splitting()
+    shares = task.shares(0)
+    assert len(shares) == task.clients
+    assert sorted(torch.cat(shares).tolist()) == list(range(len(task.images.train)))
+    counts = [torch.bincount(task.images.train_labels[share], minlength=10).float() for share in shares if len(share)]
+    assert max(float(count.max() / count.sum()) for count in counts) > 0.3
+    assert [share.tolist() for share in task.shares(1)] != [share.tolist() for share in shares]
+
+
+def test_the_learning_rate_falls_to_a_tenth_every_twenty_rounds() -> None:
+    assert [Splitting().rate(round) for round in (0, 19, 20)] == [0.01, 0.01, pytest.approx(0.001)]
+
+
+def test_a_view_lies_where_its_window_says() -> None:
+    pixels = torch.arange(2 * 64.0).view(2, 1, 8, 8)
+    views = Views(torch.tensor([False, True]), torch.tensor([0, 2]), torch.tensor([2, 1]))
+    seen = views.of(pixels, 1)
+    assert views.samples(torch.tensor([5, 6])) == [10, 13]
+    for index, image in enumerate((pixels[0], pixels[1].flip(2))):
+        padded = torch.nn.functional.pad(image, (1, 1, 1, 1))
+        assert torch.equal(seen[index], padded[views.windows(8, 1)[index]])
+    # A position of the second cut stands for four pixels.
+    assert views.windows(2, 4)[1] == (slice(None), slice(0, 2), slice(0, 2))
+
+
+@pytest.mark.parametrize(("size", "stride"), [(8, 4), (32, 8)])
+def test_the_network_has_34_layers_and_two_cuts(size: int, stride: int) -> None:
+    model = SplitResNet(3, size, 8)
+    layers = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Linear)]
+    assert len(layers) == 34
+    first = model.front(torch.randn(2, 3, size, size))
+    assert first.shape == (2, model.widths[0], size, size)
+    assert model.strides == (1, stride)
+    assert model.middle(first).shape == (2, model.widths[1], size // stride, size // stride)
+    assert model(torch.randn(2, 3, size, size)).shape == (2, 10)
+
+
+def test_split_training_without_compression_is_plain_training() -> None:
+    pytest.importorskip("sklearn")
+    task = Splitting(most_images=24, clients=2, local_epochs=1, rounds=1)
+    raw, plain = (Training(task, "raw", "raw", 3) for _ in range(2))
+    ids = torch.arange(8)
+    loss = raw._step(ids)
+    images = task.images
+    views = Views.draw(8, task.padding, plain.generator)
+    seen = views.of(images.normalised(images.train[ids]), task.padding)
+    expected = torch.nn.functional.cross_entropy(plain.model(seen), images.train_labels[ids])
+    expected.backward()
+    plain.optimizer.step()
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    for ours, theirs in zip(raw.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+# --- centres, sums
+
+
+def test_centres_shrink_what_is_sent_where_vectors_cluster() -> None:
+    means = 10 * values(8, 16)
+    boundary = CentreBoundary(BITS_3, "b", 16, 0, num=8)
+    errors = []
+    for step in range(4):
+        drawn = torch.randint(8, (64,), generator=torch.Generator().manual_seed(step))
+        a = (means[drawn] + 0.1 * values(64, 16, seed=step)).view(2, 32, 16)
+        errors.append(float((boundary.send(a, [0, 1]) - a).abs().mean()))
+        direct = float((Boundary(BITS_3, "b", (32, 16), 0).send(a, [0, 1]) - a).abs().mean())
+    assert errors[-1] < direct / 3
+    assert boundary.alike
+    assert boundary.moved_share < 0.5
+
+
+def test_a_row_parallel_layer_is_the_layer_itself_without_compression() -> None:
+    linear, x = torch.nn.Linear(8, 4), values(2, 5, 8).requires_grad_()
+    layer = RowParallel(linear, Sum("raw", "s", (5, 4), 2, 0), 2)
+    layer.samples = [0, 1]
+    torch.testing.assert_close(layer(x), linear(x))
+    (gradient,) = torch.autograd.grad(layer(x).square().sum(), x)
+    (expected,) = torch.autograd.grad(linear(x).square().sum(), x)
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_delta_compensation_makes_the_error_of_a_sum_small() -> None:
+    parts = [values(2, 16, 32, seed=rank) for rank in range(2)]
+    delta, direct = (Sum(spec, "s", (16, 32), 2, 0) for spec in (f"delta({BITS_3})", BITS_3))
+    for _ in range(3):
+        found = delta.of(parts, [0, 1])
+    beside = direct.of(parts, [0, 1])
+    whole = parts[0] + parts[1]
+    assert float((found - whole).abs().mean()) < 0.1 * float((beside - whole).abs().mean())
+    assert all(boundary.alike for boundary in delta.boundaries)

@@ -1,0 +1,209 @@
+"""Ranks that are given different arguments: an error that names the argument, on every rank, for every argument."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+import sharded
+import thinwire
+from harness import run_ranks
+from nets import make
+from thinwire.pipeline.stage import compress_stage
+
+NETWORK: dict[str, Any] = {
+    "algorithm": "ring",
+    "transport": "group",
+    "aggregator": "127.0.0.1:9",
+    "timeout": timedelta(seconds=19),
+}
+CHECKS = {"parity_every": 0, "resync_every": 10, "measure_every": 5}
+COMMON: dict[str, Any] = {
+    "exclude": ["embed"],
+    "min_numel": 100,
+    "start": 1,
+    "seed": 1,
+    "adapt": "lgreco(every=500)",
+    "grad_scaler": torch.amp.GradScaler("cpu"),
+    "optimizer": torch.optim.SGD,
+    "skip_if_slower": False,
+}
+DDP: dict[str, Any] = {"compressor": "minmax(bits=2)", "simulate": True}
+FSDP: dict[str, Any] = {
+    "weights": "raw",
+    "gradients": "raw",
+    "replicas": "the world",
+    "across": "minmax(bits=8)",
+    "master": False,
+    "overlap": False,
+}
+STAGE: dict[str, Any] = {
+    "forward": "maxabs(bits=4)",
+    "backward": "maxabs(bits=4)",
+    "store": thinwire.store.Memory(budget_bytes=1 << 20),
+    "precision": 16,
+    "seed": 1,
+    "warmup_epochs": 1,
+    "check_every": 10,
+    "evaluation": "maxabs(bits=4)",
+    "max_length": 8,
+    "adapt": thinwire.policies.ByLink(),
+}
+
+
+def differing(arguments: dict[str, Any], *, checks: bool) -> dict[str, dict[str, Any]]:
+    """By the name that the error is to have, what rank 1 alone is given."""
+    cases = {name: {name: value} for name, value in arguments.items()}
+    cases |= {f"network.{name}": {"network": thinwire.Network(**{name: value})} for name, value in NETWORK.items()}
+    if checks:
+        cases |= {f"checks.{name}": {"checks": thinwire.Checks(**{name: value})} for name, value in CHECKS.items()}
+    return cases
+
+
+def parameters_of(function: Any) -> set[str]:
+    return set(inspect.signature(function).parameters) - {"model", "stage"}
+
+
+def test_the_cases_are_all_arguments() -> None:
+    assert {*COMMON, *DDP, "network", "checks"} == parameters_of(thinwire.compress_ddp)
+    assert {*COMMON, *FSDP, "network"} == parameters_of(thinwire.compress_fsdp)
+    assert set(STAGE) == parameters_of(compress_stage)
+    assert set(NETWORK) == {field.name for field in fields(thinwire.Network)}
+    assert set(CHECKS) == {field.name for field in fields(thinwire.Checks)}
+
+
+def error_of(call: Any) -> str:
+    with pytest.raises(thinwire.DisagreementError) as error:
+        call()
+    return str(error.value)
+
+
+def ddp_differs(rank: int) -> dict[str, str]:
+    model, errors = make(rank), {}
+    for name, given in differing({**COMMON, **DDP, "auto": None}, checks=True).items():
+        if name == "optimizer":
+            given = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+        elif name == "auto":
+            given = {"compressor": "auto"}
+        errors[name] = error_of(lambda given=given: thinwire.compress(model, **(given if rank else {})))
+    wire = thinwire.compress(
+        model, "minmax(bits=4)" if rank else thinwire.compressors.MinMax(bits=4), exclude=[("bias")]
+    )
+    wire.detach()
+    return errors
+
+
+def test_every_argument_of_compress_ddp() -> None:
+    first, second = run_ranks(ddp_differs, 2, timeout_s=110.0)
+    assert first == second
+    for name, error in first.items():
+        assert f"'{'compressor' if name == 'auto' else name}: " in error, (name, error)
+
+
+def fsdp_differs(rank: int) -> dict[str, str]:
+    model, errors = sharded.build(), {}
+    for name, given in differing({**COMMON, **FSDP}, checks=False).items():
+        if name == "replicas":
+            given = {"replicas": dist.group.WORLD}
+        errors[name] = error_of(lambda given=given: thinwire.compress(model, **(given if rank else {})))
+    thinwire.compress(model).detach()
+    return errors
+
+
+def test_every_argument_of_compress_fsdp() -> None:
+    first, second = run_ranks(fsdp_differs, 2, timeout_s=110.0)
+    assert first == second
+    for name, error in first.items():
+        assert f"'{name}: " in error, (name, error)
+
+
+def stage_differs(rank: int, name: str) -> str:
+    stage = PipelineStage(nn.Linear(4, 4), rank, 2, torch.device("cpu"))
+    given = {name: STAGE[name]} if rank else {}
+    compressed = thinwire.compress(stage, **given)
+    schedule = ScheduleGPipe(compressed, 2, loss_fn=nn.functional.mse_loss)
+    if rank == 0:
+        compressed.set_sample_ids(range(4))
+    x = torch.randn(4, 4)
+    return error_of(lambda: schedule.step(target=x) if rank else schedule.step(x))
+
+
+@pytest.mark.parametrize("name", STAGE)
+def test_every_argument_of_compress_stage(name: str) -> None:
+    for error in run_ranks(stage_differs, 2, name):
+        assert f"'{name}" in error
+
+
+def one_fails(rank: int) -> tuple[str, str]:
+    model = make(rank)
+    for parameter in model.module.layers[0].parameters() if rank else ():
+        parameter.data = parameter.data.double()
+    with pytest.raises((TypeError, thinwire.PeerFailedError)) as error:
+        thinwire.compress(model)
+    return type(error.value).__name__, str(error.value)
+
+
+def test_a_rank_that_cannot_compress_its_model_stops_the_others() -> None:
+    (kind, other), (own_kind, own) = run_ranks(one_fails, 2)
+    assert (kind, own_kind) == ("PeerFailedError", "TypeError")
+    assert own.startswith("layers.0.weight is torch.float64")
+    assert other == f"thinwire.compress() failed on rank 1: TypeError: {own}"
+
+
+@pytest.mark.parametrize(
+    ("make_it", "message"),
+    [
+        (lambda: thinwire.Network(algorithm="mesh"), "'mesh' is not a collective algorithm"),
+        (lambda: thinwire.Network(algorithm=4), "algorithm must be text such as 'ring', not 4"),
+        (lambda: thinwire.Network(transport="memory"), "transport is 'memory': auto, group or shared"),
+        (lambda: thinwire.Network(aggregator="nowhere"), "nowhere"),
+        (lambda: thinwire.Network(timeout=60), r"Network\(timeout=timedelta\(seconds=60\)\)"),
+        (lambda: thinwire.Checks(parity_every=-1), "parity_every must be at least 0, not -1"),
+        (lambda: thinwire.Checks(resync_every="ten"), "resync_every must be an integer, not 'ten'"),
+    ],
+)
+def test_options_are_checked_where_they_are_made(make_it: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make_it()
+
+
+def wrong_arguments(rank: int) -> list[str]:
+    model, texts = make(rank), []
+    wrong: list[dict[str, Any]] = [
+        {"compressor": 4},
+        {"compressor": {"*": 4}},
+        {"start": "abc"},
+        {"min_numel": 1.5},
+        {"exclude": "bias"},
+        {"skip_if_slower": 1},
+        {"adapt": 4},
+        {"optimizer": "adam"},
+        {"grad_scaler": 2.0},
+        {"network": "ring"},
+        {"checks": 5},
+        {"bits": 4},
+        {"weights": "raw"},
+    ]
+    for given in wrong:
+        with pytest.raises(TypeError) as error:
+            thinwire.compress(model, **given)
+        texts.append(str(error.value))
+        assert next(iter(given)) in texts[-1]
+    return texts
+
+
+def test_a_wrong_argument_is_named_with_a_correct_call() -> None:
+    texts, _ = run_ranks(wrong_arguments, 2)
+    assert "compressor='minmax(bits=4)'" in texts[0]
+    assert texts[2] == "start must be an integer, not 'abc': thinwire.compress(model, start=1000)"
+    assert "network=thinwire.Network(algorithm='ring')" in texts[9]
+    assert texts[11] == 'bits is given within another argument: thinwire.compress(model, "minmax(bits=...)")'
+    assert texts[12].startswith("weights= is an argument of thinwire.compress_fsdp() (fully_shard());")

@@ -1,0 +1,127 @@
+"""What goes wrong in communication reaches the training loop of a plain DDP model with its own type."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire
+from harness import run_ranks
+from nets import batch, loss_of, make, train
+
+_VICTIM = 1
+
+
+def _loses_a_rank(rank: int, spec: str, options: dict) -> tuple[str, int | None, str, bool]:
+    model = make(rank)
+    wire = thinwire.compress(model, spec, skip_if_slower=False, **options)
+    train(model, rank, 3)
+    if rank == _VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        train(model, rank, 3, first=3)
+    except thinwire.TransportError as error:
+        saved = wire.state_dict()
+        assert int(saved["step"]) >= 3
+        return type(error).__name__, error.rank, str(error), time.monotonic() - started < 10.0
+    return "nothing", None, "", False
+
+
+@pytest.mark.parametrize("start", [0, 100], ids=["compressed", "dense"])
+@pytest.mark.parametrize(
+    ("spec", "transport"),
+    [("ef(minmax(bits=4))", "shared"), ("minmax(bits=4)", "group"), ("powersgd(rank=2)", "group")],
+)
+def test_a_killed_rank_is_a_transport_error(spec: str, transport: str, start: int) -> None:
+    options = {"network": thinwire.Network(transport=transport), "start": start}
+    survivor, _ = run_ranks(_loses_a_rank, 2, spec, options, group_timeout_s=5.0, may_die=True)
+    kind, blamed, text, soon = survivor
+    assert kind == "TransportError"
+    assert soon
+    assert blamed == _VICTIM, text
+
+
+class Fails(thinwire.compressors.MinMax):
+    """Encodes until it is told not to."""
+
+    broken = False
+
+    def encode(self, *args, **kwargs) -> None:
+        if Fails.broken:
+            raise ArithmeticError("this compressor is broken")
+        super().encode(*args, **kwargs)
+
+
+def _one_rank_fails(rank: int, momentum: bool) -> tuple[str, int | None, list[float]]:
+    model = make(rank)
+    wire = thinwire.compress(model, Fails(), skip_if_slower=False)
+    train(model, rank, 3)
+    Fails.broken = rank == _VICTIM
+    kind, blamed = "nothing", None
+    try:
+        loss_of(model, batch(rank, 3)).backward()
+    except thinwire.PeerFailedError as error:
+        kind, blamed = "peer", error.rank
+    except ArithmeticError as error:
+        kind = str(error)
+    Fails.broken = False
+    # The reducer of DDP is of use after it.
+    model.zero_grad()
+    losses = train(model, rank, 2, first=4)
+    assert wire.step == 5
+    return kind, blamed, losses
+
+
+def test_a_rank_that_fails_is_named_and_training_can_go_on() -> None:
+    answers = run_ranks(_one_rank_fails, 3, False)
+    assert [answer[0] for answer in answers] == ["peer", "this compressor is broken", "peer"]
+    assert answers[0][1] == answers[2][1] == _VICTIM
+    assert all(len(losses) == 2 for _, _, losses in answers)
+
+
+class Sparse(nn.Module):
+    """A model whose gradients cannot be compressed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32, sparse=True)
+        self.out = nn.Linear(32, 1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.out(self.embed(tokens)).sum()
+
+
+def _sparse(rank: int) -> str:
+    model = nn.parallel.DistributedDataParallel(Sparse())
+    thinwire.compress(model, "minmax(bits=4)", skip_if_slower=False)
+    try:
+        model(torch.arange(8)).backward()
+    except TypeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_what_the_hook_itself_refuses_keeps_its_type() -> None:
+    for text in run_ranks(_sparse, 2):
+        assert "make the embedding dense" in text
+
+
+def _static_graph(rank: int) -> str:
+    model = make(rank, static_graph=True)
+    thinwire.compress(model, Fails(), skip_if_slower=False)
+    Fails.broken = True
+    try:
+        loss_of(model, batch(rank, 0)).backward()
+    except ArithmeticError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_the_first_pass_of_a_static_graph_too() -> None:
+    assert run_ranks(_static_graph, 2) == ["this compressor is broken"] * 2

@@ -1,0 +1,194 @@
+"""When a step begins and ends, for modules used twice, replicas, and whoever reads gradients early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from harness import run_ranks
+from sharded import Net, batch, build, compress, same, train, whole
+from thinwire.integrations.fsdp import QuantisedAllGather
+
+W4 = "minmax(bits=4, bucket=64)"
+COARSE = "ef(minmax(bits=2, bucket=128))"
+
+
+class Shared(Net):
+    """Its first block is used twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        first, second = self.blocks
+        return self.head(second(first(first(x))))
+
+
+def _used_twice(rank: int, size: int) -> dict[str, Any]:
+    model = build(net=Shared)
+    wire = compress(model, W4, COARSE)
+    seen: list[Tensor] = []
+    original = QuantisedAllGather.__call__
+
+    def gather(self: Any, output_tensor: Tensor, **rest: Any) -> Any:
+        work = original(self, output_tensor, **rest)
+        work.wait()
+        if self._at.unit.name == "blocks.0":
+            seen.append(output_tensor.clone())
+        return work
+
+    QuantisedAllGather.__call__ = gather  # type: ignore[method-assign] # pyright: ignore[reportAttributeAccessIssue]
+    found = []
+    for step in range(3):
+        train(model, 1, first=step, optimizer=torch.optim.SGD(model.parameters(), lr=0.005))
+        found.append(all(torch.equal(seen[0], other) for other in seen))
+        count = len(seen)
+        seen.clear()
+    return {"alike": found, "gathers": count, "step": wire.step, "whole": whole(model)}
+
+
+def test_a_module_that_is_used_twice_has_the_same_weights_throughout() -> None:
+    answers = run_ranks(_used_twice, 2, 2)
+    for answer in answers:
+        assert answer["alike"] == [True, True, True]
+        assert answer["gathers"] >= 3
+        assert answer["step"] == 2
+    assert same([answer["whole"] for answer in answers])
+
+
+def _owes_twice(rank: int, size: int) -> dict[str, Any]:
+    """What two uses in one pass leave owing, with what was received, is what there was."""
+    model, plain = build(net=Shared), build(net=Shared)
+    wire = compress(model, "raw", COARSE)
+    name = "blocks.0.up.weight"
+    sent = received = torch.zeros(())
+    for step in range(3):
+        for of in (model, plain):
+            of.zero_grad()
+            x, y = batch(step, rank)
+            (of(x) - y).square().mean().backward()
+        received = received + model.get_parameter(name).grad.full_tensor()
+        sent = sent + plain.get_parameter(name).grad.full_tensor()
+    return {"owed": wire.state_dict()[f"rank{rank}/residual/gradients/{name}"], "sent": sent, "received": received}
+
+
+def test_its_residual_is_what_both_uses_left() -> None:
+    answers = run_ranks(_owes_twice, 2, 2)
+    owed = sum(answer["owed"] for answer in answers) / 2
+    assert float(owed.abs().max()) > 0
+    torch.testing.assert_close(answers[0]["received"] + owed, answers[0]["sent"], rtol=1e-4, atol=1e-5)
+
+
+def _mesh(replicas: int, shards: int) -> Any:
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def _replicas(
+    rank: int, size: int, shape: tuple[int, int], gradients: str, across: str, infinite: int
+) -> dict[str, Any]:
+    mesh = _mesh(*shape)
+    model = build(mesh["shard"])
+    options = {"replicas": mesh["replicate"].get_group(), "across": across}
+    wire = compress(model, W4, gradients, **options)
+    train(model, 3, optimizer=torch.optim.SGD(model.parameters(), lr=0.005))
+    stats = wire.stats
+    before = {key: value.clone() for key, value in wire.state_dict().items() if "residual" in key}
+    if infinite >= 0:
+        x, y = batch(3, rank)
+        ((model(x) - y).square().mean() * (float("inf") if rank == infinite else 1.0)).backward()
+        model.zero_grad()
+    after = {key: value for key, value in wire.state_dict().items() if "residual" in key}
+    wire.detach()
+    train(model, 2, first=4, optimizer=torch.optim.SGD(model.parameters(), lr=0.005))
+    grads = [p.to_local().detach().clone() for p in model.parameters()]
+    return {
+        "kept": same([before, after]),
+        "whole": whole(model),
+        "shards": grads,
+        "ratio": stats.ratio,
+        "dense": stats.dense_bytes,
+        "nonfinite": wire.stats.nonfinite_steps,
+    }
+
+
+def test_replicas_stay_alike_after_detaching() -> None:
+    answers = run_ranks(_replicas, 4, 4, (2, 2), W4, W4, -1)
+    assert same([answer["whole"] for answer in answers])
+    assert all(answer["ratio"] > 1 for answer in answers)
+
+
+def test_a_replica_that_is_not_finite_leaves_no_residual_on_any() -> None:
+    for answer in run_ranks(_replicas, 4, 4, (2, 2), COARSE, "raw", 0):
+        assert answer["kept"]
+        assert answer["nonfinite"] == 1
+
+
+def test_replicas_of_whole_models_compress_across() -> None:
+    answers = run_ranks(_replicas, 2, 2, (2, 1), "raw", W4, -1)
+    assert same([answer["whole"] for answer in answers])
+    for answer in answers:
+        assert answer["dense"] > 0
+        assert answer["ratio"] > 2
+
+
+def _draws(rank: int, size: int) -> Any:
+    """Replicas with the same gradients: each quantises them by itself, so that errors average out."""
+    mesh = _mesh(2, 2)
+    model = build(mesh["shard"])
+    compress(model, W4, W4)
+    x, y = batch(0, rank % 2)
+    (model(x) - y).square().mean().backward()
+    weights = model.blocks[0].up.weight
+    return weights.grad.to_local().clone(), weights.to_local().detach().clone()
+
+
+def test_replicas_draw_by_themselves_for_gradients_and_alike_for_weights() -> None:
+    answers = run_ranks(_draws, 4, 4)
+    for shard in (0, 1):
+        (one, weights), (other, same_weights) = answers[shard], answers[shard + 2]
+        assert torch.equal(weights, same_weights)
+        assert not torch.equal(one, other)
+        torch.testing.assert_close(one, other, rtol=0.5, atol=0.2)
+
+
+def _reads(rank: int, size: int, how: str) -> Any:
+    """Gradients as they are seen inside backward."""
+    found = []
+    for ours in (False, True):
+        model = build()
+        wire = compress(model, overlap=how != "overlap") if ours else None
+        seen: list[Tensor] = []
+        if how == "module":
+            # Behind FSDP2's own hooks, which reduce when a block's input has its gradient.
+            model.blocks[1].register_full_backward_hook(lambda *_: None)
+        x, y = batch(0, rank)
+        (model(x) - y).square().mean().backward()
+        seen += [p.grad.full_tensor() for p in model.parameters()]
+        found.append(seen)
+    assert wire is not None
+    return found, wire.stats.overlapped
+
+
+@pytest.mark.parametrize(("how", "overlapped"), [("module", 2), ("overlap", 0), ("nothing", 3)])
+def test_overlap_is_left_where_gradients_may_be_read(how: str, overlapped: int) -> None:
+    for (stock, ours), count in run_ranks(_reads, 2, 2, how):
+        torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-6)
+        assert count == overlapped
+
+
+def _foreign_hook(rank: int, size: int) -> str:
+    mesh = _mesh(2, 1)
+    model = build(mesh["shard"])
+    model.set_all_reduce_hook(lambda gradient: None)
+    with pytest.raises(RuntimeError) as error:
+        compress(model, W4, W4, replicas=mesh["replicate"].get_group())
+    dist.barrier()
+    return str(error.value)
+
+
+def test_a_hook_of_somebody_else_is_not_overwritten() -> None:
+    for text in run_ranks(_foreign_hook, 2, 2):
+        assert "has an all-reduce hook already" in text

@@ -1,0 +1,61 @@
+"""What `compress` returns, as people see it, and the wrappers that it looks through."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from harness import run_ranks
+from nets import make
+from sharded import build, compress
+
+
+def _shown(rank: int) -> str:
+    rules = {"layers.0.weight": "minmax(bits=4)", "layers.1.weight": "raw", "embed.*": "powersgd(rank=4)", "*": "qsgd"}
+    wire = thinwire.compress(make(rank), rules, exclude=["layers.2"], min_numel=4000, skip_if_slower=False)
+    return repr(wire)
+
+
+def test_a_wire_is_shown_as_a_table_of_its_layers() -> None:
+    text, other = run_ranks(_shown, 2)
+    assert text == other
+    lines = {line.split()[0]: line for line in text.splitlines()[2:]}
+    assert text.startswith("Wire of 2 ranks: 3 of ")
+    assert "minmax(bits=4, bucket=128)" in lines["layers.0.weight"]
+    assert lines["layers.0.weight"].split()[1] == "9,216"
+    assert lines["layers.0.weight"].endswith("7.1x")
+    assert "ef(powersgd(rank=4" in lines["embed.weight"]
+    assert "raw: excluded" in lines["layers.2.weight"]
+    assert "raw: 1 dimensions, fewer than 2" in lines["norm.weight"]
+    assert lines["layers.1.weight"].split()[2] == "raw"
+
+
+def _sharded(rank: int, size: int) -> str:
+    return repr(compress(build(), "minmax(bits=8)", "minmax(bits=4)"))
+
+
+def test_a_sharded_wire_is_shown_as_a_table_of_what_is_sent_of_each_layer() -> None:
+    text, other = run_ranks(_sharded, 2, 2)
+    assert text == other
+    assert text.startswith("ShardedWire of 2 ranks: ")
+    lines = {line.split()[0]: line for line in text.splitlines()[2:]}
+    name = next(name for name, line in lines.items() if name.startswith("weights/") and "minmax" in line)
+    assert "minmax(bits=8, bucket=128)" in lines[name]
+    gathered, reduced = (lines[line].split()[-2:] for line in (name, name.replace("weights/", "gradients/")))
+    assert "minmax(bits=4, bucket=128)" in lines[name.replace("weights/", "gradients/")]
+    assert float(reduced[0].replace(",", "")) < float(gathered[0].replace(",", ""))
+    assert 3 < float(gathered[1].rstrip("x")) < 4 < float(reduced[1].rstrip("x")) < 8
+
+
+def _compiled(rank: int) -> int:
+    torch.manual_seed(0)
+    compiled = torch.compile(DistributedDataParallel(nn.Linear(64, 64)), backend="eager")
+    wire = thinwire.compress(compiled, skip_if_slower=False)
+    compiled(torch.full((2, 64), rank + 1.0)).sum().backward()
+    return wire.stats.compressed_steps
+
+
+def test_a_compiled_model_is_looked_through() -> None:
+    assert run_ranks(_compiled, 2) == [1, 1]

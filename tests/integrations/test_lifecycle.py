@@ -1,0 +1,161 @@
+"""Models are copied, hold parameters that no compressor takes, and are dropped, as they would be under stock DDP."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+import sharded
+import thinwire
+from harness import run_ranks
+
+
+def linear() -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+
+
+def backward(model: nn.Module, rank: int, step: int = 0) -> list[torch.Tensor]:
+    """Gradients of a batch of this rank's own."""
+    model.zero_grad()
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+    model(x).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "AveragedModel": lambda model: AveragedModel(model).module,
+}
+
+
+def _copies(rank: int) -> dict[str, tuple[bool, bool, bool]]:
+    stock, model = linear(), linear()
+    wire = thinwire.compress(model, "minmax(bits=4)", skip_if_slower=False)
+    exact, sent = backward(stock, rank), backward(model, rank)
+    found = {}
+    for name, copied in COPIES.items():
+        other = copied(model)
+        uncompressed = backward(other, rank)
+        second = thinwire.compress(other, "minmax(bits=4)", skip_if_slower=False)
+        compressed = backward(other, rank)
+        found[name] = (
+            all(torch.equal(a, b) for a, b in zip(uncompressed, exact, strict=True)),
+            all(torch.equal(a, b) for a, b in zip(compressed, sent, strict=True)),
+            second.stats.compressed_steps == 1,
+        )
+        second.detach()
+    # The copied model goes on as before.
+    backward(model, rank, 1)
+    assert wire.stats.compressed_steps == 2
+    return found
+
+
+def test_a_copy_of_a_compressed_model_is_a_stock_model_that_may_be_compressed() -> None:
+    for answers in run_ranks(_copies, 2):
+        assert answers == dict.fromkeys(COPIES, (True, True, True))
+
+
+class Odd(nn.Module):
+    """A complex parameter, and an embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 64, sparse=True)
+        self.a = nn.Linear(64, 64)
+        self.turn = nn.Parameter(torch.randn(64, dtype=torch.complex64))
+
+    def forward(self, samples: torch.Tensor) -> torch.Tensor:
+        return (self.a(self.embed(samples)) * self.turn).abs().square().mean()
+
+
+def _odd(rank: int) -> None:
+    def model() -> DistributedDataParallel:
+        torch.manual_seed(0)
+        return DistributedDataParallel(Odd())
+
+    stock, ours = model(), model()
+    checks = thinwire.Checks(parity_every=1, resync_every=2)
+    options: dict[str, Any] = {"skip_if_slower": False, "checks": checks}
+    wire = thinwire.compress(ours, "minmax(bits=4)", exclude=["embed*", "turn"], **options)
+    for step in range(4):
+        samples = torch.randint(0, 50, (6,), generator=torch.Generator().manual_seed(10 * step + rank))
+        for m in (stock, ours):
+            m.zero_grad()
+            m(samples).backward()
+        sparse, complex_ = ours.module.embed.weight.grad, ours.module.turn.grad
+        assert sparse is not None
+        assert complex_ is not None
+        assert sparse.is_sparse
+        torch.testing.assert_close(sparse.to_dense(), stock.module.embed.weight.grad.to_dense())
+        assert complex_.dtype == torch.complex64
+        torch.testing.assert_close(complex_, stock.module.turn.grad)
+        assert not torch.equal(ours.module.a.weight.grad, stock.module.a.weight.grad), "it was compressed"
+    assert wire.stats.compressed_steps == 4
+    assert wire.stats.resyncs == 1
+    wire.detach()
+    other = model()
+    thinwire.compress(other, {"embed.weight": "minmax", "*": "raw", "a.weight": "minmax"}, exclude=["turn"], **options)
+    with pytest.raises(TypeError, match=r"embed.weight has sparse gradients.*exclude=\['embed.weight'\]"):
+        other(torch.tensor([1, 2, 3])).backward()
+
+
+def test_complex_and_sparse_parameters_that_are_excluded_are_those_of_stock_ddp() -> None:
+    run_ranks(_odd, 2)
+
+
+def _counts() -> tuple[int, int, int]:
+    """Python's threads, the system's, and open files."""
+    return threading.active_count(), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def _dropped(rank: int, kind: str) -> list[tuple[int, int, int]]:
+    """The counts after some models were compressed, trained and dropped without a word."""
+    counts = []
+    for i in range(6):
+        if kind == "ddp":
+            model = linear()
+            wire: Any = thinwire.compress(model, "ef(minmax(bits=4))", skip_if_slower=False)
+            backward(model, rank)
+        else:
+            model = sharded.build()
+            wire = sharded.compress(model, "raw", "ef(minmax(bits=4))")
+            sharded.train(model, 1)
+            wire.gather_state_dict()
+        del model, wire
+        gc.collect()
+        if i == 1:
+            counts.append(_settled(None))
+    return [*counts, _settled(counts[0])]
+
+
+def _settled(wanted: tuple[int, int, int] | None) -> tuple[int, int, int]:
+    """The counts, once threads that were told to end have ended: at most so long."""
+    end = time.monotonic() + (3.0 if wanted is None else 15.0)
+    while time.monotonic() < end:
+        gc.collect()
+        if wanted is not None and all(a <= b for a, b in zip(_counts(), wanted, strict=True)):
+            break
+        if wanted is None and threading.active_count() == 1:
+            break
+        time.sleep(0.1)
+    return _counts()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_model_that_is_dropped_leaves_no_threads_and_no_connections(kind: str) -> None:
+    for early, late in run_ranks(_dropped, 2, kind):
+        assert all(a <= b + 1 for a, b in zip(late, early, strict=True)), (early, late)

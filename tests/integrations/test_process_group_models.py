@@ -1,0 +1,354 @@
+"""Unmodified DDP, FSDP2 and meshes over the process group of backend thinwire, and registered layers."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import thinwire
+from harness import run_ranks
+from nets import Net, assert_replicas_identical, batch, loss_of, trained
+from thinwire import ProcessGroup, ProcessGroupOptions
+from thinwire.compat import ddp_ready_order
+
+
+def group_of(options: ProcessGroupOptions | None = None) -> ProcessGroup:
+    group = dist.new_group(backend="thinwire", pg_options=options)
+    assert isinstance(group, ProcessGroup)
+    return group
+
+
+def ddp_of(group=None, *, unused: bool = False, dtype=torch.float32, net: type[nn.Module] = Net, **options) -> DDP:
+    torch.manual_seed(0)
+    net = Net(unused) if net is Net else net()
+    options = {"bucket_cap_mb": 0.05, **options}
+    return DDP(net.to(dtype), process_group=group, find_unused_parameters=unused, **options)
+
+
+def train(model: nn.Module, rank: int, steps: int = 20, lr: float = 0.03) -> list[float]:
+    optimizer = torch.optim.SGD(trained(model), lr=lr, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(rank, step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# --- DistributedDataParallel -----------------------------------------------------------------------------------------
+
+OPTIONS = {
+    "default": {},
+    "bucket view": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+    "find unused": {"unused": True},
+    "bf16 model": {"dtype": torch.bfloat16},
+}
+
+
+def _trains(rank: int, options: dict, registered: bool) -> tuple[list[float], list[float], dict]:
+    group = group_of()
+    model = ddp_of(group, **options)
+    if registered:
+        thinwire.register_model(model)
+    losses = train(model, rank)
+    assert_replicas_identical(model)
+    stats = group.stats
+    return losses, train(ddp_of(**options), rank), {"ratio": stats.ratio, **vars(stats)}
+
+
+@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_unmodified_ddp_trains(name: str, registered: bool) -> None:
+    for losses, exact, stats in run_ranks(_trains, 2, OPTIONS[name], registered):
+        assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
+        assert sum(losses[-5:]) == pytest.approx(sum(exact[-5:]), rel=0.03)
+        assert stats["compressed"] > 20
+        assert stats["ratio"] > (5 if name != "bf16 model" else 2.5)
+        if registered:
+            # Every bucket: they are what the registered layers make up, from the first pass on.
+            assert stats["uniform"] == 0
+            assert stats["matched"] >= stats["compressed"]
+        else:
+            assert stats["uniform"] == stats["compressed"]
+
+
+def _accumulates(rank: int) -> tuple[int, float]:
+    group = group_of(ProcessGroupOptions("minmax(bits=8)"))
+    model, exact = ddp_of(group), ddp_of()
+    for m in (model, exact):
+        with m.no_sync():
+            loss_of(m, batch(rank, 0)).backward()
+        loss_of(m, batch(rank, 1)).backward()
+    pairs = list(zip(trained(model), trained(exact), strict=True))
+    off = sum(float((a.grad - b.grad).norm() ** 2) for a, b in pairs) ** 0.5
+    return group.stats.compressed, off / sum(float(b.grad.norm() ** 2) for _, b in pairs) ** 0.5
+
+
+def test_no_sync_accumulates() -> None:
+    for compressed, off in run_ranks(_accumulates, 2):
+        assert compressed == 1
+        assert 0 < off < 0.02
+
+
+def _compiled(rank: int) -> tuple[list[float], int]:
+    group = group_of(ProcessGroupOptions("minmax(bits=8)"))
+    model = ddp_of(group, bucket_cap_mb=25)
+    compiled = torch.compile(model, backend="aot_eager")
+    losses = train(compiled, rank, 12)
+    assert_replicas_identical(model)
+    return losses, group.stats.compressed
+
+
+def test_ddp_under_compile() -> None:
+    for losses, compressed in run_ranks(_compiled, 2, timeout_s=100.0):
+        assert sum(losses[-3:]) < 0.98 * sum(losses[:3])
+        assert compressed >= 12
+
+
+def _breaks_once(rank: int) -> tuple[str, int]:
+    group = group_of()
+    model = ddp_of(group)
+    train(model, rank, 3)
+    encode = thinwire.compressors.MinMax.encode
+
+    def fail(*args, **kwargs):
+        raise ValueError("no room for it")
+
+    if rank == 1:
+        thinwire.compressors.MinMax.encode = fail
+    with pytest.raises(RuntimeError) as error:
+        loss_of(model, batch(rank, 3)).backward()
+    dist.barrier()
+    thinwire.compressors.MinMax.encode = encode
+    train(model, rank, 3)
+    assert_replicas_identical(model)
+    return str(error.value), group.stats.compressed
+
+
+def test_an_error_reaches_backward_and_ddp_stays_usable() -> None:
+    theirs, ours = run_ranks(_breaks_once, 2)
+    assert "rank 1 failed in step" in theirs[0]
+    assert "no room for it" in ours[0]
+    assert theirs[1] == ours[1]
+
+
+def _layerwise_over_it(rank: int) -> tuple[int, int]:
+    group = group_of()
+    model = ddp_of(group)
+    wire = thinwire.compress(model, skip_if_slower=False)
+    train(model, rank, 4)
+    assert_replicas_identical(model)
+    return wire.stats.compressed_steps, group.stats.compressed
+
+
+def test_compress_goes_its_own_way() -> None:
+    assert run_ranks(_layerwise_over_it, 2) == [(4, 0), (4, 0)]
+
+
+def _dies(rank: int) -> str:
+    model = ddp_of(group_of())
+    train(model, rank, 3)
+    if rank == 1:
+        os._exit(1)
+    with pytest.raises(RuntimeError) as error:
+        train(model, rank, 1)
+    return str(error.value)
+
+
+def test_a_dead_rank_ends_backward_with_an_error() -> None:
+    text, none = run_ranks(_dies, 2, may_die=True)
+    assert none is None
+    assert "restart from the last checkpoint" in text.lower()
+
+
+# --- meshes ----------------------------------------------------------------------------------------------------------
+
+EIGHT = ProcessGroupOptions("minmax(bits=8, bucket=1024)")
+
+
+def _fsdp(rank: int, options: ProcessGroupOptions | None) -> tuple[list[float], torch.Tensor, list[int]]:
+    size = dist.get_world_size()
+    override = {"shard": ("thinwire", options)} if options else {}
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",), backend_override=override)
+    torch.manual_seed(0)
+    model = Net()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    losses = train(model, rank)
+    # What checkpoints are made of is exact, and the same everywhere.
+    full = torch.cat([p.full_tensor().reshape(-1) for p in model.parameters()]).detach()
+    group = mesh.get_group("shard")
+    return losses, full, [group.stats.compressed, group.stats.passed] if options else []
+
+
+@pytest.mark.timeout(200)
+def test_fsdp2_over_a_mesh() -> None:
+    results = run_ranks(_fsdp, 2, EIGHT, timeout_s=80)
+    exact = run_ranks(_fsdp, 2, None, timeout_s=80)
+    for (losses, full, counted), (want, want_full, _) in zip(results, exact, strict=True):
+        assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
+        assert sum(losses[-5:]) == pytest.approx(sum(want[-5:]), rel=0.02)
+        assert torch.equal(full, results[0][1])
+        assert 0 < float((full - want_full).norm()) < 0.05 * float(want_full.norm())
+        # Of five groups of parameters: weights twice a step or once, gradients once.
+        assert counted[0] >= 20 * 5 * 2
+
+
+def _hsdp(rank: int, options: ProcessGroupOptions | None) -> tuple[list[float], bytes, int]:
+    override = {"rep": ("thinwire", options)} if options else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rep", "shard"), backend_override=override)
+    torch.manual_seed(0)
+    model = Net()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    losses = train(model, rank)
+    full = torch.cat([p.full_tensor().reshape(-1) for p in model.parameters()]).detach()
+    group = mesh.get_group("rep")
+    assert isinstance(group, ProcessGroup) == bool(options)
+    return losses, full.numpy().tobytes(), group.stats.compressed if options else 0
+
+
+def test_hsdp_with_a_compressed_replicate_dimension() -> None:
+    results, exact = run_ranks(_hsdp, 4, ProcessGroupOptions(), timeout_s=60), run_ranks(_hsdp, 4, None, timeout_s=60)
+    for (losses, full, compressed), (want, _, _) in zip(results, exact, strict=True):
+        assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
+        assert sum(losses[-5:]) == pytest.approx(sum(want[-5:]), rel=0.03)
+        assert full == results[0][1]
+        assert compressed == 20 * 5
+
+
+# --- registered layers -----------------------------------------------------------------------------------------------
+
+
+def _layout(rank: int) -> dict[str, float]:
+    """Relative errors of a buffer of layers of very different ranges, layer by layer and as one."""
+    layers = [("big", (64, 64)), ("big.bias", (64,)), ("small", (64, 48)), ("kept", (64, 32))]
+    uniform, layered = group_of(), group_of(ProcessGroupOptions(exclude=["kept"], layout=layers))
+    generator = torch.Generator().manual_seed(rank)
+    parts = [torch.randn(64 * 64), 100 * torch.randn(64), 1e-3 * torch.randn(64 * 48), torch.randn(64 * 32)]
+    x = torch.cat([part * torch.rand((), generator=generator) for part in parts])
+    exact, found = x.clone(), {}
+    dist.all_reduce(exact)
+    for name, group in (("uniform", uniform), ("layered", layered)):
+        y, start = x.clone(), 0
+        dist.all_reduce(y, group=group)
+        for (layer, _), part in zip(layers, parts, strict=True):
+            where = slice(start, start + part.numel())
+            found[f"{name} {layer}"] = float((y - exact)[where].norm() / exact[where].norm())
+            start += part.numel()
+        found[name] = float((y - exact).norm() / exact.norm())
+    assert (layered.stats.matched, layered.stats.uniform, layered.stats.compressed) == (1, 0, 1)
+    assert (uniform.stats.matched, uniform.stats.uniform, uniform.stats.compressed) == (0, 1, 1)
+    other = torch.ones(x.numel() - 1)
+    dist.all_reduce(other, group=layered)
+    assert (layered.stats.matched, layered.stats.uniform) == (1, 1)
+    # The same layout of every rank's part.
+    part = torch.empty(x.numel())
+    dist.reduce_scatter_single(part, x.repeat(2), group=layered)
+    gathered = torch.empty(2, x.numel())
+    dist.all_gather_single(gathered.view(-1), x, group=layered)
+    where = slice(4096, 4096 + 64)
+    found["scattered bias"] = float((part - exact)[where].norm() / exact[where].norm())
+    found["gathered bias"] = float((gathered[rank] - x)[where].norm())
+    assert layered.stats.matched == 3
+    return found
+
+
+def test_a_registered_layout_keeps_biases_raw_and_errs_less() -> None:
+    for found in run_ranks(_layout, 2):
+        assert found["layered big.bias"] < 1e-6
+        assert found["layered kept"] < 1e-6
+        assert 0.01 < found["layered big"] < 0.2
+        assert 0.01 < found["layered small"] < 0.2
+        # Where a bucket of 128 values holds a bit of two layers, the smaller one is lost.
+        assert found["uniform big.bias"] > 0.01
+        assert found["uniform small"] > 10 * found["layered small"]
+        assert found["layered"] < found["uniform"]
+        assert found["scattered bias"] < 1e-6
+        assert found["gathered bias"] == 0
+
+
+class Shuffled(nn.Module):
+    """Uses its layers in another order than it registers them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 96)
+        self.third = nn.Linear(96, 96)
+        self.head = nn.Linear(96, 64)
+        self.first = nn.Linear(96, 48)
+        self.norm = nn.LayerNorm(48)
+        self.second = nn.Linear(48, 96)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.third(self.second(self.norm(torch.relu(self.first(self.embed(tokens)))))))
+
+
+def _biases(rank: int, net: type[nn.Module], options: dict) -> tuple[list[float], list[float], dict]:
+    """By pass, the largest error of the mean of a 1-D parameter's gradient and of the others', over their norms."""
+    group = group_of()
+    model, exact = ddp_of(group, net=net, **options), ddp_of(net=net, **options)
+    group.register_model(model)
+    flat, matrices = [], []
+    for step in range(6):
+        for m in (model, exact):
+            m.zero_grad()
+            loss_of(m, batch(rank, step)).backward()
+        pairs = [(a.grad, b.grad) for a, b in zip(trained(model), trained(exact), strict=True) if b.grad is not None]
+        off = [(b.dim(), float((a - b).norm() / b.norm())) for a, b in pairs]
+        flat.append(max(error for dim, error in off if dim == 1))
+        matrices.append(max(error for dim, error in off if dim > 1))
+    assert (ddp_ready_order(model) is not None) == (not model.find_unused_parameters)
+    return flat, matrices, vars(group.stats)
+
+
+@pytest.mark.parametrize("name", ["default", "static graph", "find unused", "one bucket"])
+def test_biases_in_buckets_of_ddp_are_raw(name: str) -> None:
+    options = {**OPTIONS, "one bucket": {"bucket_cap_mb": 25}}[name]
+    for flat, matrices, stats in run_ranks(_biases, 2, Net, options):
+        assert max(flat) < 1e-5
+        assert all(0.01 < error < 0.3 for error in matrices)
+        assert stats["uniform"] == 0
+
+
+def test_layers_used_in_another_order_are_found_once_ddp_tells() -> None:
+    for flat, matrices, stats in run_ranks(_biases, 2, Shuffled, {}):
+        assert flat[0] < 1e-5
+        assert max(flat[3:]) < 1e-5
+        assert all(0.01 < error < 0.5 for error in matrices)
+        assert stats["matched"] >= stats["compressed"] - 6
+
+
+def _refuses(rank: int) -> None:
+    group = group_of()
+    model = ddp_of(group)
+    with pytest.raises(ValueError, match="matches no parameter"):
+        group.register_model(model, rules={"nothing.*": "minmax"})
+    with pytest.raises(ValueError, match=r"thinwire\.compress\(model\)"):
+        group.register_model(model, rules="topk")
+    with pytest.raises(TypeError, match="backend='thinwire'"):
+        thinwire.register_model(ddp_of())
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises(TypeError, match="sharded"):
+        group.register_model(fully_shard(nn.Linear(8, 8), mesh=mesh))
+    group.register_model(model, rules={"embed*": "minmax(bits=2)", "*": "minmax(bits=8)"})
+    assert len(train(model, rank, 2)) == 2
+
+
+def test_what_cannot_be_registered_is_refused() -> None:
+    run_ranks(_refuses, 2)

@@ -1,0 +1,426 @@
+"""On a GPU: the same bytes as on a CPU, over NCCL and among ranks that share it, and nobody waits.
+
+Where there is none these tests are skipped, and the same code runs on CPU tensors (test_device.py, test_device_ddp.py)
+and in Triton's interpreter (test_triton_device.py, test_triton_waits.py). On a machine with a GPU::
+
+    python -m pytest tests/kernels/test_cuda.py tests/kernels/test_triton*.py
+
+runs everything on it, and with two or more GPUs the training across them as well.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import math
+import threading
+import time
+from datetime import timedelta
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import thinwire
+from device_cases import (
+    MIXED,
+    PART_NUMEL,
+    SHAPES,
+    layers_of,
+    same,
+    sharded_case,
+    shards_through_the_device,
+    shards_through_the_host,
+    through_the_device,
+    through_the_host,
+)
+from harness import run_ranks, run_threads
+from nets import Net, batch, fingerprint, loss_of
+from thinwire.collectives import (
+    DeviceGroupTransport,
+    DeviceLoopbackTransport,
+    Layout,
+    LoopbackTransport,
+    ProcessGroupTransport,
+    ScatterReduceAllGather,
+    World,
+)
+from thinwire.compressors import CodecCall, Coded, Key, Piece, Segments, first_state, parse
+from thinwire.integrations.ddp import Options, attach_ddp
+from thinwire.plan import Plan
+from thinwire.runtime import Wire
+from thinwire.runtime.executor import Job, StreamExecutor, Then
+from thinwire.runtime.probe import measure_speeds
+from thinwire_cli import main
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: see this file's first lines"),
+    pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install triton"),
+    pytest.mark.timeout(600),  # kernels are compiled on first use
+]
+several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+TIMEOUT = timedelta(seconds=120)
+
+
+def gpu() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def over_nccl(function, num_ranks: int, *args) -> list:
+    return run_ranks(function, num_ranks, *args, backend="nccl", timeout_s=500.0, group_timeout_s=120.0)
+
+
+# --- NCCL ------------------------------------------------------------------------------------------------------------
+
+
+def _trains(rank: int, spec: str) -> tuple[list[float], int, str]:
+    torch.cuda.set_device(rank)
+    torch.manual_seed(0)
+    model = DDP(Net().cuda(), device_ids=[rank], bucket_cap_mb=0.05)
+    wire = thinwire.compress(model, spec)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.03, momentum=0.9)
+    losses = []
+    for step in range(20):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(rank, step).cuda())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, wire.stats.steps, str(wire.device)
+
+
+@pytest.mark.parametrize("spec", ["minmax(bits=4)", "ef(topk(density=0.1))"])
+def test_a_world_of_one_trains(spec: str) -> None:
+    losses, steps, device = over_nccl(_trains, 1, spec)[0]
+    assert steps == 20
+    assert device == "cuda:0"
+    assert sum(losses[-5:]) < 0.98 * sum(losses[:5])
+
+
+def _alone(rank: int) -> bool:
+    group = dist.group.WORLD
+    assert group is not None
+    host = dist.new_group(backend="gloo")
+    assert isinstance(host, dist.ProcessGroup)
+    transport = DeviceGroupTransport(ProcessGroupTransport(host, TIMEOUT), gpu(), group, TIMEOUT)
+    layout = Layout.build(layers_of(MIXED, (*SHAPES, (3000, 10))), 1, torch.float32)
+    there = through_the_device(transport, layout, 3)
+    here = through_the_host(LoopbackTransport.world(1)[0], layout, 3)
+    return all(same(a, b) for a, b in zip(there, here, strict=True))
+
+
+def test_a_world_of_one_over_nccl_ends_with_the_bytes_of_the_cpu() -> None:
+    assert over_nccl(_alone, 1) == [True]
+
+
+def _across(rank: int, spec: str, on_gpu: bool) -> tuple[bytes, dict]:
+    """A training across GPUs, or over gloo with the gradients that a GPU makes, to compare with."""
+    torch.cuda.set_device(rank)
+    torch.manual_seed(0)
+    sizes = [(300, 200), (7,), (129, 64)]
+    gradients = [torch.randn(s, generator=torch.Generator().manual_seed(10 * rank + i)) for i, s in enumerate(sizes)]
+    where = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    module = torch.nn.Module()
+    for i, size in enumerate(sizes):
+        module.register_parameter(f"w{i}", torch.nn.Parameter(torch.zeros(size, device=where)))
+    module.forward = lambda step: sum(  # pyright: ignore[reportAttributeAccessIssue]
+        (p * (g.to(where) * (1 + step))).sum() for p, g in zip(module.parameters(), gradients, strict=True)
+    )
+    model = DDP(module, bucket_cap_mb=0.05)
+    wire = attach_ddp(model, Options(compressor=spec, skip_if_slower=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(step).backward()
+        optimizer.step()
+    state = {key: value.tolist() for key, value in wire.state_dict().items()}
+    return fingerprint(model.cpu()), state
+
+
+@several
+@pytest.mark.parametrize("spec", ["ef(minmax(bits=4))", "ef(topk(density=0.1))", "natural"])
+def test_training_across_gpus_ends_with_the_bytes_of_the_cpu(spec: str) -> None:
+    num_ranks = min(4, torch.cuda.device_count())
+    there = over_nccl(_across, num_ranks, spec, True)
+    here = run_ranks(_across, num_ranks, spec, False, timeout_s=200.0)
+    assert there == here
+
+
+# --- several ranks on one GPU ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_that_share_a_gpu_end_with_the_bytes_of_the_cpu(num_ranks: int, dtype: torch.dtype) -> None:
+    layout = Layout.build(layers_of(MIXED, (*SHAPES, (3000, 10), (200_000,))), num_ranks, dtype)
+    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(num_ranks), gpu(), timeout_s=300.0)
+
+    def run(transport) -> list[torch.Tensor]:
+        with torch.cuda.stream(torch.cuda.Stream(gpu())):
+            found = through_the_device(devices[transport.rank], layout, 3)
+            torch.cuda.current_stream().synchronize()
+            return found
+
+    there = run_threads(run, num_ranks, timeout_s=400.0)
+    here = run_threads(lambda t: through_the_host(t, layout, 3), num_ranks)
+    for mine, theirs in zip(there, here, strict=True):
+        assert all(same(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("spec", ["minmax(bits=8, bucket=1024)", "ef(minmax(bits=3))", "lattice(bits=6)", "raw"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_shards_on_a_gpu_end_with_the_bytes_of_the_cpu(num_ranks: int, spec: str) -> None:
+    layout = sharded_case(spec, num_ranks)
+    values = [torch.randn(num_ranks * PART_NUMEL, generator=torch.Generator().manual_seed(r)) for r in range(num_ranks)]
+    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(num_ranks), gpu(), timeout_s=300.0)
+
+    def run(transport) -> tuple[torch.Tensor, ...]:
+        with torch.cuda.stream(torch.cuda.Stream(gpu())):
+            found = shards_through_the_device(devices[transport.rank], layout, values[transport.rank])
+            torch.cuda.current_stream().synchronize()
+            return found
+
+    there = run_threads(run, num_ranks, timeout_s=400.0)
+    here = run_threads(lambda t: shards_through_the_host(t, layout, values[t.rank]), num_ranks)
+    for mine, theirs in zip(there, here, strict=True):
+        assert all(same(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def _shards_over_nccl(rank: int, as_device: bool) -> list[float]:
+    """FSDP2 of a small model on this rank's GPU, or on the CPU: losses must be near each other, weights alike."""
+    device = torch.device("cuda", rank) if as_device else torch.device("cpu")
+    torch.cuda.set_device(rank)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 192), torch.nn.Tanh(), torch.nn.Linear(192, 64)).to(device)
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    wire = thinwire.compress(model, skip_if_slower=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(6):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * step + rank)).to(device)
+        loss = (model(x) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    assert wire.stats.reductions == 12
+    return losses
+
+
+@several
+def test_fsdp_over_nccl() -> None:
+    num_ranks = min(4, torch.cuda.device_count())
+    there = over_nccl(_shards_over_nccl, num_ranks, True)
+    for losses in there:
+        assert losses[-1] < losses[0]
+
+
+STEADY = ["minmax(bits=4)", "ef(minmax(bits=2))", "qsgd(bits=4)", "natural", "ef(sign)", "ef(randk(density=0.1))",
+          "ef(powersgd(rank=2))", "ef(topk(density=0.1))", "ef(topk(density=0.1, select=sampled))",
+          "ef(topk(density=0.1) | minmax(bits=8))", "ef(threshold(lam=1.0))", "ef(globaltopk(density=0.05))",
+          "rangefloat(bits=8)", "levels(bits=3, min_numel=0)", "dgc(topk(density=0.05))"]  # fmt: skip
+
+
+def steps_of_wires(spec: str, num_steps: int, poison: int = -1, strict: bool = True) -> list[tuple[int, list]]:
+    """Steps of two ranks' Wires on one GPU; from the third on PyTorch raises where the host would wait for it."""
+    shapes = {"a": (300, 50), "b": (3,), "c": (400, 100), "d": (9, 11)}
+    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(2), gpu(), timeout_s=300.0)
+    together = threading.Barrier(2)
+
+    def run(transport) -> tuple[int, list]:
+        torch.cuda.set_device(gpu())
+        wire = Wire(Plan.build(shapes, spec), shapes, devices[transport.rank], skip_if_slower=False)
+        found = []
+        for step in range(num_steps):
+            flats = []
+            for names in (("c", "d"), ("a", "b")):
+                numel = sum(math.prod(shapes[name]) for name in names)
+                values = torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + transport.rank))
+                if step == poison and transport.rank == 1:
+                    values[7] = torch.inf
+                flats.append((values.to(gpu()), tuple((name, shapes[name]) for name in names)))
+            torch.cuda.synchronize()
+            together.wait(300)
+            if step >= 2 and strict:
+                torch.cuda.set_sync_debug_mode("error")
+            together.wait(300)
+            wire.begin_step()
+            futures = [wire.reduce(flat, layers, loss_scale=2.0) for flat, layers in flats]
+            results = [future.wait() for future in futures]
+            together.wait(300)
+            torch.cuda.set_sync_debug_mode("default")
+            together.wait(300)
+            found += [result.cpu() for result in results]
+        wire.state_dict()
+        return wire.stats.nonfinite_steps, found
+
+    return run_threads(run, 2, timeout_s=400.0)
+
+
+@pytest.mark.parametrize("spec", STEADY)
+def test_a_steady_step_waits_for_nothing(spec: str) -> None:
+    (_, one), (_, other) = steps_of_wires(spec, 4)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_step_that_is_not_finite_is_found() -> None:
+    for nonfinite, _ in steps_of_wires("ef(minmax(bits=4))", 5, poison=3):
+        assert nonfinite == 1
+
+
+def test_fft_runs_and_waits() -> None:
+    steps_of_wires("ef(fft(theta=0.85))", 3, strict=False)
+
+
+def test_speeds_are_measured() -> None:
+    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(2), gpu(), timeout_s=300.0)
+    timed = [parse("minmax(bits=4)")]
+    for speeds in run_threads(
+        lambda t: measure_speeds(timed, devices[t.rank], ScatterReduceAllGather(), World(2)), 2, timeout_s=400.0
+    ):
+        assert all(seconds > 0 for seconds in speeds.codec_s.values())
+
+
+# --- streams ---------------------------------------------------------------------------------------------------------
+
+
+def long_job(x: torch.Tensor, done: torch.cuda.Event) -> Job:
+    """Tens of milliseconds of work on whatever stream is current."""
+    yield Then.LATER
+    y = x
+    for _ in range(30):
+        y = y @ x
+    done.record(torch.cuda.current_stream())
+    return y
+
+
+def test_backward_goes_on_while_a_bucket_is_reduced() -> None:
+    """Neither the host nor the current stream waits for the job; who waits for the future comes after it."""
+    worker, x = StreamExecutor(gpu()), torch.randn(8192, 8192, device=gpu()) / 100
+    (x @ x).sum().item()
+    done, passed = (torch.cuda.Event() for _ in range(2))
+    started = time.perf_counter()
+    future = worker.submit(long_job(x, done))
+    handed_over_s = time.perf_counter() - started
+    passed.record(torch.cuda.current_stream())
+    passed.synchronize()
+    assert not done.query(), "the current stream waited for the job"
+    future.wait()
+    after = torch.cuda.Event()
+    after.record(torch.cuda.current_stream())
+    after.synchronize()
+    assert done.query(), "what followed the future did not wait for it"
+    assert handed_over_s < time.perf_counter() - started
+    worker.call(lambda: None)
+
+
+def _scales(rank: int) -> tuple[list[float], float]:
+    """An fp16 training with a GradScaler, whose scale the hook learns without asking for it in backward."""
+    torch.cuda.set_device(rank)
+    torch.manual_seed(0)
+    model = DDP(Net().cuda(), device_ids=[rank], bucket_cap_mb=0.05)
+    scaler = torch.amp.GradScaler("cuda", init_scale=256.0, growth_interval=2)
+    wire = thinwire.compress(model, "ef(minmax(bits=2))", skip_if_slower=False, grad_scaler=scaler)
+    told, reduce = [], wire.reduce
+
+    def noting(flat, layers, *, loss_scale: float):
+        told.append(loss_scale)
+        return reduce(flat, layers, loss_scale=loss_scale)
+
+    wire.reduce = noting  # pyright: ignore[reportAttributeAccessIssue]
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.03)
+    scales = []
+    for step in range(4):
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        with torch.autocast("cuda", torch.float16):
+            loss = loss_of(model, batch(rank, step).cuda())
+        before = len(told)
+        scaler.scale(loss).backward()
+        assert set(told[before:]) == {scales[-1]}
+        scaler.step(optimizer)
+        scaler.update()
+    return scales, scaler.get_scale()
+
+
+def test_the_loss_scale_is_the_scalers() -> None:
+    scales, last = over_nccl(_scales, 1)[0]
+    assert scales[0] == 256.0
+    assert last > 256.0
+
+
+# --- launches and the command ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("spec", "most"), [("minmax(bits=4)", 1), ("ef(minmax(bits=4))", 1), ("natural", 2),
+                                            ("raw", 1), ("topk(density=0.01)", 25)])  # fmt: skip
+def test_the_number_of_launches_does_not_depend_on_that_of_layers(spec: str, most: int) -> None:
+    from thinwire.bench.cuda import launches
+
+    compressor, found = parse_coded(spec), []
+    for num_layers in (3, 60):
+        pieces, at = [], 0
+        for i in range(num_layers):
+            pieces.append(Piece(f"layer{i}", 5000 * i, 5000, 0, at, (5000,)))
+            at += compressor.payload_bytes(5000, torch.float32)
+        segments, x = Segments.build(pieces), torch.randn(5000 * num_layers, device=gpu())
+        message, state = torch.zeros(at, dtype=torch.uint8, device=gpu()), first_state(compressor, x, segments)
+
+        def encode(x=x, segments=segments, message=message, state=state) -> None:
+            compressor.encode(x, message, CodecCall(segments, Key.of(1), state=state))
+
+        encode()
+        found.append(launches(encode, gpu()))
+    assert found[0] == found[1] <= most
+
+
+def parse_coded(spec: str) -> Coded:
+    compressor = thinwire.parse(spec)
+    assert isinstance(compressor, Coded)
+    return compressor
+
+
+def test_bench_cuda(tmp_path) -> None:
+    path = tmp_path / "cuda.json"
+    assert main(["bench", "cuda", "--size-mb", "4", "--repeats", "2", "--ranks", "2", "--json", str(path)]) == 0
+    assert "minmax(bits=4): encode" in path.read_text()
+
+
+def _simulates(rank: int) -> list[float]:
+    torch.cuda.set_device(rank)
+    model = DDP(Net().cuda(), device_ids=[rank], bucket_cap_mb=0.05)
+    wire = thinwire.compress(model, "ef(topk(density=0.1))", simulate=True)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.03)
+    losses = []
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(rank, step).cuda())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert wire.stats.steps == 6
+    return losses
+
+
+def test_simulation() -> None:
+    assert all(math.isfinite(loss) for loss in over_nccl(_simulates, 1)[0])
+
+
+def _default_device(rank: int) -> int:
+    torch.cuda.set_device(rank)
+    torch.set_default_device("cuda")
+    model = DDP(Net(), device_ids=[rank], bucket_cap_mb=0.05)
+    wire = thinwire.compress(model, "minmax(bits=4)", skip_if_slower=False)
+    loss_of(model, batch(rank, 0).cuda()).backward()
+    return wire.stats.steps
+
+
+def test_a_default_device_changes_nothing() -> None:
+    assert over_nccl(_default_device, 1) == [1]

@@ -1,0 +1,374 @@
+"""The way through a device with its own kernels: the bytes of the CPU, message by message and through collectives."""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from device_cases import (
+    MIXED,
+    PART_NUMEL,
+    layers_of,
+    same,
+    sharded_case,
+    shards_through_the_device,
+    shards_through_the_host,
+    through_the_device,
+    through_the_host,
+)
+from harness import run_threads
+from kernel_cases import special, values
+from thinwire import kernels, parse
+from thinwire.collectives import DeviceLoopbackTransport, Layout, LoopbackTransport
+from thinwire.compressors import CodecCall, Coded, Key, Piece, Segments, State, StepEnd, find_mixin
+from thinwire.kernels import native, reference_sparse
+
+pytest.importorskip("triton", reason="triton is not installed: pip install --no-deps triton")
+
+from triton_cases import DEVICE, INTERPRETED, assembly, compiled, in_the_interpreter, quiet, runs
+
+SIZES = (3000, 0, 1, 4500, 129)
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors of the CPU go through Triton, if it is interpreted."""
+    if INTERPRETED:
+        from triton.runtime.interpreter import GridExecutor
+
+        one_at_a_time, launch = threading.Lock(), GridExecutor.__call__
+
+        def launch_alone(self, *args, **options):
+            with one_at_a_time:
+                return launch(self, *args, **options)
+
+        monkeypatch.setattr(GridExecutor, "__call__", launch_alone)
+        for where in (native, kernels):
+            monkeypatch.setattr(where, "asynchronous", lambda tensor: getattr(_here, "there", False))
+        _here.there = True
+    yield
+    _here.there = False
+
+
+_here = threading.local()
+
+
+def on_the_host(run):
+    """What ``run`` gives with the CPU's kernels."""
+    before, _here.there = getattr(_here, "there", False), False
+    try:
+        return run()
+    finally:
+        _here.there = before
+
+
+def segments_of(sizes=SIZES, spec: str = "raw", gap: int = 5) -> tuple[Segments, int, int]:
+    """Pieces with gaps between them, the elements that they reach to, and the bytes of their payloads."""
+    compressor, pieces, start, at = parse(spec), [], 3, 64
+    assert isinstance(compressor, Coded)
+    for i, numel in enumerate(sizes):
+        pieces.append(Piece(f"layer{i}", start, numel, 0, at, (numel,)))
+        start += numel + gap
+        at += compressor.payload_bytes(numel, torch.float32)
+    return Segments.build(pieces), start, at
+
+
+def marked(num_bytes: int) -> Tensor:
+    return torch.full((num_bytes,), 0xAB, dtype=torch.uint8)
+
+
+# --- plain values ----------------------------------------------------------------------------------------------------
+
+
+@runs
+@quiet
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_raw_values(dtype: torch.dtype, there: None) -> None:
+    segments, numel, size = segments_of()
+    # In 16 bits what needs no rounding: the interpreter cuts bf16 off where GPUs round to nearest even.
+    x = (special(numel, 0) if dtype == torch.float32 else values(numel, 0).round().clamp(-8, 8)).to(dtype)
+    given = [
+        (v if dtype == torch.float32 else v.round().clamp(-8, 8)).to(dtype)
+        for v in (values(numel, 10 + i) for i in range(3))
+    ]
+    for count in range(4):
+        results = []
+        for device in (torch.device("cpu"), DEVICE):
+
+            def run(device=device, count=count) -> list[Tensor]:
+                own, table = x.to(device, copy=True), segments.table
+                sent = [marked(size).to(device) for _ in range(count)]
+                for values_, message in zip(given, sent, strict=False):
+                    kernels.raw_encode(values_.to(device), table, message)
+                out, y, scaled, again = marked(size).to(device), own.clone(), own.clone(), own.clone()
+                kernels.raw_sum(sent, own.float(), table, y, scale=0.25, out_message=out)
+                kernels.raw_sum(sent, own, table, again, scale=2.0)
+                kernels.raw_decode(out, table, own, add=True)
+                kernels.raw_decode(out, table, scaled, scale=2.0)
+                return [*sent, out, y, own, scaled, again]
+
+            results.append(on_the_host(run) if device.type == "cpu" and not results else run())
+        for wanted, got in zip(*results, strict=True):
+            assert torch.equal(wanted.view(torch.uint8), got.cpu().view(torch.uint8))
+
+
+@runs
+@quiet
+def test_sums_and_scales(there: None) -> None:
+    segments, numel, _ = segments_of()
+    x, other = values(numel, 0), values(numel, 1)
+    for kind in (torch.float32, torch.bfloat16):
+        results = []
+        for device in (torch.device("cpu"), DEVICE):
+
+            def run(device=device, kind=kind) -> list[Tensor]:
+                mine, its = x.to(device).to(kind), other.to(device)
+                out = [torch.full((numel,), 7.0, device=device) for _ in range(4)]
+                kernels.rows_add(mine, its, segments.table, out[0], alpha=4.0)
+                kernels.rows_scale(its, segments.table, out[1], by=1 / 3)
+                kernels.rows_scale(its, segments.table, out[2], over=3.0)
+                kernels.rows_scale(mine, segments.table, out[3])
+                return out
+
+            results.append(on_the_host(run) if not results else run())
+        assert all(same(wanted, got) for wanted, got in zip(*results, strict=True))
+
+
+# --- sparse payloads -------------------------------------------------------------------------------------------------
+
+SPARSE = ["topk(density=0.1)", "topk(density=0.01)", "topk(density=1.0)", "topk(density=0.02, select=sampled)",
+          "topk(density=0.1) | minmax(bits=8)", "topk(density=0.03) | natural", "dgc(topk(density=0.05))"]  # fmt: skip
+
+
+Coding = tuple[list[Tensor], list[Tensor], State | None]
+
+
+def coded(spec: str, x: Tensor, device: torch.device, steps: int = 2, sizes=SIZES) -> Coding:
+    """Messages and decoded values of some steps, with state."""
+    compressor = parse(spec)
+    assert isinstance(compressor, Coded)
+    segments, numel, size = segments_of(sizes, spec)
+    layers = {piece.name: piece.shape for piece in segments.pieces}
+    state = State.fresh(compressor.slots, numel, 2.0, layers, device=device) if compressor.slots else None
+    sent, seen = [], []
+    for step in range(steps):
+        message = marked(size).to(device)
+        here = (x * (1 + step)).to(device)
+        compressor.encode(here, message, CodecCall(segments, Key.of(step), state=state))
+        y = torch.full((numel,), 7.0, device=device)
+        compressor.decode(message, y, CodecCall(segments))
+        compressor.decode(message, y, CodecCall(segments, scale=-0.5), add=True)
+        sent.append(message)
+        seen.append(y)
+        if (deciding := find_mixin(compressor, StepEnd)) is not None and state is not None:
+            deciding.end_step([state.layers[p.name] for p in segments.pieces if p.numel], 2.0)
+        state = state.swapped() if state else None
+    return sent, seen, state
+
+
+def check_alike(spec: str, x: Tensor, *, messages: bool = True, **options) -> None:
+    wanted = on_the_host(lambda: coded(spec, x, torch.device("cpu"), **options))
+    got = coded(spec, x, DEVICE, **options)
+    for a, b in zip(wanted[1], got[1], strict=True):
+        assert same(a, b)
+    if messages:
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(wanted[0], got[0], strict=True))
+    if wanted[2] is not None and got[2] is not None:
+        assert all(same(wanted[2].now[name], got[2].now[name]) for name in wanted[2].now)
+        for name, of in wanted[2].layers.items():
+            assert all(torch.equal(of.now[slot], got[2].layers[name].now[slot].cpu()) for slot in of.now)
+
+
+@runs
+@quiet
+@pytest.mark.parametrize("spec", [*SPARSE, "gaussian(bits=2)", "ef(gaussian(bits=4, bucket=100))"])
+def test_chosen_elements(spec: str, there: None) -> None:
+    check_alike(spec, values(segments_of()[1], 0))
+
+
+@runs
+@quiet
+@pytest.mark.parametrize("spec", ["topk(density=0.01)", "topk(density=0.02, select=sampled)"])
+def test_lists_of_several_blocks_and_samples(spec: str, there: None) -> None:
+    sizes = (200, 70_000)
+    check_alike(spec, values(segments_of(sizes)[1], 0), steps=1, sizes=sizes)
+
+
+@runs
+@quiet
+@pytest.mark.parametrize("spec", SPARSE[:5])
+def test_ties_zeros_and_values_that_are_not_finite(spec: str, there: None) -> None:
+    numel = segments_of()[1]
+    check_alike(spec, torch.arange(numel).float().remainder(7).sub(3))
+    check_alike(spec, torch.zeros(numel))
+    poisoned = values(numel, 1)
+    poisoned[[10, 3020]] = torch.tensor([torch.nan, -torch.inf])
+    check_alike(spec, poisoned)
+
+
+@runs
+@quiet
+@pytest.mark.parametrize("spec", ["threshold(lam=1.0, capacity=0.5)", "threshold(lam=0.5, capacity=0.01)",
+                                  "threshold(lam=9.0)", "threshold(lam=0.0, capacity=1.0)",
+                                  "globaltopk(density=0.05)", "globaltopk(density=0.3, capacity=1.0)"])  # fmt: skip
+def test_bounded_messages_decode_alike_and_are_sent_whole(spec: str, there: None) -> None:
+    numel = segments_of()[1]
+    check_alike(spec, values(numel, 0), messages=False)
+    check_alike(spec, torch.zeros(numel), messages=False)
+    compressor, (segments, _, _) = parse(spec), segments_of(spec=spec)
+    assert isinstance(compressor, Coded)
+    sent, seen, _ = coded(spec, values(numel, 0), DEVICE, steps=1)
+    y = torch.full((numel,), 7.0)
+    on_the_host(lambda: compressor.decode(sent[0].cpu(), y, CodecCall(segments)))
+    on_the_host(lambda: compressor.decode(sent[0].cpu(), y, CodecCall(segments, scale=-0.5), add=True))
+    assert same(y, seen[0])
+    wanted = on_the_host(
+        lambda: compressor.limits(coded(spec, values(numel, 0), torch.device("cpu"), 1)[0][0], segments)
+    )
+    assert [int(count) for count in compressor.limits(sent[0], segments)] == list(wanted)
+
+
+@runs
+@quiet
+@pytest.mark.parametrize("spec", SPARSE[:6])
+def test_any_bytes_decode(spec: str, there: None) -> None:
+    compressor, (segments, numel, size) = parse(spec), segments_of(spec=spec)
+    assert isinstance(compressor, Coded)
+    generator = torch.Generator().manual_seed(0)
+    inside = torch.zeros(numel, dtype=torch.bool)
+    for piece in segments.pieces:
+        inside[piece.elements] = True
+    for trial in range(2):
+        message = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+        if trial % 2:
+            for piece in segments.pieces:
+                message[piece.payload : piece.payload + 4] = 0
+        y = torch.full((numel,), 7.0, device=DEVICE)
+        compressor.decode(message.to(DEVICE), y, CodecCall(segments))
+        assert bool((y.cpu()[~inside] == 7).all())
+
+
+@runs
+@quiet
+def test_half_precision_and_histograms(there: None) -> None:
+    segments, numel, _ = segments_of()
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = values(numel, 0).to(dtype)
+        x[3010] = torch.nan
+        found = kernels.rows_histograms(x.to(DEVICE), segments.table).cpu()
+        for piece, counts in zip(segments.pieces, found, strict=True):
+            assert torch.equal(counts, reference_sparse.abs_histogram(x[piece.elements]))
+    check_alike("topk(density=0.1)", values(numel, 2).bfloat16())
+
+
+@runs
+def test_random_indices(there: None) -> None:
+    like = torch.zeros(1, device=DEVICE)
+    for numel, k in [(1, 1), (2, 2), (5, 0), (1000, 100), (4097, 4097), (70_000, 3000)]:
+        wanted = on_the_host(lambda numel=numel, k=k: kernels.sample_indices(numel, k, 77))
+        assert torch.equal(wanted, kernels.sample_indices(numel, k, 77, like).cpu())
+
+
+# --- whole collectives -----------------------------------------------------------------------------------------------
+
+
+def reduced(layout: Layout, num_ranks: int, steps: int) -> list[list[Tensor]]:
+    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(num_ranks), DEVICE)
+
+    def run(transport) -> list[Tensor]:
+        _here.there = True
+        if DEVICE.type == "cuda":
+            with torch.cuda.stream(torch.cuda.Stream(DEVICE)):
+                found = through_the_device(devices[transport.rank], layout, steps)
+                torch.cuda.current_stream(DEVICE).synchronize()
+                return found
+        return through_the_device(devices[transport.rank], layout, steps)
+
+    return run_threads(run, num_ranks, timeout_s=100.0)
+
+
+@runs
+@quiet
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_all_kinds_in_one_bucket_end_with_the_bytes_of_the_cpu(num_ranks: int, there: None) -> None:
+    layout = Layout.build(layers_of(MIXED), num_ranks, torch.float32)
+    wanted = run_threads(lambda t: through_the_host(t, layout, 2), num_ranks)
+    for mine, theirs in zip(reduced(layout, num_ranks, 2), wanted, strict=True):
+        assert all(same(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+KINDS = [
+    *("ef(minmax(bits=2))", "lattice(bits=4)", "qsgd(bits=4)", "terngrad(clip=2.5)", "natural", "cast(fp16)"),
+    *("rangefloat(bits=8, mantissa=3, range=4.0)", "levels(bits=3, min_numel=0)", "truncate(gamma=4)", "ef(sign)"),
+    *("sign(majority=True)", "randk(density=0.1)", "dgc(topk(density=0.05))", "ef(globaltopk(density=0.05))"),
+]
+
+
+@runs
+@quiet
+@pytest.mark.parametrize("spec", KINDS)
+def test_a_bucket_of_one_kind_ends_with_the_bytes_of_the_cpu(spec: str, there: None) -> None:
+    layout = Layout.build(layers_of([spec], ((70, 50), (3,), (0,), (9, 11))), 2, torch.float32)
+    wanted = run_threads(lambda t: through_the_host(t, layout, 2), 2)
+    for mine, theirs in zip(reduced(layout, 2, 2), wanted, strict=True):
+        assert all(same(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@compiled
+@pytest.mark.timeout(600)
+def test_in_the_interpreter() -> None:
+    in_the_interpreter(__file__, at_least=40)
+
+
+@compiled
+def test_compiles() -> None:
+    from thinwire.kernels import gpu_rows, gpu_sample, gpu_select, gpu_unpack
+
+    types = dict.fromkeys(("x", "y", "base", "total", "other", "out", "values"), "*fp32")
+    types |= dict.fromkeys(("message", "out_message"), "*u8")
+    types |= dict.fromkeys(("pieces", "rows", "spans", "firsts", "marks"), "*i64")
+    types |= dict.fromkeys(
+        ("prefixes", "bins", "wanted", "least", "asked", "counts", "ends", "limits", "indices"), "*i32"
+    )
+    types |= dict.fromkeys(("tiles", "numel", "k", "half_bits", "key_low", "key_high"), "i32")
+    types |= dict.fromkeys(("scale", "alpha", "by", "over"), "fp32")
+    size = {"SIZE": 2048}
+    cases = [
+        (gpu_rows.put_rows, size), (gpu_rows.take_rows, {"MODE": 1, **size}), (gpu_rows.add_rows, size),
+        (gpu_rows.sum_rows, {"MESSAGE": True, "LAST": True, "SEND": True, **size}), (gpu_rows.scale_rows, size),
+        *((gpu_select.count_digits, {"SHIFT": s, "BITS": b, "WHOLE": False, **size}) for s, b in gpu_select.DIGITS),
+        (gpu_select.choose_digit, {"BITS": 11}), (gpu_select.count_rows, size), (gpu_select.clear_words, size),
+        (gpu_select.put_chosen, {"FLOATS": True, **size}), (gpu_select.put_chosen, {"FLOATS": False, **size}),
+        (gpu_select.put_headers, {"BOUNDED": False}), (gpu_unpack.count_marked, size), (gpu_unpack.put_indices, size),
+        (gpu_unpack.clear_rows, {"ADD": True, **size}),
+        (gpu_unpack.add_chosen, {"FLOATS": True, "ZERO": False, **size}),
+        (gpu_unpack.add_chosen, {"FLOATS": False, "ZERO": True, **size}),
+    ]  # fmt: skip
+    for kernel, constants in cases:
+        assert "fma." not in assembly(kernel, types, **constants)
+    assembly(gpu_sample.put_sample, types | {"out": "*i64"}, **size)
+
+
+@runs
+@quiet
+@pytest.mark.parametrize("spec", ["minmax(bits=4, bucket=128)", "ef(minmax(bits=2, bucket=128))", "lattice(bits=4)"])
+def test_both_halves_of_shards_end_with_the_bytes_of_the_cpu(spec: str, there: None) -> None:
+    layout = sharded_case(spec, 2)
+    inputs = [torch.randn(2 * PART_NUMEL, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    wanted = run_threads(lambda t: shards_through_the_host(t, layout, inputs[t.rank]), 2)
+    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(2), DEVICE)
+
+    def run(transport) -> tuple[Tensor, ...]:
+        _here.there = True
+        found = shards_through_the_device(devices[transport.rank], layout, inputs[transport.rank])
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        return found
+
+    for mine, theirs in zip(run_threads(run, 2, timeout_s=100.0), wanted, strict=True):
+        assert all(same(a, b) for a, b in zip(mine, theirs, strict=True))

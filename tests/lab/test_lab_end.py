@@ -1,0 +1,289 @@
+"""How a lab ends: what `thinwire lab` returns, and that nothing is left behind however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tyro
+
+from thinwire import lab
+from thinwire.lab.command import UNAVAILABLE, USAGE
+from thinwire.lab.command import lab as lab_command
+
+MISSING = lab.unavailable()
+pytestmark = [pytest.mark.alone, pytest.mark.network, pytest.mark.skipif(MISSING is not None, reason=MISSING or "")]
+
+PYTHON = [sys.executable, "-I", "-S", "-c"]
+# A rank whose grandchild has a session of its own, as data loaders and servers may.
+STRAYING = ["sh", "-c", "setsid sleep 300 & exec sleep 300"]
+
+
+PARENT = f"""
+import time
+from thinwire import lab
+network = lab.Network(2)
+ranks = [network.popen(rank, {STRAYING!r}) for rank in range(2)]
+time.sleep(0.5)
+print(network._keeper.pid, *(rank.pid for rank in ranks), flush=True)
+time.sleep(300)
+"""
+
+
+def namespace(pid: int) -> int | None:
+    """Inode of a process's network namespace, None when there is no such process (or it is a zombie)."""
+    try:
+        return os.stat(f"/proc/{pid}/ns/net").st_ino
+    except OSError:
+        return None
+
+
+def inside(namespaces: set[int]) -> list[int]:
+    """Processes in any of ``namespaces``. A namespace here has no name, so without a process it does not exist."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and namespace(int(name)) in namespaces]
+
+
+def links() -> set[str]:
+    return {path.name for path in Path("/sys/class/net").iterdir()}
+
+
+def wait_until(condition, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def outside() -> Iterator[None]:
+    """The machine's own network is as it was."""
+    before, own = links(), namespace(os.getpid())
+    yield
+    assert links() == before
+    assert namespace(os.getpid()) == own
+
+
+def stray(network: lab.Network) -> set[int]:
+    """Start processes in every rank; the namespaces of the network, once they are all inside."""
+    own = namespace(os.getpid())
+    ranks = [network.popen(rank, STRAYING) for rank in range(network.num_ranks)]
+    wait_until(lambda: all(namespace(rank.pid) not in (own, None) for rank in ranks))
+    found = {namespace(rank.pid) for rank in ranks} | {namespace(network._keeper.pid)}
+    namespaces = {inode for inode in found if inode is not None}
+    assert len(namespaces) == network.num_ranks + 1
+    wait_until(lambda: len(inside(namespaces)) >= 2 * network.num_ranks + 1)
+    return namespaces
+
+
+@pytest.mark.parametrize("rtt", [None, "2ms"])
+def test_close_leaves_nothing(outside: None, rtt: str | None) -> None:
+    with lab.Network(2, rate="100mbit", rtt=rtt) as network:
+        namespaces = stray(network)
+    assert inside(namespaces) == []
+
+
+def test_an_exception_leaves_nothing(outside: None) -> None:
+    namespaces = set()
+
+    def fail() -> None:
+        with lab.Network(2) as network:
+            namespaces.update(stray(network))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert len(namespaces) == 3
+    assert inside(namespaces) == []
+
+
+def test_a_killed_keeper_does_not_keep_ranks_alive(outside: None) -> None:
+    with lab.Network(2) as network:
+        ranks = [network.popen(rank, ["sleep", "300"]) for rank in range(2)]
+        wait_until(lambda: all(namespace(rank.pid) != namespace(os.getpid()) for rank in ranks))
+        network._keeper.kill()
+    assert [rank.returncode for rank in ranks] == [-signal.SIGKILL] * 2
+
+
+@pytest.mark.parametrize("also_parent", [False, True])
+def test_a_killed_keeper_leaves_nothing_even_if_its_parent_is_killed(outside: None, also_parent: bool) -> None:
+    """Ranks and their grandchildren end at once, before anybody closes the network."""
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    keeper, *ranks = map(int, parent.stdout.readline().split())
+    namespaces = {inode for inode in map(namespace, (keeper, *ranks)) if inode is not None}
+    wait_until(lambda: len(inside(namespaces)) >= 2 * len(ranks))
+    if also_parent:
+        parent.kill()
+    os.kill(keeper, signal.SIGKILL)
+    wait_until(lambda: not inside(namespaces))
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+
+
+def test_a_network_outlives_the_thread_that_made_it(outside: None) -> None:
+    made: list[lab.Network] = []
+    maker = threading.Thread(target=lambda: made.append(lab.Network(1)))
+    maker.start()
+    maker.join()
+    time.sleep(0.1)
+    with made[0] as network:
+        assert network.popen(0, ["true"]).wait() == 0
+
+
+def start_script(tmp_path: Path, text: str) -> subprocess.Popen[str]:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    return subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_a_killed_parent_leaves_nothing(outside: None, tmp_path: Path) -> None:
+    process = start_script(
+        tmp_path,
+        "import json, sys, time\n"
+        "from thinwire import lab\n"
+        "network = lab.Network(2, rate='100mbit', rtt='5ms')\n"
+        f"pids = [network.popen(rank, {STRAYING!r}).pid for rank in range(2)]\n"
+        "time.sleep(0.3)\n"
+        "print(json.dumps([*pids, network._keeper.pid]), flush=True)\n"
+        "time.sleep(300)\n",
+    )
+    assert process.stdout is not None
+    pids = json.loads(process.stdout.readline())
+    namespaces = {inode for pid in pids if (inode := namespace(pid)) is not None}
+    assert len(namespaces) == 3
+    assert namespace(os.getpid()) not in namespaces
+    # Two ranks and their grandchildren, the keeper and its guard, the relay.
+    assert len(inside(namespaces)) == 7
+    process.kill()
+    process.communicate()
+    wait_until(lambda: inside(namespaces) == [])
+
+
+COMMAND = "import sys\nfrom thinwire.lab.command import lab\nsys.exit(lab({command!r}, ranks=2, rate='100mbit'))\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_passed_on_and_leaves_nothing(outside: None, tmp_path: Path, number: signal.Signals) -> None:
+    rank = (
+        "import os, signal, sys, time\n"
+        "def stop(number, frame):\n"
+        "    print('told to stop by', number)\n"
+        "    sys.exit(3)\n"
+        "signal.signal(signal.SIGINT, stop), signal.signal(signal.SIGTERM, stop)\n"
+        "print(os.getpid(), flush=True)\n"
+        "time.sleep(300)\n"
+    )
+    process = start_script(tmp_path, COMMAND.format(command=(*PYTHON, rank)))
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline().split(" ")[1]) for _ in range(2)]
+    namespaces = {inode for pid in pids if (inode := namespace(pid)) is not None}
+    assert len(namespaces) == 2
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert {f"[{rank}] told to stop by {int(number)}" for rank in range(2)} == set(stdout.splitlines())
+    assert f"{number.name}: passed on to all ranks" in stderr
+    assert inside(namespaces) == []
+
+
+def test_output_has_its_rank_before_it_and_bytes_are_reported(capfd: pytest.CaptureFixture[str]) -> None:
+    rank = "import os, sys; print('out', os.environ['RANK'], end='\\r'); print('now'); print('err', file=sys.stderr)"
+    assert lab.run([*PYTHON, rank], num_ranks=2, rate="100mbit") == 0
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["[0] now", "[1] now"]
+    lines = err.splitlines()
+    assert lines[0].startswith("2 ranks: 100 Mbit/s each way · burst 18.8 kB · queue 625 kB · no added latency · TCP ")
+    assert sorted(line for line in lines if line.startswith("[")) == ["[0] err", "[1] err"]
+    assert [line.split(":")[0] for line in lines[-2:]] == ["rank 0", "rank 1"]
+
+
+def test_a_failing_rank_gives_the_code_and_ends_the_others(capfd: pytest.CaptureFixture[str]) -> None:
+    rank = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit(7); time.sleep(300)"
+    start = time.monotonic()
+    outcome = lab.launch([*PYTHON, rank], num_ranks=3, grace_s=0.5)
+    assert outcome.exit_code == 7
+    assert 0.5 <= time.monotonic() - start < 10
+    assert "rank 1 failed with exit code 7" in capfd.readouterr().err
+
+
+def test_the_others_may_end_by_themselves_after_a_failure(capfd: pytest.CaptureFixture[str]) -> None:
+    rank = "import os, time; os.environ['RANK'] == '0' and os.kill(os.getpid(), 11); time.sleep(0.3); print('done')"
+    assert lab.run([*PYTHON, rank], num_ranks=2, grace_s=20.0) == 128 + signal.SIGSEGV
+    assert "[1] done" in capfd.readouterr().out
+
+
+def test_a_rank_that_hears_nothing_is_killed_after_a_timeout(capfd: pytest.CaptureFixture[str]) -> None:
+    rank = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(300)"
+    )
+    start = time.monotonic()
+    assert lab.run([*PYTHON, rank], num_ranks=1, timeout=0.5) == 124
+    assert time.monotonic() - start < 15
+    out, err = capfd.readouterr()
+    assert "[0] deaf" in out
+    assert "not done after 0.5 s" in err
+
+
+TORCHRUN_STYLE = """
+import argparse, os
+import torch, torch.distributed as dist
+parser = argparse.ArgumentParser()
+parser.add_argument("--elements", type=int)
+elements = parser.parse_args().elements
+dist.init_process_group("gloo")
+values = torch.full((elements,), float(dist.get_rank() + 1))
+dist.all_reduce(values)
+assert torch.equal(values, torch.full((elements,), 3.0)), values
+print(f"local rank {os.environ['LOCAL_RANK']}, rank {dist.get_rank()} of {dist.get_world_size()}: {values[0].item()}")
+dist.destroy_process_group()
+"""
+
+
+def test_the_command_runs_a_torchrun_style_script_unmodified(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script, figures = tmp_path / "train.py", tmp_path / "figures.json"
+    script.write_text(TORCHRUN_STYLE)
+    options = ["--rate", "200mbit", "--congestion", "reno", "--json", str(figures)]
+    train = ["--", sys.executable, str(script), "--elements", "500000"]
+    assert tyro.cli(lab_command, args=[*options, *train]) == 0
+    out = capfd.readouterr().out
+    assert sorted(out.splitlines()) == [f"[{r}] local rank 0, rank {r} of 2: 3.0" for r in range(2)]
+    written = json.loads(figures.read_text())
+    assert written["command"] == "lab"
+    assert written["about"]["command"] == train[1:]
+    assert written["about"]["link"]["congestion_control"] == "reno"
+    values = {row["name"]: row["value"] for row in written["results"]}
+    assert values["exit_code"] == 0
+    # Two ranks all-reduce 2 MB: each sends and receives 2 MB, and 5 % of headers; some is the rendezvous.
+    for rank in range(2):
+        for way in ("sent", "received"):
+            assert 2_000_000 * 1514 / 1448 < values[f"{way}_bytes/rank{rank}"] < 2_300_000
+
+
+def test_what_cannot_be_done_is_said_and_is_no_exception(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert lab_command(("true",), rate="fast") == USAGE
+    assert lab_command(()) == USAGE
+    assert lab_command(("no-such-command",)) == USAGE
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setattr("thinwire.lab.tools.SYSTEM_DIRECTORIES", ())
+    assert lab_command(("true",)) == UNAVAILABLE
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("thinwire lab: ")]
+    assert len(errors) == 4
+    for error, words in zip(errors, ("is not a rate", "two dashes", "no-such-command", "is missing"), strict=True):
+        assert words in error

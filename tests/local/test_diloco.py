@@ -1,0 +1,441 @@
+"""DiLoCo: exact trajectories, streaming, compression, unequal work, checkpoints, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import sharded
+import thinwire
+from harness import run_ranks
+from thinwire.local import DiLoCo, Nesterov
+from thinwire.local.fragments import balanced_fragments
+
+AVERAGING = Nesterov(lr=1.0, momentum=0.0)
+
+
+class Two(nn.Module):
+    """Two scalars, which a fixed gradient of 2 moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
+        for layer in self.layers:
+            nn.init.ones_(layer.weight)
+
+
+def _trajectory(
+    rank: int, overlap: int, alpha: float, states: tuple[dict, dict] | None = None, steps: int = 15
+) -> tuple[list[list[float]], tuple[dict, dict]]:
+    model = Two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    options = {"every": 6, "fragments": 2, "overlap": overlap, "mix": alpha, "compressor": "raw"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        local = DiLoCo(model, optimizer, outer=Nesterov(lr=2.0, momentum=0.0), **options)
+    if states is not None:
+        model.load_state_dict(states[0])
+        local.load_state_dict(states[1])
+    history = [[p.item() for p in model.parameters()]]
+    for _ in range(steps):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 2.0)
+        optimizer.step()
+        local.step()
+        history.append([p.item() for p in model.parameters()])
+    states = model.state_dict(), local.state_dict()
+    local.close()
+    return history, states
+
+
+# Six trajectories of torchft's regression tests (test_fixtures/*.json): gradient 2, inner lr 1, outer SGD with
+# lr 2, an exchange of one of two fragments every 3 steps. Weights of both layers after every third step.
+TORCHFT = {
+    (0, 0.0): [(-11, -5), (-17, -23), (-35, -29), (-41, -47), (-59, -53)],
+    (0, 0.5): [(-8, -5), (-14, -17), (-24.5, -23), (-30.5, -32), (-40.25, -38)],
+    (0, 1.0): [(-5, -5), (-11, -11), (-17, -17), (-23, -23), (-29, -29)],
+    (1, 0.0): [(-7, -5), (-13, -19), (-27, -25), (-33, -39), (-47, -45)],
+    (1, 0.5): [(-6, -5), (-12, -15), (-21.5, -21), (-27.5, -29), (-35.75, -35)],
+    (1, 1.0): [(-5, -5), (-11, -11), (-17, -17), (-23, -23), (-29, -29)],
+}
+
+
+@pytest.mark.parametrize(("overlap", "alpha"), list(TORCHFT))
+def test_trajectories_of_torchft(overlap: int, alpha: float) -> None:
+    for history, _ in run_ranks(_trajectory, 2, overlap, alpha):
+        assert [tuple(h) for h in history[3::3]] == TORCHFT[overlap, alpha]
+
+
+def test_the_trajectory_of_torchft_with_a_worker_that_is_replaced() -> None:
+    """The seventh: a worker that has died gets the weights and the state of another, and both continue."""
+    _, states = run_ranks(_trajectory, 2, 0, 0.0, None, 9)[0]
+    for history, _ in run_ranks(_trajectory, 2, 0, 0.0, states, 12):
+        assert history[0] == [-35.0, -29.0]
+        assert [tuple(h) for h in history[3::3]] == [(-41, -47), (-59, -53), (-65, -71), (-83, -77)]
+
+
+def _maxtext(rank: int) -> tuple[list[float], list[float]]:
+    model = nn.Linear(2, 1)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[2.0, 1.0]]))
+        model.bias.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="gain"):
+        local = DiLoCo(model, optimizer, every=3, outer=Nesterov(lr=1.0, momentum=0.9), compressor="raw")
+    inputs = torch.tensor([[[0.0, 1.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 1.0]]])[rank]
+    labels = torch.tensor([[[1.0], [2.0]], [[2.0], [3.0]]])[rank]
+    losses, weights = [], []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = (model(inputs) - labels).square().mean()
+        loss.backward()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / 2)
+        optimizer.step()
+        local.step()
+        if step == 2:
+            weights = [*model.weight.detach().flatten().tolist(), model.bias.item()]
+    return losses, weights
+
+
+def test_the_trajectory_of_maxtext() -> None:
+    """Worked by hand in MaxText's tests: two replicas, inner SGD at 0.1, three steps, outer Nesterov (1.0, 0.9)."""
+    for losses, weights in run_ranks(_maxtext, 2):
+        torch.testing.assert_close(losses, [1.0, 0.65, 0.4481, 0.574244], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(weights, [1.5345, 1.0494, 0.5839], rtol=1e-4, atol=1e-5)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(32, 256), nn.BatchNorm1d(256), nn.Linear(256, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+def _batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return x, x[:, :8].argmax(1)
+
+
+class Training:
+    """A worker that learns which of the first eight inputs is the largest."""
+
+    def __init__(self, rank: int, **options) -> None:
+        torch.manual_seed(rank)
+        self.rank, self.model = rank, Net()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.local = DiLoCo(self.model, self.optimizer, **options)
+
+    def run(self, steps: int, first: int = 0) -> None:
+        for step in range(first, first + steps):
+            x, y = _batch(self.rank, step)
+            self.optimizer.zero_grad()
+            nn.functional.cross_entropy(self.model(x), y).backward()
+            self.optimizer.step()
+            self.local.step()
+
+    def loss(self) -> float:
+        x, y = (torch.cat(parts) for parts in zip(*(_batch(7, step) for step in range(50)), strict=True))
+        self.model.eval()
+        with torch.no_grad():
+            loss = nn.functional.cross_entropy(self.model(x), y).item()
+        self.model.train()
+        return loss
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+
+OPTIONS = {
+    "whole": {"every": 10, "compressor": "minmax(bits=4)"},
+    "2 bits": {"every": 10},
+    "ring": {"every": 10, "compressor": "minmax(bits=4)", "network": thinwire.Network("ring")},
+    "whole, no feedback": {"every": 10, "compressor": "minmax(bits=4)", "feedback": False},
+    "low rank": {"every": 10, "compressor": "powersgd(rank=2)"},
+    "streaming": {"every": 10, "fragments": 2, "overlap": 2, "compressor": "minmax(bits=4)"},
+    "mixing": {"every": 12, "fragments": 3, "overlap": 1, "mix": 0.5, "compressor": "minmax(bits=4)"},
+}
+
+
+def _ends_alike(rank: int, options: dict) -> tuple[torch.Tensor, torch.Tensor, float, float]:
+    training = Training(rank, **options)
+    start = training.loss()
+    training.run(63)
+    training.local.finish()
+    buffers = torch.cat([b.flatten().float() for b in training.model.buffers() if b.is_floating_point()])
+    end = training.loss()
+    training.local.close()
+    return training.weights(), buffers, start, end
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_workers_learn_and_end_with_the_same_weights(options: dict) -> None:
+    (weights, buffers, start, end), *others = run_ranks(_ends_alike, 2, options)
+    assert end < 0.75 * start
+    for other, other_buffers, *_ in others:
+        assert torch.equal(other, weights)
+        assert torch.equal(other_buffers, buffers)
+
+
+def _bytes(rank: int) -> tuple[int, float, int, int]:
+    training = Training(rank, every=10, compressor="minmax(bits=4)")
+    training.run(40)
+    stats = training.local.wire.stats
+    training.local.close()
+    numel = sum(p.numel() for p in training.model.parameters())
+    return stats.payload_sent_bytes, training.local.bytes_per_step, training.local.peak_bytes, numel
+
+
+def test_bytes_are_sent_in_few_rounds_and_said_beforehand() -> None:
+    for sent, per_step, peak, numel in run_ranks(_bytes, 2):
+        assert per_step * 40 == pytest.approx(sent, rel=0.2)  # headers are small beside payloads, not beside this model
+        assert peak == pytest.approx(per_step * 10, abs=1)
+        assert sent < 40 * 4 * numel / 40  # gradients in fp32 would take forty times 4 bytes an element
+
+
+def _resumed(rank: int, options: dict, at: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    straight = Training(rank, **options)
+    straight.run(steps)
+    straight.local.finish()
+    stopped = Training(rank, **options)
+    stopped.run(at)
+    saved = stopped.local.state_dict()
+    parts = copy.deepcopy((stopped.model.state_dict(), stopped.optimizer.state_dict()))
+    stopped.run(3, first=at)
+    again = Training(rank, **options)
+    again.model.load_state_dict(parts[0])
+    again.optimizer.load_state_dict(parts[1])
+    again.local.load_state_dict(saved)
+    again.run(steps - at, first=at)
+    again.local.finish()
+    return straight.weights(), again.weights()
+
+
+@pytest.mark.parametrize("at", [19, 20, 24])
+@pytest.mark.parametrize("options", [OPTIONS["whole"], OPTIONS["streaming"]], ids=["whole", "streaming"])
+def test_a_resumed_training_continues_bit_for_bit(options: dict, at: int) -> None:
+    for straight, again in run_ranks(_resumed, 2, options, at, 37):
+        assert torch.equal(straight, again)
+
+
+def _gathered(rank: int, options: dict) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    training = Training(rank, **options)
+    training.run(34)
+    state = training.local.gather_state_dict()
+    with training.local.shared_weights():
+        shared = training.weights()
+    return state, shared
+
+
+def _continued(rank: int, options: dict, state: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, float]:
+    training = Training(rank, **options)
+    training.local.load_state_dict(state)
+    loaded = training.weights()
+    training.run(30, first=34)
+    training.local.finish()
+    return loaded, training.weights(), training.loss()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_another_number_of_workers_goes_on_from_the_gathered_state(workers: int) -> None:
+    options = OPTIONS["whole"]
+    (state, shared), (other_state, other_shared) = run_ranks(_gathered, 2, options)
+    assert torch.equal(shared, other_shared)
+    assert state.keys() == other_state.keys()
+    assert all(torch.equal(state[key], other_state[key]) for key in state)
+    answers = run_ranks(_continued, workers, options, state)
+    for loaded, weights, loss in answers:
+        assert torch.equal(loaded, shared)
+        assert torch.equal(weights, answers[0][1])
+        assert loss < 1.6
+
+
+def _weighted(rank: int) -> list[float]:
+    model = Two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    local = DiLoCo(model, optimizer, every=1, outer=AVERAGING, compressor="raw", weighted=True)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 4.0 * rank)
+    optimizer.step()
+    local.step(tokens=(100, 300)[rank])
+    return [p.item() for p in model.parameters()]
+
+
+def test_workers_count_by_their_tokens() -> None:
+    # Rank 0 stays at 1, rank 1 goes to -3 and has three quarters of the tokens.
+    for weights in run_ranks(_weighted, 2):
+        assert weights == [-2.0, -2.0]
+
+
+def _not_finite(rank: int) -> tuple[int, bool, bool]:
+    training = Training(rank, every=5, compressor="minmax(bits=4)")
+    training.run(10)
+    shared = training.weights()
+    residual = {key: value.clone() for key, value in training.local.wire.state_dict().items() if "residual" in key}
+    if rank == 1:
+        with torch.no_grad():
+            training.model.first.weight[0, 0] = float("nan")
+    for _ in range(4):
+        training.local.step()
+    with pytest.warns(UserWarning, match="not finite"):
+        training.local.step()
+    now = training.local.wire.state_dict()
+    same = all(torch.equal(value, now[key]) for key, value in residual.items())
+    return training.local.skipped_rounds, torch.equal(training.weights(), shared), bool(residual) and same
+
+
+def test_a_worker_that_is_not_finite_costs_one_round() -> None:
+    assert run_ranks(_not_finite, 2) == [(1, True, True)] * 2
+
+
+def _half(rank: int) -> tuple[torch.dtype, bool]:
+    model = nn.Linear(64, 64).to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = DiLoCo(model, optimizer, every=2, compressor="minmax(bits=4)")
+    for step in range(4):
+        model(torch.full((2, 64), float(rank + step), dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        local.step()
+    weights = model.weight.detach().float()
+    other = weights.clone()
+    dist.broadcast(other, 0)
+    return model.weight.dtype, torch.equal(weights, other)
+
+
+def test_shared_weights_of_a_bf16_model_are_fp32() -> None:
+    assert run_ranks(_half, 2) == [(torch.bfloat16, True)] * 2
+
+
+def _disagree(rank: int) -> str:
+    model = nn.Linear(64, 64)
+    with pytest.raises(thinwire.DisagreementError) as error:
+        DiLoCo(model, torch.optim.SGD(model.parameters()), every=(10, 20)[rank], compressor="minmax(bits=4)")
+    return str(error.value)
+
+
+def test_workers_that_differ_are_distinguished() -> None:
+    for message in run_ranks(_disagree, 2):
+        assert "every" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "every"),
+        ({"every": 10, "fragments": 3}, "fragments must divide every"),
+        ({"every": 10, "fragments": 5, "overlap": 2}, "overlap must be below"),
+        ({"mix": 1.5}, "mix"),
+        ({"every": 4, "fragments": 4}, "fragments must be between"),
+        ({"compressor": "minmax(bits=99)"}, "bits"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict, message: str) -> None:
+    assert run_ranks(_refused, 1, {"compressor": "minmax(bits=4)", **options}, message) == [True]
+
+
+def _refused(rank: int, options: dict, message: str) -> bool:
+    model = nn.Linear(64, 64)
+    with pytest.raises(ValueError, match=message):
+        DiLoCo(model, torch.optim.SGD(model.parameters()), **options)
+    return True
+
+
+def _foreign(rank: int) -> bool:
+    model = nn.Linear(64, 64)
+    with pytest.raises(ValueError, match="does not hold weight"):
+        DiLoCo(model, torch.optim.SGD(nn.Linear(2, 2).parameters()))
+    return True
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    assert run_ranks(_foreign, 1) == [True]
+
+
+def test_fragments_are_balanced_and_strided() -> None:
+    sizes = {"embed": 100, **{f"block.{i}": 40 for i in range(6)}, "norm": 1}
+    parts = balanced_fragments(sizes, 3)
+    assert sorted(name for part in parts for name in part) == sorted(sizes)
+    loads = [sum(sizes[name] for name in part) for part in parts]
+    assert max(loads) - min(loads) <= 40
+    assert balanced_fragments({f"block.{i}": 8 for i in range(6)}, 3) == [
+        ["block.0", "block.3"],
+        ["block.1", "block.4"],
+        ["block.2", "block.5"],
+    ]
+
+
+@pytest.mark.parametrize("bad", [{"lr": 0.0}, {"lr": float("nan")}, {"momentum": 1.0}, {"momentum": -0.1}])
+def test_outer_optimizers_outside_their_range_are_refused(bad: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Nesterov(**bad)
+
+
+def _flat(model: nn.Module) -> torch.Tensor:
+    values = (p.detach() for p in model.parameters())
+    return torch.cat([(p.to_local() if isinstance(p, DTensor) else p).flatten() for p in values])
+
+
+def _sharded(rank: int) -> tuple[torch.Tensor, float, float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = sharded.build(mesh["shards"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    local = DiLoCo(model, optimizer, every=5, compressor="minmax(bits=4)", group=mesh.get_group("replicas"))
+    losses = []
+    for step in range(42):
+        x, y = sharded.batch(step, rank, size=16)
+        loss = (model(x) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        local.step()
+        losses.append(loss.item())
+    local.finish()
+    return _flat(model), sum(losses[:5]), sum(losses[-5:])
+
+
+def test_shards_are_exchanged_with_their_peers() -> None:
+    answers = run_ranks(_sharded, 4)
+    for _, first, last in answers:
+        assert last < 0.7 * first
+    for rank in (0, 1):
+        assert torch.equal(answers[rank][0], answers[rank + 2][0])
+    assert not torch.equal(answers[0][0], answers[1][0])
+
+
+def _in_nodes(rank: int) -> torch.Tensor:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+    model = DistributedDataParallel(net, process_group=pairs[rank // 2])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    local = DiLoCo(model, optimizer, every=5, compressor="minmax(bits=4)")
+    for step in range(13):
+        x, y = _batch(rank, step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        local.step()
+    before = _flat(model)
+    others = [torch.empty_like(before) for _ in range(4)]
+    dist.all_gather(others, before)
+    assert torch.equal(others[0], others[1])
+    assert not torch.equal(others[0], others[2])
+    local.finish()
+    return _flat(model)
+
+
+def test_workers_of_a_node_average_gradients_and_nodes_exchange_progress() -> None:
+    first, *others = run_ranks(_in_nodes, 4)
+    assert all(torch.equal(first, other) for other in others)

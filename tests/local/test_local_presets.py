@@ -1,0 +1,40 @@
+"""Presets: arguments that DiLoCo takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from harness import run_ranks
+from thinwire.local import DiLoCo, preset
+
+
+def _trained(rank: int, name: str, changes: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    start = nn.utils.parameters_to_vector(model.parameters()).detach()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = DiLoCo(model, optimizer, **preset(name, **changes))
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank))
+    for _ in range(2 * changes["every"]):
+        optimizer.zero_grad()
+        (model(x) - x.flip(1)).square().mean().backward()
+        optimizer.step()
+        local.step()
+    local.finish()
+    return start, nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+@pytest.mark.parametrize(("name", "every"), [("local_sgd", 3), ("diloco", 3), ("muloco", 3), ("streaming", 12)])
+def test_workers_end_with_the_same_weights(name: str, every: int) -> None:
+    (start, first), (_, second) = run_ranks(_trained, 2, name, {"every": every})
+    assert torch.equal(first, second)
+    assert not torch.equal(first, start)
+
+
+def test_an_unknown_name_says_which_there_are() -> None:
+    with pytest.raises(ValueError, match="'streaming'"):
+        preset("dilco")

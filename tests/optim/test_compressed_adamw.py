@@ -1,0 +1,166 @@
+"""CompressedAdamW alone: its formulas, its state, what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from thinwire.optim import CompressedAdamW
+
+OPTIONS: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.99), "weight_decay": 0.1}
+
+
+def _problem(seed: int = 0) -> tuple[list[Tensor], list[list[Tensor]]]:
+    generator = torch.Generator().manual_seed(seed)
+    parameters = [torch.randn(shape, generator=generator).requires_grad_() for shape in ((5, 3), (4,))]
+    return parameters, [[torch.randn(p.shape, generator=generator) for p in parameters] for _ in range(12)]
+
+
+def _train(optimizer: torch.optim.Optimizer, parameters: list[Tensor], gradients: list[list[Tensor]]) -> None:
+    for step in gradients:
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+
+
+def test_the_order_update_is_adamw_where_nothing_is_sent() -> None:
+    (ours, gradients), (theirs, _) = _problem(), _problem()
+    _train(CompressedAdamW(ours, order="update", **OPTIONS), ours, gradients)
+    _train(torch.optim.AdamW(theirs, foreach=False, **OPTIONS), theirs, gradients)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_order_pre_normalises_before_the_momentum() -> None:
+    parameters, gradients = _problem()
+    lr, (beta1, beta2), decay, eps = OPTIONS["lr"], OPTIONS["betas"], OPTIONS["weight_decay"], 1e-8
+    expected = [p.detach().double().clone() for p in parameters]
+    first, second = ([torch.zeros_like(e) for e in expected] for _ in range(2))
+    optimizer = CompressedAdamW(parameters, **OPTIONS)
+    _train(optimizer, parameters, gradients)
+    for t, step in enumerate(gradients, 1):
+        for i, gradient in enumerate(step):
+            g = gradient.double()
+            second[i] = beta2 * second[i] + (1 - beta2) * g * g
+            first[i] = beta1 * first[i] + (1 - beta1) * lr * g / ((second[i] / (1 - beta2**t)).sqrt() + eps)
+            expected[i] = (1 - lr * decay) * expected[i] - first[i] / (1 - beta1**t)
+    for parameter, wanted in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.detach().double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("order", ["pre", "update"])
+def test_the_mean_of_what_one_rank_sends_is_the_step_without_sending(order: Any) -> None:
+    (sent, gradients), (alone, _) = _problem(), _problem()
+    first, second = CompressedAdamW(sent, order=order, **OPTIONS), CompressedAdamW(alone, order=order, **OPTIONS)
+    for step in gradients:
+        for parameter, gradient in zip(sent, step, strict=True):
+            flat = gradient.clone().reshape(-1)
+            first.outgoing(parameter, flat, 1.0)
+            parameter.grad = flat.view_as(parameter)
+        first.step()
+    _train(second, alone, gradients)
+    assert all(torch.equal(a, b) for a, b in zip(sent, alone, strict=True))
+
+
+def test_a_loss_scale_cancels() -> None:
+    (scaled, gradients), (plain, _) = _problem(), _problem()
+    found = []
+    for parameters, scale in ((scaled, 1024.0), (plain, 1.0)):
+        flat = gradients[0][0].reshape(-1) * scale
+        CompressedAdamW(parameters, **OPTIONS).outgoing(parameters[0], flat, scale)
+        found.append(flat / scale)
+    torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("order", ["pre", "update"])
+def test_a_step_that_is_skipped_leaves_no_trace(order: Any) -> None:
+    (parameters, gradients), (undisturbed, _) = _problem(), _problem()
+    optimizer = CompressedAdamW(parameters, order=order, **OPTIONS)
+    _train(optimizer, parameters, gradients[:3])
+    optimizer.outgoing(parameters[0], torch.full((15,), math.inf), 1.0)  # GradScaler finds infinity and does not step
+    for parameter, gradient in zip(parameters, gradients[3], strict=True):
+        flat = gradient.clone().reshape(-1)
+        optimizer.outgoing(parameter, flat, 1.0)
+        parameter.grad = flat.view_as(parameter)
+    optimizer.step()
+    _train(CompressedAdamW(undisturbed, order=order, **OPTIONS), undisturbed, gradients[:4])
+    assert all(torch.equal(a, b) for a, b in zip(parameters, undisturbed, strict=True))
+
+
+def test_clip_limits_the_root_mean_square_of_what_is_sent() -> None:
+    parameters, gradients = _problem()
+    optimizer = CompressedAdamW(parameters, clip=0.5, **OPTIONS)
+    for size in (1.0, 1e6):  # the second one is a spike: 1e6 times what the second moment has seen
+        flat = gradients[0][0].reshape(-1) * size
+        optimizer.outgoing(parameters[0], flat, 1.0)
+        assert float(flat.square().mean().sqrt()) == pytest.approx(0.5 * OPTIONS["lr"], rel=1e-4)
+    unlimited = CompressedAdamW(_problem()[0], **OPTIONS)
+    assert float(unlimited.param_groups[0]["clip"] or math.inf) == math.inf
+
+
+@pytest.mark.parametrize("order", ["pre", "update"])
+def test_it_continues_bit_for_bit_from_its_state(order: Any) -> None:
+    parameters, gradients = _problem()
+    optimizer = CompressedAdamW(parameters, order=order, **OPTIONS)
+    _train(optimizer, parameters, gradients[:6])
+    file = io.BytesIO()
+    torch.save({"optimizer": optimizer.state_dict(), "parameters": [p.detach() for p in parameters]}, file)
+    _train(optimizer, parameters, gradients[6:])
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = [p.requires_grad_() for p in saved["parameters"]]
+    other = CompressedAdamW(resumed, order=order, **OPTIONS)
+    other.load_state_dict(saved["optimizer"])
+    other.param_groups[0]["lr"] = OPTIONS["lr"]
+    _train(other, resumed, gradients[6:])
+    assert all(torch.equal(a, b) for a, b in zip(parameters, resumed, strict=True))
+
+
+@pytest.mark.parametrize("order", [("own", "file"), ("file", "own")])
+def test_moments_of_a_rank_stay_its_own_whichever_state_is_loaded_first(order: tuple[str, str]) -> None:
+    """``optimizer.state_dict()`` is rank 0's in most checkpoints."""
+    (mine, gradients), (of_rank_0, _) = _problem(0), _problem(1)
+    own, other = CompressedAdamW(mine, **OPTIONS), CompressedAdamW(of_rank_0, **OPTIONS)
+    _train(own, mine, gradients[:4])
+    _train(other, of_rank_0, _problem(1)[1][:4])
+    kept = own.local_state(mine[0])
+    for what in order:
+        if what == "own":
+            own.load_local_state(mine[0], kept)
+        else:
+            own.load_state_dict(other.state_dict())
+    assert torch.equal(own.local_state(mine[0])["exp_avg_sq"], kept["exp_avg_sq"])
+    assert torch.equal(own.local_state(mine[1])["exp_avg_sq"], other.local_state(of_rank_0[1])["exp_avg_sq"])
+
+
+def test_a_copy_steps_alike() -> None:
+    parameters, gradients = _problem()
+    optimizer = CompressedAdamW(parameters, **OPTIONS)
+    _train(optimizer, parameters, gradients[:2])
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        of = copied.param_groups[0]["params"]
+        _train(copied, of, gradients[2:4])
+    _train(optimizer, parameters, gradients[2:4])
+    assert all(torch.equal(a, b) for a, b in zip(parameters, of, strict=True))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1e-8}, {"weight_decay": math.nan}, {"order": "post"}, {"clip": 0.0}],
+)
+def test_arguments_outside_their_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        CompressedAdamW([torch.zeros(3, requires_grad=True)], **wrong)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match="sparse=False"):
+        CompressedAdamW(embedding.parameters()).step()

@@ -1,0 +1,89 @@
+"""Muon for whole models: which parameter is trained by what, schedules, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from thinwire.optim import Muon
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(16, 8)
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+        self.norm = nn.LayerNorm(8)
+        self.lm_head = nn.Linear(8, 16, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        return self.lm_head(self.norm(x + self.down(torch.relu(self.up(x)))))
+
+
+HIDDEN = {"up.weight", "down.weight"}
+
+
+def _backward(model: nn.Module, step: int) -> float:
+    tokens = torch.randint(0, 16, (8, 5), generator=torch.Generator().manual_seed(step))
+    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), (tokens.flatten() + 1) % 16)
+    model.zero_grad()
+    loss.backward()
+    return loss.item()
+
+
+def _same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_each_parameter_is_trained_by_its_optimizer() -> None:
+    model, other = Net(), Net()
+    both = Muon(model, lr=2e-3, weight_decay=0.05)
+    named = dict(other.named_parameters())
+    hidden, rest = [named[n] for n in named if n in HIDDEN], [named[n] for n in named if n not in HIDDEN]
+    muon = torch.optim.Muon(hidden, 2e-3, 0.05, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(rest, 2e-3, (0.9, 0.99), weight_decay=0.05)
+    first = last = 0.0
+    for step in range(60):
+        last = _backward(model, step)
+        first = first or last
+        _backward(other, step)
+        both.step()
+        muon.step()
+        adamw.step()
+    assert _same(model, other)
+    assert last < 0.8 * first
+
+
+def test_schedules_move_both_rates() -> None:
+    optimizer = Muon(Net(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    _backward(Net(), 0)
+    optimizer.step()
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.05]
+
+
+def test_a_loaded_state_continues_bit_for_bit() -> None:
+    model = Net()
+    optimizer = Muon(model, lr=2e-3)
+    for step in range(5):
+        _backward(model, step)
+        optimizer.step()
+    again = copy.deepcopy(model)
+    resumed = Muon(again, lr=1.0)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for step in range(5, 10):
+        for net, opt in ((model, optimizer), (again, resumed)):
+            _backward(net, step)
+            opt.step()
+    assert _same(model, again)
+
+
+def test_a_model_without_hidden_matrices_is_refused() -> None:
+    with pytest.raises(ValueError, match="no hidden matrix"):
+        Muon(nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4)))

@@ -1,0 +1,406 @@
+"""QuantizedAdam: AdamW in the warm-up, then a frozen variance and momenta that travel compressed."""
+
+from __future__ import annotations
+
+import io
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import thinwire
+from harness import run_ranks
+from nets import batch as batch_of
+from nets import loss_of, make, trained
+from thinwire.collectives import owned_parts
+from thinwire.compressors import parse
+from thinwire.optim import QuantizedAdam
+
+FOUR_BITS = "minmax(bits=4, bucket=128)"
+
+
+def _problem(seed: int = 0) -> tuple[list[Tensor], list[list[Tensor]]]:
+    generator = torch.Generator().manual_seed(seed)
+    parameters = [torch.randn(shape, generator=generator).requires_grad_() for shape in ((5, 3), (4,))]
+    return parameters, [[torch.randn(p.shape, generator=generator) for p in parameters] for _ in range(12)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lr=st.floats(1e-4, 0.1),
+    beta1=st.floats(0.0, 0.95),
+    beta2=st.floats(0.5, 0.999),
+    weight_decay=st.floats(0.0, 0.1),
+    eps=st.sampled_from([1e-8, 1e-3]),
+)
+def test_the_warm_up_is_adamw(lr: float, beta1: float, beta2: float, weight_decay: float, eps: float) -> None:
+    options: dict[str, Any] = {"lr": lr, "betas": (beta1, beta2), "weight_decay": weight_decay, "eps": eps}
+    (ours, gradients), (theirs, _) = _problem(), _problem()
+    optimizers = QuantizedAdam(ours, warmup=None, **options), torch.optim.AdamW(theirs, foreach=False, **options)
+    for step in gradients:
+        for parameters, optimizer in zip((ours, theirs), optimizers, strict=True):
+            for parameter, gradient in zip(parameters, step, strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert not optimizers[0].frozen
+
+
+def test_afterwards_the_bias_corrected_variance_is_frozen() -> None:
+    parameters, gradients = _problem()
+    lr, (beta1, beta2), eps, decay, frozen_at = 0.01, (0.9, 0.99), 1e-8, 0.1, 4
+    expected = [p.detach().double().clone() for p in parameters]
+    first = [torch.zeros_like(e) for e in expected]
+    second = [torch.zeros_like(e) for e in expected]
+    options: dict[str, Any] = {"betas": (beta1, beta2), "eps": eps, "weight_decay": decay}
+    optimizer = QuantizedAdam(parameters, lr=lr, warmup=frozen_at, floor=0.0, **options)
+    for t, step in enumerate(gradients, 1):
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+        for i, gradient in enumerate(step):
+            g = gradient.double()
+            first[i] = beta1 * first[i] + (1 - beta1) * g
+            if t <= frozen_at:
+                second[i] = beta2 * second[i] + (1 - beta2) * g * g
+            corrected = second[i] / (1 - beta2 ** min(t, frozen_at))
+            update = first[i] / (1 - beta1**t) / (corrected.sqrt() + eps)
+            expected[i] -= lr * (update + decay * expected[i])
+        assert optimizer.frozen == (t >= frozen_at)
+    assert optimizer.frozen_at == frozen_at
+    for parameter, wanted in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.detach().double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_what_had_no_gradient_in_the_warm_up_is_not_divided_by_nothing() -> None:
+    moved = {}
+    for floor in (0.0, 0.03):
+        parameter = torch.zeros(64, requires_grad=True)
+        optimizer = QuantizedAdam([parameter], lr=1e-3, warmup=3, floor=floor)
+        for step in range(5):
+            parameter.grad = torch.ones(64)
+            parameter.grad[:8] = 0.0 if step < 3 else 1e-3
+            optimizer.step()
+        moved[floor] = float(parameter.detach()[:8].abs().max())
+    assert moved[0.0] > 1.0
+    assert moved[0.03] < 1e-3
+
+
+def test_a_stable_variance_is_frozen_by_itself() -> None:
+    generator = torch.Generator().manual_seed(0)
+    parameter = torch.zeros(5000, requires_grad=True)
+    optimizer = QuantizedAdam([parameter], lr=1e-3, betas=(0.9, 0.95))
+    for step in range(1, 201):
+        scale = 10.0 * math.exp(-step / 10) + 1.0
+        parameter.grad = scale * torch.randn(5000, generator=generator)
+        optimizer.step()
+    # The squares of what gradients were at first take a hundred steps to be forgotten.
+    assert optimizer.frozen_at is not None
+    assert 100 < optimizer.frozen_at < 200
+    assert optimizer.frozen_at % 20 == 0
+
+
+def _options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"optimizer": optimizer, "skip_if_slower": False}
+
+
+def _fed(rank: int, size: int, spec: str, steps: int) -> dict[str, Any]:
+    """One run whose momenta travel in ``spec``, beside one in which nothing is compressed."""
+    found: dict[str, Any] = {}
+    for name, rules in (("exact", "raw"), ("coded", spec)):
+        model = make(rank)
+        optimizer = QuantizedAdam(trained(model), lr=3e-3, betas=(0.9, 0.99), warmup=4)
+        wire = thinwire.compress(model, rules, **_options(optimizer)) if rules != "raw" else None
+        losses, sent = [], []
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch_of(rank, step))
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            sent.append(wire.stats.payload_sent_bytes if wire else 0)
+        found[name] = losses
+        found[f"{name} parameters"] = {n: p.detach().clone() for n, p in model.module.named_parameters()}
+        if wire is not None:
+            found["sent"] = [b - a for a, b in pairwise([0, *sent])]
+            found["dense"] = wire.stats.dense_bytes / steps
+            found["plan"] = {str(c) for c in wire.plan.layers.values()}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("spec", "margin"),
+    [
+        (FOUR_BITS, 0.03),
+        ("maxabs(bits=4, bucket=128)", 0.03),
+        ("onebit(bucket=512)", 0.15),
+        ("topk(density=0.1)", 0.15),
+    ],
+)
+def test_momenta_are_sent_compressed_after_the_warm_up(spec: str, margin: float) -> None:
+    answers = run_ranks(_fed, 2, 2, spec, 60)
+    for answer in answers:
+        exact, coded = answer["exact"], answer["coded"]
+        assert coded[:5] == pytest.approx(exact[:5], rel=1e-5)
+        assert sum(coded[-8:]) < (1 + margin) * sum(exact[-8:])
+        assert all(sent == pytest.approx(answer["dense"], rel=0.01) for sent in answer["sent"][:4])
+        assert all(sent < answer["dense"] / 2 for sent in answer["sent"][4:])
+        assert any(plan.startswith("ef(") for plan in answer["plan"])
+    for name, values in answers[0]["coded parameters"].items():
+        assert torch.equal(values, answers[1]["coded parameters"][name]), name
+
+
+def _conserved(rank: int, size: int) -> dict[str, Any]:
+    """The momentum that all ranks' gradients would have made, and what was made of them."""
+    model = make(rank)
+    parameters = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
+    optimizer = QuantizedAdam(parameters.values(), lr=0.0, betas=(0.9, 0.99), warmup=1)
+    wire = thinwire.compress(model, "minmax(bits=3, bucket=128)", **_options(optimizer))
+    mine: dict[str, list[Tensor]] = {name: [] for name in parameters}
+    seen: dict[str, list[Tensor]] = {name: [] for name in parameters}
+    plain = make(rank)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model, batch_of(rank, step)).backward()
+        with plain.no_sync():
+            plain.zero_grad()
+            loss_of(plain, batch_of(rank, step)).backward()
+        for name, parameter in plain.module.named_parameters():
+            if parameter.requires_grad:
+                mine[name].append(parameter.grad.clone())
+        optimizer.step()
+        for name, parameter in parameters.items():
+            seen[name].append(optimizer.momentum(parameter).clone())
+    state = {key: value for key, value in wire.state_dict().items() if "residual" in key}
+    return {"mine": mine, "momenta": seen, "state": state}
+
+
+def _owed(name: str, states: list[dict[str, Tensor]]) -> Tensor:
+    """The mean residual of a layer: all of what its owner keeps, half of what the other rank does."""
+    residuals = [state[f"rank{rank}/residual/{name}"].reshape(-1) for rank, state in enumerate(states)]
+    owed = torch.zeros_like(residuals[0])
+    for owner, begin, end in owned_parts(name, parse("ef(minmax(bits=3, bucket=128))"), owed.numel(), [1, 1]):
+        for rank, residual in enumerate(residuals):
+            owed[begin:end] += residual[begin:end] * (1.0 if rank == owner else 0.5)
+    return owed
+
+
+def test_the_residual_is_all_that_is_missing() -> None:
+    answers = run_ranks(_conserved, 2, 2)
+    name = "layers.0.weight"
+    made = answers[0]["momenta"][name]
+    total = torch.zeros_like(made[0])
+    for step in range(1, 6):
+        mean = sum(answer["mine"][name][step] for answer in answers) / 2
+        total += 0.9 * made[step - 1] + 0.1 * mean - made[step]
+    owed = _owed(name, [answer["state"] for answer in answers])
+    assert float(owed.abs().max()) > 1e-5
+    torch.testing.assert_close(total.reshape(-1), owed, rtol=1e-3, atol=1e-6)
+
+
+class _Recorded:
+    """A model trained with clipping, beside the gradients that ranks would have averaged exactly."""
+
+    def __init__(self, rank: int, spec: str, max_norm: float, steps: int) -> None:
+        model, plain = make(rank), make(rank)
+        self.parameters = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
+        optimizer = QuantizedAdam(self.parameters.values(), lr=0.0, betas=(0.9, 0.99), warmup=1)
+        wire = thinwire.compress(model, spec, **_options(optimizer))
+        self.norms: list[tuple[float, float]] = []
+        self.mine: list[dict[str, Tensor]] = []
+        self.momenta: list[dict[str, Tensor]] = []
+        for step in range(steps):
+            plain.zero_grad()
+            loss_of(plain, batch_of(rank, step)).backward()
+            self.mine.append({n: p.grad.clone() for n, p in plain.module.named_parameters() if p.requires_grad})
+            optimizer.zero_grad()
+            loss_of(model, batch_of(rank, step)).backward()
+            seen = float(nn.utils.clip_grad_norm_(trained(model), max_norm))
+            self.norms.append((seen, math.sqrt(sum(float(g.square().sum()) for g in self.mine[-1].values()))))
+            optimizer.step()
+            self.momenta.append({n: optimizer.momentum(p).clone() for n, p in self.parameters.items()})
+        self.state = {key: value for key, value in wire.state_dict().items() if "residual" in key}
+
+
+def _norms(rank: int, size: int, spec: str) -> list[tuple[float, float]]:
+    return _Recorded(rank, spec, 1e9, 6).norms
+
+
+@pytest.mark.parametrize("spec", ["minmax(bits=4, bucket=128)", "minmax(bits=2, bucket=128)"])
+def test_clipping_sees_the_norm_of_the_mean_gradient(spec: str) -> None:
+    for seen, true in run_ranks(_norms, 4, 4, spec)[0][1:]:
+        assert seen == pytest.approx(true, rel=0.1)
+
+
+def _clipped(rank: int, size: int) -> tuple[Any, ...]:
+    recorded = _Recorded(rank, "minmax(bits=3, bucket=128)", 0.2, 6)
+    return recorded.norms, recorded.mine, recorded.momenta, recorded.state
+
+
+def test_clipping_discards_none_of_the_momentum_that_error_feedback_sent() -> None:
+    answers = run_ranks(_clipped, 2, 2)
+    name = "layers.0.weight"
+    norms, gradients, made, _ = answers[0]
+    total = torch.zeros_like(made[0][name])
+    for step in range(1, 6):
+        kept = min(1.0, 0.2 / (norms[step][0] + 1e-6))
+        assert kept < 0.9
+        total += 0.9 * made[step - 1][name] + 0.1 * kept * gradients[step][name] - made[step][name]
+    owed = _owed(name, [state for *_, state in answers])
+    assert float(owed.abs().max()) > 1e-5
+    torch.testing.assert_close(total.reshape(-1), owed, rtol=1e-3, atol=1e-6)
+
+
+def _skipped(rank: int, size: int) -> float:
+    """How much of the momentum of two backward passes without a step between them arrives."""
+    answers = []
+    for spec in ("minmax(bits=2, bucket=128)", "raw"):
+        model = make(rank)
+        optimizer = QuantizedAdam(trained(model), lr=0.0, warmup=1)
+        thinwire.compress(model, spec, **_options(optimizer))
+        for step in range(3):
+            loss_of(model, batch_of(rank, step)).backward()
+            if step == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.step()
+        answers.append(torch.cat([optimizer.momentum(p).reshape(-1) for p in trained(model)]))
+    coded, exact = answers
+    return float(coded.dot(exact) / exact.dot(exact))
+
+
+def test_gradients_of_two_backward_passes_add_up_in_one_step() -> None:
+    assert all(share == pytest.approx(1.0, abs=0.03) for share in run_ranks(_skipped, 2, 2))
+
+
+def _with_everything(rank: int, size: int, stop: int | None) -> Any:
+    """Clipping, a schedule, groups, and a loss scale; stopped and resumed after ``stop`` steps."""
+
+    def fresh() -> tuple[Any, ...]:
+        model = make(rank)
+        matrices = [p for p in trained(model) if p.ndim == 2]
+        vectors = [p for p in trained(model) if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 1e-3}]
+        optimizer = QuantizedAdam(groups, lr=3e-3, warmup=3)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+        wire = thinwire.compress(model, FOUR_BITS, grad_scaler=scaler, **_options(optimizer))
+        return model, optimizer, schedule, scaler, wire
+
+    parts = fresh()
+    losses = []
+    for step in range(14):
+        model, optimizer, schedule, scaler, wire = parts
+        optimizer.zero_grad()
+        loss = loss_of(model, batch_of(rank, step))
+        scaler.scale(loss * (float("inf") if step == 9 and rank == 1 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(trained(model), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        losses.append(float(loss.detach()))
+        if step + 1 == stop:
+            buffer = io.BytesIO()
+            torch.save([part.state_dict() for part in (model.module, optimizer, schedule, scaler, wire)], buffer)
+            buffer.seek(0)
+            states = torch.load(buffer, weights_only=True)
+            parts = fresh()
+            for part, state in zip((parts[0].module, *parts[1:]), states, strict=True):
+                part.load_state_dict(state)
+    whole = {n: p.detach().clone() for n, p in parts[0].module.named_parameters()}
+    return losses, whole, parts[1].frozen_at, parts[4].stats.nonfinite_steps
+
+
+def test_clipping_schedules_scalers_and_checkpoints() -> None:
+    going_on = run_ranks(_with_everything, 2, 2, None)
+    resumed = run_ranks(_with_everything, 2, 2, 7)
+    for (losses, whole, frozen_at, skipped), (again, same, *_) in zip(going_on, resumed, strict=True):
+        assert losses == again
+        assert all(torch.equal(whole[name], same[name]) for name in whole)
+        assert (frozen_at, skipped) == (3, 1)
+        assert losses[-1] < losses[0]
+    assert all(torch.equal(going_on[0][1][name], going_on[1][1][name]) for name in going_on[0][1])
+
+
+def _refused(rank: int, size: int) -> list[str]:
+    texts = []
+    model = make(rank)
+    some = QuantizedAdam(trained(model)[:2], lr=1e-3)
+    with pytest.raises(ValueError) as lacking:
+        thinwire.compress(model, **_options(some))
+    texts.append(str(lacking.value))
+    mine = QuantizedAdam(trained(model)) if rank == 0 else torch.optim.AdamW(trained(model))
+    with pytest.raises(thinwire.DisagreementError) as differing:
+        thinwire.compress(model, **_options(mine))
+    texts.append(str(differing.value))
+    return texts
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for lacking, differing in run_ranks(_refused, 2, 2):
+        assert "give it all trained parameters of the model" in lacking
+        assert "rank 0 has 'optimizer: QuantizedAdam', rank 1 has 'optimizer: AdamW'" in differing
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr must not be negative"),
+        ({"betas": (0.9, 1.0)}, "betas must be two numbers"),
+        ({"eps": math.inf}, "eps must not be negative"),
+        ({"weight_decay": -0.1}, "weight_decay must not be negative"),
+        ({"warmup": 0}, "warmup must be a number of steps"),
+        ({"warmup": "soon"}, "warmup must be a number of steps"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        QuantizedAdam([torch.zeros(2, requires_grad=True)], **options)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    embedding = nn.Embedding(10, 4, sparse=True)
+    optimizer = QuantizedAdam(embedding.parameters())
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(TypeError, match="make the embedding dense"):
+        optimizer.step()
+
+
+def test_a_parameter_that_joins_late_counts_its_own_steps() -> None:
+    generator = torch.Generator().manual_seed(0)
+    early, late, silent = (torch.zeros(50, requires_grad=True) for _ in range(3))
+    reference = torch.zeros(50, requires_grad=True)
+    optimizer = QuantizedAdam([early, late, silent], lr=1e-3, warmup=10)
+    adamw = torch.optim.AdamW([reference], lr=1e-3, weight_decay=0.0)
+    for step in range(30):
+        early.grad = torch.randn(50, generator=generator)
+        silent.grad = torch.zeros(50) if step < 15 else torch.ones(50)
+        if step >= 14:
+            late.grad = reference.grad = torch.randn(50, generator=generator)
+        optimizer.step()
+        if step >= 14:
+            adamw.step()
+        if step < 24:
+            # As under AdamW until it had as many gradients as the others' warm-up took.
+            torch.testing.assert_close(late.detach(), reference.detach())
+    assert optimizer.frozen_at == 10
+    assert [optimizer.state[p]["frozen_at"] for p in (early, late, silent)] == [10, 10, 25]
+    assert float(silent.detach().abs().max()) < 0.1
+
+
+def test_groups_that_are_added_later_warm_up_by_themselves() -> None:
+    first, second = (torch.zeros(20, requires_grad=True) for _ in range(2))
+    optimizer = QuantizedAdam([first], lr=1e-3, warmup=3)
+    for step in range(12):
+        if step == 5:
+            optimizer.add_param_group({"params": [second]})
+        first.grad, second.grad = torch.ones(20), torch.ones(20)
+        optimizer.step()
+    assert [optimizer.state[p]["frozen_at"] for p in (first, second)] == [3, 3]
+    assert float(second.detach().abs().max()) < 0.02

@@ -1,0 +1,367 @@
+"""Under the policies: families, errors, the programmes that choose, the regression of times."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from thinwire import parse
+from thinwire.compressors import FFT, ef
+from thinwire.plan.policies import Sync, allocate, errors, family
+from thinwire.plan.policies.bucket_times import fit_quality, seconds_per_byte
+from thinwire.plan.policies.candidates import LayerCandidates
+from thinwire.plan.policies.errors import squared_errors
+from thinwire.plan.policies.families import parameter_name, parameter_value, with_share
+
+
+def strengths(spec: str, **options) -> list[float]:
+    return [parameter_value(member) for member in family(parse(spec), **options)]
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def direct(compressor, gradient: torch.Tensor) -> float:
+    return float((compressor.roundtrip(gradient) - gradient).square().sum(dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("minmax(bits=4)", [2, 3, 4, 5, 6, 7, 8]),
+        ("minmax(bits=3)", [2, 3, 4, 5, 6]),
+        ("minmax(bits=6)", [3, 4, 5, 6, 7, 8]),
+        ("maxabs(bits=2)", [2, 3, 4]),
+        ("qsgd(bits=3)", [2, 3, 4, 5, 6]),
+        ("rangefloat(bits=10)", list(range(5, 16))),
+        ("powersgd(rank=4)", [2, 3, 4, 5, 6, 7, 8]),
+        ("powersgd(rank=32)", list(range(16, 65))),
+        ("ef(powersgd(rank=1))", [1, 2]),
+    ],
+)
+def test_bits_and_ranks_are_from_half_to_twice_as_many(spec: str, expected: list[int]) -> None:
+    assert strengths(spec) == expected
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.1])
+def test_densities_are_from_a_tenth_to_ten_times_as_much(density: float) -> None:
+    found = strengths(f"topk(density={density})")
+    assert len(found) == 100
+    assert (found[0], found[-1]) == (pytest.approx(density / 10), pytest.approx(10 * density))
+    assert np.diff(found) == pytest.approx(density / 10)
+
+
+def test_densities_end_at_one() -> None:
+    found = strengths("topk(density=0.3)")
+    assert len(found) == 33
+    assert max(found) <= 1.0
+
+
+def test_shares_of_a_spectrum_and_of_coded_values_are_twelve() -> None:
+    for spec in ("fft(theta=0.9)", "topk(density=0.1) | minmax(bits=8)"):
+        found = strengths(spec)
+        assert 12 <= len(found) <= 13
+        assert (found[0], found[-1]) == (pytest.approx(0.02), pytest.approx(0.5))
+    assert {member.values for member in family(parse("topk(density=0.1) | minmax(bits=6)"))} == {
+        parse("minmax(bits=6)")
+    }
+
+
+def test_a_family_has_its_default_and_keeps_all_else() -> None:
+    for spec in ("ef(topk(density=0.013, select=sampled))", "minmax(bits=3, bucket=64, rounding=nearest)"):
+        assert parse(spec) in family(parse(spec))
+    assert {member.bucket for member in family(parse("minmax(bits=3, bucket=64)"))} == {64}
+    assert all(str(member).startswith("ef(") for member in family(ef(parse("topk"))))
+
+
+def test_bounds_and_step_are_in_units_of_the_parameter() -> None:
+    assert strengths("powersgd(rank=32)", bounds=(8, 64), step=8) == [8, 16, 24, 32, 40, 48, 56, 64]
+    assert strengths("topk(density=0.01)", bounds=(0.01, 0.03), step=0.01) == [0.01, 0.02, 0.03]
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "message"),
+    [
+        ("natural", {}, "no bits, rank, density or theta"),
+        ("fft(theta=((0, 0.9), (10, 0.0)))", {}, "schedule of its own"),
+        ("minmax(bits=4)", {"bounds": (9, 12)}, "no bits between"),
+        ("minmax(bits=4)", {"bounds": (4, 2)}, "the lower one first"),
+        ("topk(density=0.01)", {"bounds": (0.0, 0.1)}, "above 0"),
+        ("topk(density=0.01)", {"step": 0.0}, "step must be above 0"),
+        ("topk(density=0.01)", {"step": -0.1}, "step must be above 0"),
+    ],
+)
+def test_what_has_no_family(spec: str, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        family(parse(spec), **options)
+
+
+@pytest.mark.parametrize(
+    ("spec", "factor", "expected"),
+    [
+        ("minmax(bits=4)", 3 / 4, "minmax(bits=3)"),
+        ("powersgd(rank=64)", 1 / 4, "powersgd(rank=16)"),
+        ("ef(topk(density=0.02))", 1 / 20, "ef(topk(density=0.001))"),
+        ("qsgd(bits=2)", 1 / 4, "qsgd(bits=2)"),
+        ("maxabs(bits=4)", 1 / 8, "maxabs(bits=2)"),
+        ("rangefloat(bits=4)", 1 / 4, "rangefloat(bits=3)"),
+        ("topk(density=0.2) | minmax(bits=8)", 1 / 2, "topk(density=0.1) | minmax(bits=8)"),
+    ],
+)
+def test_weaker_is_at_least_the_least_there_is(spec: str, factor: float, expected: str) -> None:
+    assert with_share(parse(spec), factor) == parse(expected)
+
+
+def test_parameters_have_names() -> None:
+    specs = ("ef(minmax(bits=4))", "powersgd(rank=2)", "topk(density=0.1) | minmax", "fft(theta=0.9)")
+    assert [parameter_name(parse(spec)) for spec in specs] == ["bits", "rank", "density", "kept"]
+    assert parameter_value(FFT(theta=0.9)) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("numel", [1000, 4096, 30_000])
+def test_densities_of_one_sort_err_as_they_would_one_by_one(numel: int) -> None:
+    gradient = normal(numel) ** 3
+    members = family(parse("topk(density=0.02)"))
+    found = squared_errors(gradient, members)
+    for at in range(0, len(members), 7):
+        assert found[at] == pytest.approx(direct(members[at], gradient), rel=1e-5)
+    assert all(later <= earlier for earlier, later in itertools.pairwise(found))
+
+
+def test_all_that_is_kept_errs_nothing() -> None:
+    gradient = normal(500)
+    total = float(gradient.square().sum())
+    few, all_of_it = squared_errors(gradient, [parse("topk(density=0.01)"), parse("topk(density=1.0)")])
+    assert few > 0.5 * total
+    assert all_of_it <= 1e-6 * total
+
+
+@pytest.mark.parametrize("shape", [(40, 70), (70, 40), (24, 4, 3, 3)])
+def test_ranks_err_what_singular_values_leave(shape: tuple[int, ...]) -> None:
+    gradient = normal(*shape)
+    members = family(parse("powersgd(rank=6)"))
+    squares = torch.linalg.svdvals(gradient.reshape(shape[0], -1).double()).square()
+    expected = [float(squares[int(parameter_value(member)) :].sum()) for member in members]
+    assert squared_errors(gradient, members) == pytest.approx(expected, rel=1e-4)
+
+
+def test_no_factorisation_of_such_a_rank_errs_less() -> None:
+    gradient = normal(60, 8) @ normal(8, 50, seed=1) + 0.1 * normal(60, 50, seed=2)
+    members = [parse(f"powersgd(rank={rank})") for rank in (2, 4, 8)]
+    for member, found in zip(members, squared_errors(gradient, members), strict=True):
+        assert found <= direct(member, gradient) * (1 + 1e-4)
+
+
+def test_power_steps_on_a_large_matrix_are_close_to_its_singular_values() -> None:
+    rows, columns = errors._LARGEST_GRAM + 16, errors._LARGEST_GRAM + 40
+    gradient = normal(rows, 48) * torch.arange(1, 49) ** -1.0 @ normal(48, columns, seed=1)
+    gradient += 0.002 * normal(rows, columns, seed=2)
+    members = [parse(f"powersgd(rank={rank})") for rank in (2, 4, 8)]
+    squares = torch.linalg.eigvalsh((gradient @ gradient.T).double()).flip(0)
+    for member, found in zip(members, squared_errors(gradient, members), strict=True):
+        expected = float(squares[int(parameter_value(member)) :].sum())
+        # No plan is taken for better than it is.
+        assert 0.999 * expected <= found <= 1.03 * expected
+
+
+@pytest.mark.parametrize("spec", ["minmax(bits=3)", "qsgd(bits=4)", "rangefloat(bits=8)", "fft(theta=0.8)", "randk"])
+def test_other_errors_are_those_of_a_round_trip(spec: str) -> None:
+    gradient = normal(64, 48)
+    compressor = parse(spec)
+    assert squared_errors(gradient, [compressor]) == pytest.approx([direct(compressor, gradient)], rel=1e-5)
+
+
+@pytest.mark.parametrize("spec", ["minmax(bits=3)", "topk(density=0.05)", "powersgd(rank=2)", "fft(theta=0.8)"])
+def test_error_feedback_changes_no_error(spec: str) -> None:
+    gradient = normal(64, 48)
+    plain, fed_back = squared_errors(gradient, [parse(spec), ef(parse(spec))])
+    assert plain == fed_back > 0
+
+
+def test_bf16_gradients_are_taken() -> None:
+    gradient = normal(64, 48).bfloat16()
+    found = squared_errors(gradient, [parse("topk(density=0.1)"), parse("powersgd(rank=2)"), parse("minmax(bits=4)")])
+    assert found == pytest.approx(
+        squared_errors(
+            gradient.float(), [parse("topk(density=0.1)"), parse("powersgd(rank=2)"), parse("minmax(bits=4)")]
+        )
+    )
+
+
+def test_what_arrives_as_nan_is_not_to_be_chosen(monkeypatch) -> None:
+    broken = parse("minmax(bits=2)")
+    monkeypatch.setattr(
+        "thinwire.plan.policies.candidates.squared_errors",
+        lambda g, kept: [float("nan") if c == broken else 1.0 for c in kept],
+    )
+    of = LayerCandidates.evaluate("w", normal(64, 64), [broken], parse("minmax(bits=4)"), lambda *_: 1.0)
+    assert of.errors.tolist() == [1.0, np.inf]
+    assert of.has_budget
+    assert not LayerCandidates.evaluate("w", normal(64, 64), [], broken, lambda *_: 1.0).has_budget
+
+
+def test_choices_leave_out_what_a_layer_cannot_have() -> None:
+    of = LayerCandidates.evaluate(
+        "w", normal(64, 64), family(parse("powersgd(rank=8)")), parse("powersgd(rank=8)"), lambda *_: 1.0
+    )
+    assert sorted(parameter_value(c) for c in of.candidates) == [4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
+    of = LayerCandidates.evaluate(
+        "w", normal(20, 20), family(parse("powersgd(rank=4)")), parse("powersgd(rank=4)"), lambda *_: 1.0
+    )
+    assert sorted(parameter_value(c) for c in of.candidates) == [2, 3, 4, 5]
+
+
+tables = st.integers(1, 4).flatmap(
+    lambda layers: st.lists(
+        st.lists(st.tuples(st.integers(0, 20), st.integers(1, 50)), min_size=1, max_size=4),
+        min_size=layers,
+        max_size=layers,
+    )
+)
+
+
+def arrays(table) -> tuple[list[allocate.Array], list[allocate.Array]]:
+    return tuple([np.array([pair[i] for pair in row], dtype=np.float64) for row in table] for i in (0, 1))  # type: ignore[return-value]
+
+
+def brute_force(table, budget: float) -> float | None:
+    found = [
+        sum(cost for _, cost in plan) for plan in itertools.product(*table) if sum(error for error, _ in plan) <= budget
+    ]
+    return min(found) if found else None
+
+
+@settings(max_examples=150, deadline=None)
+@given(tables, st.integers(0, 60), st.sampled_from(["dp", "exact"]))
+def test_both_programmes_find_what_brute_force_finds(table, budget: int, solver: str) -> None:
+    expected = brute_force(table, budget)
+    of_errors, costs = arrays(table)
+
+    def solve() -> list[int]:
+        if solver == "exact":
+            return allocate.exact(of_errors, costs, budget)
+        # As many steps as there are units of error: nothing is rounded.
+        return allocate.dynamic_programme(of_errors, costs, budget, max(1, budget))
+
+    if expected is None:
+        with pytest.raises(allocate.Infeasible, match="no choice"):
+            solve()
+        return
+    plan = solve()
+    assert allocate.total(of_errors, plan) <= budget
+    assert allocate.total(costs, plan) == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.integers(1, 6), st.floats(0.3, 1.5), st.integers(5, 2000))
+def test_no_plan_is_over_the_budget(seed: int, layers: int, choices: int, alpha: float, steps: int) -> None:
+    draw = np.random.default_rng(seed)
+    of_errors = [draw.exponential(10 ** draw.uniform(-6, 6), choices) for _ in range(layers)]
+    costs = [draw.exponential(10 ** draw.uniform(0, 6), choices) for _ in range(layers)]
+    budget = alpha * allocate.total(of_errors, [0] * layers)
+    try:
+        plan = allocate.dynamic_programme(of_errors, costs, budget, steps)
+    except allocate.Infeasible:
+        assume(False)
+        return
+    assert allocate.total(of_errors, plan) <= budget * (1 + 1e-12)
+
+
+def realistic(
+    draw: np.random.Generator, layers: int, choices: int
+) -> tuple[list[allocate.Array], list[allocate.Array]]:
+    """Errors that fall geometrically with the bits, of layers of all sizes and norms."""
+    bits = np.linspace(2, 8, choices)
+    sizes, norms = 10 ** draw.uniform(3, 6.5, layers), 10 ** draw.uniform(-3, 2, layers)
+    of_errors = [norm * 4.0**-bits * draw.uniform(0.8, 1.2, choices) for norm in norms]
+    return of_errors, [size * (bits + 0.5) for size in sizes]
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_the_dynamic_programme_is_within_a_hundredth_of_the_optimum(seed: int) -> None:
+    of_errors, costs = realistic(np.random.default_rng(seed), 60, 16)
+    reference = [5] * 60
+    budget = allocate.total(of_errors, reference)
+    best = allocate.exact(of_errors, costs, budget)
+    found = allocate.dynamic_programme(of_errors, costs, budget)
+    for plan in (best, found):
+        assert allocate.total(of_errors, plan) <= budget * (1 + 1e-12)
+    optimum = allocate.total(costs, best)
+    assert optimum <= allocate.total(costs, found) * (1 + 1e-5)
+    assert allocate.total(costs, found) <= 1.01 * optimum
+    assert allocate.total(costs, found) < 0.9 * allocate.total(costs, reference)
+
+
+@pytest.mark.parametrize("solve", [allocate.dynamic_programme, allocate.exact])
+def test_a_budget_of_zero_leaves_what_errs_nothing(solve) -> None:
+    tiny = np.array([1e-9, 0.0, 0.0])
+    assert solve([tiny, tiny], [np.array([1.0, 3.0, 2.0])] * 2, 0.0) == [2, 2]
+    with pytest.raises(allocate.Infeasible):
+        solve([np.array([1e-9])], [np.array([1.0])], 0.0)
+
+
+@pytest.mark.parametrize("solve", [allocate.dynamic_programme, allocate.exact])
+def test_infinite_errors_are_never_chosen(solve) -> None:
+    of_errors = [np.array([np.inf, 1.0]), np.array([np.inf, 2.0])]
+    assert solve(of_errors, [np.array([1.0, 5.0])] * 2, 3.0) == [1, 1]
+
+
+@pytest.mark.parametrize("solve", [allocate.dynamic_programme, allocate.exact])
+def test_a_budget_that_only_the_reference_meets(solve) -> None:
+    of_errors = [np.array([0.3, 0.7]), np.array([0.1, 0.9])]
+    costs = [np.array([2.0, 1.0]), np.array([2.0, 1.0])]
+    assert solve(of_errors, costs, 0.4) == [0, 0]
+
+
+def test_rounding_rules_no_plan_out() -> None:
+    # In steps of a tenth, 1/3 and 2/3 of the budget are 0.4 and 0.7 of it.
+    assert allocate.dynamic_programme([np.array([1.0]), np.array([2.0])], [np.array([1.0])] * 2, 3.0, 10) == [0, 0]
+
+
+def test_what_rounding_leaves_of_the_budget_is_spent() -> None:
+    # Ten steps: each layer's 0.11 counts as 0.2, so that only five of the eight that fit are taken.
+    of_errors, costs = [np.array([0.0, 0.11])] * 9, [np.array([10.0, 1.0])] * 9
+    assert sum(allocate.dynamic_programme(of_errors, costs, 1.0, 10)) == 9
+
+
+def syncs(coefficients: tuple[float, ...], constant: float, plans: int, noise: float = 0.0) -> list[Sync]:
+    draw = np.random.default_rng(1)
+    found = []
+    for _ in range(plans):
+        sizes = tuple(int(size) for size in draw.integers(10_000, 4_000_000, len(coefficients)))
+        seconds = constant + sum(b * c for b, c in zip(sizes, coefficients, strict=True))
+        # The first steps of a plan open new messages.
+        found += [Sync(sizes, 5 * seconds), Sync(sizes, 3 * seconds)]
+        found += [Sync(sizes, seconds * (1 + noise * draw.standard_normal())) for _ in range(6)]
+    return found
+
+
+def test_regression_recovers_what_a_bucket_s_byte_costs() -> None:
+    known = (1e-9, 4e-9, 8e-8)
+    assert seconds_per_byte(syncs(known, 0.002, plans=8)) == pytest.approx(known, rel=1e-6)
+    noisy = syncs(known, 0.002, plans=24, noise=0.02)
+    found = seconds_per_byte(noisy)
+    assert found is not None
+    assert found[2] == pytest.approx(known[2], rel=0.1)
+    assert fit_quality([sync for at, sync in enumerate(noisy) if at % 8 >= 2], found) > 0.95
+
+
+def test_regression_waits_for_enough_plans_and_forgets_other_buckets() -> None:
+    known = (1e-9, 4e-9)
+    assert seconds_per_byte([]) is None
+    assert seconds_per_byte(syncs(known, 0.0, plans=3)) is None
+    before = syncs((1e-9, 1e-9, 1e-9), 0.0, plans=8)
+    assert seconds_per_byte(before + syncs(known, 0.0, plans=5)) == pytest.approx(known, rel=1e-6)
+
+
+def test_quality_of_a_fit_leaves_out_other_buckets() -> None:
+    known = (1e-9, 4e-9)
+    mixed = [*(s for s in syncs((1.0,), 0.0, 2)), *syncs(known, 0.0, plans=5)[2:8]]
+    assert fit_quality(mixed, known) == pytest.approx(1.0)
+    assert fit_quality([], known) == 0.0

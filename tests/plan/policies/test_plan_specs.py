@@ -1,0 +1,110 @@
+"""Policies as text, and what their parameters may be."""
+
+from __future__ import annotations
+
+import pytest
+
+from thinwire import parse
+from thinwire.compressors import PowerSGD, ef
+from thinwire.plan.policies import Accordion, Bayes, KMeans, LGreco, Linear, Policy, parse_policy
+
+POLICIES = [
+    LGreco(),
+    LGreco(every=100, warmup=50, window=7, lag=3),
+    LGreco(families=("topk(density=0.1)", "ef(minmax(bits=3, bucket=64))")),
+    LGreco(families=("powersgd(rank=32)",), bounds=(8, 64), step=4.0),
+    LGreco(solver="exact", steps=5000, error="squared", alpha=1.5, objective="link"),
+    LGreco(reference=Accordion(every=100, pair=("powersgd(rank=16)", "powersgd(rank=64)"), eta=0.25)),
+    Accordion(),
+    Accordion(every=500, pair=(2, 4)),
+    KMeans(clusters=4, buckets=(1024, 128), top=0.05, alpha=2.0),
+    Linear(bounds=(2, 6)),
+    Bayes(trials=12, proposals=64),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_a_policy_survives_its_text(policy: Policy) -> None:
+    again = parse_policy(str(policy))
+    assert again == policy
+    assert type(again) is type(policy)
+    assert hash(again) == hash(policy)
+    assert parse_policy(policy) is policy
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("lgreco", LGreco()),
+        (" LGreco(every=500, warmup=100) ", LGreco(every=500, warmup=100)),
+        ("lgreco(solver=exact, objective=time)", LGreco(solver="exact", objective="time")),
+        ("lgreco(reference=accordion)", LGreco(reference=Accordion())),
+        ("accordion()", Accordion(every=1000)),
+    ],
+)
+def test_texts(text: str, policy: Policy) -> None:
+    assert parse_policy(text) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not a policy"),
+        ("lgreco(", "is not a policy"),
+        ("greedy()", "there are accordion, auto, bayes"),
+        ("__import__('os').system('true')", "is no policy"),
+        ("lgreco(every=__import__('os'))", "not a plain value"),
+        ("lgreco(every=2 * 50)", "not a plain value"),
+        ("lgreco(evry=500)", "did you mean every"),
+        ("lgreco(500)", "by name"),
+        ("lgreco(every=1)", "every must be a whole number"),
+        ("lgreco(every=10.0)", "every must be a whole number"),
+        ("lgreco(every=True)", "every must be a whole number"),
+        ("lgreco(warmup=-1)", "warmup must be"),
+        ("lgreco(window=0)", "window must be"),
+        ("lgreco(every=10, window=9, lag=5)", "do not fit"),
+        ("lgreco(solver=greedy)", "solver must be dp or exact"),
+        ("lgreco(error=l1)", "error must be"),
+        ("lgreco(objective=joy)", "objective must be"),
+        ("lgreco(alpha=0)", "alpha must be above 0"),
+        ("lgreco(alpha=1e999)", "alpha must be above 0 and finite"),
+        ("lgreco(alpha=much)", "is not a policy"),
+        ("lgreco(steps=0)", "steps must be at least 1"),
+        ("lgreco(steps=10.5)", "steps must be an integer"),
+        ("lgreco(step=-1, families=('topk',))", "step must be above 0"),
+        ("lgreco(families=('tpk(density=0.1)',))", "is not a spec"),
+        ("lgreco(families=('natural',))", "no bits, rank, density"),
+        ("lgreco(families='topk')", "a tuple of specs"),
+        ("lgreco(reference='accordion')", "reference must be a policy"),
+        ("lgreco(reference=topk())", "is no policy"),
+        ("lgreco(**{'every': 5})", "no parameter None"),
+        ("kmeans(alpha=-1)", "alpha must be above 0"),
+        ("accordion(eta=-0.1)", "eta must be at least 0"),
+        ("accordion(pair=('tpk', 'raw'))", "is not a spec"),
+        ("accordion(pair=(2, 'raw'))", "two numbers, high compression first"),
+        ("accordion(pair=4)", "two numbers, high compression first"),
+        ("accordion(pair=(0, 4))", "numbers above 0"),
+        ("kmeans(clusters=0)", "clusters must be a whole number"),
+        ("kmeans(top=0)", "top must be above 0"),
+        ("bayes(trials=0)", "trials must be a whole number"),
+    ],
+)
+def test_wrong_texts(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_policy(text)
+
+
+def test_windows_and_lags_follow_the_interval() -> None:
+    assert (LGreco(every=500).window_steps, LGreco(every=500).lag_steps) == (50, 25)
+    assert (LGreco(every=2).window_steps, LGreco(every=2).lag_steps) == (1, 1)
+    assert LGreco(every=20, lag=19).window_steps == 1
+
+
+def test_policies_are_checked_before_training() -> None:
+    no_family, shapes = {"up": parse("natural")}, {"up": (128, 64)}
+    families = ("minmax(bits=3)", "topk(density=0.05)", "powersgd(rank=4)")
+    for policy in (LGreco(), KMeans(), Accordion(), LGreco(families=families, reference=Accordion())):
+        with pytest.raises(ValueError, match="natural"):
+            policy.check(no_family, shapes)
+    LGreco(families=families).check(no_family, shapes)
+    assert LGreco(families=families, objective="link").to_time(no_family) >= {ef(PowerSGD(rank=8))}

@@ -1,0 +1,121 @@
+"""Specs, patterns and plans."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import thinwire
+from thinwire import Plan, parse
+from thinwire.plan import Filter, matches
+
+SHAPES = {
+    "embed.weight": (64, 96),
+    "layers.0.bn.weight": (96,),
+    "layers.0.linear.weight": (96, 96),
+    "layers.0.linear.bias": (96,),
+    "tiny.weight": (8, 8),
+}
+
+
+@pytest.mark.parametrize(
+    ("spec", "compressor"),
+    [
+        ("minmax", thinwire.compressors.MinMax()),
+        (" minmax(2) ", thinwire.compressors.MinMax(bits=2)),
+        ("minmax(3, bucket=64)", thinwire.compressors.MinMax(bits=3, bucket=64)),
+        ("minmax(bits=4, rounding=nearest)", thinwire.compressors.MinMax(rounding="nearest")),
+        ("minmax(bits=4, rounding='nearest')", thinwire.compressors.MinMax(rounding="nearest")),
+        ("raw", thinwire.compressors.Raw()),
+        ("cast(fp16)", thinwire.compressors.Cast("fp16")),
+        ("ef(minmax(bits=1))", thinwire.compressors.ef(thinwire.compressors.MinMax(bits=1))),
+        ("ef(randk(density=0.5))", thinwire.compressors.ef(thinwire.compressors.RandK(density=0.5))),
+    ],
+)
+def test_specs(spec: str, compressor: thinwire.compressors.Compressor) -> None:
+    assert parse(spec) == compressor
+    assert parse(str(compressor)) == compressor
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("", "not a spec"),
+        ("minmax(", "not a spec"),
+        ("minmax + raw", "not a spec"),
+        ("__import__('os').system('true')", "not a spec"),
+        ("minmax(bits=__import__('os'))", "no compressor is called '__import__'"),
+        ("minmax(bits=[1][0])", "not a plain value"),
+        ("minmax(bits=0)", "bits must be between 1 and 8"),
+        ("minmax(bucket=0)", "bucket must be between 1 and"),
+        ("minmax(rounding=up)", "rounding must be stochastic or nearest"),
+        ("minmax(4, bits=4)", "given twice"),
+        ("minmax(4, 128, nearest, 1)", "at most 3 parameters"),
+        ("randk(density=2)", "density must be above 0"),
+        ("cast(int8)", "bf16 or fp16"),
+        ("mnmax", "no compressor is called 'mnmax'. Did you mean 'minmax"),
+    ],
+)
+def test_wrong_specs(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(spec)
+
+
+def test_error_feedback_is_not_nested() -> None:
+    with pytest.raises(TypeError, match="already"):
+        parse("ef(ef(minmax))")
+    with pytest.raises(TypeError, match="bits must be an integer"):
+        parse("minmax(bits=4.0)")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "expected"),
+    [
+        ("bias", "layers.0.linear.bias", True),
+        ("bn", "layers.0.bn.weight", True),
+        ("embed.*", "embed.weight", True),
+        ("embed.*", "model.embed.weight", False),
+        ("*", "anything", True),
+        ("layers.[01].*", "layers.2.weight", False),
+    ],
+)
+def test_patterns(pattern: str, name: str, expected: bool) -> None:
+    assert matches(pattern, name) is expected
+
+
+def test_the_default_plan() -> None:
+    plan = Plan.build(SHAPES)
+    assert {name: str(c) for name, c in plan.layers.items()} == {
+        "embed.weight": "minmax(bits=4, bucket=128)",
+        "layers.0.bn.weight": "raw()",
+        "layers.0.linear.weight": "minmax(bits=4, bucket=128)",
+        "layers.0.linear.bias": "raw()",
+        "tiny.weight": "raw()",
+    }
+    assert plan.summary() == "2 x minmax(bits=4, bucket=128), 3 x raw()"
+
+
+def test_rules_by_name() -> None:
+    rules = {"embed.*": "minmax(bits=2)", "layers.0.bn.weight": "minmax(bits=8)", "*": "minmax(bits=4)"}
+    plan = Plan.build(SHAPES, rules, Filter(exclude=("linear",)))
+    assert str(plan["embed.weight"]) == "minmax(bits=2, bucket=128)"
+    assert str(plan["layers.0.bn.weight"]) == "minmax(bits=8, bucket=128)", "a full name overrides the size filter"
+    assert str(plan["layers.0.linear.weight"]) == "raw()"
+    assert str(Plan.build(SHAPES, {"embed.*": "minmax"})["layers.0.linear.weight"]) == "raw()"
+
+
+def test_a_plan_survives_json_and_its_hash_tells_plans_apart() -> None:
+    plan = Plan.build(SHAPES, "ef(minmax(bits=2))")
+    again = Plan.build(SHAPES).with_json(plan.to_json())
+    assert again.layers == plan.layers
+    assert again.hash == plan.hash != Plan.build(SHAPES).hash
+    assert json.loads(plan.to_json())["embed.weight"] == "ef(minmax(bits=2, bucket=128))"
+    for text in ("[]", '{"a": 1}'):
+        with pytest.raises(ValueError, match="JSON object"):
+            plan.with_json(text)
+
+
+def test_a_compressor_from_outside_joins_by_its_name() -> None:
+    with pytest.raises(ValueError, match="already belongs"):
+        thinwire.register(lambda: thinwire.compressors.Raw(), "minmax")

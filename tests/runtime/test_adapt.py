@@ -1,0 +1,453 @@
+"""Plans that change while a model trains: when, on all ranks alike, and what survives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import thinwire
+from harness import run_ranks, run_threads
+from nets import assert_replicas_identical, batch, fingerprint, loss_of, make, train, trained
+from thinwire.plan import Plan
+from thinwire.plan.policies import Evidence, Policy, Proposal
+from thinwire.runtime import DisagreementError, Wire
+from thinwire.runtime.state import Slots
+
+SHAPES = {"w": (64, 48), "v": (48, 48), "b": (10,)}
+LAYERS = tuple(SHAPES.items())
+NUMEL = 64 * 48 + 48 * 48 + 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scripted(Policy):
+    """Takes one spec after the other, and notes what it was shown."""
+
+    specs: tuple[str, ...] = ("minmax(bits=2)",)
+
+    def propose(self, evidence: Evidence) -> Proposal:
+        seen.append(evidence)
+        spec = self.specs[(evidence.step // self.every) % len(self.specs)]
+        if spec == "fail":
+            raise RuntimeError("no idea")
+        return Proposal({name: thinwire.parse(spec) for name in evidence.reference})
+
+
+seen: list[Evidence] = []
+
+
+def wires(policy: Policy, spec: str, steps: int, *, start: int = 0, num_ranks: int = 2, loss_scale: float = 1.0):
+    """By rank, the Wire after some steps, and what arrived in each."""
+    seen.clear()
+
+    def run(transport):
+        wire = Wire(Plan.build(SHAPES, spec), SHAPES, transport, adapt=policy, start=start)
+        arrived = []
+        for step in range(steps):
+            wire.begin_step()
+            flat = torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * step + wire.rank)) * loss_scale
+            wire.observe(flat, LAYERS, loss_scale=loss_scale)
+            arrived.append(flat if wire.dense else wire.reduce(flat, LAYERS, loss_scale=loss_scale).wait())
+        return wire, arrived
+
+    return run_threads(run, num_ranks)
+
+
+def test_all_ranks_change_over_between_the_same_two_steps() -> None:
+    policy = Scripted(every=4, window=2, lag=1, specs=("minmax(bits=4)", "minmax(bits=2)", "minmax(bits=8)"))
+    answers = wires(policy, "minmax(bits=4)", 10, num_ranks=3)
+    for wire, arrived in answers:
+        assert [(d.step, d.changed) for d in wire.decisions] == [(4, 2), (8, 2)]
+        assert wire.plan["w"] == thinwire.compressors.MinMax(bits=8)
+        assert wire.plan["b"] == thinwire.compressors.Raw()
+        assert wire.stats.plan_changes == 2
+        assert all(torch.equal(mine, first) for mine, first in zip(arrived, answers[0][1], strict=True))
+        # What is received has as many levels a bucket as the plan's bits give.
+        assert [len(arrived[step][:128].unique()) <= 4 for step in (3, 4, 7, 8)] == [False, True, True, False]
+
+
+def test_what_a_policy_is_shown() -> None:
+    wires(Scripted(every=5, window=2, lag=2), "minmax(bits=4)", 6, loss_scale=256.0)
+    (evidence,) = seen
+    exact = sum(torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * step)) for step in (1, 2))
+    assert torch.allclose(evidence.gradients["w"].view(-1), exact[: 64 * 48], atol=1e-4)
+    assert set(evidence.gradients) == {"w", "v"}
+    assert evidence.gradients["v"].shape == (48, 48)
+    assert evidence.step == 5
+    assert evidence.bucket_of == {"w": 0, "v": 0, "b": 0}
+
+
+def test_sums_are_the_same_however_buckets_are_formed() -> None:
+    """To the bit, also in the middle of a window: a run that resumes must decide alike."""
+    whole, parts = (LAYERS,), (LAYERS[1:], LAYERS[:1])
+    found = []
+    for formed in ([whole] * 4, [whole, parts, parts, whole], [parts] * 4):
+        seen.clear()
+
+        def run(transport, formed=formed):
+            wire = Wire(Plan.build(SHAPES), SHAPES, transport, adapt=Scripted(every=5, window=4, lag=1))
+            for step in range(6):
+                wire.begin_step()
+                gradients = {
+                    name: torch.randn(shape, generator=torch.Generator().manual_seed(10 * step + at))
+                    for at, (name, shape) in enumerate(LAYERS)
+                }
+                for bucket in formed[step] if step < 4 else whole:
+                    wire.observe(torch.cat([gradients[name].view(-1) for name, _ in bucket]), bucket)
+                if step == 2:
+                    wire.state_dict()
+
+        run_threads(run, 1)
+        (evidence,) = seen
+        found.append(evidence.gradients)
+    assert list(found[0]) == list(found[1]) == list(found[2]) == ["w", "v"]
+    for name in ("w", "v"):
+        assert torch.equal(found[0][name], found[1][name])
+        assert torch.equal(found[0][name], found[2][name])
+
+
+def test_after_a_dense_warm_up_the_first_compressed_step_has_a_plan_already() -> None:
+    for wire, _ in wires(Scripted(every=6, window=2, lag=1), "minmax(bits=4)", 5, start=4):
+        assert [d.step for d in wire.decisions] == [4]
+        assert wire.plan["w"] == thinwire.compressors.MinMax(bits=2)
+        assert wire.stats.compressed_steps == 1
+
+
+def test_a_policy_that_fails_costs_nothing_but_its_plan() -> None:
+    for wire, _ in wires(Scripted(every=3, window=1, lag=1, specs=("", "fail", "minmax(bits=2)")), "minmax", 7):
+        assert [d.changed for d in wire.decisions] == [0, 2]
+        assert "no idea" in wire.decisions[0].note
+        assert wire.plan["w"] == thinwire.compressors.MinMax(bits=2)
+
+
+def test_a_nonfinite_gradient_is_left_out_of_the_sum() -> None:
+    seen.clear()
+
+    def run(transport):
+        wire = Wire(Plan.build(SHAPES), SHAPES, transport, adapt=Scripted(every=4, window=3, lag=1))
+        for step in range(4):
+            wire.begin_step()
+            flat = torch.full((NUMEL,), 1.0 if step != 1 else float("inf"))
+            wire.observe(flat, LAYERS)
+            wire.reduce(flat, LAYERS).wait()
+        wire.begin_step()
+
+    run_threads(run, 2)
+    assert float(seen[0].gradients["w"].max()) == 2.0
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "nonsense",
+        "[]",
+        '{"layers": {"w": "nonsense"}, "note": ""}',
+        '{"layers": {"other": "minmax"}, "note": ""}',
+        '{"layers": 3, "note": ""}',
+        '{"layers": {"v": "powersgd(rank=40)"}, "note": ""}',
+    ],
+)
+def test_what_rank_0_sends_is_read_and_not_trusted(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thinwire.runtime.adapt.exchange_texts", lambda mine, transport: [told] * 2)
+    with pytest.raises(DisagreementError, match="rank 0 sent a plan"):
+        wires(Scripted(every=2, window=1, lag=1), "minmax", 3)
+
+
+def test_ranks_with_different_policies_are_reported_before_training() -> None:
+    def run(transport):
+        return Wire(Plan.build(SHAPES), SHAPES, transport, adapt=thinwire.policies.LGreco(every=10 + transport.rank))
+
+    with pytest.raises(DisagreementError, match="every=11"):
+        run_threads(run, 2)
+
+
+# --- what survives a change ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("ef(minmax(bits=2))", "ef(minmax(bits=4))"),
+        ("ef(minmax(bits=2, bucket=64))", "ef(minmax(bits=2, bucket=1024))"),
+        ("ef(minmax(bits=2))", "ef(topk(density=0.1))"),
+        ("ef(topk(density=0.1))", "ef(minmax(bits=2))"),
+        ("ef(minmax(bits=2))", "ef(powersgd(rank=2))"),
+        ("ef(powersgd(rank=4))", "ef(minmax(bits=3))"),
+    ],
+)
+def test_the_residual_stays(old: str, new: str, num_ranks: int) -> None:
+    """All that arrives, and what is owed in the end, is all that was sent: to the last bit that fp32 has."""
+    policy = Scripted(every=4, window=1, lag=1, specs=(old, new))
+    shapes = {"w": (64, 48)}
+
+    def run(transport):
+        wire = Wire(Plan.build(shapes, old), shapes, transport, adapt=policy)
+        arrived, sent = torch.zeros(64 * 48, dtype=torch.float64), torch.zeros(64 * 48, dtype=torch.float64)
+        for step in range(7):
+            wire.begin_step()
+            flat = torch.randn(64 * 48, generator=torch.Generator().manual_seed(10 * step + wire.rank))
+            sent += flat
+            wire.observe(flat, tuple(shapes.items()))
+            arrived += wire.reduce(flat, tuple(shapes.items())).wait()
+        assert wire.plan["w"] == thinwire.parse(new)
+        # One more change, back to what every rank has a residual of its own for: it holds what this rank owes.
+        residual = wire.state_dict()[f"rank{wire.rank}/residual/w"].double().view(-1)
+        return arrived, sent, residual, wire
+
+    answers = run_threads(run, num_ranks)
+    mean = sum(sent for _, sent, _, _ in answers) / num_ranks
+    owed = torch.zeros_like(mean)
+    for rank, (_, _, residual, wire) in enumerate(answers):
+        slots = Slots()
+        slots.replace({("w", "residual"): residual.float()})
+        slots.hand_over(
+            "w",
+            shapes["w"],
+            wire.plan["w"],
+            thinwire.parse("ef(topk(density=0.5))"),
+            rank,
+            [1] * num_ranks,
+            [1] * num_ranks,
+        )
+        owed += slots.value("w", thinwire.parse("ef(topk)").slots[-1], shapes["w"]).double() / num_ranks
+    assert torch.allclose(answers[0][0] + owed, mean, atol=1e-4)
+    assert float(owed.abs().max()) > 0.01
+
+
+def test_a_layer_that_turns_raw_sends_its_residual_first() -> None:
+    """All that was sent has arrived after one step of ``ef(raw)``; a plain raw layer would lose the residual."""
+    shapes = {"w": (64, 48)}
+    policy = Scripted(every=4, window=1, lag=1, specs=("ef(topk(density=0.1))", "ef(raw)", "raw"))
+
+    def run(transport):
+        wire = Wire(Plan.build(shapes, policy.specs[0]), shapes, transport, adapt=policy)
+        arrived, sent = torch.zeros(64 * 48, dtype=torch.float64), torch.zeros(64 * 48, dtype=torch.float64)
+        for step in range(10):
+            wire.begin_step()
+            flat = torch.randn(64 * 48, generator=torch.Generator().manual_seed(10 * step + wire.rank))
+            sent += flat
+            wire.observe(flat, tuple(shapes.items()))
+            arrived += wire.reduce(flat, tuple(shapes.items())).wait()
+        assert wire.plan["w"] == thinwire.compressors.Raw()
+        return arrived, sent
+
+    (arrived, mine), (_, other) = run_threads(run, 2)
+    assert torch.allclose(arrived, (mine + other) / 2, atol=1e-4)
+
+
+def test_a_layer_that_the_rank_does_not_suit_gets_a_lower_one() -> None:
+    shapes = {"large": (256, 256), "conv": (16, 16, 3, 3)}
+    layers = tuple(shapes.items())
+
+    def run(transport):
+        plan = Plan.build(shapes, "powersgd(rank=16)")
+        assert plan["conv"] == thinwire.compressors.Raw()
+        policy = thinwire.policies.LGreco(every=4, window=2, lag=1, alpha=2.0)
+        wire = Wire(plan, shapes, transport, adapt=policy)
+        for step in range(6):
+            wire.begin_step()
+            draw = torch.Generator().manual_seed(10 * step + wire.rank)
+            low_rank = torch.randn(16, 1, generator=draw) @ torch.randn(1, 144, generator=draw)
+            flat = torch.cat([torch.randn(256 * 256, generator=draw), low_rank.view(-1)])
+            wire.observe(flat, layers)
+            wire.reduce(flat, layers).wait()
+        state = wire.state_dict()
+        wire.load_state_dict(state)
+        return str(wire.plan["conv"]), wire.decisions[0].note
+
+    (first, note), (second, _) = run_threads(run, 2)
+    assert first == second
+    assert first.startswith("ef(powersgd(rank="), note
+
+
+def test_low_rank_factors_keep_their_columns() -> None:
+    policy = Scripted(every=4, window=1, lag=1, specs=("powersgd(rank=2)", "powersgd(rank=4)", "powersgd(rank=1)"))
+    first = policy.specs[0]
+    columns = []
+
+    def run(transport):
+        wire = Wire(Plan.build({"w": (64, 48)}, first), {"w": (64, 48)}, transport, adapt=policy)
+        before = torch.empty(0)
+        for step in range(9):
+            wire.begin_step()
+            if wire.rank == 0 and step in (4, 8):
+                columns.append((before, wire.state_dict()["rank0/q/w"]))
+            flat = torch.randn(64 * 48, generator=torch.Generator().manual_seed(step + wire.rank))
+            wire.observe(flat, (("w", (64, 48)),))
+            wire.reduce(flat, (("w", (64, 48)),)).wait()
+            before = wire.state_dict()[f"rank{wire.rank}/q/w"]
+
+    run_threads(run, 2)
+    (two, four), (of_four, one) = columns
+    assert two.shape == (48, 2)
+    assert four.shape == (48, 4)
+    assert torch.equal(four[:, :2], two)
+    assert bool(four[:, 2:].any(0).all())
+    assert torch.equal(one, of_four[:, :1])
+
+
+# --- L-GreCo in a training -------------------------------------------------------------------------------------------
+
+LGRECO = "lgreco(every=4, window=2, lag=1)"
+
+
+def _norms(errors: Mapping[str, float]) -> float:
+    return sum(error**0.5 for error in errors.values())
+
+
+def _adapts(rank: int, spec: str, policy: str, simulate: bool = False) -> dict:
+    model = make(rank)
+    wire = thinwire.compress(model, spec, adapt=policy, skip_if_slower=False, simulate=simulate)
+    train(model, rank, 10)
+    assert_replicas_identical(model)
+    errors = [(_norms(d.errors), _norms(d.reference_errors), d.note) for d in wire.decisions]
+    return {
+        "errors": errors,
+        "steps": [d.step for d in wire.decisions],
+        "plans": [d.plan.hash for d in wire.decisions],
+        "specs": sorted({str(c) for c in wire.plan.layers.values()}),
+        "sent": wire.stats.payload_sent_bytes,
+        "adapt_s": wire.stats.adapt_s,
+    }
+
+
+@pytest.mark.parametrize("simulate", [False, True])
+@pytest.mark.parametrize(
+    "spec", ["minmax(bits=4)", "topk(density=0.1)", "powersgd(rank=8)", "rangefloat(bits=8)", "fft(theta=0.8)"]
+)
+def test_lgreco_sends_less_at_no_more_error(spec: str, simulate: bool) -> None:
+    first, second = run_ranks(_adapts, 2, spec, LGRECO, simulate)
+    assert first["plans"] == second["plans"]
+    assert first["steps"] == [4, 8]
+    assert all(0 < error <= most * (1 + 1e-9) or note for error, most, note in first["errors"])
+    assert second["errors"] == [(0, 0, note) for _, _, note in first["errors"]]
+    uniform, _ = run_ranks(_adapts, 2, spec, "lgreco(every=1000)", simulate)
+    assert first["sent"] <= uniform["sent"]
+    assert first["adapt_s"] > 0
+
+
+def test_a_hybrid_plan_trains() -> None:
+    families = ("minmax(bits=4)", "topk(density=0.1)", "powersgd(rank=4)")
+    first, _ = run_ranks(_adapts, 2, "minmax(bits=4)", f"lgreco(every=4, window=2, lag=1, families={families!r})")
+    assert all(spec.startswith("ef(") or spec == "raw()" for spec in first["specs"])
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "lgreco(every=4, objective=time)",
+        "lgreco(every=4, objective=link)",
+        "lgreco(every=4, reference=accordion())",
+        "kmeans(every=4)",
+        "linear(every=4)",
+        "accordion(every=4)",
+    ],
+)
+def test_every_policy_trains(policy: str) -> None:
+    first, second = run_ranks(_adapts, 2, "minmax(bits=4)", policy)
+    assert first["plans"] == second["plans"]
+    assert first["steps"] == [4, 8]
+    assert not any("failed" in note for _, _, note in first["errors"])
+
+
+def _unfit(rank: int) -> str:
+    with pytest.raises(ValueError, match="has no bits, rank, density") as error:
+        thinwire.compress(make(rank), "natural()", adapt="lgreco()", skip_if_slower=False)
+    return str(error.value)
+
+
+def test_rules_without_anything_to_choose_are_refused() -> None:
+    assert "natural" in run_ranks(_unfit, 2)[0]
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def _steps(model, wire, optimizer, rank: int, first: int, last: int) -> None:
+    for step in range(first, last):
+        optimizer.zero_grad()
+        loss_of(model, batch(rank, step)).backward()
+        optimizer.step()
+
+
+def _resumes(rank: int, spec: str, policy: str, at: int, folder: str) -> tuple[bytes, bytes, int]:
+    def begin():
+        model = make(rank)
+        optimizer = torch.optim.SGD(trained(model), lr=0.05)
+        return model, thinwire.compress(model, spec, adapt=policy, skip_if_slower=False, optimizer=optimizer), optimizer
+
+    model, wire, optimizer = begin()
+    _steps(model, wire, optimizer, rank, 0, at)
+    # What DDP's first buckets looked like is no part of a checkpoint.
+    dcp.save({"model": model.module.state_dict(), "wire": wire.state_dict()}, checkpoint_id=folder)
+    _steps(model, wire, optimizer, rank, at, 13)
+    straight = fingerprint(model)
+    model, wire, optimizer = begin()
+    saved = {"wire": {"plan": wire.state_dict()["plan"]}}
+    dcp.load(saved, checkpoint_id=folder)
+    state = {"model": model.module.state_dict(), "wire": wire.state_dict_of(2, saved["wire"])}
+    dcp.load(state, checkpoint_id=folder)
+    model.module.load_state_dict(state["model"])
+    wire.load_state_dict(state["wire"])
+    _steps(model, wire, optimizer, rank, at, 13)
+    return straight, fingerprint(model), len({d.plan.hash for d in wire.decisions})
+
+
+@pytest.mark.parametrize("at", [5, 7, 8])
+@pytest.mark.parametrize(
+    ("spec", "policy"),
+    [
+        ("powersgd(rank=4)", "lgreco(every=4, window=2, lag=2)"),
+        ("ef(minmax(bits=3))", "lgreco(every=4, window=2, lag=2, reference=accordion(eta=0.1))"),
+    ],
+)
+def test_a_run_that_resumes_decides_as_it_would_have(spec: str, policy: str, at: int, tmp_path: Path) -> None:
+    """Saved before, amid and after a decision's steps."""
+    for straight, resumed, _ in run_ranks(_resumes, 2, spec, policy, at, str(tmp_path)):
+        assert straight == resumed
+
+
+def test_a_state_without_sums_is_reported(tmp_path: Path) -> None:
+    def run(transport):
+        wire = Wire(Plan.build(SHAPES), SHAPES, transport, adapt=Scripted(every=4, window=2, lag=1))
+        state = wire.state_dict()
+        del state["adapt/sum/w"]
+        wire.load_state_dict(state)
+
+    with pytest.raises(ValueError, match="adapt/sum/w"):
+        run_threads(run, 1)
+
+
+# --- the record ------------------------------------------------------------------------------------------------------
+
+
+def _records(rank: int, folder: str) -> None:
+    model = make(rank)
+    wire = thinwire.compress(model, "topk(density=0.1)", adapt=LGRECO, skip_if_slower=False)
+    train(model, rank, 6)
+    if rank == 0:
+        wire.plan_record().write(Path(folder) / "plan.json")
+
+
+def test_the_present_plan_is_written_for_people(tmp_path: Path) -> None:
+    run_ranks(_records, 2, str(tmp_path))
+    record = json.loads((tmp_path / "plan.json").read_text())
+    assert record["policy"].startswith("lgreco(")
+    rows = {row["name"]: row for row in record["layers"]}
+    # DDP reduces the last layers first.
+    assert rows["layers.3.weight"]["bucket"] < rows["embed.weight"]["bucket"]
+    assert 0 < sum(row["error"] or 0 for row in rows.values()) <= sum(r["reference_error"] or 0 for r in rows.values())
+
+
+def test_policies_are_plain_values() -> None:
+    policy = thinwire.policies.LGreco(every=10, reference=thinwire.policies.Accordion(every=20))
+    assert thinwire.policies.parse_policy(str(policy)) == policy
+    assert replace(policy, every=30).every == 30
+    with pytest.raises(ValueError, match="do not fit"):
+        thinwire.policies.LGreco(every=10, window=8, lag=4)

@@ -1,0 +1,218 @@
+"""``thinwire.compress(model, "auto")``: decides from measured links, is the same on every rank, resumes, says why."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import thinwire
+from auto_training import advance, told, wrapped
+from harness import run_ranks
+from thinwire import lab
+from thinwire.bench.ranks import run_ranks as run_in
+from thinwire.plan.forecast.ddp import Bucket, Pace
+from thinwire.plan.forecast.links import Curve, Links
+from thinwire.plan.policies import Evidence, StepTime
+from thinwire.plan.policies.auto import middle_pace
+
+pytestmark = pytest.mark.alone
+SHAPE = (512, 512)
+LAYERS = {"w": thinwire.parse("minmax(bits=4, bucket=128)")}
+PACE = Pace((Bucket(0.0, (("w", SHAPE), ("b", (512,)))),), 0.02)
+"""20 ms of computing, and a megabyte that becomes ready at its end."""
+
+
+def link(bytes_per_s: float) -> Links:
+    curve = Curve(((0.0, 1e-4), (1e7, 1e-4 + 1e7 / bytes_per_s)))
+    return Links(curve, curve, 2)
+
+
+def evidence(bytes_per_s: float, *, seconds: float, compressed: bool = False, **more: Any) -> Evidence:
+    codec_s = dict.fromkeys(thinwire.policies.Auto().to_measure(LAYERS), 2e-9)
+    gradient = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+    step = StepTime(PACE, seconds, compressed)
+    about: dict[str, Any] = {"links": link(bytes_per_s), "codec_s": codec_s, "steps": (step,) * 3} | more
+    present = LAYERS if compressed else {"w": thinwire.compressors.Raw()}
+    return Evidence(LAYERS, present, {"w": gradient}, 2, **about)
+
+
+def test_compresses_over_a_slow_link_within_the_error() -> None:
+    # 1 MB at 10 MB/s: 105 ms beside 20 ms of computing.
+    found = thinwire.policies.Auto().propose(evidence(1e7, seconds=0.125))
+    assert found.note.startswith("on: a step takes 125 ms uncompressed and would take")
+    assert found.layers["w"] != thinwire.compressors.Raw()
+    gradient = evidence(1e7, seconds=0.1).gradients["w"]
+    assert 0 < found.errors["w"] <= 0.15**2 * float(gradient.square().sum())
+    loose = thinwire.policies.Auto(error=0.5).propose(evidence(1e7, seconds=0.125)).layers["w"]
+    tight = thinwire.policies.Auto(error=0.01).propose(evidence(1e7, seconds=0.125)).layers["w"]
+    sizes = [c.wire_bytes(SHAPE) for c in (loose, found.layers["w"], tight)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[1] < sizes[2]
+
+
+def test_leaves_a_fast_link_alone() -> None:
+    # A megabyte in 0.1 ms: 4 bits would save less than they cost.
+    found = thinwire.policies.Auto().propose(evidence(1e10, seconds=0.0205))
+    assert found.layers == {"w": thinwire.compressors.Raw()}
+    assert found.note.startswith("off: a step takes")
+
+
+def test_leaves_alone_what_backward_hides() -> None:
+    hidden = replace(PACE, buckets=(*PACE.buckets, Bucket(0.019, (("late", (1,)),))), compute_s=0.02)
+    steps = (StepTime(hidden, 0.02, False),) * 3
+    # 4.5 ms for the megabyte, all of it before backward ends.
+    found = thinwire.policies.Auto().propose(evidence(2.5e8, seconds=0.02, steps=steps))
+    assert found.layers == {"w": thinwire.compressors.Raw()}
+
+
+def test_switches_off_what_turned_out_no_faster_and_remembers() -> None:
+    auto = thinwire.policies.Auto()
+    first = auto.propose(evidence(1e7, seconds=0.125))
+    assert first.note.startswith("on")
+    # Compressed steps took as long: whatever was predicted, it did not pay.
+    second = auto.propose(evidence(1e7, seconds=0.13, compressed=True, memory=first.memory))
+    assert second.note.startswith("off")
+    third = auto.propose(evidence(1e7, seconds=0.125, memory=second.memory))
+    assert third.note.startswith("off")
+    # Over a link that has become four times as slow it is tried again.
+    fourth = auto.propose(evidence(2.5e6, seconds=0.44, memory=third.memory))
+    assert fourth.note.startswith("on")
+    # And where it paid, it stays on.
+    fifth = auto.propose(evidence(2.5e6, seconds=0.1, compressed=True, memory=fourth.memory))
+    assert fifth.note.startswith("on: a step takes 440 ms")
+
+
+def test_without_links_or_steps_nothing_is_decided() -> None:
+    assert thinwire.policies.Auto().propose(evidence(1e7, seconds=0.1, links=None)).layers == {
+        "w": thinwire.compressors.Raw()
+    }
+    kept = thinwire.policies.Auto().propose(evidence(1e7, seconds=0.1, compressed=True, steps=()))
+    assert kept.layers == LAYERS
+    assert "no step was timed" in kept.note
+
+
+def test_the_middle_of_steps_with_the_buckets_of_now() -> None:
+    other = replace(PACE, buckets=(Bucket(0.5, (("w", SHAPE),)),), compute_s=9.0)
+    paces = [other, *(replace(PACE, compute_s=value) for value in (0.03, 0.01, 0.02))]
+    assert middle_pace([StepTime(pace, 1.0, False) for pace in paces]).compute_s == 0.02
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"error": 0.0}, "error must be above 0"),
+        ({"gain": 1.0}, "gain must be"),
+        ({"candidates": ()}, "candidates must be"),
+        ({"candidates": ("minmaxx",)}, "minmax"),
+        ({"warmup": 3}, "warmup=3 must be more than lag=5"),
+    ],
+)
+def test_options_that_are_none(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        thinwire.policies.Auto(**options)
+
+
+def _misused(rank: int) -> list[str]:
+    model = wrapped(0.0)
+    found = []
+    for arguments, options in (
+        (("auto",), {"adapt": "lgreco()"}),
+        (("auto",), {"simulate": True}),
+        ((), {"adapt": "auto"}),
+        (("auto(errors=1)",), {}),
+    ):
+        try:
+            thinwire.compress(model, *arguments, **options)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_misuse_says_what_to_do() -> None:
+    for texts in run_ranks(_misused, 1):
+        parts = (
+            "give one of them",
+            "give a compressor instead",
+            "takes the place of the compressor",
+            "did you mean error?",
+        )
+        assert len(texts) == len(parts)
+        for part, text in zip(parts, texts, strict=True):
+            assert part in text
+
+
+OPTIONS = thinwire.policies.Auto(every=8, warmup=5, window=2, lag=2, gain=0.6)
+
+
+def _hidden(rank: int) -> tuple[list[dict[str, object]], list[str], int, float]:
+    torch.set_num_threads(1)
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("thinwire.adapt").addHandler(handler)
+    logging.getLogger("thinwire.adapt").setLevel(logging.INFO)
+    model = wrapped(0.02)
+    wire = thinwire.compress(model, OPTIONS)
+    advance(model, rank, 0, 15)
+    return told(wire), logged, wire.stats.compressed_steps, float(model.module.first.weight.sum())
+
+
+def test_is_off_where_computing_takes_the_time() -> None:
+    (first, logged, compressed, weight), (second, nothing, _, other) = run_ranks(_hidden, 2)
+    assert [d["step"] for d in first] == [5, 13]
+    assert first == second
+    assert all(str(d["note"]).startswith("off") for d in first)
+    assert set(json.loads(str(first[-1]["plan"])).values()) == {"raw()"}
+    assert compressed == 0
+    # Rank 0 decides, and says why.
+    assert logged == [f"step {d['step']}: {d['note']}" for d in first]
+    assert nothing == []
+    assert weight == other
+
+
+def _resumed(rank: int) -> tuple[list[dict[str, object]], list[dict[str, object]], bool]:
+    torch.set_num_threads(1)
+    model = wrapped(0.01)
+    wire = thinwire.compress(model, OPTIONS)
+    # The decision of step 13 is asked for in step 11.
+    advance(model, rank, 0, 12)
+    saved = {"wire": wire.state_dict(), "model": model.module.state_dict()}
+    kept = {name: {k: v.clone() for k, v in state.items()} for name, state in saved.items()}
+    advance(model, rank, 12, 6)
+    again = wrapped(0.01)
+    again.module.load_state_dict(kept["model"])
+    resumed = thinwire.compress(again, OPTIONS)
+    resumed.load_state_dict(kept["wire"])
+    advance(again, rank, 12, 6)
+    same = all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    return told(wire), told(resumed), same
+
+
+def test_resumes_between_asking_and_deciding() -> None:
+    for whole, resumed, same in run_ranks(_resumed, 2):
+        assert [d["step"] for d in whole] == [5, 13]
+        assert [(d["step"], d["plan"]) for d in resumed] == [(13, whole[-1]["plan"])]
+        assert str(resumed[-1]["note"]).startswith("off: a step takes")
+        assert same
+
+
+@pytest.mark.network
+@pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
+def test_is_on_over_a_slow_link() -> None:
+    with lab.Network(2, rate="20mbit") as network:
+        answer = run_in("auto_training", {}, 2, network)
+    first, second = answer["decisions"]
+    assert (first["step"], second["step"]) == (6, 18)
+    assert first["note"].startswith("on: a step takes")
+    plan = json.loads(first["plan"])
+    assert all(plan[name] != "raw()" for name in ("first.weight", "second.weight"))
+    assert plan["first.bias"] == "raw()"
+    assert answer["plans"][0] == answer["plans"][1]
+    assert answer["stats"]["compressed_steps"] == 14
+    # 6 of 20 steps are exact, and probes are not counted.
+    assert answer["stats"]["payload_sent_bytes"] < 0.6 * answer["stats"]["dense_bytes"]

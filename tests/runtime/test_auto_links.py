@@ -1,0 +1,348 @@
+"""What ``auto`` sends over which link: by nodes and by measured rates, changed while training, and resumed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire
+from experiments.__main__ import main as experiments_main
+from experiments.bench.auto import Place
+from harness import run_threads
+from thinwire import lab
+from thinwire.bench.ranks import run_ranks as run_in
+from thinwire.collectives import Algorithm, Hierarchical, ScatterReduceAllGather, World, parse_algorithm
+from thinwire.plan import Plan
+from thinwire.plan.forecast.ddp import Bucket, Pace, coded_transfer
+from thinwire.plan.forecast.links import Curve, Legs, Links
+from thinwire.plan.policies import Evidence, Policy, Proposal, StepTime
+from thinwire.runtime import DisagreementError, Wire
+from thinwire.runtime.checkpoint import sealed
+from thinwire.runtime.probe import measure_links
+
+SHAPE = (1024, 512)
+LAYERS = {"w": thinwire.parse("minmax(bits=4, bucket=128)")}
+PACE = Pace((Bucket(0.02, (("w", SHAPE),)),), 0.02)
+PAIRS = World(4, (0, 0, 1, 1))
+SRA = ScatterReduceAllGather()
+
+
+def line(bytes_per_s: float) -> Curve:
+    return Curve(((0.0, 1e-4), (1e7, 1e-4 + 1e7 / bytes_per_s)))
+
+
+def links(slow: float, *, inside: float | None = None, rates: tuple[float, ...] = ()) -> Links:
+    """Four ranks whose slowest link carries ``slow`` bytes a second; ``inside`` nodes of two, if there are any."""
+    legs = Legs(PAIRS, line(inside), line(slow)) if inside else None
+    return Links(line(slow), line(slow), 4, legs=legs, rates=rates)
+
+
+def evidence(of: Links, seconds: float = 0.335, **more: Any) -> Evidence:
+    auto = thinwire.policies.Auto()
+    gradient = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+    steps = (StepTime(PACE, seconds, False),) * 3
+    codec_s = dict.fromkeys(auto.to_measure(LAYERS), 1e-9)
+    return Evidence(
+        LAYERS, {"w": thinwire.compressors.Raw()}, {"w": gradient}, 4, links=of, codec_s=codec_s, steps=steps, **more
+    )
+
+
+def test_nodes_of_several_ranks_add_up_inside_first() -> None:
+    found = thinwire.policies.Auto().propose(evidence(links(1e7, inside=5e9)))
+    assert found.algorithm == Hierarchical("dense")
+    assert "by hierarchical(inside=dense, across=slices); " in found.note
+    # Where the inside is not much faster than the outside, exact sums would take longer there than they save.
+    assert thinwire.policies.Auto().propose(evidence(links(1e7, inside=2e7))).algorithm == Hierarchical("same")
+
+
+def test_ranks_with_slow_links_own_less() -> None:
+    found = thinwire.policies.Auto().propose(evidence(links(1e7, rates=(1.0, 1.0, 1.0, 0.1))))
+    assert found.algorithm == ScatterReduceAllGather((1.0, 1.0, 1.0, 0.1))
+    assert found.algorithm.shares(World(4))[3] == 0
+    # About the same rates as now are no reason to change anything.
+    now = ScatterReduceAllGather((1.0, 1.0, 0.9, 0.11))
+    again = thinwire.policies.Auto().propose(evidence(links(1e7, rates=(1.0, 1.0, 1.0, 0.1)), algorithm=now))
+    assert again.algorithm == now
+    assert thinwire.policies.Auto().propose(evidence(links(1e7, rates=(1.0, 0.9, 1.0, 0.95)))).algorithm == SRA
+
+
+def test_what_was_asked_for_stays() -> None:
+    ring = parse_algorithm("ring")
+    assert (
+        thinwire.policies.Auto().propose(evidence(links(1e7, inside=5e9), asked=ring, algorithm=ring)).algorithm == ring
+    )
+    assert thinwire.policies.Auto(algorithms=("sra",)).propose(evidence(links(1e7, inside=5e9))).algorithm == SRA
+    assert [str(t) for t in thinwire.policies.Auto(algorithms=("sra",)).considers] == ["sra"]
+
+
+def test_nothing_changes_where_it_is_off() -> None:
+    found = thinwire.policies.Auto().propose(evidence(links(1e11, inside=1e12), seconds=0.02))
+    assert found.note.startswith("off")
+    assert found.algorithm is None
+
+
+def test_a_majority_needs_a_star() -> None:
+    auto = thinwire.policies.Auto(candidates=("sign(majority=True)",), error=0.999)
+    codec_s = dict.fromkeys(auto.to_measure(LAYERS), 1e-9)
+    found = auto.propose(replace(evidence(links(1e7, inside=5e9)), codec_s=codec_s))
+    assert found.note.startswith("on")
+    assert found.algorithm == SRA
+
+
+@pytest.mark.parametrize(
+    ("algorithms", "message"),
+    [
+        ((), "algorithms must be"),
+        ("sra", "algorithms must be"),
+        (("srb",), "not a collective algorithm"),
+        (("ring",), "ring among algorithms"),
+        (("sra(rates=(1, 2))",), "among algorithms"),
+        (("hierarchical(across=leaders)",), "among algorithms"),
+    ],
+)
+def test_algorithms_that_are_none(algorithms: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        thinwire.policies.Auto(algorithms=algorithms)
+
+
+def test_a_hierarchy_is_predicted_leg_by_leg() -> None:
+    of = links(1e7, inside=1e9)
+    raw, coded = 2**21, LAYERS["w"].wire_bytes(SHAPE)
+    hops = coded_transfer(PACE.buckets[0], LAYERS, of, {}, Hierarchical("dense"))
+    # Half of the exact bytes and half of the coded ones to the other rank of the node, a quarter between nodes, twice.
+    expected = 4e-4 + (raw / 2 + coded / 2) / 1e9 + 2 * coded / 4 / 1e7
+    assert hops.alone_s == pytest.approx(expected, rel=1e-6)
+    assert hops.after_s == pytest.approx(expected - 4e-4, rel=1e-6)
+    star = coded_transfer(PACE.buckets[0], LAYERS, of, {})
+    assert star.after_s == pytest.approx(1.5 * coded / 1e7)
+    # The slowest rank owns nothing, and sends a whole tensor in place of one and a half.
+    owned = coded_transfer(
+        PACE.buckets[0],
+        LAYERS,
+        replace(of, rates=(1.0, 1.0, 1.0, 0.1)),
+        {},
+        ScatterReduceAllGather((1.0, 1.0, 1.0, 0.1)),
+    )
+    assert owned.after_s == pytest.approx(coded / 1e7)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wandering(Policy):
+    """Another collective algorithm at each decision; the plan stays."""
+
+    algorithms: tuple[str, ...] = ()
+
+    @property
+    def considers(self) -> tuple[Algorithm, ...]:
+        return tuple(map(parse_algorithm, self.algorithms))
+
+    def propose(self, evidence: Evidence) -> Proposal:
+        spec = self.algorithms[(evidence.step // self.every - 1) % len(self.algorithms)]
+        return Proposal(evidence.present, algorithm=parse_algorithm(spec))
+
+
+NUMEL = 96 * 64
+
+
+def run(
+    algorithms: tuple[str, ...], spec: str, steps: int, then: Callable[[Wire], Any], num_ranks: int = 4
+) -> list[tuple[Tensor, Tensor, Any]]:
+    """By rank: all that arrived, all that was sent, and what ``then`` says of the Wire."""
+    shapes = {"w": (96, 64)}
+
+    def rank(transport: Any) -> tuple[Tensor, Tensor, Any]:
+        wire = Wire(Plan.build(shapes, spec), shapes, transport, adapt=Wandering(every=3, lag=1, algorithms=algorithms))
+        arrived, sent = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
+        for step in range(steps):
+            wire.begin_step()
+            flat = torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * step + wire.rank))
+            sent += flat
+            wire.observe(flat, tuple(shapes.items()))
+            arrived += wire.reduce(flat, tuple(shapes.items())).wait()
+        return arrived, sent, then(wire)
+
+    return run_threads(rank, num_ranks)
+
+
+WANDERED = ("hierarchical(inside=same)", "sra(rates=(1.0, 1.0, 1.0, 0.1))", "ring", "allgather", "sra")
+
+
+def test_messages_meet_otherwise_from_one_step_to_the_next() -> None:
+    answers = run(WANDERED, "minmax(bits=8)", 17, lambda wire: [str(d.algorithm) for d in wire.decisions])
+    mean = sum(sent for _, sent, _ in answers) / 4
+    for arrived, _, decided in answers:
+        assert decided == [str(parse_algorithm(spec)) for spec in WANDERED]
+        assert torch.equal(arrived, answers[0][0])
+        assert torch.allclose(arrived, mean, atol=0.3)
+
+
+def test_the_residual_survives_another_algorithm() -> None:
+    """All that was sent has arrived or is still owed, whoever owns it now: ``(1/n) Σ δ + e``."""
+
+    def owed(wire: Wire) -> Tensor:
+        assert str(wire.algorithm) == "sra(rates=(1.0, 1.0, 1.0, 0.1))"
+        residual = wire.state_dict()[f"rank{wire.rank}/residual/w"].double().view(-1)
+        mine = torch.full_like(residual, 0.25)
+        at = 0
+        for rank, share in enumerate(wire.algorithm.shares(World(4))):
+            size = round(NUMEL * share / sum(wire.algorithm.shares(World(4))))
+            if rank == wire.rank:
+                mine[at : at + size] = 1.0
+            at += size
+        return residual * mine
+
+    answers = run(WANDERED[:2], "ef(minmax(bits=2))", 8, owed)
+    mean = sum(sent for _, sent, _ in answers) / 4
+    still = sum(of for _, _, of in answers)
+    assert float(still.abs().max()) > 0.01
+    lost = (answers[0][0] + still - mean).abs()
+    # Owners' parts begin at whole buckets: a few elements lie beside the plain shares that are taken here.
+    assert float(lost.quantile(0.95)) < 1e-4
+
+
+def test_resumes_with_the_algorithm_that_it_had() -> None:
+    def resumed(wire: Wire) -> list[str]:
+        state, before = wire.state_dict(), str(wire.algorithm)
+        # Another decision, and back.
+        for _ in range(3):
+            wire.begin_step()
+        between = str(wire.algorithm)
+        wire.load_state_dict(state)
+        return [before, between, str(wire.algorithm)]
+
+    slow = "sra(rates=(1.0, 1.0, 1.0, 0.1))"
+    for _, _, found in run((WANDERED[0], slow, "sra"), "ef(minmax(bits=4))", 8, resumed):
+        assert found == [slow, "sra", slow]
+
+
+def test_a_state_that_says_nothing_has_what_was_asked_for() -> None:
+    def resumed(wire: Wire) -> str:
+        wire.load_state_dict({key: value for key, value in wire.state_dict().items() if not key.startswith("adapt/")})
+        return str(wire.algorithm)
+
+    assert [found for _, _, found in run(WANDERED[:1], "minmax(bits=4)", 4, resumed)] == ["sra"] * 4
+
+
+HOSTILE = (
+    b"__import__('os')",
+    b"\xff\xfe",
+    b"sra(rates=(1e999, 1, 1, 1))",
+    b"sra(rates=(5e-324, 5e-324, 5e-324, 5e-324))",
+    b"sra(rates={[1]: 2})",
+    b"sra(rates={1, 2})",
+    b"sra(rates=(1" + b"0" * 400 + b",))",
+    b"sra(rates=" + b"(" * 150 + b")" * 150 + b")",
+    b"-" * 3900 + b"1",
+    b"hierarchical(inside=nothing)",
+    b"hierarchical(inside=5)",
+    b"sra(rates=(1, 2))",
+)
+
+
+def resealed(state: dict[str, Any], changes: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A state with entries that somebody has changed, and checksums that say nothing of it."""
+    keys = [k for k in state if (k.startswith(prefix) if prefix else "/" not in k) and k != f"{prefix}checksums"]
+    return state | sealed({k: state[k] for k in keys} | changes, f"{prefix}checksums")
+
+
+def test_a_state_with_another_text_is_refused() -> None:
+    def hostile(wire: Wire) -> list[str]:
+        state, found = wire.state_dict(), []
+        for text in HOSTILE:
+            hostile = torch.frombuffer(bytearray(text.ljust(4096)), dtype=torch.uint8)
+            try:
+                wire.load_state_dict(resealed(state, {"adapt/algorithm": hostile}, "adapt/"))
+                found.append("loaded")
+            except ValueError as error:
+                found.append(str(error))
+        return found
+
+    for _, _, texts in run(WANDERED[:1], "minmax(bits=4)", 4, hostile):
+        assert texts[-1].startswith("sra(rates=(1, 2)) names 2 rates, and there are 4 ranks")
+        assert all("adapt/algorithm in the state is no collective algorithm" in text for text in texts[:-1])
+
+
+def test_a_state_of_another_number_of_ranks_has_what_was_asked_for() -> None:
+    def resumed(wire: Wire) -> str:
+        state = wire.state_dict()
+        wire.load_state_dict(resealed(state, {"shares": torch.ones(3, dtype=torch.int64)}))
+        return str(wire.algorithm)
+
+    assert [found for _, _, found in run(WANDERED[:1], "minmax(bits=4)", 4, resumed)] == ["sra"] * 4
+
+
+def test_rank_0_cannot_send_what_this_world_cannot_have() -> None:
+    def rank(transport: Any) -> str:
+        shapes = {"w": (96, 64)}
+        policy = thinwire.policies.LGreco(every=4, window=1, lag=1)
+        wire = Wire(Plan.build(shapes, "minmax(bits=4)"), shapes, transport, adapt=policy)
+        assert wire._adapter is not None
+        told = json.dumps({"layers": {}, "note": "", "algorithm": "hierarchical(inside=dense)"})
+        with pytest.raises(DisagreementError, match="needs to know nodes"):
+            wire._adapter._read(told)
+        return "refused"
+
+    assert run_threads(rank, 2) == ["refused"] * 2
+
+
+def test_links_of_a_world_with_nodes_are_measured_leg_by_leg() -> None:
+    def rank(transport: Any) -> tuple[Links, Links, Links]:
+        found = [
+            measure_links(transport, rounds=1, long_s=0.0, world=of) for of in (World(4, (0, 1, 2, 3)), PAIRS, None)
+        ]
+        return found[0][0], found[1][0], found[2][0]
+
+    for alone, paired, neither in run_threads(rank, 4):
+        assert alone.legs is None
+        assert paired.legs is not None
+        assert paired.legs.world == PAIRS
+        # Ranks of one node share its link, and measured one by one each would seem to have it to itself.
+        assert paired.rates == neither.rates == ()
+        assert len(alone.rates) == 4
+        assert max(alone.rates) == 1.0
+
+
+@pytest.mark.network
+@pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
+def test_bench_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "auto.json"
+    cell = ["--links", "2x1@200mbit", "--batch", "1", "--rounds", "1", "--steps", "1"]
+    assert experiments_main(["bench", "auto", *cell, "--json", str(path)]) == 0
+    record = json.loads(path.read_text())
+    found = {row["name"]: row["value"] for row in record["results"]}
+    # 19 MB at 200 Mbit/s take 0.77 s.
+    assert found["step_s/fp32/2x1@200mbit"] > 0.7
+    assert all(found[f"over_fp32/{way}/2x1@200mbit"] > 1.5 for way in ("fixed", "one way", "auto"))
+    decided = record["about"]["cells"]["2x1@200mbit"]
+    assert decided["algorithm"] == "sra"
+    assert decided["decided"]["auto"].startswith("on: a step takes")
+    assert "2x1@200mbit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["2x1", "2@100mbit", "twox1@1gbit", "@", "2x@1gbit"])
+def test_networks_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="2x4@1gbit for two nodes"):
+        Place.of(text)
+    assert experiments_main(["bench", "auto", "--links", text]) == 2
+
+
+@pytest.mark.alone
+@pytest.mark.network
+@pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
+def test_two_ranks_on_each_of_two_nodes() -> None:
+    with lab.Network(4, ranks_per_node=2, rate="20mbit") as network:
+        answer = run_in("auto_training", {}, 4, network)
+    assert all("by hierarchical(inside=" in d["note"] for d in answer["decisions"])
+    assert all(plan == answer["plans"][0] for plan in answer["plans"])
+    stats = answer["stats"]
+    # The first 6 steps are exact; of what the others hand over, two thirds would cross between nodes as sra.
+    exact = 6 / 20 * stats["dense_bytes"]
+    crossed = stats["payload_sent_bytes"] - exact - stats["payload_shared_bytes"]
+    assert 0 < crossed < 0.3 * stats["payload_shared_bytes"]

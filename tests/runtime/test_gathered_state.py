@@ -1,0 +1,207 @@
+"""Checkpoints that one rank writes: `gather_state_dict`, loaded by as many ranks, by more, and by libraries."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import sharded
+import thinwire
+from harness import run_ranks, run_threads
+from nets import batch, fingerprint, loss_of, make
+from thinwire.plan import Plan
+
+FEEDBACK = "ef(minmax(bits=2))"
+RESIDUAL = "residual/layers.0.weight"
+
+
+def fresh(rank: int, **options: Any) -> tuple[Any, torch.optim.Optimizer, thinwire.Wire]:
+    model = make(rank)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
+    return model, optimizer, thinwire.compress(model, FEEDBACK, skip_if_slower=False, **options)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, first: int, last: int) -> None:
+    for step in range(first, last):
+        optimizer.zero_grad()
+        loss_of(model, batch(rank, step)).backward()
+        optimizer.step()
+
+
+def alike(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Whether two states are the same to the bit; what a policy has not measured yet is NaN in both."""
+    return a.keys() == b.keys() and all(
+        torch.equal(a[name].isnan(), b[name].isnan()) and torch.equal(a[name].nan_to_num(), b[name].nan_to_num())
+        for name in a
+    )
+
+
+def saves(rank: int, path: str) -> tuple[dict[str, Tensor], dict[str, Tensor], bytes]:
+    model, optimizer, wire = fresh(rank, seed=9)
+    steps(model, optimizer, rank, 0, 4)
+    gathered, own = wire.gather_state_dict(), wire.state_dict()
+    if rank == 0:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "wire": gathered}, path)
+    steps(model, optimizer, rank, 4, 7)
+    return gathered, own, fingerprint(model)
+
+
+def resumes(rank: int, path: str) -> tuple[dict[str, Tensor], bytes]:
+    model, optimizer, wire = fresh(rank)
+    state = torch.load(path, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    wire.load_state_dict(state["wire"])
+    own, gathered = wire.state_dict(), wire.gather_state_dict()
+    if rank == 0:
+        torch.save(state | {"wire": gathered}, f"{path}.{dist.get_world_size()}")
+    steps(model, optimizer, rank, 4, 7)
+    return own, fingerprint(model)
+
+
+def test_what_rank_0_saved_resumes_bit_for_bit_and_keeps_the_mean_residual_with_other_ranks(tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint.pt")
+    (first, *_), (second, own, straight) = run_ranks(saves, 2, path)
+    assert alike(first, second)
+    assert all(torch.equal(first[key], value) for key, value in own.items())
+    assert not torch.equal(first[f"rank0/{RESIDUAL}"], first[f"rank1/{RESIDUAL}"])
+    for state, resumed in run_ranks(resumes, 2, path):
+        assert resumed == straight
+        assert state.keys() < first.keys()
+        assert all(torch.equal(first[key], value) for key, value in state.items())
+    run_ranks(resumes, 3, path)
+    # A world of one is owed everything that a larger one was.
+    ((before, _),), ((after, _),) = (run_ranks(resumes, 1, saved) for saved in (path, f"{path}.3"))
+    torch.testing.assert_close(after[f"rank0/{RESIDUAL}"], before[f"rank0/{RESIDUAL}"], rtol=1e-5, atol=1e-6)
+
+
+def loads_one_ranks_state(rank: int) -> tuple[str, bool]:
+    model, optimizer, wire = fresh(rank)
+    steps(model, optimizer, rank, 0, 2)
+    mine = [wire.state_dict() if rank == 0 else None]
+    dist.broadcast_object_list(mine)
+    before = wire.state_dict()
+    with pytest.raises((ValueError, thinwire.PeerFailedError), match="gather_state_dict") as refused:
+        wire.load_state_dict(mine[0] or {})
+    return str(refused.value), alike(wire.state_dict(), before)
+
+
+def test_the_state_of_one_rank_is_refused_on_every_rank_and_hangs_none() -> None:
+    (first, first_kept), (second, second_kept) = run_ranks(loads_one_ranks_state, 2)
+    assert first.startswith("load_state_dict() failed on rank 1: ValueError: the state lacks rank1/residual/")
+    assert second.startswith("the state lacks rank1/residual/")
+    assert first_kept
+    assert second_kept
+
+
+def sharded_saves(rank: int, path: str) -> tuple[dict[str, Tensor], list[float]]:
+    model = sharded.build()
+    wire = sharded.compress(model, "levels(bits=4, learn_at=(1, 2))", FEEDBACK)
+    sharded.train(model, 3)
+    gathered = wire.gather_state_dict()
+    weights = sharded.whole(model)
+    if rank == 0:
+        torch.save({"model": weights, "wire": gathered}, path)
+    return gathered, sharded.train(model, 3, first=3)
+
+
+def sharded_resumes(rank: int, path: str) -> tuple[dict[str, Tensor], list[float]]:
+    model = sharded.build(seed=1)
+    wire = sharded.compress(model, "levels(bits=4, learn_at=(1, 2))", FEEDBACK)
+    state = torch.load(path, weights_only=True)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.distributed.tensor.distribute_tensor(state["model"][name], parameter.device_mesh))
+    wire.load_state_dict(state["wire"])
+    own = wire.state_dict()
+    return own, sharded.train(model, 3, first=3)
+
+
+def test_a_sharded_model_resumes_from_what_rank_0_saved(tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint.pt")
+    (first, straight), (second, other) = run_ranks(sharded_saves, 2, path)
+    assert alike(first, second)
+    assert [losses for _, losses in run_ranks(sharded_resumes, 2, path)] == [straight, other]
+    grown = [state for state, _ in run_ranks(sharded_resumes, 3, path)]
+    name = "residual/gradients/blocks.0.up.weight"
+    before = sum(first[f"rank{rank}/{name}"].double() for rank in range(2)) / 2
+    after = sum(grown[rank][f"rank{rank}/{name}"].double() for rank in range(3)) / 3
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-9)
+
+
+def sharded_loads_one_ranks_state(rank: int) -> str:
+    model = sharded.build()
+    wire = sharded.compress(model, "raw", FEEDBACK)
+    sharded.train(model, 2)
+    mine = [wire.state_dict()]
+    dist.broadcast_object_list(mine)
+    with pytest.raises((ValueError, thinwire.PeerFailedError), match="gather_state_dict") as refused:
+        wire.load_state_dict(mine[0])
+    return str(refused.value)
+
+
+def test_the_state_of_one_rank_of_a_sharded_model_is_refused_on_every_rank() -> None:
+    first, second = run_ranks(sharded_loads_one_ranks_state, 2)
+    assert first.startswith("load_state_dict() failed on rank 1: ")
+    assert second.startswith("the state lacks rank1/residual/")
+
+
+def test_what_a_policy_has_seen_is_in_the_gathered_state_of_every_rank() -> None:
+    def gathers(transport: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        plan = Plan.build({"weight": (64, 64)}, "topk(density=0.1)")
+        policy = thinwire.policies.parse_policy("lgreco(every=4, warmup=1)")
+        wire = thinwire.Wire(plan, {"weight": (64, 64)}, transport, adapt=policy)
+        for step in range(3):
+            wire.begin_step()
+            flat = torch.randn(64 * 64, generator=torch.Generator().manual_seed(10 * step + transport.rank))
+            wire.observe(flat, (("weight", (64, 64)),))
+            wire.reduce(flat, (("weight", (64, 64)),)).wait()
+        gathered, own = wire.gather_state_dict(), wire.state_dict()
+        wire.load_state_dict(gathered)
+        assert alike(wire.state_dict(), own)
+        wire.detach()
+        return gathered, own
+
+    (first, deciding), (second, _) = run_threads(gathers, 2)
+    assert alike(first, second)
+    assert deciding.keys() < first.keys()
+
+
+def accelerated(rank: int, folder: str) -> tuple[bool, bytes, bytes]:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    from accelerate import Accelerator
+
+    def begin() -> tuple[Any, Any, Any, Any]:
+        accelerator = Accelerator(cpu=True)
+        module = make(rank).module
+        optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad])
+        model, optimizer = accelerator.prepare(module, optimizer)
+        wire = thinwire.compress(model, FEEDBACK, skip_if_slower=False)
+        accelerator.register_for_checkpointing(wire.checkpointable())
+        return accelerator, model, optimizer, wire
+
+    accelerator, model, optimizer, wire = begin()
+    steps(model, optimizer, rank, 0, 3)
+    accelerator.save_state(folder)
+    own = wire.state_dict()
+    steps(model, optimizer, rank, 3, 5)
+    again, resumed, its_optimizer, its_wire = begin()
+    again.load_state(folder)
+    same = alike(its_wire.state_dict(), own)
+    steps(resumed, its_optimizer, rank, 3, 5)
+    return same, fingerprint(model), fingerprint(resumed)
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
+@pytest.mark.timeout(120)
+def test_accelerate_saves_and_loads_it(tmp_path: Path) -> None:
+    for same, straight, resumed in run_ranks(accelerated, 2, str(tmp_path), timeout_s=90):
+        assert same
+        assert resumed == straight

@@ -1,0 +1,98 @@
+"""What is measured of links, and of steps: the same on every rank, and what is not counted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from harness import run_threads
+from thinwire import lab
+from thinwire.bench.ranks import run_ranks
+from thinwire.compressors import parse
+from thinwire.runtime import probe
+from thinwire.runtime.adapt import StepClock
+from thinwire.runtime.probe import measure_codecs, measure_cores, measure_links, measure_pairs, shared_part
+
+UNAVAILABLE = lab.unavailable()
+LAYERS = (("w", (64, 32)), ("b", (32,)))
+
+
+def test_links_are_the_same_on_every_rank() -> None:
+    def run(transport):
+        with transport.uncounted():
+            links = measure_links(transport, rounds=1, long_s=0.002)
+        moved = transport.sent_bytes
+        return links, measure_pairs(transport), measure_cores(transport), moved, transport.sent_bytes
+
+    first, *others = run_threads(run, 3)
+    links, pairs, cores, moved, after = first
+    assert all(other[:3] == (links, pairs, cores) for other in others)
+    assert [(pair.first, pair.second) for pair in pairs] == [(0, 1), (0, 2), (1, 2)]
+    assert all(pair.bandwidth > 0 and pair.latency_s >= 0 for pair in pairs)
+    assert links[0].num_ranks == 3
+    assert [size for size, _ in links[0].native.points][:2] == [
+        pytest.approx(4 / 3 * size, abs=8) for size in (4096, 16384)
+    ]
+    assert moved == 0 < after
+
+
+@pytest.mark.alone
+@pytest.mark.network
+@pytest.mark.skipif(UNAVAILABLE is not None, reason=UNAVAILABLE or "")
+def test_a_long_link_is_as_fast_as_it_is() -> None:
+    """What TCP sends in the first round trips says little of the rate."""
+    with lab.Network(2, rate="50mbit", rtt="20ms") as network:
+        (pair,) = run_ranks("link_probe", {}, 2, network)
+    assert 0.6 < pair["bandwidth"] / (50e6 / 8) < 1.1
+    assert 0.009 < pair["latency_s"] < 0.03
+
+
+@pytest.mark.parametrize("spec", ["minmax(bits=4)", "powersgd(rank=4)"])
+def test_codecs_take_both_ways(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where a run takes no longer than its first half does: then decoding once came out as no time at all."""
+
+    def one_second(run: Callable[[], object], device: torch.device) -> float:
+        run()
+        return 1.0
+
+    monkeypatch.setattr(probe, "elapsed", one_second)
+    compressor = parse(spec)
+    found = run_threads(lambda transport: measure_codecs({compressor}, transport), 2)
+    assert found[0] == found[1]
+    assert all(seconds > 0 for seconds in found[0][compressor])
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "part"), [(1, 1, 1.0), (2, 1, 0.0), (1.5, 1, 0.5), (8, 2, 0.0), (0.5, 1, 1.0)]
+)
+def test_what_backward_loses_of_its_cores(cores: float, threads: int, part: float) -> None:
+    assert shared_part(cores, threads) == part
+
+
+def test_a_clock_of_steps() -> None:
+    clock, flat = StepClock(1.0), torch.zeros(64)
+    for _ in range(3):
+        clock.end()
+        clock.begin(compressed=False)
+        clock.ready(flat, LAYERS)
+        time.sleep(0.01)
+        clock.ready(flat, (("late", (64,)),))
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        clock.arriving(future)
+        time.sleep(0.02)
+        future.set_result(flat)
+        time.sleep(0.005)
+    clock.end()
+    assert len(clock.steps) == 3
+    step = clock.steps[0]
+    assert [bucket.layers for bucket in step.pace.buckets] == [LAYERS, (("late", (64,)),)]
+    # Of 35 ms, 20 were waited for the last bucket.
+    assert step.seconds >= 0.035
+    assert step.seconds - step.pace.compute_s >= 0.02
+    assert step.pace.compute_s >= 0.015
+    # Steps of another kind begin anew.
+    clock.begin(compressed=True)
+    assert not clock.steps

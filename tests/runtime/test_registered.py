@@ -1,0 +1,113 @@
+"""Which registered layers a flat buffer holds, from sizes alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from thinwire.runtime import Registered, Walk
+
+LAYERS = [("embed", (64, 8)), ("a", (8, 8)), ("a.bias", (8,)), ("b", (16, 8)), ("b.bias", (16,)), ("norm", (16,))]
+
+
+def size(*names: str) -> int:
+    return sum(math.prod(shape) for name, shape in LAYERS if name in names)
+
+
+def found(walk: Walk, numel: int) -> list[str] | None:
+    run = walk.find(numel)
+    return None if run is None else [name for name, _ in run]
+
+
+ALL = [name for name, _ in LAYERS]
+
+
+def test_the_first_pass_is_one_buffer_in_registered_order_and_later_ones_walk_backwards() -> None:
+    walk = Walk(LAYERS)
+    assert found(walk, size(*ALL)) == ALL
+    for _ in range(3):
+        assert found(walk, size("norm", "b.bias", "b")) == ["norm", "b.bias", "b"]
+        assert found(walk, size("a", "a.bias")) == ["a.bias", "a"]
+        assert found(walk, size("embed")) == ["embed"]
+
+
+def test_one_bucket_after_the_rebuild_is_backwards() -> None:
+    walk = Walk(LAYERS)
+    assert found(walk, size(*ALL)) == ALL
+    assert found(walk, size(*ALL)) == ALL[::-1]
+
+
+def test_a_static_graph_rebuilds_a_pass_later() -> None:
+    walk = Walk(LAYERS, whole_passes=2)
+    assert [found(walk, size(*ALL)) for _ in range(3)] == [ALL, ALL, ALL[::-1]]
+
+
+def test_buckets_that_are_never_rebuilt_keep_the_registered_order_inside() -> None:
+    walk = Walk(LAYERS, rebuilds=False)
+    for _ in range(2):
+        assert found(walk, size("b", "b.bias", "norm")) == ["b", "b.bias", "norm"]
+        assert found(walk, size("a", "a.bias")) == ["a", "a.bias"]
+        assert found(walk, size("embed")) == ["embed"]
+
+
+def test_other_sizes_are_not_found_and_leave_the_cursor_where_it_is() -> None:
+    walk = Walk(LAYERS)
+    assert found(walk, size("norm", "b.bias")) == ["norm", "b.bias"]
+    for numel in (1, 7, 127, 10_000):
+        assert found(walk, numel) is None
+    assert found(walk, size("b")) == ["b"]
+
+
+def test_a_pass_that_broke_off_is_followed_by_one_from_the_start() -> None:
+    walk = Walk(LAYERS)
+    assert found(walk, size("norm", "b.bias", "b")) == ["norm", "b.bias", "b"]
+    assert found(walk, size("norm", "b.bias", "b")) == ["norm", "b.bias", "b"]
+    assert found(walk, size("a.bias", "a")) == ["a.bias", "a"]
+
+
+def test_the_true_order_is_asked_for_until_it_is_known() -> None:
+    answers = [None, None, ["b", "b.bias", "norm", "embed", "a.bias", "a"]]
+    walk = Walk(LAYERS, bucket_order=lambda: answers.pop(0))
+    assert found(walk, size(*ALL)) == ALL
+    assert found(walk, size(*ALL)) == ALL[::-1]
+    for _ in range(2):
+        assert found(walk, size("b", "b.bias", "norm", "embed")) == ["b", "b.bias", "norm", "embed"]
+        assert found(walk, size("a.bias", "a")) == ["a.bias", "a"]
+    assert not answers
+
+
+def test_layers_without_elements_are_no_hindrance() -> None:
+    walk = Walk([("none", (0, 4)), *LAYERS, ("nothing", (0,))])
+    assert found(walk, size(*ALL)) == ALL
+    assert found(walk, size("norm")) == ["norm"]
+
+
+def test_walks_of_different_dtypes_do_not_disturb_each_other() -> None:
+    registered = Registered()
+    registered.follow_model({torch.float32: Walk(LAYERS[:3]), torch.bfloat16: Walk(LAYERS[3:])})
+    assert registered.find(size("norm"), torch.bfloat16) == (("norm", (16,)),)
+    assert registered.find(size("norm"), torch.float32) is None
+    assert registered.find(size("a.bias"), torch.float32) == (("a.bias", (8,)),)
+    assert registered.find(size("b.bias"), torch.bfloat16) == (("b.bias", (16,)),)
+    assert registered.find(size("b.bias"), torch.float16) is None
+
+
+def test_an_exact_layout_goes_before_a_walk() -> None:
+    registered = Registered()
+    registered.add([("x", (4, 4))])
+    registered.follow_model({torch.float32: Walk(LAYERS)})
+    assert registered.find(16, torch.float32) == (("x", (4, 4)),)
+    assert registered.exact(17) is None
+
+
+def test_layouts_that_cannot_be_distinguished_are_refused() -> None:
+    registered = Registered()
+    registered.add([("x", (4, 4))])
+    registered.add([("x", (4, 4))])
+    with pytest.raises(ValueError, match="another layout is registered for buffers of 16 elements"):
+        registered.add([("y", (2, 8))])
+    for wrong in ([], [("x", (0,))], [("x", (3,)), ("x", (4,))]):
+        with pytest.raises(ValueError, match="a layout needs layers"):
+            registered.add(wrong)

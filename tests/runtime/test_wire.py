@@ -1,0 +1,313 @@
+"""The Wire over threads: both ways of meeting, slots, checkpoints, other world sizes, steps that are not finite."""
+
+from __future__ import annotations
+
+import io
+import math
+import time
+
+import pytest
+import torch
+
+from harness import run_threads
+from states import resealed
+from thinwire import DisagreementError, Plan, TransportError, Wire
+from thinwire.plan import Filter
+
+SHAPES = {"a.weight": (40, 100), "a.bias": (40,), "b.weight": (64, 64), "c.weight": (30, 70), "scalar": ()}
+MIXED = {"a.weight": "ef(minmax(bits=2))", "b.weight": "ef(randk(density=0.2))", "c.*": "cast(bf16)", "scalar": "raw"}
+BUCKETS = (("scalar", "c.weight"), ("b.weight", "a.bias", "a.weight"))
+
+
+def make(transport, rules, **options) -> Wire:
+    return Wire(Plan.build(SHAPES, rules, Filter()), SHAPES, transport, **options)
+
+
+def gradients(rank: int, step: int, poison: float | None = None) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    found = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    if poison is not None:
+        found["b.weight"][3, 3] = poison
+    return found
+
+
+def step_on(wire: Wire, found: dict[str, torch.Tensor], buckets=BUCKETS, loss_scale=1.0) -> dict[str, torch.Tensor]:
+    """One backward pass with these buckets; the mean gradients."""
+    wire.begin_step()
+    means, futures = {}, []
+    for names in buckets:
+        flat = torch.cat([found[name].reshape(-1) for name in names]) * loss_scale
+        layers = tuple((name, SHAPES[name]) for name in names)
+        futures.append((names, wire.reduce(flat, layers, loss_scale=loss_scale)))
+    for names, future in futures:
+        flat, start = future.wait() / loss_scale, 0
+        for name in names:
+            numel = math.prod(SHAPES[name])
+            means[name] = flat[start : start + numel].view(SHAPES[name])
+            start += numel
+    return means
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_raw_coded_and_summed_layers_in_one_bucket(num_ranks: int) -> None:
+    def run(transport):
+        wire = make(transport, MIXED)
+        means = [step_on(wire, gradients(transport.rank, step)) for step in range(4)]
+        return means, wire.stats, wire.wire_bytes_per_step()
+
+    answers = run_threads(run, num_ranks)
+    for means, stats, per_step in answers:
+        assert all(same(a, b) for a, b in zip(means, answers[0][0], strict=True))
+        assert stats.payload_sent_bytes == 4 * per_step
+    exact = [gradients(rank, 3) for rank in range(num_ranks)]
+    for name, got in answers[0][0][3].items():
+        want = torch.stack([g[name] for g in exact]).mean(0)
+        if name in ("scalar", "a.bias"):
+            assert torch.allclose(got, want, atol=1e-6)
+        elif name == "c.weight":
+            assert torch.allclose(got, want, atol=0.03)
+
+
+OWING = [
+    "ef(minmax(bits=2))",
+    "ef(minmax(bits=1, rounding=nearest))",
+    "ef(randk(density=0.1))",
+    "ef(qsgd(bits=6))",
+    "ef(maxabs(bits=2, scale=row))",
+    "ef(lattice(bits=1, bucket=128))",
+    "ef(terngrad)",
+    "onebit",
+    "sign",
+    "sign(bucket=128)",
+    "ef(natural)",
+    "ef(levels(bits=1, bucket=128, learn_at=(0, 3), min_numel=0))",
+    "ef(rangefloat(bits=4))",
+    "topk(density=0.05)",
+    "topk(density=0.05, select=sampled)",
+    "topk(density=0.05) | minmax(bits=4)",
+    "threshold(lam=1.5)",
+    "globaltopk(density=0.05)",
+    "fft(theta=0.9, block=256)",
+    "fft(theta=((0, 0.95), (3, 0.5)))",
+    "powersgd(rank=1)",
+    "ef(intsgd(bits=8, rounding=determ))",
+    "ef(heuristic_intsgd(bits=8))",
+]
+"""Rules under which something is owed: error feedback, by name or by default."""
+
+
+@pytest.mark.parametrize("rules", OWING)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_residual_plus_what_arrived_is_what_was_given(rules: str, num_ranks: int) -> None:
+    """Law 7 across ranks: Σ inputs/n = Σ outputs + (Σ worker residuals)/n + owner residuals."""
+    steps = 6
+
+    def run(transport):
+        wire = make(transport, rules)
+        outputs = [step_on(wire, gradients(transport.rank, step)) for step in range(steps)]
+        return outputs, wire.state_dict()
+
+    answers = run_threads(run, num_ranks)
+    merged = {key: value for _, state in answers for key, value in state.items()}
+
+    # A world of one is owed everything that the old one was.
+    def owed(transport):
+        wire = make(transport, rules)
+        wire.load_state_dict(merged)
+        return wire.state_dict()
+
+    alone = run_threads(owed, 1)[0]
+    for name in ("a.weight", "b.weight", "c.weight"):
+        given = sum(gradients(rank, step)[name] for rank in range(num_ranks) for step in range(steps)) / num_ranks
+        arrived = sum(means[name] for means in answers[0][0])
+        residual = alone[f"rank0/residual/{name}"]
+        assert torch.allclose(given, arrived + residual, atol=1e-4), name
+        assert float(residual.abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("rules", OWING)
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 2), (3, 1), (1, 2)])
+def test_another_world_size_keeps_the_mean_error(rules: str, before: int, after: int) -> None:
+    def first(transport):
+        wire = make(transport, rules)
+        for step in range(3):
+            step_on(wire, gradients(transport.rank, step))
+        return wire.state_dict()
+
+    def second(transport, merged):
+        wire = make(transport, rules)
+        wire.load_state_dict(merged)
+        return wire.state_dict()
+
+    def in_one(states):
+        merged = {key: value for state in states for key, value in state.items()}
+        return merged, run_threads(lambda t: second(t, merged), 1)[0]
+
+    merged, owed_before = in_one(run_threads(first, before))
+    _, owed_after = in_one(run_threads(lambda t: second(t, merged), after))
+    for name in ("a.weight", "b.weight", "c.weight"):
+        key = f"rank0/residual/{name}"
+        assert torch.allclose(owed_before[key], owed_after[key], atol=1e-5)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("loss_scale", [1.0, 1024.0])
+@pytest.mark.parametrize("rules", [*OWING, "dgc(topk(density=0.05))"])
+def test_no_slot_moves_in_a_step_that_is_not_finite(rules: str, poison: float, loss_scale: float) -> None:
+    """Law 5: every rank sees it, nobody's residual changes, and the next step is as if it had not been."""
+
+    def run(transport, poisoned: bool):
+        wire = make(transport, {**MIXED, "b.weight": rules})
+        step_on(wire, gradients(transport.rank, 0), loss_scale=loss_scale)
+        before = wire.state_dict()
+        bad = step_on(wire, gradients(transport.rank, 1, poison if poisoned and transport.rank == 1 else None))
+        after = wire.state_dict()  # lets slots take what a step left, if anything
+        good = step_on(wire, gradients(transport.rank, 2), loss_scale=loss_scale)
+        return before, bad, after, good, wire.stats.nonfinite_steps
+
+    for before, bad, after, good, counted in run_threads(lambda t: run(t, True), 3):
+        assert not bool(torch.isfinite(bad["b.weight"]).all())
+        assert counted == 1
+        learned = ("levels", "format")  # from what is finite of a gradient, or not at all
+        kept = [k for k in before if "/" in k and not any(f"/{name}" in k for name in (*learned, "checksums"))]
+        assert all(torch.equal(before[k], after[k]) for k in kept)
+        assert all(bool(torch.isfinite(value).all()) for value in good.values())
+
+
+def test_residuals_are_in_unscaled_units() -> None:
+    """Doubling the loss scale between steps changes nothing, bit for bit."""
+
+    def run(transport, scales):
+        wire = make(transport, {"a.weight": "ef(minmax(bits=2))", "b.weight": "ef(minmax(bits=3))"})
+        return [step_on(wire, gradients(transport.rank, i), loss_scale=s) for i, s in enumerate(scales)]
+
+    plain, scaled = (run_threads(lambda t, s=s: run(t, s), 2)[0] for s in ((1.0, 1.0, 1.0), (64.0, 128.0, 2.0)))
+    assert all(same(a, b) for a, b in zip(plain, scaled, strict=True))
+
+
+MANY = {
+    "a.weight": "powersgd(rank=2)",
+    "a.bias": "ef(levels(bits=2, bucket=128, learn_at=(0, 1), min_numel=0))",
+    "b.weight": "dgc(topk(density=0.05))",
+    "c.*": "globaltopk(density=0.1)",
+}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(
+    "rules", [MIXED, MANY, "fft(theta=((0, 0.9), (4, 0.5)))", "ef(rangefloat(bits=8, learn_at=(0, 4)))"], ids=str
+)
+def test_resume_is_bit_identical_also_through_other_buckets(rules, num_ranks: int) -> None:
+    other = (("a.weight", "a.bias", "b.weight", "c.weight", "scalar"),)
+
+    def run(transport):
+        straight = make(transport, rules, seed=5)
+        for step in range(3):
+            step_on(straight, gradients(transport.rank, step))
+        file = io.BytesIO()
+        torch.save(straight.state_dict(), file)
+        expected = [step_on(straight, gradients(transport.rank, step)) for step in range(3, 6)]
+        file.seek(0)
+        resumed = make(transport, "minmax(bits=4)")
+        resumed.load_state_dict(torch.load(file, weights_only=True))
+        got = [step_on(resumed, gradients(transport.rank, 3), other)]
+        got += [step_on(resumed, gradients(transport.rank, step)) for step in (4, 5)]
+        return all(same(a, b) for a, b in zip(expected, got, strict=True))
+
+    assert all(run_threads(run, num_ranks))
+
+
+def test_a_layer_trained_later_gets_its_compressor() -> None:
+    def run(transport):
+        shapes = {name: shape for name, shape in SHAPES.items() if name != "b.weight"}
+        wire = Wire(Plan.build(shapes, "ef(minmax(bits=2))"), shapes, transport)
+        means = step_on(wire, gradients(transport.rank, 0))
+        return str(wire.plan["b.weight"]), "rank0/residual/b.weight" in wire.state_dict() or transport.rank, means
+
+    answers = run_threads(run, 2)
+    for spec, kept, means in answers:
+        assert spec == "ef(minmax(bits=2, bucket=128))"
+        assert kept
+        assert same(means, answers[0][2])
+
+
+def test_old_buckets_are_given_back() -> None:
+    def run(transport):
+        wire = make(transport, MIXED)
+        step_on(wire, gradients(transport.rank, 0), (tuple(SHAPES),))
+        first = wire.stats.buffer_bytes
+        for step in range(1, 20):
+            step_on(wire, gradients(transport.rank, step))
+        return first, wire.stats.buffer_bytes, wire.stats.slot_bytes
+
+    for first, last, slots in run_threads(run, 2):
+        assert last < 1.2 * first
+        layers = sum(math.prod(SHAPES[name]) for name in ("b.weight", "a.bias", "a.weight"))
+        assert slots == 2 * 4 * layers
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("step"), "not the state of a Wire: step missing"),
+        (lambda s: s.update(format_version=torch.tensor(99)), "wire format 99"),
+        (lambda s: s.pop("rank0/residual/a.weight"), "lacks rank0/residual/a.weight"),
+        (lambda s: s.update({"rank0/residual/a.weight": torch.zeros(3)}), "has 3 elements"),
+        (lambda s: s.update(plan=torch.tensor(list(b'{"x": "raw"}'), dtype=torch.uint8)), "other layers"),
+        (lambda s: s.update(plan=torch.tensor(list(b"[1]"), dtype=torch.uint8)), "JSON object"),
+        (lambda s: s.update(shares=torch.tensor([1, 1, 1])), "lacks rank1/residual"),
+        (lambda s: s.update(shares=torch.tensor([1, -1])), "which no world does"),
+    ],
+)
+def test_a_wrong_state_is_refused(change, message: str) -> None:
+    def run(transport):
+        wire = make(transport, MIXED)
+        state = wire.state_dict()
+        change(state)
+        with pytest.raises(ValueError, match=message):
+            wire.load_state_dict(resealed(state))
+
+    run_threads(run, 1)
+
+
+def test_ranks_that_load_different_states_hear_of_it() -> None:
+    def run(transport):
+        wire = make(transport, "minmax")
+        state = resealed(wire.state_dict() | {"step": torch.tensor(transport.rank)})
+        with pytest.raises(DisagreementError, match="rank 0 has 'step: 0', rank 1 has 'step: 1'"):
+            wire.load_state_dict(state)
+        return True
+
+    assert all(run_threads(run, 3))
+
+
+@pytest.mark.parametrize("argument", [{"start": -1}, {"seed": -1}, {"seed": 2**63}])
+def test_wrong_arguments(argument: dict[str, int]) -> None:
+    def run(transport):
+        with pytest.raises(ValueError, match=next(iter(argument))):
+            make(transport, "minmax", **argument)
+
+    run_threads(run, 1)
+
+
+def test_a_silent_rank_is_waited_for_once() -> None:
+    """Layers that meet in several ways, and a rank that stops: one timeout, not one for each of them."""
+    rules = {"a.weight": "minmax(bits=4)", "b.weight": "topk(density=0.1)", "c.*": "threshold(lam=1.0)"}
+
+    def run(transport):
+        wire = make(transport, rules)
+        step_on(wire, gradients(transport.rank, 0))
+        if transport.rank == 2:
+            return 0.0, ""
+        started = time.monotonic()
+        with pytest.raises(TransportError, match=r"rank [12]") as raised:
+            step_on(wire, gradients(transport.rank, 1))
+        return time.monotonic() - started, str(raised.value)
+
+    (first, _), (second, said), _ = run_threads(run, 3, timeout_s=2.0)
+    assert max(first, second) < 3.5
+    assert "rank 2" in said

@@ -1,0 +1,292 @@
+"""Stores on disk: what a crash, a damaged file, another run or a full disk does to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from test_store import FORM, save, values_of
+
+from thinwire import kernels
+from thinwire.kernels import checksum
+from thinwire.store import Disk, DiskStore, Part, RecordFormat, Rows, StoreError
+from thinwire.store import manifest as manifests
+
+ROWS = Rows.of(range(8), 5)
+
+
+def make(path: Path, **options) -> DiskStore:
+    return DiskStore(path, FORM, 8, **{"run": 1, **options})
+
+
+def filled(path: Path, **options) -> DiskStore:
+    store = make(path, **options)
+    save(store, ROWS, values_of(ROWS, FORM), 0)
+    store.flush()
+    return store
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_a_corrupt_record_is_found_at_its_next_visit_and_its_sample_is_unseen(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    assert store.verify(range(8)) == []
+    flip(tmp_path / "records.bin", 3 * FORM.record_bytes + 17)
+    assert store.verify([0, 3, 7]) == [3]
+    assert store.counts.corrupt == 1
+    assert 3 not in store
+    assert store.verify([3]) == []
+    assert torch.equal(store.load(Rows.of([2, 4], 5)).view(-1), values_of(ROWS, FORM).view(8, -1)[[2, 4]].view(-1))
+    store.close()
+
+
+def test_a_record_that_was_read_ahead_is_checked_again_at_the_visit_after(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    store.prefetch([1, 2, 99])
+    store.flush()
+    assert store.verify([1, 2]) == []
+    flip(tmp_path / "records.bin", 1 * FORM.record_bytes)
+    assert store.verify([1, 2]) == [1], "what was read ahead counts for one visit"
+    flip(tmp_path / "records.bin", 2 * FORM.record_bytes)
+    store.prefetch([2])
+    store.flush()
+    assert store.verify([2]) == [2], "reading ahead finds it, too"
+    store.close()
+
+
+def test_a_record_saved_while_the_old_one_is_read_ahead_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = filled(tmp_path)
+    reading, saved = threading.Event(), threading.Event()
+
+    def slow_in_background(record: torch.Tensor) -> int:
+        result = checksum(record)
+        if threading.current_thread() is not threading.main_thread():
+            reading.set()
+            assert saved.wait(10.0)
+        return result
+
+    monkeypatch.setattr(kernels, "checksum", slow_in_background)
+    store.prefetch([3])
+    assert reading.wait(10.0)
+    save(store, Rows.of([3], 5), values_of(Rows.of([3], 5), FORM, 1), 1)
+    saved.set()
+    store.flush()
+    assert store.verify([3]) == []
+    assert store.counts.corrupt == 0
+    store.close()
+
+
+@pytest.mark.parametrize("torn", ["record", "row"])
+def test_torn_records_and_rows_are_found_when_a_store_is_opened_again(torn: str, tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    digest = store.digest()
+    store.close()
+    if torn == "row":
+        flip(tmp_path / "index.bin", 64 * 5 + 8)
+    else:
+        flip(tmp_path / "records.bin", FORM.record_bytes * 5 + 8)
+    again = make(tmp_path)
+    if torn == "row":
+        assert 5 not in again
+        assert again.counts.corrupt == 1
+    else:
+        assert again.verify(range(8)) == [5]
+    assert again.samples == (0, 1, 2, 3, 4, 6, 7)
+    assert again.digest() != digest
+    again.close()
+
+
+def test_a_state_brings_back_what_was_overwritten_since(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    digest, state = store.digest(), store.state_dict()
+    for step in (1, 2, 3):
+        save(store, Rows.of(range(step, 8), 5), values_of(Rows.of(range(step, 8), 5), FORM, step), step)
+    store.forget(0)
+    later = store.digest()
+    store.close()
+    again = make(tmp_path)
+    assert again.digest() == later
+    again.load_state_dict(state)
+    assert again.digest() == digest
+    assert again.verify(range(8)) == []
+    again.close()
+    # What was given up by going back does not come back.
+    once_more = make(tmp_path)
+    assert once_more.digest() == digest
+    once_more.close()
+
+
+@pytest.mark.parametrize("snapshots", [0, 1, 2])
+def test_states_older_than_the_snapshots_have_lost_records_and_say_so(snapshots: int, tmp_path: Path) -> None:
+    store = filled(tmp_path, snapshots=snapshots)
+    states, digests = [], []
+    for step in range(1, 6):
+        digests.append(store.digest())
+        states.append(store.state_dict())
+        save(store, ROWS, values_of(ROWS, FORM, step), step)
+    store.flush()
+    for back, (state, digest) in enumerate(reversed(list(zip(states, digests, strict=True))), 1):
+        store.close()
+        store = make(tmp_path, snapshots=snapshots)
+        store.load_state_dict(state)
+        damaged = store.verify(range(8))
+        assert damaged == ([] if back <= snapshots else list(range(8)))
+        assert (store.digest() == digest) == (back <= snapshots)
+        if back > snapshots:
+            break
+    store.close()
+
+
+def test_a_killed_process_leaves_a_store_that_can_be_gone_on_with(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys, torch\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from pathlib import Path\n"
+        "from test_store import FORM, save, values_of\n"
+        "from test_disk import make, ROWS\n"
+        "store = make(Path(sys.argv[1]))\n"
+        "for step in range(10 ** 6):\n"
+        "    save(store, ROWS, values_of(ROWS, FORM, step), step)\n"
+        "    if step == 3: torch.save(store.state_dict(), sys.argv[1] + '/state')\n"
+        "    if step == 40: print('go', flush=True)\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "go\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+    process.stdout.close()
+    store = make(tmp_path)
+    damaged = store.verify(range(8))
+    for sample in sorted(set(range(8)) - set(damaged)):
+        entry = store.entry(sample)
+        assert entry is not None
+        assert entry.version > 4
+        saved = values_of(ROWS, FORM, entry.version - 1).view(8, -1)[sample]
+        assert torch.equal(store.load(Rows.of([sample], 5)), saved), "a record is of the step that its row says"
+    store.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    assert store.verify(range(8)) == []
+    assert torch.equal(store.load(ROWS), values_of(ROWS, FORM, 3))
+    store.close()
+
+
+def test_a_store_of_another_run_shape_or_precision_is_refused(tmp_path: Path) -> None:
+    filled(tmp_path).close()
+    others = {
+        "run 1, this run needs 2": lambda: make(tmp_path, run=2),
+        "slots 16, this run needs 24": lambda: make(tmp_path, snapshots=2),
+        "site 'm', this run needs 'n'": lambda: DiskStore(tmp_path, RecordFormat(FORM.parts, site="n"), 8, run=1),
+        "precision 32, this run needs 8": lambda: DiskStore(tmp_path, RecordFormat(FORM.parts, 8), 8, run=1),
+        "parts": lambda: DiskStore(tmp_path, RecordFormat((Part(6, 12, True),)), 8, run=1),
+    }
+    for message, other in others.items():
+        with pytest.raises(StoreError, match=message):
+            other()
+    make(tmp_path).close()
+
+
+def test_a_store_on_disk_is_not_opened_unasked(tmp_path: Path) -> None:
+    from thinwire.store import Background
+
+    place = Disk(tmp_path, num_samples=8)
+    place.open(FORM, "side", run=5, background=Background()).close()
+    assert place.run_of("side") is None
+    assert Disk(tmp_path, num_samples=8, resume=True).run_of("side") == 5
+    assert Disk(tmp_path, num_samples=8, resume=True).run_of("other") is None
+
+
+@pytest.mark.parametrize("content", ["", "[]", "nonsense", '{"run": 1', "[" * 100_000, "x" * (2 << 20)])
+def test_a_manifest_that_is_none_is_refused(content: str, tmp_path: Path) -> None:
+    filled(tmp_path).close()
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(StoreError, match=r"remove|another run"):
+        make(tmp_path)
+
+
+def test_no_size_in_a_file_is_believed(tmp_path: Path) -> None:
+    filled(tmp_path).close()
+    found = json.loads((tmp_path / "manifest.json").read_text())
+    for name in ("record_bytes", "slots", "format_version"):
+        (tmp_path / "manifest.json").write_text(json.dumps({**found, name: 2**40}))
+        with pytest.raises(StoreError, match=name):
+            make(tmp_path)
+    (tmp_path / "manifest.json").write_text(json.dumps(found))
+    for name in ("records.bin", "index.bin"):
+        size = (tmp_path / name).stat().st_size
+        os.truncate(tmp_path / name, size - 1)
+        with pytest.raises(StoreError, match=f"not {size}: it is damaged"):
+            make(tmp_path)
+        os.truncate(tmp_path / name, size)
+    rows = torch.randint(-(2**62), 2**62, (16, 8), generator=torch.Generator().manual_seed(0))
+    (tmp_path / "index.bin").write_bytes(rows.numpy().tobytes())
+    store = make(tmp_path)
+    assert len(store) == 0
+    assert store.counts.corrupt == 16
+    store.close()
+
+
+def test_states_that_name_slots_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    good = store.state_dict()
+    for slots in (torch.arange(8) + 9, torch.zeros(8, dtype=torch.int64), torch.arange(7), torch.arange(8) - 1):
+        with pytest.raises(StoreError, match="slots"):
+            store.load_state_dict({**good, "slots": slots})
+    with pytest.raises(StoreError, match="checksums"):
+        store.load_state_dict({k: v for k, v in good.items() if k != "checksums"})
+    store.load_state_dict(good)
+    assert store.verify(range(8)) == []
+    store.close()
+
+
+def test_a_disk_without_room_is_an_error_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = 16 * (FORM.record_bytes + 64)
+
+    def free(num_bytes: int) -> None:
+        usage = type(shutil.disk_usage(tmp_path))(1 << 40, 0, num_bytes)
+        monkeypatch.setattr(manifests.shutil, "disk_usage", lambda path: usage)
+
+    free(needed - 1)
+    with pytest.raises(StoreError, match=r"needs .* GB .* free: lower precision="):
+        make(tmp_path)
+    assert not (tmp_path / "manifest.json").exists()
+    free(needed)
+    make(tmp_path).close()
+
+
+def test_a_disk_that_fills_up_after_all_is_an_error_in_the_next_call(tmp_path: Path, monkeypatch) -> None:
+    store = filled(tmp_path)
+
+    def full(*args) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    save(store, ROWS, values_of(ROWS, FORM), 1)
+    with pytest.raises(StoreError, match="No space left"):
+        store.flush()
+    monkeypatch.undo()
+    store.close()
+
+
+def test_a_store_has_one_owner(tmp_path: Path) -> None:
+    store = make(tmp_path)
+    with pytest.raises(StoreError, match="in use by another process"):
+        make(tmp_path)
+    store.close()
+    make(tmp_path).close()

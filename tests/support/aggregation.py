@@ -1,0 +1,151 @@
+"""Aggregators and their workers in threads, and what stands between them. Shared by the tests of both."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from thinwire.aggregator import Aggregator, Limits
+from thinwire.collectives import AggregatorClient, parse_address
+from thinwire.collectives.aggregation import HELLO, Greeting, nonce_of, proof
+
+
+@contextlib.contextmanager
+def serving(**options: Any) -> Iterator[tuple[Aggregator, list[str]]]:
+    """An aggregator in a thread, and the lines that it logs."""
+    lines: list[str] = []
+    numbers = {"slots": 8, "slot_elements": 64, "shares": 1}
+    numbers |= {name: options.pop(name) for name in list(options) if name in Limits.__dataclass_fields__}
+    with Aggregator(limits=Limits(**numbers), log=lines.append, **options) as aggregator:
+        thread = threading.Thread(target=aggregator.serve, daemon=True)
+        thread.start()
+        try:
+            yield aggregator, lines
+        finally:
+            aggregator.stop()
+            thread.join(5.0)
+            assert not thread.is_alive()
+
+
+def together(functions: list[Callable[[], Any]]) -> list[Any]:
+    """What functions return, or raise, when they run at once."""
+    answers: list[Any] = [None] * len(functions)
+
+    def run(at: int) -> None:
+        try:
+            answers[at] = functions[at]()
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            answers[at] = error
+
+    threads = [threading.Thread(target=run, args=(at,), daemon=True) for at in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+        assert not thread.is_alive()
+    return answers
+
+
+def greeted(sock: socket.socket, greeting: Greeting, token: str = "") -> bytes:
+    """Read the aggregator's hello, and what a worker answers to it."""
+    data = b""
+    while len(data) < HELLO.size:
+        more = sock.recv(HELLO.size - len(data))
+        assert more, "the aggregator hung up"
+        data += more
+    packed = greeting.pack()
+    return packed + proof(token, nonce_of(data), packed)
+
+
+def cut(client: AggregatorClient) -> None:
+    """Break a worker's connection, as when its process dies."""
+    assert client._link.transport is not None
+    client._link.transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+
+
+def clients(address: Any, num_ranks: int, *, session: int = 1, timeout_s: float = 10.0, lanes: int = 2) -> list[Any]:
+    options = {"world_size": num_ranks, "session": session, "timeout_s": timeout_s, "lanes": lanes}
+    return together([lambda rank=rank: AggregatorClient(address, rank=rank, **options) for rank in range(num_ranks)])
+
+
+def wait_until(true: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def works(address: Any) -> None:
+    """A session of two workers from beginning to end."""
+    pair = clients(address, 2, session=999)
+    xs = [torch.tensor([1, 2], dtype=torch.int32), torch.tensor([10, 20], dtype=torch.int32)]
+    together([lambda c=c, x=x: c.all_reduce(x) for c, x in zip(pair, xs, strict=True)])
+    assert [x.tolist() for x in xs] == [[11, 22]] * 2
+    for client in pair:
+        client.close()
+
+
+class Recorder:
+    """Stands between workers and an aggregator, keeps every byte, and may delay them."""
+
+    def __init__(self, address: str, delay_s: float = 0.0) -> None:
+        host, port, _ = parse_address(address)
+        self._target, self._delay_s = (host, port), delay_s
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.up: list[bytearray] = []
+        self.down: list[bytearray] = []
+        self._sockets = [self._listener]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                worker, _ = self._listener.accept()
+            except OSError:
+                return
+            onward = socket.create_connection(self._target)
+            self._sockets += (worker, onward)
+            self.up.append(bytearray())
+            self.down.append(bytearray())
+            for source, target, record in ((worker, onward, self.up[-1]), (onward, worker, self.down[-1])):
+                source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                line: queue.Queue[tuple[float, bytes]] = queue.Queue()
+                threading.Thread(target=self._read, args=(source, line, record), daemon=True).start()
+                threading.Thread(target=self._write, args=(target, line), daemon=True).start()
+
+    def _read(self, source: socket.socket, line: queue.Queue[tuple[float, bytes]], record: bytearray) -> None:
+        data = b"-"
+        while data:
+            try:
+                data = source.recv(1 << 16)
+            except OSError:
+                data = b""
+            record += data
+            line.put((time.monotonic() + self._delay_s, data))
+
+    def _write(self, target: socket.socket, line: queue.Queue[tuple[float, bytes]]) -> None:
+        while True:
+            at, data = line.get()
+            time.sleep(max(0.0, at - time.monotonic()))
+            with contextlib.suppress(OSError):
+                if not data:
+                    target.shutdown(socket.SHUT_WR)
+                    return
+                target.sendall(data)

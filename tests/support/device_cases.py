@@ -1,0 +1,159 @@
+"""What the tests of the way through a device share: buckets of layers, and the CPU's way to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire import parse
+from thinwire.collectives import (
+    CollectiveCall,
+    DeviceBuffers,
+    DeviceTransport,
+    Layer,
+    Layout,
+    Shard,
+    ShardBuffers,
+    Transport,
+    World,
+    all_gather,
+    all_reduce,
+    complete,
+    device_all_gather,
+    device_all_reduce,
+    device_reduce_scatter,
+    gather_buffers,
+    gather_mean,
+    reduce_scatter,
+    sharded_layout,
+    sum_buffers,
+    summed_all_reduce,
+)
+from thinwire.compressors import Coded, Raw, State, Summed
+
+SHAPES = ((70, 50), (3,), (40, 100), (0,), (9, 11), (1300,), (64,))
+MIXED = (
+    *("minmax(bits=4)", "raw", "ef(minmax(bits=2))", "ef(topk(density=0.1))", "raw"),
+    *("maxabs(bits=3)", "ef(randk(density=0.2))", "cast(bf16)", "ef(onebit)", "topk(density=0.2) | minmax(bits=8)"),
+)
+"""A compressor of each kind, for layers side by side in one bucket."""
+
+
+def layers_of(specs: Sequence[str], shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Layer]:
+    """Layers end to end, their compressors from ``specs`` by turns, with a raw one where a shape does not suit."""
+    layers, start = [], 0
+    for i, shape in enumerate(shapes):
+        try:
+            compressor = parse(specs[i % len(specs)]).fit(shape)
+        except ValueError:
+            compressor = parse("raw")
+        assert isinstance(compressor, Coded | Summed)
+        layers.append(Layer(f"layer{i}", start, shape, compressor))
+        start += layers[-1].numel
+    return layers
+
+
+def gradients(layout: Layout, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(layout.numel, generator=generator).to(layout.dtype)
+
+
+def first_state(layout: Layout, device: torch.device) -> State | None:
+    if not layout.slots:
+        return None
+    shapes = {layer.name: layer.shape for layer in layout.layers}
+    return State.fresh(layout.slots, layout.numel, 2.0, shapes, device=device)
+
+
+def through_the_host(transport: Transport, layout: Layout, steps: int, poison: int = -1) -> list[Tensor]:
+    """What a rank has after each of some steps, by way of messages on the CPU."""
+    state, found = first_state(layout, torch.device("cpu")), []
+    owned = transport.open(layout.reduction_traffic())
+    gathered = gather_buffers(layout, transport) if layout.has_gathered else None
+    sums = sum_buffers(layout)
+    for step in range(steps):
+        x = _input(layout, transport.rank, step, poison)
+        call = CollectiveCall(seed=5, step=step, state=state)
+        complete(summed_all_reduce(x, layout, transport, sums, call))
+        if layout.has_owned:
+            complete(all_reduce(x, layout, transport, owned, call))
+        if gathered is not None:
+            complete(gather_mean(x, layout, transport, gathered, call))
+        found.append(x)
+        state = state.swapped() if state else None
+    return found
+
+
+def through_the_device(transport: DeviceTransport, layout: Layout, steps: int, poison: int = -1) -> list[Tensor]:
+    """The same by way of the device."""
+    device = transport.device
+    state, found = first_state(layout, device), []
+    buffers = DeviceBuffers.of(layout, transport.rank, device)
+    before = transport.sent_bytes
+    for step in range(steps):
+        x = _input(layout, transport.rank, step, poison).to(device)
+        device_all_reduce(x, layout, transport, buffers, CollectiveCall(seed=5, step=step, state=state))
+        found.append(x)
+        state = state.swapped() if state else None
+    assert transport.sent_bytes - before == steps * buffers.sent_bytes
+    return found
+
+
+PART_NUMEL = 3000
+
+
+def sharded_case(spec: str, num_ranks: int) -> Layout:
+    """A buffer with a part for each rank, whose shards of a layer differ in size, with gaps between them."""
+    compressor, parts = parse(spec), []
+    assert isinstance(compressor, Coded)
+    for rank in range(num_ranks):
+        first = Shard("w", 0, 2000 - 500 * rank, 2048 * rank, compressor)
+        parts.append([first, Shard("v", 2048, 700, 768 * rank, Raw())])
+    return sharded_layout(parts, PART_NUMEL, torch.float32, World(num_ranks))
+
+
+def shards_through_the_host(transport: Transport, layout: Layout, x: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's part of the sum of all ranks' ``x``, and all parts of theirs, by way of messages on the CPU."""
+    reduced, gathered, state = _of_shards(transport, layout, x, torch.device("cpu"))
+    up, down = (transport.open(layout.reduction_traffic(up=way, down=not way)) for way in (True, False))
+    call = CollectiveCall(seed=1, step=9, scale=0.5, state=state, draw=2)
+    complete(reduce_scatter(x.clone(), layout, transport, up, call, out=reduced))
+    complete(all_gather(gathered, layout, transport, down, call))
+    return reduced, gathered
+
+
+def shards_through_the_device(transport: DeviceTransport, layout: Layout, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The same by way of the device."""
+    device = transport.device
+    reduced, gathered, state = _of_shards(transport, layout, x, device)
+    up, down = (ShardBuffers.open(layout, transport.rank, device, up=way) for way in (True, False))
+    call = CollectiveCall(seed=1, step=9, scale=0.5, state=state, draw=2)
+    device_reduce_scatter(x.clone().to(device), reduced, transport, up, call)
+    device_all_gather(gathered, transport, down, call)
+    return reduced, gathered
+
+
+def _of_shards(
+    transport: Transport, layout: Layout, x: Tensor, device: torch.device
+) -> tuple[Tensor, Tensor, State | None]:
+    rank, size = transport.rank, transport.world_size
+    state = State.fresh(layout.slots, x.numel(), device=device) if layout.slots else None
+    gathered = torch.zeros(size * PART_NUMEL)
+    for start, numel in ((0, 2000 - 500 * rank), (2048, 700)):
+        gathered.view(size, -1)[rank, start : start + numel] = x.view(size, -1)[rank, start : start + numel]
+    return torch.zeros(PART_NUMEL, device=device), gathered.to(device), state
+
+
+def _input(layout: Layout, rank: int, step: int, poison: int) -> Tensor:
+    x = gradients(layout, rank, step)
+    if poison >= 0 and rank == layout.world_size - 1:
+        x[poison] = torch.inf
+    return x
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, whatever they hold."""
+    kind = {4: torch.int32, 2: torch.int16}[a.element_size()]
+    return a.dtype == b.dtype and torch.equal(a.cpu().view(kind), b.cpu().view(kind))

@@ -1,0 +1,22 @@
+"""A module for `thinwire.compare.forked`: answers each line with what it finds around it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from thinwire.compare.forked import command_streams
+
+
+def main() -> None:
+    commands, answers = command_streams()
+    sys.stderr.write("on standard error\n")
+    sys.stderr.flush()
+    for line in commands:
+        if line == "raise\n":
+            raise ValueError("as it was told")
+        found = {"line": line, "pid": os.getpid(), "session": os.getsid(0), "net": os.readlink("/proc/self/ns/net")}
+        found |= {"rank": os.environ.get("RANK"), "threads": os.environ["OMP_NUM_THREADS"]}
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()

@@ -1,0 +1,81 @@
+"""What the tests of the Triton kernels share: where they run, and compiling without a GPU."""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_cases import same
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
+compiled = pytest.mark.skipif(INTERPRETED, reason="runs outside the interpreter's process")
+runs = pytest.mark.skipif(not INTERPRETED and DEVICE.type == "cpu", reason="needs a GPU, or the interpreter")
+quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+"""NumPy warns of the NaNs that the interpreter computes with."""
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 as a kernel stores it. Triton's interpreter cuts bf16 off where GPUs round to nearest even."""
+    if dtype == torch.bfloat16 and INTERPRETED:
+        return (x.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+    return x.to(dtype)
+
+
+def agree(wanted: Tensor, got: Tensor) -> bool:
+    """Whether a kernel stored these fp32 values bit for bit in the type of ``got``, where a NaN equals any NaN.
+
+    Triton's interpreter stores wrong subnormals in 16 bits: of those it must only make subnormals."""
+    stored = rounded(wanted, got.dtype)
+    if INTERPRETED and got.element_size() == 2:
+        lost = [v.abs() < torch.finfo(v.dtype).smallest_normal for v in (stored, got)]
+        if not torch.equal(*lost):
+            return False
+        stored, got = (v.masked_fill(lost[0], 0.0) for v in (stored, got))
+    return same(stored, got)
+
+
+def in_the_interpreter(file: str, *, at_least: int) -> None:
+    """Run a test file again in a process of its own: the interpreter must be chosen before Triton is imported."""
+    if "THINWIRE_INTERPRETER" not in os.environ:
+        pytest.skip("takes minutes: make triton runs it")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) >= at_least, done.stdout[-4000:]
+
+
+def assembly(kernel: Any, types: dict[str, str], capability: int = 90, num_warps: int = 4, **constants: Any) -> str:
+    """The kernel as PTX for an NVIDIA GPU, compiled to machine code on the way; needs no GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    source = ASTSource(
+        fn=kernel,
+        signature={arg: "constexpr" if arg in constants else types[arg] for arg in names},
+        constexprs={(names.index(arg),): value for arg, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i, arg in enumerate(names) if types.get(arg, "").startswith("*")},
+    )
+    launch = {"enable_fp_fusion": False, "num_warps": num_warps}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch).asm["ptx"]

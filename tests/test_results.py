@@ -1,0 +1,44 @@
+"""Files that commands write."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from pathlib import Path
+
+import pytest
+
+import thinwire_cli
+from thinwire.results import check_output_file
+
+
+def test_paths_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a folder"):
+        check_output_file(tmp_path)
+    with pytest.raises(ValueError, match="there is no folder"):
+        check_output_file(tmp_path / "missing" / "figures.json")
+    assert check_output_file(tmp_path / "figures.json") == tmp_path / "figures.json"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everything")
+def test_a_file_that_may_not_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "figures.json").touch(mode=0o400)
+    with pytest.raises(ValueError, match="permission denied"):
+        check_output_file(tmp_path / "figures.json")
+
+
+def test_the_path_is_checked_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    started = tmp_path / "started"
+    path = str(tmp_path / "missing" / "lab.json")
+    with pytest.raises(SystemExit):
+        thinwire_cli.main(["lab", "--ranks", "1", "--json", path, "--", "touch", str(started)])
+    assert "there is no folder" in " ".join(capsys.readouterr().err.replace("\u2502", " ").split())
+    assert not started.exists()
+
+
+@pytest.mark.parametrize("words", sorted(thinwire_cli.THINWIRE.commands))
+def test_every_command_checks_the_files_that_it_writes(words: str) -> None:
+    parameters = inspect.signature(thinwire_cli.THINWIRE.commands[words].load()).parameters
+    for name in {"json", "html"} & set(parameters):
+        assert parameters[name].annotation == "OutputFile"
