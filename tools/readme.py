@@ -26,6 +26,7 @@ TITLES = {
     "bf16": "DDP, bf16 gradients",
     "powersgd": "PyTorch's PowerSGD, rank 4",
     "low-rank": "thinwire's PowerSGD, rank 4",
+    "local": "thinwire's local updates, every 8 steps in 2 bits",
     "noop": "nothing sent (the ceiling)",
     "alone": "training alone: nothing sent",
     "control": "control: 1 bit, no error feedback",

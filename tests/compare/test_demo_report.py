@@ -41,6 +41,7 @@ def _runs() -> dict[str, Run]:
         "powersgd": _run("powersgd", 0.04, 2.03, wire_bytes=300, payload=14.0),
         "low-rank": _run("low-rank", 0.038, 2.029, wire_bytes=300, payload=14.0),
         "thinwire": _run("thinwire", 0.07, 2.002, wire_bytes=1_000, payload=50.0),
+        "local": _run("local", 0.06, 2.004, payload=1.0),
         "alone": _run("alone", 0.02, 2.04),
         "control": _run("control", 0.03, 2.09),
     }
@@ -89,7 +90,7 @@ def test_the_interval_of_a_median_is_that_of_the_sign_test(count: int, kth: int)
 
 def test_all_checks_are_shown_where_everything_is_as_it_should_be() -> None:
     checks = _report(_runs()).checks()
-    assert len(checks) == 11
+    assert len(checks) == 12
     assert {check.outcome for check in checks} == {Outcome.SHOWN}
 
 
@@ -102,6 +103,7 @@ def test_all_checks_are_shown_where_everything_is_as_it_should_be() -> None:
         (_with("thinwire", payload_bytes=[250.0 * turn + (turn == 8) for turn in range(9)]), "its format's formula"),
         (_with("thinwire", replicas_identical=False), "bit for bit"),
         (_with("powersgd", replicas_identical=False), "bit for bit"),
+        (_with("local", val_loss=2.021), "local updates"),
         (_with("low-rank", val_loss=2.051), "at most 1 % above PyTorch's"),
     ],
 )
@@ -143,14 +145,14 @@ def test_limits_are_not_applied_to_another_task_but_bytes_and_replicas_are() -> 
     bad = _with("thinwire", val_loss=2.5, replicas_identical=False)
     outcomes = [check.outcome for check in _report(bad, judged=False).checks()]
     assert outcomes.count(Outcome.WRONG) == outcomes.count(Outcome.SHOWN) == 1
-    assert outcomes.count(Outcome.NOT_JUDGED) == 9
+    assert outcomes.count(Outcome.NOT_JUDGED) == 10
 
 
 def test_order_is_by_time_to_the_same_loss_then_by_loss() -> None:
     report = _report(_runs())
     assert report.target == pytest.approx(2.0 * SAME_LOSS)
     names = [run.name for run in report.ordered()]
-    assert names == ["thinwire", "bf16", "fp32", "low-rank", "powersgd", "alone", "control"]
+    assert names == ["local", "thinwire", "bf16", "fp32", "low-rank", "powersgd", "alone", "control"]
     faster = _report(_with("powersgd", losses=[3.0] * 8 + [2.01]))
     assert faster.ordered()[0].name == "powersgd"
 

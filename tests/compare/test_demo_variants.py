@@ -34,7 +34,7 @@ def _send_all(rank: int) -> dict[str, Sent]:
 def _send(rank: int, name: str) -> Sent:
     replica = Replica(TASK)
     ddp = distributed(replica, VARIANTS[name])
-    attached = VARIANTS[name].attach(ddp, TASK)
+    attached = VARIANTS[name].attach(ddp, replica)
     _backward(ddp, rank, STEPS)
     gradients = [parameter.grad.clone() for parameter in replica.parameters if parameter.grad is not None]
     sent = Sent(gradients, attached.payload_bytes(STEPS), attached.formula_bytes())
@@ -106,6 +106,31 @@ def test_thinwire_sends_the_formulas_bytes(sent: list[dict[str, Sent]]) -> None:
     assert found.formula_bytes is not None
     # The first step has other DDP buckets, so other headers.
     assert found.payload_bytes == pytest.approx(STEPS * found.formula_bytes, rel=0.05)
+
+
+def test_local_updates_send_nothing_with_gradients(sent: list[dict[str, Sent]]) -> None:
+    assert not _equal(sent[0]["local"].gradients, sent[1]["local"].gradients)
+    assert sent[0]["local"].payload_bytes == 0
+
+
+def _trained_locally(rank: int) -> tuple[float, list[Tensor]]:
+    """A round of steps and two more, and the end of the training."""
+    replica = Replica(TASK)
+    ddp = distributed(replica, VARIANTS["local"])
+    attached = VARIANTS["local"].attach(ddp, replica)
+    for _ in range(VARIANTS["local"].every + 2):
+        _backward(ddp, rank, 1)
+        replica.optimizer.step()
+    sent = attached.payload_bytes(0)
+    attached.finish()
+    attached.detach()
+    return sent, [parameter.detach() for parameter in replica.parameters]
+
+
+def test_local_updates_are_sent_once_a_round_and_at_the_end() -> None:
+    (sent, one), (_, other) = run_ranks(_trained_locally, 2)
+    assert 0 < sent < sum(parameter.numel() for parameter in one)
+    assert _equal(one, other)
 
 
 def test_powersgd_gets_one_bucket_and_others_several() -> None:

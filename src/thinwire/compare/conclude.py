@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from thinwire.compare.report import SAME_LOSS, Check, Outcome, Report
-from thinwire.compare.train import CONTROL_RULES, VARIANTS
+from thinwire.compare.train import CONTROL_RULES, LOCAL_EVERY, VARIANTS
 from thinwire.lab.units import format_rate, parse_rate
 
 _MARKS = {
@@ -65,6 +65,10 @@ def _remarks(report: Report, about: dict[str, Any]) -> Iterator[str]:
     yield (
         "Training alone: nothing is sent, so that each rank learns from its own batches only. It bounds the speed from "
         "above, and a method that ends at a higher loss is worse than sending nothing."
+    )
+    yield (
+        f"Local, every {LOCAL_EVERY}: ranks train alone for {LOCAL_EVERY} steps, then average what they have learned, "
+        "sent in 2 bits (thinwire.local.DiLoCo); a step's time is the mean of its round."
     )
     yield f"1-bit control: {CONTROL_RULES}, no error feedback. It must be worse, or equal losses mean nothing."
     worse = [VARIANTS[run.name].title for run in report.worse_than_alone() if run.name != "control"]

@@ -31,7 +31,7 @@ from thinwire.lab.units import format_rate, parse_rates
 from thinwire.results import OutputFile
 
 # The first two turns show the most: what users have, and what they would have.
-_ORDER = ("fp32", "thinwire", "bf16", "powersgd", "low-rank", "alone", "control")
+_ORDER = ("fp32", "thinwire", "bf16", "powersgd", "low-rank", "local", "alone", "control")
 _SMOKE = Task(
     model=GPTConfig(context=32, width=64, layers=2, heads=2),
     steps=8,
@@ -45,7 +45,15 @@ _JUDGED_RATE, _JUDGED_RANKS = "100mbit", 2
 # Rough, for the predicted duration: on two cores of a 2020s server.
 _STEP_S, _START_S, _EVALUATION_S = 0.035, 1.5, 0.7
 _RATE_REACHED = 0.93
-_SENT_SHARE = {"fp32": 1.0, "bf16": 0.5, "powersgd": 0.12, "low-rank": 0.12, "thinwire": 0.15, "control": 0.04}
+_SENT_SHARE = {
+    "fp32": 1.0,
+    "bf16": 0.5,
+    "powersgd": 0.12,
+    "low-rank": 0.12,
+    "thinwire": 0.15,
+    "local": 0.01,
+    "control": 0.04,
+}
 
 
 def demo(
@@ -58,7 +66,7 @@ def demo(
     json: OutputFile = None,
     seed: int = 0,
 ) -> int:
-    """Train over a slow link with gradients in fp32, bf16, PowerSGD and thinwire's 4 bits, and compare.
+    """Train over a slow link with gradients in fp32, bf16, PowerSGD and thinwire's 4 bits, and by local updates.
 
     A byte-level GPT learns the Python standard library's own source on ranks that a slow link joins, emulated on this
     machine. All variants start from the same weights, see the same batches, and take turns. Takes a few minutes on

@@ -9,6 +9,7 @@ the parent can read the link's counters while nothing is sent.
 from __future__ import annotations
 
 import time
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -30,10 +31,11 @@ class Rank:
     def begin(self, name: str) -> dict[str, Any]:
         """Build the model for variant ``name``."""
         variant, task = VARIANTS[name], self.task
+        self.every = variant.every
         self.steps_done = 0
         self.replica = Replica(task)
         ddp = distributed(self.replica, variant)
-        self.attached = variant.attach(ddp, task)
+        self.attached = variant.attach(ddp, self.replica)
         self.steps = train(ddp, self.replica.optimizer, self.text.train, self._offsets(), task.rate, task.model.context)
         return {"probe": self._evaluate(task.probe_windows)}
 
@@ -46,9 +48,14 @@ class Rank:
             loss = next(self.steps)
             step_s.append(time.perf_counter() - started)
             self.channel.send("step", step=step, loss=loss)
+        if until == self.task.steps:
+            started = time.perf_counter()
+            self.attached.finish()
+            step_s[-1] += time.perf_counter() - started
         self.channel.hold("trained")
         self.steps_done = until
         payload_bytes = self.attached.payload_bytes(until)
+        step_s = _mean_by_round(step_s, self.every)
         return {"step_s": step_s, "payload_bytes": payload_bytes, "probe": self._evaluate(self.task.probe_windows)}
 
     def finish(self) -> dict[str, Any]:
@@ -75,6 +82,12 @@ class Rank:
         context = self.task.model.context
         offsets = even_offsets(self.text.held_out.numel(), count=count, context=context)
         return evaluate(self.replica.model, self.text.held_out, offsets[self.rank :: self.num_ranks], context)
+
+
+def _mean_by_round(step_s: list[float], every: int) -> list[float]:
+    """For each step the mean of the round of ``every`` steps that it is in: an exchange is paid for by all of them."""
+    rounds = [step_s[first : first + every] for first in range(0, len(step_s), every)]
+    return [fmean(steps) for steps in rounds for _ in steps]
 
 
 def _serve(channel: Channel) -> None:

@@ -27,6 +27,7 @@ _COLOURS = {
     "low-rank": "#2a6fdb",
     "bf16": "#d98a00",
     "fp32": "#c0392b",
+    "local": "#00a3a3",
     "alone": "#555555",
     "control": "#b0b0b0",
 }
@@ -196,6 +197,7 @@ class Report:
             self._loss(
                 "thinwire's PowerSGD ends at most 1 % above PyTorch's", self.excess("low-rank", "powersgd"), 0.01
             ),
+            self._loss("local updates end at most 1 % above fp32", self.excess("local"), 0.01),
             self._exact(
                 "every message of thinwire has the size of its format's formula",
                 self.runs["thinwire"].payload_is_formula() if "thinwire" in self.runs else None,

@@ -21,11 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.compare.data import windows
 from thinwire.compare.gpt import GPT, GPTConfig, next_token_loss
+from thinwire.local import DiLoCo, Nesterov
 from thinwire.runtime import Follower, for_reducer
 
 # One scale for each layer, a biased rounding and no error feedback: damage that a comparison must be able to see.
 CONTROL_RULES = "minmax(bits=1, bucket=1048576, rounding=nearest)"
 POWERSGD_RANK = 4
+LOCAL_EVERY = 8
 _POWERSGD_START = 2
 _ONE_BUCKET_MB = 1e6
 _BETAS = (0.9, 0.99)
@@ -88,6 +90,9 @@ class Attached:
         """Bytes that a step must send by the format's formula, where there is one."""
         return None
 
+    def finish(self) -> None:
+        """End the training: all ranks get the same parameters where the variant has not seen to it in each step."""
+
     def detach(self) -> None:
         """Release what the variant holds."""
 
@@ -105,6 +110,21 @@ class _Thinwire(Attached):
 
     def detach(self) -> None:
         self._wire.detach()
+
+
+class _Local(Attached):
+    def __init__(self, local: DiLoCo) -> None:
+        super().__init__()
+        self._local = local
+
+    def payload_bytes(self, steps: int) -> float:
+        return self._local.wire.stats.payload_sent_bytes
+
+    def finish(self) -> None:
+        self._local.finish()
+
+    def detach(self) -> None:
+        self._local.close()
 
 
 class _PowerSGD(Attached):
@@ -132,45 +152,54 @@ def _sent(ddp: DistributedDataParallel) -> float:
     return gradient_bytes(ddp) * ring_factor(dist.get_world_size())
 
 
-def _fp32(ddp: DistributedDataParallel, task: Task) -> Attached:
+def _fp32(ddp: DistributedDataParallel, replica: "Replica") -> Attached:
     return Attached(_sent(ddp))
 
 
-def _bf16(ddp: DistributedDataParallel, task: Task) -> Attached:
+def _bf16(ddp: DistributedDataParallel, replica: "Replica") -> Attached:
     ddp.register_comm_hook(Follower("bf16"), _bf16_hook)
     return Attached(_sent(ddp) / 2)
 
 
-def _alone(ddp: DistributedDataParallel, task: Task) -> Attached:
+def _alone(ddp: DistributedDataParallel, replica: "Replica") -> Attached:
     ddp.register_comm_hook(None, _noop_hook)
     return Attached()
 
 
-def _powersgd(ddp: DistributedDataParallel, task: Task) -> Attached:
+def _local(ddp: DistributedDataParallel, replica: "Replica") -> Attached:
+    ddp.register_comm_hook(None, _noop_hook)
+    # Plain averages: momentum pays over more exchanges than the demo has.
+    outer = Nesterov(lr=1.0, momentum=0.0)
+    local = DiLoCo(ddp, replica.optimizer, every=LOCAL_EVERY, outer=outer, seed=replica.task.seed)
+    replica.optimizer.register_step_post_hook(lambda *_: local.step())
+    return _Local(local)
+
+
+def _powersgd(ddp: DistributedDataParallel, replica: "Replica") -> Attached:
     state = powerSGD_hook.PowerSGDState(
         None,
         matrix_approximation_rank=POWERSGD_RANK,
         start_powerSGD_iter=_POWERSGD_START,
-        random_seed=task.seed,
+        random_seed=replica.task.seed,
     )
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return _PowerSGD(state, ring_factor(dist.get_world_size()), _sent(ddp))
 
 
-def _compressed(ddp: DistributedDataParallel, task: Task) -> Attached:
-    return _Thinwire(thinwire.compress(ddp, seed=task.seed, skip_if_slower=False))
+def _compressed(ddp: DistributedDataParallel, replica: "Replica") -> Attached:
+    return _Thinwire(thinwire.compress(ddp, seed=replica.task.seed, skip_if_slower=False))
 
 
-def _low_rank(ddp: DistributedDataParallel, task: Task) -> Attached:
+def _low_rank(ddp: DistributedDataParallel, replica: "Replica") -> Attached:
     return _Thinwire(
         thinwire.compress(
-            ddp, f"powersgd(rank={POWERSGD_RANK})", seed=task.seed, skip_if_slower=False, start=_POWERSGD_START
+            ddp, f"powersgd(rank={POWERSGD_RANK})", seed=replica.task.seed, skip_if_slower=False, start=_POWERSGD_START
         )
     )
 
 
-def _control(ddp: DistributedDataParallel, task: Task) -> Attached:
-    return _Thinwire(thinwire.compress(ddp, CONTROL_RULES, seed=task.seed, skip_if_slower=False))
+def _control(ddp: DistributedDataParallel, replica: "Replica") -> Attached:
+    return _Thinwire(thinwire.compress(ddp, CONTROL_RULES, seed=replica.task.seed, skip_if_slower=False))
 
 
 def _bf16_hook(follower, bucket):
@@ -193,11 +222,13 @@ class Variant:
     """A variant of the training: how gradients are exchanged."""
 
     title: str
-    attach: Callable[[DistributedDataParallel, Task], Attached]
+    attach: Callable[[DistributedDataParallel, "Replica"], Attached]
     one_bucket: bool = False
     """Whether DDP puts all gradients into one bucket."""
     synchronised: bool = True
     """Whether ranks end with the same parameters."""
+    every: int = 1
+    """Steps from one exchange to the next; a step's time is the mean over so many."""
 
 
 VARIANTS = {
@@ -206,6 +237,7 @@ VARIANTS = {
     "powersgd": Variant("torch PowerSGD", _powersgd, one_bucket=True),
     "thinwire": Variant("thinwire 4-bit", _compressed),
     "low-rank": Variant(f"thinwire rank {POWERSGD_RANK}", _low_rank),
+    "local": Variant(f"local, every {LOCAL_EVERY}", _local, every=LOCAL_EVERY),
     "alone": Variant("training alone", _alone, synchronised=False),
     "control": Variant("1-bit control", _control),
 }
