@@ -22,6 +22,7 @@ _VALIDATION = {
     "bench doctor": Command("experiments.bench.doctor:doctor", "predicted steps beside measured steps, eight links"),
     "bench auto": Command("experiments.bench.auto:auto", "what `auto` decides and gains over seven networks"),
     "bench blob": Command("experiments.bench.blob:blob", "compressing buffers beside compressing layers"),
+    "bench local": Command("experiments.bench.local:local", "local updates over slow links, beside a free network"),
     "bench training": Command("experiments.bench.training:training", "loss and bytes of each way to train"),
     "chaos": Command("experiments.chaos.chaos:chaos", "ranks that fail in seeded ways, and the others' errors"),
     "soak": Command("experiments.chaos.soak:soak", "a very long training: memory, threads, files, replicas"),

@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.collectives.nodes import VARIABLE as NODE_VARIABLE
-from thinwire.compare.train import VARIANTS
-from thinwire.compare.train import Task as DemoTask
+from thinwire.compare.train import send_nothing
 from thinwire.plan.policies import Policy, parse_policy
 
 CGX = "minmax(bits=4, bucket=128)"
@@ -100,7 +99,7 @@ class Method:
         ``optimizer`` is for policies; ``seed`` and ``measure`` are those of `thinwire.compress`.
         """
         if self.kind == "nothing":
-            VARIANTS["alone"].attach(ddp, DemoTask())
+            send_nothing(ddp)
         elif self.kind == "torch powersgd":
             state = powerSGD_hook.PowerSGDState(
                 None, matrix_approximation_rank=self.rank, start_powerSGD_iter=_TORCH_POWERSGD_START

@@ -56,7 +56,7 @@ def on_a_slow_link(tmp_path_factory: pytest.TempPathFactory) -> Smoke:
 def test_all_variants_are_measured(on_a_slow_link: Smoke) -> None:
     figures = on_a_slow_link.figures
     assert "failures" not in on_a_slow_link.record["about"]
-    for name in VARIANTS:
+    for name in demo_module.ORDER:
         assert figures[f"steps_per_s/{name}"] > 0
         assert 3 < figures[f"val_loss/{name}"] < 5.6
     assert figures["val_loss/control"] > figures["val_loss/fp32"]
@@ -95,11 +95,11 @@ def test_results_show_before_the_last_variant_has_begun(on_a_slow_link: Smoke) -
     lines = on_a_slow_link.text.splitlines()
     first = [
         next(i for i, line in enumerate(lines) if line.startswith(f"{VARIANTS[name].title}: 4 steps"))
-        for name in VARIANTS
+        for name in demo_module.ORDER
     ]
     last = [
         next(i for i, line in enumerate(lines) if line.startswith(f"{VARIANTS[name].title}: 8 steps"))
-        for name in VARIANTS
+        for name in demo_module.ORDER
     ]
     assert max(first) < min(last)
 
@@ -107,8 +107,8 @@ def test_results_show_before_the_last_variant_has_begun(on_a_slow_link: Smoke) -
 @pytest.mark.network
 def test_the_table_is_sorted_by_time_to_the_same_loss_and_fits(on_a_slow_link: Smoke) -> None:
     figures, text = on_a_slow_link.figures, on_a_slow_link.text
-    rows = {name: text.rindex(f"\n{VARIANTS[name].title}") for name in VARIANTS}
-    reached = [name for name in VARIANTS if f"seconds_to_same_loss/{name}" in figures]
+    rows = {name: text.rindex(f"\n{VARIANTS[name].title}") for name in demo_module.ORDER}
+    reached = [name for name in demo_module.ORDER if f"seconds_to_same_loss/{name}" in figures]
     assert "fp32" in reached
     by_time = sorted(reached, key=lambda name: figures[f"seconds_to_same_loss/{name}"])
     assert by_time == sorted(reached, key=lambda name: rows[name])
@@ -123,7 +123,7 @@ def test_the_picture_has_a_curve_for_each_variant(on_a_slow_link: Smoke) -> None
     picture = (on_a_slow_link.out / "loss.svg").read_text()
     assert picture.startswith("<?xml")
     # A marker at the end of each curve.
-    assert picture.count("<use ") >= len(VARIANTS)
+    assert picture.count("<use ") >= len(demo_module.ORDER)
 
 
 def _ignore(*_: Any) -> None:

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.compare.train import POWERSGD_RANK, VARIANTS
-from thinwire.compare.train import Task as DemoTask
+from thinwire.compare.train import POWERSGD_RANK, send_bf16
 
 _POWERSGD_START = 2
 """The least that PyTorch takes with error feedback."""
@@ -24,7 +23,7 @@ def hook(ddp: DistributedDataParallel, name: Literal["bf16", "powersgd"], group:
     if dist.get_world_size(group) != dist.get_world_size():
         raise ValueError("PyTorch's hooks are compared among all ranks, without a pipeline")
     if name == "bf16":
-        VARIANTS["bf16"].attach(ddp, DemoTask())
+        send_bf16(ddp)
         return
     state = powerSGD_hook.PowerSGDState(
         group, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=_POWERSGD_START

@@ -9,6 +9,7 @@ one turn.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from thinwire.lab.units import format_rate, parse_rates
 from thinwire.results import OutputFile
 
 # The first two turns show the most: what users have, and what they would have.
-_ORDER = ("fp32", "thinwire", "bf16", "powersgd", "low-rank", "local", "alone", "control")
+ORDER = ("fp32", "thinwire", "bf16", "powersgd", "low-rank", "local", "alone", "control")
 _SMOKE = Task(
     model=GPTConfig(context=32, width=64, layers=2, heads=2),
     steps=8,
@@ -125,6 +126,8 @@ class Demo:
     rate_bps: int
     missing: str | None
     """Why no network can be emulated here; None if it can."""
+    order: Sequence[str] = ORDER
+    """The variants, in the order of the first turn."""
     runs: dict[str, Run] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
 
@@ -134,7 +137,7 @@ class Demo:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="thinwire-demo-")))
             self.network = None if self.missing else stack.enter_context(lab.Network(self.ranks, rate=self.rate))
             self._announce()
-            titles = {name: VARIANTS[name].title for name in _ORDER}
+            titles = {name: VARIANTS[name].title for name in self.order}
             with Scoreboard(self.console, titles, self.task.steps, self._predicted_s()) as self.scoreboard:
                 self._train_all(stack, folder)
         judged = (self.rate, self.ranks, self.task) == (_JUDGED_RATE, _JUDGED_RANKS, Task(seed=self.task.seed))
@@ -144,7 +147,7 @@ class Demo:
         # A process each: a variant that brings its processes down leaves the others alone.
         processes: dict[str, RankProcesses] = {}
         for turn, until in enumerate(self.task.probe_steps):
-            for name in _ORDER if turn % 2 == 0 else reversed(_ORDER):
+            for name in self.order if turn % 2 == 0 else reversed(self.order):
                 if name in self.runs and self.runs[name].failure:
                     continue
                 self.scoreboard.begin(name)
@@ -230,8 +233,8 @@ class Demo:
         """Seconds of the whole demo."""
         scale = self.task.held_out_windows / Task().held_out_windows
         evaluations = 1 + len(self.task.probe_steps) * self.task.probe_windows / self.task.held_out_windows
-        steps_s = self.task.steps * sum(self._predicted_step_s(name) for name in _ORDER)
-        return steps_s + len(_ORDER) * (_START_S + scale * evaluations * _EVALUATION_S)
+        steps_s = self.task.steps * sum(self._predicted_step_s(name) for name in self.order)
+        return steps_s + len(self.order) * (_START_S + scale * evaluations * _EVALUATION_S)
 
     def _announce(self) -> None:
         minutes = self._predicted_s() / 60
@@ -245,7 +248,7 @@ class Demo:
         self.console.print(
             Panel(
                 f"{self.ranks} ranks train a byte-level GPT on Python's standard library{slow}.\n"
-                f"Gradients go by {len(_ORDER)} methods: same start, same batches, {self.task.steps} steps.\n"
+                f"Gradients go by {len(self.order)} methods: same start, same batches, {self.task.steps} steps.\n"
                 f"This takes {duration} on an idle machine. Ctrl-C leaves nothing behind.\n{where}",
                 title="[bold]thinwire demo[/]",
                 expand=False,

@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,21 +157,31 @@ def _fp32(ddp: DistributedDataParallel, replica: "Replica") -> Attached:
     return Attached(_sent(ddp))
 
 
-def _bf16(ddp: DistributedDataParallel, replica: "Replica") -> Attached:
+def send_bf16(ddp: DistributedDataParallel) -> None:
+    """Have ``ddp`` send its gradients in bf16, on any backend."""
     ddp.register_comm_hook(Follower("bf16"), _bf16_hook)
+
+
+def send_nothing(ddp: DistributedDataParallel) -> None:
+    """Have ``ddp`` leave each rank its own gradients."""
+    ddp.register_comm_hook(None, _noop_hook)
+
+
+def _bf16(ddp: DistributedDataParallel, replica: "Replica") -> Attached:
+    send_bf16(ddp)
     return Attached(_sent(ddp) / 2)
 
 
 def _alone(ddp: DistributedDataParallel, replica: "Replica") -> Attached:
-    ddp.register_comm_hook(None, _noop_hook)
+    send_nothing(ddp)
     return Attached()
 
 
-def _local(ddp: DistributedDataParallel, replica: "Replica") -> Attached:
-    ddp.register_comm_hook(None, _noop_hook)
+def _local(ddp: DistributedDataParallel, replica: "Replica", **options: Any) -> Attached:
+    send_nothing(ddp)
     # Plain averages: momentum pays over more exchanges than the demo has.
     outer = Nesterov(lr=1.0, momentum=0.0)
-    local = DiLoCo(ddp, replica.optimizer, every=LOCAL_EVERY, outer=outer, seed=replica.task.seed)
+    local = DiLoCo(ddp, replica.optimizer, every=LOCAL_EVERY, outer=outer, seed=replica.task.seed, **options)
     replica.optimizer.register_step_post_hook(lambda *_: local.step())
     return _Local(local)
 
@@ -238,6 +249,7 @@ VARIANTS = {
     "thinwire": Variant("thinwire 4-bit", _compressed),
     "low-rank": Variant(f"thinwire rank {POWERSGD_RANK}", _low_rank),
     "local": Variant(f"local, every {LOCAL_EVERY}", _local, every=LOCAL_EVERY),
+    "streaming": Variant("local, streaming", partial(_local, fragments=4, overlap=1), every=LOCAL_EVERY),
     "alone": Variant("training alone", _alone, synchronised=False),
     "control": Variant("1-bit control", _control),
 }

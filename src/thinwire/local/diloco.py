@@ -53,8 +53,8 @@ class DiLoCo:
     and the outer state is sharded as the parameters are. For several workers on a node that average gradients in every
     step, wrap the model in ``DistributedDataParallel`` over the node's ranks, and let ``group`` be all ranks.
 
-    Memory: three fp32 values a parameter on each worker (shared weights, outer momentum, residual), a fourth with
-    ``overlap``, and two buffers of the largest fragment.
+    Memory: four fp32 values a parameter on each worker (shared weights, outer momentum, residual, mean), a fifth with
+    ``overlap`` and ``mix="keep"``; all of them on ``outer_device``.
 
     Args:
         model: the module whose trainable parameters are exchanged. Workers start from rank 0's.
@@ -72,6 +72,8 @@ class DiLoCo:
         group: process group of the workers; all ranks by default.
         network: collective algorithm, transport and timeout of the exchanges, as for `thinwire.compress`.
         seed: seed of the compressor's random draws.
+        outer_device: where the outer state is kept, and compressed; the parameters' device by default. ``"cpu"`` leaves
+            a GPU's memory to training, and weights cross to the host and back once in ``every`` steps.
         total_steps: inner steps of the whole training if known; settles whether a warning about ``outer`` applies.
 
     Raises:
@@ -96,6 +98,7 @@ class DiLoCo:
         group: dist.ProcessGroup | None = None,
         network: Network | None = None,
         seed: int = 0,
+        outer_device: torch.device | str | None = None,
         total_steps: int | None = None,
     ) -> None:
         self.outer = Nesterov() if outer is None else outer
@@ -116,7 +119,10 @@ class DiLoCo:
         plan = Plan.build(shapes, chosen)
         self._wire = _open_wire(plan, shapes, group, network or Network(), seed, self._arguments(fragments))
         names = balanced_fragments({name: math.prod(shape) for name, shape in shapes.items()}, fragments)
-        self._fragments = [_Fragment({name: parameters[name] for name in part}, keeps=self._keeps) for part in names]
+        device = None if outer_device is None else torch.device(outer_device)
+        self._fragments = [
+            _Fragment({name: parameters[name] for name in part}, keeps=self._keeps, device=device) for part in names
+        ]
         self._steps = 0
         self._tokens = 0
         self._next = 0
@@ -370,6 +376,8 @@ class _Fragment:
     parameters: Mapping[str, nn.Parameter]
     keeps: bool
     """Whether the weights at sending are needed when the mean arrives."""
+    device: torch.device | None
+    """Where the outer state is; None: where the parameters are."""
     sent_at: int = 0
     """The inner step after which it was sent last."""
     anchor: Tensor = field(init=False)
@@ -394,8 +402,9 @@ class _Fragment:
         return tuple((name, tuple(_local(p).shape)) for name, p in self.parameters.items())
 
     def read(self) -> Tensor:
-        """The worker's weights, flat, in fp32."""
-        return torch.cat([_local(p).reshape(-1).float() for p in self.parameters.values()])
+        """The worker's weights, flat, in fp32, beside the outer state."""
+        flat = torch.cat([_local(p).reshape(-1).float() for p in self.parameters.values()])
+        return flat if self.device is None else flat.to(self.device)
 
     @torch.no_grad()
     def write(self, weights: Tensor) -> None:
