@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(wildcard native/*) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: demo test test-slow test-all check format sanitize fuzz chaos soak triton cuda bench experiments experiments-smoke readme docs wheel wheel-check first-answer clean
+.PHONY: demo test test-slow test-all check format sanitize fuzz fuzz-sanitized chaos soak conformance triton cuda bench experiments experiments-smoke readme docs wheel wheel-check first-answer clean
 
 demo: .venv/demo
 	$(BIN)/thinwire demo
@@ -41,6 +41,15 @@ sanitize: .venv/ready
 # Fuzzing for longer than the tests do: about ten minutes.
 fuzz: .venv/ready
 	THINWIRE_FUZZ=30 $(BIN)/python -m pytest --timeout 3600 tests/test_fuzz.py tests/test_fuzz_files.py
+
+# Ten million damaged messages under the sanitizers: a quarter of an hour.
+fuzz-sanitized: .venv/ready
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash native/sanitize.sh fuzz --inputs 10000000 --json benchmarks/fuzz.json
+
+# PyTorch's own tests of process groups, on gloo and on thinwire: half an hour.
+conformance: .venv/ready
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check expecttest
+	$(BIN)/python -m experiments conformance --folder build/conformance --json benchmarks/conformance.json
 
 # A thousand ranks that fail in seeded ways, with stock DDP beside them: which errors the others get, and when. Hours.
 chaos: .venv/ready

@@ -25,6 +25,8 @@ _VALIDATION = {
     "bench local": Command("experiments.bench.local:local", "local updates over slow links, beside a free network"),
     "bench training": Command("experiments.bench.training:training", "loss and bytes of each way to train"),
     "chaos": Command("experiments.chaos.chaos:chaos", "ranks that fail in seeded ways, and the others' errors"),
+    "conformance": Command("experiments.conformance.conformance:conformance", "PyTorch's own tests of process groups"),
+    "fuzz": Command("experiments.fuzz.fuzz:fuzz", "very many damaged messages, which decoders must survive"),
     "soak": Command("experiments.chaos.soak:soak", "a very long training: memory, threads, files, replicas"),
     "bench compressors": Command("experiments.bench.compressors:compressors", "error, bytes, speed of each compressor"),
 }

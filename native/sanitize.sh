@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the native core with the address and undefined-behaviour sanitizers in a temporary directory and runs its tests
-# on that build. Needs GCC, cmake, ninja and the packages of the tests; about five minutes.
+# on that build, or `python -m experiments` with the arguments that are given. Needs GCC, cmake, ninja and the packages
+# of the tests; about five minutes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -20,7 +21,7 @@ cmake --build "$build" >>"$build/log" || { cat "$build/log" >&2; exit 1; }
 # PyTorch is not instrumented and never frees what it holds at exit: no leak check. The core is put in place before
 # thinwire asks for it, whatever build is installed.
 LD_PRELOAD="$runtime" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-  PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" CORE="$build/_native.abi3.so" python - <<'PYTHON'
+  PYTHONPATH="src:.${PYTHONPATH:+:$PYTHONPATH}" CORE="$build/_native.abi3.so" python - "$@" <<'PYTHON'
 import importlib.util
 import os
 import sys
@@ -35,6 +36,10 @@ spec.loader.exec_module(core)
 from thinwire.kernels import native
 
 assert native.CORE is core, "the tests would run on another build"
+if sys.argv[1:]:
+    from experiments.__main__ import main
+
+    sys.exit(main(sys.argv[1:]))
 # --capture=sys: what the sanitizers write before they end the process must not be swallowed.
 tests = ["native", "floats", "sparse", "shared"]
 which = [*(f"tests/kernels/test_kernels_{name}.py" for name in tests), "-k", "not interpreter and not forked and not keeps_up"]

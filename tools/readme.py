@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from experiment_pages import experiment, sharded
-from figures import BENCHMARKS, ROOT, Figures, table
+from figures import BENCHMARKS, ROOT, Figures, bullets, table
 
 from experiments.bench.auto import Place
 from experiments.framework import results_page
@@ -401,6 +401,29 @@ def training() -> str:
     )
 
 
+def conformance() -> str:
+    figures = Figures(BENCHMARKS / "conformance.json")
+    about = figures.record["about"]
+    runs = [who for who in about["compressors"] if who != "gloo"]
+    rows = []
+    for name in ("passed", "skipped", "failed", "failed by name", "passed with compressed collectives"):
+        rows.append([name, *(f"{figures.get(f'{name}/{who}') or 0:.0f}" for who in ("gloo", *runs))])
+    because = {test: why for who in runs for test, why in about["failed"][who].items()}
+    reasons = [f"`{test}`: {why}" for test, why in sorted(because.items())]
+    ready = figures.get("passed/gloo") or 0
+    return (
+        f"PyTorch's wheel has {figures.get('tests') or 0:.0f} tests of its process groups "
+        "(`torch/testing/_internal/distributed/distributed_test.py`). With two ranks and no GPU gloo passes "
+        f"{ready:.0f} of them and skips the others. `make conformance` runs these on groups of thinwire, which are "
+        "told to be gloo, since many tests are skipped where they do not know the name of the backend: once with the "
+        "defaults, to which the tensors of these tests are too small to be compressed, and once with "
+        f"`{about['compressors'][runs[-1]]}` from one element on. That loses nothing, and sends every float through "
+        f"thinwire's compressed collectives: {figures.get(f'compressed collectives/{runs[-1]}') or 0:.0f} of them.\n\n"
+        f"{table(['tests', 'gloo', *runs], rows)}\n\nWhat fails, fails by name:\n\n{bullets(reasons)}\n"
+        f"{figures.machine}."
+    )
+
+
 def results() -> str:
     return results_page.page(results_page.read(BENCHMARKS)).rstrip("\n")
 
@@ -409,7 +432,7 @@ PAGES = {
     "README.md": {"demo": demo},
     "docs/compressors.md": {"compressors": compressors},
     "docs/speed.md": {"allreduce": allreduce, "step": step},
-    "docs/process-group.md": {"blob": blob},
+    "docs/process-group.md": {"blob": blob, "conformance": conformance},
     "docs/fsdp.md": {"sharded": sharded},
     "docs/compressed-adamw.md": {"training": training},
     "docs/index.md": {"first-answer": first_answer},

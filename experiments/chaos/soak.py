@@ -6,7 +6,6 @@ import hashlib
 import multiprocessing
 import os
 import socket
-import threading
 import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -72,17 +71,24 @@ def soak(
         rows.append({**row, "alike": alike})
         memory = f"{row['memory_bytes'] / 2**20:.1f}"
         table.add_row(str(row["step"]), memory, str(row["threads"]), str(row["files"]), "alike" if alike else "differ")
+        if json:
+            # After every tenth, so that a run that is stopped has the figures of the steps that it did.
+            about = {"steps": row["step"], "ranks": ranks, "compressor": compressor, "transport": transport}
+            _results({**about, "marks": rows}, same=same).write(json)
     Console(highlight=False).print(table)
     first, last = rows[0], rows[-1]
-    if json:
-        about = {"steps": steps, "ranks": ranks, "compressor": compressor, "transport": transport, "marks": rows}
-        results = Results("python -m experiments soak", about=about)
-        results.add("memory_growth", last["memory_bytes"] - first["memory_bytes"], "B")
-        results.add("threads_growth", last["threads"] - first["threads"], "")
-        results.add("files_growth", last["files"] - first["files"], "")
-        results.add("replicas_alike", float(same), "")
-        results.write(json)
     return 0 if same and last["threads"] <= first["threads"] and last["files"] <= first["files"] else 1
+
+
+def _results(about: dict[str, Any], *, same: bool) -> Results:
+    first, last = about["marks"][0], about["marks"][-1]
+    results = Results("python -m experiments soak", about=about)
+    results.add("steps", last["step"], "")
+    results.add("memory_growth", last["memory_bytes"] - first["memory_bytes"], "B")
+    results.add("threads_growth", last["threads"] - first["threads"], "")
+    results.add("files_growth", last["files"] - first["files"], "")
+    results.add("replicas_alike", float(same), "")
+    return results
 
 
 def _rank(rank: int, ranks: int, port: int, steps: int, compressor: str, transport: Any, pipe: Connection) -> None:
@@ -107,7 +113,7 @@ def _rank(rank: int, ranks: int, port: int, steps: int, compressor: str, transpo
                 {
                     "step": step,
                     "memory_bytes": _resident_bytes(),
-                    "threads": threading.active_count(),
+                    "threads": len(os.listdir("/proc/self/task")),
                     "files": len(os.listdir("/proc/self/fd")),
                     "digest": digest,
                     "seconds": round(time.monotonic() - started, 1),

@@ -326,27 +326,31 @@ def test_no_aggregator_and_one_that_stops() -> None:
         pending = pair[0].start_all_reduce(torch.ones(9, dtype=torch.int8))
         wait_until(lambda: aggregator.slots_in_use == 1)
         aggregator.stop()
-        with pytest.raises(TransportError, match="the aggregator was stopped"):
+        with pytest.raises(TransportError, match="the aggregator was stopped") as error:
             pending.wait()
+        assert (error.value.rank, error.value.host) == (None, "127.0.0.1")
+        assert error.value.reason == "the aggregator was stopped"
 
 
-def _loses_it(rank: int, address: str) -> str:
+def _loses_it(rank: int, address: str) -> tuple[str, int | None]:
     model = make(rank)
     thinwire.compress(model, "intsgd(bits=8)", skip_if_slower=False, network=thinwire.Network(aggregator=address))
     train(model, rank, 3)
     if rank == 1:
         time.sleep(0.5)
-        return "left"
+        return "left", None
     try:
         train(model, rank, 3)
     except TransportError as error:
-        return str(error)
-    return "nothing happened"
+        return str(error), error.rank
+    return "nothing happened", None
 
 
 def test_a_training_whose_rank_dies_says_so() -> None:
     with serving(slots=16, slot_elements=1000) as (aggregator, _):
         answers = run_ranks(_loses_it, 2, aggregator.address, group_timeout_s=10.0, may_die=True)
-        assert answers[1] == "left"
-        assert "rank 1" in str(answers[0])
+        assert answers[1][0] == "left"
+        text, rank = answers[0]
+        assert rank == 1
+        assert "the aggregator at" in text
         works(aggregator.address)

@@ -56,6 +56,24 @@ def test_the_rank_that_is_behind_is_named_by_its_number_in_the_default_group(
         assert str(error).endswith("so the all-reduce failed")
 
 
+@pytest.mark.parametrize("gone_on", [True, False])
+def test_a_call_that_only_one_rank_has_made_is_named_unless_the_others_are_late(
+    detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch, gone_on: bool
+) -> None:
+    monkeypatch.setattr(failure_detector, "_GRACE_S", 1.2)
+    with detectors[2].calling("a call that ends"):
+        pass
+    detectors[2].calling("load_state_dict()").__enter__()
+    detectors[2].advance()
+    for detector in detectors:
+        if detector is not detectors[2] and (gone_on or detector is not detectors[1]):
+            detector.advance()
+    for error in everywhere(4, lambda rank: detectors[rank].explain(FAILED)):
+        assert error.rank == (4 if gone_on else 2), error
+        wanted = "it is in load_state_dict(), which all ranks must call, and rank 0, 2, 6 has not"
+        assert not gone_on or error.reason == wanted
+
+
 def test_a_rank_that_has_left_is_named(detectors: list[FailureDetector]) -> None:
     detectors[1].close()
     for error in everywhere(4, lambda rank: detectors[rank].explain(FAILED) if rank != 1 else None):

@@ -47,6 +47,21 @@ def test_a_killed_rank_is_a_transport_error(spec: str, transport: str, start: in
     assert blamed == _VICTIM, text
 
 
+def _loads_alone(rank: int) -> tuple[int | None, str | None]:
+    model = make(rank)
+    wire = thinwire.compress(model, "minmax(bits=4)", skip_if_slower=False)
+    train(model, rank, 3)
+    with pytest.raises(thinwire.TransportError) as error:
+        wire.load_state_dict(wire.state_dict()) if rank == 1 else train(model, rank, 3, first=3)
+    return error.value.rank, error.value.reason
+
+
+def test_a_state_that_one_rank_loads_alone_is_an_error_that_names_it_and_the_call() -> None:
+    answers = run_ranks(_loads_alone, 3, group_timeout_s=5.0, timeout_s=100.0)
+    assert [rank for rank, _ in answers] == [1, 1, 1]
+    assert "it is in load_state_dict(), which all ranks must call, and rank 0, 2 has not" in [why for _, why in answers]
+
+
 class Fails(thinwire.compressors.MinMax):
     """Encodes until it is told not to."""
 

@@ -112,6 +112,22 @@ def test_a_killed_keeper_does_not_keep_ranks_alive(outside: None) -> None:
     assert [rank.returncode for rank in ranks] == [-signal.SIGKILL] * 2
 
 
+def test_nothing_is_left_if_the_keeper_and_its_guard_are_killed_at_once(outside: None) -> None:
+    with lab.Network(2) as network:
+        namespaces = stray(network)
+        keeper = network._keeper.pid
+        both = [keeper, *map(int, Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split())]
+        assert len(both) == 2
+        # Stopped first, so that neither sees the other end.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in both:
+                os.kill(pid, number)
+        wait_until(lambda: network._keeper.poll() is not None)
+        # Grandchildren that have sessions of their own, which nobody else would find.
+        assert len(inside(namespaces)) >= 4
+    assert inside(namespaces) == []
+
+
 @pytest.mark.parametrize("also_parent", [False, True])
 def test_a_killed_keeper_leaves_nothing_even_if_its_parent_is_killed(outside: None, also_parent: bool) -> None:
     """Ranks and their grandchildren end at once, before anybody closes the network."""

@@ -214,16 +214,19 @@ class _Link(asyncio.BufferedProtocol):
     def submit(self, job: _Job, lane: int) -> None:
         with self._lock:
             if self._error is not None:
-                raise TransportError(f"the link to the aggregator broke earlier: {self._error}")
+                raise TransportError(
+                    f"the link to the aggregator broke earlier: {self._error}",
+                    host=self._error.host,
+                    reason=self._error.reason,
+                )
             self._lanes[lane].waiting.append(job)
             self._loop.call_soon_threadsafe(self._fill)
 
     def check(self, since_s: float) -> None:
         """Raise `TransportError` if nothing has arrived for too long since ``since_s``."""
         if time.monotonic() - max(since_s, self._heard_s) > self._timeout_s + _GRACE_S:
-            raise TransportError(
-                f"nothing came from the aggregator at {self._target} within {self._timeout_s + _GRACE_S:g} s"
-            )
+            text = f"nothing came from the aggregator at {self._target} within {self._timeout_s + _GRACE_S:g} s"
+            raise self._is_gone(text, "the aggregator is silent: it is stopped, or cut off")
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -287,12 +290,16 @@ class _Link(asyncio.BufferedProtocol):
 
     def eof_received(self) -> None:
         gone = f"the aggregator at {self._target} is gone: restart from the last checkpoint"
-        self._break(TransportError(gone if self.welcome.done() else f"{self._broken}: it closed the connection"))
+        text = gone if self.welcome.done() else f"{self._broken}: it closed the connection"
+        self._break(self._is_gone(text, "the aggregator has ended"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._break(
-            TransportError("the connection to the aggregator was closed" if exc is None else f"{self._broken}: {exc}")
-        )
+        text = "the connection to the aggregator was closed" if exc is None else f"{self._broken}: {exc}"
+        self._break(self._is_gone(text, "the connection to the aggregator is broken"))
+
+    def _is_gone(self, text: str, reason: str) -> TransportError:
+        """The error of which no rank is the cause."""
+        return TransportError(text, host=parse_address(self._where.address)[0], reason=reason)
 
     @property
     def _broken(self) -> str:
@@ -330,7 +337,10 @@ class _Link(asyncio.BufferedProtocol):
             self._begin_sum(header)
 
     def _raise(self, text: bytearray) -> None:
-        raise TransportError(f"the aggregator at {self._target} reports: {text.decode(errors='replace')}")
+        said = text.decode(errors="replace")
+        failed = f"the aggregator at {self._target} reports: {said}"
+        # Otherwise it is no rank that has failed, but the aggregator.
+        raise TransportError(failed) if "rank " in said else self._is_gone(failed, said)
 
     def _begin_sum(self, header: Header) -> None:
         if header.kind != Kind.RESULT or header.lane >= len(self._lanes) or not self._lanes[header.lane].out:

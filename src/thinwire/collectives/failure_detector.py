@@ -47,7 +47,7 @@ _HELLO = struct.Struct(f"<4sI{_SECRET_BYTES}s")
 _MAGIC = b"twf1"
 _FRAME = struct.Struct("<BBIIIQ")
 """Kind, bytes of the reason that follows, sender, the rank that it is about, sequence number, progress."""
-_BEAT, _ENDED, _FAILED, _LEFT, _ERROR = range(5)
+_BEAT, _ENDED, _FAILED, _LEFT, _ERROR, _CALLING = range(6)
 
 _BEAT_S = 0.5
 _RANKS_A_BEAT = 64
@@ -283,6 +283,13 @@ class FailureDetector:
         text = f"{error} (rank {cause.rank} on {cause.host}: {cause.reason})"
         return PeerFailedError(text, rank=cause.rank, host=cause.host, reason=cause.reason)
 
+    @contextlib.contextmanager
+    def calling(self, what: str) -> Iterator[None]:
+        """Tell the other ranks, while the body waits for them, which call this one is in that all ranks must make."""
+        self._ring.send(_CALLING, self._ring.rank, what)
+        yield
+        self._ring.send(_CALLING, self._ring.rank)
+
     def close(self) -> None:
         """Say that this rank communicates no more, and end."""
         if self._stop.detach() is not None:
@@ -418,6 +425,12 @@ class _Ring:
         # Who accuses another one was waiting for it.
         accusers = {r.sender for r in failed if r.about != r.sender}
         last = min(progress, key=lambda rank: (progress[rank], rank in accusers, rank))
+        calls = [r for r in self._reports.values() if r.kind == _CALLING and r.reason]
+        others = progress.keys() - {r.sender for r in calls}
+        # Ranks that have gone on to something else will not come; ones that are behind may.
+        if calls and others and 2 * len(calls) <= self.size and all(progress[r] > calls[0].progress for r in others):
+            missing = ", ".join(str(self._ranks[rank]) for rank in sorted(others))
+            return calls[0].sender, f"it is in {calls[0].reason}, which all ranks must call, and rank {missing} has not"
         if len(progress) == self.size and progress[last] < max(progress.values()):
             return last, (
                 f"it is alive, and has begun {progress[last]} collectives where others have begun "
@@ -559,7 +572,7 @@ class _Ring:
             self._hang_up_listener()
         while len(link.received) >= _FRAME.size:
             kind, length, sender, about, sequence, progress = _FRAME.unpack_from(link.received)
-            if kind > _ERROR or sender >= self.size or about >= self.size:
+            if kind > _CALLING or sender >= self.size or about >= self.size:
                 raise ValueError("no frame")
             if len(link.received) < _FRAME.size + length:
                 return

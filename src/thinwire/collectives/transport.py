@@ -186,8 +186,15 @@ class Transport(ABC):
         moved = self.all_reduce_bytes(x.numel(), x.dtype)
         self._count(moved, moved)
         if self.aggregator is not None and not x.dtype.is_floating_point:
-            return self.aggregator.start_all_reduce(x, lane=lane, op=op)
+            return self._start_aggregated(self.aggregator, x, lane, op)
         return self._start_all_reduce(x, lane, op)
+
+    def _start_aggregated(self, aggregator: IntegerReducer, x: Tensor, lane: int, op: Reduction) -> Pending:
+        if self.detector is None:
+            return aggregator.start_all_reduce(x, lane=lane, op=op)
+        self.detector.advance()
+        with _Explained(self.detector):
+            return _PendingSum(aggregator.start_all_reduce(x, lane=lane, op=op), self.detector)
 
     def all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> None:
         """`start_all_reduce`, and wait for it."""
@@ -265,6 +272,34 @@ class Failing:
             rank=self._peer,
         )
         raise failed if self._detector is None else self._detector.explain(failed, self._peer) from error
+
+
+class _Explained:
+    """A context in which a `TransportError` of an aggregator gets the rank that has caused it.
+
+    One that has a reason has its cause: the aggregator itself.
+    """
+
+    def __init__(self, detector: FailureDetector) -> None:
+        self._detector = detector
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, TransportError) and error.reason is None:
+            raise self._detector.explain(error) from error
+
+
+class _PendingSum:
+    """A sum that an aggregator takes."""
+
+    def __init__(self, pending: Pending, detector: FailureDetector) -> None:
+        self._pending, self._explained = pending, _Explained(detector)
+
+    def wait(self) -> None:
+        with self._explained:
+            self._pending.wait()
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.collectives import ProcessGroupTransport, parse_algorithm, with_shared_memory
+from thinwire.collectives import (
+    FailureDetector,
+    ProcessGroupTransport,
+    Transport,
+    parse_algorithm,
+    with_shared_memory,
+)
 from thinwire.compat import collective_options, gloo_backend, gloo_group, prefixed, premul_factor, register_gloo
 from thinwire.integrations.group_contents import BufferContents
 from thinwire.integrations.group_options import ProcessGroupOptions
@@ -63,11 +70,15 @@ class ProcessGroup(dist.ProcessGroup):
             TypeError: The options are not `ProcessGroupOptions`.
             DisagreementError: Ranks gave different options.
             SharedMemoryError: The transport is ``shared``, and ranks cannot share memory.
+            TransportError: A rank did not come within the timeout, or is gone.
         """
         rank, size = creation.group_rank, creation.group_size
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue] - of the subclasses that Python may make
         self.options = _checked(options)
         timeout = self.options.timeout or creation.timeout
+        ranks = tuple(creation.global_ranks_in_group)
+        # Before gloo's groups, which wait for a rank that does not come without naming it.
+        detector = _detector(creation.store, ranks or range(size), rank, timeout)
         backend = gloo_backend(prefixed("exact", creation.store), rank, size, timeout)
         register_gloo(self, backend)
         # A second process group over the same gloo backend: calls on this object would return to the methods below.
@@ -80,13 +91,20 @@ class ProcessGroup(dist.ProcessGroup):
         self._contents = BufferContents(self.options, size)
         self._follower = Follower("thinwire exact")
         lanes = [gloo_group(prefixed(f"lane {i}", creation.store), rank, size, timeout) for i in range(2)]
-        self._channel: Channel[GroupStats] | None = Channel.connect(
-            with_shared_memory(ProcessGroupTransport(lanes[0], timeout, lanes[1]), timeout, self.options.transport),
-            GroupStats(),
-            algorithm=parse_algorithm(self.options.algorithm),
-            seed=group_seed(self.options.seed, tuple(creation.global_ranks_in_group)),
-            record=self.options.record(),
-        )
+        bare = ProcessGroupTransport(lanes[0], timeout, lanes[1], detector=detector)
+        transport: Transport = bare
+        try:
+            transport = with_shared_memory(bare, timeout, self.options.transport)
+            self._channel: Channel[GroupStats] | None = Channel.connect(
+                transport,
+                GroupStats(),
+                algorithm=parse_algorithm(self.options.algorithm),
+                seed=group_seed(self.options.seed, ranks),
+                record=self.options.record(),
+            )
+        except Exception:
+            transport.close()
+            raise
 
     @property
     def stats(self) -> GroupStats:
@@ -334,6 +352,10 @@ def register_model(model: nn.Module, group: dist.ProcessGroup | None = None, *, 
 def register_backend() -> None:
     """Make the backend known to ``torch.distributed``. Importing thinwire does it."""
     dist.Backend.register_backend(BACKEND, ProcessGroup, extended_api=True, devices=["cpu"])
+
+
+def _detector(store: Any, ranks: Sequence[int], rank: int, timeout: timedelta) -> FailureDetector | None:
+    return FailureDetector.connect(store, "failures", ranks, rank, timeout) if len(ranks) > 1 else None
 
 
 def _checked(options: Any) -> ProcessGroupOptions:

@@ -11,7 +11,8 @@ kills every process that is inside one of its namespaces, so a rank that made a 
 that outlived its rank, does not keep a namespace alive.
 
 The keeper may be killed itself. A second process, which it forks once the namespaces exist, watches the keeper through
-a pidfd and does the same if the keeper ends without having done so.
+a pidfd and does the same if the keeper ends without having done so. Where both are killed at once, `Network.close`
+does it.
 """
 
 from __future__ import annotations

@@ -113,6 +113,7 @@ class Network:
         self._rates = self._checked(rate) if rate is not None else None
         self._processes: list[subprocess.Popen[Any]] = []
         self._relay: subprocess.Popen[str] | None = None
+        self._held: list[int] = []
         self._congestion = _chosen_congestion(congestion)
         for tool in tools.PACKAGES:
             tools.find(tool)
@@ -123,6 +124,9 @@ class Network:
             self._made = scripts.answer(self._keeper, "the keeper")
             if "refused" in self._made:
                 raise tools.refused(self._made["refused"])
+            # Held here, too: only so can they be emptied if the keeper and its guard are killed at once.
+            for namespace in (*self._made["nodes"], self._made["hub"]):
+                self._held.append(os.open(f"/proc/{self._keeper.pid}/fd/{namespace}", os.O_RDONLY))
             self._join()
             self._set_buckets()
         except BaseException:
@@ -243,6 +247,11 @@ class Network:
                 if process.poll() is None:
                     process.kill()
                 process.wait()
+            held, self._held = self._held, []
+            if held and self._keeper.returncode != 0:
+                keeper.empty(held)
+            for namespace in held:
+                os.close(namespace)
             for process in (self._keeper, self._relay):
                 for pipe in (process.stdin, process.stdout) if process is not None else ():
                     if pipe is not None:

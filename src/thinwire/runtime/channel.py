@@ -62,6 +62,7 @@ BucketLayers = tuple[tuple[str, tuple[int, ...]], ...]
 _IN_FLIGHT = 2
 """Buffers of one kind, content and dtype that may be under way at a time: each has messages of its own."""
 _STALE_OPERATIONS = 2048
+_CLOSE_S = 1.0
 
 
 class Contents(NamedTuple):
@@ -452,8 +453,13 @@ class Channel(Generic[_S]):
         )
 
     def close(self) -> None:
-        """Take no more operations; those handed over are finished."""
+        """Take no more operations; those handed over are finished, and then connections are closed.
+
+        Those of a channel that still waits for a dead rank stay open.
+        """
         self.executor.close()
+        if self.executor.join(_CLOSE_S):
+            self.transport.close()
 
 
 def sent_bytes_of(kind: Kind, layout: Layout, transport: Transport) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -67,7 +67,8 @@ def raise_together(error: Exception | None, transport: Transport, doing: str) ->
         PeerFailedError: on the others, naming the ranks that failed and the first one's message.
     """
     mine = b"" if error is None else f"{type(error).__name__}: {error}".encode()
-    failed = transport.all_gather(torch.tensor([len(mine)]))[:, 0].nonzero()[:, 0].tolist()
+    with transport.detector.calling(doing) if transport.detector is not None else nullcontext():
+        failed = transport.all_gather(torch.tensor([len(mine)]))[:, 0].nonzero()[:, 0].tolist()
     if not failed:
         return
     texts = exchange_texts(mine, transport)

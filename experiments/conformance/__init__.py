@@ -1,0 +1,1 @@
+"""PyTorch's own tests of its process groups, on the backend ``thinwire``."""

@@ -1,0 +1,125 @@
+"""``python -m experiments conformance``: PyTorch's own tests of its process groups, on thinwire in place of gloo.
+
+They run three times: on gloo, which says which of them can run on this machine at all; on thinwire's process group as
+it is; and on one that sends every float, down to a single element, through thinwire's compressed collectives, with a
+compressor that loses nothing, because these tests compare results exactly.
+"""
+
+from __future__ import annotations
+
+import json as json_
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from thinwire.results import OutputFile, Results
+
+RUNS = {"gloo": "", "thinwire": "default", "thinwire, every float": "minmax(bits=8, bucket=1)"}
+"""Who is tested, and the compressor, as `experiments.conformance.suite.SPEC` takes it. A bucket of one element is a
+minimum, a maximum and a code between the two, which are equal."""
+BY_NAME = {
+    "test_get_backend": "asks for the name of the backend",
+    "test_ddp_logging_data_cpu": "asks for the name of the backend",
+    "test_monitored_barrier_gloo": "torch.distributed refuses monitored_barrier to other names than gloo",
+    "test_monitored_barrier_gloo_subgroup": "torch.distributed refuses monitored_barrier to other names than gloo",
+}
+"""Tests that no backend of another name than gloo can pass, and why."""
+
+
+def conformance(*, folder: Path | None = None, json: OutputFile = None) -> int:
+    """Run PyTorch's tests of its process groups on gloo and on thinwire, two ranks each: about half an hour.
+
+    Needs the extra ``conformance``, which PyTorch's tests import.
+
+    Examples:
+      make conformance
+      python -m experiments conformance --folder build/conformance --json benchmarks/conformance.json
+
+    Args:
+        folder: where results are kept: tests that have one there are not run again.
+        json: write them to this file.
+    """
+    if find_spec("expecttest") is None:
+        raise ModuleNotFoundError("PyTorch's tests import expecttest: pip install 'thinwire[conformance]'")
+    with tempfile.TemporaryDirectory() as temporary:
+        place = folder or Path(temporary)
+        place.mkdir(parents=True, exist_ok=True)
+        found = {name: _run(place / name.replace(", ", "-").replace(" ", "-"), spec) for name, spec in RUNS.items()}
+    console = Console(highlight=False)
+    console.print(_table(found))
+    failed = {(who, test) for who, rows in found.items() for test, row in rows.items() if row["result"] == "failed"}
+    for who, test in sorted(failed):
+        console.print(f"{who}: {test}: {BY_NAME.get(test) or found[who][test]['why']}", markup=False)
+    if json:
+        _results(found).write(json)
+    # Most tensors of these tests are too small for the defaults: without this, nothing of ours might have run.
+    compressed = _counts(found, list(RUNS)[-1])["compressed collectives"]
+    return int(any(test not in BY_NAME for _, test in failed) or not compressed)
+
+
+def _run(place: Path, spec: str) -> dict[str, dict[str, Any]]:
+    """Results by test."""
+    stats = place.with_suffix(".stats")
+    stats.mkdir(exist_ok=True)
+    settings = {"BACKEND": "gloo", "WORLD_SIZE": "2", "THINWIRE_CONFORMANCE_STATS": str(stats)}
+    settings |= {"THINWIRE_CONFORMANCE_SPEC": spec} if spec else {}
+    lines = place.with_suffix(".jsonl")
+    with place.with_suffix(".log").open("a") as log:
+        command = [sys.executable, "-m", "experiments.conformance.suite", str(lines)]
+        subprocess.run(command, env={**os.environ, **settings}, stdout=log, stderr=log, check=True)
+    rows = [json_.loads(line) for line in lines.read_text().splitlines()]
+    return {row["test"]: row for row in rows}
+
+
+def _counts(found: dict[str, dict[str, dict[str, Any]]], who: str) -> dict[str, int]:
+    """Of the tests that gloo passes, how many this one passes, and through how many collectives."""
+    able = [test for test, row in found["gloo"].items() if row["result"] == "passed"]
+    rows = [found[who][test] for test in able]
+    results = Counter(row["result"] for row in rows)
+    failed = [row["test"] for row in rows if row["result"] == "failed"]
+    return {
+        "passed": results["passed"],
+        "skipped": results["skipped"],
+        "failed by name": sum(test in BY_NAME for test in failed),
+        "failed": sum(test not in BY_NAME for test in failed),
+        "compressed collectives": sum(row["compressed"] for row in rows),
+        "passed with compressed collectives": sum(row["compressed"] > 0 and row["result"] == "passed" for row in rows),
+    }
+
+
+def _table(found: dict[str, dict[str, dict[str, Any]]]) -> Table:
+    table = Table("of the tests that gloo passes")
+    counts = {who: _counts(found, who) for who in found}
+    for who in found:
+        table.add_column(who, justify="right")
+    for name in counts["gloo"]:
+        table.add_row(name, *(str(counts[who][name]) for who in found))
+    return table
+
+
+def _results(found: dict[str, dict[str, dict[str, Any]]]) -> Results:
+    skipped = Counter(row["why"] for row in found["gloo"].values() if row["result"] == "skipped")
+    fails = {
+        who: {
+            test: BY_NAME.get(test) or row["why"].strip().splitlines()[-1]
+            for test, row in rows.items()
+            if row["result"] == "failed"
+        }
+        for who, rows in found.items()
+    }
+    about = {"ranks": 2, "compressors": RUNS, "failed": fails, "skipped on gloo": dict(skipped.most_common())}
+    results = Results("python -m experiments conformance", about=about)
+    results.add("tests", len(found["gloo"]), "")
+    results.add("skipped on gloo", skipped.total(), "")
+    for who in found:
+        for name, value in _counts(found, who).items():
+            results.add(f"{name}/{who}", value, "")
+    return results

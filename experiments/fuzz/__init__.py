@@ -1,0 +1,1 @@
+"""Damaged messages, very many of them."""
