@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,12 +25,16 @@ from thinwire.compressors import (
     State,
     SumCall,
     TopK,
+    Unsuited,
     at_step,
     first_state,
+    for_world,
     sum_alone,
     used_bytes,
 )
+from thinwire.compressors.atomo import probabilities
 from thinwire.plan import Plan
+from thinwire.plan.policies import family
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -471,3 +476,95 @@ def test_dgc_with_nesterov_momentum_is_that_of_its_authors() -> None:
         u, v = torch.where(sent, 0.0, u), torch.where(sent, 0.0, v)
         assert state is not None
         state = state.swapped()
+
+
+@pytest.mark.parametrize(
+    ("spec", "later"),
+    [
+        ("powersgd(rank=((0, 8), (2, 2)))", "powersgd(rank=2)"),
+        ("globaltopk(density=((0, 0.5), (2, 0.01)))", "globaltopk(density=0.01)"),
+        ("dgc(topk(density=((0, 0.5), (2, 0.01))), clip=2.0)", "dgc(topk(density=0.01), clip=2.0)"),
+        ("ef(powersgd(rank=((0, 8), (2, 2))))", "ef(powersgd(rank=2))"),
+    ],
+)
+def test_ranks_and_densities_may_follow_a_schedule(spec: str, later: str) -> None:
+    scheduled = thinwire.parse(spec)
+    assert thinwire.parse(str(scheduled)) == scheduled
+    assert at_step(scheduled, 2, None) == at_step(scheduled, 9, None) == thinwire.parse(later)
+    first = at_step(scheduled, 1, None)
+    assert first.wire_bytes((64, 96)) == scheduled.wire_bytes((64, 96)) > thinwire.parse(later).wire_bytes((64, 96))
+    with pytest.raises(ValueError, match="schedule of its own"):
+        family(scheduled)
+
+
+@pytest.mark.parametrize("spec", ["powersgd(rank=((0, 8), (5, 0)))", "globaltopk(density=((1, 0.5),))"])
+def test_what_is_no_schedule_is_refused(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"rank|density"):
+        thinwire.parse(spec)
+
+
+def test_dgc_clips_each_ranks_gradient_before_it_is_added() -> None:
+    """To a norm of ``clip / √n`` on n ranks (Lin et al. 2018, section 3.2); shorter ones stay, NaN is not lost."""
+    dgc = for_world(thinwire.parse("dgc(topk(density=1.0), momentum=0.0, clip=2.0)"), 4, 64)
+    assert isinstance(dgc, thinwire.compressors.Coded)
+    gradient = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    segments = Segments.build([Piece("w", 0, 64, 0, 0, (64,))])
+    for length, scale in ((10.0, 1.0), (0.5, 1.0), (10.0, 1024.0)):
+        x = gradient * (length / gradient.norm())
+        state = first_state(dgc, torch.zeros(64), segments)
+        assert state is not None
+        state = replace(state, loss_scale=scale)
+        message = torch.zeros(dgc.payload_bytes(64, torch.float32), dtype=torch.uint8)
+        dgc.encode(x * scale, message, CodecCall(segments, Key(0, 0), state))
+        sent = torch.empty(64)
+        dgc.decode(message, sent, CodecCall(segments))
+        torch.testing.assert_close(sent / scale, x * min(1.0, 1.0 / length))
+        assert not state.next["velocity"].any()
+    state = first_state(dgc, torch.zeros(64), segments)
+    gradient[3] = math.inf
+    dgc.encode(gradient, message, CodecCall(segments, Key(0, 0), state))
+    dgc.decode(message, sent, CodecCall(segments))
+    assert bool(torch.isnan(sent).any())
+    with pytest.raises(ValueError, match="clip must be 0"):
+        thinwire.parse("dgc(topk(density=0.1), clip=-1)")
+
+
+def test_atomo_sends_rank_terms_of_the_singular_values_and_is_unbiased() -> None:
+    """Its probabilities are those of algorithm 1: 1 for the largest, and in proportion below; a low rank is exact."""
+    sizes = torch.tensor([8.0, 1.0, 1.0, 0.5])
+    assert probabilities(sizes, 2).tolist() == pytest.approx([1.0, 0.4, 0.4, 0.2])
+    assert probabilities(torch.zeros(4), 2).tolist() == pytest.approx([0.5] * 4)
+    x = normal(24, 16) @ torch.diag(1.0 / torch.arange(1, 17))
+    fitted = parse("atomo(rank=2)").fit(x.shape)
+    assert fitted.wire_bytes(x.shape) == 64 + 4 * 2 * (24 + 16)
+    received = torch.stack([fitted.roundtrip(x, key) for key in range(200)])
+    sizes = torch.linalg.svdvals(x)
+    # Different terms are orthogonal, so the expected squared error is Σ σ²(1/p − 1).
+    deviation = float((sizes**2 * (1 / probabilities(sizes, 2) - 1)).sum().div(200).sqrt())
+    assert float((received.mean(0) - x).norm()) < 3 * deviation
+    assert float((received - x).square().sum((1, 2)).mean().sqrt()) == pytest.approx(200**0.5 * deviation, rel=0.2)
+    low = normal(24, 2) @ normal(2, 16, seed=1)
+    torch.testing.assert_close(fitted.roundtrip(low), low, atol=1e-4, rtol=1e-4)
+    assert bool(fitted.roundtrip(torch.full((24, 16), math.nan)).isnan().all())
+    for shape in ((24,), (4, 4)):
+        with pytest.raises(Unsuited):
+            parse("atomo(rank=2)").fit(shape)
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_fft_with_a_diminishing_share_converges(cast: bool) -> None:
+    """θ² = L·η (Theorem 3.5), without error feedback: descent on a quadratic with L = 1 comes to its minimum."""
+    fft = parse(f"fft(theta=diminishing, block=64, feedback=False, cast={cast})")
+    curvatures, x, shares = torch.logspace(-1, 0, 512), normal(512), []
+    first = float((curvatures * x**2).sum())
+    for step in range(200):
+        rate = 0.25 / (1 + step / 50)
+        present = at_step(fft, step, rate)
+        assert isinstance(present, FFT)
+        assert isinstance(present.theta, float)
+        assert present.theta**2 <= rate < (present.theta + 1 / 64) ** 2
+        shares.append(present.theta)
+        x = x - rate * present.roundtrip(curvatures * x, step)
+    assert shares[0] == 0.5
+    assert shares == sorted(shares, reverse=True)
+    assert float((curvatures * x**2).sum()) < 0.01 * first

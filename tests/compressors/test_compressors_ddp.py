@@ -14,6 +14,8 @@ SPECS = (
     "maxabs(bits=4, scale=row)",
     "maxabs(bits=4, scale=layer)",
     "terngrad",
+    "shared_terngrad(deviations=2.5)",
+    "atomo(rank=2)",
     "natural",
     "onebit",
     "sign",

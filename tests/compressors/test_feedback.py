@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
 from thinwire import parse
-from thinwire.compressors import Key, Part, Piece, Segments, State, SumCall, Summed, cold_start, first_state, for_world
+from thinwire.compressors import (
+    CodecCall,
+    Coded,
+    Key,
+    Part,
+    Piece,
+    Segments,
+    State,
+    SumCall,
+    Summed,
+    cold_start,
+    first_state,
+    for_world,
+)
 from thinwire.integrations.optimizer_pairing import warn_of_pairing
 from thinwire.optim import CompressedAdamW
 from thinwire.plan import Plan
@@ -162,3 +176,72 @@ def test_what_works_under_adam_is_silent(spec: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_pairing(Plan.build({"w": SHAPE}, {"w": spec}), torch.optim.AdamW([PARAMETER]), stacklevel=1)
+
+
+def test_what_powersgd_owes_in_all_stays_bounded_while_ranks_drift_apart() -> None:
+    """Over 300 steps the residuals' mean, which is what is owed, does not grow; the deviations cancel."""
+    ranks, means, owed = Ranks("ef(powersgd(rank=2))", 4), [], torch.zeros(NUMEL, dtype=torch.float64)
+    for step in range(300):
+        inputs = _gradients(step, 4)
+        owed += inputs.double().mean(0) - ranks.mean(inputs).double()
+        means.append(float(ranks.residuals().mean(0).norm()))
+    assert max(means[200:]) <= 1.5 * max(means[50:150])
+    # Nothing was lost by rounding, though the deviations are more than ten times as long by now.
+    assert float(ranks.residuals().norm(dim=1).mean()) > 10 * means[-1]
+    assert float((ranks.residuals().double().mean(0) - owed).norm()) <= 0.02 * float(owed.norm())
+
+
+def _descend(spec: str, rates: list[float]) -> float:
+    """How far SGD ends from the sum of what its gradients asked for, ``Σ η·g``, relative to the last steps' part."""
+    compressor = parse(spec)
+    assert isinstance(compressor, Coded)
+    piece = Piece("layer", 0, NUMEL, 0, 0, SHAPE)
+    segments = Segments.build([piece])
+    state = first_state(compressor, torch.zeros(NUMEL), segments)
+    message = torch.zeros(compressor.payload_bytes(NUMEL, torch.float32), dtype=torch.uint8)
+    behind = torch.zeros(NUMEL)
+    for step, rate in enumerate(rates):
+        assert state is not None
+        state = replace(state, learning_rate=rate)
+        gradient = torch.randn(NUMEL, generator=torch.Generator().manual_seed(step))
+        call = CodecCall(segments, Key(step, step), state)
+        compressor.encode(gradient, message, call)
+        sent = torch.empty(NUMEL)
+        compressor.decode(message, sent, call)
+        behind += rate * (gradient - sent)
+        state = state.swapped()
+    assert state is not None
+    unit = rates[-1] if "update" not in spec else 1.0
+    return float((behind - unit * state.now["residual"]).norm() / behind.norm())
+
+
+@pytest.mark.parametrize("inner", ["topk(density=0.1)", "minmax(bits=2)"])
+def test_residuals_weighted_by_the_learning_rate_are_what_the_parameters_lack(inner: str) -> None:
+    """EF-SGD: ``x + e`` moves as uncompressed SGD does under any schedule, gradient units at one rate only."""
+    rates = [0.1] * 10 + [0.01] * 10
+    assert _descend(f"ef({inner}, units=update)", rates) < 1e-4
+    assert _descend(f"ef({inner})", rates) > 0.3
+    assert _descend(f"ef({inner})", [0.1] * 20) < 1e-4
+
+
+def test_weighted_residuals_need_a_learning_rate() -> None:
+    with pytest.raises(ValueError, match="pass optimizer="):
+        Plan.build({"w": SHAPE}, {"w": "ef(onebit, units=update)"}).at_step(0, None)
+    compressor = parse("ef(cast(bf16), units=update)")
+    assert parse(str(compressor)) == compressor
+    with pytest.raises(ValueError, match="gradient or update"):
+        parse("ef(onebit, units=seconds)")
+
+
+def test_terngrad_with_a_shared_scale_adds_up_its_integers_and_is_unbiased() -> None:
+    """All ranks take the largest magnitude of any of them, so what arrives is k/n of it."""
+    ranks, inputs = Ranks("shared_terngrad", 2), _gradients(0, 2)
+    inputs[1] *= 4.0
+    scale = inputs.abs().max()
+    assert set((ranks.mean(inputs) * 2 / scale).round(decimals=4).tolist()) <= {-2.0, -1.0, 0.0, 1.0, 2.0}
+    received = torch.stack([ranks.mean(inputs) for _ in range(200)])
+    # The variance of one rank's element is at most s·|g|.
+    deviation = float((scale * inputs.abs().sum() / 2**2 / 200).sqrt())
+    assert float((received.mean(0) - inputs.mean(0)).norm()) < 1.3 * deviation
+    inputs[0, 5] = float("nan")
+    assert parse("shared_terngrad").roundtrip(inputs[0].view(SHAPE)).isnan().all()

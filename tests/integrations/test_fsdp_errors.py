@@ -37,6 +37,9 @@ def _refused(rank: int, size: int) -> dict[str, str]:
     refused(
         "pattern", ValueError, lambda: thinwire.compress(model, weights={"nothing.*": "minmax(bits=4, bucket=128)"})
     )
+    scheduled = "topk(density=((0, 0.5), (3, 0.1)))"
+    refused("schedule", ValueError, lambda: compress(model, "raw", scheduled))
+    refused("rate", ValueError, lambda: compress(model, "raw", "ef(minmax(bits=2), units=update)"))
     refused("across", ValueError, lambda: compress(model, across="minmax(bits=4, bucket=128)"))
     refused("time", ValueError, lambda: compress(model, "minmax(bits=4, bucket=64)", adapt="lgreco(objective='time')"))
     compress(model)
@@ -78,6 +81,8 @@ def test_what_cannot_be_is_refused() -> None:
         "ef weights": "weights must arrive in every step",
         "powersgd": "does not become messages of a fixed size that an owner of shards can add up",
         "pattern": "the pattern 'nothing.*' matches no parameter",
+        "schedule": "schedules are for DistributedDataParallel models",
+        "rate": "weights residuals by the learning rate",
         "across": "say with replicas= which process group takes them",
         "time": "asks for the time of DDP buckets",
         "twice": "compressed already: call detach()",

@@ -220,6 +220,30 @@ def test_the_residual_stays(old: str, new: str, num_ranks: int) -> None:
     assert float(owed.abs().max()) > 0.01
 
 
+def test_another_family_is_handed_what_all_ranks_owe_and_not_how_they_differ() -> None:
+    """PowerSGD's residuals grow apart where ranks differ; the first top-k message shows what is owed all the same."""
+    shapes = {"w": (64, 48)}
+    policy = Scripted(every=40, window=1, lag=1, specs=("ef(powersgd(rank=2))", "ef(topk(density=0.1))"))
+    draw = torch.Generator().manual_seed(0)
+    shared, apart = torch.randn(2, 64 * 48, generator=draw)
+
+    def run(transport):
+        wire = Wire(Plan.build(shapes, policy.specs[0]), shapes, transport, adapt=policy)
+        owed = torch.zeros(64 * 48)
+        while True:
+            wire.begin_step()
+            flat = shared + (apart if wire.rank else -apart)
+            owed += shared
+            wire.observe(flat, tuple(shapes.items()))
+            arrived = wire.reduce(flat, tuple(shapes.items())).wait()
+            if wire.plan["w"] == thinwire.parse(policy.specs[1]):
+                return float(torch.cosine_similarity(arrived, owed, dim=0))
+            owed -= arrived
+
+    (first, second) = run_threads(run, 2)
+    assert first == second > 0.6
+
+
 def test_a_layer_that_turns_raw_sends_its_residual_first() -> None:
     """All that was sent has arrived after one step of ``ef(raw)``; a plain raw layer would lose the residual."""
     shapes = {"w": (64, 48)}

@@ -34,6 +34,7 @@ from thinwire.compressors._core.spec import PRESETS, expression, parse, register
 from thinwire.compressors._core.summed import Reduction, Subtract, Summed, SumShape, sum_alone
 from thinwire.compressors._core.traits import Traits
 from thinwire.compressors._core.wrapper import Wrapper, unwrap
+from thinwire.compressors.atomo import Atomo
 from thinwire.compressors.cast import Cast
 from thinwire.compressors.delta import Delta, check_stateless, direct
 from thinwire.compressors.dgc import DGC
@@ -54,6 +55,7 @@ from thinwire.compressors.qsgd import QSGD
 from thinwire.compressors.randk import RandK
 from thinwire.compressors.rangefloat import RangeFloat
 from thinwire.compressors.raw import Raw, RawSum
+from thinwire.compressors.shared_terngrad import SharedTernGrad
 from thinwire.compressors.sign import Sign
 from thinwire.compressors.terngrad import TernGrad
 from thinwire.compressors.threshold import Threshold
@@ -61,8 +63,9 @@ from thinwire.compressors.topk import TopK
 from thinwire.compressors.truncate import Truncate
 
 for _compressor in (
-    *(Cast, Delta, DGC, FFT, Gaussian, GlobalTopK, HeuristicIntSGD, IntSGD, Lattice, Levels, MaxAbs, MinMax, Natural),
-    *(OneBit, PowerSGD, QSGD, RandK, RangeFloat, Raw, Sign, TernGrad, Threshold, TopK, Truncate, direct, ef),
+    *(Atomo, Cast, Delta, DGC, FFT, Gaussian, GlobalTopK, HeuristicIntSGD, IntSGD, Lattice, Levels, MaxAbs, MinMax),
+    *(Natural, OneBit, PowerSGD, QSGD, RandK, RangeFloat, Raw, SharedTernGrad, Sign, TernGrad, Threshold, TopK),
+    *(Truncate, direct, ef),
 ):
     register(_compressor)
 
@@ -73,6 +76,7 @@ __all__ = [
     "PRESETS",
     "QSGD",
     "RESIDUAL",
+    "Atomo",
     "Bounded",
     "Bucketed",
     "Cast",
@@ -111,6 +115,7 @@ __all__ = [
     "Saturating",
     "Scheduled",
     "Segments",
+    "SharedTernGrad",
     "Sign",
     "Slot",
     "Sparsifier",

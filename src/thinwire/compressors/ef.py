@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.compressors._core.bucketed import Bucketed
 from thinwire.compressors._core.calls import CodecCall, SumCall
+from thinwire.compressors._core.checks import check_choice
 from thinwire.compressors._core.coded import Coded, CodedWrapper
 from thinwire.compressors._core.compressor import Compressor
 from thinwire.compressors._core.slots import Slot, State
@@ -21,8 +22,10 @@ from thinwire.kernels import Residual
 
 RESIDUAL = Slot("residual")
 
+Units = Literal["gradient", "update"]
 
-def ef(inner: Compressor) -> Compressor:
+
+def ef(inner: Compressor, units: Units = "gradient") -> Compressor:
     """``inner`` with error feedback: ``p = g + e; c = Q(p); e = p − Q⁻¹(c)``, in fp32, one value an element.
 
     With a coded compressor there is a residual on both sides. A rank's residual holds for the chunks of other owners;
@@ -32,68 +35,106 @@ def ef(inner: Compressor) -> Compressor:
     With a summed compressor the residual is the input minus this rank's own contribution to the result (PowerSGD,
     Algorithm 2), so how its gradient differs from the mean is not kept.
 
+    ``units=update`` keeps the residual in units of plain SGD's update, ``e = η·(p − Q⁻¹(c))`` and ``p = g + e/η`` at
+    the learning rate η of the step (EF-SGD, Karimireddy et al. 2019, algorithm 2). What an early step failed to send
+    then counts at the learning rate it was computed with, not at that of the step which sends it. It needs
+    ``compress(optimizer=...)`` and a rate above 0; the highest of the optimizer's groups counts for all layers.
+
     A compressor that errs by more than its input (`Traits.contracts`: TernGrad, QSGD with few steps in large buckets)
     must not have error feedback: its residual would grow without bound. `thinwire.compress` warns of that.
 
     Raises:
         TypeError: ``inner`` has error feedback already, or is neither coded nor summed.
+        ValueError: ``units`` is neither of the two.
     """
+    check_choice("units", units, ("gradient", "update"))
     if isinstance(inner, Wrapper):
         raise TypeError(f"{inner} has error feedback already, or momentum correction")
     if isinstance(inner, Coded):
-        return EfCoded(inner)
+        return EfCoded(inner, units)
     if isinstance(inner, Summed):
         # A contribution that is scaled up to be unbiased would make the residual diverge.
-        return EfSummed(replace(inner, scaled=False) if hasattr(inner, "scaled") else inner)
+        return EfSummed(replace(inner, scaled=False) if hasattr(inner, "scaled") else inner, units)
     raise TypeError(f"{inner} is neither coded nor summed")
 
 
+class _Feedback(Wrapper):
+    """What both kinds of error feedback have in common."""
+
+    units: Units
+
+    def check_rate(self, learning_rate: float | None) -> None:
+        if self.units == "update" and learning_rate is None:
+            raise ValueError(f"{self} weights residuals by the learning rate: pass optimizer= to thinwire.compress()")
+
+    def residual(self, state: State | None) -> Residual:
+        """Return the present and the next residual, and the factor from their units to those of the values.
+
+        Raises:
+            ValueError: there is no state, or a learning rate of 0.
+        """
+        if state is None:
+            raise ValueError("error feedback needs its residual: pass state=")
+        factor = state.loss_scale
+        if self.units == "update":
+            if not state.learning_rate > 0.0:
+                raise ValueError(f"{self} divides residuals by the learning rate, which is {state.learning_rate}")
+            factor /= state.learning_rate
+        return Residual(state.now[RESIDUAL.name], state.next[RESIDUAL.name], factor)
+
+    def __str__(self) -> str:
+        return f"ef({self.inner})" if self.units == "gradient" else f"ef({self.inner}, units={self.units})"
+
+
 @dataclass(frozen=True)
-class EfCoded(CodedWrapper):
+class EfCoded(_Feedback, CodedWrapper):
     """Error feedback around a coded compressor; see `ef`."""
 
     spec_name: ClassVar[str] = "ef"
 
+    units: Units = "gradient"
+
     def around(self, inner: Compressor) -> Compressor:
-        return ef(inner)
+        return ef(inner, self.units)
 
     @property
     def slots(self) -> tuple[Slot, ...]:
         return (*self.inner.slots, RESIDUAL)
 
     def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
-        e = _residual(call.state)
+        e = self.residual(call.state)
         if isinstance(self.inner, Bucketed):
             self.inner.encode(x, message, call, e)  # the same in one pass
             return
         p = e.next
-        kernels.rows_add(x, e.now, call.table, p, alpha=call.loss_scale)
+        kernels.rows_add(x, e.now, call.table, p, alpha=e.loss_scale)
         self.inner.encode(p, message, call)
-        subtract_sent(self.inner, message, p, call)
+        subtract_sent(self.inner, message, p, call, over=e.loss_scale)
 
     def reduce(self, messages: Sequence[Tensor], own: Tensor, out_message: Tensor, y: Tensor, call: CodecCall) -> None:
-        e = _residual(call.state)
+        e = self.residual(call.state)
         if isinstance(self.inner, Bucketed) and self.traits.plain_sum:
             self.inner.reduce(messages, own, out_message, y, call, e)  # the same in one pass
             return
         p = e.next
         self.inner.add_up(messages, own, p, call)
-        kernels.rows_add(p, e.now, call.table, p, alpha=call.loss_scale)
+        kernels.rows_add(p, e.now, call.table, p, alpha=e.loss_scale)
         self.inner.encode(p, out_message, call)
         self.inner.decode(out_message, y, call._replace(scale=1.0))
-        subtract_sent(self.inner, out_message, p, call)
+        subtract_sent(self.inner, out_message, p, call, over=e.loss_scale)
 
 
 @dataclass(frozen=True)
-class EfSummed(Wrapper, Summed):
+class EfSummed(_Feedback, Summed):
     """Error feedback around a summed compressor; see `ef`."""
 
     spec_name: ClassVar[str] = "ef"
 
     inner: Summed
+    units: Units = "gradient"
 
     def around(self, inner: Compressor) -> Compressor:
-        return ef(inner)
+        return ef(inner, self.units)
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -103,30 +144,19 @@ class EfSummed(Wrapper, Summed):
         return self.inner.sums(shape, dtype)
 
     def rounds(self, x: Tensor, y: Tensor, call: SumCall) -> Generator[None, None, Subtract]:
-        e, p, loss_scale = _residual(call.state)
+        e, p, factor = self.residual(call.state)
         layers = [piece.elements for piece, _ in call.parts[0]]
         for at in layers:
-            torch.add(x[at], e[at], alpha=loss_scale, out=p[at])
+            torch.add(x[at], e[at], alpha=factor, out=p[at])
         subtract = yield from self.inner.rounds(p, y, call)
         subtract(p)
-        for at in layers if loss_scale != 1.0 else ():
-            p[at].div_(loss_scale)
+        for at in layers if factor != 1.0 else ():
+            p[at].div_(factor)
         return subtract
 
 
-def subtract_sent(inner: Coded, message: Tensor, p: Tensor, call: CodecCall) -> None:
-    """Subtract from ``p`` what ``message`` decodes to, ``e = p − Q⁻¹(c)``, and divide it by the loss scale."""
+def subtract_sent(inner: Coded, message: Tensor, p: Tensor, call: CodecCall, *, over: float) -> None:
+    """Subtract from ``p`` what ``message`` decodes to, ``e = p − Q⁻¹(c)``, and divide it by ``over``."""
     inner.decode(message, p, call._replace(scale=-1.0), add=True)
-    if call.loss_scale != 1.0:
-        kernels.rows_scale(p, call.table, p, over=call.loss_scale)
-
-
-def _residual(state: State | None) -> Residual:
-    """Return the present and the next residual.
-
-    Raises:
-        ValueError: there is no state.
-    """
-    if state is None:
-        raise ValueError("error feedback needs its residual: pass state=")
-    return Residual(state.now[RESIDUAL.name], state.next[RESIDUAL.name], state.loss_scale)
+    if over != 1.0:
+        kernels.rows_scale(p, call.table, p, over=over)

@@ -3,46 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from thinwire.compressors._core.checks import check_int
 from thinwire.compressors._core.matrices import Decode, SummedMatrices, matrix_shape, normal_matrix, scaled_to_one
+from thinwire.compressors._core.mixins import Scheduled
+from thinwire.compressors._core.schedule import Rank, check_rank, rank_at
 from thinwire.compressors._core.slots import Slot
 from thinwire.compressors._core.traits import Traits
 
 
 @dataclass(frozen=True)
-class PowerSGD(SummedMatrices):
+class PowerSGD(SummedMatrices, Scheduled):
     """PowerSGD (Vogels et al. 2019): a gradient matrix ``M`` is sent as two factors of ``rank`` columns.
 
     ``P = mean(M Q)`` is made orthonormal, then ``Q = mean(Mᵀ P)``, and ``P Qᵀ`` is received. Q is kept for the next
     step. Biased; a plan adds error feedback unless ``feedback=False``. Layers with fewer than two axes, or whose
     factors would take more than half of their size, are sent raw. Costs ``(n + m) · rank`` fp32 values in two rounds.
+
+    ``rank`` may be a schedule, ``((0, 8), (1000, 4))``: columns of Q that a stage shares with the one before it stay.
+    A layer has to suit the first of its ranks.
+
+    A rank's residual loses what this rank itself has sent, ``P Pᵀ M`` (Algorithm 2). Where ranks' gradients differ in
+    every step outside the range of P, their residuals grow apart, in ways that cancel in the mean and are never sent:
+    what all ranks owe together stays bounded. A plan that gives such a layer another kind of compressor averages the
+    residuals over the ranks first.
     """
 
     spec_name: ClassVar[str] = "powersgd"
 
-    rank: int = field(default=4, metadata={"shown": True})
+    rank: Rank = field(default=4, metadata={"shown": True})
     feedback: bool = True
 
     def __post_init__(self) -> None:
-        check_int("rank", self.rank, 1)
+        check_rank(self.rank)
 
     @property
     def traits(self) -> Traits:
         return Traits(exact_bits=False, dense=False, wants_feedback=self.feedback)
+
+    def at_step(self, step: int, learning_rate: float | None) -> PowerSGD:
+        return replace(self, rank=rank_at(self.rank, step)) if isinstance(self.rank, tuple) else self
 
     @property
     def slots(self) -> tuple[Slot, ...]:
         return (Slot("q", shape=self._q_shape, initial=normal_matrix(self._q_shape), shared=True, columns=True),)
 
     def factor_shapes(self, rows: int, columns: int) -> tuple[tuple[int, int], ...]:
-        rank = min(self.rank, rows, columns)
+        rank = min(rank_at(self.rank, 0), rows, columns)
         return (rows, rank), (columns, rank)
 
     def _q_shape(self, layer: Sequence[int]) -> tuple[int, int]:

@@ -248,6 +248,9 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
         shapes = {layer.name: layer.shape for unit in units for layer in unit.layers}
         keep = Filter(min_numel=options.min_numel, exclude=tuple(options.exclude))
         plan = sharded_plan(shapes, options.rules(), keep)
+        # Of a schedule only the first stage would ever be used.
+        if plan.at_step(0, None) is not plan:
+            raise ValueError("schedules are for DistributedDataParallel models: give density, rank or theta a number")
         if isinstance(options.optimizer, QuantizedAdam):
             # Its momentum is linear in the gradients: error feedback of these is error feedback of the momentum.
             plan = with_feedback(plan, "gradients/")

@@ -29,6 +29,7 @@ from thinwire.collectives import (
 )
 from thinwire.collectives.stages import WORKER
 from thinwire.compressors import (
+    RESIDUAL,
     CodecCall,
     Coded,
     ColdStart,
@@ -46,6 +47,7 @@ from thinwire.compressors import (
     find_mixin,
     learns_at,
     not_finite,
+    unwrap,
 )
 from thinwire.kernels import FORMAT_VERSION, cpu_level
 from thinwire.plan import Plan, PlanRecord, Speeds, declined, sent_bytes
@@ -638,6 +640,9 @@ class Engine:
         old_shares, self.channel.algorithm = self.shares, algorithm
         for name, compressor in plan.layers.items():
             if (old := self.plan[name]) != compressor or self.shares != old_shares:
+                alike = type(unwrap(old)) is type(unwrap(compressor))
+                if isinstance(old, Summed) and RESIDUAL in old.slots and not alike:
+                    self.slots.average_residual(name, self.transport)
                 self.slots.hand_over(name, self.shapes[name], old, compressor, self.rank, old_shares, self.shares)
         self.plan = plan
         self.stats.plan_changes += 1
@@ -736,7 +741,10 @@ class Engine:
     def _state(self, key: RouteKey, route: Route, loss_scale: float, device: torch.device) -> State | None:
         self._loss_scale = loss_scale
         state = self.slots.state(key, route.layout, loss_scale, device)
-        return replace(state, learning_rates=self.learning_rates) if state and self.learning_rates else state
+        if state is None or (not self.learning_rates and self.learning_rate is None):
+            return state
+        rate = 1.0 if self.learning_rate is None else self.learning_rate
+        return replace(state, learning_rates=self.learning_rates, learning_rate=rate)
 
     def _learn(self, flat: Tensor, layout: Layout, step: int, state: State) -> None:
         """Learn from rank 0's gradients what all ranks are to code with from this step on."""

@@ -261,6 +261,20 @@ class Slots:
         self._place_of.pop(layer, None)
         self._kept |= kept
 
+    def average_residual(self, layer: str, transport: Transport) -> None:
+        """Between two steps, on every rank: set a layer's residual to the mean of all ranks' residuals.
+
+        The sum over ranks, which is what they owe together, stays as it is. What summed compressors never send,
+        because it cancels in that sum, may have grown without bound (see `thinwire.compressors.PowerSGD`).
+        """
+        held = self._kept.get((layer, RESIDUAL.name))
+        if (key := self._place_of.get(layer)) is not None:
+            held = self._held(self._places[key], layer, RESIDUAL.name)
+        if held is not None:
+            mean = held / transport.world_size
+            transport.all_reduce(mean)
+            held.copy_(mean)
+
     @staticmethod
     def _held(place: _Place, name: str, slot: str) -> Tensor | None:
         of = place.shaped.get(name)

@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.compressors._core.compressor import Compressor, Count
 from thinwire.compressors._core.segments import Part, Piece, Segments
 from thinwire.compressors._core.slots import LayerState, State
-from thinwire.compressors._core.wrapper import rewrap, unwrap
+from thinwire.compressors._core.wrapper import Wrapper, rewrap, unwrap
 
 Mixin = TypeVar("Mixin")
 
@@ -143,14 +143,17 @@ def find_mixin(compressor: Compressor, mixin: type[Mixin]) -> Mixin | None:
 
 def at_step(compressor: Compressor, step: int, learning_rate: float | None) -> Compressor:
     """Return ``compressor`` for ``step``; see `Scheduled.at_step`."""
-    scheduled = find_mixin(compressor, Scheduled)
-    return compressor if scheduled is None else rewrap(compressor, scheduled.at_step(step, learning_rate))
+    if isinstance(compressor, Wrapper):
+        compressor.check_rate(learning_rate)
+        compressor = rewrap(compressor, at_step(compressor.inner, step, learning_rate))
+    return compressor.at_step(step, learning_rate) if isinstance(compressor, Scheduled) else compressor
 
 
 def for_world(compressor: Compressor, num_ranks: int, numel: int) -> Compressor:
     """Return ``compressor`` for ``num_ranks`` ranks; see `WorldSized.for_world`."""
-    sized = find_mixin(compressor, WorldSized)
-    return compressor if sized is None else rewrap(compressor, sized.for_world(num_ranks, numel))
+    if isinstance(compressor, Wrapper):
+        compressor = rewrap(compressor, for_world(compressor.inner, num_ranks, numel))
+    return compressor.for_world(num_ranks, numel) if isinstance(compressor, WorldSized) else compressor
 
 
 def cold_start(compressor: Compressor) -> Compressor | None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from thinwire.compressors._core.checks import check_share
+from thinwire.compressors._core.checks import check_int, check_share
 
 T = TypeVar("T")
 
 Density = float | tuple[tuple[int, float], ...]
 """A share of a layer's elements, or a schedule: ``((0, 0.25), (100, 0.01))`` is 0.25 up to step 100, then 0.01."""
+
+Rank = int | tuple[tuple[int, int], ...]
+"""A number of columns, or a schedule: ``((0, 8), (1000, 4))`` is 8 up to step 1000, then 4."""
 
 
 def stages(name: str, value: T | tuple[tuple[int, T], ...]) -> tuple[tuple[int, T], ...]:
@@ -40,3 +43,14 @@ def check_density(value: Density) -> None:
 def density_at(value: Density, step: int) -> float:
     """Return the share at ``step``."""
     return stage_at(stages("density", value), step)
+
+
+def check_rank(value: Rank) -> None:
+    """Raise an error unless it is a positive integer, or a schedule of such integers."""
+    for _, rank in stages("rank", value):
+        check_int("rank", rank, 1)
+
+
+def rank_at(value: Rank, step: int) -> int:
+    """Return the rank at ``step``."""
+    return stage_at(stages("rank", value), step)

@@ -66,6 +66,8 @@ class State:
     layers: Mapping[str, LayerState] = field(default_factory=dict)
     learning_rates: Mapping[str, float] = field(default_factory=dict)
     """Learning rates by layer; see `FollowsOptimizer`."""
+    learning_rate: float = 1.0
+    """The highest of the optimizer's groups, which residuals may be weighted by; see `ef`."""
 
     @staticmethod
     def fresh(
@@ -94,4 +96,4 @@ class State:
         layers = {
             name: LayerState(of.next, of.now) for name, of in self.layers.items()
         }  # what is learned is the same tensor on both sides
-        return State(self.next, self.now, self.loss_scale, layers, self.learning_rates)
+        return State(self.next, self.now, self.loss_scale, layers, self.learning_rates, self.learning_rate)

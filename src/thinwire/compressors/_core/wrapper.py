@@ -22,6 +22,9 @@ class Wrapper(Compressor):
     def traits(self) -> Traits:
         return self.inner.traits._replace(unbiased=False, contracts=True, wants_feedback=False)
 
+    def check_rate(self, learning_rate: float | None) -> None:
+        """Raise a ValueError if it needs a learning rate, and there is none."""
+
     @abstractmethod
     def around(self, inner: Compressor) -> Compressor:
         """Return the same wrapper around another compressor."""

@@ -114,7 +114,12 @@ def _parameter(compressor: Compressor) -> tuple[str, float]:
     names = {f.name for f in fields(compressor)}
     for name in ("rank", "density", "bits"):
         if name in names:
-            return name, float(getattr(compressor, name))
+            value = getattr(compressor, name)
+            if isinstance(value, tuple):
+                raise ValueError(
+                    f"{compressor} has a schedule of its own: give {name} a number to have it chosen by layer"
+                )
+            return name, float(value)
     raise ValueError(
         f"{compressor} has no bits, rank, density or theta that could be chosen by layer: "
         "minmax, topk, powersgd, rangefloat and fft have"
