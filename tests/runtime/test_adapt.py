@@ -475,3 +475,27 @@ def test_policies_are_plain_values() -> None:
     assert replace(policy, every=30).every == 30
     with pytest.raises(ValueError, match="do not fit"):
         thinwire.policies.LGreco(every=10, window=8, lag=4)
+
+
+def test_a_schedule_of_ranks_trains_and_a_resumed_run_goes_on_with_it() -> None:
+    """Fewer bytes from its second stage on; columns of Q that remain keep their warm start, also through a state."""
+    shapes = {"w": (64, 48)}
+    spec = "powersgd(rank=((0, 6), (3, 2)))"
+
+    def run(transport):
+        def step(wire: Wire, number: int) -> torch.Tensor:
+            wire.begin_step()
+            flat = torch.randn(64 * 48, generator=torch.Generator().manual_seed(10 * number + wire.rank))
+            return wire.reduce(flat, tuple(shapes.items())).wait().clone()
+
+        wire = Wire(Plan.build(shapes, spec), shapes, transport)
+        arrived = [step(wire, number) for number in range(4)]
+        saved = wire.state_dict()
+        arrived += [step(wire, number) for number in range(4, 6)]
+        resumed = Wire(Plan.build(shapes, spec), shapes, transport)
+        resumed.load_state_dict(saved)
+        again = [step(resumed, number) for number in range(4, 6)]
+        ranks = [int(torch.linalg.matrix_rank(mean.view(64, 48), rtol=1e-4)) for mean in arrived]
+        return ranks, [torch.equal(*pair) for pair in zip(arrived[4:], again, strict=True)]
+
+    assert run_threads(run, 2) == [([6, 6, 6, 2, 2, 2], [True, True])] * 2

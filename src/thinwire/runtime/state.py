@@ -215,10 +215,10 @@ class Slots:
 
     def value(self, layer: str, slot: Slot, shape: Sequence[int]) -> Tensor:
         """A copy of a slot of a layer of this shape, flat; its first value if it was never used."""
+        kept = self._kept.get((layer, slot.name))
         key = self._place_of.get(layer)
         if key is not None and (held := self._held(self._places[key], layer, slot.name)) is not None:
-            return held.clone()
-        kept = self._kept.get((layer, slot.name))
+            kept = held
         first = slot.first(shape, layer)
         if kept is None:
             return first
