@@ -35,7 +35,7 @@ from thinwire.runtime import (
     Wire,
     merge_timelines,
 )
-from thinwire.trainers import accelerate_handler, lightning_callback, trainer_callback
+from thinwire.trainers import accelerate_handler, lightning_strategy, trainer_callback
 
 if TYPE_CHECKING:
     from thinwire.pipeline.stage import CompressedStage, compress_stage
@@ -70,7 +70,7 @@ __all__ = [
     "compress_stage",
     "compressors",
     "data",
-    "lightning_callback",
+    "lightning_strategy",
     "local",
     "merge_timelines",
     "optim",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -271,8 +272,11 @@ def _explained(name: str, function: Callable[..., Any], model: object) -> str:
     inside = _inside(name)
     if inside is not None:
         return f"{name} is given within another argument: {inside}"
+    takes = [own for own in inspect.signature(function).parameters if own not in ("model", "stage")]
     whose = f"is an argument of {' and '.join(owners)}" if owners else "is not an argument of thinwire.compress()"
-    takes = ", ".join(f"{own}=" for own in inspect.signature(function).parameters if own not in ("model", "stage"))
+    if not owners and (close := difflib.get_close_matches(name, takes, n=1)):
+        whose += f" (did you mean {close[0]}=?)"
+    takes = ", ".join(f"{own}=" for own in takes)
     return f"{name}= {whose}; for this {type(model).__name__}, thinwire.{function.__name__}() takes {takes}"
 
 

@@ -1,6 +1,7 @@
-"""Trainers that wrap the model themselves: a callback compresses what they wrapped, and keeps its state in checkpoints.
+"""Trainers that wrap the model themselves: what each has a place for, to compress the model that it wraps.
 
-Their libraries are imported when a callback is asked for, not with thinwire.
+For Hugging Face's ``Trainer`` that is a callback, for accelerate a handler of keyword arguments, for Lightning a
+strategy. Their libraries are imported when one of them is asked for, not with thinwire.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.api import compress, compress_ddp
@@ -115,47 +114,46 @@ def accelerate_handler(compressor: Any = None, *, ddp: Mapping[str, Any] | None 
     return handler
 
 
-def lightning_callback(compressor: Any = None, **options: Any) -> Any:
-    """A Lightning ``Callback`` that compresses what the strategy wraps in DDP.
+def lightning_strategy(compressor: Any = None, *, ddp: Mapping[str, Any] | None = None, **options: Any) -> Any:
+    """A Lightning ``DDPStrategy`` that compresses the model that it wraps.
 
-        callback = thinwire.lightning_callback("4bit")
-        trainer = Trainer(strategy="ddp", callbacks=[callback])
+        trainer = Trainer(strategy=thinwire.lightning_strategy("4bit"))
+        trainer.strategy.wire.stats
 
-    ``compressor`` and ``options`` are those of `thinwire.compress_ddp`; ``callback.wire`` is what that returns, once
-    training began. The state of all ranks goes into Lightning's checkpoint, and comes from
-    there.
+    ``compressor`` and ``options`` are those of `thinwire.compress_ddp`, ``ddp`` the arguments of ``DDPStrategy``;
+    ``strategy.wire`` is what compressing returned, once training begins. The states of all ranks go into Lightning's
+    checkpoint, from which a run of any number of ranks goes on.
 
     Raises:
         ImportError: ``pytorch_lightning`` is not installed, and ``lightning.pytorch`` was not imported before.
-        TypeError: an argument is none of `thinwire.compress_ddp`; or, when training begins, the strategy did not wrap
-            the model in ``DistributedDataParallel``.
+        TypeError: an argument is none of `thinwire.compress_ddp`.
     """
     # The same classes are there twice, and a trainer takes its own: those that the script has imported.
     package = "lightning.pytorch" if "lightning.pytorch" in sys.modules else "pytorch_lightning"
     _check_options(options)
-    Callback: Any = importlib.import_module(f"{package}.callbacks").Callback
+    DDPStrategy: Any = importlib.import_module(f"{package}.strategies").DDPStrategy
 
-    class Compress(Callback):
+    class Compressed(DDPStrategy):
+        # Not DDPStrategy(ddp_comm_hook=...), which Lightning registers on CUDA only.
         wire: Wire | None = None
-        _loaded: Mapping[str, Tensor] | None = None
 
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            model = trainer.strategy.model
-            if not isinstance(model, DistributedDataParallel) and not is_alone():
-                raise _unwrapped(model)
-            self.wire = compress(model, compressor, **options)
-            if self._loaded is not None:
-                self.wire.load_state_dict(self._loaded)
-            self._loaded = None
+        def configure_ddp(self) -> None:
+            super().configure_ddp()
+            self.wire = compress(self.model, compressor, **options)
 
-        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            # Lightning calls it on every rank, and rank 0 writes.
             if self.wire is not None:
                 checkpoint[_KEY] = self.wire.gather_state_dict()
+            super().save_checkpoint(checkpoint, *args, **kwargs)
 
-        def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-            self._loaded = checkpoint.get(_KEY)
+        def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+            # Called where training goes on, when the model is wrapped; not where a checkpoint is only tested.
+            super().load_optimizer_state_dict(checkpoint)
+            if self.wire is not None and _KEY in checkpoint:
+                self.wire.load_state_dict(checkpoint[_KEY])
 
-    return Compress()
+    return Compressed(**(ddp or {}))
 
 
 def _unwrapped(model: Any) -> TypeError:

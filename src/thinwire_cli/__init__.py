@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from rich.console import Console
 from rich.markup import escape
@@ -118,10 +118,39 @@ class Program:
         if command.takes_script and "--" in args:
             split = args.index("--")
             function, args = functools.partial(function, args[split + 1 :]), args[:split]
+        function = _with_plain_help(function)
         code = tyro.cli(function, prog=f"{self.name} {words}", args=args, description=about)
         return code if isinstance(code, int) else 0
 
 
+def _with_plain_help(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose options help shows as ``--rate TEXT``: tyro writes ``--rate {None}|STR (default: None)``."""
+    import tyro
+
+    called = getattr(function, "func", function)
+    hints = get_type_hints(called, include_extras=True)
+    for name, parameter in inspect.signature(function).parameters.items():
+        kind = hints[name]
+        told = [note for note in get_args(kind)[1:] if get_origin(kind) is Annotated and hasattr(note, "metavar")]
+        bare = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+        if type(None) not in get_args(bare):
+            continue
+        kinds = [each.__name__ for each in get_args(bare) if each is not type(None)]
+        metavar = told[0].metavar if told else _METAVARS.get(kinds[0], kinds[0].upper())
+        hint = "" if parameter.default is None else None
+        hints[name] = Annotated[kind, tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)]
+
+    @functools.wraps(called)
+    def call(*args: Any, **options: Any) -> Any:
+        return function(*args, **options)
+
+    del call.__wrapped__  # type hints are looked for there first
+    call.__annotations__ = hints
+    call.__signature__ = inspect.signature(function)  # pyright: ignore[reportFunctionMemberAccess]
+    return call
+
+
+_METAVARS = {"str": "TEXT", "float": "NUMBER"}
 THINWIRE = Program(
     "thinwire",
     "train over slow networks as if they were fast.",

@@ -36,6 +36,8 @@ def test_every_command_has_help_with_examples(command: str, capsys) -> None:
     assert "thinwire " + command in shown
     assert "Examples" in shown
     assert "--json" in shown
+    assert "{None}" not in shown
+    assert "(default: None)" not in shown
 
 
 @pytest.mark.parametrize(

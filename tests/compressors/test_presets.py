@@ -22,5 +22,26 @@ def test_presets_are_what_their_names_say() -> None:
 
 
 def test_a_preset_is_no_part_of_another_spec() -> None:
-    with pytest.raises(ValueError, match="is not a spec"):
+    with pytest.raises(ValueError, match=r"Did you mean 'ef\(minmax\(bits=4, bucket=128\)\)'"):
         parse("ef(4bit)")
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        *((written, "4bit") for written in ("4bits", "4 bit", "4-bit", "4BIT", "bit4", "int4", "uint4")),
+        ("8bits", "8bit"),
+        ("3bit", "minmax(bits=3)"),
+        ("1bit", "onebit(bucket=512)"),
+        ("bfloat16", "bf16"),
+        ("fp16", "cast(fp16)"),
+        ("none", "raw"),
+        ("PowerSGD", "powersgd"),
+        ("MinMax(bits=3)", "minmax(bits=3)"),
+    ],
+)
+def test_what_users_write_instead_is_understood_in_the_error(written: str, meant: str) -> None:
+    with pytest.raises(ValueError, match="is not a spec") as error:
+        parse(written)
+    assert str(error.value).endswith(f"Did you mean {meant!r}?")
+    parse(meant)

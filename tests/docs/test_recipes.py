@@ -107,7 +107,7 @@ def test_the_tour_runs() -> None:
                 exec("".join(cell["source"]), names)
     told = printed.getvalue()
     assert "2.weight  256" in told
-    assert "raw: 1 dimensions" in told
+    assert "raw: 1 dimension" in told
     assert re.search(r"thinwire run: 40 steps, .* \((6|7)\.\d+x less\)", told)
     found = [float(loss) for loss in re.findall(r"step 40: loss ([\d.]+)", told)]
     assert len(found) == 2

@@ -28,7 +28,7 @@ def test_a_wire_is_shown_as_a_table_of_its_layers() -> None:
     assert lines["layers.0.weight"].endswith("7.1x")
     assert "ef(powersgd(rank=4" in lines["embed.weight"]
     assert "raw: excluded" in lines["layers.2.weight"]
-    assert "raw: 1 dimensions, fewer than 2" in lines["norm.weight"]
+    assert "raw: 1 dimension, fewer than 2" in lines["norm.weight"]
     assert lines["layers.1.weight"].split()[2] == "raw"
 
 

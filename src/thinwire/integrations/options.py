@@ -131,13 +131,13 @@ def check_bool(name: str, value: object) -> None:
         raise TypeError(f"{name} must be True or False, not {value!r}: thinwire.compress(model, {name}=False)")
 
 
-def check_groups(network: object, checks: object = None) -> None:
-    """Raise ``TypeError`` unless these are a `Network` and, if given, `Checks`."""
+def check_groups(network: object, checks: object = Checks()) -> None:
+    """Raise ``TypeError`` unless these are a `Network` and `Checks`."""
     if not isinstance(network, Network):
         raise TypeError(
             f"network must be a thinwire.Network, not {network!r}: network=thinwire.Network(algorithm='ring')"
         )
-    if checks is not None and not isinstance(checks, Checks):
+    if not isinstance(checks, Checks):
         raise TypeError(f"checks must be thinwire.Checks, not {checks!r}: checks=thinwire.Checks(parity_every=1000)")
 
 
@@ -147,13 +147,15 @@ def check_compressor(name: str, given: object) -> None:
     Raises:
         TypeError, ValueError: the message begins with ``name``.
     """
+    if isinstance(given, Mapping) and not given:
+        raise ValueError(f"{name} is an empty mapping, so that nothing would be compressed: {name}={{'*': '4bit'}}")
     if isinstance(given, Mapping) and not all(isinstance(pattern, str) for pattern in given):
         raise TypeError(
             f"{name} must map name patterns to compressors, and {list(given)} are not all text: "
             f"{name}={{'embed.*': 'minmax(bits=2)', '*': 'minmax(bits=4)'}}"
         )
-    for spec in given.values() if isinstance(given, Mapping) else [given]:
-        if spec is not None and not isinstance(spec, str | Compressor):
+    for spec in given.values() if isinstance(given, Mapping) else [given] * (given is not None):
+        if not isinstance(spec, str | Compressor):
             raise TypeError(
                 f"{name} must be a compressor, its spec, or a mapping from name patterns to them, not {spec!r}: "
                 f"{name}='minmax(bits=4)'"

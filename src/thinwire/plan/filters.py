@@ -26,6 +26,8 @@ def check_pattern(pattern: str, names: Iterable[str]) -> None:
         ValueError: with the names that come closest.
     """
     names = list(names)
+    if not pattern:
+        raise ValueError("a pattern is empty: a part of a name, as 'bias', or '*' for every layer")
     if any(matches(pattern, name) for name in names):
         return
     close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]

@@ -57,7 +57,8 @@ def _why_raw(plan: Plan, name: str, shape: Sequence[int], skipped: Mapping[str, 
     if plan.keep.excludes(name, shape):
         return "raw: excluded"
     if len(shape) < plan.keep.min_dim:
-        return f"raw: {len(shape)} dimensions, fewer than {plan.keep.min_dim}"
+        dimensions = "1 dimension" if len(shape) == 1 else f"{len(shape)} dimensions"
+        return f"raw: {dimensions}, fewer than {plan.keep.min_dim}"
     if math.prod(shape) < plan.keep.min_numel:
         return f"raw: fewer than {plan.keep.min_numel} elements"
     return "raw"

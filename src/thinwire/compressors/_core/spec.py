@@ -7,7 +7,7 @@ import difflib
 import inspect
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import entry_points
 from keyword import kwlist
 
@@ -50,6 +50,13 @@ PRESETS = {
     "bf16": "cast(bf16)",
 }
 """Short names for specs."""
+_OTHER_NAMES = {
+    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+    **dict.fromkeys(("fp16", "float16", "half"), "cast(fp16)"),
+    **dict.fromkeys(("none", "fp32", "float32", "off"), "raw"),
+}
+"""What users write for a spec, without case and hyphens."""
+_PRESET = re.compile(rf"\b(?:{'|'.join(PRESETS)})\b")
 
 
 def parse(spec: str | Compressor) -> Compressor:
@@ -154,9 +161,9 @@ class _Reader:
         for point in entry_points(group="thinwire.compressors"):
             if point.name == name:
                 return register(point.load(), name)
-        close = difflib.get_close_matches(name, _registry, n=1)
+        close = _close(name, _registry)
         why = f"no compressor is called {name!r}"
-        if not close:
+        if not close and not _meant(self._text):
             why += f": there are {', '.join(sorted(_registry))}"
         raise _not_a_spec(self._text, node.col_offset, why, self._replaced(node.col_offset, len(name), close))
 
@@ -177,17 +184,41 @@ def _is_spec(text: str) -> bool:
 
 
 def _not_a_spec(text: str, at: int, why: str, nearest: str | None = None) -> ValueError:
-    nearest = nearest or _nearest(text)
+    nearest = _meant(text) or nearest or _nearest(text)
     return ValueError(f"{text!r} is not a spec: at character {at + 1}, {why}. Did you mean {nearest!r}?")
 
 
+def _close(word: str, names: Iterable[str]) -> list[str]:
+    """Return the name that is most like ``word``, whatever the case and the hyphens; an empty list if none is."""
+    plain = {_plain(name): name for name in names}
+    return [plain[found] for found in difflib.get_close_matches(_plain(word), plain, n=1)]
+
+
+def _plain(word: str) -> str:
+    return re.sub(r"[\s_-]", "", word).lower()
+
+
+def _meant(text: str) -> str | None:
+    """Return what ``4bits``, ``4-bit``, ``int4``, ``bfloat16`` or ``none`` mean."""
+    plain = _plain(text)
+    bits = re.fullmatch(r"(?:([2-8])bits?|(?:bits?|u?int)([2-8]))", plain)
+    if bits:
+        width = bits[1] or bits[2]
+        return f"{width}bit" if f"{width}bit" in PRESETS else f"minmax(bits={width})"
+    return _OTHER_NAMES.get(plain)
+
+
 def _nearest(text: str) -> str:
-    """Return a valid spec close to an invalid one: with brackets closed, or of a compressor with a similar name."""
+    """Return a valid spec close to an invalid one: with presets written out, with brackets closed, or of a compressor
+    with a similar name."""
+    whole = _PRESET.sub(lambda word: PRESETS[word[0]], text)
+    if whole != text and _is_spec(whole):
+        return whole
     for candidate in (text + ")", text + "))", text.rstrip(",(= ") + ")", text.removesuffix(")"), text.split("(")[0]):
         if candidate != text and candidate.strip() and _parses(candidate):
             return candidate.strip()
     for word in _NAME.findall(text)[:_MOST_GUESSES]:
-        close = difflib.get_close_matches(word, _registry, n=1)
+        close = _close(word, _registry)
         if close and _parses(close[0]):
             return str(_registry[close[0]]())
     return _EXAMPLE
