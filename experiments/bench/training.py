@@ -18,7 +18,7 @@ from thinwire.results import OutputFile, Results
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train. ``optimizer``: AdamW, Muon, or the order of a `thinwire.optim.CompressedAdamW`; ``every``: steps
+    """A way to train. ``optimizer``: AdamW, Muon, Dion, or the order of a `CompressedAdamW`; ``every``: steps
     between two exchanges of `thinwire.local.DiLoCo`, 0 for DDP; ``least``: the smallest layer that is compressed."""
 
     name: str
@@ -44,6 +44,8 @@ METHODS = (
     Method("CompressedAdamW update, top 1 %", "update", "topk(density=0.01)"),
     Method("Muon, fp32", "Muon", "raw"),
     Method("Muon, 2 bits", "Muon", "ef(gaussian(bits=2))"),
+    Method("Dion, rank 4", "Dion", "powersgd(rank=4)"),
+    Method("Dion, rank 8", "Dion", "powersgd(rank=8)"),
     Method("DiLoCo, AdamW, 2 bits, every 25", "AdamW", "gaussian(bits=2)", every=25),
     Method("DiLoCo, Muon, 2 bits, every 10", "Muon", "gaussian(bits=2)", every=10),
     Method("DiLoCo, Muon, 2 bits, every 25", "Muon", "gaussian(bits=2)", every=25),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,11 +13,11 @@ from thinwire.bench.rank import serve
 from thinwire.compare.compare_rank import digest
 from thinwire.compare.gpt import GPTConfig
 from thinwire.compare.tasks import GPTTask
-from thinwire.compare.train import gradient_bytes, ring_factor
+from thinwire.compare.train import gradient_bytes, learning_rate, ring_factor
 from thinwire.local import DiLoCo
-from thinwire.optim import CompressedAdamW, Muon
+from thinwire.optim import CompressedAdamW, Dion, Muon
 
-_BETAS, _WEIGHT_DECAY, _WARM_UP = (0.9, 0.99), 0.1, 0.1
+_BETAS, _WEIGHT_DECAY = (0.9, 0.99), 0.1
 
 
 def train(method: dict[str, Any], task: dict[str, Any], lr: float, seed: int) -> dict[str, Any]:
@@ -44,7 +43,7 @@ def train(method: dict[str, Any], task: dict[str, Any], lr: float, seed: int) ->
             )
     for step, batch in enumerate(made.batches(seed, rank, num_ranks)):
         for group in optimizer.param_groups:
-            group["lr"] = lr * _schedule(step, made.steps)
+            group["lr"] = learning_rate(lr, step, made.steps)
         optimizer.zero_grad(set_to_none=True)
         made.loss(trained, batch).backward()
         optimizer.step()
@@ -75,17 +74,11 @@ def _optimizer(method: dict[str, Any], model: nn.Module, lr: float) -> torch.opt
             return torch.optim.AdamW(model.parameters(), lr, _BETAS, weight_decay=_WEIGHT_DECAY)
         case "Muon":
             return Muon(model, lr, weight_decay=_WEIGHT_DECAY, betas=_BETAS)
+        case "Dion":
+            return Dion(model, lr, weight_decay=_WEIGHT_DECAY, betas=_BETAS)
         case order:
             options: dict[str, Any] = {"betas": _BETAS, "weight_decay": _WEIGHT_DECAY, "order": order}
             return CompressedAdamW(model.parameters(), lr, **options)
-
-
-def _schedule(step: int, steps: int) -> float:
-    """The share of the highest learning rate: a tenth of the steps of warm-up, then a cosine to zero."""
-    warm_up = math.ceil(steps * _WARM_UP)
-    if step < warm_up:
-        return (step + 1) / warm_up
-    return 0.5 * (1 + math.cos(math.pi * (step - warm_up + 1) / (steps - warm_up + 1)))
 
 
 def main() -> None:

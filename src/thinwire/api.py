@@ -198,7 +198,8 @@ def compress_fsdp(
         overlap: on the CPU. Reductions go on while backward computes, and gradients are complete when it ends. False
             waits for each, for code that reads gradients within backward by other means than
             ``register_post_accumulate_grad_hook`` or a module's backward hooks, which are seen.
-        optimizer: a `thinwire.optim.QuantizedAdam`: in its warm-up gradients are sent in full precision, then by
+        optimizer: a `thinwire.optim.CompressedAdamW`, whose updates are sent in the gradients' place, or a
+            `thinwire.optim.QuantizedAdam`: in its warm-up gradients are sent in full precision. Both send by
             ``gradients`` with error feedback.
         exclude, min_numel, start, seed, adapt, grad_scaler, skip_if_slower, network: as of `compress_ddp`.
 

@@ -37,10 +37,10 @@ from thinwire.integrations.options import (
     policy_of,
     record_of,
 )
-from thinwire.integrations.preconditioned import Preconditioned
+from thinwire.integrations.preconditioned import Preconditioned, for_momenta
 from thinwire.integrations.transports import bare_transport
 from thinwire.integrations.updates import Updates
-from thinwire.optim import CompressedAdamW, QuantizedAdam
+from thinwire.optim import CompressedAdamW, Dion, QuantizedAdam
 from thinwire.plan import DEFAULT_RULES, Filter, Plan, Rules
 from thinwire.plan.policies import Auto, Policy, parse_policy
 from thinwire.runtime import AsyncReadback, Follower, Wire, agree, on_the_host
@@ -125,7 +125,7 @@ class _Hook:
         flat, wire = bucket.buffer(), self.wire
         if wire is None or not wire.attached:
             if self.preconditioned is not None:
-                self.preconditioned.release(self.group)
+                self.preconditioned.release([self.group])
                 self.preconditioned = None
             return self._follower.mean(flat, self.group), _as_it_is
         if bucket.index() == 0:
@@ -371,6 +371,10 @@ def _prepare(
         momentum, plan = Momentum(options.optimizer, parameters), with_feedback(plan)
     elif isinstance(options.optimizer, CompressedAdamW):
         preconditioned, plan = Preconditioned(options.optimizer, parameters), with_feedback(plan)
+        if isinstance(options.optimizer, Dion):
+            if policy is not None:
+                raise ValueError("Dion sends momenta as low-rank factors of one rank: leave out adapt= and auto")
+            plan = for_momenta(plan, options.optimizer, parameters)
     _check_dtypes(model, plan)
     _check_feedback(plan)
     warn_of_pairing(plan, options.optimizer, stacklevel=6)

@@ -37,12 +37,14 @@ from thinwire.integrations.options import (
     policy_of,
     record_of,
 )
+from thinwire.integrations.preconditioned import Preconditioned
 from thinwire.integrations.transports import bare_transport
-from thinwire.optim import QuantizedAdam
+from thinwire.optim import CompressedAdamW, Dion, QuantizedAdam
 from thinwire.plan import Filter, Rules, Site, sharded_plan
 from thinwire.plan.policies import Auto, Policy
 from thinwire.runtime import ShardedLayer, ShardedWire, Unit, agree
 from thinwire.runtime.consistency import failing_together
+from thinwire.runtime.state import Placement
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -96,8 +98,15 @@ class ShardedOptions:
 class Attached:
     """What the collectives of one FSDP module share. Holds what belongs to the module; the Wire does not hold it."""
 
-    def __init__(self, wire: ShardedWire, unit: Unit, group: FSDPGroup, options: ShardedOptions) -> None:
-        self.wire, self.unit, self.group = wire, unit, group
+    def __init__(
+        self,
+        wire: ShardedWire,
+        unit: Unit,
+        group: FSDPGroup,
+        options: ShardedOptions,
+        preconditioned: Preconditioned | None,
+    ) -> None:
+        self.wire, self.unit, self.group, self.preconditioned = wire, unit, group, preconditioned
         self.scaler, self.replicas, self.overlap = options.grad_scaler, options.replicas, options.overlap
         self.names = tuple(layer.name for layer in unit.layers)
         self.padded = {
@@ -117,6 +126,36 @@ class Attached:
         """This rank's shards of the weights."""
         with torch.no_grad():
             return {n: _local(p.now()) for n, p in zip(self.names, self.group.parameters, strict=True)}
+
+    def precondition(self, flat: Tensor, trained: Sequence[str], op: Any, loss_scale: float) -> None:
+        """Replace the gradients of ``trained`` by what the optimizer sends, before they are reduced.
+
+        Raises:
+            NotImplementedError: FSDP would not reduce them to their mean.
+            RuntimeError: the module has sent updates in this step, to which these would be added.
+        """
+        if self.preconditioned is None:
+            return
+        if op != dist.ReduceOp.AVG:
+            raise NotImplementedError(
+                "CompressedAdamW sends updates, whose mean ranks step with: reduce gradients in float32 or bfloat16, "
+                "and leave out set_gradient_divide_factor()"
+            )
+        if self.unit.last_step == self.wire.step and not self.wire.begins_step(self.unit):
+            raise RuntimeError(
+                f"{self.unit.name or 'the root module'} is reduced twice in one backward pass, and CompressedAdamW "
+                "cannot add gradients to the update that was sent: call fully_shard() on a module that is used once"
+            )
+        layers = {layer.name: layer for layer in self.unit.layers}
+        placement = Placement([layers[name] for name in trained], self.size)
+        self.preconditioned.make_sharded(flat, placement, loss_scale)
+
+    def release_moments(self) -> None:
+        """Once the wire is detached: leave gradients to the optimizer, at the module's next reduction."""
+        if self.preconditioned is not None:
+            groups = [self.group.process_group, *([self.replicas] if self.replicas is not None else [])]
+            self.preconditioned.release(groups, self.names)
+            self.preconditioned = None
 
     def keep(self, part: Tensor) -> None:
         """Let the weights be what was sent of them."""
@@ -189,6 +228,7 @@ class QuantisedReduceScatter(_Comm):
     ) -> dist.Work | None:
         at = self._at
         if not at.wire.attached:
+            at.release_moments()
             reduce_scatter_single(output_tensor, input_tensor, group, op)
             return None
         trained = at.trained
@@ -197,14 +237,17 @@ class QuantisedReduceScatter(_Comm):
             "set_reduce_scatter_unused_params(True) as thinwire.compress() set it"
         )
         at.check("reduces", input_tensor.dtype, output_tensor.numel(), trained, hint)
+        # Asking for it stops a GPU.
+        asks = at.scaler is not None and (at.wire.needs_loss_scale or at.preconditioned is not None)
+        loss_scale = at.scaler.get_scale() if at.scaler is not None and asks else 1.0
+        at.precondition(input_tensor.view(-1), trained, op, loss_scale)
         future = at.wire.reduce(
             at.unit,
             input_tensor.view(-1),
             output_tensor.view(-1),
             trained,
             scale=_scale(op, at.size),
-            # Asking for it stops a GPU.
-            loss_scale=at.scaler.get_scale() if at.scaler is not None and at.wire.needs_loss_scale else 1.0,
+            loss_scale=loss_scale,
             weights=at.shards,
         )
         at.wire.mark(at_end_of_backward)
@@ -254,6 +297,11 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
         if isinstance(options.optimizer, QuantizedAdam):
             # Its momentum is linear in the gradients: error feedback of these is error feedback of the momentum.
             plan = with_feedback(plan, "gradients/")
+        preconditioned = None
+        if isinstance(options.optimizer, CompressedAdamW):
+            # Parameters of the model as the optimizer has them, by the names of the units' layers.
+            named = {name: p for name, p in model.named_parameters() if name in shapes}
+            preconditioned, plan = Preconditioned(options.optimizer, named), with_feedback(plan, "gradients/")
     wire = ShardedWire(
         plan,
         units,
@@ -269,16 +317,18 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
         replicas=replicas,
     )
     for (module, group, _), unit in zip(found.values(), units, strict=True):
-        _attach(module, Attached(wire, unit, group, options), options)
+        _attach(module, Attached(wire, unit, group, options, preconditioned), options)
     _attached[model] = wire
-    state_bytes = wire.memory
+    wire.moments = preconditioned
+    state_bytes = wire.memory + (preconditioned.num_bytes if preconditioned is not None else 0)
     if isinstance(options.optimizer, QuantizedAdam):
         optimizer = options.optimizer
         wire.keep_gradients_raw(until=lambda: optimizer.frozen)
     if state_bytes >= 1 << 20:
         warnings.warn(
             f"the compressors' state takes {state_bytes / 2**20:,.0f} MiB on each rank: error feedback keeps a "
-            "residual of the whole model, not of its shard, on every rank; leave out ef(...) where memory is short",
+            "residual of the whole model, not of its shard, on every rank, and CompressedAdamW keeps second moments of "
+            "it; leave them out where memory is short",
             stacklevel=3,
         )
     return wire
@@ -301,6 +351,8 @@ def _policy(options: ShardedOptions) -> Policy | None:
         raise ValueError(
             "with QuantizedAdam gradients are raw in the warm-up and have error feedback then: leave out adapt="
         )
+    if isinstance(options.optimizer, Dion):
+        raise ValueError("Dion orthonormalises whole matrices: give it a DistributedDataParallel model")
     policy = policy_of(options.adapt)
     if isinstance(policy, Auto):
         raise ValueError("auto is for DistributedDataParallel models: give weights= and gradients= instead")

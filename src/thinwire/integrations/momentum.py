@@ -17,7 +17,7 @@ from thinwire.kernels import site_id
 from thinwire.optim import QuantizedAdam
 from thinwire.plan import Plan
 from thinwire.runtime import Wire
-from thinwire.runtime.channel import BucketLayers
+from thinwire.runtime.channel import BucketLayers, bucket_parts
 
 _ROUNDING = 1e-4
 """Lengths that differ by less are the same: what a loss scale or a sum in fp16 changes of them."""
@@ -151,13 +151,11 @@ class Momentum:
         return [part for part in self._parts(flat, layers) if not isinstance(plan.get(part.name), Raw | None)]
 
     def _parts(self, flat: Tensor, layers: BucketLayers) -> list[_Part]:
-        found, start = [], 0
-        for name, shape in layers:
-            numel = torch.Size(shape).numel()
+        found = []
+        for name, gradient in bucket_parts(flat.detach(), layers):
             momentum = self._optimizer.momentum(self._parameters[name])
             flattened = None if momentum is None else momentum.detach().reshape(-1)
-            found.append(_Part(name, flat.detach()[start : start + numel], flattened, self._beta[name]))
-            start += numel
+            found.append(_Part(name, gradient.view(-1), flattened, self._beta[name]))
         return found
 
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.compressors import PowerSGD, Raw, Wrapper
 from thinwire.integrations.optimizer_pairing import check_holds_all
-from thinwire.optim import CompressedAdamW
-from thinwire.runtime.channel import BucketLayers
+from thinwire.optim import CompressedAdamW, Dion
+from thinwire.plan import Plan
+from thinwire.runtime.channel import BucketLayers, bucket_parts
 from thinwire.runtime.checkpoint import check_sealed, sealed
+from thinwire.runtime.state import Placement
 
 _CHECKSUMS = "moment_checksums"
 
 
 class Preconditioned:
-    """Turns a DDP bucket of gradients into what `CompressedAdamW` sends, before it is reduced."""
+    """Turns gradients in a DDP bucket, or in a flat buffer of FSDP2, into what `CompressedAdamW` sends, before they are
+    reduced."""
 
     def __init__(self, optimizer: CompressedAdamW, parameters: Mapping[str, Tensor]) -> None:
         """``parameters``: those of the model, by name.
@@ -29,31 +34,59 @@ class Preconditioned:
         self._optimizer = optimizer
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that moments of each rank's own take, with those of the step under way."""
+        sizes = ((p.numel() * p.itemsize, self._optimizer.local_moments(p)) for p in self._parameters.values())
+        return sum(2 * num_bytes * len(moments) for num_bytes, moments in sizes)
+
     def make(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> None:
         """Replace the gradients of ``layers``, end to end in ``flat`` and ``loss_scale`` times their size, in place."""
-        start = 0
-        for name, shape in layers:
-            numel = torch.Size(shape).numel()
-            self._optimizer.outgoing(self._parameters[name], flat[start : start + numel], loss_scale)
-            start += numel
+        for name, gradient in bucket_parts(flat, layers):
+            self._optimizer.outgoing(self._parameters[name], gradient.view(-1), loss_scale)
 
-    def release(self, group: dist.ProcessGroup) -> None:
-        """Leave gradients to the optimizer from now on. All ranks call it: they go on with their mean moments, since
-        replicas that normalise the same gradient by different moments would part."""
+    def make_sharded(self, flat: Tensor, placement: Placement, loss_scale: float) -> None:
+        """The same of a flat buffer that has a part for each rank, with its shards of all layers."""
+        for name in placement.by_name:
+            gradient = placement.whole(flat, name).view(-1)
+            self._optimizer.outgoing(self._parameters[name], gradient, loss_scale)
+            placement.write(flat, name, gradient)
+
+    def release(self, groups: Sequence[dist.ProcessGroup], names: Collection[str] | None = None) -> None:
+        """Leave gradients (all, or those of ``names``) to the optimizer from now on.
+
+        All ranks call it. They go on with the mean moments over ``groups``, one after the other, since replicas that
+        normalise the same gradient by different moments would part.
+        """
         self._optimizer.forget_sent()
-        for parameter in self._parameters.values():
+        for name, parameter in self._parameters.items():
+            if names is not None and name not in names:
+                continue
             moments = self._optimizer.local_state(parameter)
             for moment in moments.values():
-                dist.all_reduce(moment, group=group)
-                moment.div_(group.size())
+                for group in groups:
+                    dist.all_reduce(moment, group=group)
+                    moment.div_(group.size())
             self._optimizer.load_local_state(parameter, moments)
 
     def state(self, rank: int) -> dict[str, Tensor]:
         """This rank's moments, with checksums."""
+        return self._entries(rank, lambda parameter: self._optimizer.local_state(parameter))
+
+    def template(self, world_size: int) -> dict[str, Tensor]:
+        """What `state` gives on all ranks of a world of ``world_size`` together, with moments of zeros."""
+
+        def zeros(parameter: Tensor) -> dict[str, Tensor]:
+            names = self._optimizer.local_moments(parameter)
+            return {name: torch.zeros(parameter.numel(), dtype=parameter.dtype) for name in names}
+
+        return {key: value for rank in range(world_size) for key, value in self._entries(rank, zeros).items()}
+
+    def _entries(self, rank: int, moments_of: Callable[[Tensor], Mapping[str, Tensor]]) -> dict[str, Tensor]:
         entries = {
             f"rank{rank}/{moment}/{name}": value.cpu()
             for name, parameter in self._parameters.items()
-            for moment, value in self._optimizer.local_state(parameter).items()
+            for moment, value in moments_of(parameter).items()
         }
         return sealed(entries, f"rank{rank}/{_CHECKSUMS}")
 
@@ -86,3 +119,22 @@ class Preconditioned:
         """Continue with what `read` has found."""
         for name, held in moments.items():
             self._optimizer.load_local_state(self._parameters[name], held)
+
+
+def for_momenta(plan: Plan, optimizer: Dion, parameters: Mapping[str, Tensor]) -> Plan:
+    """The plan by which `Dion` sends: momenta without error feedback, since they keep themselves what was not sent.
+
+    Raises:
+        ValueError: a matrix has a compressor of which the mean's error is not the mean of the ranks' errors.
+    """
+    layers = dict(plan.layers)
+    for name in (n for n in plan.layers if optimizer.is_matrix(parameters[n])):
+        found = layers[name]
+        sent = found.inner if isinstance(found, Wrapper) else found
+        if not isinstance(sent, PowerSGD | Raw):
+            raise ValueError(
+                f"Dion sends the momentum of {name} as low-rank factors, not by {sent}: thinwire.compress(model, "
+                f"{{'{name}': 'powersgd(rank=16)', ...}}), with a pattern for all hidden matrices"
+            )
+        layers[name] = sent
+    return replace(plan, layers=layers)

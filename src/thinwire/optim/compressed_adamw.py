@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from thinwire.optim.shards import as_whole, is_sharded, local, over_shards, sharded_like
 
 
 @dataclass
@@ -51,6 +54,9 @@ class CompressedAdamW(torch.optim.Optimizer):
 
     Second moments (and with ``order="update"`` momenta) differ between ranks. They are part of the wire's state:
     ``wire.gather_state_dict()`` saves those of all ranks, and a world of another size starts with their mean.
+
+    Under FSDP2 each rank normalises its own gradients of whole layers, as under DDP, so that these moments take as much
+    memory on every rank as the unsharded model; the momentum of ``order="pre"``, which all ranks share, is sharded.
 
     Args:
         params: parameters, or groups of them with options of their own.
@@ -103,11 +109,19 @@ class CompressedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def outgoing(self, parameter: Tensor, gradient: Tensor, scale: float) -> None:
-        """Replace a local gradient, flat and ``scale`` times its size, by what this rank sends, scaled alike."""
-        after = self._after_next_step(parameter)
-        local = gradient.to(parameter.dtype)
-        update = self._update(parameter, local / scale if scale != 1.0 else local, after.moments)
-        gradient.copy_(update.mul_(scale) if scale != 1.0 else update)
+        """Replace a local gradient, flat and ``scale`` times its size, by what this rank sends, scaled alike.
+
+        Of a sharded parameter it is that of the whole layer.
+        """
+        after = self._after_next_step(parameter, whole=True)
+        own = gradient.to(parameter.dtype)
+        if scale != 1.0:
+            own.div_(scale)
+        self._make_update(parameter, own, after.moments)
+        if scale != 1.0:
+            own.mul_(scale)
+        if own is not gradient:
+            gradient.copy_(own)
         after.sent = True
 
     def forget_sent(self) -> None:
@@ -118,13 +132,17 @@ class CompressedAdamW(torch.optim.Optimizer):
         """The names of the moments that each rank has for itself."""
         return ("exp_avg_sq",) if self._group(parameter)["order"] == "pre" else ("exp_avg_sq", "exp_avg")
 
+    def shared_moments(self, parameter: Tensor) -> tuple[str, ...]:
+        """The names of the moments that all ranks have in common."""
+        return ("exp_avg",)
+
     def local_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The moments that this rank has for itself, flat, by name."""
-        state = self._state_of(parameter)
+        """The moments that this rank has for itself, of whole layers, flat, by name."""
+        state = self._state_of(parameter, whole=True)
         return {name: state[name].detach().reshape(-1).clone() for name in self.local_moments(parameter)}
 
     def load_local_state(self, parameter: Tensor, moments: Mapping[str, Tensor]) -> None:
-        """Continue with these at the next step, whether `load_state_dict` comes before or after."""
+        """Continue with these, of whole layers, at the next step, whether `load_state_dict` comes before or after."""
         self._loaded[parameter] = dict(moments)
 
     @torch.no_grad()
@@ -143,54 +161,80 @@ class CompressedAdamW(torch.optim.Optimizer):
     def _step(self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
         if gradient.is_sparse:
             raise TypeError("CompressedAdamW takes dense gradients: make the embedding dense (sparse=False)")
-        after, update = self._after_next_step(parameter), gradient.to(parameter.dtype)
-        if not after.sent:
-            update = self._update(parameter, update.reshape(-1), after.moments).view_as(parameter)
+        sent = parameter in self._next and self._next[parameter].sent
+        after, update = self._after_next_step(parameter, whole=sent), local(gradient).to(parameter.dtype)
+        if not sent:
+            update = update.clone(memory_format=torch.contiguous_format)
+            self._make_update(parameter, update.view(-1), after.moments)
         after.sent = False
-        state = self.state[parameter]
+        state, weights = self.state[parameter], local(parameter)
         state["step"] += 1
         for name in after.moments:
             state[name], after.moments[name] = after.moments[name], state[name]
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        if group["order"] == "pre":
-            beta1 = group["betas"][0]
-            state["exp_avg"].lerp_(update, 1 - beta1)
-            parameter.sub_(state["exp_avg"], alpha=1 / (1 - beta1 ** state["step"]))
-        else:
-            parameter.sub_(update)
+        weights.mul_(1 - group["lr"] * group["weight_decay"])
+        self._take(parameter, update, group)
 
-    def _update(self, parameter: Tensor, gradient: Tensor, after: Mapping[str, Tensor]) -> Tensor:
-        """What this rank's gradient (flat) contributes to the mean; ``after`` gets the moments that it leaves."""
+    def _take(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
+        """Change a parameter by the mean of all ranks' updates, of this rank's shard of it, once weights decayed."""
+        state, weights = self.state[parameter], local(parameter)
+        if group["order"] == "pre":
+            beta1, momentum = group["betas"][0], local(state["exp_avg"])
+            momentum.lerp_(update, 1 - beta1)
+            weights.sub_(momentum, alpha=1 / (1 - beta1 ** state["step"]))
+        else:
+            weights.sub_(update)
+
+    def _make_update(self, parameter: Tensor, gradient: Tensor, after: Mapping[str, Tensor]) -> None:
+        """Replace this rank's gradient (flat, of the whole layer or of its shard) by what it contributes to the mean;
+        ``after`` gets the moments that it leaves."""
         state, group = self.state[parameter], self._group(parameter)
         (beta1, beta2), step = group["betas"], state["step"] + 1
-        square = after["exp_avg_sq"].view(-1)
-        torch.mul(state["exp_avg_sq"].view(-1), beta2, out=square).addcmul_(gradient, gradient, value=1 - beta2)
-        divisor = square.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
+        before = {name: local(state[name]).view(-1) for name in after}
+        next_ = {name: local(moment).view(-1) for name, moment in after.items()}
+        square = torch.mul(before["exp_avg_sq"], beta2, out=next_["exp_avg_sq"])
+        square.addcmul_(gradient, gradient, value=1 - beta2)
+        # x / (√(v / c²) + eps) = c·x / (√v + c·eps): a pass over all elements less.
+        correction = math.sqrt(1 - beta2**step)
+        divisor = square.sqrt().add_(correction * group["eps"])
         if group["order"] == "pre":
-            update = torch.div(gradient, divisor, out=divisor)
+            gradient.div_(divisor)
         else:
-            momentum = torch.lerp(state["exp_avg"].view(-1), gradient, 1 - beta1, out=after["exp_avg"].view(-1))
-            update = torch.div(momentum, divisor, out=divisor).div_(1 - beta1**step)
+            momentum = torch.lerp(before["exp_avg"], gradient, 1 - beta1, out=next_["exp_avg"])
+            torch.div(momentum, divisor, out=gradient)
+            correction /= 1 - beta1**step
         if group["clip"] is not None:
-            rms = update.square().mean().sqrt_()
-            update.mul_((group["clip"] / rms).clamp_(max=1.0))
-        return update.mul_(group["lr"])
+            total = gradient.square().sum().reshape(1)
+            if gradient.numel() != parameter.numel():
+                total = over_shards(total, [parameter], dist.ReduceOp.SUM)
+            rms = (total / parameter.numel()).sqrt_().mul_(correction)
+            gradient.mul_((group["clip"] / rms).clamp_(max=1.0))
+        gradient.mul_(correction * group["lr"])
 
-    def _after_next_step(self, parameter: Tensor) -> _Next:
-        state = self._state_of(parameter)
-        if parameter not in self._next:
-            self._next[parameter] = _Next({n: torch.empty_like(state[n]) for n in self.local_moments(parameter)})
-        return self._next[parameter]
+    def _after_next_step(self, parameter: Tensor, *, whole: bool) -> _Next:
+        state = self._state_of(parameter, whole=whole)
+        after = self._next.get(parameter)
+        if after is None or any(is_sharded(m) != is_sharded(state[name]) for name, m in after.moments.items()):
+            after = _Next({name: torch.empty_like(state[name]) for name in self.local_moments(parameter)})
+            self._next[parameter] = after
+        return after
 
-    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+    def _state_of(self, parameter: Tensor, *, whole: bool) -> dict[str, Any]:
+        """The state of a parameter. Of a sharded one, the moments that each rank has for itself are of the whole layer
+        if ``whole``, and otherwise of this rank's shard; turning a shard's into the layer's is a collective call."""
         state = self.state[parameter]
+        names = self.local_moments(parameter)
         if not state:
             state["step"] = 0
             # As torch.optim.AdamW's: in one piece, so that flat views of them exist.
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+            for name in dict.fromkeys((*names, *self.shared_moments(parameter))):
+                if whole and name in names:
+                    state[name] = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                else:
+                    state[name] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
         for name, moment in self._loaded.pop(parameter, {}).items():
-            state[name].view(-1).copy_(moment)
+            state[name] = moment.to(parameter.device, parameter.dtype, copy=True).view(parameter.shape)
+        for name in names if is_sharded(parameter) else ():
+            state[name] = as_whole(state[name]) if whole else sharded_like(state[name], parameter)
         return state
 
     def _group(self, parameter: Tensor) -> dict[str, Any]:

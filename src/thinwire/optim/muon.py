@@ -7,8 +7,26 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+
+OUTPUT_HEADS = ("*head.weight", "*output.weight")
+"""The usual names of output heads."""
+
+
+def split_parameters(model: nn.Module, adamw: Sequence[str] = OUTPUT_HEADS) -> tuple[list[Tensor], list[Tensor]]:
+    """The trained parameters of a model: its hidden matrices, and all others, which AdamW trains.
+
+    The others are embeddings, biases, norms, and matrices whose names match one of the patterns ``adamw``.
+    """
+    tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    hidden: list[Tensor] = []
+    others: list[Tensor] = []
+    for name, p in model.named_parameters():
+        is_hidden = p.ndim == 2 and id(p) not in tables and not any(fnmatchcase(name, pattern) for pattern in adamw)
+        if p.requires_grad:
+            (hidden if is_hidden else others).append(p)
+    return hidden, others
 
 
 class Muon(Optimizer):
@@ -40,19 +58,11 @@ class Muon(Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.99),
-        adamw: Sequence[str] = ("*head.weight", "*output.weight"),
+        adamw: Sequence[str] = OUTPUT_HEADS,
     ) -> None:
-        tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        hidden = [
-            p
-            for name, p in trained
-            if p.ndim == 2 and id(p) not in tables and not any(fnmatchcase(name, pattern) for pattern in adamw)
-        ]
+        hidden, others = split_parameters(model, adamw)
         if not hidden:
             raise ValueError("the model has no hidden matrix for Muon: use torch.optim.AdamW")
-        chosen = {id(p) for p in hidden}
-        others = [p for _, p in trained if id(p) not in chosen]
         self._muon = torch.optim.Muon(hidden, lr, weight_decay, momentum, adjust_lr_fn="match_rms_adamw")
         self._adamw = AdamW(others, lr, betas, weight_decay=weight_decay) if others else None
         super().__init__([group for part in self._parts() for group in part.param_groups], {})

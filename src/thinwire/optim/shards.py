@@ -20,6 +20,21 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
 
 
+def as_whole(tensor: Tensor) -> Tensor:
+    """A DTensor put together from all ranks' shards, a collective call; any other tensor itself."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+
+
+def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """``tensor``, which every rank has whole, sharded as the DTensor ``parameter`` is: each rank keeps its own part."""
+    if is_sharded(tensor):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor  # who has a DTensor has imported it already
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # pyright: ignore[reportAttributeAccessIssue]
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+
+
 def over_shards(values: Tensor, parameters: Sequence[Tensor], op: dist.ReduceOp.RedOpType) -> Tensor:
     """Replace one value (parameters,) of each parameter's local part by that of the whole: their sum, say.
 

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -26,7 +26,7 @@ from thinwire.plan.forecast.ddp import Bucket, Pace
 from thinwire.plan.forecast.links import Links
 from thinwire.plan.policies import Evidence, Policy, Proposal, StepTime, Sync
 from thinwire.plan.policies.families import members_that_fit
-from thinwire.runtime.channel import BucketLayers
+from thinwire.runtime.channel import BucketLayers, bucket_parts
 from thinwire.runtime.checkpoint import check_sealed, integers, sealed
 from thinwire.runtime.consistency import DisagreementError, exchange_texts
 from thinwire.runtime.learning_rate import LearningRates
@@ -204,7 +204,7 @@ class Adapter:
                 # DDP has formed its buckets anew.
                 self._by_layer()
             bucket = self._buckets[layers] = torch.zeros_like(flat, dtype=torch.float32)
-            for name, values in _parts(bucket, layers):
+            for name, values in bucket_parts(bucket, layers):
                 if name in self._sums:
                     values.copy_(self._sums.pop(name))
         self._buckets[layers].add_(flat, alpha=scale)
@@ -212,7 +212,7 @@ class Adapter:
     def _by_layer(self) -> dict[str, Tensor]:
         """Sums in their layers' shapes, out of buckets as DDP has formed them; in one order, whatever that was."""
         for layers, bucket in self._buckets.items():
-            self._sums |= {name: values for name, values in _parts(bucket, layers) if name in self._adaptable}
+            self._sums |= {name: values for name, values in bucket_parts(bucket, layers) if name in self._adaptable}
         self._buckets = {}
         self._sums = {name: self._sums[name] for name in self._adaptable if name in self._sums}
         return self._sums
@@ -411,12 +411,3 @@ class Adapter:
             self._memory = {name: tuple(row) for name, row in pairs if not any(map(math.isnan, row))}
         if asked_for >= 0 and not self._measured:
             self._ask(plan, asked_for, learning_rate)
-
-
-def _parts(flat: Tensor, layers: BucketLayers) -> Iterator[tuple[str, Tensor]]:
-    """The layers of a bucket, by name and in their shapes."""
-    start = 0
-    for name, shape in layers:
-        numel = math.prod(shape)
-        yield name, flat[start : start + numel].view(shape)
-        start += numel

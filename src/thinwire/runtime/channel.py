@@ -5,6 +5,7 @@ DDP's buckets, FSDP2's weights and gradients, and the buffers of a process group
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
@@ -58,6 +59,16 @@ Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
 BucketLayers = tuple[tuple[str, tuple[int, ...]], ...]
 """Names and shapes of the layers of a bucket, in order."""
+
+
+def bucket_parts(flat: Tensor, layers: BucketLayers) -> Iterator[tuple[str, Tensor]]:
+    """The layers of a bucket, by name and in their shapes, as views of its flat buffer."""
+    start = 0
+    for name, shape in layers:
+        numel = math.prod(shape)
+        yield name, flat[start : start + numel].view(shape)
+        start += numel
+
 
 _IN_FLIGHT = 2
 """Buffers of one kind, content and dtype that may be under way at a time: each has messages of its own."""

@@ -60,6 +60,10 @@ class Moments(Protocol):
         """Entries of this rank for `Wire.state_dict`."""
         ...
 
+    def template(self, world_size: int) -> dict[str, Tensor]:
+        """The entries of all ranks of a world of this size, to load such a checkpoint into."""
+        ...
+
     def read(self, state: Mapping[str, Tensor], rank: int, world_size: int) -> Read:
         """What such entries say of ``rank``. Raises ``ValueError`` if they cannot be used."""
         ...

@@ -102,8 +102,6 @@ class Wire(Handle["Engine"]):
         self._release_when_dropped([self._executor], [transport])
         self._step = -1
         self._speeds: Speeds | None = None
-        self.moments: checkpoint.Moments | None = None
-        """Those of an optimizer that differ between ranks, if there are any: checkpoints hold them."""
         agree(self._engine.record(self._step) | {"adapt": str(adapt)}, transport)
         if not simulated and self.world_size > 1:
             self._measure_speeds(adapt, skip_if_slower=skip_if_slower)
@@ -369,6 +367,8 @@ class Wire(Handle["Engine"]):
         """
         plan = self.plan if saved is None else checkpoint.plan_of(saved, self.plan)
         state = checkpoint.template(plan, self._engine.shapes, world_size)
+        if self.moments is not None:
+            state |= self.moments.template(world_size)
         return state | self._adapter.state() if self._adapter else state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

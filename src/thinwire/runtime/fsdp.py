@@ -227,7 +227,7 @@ class ShardedWire(Handle["ShardedEngine"]):
         ``trained``: the layers that are in it, in order. ``loss_scale`` is how many times larger than the gradients its
         values are. ``weights`` gives this rank's shards of the weights, for a policy to look at.
         """
-        if self._engine.begins_step(unit):
+        if self.begins_step(unit):
             self._begin_step()
         members = self._engine.follow_trained(unit, trained)
         if self._adapter is not None and self._adapter.watches(self.step):
@@ -238,6 +238,10 @@ class ShardedWire(Handle["ShardedEngine"]):
         """In a backward pass, after its first reduction: ask for a call at its end, by ``queue``, which says whether
         it will."""
         self._engine.mark(queue)
+
+    def begins_step(self, unit: Unit) -> bool:
+        """Whether a unit's next reduction is the first one of a backward pass."""
+        return self._engine.begins_step(unit)
 
     @property
     def needs_loss_scale(self) -> bool:
@@ -312,6 +316,8 @@ class ShardedWire(Handle["ShardedEngine"]):
         ]
         counts = {_VERSIONS: torch.tensor(rows), _EXCHANGES: torch.tensor([engine.gathers, engine.reductions])}
         state |= checkpoint.sealed(counts, _CHECKSUMS)
+        if self.moments is not None:
+            state |= self.moments.state(self.rank)
         return state | self._adapter.state() if self._adapter else state
 
     def _whole_world(self) -> Transport:
@@ -325,6 +331,8 @@ class ShardedWire(Handle["ShardedEngine"]):
         state = checkpoint.template(self.plan, self._shapes, world_size)
         versions = torch.zeros(len(self._engine.units), 4, dtype=torch.int64)
         state |= checkpoint.sealed({_VERSIONS: versions, _EXCHANGES: torch.zeros(2, dtype=torch.int64)}, _CHECKSUMS)
+        if self.moments is not None:
+            state |= self.moments.template(world_size)
         return state | self._adapter.state() if self._adapter else state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -340,9 +348,10 @@ class ShardedWire(Handle["ShardedEngine"]):
             DisagreementError: ranks loaded different states.
         """
         self._check_attached()
-        engine, read, error = self._engine, None, None
+        engine, read, moments, error = self._engine, None, None, None
         try:
             read = self._read(state)
+            moments = self.moments.read(state, self.rank, self.world_size) if self.moments is not None else None
         except Exception as invalid:  # noqa: BLE001 - raised on every rank below
             error = invalid
         raise_together(error, self._whole_world(), "load_state_dict()")
@@ -362,6 +371,8 @@ class ShardedWire(Handle["ShardedEngine"]):
                 members.slots.load(name, slot, value)
         for flat in engine.all_channels:
             flat.agree({"step": str(loaded.step), "plan": loaded.plan.hash, "seed": str(loaded.seed)})
+        if self.moments is not None and moments is not None:
+            self.moments.load(moments)
         if self._adapter is not None:
             alike = int(state["shares"].numel()) == self.world_size
             self._adapter.load(state if alike else {}, self.plan, None)

@@ -54,6 +54,8 @@ class Handle(ABC, Generic[E]):
         self._asked = plan
         self._attached = True
         self._adapter: Adapter | None = None
+        self.moments: checkpoint.Moments | None = None
+        """Those of an optimizer that differ between ranks, if there are any: checkpoints hold them."""
 
     @property
     def plan(self) -> Plan:

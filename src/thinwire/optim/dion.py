@@ -1,0 +1,110 @@
+"""Dion: Muon whose momentum is sent as low-rank factors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.optim.compressed_adamw import CompressedAdamW
+from thinwire.optim.muon import OUTPUT_HEADS, split_parameters
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic of `torch.optim.Muon`: five of them bring singular values from 0.01 to 1 near 1."""
+_ITERATIONS = 5
+
+
+class Dion(CompressedAdamW):
+    """Muon for the price of low-rank factors (Dion, Ahn et al. 2025, 2504.05295).
+
+    Each rank has a momentum M of every hidden matrix. `PowerSGD` sends it: one power iteration, whose factors are
+    averaged. All ranks step with the orthonormalised mean D, and what D lacks of it stays in the momentum, which is
+    thereby the error feedback, too. With a rank's own gradient G of a matrix of m x n:
+
+        B = M + G,   D = mean(B) to the rank of the compressor,   M = B − (1 − momentum)·D
+        W = (1 − lr·weight_decay)·W − 0.2·√max(m, n)·lr·orth(D)
+
+    where orth(D) is the polar factor of D, of its rank: the nearest matrix whose nonzero singular values are 1. At full
+    rank this is Muon without Nesterov's momentum. (Dion normalises the columns of D's right factor, Orth-Dion,
+    2605.16341, takes its QR factorisation; all three agree where columns are orthogonal.)
+
+        model = DistributedDataParallel(model)
+        optimizer = thinwire.optim.Dion(model.module, lr=1e-3)
+        wire = thinwire.compress(model, "powersgd(rank=16)", optimizer=optimizer)
+
+    A step sends ``(m + n)·rank`` values of a matrix. Embeddings, the output head, biases and norms are trained as by
+    `CompressedAdamW`, at the same learning rate. Checkpoints, clipping and accumulation are those of `CompressedAdamW`,
+    momenta in the place of second moments.
+
+    Args:
+        model: the model; all parameters that require gradients are trained.
+        lr: learning rate of both, on AdamW's scale.
+        weight_decay: decoupled weight decay of both.
+        momentum: of hidden matrices.
+        betas: of `CompressedAdamW`.
+        adamw: names or patterns of further two-dimensional parameters for `CompressedAdamW`.
+
+    Raises:
+        ValueError: no hidden matrix is left, or an argument is outside its range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 1e-3,
+        *,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.99),
+        adamw: Sequence[str] = OUTPUT_HEADS,
+    ) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum must be at least 0 and below 1, not {momentum}")
+        hidden, others = split_parameters(model, adamw)
+        if not hidden:
+            raise ValueError("the model has no hidden matrix for Dion: use CompressedAdamW")
+        groups = [{"params": hidden, "momentum": momentum}, {"params": others, "momentum": None}]
+        super().__init__([group for group in groups if group["params"]], lr, betas=betas, weight_decay=weight_decay)
+
+    def is_matrix(self, parameter: Tensor) -> bool:
+        """Whether a parameter is a hidden matrix, whose momentum is sent."""
+        return self._group(parameter)["momentum"] is not None
+
+    def local_moments(self, parameter: Tensor) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.is_matrix(parameter) else super().local_moments(parameter)
+
+    def shared_moments(self, parameter: Tensor) -> tuple[str, ...]:
+        return () if self.is_matrix(parameter) else super().shared_moments(parameter)
+
+    def _make_update(self, parameter: Tensor, gradient: Tensor, after: Mapping[str, Tensor]) -> None:
+        if not self.is_matrix(parameter):
+            super()._make_update(parameter, gradient, after)
+            return
+        before = self.state[parameter]["momentum_buffer"].view(-1)
+        gradient.copy_(torch.add(before, gradient, out=after["momentum_buffer"].view(-1)))
+
+    def _take(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
+        if not self.is_matrix(parameter):
+            super()._take(parameter, update, group)
+            return
+        self.state[parameter]["momentum_buffer"].sub_(update, alpha=1 - group["momentum"])
+        parameter.sub_(orthonormal(update), alpha=0.2 * math.sqrt(max(parameter.shape)) * group["lr"])
+
+
+def orthonormal(matrix: Tensor) -> Tensor:
+    """The polar factor of a matrix (m, n), whose singular values are 1 but for those that are 0: five Newton-Schulz
+    iterations, as of `torch.optim.Muon`, in fp32.
+
+    In bfloat16, as there, rounding would fill a matrix of low rank up, and every iteration makes small singular values
+    3.4 times larger. Singular values from 0.01 of the norm on end between 0.6 and 1.3, smaller ones below.
+    """
+    a, b, c = _COEFFICIENTS
+    x = matrix.float() if matrix.shape[0] <= matrix.shape[1] else matrix.float().mT
+    x = x / (x.norm() + 1e-7)
+    for _ in range(_ITERATIONS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x if matrix.shape[0] <= matrix.shape[1] else x.mT).to(matrix.dtype)
