@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from harness import run_ranks
 from sharded import Net, batch, build, compress, same, train, whole
 from thinwire.optim import CompressedAdamW
 
+pytestmark = pytest.mark.timeout(700)
 TWO_BITS = "gaussian(bits=2)"
 ORDERS = ("pre", "update")
 
@@ -51,7 +53,7 @@ def _as_under_ddp(rank: int, size: int, order: Any, shape: tuple[int, ...], clip
 )
 def test_steps_are_those_of_ddp(order: str, shape: tuple[int, ...], clip: float | None) -> None:
     size = math.prod(shape)
-    assert all(far < 2e-5 for far in run_ranks(_as_under_ddp, size, size, order, shape, clip, timeout_s=120.0))
+    assert all(far < 2e-5 for far in run_ranks(_as_under_ddp, size, size, order, shape, clip, timeout_s=300.0))
 
 
 def _trained(rank: int, size: int, order: Any, stop: int | None) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def _trained(rank: int, size: int, order: Any, stop: int | None) -> dict[str, An
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_two_bits_train_and_a_run_goes_on_from_its_checkpoint(order: str) -> None:
-    going_on, resumed = (run_ranks(_trained, 2, 2, order, stop, timeout_s=120.0) for stop in (None, 9))
+    going_on, resumed = (run_ranks(_trained, 2, 2, order, stop, timeout_s=300.0) for stop in (None, 9))
     for answer, again in zip(going_on, resumed, strict=True):
         assert any(spec.startswith("ef(gaussian(bits=2") for spec in answer["specs"])
         assert sum(answer["losses"][-5:]) < 0.7 * sum(answer["losses"][:5])
@@ -103,10 +105,10 @@ def _loaded(rank: int, size: int, state: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def test_another_world_starts_with_the_mean_moments() -> None:
-    answers = run_ranks(_saved, 2, 2, timeout_s=120.0)
+    answers = run_ranks(_saved, 2, 2, timeout_s=300.0)
     state, template = answers[0][0], answers[0][2]
     assert set(state) == template
-    for moments in run_ranks(_loaded, 3, 3, state, timeout_s=120.0):
+    for moments in run_ranks(_loaded, 3, 3, state, timeout_s=300.0):
         for name, found in moments.items():
             torch.testing.assert_close(found, torch.stack([of[name] for _, of, _ in answers]).mean(0))
 
@@ -134,7 +136,7 @@ def _detached(rank: int, size: int) -> dict[str, Tensor]:
 
 
 def test_after_detach_the_optimizer_gets_gradients_again() -> None:
-    assert same(run_ranks(_detached, 2, 2, timeout_s=120.0))
+    assert same(run_ranks(_detached, 2, 2, timeout_s=300.0))
 
 
 def _skipped(rank: int, size: int) -> None:
@@ -159,7 +161,7 @@ def _skipped(rank: int, size: int) -> None:
 
 
 def test_a_step_with_infinite_gradients_leaves_no_trace() -> None:
-    run_ranks(_skipped, 2, 2, timeout_s=120.0)
+    run_ranks(_skipped, 2, 2, timeout_s=300.0)
 
 
 class _Twice(nn.Module):
@@ -190,7 +192,7 @@ def _refused(rank: int, size: int, how: str) -> str:
 
 @pytest.mark.parametrize(("how", "message"), [("divided", "set_gradient_divide_factor"), ("twice", "reduced twice")])
 def test_gradients_of_which_no_mean_is_taken_are_refused(how: str, message: str) -> None:
-    assert all(message in answer for answer in run_ranks(_refused, 2, 2, how, timeout_s=120.0))
+    assert all(message in answer for answer in run_ranks(_refused, 2, 2, how, timeout_s=300.0))
 
 
 def _incomplete(rank: int, size: int) -> str:
@@ -204,11 +206,24 @@ def _incomplete(rank: int, size: int) -> str:
 
 
 def test_an_optimizer_that_lacks_a_parameter_is_refused() -> None:
-    assert all("CompressedAdamW lacks" in message for message in run_ranks(_incomplete, 2, 2, timeout_s=120.0))
+    assert all("CompressedAdamW lacks" in message for message in run_ranks(_incomplete, 2, 2, timeout_s=300.0))
+
+
+def _warned(rank: int, size: int) -> list[str]:
+    model = build()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compress(model, "raw", "ef(onebit)", optimizer=torch.optim.AdamW(model.parameters()))
+    return [str(warning.message) for warning in caught]
+
+
+def test_feedback_on_gradients_of_few_bits_under_adamw_is_warned_of() -> None:
+    for messages in run_ranks(_warned, 2, 2, timeout_s=300.0):
+        assert any("CompressedAdamW" in message for message in messages)
 
 
 def test_a_sharded_model_without_compression_is_trained_as_a_whole_one() -> None:
-    assert all(far < 2e-5 for far in run_ranks(_uncompressed, 2, 2, timeout_s=120.0))
+    assert all(far < 2e-5 for far in run_ranks(_uncompressed, 2, 2, timeout_s=300.0))
 
 
 def _uncompressed(rank: int, size: int) -> float:

@@ -28,6 +28,7 @@ from thinwire.compressors import GRADIENT_DTYPES, check_int
 from thinwire.integrations.devices import check_device, on_device
 from thinwire.integrations.group_work import Work
 from thinwire.integrations.momentum import with_feedback
+from thinwire.integrations.optimizer_pairing import warn_of_pairing
 from thinwire.integrations.options import (
     Network,
     check_arguments,
@@ -320,6 +321,7 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
         _attach(module, Attached(wire, unit, group, options, preconditioned), options)
     _attached[model] = wire
     wire.moments = preconditioned
+    warn_of_pairing(plan, options.optimizer, stacklevel=4)
     state_bytes = wire.memory + (preconditioned.num_bytes if preconditioned is not None else 0)
     if isinstance(options.optimizer, QuantizedAdam):
         optimizer = options.optimizer
