@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +141,18 @@ def test_one_compressor_or_one_for_each_boundary() -> None:
         options.check(2)
 
 
-def test_changes_that_would_run_away_are_warned_of() -> None:
-    with pytest.warns(UserWarning, match="loses more of a change than there is"):
-        PipelineOptions(forward="delta(maxabs(bits=2, rounding=stochastic))")
+@pytest.mark.parametrize("inner", ["maxabs(bits=2, rounding=stochastic)", "topk(density=0.1) | maxabs(bits=8)"])
+def test_what_loses_more_of_changes_than_theorem_3_1_admits_is_warned_of(inner: str) -> None:
+    with pytest.warns(UserWarning, match=r"of a Gaussian change, and AQ-SGD converges below 0\.71"):
+        PipelineOptions(forward=f"delta({inner})")
+
+
+@pytest.mark.parametrize("inner", ["maxabs(bits=2)", "gaussian(bits=2)", "topk(density=0.2) | maxabs(bits=8)"])
+def test_what_theorem_3_1_admits_is_not_warned_of(inner: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PipelineOptions(forward=f"delta({inner})")
+        PipelineOptions(adapt=thinwire.policies.ByLink())
 
 
 def test_changes_of_gradients_are_refused() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import thinwire
 from thinwire.collectives import MessageError, PeerFailedError
+from thinwire.pipeline.beside import Beside
 from thinwire.pipeline.boundary import UNSEEN, BoundarySide
 from thinwire.pipeline.boundary_tensors import BoundaryTensors, Spec
 from thinwire.pipeline.message import Encoding
@@ -28,8 +29,9 @@ class Pair:
 
     def __init__(self, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         self.options = PipelineOptions(**options)
+        self.beside = Beside()
         self.earlier, self.later = (
-            BoundarySide(0, earlier, self.options, PipelineStats()) for earlier in (True, False)
+            BoundarySide(0, earlier, self.options, PipelineStats(), self.beside) for earlier in (True, False)
         )
         specs = (Spec((2, LENGTH, WIDTH), dtype), Spec((2, LENGTH), torch.int64), Spec((2, 3), dtype))
         self.forward, self.backward = BoundaryTensors(specs), BoundaryTensors((specs[0], specs[2]))
@@ -39,6 +41,7 @@ class Pair:
     def begin(self, batch: Batch, chunks: int, *, compare: bool = True, training: bool = True) -> None:
         self.plan = ScheduleStep(self.step, self.step, training, 1, batch)
         self.step += 1
+        self.beside.wait()
         for side in (self.earlier, self.later):
             side.set_up(self.plan, chunks, self.forward, self.backward if training else None)
             if side.store is None and side.keeps:
@@ -52,12 +55,14 @@ class Pair:
     def send(self, direction: Any, chunk: int, tensors: list[Tensor]) -> list[Tensor]:
         source, target = (self.earlier, self.later) if direction == "forward" else (self.later, self.earlier)
         message = source.message(direction, chunk)
-        source.pack(direction, chunk, tensors, message)
+        source.prepare(direction, chunk, tensors)
+        self.beside.submit(lambda: source.pack(direction, chunk, tensors, message)()).result()
         arrived = target.message(direction, chunk)
         assert arrived.numel() == message.numel()
         arrived.copy_(message)
         into = [torch.full_like(tensor, 7) for tensor in tensors]
         target.unpack(direction, chunk, arrived, into, 0)
+        self.beside.wait()
         return into
 
     def tensors(self, chunk: int, chunks: int, seed: int) -> list[Tensor]:
@@ -176,7 +181,7 @@ def test_messages_of_another_step_chunk_direction_or_batch_are_refused() -> None
     pair.begin(batch, 2)
     tensors = pair.tensors(0, 2, 0)
     message = pair.earlier.message("forward", 0)
-    pair.earlier.pack("forward", 0, tensors, message)
+    pair.earlier.pack("forward", 0, tensors, message)()
     into = [torch.empty_like(tensor) for tensor in tensors]
     with pytest.raises(MessageError, match="out of step"):
         pair.later.unpack("forward", 1, message, into, 0)

@@ -17,7 +17,7 @@ from test_store import FORM, save, values_of
 
 from thinwire import kernels
 from thinwire.kernels import checksum
-from thinwire.store import Disk, DiskStore, Part, RecordFormat, Rows, StoreError
+from thinwire.store import Background, Disk, DiskStore, Part, RecordFormat, Rows, StoreError
 from thinwire.store import manifest as manifests
 
 ROWS = Rows.of(range(8), 5)
@@ -90,6 +90,67 @@ def test_a_record_saved_while_the_old_one_is_read_ahead_is_whole(
     assert store.verify([3]) == []
     assert store.counts.corrupt == 0
     store.close()
+
+
+def test_a_record_saved_while_the_one_before_it_was_just_written_is_the_one_that_is_read(tmp_path: Path) -> None:
+    store = filled(tmp_path, snapshots=0)
+    forgetting, saved = threading.Event(), threading.Event()
+
+    class Pending(dict[int, torch.Tensor]):
+        """Lets a record be saved between the look for an older one and its end, if nothing prevents that."""
+
+        def get(self, slot: int, default: torch.Tensor | None = None) -> torch.Tensor | None:  # type: ignore[override]
+            found = super().get(slot, default)
+            if threading.current_thread() is not threading.main_thread() and not forgetting.is_set():
+                forgetting.set()
+                saved.wait(0.5)
+            return found
+
+    store._pending = Pending()
+    one = Rows.of([3], 5)
+    save(store, one, values_of(one, FORM, 1), 1)
+    assert forgetting.wait(10.0)
+    save(store, one, values_of(one, FORM, 2), 2)
+    saved.set()
+    assert store.verify([3]) == []
+    assert torch.equal(store.load(one), values_of(one, FORM, 2))
+    store.close()
+
+
+def test_what_is_loaded_is_what_was_saved_last_whatever_is_read_ahead_and_written_behind(tmp_path: Path) -> None:
+    """Threads change places after every few instructions; samples are few, so that most are on their way somewhere."""
+    random = torch.Generator().manual_seed(0)
+    store = make(tmp_path, background=Background(max_bytes=3 * FORM.record_bytes))
+    last: dict[int, torch.Tensor] = {}
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for step in range(400):
+            samples = torch.randperm(8, generator=random)[:3].tolist()
+            store.prefetch(torch.randperm(8, generator=random)[:3].tolist())
+            assert store.verify(samples) == []
+            known = [sample for sample in samples if sample in last]
+            for sample in known:
+                assert torch.equal(store.load(Rows.of([sample], 5)), last[sample])
+            store.prefetch(samples)
+            rows = Rows.of(samples, 5)
+            values = values_of(rows, FORM, step)
+            save(store, rows, values, step)
+            last |= dict(zip(samples, values.view(3, -1), strict=True))
+            if step % 50 == 0:
+                store.state_dict()
+            elif step % 17 == 0:
+                store.forget(samples[0])
+                del last[samples[0]]
+    finally:
+        sys.setswitchinterval(interval)
+    store.flush()
+    assert store.counts.corrupt == 0
+    store.close()
+    again = make(tmp_path)
+    assert sorted(again.samples) == sorted(last)
+    for sample, values in last.items():
+        assert torch.equal(again.load(Rows.of([sample], 5)), values)
 
 
 @pytest.mark.parametrize("torn", ["record", "row"])

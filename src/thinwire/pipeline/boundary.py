@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from thinwire.collectives.message import HEADER_BYTES, seal, verify
 from thinwire.compressors import Coded
 from thinwire.kernels import derive_key
+from thinwire.pipeline.beside import Beside
 from thinwire.pipeline.boundary_tensors import BoundaryTensors, Direction
 from thinwire.pipeline.message import Encoding, MessageLayout
 from thinwire.pipeline.options import PipelineOptions, fitted
@@ -19,6 +21,8 @@ from thinwire.store import Entry, RecordFormat, Rows, Store
 
 _DRAWS = {"forward": 1, "backward": 2, "store": 3, "evaluation": 4}
 UNSEEN = 2**63 - 1
+_AHEAD = 2
+"""Micro-batches whose messages m(ξ) are loaded before they are needed."""
 
 
 class BoundarySide:
@@ -26,9 +30,18 @@ class BoundarySide:
 
     Messages of a step go through it in the order of the schedule. The two sides agree beforehand on how each sample
     is sent (`decide_encodings`), so that either knows the size of every message.
+
+    ``beside`` is the thread that loads and saves records, and that calls `pack`; all other calls are the training's,
+    those between two steps with no job left in that thread.
     """
 
-    def __init__(self, boundary: int, earlier: bool, options: PipelineOptions, stats: PipelineStats) -> None:
+    def __init__(
+        self, boundary: int, earlier: bool, options: PipelineOptions, stats: PipelineStats, beside: Beside
+    ) -> None:
+        self._beside = beside
+        self._loads: dict[int, Future[Tensor]] = {}
+        self.saves: list[Future[None]] = []
+        """The records of this step that are being saved."""
         self.boundary = boundary
         self.earlier = earlier
         self.options = options
@@ -63,6 +76,8 @@ class BoundarySide:
         """Prepare for a step in which these tensors cross the boundary, as the schedule has set it up."""
         self._step, self._num_chunks = step, num_chunks
         self._layouts.clear()
+        self._loads.clear()
+        self.saves.clear()
         both: list[tuple[Direction, BoundaryTensors | None]] = [("forward", forward), ("backward", backward)]
         for direction, crossing in both:
             choice = self.chosen.get(direction)
@@ -134,6 +149,8 @@ class BoundarySide:
             if sample not in self._refused and (entry.visits if entry else 0) < warmup
         )
         self._kinds = {sample: self._kind(sample, entry) for sample, entry in agreed.items()}
+        for chunk in range(_AHEAD):
+            self._load_ahead(chunk)
 
     def _kind(self, sample: int, entry: Entry | None) -> Encoding:
         if sample in self._warm:
@@ -190,21 +207,32 @@ class BoundarySide:
         forward, crossing = self._crossings["forward"], self._crossings[direction]
         return self._step, crossing, self._step.rows(chunk, self._num_chunks, forward.batch, forward.length)
 
-    def pack(self, direction: Direction, chunk: int, tensors: Sequence[Tensor], message: Tensor) -> None:
-        """Write the message of a micro-batch's tensors, and keep what the other side will.
+    def prepare(self, direction: Direction, chunk: int, tensors: Sequence[Tensor]) -> None:
+        """Check the tensors of a micro-batch, which `pack` is to get in the thread beside, and have that load what
+        comes after them.
 
         Raises:
             ValueError: They are not of the shapes that the other side expects.
         """
-        step, crossing, rows = self._present(direction, chunk)
+        _, crossing, rows = self._present(direction, chunk)
         what = "a stage's output" if direction == "forward" else "the gradient of a stage's input"
         crossing.check(tensors, len(rows.samples), rows.padded, what)
-        layout = self.layout(direction, chunk)
+        if direction == "forward":
+            self._load_ahead(chunk + _AHEAD)
+
+    def pack(self, direction: Direction, chunk: int, tensors: Sequence[Tensor], message: Tensor) -> Callable[[], None]:
+        """Write the message of a micro-batch's tensors, which were checked.
+
+        Returns:
+            What is left to do once the message is on its way: keeping what the other side will.
+        """
+        step, crossing, rows = self._present(direction, chunk)
+        layout, keep = self.layout(direction, chunk), _nothing
         with self.stats.timed("encode"):
             flat = crossing.flatten(tensors, rows)
             layout.put_others(tensors, message)
             if direction == "forward" and step.training and self.store is not None:
-                self._pack_change(flat.float(), flat, layout, message)
+                keep = self._pack_change(flat, layout, chunk, message)
             else:
                 layout.put_raw(flat, message)
                 layout.encode(flat, message, self._key(direction if step.training else "evaluation"))
@@ -212,6 +240,7 @@ class BoundarySide:
         self.stats.dense_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         sent = f"{direction}_sent_bytes"
         setattr(self.stats, sent, getattr(self.stats, sent) + message.numel())
+        return keep
 
     def fail(self, direction: Direction, chunk: int, message: Tensor) -> None:
         """Write a message that is marked as failed, in place of the one that the other side expects."""
@@ -232,26 +261,50 @@ class BoundarySide:
             flat = torch.zeros(_numel(crossing, rows), dtype=crossing.dtype)
             layout.take_raw(message, flat)
             if direction == "forward" and step.training and self.store is not None:
-                flat = self._unpack_change(flat, layout, message)
+                flat = self._unpack_change(flat, layout, chunk, message)
             else:
                 layout.decode(message, flat)
             layout.take_others(message, into)
             for values, i in zip(crossing.unflatten(flat, rows), crossing.floats, strict=True):
                 into[i].copy_(values.view(into[i].shape))
 
-    def _pack_change(self, values: Tensor, flat: Tensor, layout: MessageLayout, message: Tensor) -> None:
-        m = self._load(layout)
+    def _pack_change(self, flat: Tensor, layout: MessageLayout, chunk: int, message: Tensor) -> Callable[[], None]:
+        values, m = flat.float(), self._loads.pop(chunk).result()
         change = torch.sub(values, m, out=self._scratch("change", values))
         layout.put_raw(flat, message)
         layout.encode(change, message, self._key("forward"))
-        layout.decode(message, m, add=True)
-        self._note(values, change, layout)
-        self._keep(m, values, layout, message, sent=True)
 
-    def _unpack_change(self, whole: Tensor, layout: MessageLayout, message: Tensor) -> Tensor:
-        m = self._load(layout)
+        def keep() -> None:
+            with self.stats.timed("store"):
+                layout.decode(message, m, add=True)
+                self._note(values, change, layout)
+                self._save(*self._renew(m, values, layout, message, sent=True), layout)
+
+        if not layout.records:
+            return keep
+        keep()  # it writes records into the message
+        return _nothing
+
+    def _unpack_change(self, whole: Tensor, layout: MessageLayout, chunk: int, message: Tensor) -> Tensor:
+        self._load_ahead(chunk + _AHEAD)
+        m = self._loads.pop(chunk).result()
         layout.decode(message, m, add=True)
-        return self._keep(m, whole.float(), layout, message, sent=False)
+        kept, records = self._renew(m, whole.float(), layout, message, sent=False)
+        self.saves.append(self._beside.submit(lambda: self._timed_save(kept, records, layout)))
+        warm = [i for i in layout.rows_sent_as(Encoding.RAW) if layout.rows.samples[i] in self._warm]
+        if kept is m or not warm:
+            return kept
+        # A warm-up is training without compression: what is kept is for later.
+        seen = kept.clone()
+        count = len(layout.rows.samples)
+        seen.view(count, -1)[warm] = m.view(count, -1)[warm]
+        return seen
+
+    def _load_ahead(self, chunk: int) -> None:
+        # Called before `pack` of an earlier micro-batch is submitted, which would otherwise wait for what is behind it.
+        assert self._step is not None
+        if self._step.training and self.store is not None and chunk < self._num_chunks:
+            self._loads[chunk] = self._beside.submit(lambda: self._load(self.layout("forward", chunk)))
 
     def _load(self, layout: MessageLayout) -> Tensor:
         """m(ξ) of the micro-batch's samples; zero where nothing is kept."""
@@ -265,44 +318,46 @@ class BoundarySide:
                 m.view(len(rows.samples), -1)[coded] = self.store.load(_some(rows, coded)).view(len(coded), -1)
             return m
 
-    def _keep(self, m: Tensor, values: Tensor, layout: MessageLayout, message: Tensor, *, sent: bool) -> Tensor:
-        """Save the micro-batch's new m(ξ), and return what the next stage computes on.
+    def _renew(
+        self, m: Tensor, values: Tensor, layout: MessageLayout, message: Tensor, *, sent: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The micro-batch's new m(ξ), on which the next stage computes, and its records.
 
-        ``values`` are the samples that were sent raw. A sample with NaN or Inf in its message is not kept: it counts as
-        unseen.
+        ``values`` are the samples that were sent raw.
         """
         assert self.store is not None
-        assert self._step is not None
         rows, form = layout.rows, self.store.form
         table = m.view(len(rows.samples), -1)
-        raw = layout.rows_sent_as(Encoding.RAW)
-        for given in (raw, layout.rows_sent_as(Encoding.RECORD) if sent else []):
+        for given in (layout.rows_sent_as(Encoding.RAW), layout.rows_sent_as(Encoding.RECORD) if sent else []):
             table[given] = values.view(len(rows.samples), -1)[given]
-        if not rows.samples:
-            return m
+        records = form.encode(m, rows, self._key("store"))
+        for i, start in layout.records:
+            # The record itself is sent, so that both sides keep the same one and make it once.
+            record = message[start : start + form.record_bytes]
+            if sent:
+                record.copy_(records[i])
+            else:
+                records[i].copy_(record)
+        return (m if form.precision == 32 else form.decode(records, rows.lengths, rows)), records
+
+    def _timed_save(self, kept: Tensor, records: Tensor, layout: MessageLayout) -> None:
         with self.stats.timed("store"):
-            records = form.encode(m, rows, self._key("store"))
-            for i, start in layout.records:
-                # The record itself is sent, so that both sides keep the same one and make it once.
-                record = message[start : start + form.record_bytes]
-                if sent:
-                    record.copy_(records[i])
-                else:
-                    records[i].copy_(record)
-            kept = m if form.precision == 32 else form.decode(records, rows.lengths, rows)
-            finite = [_is_finite(row) for row in kept.view(len(rows.samples), -1)]
-            keep = [i for i, sample in enumerate(rows.samples) if finite[i] and sample not in self._refused]
-            for i, sample in enumerate(rows.samples):
-                if not finite[i]:
-                    self.stats.nonfinite += 1
-                    self.store.forget(sample)
-            everything = len(keep) == len(rows.samples)
-            self.store.save(records if everything else records[keep], _some(rows, keep), self._step.training_step)
-        if kept is not m and raw:
-            # A warm-up is training without compression: what is kept is for later.
-            warm = [i for i in raw if rows.samples[i] in self._warm]
-            kept.view(len(rows.samples), -1)[warm] = table[warm]
-        return kept
+            self._save(kept, records, layout)
+
+    def _save(self, kept: Tensor, records: Tensor, layout: MessageLayout) -> None:
+        """Save the micro-batch's new m(ξ), of values ``kept``. A sample with NaN or Inf in its message is not kept: it
+        counts as unseen."""
+        assert self.store is not None
+        assert self._step is not None
+        rows = layout.rows
+        finite = [_is_finite(row) for row in kept.view(len(rows.samples), -1)]
+        keep = [i for i, sample in enumerate(rows.samples) if finite[i] and sample not in self._refused]
+        for i, sample in enumerate(rows.samples):
+            if not finite[i]:
+                self.stats.nonfinite += 1
+                self.store.forget(sample)
+        everything = len(keep) == len(rows.samples)
+        self.store.save(records if everything else records[keep], _some(rows, keep), self._step.training_step)
 
     def _note(self, values: Tensor, change: Tensor, layout: MessageLayout) -> None:
         """Count how large activations are and how far they moved (S0, Figure 1b)."""
@@ -342,6 +397,10 @@ class BoundarySide:
     ) -> None:
         assert message.numel() >= HEADER_BYTES
         seal(message, failed=failed, **self._header(layout, direction, chunk, sent=True))
+
+
+def _nothing() -> None:
+    """There is nothing left to do."""
 
 
 def _is_finite(row: Tensor) -> bool:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import torch
 
 from thinwire.compressors import Coded, Compressor, Delta, Raw, Unsuited, check_int, check_stateless, parse
 from thinwire.kernels import FORMAT_VERSION
 from thinwire.pipeline.boundary_tensors import BoundaryTensors, Direction
+from thinwire.pipeline.contraction import check_contraction
 from thinwire.plan.policies import ByLink
 from thinwire.store import Disk, Memory, Place, check_precision
 
@@ -41,7 +39,7 @@ class PipelineOptions:
         for compressor in dict.fromkeys(forward):
             inner = _coded("forward", compressor.coder if isinstance(compressor, Delta) else compressor)
             if inner is not compressor:
-                _check_contracts(inner)
+                check_contraction(inner)
         backward = tuple(_coded("backward", parse(spec)) for spec in _listed(self.backward))
         object.__setattr__(self, "_forward", forward)
         object.__setattr__(self, "_backward", backward)
@@ -133,23 +131,9 @@ def _check_choices(adapt: ByLink, given: Sequence[Compressor]) -> None:
     for compressor in forward:
         inner = _coded("forward", compressor.coder if isinstance(compressor, Delta) else compressor)
         if inner is not compressor:
-            _check_contracts(inner)
+            check_contraction(inner)
     for spec in adapt.backward:
         _coded("backward", parse(spec))
-
-
-def _check_contracts(inner: Coded) -> None:
-    """Warn of a Q whose messages would run away from the activations: E‖x − Q(x)‖ ≥ ‖x‖ (S0, Theorem 3.1, asks for
-    less than 0.71 of it)."""
-    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
-    error = float(torch.linalg.vector_norm(inner.roundtrip(x) - x) / torch.linalg.vector_norm(x))
-    if error >= 1:
-        warnings.warn(
-            f"{inner} loses more of a change than there is to it ({error:.2f} of its norm, of Gaussian values), so "
-            "what both sides keep would move away from the activations: round to the nearest, share a scale among "
-            "fewer values (bucket=), or take more bits",
-            stacklevel=2,
-        )
 
 
 def _listed(specs: Specs) -> Sequence[str | Compressor]:

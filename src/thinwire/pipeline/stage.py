@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from thinwire.collectives import PeerFailedError
-from thinwire.collectives.transport import Failing
 from thinwire.compressors import Compressor
 from thinwire.pipeline.boundary_tensors import Direction
 from thinwire.pipeline.options import PipelineOptions, Specs
 from thinwire.pipeline.schedule_step import Batch, Ids
 from thinwire.pipeline.stage_compression import StageCompression
-from thinwire.pipeline.stage_group import StageGroup, stage_group_of
+from thinwire.pipeline.stage_group import stage_group_of
 from thinwire.pipeline.stats import PipelineStats
 from thinwire.plan.policies import ByLink, LinkChoice
 from thinwire.store import Memory, Place
@@ -28,10 +27,11 @@ from thinwire.store import Memory, Place
 class CompressedStage(PipelineStage):
     """A stage of a pipeline whose messages to its neighbours are compressed: made by `thinwire.compress_stage`.
 
-    Schedules ask a stage for its sends and receives and then for its work on what came: sends are replaced by one
-    message of all tensors; receives of such messages are posted when the step begins, and waited for before the work on
-    what they bring. Gloo moves nothing before its receive is posted, and schedules ask for each only when it is needed:
-    the link would rest while a stage computes.
+    Schedules ask a stage for its sends and receives and then for its work on what came. They get none: one message of
+    all tensors is compressed and sent by a thread beside the training's, and receives of such messages are posted when
+    the step begins and waited for before the work on what they bring. Gloo moves nothing before its receive is posted,
+    and schedules ask for each only when it is needed: the link would rest while a stage computes. And they wait for a
+    send before they go on with other work: the stage would rest while its link carries.
     """
 
     def __init__(self, stage: PipelineStage, options: PipelineOptions) -> None:
@@ -44,8 +44,8 @@ class CompressedStage(PipelineStage):
                 " call init_process_group('cpu:gloo,cuda:nccl')"
             )
         options.check(self.num_stages)
-        self._compression = StageCompression(self, options)
         self._stage_group = stage_group_of(self.group)
+        self._compression = StageCompression(self, options, self._stage_group.beside)
 
     def set_sample_ids(
         self, ids: Ids, *, length: int | None = None, lengths: Ids | None = None, upcoming: Ids = ()
@@ -132,32 +132,43 @@ class CompressedStage(PipelineStage):
         with self._or_give_up():
             self._take_in("backward", bwd_chunk_id, self.grad_recv_info.get(bwd_chunk_id, ()))
             with self._compression.computing("backward"):
-                return super().backward_one_chunk(bwd_chunk_id, *rest, **options)
+                super().backward_one_chunk(bwd_chunk_id, *rest, **options)
+            if bwd_chunk_id == self._compression.num_chunks - 1:
+                self._compression.check(wait=True)  # the first stage sends nothing back, where it would wait
 
     @contextmanager
     def _or_give_up(self) -> Iterator[None]:
         """An error ends the step on the neighbours, too, which would wait for messages until their time is over."""
         try:
+            self._compression.check()
             yield
-        except PeerFailedError as error:
-            self._stage_group.give_up()
-            raise self._stage_group.attribute(error) from None
         except Exception as error:
-            self._stage_group.report(error)
-            self._stage_group.give_up()
-            raise
+            # Neighbours answer a failed message with failed ones: what this rank fails for itself comes first.
+            first = self._compression.failure() or error
+            group = self._stage_group
+            if not isinstance(first, PeerFailedError):
+                group.report(first)
+            group.give_up()
+            if isinstance(first, PeerFailedError):
+                raise group.attribute(first) from None
+            if first is error:
+                raise
+            raise first from None
 
     def _sends(self, direction: Direction, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        """One send of a message in place of those of its tensors."""
+        """Hand over the tensors of ``ops``, which are to be sent. The schedule has nothing left to send."""
         if not ops:
             return []
-        side = self._compression.side(earlier=direction == "forward")
-        message, peer, group = side.message(direction, chunk), ops[0].peer, ops[0].group
-        tag = self._compression.tag(side.boundary, direction, chunk)
+        compression, peer = self._compression, ops[0]
+        side = compression.side(earlier=direction == "forward")
+        failing = self._stage_group.failing(f"sending to rank {peer.peer}", peer.group_peer)
         with self._or_give_up():
-            side.pack(direction, chunk, [op.tensor for op in ops], message)
-        self._compression.sent.add((side.boundary, chunk))
-        return [_Send(message, peer, group, tag, self._stage_group)]
+            compression.send(side, chunk, [op.tensor for op in ops], failing)
+            # A stage that gets gradients knows by them that its activations have arrived. What nobody answers must have
+            # left before the step ends, after which the training may.
+            if compression.sent_all(side) and (direction == "backward" or not compression.training):
+                compression.settle()
+        return []
 
     def _take_in(self, direction: Direction, chunk: int, infos: Sequence[Any]) -> None:
         """Decode what arrived for a micro-batch into the tensors that PyTorch's stage works on."""
@@ -175,38 +186,6 @@ class CompressedStage(PipelineStage):
                 if tuple(info.buffer.shape) != shape:
                     info.buffer = torch.empty(shape, dtype=info.buffer.dtype, device=info.buffer.device)
             side.unpack(direction, chunk, message, [info.buffer for info in infos], peer)
-
-
-class _Send(dist.P2POp):
-    """A send that a schedule starts and waits for, whose failure is a `TransportError`."""
-
-    def __new__(cls, message: Tensor, *_: object) -> Self:
-        return super().__new__(cls, dist.isend, message)
-
-    def __init__(
-        self, message: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int, stage_group: StageGroup
-    ) -> None:
-        super().__init__(dist.isend, message, peer, group, tag)
-        self._stage_group = stage_group
-        self.op = self._start
-
-    def _start(self, *_: object, **__: object) -> _Sending:
-        group = self._stage_group
-        failing = group.failing(f"sending to rank {self.peer}", self.group_peer)
-        with failing:
-            return _Sending(dist.isend(self.tensor, self.peer, self.group, self.tag), failing)
-
-
-class _Sending(dist.Work):
-    def __init__(self, work: dist.Work | None, failing: Failing) -> None:
-        super().__init__()
-        assert work is not None, "this rank is in the group"
-        self._work, self._failing = work, failing
-
-    def wait(self, timeout: object = None) -> bool:
-        with self._failing:
-            self._work.wait()
-        return True
 
 
 def compress_stage(

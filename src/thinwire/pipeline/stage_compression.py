@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -15,8 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives.transport import Failing
 from thinwire.compat import stage_tensors
 from thinwire.kernels import FORMAT_VERSION
+from thinwire.pipeline.beside import Beside
 from thinwire.pipeline.boundary import BoundarySide
 from thinwire.pipeline.boundary_tensors import BoundaryTensors, Direction, Spec
 from thinwire.pipeline.link_choices import DIRECTIONS, LinkChoices
@@ -37,8 +40,9 @@ _STEPS = 4096
 class StageCompression:
     """What a compressed stage adds to PyTorch's: options, boundary sides, stores, receives and statistics."""
 
-    def __init__(self, stage: Any, options: PipelineOptions) -> None:
+    def __init__(self, stage: Any, options: PipelineOptions, beside: Beside) -> None:
         self._stage = stage
+        self._beside = beside
         self.options = options
         self.stats = PipelineStats()
         self.sides: list[BoundarySide] = []
@@ -52,8 +56,10 @@ class StageCompression:
         self._computed: dict[Direction, deque[float]] = {name: deque(maxlen=_TIMED) for name in DIRECTIONS}
         self.arriving: dict[tuple[Direction, int], tuple[Tensor, int, dist.Work]] = {}
         """The receives of this step: the message, the rank that sends it, and the work."""
-        self.sent: set[tuple[int, int]] = set()
-        """Boundary and micro-batch of each message that this step has sent."""
+        self._sends: dict[tuple[int, int], Future[None]] = {}
+        """By boundary and micro-batch, the messages of this step that were handed over to be sent."""
+        self._leaving: list[tuple[dist.Work, Failing]] = []
+        """Those of them that are on their way."""
         self._abandoned: list[object] = []
 
     @property
@@ -130,7 +136,8 @@ class StageCompression:
         }
         if {side.boundary for side in self.sides} != set(wanted):
             self.sides = [
-                BoundarySide(boundary, earlier, self.options, self.stats) for boundary, earlier in wanted.items()
+                BoundarySide(boundary, earlier, self.options, self.stats, self._beside)
+                for boundary, earlier in wanted.items()
             ]
         tensors = stage_tensors(self._stage)
         for side in self.sides:
@@ -144,14 +151,91 @@ class StageCompression:
         place = (self._number % _STEPS * self.num_stages + boundary) * 2 + (direction == "backward")
         return 1 + place * self.num_chunks + chunk
 
+    def send(self, side: BoundarySide, chunk: int, tensors: Sequence[Tensor], failing: Failing) -> None:
+        """Compress the tensors of a micro-batch and send them, in the thread beside. `settle` waits for that.
+
+        Raises:
+            ValueError: They are not of the shapes that the other side expects.
+        """
+        direction: Direction = "forward" if side.earlier else "backward"
+        side.prepare(direction, chunk, tensors)
+        message, peer = side.message(direction, chunk), self.peer(side)
+        tag = self.tag(side.boundary, direction, chunk)
+        ready = None
+        if any(tensor.is_cuda for tensor in tensors):
+            ready = torch.cuda.Event()
+            ready.record()
+
+        def pack_and_send() -> None:
+            try:
+                if ready is not None:
+                    ready.synchronize()
+                keep = side.pack(direction, chunk, tensors, message)
+            except Exception:
+                side.fail(direction, chunk, message)
+                self._start(message, peer, tag, failing)
+                raise
+            self._start(message, peer, tag, failing)
+            keep()
+
+        self._sends[side.boundary, chunk] = self._beside.submit(pack_and_send)
+
+    def _start(self, message: Tensor, peer: int, tag: int, failing: Failing) -> None:
+        with failing:
+            work = dist.isend(message, peer, self._stage.group, tag)
+        assert work is not None, "this rank is in the group"
+        self._leaving.append((work, failing))
+
+    def sent_all(self, side: BoundarySide) -> bool:
+        """Whether all messages of this step in the direction of ``side`` were handed over."""
+        return sum(boundary == side.boundary for boundary, _ in self._sends) == self.num_chunks
+
+    @property
+    def _jobs(self) -> list[Future[None]]:
+        """What this step has handed over to the thread beside."""
+        return [*self._sends.values(), *(save for side in self.sides for save in side.saves)]
+
+    def check(self, *, wait: bool = False) -> None:
+        """Raise what went wrong in the thread beside so far, or, with ``wait``, until all its jobs are done."""
+        for job in self._jobs:
+            if wait or job.done():
+                job.result()
+
+    def failure(self) -> BaseException | None:
+        """What went wrong in the thread beside, once its jobs are done."""
+        self._beside.wait()
+        return next((error for error in (job.exception() for job in self._jobs) if error is not None), None)
+
+    def settle(self) -> None:
+        """Wait until all records are saved and all messages of this step have left.
+
+        Raises:
+            TransportError: A message could not be sent.
+            StoreError: A record could not be saved.
+        """
+        error = self.failure()
+        leaving, self._leaving = self._leaving, []
+        if error is not None:
+            self._forget_jobs()
+            raise error
+        for work, failing in leaving:
+            with failing:
+                work.wait()
+
+    def _forget_jobs(self) -> None:
+        self._sends.clear()
+        for side in self.sides:
+            side.saves.clear()
+
     def give_up(self) -> None:
         """Send the neighbours' stages a failed message in place of the next one: they raise, and do the same."""
+        self._beside.wait()
         sends: list[dist.Work | None] = []
         for side in self.sides:
             direction: Direction = "forward" if side.earlier else "backward"
             if direction == "backward" and not self.training:
                 continue
-            left = [chunk for chunk in range(self.num_chunks) if (side.boundary, chunk) not in self.sent]
+            left = [chunk for chunk in range(self.num_chunks) if (side.boundary, chunk) not in self._sends]
             if not left:
                 continue
             message = side.message(direction, left[0]).clone()
@@ -166,6 +250,12 @@ class StageCompression:
             with suppress(RuntimeError):
                 if work is not None:
                     work.wait(_FAILURE_TIMEOUT)
+        # Messages whose receive nobody waits for may be under way for long: their memory is no longer that of others.
+        self._forget_jobs()
+        self._abandoned += self._leaving
+        self._leaving = []
+        for side in self.sides:
+            side.renew_messages()
 
     def peer(self, side: BoundarySide) -> int:
         """The rank, among all, on the other side of a boundary."""
@@ -182,7 +272,7 @@ class StageCompression:
             self.arriving = {}
             for side in self.sides:
                 side.renew_messages()
-        self.sent = set()
+        self._forget_jobs()
         group = self._stage.group
         for side in self.sides:
             direction: Direction = "backward" if side.earlier else "forward"
@@ -217,6 +307,7 @@ class StageCompression:
 
     def present_stats(self) -> PipelineStats:
         """A copy of the statistics, with what the stores hold now."""
+        self._beside.wait()
         stores = [side.store for side in self.sides if side.store is not None]
         return replace(
             self.stats,
@@ -229,6 +320,7 @@ class StageCompression:
 
     def state_dict(self, step: int, run: int) -> dict[str, Tensor]:
         """The step, the run, and the records of both sides (those on disk: which ones they are), as tensors."""
+        self._beside.wait()
         state = {
             "step": torch.tensor(step),
             "run": torch.tensor(run),
@@ -251,6 +343,7 @@ class StageCompression:
             ValueError: It is not the state of a stage, or one of another seed or wire format.
             StoreError: Its records are not those of this stage's stores.
         """
+        self._beside.wait()
         missing = {"step", "run", "seed", "format_version"} - set(state)
         if missing:
             raise ValueError(f"this is not the state of a pipeline stage: {', '.join(sorted(missing))} missing")
@@ -289,6 +382,7 @@ class StageCompression:
 
     def close(self) -> None:
         """Write what is pending, and close files. Records in memory stay."""
+        self._beside.wait()
         if not isinstance(self.options.store, Disk):
             return
         for side in self.sides:

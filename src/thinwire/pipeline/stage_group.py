@@ -15,6 +15,7 @@ from thinwire.collectives import CommunicationError, FailureDetector, PeerFailed
 from thinwire.collectives.transport import Failing
 from thinwire.compat import group_timeout
 from thinwire.integrations.transports import detector_of
+from thinwire.pipeline.beside import Beside
 from thinwire.pipeline.boundary import UNSEEN, BoundarySide
 from thinwire.pipeline.boundary_tensors import chunk_sizes
 from thinwire.pipeline.links import choose
@@ -95,6 +96,7 @@ class StageGroup:
     def __init__(self, group: dist.ProcessGroup) -> None:
         # Not held: it is the key under which this is found.
         self._group = weakref.ref(group)
+        self.beside = Beside()
         self.step = 0
         self.run = 0
         self._number = 0
@@ -220,7 +222,6 @@ class StageGroup:
             with self.failing("the broadcast of the samples", root):
                 dist.broadcast(rest, group=self.group, group_src=root)
             received += rest.tolist()
-            self.detector: FailureDetector | None = None
         self._room = 1 << (total - 1).bit_length()
         return StepAnnouncement.from_words(received)
 
@@ -243,6 +244,8 @@ class StageGroup:
     def _set_up(self, stages: list[StageCompression], step: ScheduleStep) -> None:
         error: Exception | None = None
         try:
+            for stage in stages:
+                stage.settle()
             self._check(stages, step)
             for stage in stages:
                 stage.set_up(step)

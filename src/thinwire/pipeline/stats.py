@@ -21,13 +21,14 @@ class EpochMeans:
 
 @dataclass
 class PipelineStats:
-    """Totals of one stage since it was made. Bytes are those of messages with their headers, without TCP's; seconds are
-    the training thread's."""
+    """Totals of one stage since it was made. Bytes are those of messages with their headers, without TCP's."""
 
     encode_s: float = 0.0
+    """Beside the training's thread, which computes meanwhile."""
     decode_s: float = 0.0
+    """In the training's thread, waiting for what is loaded ahead included."""
     store_s: float = 0.0
-    """In the message stores: loading, saving, checking."""
+    """In the message stores: loading and saving beside the training's thread, checking in it."""
     agree_s: float = 0.0
     """Before each step's first micro-batch, in which ranks exchange samples and what is known of them."""
     steps: int = 0

@@ -89,6 +89,7 @@ class Background:
             except BaseException as error:  # noqa: BLE001 - raised in the thread that submits
                 with self._changed:
                     self._error = error
+            del job  # while the thread waits for the next one, nothing may live on that only this one needed
             with self._changed:
                 self._held -= num_bytes
                 self._busy = False

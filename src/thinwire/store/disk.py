@@ -201,15 +201,18 @@ class DiskStore(Store):
         self._files.write_row(slot, row)
         if left is not None:
             self._files.write_row(left, _NO_ROW)
-        if self._pending.get(slot) is record:
-            del self._pending[slot]
+        with self._lock:
+            # A newer record may be saved at this moment. It is the one to read until it is written, too.
+            if self._pending.get(slot) is record:
+                del self._pending[slot]
 
     def _drop(self, sample: int) -> None:
         slot = self._slots.pop(sample)
         del self._orders[sample]
         if not self._is_pinned(slot):
             self._free.append(slot)
-            self._pending.pop(slot, None)
+            with self._lock:
+                self._pending.pop(slot, None)
         self._background.submit(lambda: self._files.write_row(slot, _NO_ROW))
 
     def _is_pinned(self, slot: int) -> bool:

@@ -119,7 +119,11 @@ class Store(ABC):
         for record, sample, length in zip(records, rows.samples, rows.lengths, strict=True):
             known = self._entries.get(sample)
             self._entries[sample] = Entry(step + 1, known.visits + 1 if known else 1, length)
-            self._write(sample, record)
+            try:
+                self._write(sample, record)
+            except BaseException:
+                del self._entries[sample]  # the other side may have saved it: here it is unseen
+                raise
 
     def forget(self, sample: int) -> None:
         """Drop a sample, which counts as unseen from now on. Does nothing if it is not kept."""

@@ -8,10 +8,7 @@ from typing import NamedTuple
 
 from thinwire.compressors import Compressor, check_int, parse
 
-_FORWARD = (
-    "delta(maxabs(bits=2, midrise=True, rounding=nearest))",
-    *(f"delta(maxabs(bits={bits}))" for bits in (3, 4, 6, 8)),
-)
+_FORWARD = tuple(f"delta(maxabs(bits={bits}))" for bits in (2, 3, 4, 6, 8))
 _BACKWARD = tuple(f"maxabs(bits={bits})" for bits in (4, 6, 8))
 
 

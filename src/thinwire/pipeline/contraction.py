@@ -1,0 +1,36 @@
+"""How much of a change of activations a compressor loses: the constant c_Q of AQ-SGD's Theorem 3.1."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+from torch import Tensor
+
+from thinwire.compressors import Coded
+
+LARGEST = math.sqrt(0.5)
+"""What c_Q must be below (Theorem 3.1). Beyond 1, messages run away from activations; in between, they follow, but the
+theorem says nothing of how fast."""
+
+
+def lost_share(coder: Coded, x: Tensor) -> float:
+    """``‖x − Q(x)‖ / ‖x‖`` of a change (samples, elements), its elements in the order in which they are coded."""
+    return float(torch.linalg.vector_norm(coder.roundtrip(x) - x) / torch.linalg.vector_norm(x))
+
+
+def check_contraction(coder: Coded) -> None:
+    """Warn of a Q that loses more of Gaussian changes than Theorem 3.1 admits, ``E‖x − Q(x)‖ < √½ ‖x‖``.
+
+    The theorem asks this of every x, and a single large value among zeros is worse than Gaussian ones for every
+    quantiser of few bits; a Q that fails here is none that training could do with.
+    """
+    lost = lost_share(coder, torch.randn(64, 256, generator=torch.Generator().manual_seed(0)))
+    if lost >= LARGEST:
+        warnings.warn(
+            f"{coder} loses {lost:.2f} of the norm of a Gaussian change, and AQ-SGD converges below {LARGEST:.2f} "
+            "(Theorem 3.1), because what both sides keep must not move away from the activations: round to the "
+            "nearest, share a scale among fewer values (bucket=), or take more bits",
+            stacklevel=2,
+        )
