@@ -280,6 +280,29 @@ def blob() -> str:
     )
 
 
+CHANGES = {"normal": "normal", "half zero": "half of them zero", "Laplace": "Laplace", "t(3)": "Student's t(3)"}
+"""Changes of ``python -m experiments bench changes``, by what they are called for people."""
+
+
+def changes() -> str:
+    path = BENCHMARKS / "changes.json"
+    if not path.exists():
+        return "Not measured yet: `python -m experiments bench changes`."
+    figures = Figures(path)
+    specs = [name.partition("/")[2] for name in figures.rows if name.startswith("normal/")]
+    trained = [spec for spec in specs if figures.get(f"loss/{spec}") is not None]
+    head = ["share of a change that is lost, by its values' distribution", *CHANGES.values()]
+    head += ["loss, held out, above FP32's"] if trained else []
+    rows = []
+    for spec in specs:
+        row = [f"`{spec}`", *(f"{figures.get(f'{name}/{spec}'):.2f}" for name in CHANGES)]
+        if trained:
+            losses = [figures.get(f"{name}/{spec}") for name in ("loss", "held out")]
+            row.append(", ".join(f"{loss:+.1%}" for loss in losses if loss is not None))
+        rows.append(row)
+    return f"`python -m experiments bench changes`:\n\n{table(head, rows)}\n\n{figures.machine}."
+
+
 AUTO = ("fixed", "one way", "auto")
 
 
@@ -433,6 +456,7 @@ PAGES = {
     "docs/compressors.md": {"compressors": compressors},
     "docs/speed.md": {"allreduce": allreduce, "step": step},
     "docs/process-group.md": {"blob": blob, "conformance": conformance},
+    "docs/pipelines.md": {"changes": changes},
     "docs/fsdp.md": {"sharded": sharded},
     "docs/compressed-adamw.md": {"training": training},
     "docs/index.md": {"first-answer": first_answer},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
@@ -123,3 +124,13 @@ def test_jobs_run_in_order_and_their_errors_are_theirs_alone() -> None:
     with pytest.raises(ValueError, match="no"):
         bad.result()
     assert torch.equal(last.result(), torch.ones(3))
+
+
+def test_the_thread_ends_with_what_it_works_beside() -> None:
+    beside = Beside()
+    thread = beside.submit(threading.current_thread).result()
+    assert thread is not threading.current_thread()
+    del beside
+    gc.collect()
+    thread.join(60.0)
+    assert not thread.is_alive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -21,6 +22,7 @@ class Beside:
 
     def __init__(self) -> None:
         self._background = Background()
+        weakref.finalize(self, self._background.end)
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Add a job. What it returns, or raises, is in the future."""

@@ -45,7 +45,7 @@ class Background:
             if self._closed:
                 raise StoreError("this store is closed: make another stage to go on")
             if self._thread is None:
-                self._thread = threads.start(self._run, name="thinwire store", end=self._end, within_s=_LAST_WRITES_S)
+                self._thread = threads.start(self._run, name="thinwire store", end=self.end, within_s=_LAST_WRITES_S)
             while self._held and self._held + num_bytes > self._max_bytes and self._error is None:
                 self._changed.wait()
             self._raise()
@@ -62,11 +62,12 @@ class Background:
 
     def close(self) -> None:
         """Finish all jobs and end the thread. Errors are not raised any more."""
-        self._end()
+        self.end()
         if self._thread is not None:
             self._thread.join()
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Let the thread end once all jobs are done, without waiting for it."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

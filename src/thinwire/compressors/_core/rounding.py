@@ -22,10 +22,10 @@ def rounded_for(what: Literal["weights", "deltas"], compressor: Coded) -> Coded:
     errors average out over ranks and steps. In two cases they do not. Weights are quantised from full precision in
     every step, so rounding to nearest builds up no bias; below 6 bits it has a third to a half of the error (thesis,
     Table 5.2). The error of a delta is part of the next delta, so only its size counts (AQ-SGD, Theorem 3.1): up to 4
-    bits are rounded to nearest. `MaxAbs` of 2 bits uses all four codes (``midrise``): with a level at zero it has three,
-    and loses 0.77 of Gaussian deltas, more than the theorem's 0.71, where the four lose 0.42. At 3 bits a level at zero
-    costs less (0.28 against 0.21) than it saves where half of the deltas are zero, as behind a ReLU (0.25 against
-    0.38), and with it no delta can lose more than there is to it.
+    bits are rounded to nearest. `MaxAbs` of 2 bits uses all four codes (``midrise``): with a level at zero there are
+    three, which lose 0.77 of Gaussian deltas, more than the theorem's 0.71, and the four lose 0.42. At 3 bits a level
+    at zero costs less (0.28 against 0.21) than it saves where half of the deltas are zero, as behind a ReLU (0.25
+    against 0.38), and with it no delta can lose more than there is to it (``python -m experiments bench changes``).
     """
     if isinstance(compressor, Chain):
         values = rounded_for(what, compressor.values)
