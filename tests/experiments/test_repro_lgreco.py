@@ -14,19 +14,18 @@ import torch
 import thinwire
 from experiments.__main__ import main as experiments_main
 from experiments.framework.claims import Row, judge
-from experiments.papers.lgreco import buckets, methods, policies, quality, solver, speed
-from experiments.papers.lgreco.gradients import Chosen
-from experiments.papers.lgreco.judging import at_least, bytes_from, first_plan, gains, kept, kept_within, lost
-from experiments.papers.lgreco.methods import BITS, FAMILIES, TOPK
+from experiments.papers.lgreco import buckets, methods, policies, quality, speed
+from experiments.papers.lgreco.judging import at_least, bytes_from, first_plan, gains, kept, lost
+from experiments.papers.lgreco.methods import FAMILIES, TOPK
 from experiments.papers.lgreco.paper import PAPER
 from experiments.papers.lgreco.study import NAMES, SMOKE, LGrecoScale, LGrecoStudy
 from small_versions import Small, small_version
 from thinwire.compare.comparison import Side
 from thinwire.compare.report import Run
 from thinwire.compare.variants import Variant
-from thinwire.plan.policies import LGreco, Proposal, Sync, parse_policy
+from thinwire.plan.policies import LGreco, Sync, parse_policy
 
-PICTURES = ("4.2-4.3", "B.2", "3.7", "3.8", "4.5a", "4.3-4.4", "B.3", "4.2", "4.5b-B.1-B.6b", "B.6a", "solver")
+PICTURES = ("4.2-4.3", "B.2", "3.7", "3.8", "4.5a", "4.3-4.4", "B.3", "4.2", "4.5b-B.1-B.6b", "B.6a")
 
 # --- the command
 
@@ -65,9 +64,6 @@ def test_rows_say_what_plans_were_chosen_and_what_they_send(small: Small) -> Non
             assert row["from_step"] == 4
             assert row["ratio"]["lgreco"] / row["ratio"]["uniform"] == pytest.approx(row["value"], rel=1e-4)
             assert all(plan["error"] <= plan["reference_error"] * (1 + 1e-9) for plan in plans)
-    for part in ("trainings", "policies", "solver"):
-        assert small.rows[f"section 4.4/error_within_reference/{part}"]["holds"] is True
-    assert small.rows["section 4.5/dp_within_optimum"]["value"] <= 0.01
     found = small.rows["figure 4.5b/largest_and_last_compressed_most"]["bytes_per_bucket"]
     layers = small.rows["figure B.1/priority_slower"]["layers"]["powersgd"]
     assert sum(row["sent_bytes"] for row in layers) == pytest.approx(sum(found["uniform"]))
@@ -170,12 +166,6 @@ def test_bounds_hold_where_all_seeds_say_so() -> None:
     assert at_least([1.0, 1.05], 1.1) is False
 
 
-def test_errors_are_held_against_the_references() -> None:
-    runs = [_run("a", plans=[_plan(10, 50.0, 1.0), _plan(20, 50.0, None)]), _run("b", plans=[_plan(10, 50.0, 1.2)])]
-    assert kept_within(runs) == (pytest.approx(1.2), {"decisions": 2, "within": 1})
-    assert math.isnan(kept_within([])[0])
-
-
 def test_quality_is_accuracy_where_it_is_counted_else_the_loss() -> None:
     pytest.importorskip("scipy")
     losses = [_run("a", loss) for loss in (2.0, 2.1, 2.05)]
@@ -241,18 +231,3 @@ def test_times_of_buckets_are_fitted_by_their_bytes() -> None:
     assert per_byte == pytest.approx(costs, rel=1e-3)
     assert quality == pytest.approx(1)
     assert buckets.fitted(syncs[:6])[0] is None
-
-
-def _one(sent: float, error: float = 1.0) -> list[Chosen]:
-    return [Chosen(10, {}, sent, 100.0, error, 1.0, Proposal({}))]
-
-
-def test_the_solver_is_judged_by_optimum_bound_and_mixture() -> None:
-    case = solver.Case("gpt", BITS, _one(80.5), _one(80.0), _one(60.0), _one(59.0), {"topk": _one(70.0)})
-    assert case.hybrid_gain(0) == pytest.approx(70 / 59)
-    assert set(_verdicts(solver.rows([case])).values()) == {True}
-    # What errs too much is not the best of a single family.
-    case = replace(case, others={"topk": _one(30.0, error=2.0)})
-    assert case.hybrid_gain(0) == pytest.approx(80 / 59)
-    bad = replace(case, dp=_one(85.0, error=1.1), hybrid=_one(90.0), hybrid_exact=_one(90.0))
-    assert set(_verdicts(solver.rows([bad])).values()) == {False}

@@ -63,7 +63,7 @@ def test_the_small_version_makes_every_part_and_judges_every_claim(small: Small)
     # What one part has trained another does not train again.
     assert all(0 < small.steps[part] <= made.steps(SMOKE) for part, made in PAPER.parts.items())
     emulated = lab.unavailable() is None
-    judged = {f"{claim.figure}/{claim.row}" for claim in PAPER.claims if emulated or claim.figure != "section 5.6"}
+    judged = {f"{claim.figure}/{claim.row}" for claim in PAPER.claims}
     assert not emulated or judged <= small.rows.keys()
     for name, row in small.rows.items():
         assert bool(row["found"]) == (name in judged), name
@@ -82,12 +82,6 @@ def test_rows_say_what_was_sent(small: Small) -> None:
     # Of so small a network some is raw.
     assert 3.2 < sent["raw"] / sent["W8G8"] < 4
     assert 5 < sent["raw"] / sent["W4G4"] < 8
-    for method in ("W8G8", "W4G4", "raw"):
-        row = small.rows[f"section 5.6/interface_bytes/{method}"]
-        assert row["payload_bytes"] == row["formula_bytes"]
-        assert row["gathers"] == SMOKE.num_micro + 1
-        assert row["reductions"] == 1
-        assert 0.98 < row["value"] < 1.1
     flat = small.rows["section 5.6.1/hierarchical_over_flat"]
     assert set(flat["step_s"]) == {"fp32", "flat", "hierarchical", "nothing"}
 

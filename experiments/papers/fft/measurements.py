@@ -16,14 +16,13 @@ from experiments.framework.methods import NOTHING, Method
 from experiments.framework.study import ImageStudy
 from experiments.framework.training import Trained, added_loss, curves, lost_accuracy
 from experiments.papers.fft import methods
-from experiments.papers.fft.methods import ALL, FEEDBACK, FFT, FP32, LOSSY, MILD, QSGD, STRONG, TERNGRAD, THETA, TOPK
+from experiments.papers.fft.methods import ALL, FEEDBACK, FFT, FP32, LOSSY, MILD, STRONG, THETA, TOPK
 from experiments.papers.fft.reconstruct import (
     Reconstruction,
     distance,
     histogram,
     join,
     largest_layer,
-    num_levels,
     quantiles,
     reconstruct,
     reconstruct_layer,
@@ -137,10 +136,7 @@ def figure_15(study: FFTStudy) -> list[Row]:
                 },
             )
         )
-    # The step that shows most: the outermost cluster of one side may be empty.
-    own = [gradients.layers[i][0][layer] for i in steps]
-    counts = {method.name: max(num_levels(part, codecs[method.name]) for part in own) for method in (QSGD, TERNGRAD)}
-    return [*rows, *(Row("15", f"levels/{name}", count, "") for name, count in counts.items())]
+    return rows
 
 
 def _edges(reconstruction: Reconstruction) -> np.ndarray:

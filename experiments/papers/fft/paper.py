@@ -116,10 +116,6 @@ def _least_errors(rows: Rows) -> str:
     return f"over {rows['least_error_share/fft']['value']:.1%} of the distribution; below {below}"
 
 
-def _levels(method: str, spec: str) -> Callable[[Rows], str]:
-    return lambda rows: f"up to {rows[f'levels/{method}']['value']:g} values received of one rank's layer ({spec})"
-
-
 def _most_ranks(rows: Rows) -> str:
     return max(rows["scaling/fft"]["images_per_s"], key=int)
 
@@ -269,16 +265,6 @@ CLAIMS = (
         "FFT's errors are the least for 99.7 % of the gradients",
         _least_errors,
         lambda rows: rows["least_error_share/fft"]["value"] >= _LEAST_ERROR_SHARE,
-    ),
-    *(
-        Claim(
-            "15",
-            f"levels/{method.name}",
-            f"{method.title} shows {levels} clusters (section 4.2.1)",
-            _levels(method.name, method.spec),
-            lambda rows, row=f"levels/{method.name}", levels=levels: rows[row]["value"] == levels,
-        )
-        for method, levels in ((QSGD, 7), (TERNGRAD, 3))
     ),
     Claim(
         "16",

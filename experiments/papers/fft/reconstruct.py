@@ -82,8 +82,3 @@ def histogram(values: Tensor, edges: np.ndarray) -> np.ndarray:
     """Share of ``values`` in each bin; values outside the edges count to the outermost ones."""
     counts, _ = np.histogram(np.clip(values.numpy(), edges[0], edges[-1]), edges)
     return counts / max(1, values.numel())
-
-
-def num_levels(layer: Tensor, compressor: Compressor) -> int:
-    """How many different values are received of ``layer``."""
-    return int(compressor.roundtrip(layer).unique().numel())

@@ -368,11 +368,6 @@ CLAIMS = (
         "test accuracy {aqsgd} against DirectQ's {direct}",
         margin=None,
     ),
-    _alike(
-        "figure 10",
-        "client and server keep the same messages, cropped and mirrored images' too",
-        lambda rows: rows["table"]["alike"],
-    ),
     Claim(
         "figure 10",
         "table",
@@ -406,7 +401,6 @@ CLAIMS = (
             ),
         )
     ),
-    _alike("appendix G", "both sides keep the same centres", lambda rows: rows["table"]["alike"]),
     *(
         claim
         for bits in SUM_BITS

@@ -79,18 +79,6 @@ def at_least(values: Sequence[float], bound: float) -> bool | None:
     return True if all(above) else False if not any(above) else None
 
 
-def kept_within(runs: Sequence[Run]) -> tuple[float, dict[str, int]]:
-    """The largest share of its reference's error that a decision's is; how many have one, and how many are within."""
-    shares = [
-        plan["error"] / plan["reference_error"]
-        for run in runs
-        for plan in run.plans
-        if plan["error"] is not None and plan["reference_error"]
-    ]
-    within = sum(value <= 1 + 1e-9 for value in shares)
-    return max(shares, default=math.nan), {"decisions": len(shares), "within": within}
-
-
 def side_named(found: Comparison, name: str) -> Side:
     return next(side for side in found.variants if side.name == name)
 

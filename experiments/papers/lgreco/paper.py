@@ -12,7 +12,7 @@ from experiments.framework.claims import Claim, Rows
 from experiments.framework.methods import FP32
 from experiments.framework.paper import Paper, Part, command
 from experiments.framework.sign_test import above, all_hold
-from experiments.papers.lgreco import buckets, correlation, policies, quality, solver, speed
+from experiments.papers.lgreco import buckets, correlation, policies, quality, speed
 from experiments.papers.lgreco.judging import at_least, kept, shown
 from experiments.papers.lgreco.methods import BITS, FAMILIES, POWERSGD, RANK, Family
 from experiments.papers.lgreco.quality import TABLES
@@ -94,23 +94,6 @@ def _control(name: Name) -> Claim:
     return Claim(TABLES[name], row, f"{TITLES[name]}, a control that must fail, {CONTROL}", found)
 
 
-def _within_reference(part: str, says: str, unit: str = "decisions") -> Claim:
-    row = f"error_within_reference/{part}"
-
-    def found(rows: Rows) -> str:
-        counts = f"in {rows[row]['within']} of {rows[row]['decisions']} {unit}"
-        return counts if unit == "plans" else f"{counts}; the largest error is {_share(rows, row)} of the reference's"
-
-    def holds(rows: Rows) -> bool | None:
-        return rows[row]["within"] == rows[row]["decisions"] if rows[row]["decisions"] else None
-
-    return Claim("section 4.4", row, says, found, holds)
-
-
-def _share(rows: Rows, row: str) -> str:
-    return f"{math.nan if rows[row]['value'] is None else rows[row]['value']:.2%}"
-
-
 def _rises(rows: Rows) -> bool | None:
     grown = quality.growth(rows["gain_rises/cnn"]["plans"])
     return at_least(grown, 1.0) if grown else None
@@ -121,7 +104,6 @@ def _claims_of_quality() -> Iterator[Claim]:
         for family in FAMILIES:
             yield from _of_family(name, family)
         yield _control(name)
-    yield _within_reference("trainings", "a plan errs no more than its reference, always")
     yield Claim(
         "figure B.2",
         "gain_rises/cnn",
@@ -258,7 +240,6 @@ def _claims_of_policies() -> Iterator[Claim]:
         lambda rows, row=row: shown(rows[row]),
         lambda rows, row=row: kept(rows[row]),
     )
-    yield _within_reference("policies", "every policy that takes errors keeps within its reference's")
 
 
 # --- figures 4.2 to 4.4, B.3, and k-means of table 4.5
@@ -535,11 +516,10 @@ def _claims_of_buckets() -> Iterator[Claim]:
     )
 
 
-# --- figure B.6a, section 4.5, future work
+# --- figure B.6a
 
 _HIGH = 0.7
 """Correlation that counts as high; the thesis shows it in a picture, without a bound."""
-_WITHIN = 0.01
 
 
 def _correlated(rows: Rows) -> str:
@@ -549,50 +529,6 @@ def _correlated(rows: Rows) -> str:
         f"over {len(row['rows'])} layers and ranks after {row['steps']} steps: Spearman's {spearman:.2f}, Pearson's "
         f"{pearson:.2f}"
     )
-
-
-def _mixed(rows: Rows) -> str:
-    gains = rows["hybrid_over_single"]["gain_by_reference"]
-    shown = ", ".join(f"{key} {fmean(values):.2f}x" for key, values in gains.items())
-    return f"they send {shown} less, by reference; the least gain is {rows['hybrid_over_single']['value']:.4f}x"
-
-
-def _seconds(rows: Rows) -> str:
-    solve, errors_s = rows["seconds"]["solve_s"], rows["seconds"]["errors_s"]
-    return (
-        f"a plan takes {1e3 * solve['dp']:.0f} ms to solve (exactly {1e3 * solve['exact']:.0f} ms), its errors "
-        f"{1e3 * errors_s:.0f} ms"
-    )
-
-
-def _claims_of_plans() -> Iterator[Claim]:
-    yield Claim(
-        "figure B.6a",
-        "correlation",
-        "the loss-based metric and the error have a high correlation (section 4.6.4)",
-        _correlated,
-        lambda rows: None if rows["correlation"]["value"] is None else rows["correlation"]["value"] >= _HIGH,
-    )
-    row = "dp_within_optimum"
-    yield Claim(
-        "section 4.5",
-        row,
-        "the dynamic programme's plans are within 1 % of the optimum (D = 10000)",
-        lambda rows: (
-            f"over {len(rows[row]['excess'])} problems at most {rows[row]['value']:.3%} more bytes than the exact "
-            "solver's"
-        ),
-        lambda rows: rows[row]["value"] <= _WITHIN,
-    )
-    yield _within_reference("solver", "a plan errs no more than its reference, whoever solves it", "plans")
-    yield Claim(
-        "future work",
-        "hybrid_over_single",
-        "plans of any family are never worse than the best of a single one within the same error",
-        _mixed,
-        lambda rows: rows["hybrid_over_single"]["value"] >= 1 - solver.ROUNDING,
-    )
-    yield Claim("section 4.5", "seconds", "time to find a plan, on this machine", _seconds)
 
 
 # --- the chapter
@@ -607,14 +543,19 @@ PAPER = Paper(
         "ranks": Part("figure 4.2: ranks", speed.figure_4_2, speed.rank_steps, 0.045, 20.0),
         "buckets": Part("figures 4.5b, B.1: buckets", buckets.buckets, buckets.steps, 0.045, 20.0),
         "metric": Part("figure B.6a: the loss as a metric", correlation.metric, correlation.steps, 0.025, 2.0),
-        "solver": Part("sections 4.4, 4.5: the solver", solver.solver, solver.steps, 0.025, 25.0),
     },
     (
         *_claims_of_quality(),
         *_claims_of_policies(),
         *_claims_of_speed(),
         *_claims_of_buckets(),
-        *_claims_of_plans(),
+        Claim(
+            "figure B.6a",
+            "correlation",
+            "the loss-based metric and the error have a high correlation (section 4.6.4)",
+            _correlated,
+            lambda rows: None if rows["correlation"]["value"] is None else rows["correlation"]["value"] >= _HIGH,
+        ),
     ),
     judged=(
         "quality: the loss or accuracy lost is at most 1 % of fp32's, at 95 %, in a training that a control damages; "

@@ -7,7 +7,7 @@ from statistics import fmean, median
 from typing import Any
 
 from experiments.framework.claims import Row
-from experiments.papers.lgreco.judging import bytes_from, first_plan, gains, kept, kept_within, lost, side_named
+from experiments.papers.lgreco.judging import bytes_from, first_plan, gains, kept, lost, side_named
 from experiments.papers.lgreco.methods import FAMILIES, POWERSGD, Family
 from experiments.papers.lgreco.study import NAMES, TITLES, LGrecoScale, LGrecoStudy
 from experiments.papers.lgreco.tasks import Name
@@ -37,8 +37,6 @@ def quality(study: LGrecoStudy) -> list[Row]:
     _draw(study, {f"{row.figure}/{row.name}": row for row in rows})
     adapted = side_named(found["cnn"], POWERSGD.adapted("cnn", study.scale.every("cnn")))
     _draw_b2(study, adapted)
-    largest, counts = kept_within([run for c in found.values() for side in c.variants for run in side.runs])
-    rows.append(Row("section 4.4", "error_within_reference/trainings", largest, "", counts))
     grown = growth([run.plans for run in adapted.runs])
     value = fmean(grown) if grown else float("nan")
     rows.append(Row("figure B.2", "gain_rises/cnn", value, "x", {"plans": [run.plans for run in adapted.runs]}))

@@ -40,7 +40,7 @@ from experiments.papers.qsdp.methods import (
     uniform,
 )
 from experiments.papers.qsdp.sizes import SIZES, TIMED, Size, SizeName, timed
-from experiments.papers.qsdp.timing import FULL_PACKET, FULL_PAYLOAD, ShardedTiming
+from experiments.papers.qsdp.timing import ShardedTiming
 from experiments.papers.qsdp.trainings import Trained, Trainings
 from experiments.tasks.models import Model
 from thinwire.compare import plots
@@ -64,7 +64,6 @@ THESIS_STEPS, THESIS_LEARNINGS = 4800, 3
 METHODS = (FP32, FP16, RAW, W8G8, replace(W4G4, colour="#1f6fb2"), NOTHING)
 """Of figure 5.3."""
 NODE_METHODS = (FP32, FLAT, HIERARCHICAL, NOTHING)
-COUNTED = (W8G8, W4G4, RAW)
 _FAST_BPS = 10**9
 _COLOURS = {6: "#0a7d4f", 5: "#1f6fb2", 4: "#c0392b"}
 
@@ -90,7 +89,6 @@ class QSDPScale(Scale):
     """Of figure C.1 and table C.2."""
     errors_every: int = 8
     """Steps between two looks at the compression error (figures C.2 and C.3)."""
-    count_steps: int = 4
     regression_seeds: int = 10
     regression_steps: int = 400
     regression_rows: int = 4000
@@ -553,32 +551,3 @@ def sooner_row(base: Trained, ours: Trained, *, title: str, num_micro: int) -> R
     }
     sooner = times[0] / times[1] if times[0] is not None and times[1] else math.nan
     return Row("figure 5.2", "sooner", sooner, "x", data)
-
-
-# --- bytes on the interfaces beside what the formats' formulas say
-
-
-def count_steps(scale: QSDPScale) -> int:
-    return len(COUNTED) * scale.count_steps
-
-
-def interface_bytes(study: QSDPStudy) -> list[Row]:
-    """What some steps of each method put on the links, by the kernel's counters; nothing where there are no links."""
-    rows, num_modules = [], study.scale.timed.model.layers + 1
-    for method in COUNTED if study.emulated else ():
-        counted = study.timing().count(
-            study.model, method, steps=study.scale.count_steps, num_modules=num_modules, on_turn=study.advance
-        )
-        data = {
-            "interface_bytes": counted.interface_bytes,
-            "formula_bytes": int(counted.formula_bytes),
-            "payload_bytes": int(counted.payload_bytes),
-            "gathers": counted.gathers,
-            "reductions": counted.reductions,
-            "steps": counted.steps,
-            "num_micro": study.scale.num_micro,
-            "headers": FULL_PACKET / FULL_PAYLOAD - 1,
-        }
-        ratio = counted.without_headers / counted.formula_bytes
-        rows.append(Row("section 5.6", f"interface_bytes/{method.name}", ratio, "", data))
-    return rows

@@ -16,7 +16,6 @@ from experiments.framework.sign_test import above, all_hold
 from experiments.papers.qsdp import errors, measurements, regression
 from experiments.papers.qsdp.measurements import (
     BUCKETS_OF,
-    COUNTED,
     LEAST_BITS_KEPT,
     MARGIN,
     MORE_RANKS,
@@ -44,7 +43,6 @@ from experiments.papers.qsdp.methods import (
     Method,
 )
 from experiments.papers.qsdp.sizes import SIZES, SIZES_SMOKE, TIMED_SMOKE, Size
-from experiments.papers.qsdp.timing import FULL_PACKET, FULL_PAYLOAD
 from thinwire.compare.statistics import Estimate, Verdict, judge, relative_differences
 
 _THESIS_COST = 9 / (5 * 60)
@@ -61,7 +59,6 @@ _SOONER = 2.2
 _MOST = RATIOS[-1]
 _NEAR = 0.85
 """Of the speed with nothing sent."""
-_BYTES_MARGIN = 0.03
 
 
 # --- perplexity: a row has the mean of what is lost, and its bounds
@@ -499,30 +496,6 @@ def _near_ideal(rows: Rows) -> str:
     )
 
 
-# --- bytes
-
-
-def _bytes(method: Method) -> Claim:
-    row = f"interface_bytes/{method.name}"
-
-    def text(rows: Rows) -> str:
-        own = rows[row]
-        over = own["interface_bytes"] * FULL_PAYLOAD / FULL_PACKET / own["formula_bytes"] - 1
-        mb = {key: own[f"{key}_bytes"] / own["steps"] / 1e6 for key in ("interface", "formula", "payload")}
-        return (
-            f"{over:+.2%} without the headers of full packets: {mb['interface']:.2f} MB a step on "
-            f"{NUM_RANKS} interfaces, formula {mb['formula']:.2f} MB, handed over {mb['payload']:.2f} MB, in "
-            f"{own['gathers']:g} gathers and {own['reductions']:g} reduction a step"
-        )
-
-    def rule(rows: Rows) -> bool:
-        own = rows[row]
-        return abs(own["value"] - 1) <= _BYTES_MARGIN and own["payload_bytes"] == own["formula_bytes"]
-
-    says = f"{method.title}: bytes on the interface are within {_BYTES_MARGIN:.0%} of the formula's"
-    return Claim("section 5.6", row, says, text, rule)
-
-
 # --- the paper
 
 CLAIMS = (
@@ -530,7 +503,6 @@ CLAIMS = (
     *_levels(),
     *(claim for problem, batches in product(regression.TITLES, (True, False)) for claim in _shift(problem, batches)),
     *_speeds(),
-    *(_bytes(method) for method in COUNTED),
 )
 
 _DIFFERS = (
@@ -575,7 +547,6 @@ PAPER = Paper(
         "bandwidth": Part("figure 5.3: bandwidth", measurements.figure_5_3, measurements.bandwidth_steps, 0.6, 20.0),
         "5.2fig": Part("figure 5.2: perplexity and time", measurements.figure_5_2, measurements.time_steps, 0.19, 5.0),
         "C.1": Part("figure C.1, table C.2: ratios", measurements.table_c_2, measurements.ratio_steps, 0.5, 15.0),
-        "bytes": Part("bytes on the interface", measurements.interface_bytes, measurements.count_steps, 0.2, 4.0),
     },
     CLAIMS,
     judged=_JUDGED,
@@ -591,7 +562,6 @@ PAPER = Paper(
         rates=(_SLOWEST, _FAST, _FASTEST),
         fast_steps=1,
         errors_every=4,
-        count_steps=1,
         regression_seeds=2,
         regression_steps=20,
         regression_rows=200,
