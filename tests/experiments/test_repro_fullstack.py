@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from experiments.__main__ import main as experiments_main
-from experiments.framework.claims import Row, judge
 from experiments.framework.timing import Times
 from experiments.papers.aqsgd.resume import checkpoint_every, kills
 from experiments.papers.fullstack import measurements
@@ -18,15 +17,13 @@ from experiments.papers.fullstack.methods import (
     ACTIVATIONS,
     ADAM,
     AQSGD,
-    CONTROL,
     DIRECT,
-    FP32,
     GRADIENTS,
     ONLY_GRADIENTS,
     QUANTIZED,
     WARMING,
 )
-from experiments.papers.fullstack.paper import PAPER, ceiling
+from experiments.papers.fullstack.paper import PAPER
 from experiments.papers.fullstack.tasks import SMALL, TIMED, Stacked
 from made_up import run
 from small_versions import Small, small_version
@@ -137,51 +134,6 @@ def test_times_are_compared_at_the_same_loss() -> None:
     assert measurements.relative_times([ours], [other], [2.0]) == [pytest.approx(-0.75)]
     assert measurements.relative_times([ours], [other], [0.5]) == [math.inf]
     assert measurements.steps_within(other, 10.0) == pytest.approx(2.5)
-
-
-def _verdicts(rows: list[Row]) -> dict[str, bool | None]:
-    return {row.name: row.holds for row in judge(PAPER.claims, rows, emulated=True) if row.claim}
-
-
-def _curve_rows(aqsgd: float, direct: float, control: float) -> list[Row]:
-    def facts(loss: float) -> dict[str, object]:
-        losses = [loss, loss + 0.001, loss - 0.001]
-        return {"losses": losses, "held_out": [[9.0, value] for value in losses], "alike": [True] * 3}
-
-    losses = ((AQSGD, aqsgd), (DIRECT, direct), (CONTROL, control))
-    base = facts(2.0)
-    return [Row("figure 5", f"loss/{m.name}", loss, "", {**facts(loss), "baseline": base}) for m, loss in losses]
-
-
-def test_losses_are_judged_where_the_control_fails() -> None:
-    pytest.importorskip("scipy")
-    rows = _curve_rows(2.01, 2.1, 2.2)
-    found = _verdicts(rows)
-    assert found[f"loss/{AQSGD.name}"] is True
-    assert found[f"loss/{DIRECT.name}"] is True
-    assert found["loss/direct against aqsgd"] is True
-    assert found["alike"] is True
-    assert _verdicts(_curve_rows(2.1, 2.1, 2.2))[f"loss/{AQSGD.name}"] is False
-    assert _verdicts(_curve_rows(2.01, 2.1, 2.0))[f"loss/{AQSGD.name}"] is None
-
-
-def test_throughput_is_judged_over_the_slowest_link() -> None:
-    def found(both: float, gradients: float) -> dict[str, bool | None]:
-        slow = {FP32.name: [9.0] * 5, ACTIVATIONS.name: [4.0] * 5, ONLY_GRADIENTS.name: [gradients] * 5}
-        by_round = {"100mbit": {**slow, AQSGD.name: [both] * 5}, "1gbit": {**slow, AQSGD.name: [0.5] * 5}}
-        assert ceiling(by_round, "100mbit") == 18.0
-        data = {
-            "by_round": by_round,
-            "links": {"100mbit": "16mbit", "1gbit": None},
-            "step_bytes": {FP32.name: 8.0, AQSGD.name: 1.0},
-            "computed_s": 0.1,
-            "replicas": 2,
-            "slowdown": 6.0,
-        }
-        return _verdicts([*_curve_rows(2.0, 2.1, 2.2), Row("figure 5", "throughput", 1.0, "sequences/s", data)])
-
-    assert {name: found(1.0, 2.0)[name] for name in ("faster", "both_count")} == {"faster": True, "both_count": True}
-    assert {name: found(3.0, 2.0)[name] for name in ("faster", "both_count")} == {"faster": False, "both_count": False}
 
 
 def test_rates_are_the_papers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,12 +14,9 @@ import torch
 
 import thinwire
 from experiments.__main__ import main as experiments_main
-from experiments.framework.claims import Row, judge
 from experiments.framework.methods import TimedReduction
-from experiments.framework.timing import Times
-from experiments.framework.training import Trained
-from experiments.papers.intsgd import convex, datasets, figure_6, logistic, methods, networks, world
-from experiments.papers.intsgd.convex import METHODS, Known, Minimised, Source
+from experiments.papers.intsgd import convex, datasets, figure_6, logistic, methods, world
+from experiments.papers.intsgd.convex import METHODS, Source
 from experiments.papers.intsgd.methods import NETWORKS
 from experiments.papers.intsgd.paper import PAPER, SMOKE, IntSGDStudy
 from experiments.tasks import words
@@ -267,105 +264,9 @@ def test_draws_are_functions_of_seed_purpose_and_step() -> None:
 # --- judging
 
 
-def _trace(gap: list[float], largest: list[float], bits: float, seeds: int = 2) -> world.Trace:
-    records = len(gap)
-    steps = np.arange(records, dtype=np.float64) * 10.0
-
-    def wide(values: Any) -> Any:
-        return np.repeat(np.asarray(values, dtype=float)[:, None], seeds, axis=1)
-
-    total = wide(steps * bits)
-    return world.Trace(steps, wide(gap), wide(steps), total, wide(largest), wide(largest))
-
-
-def _held(figure: str, rows: list[Row], *, emulated: bool = True) -> dict[str, bool | None]:
-    kind = "quality/" if rows[0].name.startswith("quality/") else ""
-    claims = [claim for claim in PAPER.claims if claim.figure == figure and claim.row.startswith(kind)]
-    return {row.name: row.holds for row in judge(claims, rows, emulated=emulated)}
-
-
-def _figure_6(**traces: world.Trace) -> dict[str, bool | None]:
-    known = Known("here", 240, 100, 20, 0.1, 1.0, logistic.Optimum(0.0, 0.0, 10))
-    plain = {method.name: _trace(_STRAIGHT, [0] * 9, 32.0) for method in METHODS}
-    integers = {name: _trace(_STRAIGHT, [0, *[2] * 8], 1.5) for name in ("intdiana", "vr-intdiana")}
-    blown = {"intgd": _trace(_STRAIGHT, [0, *(10.0**k for k in range(8))], 9.0)}
-    found = {**plain, **integers, **blown, **{name.replace("_", " "): trace for name, trace in traces.items()}}
-    return _held("6", figure_6.measured([Minimised(Source("d"), known, found)]))
-
-
-_STRAIGHT = [10.0**-k for k in range(9)]
-
-
-def test_claims_about_integers_are_judged_by_bits_and_by_growth() -> None:
-    held = _figure_6()
-    for name in ("bits/intdiana", "largest/intgd", "steps/intdiana", "bound/intdiana"):
-        assert held[name] is True, name
-    assert held["gradients/vr-intdiana"] is False
-    assert _figure_6(intdiana=_trace(_STRAIGHT, [0, *[9] * 8], 3.2))["bits/intdiana"] is False
-    assert _figure_6(intgd=_trace(_STRAIGHT, [0, *[3] * 8], 2.5))["largest/intgd"] is False
-
-
-def test_convergence_must_be_linear_and_as_fast() -> None:
-    slower = [10.0 ** (-0.5 * k) for k in range(9)]
-    assert _figure_6(intdiana=_trace(slower, [0, *[2] * 8], 1.5))["steps/intdiana"] is False
-    bent = [1.0, 1e-5, 1e-6, 2e-7, 1e-7, 9e-8, 8e-8, 7.5e-8, 1e-8]
-    assert _figure_6(intdiana=_trace(bent, [0, *[2] * 8], 1.5))["steps/intdiana"] is False
-    assert figure_6.linearity(np.arange(9.0), np.array(_STRAIGHT)) == pytest.approx(1)
-    assert figure_6.linearity(np.arange(9.0), np.ones(9)) == 0
-
-
 def test_the_bound_is_that_of_section_4_2() -> None:
     # The paper's own example: d = 10^10 and n = 100 are about 14 bits.
     assert 1 + math.log2(figure_6.bound(10**10, 100)) == pytest.approx(13.8, abs=0.1)
-
-
-def _trained(accuracy: float, loss: float = 1.0) -> Trained:
-    return Trained((0.1, 0.2), 0.15, (2.0, 1.0), (2,), (0.1, accuracy), (2.3, loss), 8.0, accuracy, loss, ())
-
-
-def test_quality_is_judged_by_the_spread_of_sgds_seeds() -> None:
-    pytest.importorskip("scipy")
-    runs = {method.name: [_trained(a) for a in (0.95, 0.96, 0.94)] for method in methods.TRAINED}
-    runs["heuristic"] = runs["natsgd"] = [_trained(a) for a in (0.90, 0.91, 0.895)]
-    held = _held("2", networks.quality("pictures", runs))
-    assert (held["quality/intsgd"], held["quality/natsgd"]) == (True, False)
-    assert (held["quality/heuristic"], held["quality/heuristic 32"]) == (True, False)
-
-
-def test_losses_of_words_are_better_when_lower_and_a_diverged_run_does_not_match() -> None:
-    pytest.importorskip("scipy")
-    runs = {method.name: [_trained(0.4, x) for x in (3.0, 3.02, 3.01)] for method in methods.TRAINED}
-    runs["intsgd determ"] = [_trained(0.4, x) for x in (3.2, 3.21, 3.22)]
-    runs["intsgd"] = [_trained(0.0, math.nan)] * 3
-    held = _held("3", networks.quality("words", runs))
-    assert (held["quality/intsgd determ"], held["quality/intsgd"], held["quality/natsgd"]) == (True, False, True)
-
-
-def _times(**changed: tuple[float, float, float]) -> Times:
-    """Seconds of a step, of communication and of coding, the same in eight rounds."""
-    known = {method.name: (1.0, 0.5, 0.01) for method in methods.METHODS}
-    known |= {name.replace("_", " "): seconds for name, seconds in changed.items()}
-    stages = {name: {"wire_s": (wire,) * 8, "encode_s": (code,) * 8} for name, (_, wire, code) in known.items()}
-    return Times({name: (total,) * 8 for name, (total, *_) in known.items()}, {}, least_stages=stages)
-
-
-def test_times_are_judged_round_by_round_and_only_over_a_slow_link() -> None:
-    times = _times(intsgd=(0.6, 0.13, 0.02), sgd_all_gather=(2.0, 1.5, 0.0))
-    rows = networks.speed("pictures", times)
-    held = _held("2", rows)
-    assert held["communication/intsgd over sgd"] is True
-    assert held["total/intsgd over sgd"] is True
-    assert held["total/powersgd over sgd"] is None
-    assert held["overhead/intsgd over intsgd determ"] is True
-    slow = networks.speed("pictures", _times(intsgd=(0.6, 0.14, 0.02)))
-    assert _held("2", slow)["communication/intsgd over sgd"] is False
-    assert not any(_held("2", rows, emulated=False).values())
-
-
-@pytest.mark.parametrize(("accuracy", "holds"), [(0.945, True), (0.93, False), (math.nan, False)])
-def test_constants_are_judged_by_the_worst_choice(accuracy: float, holds: bool) -> None:
-    found = {"beta=0.9, eps=1e-08": _trained(0.95), "beta=0": _trained(accuracy), "beta=0.5": _trained(0.96)}
-    assert _held("5", [networks.stability("pictures", found)])["sensitivity/pictures"] is holds
 
 
 # --- the methods

@@ -13,7 +13,6 @@ import torch
 
 import thinwire
 from experiments.__main__ import main as experiments_main
-from experiments.framework.claims import Row, judge
 from experiments.papers.lgreco import buckets, methods, policies, quality, speed
 from experiments.papers.lgreco.judging import at_least, bytes_from, first_plan, gains, kept, lost
 from experiments.papers.lgreco.methods import FAMILIES, TOPK
@@ -197,24 +196,6 @@ def test_the_gain_and_the_overhead_of_a_family() -> None:
         "summing": pytest.approx(0.498 / 20 * 50 / 50),
     }
     assert math.isnan(quality.overhead("gpt", TOPK, uniform).value)
-
-
-def _verdicts(rows: Sequence[Row]) -> dict[str, bool | None]:
-    names = {(row.figure, row.name) for row in rows}
-    claims = [claim for claim in PAPER.claims if (claim.figure, claim.row) in names or claim.row.startswith("last_")]
-    return {row.name: row.holds for row in judge(claims, rows, emulated=True) if row.claim}
-
-
-def test_buckets_are_judged_by_what_is_sent_in_them() -> None:
-    found = {
-        "uniform": [100.0, 100.0, 400.0, 100.0],
-        "lgreco": [90.0, 80.0, 200.0, 40.0],
-        "kmeans": [50.0, 50.0, 300.0, 60.0],
-        "priority": [110.0, 100.0, 180.0, 30.0],
-    }
-    assert set(_verdicts(buckets.bucket_rows(found)).values()) == {True}
-    other = {**found, "lgreco": [10.0, 20.0, 300.0, 90.0], "priority": [5.0, 10.0, 310.0, 95.0]}
-    assert set(_verdicts(buckets.bucket_rows(other)).values()) == {False}
 
 
 def test_times_of_buckets_are_fitted_by_their_bytes() -> None:

@@ -1,4 +1,4 @@
-"""The workers of one training, the chunks that they add up, and what ends it."""
+"""The state of one aggregated training: its workers, the chunks that are being added, and when it fails."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ _DTYPES = {1: np.dtype("<i1"), 4: np.dtype("<i4")}
 
 
 class SessionError(Exception):
-    """A session is over. The text says why, for all its workers."""
+    """A session has failed. The message names the reason and is sent to all workers."""
 
 
 @dataclass
 class Slot:
-    """One accumulator, and the chunk that it serves."""
+    """One accumulator and the chunk that it holds."""
 
     wide: np.ndarray
-    """int64: what int32 values are added in, so that an overflow is seen."""
+    """int64 ``[elements]``, in which int32 values are added so that an overflow is detected."""
     narrow: np.ndarray
-    """int32, in the same memory: what int8 values are added in."""
+    """int32 ``[elements]`` in the same memory, in which int8 values are added."""
     header: Header | None = None
-    """Of the first contribution to the present chunk; None while there is none."""
+    """The header of the first contribution to the present chunk, or None."""
     ranks: set[int] = field(default_factory=set)
     since_s: float = 0.0
 
     @staticmethod
     def pool(count: int, elements: int) -> list[Slot]:
-        """All accumulators that an aggregator has."""
+        """Allocate ``count`` accumulators of ``elements`` values each."""
         memory = np.zeros((count, elements), dtype=np.int64)
         narrow = memory.view(np.int32)[:, :elements]
         return [Slot(memory[i], narrow[i]) for i in range(count)]
 
     def free(self) -> None:
-        """Forget what it holds."""
+        """Make the slot available for another chunk."""
         self.header = None
         self.ranks.clear()
 
 
 class Session:
-    """The workers of one training. Knows nothing of sockets."""
+    """The workers of one training, independent of sockets. Times are seconds of one monotonic clock."""
 
     def __init__(self, greeting: Greeting, slots: list[Slot], slot_elements: int, now_s: float) -> None:
         self.greeting = greeting
@@ -54,20 +54,20 @@ class Session:
         self.left: set[int] = set()
         self.since_s = now_s
         self.heard_s = now_s
-        """When a worker joined or sent integers last."""
+        """The last time at which a worker joined or sent integers."""
         self._next = [list(range(self.slots_per_lane)) for _ in range(greeting.lanes)]
         """The chunk that each slot of each lane serves next."""
 
     @property
     def complete(self) -> bool:
-        """Whether all workers are there."""
+        """Whether all workers have joined."""
         return len(self.joined) == self.greeting.world_size
 
     def join(self, greeting: Greeting, now_s: float) -> None:
-        """Take in one more worker.
+        """Add a worker.
 
         Raises:
-            SessionError: it sees the session otherwise than the others.
+            SessionError: Its greeting differs from that of the first worker.
         """
         for name, mine in self.greeting._asdict().items():
             its = getattr(greeting, name)
@@ -79,10 +79,10 @@ class Session:
         self.heard_s = now_s
 
     def leave(self, rank: int, how: str) -> None:
-        """Let a worker go.
+        """Remove a worker.
 
         Raises:
-            SessionError: others wait for it.
+            SessionError: Other workers wait for its integers, or not all have joined.
         """
         self.left.add(rank)
         for slot in self.slots:
@@ -92,11 +92,11 @@ class Session:
             raise SessionError(f"rank {rank} {how} before all were there")
 
     def add(self, rank: int, header: Header, payload: memoryview, now_s: float) -> bytes | None:
-        """Take a worker's integers of a chunk in; the frame for all workers once all have contributed.
+        """Add a worker's integers to a chunk. Once all have contributed, return the result frame for all workers.
 
         Raises:
-            ProtocolError: the frame breaks the rules.
-            SessionError: workers contributed what does not fit together, or a sum overflowed.
+            ProtocolError: The frame violates the protocol.
+            SessionError: Workers disagree about the chunk, or a sum overflowed.
         """
         if header.kind != Kind.CONTRIBUTE or not self.complete:
             raise ProtocolError(f"it sent a frame of kind {header.kind.name} when integers were due")
@@ -117,8 +117,8 @@ class Session:
             np.copyto(held, values)
         elif slot.header != header:
             raise SessionError(
-                f"ranks disagree on chunk {header.chunk} of lane {header.lane}: rank {rank} sends {_told(header)}, "
-                f"rank {min(slot.ranks)} {_told(slot.header)}"
+                f"ranks disagree on chunk {header.chunk} of lane {header.lane}: rank {rank} sends {_describe(header)}, "
+                f"rank {min(slot.ranks)} {_describe(slot.header)}"
             )
         elif header.op == Op.MAX:
             np.maximum(held, values, out=held)
@@ -143,10 +143,10 @@ class Session:
         return result.pack() + held.astype(_DTYPES[header.width]).tobytes()
 
     def check(self, now_s: float, join_timeout_s: float, idle_timeout_s: float) -> None:
-        """See whether somebody is waited for too long, or nobody sends anything any more.
+        """Check the timeouts: for joining, for missing contributions, and for an idle session.
 
         Raises:
-            SessionError: with the ranks that are missing.
+            SessionError: One has passed; the message names the missing ranks.
         """
         everybody, timeout_s = set(range(self.greeting.world_size)), self.greeting.timeout_ms / 1000
         if not self.complete:
@@ -166,11 +166,11 @@ class Session:
 
     @property
     def slots_in_use(self) -> int:
-        """Slots that hold a chunk."""
+        """Number of slots that hold a chunk."""
         return sum(slot.header is not None for slot in self.slots)
 
 
-def _told(header: Header) -> str:
+def _describe(header: Header) -> str:
     return f"{header.elements} of int{8 * header.width} to {header.op.name}"
 
 

@@ -31,7 +31,7 @@ from thinwire.kernels import HAVE_NATIVE, LINE_BYTES, Word
 TICKET_BYTES = 32
 _TICKET = struct.Struct("<qq16s")
 _TOKEN_BYTES = 16
-_LOOK_S = 0.2
+_CHECK_S = 0.2
 """Seconds between checks of whether a rank that is waited for is still alive."""
 
 
@@ -41,7 +41,7 @@ class SharedMemoryError(RuntimeError):
 
 @cache
 def unavailable() -> str | None:
-    """Why ranks cannot share memory here; None if they can. Tried once for each process."""
+    """Return why ranks cannot share memory here, or None if they can. Tried once for each process."""
     if not sys.platform.startswith("linux"):
         return f"shared memory between ranks needs Linux, this is {sys.platform}"
     if not HAVE_NATIVE:
@@ -136,7 +136,7 @@ class Segment:
 
 
 def read_ticket(ticket: Tensor) -> tuple[int, int, bytes]:
-    """(pid, file descriptor, token) of a ticket. Raises `SharedMemoryError` if it is invalid."""
+    """Return (pid, file descriptor, token) of a ticket. Raises `SharedMemoryError` if it is invalid."""
     if ticket.dtype != torch.uint8 or ticket.shape != (TICKET_BYTES,):
         raise SharedMemoryError(f"a ticket is a 1-D uint8 tensor of {TICKET_BYTES} bytes")
     return _TICKET.unpack(ticket.numpy().tobytes())
@@ -183,7 +183,7 @@ class Process:
         self._poll.register(self._fd, select.POLLIN)
 
     def is_alive(self) -> bool:
-        """Whether it is still running. False as soon as it has ended, also before its parent has waited for it."""
+        """Whether the process runs. False as soon as it has ended, even before its parent has waited for it."""
         return not self._poll.poll(0)
 
     def close(self) -> None:
@@ -217,10 +217,10 @@ def share(transport: Transport, num_bytes: int, others: Mapping[int, int]) -> tu
 
     Raises:
         SharedMemoryError: On every rank, if any of them failed.
-        TransportError: A rank is gone or silent.
+        TransportError: A rank has failed or does not answer.
     """
     problem: SharedMemoryError | None = None
-    mine, found = None, {}
+    mine, mapped = None, {}
     try:
         mine = Segment(num_bytes) if num_bytes else None
     except SharedMemoryError as error:
@@ -230,7 +230,7 @@ def share(transport: Transport, num_bytes: int, others: Mapping[int, int]) -> tu
         # A rank whose ticket is empty reports its own failure.
         for rank in [rank for rank in others if problem is None and tickets[rank].any()]:
             process = Process(read_ticket(tickets[rank])[0])
-            found[rank] = Shared(Segment.of(tickets[rank], others[rank]).memory, process)
+            mapped[rank] = Shared(Segment.of(tickets[rank], others[rank]).memory, process)
     except SharedMemoryError as error:
         problem = error
     failed = transport.all_gather(torch.tensor([problem is not None]))[:, 0].tolist()
@@ -241,7 +241,7 @@ def share(transport: Transport, num_bytes: int, others: Mapping[int, int]) -> tu
         why = f": {problem}" if problem else ""
         text = f"ranks {ranks} could not share memory with the other ranks of their node{why}"
         raise SharedMemoryError(text) from problem
-    return mine.memory if mine else torch.empty(0, dtype=torch.uint8), found
+    return mine.memory if mine else torch.empty(0, dtype=torch.uint8), mapped
 
 
 def await_word(
@@ -263,7 +263,7 @@ def await_word(
         TransportError: The value did not arrive within ``timeout_s``, or ``check`` raised.
     """
     deadline = time.monotonic() + timeout_s
-    if word.wait(value, timeout_s=min(timeout_s, _LOOK_S), spin_s=spin_s):
+    if word.wait(value, timeout_s=min(timeout_s, _CHECK_S), spin_s=spin_s):
         return
     while True:
         try:
@@ -276,5 +276,5 @@ def await_word(
         left = deadline - time.monotonic()
         if left <= 0:
             raise TransportError(f"{waiting}: nothing came within {timeout_s:g} s. That rank is stuck", rank=peer)
-        if word.wait(value, timeout_s=min(left, _LOOK_S)):
+        if word.wait(value, timeout_s=min(left, _CHECK_S)):
             return

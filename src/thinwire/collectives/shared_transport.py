@@ -29,18 +29,17 @@ _SPIN_S = 30e-6
 
 
 def with_shared_memory(transport: Transport, timeout: timedelta, choice: TransportChoice = "auto") -> Transport:
-    """``transport``, with shared memory where ranks share a node. All ranks must call this.
+    """Return ``transport`` with shared memory between ranks of one node. All ranks must call this.
 
     Args:
         transport: Sends between nodes.
         timeout: Of every wait for another rank.
         choice: "auto" returns ``transport`` itself if no two ranks can share memory, with a warning if ranks share a
-        node;
-            "shared" raises in that case, and if only some ranks can; "group" always returns ``transport``.
+            node; "shared" raises in that case, and if only some ranks can; "group" always returns ``transport``.
 
     Raises:
         SharedMemoryError: On every rank, as described for ``choice``.
-        TransportError: A rank is gone or silent.
+        TransportError: A rank has failed or does not answer.
     """
     check_choice(choice)
     if choice == "group" or transport.world_size == 1:
@@ -98,7 +97,7 @@ class _Place(NamedTuple):
 
 
 def _places(messages: Sequence[Outgoing], neighbours: frozenset[int]) -> tuple[dict[int, _Place], int]:
-    """By phase, the places of a rank's messages to any of its ``neighbours``; and the bytes of all of them.
+    """Return the places of a rank's messages to its ``neighbours`` by phase, and the bytes of all of them.
 
     Every rank computes this for every rank of its node, so nothing about it is sent.
     """
@@ -161,7 +160,7 @@ class SharedMemoryTransport(Transport):
 
         Raises:
             SharedMemoryError: On every rank: no two ranks share a node, or a rank cannot share memory.
-            TransportError: A rank is gone or silent.
+            TransportError: A rank has failed or does not answer.
         """
         super().__init__()
         self._inner, self.detector = inner, inner.detector
@@ -171,12 +170,12 @@ class SharedMemoryTransport(Transport):
         # With a single core the rank that is waited for could not run while this one spins.
         self._spin_s = _SPIN_S if self._node and len(os.sched_getaffinity(0)) > 1 else 0.0
         others = self._others(self.rank)
-        mine, found = share(inner, LINE_BYTES if others else 0, dict.fromkeys(others, LINE_BYTES))
+        mine, mapped = share(inner, LINE_BYTES if others else 0, dict.fromkeys(others, LINE_BYTES))
         self._given_up = Word(mine, 0) if others else None
-        self._neighbours = {rank: _Neighbour(rank, of.process, of.memory) for rank, of in found.items()}
+        self._neighbours = {rank: _Neighbour(rank, its.process, its.memory) for rank, its in mapped.items()}
 
     def _find_node(self, identity: Tensor, strict: bool) -> frozenset[int]:
-        """Ranks with which this one shares memory, itself included; empty if it cannot."""
+        """Return the ranks with which this one shares memory, itself included; empty if it cannot."""
         why = unavailable()
         rows = self._inner.all_gather(torch.cat([identity, torch.tensor([why is not None], dtype=torch.uint8)]))
         without = [rank for rank, row in enumerate(rows) if row[-1]]
@@ -190,7 +189,7 @@ class SharedMemoryTransport(Transport):
         return frozenset(rank for rank in range(self.world_size) if numbers[rank] == numbers[self.rank] and not why)
 
     def _others(self, rank: int) -> frozenset[int]:
-        """The other ranks of the node of ``rank``, which is this one's."""
+        """Return the other ranks of this rank's node, as ``rank`` sees them."""
         return self._node - {rank}
 
     def give_up(self) -> None:
@@ -204,7 +203,9 @@ class SharedMemoryTransport(Transport):
         rank = self.rank
         places = {peer: _places(traffic[peer], self._others(peer)) for peer in self._node | {rank}}
         mine, own_bytes = places[rank]
-        senders = {p: size for p, (of, size) in places.items() if any(rank in place.consumed for place in of.values())}
+        senders = {
+            p: size for p, (own, size) in places.items() if any(rank in place.consumed for place in own.values())
+        }
         memory, others = share(self, own_bytes, senders)
         outgoing = {message.phase: message for message in traffic[rank]}
         outbox: dict[int, Tensor] = {}

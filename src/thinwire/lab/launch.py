@@ -27,10 +27,11 @@ STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command on all ranks ended.
+    """The result of a command that ran on all ranks.
 
-    ``exit_code`` is the first failing rank's (128 + n for signal n, as a shell has it), 128 + n if this process was
-    told to stop by signal n, 124 after a timeout, else 0. ``link_bytes`` has (sent, received) of each rank.
+    ``exit_code`` is the exit code of the first rank that failed (128 + n if signal n killed it, as in a shell), 128 + n
+    if this process received signal n, 124 after a timeout, otherwise 0. ``seconds`` is the wall time, ``link`` what
+    `Network.describe` returns, and ``link_bytes`` the bytes (sent, received) of each node.
     """
 
     exit_code: int
@@ -39,18 +40,18 @@ class Outcome:
     link_bytes: list[tuple[int, int]]
 
 
-def _each(values: Sequence[str]) -> str:
-    """One value where all are equal, else all of them in order of rank."""
+def _shorten(values: Sequence[str]) -> str:
+    """Return one value if all are equal, otherwise all of them in order of rank."""
     return values[0] if len(set(values)) == 1 else ", ".join(values)
 
 
 def link_text(link: dict[str, Any]) -> str:
-    """What `Network.describe` says, in one line for people; several values are in order of rank."""
+    """Format the result of `Network.describe` as one line; values that differ are in order of rank."""
     parts = ["unshaped"]
     if link["rate_bps"] is not None:
-        parts = [f"{_each([format_rate(rate) for rate in link['rate_bps']])} each way"]
-        parts.append(f"burst {_each([format_bytes(size) for size in link['burst_bytes']])}")
-        parts.append(f"queue {_each([format_bytes(size) for size in link['queue_bytes']])}")
+        parts = [f"{_shorten([format_rate(rate) for rate in link['rate_bps']])} each way"]
+        parts.append(f"burst {_shorten([format_bytes(size) for size in link['burst_bytes']])}")
+        parts.append(f"queue {_shorten([format_bytes(size) for size in link['queue_bytes']])}")
     parts.append(f"round trip +{link['rtt_s'] * 1e3:g} ms" if link["rtt_s"] else "no added latency")
     parts.append(f"TCP {link['congestion_control']}, MTU {link['mtu']}")
     parts.append(f"network namespaces ({link['mode']})")
@@ -78,15 +79,15 @@ def launch(
 ) -> Outcome:
     """Run ``command`` on every rank of a new `Network` and wait for all of them.
 
-    Each line that a rank prints appears with its rank before it, on the stream it was printed to. The link is
-    described first and the bytes on it are printed last, on standard error. When a rank fails, the others have
-    ``grace_s`` to end by themselves before they are ended. Ctrl-C, SIGTERM and SIGHUP go to all ranks, which then
-    have as long; a second one ends them at once. After ``timeout`` seconds the ranks are ended.
+    Lines that a rank prints are prefixed with its number and keep their stream. The link is described first, and the
+    bytes that were sent over it are printed last, both on standard error. When a rank fails, the others have
+    ``grace_s`` seconds to end before they are terminated. SIGINT, SIGTERM and SIGHUP are forwarded to all ranks, which
+    then have the same time; a second signal kills them at once. Ranks are terminated after ``timeout`` seconds.
 
     Raises:
-        LabUnavailable: a network cannot be made here.
+        LabUnavailable: A network cannot be made on this machine.
         ValueError: A rate, a time or another number is out of its range.
-        FileNotFoundError: There is no such command.
+        FileNotFoundError: The command does not exist.
     """
     if timeout is not None and not (math.isfinite(timeout) and timeout > 0):
         raise ValueError(f"timeout must be a positive number of seconds, not {timeout}")
@@ -108,11 +109,11 @@ def launch(
         for pipe in (process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()
-    _tell_bytes(notes, seconds, link, link_bytes)
+    _print_bytes(notes, seconds, link, link_bytes)
     return Outcome(exit_code, seconds, link, link_bytes)
 
 
-def _tell_bytes(notes: Console, seconds: float, link: dict[str, Any], link_bytes: list[tuple[int, int]]) -> None:
+def _print_bytes(notes: Console, seconds: float, link: dict[str, Any], link_bytes: list[tuple[int, int]]) -> None:
     notes.print(f"after {seconds:.1f} s, with all headers:", style="bold")
     whose = "rank" if link["ranks_per_node"] == 1 else "node"
     for number, (sent, received) in enumerate(link_bytes):
@@ -128,7 +129,7 @@ def _tell_bytes(notes: Console, seconds: float, link: dict[str, Any], link_bytes
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collect SIGINT, SIGTERM and SIGHUP in a list; only in the main thread, elsewhere none can be received."""
+    """Collect SIGINT, SIGTERM and SIGHUP in a list. Only the main thread receives signals."""
     caught: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield caught
@@ -148,7 +149,7 @@ def _signals() -> Iterator[list[int]]:
 
 
 class _Supervision:
-    """Waits for ranks; when one fails, or this process is told to stop, sees that all of them end."""
+    """Waits for all ranks, and ends the others when one fails or this process receives a signal."""
 
     def __init__(
         self,
@@ -169,10 +170,10 @@ class _Supervision:
         self.kill_at: float | None = None
 
     def wait(self) -> int:
-        """Exit code as `Outcome` has it. Ranks that do not end when told to are left to the network's end."""
+        """Return the exit code that `Outcome` documents. Ranks that ignore SIGTERM are killed with the network."""
         while self._running():
             if self.exit_code is None:
-                self._look()
+                self._check()
             now = time.monotonic()
             if len(self.caught) > 1 or (self.kill_at is not None and now >= self.kill_at):
                 break
@@ -181,40 +182,40 @@ class _Supervision:
                 self.terminate_at, self.kill_at = None, now + KILL_AFTER_S
             time.sleep(POLL_S)
         if self.exit_code is None:
-            self._look()
+            self._check()
         return self.exit_code or 0
 
     def _running(self) -> list[subprocess.Popen[bytes]]:
-        """The ranks that have not ended; asks all of them, so that every `returncode` is known afterwards."""
+        """Return the ranks that have not ended. All are polled, so that every `returncode` is set afterwards."""
         return [rank for rank in self.ranks if rank.poll() is None]
 
-    def _look(self) -> None:
-        """Settle the exit code if something has gone wrong since the last look."""
+    def _check(self) -> None:
+        """Set the exit code if a rank failed, a signal arrived or the time is over since the last check."""
         now = time.monotonic()
         if self.caught:
             number = signal.Signals(self.caught[0])
-            self._tell(f"{number.name}: passed on to all ranks")
+            self._print(f"{number.name}: passed on to all ranks")
             self._send(number)
             self._end(128 + number, now + self.grace_s)
             return
         for rank, process in enumerate(self.ranks):
             if process.returncode:
                 code = process.returncode if process.returncode > 0 else 128 - process.returncode
-                self._tell(f"rank {rank} failed with exit code {code}; the others end within {self.grace_s:g} s")
+                self._print(f"rank {rank} failed with exit code {code}; the others end within {self.grace_s:g} s")
                 self._end(code, now + self.grace_s)
                 return
         if self.timeout_at is not None and now >= self.timeout_at and self._running():
-            self._tell(f"not done after {self.timeout:g} s: ending all ranks")
+            self._print(f"not done after {self.timeout:g} s: ending all ranks")
             self._end(TIMED_OUT, now)
 
     def _end(self, exit_code: int, terminate_at: float) -> None:
         self.exit_code, self.terminate_at = exit_code, terminate_at
 
-    def _tell(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self.notes.print(text, style="bold red")
 
     def _send(self, number: int) -> None:
-        """To every rank that runs, with all processes of its group, as a terminal does."""
+        """Send a signal to the process group of every rank that runs, as a terminal does."""
         for rank in self._running():
             os.killpg(rank.pid, number)
 
@@ -227,16 +228,16 @@ def _start_rank(network: Network, rank: int, command: Sequence[str]) -> subproce
 
 
 def _readers(rank: int, process: subprocess.Popen[bytes], caught: list[int]) -> list[threading.Thread]:
-    """Threads that print what ``rank`` prints, line by line, each line with the rank before it."""
+    """Start two threads that forward ``rank``'s output line by line, each line prefixed with its number."""
     threads = []
     for pipe, stderr in ((process.stdout, False), (process.stderr, True)):
-        thread = threading.Thread(target=_pass_on, args=(rank, pipe, Console(stderr=stderr), caught), daemon=True)
+        thread = threading.Thread(target=_forward, args=(rank, pipe, Console(stderr=stderr), caught), daemon=True)
         thread.start()
         threads.append(thread)
     return threads
 
 
-def _pass_on(rank: int, pipe: IO[bytes], console: Console, caught: list[int]) -> None:
+def _forward(rank: int, pipe: IO[bytes], console: Console, caught: list[int]) -> None:
     with console.capture() as rendered:
         console.print(f"[{rank}]", style=STYLES[rank % len(STYLES)], end=" ", markup=False, highlight=False)
     prefix, reader_gone = rendered.get(), False
@@ -249,6 +250,6 @@ def _pass_on(rank: int, pipe: IO[bytes], console: Console, caught: list[int]) ->
             console.file.write(f"{prefix}{shown}\n")
             console.file.flush()
         except BrokenPipeError:
-            # As a shell ends a pipeline: the ranks are told, and what they still say is read so that they can end.
+            # As in a shell pipeline: ranks receive SIGPIPE, and their output is read on so that they can end.
             reader_gone = True
             caught.append(signal.SIGPIPE)

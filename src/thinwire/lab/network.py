@@ -159,9 +159,9 @@ class Network:
         return process
 
     def namespaces(self, rank: int) -> NodeNamespaces:
-        """The way into ``rank``'s node, for a process that runs already; its environment is completed by `env`.
+        """Return the namespaces of ``rank``'s node for a process that runs already; `env` completes its environment.
 
-        Whoever has entered is killed when the network closes or this process ends.
+        A process that has entered them is killed when the network closes or this process ends.
         """
         return NodeNamespaces(tuple(self._namespaces(self._made["nodes"][self._node(rank)])), self._environment(rank))
 
@@ -202,12 +202,12 @@ class Network:
         self._set_buckets()
 
     def unshape(self) -> None:
-        """Take the limits away; processes may be running."""
+        """Remove the limits; processes may be running."""
         self._rates = None
         self._set_buckets()
 
     def interface_bytes(self, rank: int) -> tuple[int, int]:
-        """(sent, received) by ``rank``'s node over its link since the start, in bytes with Ethernet, IP, TCP headers.
+        """Return the bytes (sent, received) of ``rank``'s node since the start, with Ethernet, IP and TCP headers.
 
         Counted where each link's rate is limited, in frames of at most the MTU: a large frame that the kernel hands
         on whole counts with the headers of all the packets a network card would make of it.
@@ -217,7 +217,7 @@ class Network:
         return sent, _counted_bytes(self._inside_hub(), _port(node))
 
     def describe(self) -> dict[str, Any]:
-        """What the links are: of each node rate (None when unshaped), burst and queue limit; latency, TCP, mode.
+        """Describe the links: rate (None if unshaped), burst and queue limit of each node, latency, TCP and mode.
 
         With a latency, ``relay`` has the relay's counters (`thinwire.lab.relay.Counters`).
         """
@@ -236,7 +236,7 @@ class Network:
         }
 
     def close(self) -> None:
-        """Kill what still runs in the namespaces and remove them. May be called again."""
+        """Kill all processes in the namespaces and remove them. Closing a closed network does nothing."""
         if self._keeper.stdin is not None and not self._keeper.stdin.closed:
             self._keeper.stdin.close()
         try:
@@ -276,7 +276,7 @@ class Network:
         return rates
 
     def _namespaces(self, namespace: int) -> list[tuple[str, int]]:
-        """Paths and kinds of what is entered to get into a namespace, given as the keeper's file descriptor of it."""
+        """Return paths and kinds of the namespaces to enter; ``namespace`` is the keeper's file descriptor."""
         if self._keeper.poll() is not None:
             raise RuntimeError("this network is closed: its namespaces are gone; make a new one")
         process = f"/proc/{self._keeper.pid}"
@@ -284,7 +284,7 @@ class Network:
         return [*user, (f"{process}/fd/{namespace}", keeper.CLONE_NEWNET)]
 
     def _inside(self, namespace: int) -> list[str]:
-        """Prefix of a command that is to run inside a namespace."""
+        """Return the command prefix that runs a command inside a namespace."""
         *user, (net, _) = self._namespaces(namespace)
         options = [option for path, _ in user for option in (f"--user={path}", "--preserve-credentials")]
         return [tools.find("nsenter"), *options, f"--net={net}", "--"]
@@ -334,7 +334,7 @@ class Network:
             scripts.answer(self._relay, "the relay")
 
     def _bucket(self, node: int) -> tuple[int, int, int]:
-        """Rate in bits/s, burst and queue limit in bytes of ``node``'s token buckets."""
+        """Return the rate (bits/s), burst and queue limit (bytes) of ``node``'s token buckets."""
         if self._rates is None:
             return UNSHAPED_BPS, UNSHAPED_BURST_BYTES, UNSHAPED_QUEUE_BYTES
         rate = self._rates[node]
@@ -353,7 +353,7 @@ class Network:
         tools.call(self._inside_hub(), "tc", ["-batch", "-"], lines=hub)
 
     def _inherited_congestion(self) -> str:
-        """What the kernel gave the new namespaces: read inside, since it need not be the machine's own."""
+        """Return the congestion control of new namespaces, read inside one: it may differ from the machine's."""
         return tools.call(self._inside_node(0), "cat", [CONGESTION_DEFAULT]).strip()
 
     def _relay_counters(self) -> dict[str, int] | None:
@@ -368,7 +368,7 @@ class Network:
 
 
 def unavailable() -> str | None:
-    """None if a `Network` can be made here, else what is missing and what to do. Makes one to find out (0.1 s)."""
+    """Return None if a `Network` can be made here, otherwise what is missing and how to get it. Takes 0.1 s."""
     if not sys.platform.startswith("linux"):
         return "the lab needs Linux: its links are network namespaces"
     try:
@@ -379,7 +379,7 @@ def unavailable() -> str | None:
 
 
 def _chosen_congestion(asked: str | None) -> str | None:
-    """``asked``, or cubic where the kernel has it, or None for what new namespaces get."""
+    """Return ``asked``, or cubic if the kernel has it, or None for the default of new namespaces."""
     available = Path(CONGESTION_AVAILABLE).read_text().split()
     if asked is not None and asked not in available:
         raise ValueError(f"TCP congestion control {asked!r} is not loaded here: there are {', '.join(available)}")
@@ -387,11 +387,11 @@ def _chosen_congestion(asked: str | None) -> str | None:
 
 
 def _port(node: int) -> str:
-    """Name of the hub's end of ``node``'s link."""
+    """Return the name of the hub's end of ``node``'s link."""
     return f"node{node}"
 
 
 def _counted_bytes(inside: Sequence[str], interface: str) -> int:
-    """Bytes that have left through the token bucket of ``interface``."""
+    """Return the bytes that have left through the token bucket of ``interface``."""
     shown = json.loads(tools.call(inside, "tc", ["-statistics", "-json", "qdisc", "show", "dev", interface, "root"]))
     return int(shown[0]["bytes"])

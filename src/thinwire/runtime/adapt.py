@@ -1,7 +1,7 @@
-"""Another plan from time to time: one rank decides while all train on, and all change over between the same two steps.
+"""Changes of the plan during training: one rank decides while all train on, and all change between the same two steps.
 
-A message to all ranks goes out only where a decision begins to hold. Sums of gradients, and what a policy remembers,
-are in the checkpoint: a run that resumes decides as it would have.
+Ranks communicate only in the step in which a decision takes effect. Sums of gradients and the policy's memory are in
+the checkpoint, so that a resumed run decides as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StepClock:
     """Times the steps of one rank, from first bucket to first bucket."""
 
     def __init__(self, shared: float) -> None:
-        """``shared``: as of `Pace`."""
+        """``shared`` is that of `Pace`."""
         self.steps: deque[StepTime] = deque(maxlen=_KEPT)
         self._shared = shared
         self._began = self._arrived = 0.0
@@ -47,7 +47,7 @@ class StepClock:
         self._buckets: list[Bucket] = []
 
     def end(self) -> None:
-        """A backward pass has begun: the step before it is over."""
+        """End the step before the backward pass that has begun."""
         if self._buckets:
             seconds = time.perf_counter() - self._began
             last = self._buckets[-1].ready_s
@@ -57,14 +57,14 @@ class StepClock:
         self._buckets = []
 
     def begin(self, *, compressed: bool) -> None:
-        """Start the clock; whatever was done since `end` does not count."""
+        """Start the clock. Time since `end` does not count."""
         if self.steps and self.steps[-1].compressed != compressed:
-            # Steps of another kind say nothing about those that follow.
+            # Dense steps do not predict compressed ones, or the reverse.
             self.steps.clear()
         self._began, self._arrived, self._compressed = time.perf_counter(), 0.0, compressed
 
     def ready(self, flat: Tensor, layers: BucketLayers) -> None:
-        """A bucket's gradients are complete."""
+        """Note that the gradients of a bucket are complete."""
         self._buckets.append(Bucket(time.perf_counter() - self._began, layers, flat.element_size()))
 
     def arriving(self, future: torch.futures.Future[Tensor]) -> torch.futures.Future[Tensor]:
@@ -90,30 +90,30 @@ _ALGORITHM_ROOM = 4096
 
 @dataclass(frozen=True)
 class Decision:
-    """A plan that a policy chose, and since when it holds."""
+    """A plan that a policy chose, and the step in which it takes effect."""
 
     step: int
-    """The first backward pass that has it."""
+    """The first backward pass with this plan."""
     plan: Plan
     algorithm: Algorithm
-    """The collective algorithm from then on."""
+    """The collective algorithm from that step on."""
     changed: int
-    """Layers that have another compressor than before."""
+    """Number of layers whose compressor changed."""
     note: str = ""
-    """What the policy says of it."""
+    """The policy's explanation."""
     errors: Mapping[str, float] = field(default_factory=dict)
-    """By layer, squared L2 errors on the gradients summed for it. On rank 0, which decides, as all that follows."""
+    """Squared L2 error of each layer on its summed gradients. This and the fields below are set on rank 0 only."""
     reference_errors: Mapping[str, float] = field(default_factory=dict)
     errors_s: float = 0.0
-    """Seconds beside training in which errors were found."""
+    """Seconds, beside training, of computing errors."""
     solve_s: float = 0.0
-    """Seconds beside training in which the plan was chosen."""
+    """Seconds, beside training, of choosing the plan."""
     waited_s: float = 0.0
     """Seconds that training waited for the decision."""
 
 
 class Adapter:
-    """What a policy needs of a Wire, on every rank."""
+    """Collects what a policy needs, on every rank, and applies its decisions."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Adapter:
         speeds: Speeds | None = None,
         prepare: Callable[[Evidence], Evidence] | None = None,
     ) -> None:
-        """``prepare``: done to what a decision goes by, beside training."""
+        """``prepare`` completes the evidence before a decision, in the thread that runs beside training."""
         self.policy, self.speeds = policy, speeds
         self._prepare = prepare
         self.reference = {name: c for name, c in plan.layers.items() if not isinstance(c, Raw)}
@@ -138,7 +138,7 @@ class Adapter:
             for name, compressor in ((name, plan.named(name, shapes[name])) for name in plan.unsuited)
             if members_that_fit(compressor, shapes[name])
         }
-        """Layers that are raw because their shape does not suit the rules' compressor, but suits one of its family."""
+        """Layers that are raw because their shape suits only other compressors of the rule's family."""
         self._adaptable = (*self.reference, *self.unsuited)
         self._rates = LearningRates()
         self.decisions: list[Decision] = []
@@ -167,13 +167,13 @@ class Adapter:
 
     @property
     def decides(self) -> bool:
-        """Whether it is this rank that decides."""
+        """Whether this rank decides."""
         return self._transport.rank == 0
 
     def _next_change(self, step: int) -> int:
-        """The first step from ``step`` on in which a decision begins to hold."""
+        """Return the first step from ``step`` on in which a decision takes effect."""
         every, lag = self.policy.every, self.policy.lag_steps
-        # The first compressed step already, if some steps before it could be looked at.
+        # A decision may take effect in the first compressed step if dense steps before it were observed.
         first = self._start if self._start > lag else self._start + every
         return first if step <= first else first + -(-(step - first) // every) * every
 
@@ -183,7 +183,7 @@ class Adapter:
         return self.decides and 0 < away <= self.policy.window_steps
 
     def observe(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> None:
-        """Take in a bucket of this rank's gradients, before anything is done to them."""
+        """Add a bucket of this rank's gradients to the sums, before compression."""
         if not self.watches(step):
             return
         started = time.perf_counter()
@@ -191,17 +191,17 @@ class Adapter:
             self._observed_step, self._order = step, []
             self._seen += 1
         self._order.append(tuple(name for name, _ in layers))
-        # On a device the host would have to wait for the answer: what is not finite is left out when it decides.
+        # On a device the host would have to wait for the sum: values that are not finite are left out later.
         if flat.is_cuda or math.isfinite(float(flat.sum(dtype=torch.float32))):
             self._add(flat, layers, 1.0 / loss_scale)
         self.adapt_s += time.perf_counter() - started
 
     def _add(self, flat: Tensor, layers: BucketLayers, scale: float) -> None:
-        # A bucket at a time: a call for each layer would take longer than the sum.
+        # One call for a bucket: a call for each layer would take longer than the sum.
         if layers not in self._buckets:
             names = {name for name, _ in layers}
             if any(name in names for others in self._buckets for name, _ in others):
-                # DDP has formed its buckets anew.
+                # DDP has rebuilt its buckets.
                 self._by_layer()
             bucket = self._buckets[layers] = torch.zeros_like(flat, dtype=torch.float32)
             for name, values in bucket_parts(bucket, layers):
@@ -210,7 +210,7 @@ class Adapter:
         self._buckets[layers].add_(flat, alpha=scale)
 
     def _by_layer(self) -> dict[str, Tensor]:
-        """Sums in their layers' shapes, out of buckets as DDP has formed them; in one order, whatever that was."""
+        """Return the sums in their layers' shapes, in the same order for any DDP buckets."""
         for layers, bucket in self._buckets.items():
             self._sums |= {name: values for name, values in bucket_parts(bucket, layers) if name in self._adaptable}
         self._buckets = {}
@@ -218,11 +218,13 @@ class Adapter:
         return self._sums
 
     def begin_step(self, step: int, plan: Plan, learning_rate: float | None) -> Plan:
-        """Between two steps, on every rank: the plan of ``step``. Where a decision begins to hold, ranks talk.
+        """Return the plan of ``step``; every rank calls it between two steps.
+
+        Ranks communicate if a decision takes effect in ``step``.
 
         Raises:
-            DisagreementError: what rank 0 sent is no plan for this model.
-            TransportError: a rank is gone or silent.
+            DisagreementError: Rank 0 sent an invalid plan for this model.
+            TransportError: A rank has failed or does not answer.
         """
         started = time.perf_counter()
         self._rates.observe(learning_rate)
@@ -232,14 +234,14 @@ class Adapter:
                 self._ask(plan, step + self.policy.lag_steps, learning_rate)
         if self._next_change(step) == step:
             if self.decides and self._asked is None and self._measured:
-                # Resumed since it was asked for: steps are timed anew.
+                # The run was resumed after the request: steps are timed again.
                 self._ask(plan, step, learning_rate)
             plan = self._change(plan, step)
         self.adapt_s += time.perf_counter() - started
         return plan
 
     def _measure(self) -> None:
-        """Between two steps, on every rank: find out how fast links and codecs are now, for policies that want it."""
+        """Measure links and codecs between two steps, on every rank, for policies that use them."""
         if not self._measured or self._transport.world_size == 1:
             return
         with self._transport.uncounted():
@@ -250,7 +252,7 @@ class Adapter:
         self._codec_s = {c: codec_seconds(c, n, {"encode": e, "decode": d}) for c, (e, d) in passes.items()}
 
     def _ask(self, plan: Plan, step: int, learning_rate: float | None) -> None:
-        """Have it decided, in a thread of its own, what is to hold from ``step`` on."""
+        """Start a decision for ``step`` in a thread of its own."""
         if not self._seen:
             return
         evidence = Evidence(
@@ -298,7 +300,7 @@ class Adapter:
         return changed
 
     def _answer(self, step: int) -> tuple[Proposal | None, dict[str, object]]:
-        """On the rank that decides: what was decided, and what the others are to know."""
+        """Return the proposal and the message for the other ranks; None and an empty one on the others."""
         asked, self._asked = self._asked, None
         if not self.decides:
             return None, {}
@@ -315,7 +317,7 @@ class Adapter:
         return proposal, {"note": proposal.note, "layers": layers, **chosen}
 
     def _read(self, text: str) -> tuple[dict[str, Compressor], str, Algorithm]:
-        """What rank 0 decided. It is a peer like any other: its text is read, and checked against the model."""
+        """Parse rank 0's decision and check it against the model: rank 0 is a peer like any other."""
         try:
             record = json.loads(text)
             layers = {str(name): parse(str(spec)) for name, spec in record["layers"].items()}
@@ -330,10 +332,10 @@ class Adapter:
             raise DisagreementError(f"rank 0 sent a plan that is none for this model: {error}") from error
 
     def state(self, *, on_every_rank: bool = False) -> dict[str, Tensor]:
-        """What a checkpoint must hold of it: the collective algorithm, and the rest from the rank that decides.
+        """Return the entries of a checkpoint: the collective algorithm, and the rest from the rank that decides.
 
-        With ``on_every_rank`` the other ranks have entries of the same shapes, without content: a gathered state takes
-        those of the rank that decides.
+        With ``on_every_rank`` the other ranks return zeros of the same shapes: a gathered state takes the entries of
+        the rank that decides.
         """
         state: dict[str, Tensor] = {}
         if self._chooses:
@@ -354,8 +356,10 @@ class Adapter:
         return sealed(state, _CHECKSUMS)
 
     def saved_algorithm(self, state: Mapping[str, Tensor]) -> Algorithm:
-        """How messages met when a `state` was saved. As was asked for, if that is not the default, or if the state does
-        not say or is of another number of ranks."""
+        """Return the collective algorithm of a saved `state`.
+
+        It is the requested one if that is not the default, if the state has none, or if the world size has changed.
+        """
         if self.decides and _SEEN in state:
             self._check_saved(state)
         shares = state.get("shares")
@@ -371,7 +375,7 @@ class Adapter:
         return algorithm
 
     def _check_saved(self, state: Mapping[str, Tensor]) -> None:
-        """Raise ``ValueError`` if a state is not of a policy of this model's, or was damaged."""
+        """Raise ``ValueError`` if a state belongs to another model, or was damaged."""
         for name in self._adaptable:
             found = state.get(_SUM + name)
             if not isinstance(found, Tensor) or found.numel() != math.prod(self._shapes[name]):
@@ -380,17 +384,17 @@ class Adapter:
 
     @property
     def _chooses(self) -> bool:
-        """Whether the policy chooses the collective algorithm: if none but the default was asked for."""
+        """Whether the policy chooses the collective algorithm, which takes that none was requested."""
         return bool(self.policy.considers) and self._asked_algorithm == ScatterReduceAllGather()
 
     def _check(self, algorithm: Algorithm) -> None:
-        """Raise ``ValueError`` if this world cannot have it."""
+        """Raise ``ValueError`` if this world cannot use ``algorithm``."""
         if algorithm.needs_nodes and not self._world.nodes:
             raise ValueError(f"{algorithm} needs to know nodes, and nobody asked for them")
         algorithm.shares(self._world)
 
     def load(self, state: Mapping[str, Tensor], plan: Plan, learning_rate: float | None) -> None:
-        """Continue from a `state`; from nothing, where there is none."""
+        """Continue from a `state`, or start anew if it has no entries of a policy."""
         self._sums, self._buckets, self._memory, self._seen, self._asked = {}, {}, {}, 0, None
         self.algorithm = self.saved_algorithm(state)
         self._measure()

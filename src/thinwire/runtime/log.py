@@ -19,45 +19,46 @@ from thinwire.runtime.stats import ShardedStats, Stats
 from thinwire.runtime.timeline import rank_path
 
 _LEVELS = ("buffer_bytes", "slot_bytes", "declined_layers", "unsuited_layers")
-"""Statistics that are no totals."""
+"""Statistics that are present values, not totals."""
 _SERIES = ("alpha",)
-"""Statistics of single steps: the last one is logged."""
+"""Statistics with one value for each measured step: the last one is logged."""
 
 _Stats = Stats | ShardedStats
 _Writer = Callable[[int, dict[str, float]], None]
-"""Takes a step and its figures to where they go."""
+"""Writes the statistics of one step."""
 
 
 class ScalarWriter(Protocol):
-    """What `torch.utils.tensorboard.SummaryWriter` does."""
+    """The method of `torch.utils.tensorboard.SummaryWriter` that is used here."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
 
 
 class DictLogger(Protocol):
-    """What a Weights & Biases run does, and the ``wandb`` module itself."""
+    """The method of a Weights & Biases run, and of the ``wandb`` module, that is used here."""
 
     def log(self, data: dict[str, Any], *, step: int) -> Any: ...
 
 
 class StatsLogger:
-    """Writes what a Wire did, once per optimizer step or every ``every`` of them.
+    """Writes the statistics of a handle after every ``every``-th optimizer step.
 
-    Call `log` after each step; as a context manager, or with `close`, what the last steps left is written too.
-    ``target`` is a path that ends in ``.jsonl`` (one JSON object a line, flushed, appended to what is there), or
-    something with TensorBoard's ``add_scalar`` or Weights & Biases' ``log``; it stays the caller's to close.
+    Call `log` after each step. `close`, or the end of a ``with`` block, writes a record of the remaining steps.
+    ``target`` is a path that ends in ``.jsonl`` (one JSON object a line, flushed, appended to an existing file), or an
+    object with TensorBoard's ``add_scalar`` or Weights & Biases' ``log``, which the caller closes.
 
-    Names: ``total/…`` are its ``stats`` since the Wire was made, ``interval/…`` what happened since the last record,
-    ``per_step/…`` that divided by its backward passes (bytes, seconds of each stage), ``now/…`` what it holds now.
-    Files have them beside ``step``, ``rank`` and ``unix_time_s``; in the others they begin with ``thinwire/``.
+    Names: ``total/…`` are ``wire.stats`` since the handle was made, ``interval/…`` the change since the last record,
+    ``per_step/…`` that change divided by the number of backward passes (bytes, seconds of each stage), and ``now/…``
+    present values. Files contain them beside ``step``, ``rank`` and ``unix_time_s``; elsewhere they are prefixed with
+    ``thinwire/``.
 
-    Only rank 0 writes, and ``target`` may be None elsewhere. With ``all_ranks`` every rank does, each to a file of its
+    Only rank 0 writes, and ``target`` may be None on other ranks. With ``all_ranks`` every rank writes a file of its
     own: ``stats.jsonl`` becomes ``stats.rank3.jsonl``.
 
     Raises:
         ValueError: ``every`` is less than 1, or the path does not end in ``.jsonl``.
         TypeError: ``target`` is none of these.
-        OSError: the file cannot be opened, or, while logging, written.
+        OSError: The file cannot be opened, or, while logging, written.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class StatsLogger:
         self._before, self._before_s = wire.stats, time.perf_counter()
         writes = all_ranks or wire.rank == 0
         if target is not None or writes:
-            # Also where nothing is written: a wrong argument is an error on all ranks, not on one that the rest await.
+            # A wrong argument must be an error on all ranks, not only on the one that writes.
             _check(target)
         self._write = _writer(target, wire.rank, all_ranks) if writes else None
         self._closed = False
@@ -83,8 +84,8 @@ class StatsLogger:
     def log(self, step: int | None = None) -> None:
         """Count one optimizer step, and write a record if one is due.
 
-        ``step`` is its index (by default that of the Wire's last backward pass). Give the one that you log other
-        things with: Weights & Biases drops what comes with a lower step than something before it.
+        ``step`` is its index, by default that of the last backward pass. Pass the index that other values are logged
+        with: Weights & Biases drops values whose step is lower than that of earlier ones.
         """
         if self._closed:
             raise RuntimeError("this StatsLogger is closed: make a new one, it appends to the same file")
@@ -94,7 +95,7 @@ class StatsLogger:
             self._record()
 
     def close(self) -> None:
-        """Write a record of the steps since the last one, if there are any. Calling it again does nothing."""
+        """Write a record of the remaining steps, if there are any. Closing a closed logger does nothing."""
         if self._num_waiting:
             self._record()
         self._closed, self._write = True, None

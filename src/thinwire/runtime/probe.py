@@ -45,12 +45,13 @@ _MOST_RATED = 16
 
 
 def settle(algorithm: Algorithm, transport: Transport, *, nodes_too: bool = False) -> tuple[Algorithm, World]:
-    """The collective algorithm with its measured parameters filled in, and the world, with its nodes if the algorithm
-    needs them or with ``nodes_too``. The same on every rank.
+    """Return the collective algorithm with its measured parameters, and the world.
+
+    The world has nodes if the algorithm needs them or ``nodes_too`` is set. The result is the same on every rank.
 
     Raises:
-        ValueError: it does not fit this world.
-        TransportError: a rank is gone or silent.
+        ValueError: The algorithm does not fit this world.
+        TransportError: A rank has failed or does not answer.
     """
     if isinstance(transport, DeviceTransport):
         check_star(algorithm)
@@ -59,7 +60,7 @@ def settle(algorithm: Algorithm, transport: Transport, *, nodes_too: bool = Fals
         nodes = find_nodes(transport)
     world = World(transport.world_size, nodes)
     if isinstance(algorithm, ScatterReduceAllGather) and algorithm.rates == "measured":
-        # Two digits say enough, and the spec stays readable.
+        # Two digits are enough, and the spec stays readable.
         rates = tuple(float(f"{rate:.2g}") for rate in measure_rates(transport))
         algorithm = replace(algorithm, rates=rates)
     algorithm.shares(world)
@@ -67,20 +68,20 @@ def settle(algorithm: Algorithm, transport: Transport, *, nodes_too: bool = Fals
 
 
 def find_nodes(transport: Transport) -> tuple[int, ...]:
-    """By rank, the number of its node; all must call it."""
+    """Return the node number of each rank. All ranks must call it."""
     return number_nodes([bytes(row.tolist()) for row in transport.all_gather(node_identity())])
 
 
 def measure_link(transport: Transport) -> tuple[float, float]:
-    """Bytes per second that every rank sends while all send, and the seconds of an empty exchange."""
+    """Return the bytes per second that every rank sends while all send, and the seconds of an empty exchange."""
     everybody = range(transport.world_size)
     return _speed(transport, [(rank, other) for rank in everybody for other in everybody if other != rank])
 
 
 def measure_native(transport: Transport) -> float:
-    """Bytes per second that every rank sends in the transport's own all-reduce, of fp32: what stock training has.
+    """Return the bytes per second that every rank sends in the transport's own fp32 all-reduce, as stock training does.
 
-    It may take another way than messages do: beside shared memory it goes over the network, even inside a node.
+    Its route may differ from that of messages: it uses the network where messages use shared memory inside a node.
     """
     device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
     num_bytes = _FIRST_PROBE_BYTES
@@ -95,7 +96,7 @@ def measure_native(transport: Transport) -> float:
 
 
 def measure_rates(transport: Transport) -> list[float]:
-    """By rank, the bytes per second of its link: what it sends to all others while they all send to it."""
+    """Return the bytes per second of each rank's link: what it sends to all others while they all send to it."""
     rates = []
     for rank in range(transport.world_size):
         others = [other for other in range(transport.world_size) if other != rank]
@@ -106,30 +107,33 @@ def measure_rates(transport: Transport) -> list[float]:
 
 
 def measure_one_way(transport: Transport, pairs: Sequence[tuple[int, int]]) -> list[float]:
-    """Bytes per second from the first to the second rank of each pair, one pair after the other. The same everywhere.
+    """Return the bytes per second from the first to the second rank of each pair, measured one pair after the other.
+
+    The result is the same on every rank.
 
     Raises:
-        TransportError: a rank is gone or silent.
+        TransportError: A rank has failed or does not answer.
     """
     return [_speed(transport, [pair])[0] for pair in pairs]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The link between two ranks, both directions busy at once."""
+    """The link between two ranks, measured while both send."""
 
     first: int
     second: int
     bandwidth: float
-    """Bytes per second, each way."""
+    """Bytes per second in each direction."""
     latency_s: float
-    """Of an empty message, one way."""
+    """Seconds of an empty message in one direction."""
 
 
 def measure_pairs(transport: Transport) -> list[Pair]:
-    """Every two ranks' link, one after the other while the others wait; the same on every rank.
+    """Measure the link of every two ranks, one after the other while the others wait.
 
-    Of more than 8 ranks those alone that are neighbours in a ring: all would take minutes.
+    Of more than 8 ranks only neighbours in a ring are measured: all pairs would take minutes. The result is the same on
+    every rank.
     """
     n = transport.world_size
     neighbours = sorted({tuple(sorted((rank, (rank + 1) % n))) for rank in range(n) if n > 1})
@@ -137,7 +141,7 @@ def measure_pairs(transport: Transport) -> list[Pair]:
     found = []
     for a, b in chosen:
         bandwidth, latency = _speed(transport, [(a, b), (b, a)])
-        # Who takes no part measures nothing but the wait for the others.
+        # Other ranks measure only how long they wait.
         mine = torch.tensor([bandwidth, latency], dtype=torch.float64)
         measured = transport.all_gather(mine)[[a, b]]
         found.append(Pair(a, b, float(measured[:, 0].min()), float(measured[:, 1].max())))
@@ -147,10 +151,11 @@ def measure_pairs(transport: Transport) -> list[Pair]:
 def measure_links(
     transport: Transport, rounds: int = _ROUNDS, long_s: float = _CURVE_LONG_S, world: World | None = None
 ) -> list[Links]:
-    """What all-reduces and exchanges take by their bytes, measured ``rounds`` times; the same on every rank.
+    """Measure the seconds of all-reduces and exchanges by their bytes, ``rounds`` times.
 
-    With messages of up to 16 MB, or of the size that takes ``long_s``. With a ``world``, hierarchies' messages are
-    measured, too, if its nodes can have one; if each of at most 16 ranks has a node of its own, how fast its link is.
+    Messages grow to 16 MB, or until one takes ``long_s`` seconds. With a ``world``, messages along a hierarchy are
+    measured as well if its nodes can form one, and so is each rank's link if each of at most 16 ranks has a node of its
+    own. The result is the same on every rank.
     """
     return [_links(transport, long_s, world) for _ in range(rounds)]
 
@@ -175,13 +180,13 @@ def _links(transport: Transport, long_s: float, world: World | None) -> Links:
     rates: tuple[float, ...] = ()
     if world is not None and 2 < world.size <= _MOST_RATED and len(world.members) == world.size:
         measured = measure_rates(transport)
-        # Two digits say enough, and the spec stays readable.
+        # Two digits are enough, and the spec stays readable.
         rates = tuple(float(f"{rate / max(measured):.2g}") for rate in measured)
     return Links(native, exchange, transport.world_size, native_cpu, exchange_cpu, legs, rates)
 
 
 def _legs(transport: Transport, long_s: float, world: World) -> Legs | None:
-    """Along a hierarchy inside nodes and between them, where there is something to both."""
+    """Measure messages inside nodes and between them, along a hierarchy; None unless the world has both."""
     if not 1 < len(world.members) < world.size:
         return None
     ranks, tree = range(world.size), Hierarchical()
@@ -189,8 +194,8 @@ def _legs(transport: Transport, long_s: float, world: World) -> Legs | None:
     pairs = sorted({*edges, *((parent, rank) for rank, parent in edges)})
 
     def curve(*, inside: bool) -> Curve:
-        of = [(a, b) for a, b in pairs if (world.nodes[a] == world.nodes[b]) == inside]
-        return _curve(transport, long_s, lambda size: _probe(transport, of, size), lambda size: size)[0]
+        chosen = [(a, b) for a, b in pairs if (world.nodes[a] == world.nodes[b]) == inside]
+        return _curve(transport, long_s, lambda size: _probe(transport, chosen, size), lambda size: size)[0]
 
     return Legs(world, curve(inside=True), curve(inside=False))
 
@@ -198,13 +203,12 @@ def _legs(transport: Transport, long_s: float, world: World) -> Legs | None:
 def _curve(
     transport: Transport, long_s: float, run: Callable[[int], _Took], sent: Callable[[int], int]
 ) -> tuple[Curve, float]:
-    """Seconds of messages by the bytes sent, until they take long; and processor seconds of each byte of the last."""
+    """Return the seconds of messages by the bytes sent, up to ``long_s``, and the processor seconds of a byte."""
     points = []
     run(_CURVE_FROM_BYTES)
     num_bytes = _CURVE_FROM_BYTES
     while True:
-        # The faster one: what comes between is not the link's. All ranks must take the same turns, so the longest time
-        # is everybody's.
+        # The faster repeat is the link's. All ranks must take the same number of turns: the longest time counts.
         mine = torch.tensor(min(run(num_bytes) for _ in range(_CURVE_REPEATS)), dtype=torch.float64)
         took, spent = transport.all_gather(mine).amax(0).tolist()
         points.append((float(sent(num_bytes)), took))
@@ -214,7 +218,7 @@ def _curve(
 
 
 def measure_cores(transport: Transport) -> float:
-    """Cores of this machine for each rank on it, the fewest that any rank has. Emulated hosts are one machine."""
+    """Return the cores of a machine for each rank on it, the minimum over ranks. Emulated hosts are one machine."""
     mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     try:
         machine = _BOOT_ID.read_text()
@@ -227,18 +231,18 @@ def measure_cores(transport: Transport) -> float:
 
 
 def shared_part(cores: float, threads: int) -> float:
-    """How much of communication's processor time backward loses (`Pace.shared`), by a rank's cores and threads."""
+    """Return the share of communication's processor time that backward loses (`Pace.shared`)."""
     return min(1.0, max(0.0, 1.0 - (cores - threads)))
 
 
 def _speed(transport: Transport, pairs: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """Bytes per second that the busiest sender of ``pairs`` sends, and the seconds of messages without content."""
+    """Return the bytes per second of the busiest sender of ``pairs``, and the seconds of an empty message."""
     _probe(transport, pairs, 64)
     latency = median(_probe(transport, pairs, 64).seconds for _ in range(_REPEATS))
     num_bytes = _FIRST_PROBE_BYTES
     while True:
         mine = [_probe(transport, pairs, num_bytes).seconds - latency, latency]
-        # All ranks must take the same turn: the longest time is everybody's.
+        # All ranks must take the same number of turns: the longest time counts.
         took, wait = transport.all_gather(torch.tensor(mine, dtype=torch.float64)).amax(0).tolist()
         if took >= max(_LONG_ENOUGH_S, _LONG_ENOUGH_LATENCIES * wait) or num_bytes >= _LAST_PROBE_BYTES:
             return num_bytes / max(took, 1e-6), max(latency, 0.0)
@@ -252,12 +256,12 @@ class _Took(NamedTuple):
 
 
 def _probe(transport: Transport, pairs: Sequence[tuple[int, int]], num_bytes: int) -> _Took:
-    """Time in which the busiest sender sends ``num_bytes``, the others as much to each receiver."""
+    """Time an exchange in which the busiest sender sends ``num_bytes``, and the others as much to each receiver."""
     if isinstance(transport, DeviceTransport):
         return _Took(_probe_devices(transport, pairs, num_bytes))
     receivers = [tuple(target for source, target in pairs if source == rank) for rank in range(transport.world_size)]
-    share = -(-num_bytes // max(len(of) for of in receivers))
-    buffers = transport.open([[Outgoing(0, share, of)] if of else [] for of in receivers])
+    share = -(-num_bytes // max(map(len, receivers)))
+    buffers = transport.open([[Outgoing(0, share, targets)] if targets else [] for targets in receivers])
     transport.all_gather(torch.zeros(1))
     started, before = time.perf_counter(), time.process_time()
     transport.begin(buffers)
@@ -287,12 +291,13 @@ _NUMEL = 1 << 20
 def measure_speeds(
     compressors: Collection[Compressor], transport: Transport, algorithm: Algorithm, world: World
 ) -> Speeds:
-    """How fast the slowest rank compresses and sends. The same on every rank; all must call it.
+    """Measure how fast the slowest rank compresses and sends.
 
-    Takes a few milliseconds for each compressor and some tens for the link.
+    All ranks must call it, and the result is the same on every rank. It takes a few milliseconds for each compressor
+    and some tens of milliseconds for the link.
 
     Raises:
-        TransportError: a rank is gone or silent.
+        TransportError: A rank has failed or does not answer.
     """
     ordered = sorted(compressors, key=str)
     device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
@@ -308,10 +313,12 @@ def measure_speeds(
 
 
 def measure_codecs(compressors: Collection[Compressor], transport: Transport) -> dict[Compressor, tuple[float, float]]:
-    """Seconds in which the slowest rank encodes an element, and decodes one. The same on every rank; all must call it.
+    """Return the seconds in which the slowest rank encodes an element and decodes one, by compressor.
+
+    All ranks must call it, and the result is the same on every rank.
 
     Raises:
-        TransportError: a rank is gone or silent.
+        TransportError: A rank has failed or does not answer.
     """
     ordered = sorted(compressors, key=str)
     device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
@@ -321,7 +328,7 @@ def measure_codecs(compressors: Collection[Compressor], transport: Transport) ->
 
 
 def _passes(compressor: Compressor, device: torch.device) -> dict[str, float]:
-    """Seconds of an element: ``encode``, ``decode``."""
+    """Return the seconds of an element: ``encode`` and ``decode``."""
     x = torch.randn(_NUMEL, generator=torch.Generator().manual_seed(0)).to(device)
     piece = Piece("probe", 0, _NUMEL, 0, 0, _SHAPE)
     segments = Segments.build([piece])
@@ -344,7 +351,7 @@ def _passes(compressor: Compressor, device: torch.device) -> dict[str, float]:
             return elapsed(lambda: next(rounds), device), elapsed(lambda: list(rounds), device)
 
         run()
-        # Each half is timed by itself: as the difference of two medians, a short one could come out as nothing.
+        # Each half is timed by itself: the difference of two medians could be zero for a short one.
         encode, decode = map(median, zip(*(run() for _ in range(_REPEATS)), strict=True))
     return {"encode": encode / _NUMEL, "decode": decode / _NUMEL}
 

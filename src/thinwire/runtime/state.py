@@ -31,9 +31,9 @@ from thinwire.runtime.executor import AsyncReadback
 
 @dataclass(frozen=True)
 class ShardedLayer:
-    """A layer of this shape, cut along ``dim`` into chunks of ``ceil(size / num_ranks)``, as many as there are ranks.
+    """A layer that is cut along ``dim`` into one chunk of ``ceil(size / num_ranks)`` for each rank.
 
-    The last ones may be smaller, or empty; a flat buffer has room for a whole one in every rank's part.
+    The last chunks may be smaller or empty. A flat buffer has room for a full chunk in every rank's part.
     """
 
     name: str
@@ -56,10 +56,10 @@ class ShardedLayer:
         return math.prod(self.shape_of(rank))
 
     def shard(self, rank: int, start: int, compressor: Coded) -> Shard:
-        """A rank's shard, which starts at ``start`` in its part.
+        """Return a rank's shard, which starts at ``start`` in its part.
 
-        Its draws are counted from so far behind those of other ranks as the largest chunk needs, at a multiple of what
-        the layer may be cut at, wherever chunks really begin; what must stay whole is a layer of its own in each part.
+        Random draws of different ranks do not overlap: a rank's begin at a multiple of the largest chunk, rounded up to
+        the compressor's grain. A compressor without a grain treats the shard as a layer of its own.
         """
         numel, grain = self.numel_of(rank), compressor.grain
         if grain is None:
@@ -68,12 +68,12 @@ class ShardedLayer:
 
     @property
     def padded_numel(self) -> int:
-        """Elements that each rank's part has for it: those of the largest chunk."""
+        """Number of elements in each rank's part: that of the largest chunk."""
         return self.numel_of(0)
 
 
 class Placement:
-    """Where the shards of some layers lie in a flat buffer that has a part for each rank."""
+    """The positions of layers' shards in a flat buffer that has a part for each rank."""
 
     def __init__(self, layers: Sequence[ShardedLayer], num_ranks: int) -> None:
         self.layers = tuple(layers)
@@ -87,7 +87,7 @@ class Placement:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole buffer."""
+        """Number of elements of the whole buffer."""
         return self.part_numel * self.num_ranks
 
     @property
@@ -96,7 +96,7 @@ class Placement:
         return self.numel > sum(math.prod(layer.shape) for layer in self.layers)
 
     def shards(self, compressors: Mapping[str, Coded]) -> tuple[tuple[Shard, ...], ...]:
-        """By rank, the shards of its part."""
+        """Return the shards of each rank's part."""
         return tuple(
             tuple(
                 layer.shard(rank, self.starts[layer.name], compressors[layer.name])
@@ -107,25 +107,25 @@ class Placement:
         )
 
     def part(self, flat: Tensor, rank: int) -> Tensor:
-        """A rank's part of a flat buffer."""
+        """Return a rank's part of a flat buffer."""
         return flat[rank * self.part_numel : (rank + 1) * self.part_numel]
 
     def shard(self, flat: Tensor, name: str, rank: int) -> Tensor:
-        """A rank's shard of a layer in a flat buffer, in its shape."""
+        """Return a rank's shard of a layer in a flat buffer, in the shard's shape."""
         return self.local(self.part(flat, rank), name, rank)
 
     def local(self, part: Tensor, name: str, rank: int) -> Tensor:
-        """The same in the rank's part alone."""
+        """Return a rank's shard of a layer in the rank's own part."""
         layer, start = self.by_name[name], self.starts[name]
         return part[start : start + layer.numel_of(rank)].view(layer.shape_of(rank))
 
     def whole(self, flat: Tensor, name: str) -> Tensor:
-        """A copy of a layer in its own shape, put together from all parts."""
+        """Return a copy of a layer in its own shape, joined from all parts."""
         shards = [self.shard(flat, name, rank) for rank in range(self.num_ranks)]
         return torch.cat(shards, self.by_name[name].dim)
 
     def write(self, flat: Tensor, name: str, value: Tensor) -> None:
-        """Put a layer (of its own shape, or flat) into the buffer."""
+        """Write a layer (in its own shape, or flat) to the buffer."""
         layer = self.by_name[name]
         parts = value.view(layer.shape).split(list(layer.rows), layer.dim)
         for rank, part in enumerate(parts):
@@ -134,7 +134,7 @@ class Placement:
 
 @dataclass
 class _Place:
-    """The slots of one flat tensor: those of one value an element end to end, the others layer by layer."""
+    """The slots of one flat tensor: slots with a value for each element are flat, too, the others are kept by layer."""
 
     layers: tuple[Layer, ...]
     now: dict[str, Tensor] = field(default_factory=dict)
@@ -145,9 +145,9 @@ class _Place:
 class Slots:
     """The slots of all layers of one rank.
 
-    Those of one value an element lie in tensors aligned with the flat gradients of a DDP bucket: one kernel call serves
-    all its layers. When DDP forms other buckets, values follow their parameter. A step's new values count only once it
-    is committed.
+    Slots with one value for each element are tensors aligned with the flat gradients of a DDP bucket, so that one
+    kernel call serves all its layers. When DDP rebuilds its buckets, values follow their parameter. The new values of a
+    step take effect when it is committed.
     """
 
     def __init__(self) -> None:
@@ -158,14 +158,16 @@ class Slots:
 
     @property
     def num_bytes(self) -> int:
-        """Memory held."""
+        """Bytes of memory in use."""
         tensors = [t for place in self._places.values() for t in (*place.now.values(), *place.next.values())]
-        shaped = [of for place in self._places.values() for of in place.shaped.values()]
-        tensors += [t for of in shaped for t in {id(t): t for t in (*of.now.values(), *of.next.values())}.values()]
+        states = [state for place in self._places.values() for state in place.shaped.values()]
+        tensors += [
+            t for state in states for t in {id(t): t for t in (*state.now.values(), *state.next.values())}.values()
+        ]
         return sum(t.numel() * t.element_size() for t in (*tensors, *self._kept.values()))
 
     def state(self, key: Hashable, layout: Layout, loss_scale: float, device: torch.device) -> State | None:
-        """The slots of the flat tensor ``key`` for one step; None if its layers need none."""
+        """Return the slots of the flat tensor ``key`` for one step, or None if its layers have none."""
         if not layout.slots:
             return None
         place = self._places.get(key)
@@ -175,20 +177,20 @@ class Slots:
         return State(place.now, place.next, loss_scale, place.shaped)
 
     def touched_layers(self) -> list[tuple[Layer, LayerState]]:
-        """The layers with slots of their own shape that the present step has gone over."""
+        """Return the layers of the present step that have slots with a shape of their own."""
         places = [self._places[key] for key in self._touched]
         return [(layer, p.shaped[layer.name]) for p in places for layer in p.layers if layer.name in p.shaped]
 
     def layer(self, name: str) -> LayerState | None:
-        """The slots of a layer that have a shape of their own, once its first step has come."""
+        """Return the slots of a layer that have a shape of their own, or None before its first step."""
         key = self._place_of.get(name)
         return None if key is None else self._places[key].shaped.get(name)
 
     def keep_rest(self, used: Mapping[str, Tensor]) -> None:
-        """Of layers of whose last message only a share was used, let the new residual owe the rest of it.
+        """Correct the residuals of layers of whose last message only a share was used.
 
-        Of what error feedback owes, ``e`` before and ``e'`` after a step, the message has brought ``e − e'``. With a
-        share c of it used, ``c·e' + (1 − c)·e`` is the residual.
+        With the residual ``e`` before and ``e'`` after a step, the message has delivered ``e − e'``. If a share c of it
+        was used, the residual is ``c·e' + (1 − c)·e``. ``used`` maps layer names to scalar tensors c.
         """
         for name, share in used.items():
             key = self._place_of.get(name)
@@ -202,19 +204,19 @@ class Slots:
                 torch.lerp(before, after, share.to(before), out=after)
 
     def commit(self) -> None:
-        """Make the values written since the last commit the present ones."""
+        """Make the values that were written since the last commit the present ones."""
         for key in self._touched:
             place = self._places[key]
             place.now, place.next = place.next, place.now
-            place.shaped = {name: LayerState(of.next, of.now) for name, of in place.shaped.items()}
+            place.shaped = {name: LayerState(state.next, state.now) for name, state in place.shaped.items()}
         self._touched.clear()
 
     def discard(self) -> None:
-        """Forget the values written since the last commit."""
+        """Discard the values that were written since the last commit."""
         self._touched.clear()
 
     def value(self, layer: str, slot: Slot, shape: Sequence[int]) -> Tensor:
-        """A copy of a slot of a layer of this shape, flat; its first value if it was never used."""
+        """Return a flat copy of a slot of a layer of this shape, or its initial value if it was never used."""
         kept = self._kept.get((layer, slot.name))
         key = self._place_of.get(layer)
         if key is not None and (held := self._held(self._places[key], layer, slot.name)) is not None:
@@ -227,7 +229,7 @@ class Slots:
         return _columns_kept(first, kept, slot.shape_of(shape)) if slot.columns else first
 
     def moved(self, layer: str, compressor: Compressor, shape: Sequence[int]) -> bool:
-        """Whether any slot of a layer has another value than its first."""
+        """Whether any slot of a layer differs from its initial value."""
         slots = [slot for slot in compressor.slots if not slot.scratch]
         return any(not torch.equal(self.value(layer, slot, shape).cpu(), slot.first(shape, layer)) for slot in slots)
 
@@ -241,10 +243,10 @@ class Slots:
         old_shares: Sequence[int],
         shares: Sequence[int],
     ) -> None:
-        """Between two steps, keep a layer's slots for another compressor, or for other owners.
+        """Move a layer's slots to another compressor or to other owners, between two steps.
 
-        Preserves the mean residual across changes of ownership, ``(1/n) Σ δ_i + e``, and a rank holds e
-        for what it owns and its δ elsewhere. Slots of compressors of other kinds start anew.
+        Preserves the mean residual ``(1/n) Σ δ_i + e`` across changes of ownership: a rank holds e of the elements that
+        it owns, and its own δ of all others. Slots of compressors of another kind are reset.
         """
         alike = type(unwrap(old)) is type(unwrap(new))
         asked = {slot.name for slot in new.slots}
@@ -264,7 +266,7 @@ class Slots:
     def average_residual(self, layer: str, transport: Transport) -> None:
         """Between two steps, on every rank: set a layer's residual to the mean of all ranks' residuals.
 
-        The sum over ranks, which is what they owe together, stays as it is. What summed compressors never send,
+        The sum over ranks is preserved. What summed compressors never send,
         because it cancels in that sum, may have grown without bound (see `thinwire.compressors.PowerSGD`).
         """
         held = self._kept.get((layer, RESIDUAL.name))
@@ -277,22 +279,22 @@ class Slots:
 
     @staticmethod
     def _held(place: _Place, name: str, slot: str) -> Tensor | None:
-        of = place.shaped.get(name)
-        if of is not None and slot in of.now:
-            return of.now[slot].reshape(-1)
+        state = place.shaped.get(name)
+        if state is not None and slot in state.now:
+            return state.now[slot].reshape(-1)
         layer = next(layer for layer in place.layers if layer.name == name)
         flat = place.now.get(slot)
         return None if flat is None else flat[layer.start : layer.start + layer.numel]
 
     def replace(self, values: Mapping[tuple[str, str], Tensor]) -> None:
-        """Drop everything and start from ``values``: (parameter name, slot name) to flat tensor."""
+        """Replace all slots by ``values``, flat tensors by (parameter name, slot name)."""
         self._places.clear()
         self._place_of.clear()
         self._touched.clear()
         self._kept = dict(values)
 
     def reset(self) -> None:
-        """Give all slots their first values, but for learned ones (levels), which do not depend on magnitudes."""
+        """Reset all slots but learned ones (levels), which do not depend on magnitudes."""
         self._touched.clear()
         for place in self._places.values():
             for layer in place.layers:
@@ -307,7 +309,7 @@ class Slots:
         self._kept.clear()
 
     def release(self, keys: Iterable[Hashable]) -> None:
-        """Give back the tensors of flat tensors that are not used any more; values not moved elsewhere are kept."""
+        """Free the slots of flat tensors that are no longer used; values that have not moved are kept."""
         for key in keys:
             place = self._places.pop(key, None)
             if place is None:
@@ -350,7 +352,7 @@ class Slots:
 
 
 def _weights(name: str, compressor: Compressor, like: Tensor, rank: int, shares: Sequence[int]) -> Tensor:
-    """How much of each element of this rank's residual counts in the mean: all of what it owns, 1/n of all else."""
+    """Return the weight of each element of this rank's residual in the mean: 1 where it is the owner, else 1/n."""
     weights = torch.full_like(like, 1 / len(shares))
     if isinstance(compressor, Coded) and not compressor.gathered and any(shares):
         for owner, begin, end in owned_parts(name, compressor, like.numel(), shares):
@@ -360,7 +362,7 @@ def _weights(name: str, compressor: Compressor, like: Tensor, rank: int, shares:
 
 
 def _columns_kept(first: Tensor, kept: Tensor, shape: Sequence[int]) -> Tensor:
-    """``first`` with the columns that a matrix of as many rows had before."""
+    """Return ``first`` with the columns of a saved matrix that has the same number of rows."""
     rows = shape[0]
     if not rows or kept.numel() % rows:
         return first
@@ -379,12 +381,11 @@ def reshard(
     old_shares: Sequence[int],
     shares: Sequence[int],
 ) -> Tensor:
-    """A rank's slot of one layer in a world of another size or with other owners; the mean residual is preserved.
+    """Return a rank's slot of one layer for another world size or other owners; the mean residual is preserved.
 
-    ``saved`` holds the slots of all ranks of the old world. What all ranks share is theirs again. Of a residual,
-    in mean units, the old world held ``(1/n) Σ δ_i + e``, with the owner's e where it stands in the owner's tensor;
-    every rank of the new one gets that as its δ, and an owner its share ``1/n'`` of it as e. What is gathered has no
-    owner.
+    ``saved`` has the slots of all ranks of the old world. Shared slots are copied. The mean residual of the old world
+    is ``(1/n) Σ δ_i + e``, where e is the residual of an element's owner. In the new world every rank gets it as its δ,
+    and an owner gets ``1/n'`` of it as e. Gathered layers have no owner.
     """
     old_size = len(saved)
     if slot.shared:
@@ -409,25 +410,25 @@ _LEAST_TO_LEARN = 2
 class ShardedSlots:
     """The slots of the layers of one flat buffer, on one rank.
 
-    Residuals hold, for every element of all parts, what this rank has not yet sent of its own gradient: the whole unit
-    on every rank, but for its own part, which it adds up exactly and of which nothing is left. Learned slots
-    are each rank's own (their values are sent in every message), learned from what this rank sends.
+    Residuals have a value for each element of all parts: what this rank has not yet sent of its own gradient. They are
+    zero in the rank's own part, which it adds exactly. Learned slots differ between ranks: each rank learns them from
+    what it sends, and sends them in every message.
     """
 
     def __init__(self, placement: Placement, rank: int, device: torch.device, *, sends_all: bool) -> None:
-        """``sends_all``: whether this rank sends all parts (gradients), or only its own (weights)."""
+        """``sends_all``: this rank sends all parts (gradients), not only its own (weights)."""
         self.rank = rank
         self._placement, self._device, self._sends_all = placement, device, sends_all
         self._compressors: dict[str, Coded] = {}
         self._state: State | None = None
         self._shaped: dict[tuple[str, Slot], Tensor] = {}
         self.learned_at = -1
-        """When slots were learned last, in steps since the first compressed one."""
+        """The step in which slots were last learned, counted from the first compressed one."""
         self.learn_s = 0.0
 
     @property
     def num_bytes(self) -> int:
-        """Memory held."""
+        """Bytes of memory in use."""
         tensors = [*self._shaped.values()]
         if self._state is not None:
             tensors += [*self._state.now.values(), *self._state.next.values()]
@@ -435,11 +436,11 @@ class ShardedSlots:
 
     @property
     def keeps_residuals(self) -> bool:
-        """Whether there is a residual."""
+        """Whether any layer has a residual."""
         return any(RESIDUAL in compressor.slots for compressor in self._compressors.values())
 
     def follow(self, compressors: Mapping[str, Coded]) -> None:
-        """Take the compressors that the layers have from now on. A residual stays with its layer."""
+        """Use other compressors from now on. Residuals stay with their layers."""
         if compressors == self._compressors:
             return
         self._compressors = dict(compressors)
@@ -467,12 +468,12 @@ class ShardedSlots:
         layers: dict[str, dict[str, Tensor]] = {}
         for (name, slot), value in self._shaped.items():
             layers.setdefault(name, {})[slot.name] = value
-        self._state = State(fresh.now, fresh.next, 1.0, {name: LayerState(of, of) for name, of in layers.items()})
+        self._state = State(fresh.now, fresh.next, 1.0, {name: LayerState(held, held) for name, held in layers.items()})
 
     def state(self, x: Tensor, step: int, loss_scale: float, *, again: bool = False) -> State | None:
-        """The slots for one message, which ``x`` goes into; what is to be learned in ``step`` is, before.
+        """Return the slots for a message of ``x``, after learning those that are learned in ``step``.
 
-        ``again``: there was a message in this step already, and what it left is the present.
+        ``again``: this is another message of the same step, so the values that the first one wrote are present.
         """
         if self._state is None:
             return None
@@ -485,8 +486,7 @@ class ShardedSlots:
                 self._learn(x, learning, loss_scale)
                 self.learned_at = step
                 self.learn_s += time.perf_counter() - started
-        of = self._state
-        return State(of.now, of.next, loss_scale, of.layers)
+        return State(self._state.now, self._state.next, loss_scale, self._state.layers)
 
     def _learn(self, x: Tensor, learning: Mapping[str, Coded], loss_scale: float) -> None:
         assert self._state is not None
@@ -505,12 +505,12 @@ class ShardedSlots:
                 slots[slot].copy_(value.view_as(slots[slot]))
 
     def commit(self) -> None:
-        """Make what the last step left the present values."""
+        """Make the values that the last step wrote the present ones."""
         if self._state is not None:
             self._state = self._state.swapped()
 
     def reset(self) -> None:
-        """Give all slots their first values, but for learned ones (levels), which do not depend on magnitudes."""
+        """Reset all slots but learned ones (levels), which do not depend on magnitudes."""
         for flat in () if self._state is None else self._state.now.values():
             flat.zero_()
         for (name, slot), value in self._shaped.items():
@@ -518,7 +518,7 @@ class ShardedSlots:
                 value.copy_(slot.first(self._placement.by_name[name].shape, name).view(value.shape))
 
     def value(self, name: str, slot: Slot) -> Tensor:
-        """A copy of a slot of a layer: in the layer's own shape, or in the slot's."""
+        """Return a copy of a slot of a layer, in the shape of the slot or else of the layer."""
         if slot.shape is not None:
             return self._shaped[name, slot].clone()
         assert self._state is not None
@@ -538,9 +538,9 @@ class ShardedSlots:
 
 
 def reshard_residual(saved: Mapping[int, Tensor], slot: Slot, name: str, rank: int, placement: Placement) -> Tensor:
-    """A rank's slot of one layer in a world of another size; the mean residual is preserved.
+    """Return a rank's slot of one layer for another world size; the mean residual is preserved.
 
-    Of an element, the old world held ``(1/n) Σ δ_r``; in the new one all ranks but its owner hold it.
+    The old world's mean residual of an element is ``(1/n) Σ δ_r``; in the new world all ranks but its owner hold it.
     """
     if slot.shape is not None:
         return saved[0].clone()
@@ -556,8 +556,7 @@ def reshard_residual(saved: Mapping[int, Tensor], slot: Slot, name: str, rank: i
 
 
 def residual_bytes(placement: Placement, compressors: Mapping[str, Compressor]) -> int:
-    """Memory that residuals of a unit take on each rank: two fp32 values for each element of its buffer, if any layer
-    has error feedback."""
+    """Return the bytes of residuals on each rank: two fp32 values for each element if a layer has error feedback."""
     has_residuals = any(RESIDUAL in compressor.slots for compressor in compressors.values())
     flat = 2 * 4 * placement.numel if has_residuals else 0
     shaped = (

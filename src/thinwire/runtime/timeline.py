@@ -1,4 +1,4 @@
-"""What a rank's worker does while backward runs, as a trace for ui.perfetto.dev or chrome://tracing."""
+"""Traces of communication during backward, for ui.perfetto.dev or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TRACKS = {
 
 @dataclass
 class _Pass:
-    """A backward pass: when its first and its last DDP bucket were handed over, and when all were reduced."""
+    """One backward pass, in ns: when its first and its last DDP bucket were ready, and when all were reduced."""
 
     step: int
     first_ready_ns: int
@@ -40,15 +40,15 @@ class _Pass:
 
 
 class Timeline:
-    """Records the first ``steps`` backward passes that it sees: a clock for the collectives, in place of `Stats`.
+    """Records the first ``steps`` backward passes. Collectives use it as their clock in place of `Stats`.
 
     Four tracks: *backward*, from the first DDP bucket handed over to the last, with an instant for each; *sending*,
     each bucket as it is encoded and sent off; *communication*, each as it is received, summed and decoded;
     *communication after backward*, the part that backward did not hide.
 
-    ``stats`` says where stages are counted as well. Keeps at most ``max_events``; the trace tells how many more there
-    were. `bucket` and `dense` are for the thread that runs backward; `stage` and what `bucket` returns for the
-    worker.
+    ``stats`` returns the statistics in which stages are counted as well. At most ``max_events`` events are kept, and
+    the trace contains the number of dropped ones. The thread that runs backward calls `bucket` and `dense`; the
+    executor's threads call `stage` and run the job that `bucket` returns.
 
     Raises:
         ValueError: ``steps`` or ``max_events`` is less than 1.
@@ -68,7 +68,7 @@ class Timeline:
         self._origin_ns, self._origin_unix_ns = time.perf_counter_ns(), time.time_ns()
 
     def bucket(self, job: Job, step: int, layers: Sequence[str], num_bytes: int) -> Job:
-        """Note that a DDP bucket is handed over now; returns the job that reduces it, recorded wherever it runs."""
+        """Note that a DDP bucket is ready; returns ``job``, recorded in whichever thread runs it."""
         ready_ns = time.perf_counter_ns()
         if not (backward := self._ready(step, ready_ns)):
             return job
@@ -76,7 +76,7 @@ class Timeline:
         return self._recorded(job, backward, place, {"layers": layers, "bytes": num_bytes}, ready_ns)
 
     def dense(self, step: int, num_bytes: int, future: Future[Any]) -> Future[Any]:
-        """Record a DDP bucket's native all-reduce, from now until ``future`` is done; the one returned follows it."""
+        """Record a DDP bucket's native all-reduce until ``future`` is done; returns a future that follows it."""
         ready_ns = time.perf_counter_ns()
         if not (backward := self._ready(step, ready_ns)):
             return future
@@ -109,7 +109,7 @@ class Timeline:
                 self._add(self._span(name, track, started_ns, time.perf_counter_ns(), place))
 
     def to_dict(self) -> dict[str, Any]:
-        """The trace in the JSON object format of Chrome's trace events. Times in µs since the recording began."""
+        """Return the trace in the JSON object format of Chrome's trace events, in µs since the recording began."""
         with self._lock:
             events, num_dropped = list(self._events), self._num_dropped
         for backward in self._passes:
@@ -130,11 +130,11 @@ class Timeline:
         return {"traceEvents": [*names, *events], "displayTimeUnit": "ms", "otherData": about}
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace to ``path``, this rank's own file (`rank_path`); `merge_timelines` joins those of all."""
+        """Write the trace to ``path``, a file of this rank (`rank_path`); `merge_timelines` joins all ranks' files."""
         Path(path).write_text(json.dumps(self.to_dict()) + "\n")
 
     def _ready(self, step: int, ready_ns: int) -> _Pass | None:
-        """Note a bucket that is handed over now. Its backward pass; None if enough of them are recorded."""
+        """Note that a bucket is ready; returns its backward pass, or None if enough passes are recorded."""
         if not self._passes or self._passes[-1].step != step:
             if len(self._passes) == self._num_steps:
                 return None
@@ -178,16 +178,16 @@ class Timeline:
 
 
 def rank_path(path: str | os.PathLike[str], rank: int) -> Path:
-    """``trace.json`` as ``trace.rank3.json``: where a rank writes, when all of them are given one path."""
+    """Return the file of one rank: ``trace.json`` becomes ``trace.rank3.json``."""
     path = Path(path)
     return path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
 
 
 def merge_timelines(paths: Sequence[str | os.PathLike[str]], merged: str | os.PathLike[str]) -> None:
-    """Join the timelines that the ranks wrote into one file, on one clock: as exact as that of their hosts agree.
+    """Join the timelines of all ranks in one file, on one clock, as exactly as the clocks of their hosts agree.
 
     Raises:
-        ValueError: a file is not a timeline, or two are of the same rank.
+        ValueError: A file is not a timeline, or two have the same rank.
     """
     traces = [_read(path) for path in paths]
     ranks = [int(about["rank"]) for about, _ in traces]
@@ -203,7 +203,7 @@ def merge_timelines(paths: Sequence[str | os.PathLike[str]], merged: str | os.Pa
 
 
 def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[_Event]]:
-    """What a rank's timeline says of itself, and its events."""
+    """Return the metadata of a rank's timeline and its events."""
     try:
         trace = json.loads(Path(path).read_text())
         about = dict(trace["otherData"])
