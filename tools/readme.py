@@ -253,7 +253,7 @@ BLOB = {
     "registered": "process group, layers registered",
     "layerwise": "`thinwire.compress(model)`",
 }
-"""Ways of ``python -m experiments bench blob``, by what they are called for people."""
+"""Methods of ``python -m experiments bench blob``, by what they are called for people."""
 
 
 def blob() -> str:
@@ -372,8 +372,7 @@ def _predictions(path: Path, text: str) -> str:
     others = [error for (_, title), error in errors.items() if title != _NOTHING]
     least = [error for (_, title), error in errors.items() if title == _NOTHING]
     found = [
-        _within(errors_, claimed, what)
-        for errors_, what in ((others, "ways to send"), (least, "steps with nothing sent"))
+        _within(errors_, claimed, what) for errors_, what in ((others, "methods"), (least, "steps with nothing sent"))
     ]
     return f"{text} {'. '.join(found)}.\n\n{table(['', *titles], rows)}\n\n{figures.machine}."
 

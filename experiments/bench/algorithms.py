@@ -32,7 +32,7 @@ def algorithms(
 
     Ranks have a node each; then two nodes of two ranks, for hierarchies and shared memory; then all ranks on one node
     without a limit, where shared memory is set against gloo. Each table also has the bytes that the kernel counted on
-    the interfaces, in multiples of the formula's, and the variance of the mean, in multiples of the first way's.
+    the interfaces, in multiples of the formula's, and the variance of the mean, in multiples of the first method's.
 
     Examples:
       python -m experiments bench algorithms --json algorithms.json
@@ -41,10 +41,10 @@ def algorithms(
     Args:
         ranks: numbers of ranks.
         sizes_mb: sizes of the gradient in fp32, in MB (10^6 bytes).
-        rates: of each node's link, both ways.
+        rates: of each node's link, in both directions.
         rtts: round-trip times added between nodes.
         compressor: its spec.
-        repeats: measurements of each way, of which the median counts.
+        repeats: measurements of each method, of which the median counts.
         budget_s: seconds for the rounds of a cell; slow links get fewer rounds, but always one.
         json: write the figures to this file.
     """
@@ -107,7 +107,7 @@ def _where(num_ranks: int, each_node: int, rate: str, rtt: str) -> str:
 
 def _table(where: str, sizes_mb: tuple[float, ...], answers: list[dict]) -> Table:
     table = Table(title=where, title_justify="left")
-    table.add_column("way", no_wrap=True)
+    table.add_column("method", no_wrap=True)
     for size in sizes_mb:
         table.add_column(f"{size:g} MB, ms", justify="right", no_wrap=True)
         table.add_column("vs gloo", justify="right", no_wrap=True)

@@ -54,7 +54,7 @@ def auto(
 ) -> int:
     """Train the demo's GPT over several networks: stock DDP, one compressor for all, and what ``auto`` decides.
 
-    Once ``auto`` may choose the collective algorithm, once it may not (``sra`` alone). Ways take turns; shares
+    Once ``auto`` may choose the collective algorithm, once it may not (``sra`` alone). Methods take turns; shares
     are medians over rounds. Takes about fifteen minutes.
 
     Examples:
@@ -62,12 +62,12 @@ def auto(
       python -m experiments bench auto --links 2x2@100mbit 2x1@none
 
     Args:
-        links: networks: nodes, ranks on each, and the rates of the nodes' links both ways, for all or for each; none
-            leaves them unshaped.
+        links: networks: nodes, ranks on each, and the rates of the nodes' links in both directions, for all or for each;
+            none leaves them unshaped.
         spec: the fixed choice.
         batch: windows of 64 tokens a rank.
         bucket_cap_mb: DDP's bucket size.
-        rounds: turns of each way.
+        rounds: turns of each method.
         steps: steps a turn.
         json: write the figures to this file.
     """
@@ -88,7 +88,7 @@ def auto(
         num_ranks = place.nodes * place.ranks
         with ExitStack() as stack:
             network = stack.enter_context(lab.Network(num_ranks, ranks_per_node=place.ranks, rate=place.rate))
-            stack.enter_context(console.status(f"{text}: {rounds} turns of each way ..."))
+            stack.enter_context(console.status(f"{text}: {rounds} turns of each method ..."))
             answer = run_ranks("experiments.bench.auto_rank", config, num_ranks, network)
         results.about["cells"][text] = {"decided": answer["decided"], "algorithm": answer["algorithm"]}
         by = answer["algorithm"] if answer["decided"]["auto"].startswith("on") else "off"

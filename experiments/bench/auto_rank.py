@@ -13,7 +13,7 @@ _AUTO: dict[str, Any] = {"warmup": 8, "window": 4, "lag": 3, "every": 100_000}
 
 
 def decide_and_take(spec: str, cap_mb: float, batch: int, rounds: int, steps: int) -> dict[str, Any]:
-    """What ``auto`` decides, and seconds of a step by way and round, the ways in turn."""
+    """What ``auto`` decides, and seconds of a step by method and round, the methods in turn."""
     models = {name: gpt(cap_mb) for name in ("fp32", "fixed", "one way", "auto")}
     wires = {
         "fixed": thinwire.compress(models["fixed"], spec, skip_if_slower=False),

@@ -36,9 +36,9 @@ def blob(
 ) -> int:
     """Train a 4.8 M parameter GPT with DDP, its gradients compressed as flat buffers or as layers.
 
-    Four ways take turns in one run: stock DDP; a process group of backend thinwire, which sees DDP's buckets and
+    Four methods take turns in one run: stock DDP; a process group of backend thinwire, which sees DDP's buckets and
     nothing else; the same with the model's layers registered, so that it finds them by their sizes and leaves biases
-    and norms raw; and thinwire.compress, which is told the layers. Errors are those of the mean of one gradient, the
+    and norms raw; and thinwire.compress, which knows the layers. Errors are those of the mean of one gradient, the
     same for all: of the whole, and of biases and norms alone.
 
     Examples:
@@ -47,12 +47,12 @@ def blob(
       python -m experiments bench blob --rates none --rounds 3
 
     Args:
-        rates: of each rank's link, both ways; none measures over loopback.
+        rates: of each rank's link, in both directions; none measures over loopback.
         ranks: number of ranks.
         compressor: its spec; one without error feedback, for which a process group has no place.
         bucket_cap_mb: DDP's bucket size.
         batch: windows of 64 tokens that each rank takes in a step.
-        rounds: turns of each way.
+        rounds: turns of each method.
         steps: steps a turn.
         json: write the figures to this file.
     """
@@ -67,7 +67,7 @@ def blob(
         with ExitStack() as stack:
             network = stack.enter_context(lab.Network(ranks, rate=rate)) if rate != "none" else None
             about[f"link/{where}"] = network.describe() if network else {"rate": "loopback"}
-            stack.enter_context(console.status(f"{ranks} ranks, {where}: {rounds} turns of each way ..."))
+            stack.enter_context(console.status(f"{ranks} ranks, {where}: {rounds} turns of each method ..."))
             answer = run_ranks("experiments.bench.blob_rank", config, ranks, network)
         _add(results, answer, where)
         console.print(f"Training steps, {ranks} ranks, {where}, {compressor}")
@@ -96,8 +96,8 @@ def _add(results: Results, answer: dict[str, Any], where: str) -> None:
 
 def _table(answer: dict[str, Any]) -> Table:
     table = Table()
-    for column in ("way", "steps/s", "vs fp32", "MB/step", "error", "biases, norms"):
-        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
+    for column in ("method", "steps/s", "vs fp32", "MB/step", "error", "biases, norms"):
+        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     for name, label in _LABELS.items():
         error = answer["errors"][name]
         table.add_row(

@@ -14,7 +14,7 @@ from thinwire.bench.rank import TIMEOUT, serve
 from thinwire.bench.turns import Turns, backward, gpt, token_batch
 
 _REPEATS = 5
-# DDP has formed its last buckets, and has told in which order, by then.
+# DDP has formed its last buckets, and has fixed their order, by then.
 _PASSES = 4
 
 
@@ -36,14 +36,14 @@ class Contest(Turns):
         super().__init__(models)
 
     def sent_bytes(self) -> dict[str, int]:
-        """Bytes that each way has sent so far, without those of stock DDP."""
+        """Bytes that each method has sent so far, without those of stock DDP."""
         sent = {name: group.stats for name, group in self.groups.items()}
         found = {name: stats.payload_sent_bytes + stats.passed_bytes for name, stats in sent.items()}
         return {**found, "layerwise": self.wire.stats.payload_sent_bytes}
 
     def errors(self, tokens: Tensor) -> dict[str, dict[str, float]]:
-        """How far each way's mean of one and the same gradient is from the exact one, over its norm; the mean of some
-        draws. Of all layers, and of those with one dimension: biases and norms."""
+        """Relative error of each method's mean of one and the same gradient, as the mean of some draws: of all layers, and
+        of those with one dimension (biases and norms)."""
         for model in self.models.values():
             for _ in range(_PASSES):
                 backward(model, tokens)

@@ -36,7 +36,7 @@ def doctor(
     """Let doctor predict training steps of the demo's GPT over emulated links, then take these steps and compare.
 
     Predictions come from a model that is watched while it trains uncompressed, and from probes of links and codecs;
-    none of the steps that they are held against is known to them. Ways take turns. Takes about ten minutes.
+    none of the steps that they are held against is known to them. Methods take turns. Takes about ten minutes.
 
     Examples:
       python -m experiments bench doctor --json doctor.json
@@ -44,16 +44,16 @@ def doctor(
       python -m experiments bench doctor --sharded --json doctor-fsdp.json
 
     Args:
-        rates: of each rank's link, both ways.
+        rates: of each rank's link, in both directions.
         rtts: round-trip times to add.
         specs: compressors, beside fp32 and nothing sent; by default bf16 and 4 bits, or none where SHARDED.
         ranks: number of ranks.
         batch: windows of 64 tokens a rank.
         bucket_cap_mb: DDP's bucket size.
         watched: steps that doctor looks at.
-        rounds: turns of each way.
+        rounds: turns of each method.
         steps: steps a turn.
-        sharded: a model under FSDP2, in place of one under DDP; with doctor's own ways beside SPECS.
+        sharded: a model under FSDP2, in place of one under DDP; with doctor's own methods beside SPECS.
         json: write the figures to this file.
     """
     console = Console(highlight=False)

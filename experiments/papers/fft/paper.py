@@ -153,7 +153,7 @@ CLAIMS = (
         "ratio_on_the_wire",
         f"theta={THETA} and 10 bits compress {measurements.counted_ratio(THETA):.1f}x, the bitmap not counted "
         f"(section 4.2)",
-        lambda rows: f"{rows['ratio_on_the_wire']['value']:.1f}x with everything that travels",
+        lambda rows: f"{rows['ratio_on_the_wire']['value']:.1f}x with everything that is sent",
         lambda rows: rows["ratio_on_the_wire"]["value"] >= 0.95 * measurements.counted_ratio(THETA),
     ),
     Claim(
