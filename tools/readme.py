@@ -372,7 +372,8 @@ def _predictions(path: Path, text: str) -> str:
     others = [error for (_, title), error in errors.items() if title != _NOTHING]
     least = [error for (_, title), error in errors.items() if title == _NOTHING]
     found = [
-        _within(errors_, claimed, what) for errors_, what in ((others, "methods"), (least, "steps with nothing sent"))
+        _within(errors_, claimed, what)
+        for errors_, what in ((others, "predictions"), (least, "steps with nothing sent"))
     ]
     return f"{text} {'. '.join(found)}.\n\n{table(['', *titles], rows)}\n\n{figures.machine}."
 

@@ -62,8 +62,8 @@ def auto(
       python -m experiments bench auto --links 2x2@100mbit 2x1@none
 
     Args:
-        links: networks: nodes, ranks on each, and the rates of the nodes' links in both directions, for all or for each;
-            none leaves them unshaped.
+        links: networks: nodes, ranks on each, and the rates of the nodes' links, for all or for each; none leaves them
+            unshaped.
         spec: the fixed choice.
         batch: windows of 64 tokens a rank.
         bucket_cap_mb: DDP's bucket size.

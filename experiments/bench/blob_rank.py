@@ -42,8 +42,8 @@ class Contest(Turns):
         return {**found, "layerwise": self.wire.stats.payload_sent_bytes}
 
     def errors(self, tokens: Tensor) -> dict[str, dict[str, float]]:
-        """Relative error of each method's mean of one and the same gradient, as the mean of some draws: of all layers, and
-        of those with one dimension (biases and norms)."""
+        """Relative error of each method's mean of the same gradient, as the mean of some draws: of all layers, and of
+        those with one dimension (biases and norms)."""
         for model in self.models.values():
             for _ in range(_PASSES):
                 backward(model, tokens)
