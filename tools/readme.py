@@ -15,6 +15,7 @@ from figures import BENCHMARKS, ROOT, Figures, bullets, table
 from experiments.bench.auto import Place
 from experiments.framework import results_page
 from experiments.framework.catalogue import CATALOGUE
+from thinwire.lab.units import format_rate, parse_rate
 
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 NESTED = ("sra", "hierarchical(inside=dense, across=slices)", "hierarchical(inside=dense, across=leaders)")
@@ -447,6 +448,42 @@ def conformance() -> str:
     )
 
 
+def local() -> str:
+    path = BENCHMARKS / "local.json"
+    if not path.exists():
+        return "Not measured yet: `python -m experiments bench local --json benchmarks/local.json`."
+    figures = Figures(path)
+    about, rows = figures.record["about"], []
+    for rate in about["rates"]:
+        free = figures.get(f"{rate}/seconds_to_same_loss/free") or 1.0
+        for name in ("fp32", "thinwire", "local", "streaming", "alone"):
+            sent, seconds = (figures.get(f"{rate}/{kind}/{name}") for kind in ("sent_bytes", "seconds_to_same_loss"))
+            if sent is None:
+                continue
+            rows.append(
+                [
+                    f"{format_rate(parse_rate(rate))}, {TITLES.get(name, 'the same in 4 fragments, 1 step late')}",
+                    f"{sent / 1e3:,.0f} kB",
+                    f"{figures.get(f'{rate}/speed_over_alone/{name}'):.2f}x",
+                    f"{seconds:.1f} s ({seconds / free:.2f}x)" if seconds else "never",
+                    f"{100 * (figures.get(f'{rate}/val_loss_above_fp32/{name}') or 0.0):+.2f} %",
+                ]
+            )
+    head = [
+        "",
+        "sent a step",
+        "speed, of training alone",
+        "same loss in (of a free network's time)",
+        "against fp32",
+    ]
+    return (
+        f"`python -m experiments bench local`: the demo's GPT, 2 ranks, {about['task']['steps']} steps, an exchange "
+        f"every {about['every']}, plain averages. Ways take turns; speeds are medians over turns, and the same loss is "
+        "1.01 times fp32's last. A free network would take fp32's steps at the speed of training alone.\n\n"
+        f"{table(head, rows)}\n\n{figures.machine}."
+    )
+
+
 def results() -> str:
     return results_page.page(results_page.read(BENCHMARKS)).rstrip("\n")
 
@@ -460,6 +497,7 @@ PAGES = {
     "docs/fsdp.md": {"sharded": sharded},
     "docs/compressed-adamw.md": {"training": training},
     "docs/index.md": {"first-answer": first_answer},
+    "docs/local.md": {"local": local},
     "docs/auto.md": {"auto": auto},
     "docs/doctor.md": {"doctor": doctor, "doctor-fsdp": doctor_fsdp},
     "docs/kernels.md": {"kernels": kernels},

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.collectives.nodes import VARIABLE as NODE_VARIABLE
-from thinwire.compare.train import send_nothing
+from thinwire.local.alone import send_nothing
 from thinwire.plan.policies import Policy, parse_policy
 
 CGX = "minmax(bits=4, bucket=128)"

@@ -48,6 +48,15 @@ def test_local_updates_learn_and_send_few_bytes() -> None:
     assert all(100 * int(sent) < int(gradients) for sent, gradients in pairs)
 
 
+@pytest.mark.timeout(200)
+def test_local_updates_of_sharded_replicas_learn() -> None:
+    printed = run("local_fsdp.py", 4)
+    found = losses(printed)
+    assert len(found) == 4
+    assert found[-1] < 0.9 * found[0]
+    assert len(re.findall(r"bytes a step to the other replica", printed)) == 4
+
+
 def start(name: str, *options: str) -> str:
     """Run an example that starts its ranks itself."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -156,6 +156,27 @@ def test_accelerate_compresses_what_it_prepares() -> None:
     assert run_ranks(launched_accelerate_on, 2, timeout_s=90) == [(3, True), (3, True)]
 
 
+def accelerate_local_on(rank: int) -> bool:
+    from accelerate import Accelerator
+
+    net = nn.Linear(64, 64)
+    optimizer = Accelerator(cpu=True).prepare(torch.optim.SGD(net.parameters(), lr=0.1))
+    local = thinwire.local.DiLoCo(net, optimizer, every=2, compressor="minmax(bits=4)")
+    for step in range(4):
+        train(net, 10 * rank + step, 1)
+        optimizer.step()
+        local.step()
+    weights = [torch.empty_like(net.weight) for _ in range(2)]
+    dist.all_gather(weights, net.weight.detach())
+    return torch.equal(*weights)
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
+@pytest.mark.timeout(120)
+def test_local_updates_take_an_optimizer_that_accelerate_prepared() -> None:
+    assert run_ranks(accelerate_local_on, 2, timeout_s=90) == [True, True]
+
+
 def launched_accelerate_on(rank: int) -> tuple[int, bool]:
     # accelerate asks the environment, as torchrun sets it, for the world.
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}

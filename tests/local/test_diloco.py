@@ -318,6 +318,20 @@ def test_shared_weights_of_a_bf16_model_are_fp32() -> None:
     assert run_ranks(_half, 2) == [(torch.bfloat16, True)] * 2
 
 
+def _with_outer_state_on(rank: int, device: str | None) -> tuple[torch.Tensor, set[str]]:
+    training = Training(rank, **OPTIONS["streaming"], outer_device=device)
+    training.run(23)
+    devices = {str(value.device) for key, value in training.local.state_dict().items() if "anchor" in key}
+    training.local.finish()
+    return training.weights(), devices
+
+
+def test_where_the_outer_state_is_kept_changes_no_bit() -> None:
+    here, asked = (run_ranks(_with_outer_state_on, 2, device)[0] for device in (None, "cpu"))
+    assert torch.equal(here[0], asked[0])
+    assert asked[1] == {"cpu"}
+
+
 def _disagree(rank: int) -> str:
     model = nn.Linear(64, 64)
     with pytest.raises(thinwire.DisagreementError) as error:

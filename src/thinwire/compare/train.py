@@ -23,6 +23,7 @@ import thinwire
 from thinwire.compare.data import windows
 from thinwire.compare.gpt import GPT, GPTConfig, next_token_loss
 from thinwire.local import DiLoCo, Nesterov
+from thinwire.local.alone import send_nothing
 from thinwire.runtime import Follower, for_reducer
 
 # One scale for each layer, a biased rounding and no error feedback: damage that a comparison must be able to see.
@@ -162,11 +163,6 @@ def send_bf16(ddp: DistributedDataParallel) -> None:
     ddp.register_comm_hook(Follower("bf16"), _bf16_hook)
 
 
-def send_nothing(ddp: DistributedDataParallel) -> None:
-    """Have ``ddp`` leave each rank its own gradients."""
-    ddp.register_comm_hook(None, _noop_hook)
-
-
 def _bf16(ddp: DistributedDataParallel, replica: "Replica") -> Attached:
     send_bf16(ddp)
     return Attached(_sent(ddp) / 2)
@@ -220,12 +216,6 @@ def _bf16_hook(follower, bucket):
     work = dist.all_reduce(message, async_op=True)
     assert work is not None
     return for_reducer(follower.follow(work, lambda: buffer.copy_(message)))
-
-
-def _noop_hook(state, bucket):
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
 
 
 @dataclass(frozen=True)
