@@ -425,6 +425,72 @@ def training() -> str:
     )
 
 
+def chaos() -> str:
+    figures = Figures(BENCHMARKS / "chaos.json")
+    groups = [name.removeprefix("faults/") for name in figures.rows if name.startswith("faults/")]
+
+    def row(title: str, name: str, of: str = "") -> list[str]:
+        cells = []
+        for group in groups:
+            value = figures.get(f"{name}/{group}") or 0
+            cells.append(f"{value:g}" + (f" of {figures.get(f'{of}/{group}') or 0:g}" if of else ""))
+        return [title, *cells]
+
+    rows = [
+        row("faults", "faults"),
+        row("survivors that got an error", "failed", "survivors"),
+        row("errors that name the rank that failed", "named", "failed"),
+        row("survivors that hung", "hung"),
+        row("processes that aborted", "aborted"),
+        row("seconds from fault to error, at most", "latest_s"),
+        row("checkpoints that could not be written afterwards", "checkpoints_failed"),
+        row("steps whose parameters differ from a training without a fault", "wrong_digests"),
+    ]
+    about = figures.record["about"]
+    return (
+        f"{about['faults']} faults with seed {about['seed']}, three ranks, a timeout of {about['timeout_s']:g} s, six "
+        f"trainings at a time:\n\n{table(['', *groups], rows)}\n\n{figures.machine}, busy with other work besides."
+    )
+
+
+def soak() -> str:
+    figures = Figures(BENCHMARKS / "soak.json")
+    about = figures.record["about"]
+    marks = about["marks"]
+    rows = [
+        [
+            f"{mark['step']:,}",
+            f"{mark['memory_bytes'] / 2**20:.1f}",
+            f"{mark['threads']}",
+            f"{mark['files']}",
+            "alike" if mark["alike"] else "differ",
+        ]
+        for mark in (marks[0], *marks[len(marks) // 2 : -1 : max(1, len(marks) // 2)], marks[-1])
+    ]
+    return (
+        f"`make soak`: {about['steps']:,} steps of {about['ranks']} ranks with `{about['compressor']}`; of each figure "
+        f"the largest of all ranks.\n\n{table(['steps', 'MiB', 'threads', 'open files', 'replicas'], rows)}\n\n"
+        f"{figures.machine}."
+    )
+
+
+def fuzz() -> str:
+    runs = [Figures(path) for path in sorted(BENCHMARKS.glob("fuzz-*.json"))]
+    inputs, decoded, seconds = (
+        sum(run.get(name) or 0 for run in runs) for name in ("inputs", "decoded", "processor_time")
+    )
+    refused = inputs - decoded
+    kinds = sum(name.startswith("inputs/") for name in runs[0].rows)
+    seeds = ", ".join(str(run.record["about"]["seed"]) for run in runs)
+    return (
+        f"`make fuzz-sanitized`: {inputs:,.0f} damaged messages of {kinds} kinds (seeds {seeds}), decoded on the "
+        f"instruction-set level {runs[0].record['about']['level']} under the address and undefined-behaviour "
+        f"sanitizers in {seconds / 60:.0f} minutes of processor time: no report of either. {decoded:,.0f} decoded to "
+        f"something, {refused:,.0f} were refused with an error that says why: those cut short, and all sealed frames "
+        f"but those whose damage lay outside of what is checked. {runs[0].machine}."
+    )
+
+
 def conformance() -> str:
     figures = Figures(BENCHMARKS / "conformance.json")
     about = figures.record["about"]
@@ -494,6 +560,7 @@ PAGES = {
     "docs/speed.md": {"allreduce": allreduce, "step": step},
     "docs/process-group.md": {"blob": blob, "conformance": conformance},
     "docs/pipelines.md": {"changes": changes},
+    "docs/failures.md": {"chaos": chaos, "soak": soak, "fuzz": fuzz},
     "docs/fsdp.md": {"sharded": sharded},
     "docs/compressed-adamw.md": {"training": training},
     "docs/index.md": {"first-answer": first_answer},

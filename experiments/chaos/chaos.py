@@ -185,7 +185,8 @@ def chaos(
                 references[scenario.training] = run(quiet).digests
             outcomes.append(run(scenario, references[scenario.training]))
             for survivor in outcomes[-1].survivors:
-                if scenario.training.attachment != "stock" and not _kept(survivor, timeout):
+                ours = scenario.training.attachment != "stock" and outcomes[-1].struck
+                if ours and not _kept(survivor, timeout):
                     console.print(f"{number}: {_brief(scenario)}: {survivor}", markup=False)
         return outcomes
 
@@ -194,21 +195,19 @@ def chaos(
     summaries = {name: summary(group, timeout) for name, group in _groups(outcomes).items()}
     console.print(_table(summaries))
     if json:
-        about = {"faults": len([o for o in outcomes if o.scenario.training.attachment != "stock"]), "seed": seed}
+        ours = [o for o in outcomes if o.scenario.training.attachment != "stock" and o.struck]
+        about = {"faults": len(ours), "seed": seed}
         results = Results("python -m experiments chaos", about={**about, "timeout_s": timeout})
         for name, figures in summaries.items():
             for figure, value in figures.items():
                 results.add(f"{figure}/{name}", value, "s" if figure.endswith("_s") else "")
         results.about["missed"] = [
-            {"scenario": asdict(o.scenario), **asdict(s)}
-            for o in outcomes
-            for s in o.survivors
-            if o.scenario.training.attachment != "stock" and not _kept(s, timeout)
+            {"scenario": asdict(o.scenario), **asdict(s)} for o in ours for s in o.survivors if not _kept(s, timeout)
         ]
         results.write(json)
-    ours = [figures for name, figures in summaries.items() if name != "stock DDP"]
-    aborts = sum(f["aborted"] for f in ours)
-    bad = sum(f["hung"] + f["wrong_digests"] for f in ours) + (
+    kept = [figures for name, figures in summaries.items() if name != "stock DDP"]
+    aborts = sum(f["aborted"] for f in kept)
+    bad = sum(f["hung"] + f["wrong_digests"] for f in kept) + (
         aborts > summaries.get("stock DDP", {}).get("aborted", 0)
     )
     return 1 if bad else 0

@@ -15,7 +15,7 @@ import unittest
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ class Suite(TestDistBackend, DistributedTest._DistTestBase):
         self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
     @classmethod
-    def _run(cls, rank: int, test_name: str, *args: Any, **kwargs: Any) -> None:
+    def _run(cls, rank: int, test_name: str, *args: Any, **kwargs: Any) -> NoReturn:
         spec = os.environ.get(SPEC)
         if spec:
             options = (
@@ -50,7 +50,7 @@ class Suite(TestDistBackend, DistributedTest._DistTestBase):
 
     def run_test(self, test_name: str, parent_pipe: Any) -> None:
         super().run_test(test_name, parent_pipe)
-        groups = [group for group in distributed_c10d._world.pg_map if hasattr(group, "stats")]
+        groups = [group for group in distributed_c10d._world.pg_map if isinstance(group, thinwire.ProcessGroup)]
         totals = {name: sum(getattr(group.stats, name) for group in groups) for name in ("compressed", "passed")}
         Path(os.environ[STATS], f"{test_name}.{self.rank}").write_text(json.dumps(totals))
 

@@ -127,7 +127,7 @@ _FRAME = {"source": 1, "phase": 2, "step": 77, "digest": 2**63 + 5}
 def verifying() -> Target:
     """A sealed message, and what checks one."""
     message = torch.zeros(HEADER_BYTES + 64, dtype=torch.uint8)
-    seal(message, **_FRAME)
+    seal(message, **_FRAME, failed=False)
     return Target(message.numpy(), lambda found: verify(found, peer=1, **_FRAME), lambda: None)
 
 
@@ -189,20 +189,27 @@ def fuzz(*, inputs: int = 1_000_000, seed: int = 0, json: OutputFile = None) -> 
         if time.monotonic() - last > 60.0:
             last = time.monotonic()
             console.print(f"{done} inputs after {last - started:.0f} s")
-    sanitized = "libasan" in os.environ.get("LD_PRELOAD", "")
+            if json:
+                # So that a run that is stopped has the figures of what it did.
+                _results(tallies, seed, time.process_time() - spent).write(json)
     table = Table("message", "inputs", "decoded", "refused")
     for name, tally in sorted(tallies.items()):
         table.add_row(name, str(tally.inputs), str(tally.decoded), str(tally.refused.total()))
     console.print(table)
     if json:
-        about = {"seed": seed, "level": native.cpu_level(), "sanitized": sanitized}
-        results = Results("python -m experiments fuzz", about=about)
-        results.add("inputs", done, "")
-        results.add("decoded", sum(tally.decoded for tally in tallies.values()), "")
-        for error in sorted({error for tally in tallies.values() for error in tally.refused}):
-            results.add(f"refused/{error}", sum(tally.refused[error] for tally in tallies.values()), "")
-        results.add("processor_time", round(time.process_time() - spent, 1), "s")
-        for name, tally in sorted(tallies.items()):
-            results.add(f"inputs/{name}", tally.inputs, "", decoded=tally.decoded, refused=dict(tally.refused))
-        results.write(json)
+        _results(tallies, seed, time.process_time() - spent).write(json)
     return 0
+
+
+def _results(tallies: dict[str, Tally], seed: int, processor_s: float) -> Results:
+    sanitized = "libasan" in os.environ.get("LD_PRELOAD", "")
+    about = {"seed": seed, "level": native.cpu_level(), "sanitized": sanitized}
+    results = Results("python -m experiments fuzz", about=about)
+    results.add("inputs", sum(tally.inputs for tally in tallies.values()), "")
+    results.add("decoded", sum(tally.decoded for tally in tallies.values()), "")
+    for error in sorted({error for tally in tallies.values() for error in tally.refused}):
+        results.add(f"refused/{error}", sum(tally.refused[error] for tally in tallies.values()), "")
+    results.add("processor_time", round(processor_s, 1), "s")
+    for name, tally in sorted(tallies.items()):
+        results.add(f"inputs/{name}", tally.inputs, "", decoded=tally.decoded, refused=dict(tally.refused))
+    return results

@@ -1,0 +1,45 @@
+"""PyTorch's own tests run on thinwire's process groups, and what they send is compressed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.conformance.conformance import RUNS, _counts
+
+
+def test_some_of_them_run_and_their_floats_are_compressed(tmp_path: Path) -> None:
+    pytest.importorskip("expecttest", reason="PyTorch's tests import it: pip install 'thinwire[conformance]'")
+    settings = {"BACKEND": "gloo", "WORLD_SIZE": "2", "THINWIRE_CONFORMANCE_STATS": str(tmp_path)}
+    settings["THINWIRE_CONFORMANCE_SPEC"] = RUNS["thinwire, every float"]
+    lines = tmp_path / "lines"
+    command = [sys.executable, "-m", "experiments.conformance.suite", str(lines), "test_all_gather", "test_get_rank"]
+    subprocess.run(command, env={**os.environ, **settings}, check=True, capture_output=True)
+    rows = {row["test"]: row for row in map(json.loads, lines.read_text().splitlines())}
+    assert {name: row["result"] for name, row in rows.items()} == {
+        "test_all_gather": "passed",
+        "test_get_rank": "passed",
+    }
+    assert rows["test_all_gather"]["compressed"] > 0
+
+
+def test_counts_are_of_the_tests_that_gloo_passes() -> None:
+    def row(test: str, result: str, compressed: int = 0) -> dict[str, object]:
+        return {"test": test, "result": result, "why": "", "compressed": compressed}
+
+    gloo = [row("a", "passed"), row("b", "passed"), row("test_get_backend", "passed"), row("c", "skipped")]
+    ours = [row("a", "passed", 3), row("b", "failed", 1), row("test_get_backend", "failed"), row("c", "failed")]
+    found = {who: {str(r["test"]): r for r in rows} for who, rows in (("gloo", gloo), ("ours", ours))}
+    assert _counts(found, "ours") == {
+        "passed": 1,
+        "skipped": 0,
+        "failed by name": 1,
+        "failed": 1,
+        "compressed collectives": 4,
+        "passed with compressed collectives": 1,
+    }
