@@ -109,6 +109,8 @@ ELSEWHERE = {
     "make format": "Makefile",
     "make docs": ".ci/run",
     "make fuzz": "Makefile",
+    "make fuzz-sanitized": "tests/experiments/test_fuzzing.py",
+    "make conformance": "tests/experiments/test_conformance.py",
     "make chaos": "Makefile",
     "make wheel": ".ci/run",
     "pip install .": ".ci/run",  # make wheel-check builds what pip would, and installs it
