@@ -146,7 +146,7 @@ def _with_plain_help(function: Callable[..., Any]) -> Callable[..., Any]:
 
     del call.__wrapped__  # type hints are looked for there first
     call.__annotations__ = hints
-    call.__signature__ = inspect.signature(function)  # pyright: ignore[reportFunctionMemberAccess]
+    call.__signature__ = inspect.signature(function)  # pyright: ignore[reportAttributeAccessIssue]
     return call
 
 

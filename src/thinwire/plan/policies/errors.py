@@ -10,6 +10,7 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.compressors import Compressor, PowerSGD, TopK, unwrap
+from thinwire.compressors._core.schedule import rank_at
 
 _POWER_STEPS = 5
 """Enough for an error close to that of the best approximation (thesis, B.2.2)."""
@@ -66,11 +67,12 @@ def _descending(values: Tensor) -> Tensor:
 
 
 def _rank_errors(x: Tensor, candidates: Sequence[PowerSGD]) -> dict[Compressor, float]:
-    """``Σ σᵢ²`` of the singular values beyond each rank."""
+    """``Σ σᵢ²`` of the singular values beyond each rank; of a schedule, beyond its first."""
+    ranks = {c: rank_at(c.rank, 0) for c in candidates}
     matrix = x.reshape(x.shape[0], -1)
     if matrix.shape[0] > matrix.shape[1]:
         matrix = matrix.T
-    most = min(max(c.rank for c in candidates), matrix.shape[0])
+    most = min(max(ranks.values()), matrix.shape[0])
     if matrix.shape[0] <= _LARGEST_GRAM:
         # Of M Mᵀ: far less work than the singular values of M, and good to 1e-7 of the largest one's square.
         squares = torch.linalg.eigvalsh((matrix @ matrix.T).double()).flip(0)
@@ -78,7 +80,7 @@ def _rank_errors(x: Tensor, candidates: Sequence[PowerSGD]) -> dict[Compressor, 
         squares = _leading_squares(matrix, most)
     total = float(matrix.square().sum(dtype=torch.float64))
     energy = squares.clamp_(min=0).cumsum(0).tolist()
-    return {c: max(0.0, total - energy[min(c.rank, len(energy)) - 1]) for c in candidates}
+    return {c: max(0.0, total - energy[min(rank, len(energy)) - 1]) for c, rank in ranks.items()}
 
 
 def _leading_squares(matrix: Tensor, rank: int) -> Tensor:
