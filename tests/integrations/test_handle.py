@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -30,6 +32,23 @@ def test_a_wire_is_shown_as_a_table_of_its_layers() -> None:
     assert "raw: excluded" in lines["layers.2.weight"]
     assert "raw: 1 dimension, fewer than 2" in lines["norm.weight"]
     assert lines["layers.1.weight"].split()[2] == "raw"
+
+
+def _nothing(rank: int) -> list[list[str]]:
+    warned: list[list[str]] = []
+    for rules in ("minmax(bits=4)", "raw"):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            thinwire.compress(make(rank), rules, min_numel=10**9, skip_if_slower=False).detach()
+        warned.append([f"{each.filename.rsplit('/', 1)[-1]}: {each.message}" for each in seen])
+    return warned
+
+
+def test_a_wire_that_compresses_nothing_warns_unless_it_was_asked_to() -> None:
+    for (warning,), none in run_ranks(_nothing, 2):
+        assert warning.startswith("test_handle.py: nothing is compressed")
+        assert "min_numel=0" in warning
+        assert none == []
 
 
 def _sharded(rank: int, size: int) -> str:

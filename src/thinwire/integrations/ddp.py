@@ -377,7 +377,13 @@ def _prepare(
             plan = for_momenta(plan, options.optimizer, parameters)
     _check_dtypes(model, plan)
     _check_feedback(plan)
-    warn_of_pairing(plan, options.optimizer, stacklevel=6)
+    warn_of_pairing(plan, options.optimizer, stacklevel=7)
+    if plan.all_raw and not all(isinstance(asked, Raw) for asked in plan.rules.values()):
+        warnings.warn(
+            "nothing is compressed: every layer is excluded, too small or of a shape that the compressor cannot take. "
+            "print(wire) says which and why; min_numel=0 takes small layers, too",
+            stacklevel=6,
+        )
     if options.network.aggregator is not None:
         _check_aggregator(plan, options.network.aggregator)
         if device is not None:
