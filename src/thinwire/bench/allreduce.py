@@ -42,7 +42,7 @@ def allreduce(
       thinwire bench allreduce --ranks 4 --ranks-per-node 2 --algorithm sra hierarchical --transport auto
 
     Args:
-        rate: of each node's link, both methods (100mbit, 1gbit ...), or none.
+        rate: of each node's link, both ways (100mbit, 1gbit ...), or none.
         rtt: round-trip time added between nodes, as 20ms.
         ranks: number of ranks.
         ranks_per_node: how many of them share a node: its network namespace, its link, its memory.
