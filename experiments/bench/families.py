@@ -17,6 +17,7 @@ SERIES: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("maxabs(bits={})", (2, 4, 8)),
     ("maxabs(bits={}, scale=row, rounding=nearest)", (4,)),
     ("terngrad({})", ("", "clip=2.5", "bucket=256")),
+    ("shared_terngrad", ("",)),
     ("qsgd(bits={})", (2, 3, 4, 6, 8)),
     ("qsgd(bits={}, norm=linf)", (3, 4)),
     ("qsgd(levels={}, bucket=layer)", (64,)),
@@ -41,6 +42,7 @@ SERIES: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("fft(theta={}, bits=6)", (0.85,)),
     ("fft(theta={}, block=whole)", (0.85,)),
     ("powersgd(rank={})", (1, 2, 4, 8, 16)),
+    ("atomo(rank={})", (4,)),
 )
 """Templates of specs, and what is put into them. Thresholds fit the demo's gradients, whose deviation is 0.0007."""
 
@@ -61,7 +63,7 @@ SMOKE = (
 
 FAMILIES = {
     "min-max": ("minmax", "lattice", "levels", "gaussian"),
-    "max-abs": ("maxabs", "terngrad"),
+    "max-abs": ("maxabs", "terngrad", "shared_terngrad"),
     "QSGD": ("qsgd",),
     "floats": ("natural", "rangefloat", "cast"),
     "integers": ("intsgd", "heuristic_intsgd"),
@@ -69,7 +71,7 @@ FAMILIES = {
     "top-k": ("topk", "threshold", "globaltopk"),
     "random": ("randk", "truncate"),
     "FFT": ("fft",),
-    "PowerSGD": ("powersgd",),
+    "low rank": ("powersgd", "atomo"),
 }
 _CITATION = re.compile(r"\(([^()]*(?:\b(?:19|20)\d\d\b|\bthesis\b|\bsection\b|\bS\d\b)[^()]*)\)")
 _SENTENCE = re.compile(r"[.,:;](?:\s|$)")
