@@ -9,6 +9,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Any
 
@@ -145,6 +146,23 @@ def test_a_rank_that_fails_before_it_comes_stops_the_others() -> None:
     with pytest.raises(PeerFailedError, match=r"rank 7 on .* failed: TypeError: no model") as error:
         FailureDetector.connect(store, "test", (3, 7), 0, timedelta(seconds=20))
     assert (error.value.rank, error.value.reason) == (7, "TypeError: no model")
+
+
+def test_rank_0_stays_until_the_others_know_which_rank_failed() -> None:
+    """The store lives there, and whoever finds it gone would blame rank 0."""
+    store = dist.HashStore()
+    announce_error(store, "test", 1, TypeError("no model"))
+
+    def meet(rank: int) -> PeerFailedError:
+        with pytest.raises(PeerFailedError) as failed:
+            FailureDetector.connect(store, "test", range(3), rank, timedelta(seconds=20))
+        return failed.value
+
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(meet, 0)
+        with pytest.raises(FutureTimeoutError):
+            first.result(0.3)
+        assert [meet(2).rank, first.result(20).rank] == [1, 1]
 
 
 def test_what_the_store_holds_is_not_trusted() -> None:

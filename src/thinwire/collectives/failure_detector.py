@@ -60,6 +60,8 @@ _REPORT_S = 1.0
 _UNDER_WAY = 2
 """Collectives that may be under way at a time."""
 _STRANGER_S = 10.0
+_LEAVE_S = 3.0
+"""How long rank 0, which has the store, stays for ranks that have yet to read which one failed."""
 _MAX_WAITING_BYTES = 1 << 16
 _MAX_REPORTS = 8
 """Of each rank."""
@@ -156,6 +158,9 @@ def _meet(store: Any, key: str, ranks: Sequence[int], rank: int, packed: bytes, 
                     reason="it has not made the call in which all ranks meet",
                 ) from None
             members.append(_member(store.get(f"{key}/{other}"), number))
+    except PeerFailedError as error:
+        _leave(store, key, ranks, rank, error.rank)
+        raise
     except CommunicationError:
         raise
     except RuntimeError as error:
@@ -165,6 +170,15 @@ def _meet(store: Any, key: str, ranks: Sequence[int], rank: int, packed: bytes, 
             reason="PyTorch's store, which lives there, does not answer",
         ) from error
     return members
+
+
+def _leave(store: Any, key: str, ranks: Sequence[int], rank: int, failed: int | None) -> None:
+    """Let the others read which rank failed before rank 0 ends, and the store with it: they would blame rank 0."""
+    with contextlib.suppress(RuntimeError):
+        store.set(f"{key}/{rank}/left", b"")
+        if ranks[rank] == 0:
+            others = [f"{key}/{other}/left" for other, number in enumerate(ranks) if number != failed]
+            store.wait(others, timedelta(seconds=_LEAVE_S))
 
 
 def _member(packed: bytes, number: int) -> _Member:
