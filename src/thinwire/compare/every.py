@@ -29,6 +29,7 @@ EVERY = (
     "qsgd(bits=4)",
     "maxabs(bits=4)",
     "terngrad(clip=2.5)",
+    "shared_terngrad",
     "natural",
     "rangefloat(bits=8)",
     "cast(bf16)",
@@ -46,6 +47,7 @@ EVERY = (
     "truncate(gamma=10)",
     "fft(theta=0.85)",
     "powersgd(rank=4)",
+    "atomo(rank=4)",
 )
 """Each at a sensible setting; a plan puts error feedback around those that want it."""
 
