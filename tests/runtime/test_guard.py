@@ -172,8 +172,11 @@ def test_resync_gives_everybody_rank_0s_parameters() -> None:
         assert checks == 7
 
 
-def test_ten_thousand_steps_of_four_ranks_stay_identical() -> None:
-    """Parameters that follow their compressed gradients are the same on all ranks, also at every 1000th step."""
+def test_three_thousand_steps_of_four_ranks_stay_identical() -> None:
+    """Parameters that follow their compressed gradients are the same on all ranks, also at every 300th step.
+
+    `make soak` takes a hundred thousand.
+    """
     shapes = {"w": (48, 40), "b": (10,)}
     layers = tuple(shapes.items())
 
@@ -183,9 +186,9 @@ def test_ten_thousand_steps_of_four_ranks_stay_identical() -> None:
         wire = thinwire.Wire(plan, shapes, transport)
         parameters = {"w": torch.zeros(48, 40), "b": torch.zeros(10)}
         noise = torch.randn(8, 1930, generator=torch.Generator().manual_seed(transport.rank))
-        for step in range(10_000):
+        for step in range(3000):
             wire.begin_step()
-            if step % 1000 == 999:
+            if step % 300 == 299:
                 wire.check_parity(parameters)
             flat = noise[step % 8] + torch.cat([parameters["w"].view(-1), parameters["b"]])
             mean = wire.reduce(flat, layers).wait()
@@ -196,7 +199,7 @@ def test_ten_thousand_steps_of_four_ranks_stay_identical() -> None:
     answers = run_threads(run, 4, timeout_s=110.0)
     for parameters, stats in answers:
         assert stats.parity_checks == 10
-        assert stats.compressed_steps == 10_000
+        assert stats.compressed_steps == 3000
         assert all(torch.equal(parameters[name], answers[0][0][name]) for name in shapes)
 
 
