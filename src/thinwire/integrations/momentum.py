@@ -81,8 +81,10 @@ class Momentum:
         return self._optimizer.frozen
 
     def sketches(self, flat: Tensor, layers: BucketLayers) -> Tensor | None:
-        """What tells how long the means of all ranks' gradients are (`norm_sketch`), of the layers that are compressed,
-        end to end; None if there is none."""
+        """Sketches from which the norms of mean gradients are estimated (`norm_sketch`), of compressed layers end to end.
+
+        None if there are none.
+        """
         wire = self._wire()
         if wire is None or wire.world_size == 1:
             return None

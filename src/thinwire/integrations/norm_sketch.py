@@ -49,8 +49,8 @@ def norm_sketch(vector: Tensor, *key: int) -> Tensor:
 def mean_norms(sketches: Tensor, received: Tensor, squares: Tensor) -> Tensor:
     """``‖x‖`` of vectors with these ``sketches`` of which disturbed copies arrived: (vectors,), fp64.
 
-    ``received`` (vectors, values) are the sketches of those copies, ``squares`` (vectors,) their squared lengths. What
-    a sketch errs by of the copy tells what it errs by of the vector, the better the closer they are (a control
+    ``received`` (vectors, values) are the sketches of those copies, ``squares`` (vectors,) their squared lengths. The
+    error of a copy's sketch is known and estimates that of the vector's, the better the closer they are (a control
     variate): of an exact copy the norm is exact.
     """
     own, other = _square_sums(sketches), _square_sums(received)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.compressors import PowerSGD, Raw, Wrapper
+from thinwire.compressors import PowerSGD, Raw, unwrap
 from thinwire.integrations.optimizer_pairing import check_holds_all
 from thinwire.optim import CompressedAdamW, Dion
 from thinwire.plan import Plan
@@ -71,7 +71,7 @@ class Preconditioned:
 
     def state(self, rank: int) -> dict[str, Tensor]:
         """This rank's moments, with checksums."""
-        return self._entries(rank, lambda parameter: self._optimizer.local_state(parameter))
+        return self._entries(rank, self._optimizer.local_state)
 
     def template(self, world_size: int) -> dict[str, Tensor]:
         """What `state` gives on all ranks of a world of ``world_size`` together, with moments of zeros."""
@@ -129,8 +129,7 @@ def for_momenta(plan: Plan, optimizer: Dion, parameters: Mapping[str, Tensor]) -
     """
     layers = dict(plan.layers)
     for name in (n for n in plan.layers if optimizer.is_matrix(parameters[n])):
-        found = layers[name]
-        sent = found.inner if isinstance(found, Wrapper) else found
+        sent = unwrap(layers[name])
         if not isinstance(sent, PowerSGD | Raw):
             raise ValueError(
                 f"Dion sends the momentum of {name} as low-rank factors, not by {sent}: thinwire.compress(model, "

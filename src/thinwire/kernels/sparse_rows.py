@@ -38,7 +38,7 @@ def rows_choose(
     - ``rooms``: elements that each segment's payload has room for; ``limits`` (segments,) int32: of which so many.
     - ``asked`` (segments,) int32: only what reaches this magnitude (`magnitude_keys`); 0 asks for none in particular.
     - ``sample_keys``: a threshold is guessed from a sample of each segment, as ``select_topk(sampled=True)`` does.
-    - ``bounded``: the header tells the room, not the number of elements: its message is sent whole.
+    - ``bounded``: the header has the room, not the number of elements: its message is sent whole.
 
     Returns, unless they are in the message, the values: fp32, segment by segment, each in its room, zeros behind.
 

@@ -35,7 +35,7 @@ _ON_EVERY_RANK = (
     SharedMemoryError,
     TransportError,
 )
-"""Errors that every rank raises which is alive: one of them tells all of it."""
+"""Errors that every living rank raises: one of them is enough to know all of it."""
 
 
 class Misused(SystemExit):
