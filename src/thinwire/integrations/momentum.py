@@ -81,7 +81,7 @@ class Momentum:
         return self._optimizer.frozen
 
     def sketches(self, flat: Tensor, layers: BucketLayers) -> Tensor | None:
-        """Sketches from which the norms of mean gradients are estimated (`norm_sketch`), of compressed layers end to end.
+        """Sketches from which norms of mean gradients are estimated (`norm_sketch`), of compressed layers end to end.
 
         None if there are none.
         """
