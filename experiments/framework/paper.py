@@ -15,10 +15,10 @@ from rich.console import Console
 from experiments.framework.claims import Claim, Row, judge, recorded
 from experiments.framework.findings import Finding
 from experiments.framework.parts import announce, chosen_parts, finish, make_parts
+from experiments.framework.progress import Screen
 from experiments.framework.run_cache import RunCache
 from experiments.framework.study import Scale, Study
 from thinwire.compare import plots
-from thinwire.compare.progress import Screen
 from thinwire.compare.statistics import need_scipy
 from thinwire.results import OutputFile
 

@@ -10,11 +10,11 @@ from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from experiments.framework.methods import Method
+from experiments.framework.progress import Screen
 from experiments.framework.run_cache import RunCache
 from experiments.framework.training import Gradients, OnStep, Runs, Trained
 from experiments.tasks.resnet import ImageTask
 from thinwire.compare.paired import Unwatched
-from thinwire.compare.progress import Screen
 from thinwire.compare.tasks import ScoredTask
 from thinwire.lab.units import parse_rates
 

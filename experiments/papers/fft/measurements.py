@@ -17,6 +17,13 @@ from experiments.framework.study import ImageStudy
 from experiments.framework.training import Trained, added_loss, curves, lost_accuracy
 from experiments.papers.fft import methods
 from experiments.papers.fft.methods import ALL, FEEDBACK, FFT, FP32, LOSSY, MILD, STRONG, THETA, TOPK
+from experiments.papers.fft.payoff import (
+    Throughputs,
+    measure,
+    median_seconds,
+    message_bytes,
+    ratio_with_bitmap,
+)
 from experiments.papers.fft.reconstruct import (
     Reconstruction,
     distance,
@@ -30,15 +37,7 @@ from experiments.papers.fft.reconstruct import (
 )
 from thinwire.compare import plots
 from thinwire.compressors import parse
-from thinwire.plan.forecast.payoff import (
-    Throughputs,
-    measure,
-    median_seconds,
-    message_bytes,
-    minimal_ratio,
-    ratio_with_bitmap,
-    useful_bandwidth,
-)
+from thinwire.plan.forecast.payoff import minimal_ratio, useful_bandwidth
 
 if TYPE_CHECKING:
     from experiments.papers.fft.paper import FFTScale

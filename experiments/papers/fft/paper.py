@@ -14,10 +14,10 @@ from experiments.framework.paper import Paper, Part, command
 from experiments.framework.study import ImageScale, ImageStudy
 from experiments.papers.fft import measurements
 from experiments.papers.fft.methods import ALL, FEEDBACK, FFT, FP32, LOSSY, MILD, QSGD, STRONG, TERNGRAD, THETA, TOPK
+from experiments.papers.fft.payoff import ratio_with_bitmap
 from experiments.papers.fft.reconstruct import share_with_least_error
 from experiments.tasks.resnet import ImageTask
 from thinwire.lab.units import format_rate
-from thinwire.plan.forecast.payoff import ratio_with_bitmap
 
 MARGIN, LOSS_MARGIN = 0.01, 0.1
 """Up to so much of accuracy may be lost, or the training loss be above by such a share, and a run is still the same."""

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from experiments.papers.aqsgd.stages import Part, build
 from experiments.papers.aqsgd.tasks import FineTuning
+from experiments.papers.fullstack.centres import Centres
 from experiments.papers.fullstack.simulated import Boundary, cross
 from thinwire.compare.gpt import next_token_loss
 from thinwire.compressors import Coded, parse
 from thinwire.kernels import derive_key
-from thinwire.store import Centres
 
 _NUM_CENTRES = 256
 _LAST_SHARE = 0.25

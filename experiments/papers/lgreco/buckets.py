@@ -16,7 +16,7 @@ from thinwire.compare import plots
 from thinwire.compressors import Compressor
 from thinwire.plan import sent_bytes
 from thinwire.plan.policies import LGreco, Policy, Sync, parse_policy
-from thinwire.plan.policies.bucket_times import fit_quality, seconds_per_byte
+from thinwire.plan.policies.bucket_times import seconds_per_byte
 
 _SKIPPED_STEPS = 2
 """Of a new plan: its first steps open new messages."""
@@ -162,3 +162,15 @@ def _draw(study: LGrecoStudy, found: PerBucket, per_byte: list[float] | None) ->
     if per_byte is not None:
         panels[1].bar(range(1, 1 + len(per_byte)), [1e9 * value for value in per_byte], color="#0a7d4f")
     plots.save(figure, study.picture("4.5b-B.1-B.6b"))
+
+
+def fit_quality(syncs: Sequence[Sync], per_byte: Sequence[float]) -> float:
+    """R² of the regression's times against those measured, of steps with as many buckets."""
+    alike = [sync for sync in syncs if len(sync.bucket_bytes) == len(per_byte)]
+    times = np.array([sync.seconds for sync in alike])
+    predicted = np.array([sum(b * t for b, t in zip(sync.bucket_bytes, per_byte, strict=True)) for sync in alike])
+    if not alike:
+        return 0.0
+    predicted += (times - predicted).mean()
+    spread = float(((times - times.mean()) ** 2).sum())
+    return 1.0 - float(((times - predicted) ** 2).sum()) / spread if spread else 1.0

@@ -12,7 +12,7 @@ from thinwire.plan.forecast.links import Curve
 from thinwire.plan.forecast.payoff import minimal_ratio
 from thinwire.plan.forecast.timeline import Transfer, finish
 
-_NOW, _FORETOLD, _WAIT, _READY = "#30343b", "#2f6fde", "#d9822b", "#9aa3ad"
+_NOW, _PREDICTED, _WAIT, _READY = "#30343b", "#2f6fde", "#d9822b", "#9aa3ad"
 _STEADY = {"svg.fonttype": "none", "font.size": 11.0, "font.family": "sans-serif"}
 _WIDTH = 5.6
 _LEAST_RATIO, _MOST_RATIO = 1.0, 64.0
@@ -23,7 +23,7 @@ def steps(about: dict[str, Any]) -> str:
     rows = about["predictions"]
     figure, (axes,) = _canvas(1.6 + 0.34 * len(rows), "seconds of a step")
     for i, row in enumerate(rows):
-        axes.barh(i, row["step_s"], color=_FORETOLD, height=0.62)
+        axes.barh(i, row["step_s"], color=_PREDICTED, height=0.62)
         axes.plot([row["low_s"], row["high_s"]], [i, i], color=_NOW, linewidth=1.6)
     axes.set_yticks(range(len(rows)), [row["title"] for row in rows])
     axes.axvline(about["today_s"], color=_NOW, linestyle="--", label="now, measured")

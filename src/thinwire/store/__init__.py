@@ -1,7 +1,6 @@
 """Stores for the messages m(ξ) of AQ-SGD: one record for each sample, in memory or on disk, the same on both sides."""
 
 from thinwire.store.background import Background
-from thinwire.store.centres import MOST_CENTRES, Centres
 from thinwire.store.disk import DiskStore
 from thinwire.store.errors import StoreError
 from thinwire.store.memory import MemoryStore
@@ -11,9 +10,7 @@ from thinwire.store.store import LARGEST_SAMPLE, Entry, Evict, Store, StoreCount
 
 __all__ = [
     "LARGEST_SAMPLE",
-    "MOST_CENTRES",
     "Background",
-    "Centres",
     "Disk",
     "DiskStore",
     "Entry",

@@ -10,10 +10,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from experiments.papers.lgreco.buckets import fit_quality
 from thinwire import parse
 from thinwire.compressors import FFT, ef
 from thinwire.plan.policies import Sync, allocate, errors, family
-from thinwire.plan.policies.bucket_times import fit_quality, seconds_per_byte
+from thinwire.plan.policies.bucket_times import seconds_per_byte
 from thinwire.plan.policies.candidates import LayerCandidates
 from thinwire.plan.policies.errors import squared_errors
 from thinwire.plan.policies.families import parameter_name, parameter_value, with_share

@@ -39,15 +39,3 @@ def seconds_per_byte(syncs: Sequence[Sync]) -> list[float] | None:
     columns = np.concatenate([sizes / sizes.max(), np.ones((len(plans), 1))], axis=1)
     coefficients, _ = nnls(columns, np.array(list(plans.values())))
     return [float(value) / float(sizes.max()) for value in coefficients[:-1]]
-
-
-def fit_quality(syncs: Sequence[Sync], per_byte: Sequence[float]) -> float:
-    """R² of the regression's times against those measured, of steps with as many buckets."""
-    alike = [sync for sync in syncs if len(sync.bucket_bytes) == len(per_byte)]
-    times = np.array([sync.seconds for sync in alike])
-    predicted = np.array([sum(b * t for b, t in zip(sync.bucket_bytes, per_byte, strict=True)) for sync in alike])
-    if not alike:
-        return 0.0
-    predicted += (times - predicted).mean()
-    spread = float(((times - times.mean()) ** 2).sum())
-    return 1.0 - float(((times - predicted) ** 2).sum()) / spread if spread else 1.0

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from thinwire.store.errors import StoreError
+from thinwire.store import StoreError
 
 MOST_CENTRES = 256
 """The number of centres that one byte can refer to."""

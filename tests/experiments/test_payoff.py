@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from thinwire.plan.forecast import payoff as cost
+from experiments.papers.fft import payoff as cost
+from thinwire.plan.forecast.payoff import minimal_ratio, useful_bandwidth
 
 SPEEDS = cost.Throughputs(convert=100e9, transform=50e9, pack=25e9, select=20e9)
 
@@ -20,15 +21,15 @@ def test_the_cost_model_is_that_of_the_paper() -> None:
     assert cost.communication_seconds(1e9, 1.25e9, 5) == pytest.approx(0.16)
     assert cost.saved_seconds(1e9, 1.25e9, 5) == pytest.approx(0.64)
     # 1 / (1 - 1.25 * 0.26) = 1 / 0.675
-    assert cost.minimal_ratio(1.25e9, 2 * SPEEDS.seconds_per_byte) == pytest.approx(1 / 0.675)
+    assert minimal_ratio(1.25e9, 2 * SPEEDS.seconds_per_byte) == pytest.approx(1 / 0.675)
     # 56 Gbit/s are 7 GB/s, and 7 * 0.26 is over one.
-    assert cost.minimal_ratio(7e9, 2 * SPEEDS.seconds_per_byte) == math.inf
-    assert cost.useful_bandwidth(2 * SPEEDS.seconds_per_byte) == pytest.approx(1e9 / 0.26)
+    assert minimal_ratio(7e9, 2 * SPEEDS.seconds_per_byte) == math.inf
+    assert useful_bandwidth(2 * SPEEDS.seconds_per_byte) == pytest.approx(1e9 / 0.26)
 
 
 def test_at_the_minimal_ratio_saving_and_cost_are_equal() -> None:
     for bandwidth in (0.1e9, 1e9, 3e9):
-        ratio = cost.minimal_ratio(bandwidth, 2 * SPEEDS.seconds_per_byte)
+        ratio = minimal_ratio(bandwidth, 2 * SPEEDS.seconds_per_byte)
         saved = cost.saved_seconds(1e9, bandwidth, ratio)
         assert saved == pytest.approx(2 * cost.compression_seconds(1e9, SPEEDS))
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.store import Centres, StoreError
+from experiments.papers.fullstack.centres import Centres
+from thinwire.store import StoreError
 
 
 def vectors(count: int, width: int = 4, seed: int = 0) -> torch.Tensor:
