@@ -24,6 +24,7 @@ _VALIDATION = {
     "bench blob": Command("experiments.bench.blob:blob", "compressing buffers beside compressing layers"),
     "bench local": Command("experiments.bench.local:local", "local updates over slow links, beside a free network"),
     "bench changes": Command("experiments.bench.changes:changes", "what quantisers lose of changes of activations"),
+    "bench formats": Command("experiments.bench.formats:formats", "error at equal bytes: rotations, spikes"),
     "bench training": Command("experiments.bench.training:training", "loss and bytes of each way to train"),
     "chaos": Command("experiments.chaos.chaos:chaos", "ranks that fail in seeded ways, and the others' errors"),
     "conformance": Command("experiments.conformance.conformance:conformance", "PyTorch's own tests of process groups"),

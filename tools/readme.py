@@ -13,6 +13,7 @@ from experiment_pages import experiment, sharded
 from figures import BENCHMARKS, ROOT, Figures, bullets, table
 
 from experiments.bench.auto import Place
+from experiments.bench.formats import BITS, FORMATS, KINDS, WAYS
 from experiments.framework import results_page
 from experiments.framework.catalogue import CATALOGUE
 from thinwire.lab.units import format_rate, parse_rate
@@ -304,6 +305,22 @@ def changes() -> str:
     return f"`python -m experiments bench changes`:\n\n{table(head, rows)}\n\n{figures.machine}."
 
 
+def formats() -> str:
+    figures = Figures(BENCHMARKS / "formats.json")
+    rows = []
+    for (name, form), way in itertools.product(FORMATS.items(), WAYS):
+        if not form.stochastic or way == "as it is":
+            columns = itertools.product(KINDS, BITS)
+            errors = (f"{figures.get(f'{kind}/{bits}/{name}/{way}'):.3f}" for kind, bits in columns)
+            rows.append([name if way == "as it is" else "", way, *errors])
+    head = ["", "", *(f"{kind}, {bits} bits" for kind, bits in itertools.product(KINDS, BITS))]
+    return (
+        "`python -m experiments bench formats`: relative error of what the demo's GPT has at steps 20, 100 and 199 of "
+        "its training. All take half a bit an element for scales and spikes.\n\n"
+        f"{table(head, rows)}\n\n{figures.machine}."
+    )
+
+
 AUTO = ("fixed", "one way", "auto")
 
 
@@ -556,7 +573,7 @@ def results() -> str:
 
 PAGES = {
     "README.md": {"demo": demo},
-    "docs/compressors.md": {"compressors": compressors},
+    "docs/compressors.md": {"compressors": compressors, "formats": formats},
     "docs/speed.md": {"allreduce": allreduce, "step": step},
     "docs/process-group.md": {"blob": blob, "conformance": conformance},
     "docs/pipelines.md": {"changes": changes},

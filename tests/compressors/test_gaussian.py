@@ -13,7 +13,7 @@ from thinwire import parse
 from thinwire.compressors.gaussian import MAGNITUDES
 
 
-@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("bits", [2, 3, 4])
 def test_levels_satisfy_lloyds_conditions(bits: int) -> None:
     """Each is the mean of the unit normal between the midpoints to its neighbours."""
     levels, normal = MAGNITUDES[bits], NormalDist()
@@ -24,7 +24,7 @@ def test_levels_satisfy_lloyds_conditions(bits: int) -> None:
         assert level == pytest.approx((normal.pdf(low) - normal.pdf(high)) / mass, abs=1e-6)
 
 
-@pytest.mark.parametrize(("bits", "squared"), [(2, 0.1175), (4, 0.009497)])
+@pytest.mark.parametrize(("bits", "squared"), [(2, 0.1175), (3, 0.03454), (4, 0.009497)])
 def test_normal_values_err_by_what_max_found(bits: int, squared: float) -> None:
     x = torch.randn(1000, 1024, generator=torch.Generator().manual_seed(0))
     off = parse(f"gaussian(bits={bits}, bucket=1024)").roundtrip(x) - x
@@ -41,8 +41,8 @@ def test_two_bits_are_the_formula() -> None:
 
 
 def test_other_widths_are_refused() -> None:
-    with pytest.raises(ValueError, match="bits must be 2 or 4, not 3"):
-        parse("gaussian(bits=3)")
+    with pytest.raises(ValueError, match="bits must be 2 or 3 or 4, not 5"):
+        parse("gaussian(bits=5)")
 
 
 def test_scales_are_square_roots_rounded_once_on_any_machine() -> None:

@@ -55,6 +55,7 @@ SPECS = [
     "rangefloat(bits=8, rounding=stochastic)",
     "rangefloat(bits=6, rounding=truncate)",
     "gaussian(bits=2)",
+    "gaussian(bits=3)",
     "gaussian(bits=4, bucket=100)",
     "ef(gaussian(bits=2, bucket=64))",
     "truncate(gamma=4)",

@@ -15,6 +15,7 @@ from thinwire.compressors._core.norms import root_mean_squares
 
 MAGNITUDES = {
     2: (0.4527800, 1.5104176),
+    3: (0.2450942, 0.7560053, 1.3439093, 2.1519457),
     4: (0.1283950, 0.3880483, 0.6567590, 0.9423403, 1.2562311, 1.6180464, 2.0690167, 2.7325896),
 }
 """Magnitudes with the least squared error for the unit normal distribution (Lloyd 1982), by bits."""

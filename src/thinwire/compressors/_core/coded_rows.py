@@ -1,4 +1,4 @@
-"""The base of quantisers in PyTorch operations: a scale for each bucket, and codes of 1, 2, 4 or 8 bits."""
+"""The base of quantisers in PyTorch operations: a scale for each bucket, and codes of a few bits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CodedRows(Coded):
     """
 
     bits: int = field(metadata={"shown": True})
-    """1, 2, 4 or 8."""
+    """1 to 7."""
     bucket: int = field(default=128, metadata={"shown": True})
     """Elements that share a scale."""
 
@@ -61,7 +61,12 @@ class CodedRows(Coded):
         return kernels.align(4 * -(-numel // self.bucket))
 
     def _shifts(self, device: torch.device) -> Tensor:
-        return torch.arange(0, 8, self.bits, device=device)
+        """Where each of eight codes stands in as many bytes as a code has bits."""
+        return torch.arange(8, device=device) * self.bits
+
+    def _bytes(self, device: torch.device) -> Tensor:
+        """Where each of these bytes stands."""
+        return torch.arange(self.bits, device=device) * 8
 
     def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
         check_place(message, call.pieces, x, self.payload_bytes)
@@ -76,11 +81,14 @@ class CodedRows(Coded):
         counts[-1:] -= -x.numel() % width
         scales = self.scales(rows, counts)
         codes = self.codes(rows / torch.where(scales > 0, scales, 1.0)).view(-1)[: x.numel()]
-        packed = torch.nn.functional.pad(codes, (0, -x.numel() % (8 // self.bits))).view(-1, 8 // self.bits)
-        end = self._scale_bytes(x.numel())
+        eights = torch.nn.functional.pad(codes, (0, -x.numel() % 8)).view(-1, 8)
+        packed = (eights << self._shifts(x.device)).sum(1)[:, None] >> torch.arange(
+            0, 8 * self.bits, 8, device=x.device
+        )
+        start, num_bytes = self._scale_bytes(x.numel()), -(-x.numel() * self.bits // 8)
         payload.zero_()
         payload[: 4 * len(rows)].view(torch.float32).copy_(scales.view(-1))
-        payload[end : end + len(packed)] = (packed << self._shifts(x.device)).sum(1).to(torch.uint8)
+        payload[start : start + num_bytes] = (packed & 0xFF).to(torch.uint8).view(-1)[:num_bytes]
 
     def decode(self, message: Tensor, y: Tensor, call: CodecCall, *, add: bool = False) -> None:
         check_place(message, call.pieces, y, self.payload_bytes)
@@ -91,9 +99,11 @@ class CodedRows(Coded):
                 out.copy_(out + received if add else received)
 
     def _decoded(self, payload: Tensor, numel: int) -> Tensor:
-        end = self._scale_bytes(numel)
+        start, num_bytes = self._scale_bytes(numel), -(-numel * self.bits // 8)
         scales = payload[: 4 * -(-numel // self.bucket)].view(torch.float32)
-        packed = payload[end : end - (-numel * self.bits // 8)].long()
+        sent = payload[start : start + num_bytes].long()
+        eights = torch.nn.functional.pad(sent, (0, -num_bytes % self.bits)).view(-1, self.bits)
+        packed = (eights << self._bytes(payload.device)).sum(1)
         codes = (packed[:, None] >> self._shifts(payload.device)) & (2**self.bits - 1)
         return self.values(codes.view(-1)[:numel]) * scales.repeat_interleave(self.bucket)[:numel]
 
