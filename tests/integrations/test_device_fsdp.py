@@ -24,7 +24,9 @@ SPECS = ("minmax(bits=4)", "raw", "ef(minmax(bits=2))", "qsgd(bits=3, bucket=64)
 def _compress(model: Any, weights: str, gradients: str, as_device: bool, **options: Any) -> ShardedWire:
     if "replicas" in options:
         options["across"] = "minmax(bits=6)"
-    made = ShardedOptions(weights, gradients, skip_if_slower=False, min_numel=64, as_device=as_device, **options)
+    made = ShardedOptions(
+        weights=weights, gradients=gradients, skip_if_slower=False, min_numel=64, as_device=as_device, **options
+    )
     return attach_fsdp(model, made)
 
 

@@ -18,6 +18,8 @@ from torch.distributed.tensor import Shard
 import thinwire
 from harness import run_ranks
 from sharded import Net, batch, build, compress, same, train, whole
+from thinwire import lab
+from thinwire.bench.ranks import run_ranks as run_module
 from thinwire.integrations.fsdp import QuantisedAllGather
 
 W8G8 = "minmax(bits=8, bucket=1024)"
@@ -322,6 +324,23 @@ def _bytes(rank: int, size: int) -> tuple[int, int]:
 def test_bytes_are_those_of_the_formula(num_ranks: int) -> None:
     for sent, foreseen in run_ranks(_bytes, num_ranks, num_ranks):
         assert sent == foreseen
+
+
+@pytest.mark.alone
+@pytest.mark.network
+@pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
+@pytest.mark.parametrize(("weights", "gradients"), [(W8G8, W8G8), (W8G8, "minmax(bits=4, bucket=128)"), ("raw", "raw")])
+def test_bytes_on_the_interface_are_those_of_the_formula(weights: str, gradients: str) -> None:
+    """By the kernel's counters of each node's interface, of which nothing that is sent can escape."""
+    config = {"weights": weights, "gradients": gradients}
+    counted = [0]
+    with lab.Network(2) as network:
+        for steps in (2, 12):
+            by_formula = run_module("fsdp_link_training", {"steps": steps, **config}, 2, network)
+            counted.append(sum(network.interface_bytes(rank)[0] for rank in range(2)))
+    first, second = counted[1] - counted[0], counted[2] - counted[1]
+    # What both runs do before they train, and after, cancels out. Full packets are 1514 bytes for 1448 of a message.
+    assert (second - first) * 1448 / 1514 == pytest.approx(10 * by_formula, rel=0.03)
 
 
 def _compiled(rank: int, size: int) -> dict[str, Any]:

@@ -93,20 +93,9 @@ def compare(
                 watcher=bar,
             )
         _show(console, comparison)
-    except RankFailed as failure:
-        console.print(f"{failure}\n{failure.log}", style="red", markup=False)
-        return 1
-    except ParityError as error:
-        console.print(str(error), style="bold red", markup=False)
-        return 1
-    except (ValueError, ImportError, LabUnavailable) as error:
-        Console(stderr=True, highlight=False).print(f"thinwire compare: {error}", style="bold red", markup=False)
-        return 64
-    if json:
-        results = Results("thinwire compare", about=facts_of(comparison))
-        comparison.record(results)
-        results.write(json)
-        console.print(f"Figures: {json}", soft_wrap=True, markup=False)
+    except FAILURES as error:
+        return failed(console, "thinwire compare", error)
+    write_figures(console, "thinwire compare", comparison, facts_of(comparison), json)
     return 0 if comparison.sensitive and (comparison.all_within or not strict) else 1
 
 
@@ -121,6 +110,32 @@ def _task(size: str, steps: int | None, learning_rate: float | None) -> GPTTask:
             raise ValueError(f"--learning-rate {learning_rate}: between 0 and 1")
         task = replace(task, learning_rate=learning_rate)
     return task
+
+
+FAILURES = (RankFailed, ParityError, ValueError, ImportError, LabUnavailable)
+
+
+def failed(console: Console, command: str, error: Exception) -> int:
+    """Print why a comparison has no result; the exit code: 1 if a run failed, 64 if none could begin."""
+    if isinstance(error, RankFailed):
+        console.print(f"{error}\n{error.log}", style="red", markup=False)
+        return 1
+    if isinstance(error, ParityError):
+        console.print(str(error), style="bold red", markup=False)
+        return 1
+    Console(stderr=True, highlight=False).print(f"{command}: {error}", style="bold red", markup=False)
+    return 64
+
+
+def write_figures(
+    console: Console, command: str, comparison: Comparison, about: dict[str, object], path: OutputFile
+) -> None:
+    """Write a comparison's figures to ``path``, if there is one."""
+    if path:
+        results = Results(command, about=about)
+        comparison.record(results)
+        results.write(path)
+        console.print(f"Figures: {path}", soft_wrap=True, markup=False)
 
 
 def share_of(text: str) -> float:

@@ -9,17 +9,14 @@ from typing import Literal
 
 from rich.console import Console
 
-from thinwire.compare.compare import Bar, facts_of, share_of
+from thinwire.compare.compare import FAILURES, Bar, facts_of, failed, share_of, write_figures
 from thinwire.compare.comparison import Comparison, Side
 from thinwire.compare.gpt import GPTConfig
 from thinwire.compare.paired import CONTROL, compare_training
-from thinwire.compare.rank_processes import RankFailed
 from thinwire.compare.statistics import Verdict
 from thinwire.compare.tasks import SIZES, GPTTask
 from thinwire.compressors import parse
-from thinwire.lab import LabUnavailable
-from thinwire.results import OutputFile, Results
-from thinwire.runtime import ParityError
+from thinwire.results import OutputFile
 
 EVERY = (
     "minmax(bits=4, bucket=128)",
@@ -114,15 +111,8 @@ def every(
             )
         parts = sections(comparison, without)
         convergence = list(converged(comparison))
-    except RankFailed as failure:
-        console.print(f"{failure}\n{failure.log}", style="red", markup=False)
-        return 1
-    except ParityError as error:
-        console.print(str(error), style="bold red", markup=False)
-        return 1
-    except (ValueError, ImportError, LabUnavailable) as error:
-        Console(stderr=True, highlight=False).print(f"thinwire compare every: {error}", style="bold red", markup=False)
-        return 64
+    except FAILURES as error:
+        return failed(console, "thinwire compare every", error)
     for title, part in parts:
         console.print()
         console.print(part.table(title))
@@ -131,17 +121,8 @@ def every(
         console.print(f"  {line}", soft_wrap=True, markup=False)
     for line in comparison.remarks():
         console.print(line, soft_wrap=True)
-    if json:
-        about = {
-            **facts_of(comparison),
-            "smoke": smoke,
-            "measure": measure,
-            "convergence": [str(c) for c in convergence],
-        }
-        results = Results("thinwire compare every", about=about)
-        comparison.record(results)
-        results.write(json)
-        console.print(f"Figures: {json}", soft_wrap=True, markup=False)
+    about = {"smoke": smoke, "measure": measure, "convergence": [str(c) for c in convergence]}
+    write_figures(console, "thinwire compare every", comparison, facts_of(comparison) | about, json)
     return 0 if comparison.sensitive else 1
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from thinwire.collectives import LoopbackTransport
-from thinwire.integrations.ddp import Options, filter_of, rules_of
+from thinwire.integrations.ddp import Options, rules_of
 from thinwire.plan import Plan
 from thinwire.runtime import Wire
 
@@ -33,6 +33,6 @@ def attach_alone(module: nn.Module, options: Options) -> Wire:
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     shapes = {name: p.shape for name, p in parameters.items()}
     rules, _ = rules_of(options)
-    plan = Plan.build(shapes, rules, filter_of(options))
+    plan = Plan.build(shapes, rules, options.filter)
     (transport,) = LoopbackTransport.world(1)
     return Wire(plan, shapes, transport, seed=options.seed, start=options.start, optimizer=options.optimizer)

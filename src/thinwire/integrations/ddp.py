@@ -5,8 +5,8 @@
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -29,11 +29,10 @@ from thinwire.integrations.momentum import Momentum, with_feedback
 from thinwire.integrations.optimizer_pairing import warn_of_pairing
 from thinwire.integrations.options import (
     Checks,
-    Network,
+    CommonOptions,
     check_arguments,
     check_bool,
     check_compressor,
-    check_groups,
     policy_of,
     record_of,
 )
@@ -41,7 +40,7 @@ from thinwire.integrations.preconditioned import Preconditioned, for_momenta
 from thinwire.integrations.transports import bare_transport
 from thinwire.integrations.updates import Updates
 from thinwire.optim import CompressedAdamW, Dion, QuantizedAdam
-from thinwire.plan import DEFAULT_RULES, Filter, Plan, Rules
+from thinwire.plan import DEFAULT_RULES, Plan, Rules
 from thinwire.plan.policies import Auto, Policy, parse_policy
 from thinwire.runtime import AsyncReadback, Follower, Wire, agree, on_the_host
 from thinwire.runtime.channel import BucketLayers
@@ -265,26 +264,19 @@ def _hook(state: _Hook, bucket: GradBucket) -> torch.futures.Future[torch.Tensor
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(CommonOptions):
     """The arguments of `thinwire.compress_ddp`."""
 
     compressor: Rules | Auto | None = None
-    exclude: Sequence[str] = ()
-    min_numel: int = 1024
-    start: int = 0
-    seed: int = 0
-    adapt: str | Policy | None = None
-    optimizer: torch.optim.Optimizer | None = None
-    grad_scaler: torch.amp.GradScaler | None = None
-    skip_if_slower: bool = True
-    network: Network = field(default_factory=Network)
-    checks: Checks = field(default_factory=Checks)
+    checks: Checks = Checks()
     simulate: bool = False
-    as_device: bool = False
-    """Send gradients on the CPU as those on a GPU are sent: for tests."""
 
     def __post_init__(self) -> None:
-        check_groups(self.network, self.checks)
+        super().__post_init__()
+        if not isinstance(self.checks, Checks):
+            raise TypeError(
+                f"checks must be thinwire.Checks, not {self.checks!r}: checks=thinwire.Checks(parity_every=1000)"
+            )
 
 
 @dataclass(frozen=True)
@@ -365,7 +357,7 @@ def _prepare(
         raise NotImplementedError("auto times steps on the host, which knows no times of a GPU: give a compressor")
     shapes = {name: p.shape for name, p in trained(model).items()}
     device = None if options.simulate else device_of(model, group, options.as_device)
-    plan = Plan.build(shapes, rules, filter_of(options))
+    plan = Plan.build(shapes, rules, options.filter)
     momentum, preconditioned = None, None
     if isinstance(options.optimizer, QuantizedAdam):
         momentum, plan = Momentum(options.optimizer, parameters), with_feedback(plan)
@@ -415,11 +407,6 @@ def rules_of(options: Options) -> tuple[Rules, Policy | None]:
         return DEFAULT_RULES, automatic
     assert not isinstance(compressor, Auto)
     return compressor, policy
-
-
-def filter_of(options: Options) -> Filter:
-    """Which layers stay raw."""
-    return Filter(min_numel=options.min_numel, exclude=tuple(options.exclude))
 
 
 def _automatic(compressor: Rules | Auto) -> Auto | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,18 +30,17 @@ from thinwire.integrations.group_work import Work
 from thinwire.integrations.momentum import with_feedback
 from thinwire.integrations.optimizer_pairing import warn_of_pairing
 from thinwire.integrations.options import (
-    Network,
+    CommonOptions,
     check_arguments,
     check_bool,
     check_compressor,
-    check_groups,
     policy_of,
     record_of,
 )
 from thinwire.integrations.preconditioned import Preconditioned
 from thinwire.integrations.transports import bare_transport
 from thinwire.optim import CompressedAdamW, Dion, QuantizedAdam
-from thinwire.plan import Filter, Rules, Site, sharded_plan
+from thinwire.plan import Rules, Site, sharded_plan
 from thinwire.plan.policies import Auto, Policy
 from thinwire.runtime import ShardedLayer, ShardedWire, Unit, agree
 from thinwire.runtime.consistency import failing_together
@@ -56,7 +55,7 @@ _attached: weakref.WeakKeyDictionary[nn.Module, ShardedWire] = weakref.WeakKeyDi
 
 
 @dataclass(frozen=True)
-class ShardedOptions:
+class ShardedOptions(CommonOptions):
     """The arguments of `thinwire.compress_fsdp`."""
 
     weights: Rules | None = None
@@ -65,20 +64,9 @@ class ShardedOptions:
     across: Rules | None = None
     master: bool = True
     overlap: bool = True
-    exclude: Sequence[str] = ()
-    min_numel: int = 1024
-    start: int = 0
-    seed: int = 0
-    adapt: str | Policy | None = None
-    optimizer: torch.optim.Optimizer | None = None
-    grad_scaler: torch.amp.GradScaler | None = None
-    skip_if_slower: bool = True
-    network: Network = field(default_factory=Network)
-    as_device: bool = False
-    """Send tensors of the CPU as those of a GPU are sent: for tests."""
 
     def __post_init__(self) -> None:
-        check_groups(self.network)
+        super().__post_init__()
         if self.replicas is not None and not isinstance(self.replicas, dist.ProcessGroup):
             raise TypeError(
                 f"replicas must be a process group, not {self.replicas!r}: "
@@ -290,7 +278,7 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
             ranks = tuple(dist.get_process_group_ranks(group.process_group))
             units.append(_unit(path, group, transports[ranks], names, ranks[0]))
         shapes = {layer.name: layer.shape for unit in units for layer in unit.layers}
-        keep = Filter(min_numel=options.min_numel, exclude=tuple(options.exclude))
+        keep = options.filter
         plan = sharded_plan(shapes, options.rules(), keep)
         # Of a schedule only the first stage would ever be used.
         if plan.at_step(0, None) is not plan:

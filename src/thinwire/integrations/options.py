@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from thinwire.collectives import AggregatorAddress, Algorithm, TransportChoice, parse_address, parse_algorithm
 from thinwire.collectives.shared_transport import check_choice
 from thinwire.compressors import Compressor, check_int, parse
+from thinwire.plan import Filter
 from thinwire.plan.policies import Policy, parse_policy
 from thinwire.runtime.consistency import library_version
 
@@ -93,7 +93,35 @@ class Checks:
             _check_count(field.name, getattr(self, field.name), f"thinwire.Checks({field.name}=1000)")
 
 
-def check_arguments(options: Any) -> None:
+@dataclass(frozen=True)
+class CommonOptions:
+    """The arguments that `thinwire.compress_ddp` and `thinwire.compress_fsdp` share."""
+
+    exclude: Sequence[str] = ()
+    min_numel: int = 1024
+    start: int = 0
+    seed: int = 0
+    adapt: str | Policy | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    grad_scaler: torch.amp.GradScaler | None = None
+    skip_if_slower: bool = True
+    network: Network = Network()
+    as_device: bool = False
+    """Send tensors of the CPU as those of a GPU are sent: for tests."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.network, Network):
+            raise TypeError(
+                f"network must be a thinwire.Network, not {self.network!r}: network=thinwire.Network(algorithm='ring')"
+            )
+
+    @property
+    def filter(self) -> Filter:
+        """Which layers stay raw."""
+        return Filter(min_numel=self.min_numel, exclude=tuple(self.exclude))
+
+
+def check_arguments(options: CommonOptions) -> None:
     """Check the arguments that all variants of `thinwire.compress` share. The message of an error names the argument.
 
     Raises:
@@ -129,16 +157,6 @@ def check_bool(name: str, value: object) -> None:
     """Raise ``TypeError`` unless the argument ``name`` is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, not {value!r}: thinwire.compress(model, {name}=False)")
-
-
-def check_groups(network: object, checks: object = Checks()) -> None:
-    """Raise ``TypeError`` unless these are a `Network` and `Checks`."""
-    if not isinstance(network, Network):
-        raise TypeError(
-            f"network must be a thinwire.Network, not {network!r}: network=thinwire.Network(algorithm='ring')"
-        )
-    if not isinstance(checks, Checks):
-        raise TypeError(f"checks must be thinwire.Checks, not {checks!r}: checks=thinwire.Checks(parity_every=1000)")
 
 
 def check_compressor(name: str, given: object) -> None:
@@ -179,7 +197,7 @@ def policy_of(adapt: str | Policy | None) -> Policy | None:
         raise ValueError(f"adapt: {error}") from None
 
 
-def record_of(options: Any) -> dict[str, str]:
+def record_of(options: CommonOptions) -> dict[str, str]:
     """Every option as text, by its name, with the versions of the libraries: what all ranks must have in common.
 
     Values that mean the same have the same text: a compressor and its spec, a list and a tuple. Of an optimizer, a
