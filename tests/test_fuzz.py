@@ -19,7 +19,7 @@ from torch import Tensor
 import thinwire
 from guarded import guarded, guarded_copy
 from kernel_cases import same
-from kernel_levels import LEVELS, at, one_thread  # noqa: F401 - a fixture
+from kernel_levels import LEVELS, at
 from thinwire import kernels
 from thinwire.collectives import MessageError, PeerFailedError
 from thinwire.collectives.message import HEADER_BYTES, seal, verify
@@ -27,6 +27,8 @@ from thinwire.compressors import GRADIENT_DTYPES, CodecCall, Coded, Piece, Segme
 from thinwire.kernels import native
 from thinwire.pipeline.schedule_step import Batch
 from thinwire.testing.laws import encode_one
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CODED = [spec for spec in SPECS if isinstance(thinwire.parse(spec), Coded)]
 WAYS = [native.REFERENCE, *LEVELS[:1]] if native.CORE else [native.REFERENCE]

@@ -7,7 +7,7 @@ import torch
 
 import thinwire
 from harness import run_ranks
-from nets import assert_replicas_identical, batch, loss_of, make, trained
+from nets import assert_replicas_identical, make, train, trained
 
 SPECS = (
     "qsgd(bits=4)",
@@ -46,13 +46,7 @@ def _train(rank: int, specs: tuple[str, ...]) -> list[str]:
         model = make(rank)
         wire = thinwire.compress(model, spec, skip_if_slower=False, checks=thinwire.Checks(1, measure_every=2))
         optimizer = torch.optim.SGD(trained(model), lr=0.02)
-        losses = []
-        for step in range(_STEPS):
-            optimizer.zero_grad()
-            loss = loss_of(model, batch(rank, step))
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+        train(model, rank, _STEPS, optimizer=optimizer)
         assert_replicas_identical(model)
         stats = wire.stats
         assert stats.steps == stats.compressed_steps == _STEPS

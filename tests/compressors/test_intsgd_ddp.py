@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import io
+from functools import partial
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from harness import run_ranks
-from nets import assert_replicas_identical, batch, fingerprint, loss_of, make, train, trained
+from nets import assert_replicas_identical, batch, fingerprint, loss_of, make, resume, train, trained
 
 SPECS = [
     "intsgd(bits=8)",
@@ -68,30 +69,12 @@ def test_the_first_compressed_step_is_exact_and_no_other(start: int) -> None:
 
 
 def _resumes(rank: int, spec: str, steps: int) -> tuple[bytes, bytes, int]:
-    def run(model, optimizer, first, last):
-        for step in range(first, last):
-            optimizer.zero_grad()
-            loss_of(model, batch(rank, step)).backward()
-            optimizer.step()
+    def attach(model: DDP, **options: int) -> tuple[torch.optim.Optimizer, thinwire.Wire]:
+        optimizer = torch.optim.SGD(trained(model), lr=0.03, momentum=0.9)
+        return optimizer, thinwire.compress(model, spec, skip_if_slower=False, **options)
 
-    model = make(rank)
-    optimizer = torch.optim.SGD(trained(model), lr=0.03, momentum=0.9)
-    wire = thinwire.compress(model, spec, seed=9, skip_if_slower=False)
-    run(model, optimizer, 0, steps)
-    buffer = io.BytesIO()
-    torch.save({"m": model.state_dict(), "o": optimizer.state_dict(), "w": wire.state_dict()}, buffer)
-    run(model, optimizer, steps, 9)
-
-    resumed = make(rank)
-    optimizer = torch.optim.SGD(trained(resumed), lr=0.03, momentum=0.9)
-    wire = thinwire.compress(resumed, spec, skip_if_slower=False)
-    buffer.seek(0)
-    state = torch.load(buffer, weights_only=True)
-    resumed.load_state_dict(state["m"])
-    optimizer.load_state_dict(state["o"])
-    wire.load_state_dict(state["w"])
-    run(resumed, optimizer, steps, 9)
-    return fingerprint(model), fingerprint(resumed), wire.stats.encoded
+    straight, resumed, wire = resume(rank, partial(attach, seed=9), attach, at=steps, steps=9)
+    return straight, resumed, wire.stats.encoded
 
 
 @pytest.mark.parametrize("spec", [SPECS[0], SPECS[2]])

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import io
+from functools import partial
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from harness import run_ranks
-from nets import assert_replicas_identical, batch, fingerprint, loss_of, make, trained
+from nets import assert_replicas_identical, batch, loss_of, make, resume, train, trained
 
 PARAMS = "intsgd(bits=8, scale=params)"
 
@@ -22,24 +23,11 @@ def _groups(model, lr: float = 0.03, **options) -> torch.optim.SGD:
     )
 
 
-def _run(model, optimizer, rank: int, first: int, last: int, scheduler=None) -> list[float]:
-    losses = []
-    for step in range(first, last):
-        optimizer.zero_grad()
-        loss = loss_of(model, batch(rank, step))
-        loss.backward()
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-        losses.append(loss.item())
-    return losses
-
-
 def _scales(rank: int, spec: str, lr: float) -> dict[str, float]:
     model = make(rank)
     optimizer = torch.optim.SGD(trained(model), lr=lr)
     wire = thinwire.compress(model, spec, skip_if_slower=False, optimizer=optimizer)
-    _run(model, optimizer, rank, 0, 6)
+    train(model, rank, 6, optimizer=optimizer)
     state = wire.state_dict()
     return {key.split("/")[2]: float(value) for key, value in state.items() if "/r/" in key}
 
@@ -61,7 +49,7 @@ def _schedules(rank: int, spec: str) -> tuple[list[float], float, list[int]]:
     wire = thinwire.compress(model, spec, skip_if_slower=False, optimizer=optimizer)
     losses, encoded = [], []
     for step in range(30):
-        losses += _run(model, optimizer, rank, step, step + 1, warm_up)
+        losses += train(model, rank, 1, first=step, optimizer=optimizer, scheduler=warm_up)
         encoded.append(wire.stats.encoded)
     assert_replicas_identical(model)
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
@@ -78,24 +66,11 @@ def test_groups_momentum_and_schedules_that_begin_and_end_at_zero(spec: str) -> 
 
 
 def _resumes(rank: int, steps: int) -> tuple[bytes, bytes]:
-    model = make(rank)
-    optimizer = _groups(model, momentum=0.9)
-    wire = thinwire.compress(model, PARAMS, seed=5, skip_if_slower=False, optimizer=optimizer)
-    _run(model, optimizer, rank, 0, steps)
-    buffer = io.BytesIO()
-    torch.save({"m": model.state_dict(), "o": optimizer.state_dict(), "w": wire.state_dict()}, buffer)
-    _run(model, optimizer, rank, steps, 8)
+    def attach(model: DDP, **options: int) -> tuple[torch.optim.Optimizer, thinwire.Wire]:
+        optimizer = _groups(model, momentum=0.9)
+        return optimizer, thinwire.compress(model, PARAMS, skip_if_slower=False, optimizer=optimizer, **options)
 
-    resumed = make(rank)
-    optimizer = _groups(resumed, momentum=0.9)
-    wire = thinwire.compress(resumed, PARAMS, skip_if_slower=False, optimizer=optimizer)
-    buffer.seek(0)
-    state = torch.load(buffer, weights_only=True)
-    resumed.load_state_dict(state["m"])
-    optimizer.load_state_dict(state["o"])
-    wire.load_state_dict(state["w"])
-    _run(resumed, optimizer, rank, steps, 8)
-    return fingerprint(model), fingerprint(resumed)
+    return resume(rank, partial(attach, seed=5), attach, at=steps, steps=8)[:2]
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -153,10 +128,10 @@ def _hooks(rank: int) -> tuple[int, int]:
     optimizer = torch.optim.SGD(trained(model), lr=0.03)
     wire = thinwire.compress(model, PARAMS, skip_if_slower=False, optimizer=optimizer)
     hooks = optimizer._optimizer_step_pre_hooks
-    _run(model, optimizer, rank, 0, 2)
+    train(model, rank, 2, optimizer=optimizer)
     before = len(hooks)
     wire.detach()
-    _run(model, optimizer, rank, 2, 4)
+    train(model, rank, 2, first=2, optimizer=optimizer)
     return before, len(hooks)
 
 

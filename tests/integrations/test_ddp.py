@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import os
 import threading
 import time
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from harness import run_ranks
-from nets import Net, assert_replicas_identical, batch, fingerprint, loss_of, make, train
+from nets import Net, assert_replicas_identical, batch, fingerprint, loss_of, make, resume, train, trained
 
 # --- it trains -------------------------------------------------------------------------------------------------------
 
@@ -196,34 +196,11 @@ def test_the_seed_decides_every_bit() -> None:
 
 
 def _resumes(rank: int) -> tuple[bytes, bytes]:
-    def snapshot(model, optimizer, wire):
-        buffer = io.BytesIO()
-        torch.save({"m": model.state_dict(), "o": optimizer.state_dict(), "w": wire.state_dict()}, buffer)
-        return buffer
+    def attach(model: DDP, spec: str, **options: int) -> tuple[torch.optim.Optimizer, thinwire.Wire]:
+        return torch.optim.Adam(trained(model)), thinwire.compress(model, spec, skip_if_slower=False, **options)
 
-    def run(model, optimizer, first, last):
-        for step in range(first, last):
-            optimizer.zero_grad()
-            loss_of(model, batch(rank, step)).backward()
-            optimizer.step()
-
-    model = make(rank)
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
-    wire = thinwire.compress(model, "minmax(bits=3)", seed=9, skip_if_slower=False)
-    run(model, optimizer, 0, 5)
-    buffer = snapshot(model, optimizer, wire)
-    run(model, optimizer, 5, 9)
-
-    resumed = make(rank)
-    optimizer = torch.optim.Adam([p for p in resumed.parameters() if p.requires_grad])
-    wire = thinwire.compress(resumed, "minmax(bits=4)", skip_if_slower=False)
-    buffer.seek(0)
-    state = torch.load(buffer, weights_only=True)
-    resumed.load_state_dict(state["m"])
-    optimizer.load_state_dict(state["o"])
-    wire.load_state_dict(state["w"])
-    run(resumed, optimizer, 5, 9)
-    return fingerprint(model), fingerprint(resumed)
+    first, again = partial(attach, spec="minmax(bits=3)", seed=9), partial(attach, spec="minmax(bits=4)")
+    return resume(rank, first, again, at=5, steps=9)[:2]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

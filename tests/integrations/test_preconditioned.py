@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import thinwire
 from harness import run_ranks
-from nets import assert_replicas_identical, fingerprint, loss_of, make, trained
+from nets import assert_replicas_identical, fingerprint, loss_of, make, train, trained
 from nets import batch as batch_of
 from thinwire.optim import CompressedAdamW
 
@@ -25,17 +25,6 @@ def _attach(rank: int, compressor: str, order: Any = "pre", **options: Any) -> t
     optimizer = CompressedAdamW(trained(model), lr=LR, betas=(0.9, 0.99), order=order)
     wire = thinwire.compress(model, compressor, optimizer=optimizer, skip_if_slower=False, min_numel=64, **options)
     return model, optimizer, wire
-
-
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        optimizer.zero_grad()
-        loss = loss_of(model, batch_of(rank, step))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def _means(rank: int, size: int, order: Any) -> None:
@@ -65,7 +54,7 @@ def test_ranks_step_with_the_mean_of_their_updates(order: str) -> None:
 
 def _losses(rank: int, size: int, compressor: str, order: Any, steps: int) -> dict[str, Any]:
     model, optimizer, wire = _attach(rank, compressor, order)
-    losses = _train(model, optimizer, rank, range(steps))
+    losses = train(model, rank, steps, optimizer=optimizer)
     assert_replicas_identical(model)
     specs = {str(c) for c in wire.plan.layers.values()}
     return {"loss": sum(losses[-10:]) / 10, "sent": wire.stats.payload_sent_bytes, "specs": specs}
@@ -85,18 +74,18 @@ def test_few_bits_end_where_full_precision_does(compressor: str, order: str, mar
 
 def _resumed(rank: int, size: int, order: Any) -> None:
     model, optimizer, wire = _attach(rank, TWO_BITS, order)
-    _train(model, optimizer, rank, range(4))
+    train(model, rank, 4, optimizer=optimizer)
     # As rank 0 writes it: one optimizer state for all, and every rank's moments in the wire's.
     states = [copy.deepcopy(optimizer.state_dict()) if rank == 0 else None]
     torch.distributed.broadcast_object_list(states)
     saved = {"model": {k: v.clone() for k, v in model.state_dict().items()}, "wire": wire.gather_state_dict()}
-    _train(model, optimizer, rank, range(4, 8))
+    train(model, rank, 4, first=4, optimizer=optimizer)
     resumed, other, new = _attach(rank, TWO_BITS, order)
     resumed.load_state_dict(saved["model"])
     new.load_state_dict(saved["wire"])
     assert states[0] is not None
     other.load_state_dict(states[0])
-    _train(resumed, other, rank, range(4, 8))
+    train(resumed, rank, 4, first=4, optimizer=other)
     assert fingerprint(resumed) == fingerprint(model)
 
 
@@ -107,7 +96,7 @@ def test_one_checkpoint_resumes_bit_for_bit_on_every_rank(order: str) -> None:
 
 def _saved(rank: int, size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     model, optimizer, wire = _attach(rank, TWO_BITS)
-    _train(model, optimizer, rank, range(3))
+    train(model, rank, 3, optimizer=optimizer)
     return wire.gather_state_dict(), optimizer.local_state(trained(model)[0])
 
 
@@ -168,12 +157,12 @@ def test_a_step_with_infinite_gradients_leaves_no_trace() -> None:
 
 def _detached(rank: int, size: int) -> None:
     model, optimizer, wire = _attach(rank, TWO_BITS)
-    _train(model, optimizer, rank, range(2))
+    train(model, rank, 2, optimizer=optimizer)
     loss_of(model, batch_of(rank, 2)).backward()  # sent, and never stepped with
     wire.detach()
     optimizer.zero_grad()
     before = [p.detach().clone() for p in trained(model)]
-    _train(model, optimizer, rank, range(3, 4))
+    train(model, rank, 1, first=3, optimizer=optimizer)
     moved = max(float((p.detach() - b).abs().max()) for p, b in zip(trained(model), before, strict=True))
     assert moved < 20 * LR  # a gradient taken for an update would have been a step of its own length
     assert_replicas_identical(model)

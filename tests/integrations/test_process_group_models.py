@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from harness import run_ranks
-from nets import Net, assert_replicas_identical, batch, loss_of, trained
+from nets import Net, assert_replicas_identical, batch, loss_of, train, trained
 from thinwire import ProcessGroup, ProcessGroupOptions
 from thinwire.compat import ddp_ready_order
 
@@ -31,18 +31,6 @@ def ddp_of(group=None, *, unused: bool = False, dtype=torch.float32, net: type[n
     net = Net(unused) if net is Net else net()
     options = {"bucket_cap_mb": 0.05, **options}
     return DDP(net.to(dtype), process_group=group, find_unused_parameters=unused, **options)
-
-
-def train(model: nn.Module, rank: int, steps: int = 20, lr: float = 0.03) -> list[float]:
-    optimizer = torch.optim.SGD(trained(model), lr=lr, momentum=0.9)
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(model, batch(rank, step))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 # --- DistributedDataParallel -----------------------------------------------------------------------------------------
@@ -61,10 +49,10 @@ def _trains(rank: int, options: dict, registered: bool) -> tuple[list[float], li
     model = ddp_of(group, **options)
     if registered:
         thinwire.register_model(model)
-    losses = train(model, rank)
+    losses = train(model, rank, 20, lr=0.03)
     assert_replicas_identical(model)
     stats = group.stats
-    return losses, train(ddp_of(**options), rank), {"ratio": stats.ratio, **vars(stats)}
+    return losses, train(ddp_of(**options), rank, 20, lr=0.03), {"ratio": stats.ratio, **vars(stats)}
 
 
 @pytest.mark.parametrize("registered", [False, True])
@@ -105,7 +93,7 @@ def _compiled(rank: int) -> tuple[list[float], int]:
     group = group_of(ProcessGroupOptions("minmax(bits=8)"))
     model = ddp_of(group, bucket_cap_mb=25)
     compiled = torch.compile(model, backend="aot_eager")
-    losses = train(compiled, rank, 12)
+    losses = train(compiled, rank, 12, lr=0.03)
     assert_replicas_identical(model)
     return losses, group.stats.compressed
 
@@ -119,7 +107,7 @@ def test_ddp_under_compile() -> None:
 def _breaks_once(rank: int) -> tuple[str, int]:
     group = group_of()
     model = ddp_of(group)
-    train(model, rank, 3)
+    train(model, rank, 3, lr=0.03)
     encode = thinwire.compressors.MinMax.encode
 
     def fail(*args, **kwargs):
@@ -131,7 +119,7 @@ def _breaks_once(rank: int) -> tuple[str, int]:
         loss_of(model, batch(rank, 3)).backward()
     dist.barrier()
     thinwire.compressors.MinMax.encode = encode
-    train(model, rank, 3)
+    train(model, rank, 3, lr=0.03)
     assert_replicas_identical(model)
     return str(error.value), group.stats.compressed
 
@@ -147,7 +135,7 @@ def _layerwise_over_it(rank: int) -> tuple[int, int]:
     group = group_of()
     model = ddp_of(group)
     wire = thinwire.compress(model, skip_if_slower=False)
-    train(model, rank, 4)
+    train(model, rank, 4, lr=0.03)
     assert_replicas_identical(model)
     return wire.stats.compressed_steps, group.stats.compressed
 
@@ -158,11 +146,11 @@ def test_compress_goes_its_own_way() -> None:
 
 def _dies(rank: int) -> str:
     model = ddp_of(group_of())
-    train(model, rank, 3)
+    train(model, rank, 3, lr=0.03)
     if rank == 1:
         os._exit(1)
     with pytest.raises(RuntimeError) as error:
-        train(model, rank, 1)
+        train(model, rank, 1, lr=0.03)
     return str(error.value)
 
 
@@ -177,18 +165,22 @@ def test_a_dead_rank_ends_backward_with_an_error() -> None:
 EIGHT = ProcessGroupOptions("minmax(bits=8, bucket=1024)")
 
 
-def _fsdp(rank: int, options: ProcessGroupOptions | None) -> tuple[list[float], torch.Tensor, list[int]]:
-    size = dist.get_world_size()
-    override = {"shard": ("thinwire", options)} if options else {}
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",), backend_override=override)
+def _sharded(rank: int, mesh: DeviceMesh) -> tuple[list[float], torch.Tensor]:
+    """Losses of a training, and what checkpoints are made of: exact, and the same everywhere."""
     torch.manual_seed(0)
     model = Net()
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    losses = train(model, rank)
-    # What checkpoints are made of is exact, and the same everywhere.
-    full = torch.cat([p.full_tensor().reshape(-1) for p in model.parameters()]).detach()
+    losses = train(model, rank, 20, lr=0.03)
+    return losses, torch.cat([p.full_tensor().reshape(-1) for p in model.parameters()]).detach()
+
+
+def _fsdp(rank: int, options: ProcessGroupOptions | None) -> tuple[list[float], torch.Tensor, list[int]]:
+    size = dist.get_world_size()
+    override = {"shard": ("thinwire", options)} if options else {}
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",), backend_override=override)
+    losses, full = _sharded(rank, mesh)
     group = mesh.get_group("shard")
     return losses, full, [group.stats.compressed, group.stats.passed] if options else []
 
@@ -211,13 +203,7 @@ def _hsdp(rank: int, options: ProcessGroupOptions | None) -> tuple[list[float], 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rep", "shard"), backend_override=override)
-    torch.manual_seed(0)
-    model = Net()
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    losses = train(model, rank)
-    full = torch.cat([p.full_tensor().reshape(-1) for p in model.parameters()]).detach()
+    losses, full = _sharded(rank, mesh)
     group = mesh.get_group("rep")
     assert isinstance(group, ProcessGroup) == bool(options)
     return losses, full.numpy().tobytes(), group.stats.compressed if options else 0
@@ -347,7 +333,7 @@ def _refuses(rank: int) -> None:
     with pytest.raises(TypeError, match="sharded"):
         group.register_model(fully_shard(nn.Linear(8, 8), mesh=mesh))
     group.register_model(model, rules={"embed*": "minmax(bits=2)", "*": "minmax(bits=8)"})
-    assert len(train(model, rank, 2)) == 2
+    assert len(train(model, rank, 2, lr=0.03)) == 2
 
 
 def test_what_cannot_be_registered_is_refused() -> None:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from kernel_cases import DTYPES, one, special, values
-from kernel_levels import LEVELS, at, check, needs_native, one_thread  # noqa: F401 (used by every test)
+from kernel_levels import LEVELS, at, check, needs_native
 from thinwire import kernels
 from thinwire.kernels import Table, reference_floats, site_id
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def natural(x: Tensor, *, key: int = 1) -> Tensor:

@@ -6,8 +6,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 from types import ModuleType
 
@@ -18,32 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernel_cases import BUCKETS, DTYPES, SIZES, kinds, message, one, same, special, table, values
+from kernel_levels import LEVELS, at, needs_native
 from thinwire import compat, kernels
 from thinwire.kernels import Format, Residual, Table, native, reference
 
-pytestmark = pytest.mark.skipif(not kernels.HAVE_NATIVE, reason="the native core is not built")
-
-LEVELS = native.CORE.levels() if native.CORE else ["none"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """One thread but where a test says otherwise; the number that was there comes back."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@contextmanager
-def running_at(level: str) -> Iterator[None]:
-    """The core at this instruction-set level."""
-    before = native.cpu_level()
-    native.choose(native.core(), level)
-    try:
-        yield
-    finally:
-        native.choose(native.core(), before)
+pytestmark = [needs_native, pytest.mark.usefixtures("one_thread")]
 
 
 def all_operations(
@@ -87,10 +65,8 @@ def check_all(
     wanted = all_operations(reference, spans, x, hostile, form, key=key)
     for level in levels:
         for count in threads:
-            torch.set_num_threads(count)
-            with running_at(level):
+            with at(level, count):
                 got = all_operations(native, spans, x, hostile, form, key=key)
-            torch.set_num_threads(1)
             wrong = [name for name in wanted if not same(wanted[name], got[name])]
             assert not wrong, f"{wrong} differ: {form}, key {key}, {x.dtype}, {level}, {count} threads"
 
@@ -188,7 +164,7 @@ def test_random_bytes_in_buffers_without_an_element_to_spare(level: str, dtype: 
                 sent = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
                 x, y, out = values(numel, bits, dtype), torch.zeros(numel, dtype=dtype), torch.empty_like(sent)
                 held = Residual(values(numel, 7), torch.empty(numel), 3.0)
-                with running_at(level):
+                with at(level):
                     kernels.bucketed_encode(x, spans, out, form, key=1)
                     kernels.bucketed_encode(x, spans, out, form, key=1, residual=held)
                     kernels.bucketed_decode(sent, spans, y, form)
@@ -209,7 +185,7 @@ def test_reducing_in_place_without_messages_keeps_nan(level: str) -> None:
     x = values(4096, 0)
     x[200] = torch.nan
     sent = message(spans, form)
-    with running_at(level):
+    with at(level):
         kernels.bucketed_reduce([], x, spans, sent, x, form, scale=1.0, key=1)
     assert torch.isnan(x[128:256]).all()
     assert torch.isnan(x).sum() == 128
@@ -234,7 +210,7 @@ def test_subnormal_values_count_even_where_torch_flushes_them() -> None:
 def test_checksum_is_that_of_the_reference(numel: int) -> None:
     sent = torch.randint(0, 256, (numel,), dtype=torch.uint8)
     for name in LEVELS:
-        with running_at(name):
+        with at(name):
             assert kernels.checksum(sent) == reference.checksum(sent)
 
 

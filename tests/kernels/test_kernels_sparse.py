@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from kernel_cases import DTYPES, same, special, values
-from kernel_levels import LEVELS, at, check, needs_native, one_thread  # noqa: F401 (used by every test)
+from kernel_levels import LEVELS, at, check, needs_native
 from thinwire import kernels
 from thinwire.kernels import native
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def largest(x: Tensor, k: int) -> Tensor:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import sharded
 import thinwire
 from harness import run_ranks, run_threads
-from nets import batch, fingerprint, loss_of, make
+from nets import fingerprint, make, train
 from thinwire.plan import Plan
 
 FEEDBACK = "ef(minmax(bits=2))"
@@ -28,13 +28,6 @@ def fresh(rank: int, **options: Any) -> tuple[Any, torch.optim.Optimizer, thinwi
     return model, optimizer, thinwire.compress(model, FEEDBACK, skip_if_slower=False, **options)
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, first: int, last: int) -> None:
-    for step in range(first, last):
-        optimizer.zero_grad()
-        loss_of(model, batch(rank, step)).backward()
-        optimizer.step()
-
-
 def alike(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     """Whether two states are the same to the bit; what a policy has not measured yet is NaN in both."""
     return a.keys() == b.keys() and all(
@@ -45,11 +38,11 @@ def alike(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 def saves(rank: int, path: str) -> tuple[dict[str, Tensor], dict[str, Tensor], bytes]:
     model, optimizer, wire = fresh(rank, seed=9)
-    steps(model, optimizer, rank, 0, 4)
+    train(model, rank, 4, optimizer=optimizer)
     gathered, own = wire.gather_state_dict(), wire.state_dict()
     if rank == 0:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "wire": gathered}, path)
-    steps(model, optimizer, rank, 4, 7)
+    train(model, rank, 3, first=4, optimizer=optimizer)
     return gathered, own, fingerprint(model)
 
 
@@ -62,7 +55,7 @@ def resumes(rank: int, path: str) -> tuple[dict[str, Tensor], bytes]:
     own, gathered = wire.state_dict(), wire.gather_state_dict()
     if rank == 0:
         torch.save(state | {"wire": gathered}, f"{path}.{dist.get_world_size()}")
-    steps(model, optimizer, rank, 4, 7)
+    train(model, rank, 3, first=4, optimizer=optimizer)
     return own, fingerprint(model)
 
 
@@ -84,7 +77,7 @@ def test_what_rank_0_saved_resumes_bit_for_bit_and_keeps_the_mean_residual_with_
 
 def loads_one_ranks_state(rank: int) -> tuple[str, bool]:
     model, optimizer, wire = fresh(rank)
-    steps(model, optimizer, rank, 0, 2)
+    train(model, rank, 2, optimizer=optimizer)
     mine = [wire.state_dict() if rank == 0 else None]
     dist.broadcast_object_list(mine)
     before = wire.state_dict()
@@ -188,14 +181,14 @@ def accelerated(rank: int, folder: str) -> tuple[bool, bytes, bytes]:
         return accelerator, model, optimizer, wire
 
     accelerator, model, optimizer, wire = begin()
-    steps(model, optimizer, rank, 0, 3)
+    train(model, rank, 3, optimizer=optimizer)
     accelerator.save_state(folder)
     own = wire.state_dict()
-    steps(model, optimizer, rank, 3, 5)
+    train(model, rank, 2, first=3, optimizer=optimizer)
     again, resumed, its_optimizer, its_wire = begin()
     again.load_state(folder)
     same = alike(its_wire.state_dict(), own)
-    steps(resumed, its_optimizer, rank, 3, 5)
+    train(resumed, rank, 2, first=3, optimizer=its_optimizer)
     return same, fingerprint(model), fingerprint(resumed)
 
 

@@ -18,15 +18,6 @@ LEVELS = native.CORE.levels() if native.CORE else ["none"]
 needs_native = pytest.mark.skipif(not kernels.HAVE_NATIVE, reason="the native core is not built")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """One thread but where a test says otherwise; the number that was there comes back."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @contextmanager
 def at(level: str, threads: int = 1) -> Iterator[None]:
     """Runs at an instruction-set level, or as the ``reference``."""

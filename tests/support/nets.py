@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+
+import thinwire
 
 
 class Net(nn.Module):
@@ -47,16 +52,53 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def train(model: DDP, rank: int, steps: int, *, first: int = 0, lr: float = 0.1) -> list[float]:
-    optimizer = torch.optim.SGD(trained(model), lr=lr, momentum=0.9)
+def train(
+    model: nn.Module,
+    rank: int,
+    steps: int,
+    *,
+    first: int = 0,
+    lr: float = 0.1,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+) -> list[float]:
+    """Losses of so many steps, by default of SGD with momentum."""
+    optimizer = optimizer or torch.optim.SGD(trained(model), lr=lr, momentum=0.9)
     losses = []
     for step in range(first, first + steps):
         optimizer.zero_grad()
         loss = loss_of(model, batch(rank, step))
         loss.backward()
         optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
         losses.append(loss.item())
     return losses
+
+
+Attach = Callable[[DDP], tuple[torch.optim.Optimizer, thinwire.Wire]]
+
+
+def resume(
+    rank: int, attach: Attach, attach_again: Attach, *, at: int, steps: int
+) -> tuple[bytes, bytes, thinwire.Wire]:
+    """Weights after so many steps: trained in one go, and resumed from the checkpoint of step ``at``, with its wire."""
+    model = make(rank)
+    optimizer, wire = attach(model)
+    train(model, rank, at, optimizer=optimizer)
+    buffer = io.BytesIO()
+    torch.save({"m": model.state_dict(), "o": optimizer.state_dict(), "w": wire.state_dict()}, buffer)
+    train(model, rank, steps - at, first=at, optimizer=optimizer)
+
+    resumed = make(rank)
+    optimizer, wire = attach_again(resumed)
+    buffer.seek(0)
+    state = torch.load(buffer, weights_only=True)
+    resumed.load_state_dict(state["m"])
+    optimizer.load_state_dict(state["o"])
+    wire.load_state_dict(state["w"])
+    train(resumed, rank, steps - at, first=at, optimizer=optimizer)
+    return fingerprint(model), fingerprint(resumed), wire
 
 
 def fingerprint(model: nn.Module) -> bytes:
