@@ -23,6 +23,7 @@ _VALIDATION = {
     "bench auto": Command("experiments.bench.auto:auto", "what `auto` decides and gains over seven networks"),
     "bench blob": Command("experiments.bench.blob:blob", "compressing buffers beside compressing layers"),
     "bench local": Command("experiments.bench.local:local", "local updates over slow links, beside a free network"),
+    "bench optimizer": Command("experiments.bench.optimizer:optimizer", "what an optimizer's step costs"),
     "bench changes": Command("experiments.bench.changes:changes", "what quantisers lose of changes of activations"),
     "bench formats": Command("experiments.bench.formats:formats", "error at equal bytes: rotations, spikes"),
     "bench training": Command("experiments.bench.training:training", "loss and bytes of each way to train"),

@@ -255,11 +255,13 @@ PyCFunction method(Function function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
+#include "adam_binding.h"
 #include "floats_binding.h"
 #include "shared_binding.h"
 #include "sparse_binding.h"
 
 PyMethodDef methods[] = {
+    THINWIRE_ADAM_METHODS,
     THINWIRE_FLOAT_METHODS,
     THINWIRE_SPARSE_METHODS,
     THINWIRE_SHARED_METHODS,

@@ -73,11 +73,13 @@ struct Wide {
   float* inverse;
 };
 
+struct AdamKernels;
 struct FloatKernels;
 struct SparseKernels;
 
 struct Kernels {
   const char* level;
+  const AdamKernels* adam;
   const FloatKernels* floats;
   const SparseKernels* sparse;
   // Blocks [begin, end) of all rows that are not wide, in table order.

@@ -139,6 +139,16 @@ Status checksum(const Machine& machine, const uint8_t* message, int64_t num_byte
   return run(machine, pieces, words, work) ? kDone : kThreadsFailed;
 }
 
+Status adam_normalise(const Machine& machine, const Normalise& job) {
+  auto work = [&](int64_t begin, int64_t end) { machine.kernels->adam->normalise(job, begin, end); };
+  return run(machine, ceil_div(job.numel, kTile), job.numel, work) ? kDone : kThreadsFailed;
+}
+
+Status adam_apply(const Machine& machine, const Apply& job) {
+  auto work = [&](int64_t begin, int64_t end) { machine.kernels->adam->apply(job, begin, end); };
+  return run(machine, ceil_div(job.numel, kTile), job.numel, work) ? kDone : kThreadsFailed;
+}
+
 #include "floats_dispatch.h"
 #include "sparse_dispatch.h"
 

@@ -1,5 +1,6 @@
 // The kernels as the binding calls them: the instruction-set level is selected and work is distributed over threads.
 #pragma once
+#include "adam_core.h"
 #include "core.h"
 #include "floats_core.h"
 #include "sparse_core.h"
@@ -26,6 +27,9 @@ Status encode(const Machine&, const Job&);
 Status decode(const Machine&, const Job&);
 Status sum(const Machine&, const Job&);
 Status checksum(const Machine&, const uint8_t* message, int64_t num_bytes, uint64_t& result);
+
+Status adam_normalise(const Machine&, const Normalise&);
+Status adam_apply(const Machine&, const Apply&);
 
 // floats_dispatch.h
 Status natural_encode(const Machine&, const FloatJob&);

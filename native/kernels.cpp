@@ -1,5 +1,6 @@
 // The kernels, compiled once per instruction-set level (THINWIRE_LEVEL names it); dispatch.cpp picks one at run time.
 // The arithmetic is normative (thinwire/kernels/reference.py): no contraction, one rounding per operation.
+#include "adam_core.h"
 #include "core.h"
 #include "floats_core.h"
 #include "sparse_core.h"
@@ -27,7 +28,9 @@ namespace {
 #include "floats.h"
 #include "levels.h"
 #include "sparse.h"
+#include "adam.h"
 
+const AdamKernels adam_kernels = {normalise, apply};
 const FloatKernels float_kernels = {
     natural_encode, natural_decode, range_encode, range_decode, levels_decode, int_round, int_decode, levels_encode,
 };
@@ -36,8 +39,8 @@ const SparseKernels sparse_kernels = {sample, collect, histogram, find, gather, 
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    THINWIRE_LEVEL_NAME, &float_kernels, &sparse_kernels, encode_blocks, wide_extrema, wide_sums, wide_scales, wide_codes,
-    decode_tiles, sum_tiles, checksum,
+    THINWIRE_LEVEL_NAME, &adam_kernels, &float_kernels, &sparse_kernels, encode_blocks, wide_extrema, wide_sums,
+    wide_scales, wide_codes, decode_tiles, sum_tiles, checksum,
 };
 } // namespace THINWIRE_LEVEL
 } // namespace thinwire

@@ -414,6 +414,20 @@ def first_answer() -> str:
     )
 
 
+def optimizer() -> str:
+    figures = Figures(BENCHMARKS / "optimizer.json")
+    about = figures.record["about"]
+    rows = [
+        [name.removeprefix("cpu_seconds/"), f"{1e3 * row['value']:.1f} ms", f"{row['over_fused']:.2f}x"]
+        for name, row in figures.rows.items()
+    ]
+    return (
+        f"`python -m experiments bench optimizer`: CPU time of a step of {about['size_mb']:g} MB of fp32 weights, "
+        f"{about['threads']} thread{'s' if about['threads'] > 1 else ''}, the wire left out.\n\n"
+        f"{table(['', 'CPU time', 'of fused AdamW'], rows)}\n\n{figures.machine}."
+    )
+
+
 def training() -> str:
     path = BENCHMARKS / "training.json"
     if not path.exists():
@@ -579,7 +593,7 @@ PAGES = {
     "docs/pipelines.md": {"changes": changes},
     "docs/failures.md": {"chaos": chaos, "soak": soak, "fuzz": fuzz},
     "docs/fsdp.md": {"sharded": sharded},
-    "docs/compressed-adamw.md": {"training": training},
+    "docs/compressed-adamw.md": {"optimizer": optimizer, "training": training},
     "docs/index.md": {"first-answer": first_answer},
     "docs/local.md": {"local": local},
     "docs/auto.md": {"auto": auto},

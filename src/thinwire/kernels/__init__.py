@@ -1,5 +1,6 @@
 """Kernels: tensors in, bytes out. The PyTorch reference, the native CPU core and Triton produce the same bytes."""
 
+from thinwire.kernels.adam import Moving, adam_apply, adam_normalise
 from thinwire.kernels.floats import (
     int_decode,
     int_round,
@@ -53,10 +54,13 @@ __all__ = [
     "HAVE_NATIVE",
     "LINE_BYTES",
     "Format",
+    "Moving",
     "Residual",
     "Table",
     "Word",
     "abs_histogram",
+    "adam_apply",
+    "adam_normalise",
     "align",
     "asynchronous",
     "bucketed_bytes",

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.kernels import Moving, adam_apply, adam_normalise
 from thinwire.optim.shards import as_whole, is_sharded, local, over_shards, sharded_like
 
 
@@ -167,48 +168,47 @@ class CompressedAdamW(torch.optim.Optimizer):
             update = update.clone(memory_format=torch.contiguous_format)
             self._make_update(parameter, update.view(-1), after.moments)
         after.sent = False
-        state, weights = self.state[parameter], local(parameter)
+        state = self.state[parameter]
         state["step"] += 1
         for name in after.moments:
             state[name], after.moments[name] = after.moments[name], state[name]
-        weights.mul_(1 - group["lr"] * group["weight_decay"])
         self._take(parameter, update, group)
 
     def _take(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
-        """Change a parameter by the mean of all ranks' updates, of this rank's shard of it, once weights decayed."""
+        """Change a parameter by the mean of all ranks' updates, of this rank's shard of it, and let it decay."""
         state, weights = self.state[parameter], local(parameter)
+        kept = 1 - group["lr"] * group["weight_decay"]
         if group["order"] == "pre":
             beta1, momentum = group["betas"][0], local(state["exp_avg"])
-            momentum.lerp_(update, 1 - beta1)
-            weights.sub_(momentum, alpha=1 / (1 - beta1 ** state["step"]))
+            mean = Moving(momentum, momentum, beta1)
+            adam_apply(weights, update, mean, kept=kept, size=1 / (1 - beta1 ** state["step"]))
         else:
-            weights.sub_(update)
+            adam_apply(weights, update, kept=kept)
 
     def _make_update(self, parameter: Tensor, gradient: Tensor, after: Mapping[str, Tensor]) -> None:
         """Replace this rank's gradient (flat, of the whole layer or of its shard) by what it contributes to the mean;
         ``after`` gets the moments that it leaves."""
         state, group = self.state[parameter], self._group(parameter)
         (beta1, beta2), step = group["betas"], state["step"] + 1
-        before = {name: local(state[name]).view(-1) for name in after}
-        next_ = {name: local(moment).view(-1) for name, moment in after.items()}
-        square = torch.mul(before["exp_avg_sq"], beta2, out=next_["exp_avg_sq"])
-        square.addcmul_(gradient, gradient, value=1 - beta2)
-        # x / (√(v / c²) + eps) = c·x / (√v + c·eps): a pass over all elements less.
+        betas = {"exp_avg_sq": beta2, "exp_avg": beta1}
+        moving = {
+            name: Moving(local(state[name]).view(-1), local(moment).view(-1), betas[name])
+            for name, moment in after.items()
+        }
+        # x / (√(v / c²) + eps) = c·x / (√v + c·eps): an operation less for each element.
         correction = math.sqrt(1 - beta2**step)
-        divisor = square.sqrt().add_(correction * group["eps"])
-        if group["order"] == "pre":
-            gradient.div_(divisor)
-        else:
-            momentum = torch.lerp(before["exp_avg"], gradient, 1 - beta1, out=next_["exp_avg"])
-            torch.div(momentum, divisor, out=gradient)
+        eps = correction * group["eps"]
+        if group["order"] == "update":
             correction /= 1 - beta1**step
-        if group["clip"] is not None:
+        limited = group["clip"] is not None
+        factor = correction * (1.0 if limited else group["lr"])
+        adam_normalise(gradient, moving["exp_avg_sq"], moving.get("exp_avg"), eps=eps, factor=factor)
+        if limited:
             total = gradient.square().sum().reshape(1)
             if gradient.numel() != parameter.numel():
                 total = over_shards(total, [parameter], dist.ReduceOp.SUM)
-            rms = (total / parameter.numel()).sqrt_().mul_(correction)
-            gradient.mul_((group["clip"] / rms).clamp_(max=1.0))
-        gradient.mul_(correction * group["lr"])
+            rms = (total / parameter.numel()).sqrt_()
+            gradient.mul_((group["clip"] / rms).clamp_(max=1.0).mul_(group["lr"]))
 
     def _after_next_step(self, parameter: Tensor, *, whole: bool) -> _Next:
         state = self._state_of(parameter, whole=whole)

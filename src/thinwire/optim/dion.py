@@ -91,6 +91,7 @@ class Dion(CompressedAdamW):
             super()._take(parameter, update, group)
             return
         self.state[parameter]["momentum_buffer"].sub_(update, alpha=1 - group["momentum"])
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.sub_(orthonormal(update), alpha=0.2 * math.sqrt(max(parameter.shape)) * group["lr"])
 
 

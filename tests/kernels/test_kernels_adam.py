@@ -1,0 +1,80 @@
+"""Adam's moments: the native core against PyTorch's operations, bit for bit; and both against the formulas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_levels import check, needs_native
+from kernel_levels import one_thread as one_thread
+from thinwire.kernels import Moving, adam_apply, adam_normalise
+
+SIZES = (0, 1, 15, 2048, 5003, 200_003)
+"""The last one is enough work for several threads."""
+
+
+def _values(numel: int, seed: int) -> Tensor:
+    """Of all magnitudes, subnormal ones and those of which the square overflows included."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-45, 25, (numel,), generator=generator)
+    values = torch.randn(numel, generator=generator) * 10.0**exponents
+    if numel > 40:
+        values[7], values[20], values[33] = math.inf, math.nan, 0.0
+    return values
+
+
+@needs_native
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("first", [False, True], ids=["second moment", "both moments"])
+def test_normalising_has_the_same_bits_everywhere(numel: int, first: bool) -> None:
+    def run() -> dict[str, Tensor]:
+        gradient, before, after = _values(numel, 0), _values(numel, 1).abs(), torch.full((numel,), 7.0)
+        momentum, momentum_after = _values(numel, 2), torch.full((numel,), 7.0)
+        moving = Moving(momentum, momentum_after, 0.9) if first else None
+        adam_normalise(gradient, Moving(before, after, 0.999), moving, eps=1e-8, factor=3e-4)
+        return {"sent": gradient, "square": after, "momentum": momentum_after, "before": before}
+
+    check(run, threads=(1, 2) if numel > 10**5 else (1,))
+
+
+@needs_native
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("first", [False, True], ids=["update", "momentum"])
+def test_a_step_has_the_same_bits_everywhere(numel: int, first: bool) -> None:
+    def run() -> dict[str, Tensor]:
+        weights, update, momentum = (_values(numel, seed) for seed in (3, 4, 5))
+        moving = Moving(momentum, momentum, 0.9) if first else None
+        adam_apply(weights, update, moving, kept=0.9999, size=1.7)
+        return {"weights": weights, "momentum": momentum}
+
+    check(run, threads=(1, 2) if numel > 10**5 else (1,))
+
+
+def test_normalising_is_the_formula() -> None:
+    g, v, m = torch.randn(300), torch.rand(300), torch.randn(300)
+    gradient, square, momentum = g.clone(), v.clone(), torch.empty(300)
+    adam_normalise(gradient, Moving(v, square, 0.99), Moving(m, momentum, 0.9), eps=1e-3, factor=0.5)
+    torch.testing.assert_close(square, 0.99 * v + 0.01 * g * g)
+    torch.testing.assert_close(momentum, 0.9 * m + 0.1 * g)
+    torch.testing.assert_close(gradient, 0.5 * momentum / (square.sqrt() + 1e-3))
+
+
+def test_a_step_is_the_formula_also_of_weights_in_another_layout() -> None:
+    w, d, m = torch.randn(20, 30), torch.randn(20, 30), torch.randn(20, 30)
+    expected = 0.99 * w - 2 * (0.9 * m + 0.1 * d)
+    for weights in (w.clone(), w.t().contiguous().t()):
+        momentum = m.clone()
+        adam_apply(weights, d, Moving(momentum, momentum, 0.9), kept=0.99, size=2.0)
+        torch.testing.assert_close(weights, expected)
+
+
+def test_autograd_notices_a_step_between_forward_and_backward() -> None:
+    weights = torch.randn(5, requires_grad=True)
+    loss = weights.square().sum()
+    with torch.no_grad():
+        adam_apply(weights, torch.ones(5), kept=1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
