@@ -53,7 +53,7 @@ def test_a_proof_is_good_for_one_connection() -> None:
         with socket.create_connection((host, port), timeout=5.0) as second:
             greeted(second, greeting, TOKEN)
             second.sendall(recorded)
-            assert Header.unpack(second.recv(24), 64).kind == Kind.ERROR
+            assert Header.unpack(second.recv(24), 64).kind == Kind.ENDED
         assert "its token is not the aggregator's" in told[-1]
     packed = greeting.pack()
     assert is_proof(proof(TOKEN, b"n" * 16, packed), TOKEN, b"n" * 16, packed)

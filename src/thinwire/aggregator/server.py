@@ -232,7 +232,7 @@ class Aggregator:
             self._check_sessions(time.monotonic())
         server.close()
         for session in list(self._sessions.values()):
-            self._fail(session, "the aggregator was stopped")
+            self._fail(session, "the aggregator was stopped", by_worker=False)
         await asyncio.sleep(0)
         for worker in list(self._workers):
             worker.transport.abort()
@@ -257,7 +257,7 @@ class Aggregator:
             self._refuse(worker, str(error))
         except SessionError as error:
             assert worker.session is not None
-            self._fail(worker.session, str(error))
+            self._fail(worker.session, str(error), by_worker=error.by_worker)
         return 0
 
     def _take(self, worker: _Worker, data: memoryview) -> int:
@@ -304,10 +304,10 @@ class Aggregator:
     def _workers_of(self, session: Session) -> list[_Worker]:
         return [worker for worker in self._workers if worker.session is session and not worker.closing]
 
-    def _close_with(self, worker: _Worker, text: str) -> None:
+    def _close_with(self, worker: _Worker, text: str, *, by_worker: bool) -> None:
         """Write why a connection ends, as its last frame. The worker has some seconds to read it and to close."""
         worker.closing = True
-        worker.transport.write(error_frame(text))
+        worker.transport.write(error_frame(text, by_worker=by_worker))
         if worker.transport.can_write_eof():
             # Closing a socket with unread data would reset the connection, and the last frame would be lost.
             worker.transport.write_eof()
@@ -357,7 +357,7 @@ class Aggregator:
         try:
             session.leave(greeting.rank, how)
         except SessionError as error:
-            self._fail(session, str(error))
+            self._fail(session, str(error), by_worker=error.by_worker)
             return
         if session.left >= session.joined:
             self._log("all workers have left")
@@ -367,19 +367,19 @@ class Aggregator:
         """Drop a worker that broke the protocol, with its session, and tell it why."""
         self.counters.refused += 1
         self._log(f"dropped {worker}: {why}")
-        self._close_with(worker, f"the aggregator dropped this worker: {why}")
+        self._close_with(worker, f"the aggregator dropped this worker: {why}", by_worker=False)
         if worker.session is not None and worker.greeting is not None:
-            self._fail(worker.session, f"rank {worker.greeting.rank} was dropped: {why}")
+            self._fail(worker.session, f"rank {worker.greeting.rank} was dropped: {why}", by_worker=True)
 
-    def _fail(self, session: Session, why: str) -> None:
-        """End a session with an error for all its workers."""
+    def _fail(self, session: Session, why: str, *, by_worker: bool) -> None:
+        """End a session with an error for all its workers, one of which may be the cause."""
         if self._sessions.get(session.greeting.session) is not session:
             return
         self.counters.failed_sessions += 1
         self._log(f"session ended: {why}")
         self._end(session)
         for worker in self._workers_of(session):
-            self._close_with(worker, why)
+            self._close_with(worker, why, by_worker=by_worker)
 
     def _end(self, session: Session) -> None:
         if self._sessions.pop(session.greeting.session, None) is not None:
@@ -392,7 +392,7 @@ class Aggregator:
             try:
                 session.check(now_s, self.limits.join_timeout_s, self.limits.idle_timeout_s)
             except SessionError as error:
-                self._fail(session, str(error))
+                self._fail(session, str(error), by_worker=error.by_worker)
 
 
 def _family(host: str) -> socket.AddressFamily:

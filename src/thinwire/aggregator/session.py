@@ -15,6 +15,11 @@ _DTYPES = {1: np.dtype("<i1"), 4: np.dtype("<i4")}
 class SessionError(Exception):
     """A session has failed. The message names the reason and is sent to all workers."""
 
+    def __init__(self, message: str, *, by_worker: bool = True) -> None:
+        super().__init__(message)
+        self.by_worker = by_worker
+        """Whether some of the workers, which the message names, are the cause."""
+
 
 @dataclass
 class Slot:
@@ -137,7 +142,8 @@ class Session:
         if header.op == Op.SUM and (held.min() < limits.min or held.max() > limits.max):
             raise SessionError(
                 f"a sum in chunk {header.chunk} of lane {header.lane} does not fit into int{8 * header.width}: send "
-                "smaller integers, or wider ones"
+                "smaller integers, or wider ones",
+                by_worker=False,
             )
         result = Header(Kind.RESULT, header.op, header.width, header.lane, header.slot, header.elements, header.chunk)
         return result.pack() + held.astype(_DTYPES[header.width]).tobytes()
@@ -161,7 +167,8 @@ class Session:
         if now_s - self.heard_s > idle_timeout_s:
             raise SessionError(
                 f"no worker sent anything within {idle_timeout_s:g} s: start the aggregator with a longer "
-                "--idle-timeout if a training pauses for as long"
+                "--idle-timeout if a training pauses for as long",
+                by_worker=False,
             )
 
     @property

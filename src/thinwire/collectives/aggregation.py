@@ -17,7 +17,7 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
-VERSION = 2
+VERSION = 3
 HELLO = struct.Struct("<4sHxx16s")
 NONCE_BYTES = 16
 PROOF_BYTES = hashlib.sha256().digest_size
@@ -45,7 +45,9 @@ class Kind(IntEnum):
     LEAVE = 4
     """Up: this worker will send no more."""
     ERROR = 5
-    """Down: the session is over; the payload is ``elements`` bytes of text with the reason."""
+    """Down: the session is over because of a worker; the payload is ``elements`` bytes of text with the reason."""
+    ENDED = 6
+    """Down: the same, and no worker is the cause."""
 
 
 class Op(IntEnum):
@@ -141,7 +143,7 @@ class Header(NamedTuple):
     @property
     def payload_bytes(self) -> int:
         """Bytes that follow."""
-        if self.kind == Kind.ERROR:
+        if self.kind in (Kind.ERROR, Kind.ENDED):
             return self.elements
         return self.elements * self.width if self.kind in (Kind.CONTRIBUTE, Kind.RESULT) else 0
 
@@ -165,7 +167,7 @@ class Header(NamedTuple):
             raise ProtocolError(f"it sent a frame with {error}") from None
         if header.width not in (1, 4):
             raise ProtocolError(f"it sent integers of {header.width} bytes; there are those of 1 and 4")
-        most = MAX_TEXT_BYTES if header.kind == Kind.ERROR else MAX_SLOT_ELEMENTS
+        most = MAX_TEXT_BYTES if header.kind in (Kind.ERROR, Kind.ENDED) else MAX_SLOT_ELEMENTS
         if header.kind in (Kind.CONTRIBUTE, Kind.RESULT):
             most = slot_elements
         if count > most:
@@ -173,7 +175,7 @@ class Header(NamedTuple):
         return header
 
 
-def error_frame(text: str) -> bytes:
-    """A frame that ends a session."""
+def error_frame(text: str, *, by_worker: bool) -> bytes:
+    """A frame that ends a session; ``by_worker`` says whether a worker is the cause."""
     data = text.encode()[:MAX_TEXT_BYTES].decode(errors="ignore").encode()
-    return Header(Kind.ERROR, elements=len(data)).pack() + data
+    return Header(Kind.ERROR if by_worker else Kind.ENDED, elements=len(data)).pack() + data

@@ -324,9 +324,9 @@ class _Link(asyncio.BufferedProtocol):
 
     def _begin_frame(self) -> None:
         header = Header.unpack(self._header, self._slot_elements)
-        if header.kind == Kind.ERROR:
+        if header.kind in (Kind.ERROR, Kind.ENDED):
             text = bytearray(max(1, header.elements))
-            self._expect(text, lambda: self._raise(text))
+            self._expect(text, lambda: self._raise(text, by_worker=header.kind == Kind.ERROR))
         elif not self.welcome.done():
             if header.kind != Kind.WELCOME or not header.elements or not header.chunk:
                 raise ProtocolError(f"it answered with a frame of kind {header.kind.name}")
@@ -336,11 +336,10 @@ class _Link(asyncio.BufferedProtocol):
         else:
             self._begin_sum(header)
 
-    def _raise(self, text: bytearray) -> None:
+    def _raise(self, text: bytearray, *, by_worker: bool) -> None:
         said = text.decode(errors="replace")
         failed = f"the aggregator at {self._target} reports: {said}"
-        # Otherwise it is no rank that has failed, but the aggregator.
-        raise TransportError(failed) if "rank " in said else self._is_gone(failed, said)
+        raise TransportError(failed) if by_worker else self._is_gone(failed, said)
 
     def _begin_sum(self, header: Header) -> None:
         if header.kind != Kind.RESULT or header.lane >= len(self._lanes) or not self._lanes[header.lane].out:
