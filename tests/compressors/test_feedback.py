@@ -147,17 +147,17 @@ class OwnAdam(torch.optim.AdamW):
 def test_what_fails_under_adam_warns_and_says_what_to_use(spec: str, instead: str, make) -> None:
     plan = Plan.build({"w": SHAPE}, {"w": spec})
     with pytest.warns(UserWarning, match=instead):
-        warn_of_pairing(plan, make([PARAMETER], lr=0.1), stacklevel=1)
+        warn_of_pairing(plan, make([PARAMETER], lr=0.1))
 
 
 def test_sparse_compressors_want_the_whole_update() -> None:
     plan = Plan.build({"w": SHAPE}, {"w": "topk(density=0.1)"})
     with pytest.warns(UserWarning, match='order="update"'):
-        warn_of_pairing(plan, CompressedAdamW([PARAMETER]), stacklevel=1)
+        warn_of_pairing(plan, CompressedAdamW([PARAMETER]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_pairing(plan, CompressedAdamW([PARAMETER], order="update"), stacklevel=1)
-        warn_of_pairing(Plan.build({"w": SHAPE}, {"w": "onebit"}), CompressedAdamW([PARAMETER]), stacklevel=1)
+        warn_of_pairing(plan, CompressedAdamW([PARAMETER], order="update"))
+        warn_of_pairing(Plan.build({"w": SHAPE}, {"w": "onebit"}), CompressedAdamW([PARAMETER]))
 
 
 @pytest.mark.parametrize("spec", ["dgc(topk(density=0.1))", "topk(density=0.1)", "onebit", "sign", "fft"])
@@ -165,8 +165,8 @@ def test_sgd_is_silent(spec: str) -> None:
     plan = Plan.build({"w": SHAPE}, {"w": spec})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_pairing(plan, torch.optim.SGD([PARAMETER], lr=0.1), stacklevel=1)
-        warn_of_pairing(plan, None, stacklevel=1)
+        warn_of_pairing(plan, torch.optim.SGD([PARAMETER], lr=0.1))
+        warn_of_pairing(plan, None)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_sgd_is_silent(spec: str) -> None:
 def test_what_works_under_adam_is_silent(spec: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_pairing(Plan.build({"w": SHAPE}, {"w": spec}), torch.optim.AdamW([PARAMETER]), stacklevel=1)
+        warn_of_pairing(Plan.build({"w": SHAPE}, {"w": spec}), torch.optim.AdamW([PARAMETER]))
 
 
 def test_what_powersgd_owes_in_all_stays_bounded_while_ranks_drift_apart() -> None:

@@ -36,18 +36,23 @@ def test_a_wire_is_shown_as_a_table_of_its_layers() -> None:
 
 def _nothing(rank: int) -> list[list[str]]:
     warned: list[list[str]] = []
-    for rules in ("minmax(bits=4)", "raw"):
+    for attach, rules in (
+        (thinwire.compress, "minmax(bits=4)"),
+        (thinwire.compress_ddp, "minmax(bits=4)"),
+        (thinwire.compress, "raw"),
+    ):
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            thinwire.compress(make(rank), rules, min_numel=10**9, skip_if_slower=False).detach()
+            attach(make(rank), rules, min_numel=10**9, skip_if_slower=False).detach()
         warned.append([f"{each.filename.rsplit('/', 1)[-1]}: {each.message}" for each in seen])
     return warned
 
 
 def test_a_wire_that_compresses_nothing_warns_unless_it_was_asked_to() -> None:
-    for (warning,), none in run_ranks(_nothing, 2):
-        assert warning.startswith("test_handle.py: nothing is compressed")
-        assert "min_numel=0" in warning
+    for *warned, none in run_ranks(_nothing, 2):
+        for (warning,) in warned:
+            assert warning.startswith("test_handle.py: nothing is compressed")
+            assert "min_numel=0" in warning
         assert none == []
 
 

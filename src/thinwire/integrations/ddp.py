@@ -35,6 +35,7 @@ from thinwire.integrations.options import (
     check_compressor,
     policy_of,
     record_of,
+    warn_caller,
 )
 from thinwire.integrations.preconditioned import Preconditioned, for_momenta
 from thinwire.integrations.transports import bare_transport
@@ -369,12 +370,11 @@ def _prepare(
             plan = for_momenta(plan, options.optimizer, parameters)
     _check_dtypes(model, plan)
     _check_feedback(plan)
-    warn_of_pairing(plan, options.optimizer, stacklevel=7)
+    warn_of_pairing(plan, options.optimizer)
     if plan.all_raw and not all(isinstance(asked, Raw) for asked in plan.rules.values()):
-        warnings.warn(
+        warn_caller(
             "nothing is compressed: every layer is excluded, too small or of a shape that the compressor cannot take. "
-            "print(wire) says which and why; min_numel=0 takes small layers, too",
-            stacklevel=6,
+            "print(wire) says which and why; min_numel=0 takes small layers, too"
         )
     if options.network.aggregator is not None:
         _check_aggregator(plan, options.network.aggregator)
@@ -457,10 +457,9 @@ def _check_dtypes(model: DistributedDataParallel, plan: Plan) -> None:
 def _check_feedback(plan: Plan) -> None:
     for compressor in set(plan.layers.values()):
         if isinstance(compressor, Wrapper) and not compressor.inner.traits.contracts:
-            warnings.warn(
+            warn_caller(
                 f"{compressor}: {compressor.inner} can err by more than its input, so that the residual of ef() "
-                "grows from step to step and training diverges: give it more bits, or smaller buckets, or no ef()",
-                stacklevel=5,
+                "grows from step to step and training diverges: give it more bits, or smaller buckets, or no ef()"
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from thinwire.integrations.options import (
     check_compressor,
     policy_of,
     record_of,
+    warn_caller,
 )
 from thinwire.integrations.preconditioned import Preconditioned
 from thinwire.integrations.transports import bare_transport
@@ -309,17 +309,16 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
         _attach(module, Attached(wire, unit, group, options, preconditioned), options)
     _attached[model] = wire
     wire.moments = preconditioned
-    warn_of_pairing(plan, options.optimizer, stacklevel=4)
+    warn_of_pairing(plan, options.optimizer)
     state_bytes = wire.memory + (preconditioned.num_bytes if preconditioned is not None else 0)
     if isinstance(options.optimizer, QuantizedAdam):
         optimizer = options.optimizer
         wire.keep_gradients_raw(until=lambda: optimizer.frozen)
     if state_bytes >= 1 << 20:
-        warnings.warn(
+        warn_caller(
             f"the compressors' state takes {state_bytes / 2**20:,.0f} MiB on each rank: error feedback keeps a "
             "residual of the whole model, not of its shard, on every rank, and CompressedAdamW keeps second moments of "
-            "it; leave them out where memory is short",
-            stacklevel=3,
+            "it; leave them out where memory is short"
         )
     return wire
 

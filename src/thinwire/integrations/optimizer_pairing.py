@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
 import torch
 
 from thinwire.compressors import DGC, FFT, Chain, Compressor, OneBit, RandK, Sign, Sparsifier, Wrapper
+from thinwire.integrations.options import warn_caller
 from thinwire.optim import CompressedAdamW
 from thinwire.plan import Plan
 
@@ -25,7 +25,7 @@ def check_holds_all(optimizer: torch.optim.Optimizer, parameters: Mapping[str, t
         )
 
 
-def warn_of_pairing(plan: Plan, optimizer: torch.optim.Optimizer | None, *, stacklevel: int) -> None:
+def warn_of_pairing(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
     """Warn if ``optimizer`` is Adam or a relative and the plan has `DGC`, or error feedback around one bit, signs or a
     sparse choice of the gradient.
 
@@ -34,7 +34,7 @@ def warn_of_pairing(plan: Plan, optimizer: torch.optim.Optimizer | None, *, stac
     own, which Adam's would double (Lin et al. 2018, section 3).
     """
     if isinstance(optimizer, CompressedAdamW):
-        _warn_of_order(plan, optimizer, stacklevel + 1)
+        _warn_of_order(plan, optimizer)
     if not isinstance(optimizer, _ADAM_LIKE):
         return
     name = type(optimizer).__name__
@@ -50,19 +50,18 @@ def warn_of_pairing(plan: Plan, optimizer: torch.optim.Optimizer | None, *, stac
             )
         else:
             continue
-        warnings.warn(f"{compressor} trains badly under {name}: {problem}", stacklevel=stacklevel)
+        warn_caller(f"{compressor} trains badly under {name}: {problem}")
 
 
-def _warn_of_order(plan: Plan, optimizer: CompressedAdamW, stacklevel: int) -> None:
+def _warn_of_order(plan: Plan, optimizer: CompressedAdamW) -> None:
     """A value that is sent once in a hundred steps has left the momentum before the next one arrives."""
     if all(group["order"] == "update" for group in optimizer.param_groups):
         return
     for compressor in dict.fromkeys(plan.layers.values()):
         if _sparse(compressor):
-            warnings.warn(
+            warn_caller(
                 f'{compressor} trains badly under CompressedAdamW(order="pre"), whose momentum forgets values that are '
-                'sent seldom: use CompressedAdamW(..., order="update")',
-                stacklevel=stacklevel,
+                'sent seldom: use CompressedAdamW(..., order="update")'
             )
 
 
