@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from kernel_levels import check, needs_native
-from kernel_levels import one_thread as one_thread
 from thinwire.kernels import Moving, adam_apply, adam_normalise
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SIZES = (0, 1, 15, 2048, 5003, 200_003)
 """The last one is enough work for several threads."""
