@@ -8,23 +8,25 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.collectives import parse_algorithm
+from thinwire.collectives import CommunicationError, Transport, parse_algorithm
 from thinwire.compat import group_timeout
 from thinwire.compressors import Compressor, Raw, Wrapper, check_int, ef, parse
 from thinwire.integrations.options import Network
 from thinwire.integrations.transports import host_transport
 from thinwire.local.fragments import balanced_fragments
+from thinwire.local.members import Group, Manager, Members
 from thinwire.local.outer import Nesterov
 from thinwire.plan import Plan
-from thinwire.runtime import Wire, on_the_host
+from thinwire.runtime import Wire, agree, on_the_host
 from thinwire.runtime.checkpoint import check_sealed, sealed
+from thinwire.runtime.consistency import signed_checksum
 
 _FEW_ROUNDS = 100
 _HIGH_GAIN = 2.0
@@ -69,7 +71,10 @@ class DiLoCo:
         mix: what an arriving mean does to the worker's own progress since it was sent: ``"keep"`` adds it to the new
             shared weights; a number α mixes, ``α·w + (1 − α)·A``. Without ``overlap``, ``"keep"`` takes A.
         weighted: weight workers by the tokens that they say with ``step(tokens=...)``, for unequal batches.
-        group: process group of the workers; all ranks by default.
+        group: process group of the workers; all ranks by default. With ``manager``, the ``torchft.ProcessGroupGloo``
+            that the manager was made with.
+        manager: a ``torchft.Manager``, for workers that come and go (see docs/members.md). The constructor then waits
+            until this worker has the others' shared weights. Not with ``fragments`` or ``overlap``.
         network: collective algorithm, transport and timeout of the exchanges, as for `thinwire.compress`.
         seed: seed of the compressor's random draws.
         outer_device: where the outer state is kept, and compressed; the parameters' device by default. ``"cpu"`` leaves
@@ -95,7 +100,8 @@ class DiLoCo:
         overlap: int = 0,
         mix: Literal["keep"] | float = "keep",
         weighted: bool = False,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Group | None = None,
+        manager: Manager | None = None,
         network: Network | None = None,
         seed: int = 0,
         outer_device: torch.device | str | None = None,
@@ -104,20 +110,21 @@ class DiLoCo:
         self.outer = Nesterov() if outer is None else outer
         self.every, self.overlap, self.weighted = every, overlap, weighted
         self.mix: Literal["keep"] | float = mix
-        self.group = group
+        self._managed = manager is not None
+        self.group = None if self._managed else cast("dist.ProcessGroup | None", group)
         self._module = model.module if isinstance(model, DistributedDataParallel) else model
         parameters = {name: p for name, p in self._module.named_parameters() if p.requires_grad and _local(p).numel()}
         self._check(parameters, inner_optimizer, fragments, total_steps)
         self._buffers = [b for b in self._module.buffers() if b.is_floating_point()]
-        with torch.no_grad():
-            for tensor in (*parameters.values(), *self._module.buffers()):
-                dist.broadcast(_local(tensor), group=group, group_src=0)
+        if manager is None:
+            with torch.no_grad():
+                for tensor in (*parameters.values(), *self._module.buffers()):
+                    dist.broadcast(_local(tensor), group=self.group, group_src=0)
         shapes = {name: tuple(_local(p).shape) for name, p in parameters.items()}
         chosen = parse(compressor)
         if feedback and not isinstance(chosen, Raw | Wrapper):
             chosen = ef(chosen)
         plan = Plan.build(shapes, chosen)
-        self._wire = _open_wire(plan, shapes, group, network or Network(), seed, self._arguments(fragments))
         names = balanced_fragments({name: math.prod(shape) for name, shape in shapes.items()}, fragments)
         device = None if outer_device is None else torch.device(outer_device)
         self._fragments = [
@@ -129,6 +136,34 @@ class DiLoCo:
         self._pending: _Exchange | None = None
         self.skipped_rounds = 0
         """Exchanges that were dropped because some worker's weights were not finite."""
+        network, arguments = network or Network(), self._arguments(fragments)
+        self._members: Members | None = None
+        if manager is None:
+            self._static_wire = _open_wire(plan, shapes, self.group, network, seed, arguments)
+            return
+        if not hasattr(type(group), "parent"):
+            raise TypeError(f"with manager=, group is the torchft.ProcessGroupGloo of the manager, not {group!r}")
+        self._rounds = 0
+        """Exchanges whose means are in the shared weights."""
+        self._last_exchange = 0
+        """The number of the last of them."""
+        self._work = 0
+        """Inner steps, or tokens, of this worker that are in none of them."""
+        self._unsettled: tuple[int, Tensor, int] | None = None
+        """Number, sent weights and work of an exchange that failed here: it may have succeeded on others."""
+
+        def open_wire(transport: Transport) -> Wire:
+            # A number of its own for each set of workers, or draws would repeat.
+            with on_the_host():
+                agree(arguments | {"round": str(self._rounds)}, transport)
+                own_seed = (seed + self._rounds) % 2**63
+                return Wire(plan, shapes, transport, seed=own_seed, algorithm=parse_algorithm(network.algorithm))
+
+        self._members = Members(
+            manager, cast("Group", group), open_wire=open_wire, save=self._shared_state, load=self._take_shared_state
+        )
+        while not self._exchange(self._members):
+            pass
 
     def _check(
         self,
@@ -155,6 +190,8 @@ class DiLoCo:
                 raise TypeError(f"{name} is {parameter.dtype}, and pseudo-gradients are floating point")
             if id(parameter) not in held:
                 raise ValueError(f"the inner optimizer does not hold {name}: make it after the model is wrapped")
+        if self._managed and (fragments > 1 or self.overlap):
+            raise ValueError("fragments and overlap do not go with a manager: give it an exchange of the whole model")
         if self.group is None and any(_is_sharded(p) for p in parameters.values()):
             raise ValueError("the model is sharded: give group=, the process group of the ranks with the same shards")
         rounds = None if total_steps is None else total_steps / self.every
@@ -188,7 +225,12 @@ class DiLoCo:
     @property
     def wire(self) -> Wire:
         """The handle of the exchanges: ``wire.stats``, ``wire.plan``."""
-        return self._wire
+        return self._static_wire if self._members is None else self._members.wire
+
+    @property
+    def members(self) -> Members | None:
+        """With ``manager``, who takes part: ``members.names``, and counts of who ``came`` and ``left``."""
+        return self._members
 
     @property
     def steps(self) -> int:
@@ -211,7 +253,7 @@ class DiLoCo:
         return sum(self._exchange_bytes(fragment) for fragment in self._fragments) / self.every
 
     def _exchange_bytes(self, fragment: _Fragment) -> int:
-        n, plan = self._wire.world_size, self._wire.plan
+        n, plan = self.wire.world_size, self.wire.plan
         payloads = sum(plan[name].wire_bytes(shape) for name, shape in fragment.layers)
         return math.ceil(payloads * 2 * (n - 1) / n)
 
@@ -230,6 +272,11 @@ class DiLoCo:
             raise ValueError(f"{needed} with weighted={self.weighted}")
         self._steps += 1
         self._tokens += tokens or 0
+        if self._members is not None:
+            self._work += 1 if tokens is None else tokens
+            if self._steps % self.every == 0:
+                self._exchange(self._members)
+            return
         if (self._steps + self.overlap) % self.interval == 0:
             self._send(self._next)
         if self._steps % self.interval == 0:
@@ -238,8 +285,13 @@ class DiLoCo:
     def finish(self) -> None:
         """Exchange what every worker has learned since its last exchange; all workers end with the shared weights.
 
-        Call it once after the last `step`, on every worker. Training may go on afterwards.
+        Call it once after the last `step`, on every worker. Training may go on afterwards. With ``manager``, it is
+        repeated until it succeeds, with those who are there.
         """
+        if self._members is not None:
+            while self._work and not self._exchange(self._members):
+                pass
+            return
         self._receive()
         late = [i for i, fragment in enumerate(self._fragments) if fragment.sent_at != self._steps]
         self._next = 0
@@ -266,7 +318,7 @@ class DiLoCo:
         """Start the exchange of a fragment. All exchanges of a round are buckets of one step of the Wire."""
         assert self._pending is None, "one exchange at a time"
         if index == 0 if opens_round is None else opens_round:
-            self._wire.begin_step()
+            self.wire.begin_step()
         fragment = self._fragments[index]
         weights = fragment.read()
         torch.sub(fragment.anchor, weights, out=fragment.mean)
@@ -275,14 +327,83 @@ class DiLoCo:
         if fragment.sent is not None:
             fragment.sent.copy_(weights)
         fragment.sent_at = self._steps
-        self._pending = _Exchange(index, self._wire.reduce(fragment.mean, fragment.layers))
+        self._pending = _Exchange(index, self.wire.reduce(fragment.mean, fragment.layers))
         self._next = (index + 1) % len(self._fragments)
+
+    def _exchange(self, members: Members) -> bool:
+        """Exchange the model with the workers that are there; whether it counts.
+
+        One that fails changes nothing here: the worker goes on from its own weights, and what it has learned is part of
+        its next exchange. It may have succeeded on another worker. Then all of this worker's message was in it, for
+        nobody has the mean without everybody's message, and `_take_shared_state` brings the result.
+        """
+        members.start_quorum()
+        if self._unsettled is not None:
+            members.wire.discard_step()
+            self._unsettled = None
+        (fragment,) = self._fragments
+        weights = fragment.read()
+        torch.sub(fragment.anchor, weights, out=fragment.mean)
+        number, buffers = 0, []
+        try:
+            work = self._work if self.weighted else int(self._work > 0)
+            shared = signed_checksum(fragment.anchor.cpu()) ^ signed_checksum(fragment.momentum.cpu())
+            share, number = members.meet(work, shared)
+            fragment.mean.mul_(share)
+            members.wire.begin_step()
+            self._unsettled = number, weights, self._work
+            members.wire.reduce(fragment.mean, fragment.layers).wait()
+            buffers = members.average(self._buffers, share)
+        except CommunicationError as error:
+            members.give_up(error)
+        if not members.commit():
+            return False
+        self._unsettled = None
+        self._rounds, self._last_exchange = self._rounds + 1, number
+        self._work, fragment.sent_at = 0, self._steps
+        if self._apply(fragment):
+            for buffer, mean in zip(self._buffers, buffers, strict=True):
+                buffer.copy_(mean)
+        return True
+
+    def _shared_state(self) -> dict[str, Tensor]:
+        """What all workers have in common after an exchange, for one that lacks it, and for checkpoints."""
+        state = {
+            "rounds": torch.tensor(self._rounds),
+            "exchange": torch.tensor(self._last_exchange),
+            "steps": torch.tensor(self._steps),
+        }
+        state |= {f"buffer/{i}": buffer.detach().clone() for i, buffer in enumerate(self._buffers)}
+        return sealed(state | {name: v.clone() for name, v in self._fragments[0].saved(with_mean=False).items()})
+
+    def _take_shared_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from the shared state of other workers, which have made exchanges that this one has not.
+
+        What this worker has learned since its last exchange goes into the next one if it has missed one at most, and is
+        dropped if it was away for longer. Where the one it missed has its message, only what came later is left.
+        """
+        (fragment,) = self._fragments
+        check_sealed(state, [key for key in state if key != "checksums"])
+        rounds, number, steps = (int(_entry(state, name, ())) for name in ("rounds", "exchange", "steps"))
+        base = fragment.anchor
+        if self._unsettled is not None and self._unsettled[0] == number:
+            _, base, sent = self._unsettled
+            self._unsettled, self._work = None, self._work - sent
+        elif rounds > self._rounds + 1:
+            base, self._work = fragment.read(), 0
+        learned = fragment.read() - base
+        for name, values in fragment.saved(with_mean=False).items():
+            values.copy_(_entry(state, name, values.shape))
+        for i, buffer in enumerate(self._buffers):
+            buffer.copy_(_entry(state, f"buffer/{i}", buffer.shape))
+        fragment.write(fragment.anchor + learned)
+        self._rounds, self._last_exchange, self._steps = rounds, number, steps
 
     def _share(self) -> float:
         """This worker's weight in the mean, 1 on average: its tokens since the last exchange over the mean."""
         total = torch.tensor([float(self._tokens)])
         dist.all_reduce(total, group=self.group)
-        share = self._tokens * self._wire.world_size / float(total) if total > 0 else 1.0
+        share = self._tokens * self.wire.world_size / float(total) if total > 0 else 1.0
         self._tokens = 0
         return share
 
@@ -291,34 +412,40 @@ class DiLoCo:
         if self._pending is None:
             return
         index, self._pending = self._pending.wait(), None
-        fragment = self._fragments[index]
+        if self._apply(self._fragments[index]) and self._next == 0:
+            self._average_buffers()
+
+    def _apply(self, fragment: _Fragment) -> bool:
+        """Move the shared weights by the mean that has arrived; whether it is finite."""
         if not bool(torch.isfinite(fragment.mean).all()):
             # The same on every worker, and the Wire leaves its residuals alone: as if the round had not been.
             self.skipped_rounds += 1
             warnings.warn(
                 f"an exchange at step {self._steps} was dropped: a worker's weights are not finite. All workers "
                 "go on from the shared weights; that worker's optimizer may hold NaN still",
-                stacklevel=3,
+                stacklevel=4,
             )
             fragment.write(fragment.anchor)
-            return
+            return False
         self.outer.update(fragment.anchor, fragment.momentum, fragment.mean)
         fragment.take_shared(self.mix)
-        if self._next == 0:
-            self._average_buffers()
+        return True
 
     def _average_buffers(self) -> None:
         for buffer in self._buffers:
             dist.all_reduce(buffer, group=self.group)
-            buffer.div_(self._wire.world_size)
+            buffer.div_(self.wire.world_size)
 
     def state_dict(self) -> dict[str, Tensor]:
         """This worker's state, for its own checkpoint beside the model's and the inner optimizer's.
 
         Waits for an exchange under way; its result is part of the state. A training that resumes with it, with as many
-        workers, continues bit for bit.
+        workers, continues bit for bit. With ``manager``, it is the state that all workers share, without residuals:
+        one of them saves it, and all load it.
         """
-        return self._own_state() | {f"wire/{key}": value for key, value in self._wire.state_dict().items()}
+        if self._members is not None:
+            return self._shared_state()
+        return self._own_state() | {f"wire/{key}": value for key, value in self.wire.state_dict().items()}
 
     def gather_state_dict(self) -> dict[str, Tensor]:
         """The state of all workers merged, on every worker: for one file, written by one rank. Collective.
@@ -326,8 +453,10 @@ class DiLoCo:
         Workers that load it, however many, start from the shared weights: what each has learned since its last exchange
         is not in it. Right after an exchange of the whole model (``fragments=1``, ``overlap=0``) nothing is lost.
         """
+        if self._members is not None:
+            return self._shared_state()
         state = self._own_state() | {"gathered": torch.tensor(1)}
-        return state | {f"wire/{key}": value for key, value in self._wire.gather_state_dict().items()}
+        return state | {f"wire/{key}": value for key, value in self.wire.gather_state_dict().items()}
 
     def _own_state(self) -> dict[str, Tensor]:
         if self._pending is not None:
@@ -347,10 +476,15 @@ class DiLoCo:
         Raises:
             ValueError: the state is of another model or of another number of fragments.
         """
+        if self._members is not None:
+            self._work, self._unsettled = 0, None
+            self._fragments[0].write(self._fragments[0].anchor)
+            self._take_shared_state(state)
+            return
         self._receive()
         check_sealed(state, [k for k in state if not k.startswith("wire/") and k not in ("gathered", "checksums")])
         counts = {name: int(_entry(state, name, ())) for name in ("steps", "tokens", "next", "pending")}
-        self._wire.load_state_dict({k.removeprefix("wire/"): v for k, v in state.items() if k.startswith("wire/")})
+        self.wire.load_state_dict({k.removeprefix("wire/"): v for k, v in state.items() if k.startswith("wire/")})
         for i, fragment in enumerate(self._fragments):
             fragment.sent_at = int(_entry(state, f"sent_at/{i}", ()))
             for name, values in fragment.saved(with_mean=i == counts["pending"]).items():
@@ -366,7 +500,7 @@ class DiLoCo:
     def close(self) -> None:
         """End the exchanges' threads and process groups, after `finish`, on every worker."""
         self._receive()
-        self._wire.detach()
+        self.wire.detach()
 
 
 @dataclass

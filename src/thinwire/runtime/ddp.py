@@ -59,7 +59,7 @@ from thinwire.runtime.consistency import agree, check_parity, library_version, r
 from thinwire.runtime.executor import AsyncReadback, Job, StreamExecutor, Then, ThreadExecutor
 from thinwire.runtime.handle import Handle
 from thinwire.runtime.probe import measure_speeds, settle
-from thinwire.runtime.state import PoisonMonitor, Slots
+from thinwire.runtime.state import PoisonMonitor, Slots, moved_residual
 from thinwire.runtime.stats import Stats, StatsRecorder, TrafficStats
 from thinwire.runtime.table import layer_table
 from thinwire.runtime.timeline import Timeline, rank_path
@@ -401,6 +401,19 @@ class Wire(Handle["Engine"]):
         if self._adapter is not None:
             self._adapter.load(state, self.plan, self._learning_rate())
 
+    def discard_step(self) -> None:
+        """Leave residuals as they were before the last step, whose means are not used."""
+        self._executor.wait_idle()
+        self._engine.discard_step()
+
+    def succeed(self, former: Wire) -> None:
+        """Take over the residual of ``former``, a Wire of the same plan among other ranks, which may be broken.
+
+        Other slots, such as factors that all ranks share, start anew on all of them.
+        """
+        former._executor.wait_idle()
+        self._engine.succeed(former._engine)
+
     def _gather(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return self._executor.call(lambda: super(Wire, self)._gather(state))
 
@@ -647,6 +660,20 @@ class Engine:
         self.plan = plan
         self.stats.plan_changes += 1
         agree({"step": str(step), "plan": plan.hash, "algorithm": str(algorithm)}, self.transport)
+
+    def discard_step(self) -> None:
+        self._finite.read()
+        self.slots.discard()
+
+    def succeed(self, former: Engine) -> None:
+        former._end()
+        residuals = {}
+        for name, compressor in self.plan.layers.items():
+            if RESIDUAL in compressor.slots:
+                value = former.slots.value(name, RESIDUAL, self.shapes[name])
+                old, new = (former.rank, former.shares), (self.rank, self.shares)
+                residuals[name, RESIDUAL.name] = moved_residual(value, compressor, name, old, new)
+        self.slots.replace(residuals)
 
     def adopt(self, loaded: checkpoint.Loaded, algorithm: Algorithm) -> None:
         self.plan, self.channel.seed, self.channel.algorithm = loaded.plan, loaded.seed, algorithm

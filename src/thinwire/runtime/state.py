@@ -361,6 +361,24 @@ def _weights(name: str, compressor: Compressor, like: Tensor, rank: int, shares:
     return weights
 
 
+def moved_residual(
+    value: Tensor,
+    compressor: Compressor,
+    name: str,
+    old: tuple[int, Sequence[int]],
+    new: tuple[int, Sequence[int]],
+) -> Tensor:
+    """Return what a rank's residual of one layer becomes in another world, where others have come or gone.
+
+    ``old`` and ``new`` are this rank and all ranks' shares. What the rank has not delivered of its own δ stays, and so
+    does the residual e of the means that it owned: where it owns an element no more, ``n'·e`` joins its own.
+    """
+    (old_rank, old_shares), (rank, shares) = old, new
+    owned = _weights(name, compressor, value, old_rank, old_shares) == 1
+    part = torch.where(owned, 1.0, 1 / len(shares)).to(value)
+    return value * (part / _weights(name, compressor, value, rank, shares))
+
+
 def _columns_kept(first: Tensor, kept: Tensor, shape: Sequence[int]) -> Tensor:
     """Return ``first`` with the columns of a saved matrix that has the same number of rows."""
     rows = shape[0]

@@ -1,0 +1,184 @@
+"""Workers that come and go: the quorums of a torchft manager, and a Wire among those who are there.
+
+torchft decides who takes part (its lighthouse), replaces the process group when that changes, and copies the shared
+state to whoever lacks it (its manager). Nothing of torchft is imported here: the user makes the manager and the group,
+and `Manager` and `Group` list what is used of them, all of it public.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.collectives import CommunicationError, ProcessGroupTransport
+from thinwire.compat import group_timeout
+from thinwire.runtime import DisagreementError, Wire
+from thinwire.runtime.consistency import exchange_texts
+
+_log = logging.getLogger("thinwire.local")
+_NONCE_BITS = 62
+
+
+class Manager(Protocol):
+    """What is used of a ``torchft.Manager``."""
+
+    def register_state_dict_fn(
+        self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
+    ) -> None: ...
+    def start_quorum(self) -> None: ...
+    def wait_quorum(self) -> None: ...
+    def errored(self) -> Any: ...
+    def report_error(self, e: Exception) -> None: ...
+    def is_participating(self) -> bool: ...
+    def should_commit(self) -> bool: ...
+
+
+class Group(Protocol):
+    """What is used of a ``torchft.ProcessGroupGloo``, which makes a new process group for every quorum."""
+
+    @property
+    def parent(self) -> dist.ProcessGroup: ...
+    def abort(self) -> None: ...
+
+
+class Members:
+    """The workers that take part in an exchange, and the Wire among them.
+
+    Args:
+        manager: torchft's manager of this worker, made with ``use_async_quorum=False``.
+        group: the process group that the manager was made with.
+        open_wire: makes the Wire of a new set of workers.
+        save: returns the state that all workers share after their last exchange.
+        load: takes such a state, of a worker that has taken part in exchanges that this one has missed.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        group: Group,
+        *,
+        open_wire: Callable[[ProcessGroupTransport], Wire],
+        save: Callable[[], dict[str, Tensor]],
+        load: Callable[[Mapping[str, Tensor]], None],
+    ) -> None:
+        self._manager, self._group, self._open_wire = manager, group, open_wire
+        self._me = f"{secrets.token_hex(8)} (process {os.getpid()} on {socket.gethostname()})"
+        self._inner: dist.ProcessGroup | None = None
+        self._transport: ProcessGroupTransport | None = None
+        self._wire: Wire | None = None
+        self._names: tuple[str, ...] = ()
+        self.came = 0
+        """Workers that have joined since this one did."""
+        self.left = 0
+        """Workers that have left since this one joined; each took its residual along."""
+        self.failed = 0
+        """Exchanges that this worker could not complete."""
+        manager.register_state_dict_fn("thinwire", load, save)
+
+    @property
+    def wire(self) -> Wire:
+        """The Wire among the present workers. Its statistics begin when they met."""
+        assert self._wire is not None, "workers have met"
+        return self._wire
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The present workers, by rank: an identifier, the process, the machine."""
+        return self._names
+
+    def start_quorum(self) -> None:
+        """Agree on who takes part in the next exchange. A worker that has missed one gets the shared state here.
+
+        Raises:
+            Exception: torchft's lighthouse does not answer, or not enough workers are there in time.
+        """
+        self._manager.start_quorum()
+        self._manager.wait_quorum()
+
+    def meet(self, work: int, shared: int) -> tuple[float, int]:
+        """Compare notes with the workers of the quorum, over a new Wire if they are others than before.
+
+        Args:
+            work: how much this worker has trained since its last exchange: steps, or tokens.
+            shared: a checksum of the shared state, which all must hold alike.
+
+        Returns:
+            This worker's weight in the mean, 1 on average; and a number for the exchange, by which it is known later.
+
+        Raises:
+            CommunicationError: a worker is gone or silent.
+            DisagreementError: workers have other arguments or other shared weights.
+        """
+        if (error := self._manager.errored()) is not None:
+            raise CommunicationError(f"torchft could not join the workers: {error}")
+        if self._group.parent is not self._inner:
+            self._connect(self._group.parent)
+        assert self._transport is not None
+        if not self._manager.is_participating():
+            work = 0
+        record = torch.tensor([work, secrets.randbits(_NONCE_BITS), shared])
+        works, nonces, sums = (column.tolist() for column in self._transport.all_gather(record).unbind(1))
+        if differing := [name for name, value in zip(self._names, sums, strict=True) if value != sums[0]]:
+            raise DisagreementError(
+                f"workers do not hold the same shared weights: {', '.join(differing)} differ from {self._names[0]}. "
+                "Make the manager with use_async_quorum=False and, unless all start from the same weights, init_sync"
+            )
+        number = 0
+        for nonce in nonces:
+            number ^= nonce
+        return (work * len(works) / sum(works) if any(works) else 1.0), number
+
+    def _connect(self, inner: dist.ProcessGroup) -> None:
+        """Meet over a new process group: a new Wire, with the residual that this worker has."""
+        transport = ProcessGroupTransport(inner, group_timeout(inner), owned=True)
+        names = tuple(exchange_texts(self._me.encode(), transport))
+        wire = self._open_wire(transport)
+        if self._wire is not None:
+            wire.succeed(self._wire)
+            self._wire.detach()
+        before, after = set(self._names), set(names)
+        if self._wire is not None:
+            self.came += len(after - before)
+            self.left += len(before - after)
+            for name in sorted(before - after):
+                _log.warning("worker %s left: its residual is dropped, and %d go on", name, len(names))
+            for name in sorted(after - before):
+                _log.warning("worker %s joined: there are %d", name, len(names))
+        self._inner, self._transport, self._wire, self._names = inner, transport, wire, names
+
+    def average(self, values: list[Tensor], weight: float) -> list[Tensor]:
+        """The means of ``values`` over the workers, each counted with its ``weight`` from `meet`."""
+        assert self._transport is not None
+        means = [value * (weight / self._transport.world_size) for value in values]
+        for mean in means:
+            self._transport.all_reduce(mean)
+        return means
+
+    def give_up(self, error: Exception) -> None:
+        """Mark the exchange as failed. Its connections are closed, so that others need not wait for this worker."""
+        _log.warning("an exchange failed and is left out: %s", error)
+        self._manager.report_error(CommunicationError(str(error)))
+        if self._wire is not None:
+            self._wire.detach()
+        self._inner = self._transport = None
+        self._group.abort()
+        # gloo closes connections when nothing holds the process group, and the frames that raised this do.
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
+
+    def commit(self) -> bool:
+        """Whether the exchange counts, for the ranks of this worker: none of them has failed."""
+        commit = self._manager.should_commit()
+        self.failed += not commit
+        return commit
