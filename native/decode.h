@@ -2,8 +2,8 @@
 
 enum Mode {
   kStore, // to = v * scale
-  kAdd,   // to = base + v * scale
-  kMean,  // to = (base + v) * scale
+  kAdd,   // to = base * weight + v * scale
+  kMean,  // to = (base * weight + v * scale) * after
   kLost,  // to = (base - v) * scale
   kLostOver, // to = (base - v) / scale
 };
@@ -15,14 +15,15 @@ struct Sink {
   const float* base;
   float* to;
   const float* ahead;
+  float weight = 1.0f, after = 1.0f;
 };
 
 template <Mode kMode, class V>
-static inline V combine(V v, V base, float scale) {
+static inline V combine(V v, V base, float scale, float weight, float after) {
   switch (kMode) {
   case kStore: return v * scale;
-  case kAdd: return base + v * scale;
-  case kMean: return (base + v) * scale;
+  case kAdd: return base * weight + v * scale;
+  case kMean: return (base * weight + v * scale) * after;
   case kLost: return (base - v) * scale;
   case kLostOver: return (base - v) / scale;
   }
@@ -31,21 +32,21 @@ static inline V combine(V v, V base, float scale) {
 // Half a group, with one scale for all or with one for each (kEach).
 template <bool kEach, Mode kMode>
 THINWIRE_WITHIN static inline void dequantise_half(const uint8_t* codes, const float* low, const float* unit, const float* base,
-                                   float* to, float scale) {
+                                   float* to, float scale, float weight, float after) {
   for (int j = 0; j < kHalf; j += kLanes) {
     const Floats lows = kEach ? load<Floats>(low + j) : splat(*low);
     const Floats units = kEach ? load<Floats>(unit + j) : splat(*unit);
     const Floats v = lows + widen(codes + j) * units;
-    store(to + j, combine<kMode>(v, kMode == kStore ? v : load<Floats>(base + j), scale));
+    store(to + j, combine<kMode>(v, kMode == kStore ? v : load<Floats>(base + j), scale, weight, after));
   }
 }
 
 template <bool kEach, Mode kMode>
 static inline void dequantise_few(const uint8_t* codes, const float* low, const float* unit, const float* base,
-                                  float* to, float scale, int64_t n) {
+                                  float* to, float scale, float weight, float after, int64_t n) {
   for (int64_t j = 0; j < n; j++) {
     const float v = low[kEach ? j : 0] + (float)codes[j] * unit[kEach ? j : 0];
-    to[j] = combine<kMode>(v, kMode == kStore ? v : base[j], scale);
+    to[j] = combine<kMode>(v, kMode == kStore ? v : base[j], scale, weight, after);
   }
 }
 
@@ -60,7 +61,7 @@ struct Scales {
 template <bool kEach, Mode kMode>
 THINWIRE_APART static void dequantise_as(const uint8_t* codes, const Scales& scales, int64_t bucket, int64_t at,
                                          int64_t n, const Sink& sink, Scratch& s) {
-  const float scale = sink.scale, *base = sink.base;
+  const float scale = sink.scale, weight = sink.weight, after = sink.after, *base = sink.base;
   float* to = sink.to;
   if (kEach) {
     spread(scales.unit, bucket, at, scales.first, n, s.each_other);
@@ -82,9 +83,9 @@ THINWIRE_APART static void dequantise_as(const uint8_t* codes, const Scales& sca
       lows = &low, units = &unit;
     }
     if (n - i >= kHalf) {
-      dequantise_half<kEach, kMode>(codes + i, lows, units, base, to, scale);
+      dequantise_half<kEach, kMode>(codes + i, lows, units, base, to, scale, weight, after);
     } else {
-      dequantise_few<kEach, kMode>(codes + i, lows, units, base, to, scale, n - i);
+      dequantise_few<kEach, kMode>(codes + i, lows, units, base, to, scale, weight, after, n - i);
     }
   }
 }
@@ -121,6 +122,12 @@ static void decode_tile(const uint8_t* message, const Row& row, const Format& fo
   dequantise(s.codes, found, form.bucket, at, n, sink, s);
 }
 
+// What the terms of a mean are multiplied by before they are added, so that their sum overflows only if their mean does:
+// thinwire.kernels.format.before_sum.
+static inline float before_sum(float scale) {
+  return scale >= 0x1p-126f && scale < 1.0f ? bits_of<float>(bits_of<int32_t>(scale) & 0x7F800000) : 1.0f;
+}
+
 // Elements [at, at + n), at most a tile, of scale * (own + messages) into `to`; partial sums go through `sums`, which
 // may be `to`.
 static void load_tile(const Job& job, const Row& row, int64_t at, int64_t n, float* sums, float* to, Scratch& s) {
@@ -134,9 +141,11 @@ static void load_tile(const Job& job, const Row& row, int64_t at, int64_t n, flo
   } else {
     read_floats(job.own, job.own_dtype, row.start + at, n, sums);
   }
+  const float before = before_sum(job.scale);
   for (int64_t m = 0; m < job.num_messages; m++) {
     const bool last = m + 1 == job.num_messages;
-    const Sink sink{last ? kMean : kAdd, last ? job.scale : 1.0f, base, last ? to : sums, m ? nullptr : ahead};
+    const Sink sink{last ? kMean : kAdd, before, base, last ? to : sums, m ? nullptr : ahead, m ? 1.0f : before,
+                    job.scale / before};
     decode_tile(job.messages[m], row, job.form, at, n, sink, s);
     base = sums;
   }

@@ -146,7 +146,7 @@ TYPES = {
     **dict.fromkeys(("pieces", "rows", "firsts"), "*i64"),
     **dict.fromkeys(("low_keys", "high_keys"), "*i32"),
     **dict.fromkeys(("key_low", "key_high", "bucket", "slices"), "i32"),
-    **dict.fromkeys(("scale", "loss_scale", "clip"), "fp32"),
+    **dict.fromkeys(("scale", "weight", "after", "loss_scale", "clip"), "fp32"),
     "message": "*u8",
 }
 

@@ -15,7 +15,7 @@ from thinwire.kernels.floats import (
     rangefloat_encode,
     rangefloat_eps,
 )
-from thinwire.kernels.format import Format, Residual, align, bucketed_bytes, bucketed_grain
+from thinwire.kernels.format import Format, Residual, align, before_sum, bucketed_bytes, bucketed_grain
 from thinwire.kernels.native import CORE, asynchronous, cpu_level, to_device
 from thinwire.kernels.ops import bucketed_decode, bucketed_encode, bucketed_reduce, bucketed_sum, checksum
 from thinwire.kernels.rng import derive_key, site_id
@@ -63,6 +63,7 @@ __all__ = [
     "adam_normalise",
     "align",
     "asynchronous",
+    "before_sum",
     "bucketed_bytes",
     "bucketed_decode",
     "bucketed_encode",

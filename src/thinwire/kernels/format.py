@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import isfinite, lcm
+from math import frexp, isfinite, lcm
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -177,3 +177,9 @@ def check_format(form: Format) -> None:
     """Raise ``TypeError`` unless ``form`` is one."""
     if not isinstance(form, Format):
         raise TypeError(f"form must be a thinwire.kernels.Format, not {type(form).__name__}")
+
+
+def before_sum(scale: float) -> float:
+    """What the terms of a mean are multiplied by before they are added, so that their sum overflows only if their mean
+    does: the largest power of two that is at most ``scale``, by which no bit of a normal number is lost. 1 for sums."""
+    return 2.0 ** (frexp(scale)[1] - 1) if 2.0**-126 <= scale < 1.0 else 1.0

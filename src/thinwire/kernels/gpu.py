@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 
 from thinwire.kernels import reference
-from thinwire.kernels.format import GROUP, ROUNDINGS, SCHEMES, Format, Residual
+from thinwire.kernels.format import GROUP, ROUNDINGS, SCHEMES, Format, Residual, before_sum
 from thinwire.kernels.gpu_decode import ADD, MEAN, STORE, decode_tiles
 from thinwire.kernels.gpu_encode import bucket_extrema, bucket_scales, encode_codes, encode_tiles
 from thinwire.kernels.gpu_launch import TILE, check_aligned, on, options, words
@@ -102,10 +102,11 @@ def bucketed_sum(
         return
     sums = y if y.dtype == torch.float32 else torch.empty(y.shape, dtype=torch.float32, device=y.device)
     base = torch.zeros(y.shape, dtype=torch.float32, device=y.device) if own is None else own
+    before = weight = before_sum(scale)
     for message in messages[:-1]:
-        _decode(message, table, base, sums, form, scale=1.0, mode=ADD)
-        base = sums
-    _decode(messages[-1], table, base, y, form, scale=scale, mode=MEAN)
+        _decode(message, table, base, sums, form, scale=before, mode=ADD, weight=weight)
+        base, weight = sums, 1.0
+    _decode(messages[-1], table, base, y, form, scale=before, mode=MEAN, weight=weight, after=scale / before)
 
 
 def bucketed_reduce(
@@ -127,7 +128,18 @@ def bucketed_reduce(
     bucketed_decode(out_message, table, y, form)
 
 
-def _decode(message: Tensor, table: Table, base: Tensor, y: Tensor, form: Format, *, scale: float, mode: int) -> None:
+def _decode(
+    message: Tensor,
+    table: Table,
+    base: Tensor,
+    y: Tensor,
+    form: Format,
+    *,
+    scale: float,
+    mode: int,
+    weight: float = 1.0,
+    after: float = 1.0,
+) -> None:
     check_aligned(message)
     pieces = table.pieces(y.device, TILE)
     bucket = table.clamped(form.bucket)
@@ -135,7 +147,7 @@ def _decode(message: Tensor, table: Table, base: Tensor, y: Tensor, form: Format
     if len(pieces):
         with on(y):
             decode_tiles[(len(pieces),)](
-                message, base, y, pieces, table.on(y.device), bucket, scale,
+                message, base, y, pieces, table.on(y.device), bucket, scale, weight, after,
                 BITS=form.bits, BUCKET=known, GROUPS=TILE // GROUP, OFFSET2=int(2 * form.offset), MODE=mode,
                 **options(form.bits),
             )  # fmt: skip

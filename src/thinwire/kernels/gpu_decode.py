@@ -11,12 +11,12 @@ import triton.language as tl
 from thinwire.kernels.gpu_tiles import bucket_of, codes_of, dequantise, row_of, unpack_parts, write
 
 STORE, ADD, MEAN = 0, 1, 2
-"""What decoding writes: v · scale; base + v · scale; (base + v) · scale."""
+"""What decoding writes: v · scale; base · weight + v · scale; (base · weight + v · scale) · after."""
 
 
 @triton.jit(do_not_specialize=["bucket"])
 def decode_tiles(
-    message, base, y, pieces, rows, bucket, scale,
+    message, base, y, pieces, rows, bucket, scale, weight, after,
     BITS: tl.constexpr, BUCKET: tl.constexpr, GROUPS: tl.constexpr, OFFSET2: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """Values of one tile. ``BUCKET``: the bucket, if it is a multiple of the group and known when compiling, or 0."""
@@ -25,18 +25,19 @@ def decode_tiles(
     if (numel - first >= GROUPS * 128) & (start % 8 == 0):
         # By arithmetic, and not as a hint: Triton 3.7 forgets one on a value that was loaded elsewhere.
         decode_tile(
-            message, base, y, start // 8 * 8, first, numel, payload, bucket, scale,
+            message, base, y, start // 8 * 8, first, numel, payload, bucket, scale, weight, after,
             BITS, BUCKET, GROUPS, OFFSET2, MODE, True,
         )  # fmt: skip
     else:
         decode_tile(
-            message, base, y, start, first, numel, payload, bucket, scale, BITS, BUCKET, GROUPS, OFFSET2, MODE, False
-        )
+            message, base, y, start, first, numel, payload, bucket, scale, weight, after,
+            BITS, BUCKET, GROUPS, OFFSET2, MODE, False,
+        )  # fmt: skip
 
 
 @triton.jit
 def decode_tile(
-    message, base, y, start, first, numel, payload, bucket, scale,
+    message, base, y, start, first, numel, payload, bucket, scale, weight, after,
     BITS: tl.constexpr, BUCKET: tl.constexpr, GROUPS: tl.constexpr, OFFSET2: tl.constexpr, MODE: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -59,6 +60,6 @@ def decode_tile(
         value = dequantise(parts[p], low, unit)
         at = start + first + within
         if EVEN:
-            write(base, y, at, value, scale, None, MODE)
+            write(base, y, at, value, scale, None, MODE, weight, after)
         else:
-            write(base, y, at, value, scale, first + within < numel, MODE)
+            write(base, y, at, value, scale, first + within < numel, MODE, weight, after)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.kernels.format import before_sum
 from thinwire.kernels.gpu_launch import TILE, check_aligned, on, options
 from thinwire.kernels.gpu_tiles import row_of, write
 from thinwire.kernels.table import Table
@@ -36,20 +37,21 @@ def take_rows(message, y, pieces, rows, scale, SIZE: tl.constexpr, MODE: tl.cons
 
 @triton.jit
 def sum_rows(
-    message, base, total, out_message, y, pieces, rows, scale,
+    message, base, total, out_message, y, pieces, rows, weight, before, after,
     SIZE: tl.constexpr, MESSAGE: tl.constexpr, LAST: tl.constexpr, SEND: tl.constexpr,
 ):  # fmt: skip
-    """``base`` and, with ``MESSAGE``, a payload, in fp32: to ``total``, or if it is the ``LAST`` scaled, to where the
-    mean goes. Payloads have the dtype of ``y``."""
+    """``base · weight`` and, with ``MESSAGE``, a payload times ``before``, in fp32: to ``total``, or if it is the
+    ``LAST``, times ``after``, to where the mean goes. Payloads have the dtype of ``y``."""
     piece, start, numel, _index0, payload, _site = row_of(pieces, rows)
     at = piece * SIZE + tl.arange(0, SIZE)
     inside = at < numel
     kind: tl.constexpr = y.dtype.element_ty
-    value = tl.load(base + start + at, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(base + start + at, mask=inside, other=0.0).to(tl.float32) * weight
     if MESSAGE:
-        value += tl.load((message + payload).to(tl.pointer_type(kind)) + at, mask=inside, other=0.0).to(tl.float32)
+        received = tl.load((message + payload).to(tl.pointer_type(kind)) + at, mask=inside, other=0.0)
+        value += received.to(tl.float32) * before
     if LAST:
-        mean = (value * scale).to(kind)
+        mean = (value * after).to(kind)
         if SEND:
             tl.store((out_message + payload).to(tl.pointer_type(kind)) + at, mean, mask=inside)
         tl.store(y + start + at, mean, mask=inside)
@@ -94,15 +96,18 @@ def raw_sum(
     for message in messages if out_message is None else (*messages, out_message):
         check_aligned(message)
     base, sent = own, y if out_message is None else out_message
+    before = weight = before_sum(scale)
     if len(messages) > 1:
         total = torch.empty(own.numel(), dtype=torch.float32, device=own.device)
         for message in messages[:-1]:
             given = (message, base, total, sent, y)
-            _launch(sum_rows, y, table, *given, after=(scale,), MESSAGE=True, LAST=False, SEND=False)
-            base = total
+            factors = weight, before, 1.0
+            _launch(sum_rows, y, table, *given, after=factors, MESSAGE=True, LAST=False, SEND=False)
+            base, weight = total, 1.0
     given = (messages[-1] if messages else sent, base, base, sent, y)
     send = out_message is not None
-    _launch(sum_rows, y, table, *given, after=(scale,), MESSAGE=bool(messages), LAST=True, SEND=send)
+    factors = weight, before, scale / before
+    _launch(sum_rows, y, table, *given, after=factors, MESSAGE=bool(messages), LAST=True, SEND=send)
 
 
 def rows_add(x: Tensor, other: Tensor, table: Table, out: Tensor, *, alpha: float) -> None:

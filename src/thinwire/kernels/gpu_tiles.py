@@ -237,10 +237,10 @@ def dequantise(code, low, unit):
 
 
 @triton.jit
-def write(base, y, at, value, scale, mask, MODE: tl.constexpr):
-    if MODE == 0:
-        value = value * scale
-    else:
-        before = tl.load(base + at, mask=mask).to(tl.float32)
-        value = before + value * scale if MODE == 1 else (before + value) * scale
+def write(base, y, at, value, scale, mask, MODE: tl.constexpr, weight=1.0, after=1.0):
+    value = value * scale
+    if MODE > 0:
+        value = tl.load(base + at, mask=mask).to(tl.float32) * weight + value
+    if MODE == 2:
+        value = value * after
     tl.store(y + at, value.to(y.dtype.element_ty), mask=mask)

@@ -94,6 +94,9 @@ def bucketed_sum(
 ) -> None:
     """``y = scale · (own + Σ v_j)`` over ``messages`` in the order given; without ``own`` the sum starts at 0.
 
+    Where the scale is below 1, as of a mean, terms are multiplied by a power of two first: the sum of finite values
+    overflows only if their mean does.
+
     Shapes and errors are those of :func:`bucketed_encode`; ``y`` may be ``own``.
     """
     run = _execution(y, table)

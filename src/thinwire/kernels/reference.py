@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.kernels.format import GROUP, Format, Residual, bucketed_bytes, codes_at, num_buckets
+from thinwire.kernels.format import GROUP, Format, Residual, before_sum, bucketed_bytes, codes_at, num_buckets
 from thinwire.kernels.rng import random16, row_key
 from thinwire.kernels.table import Row, Table
 
@@ -290,8 +290,8 @@ def bucketed_sum(
     """See :func:`thinwire.kernels.bucketed_sum`."""
     for row in table.segments:
         if row.numel:
-            total = sum_row(messages, own, row, y.device, form)
-            y[row.start : row.start + row.numel] = scaled(total, scale).to(y.dtype)
+            total = sum_row(messages, own, row, y.device, form, scale=scale)
+            y[row.start : row.start + row.numel] = total.to(y.dtype)
 
 
 def bucketed_reduce(
@@ -309,20 +309,23 @@ def bucketed_reduce(
     """See :func:`thinwire.kernels.bucketed_reduce`."""
     for row in table.segments:
         if row.numel:
-            mean = scaled(sum_row(messages, own, row, y.device, form), scale)
+            mean = sum_row(messages, own, row, y.device, form, scale=scale)
             decoded = send_row(mean, row, out_message, form, key=key, residual=residual)
             y[row.start : row.start + row.numel] = decoded.to(y.dtype)
 
 
-def sum_row(messages: Sequence[Tensor], own: Tensor | None, row: Row, device: torch.device, form: Format) -> Tensor:
-    """``own`` (or 0) plus the decoded messages in the order given, fp32."""
+def sum_row(
+    messages: Sequence[Tensor], own: Tensor | None, row: Row, device: torch.device, form: Format, *, scale: float
+) -> Tensor:
+    """``scale`` times ``own`` (or 0) and the decoded messages, added in the order given, fp32."""
+    before = before_sum(scale)
     if own is None:
         total = torch.zeros(row.numel, dtype=torch.float32, device=device)
     else:
-        total = own[row.start : row.start + row.numel].to(torch.float32)
+        total = own[row.start : row.start + row.numel].to(torch.float32) * before
     for message in messages:
-        total = total + decode_row(message, row, form)
-    return total
+        total = total + decode_row(message, row, form) * before
+    return scaled(total, scale / before)
 
 
 def scaled(value: Tensor, scale: float) -> Tensor:

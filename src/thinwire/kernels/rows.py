@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import native
+from thinwire.kernels.format import before_sum
 from thinwire.kernels.ops import DTYPES
 from thinwire.kernels.table import Table
 
@@ -74,11 +75,12 @@ def raw_sum(
         return
     wide = torch.promote_types(own.dtype, torch.float32)
     payloads = [[payload for _, payload in _views(y, table, message)] for message in messages]
+    before = before_sum(scale)
     for i, span in enumerate(_spans(table)):
-        total = own[span].to(wide, copy=True)
+        total = own[span].to(wide, copy=True).mul_(before)
         for received in payloads:
-            total += received[i]
-        y[span].copy_(total.mul_(scale))
+            total.add_(received[i], alpha=before)
+        y[span].copy_(total.mul_(scale / before))
     if out_message is not None:
         raw_encode(y, table, out_message)
 
@@ -95,8 +97,8 @@ def rows_add(x: Tensor, other: Tensor, table: Table, out: Tensor, *, alpha: floa
 
 
 def rows_scale(x: Tensor, table: Table, out: Tensor, *, by: float = 1.0, over: float = 1.0) -> None:
-    """``out = x · by / over`` on the table's segments; ``out`` may be ``x``. One of the two factors is 1; unless both
-    are, ``x`` is fp32."""
+    """``out = x · by / over`` on the table's segments; ``out`` may be ``x``. One of the two factors is 1. Products are
+    taken in fp32; ``x`` is fp32 where ``over`` is not 1."""
     if _at_once(out):
         from thinwire.kernels import gpu_rows
 
@@ -104,7 +106,7 @@ def rows_scale(x: Tensor, table: Table, out: Tensor, *, by: float = 1.0, over: f
         return
     for span in _spans(table):
         if by != 1.0:
-            torch.mul(x[span], by, out=out[span])
+            torch.mul(x[span].to(torch.float32), by, out=out[span])
         elif over != 1.0:
             torch.div(x[span], over, out=out[span])
         else:

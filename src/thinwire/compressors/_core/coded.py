@@ -83,10 +83,11 @@ class Coded(Compressor):
     def add_up(self, messages: Sequence[Tensor], own: Tensor, total: Tensor, call: CodecCall) -> None:
         """Set the segments of ``total`` to ``call.scale · (own + Σ decode(messages))``, summed in fp32, in order."""
         sums = total if total.dtype == torch.float32 else torch.empty_like(total, dtype=torch.float32)
-        kernels.rows_scale(own, call.table, sums)
+        before = kernels.before_sum(call.scale)
+        kernels.rows_scale(own, call.table, sums, by=before)
         for message in messages:
-            self.decode(message, sums, call._replace(scale=1.0), add=True)
-        kernels.rows_scale(sums, call.table, total, by=call.scale)
+            self.decode(message, sums, call._replace(scale=before), add=True)
+        kernels.rows_scale(sums, call.table, total, by=call.scale / before)
 
     def mean(self, messages: Sequence[Tensor], y: Tensor, call: CodecCall) -> None:
         """Set the segments of ``y`` to ``call.scale · Σ decode(messages)``, summed in fp32 in their order.
@@ -94,9 +95,10 @@ class Coded(Compressor):
         This is what every rank does with gathered messages.
         """
         total = torch.empty(y.numel(), dtype=torch.float32, device=y.device) if y.dtype != torch.float32 else y
+        before = kernels.before_sum(call.scale)
         for i, message in enumerate(messages):
-            self.decode(message, total, call._replace(scale=1.0), add=i > 0)
-        kernels.rows_scale(total, call.table, y, by=call.scale)
+            self.decode(message, total, call._replace(scale=before), add=i > 0)
+        kernels.rows_scale(total, call.table, y, by=call.scale / before)
 
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
         fitted = self.fit(shape)
