@@ -88,6 +88,12 @@ def test_whole_tiles_at_wide_addresses(form: Format) -> None:
 
 @runs
 @quiet
+def test_means_of_values_whose_sum_overflows() -> None:
+    check_all(one(1000), 1.2e38 * (1.0 + 0.2 * torch.rand(1000)), Format(8, 128, "maxabs"), key=5)
+
+
+@runs
+@quiet
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", [Format(4, 128, **NEAREST), Format(7, 100), Format(2, 128, "maxabs", clip=2.5),
                                   Format(1, 100, "sides")], ids=names)  # fmt: skip

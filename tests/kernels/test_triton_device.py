@@ -336,7 +336,7 @@ def test_compiles() -> None:
         ("prefixes", "bins", "wanted", "least", "asked", "counts", "ends", "limits", "indices"), "*i32"
     )
     types |= dict.fromkeys(("tiles", "numel", "k", "half_bits", "key_low", "key_high"), "i32")
-    types |= dict.fromkeys(("scale", "alpha", "by", "over"), "fp32")
+    types |= dict.fromkeys(("scale", "weight", "before", "after", "alpha", "by", "over"), "fp32")
     size = {"SIZE": 2048}
     cases = [
         (gpu_rows.put_rows, size), (gpu_rows.take_rows, {"MODE": 1, **size}), (gpu_rows.add_rows, size),
