@@ -299,6 +299,21 @@ def test_a_worker_that_is_not_finite_costs_one_round() -> None:
     assert run_ranks(_not_finite, 2) == [(1, True, True)] * 2
 
 
+def _default_outer(rank: int, total_steps: int | None) -> Nesterov:
+    model = Two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    local = DiLoCo(model, optimizer, every=8, compressor="raw", total_steps=total_steps)
+    local.close()
+    return local.outer
+
+
+@pytest.mark.parametrize(
+    ("total_steps", "outer"), [(96, AVERAGING), (159, AVERAGING), (160, Nesterov()), (None, Nesterov())]
+)
+def test_a_training_of_few_exchanges_averages_weights(total_steps: int | None, outer: Nesterov) -> None:
+    assert run_ranks(_default_outer, 2, total_steps) == [outer] * 2
+
+
 def _half(rank: int) -> tuple[torch.dtype, bool]:
     model = nn.Linear(64, 64).to(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -22,7 +22,7 @@ from thinwire.integrations.options import Network
 from thinwire.integrations.transports import host_transport
 from thinwire.local.fragments import balanced_fragments
 from thinwire.local.members import Group, Manager, Members
-from thinwire.local.outer import Nesterov
+from thinwire.local.outer import Nesterov, default_outer
 from thinwire.plan import Plan
 from thinwire.runtime import Wire, agree, on_the_host
 from thinwire.runtime.checkpoint import check_sealed, sealed
@@ -62,7 +62,8 @@ class DiLoCo:
         model: the module whose trainable parameters are exchanged. Workers start from rank 0's.
         inner_optimizer: the optimizer that trains it on this worker; it must hold all of these parameters.
         every: inner steps from one exchange of a parameter to its next (H).
-        outer: the outer optimizer.
+        outer: the outer optimizer; by default ``Nesterov(lr=0.7, momentum=0.5)``, or plain averages,
+            ``Nesterov(lr=1, momentum=0)``, where ``total_steps`` leaves fewer than 20 exchanges.
         compressor: compressor or spec of the pseudo-gradients; biases, norms and small layers are sent raw.
         feedback: whether what compression leaves out is added to the next exchange.
         fragments: parts of the model that are exchanged in turn, ``every / fragments`` steps apart; must divide
@@ -79,7 +80,8 @@ class DiLoCo:
         seed: seed of the compressor's random draws.
         outer_device: where the outer state is kept, and compressed; the parameters' device by default. ``"cpu"`` leaves
             a GPU's memory to training, and weights cross to the host and back once in ``every`` steps.
-        total_steps: inner steps of the whole training if known; settles whether a warning about ``outer`` applies.
+        total_steps: inner steps of the whole training if known; settles the default of ``outer``, and whether a warning
+            about it applies.
 
     Raises:
         ValueError: an argument is outside its range, or the optimizer lacks a parameter.
@@ -107,14 +109,16 @@ class DiLoCo:
         outer_device: torch.device | str | None = None,
         total_steps: int | None = None,
     ) -> None:
-        self.outer = Nesterov() if outer is None else outer
+        check_int("every", every, 1)
+        exchanges = None if total_steps is None else total_steps / every
+        self.outer = default_outer(exchanges) if outer is None else outer
         self.every, self.overlap, self.weighted = every, overlap, weighted
         self.mix: Literal["keep"] | float = mix
         self._managed = manager is not None
         self.group = None if self._managed else cast("dist.ProcessGroup | None", group)
         self._module = model.module if isinstance(model, DistributedDataParallel) else model
         parameters = {name: p for name, p in self._module.named_parameters() if p.requires_grad and _local(p).numel()}
-        self._check(parameters, inner_optimizer, fragments, total_steps)
+        self._check(parameters, inner_optimizer, fragments, exchanges)
         self._buffers = [b for b in self._module.buffers() if b.is_floating_point()]
         if manager is None:
             with torch.no_grad():
@@ -170,9 +174,8 @@ class DiLoCo:
         parameters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
         fragments: int,
-        total_steps: int | None,
+        rounds: float | None,
     ) -> None:
-        check_int("every", self.every, 1)
         check_int("fragments", fragments, 1)
         check_int("overlap", self.overlap, 0)
         if self.every % fragments:
@@ -194,7 +197,6 @@ class DiLoCo:
             raise ValueError("fragments and overlap do not go with a manager: give it an exchange of the whole model")
         if self.group is None and any(_is_sharded(p) for p in parameters.values()):
             raise ValueError("the model is sharded: give group=, the process group of the ranks with the same shards")
-        rounds = None if total_steps is None else total_steps / self.every
         if self.outer.gain > _HIGH_GAIN and (rounds is None or rounds < _FEW_ROUNDS):
             warnings.warn(
                 f"outer={self.outer} has a gain lr / (1 - momentum) of {self.outer.gain:.1f}, which suits thousands of "
@@ -203,8 +205,8 @@ class DiLoCo:
             )
         if rounds is not None and rounds < 2:
             warnings.warn(
-                f"every={self.every} leaves {rounds:.1f} exchanges in {total_steps} steps: workers hardly learn from "
-                "each other; exchange more often",
+                f"every={self.every} leaves {rounds:.1f} exchanges in {rounds * self.every:.0f} steps: workers hardly "
+                "learn from each other; exchange more often",
                 stacklevel=3,
             )
 
