@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 from rich.console import Console
 
 from thinwire.lab.launch import launch
+from thinwire.lab.schedule import Event, Kind, read_schedule
 from thinwire.lab.tools import LabUnavailable
 from thinwire.lab.units import parse_time
 from thinwire.results import OutputFile, Results
@@ -28,6 +30,11 @@ def lab(
     queue: str = "50ms",
     congestion: str | None = None,
     timeout: float | None = None,
+    kill: tuple[str, ...] = (),
+    pause: tuple[str, ...] = (),
+    cut: tuple[str, ...] = (),
+    join: tuple[str, ...] = (),
+    schedule: Path | None = None,
     json: OutputFile = None,
 ) -> int:
     """Run a command on every rank of a slow network made on this machine.
@@ -39,6 +46,7 @@ def lab(
       thinwire lab --ranks 2 --rate 100mbit -- python train.py --epochs 1
       thinwire lab --ranks 4 --rate 1gbit,100mbit,1gbit,1gbit --rtt 20ms -- python train.py
       thinwire lab --ranks 4 --ranks-per-node 2 --rate 100mbit -- python train.py
+      thinwire lab --ranks 4 --kill 1@60s 2@120s --join 1@90s --cut 3@30s..40s -- python train.py
 
     Args:
         command: What each rank runs, after two dashes.
@@ -50,6 +58,11 @@ def lab(
         queue: Limit of the queue before each link, as time at its rate.
         congestion: TCP congestion control, as bbr; cubic if not given.
         timeout: Seconds after which all ranks are ended.
+        kill: Ranks that are killed, and when: 1@60s.
+        pause: Ranks that stand still, from and until: 1@30s..45s.
+        cut: Ranks whose node's link is down, from and until: 1@30s..45s.
+        join: Ranks that are started only then, or again after they were killed: 1@90s.
+        schedule: A file of such events, one a line: kill 1@60s.
         json: Write the link and each node's bytes to this file.
 
     Returns:
@@ -59,6 +72,10 @@ def lab(
     try:
         if not command:
             raise ValueError("give the command that each rank runs after two dashes: -- python train.py")
+        events = [] if schedule is None else read_schedule(schedule.read_text().splitlines())
+        given: tuple[tuple[Kind, tuple[str, ...]], ...]
+        given = (("kill", kill), ("pause", pause), ("cut", cut), ("join", join))
+        events += [Event.parse(kind, text) for kind, texts in given for text in texts]
         outcome = launch(
             command,
             num_ranks=ranks,
@@ -69,6 +86,7 @@ def lab(
             queue_s=parse_time(queue),
             congestion=congestion,
             timeout=timeout,
+            events=events,
         )
     except (LabUnavailable, ValueError, OSError, RuntimeError) as error:
         errors.print(f"thinwire lab: {error}", style="bold red", soft_wrap=True, markup=False)

@@ -17,6 +17,7 @@ from typing import IO, Any
 from rich.console import Console
 
 from thinwire.lab.network import Network
+from thinwire.lab.schedule import Event, check_schedule, late_ranks
 from thinwire.lab.units import format_bytes, format_rate
 
 POLL_S = 0.02
@@ -76,6 +77,7 @@ def launch(
     congestion: str | None = None,
     timeout: float | None = None,
     grace_s: float = 5.0,
+    events: Sequence[Event] = (),
 ) -> Outcome:
     """Run ``command`` on every rank of a new `Network` and wait for all of them.
 
@@ -83,6 +85,9 @@ def launch(
     bytes that were sent over it are printed last, both on standard error. When a rank fails, the others have
     ``grace_s`` seconds to end before they are terminated. SIGINT, SIGTERM and SIGHUP are forwarded to all ranks, which
     then have the same time; a second signal kills them at once. Ranks are terminated after ``timeout`` seconds.
+
+    ``events`` happen meanwhile. A rank that one of them kills has not failed, and a rank that joins after all others
+    have ended is not started.
 
     Raises:
         LabUnavailable: A network cannot be made on this machine.
@@ -94,18 +99,21 @@ def launch(
     notes = Console(stderr=True, highlight=False)
     shape = {"rate": rate, "rtt": rtt, "burst_bytes": burst_bytes, "queue_s": queue_s, "congestion": congestion}
     shape |= {"ranks_per_node": ranks_per_node}
+    events = check_schedule(events, num_ranks)
     with _signals() as caught, Network(num_ranks, **shape) as network:
         notes.print(link_text(network.describe()), style="bold", soft_wrap=True, markup=False)
         started = time.monotonic()
-        ranks = [_start_rank(network, rank, command) for rank in range(num_ranks)]
-        readers = [reader for rank, process in enumerate(ranks) for reader in _readers(rank, process, caught)]
-        exit_code = _Supervision(ranks, caught, timeout, grace_s, notes).wait()
+        late = late_ranks(events)
+        starter = _Starter(network, command, caught)
+        ranks = {rank: starter.start(rank) for rank in range(num_ranks) if rank not in late}
+        turns = _Turns(events, ranks, starter, notes)
+        exit_code = _Supervision(ranks, caught, timeout, grace_s, notes, turns).wait()
         seconds = time.monotonic() - started
         link = network.describe()
         link_bytes = [network.interface_bytes(node * ranks_per_node) for node in range(network.num_nodes)]
-    for reader in readers:
+    for reader in starter.readers:
         reader.join()
-    for process in ranks:
+    for process in starter.processes:
         for pipe in (process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()
@@ -153,13 +161,15 @@ class _Supervision:
 
     def __init__(
         self,
-        ranks: list[subprocess.Popen[bytes]],
+        ranks: dict[int, subprocess.Popen[bytes]],
         caught: list[int],
         timeout: float | None,
         grace_s: float,
         notes: Console,
+        turns: _Turns,
     ) -> None:
         self.ranks = ranks
+        self.turns = turns
         self.caught = caught
         self.grace_s = grace_s
         self.notes = notes
@@ -173,6 +183,7 @@ class _Supervision:
         """Return the exit code that `Outcome` documents. Ranks that ignore SIGTERM are killed with the network."""
         while self._running():
             if self.exit_code is None:
+                self.turns.run()
                 self._check()
             now = time.monotonic()
             if len(self.caught) > 1 or (self.kill_at is not None and now >= self.kill_at):
@@ -187,7 +198,7 @@ class _Supervision:
 
     def _running(self) -> list[subprocess.Popen[bytes]]:
         """Return the ranks that have not ended. All are polled, so that every `returncode` is set afterwards."""
-        return [rank for rank in self.ranks if rank.poll() is None]
+        return [rank for rank in self.ranks.values() if rank.poll() is None]
 
     def _check(self) -> None:
         """Set the exit code if a rank failed, a signal arrived or the time is over since the last check."""
@@ -198,8 +209,8 @@ class _Supervision:
             self._send(number)
             self._end(128 + number, now + self.grace_s)
             return
-        for rank, process in enumerate(self.ranks):
-            if process.returncode:
+        for rank, process in self.ranks.items():
+            if process.returncode and process not in self.turns.killed:
                 code = process.returncode if process.returncode > 0 else 128 - process.returncode
                 self._print(f"rank {rank} failed with exit code {code}; the others end within {self.grace_s:g} s")
                 self._end(code, now + self.grace_s)
@@ -215,16 +226,59 @@ class _Supervision:
         self.notes.print(text, style="bold red")
 
     def _send(self, number: int) -> None:
-        """Send a signal to the process group of every rank that runs, as a terminal does."""
+        """Send a signal to the process group of every rank that runs, as a terminal does. Paused ones go on."""
         for rank in self._running():
             os.killpg(rank.pid, number)
+            os.killpg(rank.pid, signal.SIGCONT)
 
 
-def _start_rank(network: Network, rank: int, command: Sequence[str]) -> subprocess.Popen[bytes]:
-    # Into a pipe, Python would hold a rank's lines back until a block is full.
-    environment = {"PYTHONUNBUFFERED": "1", **os.environ}
-    pipe = subprocess.PIPE
-    return network.popen(rank, command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
+class _Starter:
+    """Starts ranks, and forwards what they print."""
+
+    def __init__(self, network: Network, command: Sequence[str], caught: list[int]) -> None:
+        self.network, self.command, self.caught = network, command, caught
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.readers: list[threading.Thread] = []
+
+    def start(self, rank: int) -> subprocess.Popen[bytes]:
+        # Into a pipe, Python would hold a rank's lines back until a block is full.
+        environment = {"PYTHONUNBUFFERED": "1", **os.environ}
+        options = {"env": environment, "stdin": subprocess.DEVNULL}
+        process = self.network.popen(rank, self.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+        self.processes.append(process)
+        self.readers += _readers(rank, process, self.caught)
+        return process
+
+
+class _Turns:
+    """Lets the events of a schedule happen when their time has come."""
+
+    def __init__(
+        self, events: Sequence[Event], ranks: dict[int, subprocess.Popen[bytes]], starter: _Starter, notes: Console
+    ) -> None:
+        self.ranks, self.starter, self.notes = ranks, starter, notes
+        self.killed: set[subprocess.Popen[bytes]] = set()
+        self.started = time.monotonic()
+        begins = [(event.at_s, event, True) for event in events]
+        ends = [(event.until_s, event, False) for event in events if event.until_s is not None]
+        self.waiting = sorted([*begins, *ends], key=lambda turn: turn[0])
+
+    def run(self) -> None:
+        """Do what is due."""
+        while self.waiting and self.waiting[0][0] <= time.monotonic() - self.started:
+            at_s, event, begins = self.waiting.pop(0)
+            what = event.kind if begins else f"end of {event.kind}"
+            self.notes.print(f"at {at_s:g} s: {what}, rank {event.rank}", style="bold yellow")
+            if event.kind == "cut":
+                self.starter.network.set_link(event.rank, up=not begins)
+            elif event.kind == "join":
+                self.ranks[event.rank] = self.starter.start(event.rank)
+            elif (process := self.ranks[event.rank]).poll() is None:
+                if event.kind == "kill":
+                    self.killed.add(process)
+                    os.killpg(process.pid, signal.SIGKILL)
+                else:
+                    os.killpg(process.pid, signal.SIGSTOP if begins else signal.SIGCONT)
 
 
 def _readers(rank: int, process: subprocess.Popen[bytes], caught: list[int]) -> list[threading.Thread]:

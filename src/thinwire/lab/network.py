@@ -206,6 +206,11 @@ class Network:
         self._rates = None
         self._set_buckets()
 
+    def set_link(self, rank: int, *, up: bool) -> None:
+        """Take the link of ``rank``'s node down, as if its cable were pulled, or up again; processes may be running."""
+        line = f"link set {_port(self._node(rank))} {'up' if up else 'down'}"
+        tools.call(self._inside_hub(), "ip", ["-batch", "-"], lines=[line])
+
     def interface_bytes(self, rank: int) -> tuple[int, int]:
         """Return the bytes (sent, received) of ``rank``'s node since the start, with Ethernet, IP and TCP headers.
 

@@ -1,0 +1,112 @@
+"""Ranks that are killed, stand still and join in a lab, and links that break."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+import time
+
+import pytest
+
+from thinwire import lab
+from thinwire.lab.schedule import Event, check_schedule, late_ranks, read_schedule
+
+MISSING = lab.unavailable()
+PYTHON = [sys.executable, "-I", "-S", "-u", "-c"]
+# Each rank prints the seconds since rank 0 was started, ten times a second for two seconds, as long as it lives.
+CLOCK = """
+import time
+for _ in range(20):
+    print("tick", time.monotonic(), flush=True)
+    time.sleep(0.1)
+"""
+# Rank 1 asks rank 0 ten times a second whether it is there, for three seconds.
+ECHO = """
+import os, socket, time
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+end = time.monotonic() + 3.0
+if os.environ["RANK"] == "0":
+    s.bind(("", 4000)); s.settimeout(0.2)
+    while time.monotonic() < end + 0.5:
+        try:
+            data, peer = s.recvfrom(64); s.sendto(data, peer)
+        except (TimeoutError, OSError):
+            pass
+else:
+    s.settimeout(0.1)
+    while time.monotonic() < end:
+        try:
+            s.sendto(b"x", (os.environ["MASTER_ADDR"], 4000)); s.recv(64)
+            print("yes", flush=True); time.sleep(0.1)
+        except (TimeoutError, OSError):
+            print("no", flush=True); time.sleep(0.05)
+"""
+
+
+def test_events_are_read_as_they_are_written() -> None:
+    assert Event.parse("kill", "1@60s") == Event("kill", 1, 60.0)
+    assert Event.parse("cut", "0@500ms..2s") == Event("cut", 0, 0.5, 2.0)
+    lines = ["# a worker dies", "kill 1@60s", "", "join 1@90s  # and comes back"]
+    assert read_schedule(lines) == [Event("kill", 1, 60.0), Event("join", 1, 90.0)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [("kill", "1"), ("kill", "1@2s..3s"), ("pause", "1@2s"), ("cut", "1@3s..2s"), ("join", "a@1s")]
+)
+def test_what_is_no_event_is_refused(kind, text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        Event.parse(kind, text)
+
+
+@pytest.mark.parametrize("line", ["explode 1@60s", "kill", "kill one@60s"])
+def test_a_schedule_names_what_it_cannot_read(line: str) -> None:
+    with pytest.raises(ValueError, match=line.split()[-1]):
+        read_schedule([line])
+
+
+def test_a_rank_joins_only_while_it_does_not_run() -> None:
+    kill, again, late = Event("kill", 0, 1.0), Event("join", 0, 2.0), Event("join", 1, 3.0)
+    assert check_schedule([late, again, kill], 2) == [kill, again, late]
+    assert late_ranks([late, again, kill]) == {1}
+    for wrong in ([Event("kill", 2, 1.0)], [kill, again, Event("join", 0, 4.0)], [kill, Event("pause", 0, 2.0, 3.0)]):
+        with pytest.raises(ValueError, match="rank"):
+            check_schedule(wrong, 2)
+
+
+@pytest.mark.network
+@pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
+class TestInTheLab:
+    def test_a_killed_rank_is_no_failure_and_comes_back(self, capfd: pytest.CaptureFixture[str]) -> None:
+        events = [Event("kill", 1, 0.4), Event("join", 1, 0.8), Event("join", 2, 0.6)]
+        outcome = lab.launch([*PYTHON, CLOCK], num_ranks=3, events=events, timeout=60.0)
+        printed = capfd.readouterr()
+        assert outcome.exit_code == 0
+        ticks = {rank: printed.out.count(f"[{rank}] tick") for rank in range(3)}
+        assert ticks[0] == ticks[2] == 20
+        assert ticks[1] > 20, "it printed before it was killed, and all of it again"
+        for line in ("at 0.4 s: kill, rank 1", "at 0.6 s: join, rank 2", "at 0.8 s: join, rank 1"):
+            assert line in printed.err
+
+    def test_a_paused_rank_stands_still_and_goes_on(self, capfd: pytest.CaptureFixture[str]) -> None:
+        events = [Event("pause", 0, 0.5, 1.7)]
+        assert lab.launch([*PYTHON, CLOCK], num_ranks=2, events=events, timeout=60.0).exit_code == 0
+        times = [float(t) for t in re.findall(r"\[0\] tick ([\d.]+)", capfd.readouterr().out)]
+        assert len(times) == 20
+        assert max(b - a for a, b in itertools.pairwise(times)) > 0.8
+
+    @pytest.mark.parametrize("rtt", [None, "2ms"])
+    def test_a_cut_link_carries_nothing_and_then_again(self, rtt, capfd: pytest.CaptureFixture[str]) -> None:
+        events = [Event("cut", 0, 1.0, 2.0)]
+        assert lab.launch([*PYTHON, ECHO], num_ranks=2, rtt=rtt, events=events, timeout=60.0).exit_code == 0
+        answers = re.findall(r"\[1\] (yes|no)", capfd.readouterr().out)
+        first, last = answers.index("no", answers.index("yes")), len(answers) - answers[::-1].index("no")
+        assert last - first >= 3
+        assert "yes" in answers[last:]
+
+    def test_a_paused_rank_ends_with_a_timeout(self) -> None:
+        started = time.monotonic()
+        command = [*PYTHON, "import time; time.sleep(60)"]
+        outcome = lab.launch(command, num_ranks=1, events=[Event("pause", 0, 0.2, 50.0)], timeout=1.0)
+        assert outcome.exit_code == 124
+        assert time.monotonic() - started < 30
