@@ -35,6 +35,7 @@ from thinwire.compressors import (
 from thinwire.compressors.atomo import probabilities
 from thinwire.plan import Plan
 from thinwire.plan.policies import family
+from thinwire.testing.laws import decode_one, encode_one
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -194,13 +195,10 @@ def test_thresholds_count_what_finds_no_room() -> None:
     compressor = parse("threshold(lam=1.0, capacity=0.1)")
     assert isinstance(compressor, Coded)
     x = normal(5000)
-    segments = Segments.build([Piece("layer", 0, 5000, 0, 0)])
-    message = torch.zeros(compressor.payload_bytes(5000, x.dtype), dtype=torch.uint8)
-    compressor.encode(x, message, CodecCall(segments, Key.of(0)))
+    message, segments = encode_one(compressor, x)
     above = int((x.abs() > 1).sum())
     assert compressor.limits(message, segments) == (0, above - 500)
-    y = torch.empty(5000)
-    compressor.decode(message, y, CodecCall(segments))
+    y = decode_one(compressor, message, segments, x.dtype)
     assert int((y != 0).sum()) == 500
     assert float(x[y == 0].abs().max()) <= float(y[y != 0].abs().min())
     few = parse("threshold(lam=3.0, capacity=0.1)")
@@ -293,10 +291,8 @@ def test_momentum_correction_without_momentum_is_error_feedback() -> None:
         state = first_state(compressor, normal(2000), segments, 8.0)
         found = []
         for step in range(4):
-            message = torch.zeros(compressor.payload_bytes(2000, torch.float32), dtype=torch.uint8)
-            compressor.encode(8 * normal(2000, seed=step), message, CodecCall(segments, Key.of(step), state=state))
-            found.append(torch.empty(2000))
-            compressor.decode(message, found[-1], CodecCall(segments))
+            message, _ = encode_one(compressor, 8 * normal(2000, seed=step), key=step, state=state)
+            found.append(decode_one(compressor, message, segments, torch.float32))
             assert state is not None
             state = state.swapped()
         return found
@@ -311,13 +307,11 @@ def test_momentum_correction_without_momentum_is_error_feedback() -> None:
 def test_momentum_is_forgotten_where_it_was_sent() -> None:
     compressor = parse("dgc(topk(density=0.05))")
     assert isinstance(compressor, Coded)
-    segments = Segments.build([Piece("layer", 0, 2000, 0, 0)])
-    x, message = normal(2000), torch.zeros(compressor.payload_bytes(2000, torch.float32), dtype=torch.uint8)
-    state = first_state(compressor, x, segments)
+    x = normal(2000)
+    state = first_state(compressor, x, Segments.build([Piece("layer", 0, 2000, 0, 0)]))
     assert state is not None
-    compressor.encode(x, message, CodecCall(segments, Key.of(0), state=state))
-    y = torch.empty(2000)
-    compressor.decode(message, y, CodecCall(segments))
+    message, segments = encode_one(compressor, x, state=state)
+    y = decode_one(compressor, message, segments, x.dtype)
     for slot in ("momentum", "velocity"):
         assert torch.equal(state.next[slot][y != 0], torch.zeros(100))
         assert torch.equal(state.next[slot][y == 0], x[y == 0])
@@ -465,10 +459,9 @@ def test_dgc_with_nesterov_momentum_is_that_of_its_authors() -> None:
     state = first_state(compressor, normal(2000), segments)
     u, v = torch.zeros(2000), torch.zeros(2000)
     for step in range(4):
-        message = torch.zeros(compressor.payload_bytes(2000, torch.float32), dtype=torch.uint8)
-        x, y = normal(2000, seed=step), torch.empty(2000)
-        compressor.encode(x, message, CodecCall(segments, Key.of(step), state=state))
-        compressor.decode(message, y, CodecCall(segments))
+        x = normal(2000, seed=step)
+        message, _ = encode_one(compressor, x, key=step, state=state)
+        y = decode_one(compressor, message, segments, x.dtype)
         u = 0.5 * (u + x)
         v = v + u + x
         sent = v.abs() >= v.abs().topk(100).values[-1]

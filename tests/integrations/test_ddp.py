@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import warnings
@@ -16,17 +15,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from harness import run_ranks
-from nets import Net, assert_replicas_identical, batch, fingerprint, loss_of, make, resume, train, trained
+from nets import DDP_OPTIONS, Net, assert_replicas_identical, batch, fingerprint, loss_of, make, resume, train, trained
 
 # --- it trains -------------------------------------------------------------------------------------------------------
-
-OPTIONS = {
-    "default": {},
-    "bucket view": {"gradient_as_bucket_view": True},
-    "static graph": {"static_graph": True},
-    "find unused": {"unused": True},
-    "bf16 model": {"dtype": torch.bfloat16},
-}
 
 
 def _trains(rank: int, options: dict) -> tuple[list[float], dict, int]:
@@ -37,10 +28,10 @@ def _trains(rank: int, options: dict) -> tuple[list[float], dict, int]:
     return losses, wire.stats.to_dict(), wire.wire_bytes_per_step()
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", DDP_OPTIONS)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_it_trains_and_replicas_stay_identical(name: str, num_ranks: int) -> None:
-    for losses, stats, per_step in run_ranks(_trains, num_ranks, OPTIONS[name]):
+    for losses, stats, per_step in run_ranks(_trains, num_ranks, DDP_OPTIONS[name]):
         assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
         assert stats["steps"] == stats["compressed_steps"] == 30
         assert 0 < stats["payload_sent_bytes"] < 0.45 * stats["dense_bytes"]
@@ -438,31 +429,6 @@ def test_an_exception_in_the_worker_reaches_the_loop_and_ddp_stays_usable(failin
     for rank, (text, steps, _) in enumerate(answers):
         assert ("the abacus broke" if rank == failing else f"rank {failing} failed") in text
         assert steps == "5"
-
-
-def _dies(rank: int) -> tuple[str, float]:
-    model = make(rank)
-    thinwire.compress(model, skip_if_slower=False)
-    train(model, rank, 3)
-    if rank == 1:
-        os._exit(7)
-    started = time.monotonic()
-    try:
-        for step in range(3):
-            loss_of(model, batch(rank, step)).backward()
-    except RuntimeError as error:
-        return str(error), time.monotonic() - started
-    return "nothing", 0.0
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_rank_that_dies_is_an_error_within_the_timeout(num_ranks: int) -> None:
-    answers = run_ranks(_dies, num_ranks, group_timeout_s=6.0, timeout_s=25.0, may_die=True)
-    assert answers[1] is None
-    for rank in {*range(num_ranks)} - {1}:
-        text, waited = answers[rank]
-        assert "rank" in text
-        assert waited < 8.0
 
 
 def _is_stuck(rank: int) -> tuple[str, float]:

@@ -35,16 +35,17 @@ def _loses_a_rank(rank: int, spec: str, options: dict) -> tuple[str, int | None,
 
 @pytest.mark.parametrize("start", [0, 100], ids=["compressed", "dense"])
 @pytest.mark.parametrize(
-    ("spec", "transport"),
-    [("ef(minmax(bits=4))", "shared"), ("minmax(bits=4)", "group"), ("powersgd(rank=2)", "group")],
+    ("spec", "transport", "num_ranks"),
+    [("ef(minmax(bits=4))", "shared", 3), ("minmax(bits=4)", "group", 2), ("powersgd(rank=2)", "group", 2)],
 )
-def test_a_killed_rank_is_a_transport_error(spec: str, transport: str, start: int) -> None:
+def test_a_killed_rank_is_a_transport_error(spec: str, transport: str, num_ranks: int, start: int) -> None:
     options = {"network": thinwire.Network(transport=transport), "start": start}
-    survivor, _ = run_ranks(_loses_a_rank, 2, spec, options, group_timeout_s=5.0, may_die=True)
-    kind, blamed, text, soon = survivor
-    assert kind == "TransportError"
-    assert soon
-    assert blamed == _VICTIM, text
+    answers = run_ranks(_loses_a_rank, num_ranks, spec, options, group_timeout_s=5.0, timeout_s=60.0, may_die=True)
+    assert answers.pop(_VICTIM) is None
+    for kind, blamed, text, soon in answers:
+        assert kind == "TransportError"
+        assert soon
+        assert blamed == _VICTIM, text
 
 
 def _loads_alone(rank: int) -> tuple[int | None, str | None]:

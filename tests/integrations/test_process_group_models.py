@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from harness import run_ranks
-from nets import Net, assert_replicas_identical, batch, loss_of, train, trained
+from nets import DDP_OPTIONS, Net, assert_replicas_identical, batch, loss_of, train, trained
 from thinwire import ProcessGroup, ProcessGroupOptions
 from thinwire.compat import ddp_ready_order
 
@@ -35,14 +35,6 @@ def ddp_of(group=None, *, unused: bool = False, dtype=torch.float32, net: type[n
 
 # --- DistributedDataParallel -----------------------------------------------------------------------------------------
 
-OPTIONS = {
-    "default": {},
-    "bucket view": {"gradient_as_bucket_view": True},
-    "static graph": {"static_graph": True},
-    "find unused": {"unused": True},
-    "bf16 model": {"dtype": torch.bfloat16},
-}
-
 
 def _trains(rank: int, options: dict, registered: bool) -> tuple[list[float], list[float], dict]:
     group = group_of()
@@ -56,9 +48,9 @@ def _trains(rank: int, options: dict, registered: bool) -> tuple[list[float], li
 
 
 @pytest.mark.parametrize("registered", [False, True])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", DDP_OPTIONS)
 def test_unmodified_ddp_trains(name: str, registered: bool) -> None:
-    for losses, exact, stats in run_ranks(_trains, 2, OPTIONS[name], registered):
+    for losses, exact, stats in run_ranks(_trains, 2, DDP_OPTIONS[name], registered):
         assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
         assert sum(losses[-5:]) == pytest.approx(sum(exact[-5:]), rel=0.03)
         assert stats["compressed"] > 20
@@ -305,7 +297,7 @@ def _biases(rank: int, net: type[nn.Module], options: dict) -> tuple[list[float]
 
 @pytest.mark.parametrize("name", ["default", "static graph", "find unused", "one bucket"])
 def test_biases_in_buckets_of_ddp_are_raw(name: str) -> None:
-    options = {**OPTIONS, "one bucket": {"bucket_cap_mb": 25}}[name]
+    options = {**DDP_OPTIONS, "one bucket": {"bucket_cap_mb": 25}}[name]
     for flat, matrices, stats in run_ranks(_biases, 2, Net, options):
         assert max(flat) < 1e-5
         assert all(0.01 < error < 0.3 for error in matrices)

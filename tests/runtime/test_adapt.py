@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -169,6 +170,19 @@ def test_ranks_with_different_policies_are_reported_before_training() -> None:
 # --- what survives a change ------------------------------------------------------------------------------------------
 
 
+def _sums(wire: Wire, shapes: dict[str, tuple[int, ...]], num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """All that arrives in so many steps of random gradients, and all that this rank sent."""
+    layers = tuple(shapes.items())
+    arrived, sent = torch.zeros(2, sum(math.prod(shape) for shape in shapes.values()), dtype=torch.float64)
+    for step in range(num_steps):
+        wire.begin_step()
+        flat = torch.randn(sent.numel(), generator=torch.Generator().manual_seed(10 * step + wire.rank))
+        sent += flat
+        wire.observe(flat, layers)
+        arrived += wire.reduce(flat, layers).wait()
+    return arrived, sent
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize(
     ("old", "new"),
@@ -188,13 +202,7 @@ def test_the_residual_stays(old: str, new: str, num_ranks: int) -> None:
 
     def run(transport):
         wire = Wire(Plan.build(shapes, old), shapes, transport, adapt=policy)
-        arrived, sent = torch.zeros(64 * 48, dtype=torch.float64), torch.zeros(64 * 48, dtype=torch.float64)
-        for step in range(7):
-            wire.begin_step()
-            flat = torch.randn(64 * 48, generator=torch.Generator().manual_seed(10 * step + wire.rank))
-            sent += flat
-            wire.observe(flat, tuple(shapes.items()))
-            arrived += wire.reduce(flat, tuple(shapes.items())).wait()
+        arrived, sent = _sums(wire, shapes, 7)
         assert wire.plan["w"] == thinwire.parse(new)
         # One more change, back to what every rank has a residual of its own for: it holds what this rank owes.
         residual = wire.state_dict()[f"rank{wire.rank}/residual/w"].double().view(-1)
@@ -251,13 +259,7 @@ def test_a_layer_that_turns_raw_sends_its_residual_first() -> None:
 
     def run(transport):
         wire = Wire(Plan.build(shapes, policy.specs[0]), shapes, transport, adapt=policy)
-        arrived, sent = torch.zeros(64 * 48, dtype=torch.float64), torch.zeros(64 * 48, dtype=torch.float64)
-        for step in range(10):
-            wire.begin_step()
-            flat = torch.randn(64 * 48, generator=torch.Generator().manual_seed(10 * step + wire.rank))
-            sent += flat
-            wire.observe(flat, tuple(shapes.items()))
-            arrived += wire.reduce(flat, tuple(shapes.items())).wait()
+        arrived, sent = _sums(wire, shapes, 10)
         assert wire.plan["w"] == thinwire.compressors.Raw()
         return arrived, sent
 

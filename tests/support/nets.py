@@ -12,6 +12,15 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 
+DDP_OPTIONS = {
+    "default": {},
+    "bucket view": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+    "find unused": {"unused": True},
+    "bf16 model": {"dtype": torch.bfloat16},
+}
+"""Arguments of `make`, by what they are called."""
+
 
 class Net(nn.Module):
     """Several buckets' worth of layers at a small cap, with biases, a norm, a tied, a frozen and an unused layer."""
