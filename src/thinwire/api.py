@@ -72,7 +72,7 @@ def compress(model: Any, compressor: Any = None, **options: Any) -> Wire | Shard
             options["compressor"] = compressor
         for name in options:
             if name not in inspect.signature(function).parameters:
-                raise TypeError(_explained(name, function, model))
+                raise TypeError(explained(name, options[name], function, type(model).__name__))
         return function(model, **options)
 
 
@@ -262,31 +262,43 @@ def _stage_function() -> Callable[..., Any]:
     return compress_stage
 
 
-def _explained(name: str, function: Callable[..., Any], model: object) -> str:
-    """Whose argument ``name`` is, and what ``function`` takes."""
+def explained(name: str, value: object, function: Callable[..., Any], kind: str) -> str:
+    """Whose argument ``name`` is, and what ``function`` takes, which is the one for models of this ``kind``."""
     functions = {"DistributedDataParallel": compress_ddp, "fully_shard()": compress_fsdp, "stages": _stage_function()}
     owners = [
-        f"thinwire.{other.__name__}() ({kind})"
-        for kind, other in functions.items()
+        f"thinwire.{other.__name__}() ({models})"
+        for models, other in functions.items()
         if name in inspect.signature(other).parameters
     ]
-    inside = _inside(name)
+    inside = _inside(name, value)
     if inside is not None:
         return f"{name} is given within another argument: {inside}"
     takes = [own for own in inspect.signature(function).parameters if own not in ("model", "stage")]
     whose = f"is an argument of {' and '.join(owners)}" if owners else "is not an argument of thinwire.compress()"
-    if not owners and (close := difflib.get_close_matches(name, takes, n=1)):
+    close = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else difflib.get_close_matches(name, takes, n=1)
+    if not owners and close and close[0] in takes:
         whose += f" (did you mean {close[0]}=?)"
     takes = ", ".join(f"{own}=" for own in takes)
-    return f"{name}= {whose}; for this {type(model).__name__}, thinwire.{function.__name__}() takes {takes}"
+    return f"{name}= {whose}; for this {kind}, thinwire.{function.__name__}() takes {takes}"
 
 
-def _inside(name: str) -> str | None:
+def _inside(name: str, value: object) -> str | None:
     """The call that has a place for ``name``: a parameter of a compressor, a field of `Network` or of `Checks`."""
     for group, argument in ((Network, "network"), (Checks, "checks")):
         if name in inspect.signature(group).parameters:
-            return f"thinwire.compress(model, {argument}=thinwire.{group.__name__}({name}=...))"
-    if name in ("bits", "bucket", "density", "rank"):
-        kind = {"density": "topk", "rank": "powersgd"}.get(name, "minmax")
-        return f'thinwire.compress(model, "{kind}({name}=...)")'
+            return f"thinwire.compress(model, {argument}=thinwire.{group.__name__}({name}={value!r}))"
+    if name in ("ef", "error_feedback"):
+        return 'thinwire.compress(model, "ef(minmax(bits=4))")'
+    if name in _COMPRESSORS:
+        return f'thinwire.compress(model, "{_COMPRESSORS[name]}({name}={value!r})")'
     return None
+
+
+_COMPRESSORS = {"bits": "minmax", "bucket": "minmax", "density": "topk", "rank": "powersgd"}
+_OTHER_NAMES = {
+    **dict.fromkeys(("spec", "method", "rules", "compression", "policy"), "compressor"),
+    **dict.fromkeys(("warmup", "warmup_steps", "start_step", "start_iter"), "start"),
+    **dict.fromkeys(("ignore", "skip"), "exclude"),
+    **dict.fromkeys(("scaler",), "grad_scaler"),
+}
+"""Arguments by what users call them."""

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from thinwire.api import compress, compress_ddp
+from thinwire.api import compress, compress_ddp, explained
 from thinwire.integrations.alone import is_alone
+from thinwire.integrations.ddp import Options, rules_of
 from thinwire.integrations.first_forward import on_first_forward
 from thinwire.runtime import Wire
 
@@ -37,13 +38,13 @@ def trainer_callback(compressor: Any = None, **options: Any) -> Any:
 
     Raises:
         ImportError: transformers is not installed.
-        TypeError: an argument is none of `thinwire.compress_ddp`; or, after the first step, the trainer did not wrap
-            its model in ``DistributedDataParallel``.
+        TypeError, ValueError: an argument is none of `thinwire.compress_ddp`, or is wrong; or, after the first step,
+            the trainer did not wrap its model in ``DistributedDataParallel``.
         FileNotFoundError: when training goes on: the checkpoint has no such file.
     """
     from transformers import TrainerCallback
 
-    _check_options(options)
+    _check(compressor, options)
 
     class Compress(TrainerCallback):
         wire: Wire | None = None
@@ -97,11 +98,11 @@ def accelerate_handler(compressor: Any = None, *, ddp: Mapping[str, Any] | None 
 
     Raises:
         ImportError: accelerate is not installed.
-        TypeError: an argument is none of `thinwire.compress_ddp`.
+        TypeError, ValueError: an argument is none of `thinwire.compress_ddp`, or is wrong.
     """
     from accelerate import DistributedDataParallelKwargs
 
-    _check_options(options)
+    _check(compressor, options)
     handler: Any = DistributedDataParallelKwargs(**(ddp or {}))
     settings = handler.to_kwargs()
 
@@ -126,11 +127,11 @@ def lightning_strategy(compressor: Any = None, *, ddp: Mapping[str, Any] | None 
 
     Raises:
         ImportError: ``pytorch_lightning`` is not installed, and ``lightning.pytorch`` was not imported before.
-        TypeError: an argument is none of `thinwire.compress_ddp`.
+        TypeError, ValueError: an argument is none of `thinwire.compress_ddp`, or is wrong.
     """
     # The same classes are there twice, and a trainer takes its own: those that the script has imported.
     package = "lightning.pytorch" if "lightning.pytorch" in sys.modules else "pytorch_lightning"
-    _check_options(options)
+    _check(compressor, options)
     DDPStrategy: Any = importlib.import_module(f"{package}.strategies").DDPStrategy
 
     class Compressed(DDPStrategy):
@@ -163,11 +164,12 @@ def _unwrapped(model: Any) -> TypeError:
     )
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
-    takes = [name for name in inspect.signature(compress_ddp).parameters if name not in ("model", "compressor")]
-    for name in options:
-        if name not in takes:
-            raise TypeError(f"{name}= is not an argument of thinwire.compress_ddp(), which takes {', '.join(takes)}")
+def _check(compressor: Any, options: Mapping[str, Any]) -> None:
+    """Raise where the user writes a wrong argument, not where the trainer wraps its model."""
+    for name, value in options.items():
+        if name not in inspect.signature(compress_ddp).parameters:
+            raise TypeError(explained(name, value, compress_ddp, "DistributedDataParallel"))
+    rules_of(Options(compressor=compressor, **options))
 
 
 def _checkpoint(folder: str, step: int) -> Path:

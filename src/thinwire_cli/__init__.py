@@ -11,6 +11,7 @@ import importlib
 import inspect
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -119,12 +120,24 @@ class Program:
             split = args.index("--")
             function, args = functools.partial(function, args[split + 1 :]), args[:split]
         function = _with_plain_help(function)
-        code = tyro.cli(function, prog=f"{self.name} {words}", args=args, description=about)
+        code = tyro.cli(function, prog=f"{self.name} {words}", args=args, description=_wrapped(about))
         return code if isinstance(code, int) else 0
 
 
+def _wrapped(text: str) -> str:
+    """Paragraphs no wider than the terminal, which would cut words in two; lines to copy, which are indented, stay.
+
+    tyro joins lines of a description unless they are indented.
+    """
+    fill = textwrap.TextWrapper(
+        Console().width, initial_indent=" ", subsequent_indent=" ", break_long_words=False, break_on_hyphens=False
+    ).fill
+    return "\n\n".join(part if "\n  " in part else fill(part) for part in text.split("\n\n")).lstrip()
+
+
 def _with_plain_help(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose options help shows as ``--rate TEXT``: tyro writes ``--rate {None}|STR (default: None)``."""
+    """The function, whose options help shows as ``--rate TEXT`` and ``-- SCRIPT ...``: tyro writes ``--rate {None}|STR
+    (default: None)`` and ``[[STR [STR ...]]]``."""
     import tyro
 
     called = getattr(function, "func", function)
@@ -133,11 +146,14 @@ def _with_plain_help(function: Callable[..., Any]) -> Callable[..., Any]:
         kind = hints[name]
         told = [note for note in get_args(kind)[1:] if get_origin(kind) is Annotated and hasattr(note, "metavar")]
         bare = get_args(kind)[0] if get_origin(kind) is Annotated else kind
-        if type(None) not in get_args(bare):
+        if get_origin(bare) is tuple:
+            kinds = [_SEVERAL.get(name, "TEXT ...")]
+        elif type(None) in get_args(bare):
+            kinds = [each.__name__ for each in get_args(bare) if each is not type(None)]
+        else:
             continue
-        kinds = [each.__name__ for each in get_args(bare) if each is not type(None)]
         metavar = told[0].metavar if told else _METAVARS.get(kinds[0], kinds[0].upper())
-        hint = "" if parameter.default is None else None
+        hint = "" if parameter.default in (None, (), parameter.empty) else None
         hints[name] = Annotated[kind, tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)]
 
     @functools.wraps(called)
@@ -151,6 +167,7 @@ def _with_plain_help(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _METAVARS = {"str": "TEXT", "float": "NUMBER"}
+_SEVERAL = {"script": "-- SCRIPT ...", "command": "-- COMMAND ...", "variants": "SPEC ...", "compressors": "SPEC ..."}
 THINWIRE = Program(
     "thinwire",
     "train over slow networks as if they were fast.",

@@ -38,6 +38,10 @@ def test_every_command_has_help_with_examples(command: str, capsys) -> None:
     assert "--json" in shown
     assert "{None}" not in shown
     assert "(default: None)" not in shown
+    assert "(default: )" not in shown
+    assert "[STR" not in shown
+    # Words are not cut in two; examples are lines to copy.
+    assert all(len(line) <= 80 for line in shown.splitlines() if "thinwire" not in line)
 
 
 @pytest.mark.parametrize(

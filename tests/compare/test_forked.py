@@ -54,6 +54,14 @@ def ended(process: ForkedProcess, timeout_s: float = 20.0) -> int:
     return code
 
 
+def test_ctrl_c_in_a_terminal_is_left_to_this_process(fork: Fork) -> None:
+    process = fork(Loopback().namespaces(1))
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    (masked,) = (int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigBlk:"))
+    assert masked & 1 << (signal.SIGINT - 1)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
 def test_lines_go_in_and_out_and_it_ends_with_its_input(tmp_path: Path, fork: Fork) -> None:
     process = fork(Loopback().namespaces(3))
     found = ask(process, "hello")

@@ -38,6 +38,17 @@ def test_a_preset_is_no_part_of_another_spec() -> None:
         ("none", "raw"),
         ("PowerSGD", "powersgd"),
         ("MinMax(bits=3)", "minmax(bits=3)"),
+        *((written, "topk(0.01)") for written in ("topk(1%)", "topk 1%", "topk 0.01")),
+        *((written, "topk(density=0.01)") for written in ("topk(density=1%)", "topk(ratio=0.01)", "density=0.01")),
+        ("topk(0.1%)", "topk(0.001)"),
+        ("topk(1%, ef)", "ef(topk(0.01))"),
+        ("bits=3", "minmax(bits=3)"),
+        ("rank=8", "powersgd(rank=8)"),
+        ("powersgd rank 8", "powersgd(rank=8)"),
+        ("minmax 3", "minmax(3)"),
+        *((written, "ef(minmax(bits=4, bucket=128))") for written in ("ef", "ef=True", "4bit+ef", "ef + 4-bit")),
+        ("error_feedback(4bit)", "ef(minmax(bits=4, bucket=128))"),
+        ("minmax(bits=3, ef=True)", "ef(minmax(bits=3))"),
     ],
 )
 def test_what_users_write_instead_is_understood_in_the_error(written: str, meant: str) -> None:

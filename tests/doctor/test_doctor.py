@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -417,6 +418,31 @@ def test_under_torchrun_the_numbers_stay_as_they_are(tmp_path: Path) -> None:
 def test_bad_options_say_what_to_do(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", *options]) == 64
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    "network",
+    [
+        [],
+        pytest.param(["--rate", "1gbit"], marks=pytest.mark.skipif(bool(lab.unavailable()), reason="takes namespaces")),
+    ],
+    ids=["loopback", "lab"],
+)
+def test_ctrl_c_ends_every_rank_in_one_line(network: list[str]) -> None:
+    command = [sys.executable, "-m", "thinwire", "doctor", *network]
+    # A session of its own, whose processes all get the signal, as those of a terminal do.
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True) as doctor:
+        assert doctor.stderr is not None
+        try:
+            assert any(b"watching training" in line for line in doctor.stderr)
+            os.killpg(doctor.pid, signal.SIGINT)
+            rest = doctor.stderr.read().decode()
+            assert doctor.wait(60) == 130
+        finally:
+            doctor.kill()
+    assert rest.splitlines()[-1] == "thinwire doctor: interrupted"
+    assert "Traceback" not in rest
 
 
 def _examined(rank: int, kind: str) -> str:

@@ -205,5 +205,5 @@ def test_a_wrong_argument_is_named_with_a_correct_call() -> None:
     assert "compressor='minmax(bits=4)'" in texts[0]
     assert texts[2] == "start must be an integer, not 'abc': thinwire.compress(model, start=1000)"
     assert "network=thinwire.Network(algorithm='ring')" in texts[9]
-    assert texts[11] == 'bits is given within another argument: thinwire.compress(model, "minmax(bits=...)")'
+    assert texts[11] == 'bits is given within another argument: thinwire.compress(model, "minmax(bits=4)")'
     assert texts[12].startswith("weights= is an argument of thinwire.compress_fsdp() (fully_shard());")

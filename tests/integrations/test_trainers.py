@@ -203,5 +203,13 @@ def test_a_wrong_option_is_refused_where_it_is_given(library: str) -> None:
     needs = {"trainer_callback": "transformers", "lightning_strategy": "pytorch_lightning"}.get(library, "accelerate")
     if find_spec(needs) is None:
         pytest.skip(f"{needs} is not installed")
-    with pytest.raises(TypeError, match=r"nosuch= is not an argument of thinwire.compress_ddp"):
+    with pytest.raises(TypeError, match=r"nosuch= is not an argument .*compress_ddp\(\) takes compressor=, exclude="):
         getattr(thinwire, library)("4bit", nosuch=1)
+    with pytest.raises(TypeError, match=r'thinwire.compress\(model, "minmax\(bits=4\)"\)'):
+        getattr(thinwire, library)(bits=4)
+    with pytest.raises(ValueError, match=r"compressor: .*Did you mean 'topk\(0.01\)'"):
+        getattr(thinwire, library)("topk(1%)")
+    with pytest.raises(TypeError, match=r"compressor must be .*, not 4"):
+        getattr(thinwire, library)(4)
+    with pytest.raises(TypeError, match=r"start must be an integer"):
+        getattr(thinwire, library)("4bit", start="abc")

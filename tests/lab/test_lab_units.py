@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from io import BytesIO
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from thinwire import lab
+from thinwire.lab.launch import NO_NAMES, _forward
 from thinwire.lab.network import default_burst_bytes, default_queue_bytes
 from thinwire.lab.units import format_bytes, format_rate, parse_rates
 
@@ -107,3 +111,9 @@ def test_a_burst_holds_a_packet_and_is_short(rate: int) -> None:
     assert burst >= 1514
     assert burst <= max(4096, rate / 8 * 0.0015 + 1)
     assert default_queue_bytes(rate, 0.05, burst) >= max(rate / 8 * 0.05 - 1, 4 * burst)
+
+
+def test_a_warning_that_every_rank_would_repeat_is_not_forwarded(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = f"[W1] {NO_NAMES}. err=-3\nloss 0.5\n"
+    _forward(1, BytesIO(lines.encode()), Console(), [])
+    assert capsys.readouterr().out == "[1] loss 0.5\n"

@@ -87,8 +87,23 @@ def test_scripts_and_options_that_are_none(capsys: pytest.CaptureFixture[str]) -
     assert "thinwire run -- train.py" in told
     assert "--save-every 0: at least 1" in told
     assert "there is no script 'nosuch.py'" in told
+    assert run((SCRIPT,), compress="topk(1%)") == 64
+    assert run((SCRIPT,), start=-1) == 64
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2
+    assert told[0].endswith("Did you mean 'topk(0.01)'?")
+    assert told[1].startswith("thinwire run: start must be at least 0")
     with pytest.raises(ScriptNotFound):
         run_script(["nosuch.py"])
+
+
+def test_of_several_ranks_one_says_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert run((SCRIPT,), compress="topk(1%)") == 64
+    assert cli.main(["doctor", "--steps", "3"]) == 64
+    assert capsys.readouterr().err == ""
 
 
 def test_a_script_that_trains_nothing_distributed_is_reported(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ def run_ranks(module: str, config: dict[str, Any], num_ranks: int, network: lab.
     Raises:
         RuntimeError: A rank failed. The message has the end of its log.
     """
-    port = _free_port()
+    port = lab.free_port()
     with tempfile.TemporaryDirectory(prefix="thinwire-bench-") as folder:
         logs = [Path(folder, f"rank{rank}.log") for rank in range(num_ranks)]
         ranks: list[ForkedProcess] = []
@@ -59,9 +58,3 @@ def _loopback(rank: int, num_ranks: int, port: int) -> lab.NodeNamespaces:
         "WORLD_SIZE": str(num_ranks),
     }
     return lab.NodeNamespaces((), {**Loopback().namespaces(rank).environment, **more})
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

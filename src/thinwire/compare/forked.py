@@ -98,10 +98,14 @@ def _start_server(module: str) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if len(folder) > _LONGEST:
         tempfile.tempdir = "/tmp"
+    # It imports the module before it ignores Ctrl-C, which a terminal sends to it, too: with the signal blocked from
+    # the start there is no traceback of that import.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         _processes.set_forkserver_preload([module])
         forkserver.ensure_running()
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         tempfile.tempdir = folder
         if threads is None:
             del os.environ["OMP_NUM_THREADS"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as json_module
 import os
-import socket
 import subprocess
 import tempfile
 import threading
@@ -216,7 +215,7 @@ class Runs:
 
     def _run(self, argv: Sequence[str], out: Path) -> str:
         """What rank 0 printed."""
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(lab.free_port())}
         with ExitStack() as stack:
             logs = [stack.enter_context(open(out / f"rank{rank}.log", "w+b")) for rank in range(self._num_ranks)]
             ranks: list[subprocess.Popen[Any]] = []
@@ -355,12 +354,6 @@ class ScriptComparison:
                 if runs[0].sent_bytes is not None:
                     results.add(f"bytes_per_step/{name}", runs[0].sent_bytes, "B")
         return results
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def _tail(out: Path, rank: int) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +28,7 @@ from thinwire.lab.units import parse_rate, parse_rates
 from thinwire.results import OutputFile
 
 _USAGE, _UNAVAILABLE, _FAILED = 64, 69, 1
-_STDERR, _KILL_AFTER_S = 2, 20.0
+_STDERR, _KILL_AFTER_S, _LAST_WORDS_S, _POLL_S = 2, 20.0, 2.0, 0.05
 _OURS = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -109,7 +112,8 @@ def doctor(
         else:
             found = _examine_here(request, ranks, ranks_per_node, rate, rtt, timeout)
     except (ValueError, ImportError) as error:
-        errors.print(f"thinwire doctor: {error}", style="bold red", markup=False, soft_wrap=True)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the same on every rank
+            errors.print(f"thinwire doctor: {error}", style="bold red", markup=False, soft_wrap=True)
         return _USAGE
     except lab.LabUnavailable as error:
         errors.print(f"thinwire doctor: no slow network can be made here: {error}", style="bold red", markup=False)
@@ -151,26 +155,46 @@ def _examine_here(
             asked = replace(request, line_rate=request.line_rate or line, link=f"{rate or 'unshaped'}, +{rtt or '0ms'}")
             shape: dict[str, Any] = {"ranks_per_node": ranks_per_node, "rate": rate, "rtt": rtt}
             code = lab.launch(argv(asked, path), num_ranks=ranks, timeout=timeout, **shape).exit_code
+        if code == 128 + signal.SIGINT:
+            raise KeyboardInterrupt
         if not path.exists():
             raise DoctorError(f"the ranks ended with exit code {code} and without an answer: see what they said above")
         return read(path)
 
 
 def _on_loopback(request: Request, ranks: int, path: Path, timeout: float) -> int:
-    interpreter, *rest = argv(request, path)
-    launcher = [interpreter, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    # What the script prints goes where messages go: standard output is for the report.
-    with subprocess.Popen([*launcher, *rest], stdout=_STDERR, env=environment) as process:
-        try:
-            return process.wait(timeout)
-        except subprocess.TimeoutExpired:
+    """The exit code of the first rank that failed, 124 after the timeout, otherwise 0."""
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(lab.free_port())}
+    world |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            environment = {"OMP_NUM_THREADS": "1", **os.environ, **world, **own}
+            # What the script prints goes where messages go: standard output is for the report.
+            started.append(subprocess.Popen(argv(request, path), stdout=_STDERR, env=environment))
+        return _wait(started, time.monotonic() + timeout)
+    finally:
+        for process in started:
             process.terminate()
+        for process in started:
             try:
-                return process.wait(_KILL_AFTER_S)
+                process.wait(_KILL_AFTER_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-                return process.wait(_KILL_AFTER_S)
+                process.wait(_KILL_AFTER_S)
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], until: float) -> int:
+    failed = 0
+    while time.monotonic() < until:
+        codes = [process.poll() for process in ranks]
+        if failed or None not in codes:
+            return failed or next(filter(None, codes), 0)
+        failed = next(filter(None, codes), 0)
+        # Another rank may have the whole error, and is about to say it.
+        time.sleep(_LAST_WORDS_S if failed else _POLL_S)
+    return lab.TIMED_OUT
 
 
 def _tell(console: Console, found: dict[str, Any], json: Path | None, html: Path | None) -> None:

@@ -152,9 +152,9 @@ def main(text: str, path: str) -> int:
 
 
 def argv(request: Request, path: Path) -> Sequence[str]:
-    """The command of such a rank."""
-    return [sys.executable, "-m", "thinwire.doctor.examine", json.dumps(asdict(request)), str(path)]
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    """The command of such a rank. Ctrl-C, which a terminal sends to it, too, ends it without a word."""
+    program = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+        "from thinwire.doctor.examine import main; sys.exit(main(*sys.argv[1:]))"
+    )
+    return [sys.executable, "-c", program, json.dumps(asdict(request)), str(path)]

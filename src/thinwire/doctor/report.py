@@ -45,7 +45,7 @@ def show(console: Console, record: dict[str, Any]) -> None:
 def predictions(about: dict[str, Any]) -> Table:
     """A step of today's batch, by setting."""
     table = Table(title="A step of the same batch", title_justify="left")
-    heads = ["", "a step takes", "between", "speed-up", "waits", "sent"]
+    heads = ["", "a step", "between", "speed-up", "waits", "sent"]
     if about["prices"]:
         heads.append(f"a million\n{about['prices']['unit']}")
     for column in heads:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -176,9 +177,11 @@ def check_compressor(name: str, given: object) -> None:
         )
     for spec in given.values() if isinstance(given, Mapping) else [given] * (given is not None):
         if not isinstance(spec, str | Compressor):
+            right = f"{name}='minmax(bits=4)'"
+            if isinstance(spec, type) and issubclass(spec, Compressor):
+                right = f"{name}={spec.__name__}(), an instance of the class, or its spec, {right}"
             raise TypeError(
-                f"{name} must be a compressor, its spec, or a mapping from name patterns to them, not {spec!r}: "
-                f"{name}='minmax(bits=4)'"
+                f"{name} must be a compressor, its spec, or a mapping from name patterns to them, not {spec!r}: {right}"
             )
         if isinstance(spec, str):
             try:
@@ -233,7 +236,8 @@ def _text(value: object, name: str) -> str:
         return f"a process group of {value.size()} ranks"
     if isinstance(value, torch.optim.Optimizer | torch.amp.GradScaler):
         return type(value).__name__
-    return " ".join(str(value).split())
+    # Where in memory something lies differs between ranks that were given the same.
+    return re.sub(r" at 0x[0-9a-f]+", "", " ".join(str(value).split()))
 
 
 def _canonical(text: str, parsers: Sequence[Callable[[str], object]]) -> str:

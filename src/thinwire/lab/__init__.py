@@ -8,17 +8,19 @@ with lab.Network(2, rate="100mbit") as network:
 ```
 """
 
-from thinwire.lab.launch import Outcome, launch, link_text, run
+from thinwire.lab.launch import TIMED_OUT, Outcome, free_port, launch, link_text, run
 from thinwire.lab.namespaces import NodeNamespaces
 from thinwire.lab.network import Network, unavailable
 from thinwire.lab.tools import LabUnavailable
 from thinwire.lab.units import parse_rate, parse_time
 
 __all__ = [
+    "TIMED_OUT",
     "LabUnavailable",
     "Network",
     "NodeNamespaces",
     "Outcome",
+    "free_port",
     "launch",
     "link_text",
     "parse_rate",

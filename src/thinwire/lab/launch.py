@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -23,6 +24,8 @@ from thinwire.lab.units import format_bytes, format_rate
 POLL_S = 0.02
 KILL_AFTER_S = 2.0
 TIMED_OUT = 124
+NO_NAMES = "[c10d] The hostname of the client socket cannot be retrieved"
+"""What PyTorch warns of on every rank, because an emulated network has no name service. It is not forwarded."""
 STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
@@ -119,6 +122,13 @@ def launch(
                 pipe.close()
     _print_bytes(notes, seconds, link, link_bytes)
     return Outcome(exit_code, seconds, link, link_bytes)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _print_bytes(notes: Console, seconds: float, link: dict[str, Any], link_bytes: list[tuple[int, int]]) -> None:
@@ -298,7 +308,7 @@ def _forward(rank: int, pipe: IO[bytes], console: Console, caught: list[int]) ->
     for line in pipe:
         # A progress bar rewrites its line; what it shows last is what stays.
         shown = line.decode(errors="replace").rstrip("\r\n").rsplit("\r", 1)[-1]
-        if reader_gone:
+        if reader_gone or NO_NAMES in shown:
             continue
         try:
             console.file.write(f"{prefix}{shown}\n")

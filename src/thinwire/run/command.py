@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.api import compress as compress_model
 from thinwire.api import compress_fsdp
 from thinwire.collectives import MessageError, PeerFailedError, SharedMemoryError, TransportError
+from thinwire.integrations.ddp import Options, rules_of
 from thinwire.integrations.first_forward import on_first_forward
 from thinwire.results import OutputFile, Results
 from thinwire.run.script import ScriptNotFound, run_script
@@ -83,10 +84,17 @@ def run(
         wrong = (
             "what is to be run? thinwire run -- train.py" if not script else f"--save-every {save_every}: at least 1"
         )
-        _say(wrong)
+        if chief:
+            _say(wrong)
         return _USAGE
     options: dict[str, Any] = {"exclude": exclude, "start": start, "skip_if_slower": not always}
     spec = compress or os.environ.get(COMPRESS_VARIABLE) or None
+    try:
+        rules_of(Options(compressor=spec, **options))  # before the script is started, which may take long to begin
+    except (TypeError, ValueError) as error:
+        if chief:
+            _say(str(error))
+        return _USAGE
     attached = Attachment(spec, options, state, save_every)
     try:
         with attached:

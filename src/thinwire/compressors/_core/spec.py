@@ -56,7 +56,26 @@ _OTHER_NAMES = {
     **dict.fromkeys(("none", "fp32", "float32", "off"), "raw"),
 }
 """What users write for a spec, without case and hyphens."""
-_PRESET = re.compile(rf"\b(?:{'|'.join(PRESETS)})\b")
+_LONGEST_REWRITTEN = 200
+"""Characters of an invalid spec that is rewritten; a longer one is no slip of a user's."""
+_REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+    (r"(\d+(?:\.\d*)?)\s*%", lambda percent: f"{float(percent[1]) / 100:g}"),
+    (r"\b([2-8])[-_ ]?bits?\b", lambda bits: PRESETS.get(f"{bits[1]}bit", f"minmax(bits={bits[1]})")),
+    (rf"\b(?:{'|'.join(PRESETS)})\b", lambda preset: PRESETS[preset[0]]),
+    (r"\berror[-_ ]?feedback\b", "ef"),
+    (r"\b(?:ratio|fraction|sparsity)\s*=", "density="),
+    (r"^bits?\s*=\s*(\d+)", r"minmax(bits=\1)"),
+    (r"^density\s*=\s*([\d.]+)", r"topk(density=\1)"),
+    (r"^rank\s*=\s*(\d+)", r"powersgd(rank=\1)"),
+    (
+        r"^([A-Za-z_]\w*)\s+(?:(\w+)[\s=]+)?([\d.]+)$",
+        lambda call: f"{call[1]}({call[2] or ''}{'=' * bool(call[2])}{call[3]})",
+    ),
+    (r"^ef(?:\s*=\s*True)?$", f"ef({_EXAMPLE})"),
+    (r"^(.+?)\s*[,+]\s*ef(?:\s*=\s*True)?\s*(\)?)$", r"ef(\1\2)"),
+    (r"^ef\s*\+\s*(.+)$", r"ef(\1)"),
+)
+"""What users write, and what they mean by it: ``topk(1%)``, ``bits=4``, ``minmax(bits=4, ef=True)``, ``4bit+ef``."""
 
 
 def parse(spec: str | Compressor) -> Compressor:
@@ -116,7 +135,11 @@ class _Reader:
         if not isinstance(called, ast.Name):
             raise _not_a_spec(self._text, node.col_offset, "a compressor's name must stand there")
         make = self._find(called)
-        return make(**self._values(node, called.id, make)) if isinstance(node, ast.Call) else make()
+        values = self._values(node, called.id, make) if isinstance(node, ast.Call) else {}
+        for name, parameter in inspect.signature(make).parameters.items():
+            if parameter.default is parameter.empty and name not in values:
+                raise _not_a_spec(self._text, node.col_offset, f"{called.id} needs its parameter {name}")
+        return make(**values)
 
     def _values(self, node: ast.Call, called: str, make: Callable[..., Compressor]) -> dict[str, object]:
         parameters = inspect.signature(make).parameters
@@ -199,21 +222,22 @@ def _plain(word: str) -> str:
 
 
 def _meant(text: str) -> str | None:
-    """Return what ``4bits``, ``4-bit``, ``int4``, ``bfloat16`` or ``none`` mean."""
+    """Return what ``4bits``, ``4-bit``, ``int4``, ``bfloat16`` or ``none`` mean, and what `_REWRITES` makes a spec."""
     plain = _plain(text)
     bits = re.fullmatch(r"(?:([2-8])bits?|(?:bits?|u?int)([2-8]))", plain)
     if bits:
         width = bits[1] or bits[2]
         return f"{width}bit" if f"{width}bit" in PRESETS else f"minmax(bits={width})"
-    return _OTHER_NAMES.get(plain)
+    if plain in _OTHER_NAMES or len(text) > _LONGEST_REWRITTEN:
+        return _OTHER_NAMES.get(plain)
+    rewritten = text
+    for written, meant in _REWRITES:
+        rewritten = re.sub(written, meant, rewritten)
+    return rewritten if rewritten != text and _parses(rewritten) else None
 
 
 def _nearest(text: str) -> str:
-    """Return a valid spec close to an invalid one: with presets written out, with brackets closed, or of a compressor
-    with a similar name."""
-    whole = _PRESET.sub(lambda word: PRESETS[word[0]], text)
-    if whole != text and _is_spec(whole):
-        return whole
+    """Return a valid spec close to an invalid one: with brackets closed, or of a compressor with a similar name."""
     for candidate in (text + ")", text + "))", text.rstrip(",(= ") + ")", text.removesuffix(")"), text.split("(")[0]):
         if candidate != text and candidate.strip() and _parses(candidate):
             return candidate.strip()
