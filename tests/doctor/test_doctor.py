@@ -425,7 +425,10 @@ def test_bad_options_say_what_to_do(options: list[str], message: str, capsys: py
     "network",
     [
         [],
-        pytest.param(["--rate", "1gbit"], marks=pytest.mark.skipif(bool(lab.unavailable()), reason="takes namespaces")),
+        pytest.param(
+            ["--rate", "1gbit"],
+            marks=[pytest.mark.network, pytest.mark.skipif(bool(lab.unavailable()), reason=str(lab.unavailable()))],
+        ),
     ],
     ids=["loopback", "lab"],
 )

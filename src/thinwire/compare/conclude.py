@@ -28,12 +28,13 @@ def conclude(console: Console, report: Report, about: dict[str, Any], *, out: Pa
     """
     console.print()
     console.print(report.table())
+    in_file = not console.is_terminal  # where lines are searched; a terminal would cut words in two
     for line in _remarks(report, about):
-        console.print(line, soft_wrap=True)
+        console.print(line, soft_wrap=in_file)
     console.print()
     checks = report.checks()
     for check in checks:
-        console.print(f"{_MARKS[check.outcome]} {check.text}: [bold]{check.value}[/]", soft_wrap=True)
+        console.print(f"{_MARKS[check.outcome]} {check.text}: [bold]{check.value}[/]", soft_wrap=in_file)
     if not report.judged:
         console.print("[dim]The limits are those of `thinwire demo` without options.[/]")
     if any(check.outcome is Outcome.NOT_SHOWN for check in checks):

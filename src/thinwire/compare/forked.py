@@ -14,7 +14,7 @@ import os
 import signal
 import tempfile
 from io import FileIO
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TextIO
@@ -99,7 +99,8 @@ def _start_server(module: str) -> None:
     if len(folder) > _LONGEST:
         tempfile.tempdir = "/tmp"
     # It imports the module before it ignores Ctrl-C, which a terminal sends to it, too: with the signal blocked from
-    # the start there is no traceback of that import.
+    # the start there is no traceback of that import. The resource tracker, which it needs, would unblock the signal.
+    resource_tracker.ensure_running()
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         _processes.set_forkserver_preload([module])
