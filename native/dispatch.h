@@ -38,6 +38,8 @@ Status range_encode(const Machine&, const FloatJob&);
 Status range_decode(const Machine&, const FloatJob&);
 Status levels_encode(const Machine&, const FloatJob&);
 Status levels_decode(const Machine&, const FloatJob&);
+Status magnitudes_encode(const Machine&, const FloatJob&);
+Status magnitudes_decode(const Machine&, const FloatJob&);
 Status int_round(const Machine&, const FloatJob&, int64_t* clipped); // one count a row
 Status int_decode(const Machine&, const FloatJob&);
 

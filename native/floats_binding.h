@@ -106,6 +106,31 @@ PyObject* py_levels_decode(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return run_floats(in, job, levels_decode);
 }
 
+// magnitudes_encode(x, dtype, rows, num_rows, message, magnitudes, bits, bucket)
+PyObject* py_magnitudes_encode(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments in(args, count);
+  FloatJob job;
+  read_source(in, job);
+  job.out = in.address<uint8_t>(), job.params = in.address<const float>();
+  read_bits(in, job, 1, 4);
+  read_bucket(in, job);
+  return run_floats(in, job, magnitudes_encode);
+}
+
+// magnitudes_decode(message, rows, num_rows, y, dtype, magnitudes, bits, bucket, add, scale)
+PyObject* py_magnitudes_decode(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments in(args, count);
+  FloatJob job;
+  const uint8_t* message = in.address<const uint8_t>();
+  job.messages = &message;
+  read_target(in, job);
+  job.params = in.address<const float>();
+  read_bits(in, job, 1, 4);
+  read_bucket(in, job);
+  job.add = in.flag(), job.scale = in.real();
+  return run_floats(in, job, magnitudes_decode);
+}
+
 // int_round(x, dtype, rows, num_rows, alphas, out, width, clip, key, nearest, clipped)
 PyObject* py_int_round(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments in(args, count);
@@ -137,5 +162,7 @@ PyObject* py_int_decode(PyObject*, PyObject* const* args, Py_ssize_t count) {
       {"rangefloat_decode", method(py_range_decode), METH_FASTCALL, nullptr},                                          \
       {"levels_encode", method(py_levels_encode), METH_FASTCALL, nullptr},                                             \
       {"levels_decode", method(py_levels_decode), METH_FASTCALL, nullptr},                                             \
+      {"magnitudes_encode", method(py_magnitudes_encode), METH_FASTCALL, nullptr},                                     \
+      {"magnitudes_decode", method(py_magnitudes_decode), METH_FASTCALL, nullptr},                                     \
       {"int_round", method(py_int_round), METH_FASTCALL, nullptr},                                                     \
       {"int_decode", method(py_int_decode), METH_FASTCALL, nullptr}

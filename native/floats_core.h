@@ -1,4 +1,4 @@
-// The arguments of the kernels of element-wise floats, learned levels and integers. Included after core.h.
+// The arguments of the kernels of element-wise floats, learned levels, magnitudes and integers. Included after core.h.
 #pragma once
 #include "core.h"
 
@@ -13,10 +13,10 @@ struct Found { // properties of a row's values; merged atomically
 };
 
 struct FloatJob : Job {
-  const float* params = nullptr; // per row: max and mantissa, levels, alpha, or factor
+  const float* params = nullptr; // per row: max and mantissa, levels, alpha, or factor; for all rows: magnitudes
   FloatRounding rounding = FloatRounding::kTruncate;
   int bits = 0;
-  int64_t bucket = 0;    // of learned levels
+  int64_t bucket = 0;    // of learned levels and magnitudes
   bool nearest = false;  // of integers
   int width = 0;         // bytes of an integer
   float clip = 0.0f;
@@ -35,6 +35,9 @@ struct FloatKernels {
   void (*int_decode)(const FloatJob&, int64_t begin, int64_t end);
   // Blocks [begin, end) of levels_block() elements.
   void (*levels_encode)(const FloatJob&, int64_t begin, int64_t end);
+  void (*magnitudes_encode)(const FloatJob&, int64_t begin, int64_t end);
+  // Tiles, as above.
+  void (*magnitudes_decode)(const FloatJob&, int64_t begin, int64_t end);
 };
 
 namespace {

@@ -27,6 +27,17 @@ bool run_tiles(const Machine& machine, const FloatJob& job, FloatWork kernel) {
   return run(machine, size.tiles, size.elements, work);
 }
 
+// Blocks of whole buckets, which are measured before they are coded.
+Status run_blocks(const Machine& machine, const FloatJob& job, FloatWork kernel) {
+  int64_t blocks = 0, elements = 0;
+  for (int64_t r = 0; r < job.num_rows; r++) {
+    const int64_t numel = job.rows[r].numel;
+    if (numel) blocks += ceil_div(numel, levels_block(numel, job.bucket)), elements += numel;
+  }
+  auto work = [&](int64_t begin, int64_t end) { kernel(job, begin, end); };
+  return run(machine, blocks, elements, work) ? kDone : kThreadsFailed;
+}
+
 // With a count for each row, which is written into headers or `clipped`.
 Status run_counted(const Machine& machine, FloatJob job, FloatWork kernel, bool params, int64_t* clipped) {
   Found few[16] = {};
@@ -73,12 +84,14 @@ Status levels_decode(const Machine& machine, const FloatJob& job) {
   return run_tiles(machine, job, machine.kernels->floats->levels_decode) ? kDone : kThreadsFailed;
 }
 
+Status magnitudes_decode(const Machine& machine, const FloatJob& job) {
+  return run_tiles(machine, job, machine.kernels->floats->magnitudes_decode) ? kDone : kThreadsFailed;
+}
+
 Status levels_encode(const Machine& machine, const FloatJob& job) {
-  int64_t blocks = 0, elements = 0;
-  for (int64_t r = 0; r < job.num_rows; r++) {
-    const int64_t numel = job.rows[r].numel;
-    if (numel) blocks += ceil_div(numel, levels_block(numel, job.bucket)), elements += numel;
-  }
-  auto work = [&](int64_t begin, int64_t end) { machine.kernels->floats->levels_encode(job, begin, end); };
-  return run(machine, blocks, elements, work) ? kDone : kThreadsFailed;
+  return run_blocks(machine, job, machine.kernels->floats->levels_encode);
+}
+
+Status magnitudes_encode(const Machine& machine, const FloatJob& job) {
+  return run_blocks(machine, job, machine.kernels->floats->magnitudes_encode);
 }

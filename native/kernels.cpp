@@ -27,12 +27,14 @@ namespace {
 #include "masks.h"
 #include "floats.h"
 #include "levels.h"
+#include "magnitudes.h"
 #include "sparse.h"
 #include "adam.h"
 
 const AdamKernels adam_kernels = {normalise, apply};
 const FloatKernels float_kernels = {
     natural_encode, natural_decode, range_encode, range_decode, levels_decode, int_round, int_decode, levels_encode,
+    magnitudes_encode, magnitudes_decode,
 };
 const SparseKernels sparse_kernels = {sample, collect, histogram, find, gather, scatter};
 } // namespace

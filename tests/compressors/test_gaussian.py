@@ -50,7 +50,8 @@ def test_scales_are_square_roots_rounded_once_on_any_machine() -> None:
     y = torch.rand(4096, generator=torch.Generator().manual_seed(2))
     x = torch.stack((torch.ones(4096), y), 1).reshape(-1)
     received = parse("gaussian(bits=2, bucket=2)").roundtrip(x).view(-1, 2)[:, 0]
-    squares = (1 + y.square()) / 2
+    squares = (1 + y.double().square()) / 2
     scales = torch.tensor([math.sqrt(square) for square in squares.tolist()])
-    magnitudes = torch.where(1 / scales > (MAGNITUDES[2][0] + MAGNITUDES[2][1]) / 2, MAGNITUDES[2][1], MAGNITUDES[2][0])
+    small, large = torch.tensor(MAGNITUDES[2])
+    magnitudes = torch.where(scales * ((small + large) * 0.5) <= 1.0, large, small)
     assert torch.equal(received, magnitudes * scales)

@@ -205,6 +205,18 @@ def test_levels_code_to_the_nearest(bits: int, bucket: int) -> None:
         assert torch.all((got - part).abs() <= best + 1e-5 * span + 1e-6 * part.abs().max())
 
 
+@pytest.mark.parametrize("bucket", [7, 128, 2**40])
+def test_magnitudes_code_to_the_nearest(bucket: int) -> None:
+    x, magnitudes = values(1000, 0), torch.tensor([0.5, 1.0, 2.0, 4.0])
+    sent, y = torch.empty(kernels.magnitudes_bytes(1000, 3, bucket), dtype=torch.uint8), torch.empty(1000)
+    kernels.magnitudes_encode(x, one(1000), sent, magnitudes, bits=3, bucket=bucket)
+    kernels.magnitudes_decode(sent, one(1000), y, magnitudes, bits=3, bucket=bucket)
+    for part, got in zip(x.double().split(min(bucket, 1000)), y.double().split(min(bucket, 1000)), strict=True):
+        grid = torch.cat((magnitudes, -magnitudes)) * part.square().mean().sqrt()
+        best = (grid[None] - part[:, None]).abs().min(1).values
+        assert torch.allclose((got - part).abs(), best, rtol=1e-5, atol=1e-6)
+
+
 def test_levels_of_buckets_that_are_not_finite_or_constant() -> None:
     x = values(512, 0)
     x[130], x[256:384] = torch.nan, 3.5
@@ -404,6 +416,34 @@ def test_levels_are_those_of_the_reference(bucket: int, bits: int) -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("bits", range(1, 5))
+@pytest.mark.parametrize("bucket", [1, 3, 64, 100, 128, 1000, 4096, 20_000, 2**40])
+def test_magnitudes_are_those_of_the_reference(bucket: int, bits: int) -> None:
+    for i, dtype in enumerate(DTYPES):
+        large = bits == 2
+        sizes = (150_001, 129) if large else (*SIZES, 2 * bucket if 1000 <= bucket <= 20_000 else 300)
+
+        def size(numel: int) -> int:
+            return kernels.magnitudes_bytes(numel, bits, bucket)
+
+        spans = spread(sizes, size, grain=math.lcm(bucket, 128) if bucket < 2**20 else 0)
+        make = special if (bits + i) % 2 else values
+        x = make(spans.num_elements + 3, 1, dtype)
+        magnitudes = 3 * torch.rand(2 ** (bits - 1), generator=torch.Generator().manual_seed(bits)).sort().values
+
+        def run(spans: Table = spans, x: Tensor = x, magnitudes: Tensor = magnitudes) -> dict[str, Tensor]:
+            sent = blank(spans, size)
+            kernels.magnitudes_encode(x, spans, sent, magnitudes, bits=bits, bucket=bucket)
+
+            def decode(m: Tensor, y: Tensor, add: bool, scale: float) -> None:
+                kernels.magnitudes_decode(m, spans, y, magnitudes, bits=bits, bucket=bucket, add=add, scale=scale)
+
+            return decoded(decode, sent, x)
+
+        check(run, threads=(1, 2) if large else (1,), about=(dtype, make))
+
+
+@needs_native
 @pytest.mark.parametrize("nearest", [False, True])
 @pytest.mark.parametrize("integer", [torch.int8, torch.int32])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -457,6 +497,14 @@ def test_random_bytes_in_buffers_without_an_element_to_spare(level: str, dtype: 
                     kernels.levels_decode(sent, spans, y, bits=bits, bucket=bucket)
                     levels = torch.rand(1, 2**bits).sort().values
                     kernels.levels_encode(y, spans, sent, levels, bits=bits, bucket=bucket)
+            for bits in range(1, 5):
+                for bucket in (1, 7, 64, 100, 128, 1024, 2**40):
+                    sent, magnitudes = (
+                        random(kernels.magnitudes_bytes(numel, bits, bucket)),
+                        torch.ones(2 ** (bits - 1)),
+                    )
+                    kernels.magnitudes_decode(sent, spans, y, magnitudes, bits=bits, bucket=bucket)
+                    kernels.magnitudes_encode(y, spans, sent, magnitudes, bits=bits, bucket=bucket)
             for integer in (torch.int8, torch.int32):
                 out = torch.empty(numel, dtype=integer)
                 kernels.int_round(y, spans, torch.ones(1), out, clip=100, key=1)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from thinwire import kernels as core
 from thinwire.bench.tables import figures_table
+from thinwire.compressors.gaussian import MAGNITUDES
 from thinwire.kernels import Format, reference
 from thinwire.results import OutputFile, Results
 
@@ -264,7 +265,8 @@ def _torch_reference(form: Format) -> list[Case]:
 def _other_cases(x: list[Tensor], y: list[Tensor]) -> list[_Row]:
     """Floats, integers, levels, selection and indices. ``x`` and ``y`` are fp32 tensors of one size that take turns."""
     spans = core.Table(torch.tensor([[0, x[0].numel(), 0, 0, core.site_id("bench")]]))
-    return _floats(x, y, spans) + _integers(x, y, spans) + _levels(x, y, spans) + _selection(x, y)
+    coded = _floats(x, y, spans) + _integers(x, y, spans) + _levels(x, y, spans) + _magnitudes(x, y, spans)
+    return coded + _selection(x, y)
 
 
 def _messages(x: list[Tensor], num_bytes: int) -> list[Tensor]:
@@ -320,6 +322,18 @@ def _levels(x: list[Tensor], y: list[Tensor], spans: core.Table) -> list[_Row]:
     return [
         ("levels: 4 bits/128, encode", lambda i: core.levels_encode(x[i], spans, sent[i], levels, bits=4, bucket=128)),
         ("levels: 4 bits/128, decode", lambda i: core.levels_decode(sent[i], spans, y[i], bits=4, bucket=128)),
+    ]
+
+
+def _magnitudes(x: list[Tensor], y: list[Tensor], spans: core.Table) -> list[_Row]:
+    form: dict[str, Any] = {"bits": 2, "bucket": 128}
+    magnitudes = torch.tensor(MAGNITUDES[2])
+    sent = _messages(x, core.magnitudes_bytes(x[0].numel(), **form))
+    for values, message in zip(x, sent, strict=True):
+        core.magnitudes_encode(values, spans, message, magnitudes, **form)
+    return [
+        ("gaussian: 2 bits/128, encode", lambda i: core.magnitudes_encode(x[i], spans, sent[i], magnitudes, **form)),
+        ("gaussian: 2 bits/128, decode", lambda i: core.magnitudes_decode(sent[i], spans, y[i], magnitudes, **form)),
     ]
 
 

@@ -4,7 +4,6 @@ from thinwire.compressors._core.bucketed import Bucketed
 from thinwire.compressors._core.calls import CodecCall, SumCall
 from thinwire.compressors._core.checks import GRADIENT_DTYPES, check_choice, check_int, not_finite
 from thinwire.compressors._core.coded import Coded, used_bytes
-from thinwire.compressors._core.coded_rows import CodedRows
 from thinwire.compressors._core.compressor import Compressor, Count, Unsuited
 from thinwire.compressors._core.matrices import SummedMatrices
 from thinwire.compressors._core.mixins import (
@@ -84,7 +83,6 @@ __all__ = [
     "Clipping",
     "CodecCall",
     "Coded",
-    "CodedRows",
     "ColdStart",
     "Compressor",
     "Count",

@@ -8,10 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.compressors._core.bucketed import MAX_BUCKET
+from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.checks import check_choice, check_int
-from thinwire.compressors._core.coded_rows import CodedRows
-from thinwire.compressors._core.norms import root_mean_squares
+from thinwire.compressors._core.coded import Coded
+from thinwire.compressors._core.traits import Traits
 
 MAGNITUDES = {
     2: (0.4527800, 1.5104176),
@@ -22,7 +24,7 @@ MAGNITUDES = {
 
 
 @dataclass(frozen=True)
-class Gaussian(CodedRows):
+class Gaussian(Coded):
     """Lloyd–Max quantiser for the normal distribution (Max 1960): ``sign(x) · s · m`` with the nearest magnitude m.
 
     ``s`` is the root mean square of ``bucket`` consecutive elements. At 2 bits ``|x| > .9816 s`` is received as 1.510 s
@@ -32,19 +34,29 @@ class Gaussian(CodedRows):
     spec_name: ClassVar[str] = "gaussian"
 
     bits: int = field(default=2, metadata={"shown": True})
+    bucket: int = field(default=128, metadata={"shown": True})
 
     def __post_init__(self) -> None:
         check_choice("bits", self.bits, tuple(MAGNITUDES))
         check_int("bucket", self.bucket, 1, MAX_BUCKET)
 
-    def scales(self, rows: Tensor, counts: Tensor) -> Tensor:
-        return root_mean_squares(rows, counts)
+    @property
+    def traits(self) -> Traits:
+        return Traits(keeps_constants=False)
 
-    def codes(self, scaled: Tensor) -> Tensor:
-        magnitudes = torch.tensor(MAGNITUDES[self.bits], device=scaled.device)
-        nearest = torch.bucketize(scaled.abs(), (magnitudes[1:] + magnitudes[:-1]) / 2)
-        return nearest + (scaled < 0) * magnitudes.numel()
+    @property
+    def grain(self) -> int:
+        return kernels.bucketed_grain(self.bucket)
 
-    def values(self, codes: Tensor) -> Tensor:
-        magnitudes = torch.tensor(MAGNITUDES[self.bits], device=codes.device)
-        return torch.cat((magnitudes, -magnitudes))[codes]
+    def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        return kernels.magnitudes_bytes(numel, self.bits, self.bucket)
+
+    def _magnitudes(self, like: Tensor) -> Tensor:
+        return kernels.to_device(torch.tensor(MAGNITUDES[self.bits]), like.device)
+
+    def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
+        kernels.magnitudes_encode(x, call.table, message, self._magnitudes(x), bits=self.bits, bucket=self.bucket)
+
+    def decode(self, message: Tensor, y: Tensor, call: CodecCall, *, add: bool = False) -> None:
+        how = {"bits": self.bits, "bucket": self.bucket}
+        kernels.magnitudes_decode(message, call.table, y, self._magnitudes(y), **how, add=add, scale=call.scale)

@@ -103,6 +103,22 @@ def levels_encode(
 def levels_decode(
     message: int, rows: int, num_rows: int, y: int, dtype: int, bits: int, bucket: int, add: bool, scale: float, /
 ) -> None: ...
+def magnitudes_encode(
+    x: int, dtype: int, rows: int, num_rows: int, message: int, magnitudes: int, bits: int, bucket: int, /
+) -> None: ...
+def magnitudes_decode(
+    message: int,
+    rows: int,
+    num_rows: int,
+    y: int,
+    dtype: int,
+    magnitudes: int,
+    bits: int,
+    bucket: int,
+    add: bool,
+    scale: float,
+    /,
+) -> None: ...
 def int_round(
     x: int,
     dtype: int,

@@ -1,4 +1,4 @@
-"""Element-wise formats (powers of two, range floats), learned levels, and rounding to integers.
+"""Element-wise formats (powers of two, range floats), learned levels, magnitudes, and rounding to integers.
 
 A payload of floats starts with a header of 64 bytes (little-endian): u32 1 if a value was not finite, u32 how many
 saturated, f32 max and u32 mantissa bits of a range float, zeros.
@@ -19,7 +19,7 @@ from thinwire.kernels import native, reference_floats
 from thinwire.kernels.format import GROUP, MAX_BUCKET, align
 from thinwire.kernels.native import CODES, MASK64
 from thinwire.kernels.ops import _check_flat, _check_message, _check_values
-from thinwire.kernels.reference_floats import HEADER, ROUNDINGS, levels_parts, rangefloat_size
+from thinwire.kernels.reference_floats import HEADER, ROUNDINGS, levels_parts, magnitudes_parts, rangefloat_size
 from thinwire.kernels.table import Table
 
 _CLIPS = {torch.int8: 127, torch.int32: 2**31 - 128}
@@ -235,6 +235,67 @@ def levels_decode(
 def _levels_bytes(table: Table, bits: int, bucket: int) -> int:
     grain = lcm(bucket, GROUP) if isinstance(bucket, int) and bucket > 0 else GROUP
     return table.message_bytes(("levels", bits, bucket), lambda numel: levels_bytes(numel, bits, bucket), grain)
+
+
+# ---- Magnitudes ---------------------------------------------------------------------------------------------------
+
+
+def magnitudes_bytes(numel: int, bits: int, bucket: int) -> int:
+    """Return the payload bytes of a segment: a scale for each bucket, and codes, each padded to 64."""
+    _check_bits(bits, 1, 4)
+    _check_numel(numel)
+    if not isinstance(bucket, int) or not 1 <= bucket <= MAX_BUCKET:
+        raise ValueError(f"bucket must be 1 to 2**62 elements, not {bucket}")
+    return magnitudes_parts(numel, bits, bucket)[1] if numel else 0
+
+
+def magnitudes_encode(x: Tensor, table: Table, message: Tensor, magnitudes: Tensor, *, bits: int, bucket: int) -> None:
+    """Code each value as its sign and the nearest of 2^(bits−1) magnitudes, in units of its bucket's root mean square.
+
+    ``magnitudes`` (2^(bits−1),) fp32, ascending and not negative; both sides know them. A bucket that holds NaN or Inf
+    decodes to NaN. ``index0`` must be a multiple of lcm(bucket, 128).
+
+    Other shapes and errors are those of :func:`natural_encode`.
+    """
+    _check_values("x", x, table, x)
+    _check_message("message", message, _magnitudes_bytes(table, bits, bucket), x)
+    _check_per_row("magnitudes", magnitudes, (1 << (bits - 1),), x)
+    if not native.computes(x):
+        return reference_floats.magnitudes_encode(x, table, message, magnitudes, bits=bits, bucket=bucket)
+    native.core().magnitudes_encode(*_source(x, table), message.data_ptr(), magnitudes.data_ptr(), bits, bucket)
+    return None
+
+
+def magnitudes_decode(
+    message: Tensor,
+    table: Table,
+    y: Tensor,
+    magnitudes: Tensor,
+    *,
+    bits: int,
+    bucket: int,
+    add: bool = False,
+    scale: float = 1.0,
+) -> None:
+    """Write ``v · scale``, v = ± magnitude · root mean square, into the table's segments of ``y``, or add it.
+
+    Shapes and errors are those of :func:`magnitudes_encode`; any bytes decode.
+    """
+    _check_values("y", y, table, y)
+    _check_message("message", message, _magnitudes_bytes(table, bits, bucket), y)
+    _check_per_row("magnitudes", magnitudes, (1 << (bits - 1),), y)
+    if not native.computes(y):
+        how = {"bits": bits, "bucket": bucket, "add": add, "scale": scale}
+        return reference_floats.magnitudes_decode(message, table, y, magnitudes, **how)
+    native.core().magnitudes_decode(
+        message.data_ptr(), *_target(table, y), magnitudes.data_ptr(), bits, bucket, add, scale
+    )
+    return None
+
+
+def _magnitudes_bytes(table: Table, bits: int, bucket: int) -> int:
+    grain = lcm(bucket, GROUP) if isinstance(bucket, int) and bucket > 0 else GROUP
+    return table.message_bytes(("magnitudes", bits, bucket), lambda n: magnitudes_bytes(n, bits, bucket), grain)
 
 
 # ---- Integers -----------------------------------------------------------------------------------------------------

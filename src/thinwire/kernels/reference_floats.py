@@ -1,4 +1,4 @@
-"""The specification of the element-wise formats, of learned levels and of integer rounding, in torch operations.
+"""The specification of the element-wise formats, levels, magnitudes and integer rounding, in torch operations.
 
 Every other execution gives the same bytes. Arithmetic is fp32, one rounding per operation. A payload of floats starts
 with a header of 64 bytes (little-endian): u32 1 if a value was not finite, u32 how many saturated, f32 a, u32 b, zeros.
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.format import ALIGN, GROUP, align
-from thinwire.kernels.reference import pack, unpack
+from thinwire.kernels.reference import lane_sums, pack, unpack
 from thinwire.kernels.rng import random16, row_key
 from thinwire.kernels.table import Row, Table
 
@@ -263,6 +263,61 @@ def levels_decode(message: Tensor, table: Table, y: Tensor, *, bits: int, bucket
         codes = unpack(message[start : start + -(-row.numel // GROUP) * 16 * bits], row.numel, bits)
         low, span = (v.repeat_interleave(size)[: row.numel] for v in (scales[:count], scales[count:]))
         write(low + span * level[codes.to(torch.int64)], row, y, add, scale)
+
+
+# ---- Magnitudes -----------------------------------------------------------------------------------------------------
+
+
+def magnitudes_parts(numel: int, bits: int, bucket: int) -> tuple[int, int]:
+    """Where the codes start in a payload, and its size."""
+    codes = align(4 * -(-numel // bucket))
+    return codes, codes + align(-(-numel // GROUP) * 16 * bits)
+
+
+def magnitudes_encode(x: Tensor, table: Table, message: Tensor, magnitudes: Tensor, *, bits: int, bucket: int) -> None:
+    """See :func:`thinwire.kernels.magnitudes_encode`."""
+    for row in table.segments:
+        if not row.numel:
+            continue
+        values, size = values_of(x, row), min(bucket, row.numel)
+        count = -(-row.numel // size)
+        elements = torch.full((count,), size, dtype=torch.float64, device=x.device)
+        elements[-1] = row.numel - (count - 1) * size
+        scales = (lane_sums(values.double().square(), size) / elements).sqrt().to(torch.float32)
+        scales = torch.where(torch.isfinite(scales), scales, torch.nan)
+        each = scales.repeat_interleave(size)[: row.numel]
+        codes = (values < 0).to(torch.uint8) * len(magnitudes)
+        for middle in (magnitudes[:-1] + magnitudes[1:]) * 0.5:
+            codes += values.abs() >= each * middle
+        at, num_bytes = magnitudes_parts(row.numel, bits, bucket)
+        payload = torch.zeros(num_bytes, dtype=torch.uint8, device=x.device)
+        payload[: 4 * count] = scales.view(torch.uint8)
+        packed = pack(codes, bits)
+        payload[at : at + packed.numel()] = packed
+        put(payload, row, message, num_bytes)
+
+
+def magnitudes_decode(
+    message: Tensor,
+    table: Table,
+    y: Tensor,
+    magnitudes: Tensor,
+    *,
+    bits: int,
+    bucket: int,
+    add: bool,
+    scale: float,
+) -> None:
+    """See :func:`thinwire.kernels.magnitudes_decode`."""
+    values = torch.cat((magnitudes, -magnitudes))
+    for row in table.segments:
+        if not row.numel:
+            continue
+        at = row.payload + magnitudes_parts(row.numel, bits, bucket)[0]
+        scales = words_of(message, row.payload, -(-row.numel // bucket)).view(torch.float32)
+        codes = unpack(message[at : at + -(-row.numel // GROUP) * 16 * bits], row.numel, bits)
+        each = scales.repeat_interleave(min(bucket, row.numel))[: row.numel]
+        write(values[codes.to(torch.int64)] * each, row, y, add, scale)
 
 
 # ---- Integers (IntSGD) ----------------------------------------------------------------------------------------------

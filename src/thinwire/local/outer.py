@@ -47,8 +47,10 @@ class Nesterov:
             momentum: u, of the same shape; zeros before the first round.
             mean: d, of the same shape.
         """
-        momentum.mul_(self.momentum).add_(mean)
-        anchor.sub_(mean, alpha=self.lr).sub_(momentum, alpha=self.lr * self.momentum)
+        anchor.sub_(mean, alpha=self.lr)
+        if self.momentum:
+            momentum.mul_(self.momentum).add_(mean)
+            anchor.sub_(momentum, alpha=self.lr * self.momentum)
 
 
 def default_outer(exchanges: float | None) -> Nesterov:

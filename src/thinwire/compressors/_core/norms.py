@@ -58,18 +58,3 @@ def _int8_square_sum(q: Tensor) -> Tensor:
         total += square[:whole].view(-1, _EXACT).sum(1).sum(dtype=torch.float64)
         total += square[whole:].sum(dtype=torch.float64)
     return total
-
-
-def root_mean_squares(rows: Tensor, counts: Tensor) -> Tensor:
-    """``sqrt(Σ x² / counts)`` of each of ``rows`` (rows, width), fp32: (rows, 1), NaN where a value is not finite.
-
-    Divided by the largest magnitude first, so that no square overflows; summed in a fixed order.
-    """
-    largest = rows.abs().amax(1, keepdim=True)
-    squares = (rows / torch.where(largest > 0, largest, 1.0)).square()
-    while squares.shape[1] > 1:
-        half = (squares.shape[1] + 1) // 2
-        rest = torch.nn.functional.pad(squares[:, half:], (0, 2 * half - squares.shape[1]))
-        squares = squares[:, :half] + rest
-    # In fp64, because vector libraries round the square root of an fp32 value in different ways.
-    return largest * (squares / counts).double().sqrt().float()

@@ -1,0 +1,114 @@
+// Signs and magnitudes from a table, in units of a bucket's root mean square. Included inside a level's namespace, after
+// levels.h.
+
+constexpr int kMostMagnitudes = 8; // of 4 bits: with both signs they fill a register of 16 values
+
+// sqrt(mean of squares) of the n elements at `at`, summed as lane_sums() of the reference; NaN if it is not finite.
+static float root_mean_square(const FloatJob& job, const Row& row, int64_t at, int64_t n, LevelScratch& s) {
+  alignas(64) double lanes[kSumLanes] = {};
+  for (int64_t i = 0; i < n; i += kTile) {
+    const int64_t count = n - i < kTile ? n - i : kTile;
+    const float* x = (const float*)job.own + row.start + at + i;
+    if (job.own_dtype != kFloat32) read_floats(job.own, job.own_dtype, row.start + at + i, count, s.tile), x = s.tile;
+    add_terms<kSquare>(x, count, lanes);
+  }
+  const float found = (float)std::sqrt(across(lanes) / (double)n);
+  return found <= kLargest ? found : __builtin_nanf("");
+}
+
+// How many of the middles, times the bucket's scale, a magnitude reaches; the codes of negative values follow.
+template <bool kEach>
+THINWIRE_APART static void magnitude_codes(const float* x, int64_t n, int count, const float* middles,
+                                           LevelScratch& s) {
+  for (int64_t i = 0; i < n; i += 4 * kLanes) {
+    const Floats scale = splat(s.inverse[i / kGroup * kGroup]);
+    Words code[4] = {};
+    for (int v = 0; v < 4; v++) {
+      const int64_t at = i + v * kLanes;
+      const Floats value = load<Floats>(x + at), own = kEach ? load<Floats>(s.inverse + at) : scale;
+      const Floats size = bits_of<Floats>(magnitude(value));
+      for (int j = 0; j + 1 < count; j++) code[v] -= (Words)(size >= own * middles[j]);
+      code[v] += (Words)(value < Floats{}) & (uint32_t)count;
+    }
+    store_bytes(s.codes + i, code[0], code[1], code[2], code[3]);
+  }
+}
+
+static void magnitudes_encode(const FloatJob& job, int64_t begin, int64_t end) {
+  LevelScratch s;
+  const int bits = job.bits, count = 1 << (bits - 1);
+  const int64_t bucket = job.bucket;
+  const bool each = bucket % kGroup != 0;
+  float middles[kMostMagnitudes];
+  for (int j = 0; j + 1 < count; j++) middles[j] = (job.params[j] + job.params[j + 1]) * 0.5f;
+  int64_t before = 0;
+  for (int64_t r = 0; r < job.num_rows && before < end; r++) {
+    const Row& row = job.rows[r];
+    if (!row.numel) continue;
+    const int64_t size = levels_block(row.numel, bucket), blocks = ceil_div(row.numel, size);
+    const int64_t buckets = num_buckets(row.numel, bucket);
+    uint8_t* scales = job.out + row.payload;
+    uint8_t* packed = scales + align64(4 * buckets);
+    for (int64_t b = begin > before ? begin - before : 0; b < blocks && before + b < end; b++) {
+      const int64_t first = b * size, last = first + size < row.numel ? first + size : row.numel;
+      if (b == 0) zero_to_64(scales, 4 * buckets);
+      float scale = 0.0f;
+      int64_t measured = first;
+      for (int64_t at = first; at < last; at += kTile) {
+        const int64_t n = last - at < kTile ? last - at : kTile;
+        for (int64_t i = 0; i < n;) { // the buckets that begin in this tile are measured, and spread over it
+          const int64_t here = at + i;
+          if (here == measured) {
+            const int64_t left = row.numel - here, in = left < bucket ? left : bucket;
+            scale = root_mean_square(job, row, here, in, s);
+            std::memcpy(scales + 4 * (here / bucket), &scale, 4);
+            measured = here + in;
+          }
+          const int64_t until = measured - at < n ? measured - at : n;
+          for (; i < until; i += each ? 1 : kGroup) s.inverse[i] = scale;
+        }
+        const float* x = (const float*)job.own + row.start + at;
+        const int64_t groups = ceil_div(n, kGroup), whole = n / kGroup * kGroup;
+        if (job.own_dtype != kFloat32 || whole < n) {
+          read_floats(job.own, job.own_dtype, row.start + at, n, s.tile), x = s.tile;
+          for (int64_t i = n; i < groups * kGroup; i++) s.tile[i] = s.inverse[i] = 0.0f;
+        }
+        each ? magnitude_codes<true>(x, groups * kGroup, count, middles, s)
+             : magnitude_codes<false>(x, groups * kGroup, count, middles, s);
+        std::memset(s.codes + n, 0, groups * kGroup - n);
+        pack(s.codes, groups, bits, packed + at / kGroup * 16 * bits);
+      }
+      if (last == row.numel) zero_to_64(packed, ceil_div(row.numel, kGroup) * 16 * bits);
+    }
+    before += blocks;
+  }
+}
+
+struct MagnitudeGroup {
+  const uint8_t* packed;
+  LevelScratch& s;
+  const Lookup<true>& values;
+  const int bits;
+  int64_t base;
+  void read(int64_t i, int64_t) { unpack(packed + i / kGroup * 16 * bits, 1, bits, s.codes), base = i; }
+  Floats lanes(int j) const { return values(widen_words(s.codes + j)) * load<Floats>(s.inverse + base + j); }
+};
+
+template <bool kAdd>
+static void magnitudes_decode_as(const FloatJob& job, int64_t begin, int64_t end) {
+  FloatScratch tile;
+  LevelScratch s;
+  Lookup<true> values = {};
+  const int count = 1 << (job.bits - 1);
+  for (int j = 0; j < count; j++) values.values[j] = job.params[j], values.values[count + j] = -job.params[j];
+  decode_groups<kAdd>(job, begin, end, tile, [&](const Row& row, int64_t at, int64_t n) {
+    const uint8_t* scales = job.messages[0] + row.payload;
+    each_bucket(scales, job.bucket, at, n, s.inverse);
+    const uint8_t* packed = scales + align64(4 * num_buckets(row.numel, job.bucket)) + at / kGroup * 16 * job.bits;
+    return MagnitudeGroup{packed, s, values, job.bits, 0};
+  });
+}
+
+static void magnitudes_decode(const FloatJob& job, int64_t begin, int64_t end) {
+  job.add ? magnitudes_decode_as<true>(job, begin, end) : magnitudes_decode_as<false>(job, begin, end);
+}
