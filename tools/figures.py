@@ -9,7 +9,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
-HOLDS = {True: "yes", False: "no", None: "open"}
+HOLDS = {True: "yes", False: "no", None: "cannot be told"}
 
 
 class Figures:
@@ -39,10 +39,20 @@ def table(head: list[str], rows: list[list[str]], *, numbers: bool = True) -> st
 
 def claims(results: list[dict[str, Any]], whose: str) -> str:
     """What a paper claims and what was found, row by row."""
-    told = [[row["figure"], row["claim"], row["found"], HOLDS[row["holds"]]] for row in results if row.get("claim")]
+    shown = [
+        [
+            row["figure"],
+            row["claim"],
+            f"{row['found']}; {row['why']}" if row.get("why") else row["found"],
+            HOLDS[row["holds"]],
+            f"{100 * row['detectable']:.2g} %" if row.get("detectable") else "",
+        ]
+        for row in results
+        if row.get("claim")
+    ]
     # A bar in a cell would end it.
-    rows = [[cell.replace("|", "\\|") for cell in row] for row in told]
-    return table(["figure", whose, "here", "holds"], rows, numbers=False)
+    rows = [[cell.replace("|", "\\|") for cell in row] for row in shown]
+    return table(["figure", whose, "here", "holds", "detectable"], rows, numbers=False)
 
 
 def bullets(texts: list[str]) -> str:

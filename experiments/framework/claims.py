@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from experiments.framework.findings import Finding, no_worse, plain
-from experiments.framework.sign_test import above
-from thinwire.compare.statistics import Estimate
+from experiments.framework.findings import Finding, plain
+from experiments.framework.verdicts import Judgement, exceeds, faster, matches
+from thinwire.compare.statistics import Estimate, estimate
 
 Rows = Mapping[str, Mapping[str, Any]]
 """The rows of one figure by name: ``value``, ``unit``, and whatever else was measured."""
-Rule = Callable[[Rows], bool | None]
-"""Whether a claim holds; None where the rows cannot tell."""
+Rule = Callable[[Rows], Judgement]
 
 NO_LINK = "no slow link can be emulated here"
 
@@ -40,7 +39,8 @@ class Row:
 class Claim:
     """``says``: the paper; ``found``: what the rows say, for people; ``rule``: None for what is only shown beside the
     claims. ``row``: the measured value that it is about; where that follows from other rows, ``value`` makes it of
-    them, in ``unit``. ``over_link``: it rests on times over a slow link."""
+    them, in ``unit``. ``over_link``: it rests on times over a slow link. ``unjudged``: why there is no rule for what
+    the paper does claim, such as that the set-up implies it."""
 
     figure: str
     row: str
@@ -50,6 +50,7 @@ class Claim:
     over_link: bool = False
     value: Callable[[Rows], float] | None = None
     unit: str = ""
+    unjudged: str = ""
 
 
 def judge(claims: Iterable[Claim], rows: Iterable[Row], *, emulated: bool) -> list[Finding]:
@@ -91,11 +92,13 @@ def _finding(row: Row, claim: Claim | None, rows: Rows, emulated: bool) -> Findi
         return Finding(*fields, "", "", None, dict(row.data))
     judged = claim.rule is not None
     if claim.over_link and not emulated:
-        found, holds = NO_LINK, None
+        found, judgement = NO_LINK, Judgement(None)
     else:
-        found, holds = claim.found(rows), claim.rule(rows) if claim.rule else None
-    aside = "" if judged else claim.says
-    return Finding(*fields, claim.says if judged else "", found, holds, dict(row.data), aside=aside)
+        found, judgement = claim.found(rows), claim.rule(rows) if claim.rule else Judgement(None, claim.unjudged)
+    if not judged:
+        return Finding(*fields, "", found, None, dict(row.data), aside=claim.says, why=claim.unjudged)
+    verdict = judgement.holds, dict(row.data), "", judgement.why, judgement.detectable
+    return Finding(*fields, claim.says, found, *verdict)
 
 
 def recorded(record: Mapping[str, Any]) -> list[Row]:
@@ -112,36 +115,29 @@ def recorded(record: Mapping[str, Any]) -> list[Row]:
     ]
 
 
-_OF_EVERY_ROW = ("name", "value", "unit", "figure", "claim", "found", "holds")
+_OF_EVERY_ROW = ("name", "value", "unit", "figure", "claim", "found", "holds", "why", "detectable", "judged_before")
 
 # --- rules that papers share
 
 
 def within(row: str, key: str, margin: float) -> Rule:
-    """The mean over seeds of the differences under ``key`` is at most ``margin`` at 95 %."""
-    return lambda rows: no_worse(differences(rows[row], key), margin)[1]
+    """The mean over seeds of the differences under ``key`` is at most ``margin``."""
+    return lambda rows: matches(estimated(rows[row], key), margin)
 
 
-def beyond(row: str, key: str, margin: float) -> Rule:
-    """It is above ``margin``, at 95 %."""
+def beyond(row: str, key: str, effect: float | None = None) -> Rule:
+    """It is above zero; it is ``effect`` in the paper."""
+    return lambda rows: exceeds(estimated(rows[row], key), effect)
 
-    def rule(rows: Rows) -> bool | None:
-        holds = no_worse(differences(rows[row], key), margin)[1]
-        return None if holds is None else not holds
+
+def faster_than_all(row: str, others: Sequence[str], key: str = "step_s") -> Rule:
+    """The seconds of ``row`` (one a seed) are below the least of all ``others``'."""
+
+    def rule(rows: Rows) -> Judgement:
+        seconds = zip(rows[row][key], *(rows[other][key] for other in others), strict=True)
+        return faster([min(theirs) / mine for mine, *theirs in seconds])
 
     return rule
-
-
-def faster_at_every_seed(row: str, others: Sequence[str], key: str = "step_s") -> Rule:
-    """The seconds of ``row`` are below those of all ``others`` at each seed; None where seeds disagree, and for one."""
-    return lambda rows: faster(rows[row][key], [rows[other][key] for other in others])
-
-
-def faster(seconds: Sequence[float], others: Sequence[Sequence[float]]) -> bool | None:
-    """Whether ``seconds`` (one a seed) are below all of ``others``' at each seed; None where seeds disagree, and for
-    a single one."""
-    won = [mine < min(theirs) for mine, *theirs in zip(seconds, *others, strict=True)]
-    return won[0] if len(won) > 1 and len(set(won)) == 1 else None
 
 
 def ratios(rows: Rows, fast: str, slow: str, key: str = "step_s") -> list[float]:
@@ -155,14 +151,8 @@ def times_faster(rows: Rows, fast: str, slow: str, key: str = "step_s") -> float
 
 
 def ahead(fast: str, slow: str, bound: float = 1.0, key: str = "step_s") -> Rule:
-    """``fast`` is over ``bound`` times as fast as ``slow``, by a sign test over the rounds."""
-    return lambda rows: above(ratios(rows, fast, slow, key), bound)
-
-
-def least(row: str) -> Rule:
-    """No row of the same kind (``kind/name``) has a smaller value."""
-    kind = row.split("/")[0]
-    return lambda rows: rows[row]["value"] <= min(r["value"] for name, r in rows.items() if name.startswith(f"{kind}/"))
+    """``fast`` is over ``bound`` times as fast as ``slow``."""
+    return lambda rows: faster(ratios(rows, fast, slow, key), bound)
 
 
 def differences(row: Mapping[str, Any], key: str) -> list[float]:
@@ -172,4 +162,4 @@ def differences(row: Mapping[str, Any], key: str) -> list[float]:
 
 def estimated(row: Mapping[str, Any], key: str) -> Estimate:
     """Mean and bounds of `differences`."""
-    return no_worse(differences(row, key), 0.0)[0]
+    return estimate(differences(row, key))

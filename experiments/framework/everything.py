@@ -48,7 +48,7 @@ def repro_all(
         smoke: the small version of each: the same path, no figures worth keeping.
         from_: run nothing: write the page from the repro-*.json files of this folder.
         out: folder for the page, the pictures and the figures.
-        json: write how many claims of each paper hold, do not or are open to this file.
+        json: write how many claims of each paper hold, do not or cannot be told to this file.
     """
     console = Console(highlight=False)
     wanted = [name for part in only for name in part.replace(",", " ").split()]
@@ -117,7 +117,7 @@ def _shown(found: list[RecordedPaper]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Claims of the papers, as found here")
     table.add_column("", no_wrap=True)
     table.add_column("paper")
-    for word in ("hold", "do not", "open"):
+    for word in ("hold", "do not", "cannot be told"):
         table.add_column(word, justify="right")
     for row in summary(found):
         table.add_row(*row)

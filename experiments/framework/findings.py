@@ -11,15 +11,16 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from thinwire.compare.statistics import Estimate, Verdict, estimate, judge
+from thinwire.compare.statistics import Estimate
 from thinwire.results import Results
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One value of a figure (or table) of the paper's, as measured here. ``holds`` is None where it cannot be judged:
-    too few seeds, too much noise, or the paper says nothing about it, ``claim`` being empty. ``aside``: in the table
-    even so, under this name. ``more``: the curves behind the value, for the JSON file."""
+    """One value of a figure (or table) of the paper's, as measured here. ``holds`` is None where it cannot be told,
+    ``why`` being the reason, or where the paper says nothing about it, ``claim`` being empty. ``aside``: in the table
+    even so, under this name. ``more``: the curves behind the value, for the JSON file. ``detectable``: smaller
+    differences are not seen (`verdicts.Judgement`)."""
 
     figure: str
     name: str
@@ -30,19 +31,8 @@ class Finding:
     holds: bool | None
     more: dict[str, Any] = field(default_factory=dict)
     aside: str = ""
-
-
-def no_worse(differences: Sequence[float], margin: float) -> tuple[Estimate, bool | None]:
-    """Whether ``differences`` (one a seed; positive is worse) are at most ``margin`` in the mean, at 95 %."""
-    found = estimate(differences)
-    verdict = judge(found, margin)
-    return found, None if verdict is Verdict.UNDECIDED else verdict is Verdict.WITHIN
-
-
-def worse(differences: Sequence[float], margin: float) -> tuple[Estimate, bool | None]:
-    """The opposite: whether they are over ``margin``."""
-    found, within = no_worse(differences, margin)
-    return found, None if within is None else not within
+    why: str = ""
+    detectable: float | None = None
 
 
 def points(found: Estimate) -> str:
@@ -68,13 +58,14 @@ def table(findings: Sequence[Finding], title: str) -> Table:
     shown.add_column("the paper")
     shown.add_column("here")
     shown.add_column("holds", no_wrap=True)
-    words = {True: "[green]yes[/]", False: "[red]no[/]", None: "[dim]open[/]"}
+    words = {True: "[green]yes[/]", False: "[red]no[/]", None: "[dim]cannot be told[/]"}
     for finding in findings:
         if finding.aside:
             aside = f"[dim]beside it: {escape(finding.aside)}[/]"
             shown.add_row(finding.figure, aside, escape(finding.found), "[dim]–[/]")
         elif finding.claim:
-            shown.add_row(finding.figure, escape(finding.claim), escape(finding.found), words[finding.holds])
+            found = f"{finding.found}; {finding.why}" if finding.why else finding.found
+            shown.add_row(finding.figure, escape(finding.claim), escape(found), words[finding.holds])
     return shown
 
 
@@ -90,6 +81,8 @@ def record(findings: Sequence[Finding], command: str, about: dict[str, Any], pre
             claim=finding.claim or None,
             found=finding.found,
             holds=finding.holds,
+            **({"why": finding.why} if finding.why else {}),
+            **({"detectable": plain(finding.detectable)} if finding.detectable else {}),
             **plain(finding.more),
         )
     return results

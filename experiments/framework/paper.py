@@ -14,7 +14,7 @@ from rich.console import Console
 
 from experiments.framework.claims import Claim, Row, judge, recorded
 from experiments.framework.findings import Finding
-from experiments.framework.parts import announce, chosen_parts, finish, make_parts
+from experiments.framework.parts import announce, chosen_parts, finish, make_parts, write_again
 from experiments.framework.progress import Screen
 from experiments.framework.run_cache import RunCache
 from experiments.framework.study import Scale, Study
@@ -98,8 +98,8 @@ def command(paper: Paper[Any], summary: str) -> Callable[..., int]:
         shown: dict[str, Any] = {"command": f"python -m experiments {paper.name}", "title": paper.title}
         shown |= {"out": out, "path": path}
         if record is not None:
-            about = record["about"] | {"judged_again_from": str(from_)}
-            return finish(console, paper.judge(record), {}, about, **shown)
+            write_again(console, paper.judge(record), record, paper.judged, path, paper.title)
+            return 0
         emulated = announce(console, sum(paper.parts[part].seconds(scale) for part in chosen))
         phases = {
             part: (paper.parts[part].title, max(1, paper.parts[part].steps(scale)), paper.parts[part].seconds(scale))

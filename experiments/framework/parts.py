@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,26 @@ def finish(
     record(findings, command, about | ({"failures": dict(failures)} if failures else {}), prefix="").write(path)
     console.print(f"Pictures: {out}  Figures: {path}", soft_wrap=True, markup=False)
     return 1 if failures else 0
+
+
+def write_again(
+    console: Console, findings: Sequence[Finding], before: Mapping[str, Any], judged: str, path: Path, title: str
+) -> None:
+    """Write what a recorded run is judged to show now; its machine, versions and measured rows stay.
+
+    A row whose verdict is another one than when it was measured keeps the first one under ``judged_before``.
+    """
+    console.print(table(findings, title))
+    rows = record(findings, "", {}, prefix="").results
+    old = {row["name"]: row for row in before["results"]}
+    for row in rows:
+        then = old[row["name"]]
+        first = then.get("judged_before") or {key: then.get(key) for key in ("claim", "holds")}
+        if first["claim"] and (not row["claim"] or row["holds"] is not first["holds"]):
+            row["judged_before"] = first
+    again = {**before, "about": {**before["about"], "judged": judged}, "results": rows}
+    path.write_text(json.dumps(again, indent=1) + "\n")
+    console.print(f"Figures: {path}", soft_wrap=True, markup=False)
 
 
 def make_parts(

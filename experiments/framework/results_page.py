@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.framework.catalogue import CATALOGUE, LEFT_OUT, Entry
+from experiments.framework.verdicts import JUDGED
 
-_WORDS = {True: "holds", False: "**does not hold**", None: "open"}
+_WORDS = {True: "holds", False: "**does not hold**", None: "cannot be told"}
 _NOT_RUN = "not measured yet"
 
 
@@ -24,7 +25,25 @@ class RecordedClaim:
     claim: str
     found: str
     holds: bool | None
+    why: str
+    detectable: float | None
     machine: str
+
+    @property
+    def shown_detectable(self) -> str:
+        """Differences that are smaller are not seen."""
+        return "" if self.detectable is None else f"{100 * self.detectable:.2g} %"
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A claim whose verdict is another one than when it was measured."""
+
+    figure: str
+    claim: str
+    before: bool | None
+    now: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -33,6 +52,7 @@ class RecordedPaper:
 
     entry: Entry
     claims: tuple[RecordedClaim, ...]
+    changed: tuple[Changed, ...]
     failures: tuple[str, ...]
     """Parts that ended in an error, and the error."""
     machines: tuple[str, ...]
@@ -56,6 +76,7 @@ def read(folder: Path) -> list[RecordedPaper]:
 
 def _recorded(entry: Entry, folder: Path) -> RecordedPaper:
     claims: list[RecordedClaim] = []
+    changed: list[Changed] = []
     failures: list[str] = []
     machines: list[str] = []
     for path in (folder / f"repro-{entry.name}.json", *sorted(folder.glob(f"repro-{entry.name}-*.json"))):
@@ -64,15 +85,26 @@ def _recorded(entry: Entry, folder: Path) -> RecordedPaper:
         record = _record(path)
         machine = _machine(record)
         machines += [] if machine in machines else [machine]
-        fresh = [
-            RecordedClaim(entry, str(row["figure"]), str(row["claim"]), str(row["found"]), row["holds"], machine)
-            for row in record["results"]
-            if row.get("claim")
-        ]
+        fresh = [_claim(entry, row, machine) for row in record["results"] if row.get("claim")]
         again = {str(row["figure"]) for row in record["results"]}
         claims = [claim for claim in claims if claim.figure not in again] + fresh
+        changed = [row for row in changed if row.figure not in again] + [
+            _changed(row) for row in record["results"] if "judged_before" in row
+        ]
         failures += [f"{part}: {why}" for part, why in record.get("about", {}).get("failures", {}).items()]
-    return RecordedPaper(entry, tuple(claims), tuple(failures), tuple(machines))
+    return RecordedPaper(entry, tuple(claims), tuple(changed), tuple(failures), tuple(machines))
+
+
+def _claim(entry: Entry, row: dict[str, Any], machine: str) -> RecordedClaim:
+    figure, claim, found = (str(row[key]) for key in ("figure", "claim", "found"))
+    return RecordedClaim(entry, figure, claim, found, row["holds"], row.get("why", ""), row.get("detectable"), machine)
+
+
+def _changed(row: dict[str, Any]) -> Changed:
+    now = _WORDS[row["holds"]] if row["claim"] else "left the page"
+    detectable = row.get("detectable")
+    why = row.get("why") or ("" if detectable is None else f"now with an interval of ±{100 * detectable:.2g} %")
+    return Changed(str(row["figure"]), str(row["judged_before"]["claim"]), row["judged_before"]["holds"], now, why)
 
 
 def _record(path: Path) -> dict[str, Any]:
@@ -112,7 +144,7 @@ def page(found: Sequence[RecordedPaper], *, pages: str | None = "repro-{}.md") -
 
 def _sections(found: Sequence[RecordedPaper], pages: str | None) -> Iterator[str]:
     names = {paper.entry.name: f"[{paper.entry.name}](#{_anchor(paper.entry)})" for paper in found}
-    head = ["", "paper", "claims that hold", "that do not", "open"]
+    head = ["", "paper", "claims that hold", "that do not", "that cannot be told"]
     yield _table(head, [[names[row[0]], *row[1:]] for row in summary(found)])
     total: Counter[str] = Counter()
     for paper in found:
@@ -120,13 +152,31 @@ def _sections(found: Sequence[RecordedPaper], pages: str | None) -> Iterator[str
     number = sum(total.values())
     yield (
         f"Of {number} claims {total[_WORDS[True]]} hold here, {total[_WORDS[False]]} do not, and {total[_WORDS[None]]} "
-        "are open: too few seeds, too much noise, or a link that this machine cannot be given. A claim is judged by a "
-        "rule that was fixed before the run; each paper's page states it."
+        f"cannot be told here. How it is judged: {JUDGED}. *Detectable* is half the width of the interval: smaller "
+        "differences are not told from none."
     )
     for paper in found:
         yield from _section(paper, pages)
+    yield from _changes(found)
     yield "## What is left out, and why"
     yield "\n".join(f"- **{what}**: {why}." for what, why in LEFT_OUT)
+
+
+def _changes(found: Sequence[RecordedPaper]) -> Iterator[str]:
+    """The verdicts that are not those of the run."""
+    rows = [
+        [paper.entry.name, row.figure, row.claim, _WORDS[row.before], row.now, row.why]
+        for paper in found
+        for row in paper.changed
+    ]
+    if rows:
+        yield "## Verdicts that have changed"
+        yield (
+            f"{len(rows)} of the verdicts that were given when these runs were made are others by the rules above, "
+            "which judge the same measurements. Claims that the set-up makes true, or that are properties of this "
+            "code, are left to tests."
+        )
+        yield _table(["", "figure", "the paper", "before", "now", "why"], rows)
 
 
 def _section(paper: RecordedPaper, pages: str | None) -> Iterator[str]:
@@ -143,8 +193,9 @@ def _section(paper: RecordedPaper, pages: str | None) -> Iterator[str]:
     rows = []
     for claim in paper.claims:
         mark = "" if claim.machine == paper.machines[0] else f" ({_note(paper, claim)})"
-        rows.append([claim.figure, claim.claim, claim.found + mark, _WORDS[claim.holds]])
-    yield _table(["figure", "the paper", "here", ""], rows)
+        found = f"{claim.found}; {claim.why}" if claim.why else claim.found
+        rows.append([claim.figure, claim.claim, found + mark, _WORDS[claim.holds], claim.shown_detectable])
+    yield _table(["figure", "the paper", "here", "", "detectable"], rows)
     yield f"{paper.machines[0]}."
     for i, machine in enumerate(paper.machines[1:], 2):
         yield f"({i}) on {machine}."

@@ -18,7 +18,8 @@ def test_a_page_has_every_claim_and_every_table_of_its_paper(name: str, tmp_path
     page = experiment_pages.experiment(name)
     measured = experiment_pages.Measured(name, BENCHMARKS)
     for row in measured.rows:
-        claim, found = (str(row[key] or "").replace("|", "\\|") for key in ("claim", "found"))
+        claim, found, why = (str(row.get(key) or "").replace("|", "\\|") for key in ("claim", "found", "why"))
+        found = f"{found}; {why}" if why else found
         assert not claim or f"| {row['figure']} | {claim} | {found} | {HOLDS[row['holds']]} |" in page
     for make in experiment_pages.TABLES.get(name, ()):
         tables = list(make(measured))

@@ -55,10 +55,11 @@ def test_the_small_version_makes_every_part_and_judges_every_claim(small: Small)
 
 @pytest.mark.timeout(400)
 def test_both_sides_keep_the_same_and_a_killed_pipeline_goes_on(small: Small) -> None:
-    assert small.rows["section 3.2/same_messages"]["holds"] is True
+    row = small.rows["section 3.2/same_messages"]
+    assert row["value"] == row["trainings"]
     for store in ("memory", "disk"):
         row = small.rows[f"resume/bit_identical/{store}"]
-        assert row["holds"] is True, row
+        assert row["value"] == len(row["kills"]), row
         assert len(row["starts"]) == SMOKE.kills
 
 
@@ -158,10 +159,10 @@ def _verdicts(rows: Sequence[Row], *, emulated: bool = True) -> dict[str, bool |
 def test_loss_is_lost_where_it_is_beyond_the_margin() -> None:
     pytest.importorskip("scipy")
     base = [2.0, 2.1]
-    assert lost([2.001, 2.101], base, 0.01).within is True
-    assert lost([2.2, 2.31], base, 0.01).beyond is True
-    assert lost(base[:1], base[:1], 0.01).within is None
-    assert "diverges" in lost([math.inf, 2.0], base, 0.01).text
+    assert lost([2.001, 2.101], base).within(0.01).holds is True
+    assert lost([2.2, 2.31], base).beyond.holds is True
+    assert lost(base[:1], base[:1]).within(0.01).holds is None
+    assert "diverges" in lost([math.inf, 2.0], base).text
 
 
 def test_a_loss_that_is_kept_says_something_where_the_control_fails() -> None:
@@ -172,16 +173,8 @@ def test_a_loss_that_is_kept_says_something_where_the_control_fails() -> None:
     key = curves.key_of("small", NUM_STAGES, (3, 6))
     for control, kept in (((0.2, 0.21), True), ((0.0, 0.001), None)):
         rows = curves.pair(AQSGDScale(), "figure 3", "small", NUM_STAGES, (3, 6), found, control)
-        assert _verdicts(rows) == {f"aqsgd/{key}": kept, f"direct/{key}": True}
-
-
-def test_more_stages_hurt_where_the_distance_grows() -> None:
-    pytest.importorskip("scipy")
-    names = [method.name for method in (FP32, curves.DIRECT[3, 6], curves.AQSGD[3, 6])]
-    few = dict(zip(names, ([run([2.0])] * 2, [run([2.1])] * 2, [run([2.0])] * 2), strict=True))
-    many = few | {names[1]: [run([2.4]), run([2.5])]}
-    assert _verdicts([curves.stages_row(few, many)])["more_stages"] is True
-    assert _verdicts([curves.stages_row(many, few)])["more_stages"] is False
+        # DirectQ of 3 bits rounds stochastically, unlike the authors' own.
+        assert _verdicts(rows) == {f"aqsgd/{key}": kept, f"direct/{key}": None}
 
 
 def test_throughput_is_judged_round_by_round_and_only_over_slow_links() -> None:
@@ -193,9 +186,10 @@ def test_throughput_is_judged_round_by_round_and_only_over_slow_links() -> None:
     more = {"compute_s": 0.1, "message_values": 4, "slowdown": 10.0}
     rows = [Row("table 2", "throughput", 1.0, "sequences/s", data | more)]
     found = _verdicts(rows)
-    assert found.pop("as_direct/aq-sgd fw3 bw6, disk") is None
-    assert len(found) == 6
-    assert set(found.values()) == {True}
+    # Half as fast over one of the links; as fast, but from one run, within what runs differ by.
+    assert found.pop("as_direct/aq-sgd fw3 bw6, disk") is False
+    assert {name for name, holds in found.items() if holds} == {"kept/aq-sgd fw4 bw8"}
+    assert set(found.values()) == {True, None}
     assert set(_verdicts(rows, emulated=False).values()) == {None}
 
 

@@ -1,14 +1,11 @@
-"""Methods timed in turns: who takes turns when, errors of what arrives, the rate of a link, and the sign test."""
+"""Methods timed in turns: who takes turns when, errors of what arrives, and the rate of a link."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 
 from experiments.framework.claims import Rows, ahead, ratios, times_faster
 from experiments.framework.methods import FP32, NOTHING, THINWIRE, Method
-from experiments.framework.sign_test import above, all_hold
 from experiments.framework.timing import Times, Timing, rate_text, solve_rate
 from experiments.tasks.models import TIMED_SMOKE
 from thinwire import lab
@@ -79,18 +76,3 @@ def test_the_rate_at_which_a_step_takes_a_time() -> None:
     assert solve_rate((400e6, 0.5), (200e6, 0.4), 1.0) == 400e6
     assert [rate_text(rate) for rate in (287_600_000, 4_449_000, 1.26e9)] == ["290mbit", "4.4mbit", "1300mbit"]
     assert lab.parse_rate(rate_text(4_449_000)) == 4_400_000
-
-
-def test_a_claim_holds_where_chance_would_not_do_it() -> None:
-    assert above([1.1] * 8) is True
-    assert above([1.1] * 7 + [0.5]) is True
-    assert above([1.1] * 6 + [0.5] * 2) is None
-    assert above([0.9] * 7 + [1.5]) is False
-    assert above([1.0] * 8) is None
-    assert above([1.1] * 4) is None
-    assert above([1.1] * 5) is True
-    assert above([1.1] * 5, 1.2) is False
-    assert above([math.nan] * 8) is None
-    assert all_hold([True, True]) is True
-    assert all_hold([True, None]) is None
-    assert all_hold([None, False]) is False

@@ -9,10 +9,11 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from experiments.framework.findings import no_worse, share
+from experiments.framework.findings import share
+from experiments.framework.verdicts import Judgement, exceeds, matches
 from experiments.papers.aqsgd.methods import Method
 from experiments.papers.aqsgd.trainings import Trained
-from thinwire.compare.statistics import Estimate, relative_differences
+from thinwire.compare.statistics import Estimate, estimate, relative_differences
 
 
 @dataclass(frozen=True)
@@ -20,14 +21,16 @@ class Lost:
     """How much higher a method's loss is, as a share of another's."""
 
     estimate: Estimate
-    within: bool | None
-    """Whether at most the margin, at 95 %; None where too few seeds were trained to say."""
     text: str
 
+    def within(self, margin: float) -> Judgement:
+        """Whether it is at most ``margin`` higher."""
+        return matches(self.estimate, margin)
+
     @property
-    def beyond(self) -> bool | None:
-        """The opposite."""
-        return None if self.within is None else not self.within
+    def beyond(self) -> Judgement:
+        """Whether it is higher at all."""
+        return exceeds(self.estimate)
 
 
 def held_out(run: Trained) -> float:
@@ -35,13 +38,13 @@ def held_out(run: Trained) -> float:
     return run.held_out[-1]
 
 
-def lost(ours: Sequence[float], others: Sequence[float], margin: float, whole: float | None = None) -> Lost:
+def lost(ours: Sequence[float], others: Sequence[float], whole: float | None = None) -> Lost:
     """By losses seed by seed; differences are shares of ``whole``, or of the others' loss."""
-    found, within = no_worse(differences(ours, others, whole), margin)
+    found = estimate(differences(ours, others, whole))
     text = f"loss {fmean(ours):.3f} against {fmean(others):.3f}: {share(found)}"
     if not math.isfinite(found.mean):
         text = f"diverges, against a loss of {fmean(others):.3f}"
-    return Lost(found, within, text)
+    return Lost(found, text)
 
 
 def differences(ours: Sequence[float], others: Sequence[float], whole: float | None = None) -> list[float]:

@@ -8,24 +8,33 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from experiments.framework.claims import Claim, Rows, beyond, estimated, faster_at_every_seed, least, within
+from experiments.framework.claims import Claim, Rows, Rule, beyond, estimated, faster_than_all, within
 from experiments.framework.findings import points
 from experiments.framework.paper import Paper, Part, command
 from experiments.framework.study import ImageScale, ImageStudy
+from experiments.framework.verdicts import (
+    JUDGED,
+    ONE_MEASUREMENT,
+    ONE_TRAINING,
+    Judgement,
+    exceeds,
+    if_seen,
+    matches,
+    unsound,
+)
 from experiments.papers.fft import measurements
 from experiments.papers.fft.methods import ALL, FEEDBACK, FFT, FP32, LOSSY, MILD, QSGD, STRONG, TERNGRAD, THETA, TOPK
 from experiments.papers.fft.payoff import ratio_with_bitmap
 from experiments.papers.fft.reconstruct import share_with_least_error
 from experiments.tasks.resnet import ImageTask
+from thinwire.compare.statistics import estimate
 from thinwire.lab.units import format_rate
 
-MARGIN, LOSS_MARGIN = 0.01, 0.1
-"""Up to so much of accuracy may be lost, or the training loss be above by such a share, and a run is still the same."""
+LOSS_MARGIN = 0.1
+"""Up to such a share may the training loss be above, and a run is still the same."""
 TABLE_2 = {"fft": (0.12, 1.33), "topk": (1.80, 1.12), "qsgd": (3.45, 1.21), "terngrad": (5.21, 1.24)}
 """The paper's loss of top-1 accuracy in points, and speed over fp32, of ResNet-32."""
 _FIGURE_5 = {"fft": 0.0209, "topk": 0.0246}
-_PAPER_RATIO, _PAPER_SELECTION, _PAPER_LIMIT = 30, 12e9, 22e9
-_LEAST_ERROR_SHARE = 0.997
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +55,17 @@ class FFTScale(ImageScale):
 def _relative_errors(rows: Rows) -> str:
     mean = [rows[f"relative_error/{method.name}"]["value"] for method in (FFT, TOPK)]
     return f"relative errors {mean[0]:.3f} and {mean[1]:.3f} at theta={THETA}, unquantised"
+
+
+def _errs_less(rows: Rows) -> Judgement:
+    errors = (rows[f"relative_error/{method.name}"]["errors"] for method in (FFT, TOPK))
+    # Ten gradients of one training: they show a large difference, not a small one.
+    return exceeds(estimate([topk - own for own, topk in zip(*errors, strict=True)]))
+
+
+def _separates(rows: Rows) -> bool:
+    """Whether this training loses accuracy where the paper's loses most: else it cannot tell methods apart."""
+    return exceeds(estimated(rows["accuracy/terngrad"], "lost")).holds is True
 
 
 def _bitmap(rows: Rows) -> str:
@@ -132,6 +152,27 @@ def _scaling(rows: Rows) -> str:
 
 # --- the claims
 
+_NOT_THEIR_GPU = unsound("primitives were timed as PyTorch runs them on this CPU; the paper's are a GPU's")
+_LEAST_EFFECT = (TABLE_2["topk"][0] - TABLE_2["fft"][0]) / 100
+"""By how much more accuracy than FFT the next best loses in the paper."""
+
+
+def _loses_little(rows: Rows) -> Judgement:
+    return if_seen(_separates(rows), matches(estimated(rows["accuracy/fft"], "lost"), _LEAST_EFFECT / 2))
+
+
+def _separated(name: str) -> Rule:
+    """Of figure 13: a training in which the strong setting loses nothing cannot tell the others from it."""
+
+    def rule(rows: Rows) -> Judgement:
+        strong = exceeds(estimated(rows["accuracy/strong"], "lost"))
+        if name == "strong":
+            return strong
+        return if_seen(strong.holds is True, matches(estimated(rows[f"accuracy/{name}"], "lost"), _LEAST_EFFECT / 2))
+
+    return rule
+
+
 _OTHERS = [f"speedup/{method.name}" for method in LOSSY if method is not FFT]
 _CONVERGENCE = {
     "mild": f"theta={MILD} has exactly the {{}} of SGD (section 4.1)",
@@ -145,7 +186,7 @@ CLAIMS = (
         "relative_error/fft",
         f"at one theta, FFT's error ({_FIGURE_5['fft']}) is below top-k's ({_FIGURE_5['topk']})",
         _relative_errors,
-        lambda rows: rows["relative_error/fft"]["value"] < rows["relative_error/topk"]["value"],
+        _errs_less,
     ),
     Claim("6", "ratio_with_bitmap", "beyond a ratio of 20 dropping more gains little, for the bitmap", _bitmap),
     Claim(
@@ -154,21 +195,21 @@ CLAIMS = (
         f"theta={THETA} and 10 bits compress {measurements.counted_ratio(THETA):.1f}x, the bitmap not counted "
         f"(section 4.2)",
         lambda rows: f"{rows['ratio_on_the_wire']['value']:.1f}x with everything that is sent",
-        lambda rows: rows["ratio_on_the_wire"]["value"] >= 0.95 * measurements.counted_ratio(THETA),
+        unjudged="the two ratios count different bytes, so that theirs is the larger by construction",
     ),
     Claim(
         "10",
         "minimal_ratio/10gbit",
         "a ratio of 2 is enough on 10 Gbit/s Ethernet (section 3.3)",
         _pays_at("minimal_ratio/10gbit"),
-        lambda rows: _least_ratio(rows, "minimal_ratio/10gbit") <= 2,
+        lambda rows: _NOT_THEIR_GPU,
     ),
     Claim(
         "10",
         "minimal_ratio/56gbit",
         "on 56 Gbit/s InfiniBand it takes about 30 (section 3.3)",
         _pays_at("minimal_ratio/56gbit"),
-        lambda rows: _PAPER_RATIO / 2 <= _least_ratio(rows, "minimal_ratio/56gbit") <= 2 * _PAPER_RATIO,
+        lambda rows: _NOT_THEIR_GPU,
     ),
     Claim(
         "10",
@@ -178,7 +219,7 @@ CLAIMS = (
             f"here selection does {_selection(rows) / 1e9:.2f} GB/s and none is left above "
             f"{format_rate(rows['useful_rate']['value'])}"
         ),
-        lambda rows: rows["useful_rate"]["value"] <= _PAPER_LIMIT if _selection(rows) <= _PAPER_SELECTION else None,
+        unjudged="any machine that selects more slowly than the paper's GPU has a lower limit",
     ),
     Claim(
         "10",
@@ -191,7 +232,7 @@ CLAIMS = (
         f"alpha/{THETA}",
         "alpha stays in [0, 1] (section 4.1)",
         _alpha,
-        lambda rows: all((rows[f"alpha/{theta}"]["value"] or math.inf) <= 1 for theta in measurements.ALPHA_THETAS),
+        unjudged="Parseval's theorem: what is kept of a transform has no more energy than the whole",
     ),
     Claim("13", "accuracy/sgd", "SGD's accuracy", _accuracy("sgd")),
     *(
@@ -200,7 +241,7 @@ CLAIMS = (
             f"accuracy/{name}",
             says.format("accuracy"),
             _accuracy(name),
-            (beyond if name == "strong" else within)(f"accuracy/{name}", "lost", MARGIN),
+            _separated(name),
         )
         for name, says in _CONVERGENCE.items()
     ),
@@ -211,9 +252,12 @@ CLAIMS = (
             f"train_loss/{name}",
             _CONVERGENCE[name].format("training loss"),
             _train_loss(name),
-            rule(f"train_loss/{name}", "more", LOSS_MARGIN),
+            rule,
         )
-        for name, rule in (("mild", within), ("strong", beyond))
+        for name, rule in (
+            ("mild", within("train_loss/mild", "more", LOSS_MARGIN)),
+            ("strong", beyond("train_loss/strong", "more")),
+        )
     ),
     *(
         Claim(
@@ -222,7 +266,7 @@ CLAIMS = (
             f"{method.title} {'loses next to nothing' if method is FFT else 'loses accuracy'}: {points_:.2f} points "
             "(table 2, ResNet-32)",
             _accuracy(name),
-            (within if method is FFT else beyond)(f"accuracy/{name}", "lost", MARGIN),
+            (_loses_little if method is FFT else beyond(f"accuracy/{name}", "lost", points_ / 100)),
         )
         for method in LOSSY
         for name, (points_, _) in [(method.name, TABLE_2[method.name])]
@@ -233,7 +277,7 @@ CLAIMS = (
         "speedup/fft",
         f"FFT is the fastest: {TABLE_2['fft'][1]:.2f}x (table 2, ResNet-32)",
         _speed("fft"),
-        faster_at_every_seed("speedup/fft", ["speedup/fp32", *_OTHERS]),
+        faster_than_all("speedup/fft", ["speedup/fp32", *_OTHERS]),
         over_link=True,
     ),
     *(
@@ -242,7 +286,7 @@ CLAIMS = (
             f"speedup/{method.name}",
             f"{method.title} is faster than fp32: {TABLE_2[method.name][1]:.2f}x (table 2, ResNet-32)",
             _speed(method.name),
-            faster_at_every_seed(f"speedup/{method.name}", ["speedup/fp32"]),
+            faster_than_all(f"speedup/{method.name}", ["speedup/fp32"]),
             over_link=True,
         )
         for method in (TOPK, QSGD, TERNGRAD)
@@ -251,20 +295,22 @@ CLAIMS = (
         Claim("14", f"speedup/{m.name}", f"{m.title}'s speed over fp32", _speed(m.name), over_link=True)
         for m in FEEDBACK
     ),
-    Claim("15", "distance/fft", "FFT's histogram is the closest to the original", _distances, least("distance/fft")),
+    Claim(
+        "15", "distance/fft", "FFT's histogram is the closest to the original", _distances, lambda rows: ONE_TRAINING
+    ),
     Claim(
         "15",
         "least_error_share/fft",
         "FFT's errors are the least for 99.7 % of the gradients",
         _least_errors,
-        lambda rows: rows["least_error_share/fft"]["value"] >= _LEAST_ERROR_SHARE,
+        lambda rows: ONE_TRAINING,
     ),
     Claim(
         "16",
         "scaling/fft",
         "FFT has a higher iteration throughput than top-k, QSGD and TernGrad",
         _scaling,
-        lambda rows: _fastest(rows) == FFT.name,
+        lambda rows: ONE_MEASUREMENT,
         over_link=True,
     ),
 )
@@ -301,8 +347,8 @@ PAPER = Paper(
     },
     CLAIMS,
     judged=(
-        "accuracy: a claim holds if the mean over seeds is, at 95 %, within one point of SGD's, or beyond it where the "
-        "paper's is; speed: if it is so at every seed; the paper's own amounts are not asked for"
+        f"{JUDGED}. Of accuracy FFT may lose half of what it is ahead of the next best in the paper, and a method that "
+        "loses in the paper does not where less than half of that is lost"
     ),
     differs=(
         "a ResNet of three blocks with group norm on small images, instead of ResNet-32 and AlexNet",

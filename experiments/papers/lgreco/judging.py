@@ -8,9 +8,10 @@ from statistics import fmean
 from typing import Any
 
 from experiments.framework.findings import points, share
+from experiments.framework.verdicts import Judgement, matches
 from thinwire.compare.comparison import Comparison, Side
 from thinwire.compare.report import Run
-from thinwire.compare.statistics import Estimate, Verdict, estimate, judge, relative_differences
+from thinwire.compare.statistics import Estimate, estimate, relative_differences
 
 
 def lost(runs: Sequence[Run], baseline: Sequence[Run], margin: float) -> dict[str, Any]:
@@ -33,10 +34,13 @@ def lost(runs: Sequence[Run], baseline: Sequence[Run], margin: float) -> dict[st
     }
 
 
-def kept(row: Mapping[str, Any]) -> bool | None:
-    """Whether a row's `lost` is at most the margin, at 95 %; None where too few seeds were trained to say."""
-    verdict = judge(_estimate(row), row["margin"])
-    return None if verdict is Verdict.UNDECIDED else verdict is Verdict.WITHIN
+def kept(row: Mapping[str, Any], margin: float | None = None) -> Judgement:
+    """Whether a row's `lost`, in points of accuracy or as a share of perplexity, is at most the margin."""
+    allowed = row["margin"] if margin is None else margin
+    # The loss is the logarithm of perplexity: a difference of 0.01 is 1 % of it.
+    nats = 1.0 if row["counts_right"] else row["theirs"]
+    lost = _estimate(row)
+    return matches(Estimate(nats * lost.mean, lost.deviation, nats * lost.lower, nats * lost.upper, 2), allowed)
 
 
 def shown(row: Mapping[str, Any]) -> str:
@@ -71,12 +75,6 @@ def gains(runs: Sequence[Run], uniform: Sequence[Run]) -> list[float]:
     """By seed, how many times fewer bytes than ``uniform`` are sent once both have chosen a plan."""
     step = max(first_plan(runs), first_plan(uniform))
     return [bytes_from(other, step) / bytes_from(run, step) for run, other in zip(runs, uniform, strict=True)]
-
-
-def at_least(values: Sequence[float], bound: float) -> bool | None:
-    """Whether all ``values`` are; None where some are and some are not."""
-    above = [value >= bound for value in values]
-    return True if all(above) else False if not any(above) else None
 
 
 def side_named(found: Comparison, name: str) -> Side:

@@ -48,7 +48,7 @@ def table(scale: LGrecoScale, name: Name, found: Comparison) -> list[Row]:
     family."""
     assert found.control is not None
     control = lost(found.control.runs, found.baseline.runs, found.margin)
-    rows = [Row(TABLES[name], f"control/{name}", float(kept(control) is False), "", control)]
+    rows = [Row(TABLES[name], f"control/{name}", float(kept(control).holds is False), "", control)]
     for family in FAMILIES:
         uniform = side_named(found, family.spec(name))
         adapted = side_named(found, family.adapted(name, scale.every(name)))

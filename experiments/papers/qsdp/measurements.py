@@ -9,7 +9,6 @@ from statistics import fmean, median
 from typing import Any, ClassVar
 
 from experiments.framework.claims import Row
-from experiments.framework.findings import no_worse
 from experiments.framework.study import Scale, Study
 from experiments.framework.timing import RANKS_PER_NODE, Place, Times, shown_rate
 from experiments.papers.qsdp.methods import (
@@ -45,7 +44,7 @@ from experiments.papers.qsdp.trainings import Trained, Trainings
 from experiments.tasks.models import Model
 from thinwire.compare import plots
 from thinwire.compare.data import standard_library
-from thinwire.compare.statistics import relative_differences
+from thinwire.compare.statistics import estimate, relative_differences
 from thinwire.compare.tasks import GPTTask
 from thinwire.lab import parse_rate
 
@@ -163,9 +162,9 @@ def where(rate: str | None) -> str:
 def lost_row(figure: str, name: str, runs: Sequence[Trained], others: Sequence[Trained], **data: Any) -> Row:
     """How much higher the perplexity is than the others', as a share of it, by seed: mean and bounds at 95 %."""
     ours, theirs = _perplexities(runs), _perplexities(others)
-    estimate, _ = no_worse(relative_differences(ours, theirs), 0.0)
-    bounds = {"mean": fmean(ours), "against": fmean(theirs), "lower": estimate.lower, "upper": estimate.upper}
-    return Row(figure, name, estimate.mean, "", {**facts(runs), **bounds, **data})
+    found = estimate(relative_differences(ours, theirs))
+    bounds = {"mean": fmean(ours), "against": fmean(theirs), "lower": found.lower, "upper": found.upper}
+    return Row(figure, name, found.mean, "", {**facts(runs), **bounds, **data})
 
 
 def facts(runs: Sequence[Trained]) -> dict[str, list[float]]:

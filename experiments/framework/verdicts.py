@@ -1,0 +1,124 @@
+"""How claims are judged: *holds*, *does not hold*, or *cannot be told here* with the difference that could be.
+
+Every rule looks at an interval: of paired differences over seeds, or of paired ratios over rounds that is widened by
+what such ratios differ from run to run. A single training decides nothing, nor does an interval that is wider than the
+margin. ``python -m experiments power`` prints what the tasks can tell apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from thinwire.compare.statistics import CONFIDENCE, Estimate, estimate, need_scipy
+
+RUN_SCATTER = 0.087
+"""Standard deviation, between runs of the same experiment, of the logarithm of a ratio of step times; pooled over the
+experiments that were recorded more than once (``benchmarks/power.json``)."""
+_SCATTER_FREEDOM = 60
+
+JUDGED = (
+    "a claim holds, does not hold, or cannot be told here. That two methods end alike holds where the upper bound of "
+    "their paired difference is within the margin (one-sided t-intervals over seeds at 95 %), fails where the lower "
+    "bound is beyond it, and cannot be told where the interval is wider than the margin or where a control that must "
+    "fail does not. That one is better holds where the lower bound is above zero, and fails where the upper bound is "
+    "below half of the paper's effect, or below zero where the paper gives none. Times are ratios over rounds in which "
+    f"all take turns; their intervals contain what ratios differ from run to run ({RUN_SCATTER:.1%}). What was trained "
+    "or timed once cannot be told"
+)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict; None: it cannot be told. ``why``: the reason, for people. ``detectable``: half the width of the
+    interval, as a share of the baseline's value or in its unit: smaller differences are not told from none."""
+
+    holds: bool | None
+    why: str = ""
+    detectable: float | None = None
+
+
+ONE_TRAINING = Judgement(None, "one training: no interval")
+ONE_MEASUREMENT = Judgement(None, "one measurement: no interval")
+
+
+def counted(holds: bool) -> Judgement:
+    """The verdict on what is counted and the same in every run: bytes, bits, integers."""
+    return Judgement(holds)
+
+
+def unsound(why: str) -> Judgement:
+    """The verdict where the set-up of the recorded run cannot judge the claim."""
+    return Judgement(None, why)
+
+
+def matches(found: Estimate, margin: float) -> Judgement:
+    """Whether a difference (positive is worse) is at most ``margin``."""
+    half = found.upper - found.mean
+    if math.isinf(found.mean):
+        return Judgement(False, "a training diverged")
+    if not math.isfinite(half):
+        return ONE_TRAINING
+    if found.lower > margin:
+        return Judgement(False, detectable=half)
+    if half > margin:
+        return Judgement(None, f"a difference below {_shown(half)} cannot be seen, and {_shown(margin)} matters", half)
+    if found.upper < -margin:
+        return Judgement(None, "better than the baseline by more than the margin: the baseline is not tuned", half)
+    if found.upper <= margin:
+        return Judgement(True, detectable=half)
+    return Judgement(None, f"the interval contains the margin, {_shown(margin)}", half)
+
+
+def exceeds(found: Estimate, effect: float | None = None) -> Judgement:
+    """Whether a difference (positive is as claimed) is above zero; ``effect``: how large it is in the paper."""
+    half = found.upper - found.mean
+    if math.isinf(found.mean):
+        return Judgement(found.mean > 0, "a training diverged")
+    if not math.isfinite(half):
+        return ONE_TRAINING
+    if found.upper <= (effect or 0.0) / 2:
+        return Judgement(False, detectable=half)
+    if found.lower > 0:
+        return Judgement(True, detectable=half)
+    return Judgement(None, f"a difference below {_shown(half)} cannot be seen", half)
+
+
+def faster(ratios: Sequence[float], bound: float = 1.0) -> Judgement:
+    """Whether ``ratios`` of times (one a round) are above ``bound``, as another run would find them, too."""
+    if len(ratios) < 2:
+        return ONE_MEASUREMENT
+    rounds = estimate([math.log(ratio / bound) for ratio in ratios])
+    quantile = float(need_scipy().t.ppf(CONFIDENCE, _SCATTER_FREEDOM))
+    half = math.hypot(quantile * RUN_SCATTER, rounds.upper - rounds.mean)
+    share = math.expm1(half)
+    if abs(rounds.mean) > half:
+        return Judgement(rounds.mean > 0, detectable=share)
+    return Judgement(None, f"a ratio within {_shown(share)} of {bound:g} cannot be told from it", share)
+
+
+def larger(ratios: Sequence[float]) -> Judgement:
+    """Whether ``ratios`` that no clock took part in (of errors, of bytes) are above 1."""
+    if len(ratios) < 2:
+        return ONE_MEASUREMENT
+    return exceeds(estimate([math.log(ratio) for ratio in ratios]))
+
+
+def all_hold(judgements: Iterable[Judgement]) -> Judgement:
+    """Of a claim of several parts: it fails with any of them, and cannot be told where one of the others cannot."""
+    parts = list(judgements)
+    for holds in (False, None):
+        for part in parts:
+            if part.holds is holds:
+                return part
+    return Judgement(True, detectable=max((part.detectable or 0.0 for part in parts), default=0.0))
+
+
+def if_seen(seen: bool, judgement: Judgement) -> Judgement:
+    """The judgement, if the control that must fail did; a task that sees no damage says nothing."""
+    return judgement if seen else unsound("the control did not surely fail, so that this says nothing")
+
+
+def _shown(share: float) -> str:
+    return f"{100 * share:.2g} %"

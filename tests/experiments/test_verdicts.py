@@ -1,0 +1,85 @@
+"""How claims are judged: by intervals, against margins, and with what cannot be told."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from experiments.framework.verdicts import (
+    RUN_SCATTER,
+    Judgement,
+    all_hold,
+    exceeds,
+    faster,
+    if_seen,
+    larger,
+    matches,
+)
+from thinwire.compare.statistics import estimate
+
+
+@pytest.mark.parametrize(
+    ("lost", "margin", "expected"),
+    [
+        ([0.001, 0.0, -0.001], 0.005, True),
+        ([0.05, 0.051, 0.049], 0.005, False),
+        ([0.05, -0.05, 0.0], 0.005, None),
+        # Wider than the margin, whatever the upper bound.
+        ([-0.05, -0.03, -0.04], 0.005, None),
+        ([0.004, 0.005, 0.006], 0.005, None),
+        # Better by more than the margin: the baseline is not what it should be.
+        ([-0.05, -0.051, -0.049], 0.005, None),
+        ([0.0], 0.005, None),
+        ([math.inf, 0.0], 0.005, False),
+    ],
+)
+def test_two_methods_match_within_a_margin(lost: list[float], margin: float, expected: bool | None) -> None:
+    found = matches(estimate(lost), margin)
+    assert found.holds is expected
+    assert found.why or expected is not None
+
+
+@pytest.mark.parametrize(
+    ("gained", "effect", "expected"),
+    [
+        ([0.010, 0.011, 0.012], None, True),
+        ([0.010, 0.011, 0.012], 0.012, True),
+        # Surely better, and surely by less than half of what the paper has.
+        ([0.010, 0.011, 0.012], 0.1, False),
+        ([-0.010, -0.011, -0.012], None, False),
+        ([0.01, -0.01, 0.0], None, None),
+        ([0.01, -0.01, 0.0], 0.1, False),
+        ([0.01], 0.01, None),
+        ([math.inf, 0.0], None, True),
+    ],
+)
+def test_one_method_is_better_by_an_effect(gained: list[float], effect: float | None, expected: bool | None) -> None:
+    assert exceeds(estimate(gained), effect).holds is expected
+
+
+def test_times_of_one_run_are_judged_with_what_runs_differ_by() -> None:
+    assert faster([1.5] * 8).holds is True
+    assert faster([0.6] * 8).holds is False
+    assert faster([1.5] * 8, 2.0).holds is False
+    close = faster([1.1] * 8)
+    assert close.holds is None
+    assert close.detectable == pytest.approx(math.expm1(1.67 * RUN_SCATTER), abs=0.001)
+    assert "16 %" in close.why
+    assert faster([3.0, 0.5] * 4).holds is None
+    assert faster([3.0]).holds is None
+    # No clock took part: what differs between runs has no say.
+    assert larger([1.1] * 8).holds is True
+
+
+def test_a_claim_of_parts_fails_with_any_of_them() -> None:
+    yes, no, unknown = Judgement(True, detectable=0.1), Judgement(False), Judgement(None, "why")
+    assert all_hold([yes, Judgement(True, detectable=0.2)]) == Judgement(True, detectable=0.2)
+    assert all_hold([yes, unknown]) is unknown
+    assert all_hold([unknown, no]) is no
+
+
+def test_a_task_whose_control_does_not_fail_says_nothing() -> None:
+    assert if_seen(True, Judgement(True)).holds is True
+    assert if_seen(False, Judgement(True)).holds is None
+    assert "control" in if_seen(False, Judgement(False)).why
