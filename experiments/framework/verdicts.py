@@ -2,7 +2,7 @@
 
 Every rule looks at an interval: of paired differences over seeds, or of paired ratios over rounds that is widened by
 what such ratios differ from run to run. A single training decides nothing, nor does an interval that is wider than the
-margin. ``python -m experiments power`` prints what the tasks can tell apart.
+margin.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from thinwire.compare.statistics import CONFIDENCE, Estimate, estimate, need_sci
 
 RUN_SCATTER = 0.087
 """Standard deviation, between runs of the same experiment, of the logarithm of a ratio of step times; pooled over the
-experiments that were recorded more than once (``benchmarks/power.json``)."""
+figures that were timed more than once (a test makes it of the recorded runs)."""
 _SCATTER_FREEDOM = 60
 
 JUDGED = (
