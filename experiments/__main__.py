@@ -25,6 +25,7 @@ _VALIDATION = {
     "bench local": Command("experiments.bench.local:local", "local updates over slow links, beside a free network"),
     "bench optimizer": Command("experiments.bench.optimizer:optimizer", "what an optimizer's step costs"),
     "bench changes": Command("experiments.bench.changes:changes", "what quantisers lose of changes of activations"),
+    "bench first-epoch": Command("experiments.bench.first_epoch:first_epoch", "pipelines that see each sample once"),
     "bench formats": Command("experiments.bench.formats:formats", "error at equal bytes: rotations, spikes"),
     "bench training": Command("experiments.bench.training:training", "loss and bytes of each way to train"),
     "chaos": Command("experiments.chaos.chaos:chaos", "ranks that fail in seeded ways, and the others' errors"),

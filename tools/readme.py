@@ -305,6 +305,23 @@ def changes() -> str:
     return f"`python -m experiments bench changes`:\n\n{table(head, rows)}\n\n{figures.machine}."
 
 
+def first_epoch() -> str:
+    figures = Figures(BENCHMARKS / "first-epoch.json")
+    about, rows = figures.record["about"], []
+    for name in (name.partition("/")[2] for name in figures.rows if name.startswith("bits/")):
+        kinds = ("bits", "error", "held_out", "above_fp32", "deviation")
+        bits, error, loss, above, deviation = (figures.get(f"{kind}/{name}") or 0.0 for kind in kinds)
+        title = f"`{name}`" if "(" in name else name
+        rows.append([title, f"{bits:.2f}", f"{error:.3f}", f"{loss:.4f}", f"{above:+.2%} ± {deviation:.2%}"])
+    rows.sort(key=lambda row: float(row[3]))
+    head = ["forward", "bits an activation", "error", "held-out loss", "against FP32"]
+    return (
+        f"`python -m experiments bench first-epoch`: a GPT of {about['stages']} stages, one epoch of "
+        f"{about['samples']} samples from random weights, {about['seeds']} seeds. Gradients: 8 bits (FP32: 32).\n\n"
+        f"{table(head, rows)}\n\n{figures.machine}."
+    )
+
+
 def formats() -> str:
     figures = Figures(BENCHMARKS / "formats.json")
     rows = []
@@ -590,7 +607,7 @@ PAGES = {
     "docs/compressors.md": {"compressors": compressors, "formats": formats},
     "docs/speed.md": {"allreduce": allreduce, "step": step},
     "docs/process-group.md": {"blob": blob, "conformance": conformance},
-    "docs/pipelines.md": {"changes": changes},
+    "docs/pipelines.md": {"changes": changes, "first-epoch": first_epoch},
     "docs/failures.md": {"chaos": chaos, "soak": soak, "fuzz": fuzz},
     "docs/fsdp.md": {"sharded": sharded},
     "docs/compressed-adamw.md": {"optimizer": optimizer, "training": training},

@@ -114,7 +114,9 @@ def _peaked(height: float, sign: int) -> Tensor:
     return x
 
 
-class _Cut(torch.autograd.Function):
+class Cut(torch.autograd.Function):
+    """A stage boundary: what ``there`` makes of activations, and ``back`` of their gradients."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: _Send, back: _Send) -> Tensor:
         ctx.back = back
@@ -166,7 +168,7 @@ def _train(coder: Coded | None, start: GPT, seed: int) -> tuple[float, float, fl
                 group["lr"] = task.rate(step)
             x, y = task.tuned_on(ids)
             optimizer.zero_grad(set_to_none=True)
-            loss = next_token_loss(parts[1](_Cut.apply(parts[0](x), there, back)), y)
+            loss = next_token_loss(parts[1](Cut.apply(parts[0](x), there, back)), y)
             loss.backward()
             optimizer.step()
             losses.append(loss.item())

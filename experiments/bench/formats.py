@@ -181,17 +181,18 @@ def error_of(tensors: Sequence[Tensor], form: Format, bits: int, *, block: int, 
     return math.sqrt(float(sum(squares)) / len(squares))
 
 
-def rotated(x: Tensor, block: int, *, seed: int) -> Tensor:
+def rotated(x: Tensor, block: int, *, seed: int, back: bool = False) -> Tensor:
     """Blocks of a flat tensor, a multiple of ``block`` long, times random signs, transformed by an orthonormal Hadamard
-    matrix."""
+    matrix; ``back`` undoes that."""
     generator = torch.Generator().manual_seed(derive_key(seed) >> 1)
     signs = torch.randint(0, 2, x.shape, generator=generator) * 2 - 1
-    rows, half = (x * signs).view(-1, block), 1
+    rows, half = (x if back else x * signs).view(-1, block), 1
     while half < block:
         pairs = rows.view(-1, 2, half)
         rows = torch.cat((pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]), 1)
         half *= 2
-    return rows.flatten() / math.sqrt(block)
+    values = rows.flatten() / math.sqrt(block)
+    return values * signs if back else values
 
 
 def _rows(x: Tensor, form: Format, spikes: bool) -> Iterator[Tensor]:
