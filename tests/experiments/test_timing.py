@@ -57,10 +57,13 @@ def test_methods_are_compared_round_by_round() -> None:
     rows: Rows = {name: {"step_s": list(rounds)} for name, rounds in times.rounds.items()}
     assert ratios(rows, "fast", "slow") == [2.0, 4.0, 2.0]
     assert times_faster(rows, "slow", "fast") == 0.5
-    assert ahead("fast", "slow")(rows) is None
+    assert ahead("fast", "slow")(rows).holds
     rows = {name: {"step_s": [*row["step_s"], *row["step_s"]]} for name, row in rows.items()}
-    assert ahead("fast", "slow")(rows) is True
-    assert ahead("fast", "slow", bound=5.0)(rows) is False
+    assert ahead("fast", "slow")(rows).holds
+    assert ahead("fast", "slow", bound=5.0)(rows).holds is False
+    rows["fast"] = {"step_s": [1.0, 9.0, 1.5]}
+    rows["slow"] = {"step_s": [2.0, 8.0, 3.0]}
+    assert ahead("fast", "slow")(rows).holds is None
 
 
 def test_the_rate_at_which_a_step_takes_a_time() -> None:

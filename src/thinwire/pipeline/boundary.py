@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from thinwire.collectives.message import HEADER_BYTES, seal, verify
+from thinwire.collectives.message import HEADER_BYTES, MessageError, seal, verify
 from thinwire.compressors import Coded
 from thinwire.kernels import derive_key
 from thinwire.pipeline.beside import Beside
@@ -256,6 +256,8 @@ class BoundarySide:
         step, crossing, rows = self._present(direction, chunk)
         layout = self.layout(direction, chunk)
         verify(message, peer=peer, **self._header(layout, direction, chunk, sent=False))
+        if message.numel() != layout.num_bytes:  # a checksum does not miss zeros at the end
+            raise MessageError(f"rank {peer} sent {message.numel()} bytes, where {layout.num_bytes} are expected")
         self.stats.received_bytes += message.numel()
         with self.stats.timed("decode"):
             flat = torch.zeros(_numel(crossing, rows), dtype=crossing.dtype)

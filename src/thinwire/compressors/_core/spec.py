@@ -96,7 +96,9 @@ def parse(spec: str | Compressor) -> Compressor:
         tree = _tree(text)
         return _Reader(text).compressor(tree)
     except SyntaxError as error:
-        raise _not_a_spec(text, (error.offset or 1) - 1, error.msg) from None
+        raise _not_a_spec(text, _Refused((error.offset or 1) - 1, error.msg)) from None
+    except _Refused as refused:
+        raise _not_a_spec(text, refused) from None
     except (RecursionError, MemoryError):
         raise ValueError(f"{text[:40]!r}... is not a spec: it is nested too deeply") from None
 
@@ -122,8 +124,16 @@ def _tree(text: str) -> ast.expr:
     return expression(_WORDS.sub(lambda word: word[0].upper(), text))
 
 
+class _Refused(ValueError):
+    """A text is not a spec. What may have been meant is not looked for yet, as candidates are refused as well."""
+
+    def __init__(self, at: int, why: str, nearest: str | None = None, *, unknown: bool = False) -> None:
+        super().__init__(why)
+        self.at, self.why, self.nearest, self.unknown = at, why, nearest, unknown
+
+
 class _Reader:
-    """Makes compressors from the nodes of a spec's syntax tree."""
+    """Makes compressors from the nodes of a spec's syntax tree; raises `_Refused`."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -133,36 +143,36 @@ class _Reader:
             return self.compressor(node.left) | self.compressor(node.right)
         called = node.func if isinstance(node, ast.Call) else node
         if not isinstance(called, ast.Name):
-            raise _not_a_spec(self._text, node.col_offset, "a compressor's name must stand there")
+            raise _Refused(node.col_offset, "a compressor's name must stand there")
         make = self._find(called)
         values = self._values(node, called.id, make) if isinstance(node, ast.Call) else {}
         for name, parameter in inspect.signature(make).parameters.items():
             if parameter.default is parameter.empty and name not in values:
-                raise _not_a_spec(self._text, node.col_offset, f"{called.id} needs its parameter {name}")
+                raise _Refused(node.col_offset, f"{called.id} needs its parameter {name}")
         return make(**values)
 
     def _values(self, node: ast.Call, called: str, make: Callable[..., Compressor]) -> dict[str, object]:
         parameters = inspect.signature(make).parameters
         names = list(parameters)
         if len(node.args) > len(names):
-            raise _not_a_spec(
-                self._text,
+            raise _Refused(
                 node.args[len(names)].col_offset,
-                f"{called} takes at most {len(names)} parameters: {', '.join(names)}",
+                f"{called} takes at most {len(names)} parameters: {', '.join(names)}"
+                if names
+                else f"{called} takes none",
             )
         values = {n: self._value(arg, parameters[n]) for n, arg in zip(names, node.args, strict=False)}
         for keyword in node.keywords:
             if keyword.arg is None or keyword.arg not in names:
                 takes = f"it takes {', '.join(names)}" if names else "it takes none"
                 close = difflib.get_close_matches(keyword.arg or "", names, n=1, cutoff=0.5)
-                raise _not_a_spec(
-                    self._text,
+                raise _Refused(
                     keyword.col_offset,
                     f"{called} has no parameter {keyword.arg!r}: {takes}",
                     self._replaced(keyword.col_offset, len(keyword.arg or ""), close),
                 )
             if keyword.arg in values:
-                raise _not_a_spec(self._text, keyword.col_offset, f"{keyword.arg} is given twice")
+                raise _Refused(keyword.col_offset, f"{keyword.arg} is given twice")
             values[keyword.arg] = self._value(keyword.value, parameters[keyword.arg])
         return values
 
@@ -175,7 +185,7 @@ class _Reader:
         try:
             return ast.literal_eval(node)
         except (ValueError, TypeError, MemoryError, RecursionError):
-            raise _not_a_spec(self._text, node.col_offset, f"{ast.unparse(node)} is not a plain value") from None
+            raise _Refused(node.col_offset, f"{ast.unparse(node)} is not a plain value") from None
 
     def _find(self, node: ast.Name) -> Callable[..., Compressor]:
         name = node.id
@@ -185,30 +195,33 @@ class _Reader:
             if point.name == name:
                 return register(point.load(), name)
         close = _close(name, _registry)
-        why = f"no compressor is called {name!r}"
-        if not close and not _meant(self._text):
-            why += f": there are {', '.join(sorted(_registry))}"
-        raise _not_a_spec(self._text, node.col_offset, why, self._replaced(node.col_offset, len(name), close))
+        replaced = self._replaced(node.col_offset, len(name), close)
+        raise _Refused(node.col_offset, f"no compressor is called {name!r}", replaced, unknown=not close)
 
     def _replaced(self, at: int, length: int, by: list[str]) -> str | None:
         """Return the text with the name at ``at`` replaced, if that makes it a valid spec."""
         if not by:
             return None
         text = self._text[:at] + by[0] + self._text[at + length :]
-        return text if _is_spec(text) else None
+        return text if _reads(text) else None
 
 
-def _is_spec(text: str) -> bool:
+def _reads(text: str) -> bool:
+    """Whether ``text`` is a spec."""
     try:
-        parse(text)
-    except (ValueError, TypeError):
+        _Reader(text).compressor(_tree(text))
+    except (SyntaxError, ValueError, TypeError, RecursionError):
         return False
     return True
 
 
-def _not_a_spec(text: str, at: int, why: str, nearest: str | None = None) -> ValueError:
-    nearest = _meant(text) or nearest or _nearest(text)
-    return ValueError(f"{text!r} is not a spec: at character {at + 1}, {why}. Did you mean {nearest!r}?")
+def _not_a_spec(text: str, refused: _Refused) -> ValueError:
+    meant = _meant(text)
+    why = refused.why
+    if refused.unknown and not meant:
+        why += f": there are {', '.join(sorted(_registry))}"
+    nearest = meant or refused.nearest or _nearest(text)
+    return ValueError(f"{text!r} is not a spec: at character {refused.at + 1}, {why}. Did you mean {nearest!r}?")
 
 
 def _close(word: str, names: Iterable[str]) -> list[str]:
@@ -249,15 +262,10 @@ def _nearest(text: str) -> str:
 
 
 def _parses(text: str) -> bool:
+    """Whether ``text`` is a spec of one registered compressor."""
     try:
         tree = _tree(text.strip())
     except SyntaxError:
         return False
     name = tree.func if isinstance(tree, ast.Call) else tree
-    if not isinstance(name, ast.Name) or name.id not in _registry:
-        return False
-    try:
-        _Reader(text.strip()).compressor(tree)
-    except (ValueError, TypeError):
-        return False
-    return True
+    return isinstance(name, ast.Name) and name.id in _registry and _reads(text.strip())
