@@ -576,7 +576,7 @@ def local() -> str:
                 continue
             rows.append(
                 [
-                    f"{format_rate(parse_rate(rate))}, {TITLES.get(name, 'the same in 4 fragments, 1 step late')}",
+                    f"{format_rate(parse_rate(rate))}, {TITLES.get(name, 'the same in 2 fragments, 3 steps late')}",
                     f"{sent / 1e3:,.0f} kB",
                     f"{figures.get(f'{rate}/speed_over_alone/{name}'):.2f}x",
                     f"{seconds:.1f} s ({seconds / free:.2f}x)" if seconds else "never",

@@ -239,7 +239,7 @@ VARIANTS = {
     "thinwire": Variant("thinwire 4-bit", _compressed),
     "low-rank": Variant(f"thinwire rank {POWERSGD_RANK}", _low_rank),
     "local": Variant(f"local, every {LOCAL_EVERY}", _local, every=LOCAL_EVERY),
-    "streaming": Variant("local, streaming", partial(_local, fragments=4, overlap=1), every=LOCAL_EVERY),
+    "streaming": Variant("local, streaming", partial(_local, fragments=2, overlap=3), every=LOCAL_EVERY),
     "alone": Variant("training alone", _alone, synchronised=False),
     "control": Variant("1-bit control", _control),
 }
