@@ -7,6 +7,7 @@ import gc
 import io
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -38,6 +39,10 @@ _STACKS_AT = 0.95
 """Of its time, after which a rank that has given no answer says where it is."""
 
 
+_TRIES = 3
+"""Times that ranks are started if gloo cannot join them."""
+
+
 class RankError(AssertionError):
     """A rank raised; its traceback is the message."""
 
@@ -57,19 +62,21 @@ def run_ranks(
     that raises gives the exception's text as an ``Exception``.
     """
     run = partial(_run_ranks, function, num_ranks, args, timeout_s, group_timeout_s, may_die, backend)
-    try:
-        return run()
-    except RankError as error:
-        if not _never_met(str(error)):
-            raise
-        sys.stderr.write(f"ranks did not find each other, and are started anew: {error}\n")
-        return run()
+    for _ in range(_TRIES - 1):
+        try:
+            return run()
+        except RankError as error:
+            if not _never_met(str(error)):
+                raise
+            sys.stderr.write(f"ranks did not find each other, and are started anew: {error}\n")
+    return run()
 
 
 def _never_met(error: str) -> bool:
     """Whether gloo could not join the ranks: on a busy machine one now and then waits in vain for another's address."""
     waited = "ait timeout" in error and "ProcessGroupGloo(" in error
-    return waited or "Gloo connectFullMesh failed" in error
+    connecting = re.search(r"\(most recent call first\):\n.*in _new_process_group_helper", error)
+    return waited or connecting is not None or "Gloo connectFullMesh failed" in error
 
 
 def _run_ranks(
