@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 SLOW = Path(__file__).resolve().parent.parent / "tests" / "slow.txt"
-_LINE = re.compile(r"(\d+\.\d+)s (setup|call|teardown)\s+(tests/[\w/]+\.py)::(\w+)")
+_LINE = re.compile(r"(\d+\.\d+)s (setup|call|teardown)\s+(tests/[\w/]+\.py)::([\w:]+)")
 _SLOW_FIXTURE_S = 3.0
 _ALWAYS_RUN = ("tests/compressors/test_laws.py", "tests/golden/")
 """What every change must pass, however long it takes."""
