@@ -123,9 +123,10 @@ THINWIRE_APART static void level_codes(const float* x, int64_t n, int bits, cons
   }
 }
 
-template <bool kFew>
-static void levels_encode_as(const FloatJob& job, int64_t begin, int64_t end) {
-  LevelScratch s;
+// Codes blocks [begin, end) of rows. A coder opens a row and returns where its codes go, writes what stands before them,
+// measures a bucket that begins at an element, spreads its scales to element i of the tile, and makes a tile's codes.
+template <class Coder>
+static void encode_measured(const FloatJob& job, int64_t begin, int64_t end, LevelScratch& s, Coder& coder) {
   const int bits = job.bits;
   const int64_t bucket = job.bucket;
   const bool each = bucket % kGroup != 0;
@@ -134,34 +135,22 @@ static void levels_encode_as(const FloatJob& job, int64_t begin, int64_t end) {
     const Row& row = job.rows[r];
     if (!row.numel) continue;
     const int64_t size = levels_block(row.numel, bucket), count = ceil_div(row.numel, size);
-    const int64_t buckets = num_buckets(row.numel, bucket);
-    const float* levels = job.params + (r << bits);
-    uint8_t* payload = job.out + row.payload;
-    uint8_t* scales = payload + levels_meta(bits);
-    uint8_t* packed = scales + align64(8 * buckets);
-    Lookup<kFew> middles;
-    for (int j = 0; j + 1 < 1 << bits; j++) middles.values[j] = (levels[j] + levels[j + 1]) * 0.5f;
+    uint8_t* packed = coder.open(row);
     for (int64_t b = begin > before ? begin - before : 0; b < count && before + b < end; b++) {
       const int64_t first = b * size, last = first + size < row.numel ? first + size : row.numel;
-      if (b == 0) {
-        std::memcpy(payload, levels, int64_t(4) << bits);
-        zero_to_64(payload, int64_t(4) << bits), zero_to_64(scales, 8 * buckets);
-      }
-      float three[3] = {};
+      if (b == 0) coder.write_head();
       int64_t measured = first;
       for (int64_t at = first; at < last; at += kTile) {
         const int64_t n = last - at < kTile ? last - at : kTile;
         for (int64_t i = 0; i < n;) { // the buckets that begin in this tile are measured, and spread over it
           const int64_t here = at + i;
           if (here == measured) {
-            const int64_t left = row.numel - here, in = left < bucket ? left : bucket, k = here / bucket;
-            level_scales(job, row, here, in, s, three);
-            std::memcpy(scales + 4 * k, three, 4), std::memcpy(scales + 4 * (buckets + k), three + 1, 4);
+            const int64_t left = row.numel - here, in = left < bucket ? left : bucket;
+            coder.measure(row, here, in);
             measured = here + in;
           }
           const int64_t until = measured - at < n ? measured - at : n;
-          const int64_t step = each ? 1 : kGroup;
-          for (; i < until; i += step) s.low[i] = three[0], s.inverse[i] = three[2];
+          for (; i < until; i += each ? 1 : kGroup) coder.spread(i);
         }
         const float* x = (const float*)job.own + row.start + at;
         const int64_t groups = ceil_div(n, kGroup), whole = n / kGroup * kGroup;
@@ -170,8 +159,7 @@ static void levels_encode_as(const FloatJob& job, int64_t begin, int64_t end) {
           for (int64_t i = n; i < groups * kGroup; i++) s.tile[i] = 0.0f;
           if (each) for (int64_t i = n; i < groups * kGroup; i++) s.low[i] = s.inverse[i] = 0.0f;
         }
-        each ? level_codes<kFew, true>(x, groups * kGroup, bits, middles, s)
-             : level_codes<kFew, false>(x, groups * kGroup, bits, middles, s);
+        each ? coder.template code<true>(x, groups * kGroup) : coder.template code<false>(x, groups * kGroup);
         std::memset(s.codes + n, 0, groups * kGroup - n);
         pack(s.codes, groups, bits, packed + at / kGroup * 16 * bits);
       }
@@ -179,6 +167,46 @@ static void levels_encode_as(const FloatJob& job, int64_t begin, int64_t end) {
     }
     before += count;
   }
+}
+
+template <bool kFew>
+struct LevelCoder {
+  const FloatJob& job;
+  LevelScratch& s;
+  Lookup<kFew> middles;
+  const float* levels;
+  uint8_t *payload, *scales;
+  int64_t buckets;
+  float three[3];
+
+  uint8_t* open(const Row& row) {
+    levels = job.params + ((&row - job.rows) << job.bits);
+    for (int j = 0; j + 1 < 1 << job.bits; j++) middles.values[j] = (levels[j] + levels[j + 1]) * 0.5f;
+    payload = job.out + row.payload, scales = payload + levels_meta(job.bits);
+    buckets = num_buckets(row.numel, job.bucket);
+    return scales + align64(8 * buckets);
+  }
+  void write_head() {
+    std::memcpy(payload, levels, int64_t(4) << job.bits);
+    zero_to_64(payload, int64_t(4) << job.bits), zero_to_64(scales, 8 * buckets);
+  }
+  void measure(const Row& row, int64_t at, int64_t n) {
+    level_scales(job, row, at, n, s, three);
+    const int64_t k = at / job.bucket;
+    std::memcpy(scales + 4 * k, three, 4), std::memcpy(scales + 4 * (buckets + k), three + 1, 4);
+  }
+  void spread(int64_t i) { s.low[i] = three[0], s.inverse[i] = three[2]; }
+  template <bool kEach>
+  void code(const float* x, int64_t n) {
+    level_codes<kFew, kEach>(x, n, job.bits, middles, s);
+  }
+};
+
+template <bool kFew>
+static void levels_encode_as(const FloatJob& job, int64_t begin, int64_t end) {
+  LevelScratch s;
+  LevelCoder<kFew> coder{job, s};
+  encode_measured(job, begin, end, s, coder);
 }
 
 static void levels_encode(const FloatJob& job, int64_t begin, int64_t end) {

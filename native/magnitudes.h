@@ -34,54 +34,38 @@ THINWIRE_APART static void magnitude_codes(const float* x, int64_t n, int count,
   }
 }
 
+struct MagnitudeCoder {
+  const FloatJob& job;
+  LevelScratch& s;
+  const int count;
+  float middles[kMostMagnitudes];
+  uint8_t* scales;
+  int64_t buckets;
+  float scale;
+
+  MagnitudeCoder(const FloatJob& job, LevelScratch& s) : job(job), s(s), count(1 << (job.bits - 1)) {
+    for (int j = 0; j + 1 < count; j++) middles[j] = (job.params[j] + job.params[j + 1]) * 0.5f;
+  }
+  uint8_t* open(const Row& row) {
+    scales = job.out + row.payload, buckets = num_buckets(row.numel, job.bucket);
+    return scales + align64(4 * buckets);
+  }
+  void write_head() { zero_to_64(scales, 4 * buckets); }
+  void measure(const Row& row, int64_t at, int64_t n) {
+    scale = root_mean_square(job, row, at, n, s);
+    std::memcpy(scales + 4 * (at / job.bucket), &scale, 4);
+  }
+  void spread(int64_t i) { s.inverse[i] = scale; }
+  template <bool kEach>
+  void code(const float* x, int64_t n) {
+    magnitude_codes<kEach>(x, n, count, middles, s);
+  }
+};
+
 static void magnitudes_encode(const FloatJob& job, int64_t begin, int64_t end) {
   LevelScratch s;
-  const int bits = job.bits, count = 1 << (bits - 1);
-  const int64_t bucket = job.bucket;
-  const bool each = bucket % kGroup != 0;
-  float middles[kMostMagnitudes];
-  for (int j = 0; j + 1 < count; j++) middles[j] = (job.params[j] + job.params[j + 1]) * 0.5f;
-  int64_t before = 0;
-  for (int64_t r = 0; r < job.num_rows && before < end; r++) {
-    const Row& row = job.rows[r];
-    if (!row.numel) continue;
-    const int64_t size = levels_block(row.numel, bucket), blocks = ceil_div(row.numel, size);
-    const int64_t buckets = num_buckets(row.numel, bucket);
-    uint8_t* scales = job.out + row.payload;
-    uint8_t* packed = scales + align64(4 * buckets);
-    for (int64_t b = begin > before ? begin - before : 0; b < blocks && before + b < end; b++) {
-      const int64_t first = b * size, last = first + size < row.numel ? first + size : row.numel;
-      if (b == 0) zero_to_64(scales, 4 * buckets);
-      float scale = 0.0f;
-      int64_t measured = first;
-      for (int64_t at = first; at < last; at += kTile) {
-        const int64_t n = last - at < kTile ? last - at : kTile;
-        for (int64_t i = 0; i < n;) { // the buckets that begin in this tile are measured, and spread over it
-          const int64_t here = at + i;
-          if (here == measured) {
-            const int64_t left = row.numel - here, in = left < bucket ? left : bucket;
-            scale = root_mean_square(job, row, here, in, s);
-            std::memcpy(scales + 4 * (here / bucket), &scale, 4);
-            measured = here + in;
-          }
-          const int64_t until = measured - at < n ? measured - at : n;
-          for (; i < until; i += each ? 1 : kGroup) s.inverse[i] = scale;
-        }
-        const float* x = (const float*)job.own + row.start + at;
-        const int64_t groups = ceil_div(n, kGroup), whole = n / kGroup * kGroup;
-        if (job.own_dtype != kFloat32 || whole < n) {
-          read_floats(job.own, job.own_dtype, row.start + at, n, s.tile), x = s.tile;
-          for (int64_t i = n; i < groups * kGroup; i++) s.tile[i] = s.inverse[i] = 0.0f;
-        }
-        each ? magnitude_codes<true>(x, groups * kGroup, count, middles, s)
-             : magnitude_codes<false>(x, groups * kGroup, count, middles, s);
-        std::memset(s.codes + n, 0, groups * kGroup - n);
-        pack(s.codes, groups, bits, packed + at / kGroup * 16 * bits);
-      }
-      if (last == row.numel) zero_to_64(packed, ceil_div(row.numel, kGroup) * 16 * bits);
-    }
-    before += blocks;
-  }
+  MagnitudeCoder coder(job, s);
+  encode_measured(job, begin, end, s, coder);
 }
 
 struct MagnitudeGroup {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -21,6 +22,15 @@ MAGNITUDES = {
     4: (0.1283950, 0.3880483, 0.6567590, 0.9423403, 1.2562311, 1.6180464, 2.0690167, 2.7325896),
 }
 """Magnitudes with the least squared error for the unit normal distribution (Lloyd 1982), by bits."""
+
+
+@cache
+def _on_host(bits: int) -> Tensor:
+    return torch.tensor(MAGNITUDES[bits])
+
+
+def _magnitudes(bits: int, device: torch.device) -> Tensor:
+    return kernels.to_device(_on_host(bits), device)
 
 
 @dataclass(frozen=True)
@@ -51,12 +61,13 @@ class Gaussian(Coded):
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return kernels.magnitudes_bytes(numel, self.bits, self.bucket)
 
-    def _magnitudes(self, like: Tensor) -> Tensor:
-        return kernels.to_device(torch.tensor(MAGNITUDES[self.bits]), like.device)
-
     def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
-        kernels.magnitudes_encode(x, call.table, message, self._magnitudes(x), bits=self.bits, bucket=self.bucket)
+        kernels.magnitudes_encode(
+            x, call.table, message, _magnitudes(self.bits, x.device), bits=self.bits, bucket=self.bucket
+        )
 
     def decode(self, message: Tensor, y: Tensor, call: CodecCall, *, add: bool = False) -> None:
         how = {"bits": self.bits, "bucket": self.bucket}
-        kernels.magnitudes_decode(message, call.table, y, self._magnitudes(y), **how, add=add, scale=call.scale)
+        kernels.magnitudes_decode(
+            message, call.table, y, _magnitudes(self.bits, y.device), **how, add=add, scale=call.scale
+        )

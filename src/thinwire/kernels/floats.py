@@ -48,6 +48,11 @@ def _check_numel(numel: int) -> None:
         raise ValueError(f"numel must not be negative, got {numel}")
 
 
+def _check_bucket(bucket: int) -> None:
+    if not isinstance(bucket, int) or not 1 <= bucket <= MAX_BUCKET:
+        raise ValueError(f"bucket must be 1 to 2**62 elements, not {bucket}")
+
+
 def _check_per_row(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
     if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
         raise TypeError(f"{name} must be a float32 tensor")
@@ -194,8 +199,7 @@ def levels_bytes(numel: int, bits: int, bucket: int) -> int:
     """Return the payload bytes of a segment: 2^bits levels, lo and range of buckets, codes, each padded to 64."""
     _check_bits(bits, 1, 8)
     _check_numel(numel)
-    if not isinstance(bucket, int) or not 1 <= bucket <= MAX_BUCKET:
-        raise ValueError(f"bucket must be 1 to 2**62 elements, not {bucket}")
+    _check_bucket(bucket)
     return levels_parts(numel, bits, bucket)[2] if numel else 0
 
 
@@ -244,8 +248,7 @@ def magnitudes_bytes(numel: int, bits: int, bucket: int) -> int:
     """Return the payload bytes of a segment: a scale for each bucket, and codes, each padded to 64."""
     _check_bits(bits, 1, 4)
     _check_numel(numel)
-    if not isinstance(bucket, int) or not 1 <= bucket <= MAX_BUCKET:
-        raise ValueError(f"bucket must be 1 to 2**62 elements, not {bucket}")
+    _check_bucket(bucket)
     return magnitudes_parts(numel, bits, bucket)[1] if numel else 0
 
 
