@@ -59,6 +59,22 @@ def test_a_worker_that_hangs_is_named_after_the_timeout() -> None:
         works(aggregator.address)
 
 
+def test_a_worker_that_closes_while_its_session_is_ended_does_not_end_the_aggregator() -> None:
+    """Its socket answers the last frame with a reset: what is done to the connection after that fails."""
+    with socket.socket() as sock:
+
+        def close_when_ended(line: str) -> None:
+            if line.startswith("session ended"):
+                sock.close()
+
+        with serving(join_timeout_s=0.3, log=close_when_ended) as (aggregator, _):
+            host, port, _ = parse_address(aggregator.address)
+            sock.connect((host, port))
+            sock.sendall(greeted(sock, Greeting(rank=0, world_size=2, session=5, lanes=1, slots=1, timeout_ms=5000)))
+            wait_until(lambda: aggregator.counters.failed_sessions == 1)
+            works(aggregator.address)
+
+
 def test_a_late_worker_is_waited_for() -> None:
     with serving() as (aggregator, _):
         pair = clients(aggregator.address, 2, timeout_s=5.0)

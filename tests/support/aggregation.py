@@ -23,7 +23,7 @@ def serving(**options: Any) -> Iterator[tuple[Aggregator, list[str]]]:
     lines: list[str] = []
     numbers = {"slots": 8, "slot_elements": 64, "shares": 1}
     numbers |= {name: options.pop(name) for name in list(options) if name in Limits.__dataclass_fields__}
-    with Aggregator(limits=Limits(**numbers), log=lines.append, **options) as aggregator:
+    with Aggregator(limits=Limits(**numbers), **({"log": lines.append} | options)) as aggregator:
         thread = threading.Thread(target=aggregator.serve, daemon=True)
         thread.start()
         try:

@@ -9,6 +9,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from thinwire.aggregator.session import Session, SessionError, Slot
@@ -310,7 +311,8 @@ class Aggregator:
         worker.transport.write(error_frame(text, by_worker=by_worker))
         if worker.transport.can_write_eof():
             # Closing a socket with unread data would reset the connection, and the last frame would be lost.
-            worker.transport.write_eof()
+            with suppress(OSError):  # a worker that has closed answers the frame with a reset; its loss is seen next
+                worker.transport.write_eof()
         else:
             worker.transport.close()  # TLS has an end of its own, which its peer confirms
         worker.deadline.cancel()
