@@ -302,7 +302,8 @@ def changes() -> str:
             losses = [figures.get(f"{name}/{spec}") for name in ("loss", "held out")]
             row.append(", ".join(f"{loss:+.1%}" for loss in losses if loss is not None))
         rows.append(row)
-    return f"`python -m experiments bench changes`:\n\n{table(head, rows)}\n\n{figures.machine}."
+    seeds = f", trained with {figures.record['about']['seeds']} seeds" if trained else ""
+    return f"`python -m experiments bench changes`{seeds}:\n\n{table(head, rows)}\n\n{figures.machine}."
 
 
 def first_epoch() -> str:

@@ -23,12 +23,13 @@ _SPECS = (
     "maxabs(bits=2, rounding=stochastic)",
     "maxabs(bits=2, rounding=nearest)",
     "maxabs(bits=2)",
+    "gaussian(bits=2)",
     "maxabs(bits=3, rounding=stochastic)",
     "maxabs(bits=3)",
     "maxabs(bits=3, rounding=nearest, midrise=True)",
     "maxabs(bits=4)",
 )
-_TRAINED = ("maxabs(bits=2, rounding=stochastic)", "maxabs(bits=2)")
+_TRAINED = ("maxabs(bits=2, rounding=stochastic)", "maxabs(bits=2)", "gaussian(bits=2)")
 _BACKWARD = "maxabs(bits=6)"
 _BUCKET = 128
 _PEAKS = (0.0, *torch.logspace(-3, 0, 40).tolist())

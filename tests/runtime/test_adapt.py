@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -264,6 +265,47 @@ def test_a_layer_that_turns_raw_sends_its_residual_first() -> None:
         return arrived, sent
 
     (arrived, mine), (_, other) = run_threads(run, 2)
+    assert torch.allclose(arrived, (mine + other) / 2, atol=1e-4)
+
+
+def _arrives_in_all(rank: int, spec: str, policy: Policy, loss_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """All means of ten steps of DDP on a loss that is linear in its weights, and all gradients of this rank."""
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 48, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale, enabled=loss_scale != 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wire = thinwire.compress(
+            model, spec, adapt=policy, skip_if_slower=False, optimizer=optimizer, grad_scaler=scaler
+        )
+    (weight,) = model.parameters()
+    arrived, given = torch.zeros(2, 48, 64, dtype=torch.float64)
+    for step in range(10):
+        direction = torch.randn(48, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+        model.zero_grad()
+        scaler.scale((model(torch.eye(64)).T * direction).sum()).backward()
+        assert weight.grad is not None
+        arrived += weight.grad / loss_scale
+        given += direction
+    assert wire.dense
+    return arrived, given
+
+
+@pytest.mark.parametrize(
+    ("spec", "loss_scale"),
+    [
+        ("ef(topk(density=0.1))", 1.0),
+        ("ef(minmax(bits=2))", 1024.0),
+        ("ef(powersgd(rank=2))", 1.0),
+        ("ef(topk(density=0.1), units=update)", 1.0),
+    ],
+)
+def test_what_is_owed_is_sent_with_the_first_gradient_after_compression_is_switched_off(
+    spec: str, loss_scale: float
+) -> None:
+    """`Auto` turns all layers raw at once, and gradients go by a native all-reduce from then on."""
+    policy = Scripted(every=4, window=1, lag=1, specs=(spec, "raw", "raw"))
+    (arrived, mine), (_, other) = run_ranks(_arrives_in_all, 2, spec, policy, loss_scale)
     assert torch.allclose(arrived, (mine + other) / 2, atol=1e-4)
 
 

@@ -37,7 +37,7 @@ from thinwire.compressors.atomo import Atomo
 from thinwire.compressors.cast import Cast
 from thinwire.compressors.delta import Delta, check_stateless, direct
 from thinwire.compressors.dgc import DGC
-from thinwire.compressors.ef import RESIDUAL, ef
+from thinwire.compressors.ef import RESIDUAL, Feedback, ef
 from thinwire.compressors.fft import FFT
 from thinwire.compressors.gaussian import Gaussian
 from thinwire.compressors.globaltopk import GlobalTopK
@@ -87,6 +87,7 @@ __all__ = [
     "Compressor",
     "Count",
     "Delta",
+    "Feedback",
     "FollowsOptimizer",
     "Gaussian",
     "GlobalTopK",

@@ -58,7 +58,7 @@ def ef(inner: Compressor, units: Units = "gradient") -> Compressor:
     raise TypeError(f"{inner} is neither coded nor summed")
 
 
-class _Feedback(Wrapper):
+class Feedback(Wrapper):
     """What both kinds of error feedback have in common."""
 
     units: Units
@@ -75,19 +75,27 @@ class _Feedback(Wrapper):
         """
         if state is None:
             raise ValueError("error feedback needs its residual: pass state=")
-        factor = state.loss_scale
-        if self.units == "update":
-            if not state.learning_rate > 0.0:
-                raise ValueError(f"{self} divides residuals by the learning rate, which is {state.learning_rate}")
-            factor /= state.learning_rate
+        factor = state.loss_scale * self.in_gradients(state.learning_rate)
         return Residual(state.now[RESIDUAL.name], state.next[RESIDUAL.name], factor)
+
+    def in_gradients(self, learning_rate: float | None) -> float:
+        """Return the factor from the residual's units to the gradient's at this learning rate.
+
+        Raises:
+            ValueError: the residual has the update's units, and there is no learning rate above 0.
+        """
+        if self.units == "gradient":
+            return 1.0
+        if learning_rate is None or not learning_rate > 0.0:
+            raise ValueError(f"{self} divides residuals by the learning rate, which is {learning_rate}")
+        return 1.0 / learning_rate
 
     def __str__(self) -> str:
         return f"ef({self.inner})" if self.units == "gradient" else f"ef({self.inner}, units={self.units})"
 
 
 @dataclass(frozen=True)
-class EfCoded(_Feedback, CodedWrapper):
+class EfCoded(Feedback, CodedWrapper):
     """Error feedback around a coded compressor; see `ef`."""
 
     spec_name: ClassVar[str] = "ef"
@@ -125,7 +133,7 @@ class EfCoded(_Feedback, CodedWrapper):
 
 
 @dataclass(frozen=True)
-class EfSummed(_Feedback, Summed):
+class EfSummed(Feedback, Summed):
     """Error feedback around a summed compressor; see `ef`."""
 
     spec_name: ClassVar[str] = "ef"

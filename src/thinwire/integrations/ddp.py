@@ -166,6 +166,7 @@ class _Hook:
     def _reduce(self, flat: torch.Tensor, layers: BucketLayers, wire: Wire) -> tuple[Reduced, Finish]:
         if not flat.is_sparse:
             wire.observe(flat, layers, loss_scale=self._loss_scale)
+            wire.add_owed(flat, layers, loss_scale=self._loss_scale)
         if wire.dense:
             return self._dense(flat, wire), _as_it_is
         if flat.is_sparse:

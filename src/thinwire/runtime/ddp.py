@@ -35,6 +35,7 @@ from thinwire.compressors import (
     ColdStart,
     Compressor,
     Count,
+    Feedback,
     FollowsOptimizer,
     LayerState,
     Learned,
@@ -54,7 +55,7 @@ from thinwire.plan import Plan, PlanRecord, Speeds, declined, sent_bytes
 from thinwire.plan.policies import Policy, Sync
 from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter, StepClock
-from thinwire.runtime.channel import BucketLayers, Channel, Contents, Route
+from thinwire.runtime.channel import BucketLayers, Channel, Contents, Route, bucket_parts
 from thinwire.runtime.consistency import agree, check_parity, library_version, raise_together, resync
 from thinwire.runtime.executor import AsyncReadback, Job, StreamExecutor, Then, ThreadExecutor
 from thinwire.runtime.handle import Handle
@@ -278,6 +279,13 @@ class Wire(Handle["Engine"]):
             self._clock.ready(flat, layers)
         if self._adapter is not None and self._attached:
             self._adapter.observe(flat, layers, self._step, loss_scale)
+
+    def add_owed(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> None:
+        """Add to a bucket's gradients the residuals of layers that keep none from this step on.
+
+        A policy has taken error feedback from them. Attachments call this for each bucket, before it is reduced.
+        """
+        self._engine.add_owed(flat, layers, loss_scale)
 
     def on_optimizer_step(self, changes: Mapping[str, float]) -> None:
         """Say what the optimizer did to the layers that follow it: ``‖x^k − x^{k−1}‖²``, the same on all ranks."""
@@ -544,6 +552,8 @@ class Engine:
         # On a device the host reads these when the next step begins: by then they have long been computed.
         self._finite, self._limits, self._clippings = AsyncReadback(), AsyncReadback(), AsyncReadback()
         self._failed = False
+        self._owed: dict[str, Tensor] = {}
+        """By layer, the residual that its next gradient takes with it."""
 
     @property
     def seed(self) -> int:
@@ -644,8 +654,10 @@ class Engine:
         self._last_steps.clear()
 
     def change(self, plan: Plan, algorithm: Algorithm, step: int) -> None:
-        """Between two steps, on every rank: take another plan, or another collective algorithm. A layer
-        keeps its residual."""
+        """Between two steps, on every rank: take another plan, or another collective algorithm.
+
+        A layer keeps its residual. If its new compressor has none, the residual is sent with its next gradient.
+        """
         self._end()
         if algorithm != self.algorithm:
             self.slots.release(list(self.routes))
@@ -653,6 +665,10 @@ class Engine:
         old_shares, self.channel.algorithm = self.shares, algorithm
         for name, compressor in plan.layers.items():
             if (old := self.plan[name]) != compressor or self.shares != old_shares:
+                if isinstance(old, Feedback) and RESIDUAL not in compressor.slots:
+                    owners = (0,) * self.world_size if self.simulated else old_shares
+                    owed = self.slots.owed(name, self.shapes[name], old, self.rank, owners)
+                    self._owed[name] = owed.mul_(old.in_gradients(self.learning_rate))
                 alike = type(unwrap(old)) is type(unwrap(compressor))
                 if isinstance(old, Summed) and RESIDUAL in old.slots and not alike:
                     self.slots.average_residual(name, self.transport)
@@ -660,6 +676,14 @@ class Engine:
         self.plan = plan
         self.stats.plan_changes += 1
         agree({"step": str(step), "plan": plan.hash, "algorithm": str(algorithm)}, self.transport)
+
+    def add_owed(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> None:
+        if not self._owed:
+            return
+        for name, values in bucket_parts(flat, layers):
+            owed = self._owed.pop(name, None)
+            if owed is not None:
+                values.add_(owed.to(values.device).view_as(values), alpha=loss_scale)
 
     def discard_step(self) -> None:
         self._finite.read()
@@ -679,6 +703,7 @@ class Engine:
         self.plan, self.channel.seed, self.channel.algorithm = loaded.plan, loaded.seed, algorithm
         self._forget_routes()
         self._step_plan.forget()
+        self._owed.clear()
         self.slots.replace(loaded.slots)
         agree(self.record(loaded.step), self.transport)
 

@@ -263,6 +263,17 @@ class Slots:
         self._place_of.pop(layer, None)
         self._kept |= kept
 
+    def owed(
+        self, layer: str, shape: Sequence[int], compressor: Compressor, rank: int, shares: Sequence[int]
+    ) -> Tensor:
+        """Return what a rank must add to its gradient so that the mean makes up for a layer's residuals.
+
+        It is the residual δ of elements that others own, and ``n·e`` of those that the rank owns: in the mean of n
+        ranks both together are ``(1/n) Σ δ_i + e``. A flat tensor.
+        """
+        value = self.value(layer, RESIDUAL, shape)
+        return value * (_weights(layer, compressor, value, rank, shares) * len(shares))
+
     def average_residual(self, layer: str, transport: Transport) -> None:
         """Between two steps, on every rank: set a layer's residual to the mean of all ranks' residuals.
 

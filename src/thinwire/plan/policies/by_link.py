@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from thinwire.compressors import Compressor, check_int, parse
 
-_FORWARD = tuple(f"delta(maxabs(bits={bits}))" for bits in (2, 3, 4, 6, 8))
+_FORWARD = ("delta(gaussian(bits=2))", *(f"delta(maxabs(bits={bits}))" for bits in (3, 4, 6, 8)))
 _BACKWARD = tuple(f"maxabs(bits={bits})" for bits in (4, 6, 8))
 
 
