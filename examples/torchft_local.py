@@ -53,7 +53,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    local = thinwire.local.DiLoCo(model, optimizer, every=args.every, group=group, manager=manager)
+    local = thinwire.local.ManagedDiLoCo(model, optimizer, manager, group, every=args.every)
     print(f"joins at step {local.steps}", flush=True)
 
     draws = torch.Generator()

@@ -14,7 +14,7 @@ from torch import nn
 from members import Group, Lighthouse, Manager
 from thinwire.collectives import owned_parts
 from thinwire.compressors import Coded, parse
-from thinwire.local import DiLoCo, Nesterov
+from thinwire.local import ManagedDiLoCo, Nesterov
 from thinwire.runtime.state import moved_residual
 
 
@@ -32,7 +32,7 @@ class Worker:
         self.shared: dict[int, torch.Tensor] = {}
 
     def begin(self) -> None:
-        self.local = DiLoCo(self.model, self.optimizer, group=self.group, manager=self.manager, **self.options)
+        self.local = ManagedDiLoCo(self.model, self.optimizer, self.manager, self.group, **self.options)
 
     def train(self, until: int) -> None:
         generator = torch.Generator().manual_seed(1000 * ord(self.name) + self.local.steps)
@@ -232,14 +232,16 @@ def test_a_residual_keeps_its_part_of_the_mean(before: int, after: int) -> None:
     torch.testing.assert_close(moved[~was & now], value[~was & now] / after)
 
 
-def test_arguments_that_do_not_go_with_a_manager() -> None:
+def test_arguments_are_checked_before_others_are_waited_for() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     manager = Manager(Lighthouse("a"), "a", Group())
     with pytest.raises(TypeError, match="ProcessGroupGloo"):
-        DiLoCo(model, optimizer, manager=manager)
-    with pytest.raises(ValueError, match="do not go with a manager"):
-        DiLoCo(model, optimizer, manager=manager, group=Group(), every=10, fragments=2)
+        ManagedDiLoCo(model, optimizer, manager, None)
+    with pytest.raises(ValueError, match="every"):
+        ManagedDiLoCo(model, optimizer, manager, Group(), every=0)
+    with pytest.raises(ValueError, match="does not hold bias"):
+        ManagedDiLoCo(model, torch.optim.SGD([model.weight], lr=0.1), manager, Group())
 
 
 def test_torchft_is_not_imported() -> None:

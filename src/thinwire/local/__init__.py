@@ -1,11 +1,12 @@
 """Local updates: workers train alone for many steps, then exchange what they have learned, compressed.
 
 `DiLoCo` sends one compressed pseudo-gradient every few tens of steps instead of one gradient a step, so that a link of
-100 Mbit/s, or of 10, costs little time. See docs/local.md.
+100 Mbit/s, or of 10, costs little time. See docs/local.md. `ManagedDiLoCo` does so where workers come and go.
 """
 
 from thinwire.local.diloco import DiLoCo
+from thinwire.local.managed import ManagedDiLoCo
 from thinwire.local.outer import Nesterov
 from thinwire.local.presets import preset
 
-__all__ = ["DiLoCo", "Nesterov", "preset"]
+__all__ = ["DiLoCo", "ManagedDiLoCo", "Nesterov", "preset"]

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import math
-import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Literal, cast
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.collectives import CommunicationError, Transport, parse_algorithm
+from thinwire.collectives import parse_algorithm
 from thinwire.compat import group_timeout
-from thinwire.compressors import Compressor, Raw, Wrapper, check_int, ef, parse
+from thinwire.compressors import Compressor, check_int
 from thinwire.integrations.options import Network
 from thinwire.integrations.transports import host_transport
-from thinwire.local.fragments import balanced_fragments
-from thinwire.local.members import Group, Manager, Members
-from thinwire.local.outer import Nesterov, default_outer
+from thinwire.local.fragments import (
+    Fragment,
+    balanced_fragments,
+    exchange_plan,
+    local_values,
+    shared_weights,
+    state_entry,
+    trained_parameters,
+)
+from thinwire.local.outer import Nesterov, default_outer, warn_of_few_exchanges
+from thinwire.optim.shards import is_sharded
 from thinwire.plan import Plan
-from thinwire.runtime import Wire, agree, on_the_host
+from thinwire.runtime import Wire, on_the_host
 from thinwire.runtime.checkpoint import check_sealed, sealed
-from thinwire.runtime.consistency import signed_checksum
-
-_FEW_ROUNDS = 100
-_HIGH_GAIN = 2.0
 
 
 class DiLoCo:
@@ -72,10 +74,8 @@ class DiLoCo:
         mix: what an arriving mean does to the worker's own progress since it was sent: ``"keep"`` adds it to the new
             shared weights; a number α mixes, ``α·w + (1 − α)·A``. Without ``overlap``, ``"keep"`` takes A.
         weighted: weight workers by the tokens that they say with ``step(tokens=...)``, for unequal batches.
-        group: process group of the workers; all ranks by default. With ``manager``, the ``torchft.ProcessGroupGloo``
-            that the manager was made with.
-        manager: a ``torchft.Manager``, for workers that come and go (see docs/members.md). The constructor then waits
-            until this worker has the others' shared weights. Not with ``fragments`` or ``overlap``.
+        group: process group of the workers; all ranks by default. For workers that come and go there is
+            `ManagedDiLoCo`.
         network: collective algorithm, transport and timeout of the exchanges, as for `thinwire.compress`.
         seed: seed of the compressor's random draws.
         outer_device: where the outer state is kept, and compressed; the parameters' device by default. ``"cpu"`` leaves
@@ -102,8 +102,7 @@ class DiLoCo:
         overlap: int = 0,
         mix: Literal["keep"] | float = "keep",
         weighted: bool = False,
-        group: dist.ProcessGroup | Group | None = None,
-        manager: Manager | None = None,
+        group: dist.ProcessGroup | None = None,
         network: Network | None = None,
         seed: int = 0,
         outer_device: torch.device | str | None = None,
@@ -114,25 +113,20 @@ class DiLoCo:
         self.outer = default_outer(exchanges) if outer is None else outer
         self.every, self.overlap, self.weighted = every, overlap, weighted
         self.mix: Literal["keep"] | float = mix
-        self._managed = manager is not None
-        self.group = None if self._managed else cast("dist.ProcessGroup | None", group)
+        self.group = group
         self._module = model.module if isinstance(model, DistributedDataParallel) else model
-        parameters = {name: p for name, p in self._module.named_parameters() if p.requires_grad and _local(p).numel()}
-        self._check(parameters, inner_optimizer, fragments, exchanges)
+        parameters = trained_parameters(self._module, inner_optimizer)
+        self._check(parameters, fragments)
+        warn_of_few_exchanges(self.outer, every, exchanges)
         self._buffers = [b for b in self._module.buffers() if b.is_floating_point()]
-        if manager is None:
-            with torch.no_grad():
-                for tensor in (*parameters.values(), *self._module.buffers()):
-                    dist.broadcast(_local(tensor), group=self.group, group_src=0)
-        shapes = {name: tuple(_local(p).shape) for name, p in parameters.items()}
-        chosen = parse(compressor)
-        if feedback and not isinstance(chosen, Raw | Wrapper):
-            chosen = ef(chosen)
-        plan = Plan.build(shapes, chosen)
+        with torch.no_grad():
+            for tensor in (*parameters.values(), *self._module.buffers()):
+                dist.broadcast(local_values(tensor), group=group, group_src=0)
+        plan, shapes = exchange_plan(parameters, compressor, feedback=feedback)
         names = balanced_fragments({name: math.prod(shape) for name, shape in shapes.items()}, fragments)
         device = None if outer_device is None else torch.device(outer_device)
         self._fragments = [
-            _Fragment({name: parameters[name] for name in part}, keeps=self._keeps, device=device) for part in names
+            Fragment({name: parameters[name] for name in part}, keeps=self._keeps, device=device) for part in names
         ]
         self._steps = 0
         self._tokens = 0
@@ -140,42 +134,10 @@ class DiLoCo:
         self._pending: _Exchange | None = None
         self.skipped_rounds = 0
         """Exchanges that were dropped because some worker's weights were not finite."""
-        network, arguments = network or Network(), self._arguments(fragments)
-        self._members: Members | None = None
-        if manager is None:
-            self._static_wire = _open_wire(plan, shapes, self.group, network, seed, arguments)
-            return
-        if not hasattr(type(group), "parent"):
-            raise TypeError(f"with manager=, group is the torchft.ProcessGroupGloo of the manager, not {group!r}")
-        self._rounds = 0
-        """Exchanges whose means are in the shared weights."""
-        self._last_exchange = 0
-        """The number of the last of them."""
-        self._work = 0
-        """Inner steps, or tokens, of this worker that are in none of them."""
-        self._unsettled: tuple[int, Tensor, int] | None = None
-        """Number, sent weights and work of an exchange that failed here: it may have succeeded on others."""
+        self.wire = _open_wire(plan, shapes, group, network or Network(), seed, self._arguments(fragments))
+        """The handle of the exchanges: ``wire.stats``, ``wire.plan``."""
 
-        def open_wire(transport: Transport) -> Wire:
-            # A number of its own for each set of workers, or draws would repeat.
-            with on_the_host():
-                agree(arguments | {"round": str(self._rounds)}, transport)
-                own_seed = (seed + self._rounds) % 2**63
-                return Wire(plan, shapes, transport, seed=own_seed, algorithm=parse_algorithm(network.algorithm))
-
-        self._members = Members(
-            manager, cast("Group", group), open_wire=open_wire, save=self._shared_state, load=self._take_shared_state
-        )
-        while not self._exchange(self._members):
-            pass
-
-    def _check(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        fragments: int,
-        rounds: float | None,
-    ) -> None:
+    def _check(self, parameters: Mapping[str, nn.Parameter], fragments: int) -> None:
         check_int("fragments", fragments, 1)
         check_int("overlap", self.overlap, 0)
         if self.every % fragments:
@@ -187,28 +149,8 @@ class DiLoCo:
             )
         if self.mix != "keep" and not (isinstance(self.mix, int | float) and 0 <= self.mix <= 1):
             raise ValueError(f"mix must be 'keep' or a number between 0 and 1, not {self.mix!r}")
-        held = {id(p) for param_group in optimizer.param_groups for p in param_group["params"]}
-        for name, parameter in parameters.items():
-            if not parameter.is_floating_point():
-                raise TypeError(f"{name} is {parameter.dtype}, and pseudo-gradients are floating point")
-            if id(parameter) not in held:
-                raise ValueError(f"the inner optimizer does not hold {name}: make it after the model is wrapped")
-        if self._managed and (fragments > 1 or self.overlap):
-            raise ValueError("fragments and overlap do not go with a manager: give it an exchange of the whole model")
-        if self.group is None and any(_is_sharded(p) for p in parameters.values()):
+        if self.group is None and any(is_sharded(p) for p in parameters.values()):
             raise ValueError("the model is sharded: give group=, the process group of the ranks with the same shards")
-        if self.outer.gain > _HIGH_GAIN and (rounds is None or rounds < _FEW_ROUNDS):
-            warnings.warn(
-                f"outer={self.outer} has a gain lr / (1 - momentum) of {self.outer.gain:.1f}, which suits thousands of "
-                f"rounds; with fewer than about {_FEW_ROUNDS}, Nesterov(lr=0.7, momentum=0.5) ends at a lower loss",
-                stacklevel=3,
-            )
-        if rounds is not None and rounds < 2:
-            warnings.warn(
-                f"every={self.every} leaves {rounds:.1f} exchanges in {rounds * self.every:.0f} steps: workers hardly "
-                "learn from each other; exchange more often",
-                stacklevel=3,
-            )
 
     def _arguments(self, fragments: int) -> dict[str, str]:
         """What all workers must have in common beside the plan and the seed."""
@@ -223,16 +165,6 @@ class DiLoCo:
     def interval(self) -> int:
         """Inner steps between two exchanges, of whichever fragment."""
         return self.every // len(self._fragments)
-
-    @property
-    def wire(self) -> Wire:
-        """The handle of the exchanges: ``wire.stats``, ``wire.plan``."""
-        return self._static_wire if self._members is None else self._members.wire
-
-    @property
-    def members(self) -> Members | None:
-        """With ``manager``, who takes part: ``members.names``, and counts of who ``came`` and ``left``."""
-        return self._members
 
     @property
     def steps(self) -> int:
@@ -254,7 +186,7 @@ class DiLoCo:
         """Bytes that this worker sends an inner step, on average."""
         return sum(self._exchange_bytes(fragment) for fragment in self._fragments) / self.every
 
-    def _exchange_bytes(self, fragment: _Fragment) -> int:
+    def _exchange_bytes(self, fragment: Fragment) -> int:
         n, plan = self.wire.world_size, self.wire.plan
         payloads = sum(plan[name].wire_bytes(shape) for name, shape in fragment.layers)
         return math.ceil(payloads * 2 * (n - 1) / n)
@@ -274,11 +206,6 @@ class DiLoCo:
             raise ValueError(f"{needed} with weighted={self.weighted}")
         self._steps += 1
         self._tokens += tokens or 0
-        if self._members is not None:
-            self._work += 1 if tokens is None else tokens
-            if self._steps % self.every == 0:
-                self._exchange(self._members)
-            return
         if (self._steps + self.overlap) % self.interval == 0:
             self._send(self._next)
         if self._steps % self.interval == 0:
@@ -287,13 +214,8 @@ class DiLoCo:
     def finish(self) -> None:
         """Exchange what every worker has learned since its last exchange; all workers end with the shared weights.
 
-        Call it once after the last `step`, on every worker. Training may go on afterwards. With ``manager``, it is
-        repeated until it succeeds, with those who are there.
+        Call it once after the last `step`, on every worker. Training may go on afterwards.
         """
-        if self._members is not None:
-            while self._work and not self._exchange(self._members):
-                pass
-            return
         self._receive()
         late = [i for i, fragment in enumerate(self._fragments) if fragment.sent_at != self._steps]
         self._next = 0
@@ -307,14 +229,8 @@ class DiLoCo:
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
         """Put the shared weights into the model, to evaluate or save them, and this worker's own back on leaving."""
-        own = [fragment.read() for fragment in self._fragments]
-        try:
-            for fragment in self._fragments:
-                fragment.write(fragment.anchor)
+        with shared_weights(self._fragments):
             yield
-        finally:
-            for fragment, weights in zip(self._fragments, own, strict=True):
-                fragment.write(weights)
 
     def _send(self, index: int, *, opens_round: bool | None = None) -> None:
         """Start the exchange of a fragment. All exchanges of a round are buckets of one step of the Wire."""
@@ -332,75 +248,6 @@ class DiLoCo:
         self._pending = _Exchange(index, self.wire.reduce(fragment.mean, fragment.layers))
         self._next = (index + 1) % len(self._fragments)
 
-    def _exchange(self, members: Members) -> bool:
-        """Exchange the model with the workers that are there; whether it counts.
-
-        One that fails changes nothing here: the worker goes on from its own weights, and what it has learned is part of
-        its next exchange. It may have succeeded on another worker. Then all of this worker's message was in it, for
-        nobody has the mean without everybody's message, and `_take_shared_state` brings the result.
-        """
-        members.start_quorum()
-        if self._unsettled is not None:
-            members.wire.discard_step()
-            self._unsettled = None
-        (fragment,) = self._fragments
-        weights = fragment.read()
-        torch.sub(fragment.anchor, weights, out=fragment.mean)
-        number, buffers = 0, []
-        try:
-            work = self._work if self.weighted else int(self._work > 0)
-            shared = signed_checksum(fragment.anchor.cpu()) ^ signed_checksum(fragment.momentum.cpu())
-            share, number = members.meet(work, shared)
-            fragment.mean.mul_(share)
-            members.wire.begin_step()
-            self._unsettled = number, weights, self._work
-            members.wire.reduce(fragment.mean, fragment.layers).wait()
-            buffers = members.average(self._buffers, share)
-        except CommunicationError as error:
-            members.give_up(error)
-        if not members.commit():
-            return False
-        self._unsettled = None
-        self._rounds, self._last_exchange = self._rounds + 1, number
-        self._work, fragment.sent_at = 0, self._steps
-        if self._apply(fragment):
-            for buffer, mean in zip(self._buffers, buffers, strict=True):
-                buffer.copy_(mean)
-        return True
-
-    def _shared_state(self) -> dict[str, Tensor]:
-        """What all workers have in common after an exchange, for one that lacks it, and for checkpoints."""
-        state = {
-            "rounds": torch.tensor(self._rounds),
-            "exchange": torch.tensor(self._last_exchange),
-            "steps": torch.tensor(self._steps),
-        }
-        state |= {f"buffer/{i}": buffer.detach().clone() for i, buffer in enumerate(self._buffers)}
-        return sealed(state | {name: v.clone() for name, v in self._fragments[0].saved(with_mean=False).items()})
-
-    def _take_shared_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from the shared state of other workers, which have made exchanges that this one has not.
-
-        What this worker has learned since its last exchange goes into the next one if it has missed one at most, and is
-        dropped if it was away for longer. Where the one it missed has its message, only what came later is left.
-        """
-        (fragment,) = self._fragments
-        check_sealed(state, [key for key in state if key != "checksums"])
-        rounds, number, steps = (int(_entry(state, name, ())) for name in ("rounds", "exchange", "steps"))
-        base = fragment.anchor
-        if self._unsettled is not None and self._unsettled[0] == number:
-            _, base, sent = self._unsettled
-            self._unsettled, self._work = None, self._work - sent
-        elif rounds > self._rounds + 1:
-            base, self._work = fragment.read(), 0
-        learned = fragment.read() - base
-        for name, values in fragment.saved(with_mean=False).items():
-            values.copy_(_entry(state, name, values.shape))
-        for i, buffer in enumerate(self._buffers):
-            buffer.copy_(_entry(state, f"buffer/{i}", buffer.shape))
-        fragment.write(fragment.anchor + learned)
-        self._rounds, self._last_exchange, self._steps = rounds, number, steps
-
     def _share(self) -> float:
         """This worker's weight in the mean, 1 on average: its tokens since the last exchange over the mean."""
         total = torch.tensor([float(self._tokens)])
@@ -414,24 +261,10 @@ class DiLoCo:
         if self._pending is None:
             return
         index, self._pending = self._pending.wait(), None
-        if self._apply(self._fragments[index]) and self._next == 0:
+        applied = self._fragments[index].apply(self.outer, self.mix, self._steps)
+        self.skipped_rounds += not applied
+        if applied and self._next == 0:
             self._average_buffers()
-
-    def _apply(self, fragment: _Fragment) -> bool:
-        """Move the shared weights by the mean that has arrived; whether it is finite."""
-        if not bool(torch.isfinite(fragment.mean).all()):
-            # The same on every worker, and the Wire leaves its residuals alone: as if the round had not been.
-            self.skipped_rounds += 1
-            warnings.warn(
-                f"an exchange at step {self._steps} was dropped: a worker's weights are not finite. All workers "
-                "go on from the shared weights; that worker's optimizer may hold NaN still",
-                stacklevel=4,
-            )
-            fragment.write(fragment.anchor)
-            return False
-        self.outer.update(fragment.anchor, fragment.momentum, fragment.mean)
-        fragment.take_shared(self.mix)
-        return True
 
     def _average_buffers(self) -> None:
         for buffer in self._buffers:
@@ -442,11 +275,8 @@ class DiLoCo:
         """This worker's state, for its own checkpoint beside the model's and the inner optimizer's.
 
         Waits for an exchange under way; its result is part of the state. A training that resumes with it, with as many
-        workers, continues bit for bit. With ``manager``, it is the state that all workers share, without residuals:
-        one of them saves it, and all load it.
+        workers, continues bit for bit.
         """
-        if self._members is not None:
-            return self._shared_state()
         return self._own_state() | {f"wire/{key}": value for key, value in self.wire.state_dict().items()}
 
     def gather_state_dict(self) -> dict[str, Tensor]:
@@ -455,8 +285,6 @@ class DiLoCo:
         Workers that load it, however many, start from the shared weights: what each has learned since its last exchange
         is not in it. Right after an exchange of the whole model (``fragments=1``, ``overlap=0``) nothing is lost.
         """
-        if self._members is not None:
-            return self._shared_state()
         state = self._own_state() | {"gathered": torch.tensor(1)}
         return state | {f"wire/{key}": value for key, value in self.wire.gather_state_dict().items()}
 
@@ -478,19 +306,14 @@ class DiLoCo:
         Raises:
             ValueError: the state is of another model or of another number of fragments.
         """
-        if self._members is not None:
-            self._work, self._unsettled = 0, None
-            self._fragments[0].write(self._fragments[0].anchor)
-            self._take_shared_state(state)
-            return
         self._receive()
         check_sealed(state, [k for k in state if not k.startswith("wire/") and k not in ("gathered", "checksums")])
-        counts = {name: int(_entry(state, name, ())) for name in ("steps", "tokens", "next", "pending")}
+        counts = {name: int(state_entry(state, name, ())) for name in ("steps", "tokens", "next", "pending")}
         self.wire.load_state_dict({k.removeprefix("wire/"): v for k, v in state.items() if k.startswith("wire/")})
         for i, fragment in enumerate(self._fragments):
-            fragment.sent_at = int(_entry(state, f"sent_at/{i}", ()))
+            fragment.sent_at = int(state_entry(state, f"sent_at/{i}", ()))
             for name, values in fragment.saved(with_mean=i == counts["pending"]).items():
-                values.copy_(_entry(state, name, values.shape))
+                values.copy_(state_entry(state, name, values.shape))
         self._steps, self._tokens, self._next = counts["steps"], counts["tokens"], counts["next"]
         if 0 <= counts["pending"] < len(self._fragments):
             self._pending = _Exchange(counts["pending"])
@@ -506,71 +329,6 @@ class DiLoCo:
 
 
 @dataclass
-class _Fragment:
-    """A part of the model, and its outer state as flat fp32 tensors."""
-
-    parameters: Mapping[str, nn.Parameter]
-    keeps: bool
-    """Whether the weights at sending are needed when the mean arrives."""
-    device: torch.device | None
-    """Where the outer state is; None: where the parameters are."""
-    sent_at: int = 0
-    """The inner step after which it was sent last."""
-    anchor: Tensor = field(init=False)
-    momentum: Tensor = field(init=False)
-    mean: Tensor = field(init=False)
-    """The pseudo-gradient, and once it has arrived its mean over workers."""
-    sent: Tensor | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.anchor = self.read()
-        self.momentum = torch.zeros_like(self.anchor)
-        self.mean = torch.zeros_like(self.anchor)
-        self.sent = torch.zeros_like(self.anchor) if self.keeps else None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self.parameters)
-
-    @property
-    def layers(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Name and shape of each parameter, in the order in which they lie in the flat tensors."""
-        return tuple((name, tuple(_local(p).shape)) for name, p in self.parameters.items())
-
-    def read(self) -> Tensor:
-        """The worker's weights, flat, in fp32, beside the outer state."""
-        flat = torch.cat([_local(p).reshape(-1).float() for p in self.parameters.values()])
-        return flat if self.device is None else flat.to(self.device)
-
-    @torch.no_grad()
-    def write(self, weights: Tensor) -> None:
-        """Set the worker's weights."""
-        for parameter, values in zip(self.parameters.values(), self._split(weights), strict=True):
-            _local(parameter).copy_(values.view(_local(parameter).shape))
-
-    def take_shared(self, mix: Literal["keep"] | float) -> None:
-        """Go on from the shared weights, with what the worker has learned since it sent its own."""
-        if mix == "keep":
-            self.write(self.anchor if self.sent is None else self.anchor + (self.read() - self.sent))
-        else:
-            self.write(self.anchor.lerp(self.read(), float(mix)))
-
-    def saved(self, *, with_mean: bool) -> dict[str, Tensor]:
-        """Views of the outer state, by parameter; the last exchange's only while it is under way."""
-        kinds = {"anchor": self.anchor, "momentum": self.momentum}
-        if with_mean:
-            kinds |= {"mean": self.mean} | ({"sent": self.sent} if self.sent is not None else {})
-        return {
-            f"{kind}/{name}": values.view(_local(self.parameters[name]).shape)
-            for kind, flat in kinds.items()
-            for name, values in zip(self.parameters, self._split(flat), strict=True)
-        }
-
-    def _split(self, flat: Tensor) -> tuple[Tensor, ...]:
-        return flat.split([_local(p).numel() for p in self.parameters.values()])
-
-
-@dataclass
 class _Exchange:
     """The exchange of a fragment: under way, or, without a future, arrived."""
 
@@ -582,28 +340,6 @@ class _Exchange:
         if self.future is not None:
             self.future.wait()
         return self.index
-
-
-def _is_sharded(parameter: Tensor) -> bool:
-    distributed = sys.modules.get("torch.distributed.tensor")
-    return distributed is not None and isinstance(parameter, distributed.DTensor)
-
-
-def _local(parameter: Tensor) -> Tensor:
-    """This rank's values of a parameter or buffer, without its gradient's history."""
-    values = parameter.detach()
-    return values.to_local() if _is_sharded(values) else values  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _entry(state: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> Tensor:
-    value = state.get(name)
-    if not isinstance(value, Tensor) or tuple(value.shape) != tuple(shape):
-        found = "is missing" if value is None else f"is {getattr(value, 'shape', value)}"
-        raise ValueError(
-            f"the state's {name!r} {found}, where {tuple(shape)} is wanted: it is of another model, of another "
-            "number of fragments, or another worker's state_dict(); gather_state_dict() suits any number of workers"
-        )
-    return value
 
 
 def _open_wire(

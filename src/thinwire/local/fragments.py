@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.compressors import Compressor, Raw, Wrapper, ef, parse
+from thinwire.local.outer import Nesterov
+from thinwire.optim.shards import local
+from thinwire.plan import Plan
 
 
 def balanced_fragments(sizes: Mapping[str, int], count: int) -> list[list[str]]:
@@ -32,3 +44,140 @@ def balanced_fragments(sizes: Mapping[str, int], count: int) -> list[list[str]]:
         loads[smallest] += sizes[name]
     order = {name: i for i, name in enumerate(sizes)}
     return [sorted(names, key=order.__getitem__) for names in fragments]
+
+
+@dataclass
+class Fragment:
+    """A part of the model, and its outer state as flat fp32 tensors."""
+
+    parameters: Mapping[str, nn.Parameter]
+    keeps: bool = False
+    """Whether the weights at sending are needed when the mean arrives."""
+    device: torch.device | None = None
+    """Where the outer state is; None: where the parameters are."""
+    sent_at: int = 0
+    """The inner step after which it was sent last."""
+    anchor: Tensor = field(init=False)
+    momentum: Tensor = field(init=False)
+    mean: Tensor = field(init=False)
+    """The pseudo-gradient, and once it has arrived its mean over workers."""
+    sent: Tensor | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.anchor = self.read()
+        self.momentum = torch.zeros_like(self.anchor)
+        self.mean = torch.zeros_like(self.anchor)
+        self.sent = torch.zeros_like(self.anchor) if self.keeps else None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.parameters)
+
+    @property
+    def layers(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Name and shape of each parameter, in the order in which they lie in the flat tensors."""
+        return tuple((name, tuple(local_values(p).shape)) for name, p in self.parameters.items())
+
+    def read(self) -> Tensor:
+        """The worker's weights, flat, in fp32, beside the outer state."""
+        flat = torch.cat([local_values(p).reshape(-1).float() for p in self.parameters.values()])
+        return flat if self.device is None else flat.to(self.device)
+
+    def apply(self, outer: Nesterov, mix: Literal["keep"] | float, step: int) -> bool:
+        """Move the shared weights by the mean that has arrived, and go on from them; whether the mean is finite."""
+        if not bool(torch.isfinite(self.mean).all()):
+            # The same on every worker, and the Wire leaves its residuals alone: as if the round had not been.
+            warnings.warn(
+                f"an exchange at step {step} was dropped: a worker's weights are not finite. All workers "
+                "go on from the shared weights; that worker's optimizer may hold NaN still",
+                stacklevel=5,
+            )
+            self.write(self.anchor)
+            return False
+        outer.update(self.anchor, self.momentum, self.mean)
+        self.take_shared(mix)
+        return True
+
+    @torch.no_grad()
+    def write(self, weights: Tensor) -> None:
+        """Set the worker's weights."""
+        for parameter, values in zip(self.parameters.values(), self._split(weights), strict=True):
+            local_values(parameter).copy_(values.view(local_values(parameter).shape))
+
+    def take_shared(self, mix: Literal["keep"] | float) -> None:
+        """Go on from the shared weights, with what the worker has learned since it sent its own."""
+        if mix == "keep":
+            self.write(self.anchor if self.sent is None else self.anchor + (self.read() - self.sent))
+        else:
+            self.write(self.anchor.lerp(self.read(), float(mix)))
+
+    def saved(self, *, with_mean: bool) -> dict[str, Tensor]:
+        """Views of the outer state, by parameter; the last exchange's only while it is under way."""
+        kinds = {"anchor": self.anchor, "momentum": self.momentum}
+        if with_mean:
+            kinds |= {"mean": self.mean} | ({"sent": self.sent} if self.sent is not None else {})
+        return {
+            f"{kind}/{name}": values.view(local_values(self.parameters[name]).shape)
+            for kind, flat in kinds.items()
+            for name, values in zip(self.parameters, self._split(flat), strict=True)
+        }
+
+    def _split(self, flat: Tensor) -> tuple[Tensor, ...]:
+        return flat.split([local_values(p).numel() for p in self.parameters.values()])
+
+
+def local_values(parameter: Tensor) -> Tensor:
+    """This rank's values of a parameter or buffer, without its gradient's history."""
+    return local(parameter.detach())
+
+
+def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The parameters of ``model`` that are exchanged: those that are trained, and of which this rank has values.
+
+    Raises:
+        TypeError: a parameter is not floating point.
+        ValueError: the optimizer lacks a parameter.
+    """
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and local_values(p).numel()}
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in parameters.items():
+        if not parameter.is_floating_point():
+            raise TypeError(f"{name} is {parameter.dtype}, and pseudo-gradients are floating point")
+        if id(parameter) not in held:
+            raise ValueError(f"the inner optimizer does not hold {name}: make it after the model is wrapped")
+    return parameters
+
+
+def exchange_plan(
+    parameters: Mapping[str, nn.Parameter], compressor: str | Compressor, *, feedback: bool
+) -> tuple[Plan, dict[str, tuple[int, ...]]]:
+    """The compressor of each parameter's pseudo-gradient, and the shapes that this rank sends."""
+    shapes = {name: tuple(local_values(p).shape) for name, p in parameters.items()}
+    chosen = parse(compressor)
+    if feedback and not isinstance(chosen, Raw | Wrapper):
+        chosen = ef(chosen)
+    return Plan.build(shapes, chosen), shapes
+
+
+@contextmanager
+def shared_weights(fragments: Sequence[Fragment]) -> Iterator[None]:
+    """Put the shared weights into the model, and this worker's own back on leaving."""
+    own = [fragment.read() for fragment in fragments]
+    try:
+        for fragment in fragments:
+            fragment.write(fragment.anchor)
+        yield
+    finally:
+        for fragment, weights in zip(fragments, own, strict=True):
+            fragment.write(weights)
+
+
+def state_entry(state: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> Tensor:
+    value = state.get(name)
+    if not isinstance(value, Tensor) or tuple(value.shape) != tuple(shape):
+        found = "is missing" if value is None else f"is {getattr(value, 'shape', value)}"
+        raise ValueError(
+            f"the state's {name!r} {found}, where {tuple(shape)} is wanted: it is of another model, of another "
+            "number of fragments, or another worker's state_dict(); gather_state_dict() suits any number of workers"
+        )
+    return value

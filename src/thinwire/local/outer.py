@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 from torch import Tensor
 
 _FEW_EXCHANGES = 20
+_FEW_FOR_A_HIGH_GAIN = 100
+_HIGH_GAIN = 2.0
 
 
 @dataclass(frozen=True)
@@ -60,3 +63,19 @@ def default_outer(exchanges: float | None) -> Nesterov:
     averages of the weights, ``Nesterov(lr=1, momentum=0)``, end at a lower loss.
     """
     return Nesterov(lr=1.0, momentum=0.0) if exchanges is not None and exchanges < _FEW_EXCHANGES else Nesterov()
+
+
+def warn_of_few_exchanges(outer: Nesterov, every: int, exchanges: float | None) -> None:
+    """Warn where so many exchanges (None: not known) are too few for ``outer``, or for learning at all."""
+    if outer.gain > _HIGH_GAIN and (exchanges is None or exchanges < _FEW_FOR_A_HIGH_GAIN):
+        warnings.warn(
+            f"outer={outer} has a gain lr / (1 - momentum) of {outer.gain:.1f}, which suits thousands of rounds; with "
+            f"fewer than about {_FEW_FOR_A_HIGH_GAIN}, Nesterov(lr=0.7, momentum=0.5) ends at a lower loss",
+            stacklevel=3,
+        )
+    if exchanges is not None and exchanges < 2:
+        warnings.warn(
+            f"every={every} leaves {exchanges:.1f} exchanges in {exchanges * every:.0f} steps: workers hardly learn "
+            "from each other; exchange more often",
+            stacklevel=3,
+        )

@@ -1,0 +1,235 @@
+"""Local updates among workers that come and go, in a group that torchft manages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.collectives import CommunicationError, ProcessGroupTransport, parse_algorithm
+from thinwire.compressors import Compressor, check_int
+from thinwire.local.fragments import Fragment, exchange_plan, shared_weights, state_entry, trained_parameters
+from thinwire.local.members import Group, Manager, Members
+from thinwire.local.outer import Nesterov, default_outer, warn_of_few_exchanges
+from thinwire.runtime import Wire, agree, on_the_host
+from thinwire.runtime.checkpoint import check_sealed, sealed
+from thinwire.runtime.consistency import signed_checksum
+
+_ALGORITHM = "sra"
+
+
+class ManagedDiLoCo:
+    """`DiLoCo` for workers that come and go: torchft decides who takes part in an exchange.
+
+    ::
+
+        group = torchft.ProcessGroupGloo(timeout=timedelta(seconds=20))
+        manager = torchft.Manager(pg=group, use_async_quorum=False, ...)
+        local = thinwire.local.ManagedDiLoCo(model, optimizer, manager, group, every=25)
+        while local.steps < total:
+            ...
+            local.step()
+        local.finish()
+
+    The constructor waits until this worker has the others' shared weights; `steps` is then theirs. What happens when a
+    worker dies, joins or is late is in docs/members.md. The whole model is exchanged at once.
+
+    Args:
+        model: the module whose trainable parameters are exchanged.
+        inner_optimizer: the optimizer that trains it on this worker; it must hold all of these parameters.
+        manager: the ``torchft.Manager`` of this worker, made with ``use_async_quorum=False``.
+        group: the ``torchft.ProcessGroupGloo`` that the manager was made with.
+        every, outer, compressor, feedback, seed, outer_device, total_steps: as for `DiLoCo`.
+        weighted: weight workers by the tokens that they say with ``step(tokens=...)``.
+
+    Raises:
+        ValueError: an argument is outside its range, or the optimizer lacks a parameter.
+        TypeError: the parameters are not floating point, or ``group`` is not torchft's.
+        DisagreementError: workers gave different arguments.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner_optimizer: torch.optim.Optimizer,
+        manager: Manager,
+        group: Group,
+        *,
+        every: int = 25,
+        outer: Nesterov | None = None,
+        compressor: str | Compressor = "gaussian(bits=2)",
+        feedback: bool = True,
+        weighted: bool = False,
+        seed: int = 0,
+        outer_device: torch.device | str | None = None,
+        total_steps: int | None = None,
+    ) -> None:
+        check_int("every", every, 1)
+        if not hasattr(type(group), "parent"):
+            raise TypeError(f"group must be the torchft.ProcessGroupGloo of the manager, not {group!r}")
+        exchanges = None if total_steps is None else total_steps / every
+        self.every, self.weighted = every, weighted
+        self.outer = default_outer(exchanges) if outer is None else outer
+        warn_of_few_exchanges(self.outer, every, exchanges)
+        module = model.module if isinstance(model, DistributedDataParallel) else model
+        parameters = trained_parameters(module, inner_optimizer)
+        self._buffers = [b for b in module.buffers() if b.is_floating_point()]
+        self._fragment = Fragment(parameters, device=None if outer_device is None else torch.device(outer_device))
+        self._steps = 0
+        self._rounds = 0
+        """Exchanges whose means are in the shared weights."""
+        self._last_exchange = 0
+        """The number of the last of them."""
+        self._work = 0
+        """Inner steps, or tokens, of this worker that are in none of them."""
+        self._unsettled: tuple[int, Tensor, int] | None = None
+        """Number, sent weights and work of an exchange that failed here: it may have succeeded on others."""
+        self.skipped_rounds = 0
+        """Exchanges that were dropped because some worker's weights were not finite."""
+        plan, shapes = exchange_plan(parameters, compressor, feedback=feedback)
+        arguments = {"every": str(every), "outer": str(self.outer), "weighted": str(weighted)}
+
+        def open_wire(transport: ProcessGroupTransport) -> Wire:
+            # A number of its own for each set of workers, or draws would repeat.
+            with on_the_host():
+                agree(arguments | {"round": str(self._rounds)}, transport)
+                own_seed = (seed + self._rounds) % 2**63
+                return Wire(plan, shapes, transport, seed=own_seed, algorithm=parse_algorithm(_ALGORITHM))
+
+        self.members = Members(manager, group, open_wire=open_wire, save=self.state_dict, load=self._take_shared_state)
+        """Who takes part: ``members.names``, and counts of who ``came`` and ``left``."""
+        while not self._exchange():
+            pass
+
+    @property
+    def wire(self) -> Wire:
+        """The handle of the exchanges among the present workers: ``wire.stats``, ``wire.plan``."""
+        return self.members.wire
+
+    @property
+    def steps(self) -> int:
+        """Inner steps so far, of the worker that has trained longest in this training."""
+        return self._steps
+
+    def step(self, tokens: int | None = None) -> None:
+        """Count an inner step, and exchange if it is time. Call it after the inner optimizer's step.
+
+        An exchange that fails is left out: this worker goes on from its own weights, and what it has learned is part of
+        its next exchange.
+
+        Args:
+            tokens: with ``weighted=True``, how much data this worker's step has seen.
+
+        Raises:
+            ValueError: ``tokens`` is missing with ``weighted=True``, or given without.
+            Exception: torchft's lighthouse does not answer, or not enough workers are there in time.
+        """
+        if (tokens is None) == self.weighted:
+            needed = "step(tokens=...) is needed" if self.weighted else "step() takes no tokens"
+            raise ValueError(f"{needed} with weighted={self.weighted}")
+        self._steps += 1
+        self._work += 1 if tokens is None else tokens
+        if self._steps % self.every == 0:
+            self._exchange()
+
+    def finish(self) -> None:
+        """Exchange what has been learned since the last exchange, until that succeeds with those who are there.
+
+        Call it once after the last `step`, on every worker: all of them end with the shared weights.
+        """
+        while self._work and not self._exchange():
+            pass
+
+    @contextmanager
+    def shared_weights(self) -> Iterator[None]:
+        """Put the shared weights into the model, to evaluate or save them, and this worker's own back on leaving."""
+        with shared_weights([self._fragment]):
+            yield
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What all workers have in common after an exchange, without residuals: one of them saves it, and all load it.
+
+        torchft copies it to workers that lack it.
+        """
+        state = {
+            "rounds": torch.tensor(self._rounds),
+            "exchange": torch.tensor(self._last_exchange),
+            "steps": torch.tensor(self._steps),
+        }
+        state |= {f"buffer/{i}": buffer.detach().clone() for i, buffer in enumerate(self._buffers)}
+        return sealed(state | {name: v.clone() for name, v in self._fragment.saved(with_mean=False).items()})
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from a state, on every worker, after the model's and the inner optimizer's were loaded.
+
+        Raises:
+            ValueError: the state is of another model.
+        """
+        self._work, self._unsettled = 0, None
+        self._fragment.write(self._fragment.anchor)
+        self._take_shared_state(state)
+
+    def close(self) -> None:
+        """End the exchanges' threads and connections, after `finish`."""
+        self.wire.detach()
+
+    def _exchange(self) -> bool:
+        """Exchange the model with the workers that are there; whether it counts.
+
+        One that fails changes nothing here. It may have succeeded on another worker. Then all of this worker's message
+        was in it, for nobody has the mean without everybody's message, and `_take_shared_state` brings the result.
+        """
+        self.members.start_quorum()
+        if self._unsettled is not None:
+            self.wire.discard_step()
+            self._unsettled = None
+        fragment, number, buffers = self._fragment, 0, []
+        weights = fragment.read()
+        torch.sub(fragment.anchor, weights, out=fragment.mean)
+        try:
+            work = self._work if self.weighted else int(self._work > 0)
+            shared = signed_checksum(fragment.anchor.cpu()) ^ signed_checksum(fragment.momentum.cpu())
+            share, number = self.members.meet(work, shared)
+            fragment.mean.mul_(share)
+            self.wire.begin_step()
+            self._unsettled = number, weights, self._work
+            self.wire.reduce(fragment.mean, fragment.layers).wait()
+            buffers = self.members.average(self._buffers, share)
+        except CommunicationError as error:
+            self.members.give_up(error)
+        if not self.members.commit():
+            return False
+        self._unsettled = None
+        self._rounds, self._last_exchange, self._work = self._rounds + 1, number, 0
+        if not fragment.apply(self.outer, "keep", self._steps):
+            self.skipped_rounds += 1
+            return True
+        for buffer, mean in zip(self._buffers, buffers, strict=True):
+            buffer.copy_(mean)
+        return True
+
+    def _take_shared_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from the shared state of other workers, which have made exchanges that this one has not.
+
+        What this worker has learned since its last exchange goes into the next one if it has missed one at most, and is
+        dropped if it was away for longer. Where the one it missed has its message, only what came later is left.
+        """
+        fragment = self._fragment
+        check_sealed(state, [key for key in state if key != "checksums"])
+        rounds, number, steps = (int(state_entry(state, name, ())) for name in ("rounds", "exchange", "steps"))
+        base = fragment.anchor
+        if self._unsettled is not None and self._unsettled[0] == number:
+            _, base, sent = self._unsettled
+            self._unsettled, self._work = None, self._work - sent
+        elif rounds > self._rounds + 1:
+            base, self._work = fragment.read(), 0
+        learned = fragment.read() - base
+        for name, values in fragment.saved(with_mean=False).items():
+            values.copy_(state_entry(state, name, values.shape))
+        for i, buffer in enumerate(self._buffers):
+            buffer.copy_(state_entry(state, f"buffer/{i}", buffer.shape))
+        fragment.write(fragment.anchor + learned)
+        self._rounds, self._last_exchange, self._steps = rounds, number, steps
