@@ -73,6 +73,17 @@ def test_ctrl_c_in_a_terminal_is_left_to_this_process() -> None:
     assert masked & 1 << (signal.SIGINT - 1)
 
 
+def test_one_that_starts_after_its_parent_cleaned_up_ends_without_a_word(tmp_path: Path) -> None:
+    """As after Ctrl-C while PyTorch is loaded."""
+    program = (
+        "from pathlib import Path; from thinwire.compare.forked import ForkedProcess; "
+        "from thinwire.compare.rank_processes import Loopback; "
+        f"print(ForkedProcess('json', Loopback().namespaces(0), Path({str(tmp_path / 'gone' / 'log')!r})).wait())"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert (ended.stdout, ended.stderr) == ("1\n", "")
+
+
 def test_lines_go_in_and_out_and_it_ends_with_its_input(tmp_path: Path, fork: Fork) -> None:
     process = fork(Loopback().namespaces(3))
     found = ask(process, "hello")

@@ -114,9 +114,14 @@ def _start_server(module: str) -> None:
 
 def _main(module: str, namespaces: NodeNamespaces, commands: Connection, answers: Connection, log: str) -> None:
     os.setsid()
-    with open(log, "ab") as log_file:
-        for end, number in ((commands, 0), (answers, 1), (log_file, 2)):
-            os.dup2(end.fileno(), number)
+    try:
+        errors = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    except FileNotFoundError:
+        # Its folder goes when the parent ends: it was interrupted while this process was about to start.
+        raise SystemExit(1) from None
+    for end, number in ((commands.fileno(), 0), (answers.fileno(), 1), (errors, 2)):
+        os.dup2(end, number)
+    os.close(errors)
     commands.close()
     answers.close()
     namespaces.enter()
