@@ -54,7 +54,7 @@ conformance: .venv/ready
 
 # A thousand ranks that fail in seeded ways, with stock DDP beside them: which errors the others get, and when. Hours.
 chaos: .venv/ready
-	$(BIN)/python -m experiments chaos --faults 1000 --json benchmarks/chaos.json
+	$(BIN)/python -m experiments chaos --faults 1000 --jobs 6 --folder build/chaos --json benchmarks/chaos.json
 
 # 100 000 steps of four ranks: memory, threads, files and replicas.
 soak: .venv/ready

@@ -497,8 +497,9 @@ def chaos() -> str:
     ]
     about = figures.record["about"]
     return (
-        f"{about['faults']} faults with seed {about['seed']}, three ranks, a timeout of {about['timeout_s']:g} s, six "
-        f"trainings at a time:\n\n{table(['', *groups], rows)}\n\n{figures.machine}, busy with other work besides."
+        f"{about['faults']} faults with seed {about['seed']}, three ranks, a timeout of {about['timeout_s']:g} s, "
+        f"{about['jobs']} trainings at a time:\n\n{table(['', *groups], rows)}\n\n{figures.machine}, busy with other "
+        "work besides."
     )
 
 

@@ -27,6 +27,12 @@ import thinwire
 from experiments.chaos.scenario import STEPS, Scenario
 
 _WIDTH, _BATCH = 64, 8
+_SIGNALS = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "interrupt": signal.SIGINT,
+    "terminate": signal.SIGTERM,
+}
 
 
 def main(scenario: Scenario, rank: int, port: int, folder: str, pipe: Connection) -> None:
@@ -46,7 +52,7 @@ def main(scenario: Scenario, rank: int, port: int, folder: str, pipe: Connection
         )
         rank_.train()
         rank_.tell(outcome="finished")
-    except Exception as error:  # noqa: BLE001 - it is what is judged
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - it is what is judged
         rank_.failed(error)
         # What the interpreter notes of an exception that ends a program.
         sys.last_value = error
@@ -66,7 +72,7 @@ class _Rank:
     def tell(self, **what: Any) -> None:
         self._pipe.send_bytes(json.dumps({"at": time.monotonic(), **what}).encode())
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: BaseException) -> None:
         """Say what was met, and whether a checkpoint can be written afterwards."""
         found = {name: getattr(error, name, None) for name in ("rank", "host", "reason")}
         self.tell(
@@ -95,10 +101,8 @@ class _Rank:
             self._strike(s.fault)
 
     def _strike(self, fault: str) -> None:
-        if fault == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault in _SIGNALS:
+            os.kill(os.getpid(), _SIGNALS[fault])
         elif fault == "hang":
             time.sleep(3600.0)
         elif fault == "exit":

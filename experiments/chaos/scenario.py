@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-FAULTS = ("kill", "stop", "hang", "raise", "exit", "sockets")
-"""SIGKILL; SIGSTOP; a rank that sleeps for ever; an exception in the script; an end without a word; all its TCP sockets
-shut down."""
+FAULTS = ("kill", "stop", "interrupt", "terminate", "hang", "raise", "exit", "sockets")
+"""SIGKILL; SIGSTOP; SIGINT, as of Ctrl-C; SIGTERM; a rank that sleeps for ever; an exception in the script; an end
+without a word; all its TCP sockets shut down."""
 PHASES = ("compress", "forward", "backward", "between", "checkpoint")
 """Before `thinwire.compress`; in the forward pass; among the buckets of a backward pass; between two steps; before
 `gather_state_dict`, which the others have begun."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import thinwire
 from harness import run_ranks
-from thinwire import PeerFailedError, TransportError
+from thinwire import CommunicationError, PeerFailedError, TransportError
 from thinwire.collectives import FailureDetector, announce_error, failure_detector
 from thinwire.integrations.transports import bare_transport
 
@@ -92,6 +92,22 @@ def test_the_first_to_fail_is_named_and_not_the_one_that_failed_because_of_it(
     assert [detectors[rank].explain(FAILED).rank for rank in (0, 3)] == [4, 4]
 
 
+@pytest.mark.parametrize("gone_on", [True, False])
+def test_a_rank_that_ends_because_of_an_error_on_another_one_is_not_the_cause(
+    detectors: list[FailureDetector], gone_on: bool
+) -> None:
+    first, second, *others = detectors
+    second.report(ValueError("bad batch"))
+    assert first.attribute(PeerFailedError("rank 2 failed")).rank == 2
+    if gone_on:
+        first.advance()
+    else:
+        second.close()
+    first.close()
+    for error in everywhere(2, lambda place: others[place].explain(FAILED)):
+        assert error.rank == (0 if gone_on else 2), error
+
+
 def test_an_error_that_another_rank_has_met_comes_with_its_text(detectors: list[FailureDetector]) -> None:
     detectors[3].report(ArithmeticError("broken"))
     error = detectors[1].attribute(PeerFailedError("rank 0 failed", rank=0))
@@ -148,20 +164,23 @@ def test_a_rank_that_fails_before_it_comes_stops_the_others() -> None:
     assert (error.value.rank, error.value.reason) == (7, "TypeError: no model")
 
 
-def test_rank_0_stays_until_the_others_know_which_rank_failed() -> None:
+@pytest.mark.parametrize("announced", [True, False], ids=["failed", "did not come"])
+def test_rank_0_stays_until_the_others_know_which_rank_failed(announced: bool) -> None:
     """The store lives there, and whoever finds it gone would blame rank 0."""
     store = dist.HashStore()
-    announce_error(store, "test", 1, TypeError("no model"))
+    if announced:
+        announce_error(store, "test", 1, TypeError("no model"))
 
-    def meet(rank: int) -> PeerFailedError:
-        with pytest.raises(PeerFailedError) as failed:
-            FailureDetector.connect(store, "test", range(3), rank, timedelta(seconds=20))
+    def meet(rank: int) -> CommunicationError:
+        with pytest.raises(CommunicationError) as failed:
+            FailureDetector.connect(store, "test", range(3), rank, timedelta(seconds=20 if announced else 0.2))
         return failed.value
 
     with ThreadPoolExecutor() as pool:
         first = pool.submit(meet, 0)
+        # Rank 2 is late: rank 0 waits for it, for 3 s at most.
         with pytest.raises(FutureTimeoutError):
-            first.result(0.3)
+            first.result(0.9)
         assert [meet(2).rank, first.result(20).rank] == [1, 1]
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
 
 from experiments.chaos import chaos
 from experiments.chaos.scenario import FAULTS, PHASES, TRAININGS, Scenario, Training, draw
@@ -35,3 +39,46 @@ def test_scenarios_depend_on_the_seed_alone_and_are_all_kinds() -> None:
     assert {s.training for s in ours} == set(TRAININGS)
     assert {(s.fault, s.phase) for s in ours} == {(fault, phase) for fault in FAULTS for phase in PHASES}
     assert all(control.training.attachment == "stock" for _, control in drawn)
+
+
+def test_outcomes_that_are_kept_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Scenario] = []
+
+    def run(scenario: Scenario, reference: object = None) -> chaos.Outcome:
+        ran.extend([scenario] if scenario.fault else [])
+        named = scenario.training.attachment != "stock"
+        return chaos.Outcome(scenario, [chaos.Survivor(1, "TransportError", named, 1.5, saved=True)], struck=True)
+
+    monkeypatch.setattr(chaos, "run", run)
+    assert chaos.chaos(faults=2, folder=tmp_path) == 0
+    assert len(ran) == 4
+    file = tmp_path / "chaos.json"
+    assert chaos.chaos(faults=3, folder=tmp_path, json=file) == 0
+    assert ran == [scenario for number in range(3) for scenario in draw(0, number, 8.0)]
+    assert json.loads(file.read_text())["about"]["faults"] == 3
+    assert chaos.chaos(faults=3, folder=tmp_path, minutes=0.0) == 0
+    assert len(ran) == 6
+
+
+@pytest.mark.parametrize(
+    ("survivor", "of_stock", "code"),
+    [
+        (chaos.Survivor(1, "TransportError", True, 1.5), "RuntimeError", 0),
+        (chaos.Survivor(1, "TransportError", False, 1.5), "RuntimeError", 1),
+        (chaos.Survivor(1, "TransportError", True, 13.5), "RuntimeError", 1),
+        (chaos.Survivor(1, "TransportError", True, 1.5, wrong_digests=1), "RuntimeError", 1),
+        (chaos.Survivor(1, "TransportError", True, 1.5, saved=False), "RuntimeError", 1),
+        (chaos.Survivor(1, "hung"), "RuntimeError", 1),
+        (chaos.Survivor(1, "aborted"), "RuntimeError", 1),
+        (chaos.Survivor(1, "aborted"), "aborted", 0),
+    ],
+)
+def test_a_broken_promise_fails_the_command(
+    monkeypatch: pytest.MonkeyPatch, survivor: chaos.Survivor, of_stock: str, code: int
+) -> None:
+    def run(scenario: Scenario, reference: object = None) -> chaos.Outcome:
+        stock = scenario.training.attachment == "stock"
+        return chaos.Outcome(scenario, [chaos.Survivor(1, of_stock) if stock else survivor], struck=True)
+
+    monkeypatch.setattr(chaos, "run", run)
+    assert chaos.chaos(faults=1) == code

@@ -158,9 +158,6 @@ def _meet(store: Any, key: str, ranks: Sequence[int], rank: int, packed: bytes, 
                     reason="it has not made the call in which all ranks meet",
                 ) from None
             members.append(_member(store.get(f"{key}/{other}"), number))
-    except PeerFailedError as error:
-        _leave(store, key, ranks, rank, error.rank)
-        raise
     except CommunicationError:
         raise
     except RuntimeError as error:
@@ -249,8 +246,12 @@ class FailureDetector:
         packed = _RECORD.pack(True, socket.inet_aton(ip), port, secret, host.encode()[:_HOST_BYTES])
         try:
             members = _within(timeout, lambda: _meet(store, key, ranks, rank, packed, timeout))
-        except BaseException:
+        except BaseException as error:
             listener.close()
+            failed = getattr(error, "rank", 0)
+            if failed != 0:  # or the store may not answer
+                with contextlib.suppress(TransportError):
+                    _within(timedelta(seconds=_LEAVE_S), lambda: _leave(store, key, ranks, rank, failed))
             raise
         return FailureDetector(ranks, rank, members, listener)
 
@@ -328,6 +329,8 @@ class _Ring:
         """By rank, the sequence number of its last heartbeat, its progress and when it came."""
         self._cause: Cause | None = None
         self._searched = False
+        self._peer_error: tuple[int, int, str] | None = None
+        """This rank's progress when an error of another one ended what it did, that rank, and the error."""
         self._looped = now
         self._outbox: list[bytes] = []
         self._stopping = False
@@ -342,6 +345,8 @@ class _Ring:
 
     def stop(self, reason: str) -> None:
         """Let the thread end, after its last words. At the end of a program that an exception ends, those are it."""
+        if self._peer_error is not None and self._peer_error[0] == self.progress:
+            self.send(_FAILED, *self._peer_error[1:])
         crash: object = getattr(sys, "last_value", None)
         if crash is not None:
             self.send(_ENDED, self.rank, f"its program has ended with {type(crash).__name__}: {crash}")
@@ -385,9 +390,14 @@ class _Ring:
         with self._news:
             self._news.wait_for(lambda: self._present_error() or self._accusation(), _REPORT_S)
             error, accusation = self._present_error(), self._accusation()
-        if error is not None:
-            return self._named(error.sender, error.reason)
-        return None if accusation is None else self._named(accusation.about, accusation.reason)
+            if error is not None:
+                found = error.sender, error.reason
+            elif accusation is not None:
+                found = accusation.about, accusation.reason
+            else:
+                return None
+            self._peer_error = (self.progress, *found)
+        return self._named(*found)
 
     def _accusation(self) -> _Report | None:
         """The first report of a rank that failed because of another one, which has not failed because of a third."""
