@@ -38,6 +38,7 @@ SPECS = [
     "sra(rates=(4, 1, 2, 1, 8))",
     "ring",
     "tree",
+    "tree(root=0)",
     "parameter_server(server=1)",
     "hierarchical(inside=dense, across=slices)",
     "hierarchical(inside=dense, across=leaders)",
@@ -90,6 +91,7 @@ def test_a_spec_is_its_text(spec: str) -> None:
         ("ring(", "there are sra"),
         ("ring(3)", "there are sra"),
         ("ring(bits=3)", "no option 'bits'; it takes no options"),
+        ("tree(root=-1)", "root is -1: give a rank"),
         ("sra(rates=guessed)", "or measured"),
         ("sra(rates=(1, 0))", "above zero"),
         ("hierarchical(across=wires)", "slices or leaders"),
@@ -121,7 +123,7 @@ def test_trees_reach_everybody(spec: str, num_ranks: int) -> None:
                 assert rank in tree.children[parent]
                 assert tree.depth[rank] == tree.depth[parent] + 1
                 assert tree.height[parent] > tree.height[rank]
-        deepest = {"ring": num_ranks - 1, "tree": math.ceil(math.log2(num_ranks))}.get(spec, 2)
+        deepest = {"ring": num_ranks - 1, "tree": math.ceil(math.log2(num_ranks))}.get(spec.partition("(")[0], 2)
         assert max(tree.depth) <= deepest
 
 
@@ -164,6 +166,9 @@ def test_bytes_are_the_formulas() -> None:
 
     assert sent("sra") == sent("ring") == [2 * (n - 1) / n] * n
     assert sent("tree") == [2 * (n - 1) / n] * n
+    # The root sends its mean to ranks 1 and 2, and rank 2 sends a sum up and the mean down to rank 3.
+    assert sent("tree(root=0)") == [2, 1, 2, 1]
+    assert max(sent("tree(root=0)")) == parse_algorithm("tree(root=0)").crossings(world_of(n))
     assert sent("parameter_server(server=1)") == [1, n - 1, 1, 1]
     assert sum(sent("sra(rates=(4, 1, 2, 1))")) == pytest.approx(2 * (n - 1))
     gathering = Layout.build(layers, n, torch.float32, parse_algorithm("allgather")).gather_traffic()
@@ -246,7 +251,9 @@ def test_votes_need_an_owner_who_counts_them() -> None:
             laid_out(spec, 4, layers)
     # An odd number of ranks: otherwise the owner breaks ties, and the two have other owners.
     inputs = [gradient(rank, 4096) for rank in range(5)]
-    by_sra, by_server = (run_all(laid_out(spec, 5, layers), inputs)[0][0][0] for spec in ("sra", SPECS[4]))
+    by_sra, by_server = (
+        run_all(laid_out(spec, 5, layers), inputs)[0][0][0] for spec in ("sra", "parameter_server(server=1)")
+    )
     assert torch.equal(by_sra.sign(), by_server.sign())
 
 

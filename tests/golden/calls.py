@@ -204,6 +204,7 @@ ALGORITHMS = (
     "sra(rates=(4, 1, 2, 1))",
     "ring",
     "tree",
+    "tree(root=0)",
     "allgather",
     "parameter_server(server=1)",
     "hierarchical(inside=dense, across=slices)",

@@ -507,7 +507,7 @@ def test_shared_memory_and_gloo_make_the_same_bytes() -> None:
         assert torch.equal(shared, results[0][1])
 
 
-ALGORITHMS = ["ring", "tree", "allgather", "parameter_server(server=1)"]
+ALGORITHMS = ["ring", "tree", "tree(root=1)", "allgather", "parameter_server(server=1)"]
 
 
 def _algorithms(rank: int) -> list[torch.Tensor]:

@@ -135,8 +135,8 @@ class Algorithm(ABC):
         return compressor
 
     def __str__(self) -> str:
-        options = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]
-        shown = [f"{name}={value}" for name, value in options if value]
+        options = [(f, getattr(self, f.name)) for f in dataclasses.fields(self)]
+        shown = [f"{field.name}={value}" for field, value in options if value != field.default]
         return f"{self.spec_name}({', '.join(shown)})" if shown else self.spec_name
 
 
@@ -199,9 +199,7 @@ class ParameterServer(_Star):
         return world.size - 1
 
     def shares(self, world: World) -> tuple[int, ...]:
-        if not 0 <= self.server < world.size:
-            raise ValueError(f"the server is rank {self.server}, and there are {world.size} ranks")
-        return tuple(int(rank == self.server) for rank in range(world.size))
+        return _all_of(self.server, world, "the server")
 
 
 @dataclass(frozen=True)
@@ -223,11 +221,27 @@ class Ring(Algorithm):
 class Binomial(Algorithm):
     """A binomial tree for each owner: ``2·log2(n)`` hops and at most ``1 + log2(n)`` quantisations of every value.
 
-    The thesis has a single root, whose link carries ``log2(n)`` times the bytes. Here every rank is the root of its own
-    chunks, and all ranks send ``2(n−1)/n`` times the bytes.
+    By default every rank is the root of a tree for its own chunks, and ranks send ``2(n−1)/n`` times the bytes of the
+    encoded bucket on average.
+
+    Args:
+        root: The rank that owns everything: its tree is the only one, as in the thesis (section 3.5.1). It sends and
+            receives ``log2(n)`` times the bytes, rounded up.
     """
 
     spec_name: ClassVar[str] = "tree"
+
+    root: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.root is not None and (not isinstance(self.root, int) or isinstance(self.root, bool) or self.root < 0):
+            raise ValueError(f"root is {self.root!r}: give a rank, or None for a tree of each rank")
+
+    def shares(self, world: World) -> tuple[int, ...]:
+        return super().shares(world) if self.root is None else _all_of(self.root, world, "the root")
+
+    def crossings(self, world: World) -> float:
+        return super().crossings(world) if self.root is None else (world.size - 1).bit_length()
 
     def parent(self, rank: int, owner: int, world: World) -> int:
         place = (rank - owner) % world.size
@@ -308,6 +322,13 @@ class Hierarchical(Algorithm):
         return f"hierarchical(inside={self.inside}, across={self.across})"
 
 
+def _all_of(owner: int, world: World, called: str) -> tuple[int, ...]:
+    """Shares of which one rank has everything."""
+    if not 0 <= owner < world.size:
+        raise ValueError(f"{called} is rank {owner}, and there are {world.size} ranks")
+    return tuple(int(rank == owner) for rank in range(world.size))
+
+
 def _is_rate(rate: object) -> bool:
     return isinstance(rate, int | float) and not isinstance(rate, bool) and 1e-15 <= rate <= 1e15
 
@@ -352,8 +373,8 @@ _ALGORITHMS: dict[str, type[Algorithm]] = {
 def parse_algorithm(spec: str | Algorithm) -> Algorithm:
     """Parse the spec of a collective algorithm. Nothing in it is evaluated.
 
-    Specs are ``sra``, ``sra(rates=measured)``, ``ring``, ``tree``, ``allgather``, ``parameter_server(server=2)`` and
-    ``hierarchical(inside=dense, across=leaders)``.
+    Specs are ``sra``, ``sra(rates=measured)``, ``ring``, ``tree``, ``tree(root=0)``, ``allgather``,
+    ``parameter_server(server=2)`` and ``hierarchical(inside=dense, across=leaders)``.
 
     Raises:
         ValueError: The spec is invalid: there is no such algorithm, or an option is wrong.

@@ -28,8 +28,8 @@ class Network:
 
     Args:
         algorithm: the collective algorithm. ``sra`` (scatter-reduce-all-gather) is the default; ``sra(rates=measured)``
-            lets ranks with faster links reduce more; ``ring``, ``tree``, ``allgather``, ``parameter_server(server=0)``;
-            ``hierarchical(inside=dense, across=slices)`` adds up inside each node first.
+            lets ranks with faster links reduce more; ``ring``, ``tree``, ``tree(root=0)``, ``allgather``,
+            ``parameter_server(server=0)``; ``hierarchical(inside=dense, across=slices)`` adds up inside nodes first.
         transport: ``auto`` puts messages between ranks of one node into memory that they share (Linux), and sends the
             others over the process group; ``shared`` insists on it; ``group`` sends all of them. Ranks find out
             themselves which of them share a node; the environment variable ``THINWIRE_NODE`` names a rank's node
