@@ -9,6 +9,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,3 +160,24 @@ def _settled(wanted: tuple[int, int, int] | None) -> tuple[int, int, int]:
 def test_a_model_that_is_dropped_leaves_no_threads_and_no_connections(kind: str) -> None:
     for early, late in run_ranks(_dropped, 2, kind):
         assert all(a <= b + 1 for a, b in zip(late, early, strict=True)), (early, late)
+
+
+def _cycles(rank: int) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """The counts after 20 and after 200 times of compressing, training and detaching one model, and its memory."""
+    model, counts, memory = linear(), [], []
+    for cycle in range(200):
+        wire = thinwire.compress(model, "ef(minmax(bits=4))", skip_if_slower=False)
+        backward(model, rank, cycle)
+        assert wire.stats.compressed_steps == 1
+        wire.detach()
+        if cycle in (19, 199):
+            counts.append(_settled(counts[0] if counts else None))
+            memory.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+    return counts, memory
+
+
+@pytest.mark.timeout(240)
+def test_compressing_and_detaching_200_times_leaves_nothing() -> None:
+    for (early, late), memory in run_ranks(_cycles, 2, timeout_s=200.0):
+        assert all(a <= b + 1 for a, b in zip(late, early, strict=True)), (early, late)
+        assert memory[1] - memory[0] < 32 << 20

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -347,16 +350,55 @@ def test_where_the_outer_state_is_kept_changes_no_bit() -> None:
     assert asked[1] == {"cpu"}
 
 
-def _disagree(rank: int) -> str:
-    model = nn.Linear(64, 64)
-    with pytest.raises(thinwire.DisagreementError) as error:
-        DiLoCo(model, torch.optim.SGD(model.parameters()), every=(10, 20)[rank], compressor="minmax(bits=4)")
-    return str(error.value)
+DIFFERENCES = {
+    "every": 20,
+    "outer": Nesterov(lr=0.5),
+    "compressor": "minmax(bits=4)",
+    "feedback": False,
+    "fragments": 2,
+    "overlap": 3,
+    "mix": 0.5,
+    "weighted": True,
+    "network.algorithm": thinwire.Network(algorithm="ring"),
+    "network.transport": thinwire.Network(transport="group"),
+    "network.timeout": thinwire.Network(timeout=timedelta(seconds=19)),
+    "seed": 1,
+    "total_steps": 100,
+}
+"""What rank 1 alone is given, by the argument's name."""
+NO_DIFFERENCE = {"model", "inner_optimizer", "group", "outer_device"}
+"""Their own on each worker. Workers may keep the outer state where they like: it changes no bit."""
+NAMED = {"total_steps": "outer", "compressor": "layer", "feedback": "layer"}
+"""What the error names in place of an argument that settles it."""
 
 
-def test_workers_that_differ_are_distinguished() -> None:
-    for message in run_ranks(_disagree, 2):
-        assert "every" in message
+def _quiet(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> DiLoCo:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return DiLoCo(model, optimizer, **options)
+
+
+def _disagree(rank: int) -> dict[str, str]:
+    errors = {}
+    for name, given in DIFFERENCES.items():
+        model = nn.Linear(64, 64)
+        options = {"every": 10, **({name.split(".")[0]: given} if rank else {})}
+        optimizer = torch.optim.SGD(model.parameters())
+        with pytest.raises(thinwire.DisagreementError) as error:
+            _quiet(model, optimizer, **options)
+        errors[name] = str(error.value)
+    return errors
+
+
+def test_the_differences_are_all_arguments() -> None:
+    assert {name.split(".")[0] for name in DIFFERENCES} | NO_DIFFERENCE == set(inspect.signature(DiLoCo).parameters)
+
+
+def test_every_argument_that_differs_is_named() -> None:
+    first, second = run_ranks(_disagree, 2, timeout_s=60.0)
+    assert first == second
+    for name, message in first.items():
+        assert f"'{NAMED.get(name, name).split('.')[-1]}" in message, (name, message)
 
 
 @pytest.mark.parametrize(

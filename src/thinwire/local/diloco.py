@@ -353,7 +353,7 @@ def _open_wire(
     group = group or dist.group.WORLD
     assert group is not None, "init_process_group() comes first"
     timeout = network.timeout or group_timeout(group)
-    arguments |= {"algorithm": str(network.algorithm), "transport": network.transport}
+    arguments |= {"algorithm": str(network.algorithm), "transport": network.transport, "timeout": str(timeout)}
     with on_the_host():
         transport = host_transport(group, timeout, network.transport, arguments)
         try:
