@@ -69,6 +69,12 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(there), f"{page.name} links to {target}, which has {anchors(there)}"
 
 
+def test_code_fits_a_page_without_scrolling() -> None:
+    """Of a window of 1280 pixels the text takes the width of about so many characters."""
+    long = [f"{block.page}: {line}" for block in blocks() for line in block.text.splitlines() if len(line) > 92]
+    assert not long, "\n".join(long)
+
+
 def test_every_page_is_in_the_navigation_and_every_public_name_in_the_reference() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     missing = [page.name for page in PAGES[2:] if not re.search(rf"\b{re.escape(page.name)}\b", navigation)]
@@ -96,12 +102,13 @@ def test_names_and_specs_that_pages_mention_exist() -> None:
 # Commands that are none of thinwire's own, and what runs them.
 ELSEWHERE = {
     "python -m experiments bench compressors": "tests/experiments/test_bench_compressors.py",
-    "torchrun --nproc-per-node 2 --max-restarts 3 examples/elastic.py --checkpoint out/elastic.pt": (
+    "torchrun --nproc-per-node 2 --max-restarts 3 examples/elastic.py --checkpoint elastic.pt": (
         "tests/docs/test_recipes.py"
     ),
     "python examples/ray_train.py": "tests/docs/test_recipes.py",
     "make demo": "tests/compare/test_demo.py",
     "make test": ".ci/run",
+    "make test-all": "Makefile",
     "make sanitize": ".ci/run",
     'make test-all PYTEST_ADDOPTS="--durations=0 --durations-min=0.2" > build/tests.log': "Makefile",
     "python tools/slow_tests.py build/tests.log": "tests/test_structure.py",
@@ -112,6 +119,7 @@ ELSEWHERE = {
     "make fuzz-sanitized": "tests/experiments/test_fuzzing.py",
     "make conformance": "tests/experiments/test_conformance.py",
     "make chaos": "Makefile",
+    "make soak": "Makefile",
     "make wheel": ".ci/run",
     "pip install .": ".ci/run",  # make wheel-check builds what pip would, and installs it
     "python -m pytest tests/kernels/test_cuda.py tests/kernels/test_triton*.py": "Makefile",
