@@ -106,7 +106,7 @@ PyObject* py_levels_decode(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return run_floats(in, job, levels_decode);
 }
 
-// magnitudes_encode(x, dtype, rows, num_rows, message, magnitudes, bits, bucket)
+// magnitudes_encode(x, dtype, rows, num_rows, message, magnitudes, bits, bucket, now, next, loss_scale)
 PyObject* py_magnitudes_encode(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments in(args, count);
   FloatJob job;
@@ -114,6 +114,7 @@ PyObject* py_magnitudes_encode(PyObject*, PyObject* const* args, Py_ssize_t coun
   job.out = in.address<uint8_t>(), job.params = in.address<const float>();
   read_bits(in, job, 1, 4);
   read_bucket(in, job);
+  in.residual(job);
   return run_floats(in, job, magnitudes_encode);
 }
 

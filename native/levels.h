@@ -124,7 +124,8 @@ THINWIRE_APART static void level_codes(const float* x, int64_t n, int bits, cons
 }
 
 // Codes blocks [begin, end) of rows. A coder opens a row and returns where its codes go, writes what stands before them,
-// measures a bucket that begins at an element, spreads its scales to element i of the tile, and makes a tile's codes.
+// measures a bucket that begins at an element, spreads its scales to element i of the tile, makes a tile's codes, and
+// then may use them.
 template <class Coder>
 static void encode_measured(const FloatJob& job, int64_t begin, int64_t end, LevelScratch& s, Coder& coder) {
   const int bits = job.bits;
@@ -161,6 +162,7 @@ static void encode_measured(const FloatJob& job, int64_t begin, int64_t end, Lev
         }
         each ? coder.template code<true>(x, groups * kGroup) : coder.template code<false>(x, groups * kGroup);
         std::memset(s.codes + n, 0, groups * kGroup - n);
+        coder.finish(row, at, n, x);
         pack(s.codes, groups, bits, packed + at / kGroup * 16 * bits);
       }
       if (last == row.numel) zero_to_64(packed, ceil_div(row.numel, kGroup) * 16 * bits);
@@ -200,6 +202,7 @@ struct LevelCoder {
   void code(const float* x, int64_t n) {
     level_codes<kFew, kEach>(x, n, job.bits, middles, s);
   }
+  void finish(const Row&, int64_t, int64_t, const float*) {}
 };
 
 template <bool kFew>

@@ -34,17 +34,50 @@ THINWIRE_APART static void magnitude_codes(const float* x, int64_t n, int count,
   }
 }
 
+// What the codes of magnitudes stand for, in units of a bucket's scale: the positive ones first.
+static Lookup<true> signed_magnitudes(const FloatJob& job) {
+  Lookup<true> values = {};
+  const int count = 1 << (job.bits - 1);
+  for (int j = 0; j < count; j++) values.values[j] = job.params[j], values.values[count + j] = -job.params[j];
+  return values;
+}
+
+// next = x + loss_scale * now of the n elements at `at`; x and `now` may be `next`.
+static void add_residual(const FloatJob& job, const Row& row, int64_t at, int64_t n, LevelScratch& s) {
+  for (int64_t i = row.start + at, end = i + n; i < end; i += kTile) {
+    const int64_t count = end - i < kTile ? end - i : kTile;
+    const float* x = (const float*)job.own + i;
+    if (job.own_dtype != kFloat32) read_floats(job.own, job.own_dtype, i, count, s.tile), x = s.tile;
+    if (i + count + kAhead <= row.start + row.numel) {
+      for (int64_t j = 0; j < count; j += 16) {
+        if (x != s.tile) __builtin_prefetch(x + kAhead + j, 0, 2);
+        __builtin_prefetch(job.now + i + kAhead + j, 0, 2), __builtin_prefetch(job.next + i + kAhead + j, 1, 2);
+      }
+    }
+    add_scaled(x, job.now + i, job.loss_scale, count, job.next + i);
+  }
+}
+
+// With error feedback, a bucket's values and residual are added up in `next` as it is measured, and are coded from
+// there; then `next` gets what the codes lack.
 struct MagnitudeCoder {
-  const FloatJob& job;
+  const FloatJob& given;
+  const FloatJob job; // whose own values are those that are coded
   LevelScratch& s;
   const int count;
+  const Lookup<true> values;
   float middles[kMostMagnitudes];
   uint8_t* scales;
   int64_t buckets;
   float scale;
 
-  MagnitudeCoder(const FloatJob& job, LevelScratch& s) : job(job), s(s), count(1 << (job.bits - 1)) {
+  MagnitudeCoder(const FloatJob& given, LevelScratch& s)
+      : given(given), job(with_sums(given)), s(s), count(1 << (job.bits - 1)), values(signed_magnitudes(job)) {
     for (int j = 0; j + 1 < count; j++) middles[j] = (job.params[j] + job.params[j + 1]) * 0.5f;
+  }
+  static FloatJob with_sums(FloatJob job) {
+    if (job.now) job.own = job.next, job.own_dtype = kFloat32;
+    return job;
   }
   uint8_t* open(const Row& row) {
     scales = job.out + row.payload, buckets = num_buckets(row.numel, job.bucket);
@@ -52,6 +85,7 @@ struct MagnitudeCoder {
   }
   void write_head() { zero_to_64(scales, 4 * buckets); }
   void measure(const Row& row, int64_t at, int64_t n) {
+    if (job.now) add_residual(given, row, at, n, s);
     scale = root_mean_square(job, row, at, n, s);
     std::memcpy(scales + 4 * (at / job.bucket), &scale, 4);
   }
@@ -60,12 +94,28 @@ struct MagnitudeCoder {
   void code(const float* x, int64_t n) {
     magnitude_codes<kEach>(x, n, count, middles, s);
   }
+  void finish(const Row& row, int64_t at, int64_t n, const float* x) {
+    if (!job.now) return;
+    const bool each = job.bucket % kGroup != 0, power = is_power_of_two(job.loss_scale);
+    const float inverse = 1.0f / job.loss_scale;
+    float* next = job.next + row.start + at;
+    for (int64_t i = 0; i < n; i += kLanes) {
+      const Floats own = each ? load<Floats>(s.inverse + i) : splat(s.inverse[i / kGroup * kGroup]);
+      const Floats lost = load<Floats>(x + i) - values(widen_words(s.codes + i)) * own;
+      const Floats kept = power ? lost * inverse : lost / job.loss_scale;
+      if (i + kLanes <= n) {
+        store(next + i, kept);
+      } else {
+        std::memcpy(next + i, &kept, 4 * (n - i));
+      }
+    }
+  }
 };
 
 static void magnitudes_encode(const FloatJob& job, int64_t begin, int64_t end) {
   LevelScratch s;
   MagnitudeCoder coder(job, s);
-  encode_measured(job, begin, end, s, coder);
+  encode_measured(coder.job, begin, end, s, coder);
 }
 
 struct MagnitudeGroup {
@@ -82,9 +132,7 @@ template <bool kAdd>
 static void magnitudes_decode_as(const FloatJob& job, int64_t begin, int64_t end) {
   FloatScratch tile;
   LevelScratch s;
-  Lookup<true> values = {};
-  const int count = 1 << (job.bits - 1);
-  for (int j = 0; j < count; j++) values.values[j] = job.params[j], values.values[count + j] = -job.params[j];
+  const Lookup<true> values = signed_magnitudes(job);
   decode_groups<kAdd>(job, begin, end, tile, [&](const Row& row, int64_t at, int64_t n) {
     const uint8_t* scales = job.messages[0] + row.payload;
     each_bucket(scales, job.bucket, at, n, s.inverse);

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernel_cases import DTYPES, one, special, values
 from kernel_levels import LEVELS, at, check, needs_native
 from thinwire import kernels
-from thinwire.kernels import Table, reference_floats, site_id
+from thinwire.kernels import Residual, Table, reference_floats, site_id
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -438,7 +438,18 @@ def test_magnitudes_are_those_of_the_reference(bucket: int, bits: int) -> None:
             def decode(m: Tensor, y: Tensor, add: bool, scale: float) -> None:
                 kernels.magnitudes_decode(m, spans, y, magnitudes, bits=bits, bucket=bucket, add=add, scale=scale)
 
-            return decoded(decode, sent, x)
+            return decoded(decode, sent, x) | fed_back(spans, x, magnitudes)
+
+        def fed_back(spans: Table, x: Tensor, magnitudes: Tensor) -> dict[str, Tensor]:
+            found = {}
+            for loss_scale, in_place in ((1.0, False), (0.25, True), (3.0, False)):
+                now, sent = values(x.numel(), 7), blank(spans, size)
+                after = now if in_place else torch.full_like(now, 5.0)
+                residual = Residual(now, after, loss_scale)
+                how = {"bits": bits, "bucket": bucket, "residual": residual}
+                kernels.magnitudes_encode(x, spans, sent, magnitudes, **how)
+                found |= {f"message of {loss_scale}": sent, f"residual of {loss_scale}": after}
+            return found
 
         check(run, threads=(1, 2) if large else (1,), about=(dtype, make))
 

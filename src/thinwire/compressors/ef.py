@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors._core.bucketed import Bucketed
 from thinwire.compressors._core.calls import CodecCall, SumCall
 from thinwire.compressors._core.checks import check_choice
-from thinwire.compressors._core.coded import Coded, CodedWrapper
+from thinwire.compressors._core.coded import Coded, CodedWrapper, OnePass
 from thinwire.compressors._core.compressor import Compressor
 from thinwire.compressors._core.slots import Slot, State
 from thinwire.compressors._core.summed import Subtract, Summed, SumShape
@@ -111,7 +110,7 @@ class EfCoded(Feedback, CodedWrapper):
 
     def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
         e = self.residual(call.state)
-        if isinstance(self.inner, Bucketed):
+        if isinstance(self.inner, OnePass):
             self.inner.encode(x, message, call, e)  # the same in one pass
             return
         p = e.next
@@ -121,7 +120,7 @@ class EfCoded(Feedback, CodedWrapper):
 
     def reduce(self, messages: Sequence[Tensor], own: Tensor, out_message: Tensor, y: Tensor, call: CodecCall) -> None:
         e = self.residual(call.state)
-        if isinstance(self.inner, Bucketed) and self.traits.plain_sum:
+        if isinstance(self.inner, OnePass) and self.traits.plain_sum:
             self.inner.reduce(messages, own, out_message, y, call, e)  # the same in one pass
             return
         p = e.next

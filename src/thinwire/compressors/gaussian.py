@@ -13,8 +13,9 @@ from thinwire import kernels
 from thinwire.compressors._core.bucketed import MAX_BUCKET
 from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.checks import check_choice, check_int
-from thinwire.compressors._core.coded import Coded
+from thinwire.compressors._core.coded import OnePass
 from thinwire.compressors._core.traits import Traits
+from thinwire.kernels import Residual
 
 MAGNITUDES = {
     2: (0.4527800, 1.5104176),
@@ -34,7 +35,7 @@ def _magnitudes(bits: int, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Gaussian(Coded):
+class Gaussian(OnePass):
     """Lloyd–Max quantiser for the normal distribution (Max 1960): ``sign(x) · s · m`` with the nearest magnitude m.
 
     ``s`` is the root mean square of ``bucket`` consecutive elements. At 2 bits ``|x| > .9816 s`` is received as 1.510 s
@@ -61,10 +62,9 @@ class Gaussian(Coded):
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return kernels.magnitudes_bytes(numel, self.bits, self.bucket)
 
-    def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
-        kernels.magnitudes_encode(
-            x, call.table, message, _magnitudes(self.bits, x.device), bits=self.bits, bucket=self.bucket
-        )
+    def encode(self, x: Tensor, message: Tensor, call: CodecCall, residual: Residual | None = None) -> None:
+        how = {"bits": self.bits, "bucket": self.bucket, "residual": residual}
+        kernels.magnitudes_encode(x, call.table, message, _magnitudes(self.bits, x.device), **how)
 
     def decode(self, message: Tensor, y: Tensor, call: CodecCall, *, add: bool = False) -> None:
         how = {"bits": self.bits, "bucket": self.bucket}

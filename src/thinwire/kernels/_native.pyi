@@ -104,7 +104,18 @@ def levels_decode(
     message: int, rows: int, num_rows: int, y: int, dtype: int, bits: int, bucket: int, add: bool, scale: float, /
 ) -> None: ...
 def magnitudes_encode(
-    x: int, dtype: int, rows: int, num_rows: int, message: int, magnitudes: int, bits: int, bucket: int, /
+    x: int,
+    dtype: int,
+    rows: int,
+    num_rows: int,
+    message: int,
+    magnitudes: int,
+    bits: int,
+    bucket: int,
+    now: int,
+    next: int,
+    loss_scale: float,
+    /,
 ) -> None: ...
 def magnitudes_decode(
     message: int,

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import native, reference_floats
-from thinwire.kernels.format import GROUP, MAX_BUCKET, align
+from thinwire.kernels.format import GROUP, MAX_BUCKET, Residual, align
 from thinwire.kernels.native import CODES, MASK64
-from thinwire.kernels.ops import _check_flat, _check_message, _check_values
+from thinwire.kernels.ops import _check_flat, _check_message, _check_residual, _check_values
 from thinwire.kernels.reference_floats import HEADER, ROUNDINGS, levels_parts, magnitudes_parts, rangefloat_size
 from thinwire.kernels.table import Table
 
@@ -252,20 +252,34 @@ def magnitudes_bytes(numel: int, bits: int, bucket: int) -> int:
     return magnitudes_parts(numel, bits, bucket)[1] if numel else 0
 
 
-def magnitudes_encode(x: Tensor, table: Table, message: Tensor, magnitudes: Tensor, *, bits: int, bucket: int) -> None:
+def magnitudes_encode(
+    x: Tensor,
+    table: Table,
+    message: Tensor,
+    magnitudes: Tensor,
+    *,
+    bits: int,
+    bucket: int,
+    residual: Residual | None = None,
+) -> None:
     """Code each value as its sign and the nearest of 2^(bits−1) magnitudes, in units of its bucket's root mean square.
 
     ``magnitudes`` (2^(bits−1),) fp32, ascending and not negative; both sides know them. A bucket that holds NaN or Inf
-    decodes to NaN. ``index0`` must be a multiple of lcm(bucket, 128).
+    decodes to NaN. ``index0`` must be a multiple of lcm(bucket, 128). ``residual`` is used as in
+    :func:`bucketed_encode`; ``x`` may be its ``next``.
 
     Other shapes and errors are those of :func:`natural_encode`.
     """
     _check_values("x", x, table, x)
     _check_message("message", message, _magnitudes_bytes(table, bits, bucket), x)
     _check_per_row("magnitudes", magnitudes, (1 << (bits - 1),), x)
+    if residual is not None:
+        _check_residual(residual, table, x)
     if not native.computes(x):
-        return reference_floats.magnitudes_encode(x, table, message, magnitudes, bits=bits, bucket=bucket)
-    native.core().magnitudes_encode(*_source(x, table), message.data_ptr(), magnitudes.data_ptr(), bits, bucket)
+        how = {"bits": bits, "bucket": bucket, "residual": residual}
+        return reference_floats.magnitudes_encode(x, table, message, magnitudes, **how)
+    source, form = _source(x, table), (magnitudes.data_ptr(), bits, bucket)
+    native.core().magnitudes_encode(*source, message.data_ptr(), *form, *native.addresses(residual))
     return None
 
 

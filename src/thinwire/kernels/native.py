@@ -97,7 +97,7 @@ def bucketed_encode(
         message.data_ptr(),
         *form.packed,
         key & MASK64,
-        *_addresses(residual),
+        *addresses(residual),
     )
 
 
@@ -158,12 +158,13 @@ def bucketed_reduce(
         *form.packed,
         scale,
         key & MASK64,
-        *_addresses(residual),
+        *addresses(residual),
         *[message.data_ptr() for message in messages],
     )
 
 
-def _addresses(residual: Residual | None) -> tuple[int, int, float]:
+def addresses(residual: Residual | None) -> tuple[int, int, float]:
+    """The arguments of a residual: two addresses, 0 without one, and its factor."""
     if residual is None:
         return 0, 0, 1.0
     return residual.now.data_ptr(), residual.next.data_ptr(), residual.loss_scale

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.kernels.format import ALIGN, GROUP, align
-from thinwire.kernels.reference import lane_sums, pack, unpack
+from thinwire.kernels.format import ALIGN, GROUP, Residual, align
+from thinwire.kernels.reference import lane_sums, pack, scaled, unpack
 from thinwire.kernels.rng import random16, row_key
 from thinwire.kernels.table import Row, Table
 
@@ -274,12 +274,24 @@ def magnitudes_parts(numel: int, bits: int, bucket: int) -> tuple[int, int]:
     return codes, codes + align(-(-numel // GROUP) * 16 * bits)
 
 
-def magnitudes_encode(x: Tensor, table: Table, message: Tensor, magnitudes: Tensor, *, bits: int, bucket: int) -> None:
+def magnitudes_encode(
+    x: Tensor,
+    table: Table,
+    message: Tensor,
+    magnitudes: Tensor,
+    *,
+    bits: int,
+    bucket: int,
+    residual: Residual | None = None,
+) -> None:
     """See :func:`thinwire.kernels.magnitudes_encode`."""
     for row in table.segments:
         if not row.numel:
             continue
         values, size = values_of(x, row), min(bucket, row.numel)
+        span = slice(row.start, row.start + row.numel)
+        if residual is not None:
+            values = values + scaled(residual.now[span], residual.loss_scale)
         count = -(-row.numel // size)
         elements = torch.full((count,), size, dtype=torch.float64, device=x.device)
         elements[-1] = row.numel - (count - 1) * size
@@ -289,6 +301,9 @@ def magnitudes_encode(x: Tensor, table: Table, message: Tensor, magnitudes: Tens
         codes = (values < 0).to(torch.uint8) * len(magnitudes)
         for middle in (magnitudes[:-1] + magnitudes[1:]) * 0.5:
             codes += values.abs() >= each * middle
+        if residual is not None:
+            sent = torch.cat((magnitudes, -magnitudes))[codes.to(torch.int64)] * each
+            residual.next[span] = (values - sent) / torch.full_like(values, residual.loss_scale)
         at, num_bytes = magnitudes_parts(row.numel, bits, bucket)
         payload = torch.zeros(num_bytes, dtype=torch.uint8, device=x.device)
         payload[: 4 * count] = scales.view(torch.uint8)

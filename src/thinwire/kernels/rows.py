@@ -109,7 +109,7 @@ def rows_scale(x: Tensor, table: Table, out: Tensor, *, by: float = 1.0, over: f
             torch.mul(x[span].to(torch.float32), by, out=out[span])
         elif over != 1.0:
             torch.div(x[span], over, out=out[span])
-        else:
+        elif out is not x:
             out[span] = x[span]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.checks import check_int
-from thinwire.compressors._core.coded import Coded
+from thinwire.compressors._core.coded import OnePass
 from thinwire.compressors._core.segments import Key
 from thinwire.kernels import Format, Residual
 
@@ -25,7 +25,7 @@ MAX_BUCKET = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Bucketed(Coded):
+class Bucketed(OnePass):
     """Codes of a few bits, and one or two scales for each bucket; see `thinwire.kernels.Format`."""
 
     @abstractmethod
@@ -48,7 +48,6 @@ class Bucketed(Coded):
         return kernels.bucketed_bytes(numel, self.form)
 
     def encode(self, x: Tensor, message: Tensor, call: CodecCall, residual: Residual | None = None) -> None:
-        """See `Coded.encode`. A ``residual`` of error feedback is added and updated by the same kernel."""
         kernels.bucketed_encode(x, call.table, message, self.form, key=self.key_of(call.key), residual=residual)
 
     def decode(self, message: Tensor, y: Tensor, call: CodecCall, *, add: bool = False) -> None:
@@ -72,7 +71,6 @@ class Bucketed(Coded):
         call: CodecCall,
         residual: Residual | None = None,
     ) -> None:
-        """See `Coded.reduce`. A ``residual`` is used as in `encode`; it requires `Traits.plain_sum`."""
         if not self.traits.plain_sum:
             super().reduce(messages, own, out_message, y, call)
             return

@@ -16,6 +16,7 @@ from thinwire.compressors._core.compressor import Compressor
 from thinwire.compressors._core.mixins import Bounded, find_mixin, first_state
 from thinwire.compressors._core.segments import Key, Piece, Segments
 from thinwire.compressors._core.wrapper import Wrapper
+from thinwire.kernels import Residual
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,33 @@ class Coded(Compressor):
         y = torch.empty(flat.shape, dtype=torch.float32, device=x.device)
         fitted.decode(message, y, CodecCall(segments))
         return y.view(x.shape)
+
+
+@dataclass(frozen=True)
+class OnePass(Coded):
+    """A coded compressor whose kernel also adds the residual of error feedback, and sets it to what was not sent."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, message: Tensor, call: CodecCall, residual: Residual | None = None) -> None:
+        """See `Coded.encode`. A ``residual`` of error feedback is added and updated by the same kernel; ``x`` may be
+        its next value, unless the compressor overrides `reduce`."""
+
+    def reduce(
+        self,
+        messages: Sequence[Tensor],
+        own: Tensor,
+        out_message: Tensor,
+        y: Tensor,
+        call: CodecCall,
+        residual: Residual | None = None,
+    ) -> None:
+        """See `Coded.reduce`. A ``residual`` is used as in `encode`; it requires `Traits.plain_sum`."""
+        if residual is None:
+            super().reduce(messages, own, out_message, y, call)
+            return
+        self.add_up(messages, own, residual.next, call)
+        self.encode(residual.next, out_message, call, residual)
+        self.decode(out_message, y, call._replace(scale=1.0))
 
 
 @dataclass(frozen=True)
