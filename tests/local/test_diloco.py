@@ -191,6 +191,23 @@ def test_workers_learn_and_end_with_the_same_weights(options: dict) -> None:
         assert torch.equal(other_buffers, buffers)
 
 
+def _by_algorithm(rank: int) -> list[torch.Tensor]:
+    weights = []
+    for network in (None, thinwire.Network("allgather"), thinwire.Network("sra")):
+        training = Training(rank, every=5, network=network)
+        training.run(10)
+        training.local.close()
+        weights.append(training.weights())
+    return weights
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_two_workers_gather_each_others_messages(workers: int) -> None:
+    for default, gathered, scattered in run_ranks(_by_algorithm, workers):
+        assert not torch.equal(gathered, scattered)
+        assert torch.equal(default, gathered if workers == 2 else scattered)
+
+
 def _bytes(rank: int) -> tuple[int, float, int, int]:
     training = Training(rank, every=10, compressor="minmax(bits=4)")
     training.run(40)

@@ -76,7 +76,9 @@ class DiLoCo:
         weighted: weight workers by the tokens that they say with ``step(tokens=...)``, for unequal batches.
         group: process group of the workers; all ranks by default. For workers that come and go there is
             `ManagedDiLoCo`.
-        network: collective algorithm, transport and timeout of the exchanges, as for `thinwire.compress`.
+        network: collective algorithm, transport and timeout of the exchanges, as for `thinwire.compress`. By default
+            two workers gather each other's messages (``allgather``): the bytes are those of other algorithms, and means
+            are not coded again.
         seed: seed of the compressor's random draws.
         outer_device: where the outer state is kept, and compressed; the parameters' device by default. ``"cpu"`` leaves
             a GPU's memory to training, and weights cross to the host and back once in ``every`` steps.
@@ -134,7 +136,9 @@ class DiLoCo:
         self._pending: _Exchange | None = None
         self.skipped_rounds = 0
         """Exchanges that were dropped because some worker's weights were not finite."""
-        self.wire = _open_wire(plan, shapes, group, network or Network(), seed, self._arguments(fragments))
+        if network is None:
+            network = Network(algorithm="allgather" if dist.get_world_size(group) == 2 else "sra")
+        self.wire = _open_wire(plan, shapes, group, network, seed, self._arguments(fragments))
         """The handle of the exchanges: ``wire.stats``, ``wire.plan``."""
 
     def _check(self, parameters: Mapping[str, nn.Parameter], fragments: int) -> None:
