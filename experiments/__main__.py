@@ -28,6 +28,7 @@ _VALIDATION = {
     "bench first-epoch": Command("experiments.bench.first_epoch:first_epoch", "pipelines that see each sample once"),
     "bench formats": Command("experiments.bench.formats:formats", "error at equal bytes: rotations, spikes"),
     "bench training": Command("experiments.bench.training:training", "loss and bytes of each way to train"),
+    "power": Command("experiments.framework.power:power", "how small a difference each task shows, from recorded runs"),
     "chaos": Command("experiments.chaos.chaos:chaos", "ranks that fail in seeded ways, and the others' errors"),
     "conformance": Command("experiments.conformance.conformance:conformance", "PyTorch's own tests of process groups"),
     "fuzz": Command("experiments.fuzz.fuzz:fuzz", "very many damaged messages, which decoders must survive"),

@@ -14,6 +14,7 @@ from figures import BENCHMARKS, ROOT, Figures, bullets, table
 
 from experiments.bench.auto import Place
 from experiments.bench.formats import BITS, FORMATS, KINDS, WAYS
+from experiments.framework import power as power_tables
 from experiments.framework import results_page
 from experiments.framework.catalogue import CATALOGUE
 from thinwire.lab.units import format_rate, parse_rate
@@ -604,6 +605,11 @@ def results() -> str:
     return results_page.page(results_page.read(BENCHMARKS)).rstrip("\n")
 
 
+def power() -> str:
+    found = power_tables.powers(BENCHMARKS)
+    return table(list(power_tables.HEAD), [power_tables.cells(one) for one in found])
+
+
 PAGES = {
     "README.md": {"demo": demo},
     "docs/compressors.md": {"compressors": compressors, "formats": formats},
@@ -619,7 +625,7 @@ PAGES = {
     "docs/doctor.md": {"doctor": doctor, "doctor-fsdp": doctor_fsdp},
     "docs/kernels.md": {"kernels": kernels},
     "docs/algorithms.md": {"algorithms": algorithms},
-    "docs/results.md": {"results": results},
+    "docs/results.md": {"results": results, "power": power},
     **{f"docs/repro-{entry.name}.md": {f"repro-{entry.name}": partial(experiment, entry.name)} for entry in CATALOGUE},
 }
 """Pages, and what stands between which marks in them."""

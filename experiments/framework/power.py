@@ -1,0 +1,234 @@
+"""How small a difference each task of the experiments shows, from recorded runs: ``python -m experiments power``."""
+
+from __future__ import annotations
+
+import json as json_format
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from experiments.framework.findings import share
+from thinwire.compare.statistics import CONFIDENCE, POWER, Estimate, estimate, need_scipy, relative_differences
+from thinwire.results import OutputFile, Results
+
+Rows = Mapping[str, Mapping[str, Any]]
+_BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+_VALUES = ("by_seed", "perplexities", "losses", "own")
+_BASELINES = ("fp32", "fp32_losses", "baseline_perplexities")
+_SEEDS = (3, 5)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A training whose methods are told apart by ``metric``.
+
+    Args:
+        title: the task, for people.
+        metric: what is compared with the baseline's, seed by seed.
+        file: where the runs are recorded, in benchmarks/.
+        rows: pattern of the methods' rows.
+        control: the row of what must be worse; none was recorded where it is empty.
+        baseline: the row of the baseline, where the methods' rows do not have its values.
+    """
+
+    title: str
+    metric: str
+    file: str
+    rows: str
+    control: str = ""
+    baseline: str = ""
+
+
+@dataclass(frozen=True)
+class Power:
+    """What a task shows. Differences are shares of the baseline's value; of accuracies, points; positive is worse."""
+
+    task: Task
+    num_methods: int
+    num_seeds: int
+    deviation: float
+    """Median over methods of the standard deviation of a paired difference."""
+    least: float
+    """The smallest difference of a method that is told from none; infinity if none is."""
+    control: Estimate | None
+
+    def visible(self, num_seeds: int) -> float:
+        """The true difference that a one-sided paired t-test sees with a chance of `POWER`."""
+        quantile = need_scipy().t.ppf
+        both = float(quantile(CONFIDENCE, num_seeds - 1) + quantile(POWER, num_seeds - 1))
+        return both * self.deviation / math.sqrt(num_seeds)
+
+    @property
+    def control_fails(self) -> bool | None:
+        """Whether the control is surely worse; None if there is none."""
+        return None if self.control is None else self.control.lower > 0
+
+
+TASKS = (
+    Task("GPT, fine-tuned in 2 stages", "loss", "repro-aqsgd", "figure 3/*", "figure 3/direct/small/2 stages/fw2 bw4"),
+    Task("GPT, from scratch in 2 stages", "loss", "repro-aqsgd", "figure 7/*", "figure 7/direct/*"),
+    Task("GPT, 8 stages", "loss", "repro-aqsgd-more", "figure 9 (8 stages)/*", "figure 9 (8 stages)/direct/*"),
+    Task(
+        "labels of text, 2 stages", "loss", "repro-aqsgd-more", "figure 3 (a, b)/*", "figure 3 (a, b)/direct/*fw2 bw4"
+    ),
+    Task("GPT, tensor parallel", "loss", "repro-fullstack", "appendix F/*", "appendix F/direct/3"),
+    Task("split learning on digits", "loss", "repro-fullstack", "figure 10/loss/*", "figure 10/loss/direct"),
+    Task("GPT under DDP", "held-out loss", "repro-cgx", "3.5/lost/gpt/*"),
+    Task("CNN under DDP", "accuracy", "repro-cgx", "3.5/lost/cnn/*"),
+    Task("GPT, layerwise", "held-out loss", "repro-lgreco", "table 4.3/lost/gpt/*"),
+    Task("CNN, layerwise", "held-out loss", "repro-lgreco", "table 4.2/lost/cnn/*"),
+    Task(
+        "GPT under FSDP2",
+        "perplexity",
+        "repro-qsdp",
+        "table 5.2/perplexity/*",
+        "table 5.2/perplexity/W4G4",
+        baseline="table 5.1/lost/small/2 ranks",
+    ),
+    Task("ConvNet on digits, FFT", "accuracy", "repro-fft", "13/accuracy/*", "13/accuracy/strong"),
+    Task("ResNet on digits, IntSGD", "accuracy", "repro-intsgd", "2/quality/*", "2/quality/heuristic"),
+    Task("LSTM, IntSGD", "perplexity", "repro-intsgd", "3/quality/*", "3/quality/heuristic"),
+    Task(
+        "GPT under AdamW, 150 steps, every compressor",
+        "held-out loss",
+        "compare-every",
+        "held_out_loss/*",
+        "held_out_loss/control/*",
+        baseline="held_out_loss/fp32",
+    ),
+    Task(
+        "GPT, 1000 steps, every way to train",
+        "held-out loss",
+        "training",
+        "loss/*",
+        "loss/alone",
+        baseline="loss/AdamW, fp32",
+    ),
+)
+
+
+def power(
+    *,
+    from_: Annotated[Path, tyro.conf.arg(name="from", metavar="DIR")] = _BENCHMARKS,
+    json: OutputFile = None,
+) -> int:
+    """Show how small a difference each task of the experiments shows, from runs that are recorded.
+
+    Of each task, with what its methods' paired differences scatter by: the difference that three and five seeds see
+    with a chance of 80 %, the smallest that was told from none, and whether the control, which must be worse, is.
+
+    Examples:
+      python -m experiments power
+      python -m experiments power --from repro
+
+    Args:
+        from_: folder of the JSON files that the experiments wrote.
+        json: write the figures to this file.
+    """
+    found = powers(from_)
+    if not found:
+        Console(stderr=True).print(f"python -m experiments power: no recorded runs in {from_}", markup=False)
+        return 2
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in HEAD:
+        shown.add_column(name)
+    for one in found:
+        shown.add_row(*cells(one))
+    Console(highlight=False).print(shown)
+    if json is not None:
+        _record(found).write(json)
+    return 0
+
+
+def powers(folder: Path) -> list[Power]:
+    """Of every task that is recorded in ``folder``."""
+    found = []
+    for task in TASKS:
+        path = folder / f"{task.file}.json"
+        if path.exists():
+            found.append(measured(task, {row["name"]: row for row in json_format.loads(path.read_text())["results"]}))
+    return [one for one in found if one is not None]
+
+
+def measured(task: Task, rows: Rows) -> Power | None:
+    """What the recorded rows say of a task; None where fewer than two seeds of a method are there."""
+    controls, methods = [], []
+    for name, row in rows.items():
+        found = differences(task, row, rows) if fnmatchcase(name, task.rows) and name != task.baseline else []
+        if len(found) >= 2 and any(found) and all(map(math.isfinite, found)):
+            (controls if task.control and fnmatchcase(name, task.control) else methods).append(estimate(found))
+    every = [*methods, *controls]
+    if not every:
+        return None
+    return Power(
+        task,
+        len(every),
+        min(one.num_pairs for one in every),
+        median(one.deviation for one in methods or every),
+        min((one.mean for one in every if one.lower > 0), default=math.inf),
+        controls[0] if controls else None,
+    )
+
+
+def differences(task: Task, row: Mapping[str, Any], rows: Rows) -> list[float]:
+    """What a method loses against the baseline, seed by seed; nothing where its row has no values of seeds."""
+    for key in ("lost", "differences"):
+        if isinstance(row.get(key), list):
+            return [math.inf if value is None else value for value in row[key]]
+    key = next((key for key in _VALUES if isinstance(row.get(key), list)), None)
+    if key is None:
+        return []
+    values, baseline = row[key], _baseline(task, row, rows, key)
+    if baseline is None or None in values:
+        return []
+    if task.metric == "accuracy":
+        return [theirs - mine for mine, theirs in zip(values, baseline, strict=True)]
+    return relative_differences(values, baseline)
+
+
+def _baseline(task: Task, row: Mapping[str, Any], rows: Rows, key: str) -> Sequence[float] | None:
+    if task.baseline:
+        other = rows[task.baseline]
+        return next((other[name] for name in (*_BASELINES, key) if isinstance(other.get(name), list)), None)
+    if isinstance(row.get("baseline"), dict):
+        return row["baseline"].get(key)
+    return next((row[name] for name in _BASELINES if isinstance(row.get(name), list)), None)
+
+
+HEAD = ("task", "metric", "methods, seeds", "3 seeds see", "5 seeds see", "least told apart", "control")
+
+
+def cells(found: Power) -> list[str]:
+    """A row of the table, for people."""
+    if found.control is None:
+        control = "none recorded"
+    else:
+        control = share(found.control) + ("" if found.control_fails else ": does not surely fail")
+    least = "none" if math.isinf(found.least) else f"{100 * found.least:.2g} %"
+    seen = [f"{100 * found.visible(number):.2g} %" for number in _SEEDS]
+    return [found.task.title, found.task.metric, f"{found.num_methods}, {found.num_seeds}", *seen, least, control]
+
+
+def _record(found: Sequence[Power]) -> Results:
+    results = Results("experiments power", about={"chance": POWER, "confidence": CONFIDENCE})
+    for one in found:
+        results.add(
+            one.task.title,
+            one.visible(5),
+            "",
+            metric=one.task.metric,
+            deviation=one.deviation,
+            seeds=one.num_seeds,
+            control=one.control.mean if one.control else None,
+            control_fails=one.control_fails,
+        )
+    return results
