@@ -178,7 +178,49 @@ def test_a_round_trip_takes_what_was_asked(rtt: str) -> None:
         }
 
 
+def test_packets_are_lost_each_by_itself() -> None:
+    datagrams = "import socket, sys; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
+    datagrams += "for _ in range(3000): s.sendto(b'x', (sys.argv[1], 9))"
+    with lab.Network(2, rate="100mbit", loss="20%") as network:
+        assert network.popen(0, [*PYTHON, datagrams, address(1)]).wait(60.0) == 0
+        deadline = time.monotonic() + 60.0
+        while True:
+            relayed = network.describe()["relay"]
+            if relayed["lost"] + relayed["forwarded"] >= 3000 or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        # Seven standard deviations.
+        assert 450 < relayed["lost"] < 750
+        assert "20 % of packets lost each way" in lab.link_text(network.describe())
+
+
+def test_a_stream_gets_through_a_link_that_loses_packets() -> None:
+    # Segments of the MTU, not frames of 64 KiB, are what is lost: a stream of 1 MB has about 690.
+    with lab.Network(2, rate="100mbit", loss="2%") as network, stream_between(network, 0, 1) as stream:
+        assert stream.seconds(1_000_000) > 0
+        assert network.describe()["relay"]["forwarded"] > 600
+
+
+def test_nobody_connects_to_a_rank_behind_nat() -> None:
+    with lab.Network(2, rate="100mbit", nat=[1]) as network:
+        with stream_between(network, 1, 0) as stream:
+            assert stream.seconds(100_000) > 0
+        try_it = "import socket, sys\ntry: socket.create_connection((sys.argv[1], 6000), timeout=1.5)\n"
+        try_it += "except TimeoutError: sys.exit(3)"
+        server = network.popen(
+            1, [*PYTHON, "import socket, time; s = socket.create_server(('', 6000)); time.sleep(60)"]
+        )
+        assert network.popen(0, [*PYTHON, try_it, address(1)]).wait(60.0) == 3
+        assert server.poll() is None
+        assert network.describe()["relay"]["refused"] > 0
+        assert "behind NAT: 1" in lab.link_text(network.describe())
+
+
 def test_a_rate_that_the_relay_cannot_carry_is_refused() -> None:
+    with pytest.raises(ValueError, match="loses packets"):
+        lab.Network(2, rate="1gbit", loss="1%")
+    with pytest.raises(ValueError, match="needs a rate"):
+        lab.Network(2, loss="1%")
     with pytest.raises(ValueError, match="the relay that adds the latency carries 4 Gbit/s at most"):
         lab.Network(2, rate="10gbit", rtt="1ms")
     with lab.Network(2, rate="100mbit", rtt="1ms") as network:

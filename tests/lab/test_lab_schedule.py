@@ -74,6 +74,12 @@ def test_a_rank_joins_only_while_it_does_not_run() -> None:
             check_schedule(wrong, 2)
 
 
+@pytest.mark.parametrize(("count", "possible"), [("tokens", None), (r"(\d+)", 0.0), (None, 5.0), (r"(\d)(\d)", 1.0)])
+def test_what_cannot_be_counted_is_refused(count, possible) -> None:
+    with pytest.raises(ValueError, match="count"):
+        lab.launch(["true"], num_ranks=1, count=count, possible=possible)
+
+
 @pytest.mark.network
 @pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
 class TestInTheLab:
@@ -103,6 +109,17 @@ class TestInTheLab:
         first, last = answers.index("no", answers.index("yes")), len(answers) - answers[::-1].index("no")
         assert last - first >= 3
         assert "yes" in answers[last:]
+
+    def test_goodput_is_what_ranks_have_kept_of_what_they_could(self, capfd: pytest.CaptureFixture[str]) -> None:
+        keep = "import time; [print('kept 50 tokens') or time.sleep(0.1) for _ in range(10)]"
+        outcome = lab.launch(
+            [*PYTHON, keep], num_ranks=2, events=[Event("join", 1, 0.5)], count=r"kept (\d+) tokens", possible=1000.0
+        )
+        assert outcome.counted == 1000
+        assert 1.0 < outcome.rank_seconds < 2 * outcome.seconds
+        assert outcome.goodput["of_all_ranks"] == pytest.approx(1 / (2 * outcome.seconds))
+        assert outcome.goodput["of_present_ranks"] == pytest.approx(1 / outcome.rank_seconds)
+        assert f"goodput {outcome.goodput['of_all_ranks']:.1%} of what all ranks could" in capfd.readouterr().err
 
     def test_a_paused_rank_ends_with_a_timeout(self) -> None:
         started = time.monotonic()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import IO, Any
 
@@ -35,13 +37,19 @@ class Outcome:
 
     ``exit_code`` is the exit code of the first rank that failed (128 + n if signal n killed it, as in a shell), 128 + n
     if this process received signal n, 124 after a timeout, otherwise 0. ``seconds`` is the wall time, ``link`` what
-    `Network.describe` returns, and ``link_bytes`` the bytes (sent, received) of each node.
+    `Network.describe` returns, and ``link_bytes`` the bytes (sent, received) of each node. ``rank_seconds`` is how long
+    ranks ran, summed over them; ``counted`` what ``count`` added up, None without it.
     """
 
     exit_code: int
     seconds: float
     link: dict[str, Any]
     link_bytes: list[tuple[int, int]]
+    rank_seconds: float
+    counted: float | None = None
+    goodput: dict[str, float] = field(default_factory=dict)
+    """What was counted over what was possible: ``"of_all_ranks"`` for all the time, ``"of_present_ranks"`` while each
+    ran. Empty without ``possible``."""
 
 
 def _shorten(values: Sequence[str]) -> str:
@@ -57,6 +65,10 @@ def link_text(link: dict[str, Any]) -> str:
         parts.append(f"burst {_shorten([format_bytes(size) for size in link['burst_bytes']])}")
         parts.append(f"queue {_shorten([format_bytes(size) for size in link['queue_bytes']])}")
     parts.append(f"round trip +{link['rtt_s'] * 1e3:g} ms" if link["rtt_s"] else "no added latency")
+    if link["loss"]:
+        parts.append(f"{100 * link['loss']:g} % of packets lost each way")
+    if link["nat"]:
+        parts.append(f"behind NAT: {', '.join(map(str, link['nat']))}")
     parts.append(f"TCP {link['congestion_control']}, MTU {link['mtu']}")
     parts.append(f"network namespaces ({link['mode']})")
     each_node = f", {link['ranks_per_node']} to a node" if link["ranks_per_node"] > 1 else ""
@@ -75,12 +87,16 @@ def launch(
     ranks_per_node: int = 1,
     rate: str | Sequence[str] | None = None,
     rtt: str | None = None,
+    loss: str | None = None,
+    nat: Sequence[int] = (),
     burst_bytes: int | None = None,
     queue_s: float = 0.05,
     congestion: str | None = None,
     timeout: float | None = None,
     grace_s: float = 5.0,
     events: Sequence[Event] = (),
+    count: str | None = None,
+    possible: float | None = None,
 ) -> Outcome:
     """Run ``command`` on every rank of a new `Network` and wait for all of them.
 
@@ -92,6 +108,9 @@ def launch(
     ``events`` happen meanwhile. A rank that one of them kills has not failed, and a rank that joins after all others
     have ended is not started.
 
+    ``count`` is a regular expression with one group, a number: those that ranks print are added up. With ``possible``,
+    what a rank that nothing disturbs adds up in a second, the report has the goodput.
+
     Raises:
         LabUnavailable: A network cannot be made on this machine.
         ValueError: A rate, a time or another number is out of its range.
@@ -99,18 +118,29 @@ def launch(
     """
     if timeout is not None and not (math.isfinite(timeout) and timeout > 0):
         raise ValueError(f"timeout must be a positive number of seconds, not {timeout}")
+    if possible is not None and (count is None or not possible > 0):
+        raise ValueError(f"possible must be a positive number beside count, not {possible} beside {count!r}")
+    tally = _Tally(count)
     notes = Console(stderr=True, highlight=False)
-    shape = {"rate": rate, "rtt": rtt, "burst_bytes": burst_bytes, "queue_s": queue_s, "congestion": congestion}
-    shape |= {"ranks_per_node": ranks_per_node}
+    shape = {
+        "rate": rate,
+        "rtt": rtt,
+        "loss": loss,
+        "burst_bytes": burst_bytes,
+        "queue_s": queue_s,
+        "congestion": congestion,
+    }
+    shape |= {"ranks_per_node": ranks_per_node, "nat": nat}
     events = check_schedule(events, num_ranks)
     with _signals() as caught, Network(num_ranks, **shape) as network:
         notes.print(link_text(network.describe()), style="bold", soft_wrap=True, markup=False)
         started = time.monotonic()
         late = late_ranks(events)
-        starter = _Starter(network, command, caught)
+        starter = _Starter(network, command, caught, tally)
         ranks = {rank: starter.start(rank) for rank in range(num_ranks) if rank not in late}
         turns = _Turns(events, ranks, starter, notes)
-        exit_code = _Supervision(ranks, caught, timeout, grace_s, notes, turns).wait()
+        supervision = _Supervision(ranks, caught, timeout, grace_s, notes, turns)
+        exit_code = supervision.wait()
         seconds = time.monotonic() - started
         link = network.describe()
         link_bytes = [network.interface_bytes(node * ranks_per_node) for node in range(network.num_nodes)]
@@ -121,7 +151,14 @@ def launch(
             if pipe is not None:
                 pipe.close()
     _print_bytes(notes, seconds, link, link_bytes)
-    return Outcome(exit_code, seconds, link, link_bytes)
+    if count is None:
+        return Outcome(exit_code, seconds, link, link_bytes, supervision.rank_seconds)
+    goodput = {}
+    if possible is not None:
+        most = {"of_all_ranks": num_ranks * seconds, "of_present_ranks": supervision.rank_seconds}
+        goodput = {name: tally.total / (possible * rank_seconds) for name, rank_seconds in most.items()}
+    _print_counted(notes, tally.total, seconds, goodput)
+    return Outcome(exit_code, seconds, link, link_bytes, supervision.rank_seconds, tally.total, goodput)
 
 
 def free_port() -> int:
@@ -143,6 +180,13 @@ def _print_bytes(notes: Console, seconds: float, link: dict[str, Any], link_byte
             "times are longer than on the link described",
             style="yellow",
         )
+
+
+def _print_counted(notes: Console, counted: float, seconds: float, goodput: dict[str, float]) -> None:
+    notes.print(f"counted {counted:,.0f}, {counted / seconds:,.0f} a second")
+    if goodput:
+        whole, present = goodput["of_all_ranks"], goodput["of_present_ranks"]
+        notes.print(f"goodput {whole:.1%} of what all ranks could, {present:.1%} of what those that ran could")
 
 
 @contextmanager
@@ -186,12 +230,16 @@ class _Supervision:
         self.timeout = timeout
         self.timeout_at = time.monotonic() + timeout if timeout is not None else None
         self.exit_code: int | None = None
+        self.rank_seconds = 0.0
         self.terminate_at: float | None = None
         self.kill_at: float | None = None
 
     def wait(self) -> int:
         """Return the exit code that `Outcome` documents. Ranks that ignore SIGTERM are killed with the network."""
-        while self._running():
+        looked = time.monotonic()
+        while running := self._running():
+            before, looked = looked, time.monotonic()
+            self.rank_seconds += len(running) * (looked - before)
             if self.exit_code is None:
                 self.turns.run()
                 self._check()
@@ -245,8 +293,8 @@ class _Supervision:
 class _Starter:
     """Starts ranks, and forwards what they print."""
 
-    def __init__(self, network: Network, command: Sequence[str], caught: list[int]) -> None:
-        self.network, self.command, self.caught = network, command, caught
+    def __init__(self, network: Network, command: Sequence[str], caught: list[int], tally: _Tally) -> None:
+        self.network, self.command, self.caught, self.tally = network, command, caught, tally
         self.processes: list[subprocess.Popen[bytes]] = []
         self.readers: list[threading.Thread] = []
 
@@ -256,8 +304,25 @@ class _Starter:
         options = {"env": environment, "stdin": subprocess.DEVNULL}
         process = self.network.popen(rank, self.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
         self.processes.append(process)
-        self.readers += _readers(rank, process, self.caught)
+        self.readers += _readers(rank, process, self.caught, self.tally)
         return process
+
+
+class _Tally:
+    """Adds up the numbers that ranks print where ``pattern`` says."""
+
+    def __init__(self, pattern: str | None) -> None:
+        self._pattern = None if pattern is None else re.compile(pattern)
+        if self._pattern is not None and self._pattern.groups != 1:
+            raise ValueError(f"count {pattern!r} must have one group, the number to add up, as in: kept (\\d+) tokens")
+        self.total = 0.0
+        self._lock = threading.Lock()
+
+    def read(self, line: str) -> None:
+        """Count what ``line`` says. What is no number there counts nothing."""
+        if self._pattern is not None and (match := self._pattern.search(line)) is not None:
+            with self._lock, contextlib.suppress(ValueError):
+                self.total += float(match[1])
 
 
 class _Turns:
@@ -291,23 +356,26 @@ class _Turns:
                     os.killpg(process.pid, signal.SIGSTOP if begins else signal.SIGCONT)
 
 
-def _readers(rank: int, process: subprocess.Popen[bytes], caught: list[int]) -> list[threading.Thread]:
+def _readers(rank: int, process: subprocess.Popen[bytes], caught: list[int], tally: _Tally) -> list[threading.Thread]:
     """Start two threads that forward ``rank``'s output line by line, each line prefixed with its number."""
     threads = []
     for pipe, stderr in ((process.stdout, False), (process.stderr, True)):
-        thread = threading.Thread(target=_forward, args=(rank, pipe, Console(stderr=stderr), caught), daemon=True)
+        thread = threading.Thread(
+            target=_forward, args=(rank, pipe, Console(stderr=stderr), caught, tally), daemon=True
+        )
         thread.start()
         threads.append(thread)
     return threads
 
 
-def _forward(rank: int, pipe: IO[bytes], console: Console, caught: list[int]) -> None:
+def _forward(rank: int, pipe: IO[bytes], console: Console, caught: list[int], tally: _Tally) -> None:
     with console.capture() as rendered:
         console.print(f"[{rank}]", style=STYLES[rank % len(STYLES)], end=" ", markup=False, highlight=False)
     prefix, reader_gone = rendered.get(), False
     for line in pipe:
         # A progress bar rewrites its line; what it shows last is what stays.
         shown = line.decode(errors="replace").rstrip("\r\n").rsplit("\r", 1)[-1]
+        tally.read(shown)
         if reader_gone or NO_NAMES in shown:
             continue
         try:

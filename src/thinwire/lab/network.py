@@ -2,8 +2,8 @@
 or several, which then share its link and reach each other by its own loopback device, at any speed.
 
 Every node has an interface ``eth0`` with an address of its own; its other end is in the hub's namespace, on a bridge
-(or, with a latency, on the relay of `thinwire.lab.relay`). A token bucket (``tc tbf``) at each end limits each
-direction: what a node sends, and what it receives. The machine's own network is never touched.
+(or, with a latency, losses or NAT, on the relay of `thinwire.lab.relay`). A token bucket (``tc tbf``) at each end
+limits each direction: what a node sends, and what it receives. The machine's own network is never touched.
 
 The namespaces have no names. One small process keeps them (`thinwire.lab.keeper`), and when it ends, because the
 network was closed or because this process died in whatever way, everything goes with it.
@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from thinwire.lab import keeper, relay, scripts, tools
 from thinwire.lab.namespaces import NodeNamespaces
-from thinwire.lab.units import format_rate, parse_rates, parse_time
+from thinwire.lab.units import format_rate, parse_rates, parse_share, parse_time
 
 INTERFACE = "eth0"
 NETWORK = "10.77.0.0/24"
@@ -77,6 +77,8 @@ class Network:
         ranks_per_node: how many of them, in order, share a node: its network namespace and its link.
         rate: ``"100mbit"`` for all, ``"1gbit,100mbit"`` or a list for each node; None leaves the links unshaped.
         rtt: round-trip time added between any two nodes, as ``"20ms"``.
+        loss: share of the packets from one node to another that are lost, each way, as ``"1%"``.
+        nat: ranks whose nodes others cannot connect to by TCP, as behind a home router; they can connect to others.
         burst_bytes: burst of the token buckets; None for `default_burst_bytes`.
         queue_s: limit of the queue before each token bucket, in seconds at its rate.
         congestion: TCP congestion control inside the lab; None for cubic, Linux's own default, so that figures of
@@ -95,6 +97,8 @@ class Network:
         ranks_per_node: int = 1,
         rate: str | Sequence[str] | None = None,
         rtt: str | None = None,
+        loss: str | None = None,
+        nat: Sequence[int] = (),
         burst_bytes: int | None = None,
         queue_s: float = 0.05,
         congestion: str | None = None,
@@ -108,6 +112,10 @@ class Network:
         self.num_ranks, self.ranks_per_node = num_ranks, ranks_per_node
         self.num_nodes = num_ranks // ranks_per_node
         self._rtt_s = parse_time(rtt) if rtt is not None else 0.0
+        self._loss = parse_share(loss) if loss is not None else 0.0
+        self._nat = sorted({self._node(rank) for rank in nat})
+        if self._loss and rate is None:
+            raise ValueError("a loss needs a rate: the relay that loses packets does not carry an unshaped link")
         self._burst_bytes = burst_bytes
         self._queue_s = queue_s
         self._rates = self._checked(rate) if rate is not None else None
@@ -224,7 +232,7 @@ class Network:
     def describe(self) -> dict[str, Any]:
         """Describe the links: rate (None if unshaped), burst and queue limit of each node, latency, TCP and mode.
 
-        With a latency, ``relay`` has the relay's counters (`thinwire.lab.relay.Counters`).
+        With a latency, losses or NAT, ``relay`` has the relay's counters (`thinwire.lab.relay.Counters`).
         """
         buckets = [self._bucket(node) for node in range(self.num_nodes)] if self._rates is not None else None
         return {
@@ -234,6 +242,8 @@ class Network:
             "burst_bytes": [burst for _, burst, _ in buckets] if buckets is not None else None,
             "queue_bytes": [queue for _, _, queue in buckets] if buckets is not None else None,
             "rtt_s": self._rtt_s,
+            "loss": self._loss,
+            "nat": self._nat,
             "congestion_control": self._congestion or self._inherited_congestion(),
             "mtu": MTU,
             "mode": self._made["mode"],
@@ -271,12 +281,19 @@ class Network:
             raise ValueError(f"rank {rank} of a network with ranks 0 to {self.num_ranks - 1}")
         return rank // self.ranks_per_node
 
+    @property
+    def _relays(self) -> bool:
+        """Whether the relay joins the links, in place of a bridge."""
+        return self._rtt_s > 0 or self._loss > 0 or bool(self._nat)
+
     def _checked(self, rate: str | Sequence[str]) -> tuple[int, ...]:
         rates = parse_rates(rate, self.num_nodes)
-        if self._rtt_s and sum(rates) > relay.CEILING_BPS:
+        ceiling = relay.LOSSY_CEILING_BPS if self._loss else relay.CEILING_BPS
+        if self._relays and sum(rates) > ceiling:
+            effect = "loses packets" if self._loss else "adds the latency" if self._rtt_s else "refuses connections"
             raise ValueError(
-                f"the links sum up to {format_rate(sum(rates))}, and the relay that adds the latency carries "
-                f"{format_rate(relay.CEILING_BPS)} at most: lower the rate, take fewer nodes, or leave the latency out"
+                f"the links sum up to {format_rate(sum(rates))}, and the relay that {effect} carries "
+                f"{format_rate(ceiling)} at most: lower the rate, take fewer nodes, or leave that out"
             )
         return rates
 
@@ -304,9 +321,9 @@ class Network:
         """Make the interfaces and join them in the hub, by a bridge or by the relay."""
         # Without IPv6 addresses and multicast groups the kernel itself sends nothing that would be counted.
         quiet = "addrgenmode none" if Path("/proc/net/if_inet6").exists() else ""
-        joined = "arp off" if self._rtt_s else "master bridge"
+        joined = "arp off" if self._relays else "master bridge"
         hub = []
-        if not self._rtt_s:
+        if not self._relays:
             bridge = "link add bridge type bridge stp_state 0 mcast_snooping 0"
             hub += [bridge, f"link set bridge mtu {MTU} {quiet}", "link set bridge up"]
         for node in range(self.num_nodes):
@@ -328,11 +345,14 @@ class Network:
                 # By route and not by the namespace's setting, which takes only what the machine allows to all users.
                 route = f"{NETWORK} dev {INTERFACE} proto kernel scope link src {address(node)}"
                 lines.append(f"route replace {route} congctl {self._congestion}")
+            if self._loss:
+                lines.append(f"link set {INTERFACE} gso_max_segs 1")
             tools.call(self._inside_node(node), "ip", ["-batch", "-"], lines=lines)
-        if self._rtt_s:
+        if self._relays:
             ports = [f"{_port(node)}={ethernet_address(node).replace(':', '')}" for node in range(self.num_nodes)]
+            nat = ",".join(_port(node) for node in self._nat)
             self._relay = scripts.start(
-                [relay.__file__, repr(self._rtt_s / 2), str(RELAY_MEMORY_BYTES), *ports],
+                [relay.__file__, repr(self._rtt_s / 2), repr(self._loss), str(RELAY_MEMORY_BYTES), nat, *ports],
                 inside=self._inside_hub(),
                 what="the relay",
             )

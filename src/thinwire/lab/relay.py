@@ -1,16 +1,19 @@
-"""A switch that delays: it takes each frame off one rank's link and puts it on another's, rtt/2 later, in order.
+"""A switch that delays, loses and refuses: it takes each frame off one rank's link and puts it on another's, rtt/2
+later, in order, or drops it.
 
 Started by `thinwire.lab.network.Network` as a script (the standard library only) inside the hub's namespace, in
-place of its bridge, for kernels without netem. It only delays: the token buckets at both ends of every link limit
-the rate, and the queue before a rank's bucket is the one that overflows.
+place of its bridge, for kernels without netem. It limits no rate: the token buckets at both ends of every link do,
+and the queue before a rank's bucket is the one that overflows.
 
 Frames are read and written with ``PACKET_VNET_HDR``: a segmented send crosses as the one large frame that the kernel
 made of it, with its checksum and segment size in the header, as it would cross a bridge. One read and one write per
-frame of up to 64 KiB is what lets Python carry a fast link.
+frame of up to 64 KiB is what lets Python carry a fast link. A lossy link has packets of the MTU instead, so that each
+is lost by itself.
 
 `CEILING_BPS` is what the links of a lab with a latency may sum up to. Measured on two shared, busy cores of a cloud
 machine with +1 ms, TCP streams both ways at once between two ranks: 0.92 of the rate each way at 100 Mbit/s, 0.93 at
-1 Gbit/s, 0.89 at 2 Gbit/s (the ceiling) with a quarter of one core, and no frame lost.
+1 Gbit/s, 0.89 at 2 Gbit/s (the ceiling) with a quarter of one core, and no frame lost. A lossy link's packets take
+about 20 us of a core each, so that `LOSSY_CEILING_BPS` takes most of one.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import contextlib
 import errno
 import json
 import os
+import random
 import select
 import socket
 import sys
@@ -27,6 +31,7 @@ from collections import deque
 from dataclasses import dataclass
 
 CEILING_BPS = 4_000_000_000
+LOSSY_CEILING_BPS = 400_000_000
 SOL_PACKET = 263
 PACKET_STATISTICS = 6
 PACKET_VNET_HDR = 15
@@ -40,18 +45,24 @@ LARGEST_FRAME_BYTES = VNET_HEADER_BYTES + 18 + 65536
 FRAMES_A_TURN = 32
 # The group bit of an Ethernet address: broadcast and multicast go to every other port.
 GROUP_BIT = 1
+ETH_P_IP = b"\x08\x00"
+TCP = 6
+TCP_SYN, TCP_ACK = 0x02, 0x10
 
 
 @dataclass
 class Counters:
     """What the relay did with frames.
 
-    ``queue_full`` are drops before a slow link, as any switch has them. The others are the relay's own and should be
-    zero: ``memory_full`` (too many frames waited), ``read_late`` (the kernel's buffer overflowed before this process
-    read it), ``failed`` (a frame that the kernel would not hand over or take back).
+    ``lost`` are those that the link was to lose, ``refused`` connections to a node behind NAT, ``queue_full`` drops
+    before a slow link, as any switch has them. The others are the relay's own and should be zero: ``memory_full`` (too
+    many frames waited), ``read_late`` (the kernel's buffer overflowed before this process read it), ``failed`` (a frame
+    that the kernel would not hand over or take back).
     """
 
     forwarded: int = 0
+    lost: int = 0
+    refused: int = 0
     queue_full: int = 0
     memory_full: int = 0
     read_late: int = 0
@@ -74,16 +85,29 @@ def open_port(interface: str) -> socket.socket:
     return port
 
 
+def opens_connection(frame: bytes) -> bool:
+    """Whether ``frame``, behind its virtio header, is the first of a TCP connection over IPv4."""
+    ethernet, ip = VNET_HEADER_BYTES, VNET_HEADER_BYTES + 14
+    if frame[ethernet + 12 : ip] != ETH_P_IP or len(frame) < ip + 20 or frame[ip + 9] != TCP:
+        return False
+    flags = ip + 4 * (frame[ip] & 0x0F) + 13
+    return len(frame) > flags and frame[flags] & (TCP_SYN | TCP_ACK) == TCP_SYN
+
+
 class Relay:
     """Forwards frames between ``interfaces``, each with the Ethernet address behind it, ``delay_s`` after arrival.
 
-    At most ``memory_bytes`` of frames wait; what comes on top is dropped and counted.
+    A share ``loss`` of those to a single rank is dropped, each by a draw of its own. At most ``memory_bytes`` of frames
+    wait; what comes on top is dropped and counted. No connection can be opened to the interfaces in ``nat``.
     """
 
-    def __init__(self, interfaces: dict[str, bytes], delay_s: float, memory_bytes: int) -> None:
+    def __init__(
+        self, interfaces: dict[str, bytes], delay_s: float, loss: float, memory_bytes: int, nat: set[str]
+    ) -> None:
         self.ports = {open_port(interface): mac for interface, mac in interfaces.items()}
         self.by_mac = {mac: port for port, mac in self.ports.items()}
-        self.delay_s = delay_s
+        self.nat = {self.by_mac[interfaces[name]] for name in nat}
+        self.delay_s, self.loss = delay_s, loss
         self.memory_bytes = memory_bytes
         self.waiting: deque[tuple[float, socket.socket, bytes]] = deque()
         self.waiting_bytes = 0
@@ -107,6 +131,12 @@ class Relay:
             mac = frame[VNET_HEADER_BYTES : VNET_HEADER_BYTES + 6]
             target = to.get(mac)
             if target is not None:
+                if self.loss and random.random() < self.loss:
+                    self.counters.lost += 1
+                    continue
+                if target in self.nat and opens_connection(frame):
+                    self.counters.refused += 1
+                    continue
                 waiting.append((now() + delay, target, frame))
                 self.waiting_bytes += len(frame)
             elif mac and mac[0] & GROUP_BIT:
@@ -160,9 +190,10 @@ class Relay:
 
 
 def main() -> None:
-    delay_s, memory_bytes = float(sys.argv[1]), int(sys.argv[2])
-    interfaces = {name: bytes.fromhex(mac) for name, mac in (port.split("=") for port in sys.argv[3:])}
-    relay = Relay(interfaces, delay_s, memory_bytes)
+    delay_s, loss, memory_bytes = float(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+    nat = set(sys.argv[4].split(",")) - {""}
+    interfaces = {name: bytes.fromhex(mac) for name, mac in (port.split("=") for port in sys.argv[5:])}
+    relay = Relay(interfaces, delay_s, loss, memory_bytes, nat)
     # A relay that waits for a core adds to the delay; going before the ranks is a right that not everyone has.
     with contextlib.suppress(PermissionError):
         os.nice(-10)

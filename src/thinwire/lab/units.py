@@ -1,4 +1,4 @@
-"""Rates and times as people write them for links: ``100mbit``, ``2.5gbit``, ``20ms``."""
+"""Rates, times and shares as people write them for links: ``100mbit``, ``2.5gbit``, ``20ms``, ``1%``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 MAX_RATE_BPS = 10**15
 MAX_TIME_S = 3600.0
-_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)")
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+|%)")
 
 
 def _parse(text: str, units: dict[str, float] | dict[str, int], form: str) -> float:
@@ -43,6 +43,18 @@ def parse_time(text: str) -> float:
     if seconds > MAX_TIME_S:
         raise ValueError(f"{text!r} is too long: the most is {MAX_TIME_S:g}s")
     return seconds
+
+
+def parse_share(text: str) -> float:
+    """The share of ``"1%"`` or ``"0.5%"``, below one half.
+
+    Raises:
+        ValueError: ``text`` is not a number and %, or half of all or more.
+    """
+    share = _parse(text, {"%": 0.01}, "a share: write a number and %, as in 1%")
+    if share >= 0.5:
+        raise ValueError(f"{text!r} is too much of a link: write less than 50%")
+    return share
 
 
 def parse_rates(rate: str | Sequence[str], num_ranks: int) -> tuple[int, ...]:
