@@ -2,7 +2,7 @@
 
 Start a lighthouse on one machine, and a worker on each:
 
-    torchft_lighthouse --min_replicas 1 --join_timeout_ms 5000
+    torchft_lighthouse --min_replicas 2 --join_timeout_ms 5000
     python examples/torchft_local.py --lighthouse http://HOST:29510
 
 Workers may be killed, and others started, at any time: `local.step()` exchanges with those who are there. A new worker
@@ -30,18 +30,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=20)
     parser.add_argument("--step-seconds", type=float, default=0.0, help="how long a step takes at least")
+    parser.add_argument("--min-workers", type=int, default=1, help="an exchange of fewer does not count")
+    parser.add_argument("--timeout", type=float, default=20.0, help="seconds for which a silent worker is waited for")
     args = parser.parse_args()
+    timeout = timedelta(seconds=args.timeout)
 
     # The ranks of one worker meet in a store. Here every worker is a single process.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    group = ProcessGroupGloo(timeout=timedelta(seconds=20))
+    group = ProcessGroupGloo(timeout=timeout)
     manager = Manager(
         pg=group,
         load_state_dict=None,
         state_dict=None,
-        min_replica_size=1,
+        min_replica_size=args.min_workers,
         use_async_quorum=False,  # a worker has to have the shared weights before it goes on
-        timeout=timedelta(seconds=20),
+        timeout=timeout,
         quorum_timeout=timedelta(minutes=10),  # longer than the time between two exchanges
         rank=0,
         world_size=1,

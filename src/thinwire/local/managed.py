@@ -19,6 +19,7 @@ from thinwire.runtime.checkpoint import check_sealed, sealed
 from thinwire.runtime.consistency import signed_checksum
 
 _ALGORITHM = "sra"
+_ATTEMPTS = 3
 
 
 class ManagedDiLoCo:
@@ -49,6 +50,7 @@ class ManagedDiLoCo:
         ValueError: an argument is outside its range, or the optimizer lacks a parameter.
         TypeError: the parameters are not floating point, or ``group`` is not torchft's.
         DisagreementError: workers gave different arguments.
+        CommunicationError: this worker cannot join the others; three attempts have failed.
     """
 
     def __init__(
@@ -101,8 +103,18 @@ class ManagedDiLoCo:
 
         self.members = Members(manager, group, open_wire=open_wire, save=self.state_dict, load=self._take_shared_state)
         """Who takes part: ``members.names``, and counts of who ``came`` and ``left``."""
-        while not self._exchange():
-            pass
+        self._join()
+
+    def _join(self) -> None:
+        """Take the others' shared weights, in an exchange to which this worker has nothing to add."""
+        for _ in range(_ATTEMPTS):
+            if self._exchange():
+                return
+        raise CommunicationError(
+            f"this worker could not join the others in {_ATTEMPTS} attempts; the last one: {self.members.failure}. "
+            "Workers have to be able to connect to each other in both directions: none may be behind NAT, or behind a "
+            "firewall that only lets connections out"
+        )
 
     @property
     def wire(self) -> Wire:

@@ -82,6 +82,8 @@ class Members:
         """Workers that have left since this one joined; each took its residual along."""
         self.failed = 0
         """Exchanges that this worker could not complete."""
+        self.failure = ""
+        """Why the last of them failed."""
         manager.register_state_dict_fn("thinwire", load, save)
 
     @property
@@ -165,6 +167,7 @@ class Members:
 
     def give_up(self, error: Exception) -> None:
         """Mark the exchange as failed. Its connections are closed, so that others need not wait for this worker."""
+        self.failure = str(error)
         _log.warning("an exchange failed and is left out: %s", error)
         self._manager.report_error(CommunicationError(str(error)))
         if self._wire is not None:
