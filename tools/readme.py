@@ -601,6 +601,55 @@ def local() -> str:
     )
 
 
+def members() -> str:
+    path = BENCHMARKS / "members.json"
+    if not path.exists():
+        return "Not measured yet: `python -m experiments bench members --json benchmarks/members.json`."
+    figures = Figures(path)
+    about, rows = figures.record["about"], []
+    titles = {
+        "undisturbed": "local updates, undisturbed",
+        "members": "local updates, workers die and come back",
+        "restarting": "4-bit gradients in every step, torchrun restarts all from a checkpoint",
+    }
+    for way, title in titles.items():
+        if figures.get(f"{way}/kept_tokens") is None:
+            continue
+        of_all, present, kept, loss, compared, differing, kills, departures = (
+            figures.get(f"{way}/{name}") or 0.0
+            for name in (
+                "goodput/of_all_workers",
+                "goodput/of_present_workers",
+                "kept_of_undisturbed",
+                "loss",
+                "exchanges_compared",
+                "exchanges_differing",
+                "kills",
+                "lines_of_departure",
+            )
+        )
+        row = [title, f"{kills:.0f}", f"{of_all:.0%}", f"{present:.0%}", f"{kept:.0%}", f"{loss:.3f}"]
+        row += [f"{differing:.0f} of {compared:.0f}", f"{departures:.0f}" if way != "restarting" else ""]
+        rows.append(row)
+    head = ["", "deaths", "goodput", "of those that ran", "of undisturbed", "last loss", "weights differed", "lines"]
+    excess = [row for row in figures.record["results"] if row["name"] == "both/loss_excess"]
+    at_equal = ""
+    if excess:
+        at_equal = (
+            f"After {excess[0]['tokens'] / 1e3:,.0f} thousand tokens, the most that both have kept, the disturbed loss "
+            f"is {100 * excess[0]['value']:+.2f} % from the undisturbed one. "
+        )
+    return (
+        f"`python -m experiments bench members`: {about['workers']} workers at 100 Mbit/s for {about['seconds']} s, "
+        f"one of which is killed every {about['kill_every_s']} s and started again {about['absent_s']} s later. A step "
+        f"takes {about['step_s']} s, most of it asleep; an exchange is due every {about['every']} steps, and so is a "
+        "checkpoint. Goodput is the tokens that are in shared weights or in a checkpoint at the end over those that "
+        "four workers could have trained on without a pause, the start of their processes included. *Lines* is how "
+        "many lines workers have logged about others that left: one from each of those that remain.\n\n"
+        f"{table(head, rows)}\n\n{at_equal}{figures.machine}."
+    )
+
+
 def results() -> str:
     return results_page.page(results_page.read(BENCHMARKS)).rstrip("\n")
 
@@ -621,6 +670,7 @@ PAGES = {
     "docs/compressed-adamw.md": {"optimizer": optimizer, "training": training},
     "docs/index.md": {"first-answer": first_answer},
     "docs/local.md": {"local": local},
+    "docs/members.md": {"members": members},
     "docs/auto.md": {"auto": auto},
     "docs/doctor.md": {"doctor": doctor, "doctor-fsdp": doctor_fsdp},
     "docs/kernels.md": {"kernels": kernels},

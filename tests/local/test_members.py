@@ -132,6 +132,45 @@ def test_a_joining_worker_has_no_say_before_it_has_trained() -> None:
     torch.testing.assert_close(trained(joins=True), trained(joins=False), rtol=1e-5, atol=1e-6)
 
 
+def test_an_exchange_every_step_is_training_on_the_mean_gradient() -> None:
+    """SGD with momentum is linear in its gradients, so that the mean of the workers' updates is that of their mean."""
+    lighthouse = Lighthouse("a", "b")
+    workers = [
+        Worker(lighthouse, name, every=1, outer=Nesterov(lr=1.0, momentum=0.0), compressor="raw", constant=True)
+        for name in "ab"
+    ]
+    for w in workers:
+        w.optimizer = torch.optim.SGD(w.model.parameters(), lr=0.05, momentum=0.9)
+    _together(*(w.begin for w in workers))
+    expected = [p.detach().clone().requires_grad_() for p in workers[0].model.parameters()]
+    synchronous = torch.optim.SGD(expected, lr=0.05, momentum=0.9)
+    _until(12, *workers)
+    for _ in range(12):
+        for p in expected:
+            p.grad = torch.full_like(p, 1.5)
+        synchronous.step()
+    torch.testing.assert_close(workers[0].weights(), torch.cat([p.detach().flatten() for p in expected]))
+    assert torch.equal(workers[0].weights(), workers[1].weights())
+
+
+def test_an_exchange_every_step_goes_on_when_workers_come_and_go() -> None:
+    """With four bits and error feedback, as gradients are compressed in every step."""
+    lighthouse = Lighthouse("a", "b", "c")
+    options = {"every": 1, "outer": Nesterov(lr=1.0, momentum=0.0), "compressor": "minmax(bits=4)"}
+    a, b, c, d = (Worker(lighthouse, name, **options) for name in "abcd")
+    _together(a.begin, b.begin, c.begin)
+    _until(10, a, b, c)
+    lighthouse.remove("c")
+    b.manager.break_after[b.manager.exchanges + 3] = 1
+    _until(20, a, b)
+    lighthouse.add("d")
+    _together(lambda: a.train(21), lambda: b.train(21), d.begin)
+    _until(40, a, b, d)
+    assert (a.local.members.left, a.local.members.came) == (1, 1)
+    assert a.local.members.failed == b.local.members.failed == 1
+    _assert_same(a, b, d)
+
+
 def test_an_exchange_that_breaks_changes_nothing() -> None:
     lighthouse = Lighthouse("a", "b", "c")
     workers = a, _, c = [Worker(lighthouse, name) for name in "abc"]

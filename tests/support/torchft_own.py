@@ -1,0 +1,66 @@
+"""Run one of torchft's own tests of local SGD with all-reduces that thinwire compresses: ``torchft_own.py TEST BITS``.
+
+In a process of its own, because these tests initialise the default process group. What was sent is printed.
+"""
+
+from __future__ import annotations
+
+import sys
+import unittest
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchft.local_sgd_integ_test as own
+from torchft._test import diloco_trainer
+
+from thinwire.collectives import ProcessGroupTransport, parse_algorithm
+from thinwire.plan import Plan
+from thinwire.runtime import Wire, on_the_host
+
+BITS = int(sys.argv[2])
+sent = {"tensors": 0, "raw_bytes": 0, "bytes": 0}
+
+
+class Done(dist._Work):  # what torchft takes for a Work that has ended
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._future.set_result(result)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
+
+
+class Compressed(own.ProcessGroupGloo):
+    """torchft's reconfigurable group, whose sums of floats are means of thinwire's messages times the workers."""
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        if any(not tensor.is_floating_point() for tensor in tensors):
+            return super().allreduce(tensors, opts)
+        transport = ProcessGroupTransport(self.parent, timedelta(seconds=10), owned=False)
+        shapes = {f"tensor{i}": tuple(tensor.shape) for i, tensor in enumerate(tensors)}
+        plan = Plan.build(shapes, dict.fromkeys(shapes, f"minmax(bits={BITS})"))
+        with on_the_host():
+            wire = Wire(plan, shapes, transport, seed=0, algorithm=parse_algorithm("sra"))
+        flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors])
+        wire.begin_step()
+        wire.reduce(flat, tuple(shapes.items())).wait()
+        for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.detach().copy_(mean.view(tensor.shape) * transport.world_size)
+        sent["tensors"] += len(tensors)
+        sent["raw_bytes"] += 4 * flat.numel()
+        sent["bytes"] += wire.stats.payload_sent_bytes
+        return Done(tensors)
+
+
+own.ProcessGroupGloo = diloco_trainer.ProcessGroupGloo = Compressed
+result = unittest.TextTestRunner(stream=sys.stdout).run(own.LocalSGDIntegTest(sys.argv[1]))
+assert result.testsRun == 1
+sys.stdout.write(f"sent {sent}\n")
+sys.stdout.flush()
+sys.exit(not result.wasSuccessful())
