@@ -1,6 +1,6 @@
 """Run one of torchft's own tests of local SGD with all-reduces that thinwire compresses: ``torchft_own.py TEST BITS``.
 
-In a process of its own, because these tests initialise the default process group. What was sent is printed.
+In a process of its own, because these tests initialise the default process group. Counts are printed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from thinwire.plan import Plan
 from thinwire.runtime import Wire, on_the_host
 
 BITS = int(sys.argv[2])
-sent = {"tensors": 0, "raw_bytes": 0, "bytes": 0}
+counts = {"tensors": 0, "bytes": 0, "inexact": 0}
 
 
 class Done(dist._Work):  # what torchft takes for a Work that has ended
@@ -48,19 +48,21 @@ class Compressed(own.ProcessGroupGloo):
         with on_the_host():
             wire = Wire(plan, shapes, transport, seed=0, algorithm=parse_algorithm("sra"))
         flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors])
+        exact = flat.clone()
+        super().allreduce([exact], opts).wait()
         wire.begin_step()
         wire.reduce(flat, tuple(shapes.items())).wait()
         for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.detach().copy_(mean.view(tensor.shape) * transport.world_size)
-        sent["tensors"] += len(tensors)
-        sent["raw_bytes"] += 4 * flat.numel()
-        sent["bytes"] += wire.stats.payload_sent_bytes
+        counts["tensors"] += len(tensors)
+        counts["bytes"] += wire.stats.payload_sent_bytes
+        counts["inexact"] += not torch.allclose(flat * transport.world_size, exact)
         return Done(tensors)
 
 
 own.ProcessGroupGloo = diloco_trainer.ProcessGroupGloo = Compressed
 result = unittest.TextTestRunner(stream=sys.stdout).run(own.LocalSGDIntegTest(sys.argv[1]))
 assert result.testsRun == 1
-sys.stdout.write(f"sent {sent}\n")
+sys.stdout.write(f"counted {counts}\n")
 sys.stdout.flush()
 sys.exit(not result.wasSuccessful())
