@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,18 +77,19 @@ def test_the_pipeline_learns_and_sends_less() -> None:
 
 
 TRAINERS = {
-    "transformers": lambda: run("trainer.py", 2),
-    "accelerate": lambda: run("trainer.py", 2, "--accelerate"),
-    "pytorch_lightning": lambda: start("lightning.py"),
+    "transformers": ("transformers", lambda: run("trainer.py", 2)),
+    "accelerate": ("accelerate", lambda: run("trainer.py", 2, "--accelerate")),
+    "lightning": ("pytorch_lightning", lambda: start("lightning.py")),
+    "lightning, local updates": ("pytorch_lightning", lambda: start("lightning_local.py")),
 }
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("library", TRAINERS)
-def test_trainers_learn_and_send_less(library: str) -> None:
+@pytest.mark.parametrize(("library", "train"), TRAINERS.values(), ids=TRAINERS)
+def test_trainers_learn_and_send_less(library: str, train: Callable[[], str]) -> None:
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed: pip install 'thinwire[trainers]'")
-    told = TRAINERS[library]()
+    told = train()
     found = losses(told)
     assert len(found) == (4 if library == "pytorch_lightning" else 3)
     assert found[-1] < 0.9 * found[0]

@@ -4,9 +4,10 @@
 100 Mbit/s, or of 10, costs little time. See docs/local.md. `ManagedDiLoCo` does so where workers come and go.
 """
 
+from thinwire.local.alone import send_nothing
 from thinwire.local.diloco import DiLoCo
 from thinwire.local.managed import ManagedDiLoCo
 from thinwire.local.outer import Nesterov
 from thinwire.local.presets import preset
 
-__all__ = ["DiLoCo", "ManagedDiLoCo", "Nesterov", "preset"]
+__all__ = ["DiLoCo", "ManagedDiLoCo", "Nesterov", "preset", "send_nothing"]
