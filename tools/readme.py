@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -542,6 +543,20 @@ def fuzz() -> str:
     )
 
 
+def _skipped(reasons: dict[str, int]) -> list[list[str]]:
+    """How many tests gloo skips, by what they want that is not here."""
+    wants = {
+        "a GPU for each rank, or CUDA": ("cuda",),
+        "NCCL or MPI": ("nccl", "mpi"),
+        "more ranks, or four": ("world size",),
+    }
+    counts = Counter[str]()
+    for reason, number in reasons.items():
+        want = next((want for want, words in wants.items() if any(word in reason.lower() for word in words)), None)
+        counts[want or "nothing: PyTorch itself skips them, most for an issue of its own"] += number
+    return [[want, f"{number}"] for want, number in counts.most_common()]
+
+
 def conformance() -> str:
     figures = Figures(BENCHMARKS / "conformance.json")
     about = figures.record["about"]
@@ -561,6 +576,7 @@ def conformance() -> str:
         f"`{about['compressors'][runs[-1]]}` from one element on. That loses nothing, and sends every float through "
         f"thinwire's compressed collectives: {figures.get(f'compressed collectives/{runs[-1]}') or 0:.0f} of them.\n\n"
         f"{table(['tests', 'gloo', *runs], rows)}\n\nWhat fails, fails by name:\n\n{bullets(reasons)}\n"
+        f"What the tests want that gloo skips:\n\n{table(['want', 'tests'], _skipped(about['skipped on gloo']))}\n\n"
         f"{figures.machine}."
     )
 

@@ -15,7 +15,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 LARGE = 1.2e38
 RANKS = 4
-SPECS = ("raw", "minmax(bits=4)", "maxabs(bits=8)", "topk(density=0.5)", "gaussian(bits=2)", "ef(maxabs(bits=8))")
+SPECS = (
+    *("raw", "minmax(bits=4)", "maxabs(bits=8)", "topk(density=0.5)", "gaussian(bits=2)", "ef(maxabs(bits=8))"),
+    *("sign", "sign(majority=True)"),
+)
 
 
 def _large(seed: int = 0) -> Tensor:

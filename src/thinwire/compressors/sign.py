@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.compressors._core.bucketed import Bucketed, bucket_elements, check_bucket
 from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.traits import Traits
@@ -45,18 +46,19 @@ class Sign(Bucketed):
             return
         decoded = torch.empty_like(total)
         votes, scales = torch.empty_like(total), torch.empty_like(total)
+        before = kernels.before_sum(call.scale)
         for piece in call.pieces:
             values = own[piece.elements].float()
             votes[piece.elements] = 1.5 * values.sign()
-            scales[piece.elements] = self._magnitude(values)
+            scales[piece.elements] = before * self._magnitude(values)
         for message in messages:
-            self.decode(message, decoded, call._replace(scale=1.0))
+            self.decode(message, decoded, call._replace(scale=before))
             for piece in call.pieces:
                 votes[piece.elements] += decoded[piece.elements].sign()
                 scales[piece.elements] += decoded[piece.elements].abs()
         for piece in call.pieces:
             part = piece.elements
-            torch.mul(votes[part].sign(), scales[part].mul_(call.scale), out=total[part])
+            torch.mul(votes[part].sign(), scales[part].mul_(call.scale / before), out=total[part])
 
     def _magnitude(self, x: Tensor) -> Tensor:
         """Return the mean magnitude of each element's bucket."""
