@@ -108,6 +108,21 @@ def test_a_rank_that_ends_because_of_an_error_on_another_one_is_not_the_cause(
         assert error.rank == (0 if gone_on else 2), error
 
 
+def test_a_rank_that_only_one_neighbour_takes_to_be_gone_is_not_the_cause_where_another_one_is(
+    detectors: list[FailureDetector],
+) -> None:
+    """A rank whose connections are cut reports its neighbours before the last of them is."""
+    first, second, third, fourth = detectors
+    second._ring.send(failure_detector._ENDED, 0, "its process has ended")
+    end = time.monotonic() + 20.0
+    while any((failure_detector._ENDED, 1, 0) not in d._ring._reports for d in detectors) and time.monotonic() < end:
+        time.sleep(0.01)
+    for neighbour in (first, third):
+        neighbour._ring.send(failure_detector._ENDED, 1, "its process has ended")
+    for error in everywhere(2, lambda place: (third, fourth)[place].explain(FAILED)):
+        assert error.rank == 2, error
+
+
 def test_an_error_that_another_rank_has_met_comes_with_its_text(detectors: list[FailureDetector]) -> None:
     detectors[3].report(ArithmeticError("broken"))
     error = detectors[1].attribute(PeerFailedError("rank 0 failed", rank=0))

@@ -415,16 +415,21 @@ class _Ring:
 
     # What is known. The caller holds the lock.
 
-    def _evidence(self) -> tuple[int, str] | None:
-        """A rank that is certainly gone or silent, which no other rank has caused."""
+    def _evidence(self, *, certain: bool = True) -> tuple[int, str] | None:
+        """A rank that is certainly gone or silent, which no other rank has caused.
+
+        If not ``certain``: one that any of its neighbours takes to be gone.
+        """
         now = time.monotonic()
         reports = self._reports.values()
         ended = [r for r in reports if r.kind in (_ENDED, _LEFT) and r.about != self.rank and self._holds(r)]
         caused = {r.sender for r in reports if r.kind == _FAILED and r.about != r.sender}
-        first = next((r for r in ended if r.about not in caused), None)
+        first = next((r for r in ended if r.about not in caused and (not certain or self._confirmed(r, ended))), None)
         if first is not None:
             own = [r.reason for r in ended if r.about == r.sender == first.about]
             return first.about, own[0] if own else first.reason
+        if not certain:
+            return None
         accused = next((r for r in reports if r.kind == _FAILED and r.about == self.rank != r.sender), None)
         if accused is not None and "heartbeat" in accused.reason:
             return self.rank, accused.reason
@@ -438,12 +443,22 @@ class _Ring:
                     return rank, f"no heartbeat has come from it for {silence:.1f} s: it is stopped, or cut off"
         return None
 
+    def _confirmed(self, report: _Report, ended: Sequence[_Report]) -> bool:
+        """Whether the rank itself, or both of its neighbours in the ring that are left, say that it has ended: one that
+        loses its own connections takes its neighbours to be gone."""
+        if report.about == report.sender:
+            return True
+        neighbours = {(report.about + side) % self.size for side in (1, -1)} - {r.about for r in ended}
+        return neighbours <= {r.sender for r in ended if r.about == report.about}
+
     def _holds(self, report: _Report) -> bool:
         """Whether nothing has come since from the rank that is said to have ended."""
         return report.kind == _LEFT or self._heard.get(report.about, (0, 0, 0.0))[2] <= report.at
 
     def _circumstance(self, suspect: int | None) -> tuple[int, str] | None:
-        """The most likely cause where all ranks are alive."""
+        """The most likely cause where no rank is certainly gone."""
+        if (unconfirmed := self._evidence(certain=False)) is not None:
+            return unconfirmed
         progress = {rank: heard[1] for rank, heard in self._heard.items()} | {self.rank: self.progress}
         failed = [r for r in self._reports.values() if r.kind == _FAILED]
         # Who accuses another one was waiting for it.
