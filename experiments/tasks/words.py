@@ -94,7 +94,8 @@ def words_of_library(words: int) -> Words:
 @dataclass(frozen=True)
 class LanguageTask:
     """Next words of Python source by an `LSTM` (a `thinwire.compare.tasks.ScoredTask`). ``batch`` is in windows of
-    ``context`` words per rank and step; gradients are clipped to a norm of ``clip`` after they are averaged."""
+    ``context`` words per rank and step; gradients are clipped to a norm of ``clip`` after they are averaged, or, with
+    ``clip_each_rank`` as the paper's authors do, each rank's own before it is compressed."""
 
     words: int = 1024
     width: int = 96
@@ -105,6 +106,7 @@ class LanguageTask:
     learning_rate: float = 4.0
     momentum: float = 0.9
     clip: float = 0.5
+    clip_each_rank: bool = False
     warm_up: int = 60
     bucket_cap_mb: float = 25.0
     held_out_windows: int = 1024
@@ -127,6 +129,8 @@ class LanguageTask:
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         optimizer = torch.optim.SGD(model.parameters(), lr=self.learning_rate, momentum=self.momentum)
+        if self.clip_each_rank:
+            return optimizer
 
         def clip(*_: Any) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), self.clip)
@@ -142,6 +146,18 @@ class LanguageTask:
         return (windows(tokens, starts, self.context) for starts in offsets[:, rank])
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if not (self.clip_each_rank and isinstance(model, DistributedDataParallel)):
+            return self._loss(model, batch)
+        # DDP sends the first gradients before the last ones are there, so their norm takes a backward pass of its own,
+        # with the same dropout.
+        with torch.random.fork_rng():
+            own = torch.autograd.grad(self._loss(model.module, batch), list(model.parameters()))
+        norm = torch.stack([gradient.norm() for gradient in own]).norm()
+        factor = torch.clamp(self.clip / norm, max=1.0)
+        loss = self._loss(model, batch)
+        return loss.detach() + factor * (loss - loss.detach())
+
+    def _loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, targets = batch
         return functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 

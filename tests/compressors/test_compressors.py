@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thinwire
-from thinwire import parse
+from thinwire import kernels, parse
 from thinwire.compressors import (
     FFT,
     CodecCall,
@@ -33,6 +34,7 @@ from thinwire.compressors import (
     used_bytes,
 )
 from thinwire.compressors.atomo import probabilities
+from thinwire.compressors.rangefloat import best_mantissa
 from thinwire.plan import Plan
 from thinwire.plan.policies import family
 from thinwire.testing.laws import decode_one, encode_one
@@ -582,3 +584,65 @@ def test_descent_with_weights_on_a_shifted_lattice_converges_on_a_quadratic() ->
     kept = (1 - rate / 2.0 * curvatures) ** 2
     assert losses["lattice"] < 1.5 * float((curvatures * delta**2 / 24 / (1 - kept)).sum())
     assert losses["minmax"] > 10 * losses["lattice"]
+
+
+def test_descent_with_weights_on_a_shifted_lattice_and_quantised_gradients_converges_on_a_quadratic() -> None:
+    """QSDP's iteration with both quantised (corollary 3), ``x ← Q(x − η/β·Q'(g(x)))``, gets as close as both
+    roundings allow; weights rounded to nearest do not, although gradients are rounded at random."""
+    rate, curvatures, target = 0.05, torch.linspace(1.0, 2.0, 510), 0.9 * torch.tanh(normal(510))
+    delta = 2.0 / 255
+    ends, gradients, losses = torch.tensor([-1.0, 1.0]), parse("minmax(bits=4, bucket=512)"), {}
+    lost: list[torch.Tensor] = []
+    for spec in ("lattice(bits=8, bucket=512)", "minmax(bits=8, bucket=512, rounding=nearest)"):
+        quantise, x, found = parse(spec), torch.zeros(510), []
+        for step in range(3000):
+            gradient = curvatures * (x - target)
+            sent = gradients.roundtrip(gradient, step)
+            if step >= 200 and spec.startswith("lattice"):
+                lost.append((sent - gradient).square())
+            moved = x - rate / 2.0 * sent
+            x = quantise.roundtrip(torch.cat((ends, moved)), 10_000 + step)[2:].clamp(-1.0, 1.0)
+            found.append(float((curvatures * (x - target) ** 2).sum()) / 2)
+        losses[spec.split("(")[0]] = sum(found[200:]) / 2800
+    # All weights are shifted alike, so it takes thousands of steps to see a mean.
+    # A step's error: δ²/12 of weights, and (η/β)² times the variance of a gradient that was sent.
+    variance = delta**2 / 12 + (rate / 2.0) ** 2 * torch.stack(lost).mean(0)
+    kept = (1 - rate / 2.0 * curvatures) ** 2
+    predicted = float((curvatures / 2 * variance / (1 - kept)).sum())
+    assert 0.6 * predicted < losses["lattice"] < 1.5 * predicted
+    assert losses["minmax"] > 5 * losses["lattice"]
+
+
+_SPREADS = {
+    "normal": normal(1 << 13),
+    "cubes": normal(1 << 13) ** 3,
+    "log-normal": (3 * normal(1 << 13)).exp(),
+    "uniform": torch.rand(1 << 13, generator=torch.Generator().manual_seed(0)),
+    "mostly zero": normal(1 << 13) * (normal(1 << 13, seed=1) > 2),
+    "two sizes": torch.where(normal(1 << 13) > 0, 1.0, 1e-4),
+}
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8, 10, 12, 15])
+@pytest.mark.parametrize("spread", _SPREADS)
+def test_a_mantissa_is_found_in_few_trials(spread: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loses as little as the best of all mantissas, whose least squared error each is tried for here."""
+    values, trials = _SPREADS[spread], 0
+    top = float(values.abs().max())
+    encode = kernels.rangefloat_encode
+
+    def counted(*args, **options) -> None:
+        nonlocal trials
+        trials += 1
+        encode(*args, **options)
+
+    monkeypatch.setattr(kernels, "rangefloat_encode", counted)
+    chosen = best_mantissa(values, top, bits, "nearest")
+    assert trials <= 6
+    errors = {}
+    for mantissa in range(bits):
+        with contextlib.suppress(ValueError):
+            kernels.rangefloat_eps(bits, mantissa, top)
+            fixed = parse(f"rangefloat(bits={bits}, mantissa={mantissa}, range={top})")
+            errors[mantissa] = float((fixed.roundtrip(values) - values).norm())
+    assert errors[chosen] <= 1.001 * min(errors.values())
