@@ -79,7 +79,7 @@ class Worker:
 
 def managed(config: dict[str, Any]) -> None:
     """Local updates in torchft's groups."""
-    from torchft import Manager, ProcessGroupGloo
+    from torchft import Manager, ProcessGroupGloo  # pyright: ignore[reportMissingImports]
 
     worker = Worker(config, int(os.environ["RANK"]))
     store = dist.TCPStore("localhost", 0, wait_for_workers=False, is_master=True)  # pyright: ignore[reportPrivateImportUsage]
@@ -153,7 +153,7 @@ def synchronous(config: dict[str, Any]) -> None:
 def meeting_place(config: dict[str, Any]) -> None:
     """What outlives every worker: the lighthouse, or the store at which torchruns meet."""
     if config["way"] == "managed":
-        from torchft.coordination import LighthouseServer
+        from torchft.coordination import LighthouseServer  # pyright: ignore[reportMissingImports]
 
         held: Any = LighthouseServer(
             bind=f"[::]:{LIGHTHOUSE_PORT}",
