@@ -21,8 +21,6 @@ UNBUCKETED = 2**31 - 1
 _NOT_COMPRESSED = 32
 _MOST_LEARNED_BITS = 6
 """Learning "has no effect for bit-widths higher than 6 bits" (section 5.7.1)."""
-_NEAREST_BELOW_BITS = 6
-"""Weights of fewer bits are rounded to nearest where a spec does not say."""
 
 Rounding = Literal["stochastic", "nearest"]
 
@@ -76,18 +74,19 @@ NOTHING = Method("nothing", "nothing sent", "#aaaaaa", kind="stock", weights_rat
 """The ceiling: the same ranks on the same cores, without communication."""
 
 
-def uniform(weights: int, gradients: int, *, bucket: int = BUCKET, rounding: Rounding = "stochastic") -> Method:
-    """Min-max of so many bits, as W8G8; 32 bits are left as they are."""
+def uniform(weights: int, gradients: int, *, bucket: int = BUCKET, rounding: Rounding | None = None) -> Method:
+    """Min-max of so many bits, as W8G8; 32 bits are left as they are.
+
+    Without ``rounding``, weights of fewer than 6 bits are rounded to the nearest, and all else stochastically, as
+    thinwire does.
+    """
     name = f"W{weights}G{gradients}"
     if bucket != BUCKET:
         name += " unbucketed" if bucket == UNBUCKETED else f" bucket {bucket}"
-    if rounding != "stochastic":
+    if rounding is not None:
         name += f" {rounding}"
-    of_weights = _minmax(weights, bucket, rounding)
-    if rounding == "stochastic" and weights < _NEAREST_BELOW_BITS:
-        # Such weights are rounded to nearest where the spec does not say.
-        of_weights = of_weights.replace(")", ", rounding=stochastic)")
-    return Method(name, name, "#0a7d4f", weights=of_weights, gradients=_minmax(gradients, bucket, rounding))
+    of_weights, of_gradients = (_minmax(bits, bucket, rounding) for bits in (weights, gradients))
+    return Method(name, name, "#0a7d4f", weights=of_weights, gradients=of_gradients)
 
 
 def learned(weights: int, gradients: int, learn_at: Sequence[int], min_numel: int = 0) -> Method:
@@ -98,7 +97,7 @@ def learned(weights: int, gradients: int, learn_at: Sequence[int], min_numel: in
 
     def spec(bits: int) -> str:
         if bits > _MOST_LEARNED_BITS:
-            return _minmax(bits, BUCKET, "stochastic")
+            return _minmax(bits, BUCKET, None)
         return f"levels(bits={bits}, bucket={BUCKET}, learn_at={tuple(learn_at)}, min_numel={min_numel})"
 
     name = f"W{weights}G{gradients} learned"
@@ -118,10 +117,10 @@ def shortened(weights_ratio: float, gradients_ratio: float) -> Method:
     )
 
 
-def _minmax(bits: int, bucket: int, rounding: Rounding) -> str:
+def _minmax(bits: int, bucket: int, rounding: Rounding | None) -> str:
     if bits == _NOT_COMPRESSED:
         return "raw"
-    suffix = "" if rounding == "stochastic" else f", rounding={rounding}"
+    suffix = "" if rounding is None else f", rounding={rounding}"
     return f"minmax(bits={bits}, bucket={bucket}{suffix})"
 
 
