@@ -357,7 +357,8 @@ def _open_wire(
     group = group or dist.group.WORLD
     assert group is not None, "init_process_group() comes first"
     timeout = network.timeout or group_timeout(group)
-    arguments |= {"algorithm": str(network.algorithm), "transport": network.transport, "timeout": str(timeout)}
+    # The algorithm last: it differs with any other difference of `network` where the default of two workers is taken.
+    arguments |= {"transport": network.transport, "timeout": str(timeout), "algorithm": str(network.algorithm)}
     with on_the_host():
         transport = host_transport(group, timeout, network.transport, arguments)
         try:
