@@ -16,11 +16,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from experiments.framework import claims
+from experiments.framework.claims import Rows
 from experiments.framework.findings import share
 from thinwire.compare.statistics import CONFIDENCE, POWER, Estimate, estimate, need_scipy, relative_differences
 from thinwire.results import OutputFile, Results
 
-Rows = Mapping[str, Mapping[str, Any]]
 _BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 _VALUES = ("by_seed", "perplexities", "losses", "own")
 _BASELINES = ("fp32", "fp32_losses", "baseline_perplexities")
@@ -154,18 +155,22 @@ def powers(folder: Path) -> list[Power]:
     found = []
     for task in TASKS:
         path = folder / f"{task.file}.json"
-        if path.exists():
-            found.append(measured(task, {row["name"]: row for row in json_format.loads(path.read_text())["results"]}))
-    return [one for one in found if one is not None]
+        rows = json_format.loads(path.read_text())["results"] if path.exists() else []
+        if (one := measured(task, {row["name"]: row for row in rows})) is not None:
+            found.append(one)
+    return found
 
 
 def measured(task: Task, rows: Rows) -> Power | None:
     """What the recorded rows say of a task; None where fewer than two seeds of a method are there."""
     controls, methods = [], []
     for name, row in rows.items():
-        found = differences(task, row, rows) if fnmatchcase(name, task.rows) and name != task.baseline else []
+        if not fnmatchcase(name, task.rows):
+            continue
+        found = differences(task, row, rows)
+        # Nothing but zeros is the baseline itself, or a method that sends the same bits.
         if len(found) >= 2 and any(found) and all(map(math.isfinite, found)):
-            (controls if task.control and fnmatchcase(name, task.control) else methods).append(estimate(found))
+            (controls if fnmatchcase(name, task.control) else methods).append(estimate(found))
     every = [*methods, *controls]
     if not every:
         return None
@@ -183,7 +188,7 @@ def differences(task: Task, row: Mapping[str, Any], rows: Rows) -> list[float]:
     """What a method loses against the baseline, seed by seed; nothing where its row has no values of seeds."""
     for key in ("lost", "differences"):
         if isinstance(row.get(key), list):
-            return [math.inf if value is None else value for value in row[key]]
+            return claims.differences(row, key)
     key = next((key for key in _VALUES if isinstance(row.get(key), list)), None)
     if key is None:
         return []
@@ -219,7 +224,7 @@ def cells(found: Power) -> list[str]:
 
 
 def _record(found: Sequence[Power]) -> Results:
-    results = Results("experiments power", about={"chance": POWER, "confidence": CONFIDENCE})
+    results = Results("python -m experiments power", about={"chance": POWER, "confidence": CONFIDENCE})
     for one in found:
         results.add(
             one.task.title,
