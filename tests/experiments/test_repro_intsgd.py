@@ -246,7 +246,7 @@ def test_blocks_have_scales_of_their_own() -> None:
     edges = world._edges(3, 10)
     assert edges.tolist() == [0, 3, 6, 10]
     squares = np.array([[1.0], [4.0], [0.0]])
-    alpha = world._scales(squares, edges, n=2, d=10, eps=1e-3)[:, 0]
+    alpha = world._scales(2 * 2 * squares, edges, d=10, eps=1e-3)[:, 0]
     expected = [math.sqrt(3 / (4 + 0.3e-6))] * 3 + [math.sqrt(3 / (16 + 0.3e-6))] * 3 + [math.sqrt(4 / 0.4e-6)] * 4
     assert alpha == pytest.approx(expected)
     assert world._edges("global", 10).tolist() == [0, 10]

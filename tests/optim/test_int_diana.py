@@ -182,6 +182,65 @@ def test_without_shifts_the_integers_would_blow_up() -> None:
     assert with_shifts.largest_sent.max() < 20
 
 
+class _Convex:
+    """``f_i(x) = ½ Σ_c s_ic (x_c − a_ic)²`` whose mean is 1-smooth and 1/20-strongly convex, for `world.run`."""
+
+    num_workers, num_coordinates, batch_share = 4, 64, 1.0
+    smoothness, convexity = 1.0, 0.05
+
+    def __init__(self) -> None:
+        random = np.random.default_rng(0)
+        shares = random.uniform(0.5, 1.5, (self.num_workers, self.num_coordinates))
+        self.s = shares / shares.mean(0) * np.geomspace(self.convexity, self.smoothness, self.num_coordinates)
+        self.a = 3 * random.normal(size=self.s.shape)
+        self.optimum = ((self.s * self.a).sum(0) / self.s.sum(0))[:, None]
+        self.points: list[Any] = []
+
+    def gradients(self, x: Any) -> tuple[Any, Any]:
+        self.points.append(x.copy())
+        return self.s[:, :, None] * (x - self.a[:, :, None]), np.zeros(x.shape[1])
+
+    def differences(self, x: Any, w: Any, uniform: Any, step: int) -> Any:
+        raise NotImplementedError
+
+    def descent(self, constant: float, rate: float, steps: int) -> tuple[Any, Any, Any]:
+        """Means over 40 seeds, by step: ``‖x − x*‖²``, ``‖g̃‖²``, and of the rounding's error ``‖g̃ − ∇f(x)‖²``."""
+        self.points.clear()
+        world.run(self, world.Method("", "", shifts=True, integers=True, constant=constant), range(40), steps, rate)
+        points = np.stack(self.points)
+        estimates = (points[:-1] - points[1:]) / rate
+        errors = estimates - self.s.mean(0)[:, None] * (points[:-1] - self.optimum)
+        return tuple((v**2).sum(1).mean(1) for v in (points - self.optimum, estimates, errors))
+
+
+@pytest.mark.parametrize(("constant", "weight", "rate", "contraction"), [(1, 1, 1 / 2, 1 / 2), (2, 3, 1 / 4, 2 / 3)])
+def test_theorem_4s_lyapunov_function_contracts(
+    constant: float, weight: float, rate: float, contraction: float
+) -> None:
+    """With α = √d / (√(cn)·‖g̃_before‖) the rounding's variance is at most d/(4nα²) = c/4·‖g̃_before‖².
+
+    Hence E‖g̃‖² ≤ 2L(f − f*) + c/4·‖g̃_before‖², and descent on a μ-strongly convex f contracts
+    V = ‖x − x*‖² + A·η²·‖g̃_before‖² by max(1 − ημ, (1 + A)/A · c/4) for η ≤ 1/((1 + A)L).
+    """
+    task = _Convex()
+    distances, squares, errors = task.descent(constant, rate / task.smoothness, 150)
+    assert np.all(errors[1:] <= constant / 4 * squares[:-1])
+    assert np.median(errors[1:] / squares[:-1]) > constant / 8
+    potentials = distances[1:-1] + weight * rate**2 * squares[:-1]
+    assert np.all(potentials[1:] <= max(1 - rate * task.convexity, contraction) * potentials[:-1])
+    assert potentials[-1] < 0.03 * potentials[0]
+
+
+def test_the_rounding_of_two_ns_costs_no_step_and_that_of_more_than_four_diverges() -> None:
+    """The bound of the contraction needs c < 4. At η = 1/L: c = 2 is as fast as c = 1, and c = 8 diverges."""
+    task = _Convex()
+    last = {constant: task.descent(constant, 1.0, 120)[0] for constant in (1, 2, 8)}
+    rates = {constant: (found[-1] / found[20]) ** (1 / (len(found) - 21)) for constant, found in last.items()}
+    assert rates[1] == pytest.approx((1 - task.convexity) ** 2, rel=0.02)
+    assert rates[2] == pytest.approx(rates[1], rel=0.01)
+    assert rates[8] > 1
+
+
 def test_minibatches_are_rounded_without_bias() -> None:
     task = Quadratic(2, 20, 6)
     found = run_threads(lambda t: train(t, task, 400, (20,), lr=0.05, estimator="minibatch", beta=0.9), 2)

@@ -268,8 +268,14 @@ def test_a_layer_that_turns_raw_sends_its_residual_first() -> None:
     assert torch.allclose(arrived, (mine + other) / 2, atol=1e-4)
 
 
-def _arrives_in_all(rank: int, spec: str, policy: Policy, loss_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """All means of ten steps of DDP on a loss that is linear in its weights, and all gradients of this rank."""
+def _arrives_in_all(
+    rank: int, spec: str, policy: Policy, loss_scale: float, infinite: tuple[int, ...] = ()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All means of ten steps of DDP on a loss that is linear in its weights, and all gradients of this rank.
+
+    In the steps ``infinite`` a gradient of rank 0 is infinite: they are skipped, and count neither as sent nor as
+    arrived. They must be the first without compression.
+    """
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 48, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale, enabled=loss_scale != 1.0)
@@ -282,9 +288,17 @@ def _arrives_in_all(rank: int, spec: str, policy: Policy, loss_scale: float) -> 
     arrived, given = torch.zeros(2, 48, 64, dtype=torch.float64)
     for step in range(10):
         direction = torch.randn(48, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+        if step in infinite and rank == 0:
+            direction[1, 2] = torch.inf
+        was_dense = wire.dense
         model.zero_grad()
         scaler.scale((model(torch.eye(64)).T * direction).sum()).backward()
         assert weight.grad is not None
+        if step in infinite:
+            assert wire.dense
+            assert was_dense == (step > infinite[0])
+            assert not bool(weight.grad.isfinite().all())
+            continue
         arrived += weight.grad / loss_scale
         given += direction
     assert wire.dense
@@ -306,6 +320,13 @@ def test_what_is_owed_is_sent_with_the_first_gradient_after_compression_is_switc
     """`Auto` turns all layers raw at once, and gradients go by a native all-reduce from then on."""
     policy = Scripted(every=4, window=1, lag=1, specs=(spec, "raw", "raw"))
     (arrived, mine), (_, other) = run_ranks(_arrives_in_all, 2, spec, policy, loss_scale)
+    assert torch.allclose(arrived, (mine + other) / 2, atol=1e-4)
+
+
+def test_what_is_owed_is_sent_again_if_the_step_that_it_went_with_was_skipped() -> None:
+    spec = "ef(topk(density=0.1))"
+    policy = Scripted(every=4, window=1, lag=1, specs=(spec, "raw", "raw"))
+    (arrived, mine), (_, other) = run_ranks(_arrives_in_all, 2, spec, policy, 1024.0, (4, 5))
     assert torch.allclose(arrived, (mine + other) / 2, atol=1e-4)
 
 

@@ -47,7 +47,9 @@ class Problem(Protocol):
 class Method:
     """An algorithm. ``shifts``: gradient differences are sent, as DIANA does; ``integers``: rounded at random;
     ``reference``: the L-SVRG estimator instead of the full gradient. ``blocks`` share a scale: "global", a number of
-    equal parts, or "coordinate"."""
+    equal parts, or "coordinate". ``constant``: the c of ``α = √d_l / √(c·n·r_l + ...)``, 2 in the
+    propositions.
+    """
 
     name: str
     title: str
@@ -55,6 +57,7 @@ class Method:
     integers: bool = False
     reference: bool = False
     blocks: str | int = "global"
+    constant: float = 2.0
 
     @property
     def random(self) -> bool:
@@ -125,7 +128,7 @@ def run(
         records.evaluated(1.0 if not method.reference or step == 0 else 2 * problem.batch_share)
         sent = gradients - shifts if method.shifts else gradients
         if method.integers and step:
-            alpha = _scales(squares, edges, n, d, eps)
+            alpha = _scales(method.constant * n * squares, edges, d, eps)
             # ⌊t⌋ and, with the probability of the rest, one more.
             integers = np.floor(alpha * sent + rounding(step, (n, d)))
             total = integers.sum(0)
@@ -159,10 +162,10 @@ def _edges(blocks: str | int, d: int) -> NDArray[np.int64]:
     return np.linspace(0, d, (1 if blocks == "global" else int(blocks)) + 1).astype(np.int64)
 
 
-def _scales(squares: Array, edges: NDArray[np.int64], n: int, d: int, eps: float) -> Array:
-    """``α = √d_l / √(2n·r_l + (d_l/d)·eps²)``, ``[d, seeds]`` (propositions 2 and 4, at a constant learning rate)."""
+def _scales(squares: Array, edges: NDArray[np.int64], d: int, eps: float) -> Array:
+    """``α = √d_l / √(squares_l + (d_l/d)·eps²)``, ``[d, seeds]``; with ``squares`` of 2n·r, propositions 2 and 4."""
     sizes = np.diff(edges)[:, None]
-    alpha = np.sqrt(sizes) / np.sqrt(2 * n * squares + sizes / d * eps**2)
+    alpha = np.sqrt(sizes) / np.sqrt(squares + sizes / d * eps**2)
     return np.repeat(alpha, sizes[:, 0], axis=0)
 
 

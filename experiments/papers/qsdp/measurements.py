@@ -35,6 +35,7 @@ from experiments.papers.qsdp.methods import (
     Method,
     Pair,
     learned,
+    rounded,
     shortened,
     uniform,
 )
@@ -57,6 +58,8 @@ BUCKETS_OF: SizeName = "medium"
 """Layers of the smallest network are smaller than the larger bucket."""
 ROUNDED = ("W5G4", "W4G4")
 """Of which uniform levels are also tried with rounding to the nearest, as learned ones are."""
+ROUNDED_WEIGHTS = (8, 7, 6, 5)
+"""Bits of weights that are tried with both roundings, with gradients of 6."""
 LEAST_BITS_KEPT = "W5G4"
 """The highest compression "without substantial accuracy impact" (section 5.7.1)."""
 THESIS_STEPS, THESIS_LEARNINGS = 4800, 3
@@ -279,6 +282,20 @@ def _draw_5_2(study: QSDPStudy, base: Sequence[Trained], found: Mapping[tuple[in
     axes.axhline(mean_perplexity(base), color=FP16.colour, linewidth=1, linestyle=":", label=FP16.title)
     axes.set_xticks(BITS)
     plots.save(figure, study.picture("5.2"))
+
+
+def rounding_steps(scale: QSDPScale) -> int:
+    return scale.steps("small", 2 * len(ROUNDED_WEIGHTS))
+
+
+def rounding_of_weights(study: QSDPStudy) -> list[Row]:
+    """Weights rounded to the nearest beside weights rounded stochastically, on the smallest network."""
+    rows = []
+    for bits in ROUNDED_WEIGHTS:
+        nearest, stochastic = (study.train("small", rounded(bits, 6, how)) for how in ("nearest", "stochastic"))
+        others = _perplexities(stochastic)
+        rows.append(lost_row("rounding", f"{bits} bits", nearest, stochastic, stochastic_perplexities=others))
+    return rows
 
 
 def bucket_steps(scale: QSDPScale) -> int:

@@ -558,6 +558,9 @@ PAPER = Paper(
     {
         "5.1": Part("table 5.1: baseline and W8G8", measurements.table_5_1, measurements.recovery_steps, 0.05, 5.0),
         "5.2": Part("table 5.2: bits", measurements.table_5_2, measurements.grid_steps, 0.035, 5.0),
+        "rounding": Part(
+            "rounding of weights", measurements.rounding_of_weights, measurements.rounding_steps, 0.035, 5.0
+        ),
         "5.3": Part("tables 5.3, C.3: learned levels", measurements.table_5_3, measurements.levels_steps, 0.035, 5.0),
         "C.2": Part("figures C.2, C.3: their error", errors.figures_c_2_and_c_3, errors.num_steps, 0.08, 2.0),
         "C.4": Part("figure C.4: buckets", measurements.figure_c_4, measurements.bucket_steps, 0.05, 5.0),

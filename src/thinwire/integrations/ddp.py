@@ -164,9 +164,14 @@ class _Hook:
         return future, undone
 
     def _reduce(self, flat: torch.Tensor, layers: BucketLayers, wire: Wire) -> tuple[Reduced, Finish]:
-        if not flat.is_sparse:
-            wire.observe(flat, layers, loss_scale=self._loss_scale)
-            wire.add_owed(flat, layers, loss_scale=self._loss_scale)
+        if flat.is_sparse:
+            return self._mean(flat, layers, wire)
+        wire.observe(flat, layers, loss_scale=self._loss_scale)
+        owed = wire.add_owed(flat, layers, loss_scale=self._loss_scale)
+        future, finish = self._mean(flat, layers, wire)
+        return future, (lambda mean: _owed_noted(finish(mean), wire)) if owed else finish
+
+    def _mean(self, flat: torch.Tensor, layers: BucketLayers, wire: Wire) -> tuple[Reduced, Finish]:
         if wire.dense:
             return self._dense(flat, wire), _as_it_is
         if flat.is_sparse:
@@ -258,6 +263,11 @@ def _as_it_is(mean: torch.Tensor) -> torch.Tensor:
 
 def _noted(mean: torch.Tensor, wire: Wire, layers: BucketLayers) -> torch.Tensor:
     wire.note_result(mean, layers)
+    return mean
+
+
+def _owed_noted(mean: torch.Tensor, wire: Wire) -> torch.Tensor:
+    wire.note_owed(mean)
     return mean
 
 

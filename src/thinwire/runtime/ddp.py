@@ -55,10 +55,11 @@ from thinwire.plan import Plan, PlanRecord, Speeds, declined, sent_bytes
 from thinwire.plan.policies import Policy, Sync
 from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter, StepClock
-from thinwire.runtime.channel import BucketLayers, Channel, Contents, Route, bucket_parts
+from thinwire.runtime.channel import BucketLayers, Channel, Contents, Route
 from thinwire.runtime.consistency import agree, check_parity, library_version, raise_together, resync
 from thinwire.runtime.executor import AsyncReadback, Job, StreamExecutor, Then, ThreadExecutor
 from thinwire.runtime.handle import Handle
+from thinwire.runtime.owed import Owed
 from thinwire.runtime.probe import measure_speeds, settle
 from thinwire.runtime.state import PoisonMonitor, Slots, moved_residual
 from thinwire.runtime.stats import Stats, StatsRecorder, TrafficStats
@@ -280,12 +281,20 @@ class Wire(Handle["Engine"]):
         if self._adapter is not None and self._attached:
             self._adapter.observe(flat, layers, self._step, loss_scale)
 
-    def add_owed(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> None:
+    def add_owed(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> bool:
         """Add to a bucket's gradients the residuals of layers that keep none from this step on.
 
-        A policy has taken error feedback from them. Attachments call this for each bucket, before it is reduced.
+        A policy has taken error feedback from them. Attachments call this for each bucket, before it is reduced. If it
+        returns True, they call `note_owed` with the bucket's mean.
         """
-        self._engine.add_owed(flat, layers, loss_scale)
+        if not self._engine.owed:
+            return False
+        self._engine.owed.send(flat, layers, loss_scale)
+        return True
+
+    def note_owed(self, mean: Tensor) -> None:
+        """See whether a bucket's mean is finite: if one of a step's is not, residuals that it took are sent again."""
+        self._engine.owed.note_mean(mean)
 
     def on_optimizer_step(self, changes: Mapping[str, float]) -> None:
         """Say what the optimizer did to the layers that follow it: ``‖x^k − x^{k−1}‖²``, the same on all ranks."""
@@ -552,8 +561,7 @@ class Engine:
         # On a device the host reads these when the next step begins: by then they have long been computed.
         self._finite, self._limits, self._clippings = AsyncReadback(), AsyncReadback(), AsyncReadback()
         self._failed = False
-        self._owed: dict[str, Tensor] = {}
-        """By layer, the residual that its next gradient takes with it."""
+        self.owed = Owed()
 
     @property
     def seed(self) -> int:
@@ -636,6 +644,7 @@ class Engine:
 
     def end_step(self) -> Sync | None:
         """Between two steps: what the last one's communication took, if it was compressed; asked once."""
+        self.owed.end_step()
         seconds = self.recorder.sync_seconds()
         sizes = tuple(route.sent_bytes for route in self.present_routes())
         return Sync(sizes, seconds) if seconds and sizes else None
@@ -668,7 +677,7 @@ class Engine:
                 if isinstance(old, Feedback) and RESIDUAL not in compressor.slots:
                     owners = (0,) * self.world_size if self.simulated else old_shares
                     owed = self.slots.owed(name, self.shapes[name], old, self.rank, owners)
-                    self._owed[name] = owed.mul_(old.in_gradients(self.learning_rate))
+                    self.owed.add(name, owed.mul_(old.in_gradients(self.learning_rate)))
                 alike = type(unwrap(old)) is type(unwrap(compressor))
                 if isinstance(old, Summed) and RESIDUAL in old.slots and not alike:
                     self.slots.average_residual(name, self.transport)
@@ -677,17 +686,10 @@ class Engine:
         self.stats.plan_changes += 1
         agree({"step": str(step), "plan": plan.hash, "algorithm": str(algorithm)}, self.transport)
 
-    def add_owed(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> None:
-        if not self._owed:
-            return
-        for name, values in bucket_parts(flat, layers):
-            owed = self._owed.pop(name, None)
-            if owed is not None:
-                values.add_(owed.to(values.device).view_as(values), alpha=loss_scale)
-
     def discard_step(self) -> None:
         self._finite.read()
         self.slots.discard()
+        self.owed.keep()
 
     def succeed(self, former: Engine) -> None:
         former._end()
@@ -703,7 +705,7 @@ class Engine:
         self.plan, self.channel.seed, self.channel.algorithm = loaded.plan, loaded.seed, algorithm
         self._forget_routes()
         self._step_plan.forget()
-        self._owed.clear()
+        self.owed.clear()
         self.slots.replace(loaded.slots)
         agree(self.record(loaded.step), self.transport)
 
