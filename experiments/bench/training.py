@@ -47,6 +47,7 @@ METHODS = (
     Method("Dion, rank 4", "Dion", "powersgd(rank=4)"),
     Method("Dion, rank 8", "Dion", "powersgd(rank=8)"),
     Method("DiLoCo, AdamW, 2 bits, every 25", "AdamW", "gaussian(bits=2)", every=25),
+    Method("DiLoCo, AdamW, sparseloco, every 25", "AdamW", "ef(chunktopk(k=64, chunk=4096), decay=0.95)", every=25),
     Method("DiLoCo, Muon, 2 bits, every 10", "Muon", "gaussian(bits=2)", every=10),
     Method("DiLoCo, Muon, 2 bits, every 25", "Muon", "gaussian(bits=2)", every=25),
     Method("DiLoCo, Muon, 2 bits, every 50", "Muon", "gaussian(bits=2)", every=50),

@@ -37,6 +37,7 @@ EVERY = (
     "topk(density=0.01)",
     "topk(density=0.01) | minmax(bits=8)",
     "globaltopk(density=0.01)",
+    "chunktopk(k=64)",
     "threshold(lam=0.003)",
     "dgc(topk(density=0.01))",
     "randk(density=0.1)",

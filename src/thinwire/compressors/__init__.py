@@ -35,6 +35,7 @@ from thinwire.compressors._core.traits import Traits
 from thinwire.compressors._core.wrapper import Wrapper, unwrap
 from thinwire.compressors.atomo import Atomo
 from thinwire.compressors.cast import Cast
+from thinwire.compressors.chunktopk import ChunkTopK
 from thinwire.compressors.delta import Delta, check_stateless, direct
 from thinwire.compressors.dgc import DGC
 from thinwire.compressors.ef import RESIDUAL, Feedback, ef
@@ -62,9 +63,9 @@ from thinwire.compressors.topk import TopK
 from thinwire.compressors.truncate import Truncate
 
 for _compressor in (
-    *(Atomo, Cast, Delta, DGC, FFT, Gaussian, GlobalTopK, HeuristicIntSGD, IntSGD, Lattice, Levels, MaxAbs, MinMax),
-    *(Natural, OneBit, PowerSGD, QSGD, RandK, RangeFloat, Raw, SharedTernGrad, Sign, TernGrad, Threshold, TopK),
-    *(Truncate, direct, ef),
+    *(Atomo, Cast, ChunkTopK, Delta, DGC, FFT, Gaussian, GlobalTopK, HeuristicIntSGD, IntSGD, Lattice, Levels),
+    *(MaxAbs, MinMax, Natural, OneBit, PowerSGD, QSGD, RandK, RangeFloat, Raw, SharedTernGrad, Sign, TernGrad),
+    *(Threshold, TopK, Truncate, direct, ef),
 ):
     register(_compressor)
 
@@ -80,6 +81,7 @@ __all__ = [
     "Bucketed",
     "Cast",
     "Chain",
+    "ChunkTopK",
     "Clipping",
     "CodecCall",
     "Coded",

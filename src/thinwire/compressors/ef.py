@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.compressors._core.calls import CodecCall, SumCall
-from thinwire.compressors._core.checks import check_choice
+from thinwire.compressors._core.checks import check_choice, check_share
 from thinwire.compressors._core.coded import Coded, CodedWrapper, OnePass
 from thinwire.compressors._core.compressor import Compressor
 from thinwire.compressors._core.slots import Slot, State
@@ -24,7 +24,7 @@ RESIDUAL = Slot("residual")
 Units = Literal["gradient", "update"]
 
 
-def ef(inner: Compressor, units: Units = "gradient") -> Compressor:
+def ef(inner: Compressor, units: Units = "gradient", decay: float = 1.0) -> Compressor:
     """``inner`` with error feedback: ``p = g + e; c = Q(p); e = p − Q⁻¹(c)``, in fp32, one value an element.
 
     With a coded compressor there is a residual on both sides. A rank's residual holds for the chunks of other owners;
@@ -39,21 +39,25 @@ def ef(inner: Compressor, units: Units = "gradient") -> Compressor:
     then counts at the learning rate it was computed with, not at that of the step which sends it. It needs
     ``compress(optimizer=...)`` and a rate above 0; the highest of the optimizer's groups counts for all layers.
 
+    ``decay`` below 1 forgets: the residual is multiplied by it after each step. In SparseLoCo (2508.15706) it is 0.95,
+    because what a sparsifier has kept for long was computed with weights that are no longer there.
+
     A compressor that errs by more than its input (`Traits.contracts`: TernGrad, QSGD with few steps in large buckets)
     must not have error feedback: its residual would grow without bound. `thinwire.compress` warns of that.
 
     Raises:
         TypeError: ``inner`` has error feedback already, or is neither coded nor summed.
-        ValueError: ``units`` is neither of the two.
+        ValueError: ``units`` is neither of the two, or ``decay`` is not above 0 and at most 1.
     """
     check_choice("units", units, ("gradient", "update"))
+    check_share("decay", decay)
     if isinstance(inner, Wrapper):
         raise TypeError(f"{inner} has error feedback already, or momentum correction")
     if isinstance(inner, Coded):
-        return EfCoded(inner, units)
+        return EfCoded(inner, units, decay)
     if isinstance(inner, Summed):
         # A contribution that is scaled up to be unbiased would make the residual diverge.
-        return EfSummed(replace(inner, scaled=False) if hasattr(inner, "scaled") else inner, units)
+        return EfSummed(replace(inner, scaled=False) if hasattr(inner, "scaled") else inner, units, decay)
     raise TypeError(f"{inner} is neither coded nor summed")
 
 
@@ -61,6 +65,7 @@ class Feedback(Wrapper):
     """What both kinds of error feedback have in common."""
 
     units: Units
+    decay: float
 
     def check_rate(self, learning_rate: float | None) -> None:
         if self.units == "update" and learning_rate is None:
@@ -90,7 +95,9 @@ class Feedback(Wrapper):
         return 1.0 / learning_rate
 
     def __str__(self) -> str:
-        return f"ef({self.inner})" if self.units == "gradient" else f"ef({self.inner}, units={self.units})"
+        units = "" if self.units == "gradient" else f", units={self.units}"
+        decay = "" if self.decay == 1.0 else f", decay={self.decay}"
+        return f"ef({self.inner}{units}{decay})"
 
 
 @dataclass(frozen=True)
@@ -100,9 +107,10 @@ class EfCoded(Feedback, CodedWrapper):
     spec_name: ClassVar[str] = "ef"
 
     units: Units = "gradient"
+    decay: float = 1.0
 
     def around(self, inner: Compressor) -> Compressor:
-        return ef(inner, self.units)
+        return ef(inner, self.units, self.decay)
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -112,23 +120,29 @@ class EfCoded(Feedback, CodedWrapper):
         e = self.residual(call.state)
         if isinstance(self.inner, OnePass):
             self.inner.encode(x, message, call, e)  # the same in one pass
-            return
-        p = e.next
-        kernels.rows_add(x, e.now, call.table, p, alpha=e.loss_scale)
-        self.inner.encode(p, message, call)
-        subtract_sent(self.inner, message, p, call, over=e.loss_scale)
+        else:
+            p = e.next
+            kernels.rows_add(x, e.now, call.table, p, alpha=e.loss_scale)
+            self.inner.encode(p, message, call)
+            subtract_sent(self.inner, message, p, call, over=e.loss_scale)
+        self._forget(e, call)
 
     def reduce(self, messages: Sequence[Tensor], own: Tensor, out_message: Tensor, y: Tensor, call: CodecCall) -> None:
         e = self.residual(call.state)
         if isinstance(self.inner, OnePass) and self.traits.plain_sum:
             self.inner.reduce(messages, own, out_message, y, call, e)  # the same in one pass
-            return
-        p = e.next
-        self.inner.add_up(messages, own, p, call)
-        kernels.rows_add(p, e.now, call.table, p, alpha=e.loss_scale)
-        self.inner.encode(p, out_message, call)
-        self.inner.decode(out_message, y, call._replace(scale=1.0))
-        subtract_sent(self.inner, out_message, p, call, over=e.loss_scale)
+        else:
+            p = e.next
+            self.inner.add_up(messages, own, p, call)
+            kernels.rows_add(p, e.now, call.table, p, alpha=e.loss_scale)
+            self.inner.encode(p, out_message, call)
+            self.inner.decode(out_message, y, call._replace(scale=1.0))
+            subtract_sent(self.inner, out_message, p, call, over=e.loss_scale)
+        self._forget(e, call)
+
+    def _forget(self, e: Residual, call: CodecCall) -> None:
+        if self.decay != 1.0:
+            kernels.rows_scale(e.next, call.table, e.next, by=self.decay)
 
 
 @dataclass(frozen=True)
@@ -139,9 +153,10 @@ class EfSummed(Feedback, Summed):
 
     inner: Summed
     units: Units = "gradient"
+    decay: float = 1.0
 
     def around(self, inner: Compressor) -> Compressor:
-        return ef(inner, self.units)
+        return ef(inner, self.units, self.decay)
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -157,8 +172,8 @@ class EfSummed(Feedback, Summed):
             torch.add(x[at], e[at], alpha=factor, out=p[at])
         subtract = yield from self.inner.rounds(p, y, call)
         subtract(p)
-        for at in layers if factor != 1.0 else ():
-            p[at].div_(factor)
+        for at in layers if factor != self.decay else ():
+            p[at].div_(factor / self.decay)
         return subtract
 
 

@@ -27,5 +27,7 @@ class Traits(NamedTuple):
     """The size of a message has an upper bound, but is not a function of the shape alone; see `Bounded`."""
     plain_sum: bool = True
     """The owner of a chunk adds up what ranks send. Otherwise the compressor overrides `Coded.add_up`."""
+    plain_mean: bool = True
+    """Whoever gathers all messages takes their mean. Otherwise the compressor overrides `Coded.mean`."""
     largest: float = math.inf
     """Largest magnitude that can be represented. Beyond it, values saturate or become Inf."""
