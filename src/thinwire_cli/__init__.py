@@ -168,6 +168,7 @@ def _with_plain_help(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _METAVARS = {"str": "TEXT", "float": "NUMBER"}
 _SEVERAL = {"script": "-- SCRIPT ...", "command": "-- COMMAND ...", "variants": "SPEC ...", "compressors": "SPEC ..."}
+_SEVERAL |= {"schedules": "NAME ...", "forward": "SPEC ...", "backward": "SPEC ..."}
 THINWIRE = Program(
     "thinwire",
     "train over slow networks as if they were fast.",
@@ -185,6 +186,9 @@ THINWIRE = Program(
             ),
             "compare every": Command("thinwire.compare.every:every", "the same for every compressor"),
             "plan show": Command("thinwire.compare.plan_show:plan_show", "the compressor of each layer in a plan"),
+            "plan pipeline": Command(
+                "thinwire.compare.plan_pipeline:plan_pipeline_command", "cuts, machines, schedule, bits of a pipeline"
+            ),
         },
         "Run": {
             "run": Command("thinwire.run.command:run", "a script with compression, without a change to it", True),

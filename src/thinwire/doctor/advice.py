@@ -53,7 +53,20 @@ _CARE = {
 
 def verdict(measured: Measured, predictions: Sequence[Prediction]) -> Verdict:
     """From measured steps, where today is known, and from predictions, where it is not; with the doubts about these."""
-    found = _verdict(measured, predictions)
+    watched = measured.watched
+    buckets = watched.paces[0].buckets
+    first: tuple[Advice, ...] = ()
+    if not measured.sharded and len(buckets) == 1 and buckets[0].num_bytes >= _ONE_BUCKET_BYTES:
+        cap = max(1, round(buckets[0].num_bytes / 5 / 2**20))
+        why = "all gradients are in one DDP bucket, so nothing is sent before backward ends; the same numbers"
+        first = (Advice("smaller buckets", why, (f"DistributedDataParallel(model, bucket_cap_mb={cap})",)),)
+    return conclude(median(watched.step_s), watched.exposed_share, predictions, first)
+
+
+def conclude(today: float, share: float, predictions: Sequence[Prediction], first: Sequence[Advice] = ()) -> Verdict:
+    """The verdict on steps of ``today`` seconds, of which ``share`` waits for communication. ``first``: what to do
+    first, where communication is waited for."""
+    found = _verdict(today, share, predictions, first)
     return replace(found, sentence=found.sentence + doubt(found.today, predictions))
 
 
@@ -68,23 +81,15 @@ def doubt(today: float, predictions: Sequence[Prediction]) -> str:
     )
 
 
-def _verdict(measured: Measured, predictions: Sequence[Prediction]) -> Verdict:
-    watched = measured.watched
-    today, share = median(watched.step_s), watched.exposed_share
+def _verdict(today: float, share: float, predictions: Sequence[Prediction], first: Sequence[Advice]) -> Verdict:
     faster = [
         p
         for p in predictions
         if not p.setting.is_today and p.step.high < today and p.step.value < (1 - LEAST_GAIN) * today
     ]
     ranked = _ranked(faster)
-    advice = [_advice(p, today) for p in ranked]
     bound = share > HARMLESS_SHARE
-    buckets = watched.paces[0].buckets
-    one_bucket = not measured.sharded and len(buckets) == 1 and buckets[0].num_bytes >= _ONE_BUCKET_BYTES
-    if bound and one_bucket:
-        cap = max(1, round(buckets[0].num_bytes / 5 / 2**20))
-        why = "all gradients are in one DDP bucket, so nothing is sent before backward ends; the same numbers"
-        advice.insert(0, Advice("smaller buckets", why, (f"DistributedDataParallel(model, bucket_cap_mb={cap})",)))
+    advice = [*(first if bound else ()), *(_advice(p, today) for p in ranked)]
     nothing = Advice("nothing", _nothing(share, bound=bound))
     if not bound:
         return Verdict(_harmless(today, share), (nothing, *advice[:1]), today)

@@ -14,10 +14,13 @@ import torch.distributed as dist
 from thinwire.doctor.advice import verdict
 from thinwire.doctor.measure import Measured, over_links_of
 from thinwire.doctor.observer import WARM_UP, Observer
+from thinwire.doctor.observer_pipeline import PipelineObserver
 from thinwire.doctor.predict import measure_for, predict_step
 from thinwire.doctor.probe import StopScript, train_probe
 from thinwire.doctor.record import Prices, record
+from thinwire.doctor.record_pipeline import measure_pipeline, record_pipeline
 from thinwire.doctor.settings import Care, Prediction, Setting, local_updates
+from thinwire.doctor.settings_pipeline import predict_pipeline
 from thinwire.doctor.watched import DoctorError
 from thinwire.results import Results
 from thinwire.run.script import ScriptNotFound, run_script
@@ -71,7 +74,8 @@ class Examination:
             DoctorError: too little was seen, or nothing that can be predicted.
         """
         request = self.request
-        with Observer(request.steps, self._done, self._count) as observer:
+        pipelines = PipelineObserver(request.steps, self._pipeline_done, self._count)
+        with pipelines, Observer(request.steps, self._done, self._count) as observer:
             try:
                 if request.script:
                     run_script(request.script)
@@ -87,10 +91,10 @@ class Examination:
             needed = f"{request.steps + WARM_UP} training steps, and one more that begins"
             raise DoctorError(
                 f"the script ended before doctor had seen {needed}: let it train longer, or ask for fewer with --steps"
-                if observer.model is not None
-                else "the script trained no DistributedDataParallel model and none that fully_shard() has sharded, "
-                "which is what doctor looks at: wrap it, model = DistributedDataParallel(model), and call the wrapped "
-                "model in training"
+                if observer.model is not None or pipelines.stages
+                else "the script trained no DistributedDataParallel model, none that fully_shard() has sharded and no "
+                "PipelineStage, which is what doctor looks at: wrap it, model = DistributedDataParallel(model), and "
+                "call the wrapped model in training"
             )
         return self.answer
 
@@ -115,6 +119,25 @@ class Examination:
             found.append((rate, [predict_step(setting, there) for setting in (*asked, local_updates(there))]))
         return found
 
+    def _pipeline_done(self, pipelines: PipelineObserver) -> None:
+        request = self.request
+        self._report("measuring links and compressors")
+        measured, settings = measure_pipeline(pipelines, request.compressors)
+        if dist.get_rank(pipelines.group) == 0:
+            predictions = [predict_pipeline(setting, measured) for setting in settings]
+            self.answer = record_pipeline(measured, predictions, about=self._about, prices=request.prices)
+        self._end()
+
+    @property
+    def _about(self) -> dict[str, Any]:
+        script = list(self.request.script) or "a GPT of 4.8 million parameters, built in"
+        return {"script": script, "link": self.request.link}
+
+    def _end(self) -> None:
+        self.finished = True
+        if not self.request.keep_running:
+            raise StopScript(0)
+
     def _done(self, observer: Observer) -> None:
         request = self.request
         self._report("measuring links and compressors")
@@ -123,15 +146,11 @@ class Examination:
             self._report("predicting steps")
             predictions = [predict_step(setting, measured) for setting in settings]
             found = verdict(measured, predictions)
-            about: dict[str, Any] = {
-                "script": list(request.script) or "a GPT of 4.8 million parameters, built in",
-                "link": request.link,
-            }
             elsewhere = self._elsewhere(measured, settings)
-            self.answer = record(measured, predictions, found, about=about, prices=request.prices, elsewhere=elsewhere)
-        self.finished = True
-        if not request.keep_running:
-            raise StopScript(0)
+            self.answer = record(
+                measured, predictions, found, about=self._about, prices=request.prices, elsewhere=elsewhere
+            )
+        self._end()
 
 
 def main(text: str, path: str) -> int:

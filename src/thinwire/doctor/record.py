@@ -60,7 +60,7 @@ def record(
     """
     watched, links = measured.watched, _middle(measured.links)
     least = ceiling(measured)
-    rows = [_prediction(p, prices) for p in predictions]
+    rows = [prediction_row(p, prices) for p in predictions]
     codecs = _codecs(measured, predictions, links)
     results = Results(
         "thinwire doctor",
@@ -90,7 +90,7 @@ def record(
             "exchange": _curve(links.exchange),
             "predictions": rows,
             "elsewhere": [
-                {"rate": rate, "predictions": [_prediction(p, prices) for p in others]} for rate, others in elsewhere
+                {"rate": rate, "predictions": [prediction_row(p, prices) for p in others]} for rate, others in elsewhere
             ],
             "codecs": codecs,
             "prices": asdict(prices) if prices else None,
@@ -149,7 +149,8 @@ def _buckets(measured: Measured) -> list[dict[str, Any]]:
     return rows
 
 
-def _prediction(p: Prediction, prices: Prices | None) -> dict[str, Any]:
+def prediction_row(p: Prediction, prices: Prices | None) -> dict[str, Any]:
+    """A prediction, as it is written."""
     cost = None if prices is None else prices.per_million(p.step.value)
     return {
         "title": p.setting.title,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from thinwire.compressors import Coded, Compressor, Delta, Raw, Unsuited, check_int, check_stateless, parse
 from thinwire.kernels import FORMAT_VERSION
 from thinwire.pipeline.boundary_tensors import BoundaryTensors, Direction
-from thinwire.pipeline.contraction import check_contraction
+from thinwire.plan.pipeline.contraction import check_contraction
 from thinwire.plan.policies import ByLink
 from thinwire.store import Disk, Memory, Place, check_precision
 

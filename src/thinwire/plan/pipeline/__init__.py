@@ -1,0 +1,37 @@
+"""Plans of pipelines: simulated steps, and the search for the fastest."""
+
+from thinwire.plan.pipeline.schedules import PYTORCH_CLASSES, SCHEDULES, Schedule, ScheduleName
+from thinwire.plan.pipeline.search import (
+    REFERENCE,
+    Choice,
+    Layer,
+    Link,
+    Machine,
+    PipelinePlan,
+    PipelineProblem,
+    even_plan,
+    plan_pipeline,
+)
+from thinwire.plan.pipeline.simulate import Boundary, Simulated, Span, StageTimes, Wire, simulate
+
+__all__ = [
+    "PYTORCH_CLASSES",
+    "REFERENCE",
+    "SCHEDULES",
+    "Boundary",
+    "Choice",
+    "Layer",
+    "Link",
+    "Machine",
+    "PipelinePlan",
+    "PipelineProblem",
+    "Schedule",
+    "ScheduleName",
+    "Simulated",
+    "Span",
+    "StageTimes",
+    "Wire",
+    "even_plan",
+    "plan_pipeline",
+    "simulate",
+]
