@@ -100,6 +100,8 @@ def _gather(rank: int, size: int) -> Calls:
         return calls.during(lambda: model(torch.randn(4, 7)))
 
 
+BUCKET = {"integrations/ddp.py", "runtime/wire.py", "runtime/engine.py"}
+GATHER = {"integrations/fsdp.py", "runtime/sharded_wire.py", "runtime/sharded_engine.py"}
 BELOW = {
     "runtime/executor.py",
     "runtime/channel.py",
@@ -115,8 +117,8 @@ BELOW = {
 @pytest.mark.parametrize(
     ("run", "arguments", "client", "kernels", "most"),
     [
-        (_bucket, (), {"integrations/ddp.py", "runtime/ddp.py"}, {"encode", "reduce", "decode"}, 30),
-        (_gather, (2,), {"integrations/fsdp.py", "runtime/fsdp.py"}, {"encode", "decode"}, 31),
+        (_bucket, (), BUCKET, {"encode", "reduce", "decode"}, 30),
+        (_gather, (2,), GATHER, {"encode", "decode"}, 31),
     ],
     ids=["bucket", "gather"],
 )

@@ -16,7 +16,7 @@ from harness import run_ranks
 from sharded import Net, batch, build, compress, train
 from thinwire import compat
 from thinwire.integrations.fsdp import QuantisedAllGather, QuantisedReduceScatter
-from thinwire.runtime.state import Placement, ShardedLayer
+from thinwire.runtime.placement import Placement, ShardedLayer
 
 
 def _refused(rank: int, size: int) -> dict[str, str]:

@@ -19,7 +19,8 @@ import thinwire
 from harness import run_ranks
 from sharded import Net, batch, build, compress, same, train, whole
 from thinwire.compressors import RESIDUAL
-from thinwire.runtime.state import Placement, ShardedLayer, reshard_residual
+from thinwire.runtime.placement import Placement, ShardedLayer
+from thinwire.runtime.sharded_slots import reshard_residual
 
 COARSE = "ef(minmax(bits=2, bucket=128))"
 LEVELS = "levels(bits=3, bucket=64, learn_at=(0, 3), min_numel=100)"

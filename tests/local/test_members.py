@@ -15,7 +15,7 @@ from members import Group, Lighthouse, Manager
 from thinwire.collectives import owned_parts
 from thinwire.compressors import Coded, parse
 from thinwire.local import ManagedDiLoCo, Nesterov
-from thinwire.runtime.state import moved_residual
+from thinwire.runtime.slots import moved_residual
 
 
 class Worker:

@@ -19,7 +19,7 @@ from nets import assert_replicas_identical, batch, fingerprint, loss_of, make, t
 from thinwire.plan import Plan
 from thinwire.plan.policies import Evidence, Policy, Proposal
 from thinwire.runtime import DisagreementError, Wire
-from thinwire.runtime.state import Slots
+from thinwire.runtime.slots import Slots
 
 SHAPES = {"w": (64, 48), "v": (48, 48), "b": (10,)}
 LAYERS = tuple(SHAPES.items())

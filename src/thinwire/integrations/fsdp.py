@@ -44,7 +44,7 @@ from thinwire.plan import Rules, Site, sharded_plan
 from thinwire.plan.policies import Auto, Policy
 from thinwire.runtime import ShardedLayer, ShardedWire, Unit, agree
 from thinwire.runtime.consistency import failing_together
-from thinwire.runtime.state import Placement
+from thinwire.runtime.placement import Placement
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

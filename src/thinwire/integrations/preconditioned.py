@@ -15,7 +15,7 @@ from thinwire.optim import CompressedAdamW, Dion
 from thinwire.plan import Plan
 from thinwire.runtime.channel import BucketLayers, bucket_parts
 from thinwire.runtime.checkpoint import check_sealed, sealed
-from thinwire.runtime.state import Placement
+from thinwire.runtime.placement import Placement
 
 _CHECKSUMS = "moment_checksums"
 

@@ -3,15 +3,16 @@
 from thinwire.runtime.adapt import Decision
 from thinwire.runtime.channel import Channel, Contents, Kind, Operation, dense_bytes, group_seed
 from thinwire.runtime.consistency import DisagreementError, ParityError, agree
-from thinwire.runtime.ddp import Wire
 from thinwire.runtime.executor import AsyncReadback, Follower, ThreadExecutor, for_reducer, on_the_host
-from thinwire.runtime.fsdp import ShardedWire, Unit
 from thinwire.runtime.log import StatsLogger
+from thinwire.runtime.placement import ShardedLayer
 from thinwire.runtime.probe import measure_one_way
 from thinwire.runtime.registered import NamedShape, Registered, Walk
-from thinwire.runtime.state import ShardedLayer
+from thinwire.runtime.sharded_wire import ShardedWire
 from thinwire.runtime.stats import GroupStats, ShardedStats, Stats
 from thinwire.runtime.timeline import Timeline, merge_timelines
+from thinwire.runtime.units import Unit
+from thinwire.runtime.wire import Wire
 
 __all__ = [
     "AsyncReadback",

@@ -18,7 +18,7 @@ from thinwire.compressors import Compressor, Slot
 from thinwire.kernels import FORMAT_VERSION
 from thinwire.plan import Plan
 from thinwire.runtime.consistency import agree, signed_checksum
-from thinwire.runtime.state import Slots, reshard
+from thinwire.runtime.slots import Slots, reshard
 
 _SPEC_ROOM = 128
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -96,7 +96,7 @@ class Checkpointable:
 
 
 Reshard = Callable[[Mapping[int, Tensor], Slot, Compressor, str, int, Sequence[int], Sequence[int]], Tensor]
-"""A rank's slot of a layer from those of all ranks of a former world: `thinwire.runtime.state.reshard`."""
+"""A rank's slot of a layer from those of all ranks of a former world: `thinwire.runtime.slots.reshard`."""
 
 
 def write(

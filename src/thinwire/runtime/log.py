@@ -13,10 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from thinwire.runtime.ddp import Wire
-from thinwire.runtime.fsdp import ShardedWire
+from thinwire.runtime.sharded_wire import ShardedWire
 from thinwire.runtime.stats import ShardedStats, Stats
 from thinwire.runtime.timeline import rank_path
+from thinwire.runtime.wire import Wire
 
 _LEVELS = ("buffer_bytes", "slot_bytes", "declined_layers", "unsuited_layers")
 """Statistics that are present values, not totals."""

@@ -1,0 +1,119 @@
+"""The positions of layers in flat buffers of which every rank has a part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives import Shard
+from thinwire.compressors import (
+    Coded,
+)
+
+
+@dataclass(frozen=True)
+class ShardedLayer:
+    """A layer that is cut along ``dim`` into one chunk of ``ceil(size / num_ranks)`` for each rank.
+
+    The last chunks may be smaller or empty. A flat buffer has room for a full chunk in every rank's part.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    num_ranks: int
+    dim: int = 0
+
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Size of each rank's chunk along ``dim``."""
+        size = self.shape[self.dim]
+        chunk = -(-size // self.num_ranks)
+        return tuple(max(0, min(chunk, size - rank * chunk)) for rank in range(self.num_ranks))
+
+    def shape_of(self, rank: int) -> tuple[int, ...]:
+        """Shape of a rank's chunk."""
+        return (*self.shape[: self.dim], self.rows[rank], *self.shape[self.dim + 1 :])
+
+    def numel_of(self, rank: int) -> int:
+        return math.prod(self.shape_of(rank))
+
+    def shard(self, rank: int, start: int, compressor: Coded) -> Shard:
+        """Return a rank's shard, which starts at ``start`` in its part.
+
+        Random draws of different ranks do not overlap: a rank's begin at a multiple of the largest chunk, rounded up to
+        the compressor's grain. A compressor without a grain treats the shard as a layer of its own.
+        """
+        numel, grain = self.numel_of(rank), compressor.grain
+        if grain is None:
+            return Shard(f"{self.name}, part {rank}", start, numel, 0, compressor)
+        return Shard(self.name, start, numel, rank * (-(-self.padded_numel // grain) * grain), compressor)
+
+    @property
+    def padded_numel(self) -> int:
+        """Number of elements in each rank's part: that of the largest chunk."""
+        return self.numel_of(0)
+
+
+class Placement:
+    """The positions of layers' shards in a flat buffer that has a part for each rank."""
+
+    def __init__(self, layers: Sequence[ShardedLayer], num_ranks: int) -> None:
+        self.layers = tuple(layers)
+        self.num_ranks = num_ranks
+        self.starts: dict[str, int] = {}
+        self.part_numel = 0
+        for layer in layers:
+            self.starts[layer.name] = self.part_numel
+            self.part_numel += layer.padded_numel
+        self.by_name = {layer.name: layer for layer in layers}
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole buffer."""
+        return self.part_numel * self.num_ranks
+
+    @property
+    def padded(self) -> bool:
+        """Whether some elements of the buffer belong to no layer."""
+        return self.numel > sum(math.prod(layer.shape) for layer in self.layers)
+
+    def shards(self, compressors: Mapping[str, Coded]) -> tuple[tuple[Shard, ...], ...]:
+        """Return the shards of each rank's part."""
+        return tuple(
+            tuple(
+                layer.shard(rank, self.starts[layer.name], compressors[layer.name])
+                for layer in self.layers
+                if layer.numel_of(rank)
+            )
+            for rank in range(self.num_ranks)
+        )
+
+    def part(self, flat: Tensor, rank: int) -> Tensor:
+        """Return a rank's part of a flat buffer."""
+        return flat[rank * self.part_numel : (rank + 1) * self.part_numel]
+
+    def shard(self, flat: Tensor, name: str, rank: int) -> Tensor:
+        """Return a rank's shard of a layer in a flat buffer, in the shard's shape."""
+        return self.local(self.part(flat, rank), name, rank)
+
+    def local(self, part: Tensor, name: str, rank: int) -> Tensor:
+        """Return a rank's shard of a layer in the rank's own part."""
+        layer, start = self.by_name[name], self.starts[name]
+        return part[start : start + layer.numel_of(rank)].view(layer.shape_of(rank))
+
+    def whole(self, flat: Tensor, name: str) -> Tensor:
+        """Return a copy of a layer in its own shape, joined from all parts."""
+        shards = [self.shard(flat, name, rank) for rank in range(self.num_ranks)]
+        return torch.cat(shards, self.by_name[name].dim)
+
+    def write(self, flat: Tensor, name: str, value: Tensor) -> None:
+        """Write a layer (in its own shape, or flat) to the buffer."""
+        layer = self.by_name[name]
+        parts = value.view(layer.shape).split(list(layer.rows), layer.dim)
+        for rank, part in enumerate(parts):
+            self.shard(flat, name, rank).copy_(part)

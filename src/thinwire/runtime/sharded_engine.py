@@ -1,0 +1,308 @@
+"""What a `ShardedWire` does with each flat buffer of weights or gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives import Algorithm, Layer, ScatterReduceAllGather, Transport, ring_bytes
+from thinwire.compressors import Coded, Raw, Slot, not_finite
+from thinwire.kernels import derive_key
+from thinwire.plan import Plan, Site, at_site
+from thinwire.runtime.channel import Channel, Contents, Kind
+from thinwire.runtime.executor import AsyncReadback
+from thinwire.runtime.poison import PoisonMonitor
+from thinwire.runtime.sharded_slots import residual_bytes
+from thinwire.runtime.stats import ShardedStats, TrafficStats
+from thinwire.runtime.units import Future, GradientReduction, LayerGroup, ReplicaMean, ShardChannel, Unit, WeightGather
+
+
+class ShardedEngine:
+    """Plan, units, slots and counters of a `ShardedWire`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        units: Sequence[Unit],
+        *,
+        algorithm: Algorithm,
+        seed: int,
+        start: int,
+        master: bool,
+        record: Mapping[str, str],
+        replicas: Transport | None,
+    ) -> None:
+        self.plan = plan
+        self.units = tuple(units)
+        self.seed, self.start, self.master = seed, start, master
+        self.stats = ShardedStats()
+        self.step = -1
+        self.gathers = self.reductions = 0
+        """Of all units since training began, also before it was resumed."""
+        self._finite, self._told = True, AsyncReadback()
+        self._poison = PoisonMonitor()
+        self._marked = self._ended = self._asked = False
+        self._touched: list[LayerGroup] = []
+        self._contents: dict[object, Contents] = {}
+        transports = list({id(unit.transport): unit.transport for unit in units}.values())
+        self._channels = {id(t): _connect(t, algorithm, seed, record) for t in transports}
+        star = ScatterReduceAllGather()
+        self.across = _connect(replicas, star, seed, record) if replicas is not None else None
+        self.weights: list[LayerGroup] = []
+        self.gradients: list[LayerGroup] = []
+        for index, unit in enumerate(self.units):
+            unit.index = index
+            self.weights.append(LayerGroup("weights", unit.layers, unit.transport))
+            self.gradients.append(self._gradients_of(unit, unit.trained))
+        self._plans: list[Plan] = []
+        self.take(plan)
+
+    def take(self, plan: Plan) -> None:
+        """Between steps: every unit has this plan from now on."""
+        self.plan = plan
+        self._plans = [plan] * len(self.units)
+        for members in self.members():
+            members.follow(plan)
+
+    def restart(self, plan: Plan, *, step: int, seed: int) -> None:
+        """Between steps: go on from a checkpoint."""
+        self.step, self.seed = step, seed
+        self._touched.clear()
+        self._finite = True
+        self._ended = self._marked
+        for unit in self.units:
+            unit.kept.clear()
+        self.take(plan)
+        for channel in self.all_channels:
+            channel.seed = seed
+
+    @property
+    def channels(self) -> list[ShardChannel]:
+        """By whom shards are moved: one for each set of ranks that units are sharded over."""
+        return list(self._channels.values())
+
+    @property
+    def all_channels(self) -> list[ShardChannel]:
+        """These, and that which takes sums across replicas."""
+        return [*self.channels, *([self.across] if self.across else [])]
+
+    def members(self) -> Iterable[LayerGroup]:
+        yield from self.weights
+        yield from self.gradients
+
+    def members_of(self, name: str) -> LayerGroup | None:
+        """Those to which a layer of the plan belongs."""
+        return next((members for members in self.members() if name in members.placement.by_name), None)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Memory that slots take."""
+        return sum(members.slots.num_bytes for members in self.members())
+
+    @property
+    def foreseen_bytes(self) -> int:
+        """The same, by formula."""
+        plans = ((m.placement, {name: self.plan[name] for name in m.placement.by_name}) for m in self.members())
+        return sum(residual_bytes(placement, compressors) for placement, compressors in plans)
+
+    def value(self, layer: str, slot: Slot, shape: Sequence[int]) -> Tensor:
+        """A copy of a slot, flat."""
+        members = self.members_of(layer)
+        return (slot.first(shape, layer) if members is None else members.slots.value(layer, slot)).reshape(-1)
+
+    def sent_bytes(self, site: Site, dtype: torch.dtype) -> int:
+        """Bytes that this rank sends when all weights are gathered once, or all gradients reduced once."""
+        kind: Kind = "all_gather" if site == "weights" else "reduce_scatter"
+        total = 0
+        for unit, members in zip(self.units, self.weights if site == "weights" else self.gradients, strict=True):
+            if members.names:
+                contents = self._contents_of(unit, members, self.plan, compressed=True)
+                total += self._channels[id(unit.transport)].sent_bytes(kind, contents, dtype)
+        return total
+
+    def gather(self, unit: Unit, flat: Tensor, *, keep: Callable[[Tensor], object] | None = None) -> Future[Tensor]:
+        """Start filling ``flat``, which holds this rank's part of the weights, with all ranks' as they arrive.
+
+        This rank's own part, too, becomes what it sent of it. ``keep`` is called with that part, where only what was
+        sent is kept of the weights.
+        """
+        members, rank = self.weights[unit.index], unit.transport.rank
+        draw = self._passes(unit)
+        compressed = draw >= self.start
+        contents = self._contents_of(unit, members, self._plans[unit.index], compressed=compressed)
+        since = draw - self.start
+        quantised = compressed and not self.master
+        self.gathers += 1
+        self.stats.gathers += 1
+        self.stats.dense_bytes += (unit.transport.world_size - 1) * members.placement.part_numel * flat.itemsize
+        operation = WeightGather("all_gather", contents, flat.dtype, flat, members, rank)
+        operation.draw = draw
+        operation.since = since if compressed else None
+        if quantised:
+            operation.kept, operation.keep = unit.kept, keep
+        return self._channels[id(unit.transport)].submit(operation)
+
+    def reduce(
+        self,
+        unit: Unit,
+        flat: Tensor,
+        out: Tensor,
+        *,
+        scale: float,
+        loss_scale: float = 1.0,
+    ) -> Future[Tensor]:
+        """Start setting ``out`` to this rank's part of ``scale`` times the sum of all ranks' ``flat``.
+
+        ``loss_scale`` is how many times larger than the gradients its values are.
+        """
+        again = unit.last_step == self.step
+        unit.last_step = self.step
+        members = self.gradients[unit.index]
+        draw = self._passes(unit)
+        compressed = draw >= self.start
+        if self._plans[unit.index] is not self.plan:
+            # From here on: what was gathered for this backward pass was gathered with the plan before.
+            self._plans[unit.index] = self.plan
+            unit.kept.clear()
+            members.follow(self.plan)
+            self.weights[unit.index].follow(self.plan)
+        contents = self._contents_of(unit, members, self.plan, compressed=compressed)
+        keeps = compressed and members.slots.keeps_residuals
+        # The second use of a module in a step takes up the residual of the first.
+        again &= any(members is other for other in self._touched)
+        if keeps and not again:
+            self._touched.append(members)
+        since = draw - self.start
+        operation = GradientReduction("reduce_scatter", contents, flat.dtype, flat, members, loss_scale, again)
+        operation.scale, operation.out = scale, out
+        operation.draw = derive_key(unit.reductions, unit.first_rank)
+        operation.since = since if compressed else None
+        operation.note = self._note if keeps else None
+        if keeps:
+            self._poison.note_gradients(flat)
+        unit.reductions += 1
+        self.reductions += 1
+        self.stats.reductions += 1
+        self.stats.dense_bytes += (unit.transport.world_size - 1) * members.placement.part_numel * flat.itemsize
+        return self._channels[id(unit.transport)].submit(operation)
+
+    def reduce_across(self, unit: Unit, part: Tensor) -> Future[Tensor]:
+        """Start replacing this rank's part of the gradients by its mean over all replicas."""
+        assert self.across is not None
+        members = self.gradients[unit.index]
+        compressed = unit.across >= self.start
+        key = ("across", unit.index, members.names, compressed)
+        if key not in self._contents:
+            layers = []
+            for name in members.names:
+                at = at_site("gradients", name)
+                layer, start = members.placement.by_name[at], members.placement.starts[at]
+                compressor = self.plan[at_site("across", name)] if compressed else Raw()
+                assert isinstance(compressor, Coded)
+                shape = (layer.padded_numel,)
+                layers.append(Layer(at_site("across", name), start, shape, compressor))
+            self._contents[key] = Contents(key, tuple(layers))
+        flat = part.view(-1)
+        scale = 1 / self.across.world.size
+        draw = derive_key(unit.across, unit.transport.rank)
+        unit.across += 1
+        self.stats.dense_bytes += ring_bytes(flat.nbytes, self.across.world.size)
+        operation = ReplicaMean("all_reduce", self._contents[key], flat.dtype, flat)
+        operation.scale, operation.draw = scale, draw
+        return self.across.submit(operation)
+
+    def begins_step(self, unit: Unit) -> bool:
+        """Whether a unit's next reduction is the first one of a backward pass. All ranks find the same."""
+        return self.step < 0 or (self._ended if self._marked else unit.last_step == self.step)
+
+    def begin_step(self) -> None:
+        """Between the last reduction of a backward pass and the first one of the next."""
+        self.settle()
+        self.step += 1
+        self.stats.steps += 1
+        self._ended = False
+
+    def mark(self, queue: Callable[[Callable[[], object]], bool]) -> None:
+        """Ask for a call when the running backward pass has ended. Where none comes, a unit that is reduced once
+        more begins the next one."""
+        if not self._asked:
+            self._asked = self._marked = queue(self._end_pass)
+
+    def _end_pass(self) -> None:
+        self._ended, self._asked = True, False
+
+    def _passes(self, unit: Unit) -> int:
+        """Backward passes that are over: weights are the same from one to the next, forward and backward."""
+        if self._marked:
+            return self.step + self._ended
+        return unit.reductions
+
+    def follow_trained(self, unit: Unit, trained: Sequence[str]) -> LayerGroup:
+        """The members of a unit's next reduction, in which these layers are, in this order."""
+        if tuple(trained) != self.gradients[unit.index].names:
+            self.gradients[unit.index] = self._gradients_of(unit, trained, self.gradients[unit.index])
+        return self.gradients[unit.index]
+
+    def _gradients_of(self, unit: Unit, trained: Sequence[str], before: LayerGroup | None = None) -> LayerGroup:
+        """The members of reductions of these layers; they take over the residuals of ``before``."""
+        layers = [layer for layer in unit.layers if layer.name in set(trained)]
+        members = LayerGroup("gradients", layers, unit.transport)
+        members.follow(self.plan)
+        for name, compressor in members.compressors(self.plan).items() if before is not None else ():
+            for slot in compressor.slots:
+                if before is not None and before.slots.has(name, slot):
+                    members.slots.load(name, slot, before.slots.value(name, slot))
+        return members
+
+    def _contents_of(self, unit: Unit, members: LayerGroup, plan: Plan, *, compressed: bool) -> Contents:
+        compressors: dict[str, Coded] = members.compressors(plan) if compressed else {}
+        key = (members.site, unit.index, members.names, tuple(compressors.values()))
+        if key not in self._contents:
+            raw = dict.fromkeys(members.placement.by_name, Raw())
+            shards = members.placement.shards(compressors or raw)
+            self._contents[key] = Contents(key, (), shards, members.placement.part_numel)
+        return self._contents[key]
+
+    def _note(self, out: Tensor) -> None:
+        if out.device.type == "cpu":
+            self._finite &= math.isfinite(float(not_finite(out)))
+        else:
+            self._told.note(not_finite(out))
+
+    def settle(self) -> None:
+        """Let residuals take what the last pass left: nothing, if some rank met NaN or Inf in it."""
+        if not self._touched:
+            return
+        for channel in self.all_channels:
+            channel.alone(lambda: None)
+        for value in self._told.read():
+            self._finite &= bool(torch.isfinite(value))
+        nonfinite = self._on_any_rank(not self._finite)
+        if not nonfinite:
+            for members in self._touched:
+                members.slots.commit()
+        else:
+            self.stats.nonfinite_steps += 1
+        self._touched.clear()
+        self._finite = True
+        self._poison.end_step(finite=not nonfinite)
+        if self._poison.suspected and not self._on_any_rank(not self._poison.take_finite_gradients()):
+            for members in self.members():
+                members.slots.reset()
+            self.stats.state_resets += 1
+            self._poison.warn(self.step + 1)
+
+    def _on_any_rank(self, condition: bool) -> bool:
+        """Whether it is so on any rank: among the shards first and then among replicas. A collective call."""
+        found = torch.tensor([condition])
+        for channel in self.all_channels:
+            found = channel.alone(partial(channel.transport.all_gather, found)).any().reshape(1)
+        return bool(found)
+
+
+def _connect(transport: Transport, algorithm: Algorithm, seed: int, record: Mapping[str, str]) -> ShardChannel:
+    return Channel.connect(transport, TrafficStats(), algorithm=algorithm, seed=seed, record=record)

@@ -1,0 +1,186 @@
+"""The state of compressors under FSDP2: slots by parameter, allocated for a flat buffer of shards."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from thinwire.compressors import (
+    RESIDUAL,
+    Coded,
+    Compressor,
+    LayerState,
+    Learned,
+    Slot,
+    State,
+    find_mixin,
+    learns_at,
+)
+from thinwire.runtime.placement import Placement
+
+_LEAST_TO_LEARN = 2
+
+
+class ShardedSlots:
+    """The slots of the layers of one flat buffer, on one rank.
+
+    Residuals have a value for each element of all parts: what this rank has not yet sent of its own gradient. They are
+    zero in the rank's own part, which it adds exactly. Learned slots differ between ranks: each rank learns them from
+    what it sends, and sends them in every message.
+    """
+
+    def __init__(self, placement: Placement, rank: int, device: torch.device, *, sends_all: bool) -> None:
+        """``sends_all``: this rank sends all parts (gradients), not only its own (weights)."""
+        self.rank = rank
+        self._placement, self._device, self._sends_all = placement, device, sends_all
+        self._compressors: dict[str, Coded] = {}
+        self._state: State | None = None
+        self._shaped: dict[tuple[str, Slot], Tensor] = {}
+        self.learned_at = -1
+        """The step in which slots were last learned, counted from the first compressed one."""
+        self.learn_s = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory in use."""
+        tensors = [*self._shaped.values()]
+        if self._state is not None:
+            tensors += [*self._state.now.values(), *self._state.next.values()]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether any layer has a residual."""
+        return any(RESIDUAL in compressor.slots for compressor in self._compressors.values())
+
+    def follow(self, compressors: Mapping[str, Coded]) -> None:
+        """Use other compressors from now on. Residuals stay with their layers."""
+        if compressors == self._compressors:
+            return
+        self._compressors = dict(compressors)
+        asked = {(name, slot) for name, c in compressors.items() for slot in c.slots if slot.shape is not None}
+        for name, slot in asked:
+            shape = self._placement.by_name[name].shape
+            held = self._shaped.get((name, slot))
+            if held is None or held.shape != torch.Size(slot.shape_of(shape)):
+                self._shaped[name, slot] = (
+                    slot.first(shape, name).view(slot.shape_of(shape)).to(self._device, copy=True)
+                )
+        self._shaped = {key: value for key, value in self._shaped.items() if key in asked}
+        self._make()
+
+    def _make(self) -> None:
+        flat = {slot for c in self._compressors.values() for slot in c.slots if slot.shape is None}
+        if not flat and not self._shaped:
+            self._state = None
+            return
+        old = self._state
+        fresh = State.fresh(sorted(flat, key=lambda slot: slot.name), self._placement.numel, device=self._device)
+        for name in fresh.now if old is not None else ():
+            if old is not None and name in old.now:
+                fresh.now[name].copy_(old.now[name])  # pyright: ignore[reportIndexIssue]
+        layers: dict[str, dict[str, Tensor]] = {}
+        for (name, slot), value in self._shaped.items():
+            layers.setdefault(name, {})[slot.name] = value
+        self._state = State(fresh.now, fresh.next, 1.0, {name: LayerState(held, held) for name, held in layers.items()})
+
+    def state(self, x: Tensor, step: int, loss_scale: float, *, again: bool = False) -> State | None:
+        """Return the slots for a message of ``x``, after learning those that are learned in ``step``.
+
+        ``again``: this is another message of the same step, so the values that the first one wrote are present.
+        """
+        if self._state is None:
+            return None
+        if again:
+            self.commit()
+        if step != self.learned_at:
+            learning = {name: c for name, c in self._compressors.items() if step in learns_at(c)}
+            if learning:
+                started = time.perf_counter()
+                self._learn(x, learning, loss_scale)
+                self.learned_at = step
+                self.learn_s += time.perf_counter() - started
+        return State(self._state.now, self._state.next, loss_scale, self._state.layers)
+
+    def _learn(self, x: Tensor, learning: Mapping[str, Coded], loss_scale: float) -> None:
+        assert self._state is not None
+        for name, compressor in learning.items():
+            if self._sends_all:
+                values = self._placement.whole(x, name)
+            else:
+                values = self._placement.shard(x, name, self.rank)
+            values = values.reshape(-1).float() / loss_scale
+            if values.numel() < _LEAST_TO_LEARN:
+                continue
+            slots = self._state.layers[name].now
+            learned = find_mixin(compressor, Learned)
+            assert learned is not None
+            for slot, value in learned.learn(values, slots).items():
+                slots[slot].copy_(value.view_as(slots[slot]))
+
+    def commit(self) -> None:
+        """Make the values that the last step wrote the present ones."""
+        if self._state is not None:
+            self._state = self._state.swapped()
+
+    def reset(self) -> None:
+        """Reset all slots but learned ones (levels), which do not depend on magnitudes."""
+        for flat in () if self._state is None else self._state.now.values():
+            flat.zero_()
+        for (name, slot), value in self._shaped.items():
+            if not slot.learned:
+                value.copy_(slot.first(self._placement.by_name[name].shape, name).view(value.shape))
+
+    def value(self, name: str, slot: Slot) -> Tensor:
+        """Return a copy of a slot of a layer, in the shape of the slot or else of the layer."""
+        if slot.shape is not None:
+            return self._shaped[name, slot].clone()
+        assert self._state is not None
+        return self._placement.whole(self._state.now[slot.name], name)
+
+    def has(self, name: str, slot: Slot) -> bool:
+        """Whether a layer has this slot at present."""
+        return name in self._compressors and slot in self._compressors[name].slots
+
+    def load(self, name: str, slot: Slot, value: Tensor) -> None:
+        """Set a slot of a layer."""
+        if slot.shape is not None:
+            self._shaped[name, slot].copy_(value.view_as(self._shaped[name, slot]))
+        else:
+            assert self._state is not None
+            self._placement.write(self._state.now[slot.name], name, value)
+
+
+def reshard_residual(saved: Mapping[int, Tensor], slot: Slot, name: str, rank: int, placement: Placement) -> Tensor:
+    """Return a rank's slot of one layer for another world size; the mean residual is preserved.
+
+    The old world's mean residual of an element is ``(1/n) Σ δ_r``; in the new world all ranks but its owner hold it.
+    """
+    if slot.shape is not None:
+        return saved[0].clone()
+    layer = placement.by_name[name]
+    mean_residual = (
+        torch.stack([value.double() for value in saved.values()]).mean(0).to(saved[0].dtype).view(layer.shape)
+    )
+    others = layer.num_ranks - 1
+    mine = mean_residual * (layer.num_ranks / others if others else 0.0)
+    begin = sum(layer.rows[:rank])
+    mine.narrow(layer.dim, begin, layer.rows[rank]).zero_()
+    return mine.reshape(-1)
+
+
+def residual_bytes(placement: Placement, compressors: Mapping[str, Compressor]) -> int:
+    """Return the bytes of residuals on each rank: two fp32 values for each element if a layer has error feedback."""
+    has_residuals = any(RESIDUAL in compressor.slots for compressor in compressors.values())
+    flat = 2 * 4 * placement.numel if has_residuals else 0
+    shaped = (
+        4 * math.prod(slot.shape_of(placement.by_name[name].shape))
+        for name, compressor in compressors.items()
+        for slot in compressor.slots
+        if slot.shape is not None
+    )
+    return flat + sum(shaped)

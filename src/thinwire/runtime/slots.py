@@ -1,0 +1,321 @@
+"""The state of compressors under DistributedDataParallel: slots by parameter, allocated by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives import Layer, Layout, Transport, owned_parts
+from thinwire.compressors import (
+    RESIDUAL,
+    Coded,
+    Compressor,
+    LayerState,
+    Slot,
+    State,
+    unwrap,
+)
+
+
+@dataclass
+class _Place:
+    """The slots of one flat tensor: slots with a value for each element are flat, too, the others are kept by layer."""
+
+    layers: tuple[Layer, ...]
+    now: dict[str, Tensor] = field(default_factory=dict)
+    next: dict[str, Tensor] = field(default_factory=dict)
+    shaped: dict[str, LayerState] = field(default_factory=dict)
+
+
+class Slots:
+    """The slots of all layers of one rank.
+
+    Slots with one value for each element are tensors aligned with the flat gradients of a DDP bucket, so that one
+    kernel call serves all its layers. When DDP rebuilds its buckets, values follow their parameter. The new values of a
+    step take effect when it is committed.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[Hashable, _Place] = {}
+        self._place_of: dict[str, Hashable] = {}
+        self._kept: dict[tuple[str, str], Tensor] = {}
+        self._touched: set[Hashable] = set()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory in use."""
+        tensors = [t for place in self._places.values() for t in (*place.now.values(), *place.next.values())]
+        states = [state for place in self._places.values() for state in place.shaped.values()]
+        tensors += [
+            t for state in states for t in {id(t): t for t in (*state.now.values(), *state.next.values())}.values()
+        ]
+        return sum(t.numel() * t.element_size() for t in (*tensors, *self._kept.values()))
+
+    def state(self, key: Hashable, layout: Layout, loss_scale: float, device: torch.device) -> State | None:
+        """Return the slots of the flat tensor ``key`` for one step, or None if its layers have none."""
+        if not layout.slots:
+            return None
+        place = self._places.get(key)
+        if place is None or any(self._place_of.get(layer.name) != key for layer in place.layers):
+            place = self._gather(key, layout, device)
+        self._touched.add(key)
+        return State(place.now, place.next, loss_scale, place.shaped)
+
+    def touched_layers(self) -> list[tuple[Layer, LayerState]]:
+        """Return the layers of the present step that have slots with a shape of their own."""
+        places = [self._places[key] for key in self._touched]
+        return [(layer, p.shaped[layer.name]) for p in places for layer in p.layers if layer.name in p.shaped]
+
+    def layer(self, name: str) -> LayerState | None:
+        """Return the slots of a layer that have a shape of their own, or None before its first step."""
+        key = self._place_of.get(name)
+        return None if key is None else self._places[key].shaped.get(name)
+
+    def keep_rest(self, used: Mapping[str, Tensor]) -> None:
+        """Correct the residuals of layers of whose last message only a share was used.
+
+        With the residual ``e`` before and ``e'`` after a step, the message has delivered ``e − e'``. If a share c of it
+        was used, the residual is ``c·e' + (1 − c)·e``. ``used`` maps layer names to scalar tensors c.
+        """
+        for name, share in used.items():
+            key = self._place_of.get(name)
+            if key is None or key not in self._touched or (share.device.type == "cpu" and float(share) == 1.0):
+                continue
+            place = self._places[key]
+            layer = next(layer for layer in place.layers if layer.name == name)
+            if RESIDUAL in layer.compressor.slots:
+                at = slice(layer.start, layer.start + layer.numel)
+                before, after = place.now[RESIDUAL.name][at], place.next[RESIDUAL.name][at]
+                torch.lerp(before, after, share.to(before), out=after)
+
+    def commit(self) -> None:
+        """Make the values that were written since the last commit the present ones."""
+        for key in self._touched:
+            place = self._places[key]
+            place.now, place.next = place.next, place.now
+            place.shaped = {name: LayerState(state.next, state.now) for name, state in place.shaped.items()}
+        self._touched.clear()
+
+    def discard(self) -> None:
+        """Discard the values that were written since the last commit."""
+        self._touched.clear()
+
+    def value(self, layer: str, slot: Slot, shape: Sequence[int]) -> Tensor:
+        """Return a flat copy of a slot of a layer of this shape, or its initial value if it was never used."""
+        kept = self._kept.get((layer, slot.name))
+        key = self._place_of.get(layer)
+        if key is not None and (held := self._held(self._places[key], layer, slot.name)) is not None:
+            kept = held
+        first = slot.first(shape, layer)
+        if kept is None:
+            return first
+        if kept.numel() == first.numel():
+            return kept.clone()
+        return _columns_kept(first, kept, slot.shape_of(shape)) if slot.columns else first
+
+    def moved(self, layer: str, compressor: Compressor, shape: Sequence[int]) -> bool:
+        """Whether any slot of a layer differs from its initial value."""
+        slots = [slot for slot in compressor.slots if not slot.scratch]
+        return any(not torch.equal(self.value(layer, slot, shape).cpu(), slot.first(shape, layer)) for slot in slots)
+
+    def hand_over(
+        self,
+        layer: str,
+        shape: Sequence[int],
+        old: Compressor,
+        new: Compressor,
+        rank: int,
+        old_shares: Sequence[int],
+        shares: Sequence[int],
+    ) -> None:
+        """Move a layer's slots to another compressor or to other owners, between two steps.
+
+        Preserves the mean residual ``(1/n) Σ δ_i + e`` across changes of ownership: a rank holds e of the elements that
+        it owns, and its own δ of all others. Slots of compressors of another kind are reset.
+        """
+        alike = type(unwrap(old)) is type(unwrap(new))
+        asked = {slot.name for slot in new.slots}
+        kept = {}
+        for slot in old.slots:
+            if slot.scratch or not (slot.name in asked and (alike or slot.name == RESIDUAL.name)):
+                continue
+            value = self.value(layer, slot, shape)
+            if slot.name == RESIDUAL.name:
+                value *= _weights(layer, old, value, rank, old_shares) / _weights(layer, new, value, rank, shares)
+            kept[layer, slot.name] = value
+        for name in [name for name in self._kept if name[0] == layer]:
+            del self._kept[name]
+        self._place_of.pop(layer, None)
+        self._kept |= kept
+
+    def owed(
+        self, layer: str, shape: Sequence[int], compressor: Compressor, rank: int, shares: Sequence[int]
+    ) -> Tensor:
+        """Return what a rank must add to its gradient so that the mean makes up for a layer's residuals.
+
+        It is the residual δ of elements that others own, and ``n·e`` of those that the rank owns: in the mean of n
+        ranks both together are ``(1/n) Σ δ_i + e``. A flat tensor.
+        """
+        value = self.value(layer, RESIDUAL, shape)
+        return value * (_weights(layer, compressor, value, rank, shares) * len(shares))
+
+    def average_residual(self, layer: str, transport: Transport) -> None:
+        """Between two steps, on every rank: set a layer's residual to the mean of all ranks' residuals.
+
+        The sum over ranks is preserved. What summed compressors never send,
+        because it cancels in that sum, may have grown without bound (see `thinwire.compressors.PowerSGD`).
+        """
+        held = self._kept.get((layer, RESIDUAL.name))
+        if (key := self._place_of.get(layer)) is not None:
+            held = self._held(self._places[key], layer, RESIDUAL.name)
+        if held is not None:
+            mean = held / transport.world_size
+            transport.all_reduce(mean)
+            held.copy_(mean)
+
+    @staticmethod
+    def _held(place: _Place, name: str, slot: str) -> Tensor | None:
+        state = place.shaped.get(name)
+        if state is not None and slot in state.now:
+            return state.now[slot].reshape(-1)
+        layer = next(layer for layer in place.layers if layer.name == name)
+        flat = place.now.get(slot)
+        return None if flat is None else flat[layer.start : layer.start + layer.numel]
+
+    def replace(self, values: Mapping[tuple[str, str], Tensor]) -> None:
+        """Replace all slots by ``values``, flat tensors by (parameter name, slot name)."""
+        self._places.clear()
+        self._place_of.clear()
+        self._touched.clear()
+        self._kept = dict(values)
+
+    def reset(self) -> None:
+        """Reset all slots but learned ones (levels), which do not depend on magnitudes."""
+        self._touched.clear()
+        for place in self._places.values():
+            for layer in place.layers:
+                for slot in layer.compressor.slots:
+                    first = slot.first(layer.shape, layer.name)
+                    if slot.shape is None:
+                        place.now[slot.name][layer.start : layer.start + layer.numel] = first.to(place.now[slot.name])
+                    elif not slot.learned:
+                        now = place.shaped[layer.name].now[slot.name]
+                        now.copy_(first.view(now.shape))
+        # Values kept for layers that no bucket has now are rare enough to lose learned ones, too.
+        self._kept.clear()
+
+    def release(self, keys: Iterable[Hashable]) -> None:
+        """Free the slots of flat tensors that are no longer used; values that have not moved are kept."""
+        for key in keys:
+            place = self._places.pop(key, None)
+            if place is None:
+                continue
+            for layer in place.layers:
+                if self._place_of.get(layer.name) == key:
+                    del self._place_of[layer.name]
+                    self._keep(place, layer)
+
+    def _keep(self, place: _Place, layer: Layer) -> None:
+        for slot in layer.compressor.slots:
+            held = self._held(place, layer.name, slot.name)
+            if held is not None and not slot.scratch:
+                self._kept[layer.name, slot.name] = held.clone()
+
+    def _gather(self, key: Hashable, layout: Layout, device: torch.device) -> _Place:
+        layers = tuple(layer for layer in layout.layers if layer.compressor.slots)
+        place = self._places.get(key) or _Place(layers)
+        for slot in layout.slots:
+            if slot.shape is None and slot.name not in place.now:
+                place.now[slot.name] = torch.zeros(layout.numel, dtype=slot.dtype, device=device)
+                place.next[slot.name] = torch.zeros(layout.numel, dtype=slot.dtype, device=device)
+        for layer in layers:
+            if self._place_of.get(layer.name) == key:
+                continue
+            values = {slot: self.value(layer.name, slot, layer.shape).to(device) for slot in layer.compressor.slots}
+            shaped = {s.name: v.view(s.shape_of(layer.shape)) for s, v in values.items() if s.shape is not None}
+            if shaped:
+                steady = {s.name for s in values if s.learned or s.scratch}
+                place.shaped[layer.name] = LayerState(
+                    shaped, {name: v if name in steady else v.clone() for name, v in shaped.items()}
+                )
+            for slot, value in values.items():
+                if slot.shape is None:
+                    place.now[slot.name][layer.start : layer.start + layer.numel] = value
+                self._kept.pop((layer.name, slot.name), None)
+            self._place_of[layer.name] = key
+        self._places[key] = place
+        return place
+
+
+def _weights(name: str, compressor: Compressor, like: Tensor, rank: int, shares: Sequence[int]) -> Tensor:
+    """Return the weight of each element of this rank's residual in the mean: 1 where it is the owner, else 1/n."""
+    weights = torch.full_like(like, 1 / len(shares))
+    if isinstance(compressor, Coded) and not compressor.gathered and any(shares):
+        for owner, begin, end in owned_parts(name, compressor, like.numel(), shares):
+            if owner == rank:
+                weights[begin:end] = 1.0
+    return weights
+
+
+def moved_residual(
+    value: Tensor,
+    compressor: Compressor,
+    name: str,
+    old: tuple[int, Sequence[int]],
+    new: tuple[int, Sequence[int]],
+) -> Tensor:
+    """Return what a rank's residual of one layer becomes in another world, where others have come or gone.
+
+    ``old`` and ``new`` are this rank and all ranks' shares. What the rank has not delivered of its own δ stays, and so
+    does the residual e of the means that it owned: where it owns an element no more, ``n'·e`` joins its own.
+    """
+    (old_rank, old_shares), (rank, shares) = old, new
+    owned = _weights(name, compressor, value, old_rank, old_shares) == 1
+    part = torch.where(owned, 1.0, 1 / len(shares)).to(value)
+    return value * (part / _weights(name, compressor, value, rank, shares))
+
+
+def _columns_kept(first: Tensor, kept: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return ``first`` with the columns of a saved matrix that has the same number of rows."""
+    rows = shape[0]
+    if not rows or kept.numel() % rows:
+        return first
+    found, before = first.view(rows, -1).clone(), kept.view(rows, -1)
+    columns = min(found.shape[1], before.shape[1])
+    found[:, :columns] = before[:, :columns]
+    return found.reshape(-1)
+
+
+def reshard(
+    saved: Mapping[int, Tensor],
+    slot: Slot,
+    compressor: Compressor,
+    name: str,
+    rank: int,
+    old_shares: Sequence[int],
+    shares: Sequence[int],
+) -> Tensor:
+    """Return a rank's slot of one layer for another world size or other owners; the mean residual is preserved.
+
+    ``saved`` has the slots of all ranks of the old world. Shared slots are copied. The mean residual of the old world
+    is ``(1/n) Σ δ_i + e``, where e is the residual of an element's owner. In the new world every rank gets it as its δ,
+    and an owner gets ``1/n'`` of it as e. Gathered layers have no owner.
+    """
+    old_size = len(saved)
+    if slot.shared:
+        return saved[0].clone()
+    mean_residual = torch.stack([saved[r].double() for r in range(old_size)]).mean(0).to(saved[0].dtype)
+    if slot.shape is not None or not isinstance(compressor, Coded) or compressor.gathered:
+        return mean_residual
+    if any(old_shares):
+        for owner, begin, end in owned_parts(name, compressor, mean_residual.numel(), old_shares):
+            mean_residual[begin:end] += saved[owner][begin:end] * (1 - 1 / old_size)
+    mine = mean_residual.clone()
+    if any(shares):
+        for owner, begin, end in owned_parts(name, compressor, mean_residual.numel(), shares):
+            if owner == rank:
+                mine[begin:end] /= len(shares)
+    return mine

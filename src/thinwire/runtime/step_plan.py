@@ -1,0 +1,67 @@
+"""The compressors of one step: schedules, cold starts and layers that train only now change a plan's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from thinwire.compressors import (
+    Coded,
+    Compressor,
+    Raw,
+    RawSum,
+    Summed,
+    cold_start,
+    learns_at,
+)
+from thinwire.plan import Plan
+from thinwire.runtime.slots import Slots
+
+
+class StepPlan:
+    """The plan as it is in the present step. Slots stay with their layers; messages change their sizes."""
+
+    def __init__(self, num_ranks: int, shapes: Mapping[str, Sequence[int]], slots: Slots) -> None:
+        self._num_ranks, self._shapes, self._slots = num_ranks, shapes, slots
+        self._known: dict[str, int] = {}
+        self._begun: set[str] = set()
+        self._present = Plan({})
+        self._raw_is_summed = False
+        self.number = 0
+        """Which of the forms seen so far the present one is."""
+        self.learns_at: set[int] = set()
+
+    def forget(self) -> None:
+        """Start anew: from another plan, with other slots."""
+        self._known.clear()
+        self._begun.clear()
+
+    def follow(self, plan: Plan, step: int, learning_rate: float | None) -> None:
+        """Take the form of ``step``, counted from the first compressed one."""
+        present = self._form_of(plan, step, learning_rate)
+        if present.layers == self._present.layers and self._known:
+            return
+        self._present = present
+        self.number = self._known.setdefault(present.hash, len(self._known))
+        coded = [c for c in present.layers.values() if isinstance(c, Coded)]
+        self.learns_at = {at for compressor in coded for at in learns_at(compressor)}
+        sums = any(isinstance(c, Summed) for c in present.layers.values())
+        self._raw_is_summed = sums and all(isinstance(c, Raw) for c in coded)
+
+    def add(self, name: str, plan: Plan, step: int, learning_rate: float | None) -> None:
+        """Take in a layer that ``plan`` has only now; for the others its coming counts from the next step on."""
+        late = self._form_of(plan, step, learning_rate)[name]
+        self._present = replace(self._present, layers={**self._present.layers, name: late})
+
+    def __getitem__(self, name: str) -> Compressor:
+        """What a layer has in this step. Raw layers join the sums where there are no messages to ride in."""
+        compressor = self._present[name]
+        return RawSum() if isinstance(compressor, Raw) and self._raw_is_summed else compressor
+
+    def _form_of(self, plan: Plan, step: int, learning_rate: float | None) -> Plan:
+        for name, compressor in plan.layers.items():
+            if name in self._begun or cold_start(compressor) is None:
+                continue
+            if self._slots.moved(name, compressor, self._shapes[name]):
+                self._begun.add(name)
+        return plan.at_step(step, learning_rate).for_world(self._num_ranks, self._shapes).with_cold_starts(self._begun)

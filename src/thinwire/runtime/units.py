@@ -1,0 +1,127 @@
+"""Parameters that FSDP2 moves together, and the collectives that move them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives import DeviceTransport, Transport
+from thinwire.compressors import Coded, State, rounded_for
+from thinwire.plan import Plan, Site, at_site
+from thinwire.runtime.channel import Channel, Operation
+from thinwire.runtime.placement import Placement, ShardedLayer
+from thinwire.runtime.sharded_slots import ShardedSlots
+from thinwire.runtime.stats import TrafficStats
+
+
+class LayerGroup:
+    """The layers of a unit that take part in one kind of collective, and their slots."""
+
+    def __init__(self, site: Site, layers: Sequence[ShardedLayer], transport: Transport) -> None:
+        self.site: Site = site
+        self.names = tuple(layer.name for layer in layers)
+        num_ranks = layers[0].num_ranks if layers else 1
+        self.placement = Placement([replace(layer, name=at_site(site, layer.name)) for layer in layers], num_ranks)
+        device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
+        self.slots = ShardedSlots(self.placement, transport.rank, device, sends_all=site == "gradients")
+
+    def follow(self, plan: Plan) -> None:
+        self.slots.follow(self.compressors(plan))
+
+    def compressors(self, plan: Plan) -> dict[str, Coded]:
+        """By name in the plan, which `sharded_plan` has checked."""
+        found = {}
+        for name in self.placement.by_name:
+            compressor = plan[name]
+            assert isinstance(compressor, Coded)
+            # A policy may have chosen fewer bits than the rules.
+            found[name] = rounded_for("weights", compressor) if self.site == "weights" else compressor
+        return found
+
+
+@dataclass
+class Unit:
+    """Parameters that are gathered together, and their gradients reduced together: those of one FSDP module."""
+
+    name: str
+    layers: tuple[ShardedLayer, ...]
+    transport: Transport
+    """Among the ranks that it is sharded over."""
+    trained: tuple[str, ...]
+    """Those of its layers that get gradients."""
+    index: int = 0
+    first_rank: int = 0
+    """The first of the ranks that it is sharded over: replicas of it draw by themselves."""
+    reductions: int = 0
+    """So far: the draws of gradients depend on it."""
+    across: int = 0
+    """Sums over replicas so far."""
+    last_step: int = -1
+    kept: dict[int, Tensor] = field(default_factory=dict)
+
+
+Future = torch.futures.Future
+ShardChannel = Channel[TrafficStats]
+
+
+@dataclass
+class WeightGather(Operation):
+    """An all-gather of a unit's weights."""
+
+    flat: Tensor
+    members: LayerGroup
+    rank: int
+    since: int | None = None
+    """Steps since the first compressed one; None before it."""
+    keep: Callable[[Tensor], object] | None = None
+    """Called with this rank's part where only what was sent of it is kept."""
+
+    def buffer(self) -> Tensor:
+        return self.flat
+
+    def state(self, x: Tensor) -> State | None:
+        return None if self.since is None else self.members.slots.state(x, self.since, 1.0)
+
+    def finish(self, x: Tensor) -> None:
+        if self.keep is not None:
+            self.keep(self.members.placement.part(x, self.rank))
+
+
+@dataclass
+class GradientReduction(Operation):
+    """A reduce-scatter of a unit's gradients."""
+
+    flat: Tensor
+    members: LayerGroup
+    loss_scale: float
+    again: bool
+    """Whether the unit was reduced in this step before."""
+    since: int | None = None
+    """Steps since the first compressed one; None before it."""
+    note: Callable[[Tensor], object] | None = None
+    """Called with the result, to see whether it is finite."""
+
+    def buffer(self) -> Tensor:
+        return self.flat
+
+    def state(self, x: Tensor) -> State | None:
+        if self.since is None:
+            return None
+        return self.members.slots.state(x, self.since, self.loss_scale, again=self.again)
+
+    def finish(self, x: Tensor) -> None:
+        if self.note is not None and self.out is not None:
+            self.note(self.out)
+
+
+@dataclass
+class ReplicaMean(Operation):
+    """An all-reduce, over the replicas of a shard, of its gradients."""
+
+    flat: Tensor
+
+    def buffer(self) -> Tensor:
+        return self.flat

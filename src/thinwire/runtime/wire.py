@@ -1,0 +1,411 @@
+"""The `Wire` that ``thinwire.compress()`` returns for a model under DistributedDataParallel."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives import (
+    Algorithm,
+    DeviceTransport,
+    FailureDetector,
+    ScatterReduceAllGather,
+    Transport,
+    ring_bytes,
+)
+from thinwire.compressors import (
+    Raw,
+)
+from thinwire.plan import Plan, PlanRecord, Speeds, declined, sent_bytes
+from thinwire.plan.policies import Policy, Sync
+from thinwire.runtime import checkpoint
+from thinwire.runtime.adapt import Adapter, StepClock
+from thinwire.runtime.channel import BucketLayers, Channel
+from thinwire.runtime.consistency import agree, raise_together, resync
+from thinwire.runtime.engine import Engine
+from thinwire.runtime.executor import StreamExecutor, ThreadExecutor
+from thinwire.runtime.handle import Handle
+from thinwire.runtime.probe import measure_speeds, settle
+from thinwire.runtime.stats import Stats, TrafficStats
+from thinwire.runtime.table import layer_table
+from thinwire.runtime.timeline import Timeline, rank_path
+
+
+class Wire(Handle["Engine"]):
+    """Compressed communication of one model: its plan, its state, its statistics.
+
+    ``state_dict()`` holds tensors only and belongs into every checkpoint: random draws depend on the step, and error
+    feedback keeps a residual, so a run that resumes with it continues bit for bit.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        shapes: Mapping[str, Sequence[int]],
+        transport: Transport,
+        *,
+        seed: int = 0,
+        start: int = 0,
+        skip_if_slower: bool = False,
+        simulated: bool = False,
+        measure: int = 0,
+        optimizer: torch.optim.Optimizer | None = None,
+        algorithm: Algorithm | None = None,
+        adapt: Policy | None = None,
+    ) -> None:
+        super().__init__(plan, seed=seed, start=start)
+        self._optimizer = optimizer
+        # Says now what it would lack then.
+        plan.at_step(0, self._learning_rate()).for_world(transport.world_size, shapes)
+        # Between devices the same is done on a stream beside backward's, without threads.
+        self.device = transport.device if isinstance(transport, DeviceTransport) else None
+        """The device on which gradients are compressed and sent; None if they go over the host."""
+        nodes_too = adapt is not None and bool(adapt.considers)
+        algorithm, world = settle(algorithm or ScatterReduceAllGather(), transport, nodes_too=nodes_too)
+        self._executor = ThreadExecutor("thinwire") if self.device is None else StreamExecutor(self.device)
+        channel = Channel(transport, self._executor, TrafficStats(), algorithm=algorithm, world=world, seed=seed)
+        self._engine = Engine(plan, shapes, channel, start=start, simulated=simulated, measure=measure)
+        self._release_when_dropped([self._executor], [transport])
+        self._step = -1
+        self._speeds: Speeds | None = None
+        agree(self._engine.record(self._step) | {"adapt": str(adapt)}, transport)
+        if not simulated and self.world_size > 1:
+            self._measure_speeds(adapt, skip_if_slower=skip_if_slower)
+        if adapt is not None:
+            options = {"algorithm": algorithm, "world": world, "start": start, "speeds": self._speeds}
+            self._adapter = Adapter(adapt, self.plan, shapes, transport, **options)
+
+    def _measure_speeds(self, adapt: Policy | None, *, skip_if_slower: bool) -> None:
+        """Find out how fast ranks and links are, where somebody asks; leave raw what would not pay."""
+        engine = self._engine
+        reference = {name: c for name, c in engine.plan.layers.items() if not isinstance(c, Raw)}
+        timed = set(adapt.to_time(reference)) if adapt is not None else set()
+        if skip_if_slower:
+            timed |= set(reference.values())
+        elif not timed:
+            return
+        self._speeds = measure_speeds(timed, engine.transport, engine.algorithm, engine.world)
+        if skip_if_slower:
+            engine.plan = declined(engine.plan, self._speeds)
+        engine.reset_stats()
+
+    def __repr__(self) -> str:
+        """A table of the layers: spec, or the reason why raw, and bytes a step."""
+        title = "Wire of one rank, which sends nothing" if self.world_size == 1 else f"Wire of {self.world_size} ranks"
+        shapes = self._engine.shapes
+        return layer_table(
+            title, self.plan, shapes, self.declined, lambda name, c: sent_bytes(c, shapes[name], self.world_size)
+        )
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The collective algorithm of the coded messages."""
+        return self._engine.algorithm
+
+    @property
+    def speeds(self) -> Speeds | None:
+        """What declining measured, or what a policy asked for; None if nobody did."""
+        return self._speeds
+
+    @property
+    def syncs(self) -> Sequence[Sync]:
+        """What the last steps' communication took, bucket by bucket, where the policy asks for it."""
+        return tuple(self._adapter.syncs) if self._adapter else ()
+
+    def plan_record(self) -> PlanRecord:
+        """The present plan beside the rules', for ``wire.plan_record().write("plan.json")`` and `thinwire plan show`.
+
+        Errors are those of the last decision; only rank 0, which decides, has them.
+        """
+        last = self.decisions[-1] if self.decisions else None
+        return PlanRecord.of(
+            self.plan.layers,
+            self._asked.layers,
+            self._engine.shapes,
+            [[layer.name for layer in route.layout.layers] for route in self._engine.present_routes()],
+            self.world_size,
+            last.errors if last else {},
+            last.reference_errors if last else {},
+            self._step,
+            str(self._adapter.policy) if self._adapter else "",
+            last.note if last else "",
+        )
+
+    @property
+    def step(self) -> int:
+        """Index of the last backward pass that communicated; −1 before the first."""
+        return self._step
+
+    @property
+    def detector(self) -> FailureDetector | None:
+        """What names the rank that caused a failure."""
+        return self._engine.transport.detector
+
+    @property
+    def simulated(self) -> bool:
+        """Whether only the effect of compression is there, not its communication."""
+        return self._engine.simulated
+
+    @property
+    def rank(self) -> int:
+        return self._engine.transport.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._engine.transport.world_size
+
+    @property
+    def stats(self) -> Stats:
+        """Totals so far, as a copy: what is under way is not in it."""
+        return dataclasses.replace(
+            self._engine.present_stats(),
+            declined_layers=len(self.declined),
+            unsuited_layers=len(self.unsuited),
+            adapt_s=self._adapter.adapt_s if self._adapter else 0.0,
+        )
+
+    @contextmanager
+    def timeline(self, path: str | os.PathLike[str], *, steps: int = 5) -> Iterator[Timeline]:
+        """Record how communication overlaps with backward in the next ``steps`` steps, for ui.perfetto.dev.
+
+        On leaving, every rank writes a file of its own (``trace.json`` becomes ``trace.rank3.json``);
+        `thinwire.merge_timelines` joins them.
+
+        Raises:
+            RuntimeError: a recording is under way, or communication is only simulated, or on a device.
+        """
+        if self.device is not None:
+            raise RuntimeError(
+                "no timeline: a timeline times the host, and on a device the host does not communicate; torch.profiler "
+                "shows the stages there as 'thinwire encode', 'wire', 'reduce' and 'decode'"
+            )
+        if self._engine.timeline is not None or self.simulated:
+            raise RuntimeError("no timeline: one is being recorded, or communication is simulated (simulate=True)")
+        timeline = self._engine.timeline = Timeline(lambda: self._engine.stats, self.rank, steps=steps)
+        try:
+            yield timeline
+        finally:
+            self._engine.timeline = None
+            timeline.write(rank_path(path, self.rank))
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        if self._attached:
+            self._executor.call(self._engine.reset_stats)
+        else:
+            self._engine.reset_stats()
+
+    def wire_bytes_per_step(self) -> int:
+        """Bytes that this rank sends in a compressed step, by the formula of the buckets that the last step had."""
+        return sum(route.sent_bytes for route in self._engine.routes_of(self._step))
+
+    @property
+    def dense(self) -> bool:
+        """Whether the present step is uncompressed: it is before ``start``, or every layer is raw.
+
+        The attachment then leaves gradients to a native all-reduce, as without a Wire, and calls `count_dense`.
+        """
+        return not self._attached or self._step < self.start or self._engine.plan.all_raw
+
+    def begin_step(self, learning_rates: Mapping[str, float] | None = None) -> None:
+        """Count a new backward pass. Attachments call this before its first bucket.
+
+        ``learning_rates`` are those of the layers that follow the optimizer; see `on_optimizer_step`.
+        """
+        # After an error, buckets of that pass may still be under way: they must not write over this one's gradients.
+        self._executor.wait_idle()
+        if self._clock is not None:
+            self._clock.end()
+        self._engine.recorder.clipping.warn()
+        self._engine.learning_rate = self._learning_rate()
+        self._engine.learning_rates = learning_rates or {}
+        self._step += 1
+        sync = self._engine.end_step()
+        if self._adapter is not None:
+            self._adapt(self._adapter, sync)
+        if self._clock is not None:
+            self._clock.begin(compressed=not self.dense)
+
+    @property
+    def _clock(self) -> StepClock | None:
+        # On a device the host learns nothing of when anything is done.
+        return self._adapter.clock if self._adapter is not None and self.device is None else None
+
+    def _adapt(self, adapter: Adapter, sync: Sync | None) -> None:
+        if sync is not None and adapter.policy.wants_syncs:
+            adapter.syncs.append(sync)
+        plan = adapter.begin_step(self._step, self.plan, self._engine.learning_rate)
+        if plan is not self.plan or adapter.algorithm != self.algorithm:
+            self._executor.call(lambda: self._engine.change(plan, adapter.algorithm, self._step))
+
+    def observe(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> None:
+        """Show a bucket's gradients to the policy, before they are reduced. Attachments call this for each bucket."""
+        if self._clock is not None:
+            self._clock.ready(flat, layers)
+        if self._adapter is not None and self._attached:
+            self._adapter.observe(flat, layers, self._step, loss_scale)
+
+    def add_owed(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> bool:
+        """Add to a bucket's gradients the residuals of layers that keep none from this step on.
+
+        A policy has taken error feedback from them. Attachments call this for each bucket, before it is reduced. If it
+        returns True, they call `note_owed` with the bucket's mean.
+        """
+        if not self._engine.owed:
+            return False
+        self._engine.owed.send(flat, layers, loss_scale)
+        return True
+
+    def note_owed(self, mean: Tensor) -> None:
+        """See whether a bucket's mean is finite: if one of a step's is not, residuals that it took are sent again."""
+        self._engine.owed.note_mean(mean)
+
+    def on_optimizer_step(self, changes: Mapping[str, float]) -> None:
+        """Say what the optimizer did to the layers that follow it: ``‖x^k − x^{k−1}‖²``, the same on all ranks."""
+        self._engine.changes = dict(changes)
+
+    def on_partial_use(self, shares: Mapping[str, Tensor]) -> None:
+        """Say which share (0 to 1) of the last step's result of a layer was used: its residual keeps the rest."""
+        self._engine.used = dict(shares)
+
+    def _learning_rate(self) -> float | None:
+        """The highest of the optimizer's groups, which a schedule may follow."""
+        if self._optimizer is None:
+            return None
+        return max(float(group["lr"]) for group in self._optimizer.param_groups)
+
+    def count_dense(self, num_bytes: int, future: torch.futures.Future[Tensor]) -> torch.futures.Future[Tensor]:
+        """Count gradients of ``num_bytes`` that go through a native all-reduce; returns its future to pass on."""
+        self._engine.count_dense(num_bytes, self._step)
+        future = self._clock.arriving(future) if self._clock is not None else future
+        return self._engine.timeline.dense(self._step, num_bytes, future) if self._engine.timeline else future
+
+    def count_beside(self, num_bytes: int) -> None:
+        """Count ``num_bytes`` that a native all-reduce has moved beside the gradients of a bucket."""
+        self._engine.recorder.beside(ring_bytes(num_bytes, self.world_size))
+
+    def reduce(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> torch.futures.Future[Tensor]:
+        """Start replacing ``flat``, the gradients of ``layers`` end to end, by their mean over all ranks.
+
+        ``loss_scale`` is how many times larger than the gradients its values are (a `GradScaler`'s scale). The future's
+        result is ``flat`` itself; whatever goes wrong reaches the caller through it.
+        """
+        timeline = self._engine.timeline
+        job = self._engine.channel.guarded(self._engine.reduce(flat, layers, self._step, loss_scale))
+        if timeline:
+            job = timeline.bucket(job, self._step, [name for name, _ in layers], flat.nbytes)
+        future = self._executor.submit(job)
+        return self._clock.arriving(future) if self._clock is not None else future
+
+    def simulate(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> None:
+        """Replace ``flat`` by what would arrive of it, here and now, and count the bytes that would have been sent.
+
+        The attachment then takes the mean by a native all-reduce and shows it to `note_result`.
+        """
+        self._engine.simulate(flat, layers, self._step, loss_scale)
+
+    def note_result(self, flat: Tensor, layers: BucketLayers) -> None:
+        """See whether a simulated step's mean is finite: if not, no slot moves in it. Scales follow it."""
+        self._engine.note_result(flat)
+        self._engine.follow(flat, layers)
+
+    def check_parity(self, parameters: Mapping[str, Tensor], *, now: bool = False) -> None:
+        """Compare all ranks' parameters, behind the training loop's back; this step's gradients raise a difference.
+
+        In a dense or simulated step nothing else is under way in the worker: it is waited for, and raised here. So it
+        is with ``now``: where gradients do not come to the worker, nothing else keeps the optimizer from going on.
+        """
+        checked = self._executor.submit(self._engine.check_parity(parameters, self._step))
+        if now or self.dense or self.simulated:
+            checked.wait()
+            self._engine.raise_parity_error()
+
+    def resync(self, parameters: Mapping[str, Tensor]) -> None:
+        """Give every rank rank 0's parameters, between steps. All ranks must call it."""
+        self._executor.call(lambda: resync(parameters, self._engine.transport))
+        self._engine.stats.resyncs += 1
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Step, seed, plan and this rank's slots, as tensors: loads with ``weights_only=True``.
+
+        For checkpoints to which every rank writes: ``torch.distributed.checkpoint``, where the keys of slots, which
+        carry the rank, merge, or one file for each rank. Where one rank writes, save `gather_state_dict`.
+        """
+        state = self._executor.call(lambda: self._engine.collect(self._step))
+        if self.moments is not None:
+            state |= self.moments.state(self.rank)
+        return state | self._adapter.state() if self._adapter else state
+
+    def state_dict_of(self, world_size: int, saved: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The shape of the merged states of a world of ``world_size`` ranks, to load its checkpoint into.
+
+            state = {"wire": wire.state_dict_of(8)}  # it was written by 8 ranks; this is another number
+            torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+            wire.load_state_dict(state["wire"])
+
+        Where a policy changes plans (``adapt=``), slots have the shapes that the saved plan's compressors want: load
+        ``"plan"`` alone first, ``{"wire": {"plan": wire.state_dict()["plan"]}}``, and pass it as ``saved``.
+        """
+        plan = self.plan if saved is None else checkpoint.plan_of(saved, self.plan)
+        state = checkpoint.template(plan, self._engine.shapes, world_size)
+        if self.moments is not None:
+            state |= self.moments.template(world_size)
+        return state | self._adapter.state() if self._adapter else state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from a `gather_state_dict`, or from this rank's own `state_dict`. All ranks call it, between steps.
+
+        A gathered state loads into a world of any size: with another number of ranks the mean residual is preserved
+        (`thinwire.runtime.slots.reshard`). A `state_dict` loads on the rank that saved it, in a world of the same size.
+
+        Raises:
+            ValueError: the state is of another wire format or of a model with other layers, or lacks the slots of some
+                ranks.
+            PeerFailedError: it is so on another rank.
+            DisagreementError: ranks loaded different states.
+        """
+        algorithm, loaded, moments, error = self.algorithm, None, None, None
+        try:
+            if self._adapter is not None:
+                algorithm = self._adapter.saved_algorithm(state)
+            shares = self._engine.shares_of(algorithm)
+            loaded = checkpoint.read(state, self._engine.plan, self._engine.shapes, self.rank, shares)
+            moments = self.moments.read(state, self.rank, self.world_size) if self.moments is not None else None
+        except Exception as invalid:  # noqa: BLE001 - raised on every rank below
+            error = invalid
+        self._executor.call(lambda: raise_together(error, self._engine.transport, "load_state_dict()"))
+        assert loaded is not None
+        self._executor.call(lambda: self._engine.adopt(loaded, algorithm))
+        self._step = loaded.step
+        if self.moments is not None and moments is not None:
+            self.moments.load(moments)
+        if self._adapter is not None:
+            self._adapter.load(state, self.plan, self._learning_rate())
+
+    def discard_step(self) -> None:
+        """Leave residuals as they were before the last step, whose means are not used."""
+        self._executor.wait_idle()
+        self._engine.discard_step()
+
+    def succeed(self, former: Wire) -> None:
+        """Take over the residual of ``former``, a Wire of the same plan among other ranks, which may be broken.
+
+        Other slots, such as factors that all ranks share, start anew on all of them.
+        """
+        former._executor.wait_idle()
+        self._engine.succeed(former._engine)
+
+    def _gather(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self._executor.call(lambda: super(Wire, self)._gather(state))
+
+    def _whole_world(self) -> Transport:
+        return self._engine.transport
+
+    def _close(self) -> None:
+        self._executor.close()
+        self._engine.transport.close()
