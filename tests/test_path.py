@@ -117,8 +117,8 @@ BELOW = {
 @pytest.mark.parametrize(
     ("run", "arguments", "client", "kernels", "most"),
     [
-        (_bucket, (), BUCKET, {"encode", "reduce", "decode"}, 30),
-        (_gather, (2,), GATHER, {"encode", "decode"}, 31),
+        (_bucket, (), BUCKET, {"encode", "reduce", "decode"}, 34),
+        (_gather, (2,), GATHER, {"encode", "decode"}, 34),
     ],
     ids=["bucket", "gather"],
 )

@@ -241,6 +241,8 @@ def compressors() -> str:
                 "" if alpha is None else f"{alpha:.2f}",
             ]
         )
+    if (alone := trained.get("difference/mean/alone")) is not None:
+        rows.append(["training alone: nothing sent", "0.00", "", "", "", "", f"{100 * alone:+.2f} %", ""])
     head = ["", "bits an element", "error", "encode", "decode", "unbiased", "held-out loss", "alpha"]
     return (
         "`python -m experiments bench compressors`: relative error of one message of a real gradient, all bytes "

@@ -415,6 +415,8 @@ def test_every_compressor_with_its_error_feedback_and_without(all_of_them: Any) 
         size = found[f"bytes_per_step/{name}"]
         assert size["value"] == pytest.approx(size["formula"], rel=0.05)
     assert "alpha/fp32" not in found
+    assert found["bytes_per_step/alone"]["value"] == 0
+    assert found["held_out_loss/alone"]["by_seed"] != found["held_out_loss/fp32"]["by_seed"]
     assert found["alpha/topk(density=0.01, feedback=False)"]["value"] < 1
     assert len(record["about"]["convergence"]) == 3
     assert "Without error feedback" in text

@@ -22,7 +22,8 @@ import thinwire
 from thinwire.compare.rank_program import Channel, join, run_rank
 from thinwire.compare.tasks import Task, restore
 from thinwire.compare.train import gradient_bytes, learning_rate, ring_factor
-from thinwire.compare.variants import Variant
+from thinwire.compare.variants import ALONE, Variant
+from thinwire.local import send_nothing
 from thinwire.plan import Plan, sent_bytes
 from thinwire.plan.policies import parse_policy
 
@@ -43,6 +44,8 @@ class Rank:
     def run(self, rules: str | None, seed: int, highest: float, measure: int = 0) -> dict[str, Any]:
         """Train from ``seed`` with gradients compressed by ``rules``, a `Variant`'s text (None: plain DDP).
 
+        Ranks that train alone each evaluate their share of the held-out set with weights of their own.
+
         ``step_s`` has the seconds of every step, without the evaluations between them; ``payload_bytes`` those sent
         until each probe, without those of ``measure``, which takes the exact mean every so many steps; ``probes`` and
         ``held_out`` are this rank's sums of the loss with their numbers of terms, ``right`` the number of right answers
@@ -51,11 +54,13 @@ class Rank:
         model = self.task.build(seed)
         ddp = self.task.distribute(model)
         optimizer = self.task.optimizer(ddp.module)
-        wire = _compress(ddp, rules, optimizer, seed, measure)
+        if rules == ALONE:
+            send_nothing(ddp)
+        wire = _compress(ddp, rules, optimizer, seed, measure) if rules not in (None, ALONE) else None
         asked = wire.plan if wire else None
         if wire and wire.plan.all_raw:
             measure = 0
-        dense_bytes = gradient_bytes(model) * ring_factor(self.num_ranks)
+        dense_bytes = gradient_bytes(model) * ring_factor(self.num_ranks) if rules != ALONE else 0.0
         # What a model draws while it trains (dropout) is the same for every variant, too.
         torch.manual_seed(seed * self.num_ranks + self.rank)
         steps = self._train(ddp, optimizer, seed, highest)
@@ -122,10 +127,8 @@ class Rank:
 
 
 def _compress(
-    ddp: DistributedDataParallel, rules: str | None, optimizer: torch.optim.Optimizer, seed: int, measure: int
-) -> thinwire.Wire | None:
-    if rules is None:
-        return None
+    ddp: DistributedDataParallel, rules: str, optimizer: torch.optim.Optimizer, seed: int, measure: int
+) -> thinwire.Wire:
     variant = Variant.parse(rules)
     adapted: dict[str, Any] = {}
     if variant.policy is not None:

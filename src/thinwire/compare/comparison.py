@@ -15,6 +15,7 @@ from rich.table import Table
 from thinwire.compare import statistics
 from thinwire.compare.report import Run
 from thinwire.compare.statistics import CONFIDENCE, Estimate, Verdict
+from thinwire.compare.variants import ALONE
 from thinwire.results import Results
 
 BASELINE = "fp32"
@@ -131,8 +132,9 @@ class Comparison:
 
     @property
     def all_within(self) -> bool:
-        """Whether every variant is within the margin, in a comparison that is sensitive."""
-        return self.sensitive and all(self.judge(side).verdict is Verdict.WITHIN for side in self.variants)
+        """Whether every variant that communicates is within the margin, in a comparison that is sensitive."""
+        judged = [side for side in self.variants if side.name != ALONE]
+        return self.sensitive and all(self.judge(side).verdict is Verdict.WITHIN for side in judged)
 
     def to_same_loss(self, side: Side) -> list[float | None]:
         """Seconds of training (steps, where the link is not shaped) until the same loss, by seed; None for never.

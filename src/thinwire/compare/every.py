@@ -15,6 +15,7 @@ from thinwire.compare.gpt import GPTConfig
 from thinwire.compare.paired import CONTROL, compare_training
 from thinwire.compare.statistics import Verdict
 from thinwire.compare.tasks import SIZES, GPTTask
+from thinwire.compare.variants import ALONE
 from thinwire.compressors import parse
 from thinwire.results import OutputFile
 
@@ -70,6 +71,7 @@ def every(
     seeds: int = 3,
     within: str = "1%",
     size: Literal["tiny", "small"] = "tiny",
+    steps: int | None = None,
     ranks: int = 2,
     measure: int = _MEASURE,
     smoke: bool = False,
@@ -78,17 +80,19 @@ def every(
     """Train a GPT with every compressor: held-out loss, difference to fp32's, bytes, error of the mean (alpha).
 
     Paired runs as in `thinwire compare`, at fp32's learning rate, by AdamW; then the biased ones without their error
-    feedback. Exits with 1 if the control, which must fail, does not.
+    feedback. In the row "alone" ranks send nothing: a compressor that ends above it is worse than no network. Exits
+    with 1 if the control, which must fail, does not.
 
     Examples:
       thinwire compare every
-      thinwire compare every --size small --seeds 1 --json every.json
+      thinwire compare every --steps 600 --json every.json
       thinwire compare every --smoke
 
     Args:
         seeds: number of seeds, each one paired run of every variant; a verdict takes at least 2.
         within: how much higher a loss may be and still be the same: 1% or 0.01.
         size: of the GPT: tiny (0.4 M parameters, 150 steps) or small (that of `thinwire compare`).
+        steps: of each run, in place of the size's.
         ranks: number of ranks, over loopback.
         measure: steps between two measurements of alpha.
         smoke: a tiny model, few compressors, few steps and one seed: the same path, no figures worth keeping.
@@ -98,11 +102,13 @@ def every(
     with_feedback = _SMOKE if smoke else EVERY
     without = [WITHOUT[spec] for spec in with_feedback if spec in WITHOUT]
     task = _smoke_task() if smoke else {"tiny": TINY, "small": SIZES["small"]}[size]
+    if steps is not None:
+        task = replace(task, steps=steps, probe_every=max(1, steps // 10))
     try:
         with Bar(console, task.steps) as bar:
             comparison = compare_training(
                 task,
-                [*with_feedback, *without],
+                [ALONE, *with_feedback, *without],
                 seeds=range(1 if smoke else seeds),
                 margin=share_of(within),
                 control=CONTROL,
@@ -159,7 +165,7 @@ def converged(comparison: Comparison) -> Iterator[Convergence]:
     sides = {side.name: side for side in comparison.variants}
     pairs = {str(parse(spec)): str(parse(unwrap)) for spec, unwrap in WITHOUT.items()}
     for side in comparison.variants:
-        if parse(side.name).traits.unbiased or side.name in pairs.values():
+        if side.name == ALONE or parse(side.name).traits.unbiased or side.name in pairs.values():
             continue
         unwrap = sides.get(pairs.get(side.name, ""))
         yield Convergence(side.name, ending(comparison, side), ending(comparison, unwrap) if unwrap else None)

@@ -19,7 +19,7 @@ from thinwire.compare.comparison import BASELINE, Comparison, Side
 from thinwire.compare.rank_processes import launch_ranks
 from thinwire.compare.report import Run
 from thinwire.compare.tasks import Task, describe
-from thinwire.compare.variants import Variant
+from thinwire.compare.variants import ALONE, Variant
 from thinwire.lab.units import parse_rates
 from thinwire.runtime import ParityError
 
@@ -81,7 +81,7 @@ def compare_training(
     Args:
         task: what is trained (`thinwire.compare.tasks.Task`).
         variants: specs of compressors, as ``"minmax(bits=4, bucket=128)"``; or specs with a policy that adapts them
-            layer by layer, as ``"topk(density=0.01) with lgreco(every=25)"``.
+            layer by layer, as ``"topk(density=0.01) with lgreco(every=25)"``; or ``"alone"``: ranks send nothing.
         seeds: of weights, batches and rounding; one paired run each.
         margin: how much higher a loss may be, as a share, and still be the same.
         control: a spec that must turn out worse than that; None for none.
@@ -289,7 +289,7 @@ class Runs:
             plans=first["plans"],
             adapt_s=float(first["adapt_s"]),
         )
-        if math.isfinite(run.val_loss) and not run.replicas_identical:
+        if spec != ALONE and math.isfinite(run.val_loss) and not run.replicas_identical:
             raise ParityError(f"{name}, seed {seed}: ranks hold different parameters after {self.task.steps} steps")
         self._watcher.end(run)
         return run

@@ -30,7 +30,7 @@ from thinwire.compare.paired import CONTROL
 from thinwire.compare.rank_processes import RankFailed
 from thinwire.compare.script_rank import Setup
 from thinwire.compare.statistics import CONFIDENCE, Verdict
-from thinwire.compare.variants import Variant
+from thinwire.compare.variants import ALONE, Variant
 from thinwire.results import OutputFile, Results
 
 _LOG_LINES, _GRACE_S = 15, 10.0
@@ -119,6 +119,8 @@ def compare_script(
             plots.need_matplotlib()
         statistics.need_scipy()
         specs = [str(Variant.parse(text)) for text in dict.fromkeys(variants)]
+        if ALONE in specs:
+            raise ValueError("ranks of a script always communicate: leave --, and alone is compared on the small GPT")
         compiled(pattern)
         comparison = ScriptComparison(specs, None if control is None else str(Variant.parse(control)), share_of(within))
         with Runs(script, ranks, rate, Source(pattern, log, key), timeout) as runs:
