@@ -95,7 +95,10 @@ def ddp_differs(rank: int) -> dict[str, str]:
             given = {"compressor": "auto"}
         errors[name] = error_of(lambda given=given: thinwire.compress(model, **(given if rank else {})))
     wire = thinwire.compress(
-        model, "minmax(bits=4)" if rank else thinwire.compressors.MinMax(bits=4), exclude=[("bias")]
+        model,
+        "minmax(bits=4)" if rank else thinwire.compressors.MinMax(bits=4),
+        exclude=[("bias")],
+        network=thinwire.Network("sra" if rank else None),
     )
     wire.detach()
     return errors

@@ -193,7 +193,12 @@ def test_workers_learn_and_end_with_the_same_weights(options: dict) -> None:
 
 def _by_algorithm(rank: int) -> list[torch.Tensor]:
     weights = []
-    for network in (None, thinwire.Network("allgather"), thinwire.Network("sra")):
+    for network in (
+        thinwire.Network(),
+        thinwire.Network(transport="group"),
+        thinwire.Network("allgather"),
+        thinwire.Network("sra"),
+    ):
         training = Training(rank, every=5, network=network)
         training.run(10)
         training.local.close()
@@ -203,9 +208,10 @@ def _by_algorithm(rank: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_two_workers_gather_each_others_messages(workers: int) -> None:
-    for default, gathered, scattered in run_ranks(_by_algorithm, workers):
+    for default, with_transport, gathered, scattered in run_ranks(_by_algorithm, workers):
         assert not torch.equal(gathered, scattered)
         assert torch.equal(default, gathered if workers == 2 else scattered)
+        assert torch.equal(with_transport, default)
 
 
 def _bytes(rank: int) -> tuple[int, float, int, int]:
@@ -404,6 +410,8 @@ def _disagree(rank: int) -> dict[str, str]:
         with pytest.raises(thinwire.DisagreementError) as error:
             _quiet(model, optimizer, **options)
         errors[name] = str(error.value)
+    # What two workers take by default and what one of them names are the same.
+    _quiet(model, optimizer, every=10, network=thinwire.Network("allgather" if rank else None)).close()
     return errors
 
 

@@ -99,8 +99,10 @@ def test_a_worker_leaves_and_another_joins(compressor: str) -> None:
     assert torch.equal(a.weights(), b.weights())
     _until(10, a, b, c)
     lighthouse.remove("c")
+    assert str(a.local.wire.algorithm) == "sra"
     _until(20, a, b)
     assert (a.local.members.left, b.local.members.left) == (1, 1)
+    assert str(a.local.wire.algorithm) == "allgather"
     lighthouse.add("d")
     # The new worker waits in its constructor for the others' next exchange, and then has the same weights and steps.
     _together(lambda: a.train(25), lambda: b.train(25), d.begin)
@@ -161,7 +163,7 @@ def test_an_exchange_every_step_goes_on_when_workers_come_and_go() -> None:
     _together(a.begin, b.begin, c.begin)
     _until(10, a, b, c)
     lighthouse.remove("c")
-    b.manager.break_after[b.manager.exchanges + 3] = 1
+    b.manager.break_after[b.manager.exchanges + 3] = 0  # two workers send each other one message
     _until(20, a, b)
     lighthouse.add("d")
     _together(lambda: a.train(21), lambda: b.train(21), d.begin)

@@ -18,7 +18,6 @@ from thinwire.collectives import (
     AggregatorClient,
     Transport,
     TransportError,
-    parse_algorithm,
     session_number,
     with_shared_memory,
 )
@@ -337,7 +336,7 @@ def _attach(model: DistributedDataParallel, options: Options) -> Wire:
             simulated=options.simulate,
             measure=options.checks.measure_every,
             optimizer=options.optimizer,
-            algorithm=parse_algorithm(options.network.algorithm),
+            algorithm=options.algorithm,
             adapt=prepared.policy,
         )
     except Exception:

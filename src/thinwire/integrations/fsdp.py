@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire.collectives import DeviceTransport, Transport, parse_algorithm, with_shared_memory
+from thinwire.collectives import DeviceTransport, Transport, with_shared_memory
 from thinwire.compat import (
     FSDPGroup,
     all_gather_single,
@@ -301,7 +301,7 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
         start=max(options.start, policy.warmup if policy else 0),
         master=options.master,
         skip_if_slower=options.skip_if_slower,
-        algorithm=parse_algorithm(options.network.algorithm),
+        algorithm=options.algorithm,
         adapt=policy,
         replicas=replicas,
     )

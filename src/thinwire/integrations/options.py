@@ -27,7 +27,8 @@ class Network:
         thinwire.compress(model, network=thinwire.Network(algorithm="hierarchical", transport="shared"))
 
     Args:
-        algorithm: the collective algorithm. ``sra`` (scatter-reduce-all-gather) is the default; ``sra(rates=measured)``
+        algorithm: the collective algorithm. None, the default, is ``sra`` (scatter-reduce-all-gather) for
+            `thinwire.compress`, and ``allgather`` for `thinwire.local.DiLoCo` of two workers. ``sra(rates=measured)``
             lets ranks with faster links reduce more; ``ring``, ``tree``, ``tree(root=0)``, ``allgather``,
             ``parameter_server(server=0)``; ``hierarchical(inside=dense, across=slices)`` adds up inside nodes first.
         transport: ``auto`` puts messages between ranks of one node into memory that they share (Linux), and sends the
@@ -45,15 +46,16 @@ class Network:
         TypeError, ValueError: an argument is invalid; the message names it.
     """
 
-    algorithm: str | Algorithm = "sra"
+    algorithm: str | Algorithm | None = None
     transport: TransportChoice = "auto"
     aggregator: str | AggregatorAddress | None = None
     timeout: timedelta | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.algorithm, str | Algorithm):
+        if not isinstance(self.algorithm, str | Algorithm | None):
             raise TypeError(f"algorithm must be text such as 'ring', not {self.algorithm!r}: Network(algorithm='ring')")
-        parse_algorithm(self.algorithm)
+        if self.algorithm is not None:
+            parse_algorithm(self.algorithm)
         check_choice(self.transport)
         if self.aggregator is not None:
             if not isinstance(self.aggregator, str | AggregatorAddress):
@@ -69,6 +71,10 @@ class Network:
             )
         if self.timeout is not None and self.timeout <= timedelta(0):
             raise ValueError(f"timeout must be above 0, not {self.timeout}: Network(timeout=timedelta(seconds=60))")
+
+    def chosen_algorithm(self, default: str) -> Algorithm:
+        """The collective algorithm, ``default`` where none was given."""
+        return parse_algorithm(default if self.algorithm is None else self.algorithm)
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,11 @@ class CommonOptions:
             raise TypeError(
                 f"network must be a thinwire.Network, not {self.network!r}: network=thinwire.Network(algorithm='ring')"
             )
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The collective algorithm."""
+        return self.network.chosen_algorithm("sra")
 
     @property
     def filter(self) -> Filter:
@@ -215,7 +226,7 @@ def record_of(options: CommonOptions) -> dict[str, str]:
             record |= {f"{field.name}.{f.name}": _text(getattr(value, f.name), f.name) for f in fields(value)}
         else:
             record[field.name] = _text(value, field.name)
-    return record
+    return record | {"network.algorithm": str(options.algorithm)}
 
 
 _PARSERS: dict[str, tuple[Callable[[str], object], ...]] = {

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.collectives import parse_algorithm
 from thinwire.compat import group_timeout
 from thinwire.compressors import Compressor, check_int
 from thinwire.integrations.options import Network
@@ -21,6 +20,7 @@ from thinwire.integrations.transports import host_transport
 from thinwire.local.fragments import (
     Fragment,
     balanced_fragments,
+    exchange_algorithm,
     exchange_plan,
     local_values,
     shared_weights,
@@ -76,9 +76,9 @@ class DiLoCo:
         weighted: weight workers by the tokens that they say with ``step(tokens=...)``, for unequal batches.
         group: process group of the workers; all ranks by default. For workers that come and go there is
             `ManagedDiLoCo`.
-        network: collective algorithm, transport and timeout of the exchanges, as for `thinwire.compress`. By default
-            two workers gather each other's messages (``allgather``): the bytes are those of other algorithms, and means
-            are not coded again.
+        network: collective algorithm, transport and timeout of the exchanges, as for `thinwire.compress`. Where no
+            algorithm is given, two workers gather each other's messages (``allgather``): the bytes are those of other
+            algorithms, and means are not coded again.
         seed: seed of the compressor's random draws.
         outer_device: where the outer state is kept, and compressed; the parameters' device by default. ``"cpu"`` leaves
             a GPU's memory to training, and weights cross to the host and back once in ``every`` steps.
@@ -105,7 +105,7 @@ class DiLoCo:
         mix: Literal["keep"] | float = "keep",
         weighted: bool = False,
         group: dist.ProcessGroup | None = None,
-        network: Network | None = None,
+        network: Network = Network(),
         seed: int = 0,
         outer_device: torch.device | str | None = None,
         total_steps: int | None = None,
@@ -136,8 +136,6 @@ class DiLoCo:
         self._pending: _Exchange | None = None
         self.skipped_rounds = 0
         """Exchanges that were dropped because some worker's weights were not finite."""
-        if network is None:
-            network = Network(algorithm="allgather" if dist.get_world_size(group) == 2 else "sra")
         self.wire = _open_wire(plan, shapes, group, network, seed, self._arguments(fragments))
         """The handle of the exchanges: ``wire.stats``, ``wire.plan``."""
 
@@ -357,12 +355,12 @@ def _open_wire(
     group = group or dist.group.WORLD
     assert group is not None, "init_process_group() comes first"
     timeout = network.timeout or group_timeout(group)
-    # The algorithm last: it differs with any other difference of `network` where the default of two workers is taken.
-    arguments |= {"transport": network.transport, "timeout": str(timeout), "algorithm": str(network.algorithm)}
+    algorithm = network.chosen_algorithm(exchange_algorithm(group.size()))
+    arguments |= {"algorithm": str(algorithm), "transport": network.transport, "timeout": str(timeout)}
     with on_the_host():
         transport = host_transport(group, timeout, network.transport, arguments)
         try:
-            return Wire(plan, shapes, transport, seed=seed, algorithm=parse_algorithm(network.algorithm))
+            return Wire(plan, shapes, transport, seed=seed, algorithm=algorithm)
         except Exception:
             transport.close()
             raise

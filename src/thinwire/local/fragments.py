@@ -161,6 +161,14 @@ def exchange_plan(
     return Plan.build(shapes, chosen), shapes
 
 
+def exchange_algorithm(num_workers: int) -> str:
+    """The collective algorithm of exchanges for which none was chosen.
+
+    Two workers gather each other's messages: the bytes are those of other algorithms, and means are not coded again.
+    """
+    return "allgather" if num_workers == 2 else "sra"
+
+
 @contextmanager
 def shared_weights(fragments: Sequence[Fragment]) -> Iterator[None]:
     """Put the shared weights into the model, and this worker's own back on leaving."""

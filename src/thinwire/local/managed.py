@@ -11,14 +11,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives import CommunicationError, ProcessGroupTransport, parse_algorithm
 from thinwire.compressors import Compressor, check_int
-from thinwire.local.fragments import Fragment, exchange_plan, shared_weights, state_entry, trained_parameters
+from thinwire.local.fragments import (
+    Fragment,
+    exchange_algorithm,
+    exchange_plan,
+    shared_weights,
+    state_entry,
+    trained_parameters,
+)
 from thinwire.local.members import Group, Manager, Members
 from thinwire.local.outer import Nesterov, default_outer, warn_of_few_exchanges
 from thinwire.runtime import Wire, agree, on_the_host
 from thinwire.runtime.checkpoint import check_sealed, sealed
 from thinwire.runtime.consistency import signed_checksum
 
-_ALGORITHM = "sra"
 _ATTEMPTS = 3
 
 
@@ -99,7 +105,8 @@ class ManagedDiLoCo:
             with on_the_host():
                 agree(arguments | {"round": str(self._rounds)}, transport)
                 own_seed = (seed + self._rounds) % 2**63
-                return Wire(plan, shapes, transport, seed=own_seed, algorithm=parse_algorithm(_ALGORITHM))
+                algorithm = parse_algorithm(exchange_algorithm(transport.world_size))
+                return Wire(plan, shapes, transport, seed=own_seed, algorithm=algorithm)
 
         self.members = Members(manager, group, open_wire=open_wire, save=self.state_dict, load=self._take_shared_state)
         """Who takes part: ``members.names``, and counts of who ``came`` and ``left``."""
