@@ -59,7 +59,7 @@ class Target(NamedTuple):
 
     whole: Rows
     """A message without damage."""
-    take: Callable[[Tensor], None]
+    take: Callable[[Tensor], object]
     check: Callable[[], None]
     """Raises ``AssertionError`` if taking messages has changed what is none of theirs."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,8 +13,8 @@ from torch import Tensor
 
 from harness import run_threads
 from thinwire import Plan, Wire, parse
-from thinwire.collectives import parse_algorithm
-from thinwire.compressors import Clipping, Saturating, find_mixin
+from thinwire.collectives import CollectiveCall, Layer, Layout, World, all_reduce, complete, parse_algorithm
+from thinwire.compressors import RESIDUAL, Clipping, Coded, Saturating, State, find_mixin
 from thinwire.plan import Filter
 
 LARGE = 1e38
@@ -60,7 +62,7 @@ def error(received: Tensor, step: int, largest: float) -> float:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("spec", GRADIENTS)
-def test_a_gradient_of_1e38_leaves_no_trace_and_is_received_where_owners_add(spec: str, algorithm: str) -> None:
+def test_a_gradient_of_1e38_leaves_no_trace_and_is_received(spec: str, algorithm: str) -> None:
     if spec in VOTES and algorithm != "sra":
         pytest.skip("an owner counts votes itself")
     compressor = parse(spec)
@@ -74,8 +76,42 @@ def test_a_gradient_of_1e38_leaves_no_trace_and_is_received_where_owners_add(spe
     assert resets <= 1
     if not finite[LARGE_AT]:
         sent = [compressor.roundtrip(gradient(rank, LARGE_AT, LARGE).view(SHAPE)) for rank in range(RANKS)]
-        # Partial sums are quantised, too, and may be beyond fp32.
-        assert algorithm != "sra" or not all(bool(x.isfinite().all()) for x in sent)
+        assert not all(bool(x.isfinite().all()) for x in sent)
     elif compressor.traits.largest >= LARGE and not clips:
         usual = means(spec, algorithm, [1.0] * STEPS)[0][0]
         assert error(received[LARGE_AT], LARGE_AT, LARGE) <= 1.5 * error(usual[LARGE_AT], LARGE_AT, 1.0) + 0.01
+
+
+@pytest.mark.parametrize("large", [range(RANKS), [0], [2]], ids=["all", "first", "third"])
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "tree(root=0)", "hierarchical", "hierarchical(inside=same)"])
+@pytest.mark.parametrize("spec", ["raw", "minmax(bits=4)", "ef(minmax(bits=2))", "ef(topk(density=0.5))"])
+def test_partial_sums_beyond_fp32_are_divided(spec: str, algorithm: str, large: Sequence[int]) -> None:
+    """Gradients of which three add up to more than fp32 holds have the mean of small ones, times the same factor."""
+    compressor = parse(spec)
+    assert isinstance(compressor, Coded)
+    layers = [Layer("w", 0, (6000,), compressor)]
+    layout = Layout.build(layers, World(RANKS, (0, 0, 1, 1)), torch.float32, parse_algorithm(algorithm))
+
+    def run(transport, factor: float) -> tuple[list[Tensor], Tensor]:
+        buffers, state = transport.open(layout.reduction_traffic()), State.fresh(layout.slots, layout.numel)
+        means = []
+        for step in range(3):
+            generator = torch.Generator().manual_seed(100 * step + transport.rank)
+            x = 1.5 + 0.5 * torch.rand(layout.numel, generator=generator)
+            x *= factor if transport.rank in large else factor / 8
+            complete(all_reduce(x, layout, transport, buffers, CollectiveCall(seed=0, step=step, state=state)))
+            means.append(x / factor)
+            state = state.swapped()
+        kept = state.now.get(RESIDUAL.name, torch.zeros(layout.numel)) / factor
+        return means, kept
+
+    beyond = 2.0**126
+    assert math.isinf(float(3 * torch.tensor(1.5 * beyond)))
+    usual, divided = (
+        run_threads(lambda transport, factor=factor: run(transport, factor), RANKS) for factor in (1.0, beyond)
+    )
+    for (means, residual), (large_means, large_residual) in zip(usual, divided, strict=True):
+        for mean, large_mean in zip(means, large_means, strict=True):
+            # Inside nodes, values are added in another order.
+            torch.testing.assert_close(large_mean, mean, rtol=1e-6 if "hier" in algorithm else 0.0, atol=0.0)
+        torch.testing.assert_close(large_residual, residual, rtol=0.0, atol=1e-6 if "hier" in algorithm else 0.0)

@@ -27,6 +27,7 @@ class Exchange:
         self._arriving: dict[tuple[int, int], Pending] = {}
         self._leaving: dict[int, list[Pending]] = {}
         self._sizes: dict[tuple[int, int], int] = {}
+        self._divided: set[tuple[int, int]] = set()
 
     def __enter__(self) -> Self:
         try:
@@ -43,10 +44,13 @@ class Exchange:
         """The buffer of this rank's message of a phase, to be filled before `send`."""
         return self._buffers.outbox[phase]
 
-    def send(self, phase: int, *, num_bytes: int | None = None) -> None:
-        """Seal the message of a phase and send it, or its first ``num_bytes``, to its receivers."""
+    def send(self, phase: int, *, num_bytes: int | None = None, divided: bool = False) -> None:
+        """Seal the message of a phase and send it, or its first ``num_bytes``, to its receivers.
+
+        ``divided``: whether its values were multiplied by `thinwire.kernels.before_sum` of the factor of the sum.
+        """
         message = self._buffers.outbox[phase][:num_bytes]
-        self._seal(message, phase)
+        self._seal(message, phase, divided=divided)
         self._leaving[phase] = self._transport.send_from(self._buffers, phase, message.numel())
 
     def expect(self, phase: int, peer: int, num_bytes: int) -> None:
@@ -67,11 +71,16 @@ class Exchange:
         source = self._buffers.arriving[phase, peer].source
         source = peer if source is None else source
         try:
-            verify(message, peer=peer, source=source, phase=phase, step=self._step, digest=self._digest)
+            if verify(message, peer=peer, source=source, phase=phase, step=self._step, digest=self._digest):
+                self._divided.add((phase, peer))
         except PeerFailedError as error:
             detector = self._transport.detector
             raise error if detector is None else detector.attribute(error) from None
         return message
+
+    def is_divided(self, phase: int, peer: int) -> bool:
+        """Whether the values of a message that `receive` has returned were divided; see `send`."""
+        return (phase, peer) in self._divided
 
     def forward(self, phase: int, peer: int) -> None:
         """Send a message that was received on to this rank's receivers of that phase, unchanged."""
@@ -112,6 +121,6 @@ class Exchange:
             self._seal(message, phase, failed=True)
             self._leaving[phase] = self._transport.send_from(self._buffers, phase, message.numel())
 
-    def _seal(self, message: Tensor, phase: int, *, failed: bool = False) -> None:
-        rank = self._transport.rank
-        seal(message, source=rank, phase=phase, step=self._step, digest=self._digest, failed=failed)
+    def _seal(self, message: Tensor, phase: int, *, failed: bool = False, divided: bool = False) -> None:
+        frame = {"source": self._transport.rank, "phase": phase, "step": self._step, "digest": self._digest}
+        seal(message, **frame, failed=failed, divided=divided)

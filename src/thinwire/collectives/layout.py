@@ -209,6 +209,11 @@ class Layout:
         """By owner, the reduction tree of its chunks."""
         return tuple(self.algorithm.tree(owner, self.world) for owner in range(self.world.size))
 
+    @cached_property
+    def has_partial_sums(self) -> bool:
+        """Whether ranks other than its owner add up contributions to a chunk."""
+        return any(max(self.trees[owner].depth) > 1 for owner in {chunk.owner for chunk in self.chunks})
+
     def schedule(self, rank: int) -> Schedule:
         """The order in which ``rank`` handles the chunks."""
         if rank not in self._schedules:

@@ -1,4 +1,4 @@
-"""The header of a message: the step and layout that it belongs to, whether its sender failed, and a checksum.
+"""The header of a message: the step and layout that it belongs to, what its sender did to it, and a checksum.
 
 A message is one contiguous uint8 tensor: a header of 64 bytes, then the payloads of its layers in order. Both sides
 know its size beforehand, so the header holds no sizes: it is compared with what the receiver expects, and nothing is
@@ -20,20 +20,24 @@ SIZE_BYTES = HEADER_BYTES + 64
 """Size of a message that holds only the size of another one."""
 _MAGIC = b"thin"
 _FIELDS = struct.Struct("<4sHHIIIQQ")
-_OK, _FAILED = 0, 1
+_OK, _FAILED, _DIVIDED = 0, 1, 2
+_DIVIDED_MASK = 0xFFFFFFFFFFFFFFFF
+"""Changes the checksum of divided values, so that no damage makes them of others."""
 
 
 class MessageError(ValueError):
     """A message is not the one that its receiver expects: it is of another step or layout, or damaged."""
 
 
-def seal(message: Tensor, *, source: int, phase: int, step: int, digest: int, failed: bool = False) -> None:
-    """Write the header of a message whose payloads are in place."""
-    total = 0 if failed else checksum(message[HEADER_BYTES:])
+def seal(
+    message: Tensor, *, source: int, phase: int, step: int, digest: int, failed: bool = False, divided: bool = False
+) -> None:
+    """Write the header of a message whose payloads are in place. ``divided``: see `verify`."""
+    total = 0 if failed else checksum(message[HEADER_BYTES:]) ^ (_DIVIDED_MASK if divided else 0)
     head = _FIELDS.pack(
         _MAGIC,
         FORMAT_VERSION,
-        _FAILED if failed else _OK,
+        _FAILED if failed else _DIVIDED if divided else _OK,
         source,
         phase,
         step & 0xFFFFFFFF,
@@ -43,8 +47,12 @@ def seal(message: Tensor, *, source: int, phase: int, step: int, digest: int, fa
     message[: _FIELDS.size].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
 
 
-def verify(message: Tensor, *, peer: int, source: int, phase: int, step: int, digest: int) -> None:
+def verify(message: Tensor, *, peer: int, source: int, phase: int, step: int, digest: int) -> bool:
     """Check that a message received from rank ``peer`` is the expected one, which rank ``source`` made.
+
+    Returns:
+        Whether its values were multiplied by `thinwire.kernels.before_sum` of the factor of the sum, because partial
+        sums might overflow.
 
     Raises:
         PeerFailedError: The sender failed.
@@ -59,7 +67,7 @@ def verify(message: Tensor, *, peer: int, source: int, phase: int, step: int, di
         raise MessageError(f"rank {peer} sent bytes that are not a thinwire message")
     if version != FORMAT_VERSION:
         raise MessageError(f"rank {peer} has wire format {version}, this rank {FORMAT_VERSION}: install one version")
-    failed = status != _OK
+    failed, divided = status not in (_OK, _DIVIDED), status == _DIVIDED
     # A rank that failed seals the message as its own, also where it would have forwarded another rank's.
     expected = sent_source if failed else source
     if (sent_source, sent_phase, sent_step, sent_digest) != (expected, phase, step & 0xFFFFFFFF, digest):
@@ -71,5 +79,6 @@ def verify(message: Tensor, *, peer: int, source: int, phase: int, step: int, di
     if failed:
         text = f"rank {peer} failed in step {step}; its own error is in its log"
         raise PeerFailedError(text, rank=peer)
-    if checksum(message[HEADER_BYTES:]) != total:
+    if checksum(message[HEADER_BYTES:]) ^ (_DIVIDED_MASK if divided else 0) != total:
         raise MessageError(f"a message from rank {peer} arrived damaged in step {step} (checksum differs)")
+    return divided

@@ -4,7 +4,8 @@ An all-reduce has three stages:
 
 1. Encode and send. Every rank encodes its values of each chunk and sends them towards the chunk's owner.
 2. Reduce. A rank that receives contributions adds its own values to them. If it owns the chunk, it encodes the mean and
-   sends it; otherwise it encodes the partial sum and sends that on to the owner.
+   sends it; otherwise it encodes the partial sum and sends that on to the owner. Where values are so large that partial
+   sums of a mean might overflow, ranks divide before they add, and say so in the header of the message.
 3. Decode. The owner's message is forwarded unchanged to all ranks, and every rank decodes it, the owner included, so
    all of them end with the same bytes.
 
@@ -15,7 +16,7 @@ the number of ranks (thesis, section 3.5.1).
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -27,6 +28,7 @@ from thinwire.collectives.message import HEADER_BYTES
 from thinwire.collectives.stages import OWNER, WORKER, CollectiveCall
 from thinwire.collectives.transport import Buffers, Transport
 from thinwire.compressors import CodecCall, Segments
+from thinwire.kernels import before_sum, rows_add
 
 
 def all_reduce(
@@ -146,6 +148,28 @@ class _Run:
         return self.x.to(self.layout.wide_dtype)
 
     @property
+    def scale(self) -> float:
+        """The factor of the sum over all ranks."""
+        return self.call.factor(self.layout.world_size)
+
+    @cached_property
+    def is_large(self) -> bool:
+        """Whether partial sums of values like this rank's might overflow although their mean does not.
+
+        Ranks that send their values to each owner directly need not look: `Coded.add_up` divides before it adds.
+        """
+        if not self.layout.has_partial_sums or before_sum(self.scale) == 1.0:
+            return False
+        low, high = torch.aminmax(self.x[: self.layout.numel])
+        # A quarter of what is left: a residual is added to the values, and some formats need their range.
+        return max(-float(low), float(high)) > torch.finfo(self.x.dtype).max * before_sum(self.scale) / 4
+
+    @cached_property
+    def divided(self) -> Tensor:
+        """``x``, divided such that no sum over ranks overflows."""
+        return self.x * before_sum(self.scale)
+
+    @property
     def reductions(self) -> tuple[int, ...]:
         """Chunks of which this rank receives contributions, in the order in which these can be complete."""
         return self.layout.schedule(self.rank).reductions
@@ -158,29 +182,33 @@ class _Run:
         for k, parent in self.layout.schedule(self.rank).sends:
             with self.call.clock.stage("encode"):
                 chunk = self.layout.sent_chunk(k, self.rank, parent)
-                values = self.x if chunk is self.layout.chunks[k] else self.wide
+                values = self.divided if self.is_large else self.x
+                if chunk is not self.layout.chunks[k]:
+                    values = values.to(self.layout.wide_dtype) if self.is_large else self.wide
                 for compressor, segments in chunk.groups:
-                    compressor.encode(values, self.exchange.outgoing(k), self._codec_call(segments, WORKER))
-                self.exchange.send(k)
+                    call = self._codec_call(segments, WORKER, divided=self.is_large)
+                    compressor.encode(values, self.exchange.outgoing(k), call)
+                self.exchange.send(k, divided=self.is_large)
 
     def send_partial_sum(self, k: int) -> None:
         """Stage 2, for a chunk of another owner: add what was received to this rank's values and send the sum on."""
         parent = self.layout.trees[self.layout.chunks[k].owner].parents[self.rank]
         assert parent is not None
-        own, messages = self._receive_contributions(k)
+        own, messages, divided = self._receive_contributions(k)
         with self.call.clock.stage("reduce"):
             chunk = self.layout.sent_chunk(k, self.rank, parent)
             # x may be overwritten: its values of this chunk are not read again before the mean replaces them.
             decoded = self.x if chunk is self.layout.chunks[k] else self.wide
             for compressor, segments in chunk.groups:
-                compressor.reduce(messages, own, self.exchange.outgoing(k), decoded, self._codec_call(segments, WORKER))
-            self.exchange.send(k)
+                call = self._codec_call(segments, WORKER, divided=divided)
+                compressor.reduce(messages, own, self.exchange.outgoing(k), decoded, call)
+            self.exchange.send(k, divided=divided)
 
     def send_mean(self, k: int) -> None:
         """Stage 2, as owner: reduce the chunk, encode the result, send it, and keep what it decodes to."""
-        scale = self.call.factor(self.layout.world_size)
         mean = self._mean_message(k)
-        own, messages = self._receive_contributions(k)
+        own, messages, divided = self._receive_contributions(k)
+        scale = self.scale / before_sum(self.scale) if divided else self.scale
         with self.call.clock.stage("reduce"):
             for compressor, segments in self.layout.chunks[k].groups:
                 compressor.reduce(messages, own, mean, self.x, self._codec_call(segments, OWNER, scale))
@@ -188,8 +216,8 @@ class _Run:
 
     def store_sum(self, k: int, out: Tensor | None) -> None:
         """Stage 2 of a reduce-scatter, as owner: reduce the chunk into ``x`` or ``out``."""
-        scale = self.call.factor(self.layout.world_size)
-        own, messages = self._receive_contributions(k)
+        own, messages, divided = self._receive_contributions(k)
+        scale = self.scale / before_sum(self.scale) if divided else self.scale
         chunk, total = self.layout.chunks[k], self.x
         if out is not None:
             chunk, total, own = self.layout.local[k], out, own[self.rank * self.layout.part_numel :]
@@ -226,10 +254,11 @@ class _Run:
                 for compressor, segments in chunk.groups:
                     compressor.decode(message, self.x, CodecCall(segments))
 
-    def _receive_contributions(self, k: int) -> tuple[Tensor, list[Tensor]]:
-        """This rank's values, and the messages to add to them.
+    def _receive_contributions(self, k: int) -> tuple[Tensor, list[Tensor], bool]:
+        """This rank's values, the messages to add to them, and whether the values are divided.
 
-        Messages that a compressor other than the chunk's has encoded are decoded here and added to the values.
+        Messages that a compressor other than the chunk's has encoded are decoded here and added to the values. So are
+        all messages if this rank's values are large or another rank's are.
         """
         chunk = self.layout.chunks[k]
         children = self.layout.trees[chunk.owner].children[self.rank]
@@ -237,6 +266,10 @@ class _Run:
             received = [
                 (self.layout.sent_chunk(k, child, self.rank), self.exchange.receive(k, child)) for child in children
             ]
+        divided = [self.exchange.is_divided(k, child) for child in children]
+        if self.is_large or any(divided):
+            with self.call.clock.stage("reduce"):
+                return self._added_divided(chunk, received, divided), [], True
         values, others = self.x, [(sent, message) for sent, message in received if sent is not chunk]
         if others:
             values = self.wide
@@ -244,10 +277,24 @@ class _Run:
                 for sent, message in others:
                     for compressor, segments in sent.groups:
                         compressor.decode(message, values, CodecCall(segments), add=True)
-        return values, [message for sent, message in received if sent is chunk]
+        return values, [message for sent, message in received if sent is chunk], False
 
-    def _codec_call(self, segments: Segments, stage: int, scale: float = 1.0) -> CodecCall:
-        return CodecCall(segments, self.call.key(stage, self.rank), self.call.state, scale)
+    def _added_divided(self, chunk: Chunk, received: list[tuple[Chunk, Tensor]], divided: list[bool]) -> Tensor:
+        """This rank's values and those received, all of them divided."""
+        before = before_sum(self.scale)
+        total = self.wide * before
+        for (sent, message), is_divided in zip(received, divided, strict=True):
+            values = torch.empty_like(self.x if sent is chunk else total)
+            for compressor, segments in sent.groups:
+                compressor.decode(message, values, CodecCall(segments, scale=1.0 if is_divided else before))
+                rows_add(total, values, segments.table, total)
+        return total
+
+    def _codec_call(self, segments: Segments, stage: int, scale: float = 1.0, *, divided: bool = False) -> CodecCall:
+        state = self.call.state
+        if divided and state is not None:
+            state = replace(state, loss_scale=state.loss_scale * before_sum(self.scale))
+        return CodecCall(segments, self.call.key(stage, self.rank), state, scale)
 
     def _equals(self, chunk: Chunk, message: Tensor) -> bool:
         """Whether this rank's values of a chunk are bit for bit what ``message`` decodes to."""

@@ -398,7 +398,7 @@ class BoundarySide:
         self, layout: MessageLayout, direction: Direction, chunk: int, message: Tensor, *, failed: bool = False
     ) -> None:
         assert message.numel() >= HEADER_BYTES
-        seal(message, failed=failed, **self._header(layout, direction, chunk, sent=True))
+        seal(message, failed=failed, divided=False, **self._header(layout, direction, chunk, sent=True))
 
 
 def _nothing() -> None:
