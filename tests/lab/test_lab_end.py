@@ -83,6 +83,17 @@ def stray(network: lab.Network) -> set[int]:
     return namespaces
 
 
+def children(pid: int) -> list[int]:
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def kill_at_once(pids: list[int]) -> None:
+    """They are stopped first, so that none sees another one end."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            os.kill(pid, number)
+
+
 @pytest.mark.parametrize("rtt", [None, "2ms"])
 def test_close_leaves_nothing(outside: None, rtt: str | None) -> None:
     with lab.Network(2, rate="100mbit", rtt=rtt) as network:
@@ -116,16 +127,31 @@ def test_nothing_is_left_if_the_keeper_and_its_guard_are_killed_at_once(outside:
     with lab.Network(2) as network:
         namespaces = stray(network)
         keeper = network._keeper.pid
-        both = [keeper, *map(int, Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split())]
-        assert len(both) == 2
-        # Stopped first, so that neither sees the other end.
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in both:
-                os.kill(pid, number)
+        kill_at_once([keeper, *children(keeper)[:1]])
         wait_until(lambda: network._keeper.poll() is not None)
-        # Grandchildren that have sessions of their own, which nobody else would find.
-        assert len(inside(namespaces)) >= 4
+        if network._made["mode"] == "root":
+            wait_until(lambda: not inside(namespaces))
+        else:
+            # Grandchildren that have sessions of their own, which nobody else would find.
+            assert len(inside(namespaces)) >= 4
     assert inside(namespaces) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="processes can be started in a PID namespace by root only")
+@pytest.mark.parametrize("first_too", [False, True])
+def test_nothing_is_left_if_the_parent_the_keeper_and_its_guard_are_killed_at_once(
+    outside: None, first_too: bool
+) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    keeper, *ranks = map(int, parent.stdout.readline().split())
+    namespaces = {inode for inode in map(namespace, (keeper, *ranks)) if inode is not None}
+    wait_until(lambda: len(inside(namespaces)) >= 2 * len(ranks))
+    guard, first = children(keeper)
+    kill_at_once([parent.pid, keeper, guard, *([first] if first_too else [])])
+    wait_until(lambda: not inside(namespaces))
+    parent.wait()
+    parent.stdout.close()
 
 
 @pytest.mark.parametrize("also_parent", [False, True])
@@ -183,8 +209,8 @@ def test_a_killed_parent_leaves_nothing(outside: None, tmp_path: Path) -> None:
     namespaces = {inode for pid in pids if (inode := namespace(pid)) is not None}
     assert len(namespaces) == 3
     assert namespace(os.getpid()) not in namespaces
-    # Two ranks and their grandchildren, the keeper and its guard, the relay.
-    assert len(inside(namespaces)) == 7
+    # Two ranks and their grandchildren, the keeper, its guard and the first process of the PID namespace, the relay.
+    assert len(inside(namespaces)) == (8 if os.geteuid() == 0 else 7)
     process.kill()
     process.communicate()
     wait_until(lambda: inside(namespaces) == [])
@@ -201,13 +227,12 @@ def test_a_signal_is_passed_on_and_leaves_nothing(outside: None, tmp_path: Path,
         "    print('told to stop by', number)\n"
         "    sys.exit(3)\n"
         "signal.signal(signal.SIGINT, stop), signal.signal(signal.SIGTERM, stop)\n"
-        "print(os.getpid(), flush=True)\n"
+        "print(os.stat('/proc/self/ns/net').st_ino, flush=True)\n"
         "time.sleep(300)\n"
     )
     process = start_script(tmp_path, COMMAND.format(command=(*PYTHON, rank)))
     assert process.stdout is not None
-    pids = [int(process.stdout.readline().split(" ")[1]) for _ in range(2)]
-    namespaces = {inode for pid in pids if (inode := namespace(pid)) is not None}
+    namespaces = {int(process.stdout.readline().split(" ")[1]) for _ in range(2)}
     assert len(namespaces) == 2
     process.send_signal(number)
     stdout, stderr = process.communicate(timeout=30)

@@ -11,8 +11,12 @@ kills every process that is inside one of its namespaces, so a rank that made a 
 that outlived its rank, does not keep a namespace alive.
 
 The keeper may be killed itself. A second process, which it forks once the namespaces exist, watches the keeper through
-a pidfd and does the same if the keeper ends without having done so. Where both are killed at once, `Network.close`
-does it.
+a pidfd and does the same if the keeper ends without having done so.
+
+Whoever is killed, the kernel has the last word: the processes that `Network.popen` starts are in a PID namespace, whose
+first process is another fork of the keeper. It ends with the keeper, and all processes of the namespace with it. A user
+who is not root has no right to start processes there; where keeper and guard are killed at once, `Network.close` does
+their work then.
 """
 
 from __future__ import annotations
@@ -25,10 +29,12 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWNET = 0x40000000
+CLONE_NEWPID = 0x20000000
 
 
 def unshare(flags: int, what: str) -> None:
@@ -96,18 +102,30 @@ def empty(descriptors: list[int]) -> None:
 
 def start_guard(descriptors: list[int]) -> None:
     """Fork the process that empties the namespaces when this one is killed. It ends with them otherwise."""
+    fork_until_end(lambda: empty(descriptors))
+
+
+def start_first_process() -> int:
+    """Fork the first process of a new PID namespace, which ends with this one; its process id."""
+    unshare(CLONE_NEWPID, "PID namespace")
+    return fork_until_end(lambda: None)
+
+
+def fork_until_end(then: Callable[[], None]) -> int:
+    """Fork a process that waits until this one ends, and calls ``then``; its process id."""
     keeper = os.pidfd_open(os.getpid())
-    if os.fork():
+    if child := os.fork():
         os.close(keeper)
-        return
+        return child
     try:
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the first process of a namespace inherits orphans
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):  # or whoever reads what the keeper writes would wait for this process
             os.dup2(nothing, stream)
         select.select([keeper], [], [])
-        empty(descriptors)
+        then()
     finally:
         os._exit(0)
 
@@ -142,6 +160,8 @@ def main() -> None:
         return
     try:
         start_guard([*made["nodes"], made["hub"]])
+        if made["mode"] == "root":
+            made["first_process"] = start_first_process()
         say(made)
         wait_for_end(parent)
     finally:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+from thinwire.lab.keeper import CLONE_NEWPID
 
 
 @dataclass(frozen=True)
@@ -27,10 +30,31 @@ class NodeNamespaces:
         # All are opened first: from inside the first, the paths of the others may lead nowhere.
         opened = [(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path, kind) for path, kind in self.namespaces]
         for fd, path, kind in opened:
-            # (``os.setns`` came with Python 3.12.)
-            if ctypes.CDLL(None, use_errno=True).setns(fd, kind) != 0:
-                code = ctypes.get_errno()
-                raise OSError(code, f"cannot enter {path}: {os.strerror(code)}")
+            _set(fd, kind, path)
             os.close(fd)
         os.environ.clear()
         os.environ.update(self.environment)
+
+
+@contextmanager
+def children_in(pid_namespace: int) -> Iterator[None]:
+    """Processes that this thread starts in the body are in the PID namespace of this file descriptor.
+
+    Neither this process nor what other threads start changes its namespace. It takes root.
+    """
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _set(pid_namespace, CLONE_NEWPID, "a PID namespace")
+        try:
+            yield
+        finally:
+            _set(own, CLONE_NEWPID, "this process's own PID namespace")
+    finally:
+        os.close(own)
+
+
+def _set(fd: int, kind: int, what: str) -> None:
+    """Linux ``setns(2)``. (``os.setns`` came with Python 3.12.)"""
+    if ctypes.CDLL(None, use_errno=True).setns(fd, kind) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot enter {what}: {os.strerror(code)}")

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from thinwire.lab import keeper, relay, scripts, tools
-from thinwire.lab.namespaces import NodeNamespaces
+from thinwire.lab.namespaces import NodeNamespaces, children_in
 from thinwire.lab.units import format_rate, parse_rates, parse_share, parse_time
 
 INTERFACE = "eth0"
@@ -122,6 +122,7 @@ class Network:
         self._processes: list[subprocess.Popen[Any]] = []
         self._relay: subprocess.Popen[str] | None = None
         self._held: list[int] = []
+        self._pids: int | None = None
         self._congestion = _chosen_congestion(congestion)
         for tool in tools.PACKAGES:
             tools.find(tool)
@@ -135,6 +136,8 @@ class Network:
             # Held here, too: only so can they be emptied if the keeper and its guard are killed at once.
             for namespace in (*self._made["nodes"], self._made["hub"]):
                 self._held.append(os.open(f"/proc/{self._keeper.pid}/fd/{namespace}", os.O_RDONLY))
+            if "first_process" in self._made:
+                self._pids = os.open(f"/proc/{self._made['first_process']}/ns/pid", os.O_RDONLY)
             self._join()
             self._set_buckets()
         except BaseException:
@@ -153,7 +156,8 @@ class Network:
         """Start ``argv`` on ``rank``'s node; arguments as `subprocess.Popen`, ``env`` completed by `env`.
 
         It gets a session of its own unless ``popen_kwargs`` say otherwise, so that a Ctrl-C in the terminal reaches
-        this process alone, which then decides. It is killed when the network closes or this process ends.
+        this process alone, which then decides. It is killed when the network closes or this process ends. As root it is
+        in a PID namespace of the network, so that the ids of processes that it sees are not those outside.
 
         Raises:
             FileNotFoundError: there is no such command.
@@ -162,7 +166,13 @@ class Network:
         if os.sep not in argv[0] and shutil.which(argv[0], path=environment.get("PATH")) is None:
             raise FileNotFoundError(f"there is no command {argv[0]!r} on the PATH")
         popen_kwargs.setdefault("start_new_session", True)
-        process = subprocess.Popen([*self._inside_node(self._node(rank)), *argv], env=environment, **popen_kwargs)
+        command = [*self._inside_node(self._node(rank)), *argv]
+        if self._pids is None:
+            process = subprocess.Popen(command, env=environment, **popen_kwargs)
+        else:
+            command[-len(argv) : -len(argv)] = [tools.find("unshare"), "--mount-proc", "--"]
+            with children_in(self._pids):
+                process = subprocess.Popen(command, env=environment, **popen_kwargs)
         self._processes = [started for started in self._processes if started.poll() is None] + [process]
         return process
 
@@ -267,6 +277,9 @@ class Network:
                 keeper.empty(held)
             for namespace in held:
                 os.close(namespace)
+            if self._pids is not None:
+                os.close(self._pids)
+                self._pids = None
             for process in (self._keeper, self._relay):
                 for pipe in (process.stdin, process.stdout) if process is not None else ():
                     if pipe is not None:

@@ -1,8 +1,9 @@
-"""The system's own tools that a lab is made with: ``ip`` and ``tc`` of iproute2, ``nsenter`` of util-linux.
+"""The system's own tools that a lab is made with: ``ip`` and ``tc`` of iproute2, ``nsenter`` and ``unshare`` of
+util-linux.
 
-They are present wherever containers are and need no Python package. ``nsenter`` enters a namespace and then *becomes*
-the command, so a rank's process id, its signals and its exit status are the command's own; and no thread of this
-process ever changes its own namespace.
+They are present wherever containers are and need no Python package. ``nsenter`` and ``unshare`` enter a namespace and
+then *become* the command, so a rank's signals and its exit status are the command's own; and no thread of this process
+ever changes its own namespace.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "cat": "coreutils"}
+PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "unshare": "util-linux", "cat": "coreutils"}
 # Debian keeps these out of an ordinary user's PATH.
 SYSTEM_DIRECTORIES = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")
 TOOL_TIMEOUT_S = 30.0
