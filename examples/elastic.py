@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 --max-restarts 3 examples/elastic.py --checkpoint ou
 
 import argparse
 import os
+import signal
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--checkpoint", type=Path, required=True, help="where all ranks can read it")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--die-at", type=int, help="rank 1 ends itself at this step of the first attempt")
+    parser.add_argument("--die-at", type=int, help="rank 1 kills itself at this step of the first attempt")
     arguments = parser.parse_args()
 
     dist.init_process_group("gloo")
@@ -52,7 +53,7 @@ def main() -> None:
 
     for step in range(first, arguments.steps):
         if step == arguments.die_at and attempt == 0 and rank == 1:
-            os._exit(1)
+            os.kill(os.getpid(), signal.SIGKILL)
         # By step and rank, so that a run that goes on sees the batches that it would have seen.
         draws = torch.Generator().manual_seed(1000 * step + rank)
         x = torch.randn(32, 64, generator=draws)

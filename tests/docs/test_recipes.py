@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -25,6 +26,20 @@ def run(*argv: str, timeout: float = 200, check: bool = True, **environment: str
     done = subprocess.run(argv, check=False, **options)
     assert not check or done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done
+
+
+def tensors(state: object, name: str = "") -> dict[str, torch.Tensor]:
+    """Everything in a checkpoint, by its place; numbers as tensors."""
+    if isinstance(state, dict | list):
+        items = state.items() if isinstance(state, dict) else enumerate(state)
+        return {k: v for key, value in items for k, v in tensors(value, f"{name}/{key}".lstrip("/")).items()}
+    if isinstance(state, torch.Tensor):
+        return {name: state}
+    return {name: torch.tensor(state if isinstance(state, int | float) else list(str(state).encode()))}
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    return values.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def losses(text: str) -> dict[str, str]:
@@ -44,6 +59,14 @@ def test_a_killed_training_goes_on_and_ends_where_it_would_have(tmp_path: Path) 
     assert "goes on from step 20" in rest.stdout
     assert losses(killed.stdout) | losses(rest.stdout) == losses(whole.stdout)
     assert len(losses(whole.stdout)) == 4
+    # Weights, the optimizer's moments, residuals and counters, bit for bit.
+    ended, should = (tensors(torch.load(file, weights_only=True)) for file in (path, tmp_path / "whole.pt"))
+    assert ended.keys() == should.keys()
+    assert [name for name in should if not torch.equal(bits(ended[name]), bits(should[name]))] == []
+    assert should["model/0.weight"].abs().sum() > 0
+    residuals = [name for name in should if name.startswith("wire/") and "residual" in name]
+    assert residuals
+    assert all(should[name].abs().sum() > 0 for name in residuals)
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed: pip install 'ray[train]'")
