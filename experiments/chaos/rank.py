@@ -37,6 +37,8 @@ _SIGNALS = {
 
 def main(scenario: Scenario, rank: int, port: int, folder: str, pipe: Connection) -> None:
     """Train as ``scenario`` says. What happens goes through ``pipe``, one JSON object a message."""
+    # A shell starts what runs in the background with SIGINT ignored, and so would its descendants.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # PyTorch writes the stack of every lost connection.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     torch.set_num_threads(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -72,6 +73,15 @@ def gloo_backend(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     backend = torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
     backend._set_sequence_number_for_group()
     return backend
+
+
+def missing_member(error: RuntimeError) -> int | None:
+    """The rank whose address a gloo group still lacked when its making timed out, from the name of the store's key.
+
+    None where the error is another one, or where this PyTorch words it differently.
+    """
+    found = re.search(r"wait timeout after .* keys: \S*//cpu//\d+/(\d+)(?!\S)", str(error))
+    return int(found[1]) if found else None
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import thinwire
 from harness import run_ranks
 from nets import batch, loss_of, make, train
+from thinwire.lab import free_port
 
 _VICTIM = 1
 
@@ -45,6 +49,27 @@ def test_a_killed_rank_is_a_transport_error(spec: str, transport: str, num_ranks
     for kind, blamed, text, soon in answers:
         assert kind == "TransportError"
         assert soon
+        assert blamed == _VICTIM, text
+
+
+def _stuck_after_meeting(rank: int, port: int) -> tuple[int | None, str]:
+    dist.destroy_process_group()
+    # As torchrun does it: the store of a file words its errors differently.
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=3, timeout=timedelta(seconds=3))
+    model = make(rank)
+    if rank == _VICTIM:
+        stuck = threading.Event()
+        dist.new_group = lambda *args, **options: stuck.wait(15.0) or os._exit(1)
+    with pytest.raises(thinwire.TransportError) as error:
+        thinwire.compress(model, "minmax(bits=4)", skip_if_slower=False)
+    return error.value.rank, str(error.value)
+
+
+def test_a_rank_that_is_stuck_before_groups_are_made_is_named() -> None:
+    answers = run_ranks(_stuck_after_meeting, 3, free_port(), timeout_s=60.0, may_die=True)
+    assert answers.pop(_VICTIM) is None
+    for blamed, text in answers:
         assert blamed == _VICTIM, text
 
 

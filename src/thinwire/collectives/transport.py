@@ -23,6 +23,7 @@ from torch import Tensor
 from thinwire.collectives.errors import CommunicationError, TransportError
 from thinwire.collectives.failure_detector import FailureDetector
 from thinwire.collectives.traffic import Outgoing, Traffic, arriving, num_phases
+from thinwire.compat import missing_member
 from thinwire.compressors import Reduction
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -266,12 +267,13 @@ class Failing:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if not isinstance(error, RuntimeError) or isinstance(error, CommunicationError):
             return
+        suspect = missing_member(error) if self._peer is None else self._peer
         failed = TransportError(
             f"{self._doing} failed: {_first_line(error)} (the timeout is {self._timeout.total_seconds():g} s); restart "
             "from the last checkpoint",
             rank=self._peer,
         )
-        raise failed if self._detector is None else self._detector.explain(failed, self._peer) from error
+        raise failed if self._detector is None else self._detector.explain(failed, suspect) from error
 
 
 class _Explained:
