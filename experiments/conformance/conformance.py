@@ -34,7 +34,7 @@ BY_NAME = {
 """Tests that no backend of another name than gloo can pass, and why."""
 
 
-def conformance(*, folder: Path | None = None, json: OutputFile = None) -> int:
+def conformance(*, folder: Path | None = None, only: tuple[str, ...] = (), json: OutputFile = None) -> int:
     """Run PyTorch's tests of its process groups on gloo and on thinwire, two ranks each: about half an hour.
 
     Needs the extra ``conformance``, which PyTorch's tests import.
@@ -42,9 +42,11 @@ def conformance(*, folder: Path | None = None, json: OutputFile = None) -> int:
     Examples:
       make conformance
       python -m experiments conformance --folder build/conformance --json benchmarks/conformance.json
+      python -m experiments conformance --only test_ddp_hook_parity_powerSGD test_ddp_comm_hook_logging
 
     Args:
         folder: where results are kept: tests that have one there are not run again.
+        only: names of tests, if not all are to be run.
         json: write them to this file.
     """
     if find_spec("expecttest") is None:
@@ -52,7 +54,9 @@ def conformance(*, folder: Path | None = None, json: OutputFile = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         place = folder or Path(temporary)
         place.mkdir(parents=True, exist_ok=True)
-        found = {name: _run(place / name.replace(", ", "-").replace(" ", "-"), spec) for name, spec in RUNS.items()}
+        found = {
+            name: _run(place / name.replace(", ", "-").replace(" ", "-"), spec, only) for name, spec in RUNS.items()
+        }
     console = Console(highlight=False)
     console.print(_table(found))
     failed = {(who, test) for who, rows in found.items() for test, row in rows.items() if row["result"] == "failed"}
@@ -65,7 +69,7 @@ def conformance(*, folder: Path | None = None, json: OutputFile = None) -> int:
     return int(any(test not in BY_NAME for _, test in failed) or not compressed)
 
 
-def _run(place: Path, spec: str) -> dict[str, dict[str, Any]]:
+def _run(place: Path, spec: str, only: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """Results by test."""
     stats = place.with_suffix(".stats")
     stats.mkdir(exist_ok=True)
@@ -73,7 +77,7 @@ def _run(place: Path, spec: str) -> dict[str, dict[str, Any]]:
     settings |= {"THINWIRE_CONFORMANCE_SPEC": spec} if spec else {}
     lines = place.with_suffix(".jsonl")
     with place.with_suffix(".log").open("a") as log:
-        command = [sys.executable, "-m", "experiments.conformance.suite", str(lines)]
+        command = [sys.executable, "-m", "experiments.conformance.suite", str(lines), *only]
         subprocess.run(command, env={**os.environ, **settings}, stdout=log, stderr=log, check=True)
     rows = [json_.loads(line) for line in lines.read_text().splitlines()]
     return {row["test"]: row for row in rows}

@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend
 
 import thinwire
+from experiments.conformance.on_cpu import HOOK_TESTS, on_cpu
 
 SPEC = "THINWIRE_CONFORMANCE_SPEC"
 """The compressor of every buffer, of one element on; ``default`` for thinwire's options without any; gloo itself where
@@ -53,6 +54,10 @@ class Suite(TestDistBackend, DistributedTest._DistTestBase):
         groups = [group for group in distributed_c10d._world.pg_map if isinstance(group, thinwire.ProcessGroup)]
         totals = {name: sum(getattr(group.stats, name) for group in groups) for name in ("compressed", "passed")}
         Path(os.environ[STATS], f"{test_name}.{self.rank}").write_text(json.dumps(totals))
+
+
+for _name in HOOK_TESTS:
+    setattr(Suite, _name, on_cpu(_name))
 
 
 def _init_thinwire(init: Callable[..., None], options: thinwire.ProcessGroupOptions, **arguments: Any) -> None:
