@@ -127,7 +127,7 @@ _FRAME = {"source": 1, "phase": 2, "step": 77, "digest": 2**63 + 5}
 def verifying() -> Target:
     """A sealed message, and what checks one."""
     message = torch.zeros(HEADER_BYTES + 64, dtype=torch.uint8)
-    seal(message, **_FRAME, failed=False)
+    seal(message, **_FRAME, failed=False, divided=False)
     return Target(message.numpy(), lambda found: verify(found, peer=1, **_FRAME), lambda: None)
 
 
