@@ -23,6 +23,7 @@ _VALIDATION = {
     "bench auto": Command("experiments.bench.auto:auto", "what `auto` decides and gains over seven networks"),
     "bench blob": Command("experiments.bench.blob:blob", "compressing buffers beside compressing layers"),
     "bench local": Command("experiments.bench.local:local", "local updates over slow links, beside a free network"),
+    "bench bursts": Command("experiments.bench.bursts:bursts", "the busiest second of a link in local updates"),
     "bench members": Command("experiments.bench.members:members", "workers that die and come back, with torchft"),
     "bench optimizer": Command("experiments.bench.optimizer:optimizer", "what an optimizer's step costs"),
     "bench changes": Command("experiments.bench.changes:changes", "what quantisers lose of changes of activations"),

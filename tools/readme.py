@@ -619,6 +619,22 @@ def local() -> str:
     )
 
 
+def bursts() -> str:
+    path = BENCHMARKS / "bursts.json"
+    if not path.exists():
+        return "Not measured yet: `python -m experiments bench bursts --json benchmarks/bursts.json`."
+    figures = Figures(path)
+    about, ways = figures.record["about"], ("at once", "streaming")
+    rate = format_rate(parse_rate(about["rate"]))
+    whole, streamed = (figures.get(f"busiest_second_bytes/{way}") or 0.0 for way in ways)
+    return (
+        f"`python -m experiments bench bursts`: {about['size_mb']:g} MB of fp32 weights, exchanged in 2 bits every "
+        f"{about['every']} steps of {about['step_ms']:g} ms, in which nothing is computed, over {rate}. In its busiest "
+        f"second the link carries {whole / 1e6:.2f} MB of a whole model, and {streamed / 1e6:.2f} MB "
+        f"({streamed / whole:.2f} times) of four fragments sent in turn.\n\n{figures.machine}."
+    )
+
+
 def members() -> str:
     path = BENCHMARKS / "members.json"
     if not path.exists():
@@ -687,7 +703,7 @@ PAGES = {
     "docs/fsdp.md": {"sharded": sharded},
     "docs/compressed-adamw.md": {"optimizer": optimizer, "training": training},
     "docs/index.md": {"first-answer": first_answer},
-    "docs/local.md": {"local": local},
+    "docs/local.md": {"local": local, "bursts": bursts},
     "docs/members.md": {"members": members},
     "docs/auto.md": {"auto": auto},
     "docs/doctor.md": {"doctor": doctor, "doctor-fsdp": doctor_fsdp},

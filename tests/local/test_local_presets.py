@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -35,6 +36,29 @@ def test_workers_end_with_the_same_weights(name: str, every: int) -> None:
     (start, first), (_, second) = run_ranks(_trained, 2, name, {"every": every})
     assert torch.equal(first, second)
     assert not torch.equal(first, start)
+
+
+def _sent(rank: int, options: dict[str, Any]) -> list[int]:
+    """Bytes sent in every six steps."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    local = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    counts = [0]
+    for step in range(1, 49):
+        local.step()
+        if step % 6 == 0:
+            counts.append(local.wire.stats.payload_sent_bytes)
+    local.close()
+    return [after - before for before, after in pairwise(counts)]
+
+
+def test_streaming_sends_a_quarter_at_a_time() -> None:
+    streaming = preset("streaming")
+    bursts, _ = run_ranks(_sent, 2, streaming)
+    whole, _ = run_ranks(_sent, 2, streaming | {"fragments": 1, "overlap": 0})
+    assert min(bursts) == max(bursts) > 0
+    assert whole[:3] == whole[4:7] == [0, 0, 0]
+    assert max(bursts) <= 0.26 * max(whole)
+    assert sum(bursts) <= 1.04 * sum(whole)
 
 
 def test_an_unknown_name_says_which_there_are() -> None:

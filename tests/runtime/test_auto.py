@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -68,6 +69,21 @@ def test_leaves_alone_what_backward_hides() -> None:
     # 4.5 ms for the megabyte, all of it before backward ends.
     found = thinwire.policies.Auto().propose(evidence(2.5e8, seconds=0.02, steps=steps))
     assert found.layers == {"w": thinwire.compressors.Raw()}
+
+
+def test_names_other_ways_to_train_where_compression_cannot_hide_the_network() -> None:
+    # 148 kB of 4-bit messages take 148 ms beside 20 ms of computing.
+    slow = thinwire.policies.Auto().propose(evidence(1e6, seconds=1.07)).note
+    named = re.search(r"; (\d+)% of the shortest .* take (\d+) ms, .*DiLoCo in 2 bits, every=(\d+), (\d+) ms", slow)
+    assert named, slow
+    share, optimizer_ms, every, local_ms = map(int, named.groups())
+    assert share > 80
+    # 262 144 elements in 2 bits with a scale for each 128 are 74 kB: 76 ms, and less than a twentieth of 100 steps.
+    assert optimizer_ms == pytest.approx(96, abs=4)
+    assert every == 100
+    assert local_ms <= 21
+    for bytes_per_s, seconds in ((1e10, 0.0205), (1e8, 0.03)):
+        assert "DiLoCo" not in thinwire.policies.Auto().propose(evidence(bytes_per_s, seconds=seconds)).note
 
 
 def test_switches_off_what_turned_out_no_faster_and_remembers() -> None:

@@ -11,9 +11,10 @@ from thinwire.compressors import Compressor, Raw, parse
 from thinwire.doctor.measure import Measured
 from thinwire.plan import DEFAULT_RULES, Plan
 from thinwire.plan.forecast.ddp import (
+    FEW_BITS,
     Pace,
     accumulated,
-    exchange_seconds,
+    hiding_interval,
     local_step,
     native_step,
     planned_step,
@@ -108,22 +109,14 @@ SETTINGS = (
 )
 
 
-_LOCAL_SPEC = "gaussian(bits=2)"
-_LOCAL_EVERY = (10, 25, 50, 100, 250, 500)
-_HIDDEN_SHARE = 0.05
-"""Of a step: exchanges that take less are as good as none."""
-
-
 def local_updates(measured: Measured) -> Setting:
     """Local updates in 2 bits, with the least number of steps between exchanges that hides them on these links."""
     links, pace = measured.links[0], measured.watched.paces[0]
     assert isinstance(pace, Pace)
-    layers = Plan.build(measured.watched.shapes, _LOCAL_SPEC).layers
+    layers = Plan.build(measured.watched.shapes, FEW_BITS).layers
     codec_s = {compressor: measured.codec_s(compressor) for compressor in measured.codecs}
-    took = exchange_seconds(pace, links, layers, codec_s)
-    hidden = (every for every in _LOCAL_EVERY if took / every <= _HIDDEN_SHARE * pace.compute_s)
-    every = next(hidden, _LOCAL_EVERY[-1])
-    return Setting(f"local, every {every}", _LOCAL_SPEC, every=every, care=Care.LOCAL)
+    every = hiding_interval(pace, links, layers, codec_s)
+    return Setting(f"local, every {every}", FEW_BITS, every=every, care=Care.LOCAL)
 
 
 BY_LINK = (
@@ -170,7 +163,7 @@ def plan_of(setting: Setting, measured: Measured) -> Plan:
 
 def compressors_of(settings: Sequence[Setting], shapes: Mapping[str, Sequence[int]]) -> set[Compressor]:
     """Compressors whose speed predictions need."""
-    specs = {setting.spec for setting in settings if setting.spec} | {_LOCAL_SPEC}
+    specs = {setting.spec for setting in settings if setting.spec} | {FEW_BITS}
     return {c for spec in specs for c in Plan.build(shapes, spec).layers.values()} | {Raw()}
 
 

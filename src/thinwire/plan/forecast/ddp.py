@@ -21,6 +21,11 @@ from thinwire.plan.forecast.timeline import Transfer, finish
 _NATIVE_DEPTH = 2
 """All-reduces that gloo has under way at once."""
 _STAR = ScatterReduceAllGather()
+FEW_BITS = "gaussian(bits=2)"
+"""What local updates send their pseudo-gradients with, and `CompressedAdamW` its gradients."""
+_INTERVALS = (10, 25, 50, 100, 250, 500)
+_HIDDEN_SHARE = 0.05
+"""Of a step: exchanges that take less are as good as none."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,15 @@ def local_step(
 ) -> float:
     """Seconds of a step of local updates: every ``every`` steps all layers are exchanged, and nothing else is done."""
     return pace.compute_s + exchange_seconds(pace, links, layers, codec_s) / every
+
+
+def hiding_interval(
+    pace: Pace, links: Links, layers: Mapping[str, Compressor], codec_s: Mapping[Compressor, float]
+) -> int:
+    """The least number of steps, from 10 to 500, between exchanges of local updates that hides these; 500 if none."""
+    took = exchange_seconds(pace, links, layers, codec_s)
+    hidden = (every for every in _INTERVALS if took / every <= _HIDDEN_SHARE * pace.compute_s)
+    return next(hidden, _INTERVALS[-1])
 
 
 def exchange_seconds(

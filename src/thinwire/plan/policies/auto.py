@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -11,7 +11,16 @@ import numpy as np
 
 from thinwire.collectives import Algorithm, Hierarchical, ScatterReduceAllGather, parse_algorithm
 from thinwire.compressors import Coded, Compressor, Raw, parse, unwrap
-from thinwire.plan.forecast.ddp import Bucket, Pace, coded_transfer, native_step, planned_step
+from thinwire.plan.forecast.ddp import (
+    FEW_BITS,
+    Bucket,
+    Pace,
+    coded_transfer,
+    hiding_interval,
+    local_step,
+    native_step,
+    planned_step,
+)
 from thinwire.plan.forecast.links import Links
 from thinwire.plan.policies import allocate
 from thinwire.plan.policies.candidates import LayerCandidates, usable_gradients, with_error_feedback
@@ -19,6 +28,8 @@ from thinwire.plan.policies.policy import Evidence, Policy, Proposal, StepTime
 
 _ALIKE = 0.25
 """Relative change of a link up to which earlier measurements on it remain valid."""
+_BOUND = 0.25
+"""Share of computing that communication may add to the shortest step before other ways of training are named."""
 _AHEAD = 0.97
 """The step of another collective algorithm must be shorter by this factor than the present one's, and than that of one
 named before it."""
@@ -97,7 +108,7 @@ class Auto(Policy):
         compressors = self._compressors()
         coded = [c for c in compressors if isinstance(c, Coded)]
         inner = [t.inner(c) for t in self.considers if isinstance(t, Hierarchical) for c in coded]
-        return frozenset({*compressors, *inner, Raw()})
+        return frozenset({*compressors, *inner, parse(FEW_BITS), Raw()})
 
     def _compressors(self) -> tuple[Compressor, ...]:
         return with_error_feedback([parse(spec) for spec in self.candidates])
@@ -142,6 +153,7 @@ class Auto(Policy):
         rows = [row for row, _ in table]
         errors = {c.name: float(c.errors[c.candidates.index(chosen[c.name])]) for c in rows}
         note += f"; {_summary(chosen)}, error {_relative(errors, rows):.3f} of {self.error:g}" if on else ""
+        note += model.other_ways(step, evidence.reference)
         solve_s = time.perf_counter() - started - errors_s
         everything = dict.fromkeys(evidence.reference, memory)
         return Proposal(chosen, errors, {}, note, everything, errors_s, solve_s, model.algorithm if on else None)
@@ -223,9 +235,25 @@ class _StepModel:
         """Seconds of a step with a plan of the layers that may be compressed."""
         if all(isinstance(c, Raw) for c in plan.values()):
             return native_step(self.pace, self.links)
-        names = [name for bucket in self.pace.buckets for name, _ in bucket.layers]
-        layers = {name: plan.get(name, Raw()) for name in names}
-        return planned_step(self.pace, self.links, layers, self.codec_s, self.algorithm)
+        return planned_step(self.pace, self.links, self._layers(plan), self.codec_s, self.algorithm)
+
+    def _layers(self, plan: Mapping[str, Compressor]) -> dict[str, Compressor]:
+        return {name: plan.get(name, Raw()) for bucket in self.pace.buckets for name, _ in bucket.layers}
+
+    def other_ways(self, step_s: float, compressible: Iterable[str]) -> str:
+        """What the best step of ``step_s`` leaves to other ways of training: a note, empty where that is little."""
+        compute_s = self.pace.compute_s
+        if step_s <= (1 + _BOUND) * compute_s:
+            return ""
+        plan = dict.fromkeys(compressible, parse(FEW_BITS))
+        layers = self._layers(plan)
+        every = hiding_interval(self.pace, self.links, layers, self.codec_s)
+        rare_s = local_step(self.pace, self.links, layers, self.codec_s, every)
+        return (
+            f"; {1 - compute_s / step_s:.0%} of the shortest step is communication still: with "
+            f"thinwire.optim.CompressedAdamW in 2 bits a step would take {1e3 * self.step_s(plan):.0f} ms, with "
+            f"thinwire.local.DiLoCo in 2 bits, every={every}, {1e3 * rare_s:.0f} ms"
+        )
 
     def layer_s(self, compressor: Compressor, shape: Sequence[int]) -> float:
         """Seconds that a layer adds to its bucket. Latencies are counted for the bucket."""
