@@ -4,6 +4,7 @@ Compressors lie under `thinwire.compressors`, policies under `thinwire.policies`
 local updates under `thinwire.local`, and where pipelines keep messages under `thinwire.store`.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from thinwire import compressors, data, local, optim, policies, store
@@ -39,11 +40,13 @@ from thinwire.trainers import accelerate_handler, lightning_strategy, trainer_ca
 
 if TYPE_CHECKING:
     from thinwire.pipeline.stage import CompressedStage, compress_stage
+    from thinwire.pipeline.tensor_parallel import CompressedRowwiseParallel
 
 __all__ = [
     "AggregatorAddress",
     "Checks",
     "CommunicationError",
+    "CompressedRowwiseParallel",
     "CompressedStage",
     "Decision",
     "DisagreementError",
@@ -85,13 +88,15 @@ __all__ = [
 
 register_backend()
 
-_LATE = ("CompressedStage", "compress_stage")
+_LATE = {
+    "CompressedRowwiseParallel": "thinwire.pipeline.tensor_parallel",
+    "CompressedStage": "thinwire.pipeline.stage",
+    "compress_stage": "thinwire.pipeline.stage",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # PyTorch's pipelining takes longer to import than all of thinwire: only who uses it pays.
+    # PyTorch's pipelining and tensor parallelism take longer to import than all of thinwire: only who uses them pays.
     if name in _LATE:
-        from thinwire.pipeline import stage
-
-        return getattr(stage, name)
+        return getattr(import_module(_LATE[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -76,6 +76,27 @@ def test_the_pipeline_learns_and_sends_less() -> None:
     assert min(float(ratio) for ratio in re.findall(r"\((\d+\.\d+)x less\)", told)) > 4
 
 
+@pytest.mark.timeout(200)
+def test_a_stream_is_sent_as_changes_from_centres() -> None:
+    told = run("pipeline_stream.py", 2)
+    found = losses(told)
+    assert len(found) == 5
+    assert found[-1] < 0.5 * found[0]
+    assert min(float(ratio) for ratio in re.findall(r"\((\d+\.\d+)x less\)", told)) > 4
+    assert told.count("33792 bytes of centres") == 2
+
+
+@pytest.mark.timeout(200)
+def test_tensor_parallelism_learns_and_sends_less() -> None:
+    told = run("tensor_parallel.py", 2)
+    found = losses(told)
+    assert len(found) == 8
+    assert found[-1] < 0.97 * found[0]
+    ratios = [float(ratio) for ratio in re.findall(r"\((\d+\.\d+)x less\)", told)]
+    assert len(ratios) == 2
+    assert min(ratios) > 3
+
+
 TRAINERS = {
     "transformers": ("transformers", lambda: run("trainer.py", 2)),
     "accelerate": ("accelerate", lambda: run("trainer.py", 2, "--accelerate")),

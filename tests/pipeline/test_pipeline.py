@@ -179,6 +179,22 @@ def half(rank: int, dtype: torch.dtype) -> Any:
     return pipe.digests(), losses, pipe.stages[0].stats
 
 
+@pytest.mark.parametrize("name", ["gpipe", "zero bubble"])
+def test_cluster_centres_train_and_take_no_more_memory_for_more_samples(name: str) -> None:
+    options = {**FW3_BW6, "store": thinwire.store.Centres(num=8), "check_every": 2}
+    answers = run_ranks(train, 2, 2, name, 3, options)
+    check_sides([answer["digests"] for answer in answers], [0] if name == "gpipe" else [0, 1, 2])
+    sides = 1 if name == "gpipe" else 2
+    losses = losses_of(answers)
+    assert losses[-1] < losses[0]
+    for stats in (s for answer in answers for s in answer["stats"]):
+        assert stats.store_bytes in (thinwire.store.centre_bytes(8, (LENGTH, WIDTH)) * n for n in range(1, sides + 1))
+        assert not stats.kept_samples
+        assert not stats.resets
+        if stats.epochs:
+            assert 0 < stats.epochs[1].delta < stats.epochs[1].activation
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
     (mine, _, stats), (theirs, losses, _) = run_ranks(half, 2, dtype)

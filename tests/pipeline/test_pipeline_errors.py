@@ -126,6 +126,8 @@ def test_ids_are_checked_where_they_are_given(arguments: tuple[Any, ...], messag
         ({"warmup_epochs": -1}, "warmup_epochs must be at least 0"),
         ({"forward": "maxabs(bits=4)", "warmup_epochs": 1}, "counts visits of samples"),
         ({"store": "memory"}, "store must be thinwire.store.Memory"),
+        ({"store": thinwire.store.Centres(), "precision": 8}, "cluster centres are kept in 32 bits"),
+        ({"store": thinwire.store.Centres(), "warmup_epochs": 1}, "which cluster centres do not know"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:

@@ -90,15 +90,22 @@ def run(
 
 
 def place(kind: str, folder: Path, **more: Any) -> Any:
-    return (
-        thinwire.store.Memory()
-        if kind == "memory"
-        else thinwire.store.Disk(folder / "store", num_samples=SAMPLES, **more)
-    )
+    if kind == "disk":
+        return thinwire.store.Disk(folder / "store", num_samples=SAMPLES, **more)
+    return thinwire.store.Memory() if kind == "memory" else thinwire.store.Centres(num=20, window=50)
 
 
-@pytest.mark.parametrize("kind", ["memory", "disk"])
-@pytest.mark.parametrize(("name", "precision"), [("gpipe", 32), ("interleaved", 4)])
+@pytest.mark.parametrize(
+    ("kind", "name", "precision"),
+    [
+        ("memory", "gpipe", 32),
+        ("memory", "interleaved", 4),
+        ("disk", "gpipe", 32),
+        ("disk", "interleaved", 4),
+        ("centres", "gpipe", 32),
+        ("centres", "interleaved", 32),
+    ],
+)
 def test_a_resumed_run_is_the_run_that_was_not_stopped(kind: str, name: str, precision: int, tmp_path: Path) -> None:
     options = {**FW3_BW6, "precision": precision}
     whole = run_ranks(run, 2, tmp_path, name, {**options, "store": place(kind, tmp_path / "whole")}, 100)

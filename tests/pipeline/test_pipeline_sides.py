@@ -154,6 +154,45 @@ def test_both_sides_keep_the_same_whatever_happens(steps, precision, warmup, bud
         assert pair.earlier.stats.resets == pair.later.stats.resets == 0
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    steps=steps(),
+    num=st.integers(1, 12),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 1000),
+)
+def test_both_sides_have_the_same_centres_whatever_happens(steps, num, dtype, seed) -> None:
+    pair = Pair(
+        dtype,
+        forward="delta(maxabs(bits=4))",
+        max_length=LENGTH,
+        store=thinwire.store.Centres(num=num, window=20),
+    )
+    resets = 0
+    for number, (samples, chunks, padded, lengths, lost) in enumerate(steps):
+        for _, earlier in lost:
+            side, other = (pair.earlier, pair.later) if earlier else (pair.later, pair.earlier)
+            if side.store is not None and other.store is not None:
+                side.store.clear()
+                resets += len(samples) if other.store.digest() != side.store.digest() else 0
+        pair.begin(Batch.of(samples, padded, lengths, ()), chunks)
+        kinds = {kind for chunk in range(chunks) for kind in pair.earlier.layout("forward", chunk).kinds}
+        assert len(kinds) == 1, "all samples have centres, or none has"
+        for chunk in range(chunks):
+            tensors = pair.tensors(chunk, chunks, seed + 100 * number + chunk)
+            arrived = pair.send("forward", chunk, tensors)
+            for i, length in enumerate(pair.earlier.layout("forward", chunk).rows.lengths):
+                assert not arrived[0][i, length:].any(), "nothing arrives behind a sample's length"
+                off = (tensors[0][i, :length].float() - arrived[0][i, :length].float()).abs()
+                assert not off.numel() or float(off.max()) <= (0 if kinds == {Encoding.RAW} else 30 / 7)
+        assert pair.same()
+        assert pair.earlier.store is not None
+        parts = pair.earlier.store.form.parts
+        expected = sum(thinwire.store.centre_bytes(num, (part.positions, part.width)) for part in parts)
+        assert pair.earlier.store.num_bytes == expected
+    assert pair.earlier.stats.resets + pair.later.stats.resets == resets
+
+
 def test_a_sample_that_one_side_lost_is_sent_whole_and_is_kept_again_by_both() -> None:
     pair = Pair(forward="delta(maxabs(bits=3))")
     batch = Batch.of([4, 9], None, None, ())

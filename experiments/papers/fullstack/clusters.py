@@ -11,11 +11,11 @@ from torch import Tensor
 
 from experiments.papers.aqsgd.stages import Part, build
 from experiments.papers.aqsgd.tasks import FineTuning
-from experiments.papers.fullstack.centres import Centres
 from experiments.papers.fullstack.simulated import Boundary, cross
 from thinwire.compare.gpt import next_token_loss
 from thinwire.compressors import Coded, parse
 from thinwire.kernels import derive_key
+from thinwire.store import CentreTable
 
 _NUM_CENTRES = 256
 _LAST_SHARE = 0.25
@@ -26,7 +26,7 @@ class CentreBoundary(Boundary):
 
     def __init__(self, spec: str, name: str, width: int, seed: int, num: int = _NUM_CENTRES) -> None:
         super().__init__(spec, name, (), seed)
-        self.of_sender, self.of_receiver = Centres(num, width), Centres(num, width)
+        self.of_sender, self.of_receiver = CentreTable(num, width), CentreTable(num, width)
         self.moved = self.magnitude = 0.0
 
     def send(self, a: Tensor, samples: Any, windows: Any = None) -> Tensor:

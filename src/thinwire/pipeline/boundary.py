@@ -17,7 +17,7 @@ from thinwire.pipeline.message import Encoding, MessageLayout
 from thinwire.pipeline.options import PipelineOptions, fitted
 from thinwire.pipeline.schedule_step import ScheduleStep
 from thinwire.pipeline.stats import PipelineStats
-from thinwire.store import Entry, RecordFormat, Rows, Store
+from thinwire.store import RecordFormat, Rows, Store
 
 _DRAWS = {"forward": 1, "backward": 2, "store": 3, "evaluation": 4}
 UNSEEN = 2**63 - 1
@@ -54,7 +54,10 @@ class BoundarySide:
         self._kinds: dict[int, Encoding] = {}
         self._warm: frozenset[int] = frozenset()
         self._refused: frozenset[int] = frozenset()
-        self._known: dict[int, Entry | None] = {}
+        self._visits: dict[int, int] = {}
+        """Of the step's samples, how often both sides have seen them; 0 if they are sent whole."""
+        self._kept: frozenset[int] = frozenset()
+        """Those for which this side keeps something."""
         self._buffers: dict[tuple[Direction, int], Tensor] = {}
         self._layouts: dict[tuple[Direction, int], MessageLayout] = {}
         self._scratch_tensors: dict[str, Tensor] = {}
@@ -117,14 +120,10 @@ class BoundarySide:
             damaged = self.store.verify(samples)
             self.stats.corrupt += len(damaged)
             self.stats.resets += len(damaged)
-            self._known = {sample: self.store.entry(sample) for sample in samples}
-            return [self._view(sample, entry, compare) for sample, entry in self._known.items()]
-
-    def _view(self, sample: int, entry: Entry | None, compare: bool) -> int:
-        if entry is None:
-            return UNSEEN
-        assert self.store is not None
-        return derive_key(*entry, self.store.checksum(sample) if compare else 0) >> 2
+            self._visits = {sample: self.store.visits(sample) for sample in samples}
+            views = {sample: self.store.view(sample, compare=compare) for sample in samples}
+            self._kept = frozenset(sample for sample, view in views.items() if view is not None)
+            return [UNSEEN if view is None else view >> 2 for view in views.values()]
 
     def decide_encodings(self, samples: Sequence[int], same: Sequence[bool]) -> None:
         """Decide how each sample is sent.
@@ -134,28 +133,25 @@ class BoundarySide:
             same: For each of them, whether both sides keep the same message of it.
         """
         assert self.store is not None
-        agreed = {sample: self._known[sample] if alike else None for sample, alike in zip(samples, same, strict=True)}
-        for sample, entry in agreed.items():
-            if entry is None and self._known[sample] is not None:
-                self.store.forget(sample)
-                self.stats.resets += 1
-        self._known = agreed
+        agreed = {sample: self._visits[sample] if alike else 0 for sample, alike in zip(samples, same, strict=True)}
+        differing = [s for s, alike in zip(samples, same, strict=True) if not alike and s in self._kept]
+        self.store.reset(differing)
+        self.stats.resets += len(differing)
+        self._visits = agreed
         self._refused = self.store.admit(samples)
         warmup = self.options.warmup_epochs
         # Nobody counts the visits of a sample without room in the store, so that its warm-up would never end.
         self._warm = frozenset(
-            sample
-            for sample, entry in agreed.items()
-            if sample not in self._refused and (entry.visits if entry else 0) < warmup
+            sample for sample, visits in agreed.items() if sample not in self._refused and visits < warmup
         )
-        self._kinds = {sample: self._kind(sample, entry) for sample, entry in agreed.items()}
+        self._kinds = {sample: self._kind(sample, visits) for sample, visits in agreed.items()}
         for chunk in range(_AHEAD):
             self._load_ahead(chunk)
 
-    def _kind(self, sample: int, entry: Entry | None) -> Encoding:
+    def _kind(self, sample: int, visits: int) -> Encoding:
         if sample in self._warm:
             return Encoding.RAW
-        if entry is not None:
+        if visits:
             return Encoding.CODED
         bits, precision = 8 * self._crossings["forward"].dtype.itemsize, self.options.precision
         # What is kept has no more than a record's bits, and the next stage computes on what is kept.
@@ -193,8 +189,9 @@ class BoundarySide:
         else:
             kinds = [Encoding.RAW if sample in self._warm else Encoding.CODED for sample in rows.samples]
         record_bytes = 0 if self.store is None else self.store.form.record_bytes
+        chooses = self.store is not None and self.store.chooses and direction == "forward"
         return MessageLayout.build(
-            crossing, rows, kinds, self._coders[direction, True], record_bytes=record_bytes, site=site
+            crossing, rows, kinds, self._coders[direction, True], record_bytes=record_bytes, chooses=chooses, site=site
         )
 
     def shapes(self, direction: Direction, chunk: int) -> list[tuple[int, ...]]:
@@ -271,7 +268,12 @@ class BoundarySide:
                 into[i].copy_(values.view(into[i].shape))
 
     def _pack_change(self, flat: Tensor, layout: MessageLayout, chunk: int, message: Tensor) -> Callable[[], None]:
-        values, m = flat.float(), self._loads.pop(chunk).result()
+        assert self.store is not None
+        values, choices = flat.float(), None
+        if layout.chosen is not None:
+            choices = self.store.choose(values, layout.rows)
+            layout.put_choices(choices, message)
+        m = self._loaded(chunk, layout, choices)
         change = torch.sub(values, m, out=self._scratch("change", values))
         layout.put_raw(flat, message)
         layout.encode(change, message, self._key("forward"))
@@ -280,7 +282,7 @@ class BoundarySide:
             with self.stats.timed("store"):
                 layout.decode(message, m, add=True)
                 self._note(values, change, layout)
-                self._save(*self._renew(m, values, layout, message, sent=True), layout)
+                self._save(*self._renew(m, values, layout, message, sent=True), layout, choices)
 
         if not layout.records:
             return keep
@@ -289,10 +291,11 @@ class BoundarySide:
 
     def _unpack_change(self, whole: Tensor, layout: MessageLayout, chunk: int, message: Tensor) -> Tensor:
         self._load_ahead(chunk + _AHEAD)
-        m = self._loads.pop(chunk).result()
+        choices = layout.take_choices(message)
+        m = self._loaded(chunk, layout, choices)
         layout.decode(message, m, add=True)
         kept, records = self._renew(m, whole.float(), layout, message, sent=False)
-        self.saves.append(self._beside.submit(lambda: self._timed_save(kept, records, layout)))
+        self.saves.append(self._beside.submit(lambda: self._timed_save(kept, records, layout, choices)))
         warm = [i for i in layout.rows_sent_as(Encoding.RAW) if layout.rows.samples[i] in self._warm]
         if kept is m or not warm:
             return kept
@@ -305,19 +308,27 @@ class BoundarySide:
     def _load_ahead(self, chunk: int) -> None:
         # Called before `pack` of an earlier micro-batch is submitted, which would otherwise wait for what is behind it.
         assert self._step is not None
-        if self._step.training and self.store is not None and chunk < self._num_chunks:
-            self._loads[chunk] = self._beside.submit(lambda: self._load(self.layout("forward", chunk)))
+        if self.store is None or self.store.chooses:
+            return
+        if self._step.training and chunk < self._num_chunks:
+            self._loads[chunk] = self._beside.submit(lambda: self._load(self.layout("forward", chunk), None))
 
-    def _load(self, layout: MessageLayout) -> Tensor:
+    def _loaded(self, chunk: int, layout: MessageLayout, choices: Tensor | None) -> Tensor:
+        """m(ξ) of the micro-batch's samples, which was loaded ahead unless the sender chooses it."""
+        ahead = self._loads.pop(chunk, None)
+        return self._load(layout, choices) if ahead is None else ahead.result()
+
+    def _load(self, layout: MessageLayout, choices: Tensor | None) -> Tensor:
         """m(ξ) of the micro-batch's samples; zero where nothing is kept."""
         assert self.store is not None
         coded, rows = layout.rows_sent_as(Encoding.CODED), layout.rows
         with self.stats.timed("store"):
             if len(coded) == len(rows.samples) and coded:
-                return self.store.load(rows)
+                return self.store.load(rows, choices)
             m = torch.zeros(_numel(layout.crossing, rows))
             if coded:
-                m.view(len(rows.samples), -1)[coded] = self.store.load(_some(rows, coded)).view(len(coded), -1)
+                found = self.store.load(_some(rows, coded), None if choices is None else choices[coded])
+                m.view(len(rows.samples), -1)[coded] = found.view(len(coded), -1)
             return m
 
     def _renew(
@@ -342,11 +353,11 @@ class BoundarySide:
                 records[i].copy_(record)
         return (m if form.precision == 32 else form.decode(records, rows.lengths, rows)), records
 
-    def _timed_save(self, kept: Tensor, records: Tensor, layout: MessageLayout) -> None:
+    def _timed_save(self, kept: Tensor, records: Tensor, layout: MessageLayout, choices: Tensor | None) -> None:
         with self.stats.timed("store"):
-            self._save(kept, records, layout)
+            self._save(kept, records, layout, choices)
 
-    def _save(self, kept: Tensor, records: Tensor, layout: MessageLayout) -> None:
+    def _save(self, kept: Tensor, records: Tensor, layout: MessageLayout, choices: Tensor | None) -> None:
         """Save the micro-batch's new m(ξ), of values ``kept``. A sample with NaN or Inf in its message is not kept: it
         counts as unseen."""
         assert self.store is not None
@@ -358,8 +369,9 @@ class BoundarySide:
             if not finite[i]:
                 self.stats.nonfinite += 1
                 self.store.forget(sample)
-        everything = len(keep) == len(rows.samples)
-        self.store.save(records if everything else records[keep], _some(rows, keep), self._step.training_step)
+        if len(keep) < len(rows.samples):
+            records, choices = records[keep], None if choices is None else choices[keep]
+        self.store.save(records, _some(rows, keep), self._step.training_step, choices)
 
     def _note(self, values: Tensor, change: Tensor, layout: MessageLayout) -> None:
         """Count how large activations are and how far they moved (S0, Figure 1b)."""
@@ -369,10 +381,10 @@ class BoundarySide:
         room = self._scratch("magnitudes", values)
         table = [torch.abs(x, out=room).view(len(rows.samples), -1).sum(1).tolist() for x in (values, change)]
         for i, sample in enumerate(rows.samples):
-            known = self._known[sample]
+            visits = self._visits[sample]
             numel = sum(part.at(rows.lengths[i]) for part in layout.crossing.parts(rows.padded))
-            moved = table[1][i] if known is not None else 0.0
-            self.stats.note(known.visits if known else 0, [table[0][i]], [moved], numel)
+            moved = table[1][i] if visits else 0.0
+            self.stats.note(visits, [table[0][i]], [moved], numel)
 
     def _scratch(self, name: str, like: Tensor) -> Tensor:
         """Scratch memory of the shape of ``like``, kept from call to call: fresh pages cost more than the encoding."""
@@ -415,4 +427,5 @@ def _numel(crossing: BoundaryTensors, rows: Rows) -> int:
 
 
 def _some(rows: Rows, which: Sequence[int]) -> Rows:
-    return Rows(tuple(rows.samples[i] for i in which), tuple(rows.lengths[i] for i in which), rows.padded)
+    samples, lengths = tuple(rows.samples[i] for i in which), tuple(rows.lengths[i] for i in which)
+    return Rows(samples, lengths, rows.padded, tuple(rows.corners[i] for i in which) if rows.corners else ())

@@ -50,6 +50,9 @@ class MessageLayout:
     coded: tuple[tuple[Coded, Segments], ...]
     records: tuple[tuple[int, int], ...]
     """Rows that are sent as records, and the byte at which each record starts."""
+    chosen: tuple[int, Tensor] | None
+    """The byte at which the sender's choices start, and of which vectors they are: bool (samples, vectors of each).
+    None where a store leaves no choice, or nothing is compressed."""
     others: tuple[_Other, ...]
     num_bytes: int
     digest: int
@@ -62,6 +65,7 @@ class MessageLayout:
         coders: Sequence[Coded],
         *,
         record_bytes: int = 0,
+        chooses: bool = False,
         site: str = "",
     ) -> MessageLayout:
         """The layout for these samples.
@@ -72,6 +76,7 @@ class MessageLayout:
             kinds: How each of them is sent.
             coders: A compressor for each activation tensor.
             record_bytes: Size of a record.
+            chooses: Whether the sender chooses what the changes of vectors are taken from: a byte for each.
             site: Distinguishes the random draws of this boundary from those of others.
         """
         at = HEADER_BYTES
@@ -93,6 +98,11 @@ class MessageLayout:
                 (raw if kind is Encoding.RAW else coded[t]).append(piece)
                 start += part.at(rows.padded)
                 at += coder.payload_bytes(piece.numel, crossing.dtype)
+        chosen = None
+        if chooses and Encoding.CODED in kinds:
+            which = rows.vectors(parts) & torch.tensor([kind is Encoding.CODED for kind in kinds]).view(-1, 1)
+            chosen = at, which
+            at += align(int(which.sum()))
         others = []
         shapes = crossing.shapes(len(rows.samples), rows.padded)
         for i in crossing.others:
@@ -107,6 +117,7 @@ class MessageLayout:
             Segments.build(raw),
             tuple((coder, Segments.build(pieces)) for coder, pieces in zip(coders, coded, strict=True) if pieces),
             tuple(records),
+            chosen,
             tuple(others),
             at,
             derive_key(*facts),
@@ -115,6 +126,22 @@ class MessageLayout:
     def rows_sent_as(self, kind: Encoding) -> list[int]:
         """Indices of the samples in the micro-batch that are sent as ``kind``."""
         return [i for i, own in enumerate(self.kinds) if own is kind]
+
+    def put_choices(self, choices: Tensor, message: Tensor) -> None:
+        """Copy the sender's choices, uint8 (samples, vectors of each), into ``message``."""
+        assert self.chosen is not None, "the store leaves a choice"
+        start, which = self.chosen
+        made = choices[which]
+        message[start : start + len(made)] = made
+
+    def take_choices(self, message: Tensor) -> Tensor | None:
+        """The sender's choices; 0 for vectors that have none. None where there are none."""
+        if self.chosen is None:
+            return None
+        start, which = self.chosen
+        choices = torch.zeros(which.shape, dtype=torch.uint8)
+        choices[which] = message[start : start + int(which.sum())]
+        return choices
 
     def put_others(self, tensors: Sequence[Tensor], message: Tensor) -> None:
         """Copy the tensors that hold no activations into ``message``."""

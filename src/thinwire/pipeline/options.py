@@ -10,7 +10,7 @@ from thinwire.kernels import FORMAT_VERSION
 from thinwire.pipeline.boundary_tensors import BoundaryTensors, Direction
 from thinwire.plan.pipeline.contraction import check_contraction
 from thinwire.plan.policies import ByLink
-from thinwire.store import Disk, Memory, Place, check_precision
+from thinwire.store import Memory, Place, check_precision
 
 Specs = str | Compressor | Sequence[str | Compressor]
 """One for all boundaries, or one for each, the first stage's first."""
@@ -37,16 +37,17 @@ class PipelineOptions:
     def __post_init__(self) -> None:
         forward = tuple(parse(spec) for spec in _listed(self.forward))
         for compressor in dict.fromkeys(forward):
-            inner = _coded("forward", compressor.coder if isinstance(compressor, Delta) else compressor)
+            inner = coded("forward", compressor.coder if isinstance(compressor, Delta) else compressor)
             if inner is not compressor:
                 check_contraction(inner)
-        backward = tuple(_coded("backward", parse(spec)) for spec in _listed(self.backward))
+        backward = tuple(coded("backward", parse(spec)) for spec in _listed(self.backward))
         object.__setattr__(self, "_forward", forward)
         object.__setattr__(self, "_backward", backward)
-        object.__setattr__(self, "evaluation_coder", _coded("evaluation", parse(self.evaluation)))
+        object.__setattr__(self, "evaluation_coder", coded("evaluation", parse(self.evaluation)))
         if not isinstance(self.store, Place):
             raise TypeError(
-                f"store must be thinwire.store.Memory(...) or thinwire.store.Disk(path, ...), not {self.store!r}"
+                "store must be thinwire.store.Memory(...), thinwire.store.Disk(path, ...) or "
+                f"thinwire.store.Centres(...), not {self.store!r}"
             )
         if self.adapt is not None:
             _check_choices(self.adapt, forward)
@@ -54,6 +55,7 @@ class PipelineOptions:
         check_int("seed", self.seed, 0)
         check_int("warmup_epochs", self.warmup_epochs, 0)
         check_int("check_every", self.check_every, 1)
+        self.store.check(precision=self.precision, warmup_epochs=self.warmup_epochs)
         if self.max_length is not None:
             check_int("max_length", self.max_length, 1)
         if self.warmup_epochs and not self.keeps:
@@ -84,7 +86,7 @@ class PipelineOptions:
         else:
             given = self._forward if direction == "forward" else self._backward
             compressor = given[boundary % len(given)]
-        return _coded(direction, compressor.coder if isinstance(compressor, Delta) else compressor)
+        return coded(direction, compressor.coder if isinstance(compressor, Delta) else compressor)
 
     def check(self, num_stages: int) -> None:
         """Raise ``ValueError`` unless there is one compressor, or one for each boundary of ``num_stages`` stages."""
@@ -96,13 +98,7 @@ class PipelineOptions:
 
     def record(self, num_stages: int) -> dict[str, str]:
         """The options that all ranks must have in common."""
-        place = {
-            "kind": type(self.store).__name__,
-            "num_samples": self.store.num_samples,
-            "budget_bytes": self.store.budget_bytes,
-            "evict": self.store.evict,
-            "snapshots": self.store.snapshots if isinstance(self.store, Disk) else None,
-        }
+        place = {"kind": type(self.store).__name__, **self.store.facts()}
         return {
             "wire format": str(FORMAT_VERSION),
             "num_stages": str(num_stages),
@@ -129,11 +125,11 @@ def _check_choices(adapt: ByLink, given: Sequence[Compressor]) -> None:
             "delta(...) throughout, or nowhere"
         )
     for compressor in forward:
-        inner = _coded("forward", compressor.coder if isinstance(compressor, Delta) else compressor)
+        inner = coded("forward", compressor.coder if isinstance(compressor, Delta) else compressor)
         if inner is not compressor:
             check_contraction(inner)
     for spec in adapt.backward:
-        _coded("backward", parse(spec))
+        coded("backward", parse(spec))
 
 
 def _listed(specs: Specs) -> Sequence[str | Compressor]:
@@ -144,7 +140,12 @@ def _listed(specs: Specs) -> Sequence[str | Compressor]:
     return specs
 
 
-def _coded(name: str, compressor: Compressor) -> Coded:
+def coded(name: str, compressor: Compressor) -> Coded:
+    """``compressor``, if activations or gradients can be sent in it.
+
+    Raises:
+        ValueError: They cannot; ``name`` is that of the option.
+    """
     if isinstance(compressor, Delta):
         raise ValueError(
             f"{name}={compressor}: only activations on their way forward are compared with their last visit; give "
@@ -173,4 +174,4 @@ def _fitted(coder: Coded, shape: Sequence[int]) -> Coded:
         raise ValueError(f"{coder} cannot code activations of shape {tuple(shape)} a sample: {why}") from None
     if isinstance(found, Raw):
         raise ValueError(f"{coder} cannot code activations of shape {tuple(shape)} a sample: they would be sent raw")
-    return _coded("the compressor", found)
+    return coded("the compressor", found)

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from thinwire.pipeline.boundary_tensors import chunk_sizes
-from thinwire.store import LARGEST_SAMPLE, Rows
+from thinwire.store import LARGEST_SAMPLE, Corner, Rows
 
 Ids = Sequence[int] | Tensor
 """One integer for each sample."""
+Corners = Sequence[Sequence[int]] | Tensor
+"""Two integers for each sample: shape (samples, 2)."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,12 @@ class Batch:
     length: int | None = None
     lengths: tuple[int, ...] | None = None
     upcoming: tuple[int, ...] = ()
+    corners: tuple[Corner, ...] | None = None
 
     @staticmethod
-    def of(samples: Ids, length: int | None, lengths: Ids | None, upcoming: Ids) -> Batch:
+    def of(
+        samples: Ids, length: int | None, lengths: Ids | None, upcoming: Ids, corners: Corners | None = None
+    ) -> Batch:
         """The batch, after its ids and lengths are checked.
 
         Raises:
@@ -44,7 +49,17 @@ class Batch:
             raise ValueError(f"a sample has {max(listed_lengths)} positions, in a batch padded to {length}")
         if length is not None and length < 1:
             raise ValueError(f"length must be at least 1, not {length}")
-        return Batch(ids, length, listed_lengths, _integers("upcoming ids", upcoming))
+        return Batch(ids, length, listed_lengths, _integers("upcoming ids", upcoming), _corners(corners, len(ids)))
+
+
+def _corners(corners: Corners | None, count: int) -> tuple[Corner, ...] | None:
+    if corners is None:
+        return None
+    pairs = corners.tolist() if isinstance(corners, Tensor) else [list(pair) for pair in corners]
+    if len(pairs) != count or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
+        raise ValueError(f"corners are {count} pairs of pixels, down and to the right, one for each sample")
+    flat = _integers("corners", [pixels for pair in pairs for pixels in pair])
+    return tuple(zip(flat[::2], flat[1::2], strict=True))
 
 
 def _integers(what: str, values: Ids) -> tuple[int, ...]:
@@ -80,4 +95,5 @@ class ScheduleStep:
         here = slice(sum(sizes[:chunk]), sum(sizes[: chunk + 1]))
         padded = length if self.batch.length is None or not length else self.batch.length
         lengths = (padded,) * sizes[chunk] if self.batch.lengths is None else self.batch.lengths[here]
-        return Rows(self.batch.samples[here], tuple(min(own, padded) for own in lengths), padded)
+        corners = () if self.batch.corners is None else self.batch.corners[here]
+        return Rows(self.batch.samples[here], tuple(min(own, padded) for own in lengths), padded, corners)

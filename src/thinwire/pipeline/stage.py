@@ -16,7 +16,7 @@ from thinwire.collectives import PeerFailedError
 from thinwire.compressors import Compressor
 from thinwire.pipeline.boundary_tensors import Direction
 from thinwire.pipeline.options import PipelineOptions, Specs
-from thinwire.pipeline.schedule_step import Batch, Ids
+from thinwire.pipeline.schedule_step import Batch, Corners, Ids
 from thinwire.pipeline.stage_compression import StageCompression
 from thinwire.pipeline.stage_group import stage_group_of
 from thinwire.pipeline.stats import PipelineStats
@@ -48,7 +48,13 @@ class CompressedStage(PipelineStage):
         self._compression = StageCompression(self, options, self._stage_group.beside)
 
     def set_sample_ids(
-        self, ids: Ids, *, length: int | None = None, lengths: Ids | None = None, upcoming: Ids = ()
+        self,
+        ids: Ids,
+        *,
+        length: int | None = None,
+        lengths: Ids | None = None,
+        upcoming: Ids = (),
+        corners: Corners | None = None,
     ) -> None:
         """Set the samples of the next ``schedule.step()``, in their order in the batch. Needed on the first stage.
 
@@ -63,11 +69,13 @@ class CompressedStage(PipelineStage):
             lengths: of each sample, where its padding (at the end) need not be sent: behind it, activations and
                 gradients arrive as zeros.
             upcoming: ids of the batch after this one, whose messages are then read ahead.
+            corners: (samples, 2), where each image was cropped, for ``store=thinwire.store.Crops(...)``: pixels from
+                the padded image's upper left corner to that of the crop, down and to the right.
 
         Raises:
-            TypeError, ValueError: these are no ids or lengths.
+            TypeError, ValueError: these are no ids, lengths or corners.
         """
-        self._compression.give_batch(Batch.of(ids, length, lengths, upcoming))
+        self._compression.give_batch(Batch.of(ids, length, lengths, upcoming, corners))
 
     @property
     def stats(self) -> PipelineStats:
@@ -224,7 +232,8 @@ def compress_stage(
         backward: for the gradients of activations; ``topk(density=0.2) | maxabs(bits=8)`` sends a fifth of them.
             A list as above.
         store: where the messages of ``delta(...)`` are kept: ``thinwire.store.Memory()``,
-            ``thinwire.store.Disk(path, ...)``.
+            ``thinwire.store.Disk(path, ...)``, ``thinwire.store.Crops(...)`` for images that are cropped at random;
+            ``thinwire.store.Centres()`` keeps cluster centres in their place.
         precision: bits of a kept value: 32, 16, or 2 to 8. The next stage computes on what is kept.
         seed: of the draws of stochastic rounding.
         warmup_epochs: visits of each sample, from its first, in which it is sent uncompressed both ways (S0,

@@ -376,8 +376,7 @@ class StageCompression:
             if side.name in self._loaded:
                 side.store.load_state_dict(self._loaded.pop(side.name))
             else:
-                for sample in side.store.samples:
-                    side.store.forget(sample)
+                side.store.clear()
         return step, run
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from thinwire.runtime import agree
 
 _FIRST_ROOM = 256
 _MISSING = -(2**63)
-_HEAD = 10
+_HEAD = 11
 
 _stage_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, StageGroup] = weakref.WeakKeyDictionary()
 
@@ -64,13 +64,16 @@ class StepAnnouncement:
             absent if ids.length is None else ids.length,
             absent if ids.lengths is None else len(lengths),
             len(ids.upcoming),
+            absent if ids.corners is None else len(ids.corners),
         ]
-        body = packed if self.error else [*ids.samples, *lengths, *ids.upcoming]
+        corners = [pixels for corner in ids.corners or () for pixels in corner]
+        body = packed if self.error else [*ids.samples, *lengths, *ids.upcoming, *corners]
         return [_HEAD + len(body), *head, *body]
 
     @staticmethod
     def from_words(words: list[int]) -> StepAnnouncement:
-        text_bytes, number, training_step, training, run, count, length, num_lengths, num_upcoming = words[1:_HEAD]
+        text_bytes, number, training_step, training, run, count, length, *nums = words[1:_HEAD]
+        num_lengths, num_upcoming, num_corners = nums
         step = ScheduleStep(number, training_step, bool(training), run)
         if text_bytes >= 0:
             text = b"".join(word.to_bytes(7, "little") for word in words[_HEAD:])[:text_bytes]
@@ -80,8 +83,11 @@ class StepAnnouncement:
         ends = [_HEAD, _HEAD + count]
         ends.append(ends[-1] + max(num_lengths, 0))
         ends.append(ends[-1] + num_upcoming)
-        samples, lengths, upcoming = (tuple(words[a:b]) for a, b in pairwise(ends))
-        batch = Batch(samples, None if length < 0 else length, None if num_lengths < 0 else lengths, upcoming)
+        ends.append(ends[-1] + 2 * max(num_corners, 0))
+        samples, lengths, upcoming, pixels = (tuple(words[a:b]) for a, b in pairwise(ends))
+        corners = None if num_corners < 0 else tuple(zip(pixels[::2], pixels[1::2], strict=True))
+        given = None if num_lengths < 0 else lengths
+        batch = Batch(samples, None if length < 0 else length, given, upcoming, corners)
         return StepAnnouncement(replace(step, batch=batch))
 
 
@@ -283,6 +289,8 @@ class StageGroup:
             self._compared = True
             for side in sides:
                 _check_lengths(side, batch)
+                assert side.store is not None
+                side.store.check_corners(batch.corners)
                 views[side.boundary] = side.local_view(batch.samples, compare=compare)
         except Exception as error:  # noqa: BLE001 - raised once the others know
             return error

@@ -19,8 +19,8 @@ from thinwire.store.background import Background
 from thinwire.store.errors import StoreError
 from thinwire.store.folder import PrivateFolder
 from thinwire.store.manifest import check_manifest, check_room, read_manifest, write_manifest
+from thinwire.store.record_store import Entry, Evict, RecordStore
 from thinwire.store.records import RecordFormat
-from thinwire.store.store import Entry, Evict, Store
 
 _WORDS = 8
 _ROW_BYTES = 8 * _WORDS
@@ -28,7 +28,7 @@ _NO_ROW = bytes(_ROW_BYTES)
 _MARK = b"thinwire message store\n"
 
 
-class DiskStore(Store):
+class DiskStore(RecordStore):
     """A record of each sample in a file, read through a memory map and written behind by a background thread.
 
     ``folder`` holds ``manifest.json`` (format, shape, precision, dtype, number of records, run, site), ``records.bin``

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.store.errors import StoreError
-from thinwire.store.store import Store
+from thinwire.store.record_store import RecordStore
 
 
-class MemoryStore(Store):
+class MemoryStore(RecordStore):
     """Keeps the records in memory. They are part of the state, so a checkpoint is as large as they are."""
 
     def __init__(self, *args, **kwargs) -> None:

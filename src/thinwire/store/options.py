@@ -1,4 +1,4 @@
-"""The user's choice of a message store: `Memory` or `Disk`, and how much it may hold."""
+"""The user's choice of a message store: `Memory`, `Disk`, `Crops` or `Centres`, and how much it may hold."""
 
 from __future__ import annotations
 
@@ -9,18 +9,44 @@ from pathlib import Path
 
 from thinwire.compressors import check_choice, check_int
 from thinwire.store.background import Background
+from thinwire.store.centres import MOST_CENTRES, CentreStore
+from thinwire.store.crops import CroppedStore, frame_format
 from thinwire.store.disk import DiskStore
 from thinwire.store.errors import StoreError
 from thinwire.store.folder import PrivateFolder
 from thinwire.store.manifest import read_manifest
 from thinwire.store.memory import MemoryStore
+from thinwire.store.record_store import Evict
 from thinwire.store.records import RecordFormat
-from thinwire.store.store import Evict, Store
+from thinwire.store.store import Store
+
+
+class Place(ABC):
+    """What a stage keeps, and where."""
+
+    @abstractmethod
+    def open(self, form: RecordFormat, name: str, *, run: int, background: Background) -> Store:
+        """Open the store of one side of one boundary.
+
+        Raises:
+            StoreError: As `DiskStore` raises it.
+        """
+
+    def run_of(self, name: str) -> int | None:
+        """The run of the store ``name`` that is to be continued; None if there is none."""
+        return None
+
+    def check(self, *, precision: int, warmup_epochs: int) -> None:  # noqa: B027 - any goes
+        """Raise ``ValueError`` where these options of a stage do not go with the store."""
+
+    @abstractmethod
+    def facts(self) -> dict[str, object]:
+        """What all ranks must have in common."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place(ABC):
-    """A kind of store, and how much it may hold.
+class Records(Place):
+    """Records of samples, and how many of them there may be.
 
     Args:
         num_samples: Number of different samples that this pipeline will see: those of the data set, or of this
@@ -61,32 +87,20 @@ class Place(ABC):
         """``evict``, or None without a budget: one sample more is an error then."""
         return self.evict if self.budget_bytes is not None else None
 
-    @abstractmethod
-    def open(self, form: RecordFormat, name: str, *, run: int, background: Background) -> Store:
-        """Open the store of one side of one boundary.
-
-        Raises:
-            StoreError: As `DiskStore` raises it.
-        """
-
-    @abstractmethod
-    def run_of(self, name: str) -> int | None:
-        """The run of the store ``name`` that is to be continued; None if there is none."""
+    def facts(self) -> dict[str, object]:
+        return {"num_samples": self.num_samples, "budget_bytes": self.budget_bytes, "evict": self.evict}
 
 
 @dataclass(frozen=True)
-class Memory(Place):
+class Memory(Records):
     """Keep messages in memory. They are part of ``stage.state_dict()``."""
 
     def open(self, form: RecordFormat, name: str, *, run: int, background: Background) -> Store:
         return MemoryStore(form, self.capacity(form), self.eviction())
 
-    def run_of(self, name: str) -> int | None:
-        return None
-
 
 @dataclass(frozen=True)
-class Disk(Place):
+class Disk(Records):
     """Keep messages in files under ``path``, which has a folder for each side of each boundary.
 
     ``num_samples`` or ``budget_bytes`` must be given, because the files have their size from the start. A store that
@@ -120,6 +134,9 @@ class Disk(Place):
         options = {"run": run, "evict": self.eviction(), "snapshots": self.snapshots, "background": background}
         return DiskStore(Path(self.path) / name, form, capacity, **options)
 
+    def facts(self) -> dict[str, object]:
+        return {**super().facts(), "snapshots": self.snapshots}
+
     def run_of(self, name: str) -> int | None:
         path = Path(self.path) / name
         if not self.resume or not path.is_dir():
@@ -132,3 +149,73 @@ class Disk(Place):
         if not isinstance(run, int):
             raise StoreError(f"the manifest in {path} does not name a run: remove the folder")
         return run
+
+
+@dataclass(frozen=True)
+class Crops(Records):
+    """Keep messages of images that each epoch sees cropped elsewhere, in memory (split learning: S0, H.6).
+
+    Each boundary keeps messages of whole padded images. A visit takes the change from the part of it that its crop
+    sees, and renews that part. ``stage.set_sample_ids(ids, corners=...)`` says where each image was cropped. A flipped
+    image is a sample of its own: ``ids = 2 * ids + flipped``. What crosses boundaries is (batch, channels, height,
+    width), square.
+
+    Args:
+        size: Pixels of a crop's side.
+        padding: Pixels by which images are padded on each side before they are cropped.
+    """
+
+    size: int
+    padding: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("size", self.size, 1)
+        check_int("padding", self.padding, 1)
+
+    def open(self, form: RecordFormat, name: str, *, run: int, background: Background) -> Store:
+        whole, frames = frame_format(form, self.size, self.padding)
+        return CroppedStore(form, MemoryStore(whole, self.capacity(whole), self.eviction()), frames)
+
+    def check(self, *, precision: int, warmup_epochs: int) -> None:
+        if precision < 16:
+            raise ValueError(
+                f"precision={precision} rounds a kept message anew whenever a part of it changes: give 16 or 32"
+            )
+
+    def facts(self) -> dict[str, object]:
+        return {**super().facts(), "size": self.size, "padding": self.padding}
+
+
+@dataclass(frozen=True)
+class Centres(Place):
+    """Keep cluster centres of activations in place of a message of each sample: `CentreStore`.
+
+    Memory does not grow with the samples (`centre_bytes`), and a sample need not come back, so this is for streams and
+    for a single epoch. The centres are part of ``stage.state_dict()``.
+
+    Args:
+        num: Centres of one side of one stage boundary, 1 to 256. Until there are so many, samples are sent whole.
+        window: About how many of the last vectors that came to a centre it is the mean of.
+    """
+
+    num: int = MOST_CENTRES
+    window: int = 1024
+
+    def __post_init__(self) -> None:
+        check_int("num", self.num, 1, MOST_CENTRES)
+        check_int("window", self.window, 1)
+
+    def open(self, form: RecordFormat, name: str, *, run: int, background: Background) -> Store:
+        return CentreStore(form, self.num, self.window)
+
+    def check(self, *, precision: int, warmup_epochs: int) -> None:
+        if precision != 32:
+            raise ValueError(f"precision={precision} is of messages of samples: cluster centres are kept in 32 bits")
+        if warmup_epochs:
+            raise ValueError(
+                f"warmup_epochs={warmup_epochs} counts visits of samples, which cluster centres do not know"
+            )
+
+    def facts(self) -> dict[str, object]:
+        return {"num": self.num, "window": self.window}

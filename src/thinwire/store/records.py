@@ -28,7 +28,11 @@ class Part(NamedTuple):
 
     def at(self, length: int) -> int:
         """Elements of a sample of ``length`` positions."""
-        return (length if self.grows else self.positions) * self.width
+        return self.vectors(length) * self.width
+
+    def vectors(self, length: int) -> int:
+        """Vectors of ``width`` elements in a sample of ``length`` positions: one for each."""
+        return length if self.grows else self.positions
 
 
 class Rows(NamedTuple):
@@ -39,6 +43,15 @@ class Rows(NamedTuple):
     """Valid positions of each sample. What lies behind them is zero, and is neither sent nor kept."""
     padded: int
     """Positions of each sample in the flat tensor."""
+    corners: tuple[tuple[int, int], ...] = ()
+    """Where each sample, an image that is seen cropped, was cropped: pixels down and to the right; empty if none is."""
+
+    def vectors(self, parts: Sequence[Part]) -> Tensor:
+        """Which vectors of samples with these parts are not padding: bool of shape (samples, vectors of each)."""
+        lengths = torch.tensor(self.lengths).view(-1, 1)
+        of_parts = (torch.arange(part.vectors(self.padded)) for part in parts)
+        valid = [(at < lengths) | (not part.grows) for at, part in zip(of_parts, parts, strict=True)]
+        return torch.cat(valid, dim=1) if valid else torch.zeros(len(self.samples), 0, dtype=torch.bool)
 
     @staticmethod
     def of(samples: Iterable[int], length: int) -> Rows:

@@ -1,33 +1,17 @@
-"""What all message stores share: the records m(ξ) of one side of a stage boundary, by sample."""
+"""The contract of message stores: what one side of a stage boundary keeps, from which it takes what changed."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Literal, NamedTuple
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from thinwire import kernels
-from thinwire.store.errors import StoreError
 from thinwire.store.records import RecordFormat, Rows
 
-Evict = Literal["newcomers", "oldest"]
 LARGEST_SAMPLE = 2**62
-
-
-class Entry(NamedTuple):
-    """What a store keeps of a sample beside its record."""
-
-    version: int
-    """The training step that wrote the record, from 1."""
-    visits: int
-    """Number of visits since the sample was first kept, that step included."""
-    length: int
-    """Positions that the record holds."""
 
 
 @dataclass
@@ -43,111 +27,81 @@ class StoreCounts:
 
 
 class Store(ABC):
-    """Keeps one record for each sample, with its step, visits and length.
+    """Keeps what the changes of activations are taken from: m(ξ) of each sample ξ, or what stands for it.
 
-    Which samples it holds depends on the calls alone, not on hashes, clocks or threads, so that the two sides of a
-    boundary, which make the same calls, hold the same samples.
-
-    Args:
-        form: Format of the records.
-        capacity: Number of samples that there is room for; None for any number.
-        evict: What happens to a sample more than that: ``newcomers`` are turned away, or the ``oldest`` samples are
-            dropped. None makes it an error.
+    What it holds depends on the calls alone, not on hashes, clocks or threads, so that the two sides of a boundary,
+    which make the same calls, hold the same. A step begins with `admit`; its micro-batches are loaded and saved in
+    their order.
     """
 
-    def __init__(self, form: RecordFormat, capacity: int | None = None, evict: Evict | None = None) -> None:
-        self.form = form
-        self.capacity = capacity
-        self.evict: Evict | None = evict
-        self.counts = StoreCounts()
-        self._entries: dict[int, Entry] = {}
+    chooses: ClassVar[bool] = False
+    """Whether the sender chooses what a sample's change is taken from. Its choices go with the message, so that nothing
+    can be loaded ahead."""
 
+    def __init__(self, form: RecordFormat) -> None:
+        self.form = form
+        self.counts = StoreCounts()
+
+    @abstractmethod
     def __len__(self) -> int:
         """Number of samples that are kept."""
-        return len(self._entries)
 
-    def __contains__(self, sample: int) -> bool:
-        return sample in self._entries
+    @abstractmethod
+    def visits(self, sample: int) -> int:
+        """Number of visits since the sample was first kept, that one included; 0 if it is to be sent whole."""
 
-    def entry(self, sample: int) -> Entry | None:
-        """The entry of a sample; None if it was not seen, or was dropped."""
-        return self._entries.get(sample)
+    @abstractmethod
+    def view(self, sample: int, *, compare: bool) -> int | None:
+        """A number that both sides share if they keep the same for the sample; None if nothing is kept. With
+        ``compare``, the bytes that are kept are in it, otherwise only when they were written."""
 
-    @property
-    def samples(self) -> tuple[int, ...]:
-        """The samples that are kept, in the order in which they came."""
-        return tuple(self._entries)
+    def check_corners(self, corners: Sequence[tuple[int, int]] | None) -> None:
+        """Raise ``ValueError`` unless the crops that a step sees begin where this store can keep them."""
+        if corners is not None:
+            raise ValueError("corners= are of images that are seen cropped: they go with store=thinwire.store.Crops()")
 
+    @abstractmethod
     def admit(self, samples: Sequence[int]) -> frozenset[int]:
-        """Make room for the samples of a step, and return those for which there is none.
+        """Begin a step with these samples, and return those for which there is no room."""
 
-        Samples of this step are never dropped for one another.
+    def choose(self, values: Tensor, rows: Rows) -> Tensor:
+        """What the sender takes the changes of values (elements,) from: uint8 of shape (samples, vectors of each). Only
+        of a store that `chooses`."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def load(self, rows: Rows, choices: Tensor | None = None) -> Tensor:
+        """The values m(ξ) of samples that are all kept: fp32 (elements,), laid out as ``rows``; zero at positions that
+        were never seen. ``choices`` are those of `choose`.
 
         Raises:
-            StoreError: There are more samples than the store was made for.
+            StoreError: A choice is of what is not kept.
         """
-        new = [sample for sample in samples if sample not in self._entries]
-        if self.capacity is None or len(self._entries) + len(new) <= self.capacity:
-            return frozenset()
-        if self.evict is None:
-            first = new[self.capacity - len(self._entries)]
-            raise StoreError(
-                f"sample {first} is unknown: the store was made for {self.capacity} samples and has seen as many "
-                "others. num_samples must be that of the data set (of this replica's share of it), and ids must be "
-                "the samples' own, the same in every epoch"
-            )
-        if self.evict == "oldest":
-            present = frozenset(samples)
-            missing = len(self._entries) + len(new) - self.capacity
-            for sample in list(islice((s for s in self._entries if s not in present), missing)):
-                self.forget(sample)
-                self.counts.evicted += 1
-        refused = frozenset(new[self.capacity - len(self._entries) :])
-        self.counts.turned_away += len(refused)
-        return refused
 
-    def load(self, rows: Rows) -> Tensor:
-        """The values m(ξ) of samples that are all kept: fp32 (elements,), laid out as ``rows``; zero at positions that
-        were never seen."""
-        records = torch.empty(len(rows.samples), self.form.record_bytes, dtype=torch.uint8)
-        for record, sample in zip(records, rows.samples, strict=True):
-            self._read(sample, record)
-        return self.form.decode(records, [self._entries[sample].length for sample in rows.samples], rows)
+    @abstractmethod
+    def save(self, records: Tensor, rows: Rows, step: int, choices: Tensor | None = None) -> None:
+        """Keep the records (samples, record_bytes) of samples visited in a step (from 0). They are copied or kept.
+        ``choices`` are those of `choose`; None if the samples were sent whole."""
 
-    def save(self, records: Tensor, rows: Rows, step: int) -> None:
-        """Keep the records (samples, record_bytes) of samples visited in a step (from 0). They are copied or kept."""
-        for record, sample, length in zip(records, rows.samples, rows.lengths, strict=True):
-            known = self._entries.get(sample)
-            self._entries[sample] = Entry(step + 1, known.visits + 1 if known else 1, length)
-            try:
-                self._write(sample, record)
-            except BaseException:
-                del self._entries[sample]  # the other side may have saved it: here it is unseen
-                raise
-
+    @abstractmethod
     def forget(self, sample: int) -> None:
-        """Drop a sample, which counts as unseen from now on. Does nothing if it is not kept."""
-        if self._entries.pop(sample, None) is not None:
-            self._drop(sample)
+        """Drop what is kept of this sample alone, which counts as unseen from now on."""
+
+    @abstractmethod
+    def reset(self, samples: Iterable[int]) -> None:
+        """Drop what the two sides keep differently of these samples: they are to be sent whole."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Drop everything."""
 
     def verify(self, samples: Iterable[int]) -> list[int]:
         """Forget, count and return the samples whose records differ from what was written."""
-        damaged = [sample for sample in samples if sample in self._entries and not self._is_whole(sample)]
-        for sample in damaged:
-            self.forget(sample)
-        self.counts.corrupt += len(damaged)
-        return damaged
+        return []
 
     @abstractmethod
-    def checksum(self, sample: int) -> int:
-        """64-bit checksum of the bytes of a sample's record as they are now."""
-
     def digest(self) -> int:
-        """A number that two stores share if, and only if, they hold the same records of the same samples."""
-        total = 0
-        for sample, entry in self._entries.items():
-            total ^= kernels.derive_key(sample, *entry, self.checksum(sample))
-        return kernels.derive_key(len(self), total)
+        """A number that two stores share if, and only if, they hold the same."""
 
     def prefetch(self, samples: Iterable[int]) -> None:  # noqa: B027 - what is in memory is there
         """Read the records of these samples, which come next, in the background."""
@@ -163,10 +117,9 @@ class Store(ABC):
     def num_bytes(self) -> int:
         """Bytes that the store takes now, in memory or on disk."""
 
+    @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
         """Tensors from which `load_state_dict` restores the store."""
-        entries = [(sample, *entry) for sample, entry in self._entries.items()]
-        return {"entries": torch.tensor(entries, dtype=torch.int64).reshape(len(entries), 4)}
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -175,38 +128,3 @@ class Store(ABC):
         Raises:
             StoreError: The state is not one of such a store.
         """
-
-    def _load_entries(self, state: Mapping[str, Tensor]) -> dict[int, Entry]:
-        """The entries of a state. They are checked, because a state comes from a file."""
-        table = state.get("entries")
-        if not isinstance(table, Tensor) or table.dtype != torch.int64 or table.dim() != 2 or table.shape[1] != 4:
-            raise StoreError("this is not the state of a message store: it has no table of entries")
-        entries = {int(row[0]): Entry(*row[1:]) for row in table.tolist()}
-        if len(entries) != len(table) or (self.capacity is not None and len(entries) > self.capacity):
-            raise StoreError(
-                f"the state has {len(table)} entries, of {len(entries)} samples, where {self.capacity} fit"
-            )
-        for sample, entry in entries.items():
-            self._check_entry(sample, entry)
-        return entries
-
-    def _check_entry(self, sample: int, entry: Entry) -> None:
-        sizes = 0 <= entry.length <= self.form.length
-        if not 0 <= sample < LARGEST_SAMPLE or entry.version < 1 or entry.visits < 1 or not sizes:
-            raise StoreError(f"the store has an invalid entry for sample {sample}: {entry}")
-
-    @abstractmethod
-    def _read(self, sample: int, out: Tensor) -> None:
-        """Copy a kept sample's record to ``out`` (record_bytes,)."""
-
-    @abstractmethod
-    def _write(self, sample: int, record: Tensor) -> None:
-        """Keep the record of a sample, which has an entry."""
-
-    @abstractmethod
-    def _drop(self, sample: int) -> None:
-        """Drop the record of a sample, whose entry is gone."""
-
-    @abstractmethod
-    def _is_whole(self, sample: int) -> bool:
-        """Whether the record of a kept sample is what was written."""

@@ -1,0 +1,263 @@
+"""Cluster centres of activations in place of each sample's message: for streams, where no sample comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.store.errors import StoreError
+from thinwire.store.records import RecordFormat, Rows
+from thinwire.store.store import Store
+
+MOST_CENTRES = 256
+"""The number of centres that one byte can refer to."""
+
+
+class CentreTable:
+    """Cluster centres of vectors of one width (S0, appendix G: the relaxation of AQ-SGD for online learning).
+
+    The first ``num`` vectors become the centres; a centre is then the mean of all vectors assigned to it, or of about
+    the last ``window`` ones, as the network drifts.
+
+    Args:
+        num: Number of centres, 1 to 256.
+        width: Elements of a vector.
+        window: About how many of the last vectors a centre is the mean of.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+
+    def __init__(self, num: int, width: int, window: int = 1024) -> None:
+        if not 1 <= num <= MOST_CENTRES:
+            raise ValueError(f"num must be 1 to {MOST_CENTRES} centres, not {num}: a byte refers to one")
+        if width < 1 or window < 1:
+            raise ValueError(f"width and window must be at least 1, not {width} and {window}")
+        self.num, self.width, self.window = num, width, window
+        self._values = torch.zeros(num, width)
+        self._counts = torch.zeros(num, dtype=torch.int64)
+        self._ready = 0
+
+    @property
+    def missing(self) -> int:
+        """Number of vectors that must be sent raw before all centres exist."""
+        return self.num - self._ready
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the centres and their counts, however many samples there are."""
+        return self._values.nbytes + self._counts.nbytes
+
+    def begin(self, vectors: Tensor) -> None:
+        """Make the first vectors centres: fp32 of shape (at most `missing`, width)."""
+        self._check(vectors)
+        if len(vectors) > self.missing:
+            raise ValueError(f"{len(vectors)} vectors are more than the {self.missing} centres that are missing")
+        self._values[self._ready : self._ready + len(vectors)] = vectors
+        self._counts[self._ready : self._ready + len(vectors)] = 1
+        self._ready += len(vectors)
+
+    def nearest(self, vectors: Tensor) -> Tensor:
+        """Indices of the nearest centres: uint8 (vectors,). Only the sender calls it, because distances may round
+        differently on another machine."""
+        self._check(vectors)
+        return torch.cdist(vectors, self._values[: self._ready]).argmin(1).to(torch.uint8)
+
+    def look_up(self, indices: Tensor) -> Tensor:
+        """The centres with these indices: fp32 (vectors, width).
+
+        Raises:
+            StoreError: There is no such centre.
+        """
+        if indices.numel() and int(indices.max()) >= self._ready:
+            raise StoreError(f"the message refers to centre {int(indices.max())} of {self._ready}")
+        return self._values[indices.long()]
+
+    def update(self, indices: Tensor, arrived: Tensor) -> None:
+        """Move the centres with these indices towards the decoded vectors, fp32 (vectors, width)."""
+        self._check(arrived)
+        index = indices.long()
+        more = torch.bincount(index, minlength=self.num)
+        sums = torch.zeros_like(self._values).index_add_(0, index, arrived)
+        before = self._counts.clamp(max=self.window)
+        after = (before + more).unsqueeze(1)
+        moved = (self._values * before.unsqueeze(1) + sums) / after.clamp(min=1)
+        # A vector that is not finite would make its centre useless for ever.
+        good = (more > 0) & torch.isfinite(moved).all(1)
+        self._values = torch.where(good.unsqueeze(1), moved, self._values)
+        self._counts += torch.where(good, more, 0)
+
+    def copy(self) -> CentreTable:
+        """The same centres, which do not move with these."""
+        made = CentreTable(self.num, self.width, self.window)
+        made.load_state_dict(self.state_dict())
+        return made
+
+    def checksum(self) -> int:
+        """64-bit checksum of the centres and their counts."""
+        state = self.state_dict().values()
+        return kernels.derive_key(*(kernels.checksum(part.contiguous().view(-1).view(torch.uint8)) for part in state))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Tensors from which `load_state_dict` restores the centres."""
+        return {"values": self._values.clone(), "counts": self._counts.clone(), "ready": torch.tensor([self._ready])}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the centres from a `state_dict`.
+
+        Raises:
+            StoreError: The state is not one of as many centres of that width.
+        """
+        values, counts, ready = (state.get(name) for name in ("values", "counts", "ready"))
+        if not (isinstance(values, Tensor) and isinstance(counts, Tensor) and isinstance(ready, Tensor)):
+            raise StoreError("this is not the state of cluster centres")
+        sizes = tuple(values.shape) == (self.num, self.width) and tuple(counts.shape) == (self.num,)
+        if not sizes or values.dtype != torch.float32 or counts.dtype != torch.int64:
+            raise StoreError(f"the state has centres {tuple(values.shape)}, expected {(self.num, self.width)}")
+        if ready.numel() != 1 or ready.dtype != torch.int64:
+            raise StoreError("the state does not say how many centres it has")
+        if not 0 <= int(ready) <= self.num or bool((counts < 0).any()) or not bool(torch.isfinite(values).all()):
+            raise StoreError(
+                f"the state has {int(ready)} of {self.num} centres, a negative count or a value that is not finite"
+            )
+        self._values, self._counts, self._ready = values.clone(), counts.clone(), int(ready)
+
+    def _check(self, vectors: Tensor) -> None:
+        if vectors.dim() != 2 or vectors.shape[1] != self.width or vectors.dtype != torch.float32:
+            raise ValueError(f"vectors are fp32 of shape (vectors, {self.width}), not {tuple(vectors.shape)}")
+
+
+class CentreStore(Store):
+    """Keeps cluster centres of the vectors of activations, which stand for the messages of all samples (S0, appendix
+    G).
+
+    A vector is one position of a sample. It is sent as the index of its nearest centre c, one byte, and as its
+    difference from that, ``Q(a − c)``. Both sides then move c towards what arrived, so that they keep the same. Centres
+    move between steps only: within one, micro-batches may come in any order. Until all centres exist, samples are sent
+    whole, and vectors spread over each micro-batch become centres: neighbours in a text are alike.
+
+    Args:
+        form: Format of a sample's activation; each of its parts has centres of its own.
+        num: Centres of each part, 1 to 256.
+        window: About how many of the last vectors a centre is the mean of.
+    """
+
+    chooses: ClassVar[bool] = True
+
+    def __init__(self, form: RecordFormat, num: int, window: int = 1024) -> None:
+        super().__init__(form)
+        self._tables = [CentreTable(num, part.width, window) for part in form.parts]
+        self._of_step = [table.copy() for table in self._tables]
+        """The centres as they were when the step began."""
+        self._written = 0
+        self._saved = 0
+
+    def __len__(self) -> int:
+        """0: no sample is kept by itself."""
+        return 0
+
+    @property
+    def _is_ready(self) -> bool:
+        return not any(table.missing for table in self._tables)
+
+    def visits(self, sample: int) -> int:
+        return int(self._is_ready)
+
+    def view(self, sample: int, *, compare: bool) -> int | None:
+        if not self._saved:
+            return None
+        # Of a step that was given up, one side may have saved more than the other: the number of samples shows it.
+        return kernels.derive_key(self._written, self._saved, self._checksum() if compare else 0)
+
+    def admit(self, samples: Sequence[int]) -> frozenset[int]:
+        self._of_step = [table.copy() for table in self._tables]
+        return frozenset()
+
+    def choose(self, values: Tensor, rows: Rows) -> Tensor:
+        columns = self._columns(values, rows)
+        chosen = [table.nearest(column) for table, column in zip(self._of_step, columns, strict=True)]
+        return torch.cat([own.view(len(rows.samples), -1) for own in chosen], dim=1)
+
+    def load(self, rows: Rows, choices: Tensor | None = None) -> Tensor:
+        assert choices is not None, "the sender chooses"
+        widths = [part.vectors(rows.padded) for part in self.form.parts]
+        valid = rows.vectors(self.form.parts)
+        found = []
+        for table, own, some in zip(self._of_step, *(x.split(widths, dim=1) for x in (choices, valid)), strict=True):
+            vectors = table.look_up(own.reshape(-1)) * some.reshape(-1, 1)
+            found.append(vectors.view(len(rows.samples), -1))
+        return torch.cat(found, dim=1).view(-1)
+
+    def save(self, records: Tensor, rows: Rows, step: int, choices: Tensor | None = None) -> None:
+        columns = self._columns(self.form.decode(records, rows.lengths, rows), rows)
+        widths = [part.vectors(rows.padded) for part in self.form.parts]
+        valid = rows.vectors(self.form.parts).split(widths, dim=1)
+        chosen = [None] * len(widths) if choices is None else choices.split(widths, dim=1)
+        for table, vectors, some, own in zip(self._tables, columns, valid, chosen, strict=True):
+            arrived = vectors[some.reshape(-1)]
+            if own is not None:
+                table.update(own[some], arrived)
+            elif len(arrived):
+                count = min(table.missing, len(arrived))
+                table.begin(arrived[torch.arange(count) * len(arrived) // max(count, 1)])
+        self._written, self._saved = step + 1, self._saved + len(rows.samples)
+
+    def forget(self, sample: int) -> None:
+        """Nothing is kept of a sample alone."""
+
+    def reset(self, samples: Iterable[int]) -> None:
+        if any(True for _ in samples):
+            self.clear()
+
+    def clear(self) -> None:
+        self._tables = [CentreTable(table.num, table.width, table.window) for table in self._tables]
+        self._written = self._saved = 0
+
+    def _checksum(self) -> int:
+        return kernels.derive_key(*(table.checksum() for table in self._tables))
+
+    def digest(self) -> int:
+        return kernels.derive_key(self._written, self._saved, self._checksum())
+
+    @property
+    def num_bytes(self) -> int:
+        return 2 * sum(table.num_bytes for table in self._tables)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        state = {"written": torch.tensor([self._written, self._saved])}
+        for index, table in enumerate(self._tables):
+            state |= {f"{name}{index}": value for name, value in table.state_dict().items()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        written = state.get("written")
+        if not isinstance(written, Tensor) or written.dtype != torch.int64 or tuple(written.shape) != (2,):
+            raise StoreError("this is not the state of cluster centres")
+        if bool((written < 0).any()):
+            raise StoreError(f"the state is of step {written.tolist()}, which cannot be")
+        loaded = [table.copy() for table in self._tables]
+        for index, table in enumerate(loaded):
+            names = ("values", "counts", "ready")
+            table.load_state_dict({name: state[f"{name}{index}"] for name in names if f"{name}{index}" in state})
+        self._tables = loaded
+        self._written, self._saved = written.tolist()
+
+    def _columns(self, values: Tensor, rows: Rows) -> list[Tensor]:
+        """The vectors of each part: (samples × vectors of each, width)."""
+        table = values.view(len(rows.samples), -1)
+        columns = table.split([part.at(rows.padded) for part in self.form.parts], dim=1)
+        return [own.reshape(-1, part.width) for own, part in zip(columns, self.form.parts, strict=True)]
+
+
+def centre_bytes(num: int, shape: Sequence[int]) -> int:
+    """Bytes of ``num`` cluster centres on one side of one stage boundary, as a step has them and as it moves them.
+
+    ``shape`` is that of one sample's activation without the batch, such as (length, hidden): a vector has its last
+    dimensions, all but the first.
+    """
+    width = torch.Size(shape if len(shape) < 2 else shape[1:]).numel()
+    return 2 * num * (4 * width + 8)

@@ -1,0 +1,164 @@
+"""Messages of images that are seen cropped: each visit reads and renews the part of a message that it sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isqrt
+
+import torch
+from torch import Tensor
+
+from thinwire.store.memory import MemoryStore
+from thinwire.store.records import Part, RecordFormat, Rows
+from thinwire.store.store import Store
+
+Corner = tuple[int, int]
+"""Pixels from the upper left corner of a padded image to that of a crop: down, and to the right."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One activation tensor's part in the message of a whole image: channels, and a square of positions.
+
+    A crop of ``size`` pixels a side begins at most ``2 × padding`` pixels from the corner of the padded image. An
+    activation of s positions a side has ``size / s`` pixels to a position; its frame has ``2 × padding`` pixels more,
+    in as many positions as are nearest.
+    """
+
+    channels: int
+    side: int
+    """Positions of an activation's side."""
+    size: int
+    padding: int
+
+    @property
+    def whole_side(self) -> int:
+        """Positions of the frame's side."""
+        return self.side + self._positions(2 * self.padding)
+
+    def part(self) -> Part:
+        """The frame's part in a record."""
+        return Part(1, self.channels * self.whole_side**2, False)
+
+    def window(self, corner: Corner) -> tuple[slice, slice, slice]:
+        """Where the activation of a crop lies in its frame."""
+        down, right = (self._positions(pixels) for pixels in corner)
+        return slice(None), slice(down, down + self.side), slice(right, right + self.side)
+
+    def _positions(self, pixels: int) -> int:
+        return (2 * pixels * self.side + self.size) // (2 * self.size)  # rounded to the nearest, in integers
+
+    @staticmethod
+    def of(part: Part, size: int, padding: int) -> Frame:
+        """The frame of an activation (samples, channels, positions, positions).
+
+        Raises:
+            ValueError: The activation is not that of a square image of ``size`` pixels.
+        """
+        side = isqrt(part.width)
+        if not part.grows or side * side != part.width or side > size:
+            raise ValueError(
+                f"an activation of {part.positions} times {part.width} elements is not one of square images of {size} "
+                "pixels a side: with thinwire.store.Crops what crosses a boundary is (batch, channels, height, width)"
+            )
+        return Frame(part.positions, side, size, padding)
+
+
+class CroppedStore(Store):
+    """Keeps messages of whole images in memory, of which each visit sees a crop (S0, H.6): it takes the change from the
+    same crop of the message, and renews no other part of it. What no visit has seen is zero.
+
+    Args:
+        form: Format of an activation.
+        inner: The store of the frames' parts.
+        frames: Those of the activation's parts.
+    """
+
+    def __init__(self, form: RecordFormat, inner: MemoryStore, frames: Sequence[Frame]) -> None:
+        super().__init__(form)
+        self.inner, self._frames = inner, tuple(frames)
+        self.counts = inner.counts
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def visits(self, sample: int) -> int:
+        return self.inner.visits(sample)
+
+    def view(self, sample: int, *, compare: bool) -> int | None:
+        return self.inner.view(sample, compare=compare)
+
+    def check_corners(self, corners: Sequence[Corner] | None) -> None:
+        if corners is None:
+            raise ValueError("no corners: set_sample_ids(ids, corners=...) takes where each image was cropped")
+        most = 2 * self._frames[0].padding if self._frames else 0
+        for corner in corners:
+            if max(corner) > most:
+                raise ValueError(f"a crop begins at {corner}, and images are padded by {most // 2} pixels on each side")
+
+    def admit(self, samples: Sequence[int]) -> frozenset[int]:
+        return self.inner.admit(samples)
+
+    def load(self, rows: Rows, choices: Tensor | None = None) -> Tensor:
+        frames = self._load(rows.samples)
+        cut = [
+            torch.stack([own[frame.window(corner)] for own, corner in zip(of_frame, rows.corners, strict=True)])
+            for of_frame, frame in zip(frames, self._frames, strict=True)
+        ]
+        return torch.cat([own.view(len(rows.samples), -1) for own in cut], dim=1).view(-1)
+
+    def save(self, records: Tensor, rows: Rows, step: int, choices: Tensor | None = None) -> None:
+        if not rows.samples:
+            return
+        frames = self._load(rows.samples)
+        seen = self.form.decode(records, rows.lengths, rows).view(len(rows.samples), -1)
+        widths = [frame.channels * frame.side**2 for frame in self._frames]
+        for of_frame, frame, values in zip(frames, self._frames, seen.split(widths, dim=1), strict=True):
+            for whole, corner, own in zip(of_frame, rows.corners, values, strict=True):
+                whole[frame.window(corner)] = own.view(frame.channels, frame.side, frame.side)
+        whole_rows = Rows.of(rows.samples, 0)
+        flat = torch.cat([of_frame.reshape(len(rows.samples), -1) for of_frame in frames], dim=1).view(-1)
+        self.inner.save(self.inner.form.encode(flat, whole_rows, 0), whole_rows, step)
+
+    def _load(self, samples: Sequence[int]) -> list[Tensor]:
+        """Frames of these samples, (samples, channels, positions, positions) each; zero where nothing is kept."""
+        whole = torch.zeros(len(samples), self.inner.form.numel(0))
+        known = [i for i, sample in enumerate(samples) if sample in self.inner]
+        if known:
+            whole[known] = self.inner.load(Rows.of((samples[i] for i in known), 0)).view(len(known), -1)
+        widths = [frame.part().at(0) for frame in self._frames]
+        shapes = [(len(samples), frame.channels, frame.whole_side, frame.whole_side) for frame in self._frames]
+        return [own.reshape(shape) for own, shape in zip(whole.split(widths, dim=1), shapes, strict=True)]
+
+    def forget(self, sample: int) -> None:
+        self.inner.forget(sample)
+
+    def reset(self, samples: Iterable[int]) -> None:
+        self.inner.reset(samples)
+
+    def clear(self) -> None:
+        self.inner.clear()
+
+    def digest(self) -> int:
+        return self.inner.digest()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.inner.num_bytes
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.inner.load_state_dict(state)
+
+
+def frame_format(form: RecordFormat, size: int, padding: int) -> tuple[RecordFormat, tuple[Frame, ...]]:
+    """The format of the messages of whole images, and the frames of the activation's parts.
+
+    Raises:
+        ValueError: As `Frame.of`.
+    """
+    frames = tuple(Frame.of(part, size, padding) for part in form.parts)
+    return RecordFormat(tuple(frame.part() for frame in frames), form.precision, form.half, form.site), frames

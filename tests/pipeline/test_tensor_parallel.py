@@ -1,0 +1,257 @@
+"""Sums of activations over ranks, compressed before and after they are added, and the layers that they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import thinwire
+from harness import run_ranks, run_threads
+from thinwire.collectives import MessageError
+from thinwire.compressors import parse
+from thinwire.pipeline.sample_sum import SampleSum
+from thinwire.pipeline.stats import PipelineStats
+
+BITS_4 = "maxabs(bits=4)"
+WIDTH, HIDDEN, LENGTH, BATCH, SAMPLES = 16, 32, 4, 4, 12
+
+
+def values(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def sample_sum(transport: Any, spec: str, store: thinwire.store.Memory | None = None) -> SampleSum:
+    store = store or thinwire.store.Memory()
+    return SampleSum(transport, parse(spec), store, name="layer0", seed=3, stats=PipelineStats())
+
+
+def sums(function: Callable[[SampleSum, int], Any], num_ranks: int, spec: str, **options: Any) -> list[Any]:
+    """``function(sum, rank)`` of each rank."""
+    return run_threads(lambda transport: function(sample_sum(transport, spec, **options), transport.rank), num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(5,), (3, 7), (3, 130)])
+def test_a_first_visit_is_the_sum_and_raw_changes_are_too(num_ranks: int, shape: tuple[int, ...]) -> None:
+    def visits(own: SampleSum, rank: int) -> list[Tensor]:
+        return [own(values(2, *shape, seed=10 * visit + rank), [7, 9]) for visit in range(3)]
+
+    for spec in ("delta(raw)", f"delta({BITS_4})", "raw"):
+        answers = sums(visits, num_ranks, spec)
+        for visit, arrived in enumerate(zip(*answers, strict=True)):
+            assert all(torch.equal(one, arrived[0]) for one in arrived), "all ranks have the same"
+            expected = sum(values(2, *shape, seed=10 * visit + rank) for rank in range(num_ranks))
+            if visit == 0 or "raw" in spec:
+                torch.testing.assert_close(arrived[0], expected)
+
+
+def test_what_is_left_out_shrinks_from_visit_to_visit_and_stays_where_nothing_is_kept() -> None:
+    def errors(own: SampleSum, rank: int) -> list[float]:
+        parts = [values(2, 8, 32, seed=which) for which in range(3)]
+        own(parts[rank] + values(2, 8, 32, seed=9), [0, 1])
+        return [float((own(parts[rank], [0, 1]) - torch.stack(parts).sum(0)).abs().max()) for _ in range(6)]
+
+    delta, direct = (sums(errors, 3, spec)[0] for spec in (f"delta({BITS_4})", BITS_4))
+    assert delta[-1] < 0.02 * delta[0]
+    assert direct[-1] > 0.5 * direct[0]
+    assert delta[-1] < 0.02 * direct[-1]
+
+
+def test_bytes_are_those_of_messages_and_kept_is_what_is_said() -> None:
+    def visit(own: SampleSum, rank: int) -> tuple[list[int], int, int]:
+        sent = []
+        for _ in range(3):
+            before = own.stats.forward_sent_bytes
+            own(values(2, 8, 64, seed=rank), [4, 5])
+            sent.append(own.stats.forward_sent_bytes - before)
+        assert own.store is not None
+        return sent, own.store.num_bytes, own.stats.dense_bytes
+
+    for num_ranks in (2, 4):
+        for sent, kept, dense in sums(visit, num_ranks, f"delta({BITS_4})"):
+            share, numel = 512 // num_ranks, 2 * 512
+            message = lambda num_bytes: 64 + num_bytes  # noqa: E731 - a header and what follows
+            assert sent[0] == 2 * (num_ranks - 1) * message(4 * numel // num_ranks)
+            coded = 2 * parse(BITS_4).wire_bytes((share,))
+            assert sent[1] == sent[2] == 2 * (num_ranks - 1) * message(coded)
+            assert kept == 2 * 4 * (2 * 512 + share)
+            assert dense == 3 * 2 * (num_ranks - 1) * 4 * numel // num_ranks
+
+
+def test_samples_without_room_are_sent_whole_and_those_with_nan_are_not_kept() -> None:
+    def visit(own: SampleSum, rank: int) -> tuple[list[int], int]:
+        own(values(2, 8, 32, seed=rank), [0, 1])
+        own(values(2, 8, 32, seed=rank), [1, 2])
+        found = own(values(2, 8, 32, seed=5), [2, 3])
+        torch.testing.assert_close(found, 2 * values(2, 8, 32, seed=5))
+        bad = values(2, 8, 32, seed=rank)
+        if rank == 1:
+            bad[1, 0, 0] = torch.nan
+        assert torch.isnan(own(bad, [0, 1])[1, 0, 0])
+        assert own.store is not None
+        return [sample for sample in range(4) if own.store.visits(sample)], own.stats.nonfinite
+
+    record = 4 * (2 * 256 + 128)
+    store = thinwire.store.Memory(budget_bytes=2 * record)
+    assert sums(visit, 2, f"delta({BITS_4})", store=store) == [([0], 1)] * 2
+
+
+def test_a_sum_goes_on_from_its_state_bit_by_bit() -> None:
+    def visits(own: SampleSum, rank: int) -> tuple[Tensor, Tensor]:
+        for step in range(4):
+            if step == 2:
+                again = sample_sum(own._transport, "delta(maxabs(bits=3, rounding=stochastic))")
+                again.load_state_dict(own.state_dict())
+            whole = own(values(2, 8, 32, seed=10 * step + rank), [0, 1])
+            part = again(values(2, 8, 32, seed=10 * step + rank), [0, 1]) if step >= 2 else whole
+        return whole, part
+
+    for whole, part in sums(visits, 2, "delta(maxabs(bits=3, rounding=stochastic))"):
+        assert torch.equal(whole, part)
+
+
+def test_other_samples_on_another_rank_are_an_error() -> None:
+    def visit(own: SampleSum, rank: int) -> None:
+        own(values(1, 8, 32, seed=0), [rank])
+
+    with pytest.raises(MessageError, match="out of step"):
+        sums(visit, 2, f"delta({BITS_4})")
+
+
+def test_shapes_are_checked() -> None:
+    def visit(own: SampleSum, rank: int) -> None:
+        with pytest.raises(ValueError, match="are not those of 3 samples"):
+            own(torch.zeros(2, 8), [0, 1, 2])
+        own(torch.zeros(2, 8), [0, 1])
+        with pytest.raises(ValueError, match="pad samples to one length"):
+            own(torch.zeros(2, 9), [0, 1])
+
+    sums(visit, 2, f"delta({BITS_4})")
+
+
+# --- layers
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.more, self.back = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(torch.tanh(self.up(x)))
+        return x + self.back(torch.tanh(self.more(x)))
+
+
+def network(style: Any) -> Net:
+    net = Net()
+    mesh = init_device_mesh("cpu", (2,))
+    plan = {"up": ColwiseParallel(), "down": style, "more": ColwiseParallel(), "back": style}
+    parallelize_module(net, mesh, plan)
+    return net
+
+
+def train(style: Any, net: Net, steps: range) -> list[float]:
+    x = values(SAMPLES, LENGTH, WIDTH, seed=1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    losses = []
+    for step in steps:
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(step * BATCH // SAMPLES))
+        ids = order.roll(-step * BATCH)[:BATCH]
+        if isinstance(style, thinwire.CompressedRowwiseParallel):
+            style.set_sample_ids(ids)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(net(x[ids]), x[ids].flip(2))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(rank: int, spec: str | None) -> tuple[list[float], Tensor, Any]:
+    style = RowwiseParallel() if spec is None else thinwire.CompressedRowwiseParallel(spec)
+    net = network(style)
+    losses = train(style, net, range(18))
+    net.eval()
+    with torch.no_grad():
+        out = net(values(2, LENGTH, WIDTH, seed=2))
+    return losses, out, None if spec is None else style.stats  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_raw_layers_train_as_pytorchs_do_and_compressed_ones_nearly() -> None:
+    plain, raw, delta, rough = (
+        run_ranks(trained, 2, spec) for spec in (None, "raw", f"delta({BITS_4})", "direct(maxabs(bits=2))")
+    )
+    for answers in (plain, raw, delta, rough):
+        assert answers[0][0] == answers[1][0], "ranks have the same outputs, and so the same losses"
+        assert torch.equal(answers[0][1], answers[1][1])
+    torch.testing.assert_close(raw[0][0], plain[0][0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(raw[0][1], plain[0][1], rtol=1e-4, atol=1e-5)
+    ends = [answers[0][0][-1] for answers in (plain, delta, rough)]
+    assert abs(ends[1] - ends[0]) < 0.02 * ends[0] < abs(ends[2] - ends[0])
+    stats = delta[0][2]
+    assert stats.kept_samples == 2 * SAMPLES
+    assert stats.store_bytes == 2 * SAMPLES * 4 * LENGTH * WIDTH * 5 // 2
+
+
+def resumed(rank: int) -> None:
+    spec = "delta(maxabs(bits=3, rounding=stochastic))"
+    style = thinwire.CompressedRowwiseParallel(spec)
+    net = network(style)
+    train(style, net, range(5))
+    weights, state = [p.detach().clone() for p in net.parameters()], style.state_dict()
+    rest = train(style, net, range(5, 9))
+    again = thinwire.CompressedRowwiseParallel(spec)
+    other = network(again)
+    with torch.no_grad():
+        for parameter, weight in zip(other.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+    again.load_state_dict(state)
+    assert train(again, other, range(5, 9)) == rest
+    with pytest.raises(ValueError, match="checksum differs"):
+        again.load_state_dict({**state, "0/step": torch.tensor([9])})
+    few = {key: value for key, value in state.items() if not key.startswith("1/")}
+    with pytest.raises(ValueError, match="integers"):
+        again.load_state_dict(few)
+
+
+def test_a_style_goes_on_from_its_state_bit_by_bit() -> None:
+    run_ranks(resumed, 2)
+
+
+def misused(rank: int) -> None:
+    style = thinwire.CompressedRowwiseParallel()
+    net = network(style)
+    x = values(BATCH, LENGTH, WIDTH, seed=1)
+    with pytest.raises(ValueError, match="no sample ids"):
+        net(x)
+    style.set_sample_ids(range(BATCH))
+    net(x)
+    with pytest.raises(ValueError, match="cannot be run twice"):
+        net(x)
+    with pytest.raises(thinwire.DisagreementError, match="compressor"):
+        network(thinwire.CompressedRowwiseParallel("maxabs(bits=4)" if rank else "maxabs(bits=5)"))
+
+
+def test_misuse_is_an_error_that_says_what_to_do() -> None:
+    run_ranks(misused, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compressor": "powersgd"}, "cannot code activations"),
+        ({"compressor": "delta(ef(maxabs))"}, "cannot code activations"),
+        ({"store": thinwire.store.Centres()}, "store must be thinwire.store.Memory"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        thinwire.CompressedRowwiseParallel(**options)

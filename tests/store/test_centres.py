@@ -1,0 +1,179 @@
+"""Cluster centres: the same on both sides, near what has come, and no larger for more samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thinwire.store import Centres, CentreStore, CentreTable, Part, RecordFormat, Rows, StoreError, centre_bytes
+
+
+def vectors(count: int, width: int = 4, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_first_vectors_become_centres_and_are_their_own_nearest() -> None:
+    centres, first = CentreTable(8, 4), vectors(8)
+    centres.begin(first[:5])
+    assert centres.missing == 3
+    centres.begin(first[5:])
+    names = centres.nearest(first)
+    assert names.tolist() == list(range(8))
+    assert torch.equal(centres.look_up(names), first)
+    with pytest.raises(ValueError, match="more than the 0 centres"):
+        centres.begin(first[:1])
+
+
+def test_a_centre_is_the_mean_of_what_came_to_it() -> None:
+    centres = CentreTable(2, 1)
+    centres.begin(torch.tensor([[0.0], [10.0]]))
+    centres.update(torch.tensor([0, 0, 1], dtype=torch.uint8), torch.tensor([[1.0], [2.0], [20.0]]))
+    torch.testing.assert_close(centres.look_up(torch.tensor([0, 1])), torch.tensor([[1.0], [15.0]]))
+
+
+def test_a_centre_follows_a_drift_within_its_window() -> None:
+    slow, quick = CentreTable(1, 1, window=10**6), CentreTable(1, 1, window=4)
+    name = torch.zeros(1, dtype=torch.uint8)
+    for centres in (slow, quick):
+        centres.begin(torch.zeros(1, 1))
+        for value in [0.0] * 50 + [1.0] * 10:
+            centres.update(name, torch.full((1, 1), value))
+    assert float(quick.look_up(name)) > 0.8 > 0.3 > float(slow.look_up(name))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 16), st.integers(1, 5), st.integers(0, 1000))
+def test_sides_that_are_given_the_same_keep_the_same(num: int, width: int, seed: int) -> None:
+    ours, theirs = CentreTable(num, width), CentreTable(num, width)
+    for side in (ours, theirs):
+        side.begin(vectors(num, width, seed))
+    for step in range(4):
+        batch = vectors(9, width, seed + step)
+        names = ours.nearest(batch)
+        arrived = ours.look_up(names) + 0.9 * (batch - ours.look_up(names))
+        for side in (ours, theirs):
+            side.update(names, arrived)
+    mine, other = ours.state_dict(), theirs.state_dict()
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+    assert 2 * ours.num_bytes == centre_bytes(num, (7, width))
+
+
+def test_what_is_not_finite_moves_no_centre() -> None:
+    centres = CentreTable(2, 2)
+    centres.begin(vectors(2, 2))
+    before = centres.look_up(torch.tensor([0, 1])).clone()
+    arrived = torch.tensor([[float("nan"), 0.0], [float("inf"), 1.0]])
+    centres.update(torch.tensor([0, 1], dtype=torch.uint8), arrived)
+    assert torch.equal(centres.look_up(torch.tensor([0, 1])), before)
+
+
+def test_a_state_brings_them_back_and_is_checked() -> None:
+    centres = CentreTable(4, 3)
+    centres.begin(vectors(3, 3))
+    state = centres.state_dict()
+    again = CentreTable(4, 3)
+    again.load_state_dict(state)
+    assert again.missing == 1
+    assert torch.equal(again.nearest(vectors(9, 3, 1)), centres.nearest(vectors(9, 3, 1)))
+    for wrong in ({}, {**state, "ready": torch.tensor(5)}, {**state, "counts": -state["counts"]}):
+        with pytest.raises(StoreError):
+            again.load_state_dict(wrong)
+    with pytest.raises(StoreError, match="expected"):
+        CentreTable(4, 2).load_state_dict(state)
+
+
+def test_names_and_shapes_are_checked() -> None:
+    centres = CentreTable(4, 3)
+    centres.begin(vectors(2, 3))
+    with pytest.raises(StoreError, match="centre 3 of 2"):
+        centres.look_up(torch.tensor([3], dtype=torch.uint8))
+    with pytest.raises(ValueError, match="vectors are fp32"):
+        centres.nearest(torch.zeros(2, 4))
+    for num, width, window in ((0, 1, 1), (257, 1, 1), (1, 0, 1), (1, 1, 0)):
+        with pytest.raises(ValueError, match="must be"):
+            CentreTable(num, width, window)
+
+
+# --- as a stage's store
+
+FORM = RecordFormat((Part(5, 4, True), Part(1, 3, False)))
+
+
+def visit(sender: CentreStore, receiver: CentreStore, rows: Rows, step: int) -> torch.Tensor:
+    """One micro-batch whose changes arrive as they are: its values. Both stores get what the receiver has."""
+    draws = torch.Generator().manual_seed(step)
+    values = torch.randn(len(rows.samples), FORM.numel(rows.padded), generator=draws)
+    values.view(len(rows.samples), -1)[:, : 4 * rows.padded].view(-1, rows.padded, 4)[~rows.vectors(FORM.parts[:1])] = 0
+    choices = sender.choose(values.view(-1), rows) if sender.visits(0) else None
+    for store in (sender, receiver):
+        store.save(FORM.encode(values.clone().view(-1), rows, 0), rows, step, choices)
+    return values.view(-1)
+
+
+def test_both_sides_have_the_same_centres_which_move_between_steps_only() -> None:
+    sender, receiver = CentreStore(FORM, 4), CentreStore(FORM, 4)
+    for step in range(6):
+        rows = Rows((step, 100 + step), (5, 2), 5)
+        for store in (sender, receiver):
+            assert store.admit(rows.samples) == frozenset()
+        known = sender.visits(step)
+        views = [store.view(step, compare=True) for store in (sender, receiver)]
+        assert views[0] == views[1]
+        assert (views[0] is None) == (step == 0)
+        values = visit(sender, receiver, rows, step)
+        if known:
+            choices = sender.choose(values, rows)
+            before = sender.load(rows, choices)
+            visit(sender, receiver, rows, step + 50)
+            assert torch.equal(sender.load(rows, choices), before), "a step takes all changes from the same centres"
+            assert torch.equal(receiver.load(rows, choices), before)
+            assert not before.view(2, -1)[1, 8:20].any(), "there is nothing behind a sample's length"
+    assert known
+    assert sender.digest() == receiver.digest()
+    assert sender.num_bytes == centre_bytes(4, (5, 4)) + centre_bytes(4, (3,))
+    assert len(sender) == 0
+
+
+def test_centres_are_forgotten_where_sides_differ_and_not_for_a_sample() -> None:
+    sender, receiver = CentreStore(FORM, 2), CentreStore(FORM, 2)
+    rows = Rows.of((1, 2), 5)
+    for step in range(3):
+        sender.admit(rows.samples)
+        receiver.admit(rows.samples)
+        visit(sender, receiver, rows, step)
+    assert sender.visits(9)
+    sender.forget(1)
+    sender.reset([])
+    assert sender.digest() == receiver.digest()
+    # One side has saved a micro-batch more: of a step that was given up.
+    visit(sender, CentreStore(FORM, 2), rows, 2)
+    assert sender.view(1, compare=False) != receiver.view(1, compare=False)
+    sender.reset([1])
+    assert not sender.visits(1)
+    assert sender.view(1, compare=False) is None
+
+
+def test_the_state_of_a_store_brings_it_back_and_is_checked() -> None:
+    sender, receiver, again = (CentreStore(FORM, 2) for _ in range(3))
+    for step in range(3):
+        sender.admit([0])
+        receiver.admit([0])
+        visit(sender, receiver, Rows.of((1, 2), 5), step)
+    state = sender.state_dict()
+    again.load_state_dict(state)
+    assert again.digest() == sender.digest()
+    missing = {name: value for name, value in state.items() if name != "values1"}
+    nan = {**state, "values0": torch.full_like(state["values0"], torch.nan)}
+    for wrong in ({}, missing, nan, {**state, "written": torch.tensor([1, -1])}, {**state, "counts0": torch.zeros(2)}):
+        with pytest.raises(StoreError):
+            CentreStore(FORM, 2).load_state_dict(wrong)
+    with pytest.raises(StoreError, match="expected"):
+        CentreStore(FORM, 3).load_state_dict(state)
+
+
+@pytest.mark.parametrize("options", [{"num": 0}, {"num": 257}, {"window": 0}])
+def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        Centres(**options)

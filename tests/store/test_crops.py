@@ -1,0 +1,103 @@
+"""Messages of images that are seen cropped: a visit reads and renews the part that its crop sees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from thinwire.store import Background, CroppedStore, Crops, Part, RecordFormat, Rows
+
+SIZE, PADDING = 8, 2
+FORM = RecordFormat((Part(3, 64, True), Part(3, 16, True)))
+"""Of 8 positions a side, and of 4: two pixels to a position."""
+
+
+def opened(form: RecordFormat = FORM, **options) -> CroppedStore:
+    store = Crops(size=SIZE, padding=PADDING, **options).open(form, "side", run=1, background=Background())
+    assert isinstance(store, CroppedStore)
+    return store
+
+
+def rows(*corners: tuple[int, int]) -> Rows:
+    return Rows(tuple(range(len(corners))), (3,) * len(corners), 3, corners)
+
+
+def save(store: CroppedStore, values: torch.Tensor, at: Rows, step: int) -> None:
+    store.save(store.form.encode(values.clone().view(-1), at, 0), at, step)
+
+
+def test_a_visit_finds_what_its_crop_shares_with_those_before_and_zero_elsewhere() -> None:
+    store = opened()
+    image = torch.randn(3, 12, 12, generator=torch.Generator().manual_seed(0))
+    small = torch.randn(3, 6, 6, generator=torch.Generator().manual_seed(1))
+
+    def seen(down: int, right: int) -> torch.Tensor:
+        half_down, half_right = (down + 1) // 2, (right + 1) // 2
+        parts = (
+            image[:, down : down + 8, right : right + 8],
+            small[:, half_down : half_down + 4, half_right : half_right + 4],
+        )
+        return torch.cat([part.reshape(-1) for part in parts])
+
+    first, second = rows((0, 4)), rows((3, 1))
+    save(store, seen(0, 4), first, 0)
+    assert torch.equal(store.load(first), seen(0, 4))
+    found = store.load(second)
+    large, little = found[: 3 * 64].view(3, 8, 8), found[3 * 64 :].view(3, 4, 4)
+    # The crop at (3, 1) shares rows 3 to 7 and columns 4 to 8 with that at (0, 4), and 2 to 3, 2 to 4 of the small one.
+    assert torch.equal(large[:, :5, 3:], image[:, 3:8, 4:9])
+    assert not large[:, 5:].any()
+    assert not large[:, :, :3].any()
+    assert torch.equal(little[:, :2, 1:], small[:, 2:4, 2:5])
+    assert not little[:, 2:].any()
+    save(store, seen(3, 1), second, 1)
+    assert torch.equal(store.load(second), seen(3, 1))
+    assert torch.equal(store.load(first), seen(0, 4)), "another visit has renewed its own part only"
+    assert store.visits(0) == 2
+    assert store.num_bytes == store.inner.form.record_bytes == 4 * (3 * 144 + 3 * 36 + 4)
+
+
+def test_sides_that_are_given_the_same_keep_the_same_and_states_bring_it_back() -> None:
+    form = RecordFormat((Part(3, 64, True),))
+    stores = [opened(form) for _ in range(3)]
+    for step in range(4):
+        corners = torch.randint(5, (2, 2), generator=torch.Generator().manual_seed(step)).tolist()
+        at = rows(*(tuple(corner) for corner in corners))
+        values = torch.randn(2 * 192, generator=torch.Generator().manual_seed(step))
+        for store in stores[:2]:
+            assert store.admit(at.samples) == frozenset()
+            store.save(form.encode(values.clone(), at, 0), at, step)
+    assert stores[0].digest() == stores[1].digest()
+    stores[2].load_state_dict(stores[0].state_dict())
+    assert stores[2].digest() == stores[0].digest()
+    assert torch.equal(stores[2].load(at), values)
+    assert [stores[2].view(sample, compare=True) for sample in (0, 1, 2)] == [
+        *(stores[0].view(sample, compare=True) for sample in (0, 1)),
+        None,
+    ]
+    stores[2].reset([1])
+    assert len(stores[2]) == 1
+    stores[2].clear()
+    assert not len(stores[2])
+
+
+def test_what_is_no_square_image_is_refused() -> None:
+    for part in (Part(3, 63, True), Part(1, 64, False), Part(3, 81, True)):
+        with pytest.raises(ValueError, match="not one of square images of 8 pixels"):
+            opened(RecordFormat((part,)))
+
+
+def test_corners_are_checked() -> None:
+    store = opened()
+    store.check_corners([(0, 4), (4, 0)])
+    with pytest.raises(ValueError, match="no corners"):
+        store.check_corners(None)
+    with pytest.raises(ValueError, match="padded by 2 pixels"):
+        store.check_corners([(0, 5)])
+
+
+def test_few_bits_are_refused() -> None:
+    place = Crops(size=SIZE, padding=PADDING)
+    place.check(precision=16, warmup_epochs=1)
+    with pytest.raises(ValueError, match="give 16 or 32"):
+        place.check(precision=8, warmup_epochs=0)
