@@ -327,6 +327,24 @@ def first_epoch() -> str:
     )
 
 
+def keeping() -> str:
+    figures = Figures(BENCHMARKS / "keeping.json")
+    rows = []
+    for title, kind, name in (key.split("/") for key in figures.rows):
+        if kind != "loss":
+            continue
+        kinds = ("loss", "held_out", "deviation", "fewer", "kept_bytes")
+        loss, out, deviation, fewer, kept = (figures.get(f"{title}/{kind}/{name}") or 0.0 for kind in kinds)
+        share = [f"{loss:+.2%}", f"{out:+.2%} ± {deviation:.2%}", f"{fewer:.1f}x", f"{kept / 1e3:,.0f} kB"]
+        rows.append([title, name, *share])
+    head = ["", "kept", "loss against FP32's", "held out", "fewer bytes forward", "on one side"]
+    return (
+        f"`python -m experiments bench keeping`: {figures.record['about']['seeds']} seeds of a GPT in two stages, "
+        f"changes and activations in `gaussian`'s 2 bits, gradients in 6.\n\n{table(head, rows)}\n\n"
+        f"{figures.machine}."
+    )
+
+
 def formats() -> str:
     figures = Figures(BENCHMARKS / "formats.json")
     rows = []
@@ -698,7 +716,7 @@ PAGES = {
     "docs/compressors.md": {"compressors": compressors, "formats": formats},
     "docs/speed.md": {"allreduce": allreduce, "step": step},
     "docs/process-group.md": {"blob": blob, "conformance": conformance},
-    "docs/pipelines.md": {"changes": changes, "first-epoch": first_epoch},
+    "docs/pipelines.md": {"changes": changes, "first-epoch": first_epoch, "keeping": keeping},
     "docs/failures.md": {"chaos": chaos, "soak": soak, "fuzz": fuzz},
     "docs/fsdp.md": {"sharded": sharded},
     "docs/compressed-adamw.md": {"optimizer": optimizer, "training": training},
