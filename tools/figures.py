@@ -22,6 +22,14 @@ class Figures:
     def get(self, name: str) -> float | None:
         return self.rows[name]["value"] if name in self.rows else None
 
+    def bounded(self, name: str) -> str:
+        """A relative difference in per cent, and its bounds where it has some; empty if there is no such row."""
+        row = self.rows.get(name)
+        if row is None:
+            return ""
+        bounds = f" ({100 * row['lower']:+.2f} to {100 * row['upper']:+.2f})" if "lower" in row else ""
+        return f"{100 * row['value']:+.2f} %{bounds}"
+
     @property
     def machine(self) -> str:
         machine, versions = self.record["machine"], self.record["versions"]

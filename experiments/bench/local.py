@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
 
 from thinwire.bench.ranks import network_here
 from thinwire.compare.demo import Demo
-from thinwire.compare.report import SAME_LOSS, Report
+from thinwire.compare.report import SAME_LOSS, Report, Run
+from thinwire.compare.statistics import estimate, relative_differences
 from thinwire.compare.train import LOCAL_EVERY, VARIANTS, Task
 from thinwire.lab.units import format_rate, parse_rate
 from thinwire.results import OutputFile, Results
 
-_WAYS = ("fp32", "thinwire", "local", "streaming", "alone")
+WAYS = ("fp32", "thinwire", "local", "overlapped", "streaming", "alone")
+
+_LOOPBACK, _WHY = "10gbit", "the link does not change what is learned"
 
 
 def local(
     *,
     rates: tuple[str, ...] = ("100mbit", "10mbit"),
-    steps: int = 96,
+    steps: int = 192,
+    seeds: int = 3,
     json: OutputFile = None,
 ) -> int:
-    """Train the demo's GPT over slow links: fp32 and 4-bit gradients, local updates, streaming, and alone.
+    """Train the demo's GPT over slow links: fp32 and 4-bit gradients, local updates in three ways, and alone.
 
-    Ways take turns of 8 steps. On the first link DDP in fp32 trains too, and its last loss is the one to reach. A free
-    network would take fp32's steps at the speed of training alone. Takes about three minutes on two idle cores.
+    Speeds are those of the first seed, whose ways take turns of 8 steps over each link. What is learned does not depend
+    on the link, so other seeds train over loopback. A free network would take fp32's steps at the speed of training
+    alone. Takes about fifteen minutes on two idle cores.
 
     Examples:
       python -m experiments bench local --json benchmarks/local.json
@@ -34,6 +41,7 @@ def local(
     Args:
         rates: of each rank's link, both ways.
         steps: training steps of each way.
+        seeds: of the initial weights, the batches and the rounding.
         json: write the figures to this file.
     """
     console = Console(highlight=False)
@@ -41,51 +49,81 @@ def local(
         return 1
     task = Task(steps=steps)
     results = Results("python -m experiments bench local")
-    results.about = {"rates": list(rates), "task": asdict(task), "every": LOCAL_EVERY}
-    first: Report | None = None
+    results.about = {"rates": list(rates), "task": asdict(task), "every": LOCAL_EVERY, "seeds": seeds}
+    others = [
+        Demo(console, replace(task, seed=seed), 2, _LOOPBACK, parse_rate(_LOOPBACK), _WHY, order=WAYS).run()
+        for seed in range(1, seeds)
+    ]
+    links: dict[str, Report] = {}
     for rate in rates:
-        order = _WAYS if first is None else _WAYS[1:]
-        report = Demo(console, task, 2, rate, parse_rate(rate), None, order=order).run()
+        order = WAYS if not links else WAYS[1:]
+        links[rate] = Demo(console, task, 2, rate, parse_rate(rate), None, order=order).run()
+    learned = [links[rates[0]], *others]
+    for report in (*links.values(), *learned):
         if report.failures:
-            console.print(f"{rate}: {report.failures[0].name} did not finish: {report.failures[0].failure}")
+            console.print(f"{report.failures[0].name} did not finish: {report.failures[0].failure}")
             return 1
-        first = first or report
-        _add(results, rate, report, first)
-        console.print(_table(results, rate, order))
-        if json is not None:
-            results.write(json)
+    add_losses(results, [report.runs for report in learned])
+    for rate, report in links.items():
+        add_speeds(results, rate, report)
+        console.print(_table(results, rate))
+    if json is not None:
+        results.write(json)
     return 0
 
 
-def _add(results: Results, rate: str, report: Report, first: Report) -> None:
-    target, runs = first.target, report.runs
-    assert target is not None
-    results.add(f"{rate}/same_loss", target, "nats/byte", times_fp32=SAME_LOSS)
-    # What fp32 learns does not depend on the link, so its losses and the times of training alone are a free network's.
-    free = replace(first.runs["fp32"], step_s=runs["alone"].step_s)
-    seconds = {"free": free.seconds_to(target)} | {name: run.seconds_to(target) for name, run in runs.items()}
-    for name, needed in seconds.items():
-        if needed is not None:
-            results.add(f"{rate}/seconds_to_same_loss/{name}", needed, "s")
-    for name, run in runs.items():
+def add_losses(results: Results, learned: Sequence[Mapping[str, Run]]) -> None:
+    """Add what each way has learned by seed: held-out loss, and the steps until it has fp32's within `SAME_LOSS`."""
+    fp32 = [runs["fp32"].val_loss for runs in learned]
+    for name in WAYS:
+        losses = [runs[name].val_loss for runs in learned]
+        above = estimate(relative_differences(losses, fp32))
+        results.add(f"val_loss/{name}", fmean(losses), "nats/byte", by_seed=losses)
+        bounds = {} if len(learned) == 1 else {"lower": above.lower, "upper": above.upper}
+        results.add(f"val_loss_above_fp32/{name}", above.mean, "", **bounds)
+        taken = [steps_to(runs[name], SAME_LOSS * runs["fp32"].losses[-1]) for runs in learned]
+        reached = [steps for steps in taken if steps is not None]
+        if len(reached) == len(taken):
+            results.add(f"steps_to_same_loss/{name}", fmean(reached), "steps", by_seed=taken)
+
+
+def steps_to(run: Run, loss: float) -> float | None:
+    """Steps until the probe's loss first reaches ``loss``, between probes by a straight line."""
+    return replace(run, step_s=[1.0] * len(run.step_s)).seconds_to(loss)
+
+
+def add_speeds(results: Results, rate: str, report: Report) -> None:
+    """Add the time of a step, the bytes, and the time to fp32's loss over one link."""
+    for name, run in report.runs.items():
         results.add(f"{rate}/step_s/{name}", 1 / run.steps_per_s, "s", step_s=[round(s, 4) for s in run.step_s])
         speed = report.speedup(name, "alone")
         assert speed is not None
         results.add(f"{rate}/speed_over_alone/{name}", speed.median, "x", lower=speed.lower, upper=speed.upper)
         results.add(f"{rate}/sent_bytes/{name}", run.payload_bytes[-1] / report.task.steps, "B/step")
-        results.add(f"{rate}/val_loss/{name}", run.val_loss, "nats/byte")
-        results.add(f"{rate}/val_loss_above_fp32/{name}", run.val_loss / first.runs["fp32"].val_loss - 1, "")
+    steps = {name: _value(results, f"steps_to_same_loss/{name}") for name in report.runs}
+    times = {name: (taken, 1 / report.runs[name].steps_per_s) for name, taken in steps.items()}
+    times["free"] = (_value(results, "steps_to_same_loss/fp32"), 1 / report.runs["alone"].steps_per_s)
+    for name, (taken, step_s) in times.items():
+        if taken is not None:
+            results.add(f"{rate}/seconds_to_same_loss/{name}", taken * step_s, "s")
 
 
-def _table(results: Results, rate: str, order: tuple[str, ...]) -> Table:
+def _value(results: Results, name: str) -> float | None:
+    return next((row["value"] for row in results.results if row["name"] == name), None)
+
+
+def _table(results: Results, rate: str) -> Table:
     table = Table(f"over {format_rate(parse_rate(rate))}", "ms a step", "of alone's speed", "same loss in", "vs fp32")
-    for name in order:
-        reached = [row["value"] for row in results.results if row["name"] == f"{rate}/seconds_to_same_loss/{name}"]
+    for name in WAYS:
+        step_s = _value(results, f"{rate}/step_s/{name}")
+        if step_s is None:
+            continue
+        reached = _value(results, f"{rate}/seconds_to_same_loss/{name}")
         table.add_row(
             VARIANTS[name].title,
-            f"{1e3 * results.value(f'{rate}/step_s/{name}'):.0f}",
+            f"{1e3 * step_s:.0f}",
             f"{results.value(f'{rate}/speed_over_alone/{name}'):.2f}x",
-            f"{reached[0]:.1f} s" if reached else "never",
-            f"{results.value(f'{rate}/val_loss_above_fp32/{name}'):+.2%}",
+            f"{reached:.1f} s" if reached else "never",
+            f"{results.value(f'val_loss_above_fp32/{name}'):+.2%}",
         )
     return table

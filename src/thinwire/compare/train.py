@@ -22,8 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.compare.data import windows
 from thinwire.compare.gpt import GPT, GPTConfig, next_token_loss
-from thinwire.local import DiLoCo, Nesterov
-from thinwire.local.alone import send_nothing
+from thinwire.local import DiLoCo, Nesterov, send_nothing
 from thinwire.runtime import Follower, for_reducer
 
 # One scale for each layer, a biased rounding and no error feedback: damage that a comparison must be able to see.
@@ -239,7 +238,8 @@ VARIANTS = {
     "thinwire": Variant("thinwire 4-bit", _compressed),
     "low-rank": Variant(f"thinwire rank {POWERSGD_RANK}", _low_rank),
     "local": Variant(f"local, every {LOCAL_EVERY}", _local, every=LOCAL_EVERY),
-    "streaming": Variant("local, streaming", partial(_local, fragments=2, overlap=3), every=LOCAL_EVERY),
+    "overlapped": Variant("local, 1 step late", partial(_local, overlap=1), every=LOCAL_EVERY),
+    "streaming": Variant("local, streaming", partial(_local, fragments=2, overlap=3, mix=0.5), every=LOCAL_EVERY),
     "alone": Variant("training alone", _alone, synchronised=False),
     "control": Variant("1-bit control", _control),
 }
