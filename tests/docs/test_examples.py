@@ -97,6 +97,18 @@ def test_tensor_parallelism_learns_and_sends_less() -> None:
     assert min(ratios) > 3
 
 
+@pytest.mark.timeout(200)
+def test_split_learning_learns_and_sends_less() -> None:
+    pytest.importorskip("sklearn")
+    told = run("split_learning.py", 3)
+    found = losses(told)
+    assert len(found) == 8
+    assert found[-1] < 0.7 * found[0]
+    (right,) = re.findall(r"(\d+\.\d)% of held-out images", told)
+    assert float(right) > 50
+    assert min(float(ratio) for ratio in re.findall(r"\((\d+\.\d+)x less\)", told)) > 2
+
+
 TRAINERS = {
     "transformers": ("transformers", lambda: run("trainer.py", 2)),
     "accelerate": ("accelerate", lambda: run("trainer.py", 2, "--accelerate")),
