@@ -345,6 +345,20 @@ def keeping() -> str:
     )
 
 
+def sums() -> str:
+    figures = Figures(BENCHMARKS / "sums.json")
+    about, rows = figures.record["about"], []
+    for name in (name.partition("/")[2] for name in figures.rows if name.startswith("loss/")):
+        kinds = ("loss", "deviation", "held_out", "fewer")
+        loss, deviation, out, fewer = (figures.get(f"{kind}/{name}") or 0.0 for kind in kinds)
+        rows.append([f"`{name}`", f"{loss:+.2%} ± {deviation:.2%}", f"{out:+.2%}", f"{fewer:.1f}x"])
+    head = ["sums", "loss against FP32's", "held out", "fewer bytes, first visits included"]
+    return (
+        f"`python -m experiments bench sums`: {about['seeds']} seeds of a GPT, {about['epochs']} epochs over "
+        f"{about['num_ranks']} ranks.\n\n{table(head, rows)}\n\n{figures.machine}."
+    )
+
+
 def formats() -> str:
     figures = Figures(BENCHMARKS / "formats.json")
     rows = []
@@ -724,7 +738,7 @@ PAGES = {
     "docs/compressors.md": {"compressors": compressors, "formats": formats},
     "docs/speed.md": {"allreduce": allreduce, "step": step},
     "docs/process-group.md": {"blob": blob, "conformance": conformance},
-    "docs/pipelines.md": {"changes": changes, "first-epoch": first_epoch, "keeping": keeping},
+    "docs/pipelines.md": {"changes": changes, "first-epoch": first_epoch, "keeping": keeping, "sums": sums},
     "docs/failures.md": {"chaos": chaos, "soak": soak, "fuzz": fuzz},
     "docs/fsdp.md": {"sharded": sharded},
     "docs/compressed-adamw.md": {"optimizer": optimizer, "training": training},
