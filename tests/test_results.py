@@ -21,6 +21,14 @@ def test_paths_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.skipif(
+    not Path("/proc/self").exists(), reason="Linux has /proc, which root may write, and which takes no files"
+)
+def test_a_folder_that_takes_no_files_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"/proc/figures\.json cannot be written"):
+        check_output_file("/proc/figures.json")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everything")
 def test_a_file_that_may_not_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "figures.json").touch(mode=0o400)

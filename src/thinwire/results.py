@@ -24,8 +24,15 @@ def check_output_file(path: str | os.PathLike[str]) -> Path:
         raise ValueError(f"{file} is a folder: name a file in it")
     if not file.parent.is_dir():
         raise ValueError(f"{file} cannot be written: there is no folder {file.parent}")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ValueError(f"{file} cannot be written: permission denied")
+    if file.exists():
+        if not os.access(file, os.W_OK):
+            raise ValueError(f"{file} cannot be written: permission denied")
+        return file
+    try:
+        file.touch()  # a folder that may be written need not take files: /proc does not
+    except OSError as error:
+        raise ValueError(f"{file} cannot be written: {(error.strerror or str(error)).lower()}") from None
+    file.unlink()
     return file
 
 

@@ -159,3 +159,24 @@ def test_bench_blob_over_loopback(tmp_path: Path) -> None:
 def test_the_figures_of_the_readme_are_those_of_the_json_files() -> None:
     command = [sys.executable, str(ROOT / "tools" / "readme.py"), "--check"]
     assert subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 0
+
+
+@pytest.mark.network
+@pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("allreduce --rate fast", "'fast' is not a rate"),
+        ("allreduce --ranks -3", "num_ranks is -3"),
+        ("allreduce --size-mb nan", "must be above 0"),
+        ("allreduce --algorithm mesh", "'mesh' is not a collective algorithm"),
+        ("step --rate -5mbit", "'-5mbit' is not a rate"),
+        ("step --rate none --batches 0", "must be above 0"),
+        ("step --rate none --compressor shrink", "no compressor is called 'shrink'"),
+    ],
+)
+def test_benchmarks_refuse_impossible_arguments_before_they_begin(command: str, words: str, capfd) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", *command.split()])
+    assert ended.value.code == os.EX_USAGE
+    assert words in capfd.readouterr().err

@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire import lab
-from thinwire.bench.ranks import network_here, run_ranks
+from thinwire.bench.ranks import network_here, refusing, run_ranks
 from thinwire.bench.tables import figures_table
 from thinwire.collectives.algorithms import parse_algorithm
+from thinwire.compressors import parse
 from thinwire.results import OutputFile, Results
 
 Kind = Literal["group", "shared", "auto"]
@@ -56,7 +57,13 @@ def allreduce(
     console = Console(highlight=False)
     if not network_here():
         return 1
-    methods = [(str(parse_algorithm(spec)), transport) for spec in algorithm]
+    with refusing("bench allreduce"):
+        methods = [(str(parse_algorithm(spec)), transport) for spec in algorithm]
+        parse(compressor)
+        if not 0 < size_mb <= 1e6 or repeats < 1:
+            raise ValueError(f"--size-mb {size_mb:g} --repeats {repeats}: both must be above 0")
+        shaped = None if rate == "none" else rate
+        lab.Network(ranks, rate=shaped, rtt=rtt, ranks_per_node=ranks_per_node).close()
     with console.status(f"{ranks} ranks, {rate}: {repeats} rounds of {size_mb:g} MB ..."):
         [answer], about = measure(
             methods, [size_mb], ranks=ranks, ranks_per_node=ranks_per_node, rate=rate, rtt=rtt, compressor=compressor,

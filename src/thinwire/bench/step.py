@@ -7,8 +7,9 @@ from contextlib import ExitStack
 from rich.console import Console
 
 from thinwire import lab
-from thinwire.bench.ranks import network_here, run_ranks
+from thinwire.bench.ranks import network_here, refusing, run_ranks
 from thinwire.bench.tables import figures_table
+from thinwire.compressors import parse
 from thinwire.results import OutputFile, Results
 
 _BATCHES = "2,4,6,8,12,16,24,32"
@@ -52,6 +53,13 @@ def step(
     shaped = rate not in (None, "none")
     if shaped and not network_here():
         return 1
+    with refusing("bench step"):
+        parse(compressor)
+        sizes = [int(batch) for batch in batches.split(",")]
+        if min(sizes) < 1 or rounds < 1 or steps < 1:
+            raise ValueError(f"--batches {batches} --rounds {rounds} --steps {steps}: all must be above 0")
+        if shaped:
+            lab.Network(ranks, rate=rate).close()
     config = {
         "spec": compressor,
         "cap_mb": bucket_cap_mb,
@@ -59,7 +67,7 @@ def step(
         "rounds": rounds,
         "steps": steps,
         "target": target,
-        "batches": [int(batch) for batch in batches.split(",")],
+        "batches": sizes,
     }
     with ExitStack() as stack:
         network = stack.enter_context(lab.Network(ranks, rate=rate)) if shaped else None
