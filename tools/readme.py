@@ -534,11 +534,12 @@ def chaos() -> str:
         row("checkpoints that could not be written afterwards", "checkpoints_failed"),
         row("steps whose parameters differ from a training without a fault", "wrong_digests"),
     ]
-    about = figures.record["about"]
+    about, control = figures.record["about"], figures.get("faults/stock DDP") or 0
+    met = "" if control >= about["faults"] else f" Time sufficed for {control:g} of them under stock DDP."
     return (
         f"{about['faults']} faults with seed {about['seed']}, three ranks, a timeout of {about['timeout_s']:g} s, "
-        f"{about['jobs']} trainings at a time:\n\n{table(['', *groups], rows)}\n\n{figures.machine}, busy with other "
-        "work besides."
+        f"{about['jobs']} trainings at a time.{met}\n\n{table(['', *groups], rows)}\n\n{figures.machine}, busy with "
+        "other work besides."
     )
 
 
@@ -614,7 +615,20 @@ def conformance() -> str:
         f"thinwire's compressed collectives: {figures.get(f'compressed collectives/{runs[-1]}') or 0:.0f} of them.\n\n"
         f"{table(['tests', 'gloo', *runs], rows)}\n\nWhat fails, fails by name:\n\n{bullets(reasons)}\n"
         f"What the tests want that gloo skips:\n\n{table(['want', 'tests'], _skipped(about['skipped on gloo']))}\n\n"
-        f"{figures.machine}."
+        f"{_hook_tests()}\n\n{figures.machine}."
+    )
+
+
+def _hook_tests() -> str:
+    figures = Figures(BENCHMARKS / "conformance-hooks.json")
+    runs = list(figures.record["about"]["compressors"])
+    passed = ", ".join(f"{who} passes {figures.get(f'passed/{who}') or 0:.0f}" for who in runs)
+    return (
+        f"Of those that want a GPU for each rank, {figures.get('tests') or 0:.0f} are tests of communication hooks of "
+        "which nothing but the place of their tensors needs one. `python -m experiments conformance` runs their bodies "
+        f"with tensors of the CPU (`experiments/conformance/on_cpu.py`): {passed}; the last through "
+        f"{figures.get(f'compressed collectives/{runs[-1]}') or 0:,.0f} compressed collectives. They were recorded "
+        "after the table, which counts them as skipped."
     )
 
 
