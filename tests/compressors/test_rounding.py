@@ -18,7 +18,7 @@ def test_weights_of_few_bits_are_rounded_to_nearest(kind: str, bits: int) -> Non
         return
     spec = f"{kind}(bits={bits}, bucket=1024)"
     plan = sharded_plan({"w": (64, 64)}, {"weights": spec, "gradients": spec}, Filter(0))
-    assert ("rounding=nearest" in str(plan["weights/w"])) == (bits < 6)
+    assert ("rounding=nearest" in str(plan["weights/w"])) == (bits <= 6)
     assert str(plan["gradients/w"]) == spec
     explicit = f"{kind}(bits={bits}, bucket=1024, rounding=stochastic)"
     plan = sharded_plan({"w": (64, 64)}, {"weights": explicit}, Filter(0))

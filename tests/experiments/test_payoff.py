@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 
 from experiments.papers.fft import payoff as cost
+from thinwire import parse
+from thinwire.compressors import FFT
 from thinwire.plan.forecast.payoff import minimal_ratio, useful_bandwidth
 
 SPEEDS = cost.Throughputs(convert=100e9, transform=50e9, pack=25e9, select=20e9)
@@ -41,12 +42,8 @@ def test_the_bitmap_costs_what_it_has_bits() -> None:
     assert cost.ratio_with_bitmap(20) == pytest.approx(100 / 8.125)
 
 
-def test_codes_of_the_range_based_float() -> None:
-    # Three bits of mantissa: eight steps from each power of two to the next.
-    x = torch.tensor([1.0, 1.124, 1.125, 2.0, 4.0])
-    assert cost.range_codes(x, 3, 1.0).tolist() == [1, 1, 2, 9, 17]
-
-
 def test_throughputs_are_measured() -> None:
-    found = cost.measure(10_000, 0.85, 1)
+    fft = parse("fft(theta=0.85, bits=10)")
+    assert isinstance(fft, FFT)
+    found = cost.measure(10_000, fft, 1)
     assert all(1e6 < value < 1e13 for value in vars(found).values())

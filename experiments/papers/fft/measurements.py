@@ -36,6 +36,7 @@ from experiments.papers.fft.reconstruct import (
     share_with_least_error,
 )
 from thinwire.compare import plots
+from thinwire.compressors import FFT as Codec
 from thinwire.compressors import parse
 from thinwire.plan.forecast.payoff import minimal_ratio, useful_bandwidth
 
@@ -210,9 +211,10 @@ def counted_ratio(theta: float) -> float:
 def figure_10(study: FFTStudy) -> list[Row]:
     """The least useful ratio over the link's rate, from throughputs measured here."""
     scale = study.scale
-    speeds = measure(scale.buffer_bytes // 4, THETA, scale.repeats)
     x = torch.randn(scale.buffer_bytes // 4, generator=torch.Generator().manual_seed(0))
     codec = parse(FFT.spec)
+    assert isinstance(codec, Codec)
+    speeds = measure(x.numel(), codec, scale.repeats)
     built = median_seconds(lambda: codec.roundtrip(x), max(1, scale.repeats // 2)) / scale.buffer_bytes
     _draw_10(study, speeds, built)
     model = 2 * speeds.seconds_per_byte

@@ -152,7 +152,7 @@ def _scaling(rows: Rows) -> str:
 
 # --- the claims
 
-_NOT_THEIR_GPU = unsound("primitives were timed as PyTorch runs them on this CPU; the paper's are a GPU's")
+_NOT_THEIR_GPU = unsound("primitives were timed on this CPU; the paper's are a GPU's")
 _LEAST_EFFECT = (TABLE_2["topk"][0] - TABLE_2["fft"][0]) / 100
 """By how much more accuracy than FFT the next best loses in the paper."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,14 +11,20 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from thinwire import kernels
+from thinwire.compressors import FFT
+from thinwire.compressors.rangefloat import best_mantissa
+from thinwire.kernels import Table
+
 VALUE_BITS = 32
-_BLOCK = 4096
-_MANTISSA, _LEAST = 3, 2.0**-10
 
 
 @dataclass(frozen=True)
 class Throughputs:
     """Throughputs of the primitives of FFT compression, in bytes of fp32 gradient per second (table 1).
+
+    That is the gradient of a message, over the seconds that the primitive takes for it; values are converted to the
+    range-based float after they are selected.
 
     ``convert`` (T_m) is that of a precision conversion, of which a message takes two: to half precision and to the
     range-based float.
@@ -59,37 +66,54 @@ def message_bytes(num_bytes: float, ratio: float, *, bitmap: bool) -> float:
     return num_bytes / (ratio_with_bitmap(ratio) if bitmap else ratio)
 
 
-def range_codes(x: Tensor, mantissa: int, least: float) -> Tensor:
-    """Algorithm 1 for positive values: the code of each in ``int32``, 1 for ``least``; ``mantissa`` bits are kept."""
-    shift = 23 - mantissa
-    base = torch.tensor(least, dtype=torch.float32).view(torch.int32) >> shift
-    return (x.view(torch.int32) >> shift) - base + 1
+def measure(numel: int, fft: FFT, repeats: int) -> Throughputs:
+    """Throughputs of what ``fft`` computes for a message of ``numel`` values: medians of ``repeats``.
 
-
-def measure(numel: int, theta: float, repeats: int) -> Throughputs:
-    """Throughputs of this machine's primitives in PyTorch, on ``numel`` values: medians of ``repeats``.
-
-    Blocks of 4096, which is kind: one transform over all values takes several times as long.
+    They are thinwire's own kernels, but for the transform and the conversion to half precision, which are PyTorch's.
     """
-    numel = max(_BLOCK, numel - numel % _BLOCK)
+    assert fft.block != "whole"
+    assert not isinstance(fft.theta, str | tuple)
+    numel = max(fft.block, numel - numel % fft.block)
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    half, blocks = torch.empty(numel, dtype=torch.float16), x.view(-1, _BLOCK)
-    magnitudes = torch.fft.rfft(blocks).abs()[:, : _BLOCK // 2]
-    keep = round((1 - theta) * magnitudes.shape[1])
-    mask = magnitudes >= magnitudes.topk(keep, dim=1).values[:, -1:]
+    parts = torch.view_as_real(fft.spectrum(x))
+    count = len(parts)
+    kept = math.ceil((1 - fft.theta) * count)
+    half, bitmap = torch.empty(numel, dtype=torch.float16), _message(kernels.index_bytes(count, kept))
+    values = torch.empty(2 * kept)
+    codes, table = _message(kernels.rangefloat_bytes(2 * kept, fft.bits)), Table(torch.tensor([[0, 2 * kept, 0, 0, 0]]))
+
+    def select() -> Tensor:
+        real, imaginary = parts[:, 0], parts[:, 1]
+        magnitude = torch.mul(real, real).addcmul_(imaginary, imaginary)
+        return kernels.select_topk(magnitude, 0, count, kept, key=0)[0]
+
+    chosen = select()
+
+    def pack() -> None:
+        kernels.pack_indices(chosen, count, kept, bitmap, 0)
+        torch.index_select(parts, 0, chosen, out=values.view(-1, 2))
+
+    pack()
+    top = float(values.abs().max())
+    params = torch.tensor([[top, float(best_mantissa(values, top, fft.bits, "nearest"))]])
 
     def throughput(run: Callable[[], object]) -> float:
         return 4 * numel / median_seconds(run, repeats)
 
-    positive = x.abs()
     to_half = throughput(lambda: half.copy_(x))
-    to_range = throughput(lambda: range_codes(positive, _MANTISSA, _LEAST))
+    to_range = throughput(
+        lambda: kernels.rangefloat_encode(values, table, codes, params, bits=fft.bits, rounding="nearest", key=0)
+    )
     return Throughputs(
         convert=2 / (1 / to_half + 1 / to_range),
-        transform=throughput(lambda: torch.fft.rfft(blocks)),
-        pack=throughput(lambda: magnitudes.masked_select(mask)),
-        select=throughput(lambda: magnitudes.topk(keep, dim=1, sorted=False)),
+        transform=throughput(lambda: fft.spectrum(x)),
+        pack=throughput(pack),
+        select=throughput(select),
     )
+
+
+def _message(num_bytes: int) -> Tensor:
+    return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
 def median_seconds(run: Callable[[], object], repeats: int) -> float:

@@ -58,7 +58,7 @@ BUCKETS_OF: SizeName = "medium"
 """Layers of the smallest network are smaller than the larger bucket."""
 ROUNDED = ("W5G4", "W4G4")
 """Of which uniform levels are also tried with rounding to the nearest, as learned ones are."""
-ROUNDED_WEIGHTS = (8, 7, 6, 5)
+ROUNDED_WEIGHTS = (6,)
 """Bits of weights that are tried with both roundings, with gradients of 6."""
 LEAST_BITS_KEPT = "W5G4"
 """The highest compression "without substantial accuracy impact" (section 5.7.1)."""
@@ -143,7 +143,7 @@ class QSDPStudy(Study[QSDPScale]):
             RankFailed: a rank did not make it.
         """
         size = self.scale.size(name)
-        trainings = self.kept(("trainings", num_ranks), lambda: Trainings(num_ranks))
+        trainings = self.kept(("trainings", num_ranks), lambda: Trainings(num_ranks, cache=self.cache))
         reporter = self.reporter(f"{size.title}, {method.title}")
         return [trainings.train(size.task, method, seed, reporter) for seed in self.seeds]
 

@@ -77,7 +77,7 @@ NOTHING = Method("nothing", "nothing sent", "#aaaaaa", kind="stock", weights_rat
 def uniform(weights: int, gradients: int, *, bucket: int = BUCKET, rounding: Rounding | None = None) -> Method:
     """Min-max of so many bits, as W8G8; 32 bits are left as they are.
 
-    Without ``rounding``, weights of fewer than 6 bits are rounded to the nearest, and all else stochastically, as
+    Without ``rounding``, weights of up to 6 bits are rounded to the nearest, and all else stochastically, as
     thinwire does.
     """
     name = f"W{weights}G{gradients}"

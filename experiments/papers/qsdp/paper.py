@@ -538,8 +538,8 @@ _DIFFERS = (
     "perplexities are those of weights as they are gathered, quantised; the figures also hold those of weights as the "
     "optimizer keeps them",
     "levels are learned of all layers that are compressed, since none has 100000 parameters, at the thesis's shares of "
-    "a training; values take the nearest of them, where uniform ones are rounded as thinwire does, weights of fewer "
-    "than 6 bits to the nearest and all else stochastically, unless it is said otherwise; bits above 6 stay uniform",
+    "a training; values take the nearest of them, where uniform ones are rounded as thinwire does, weights of up "
+    "to 6 bits to the nearest and all else stochastically, unless it is said otherwise; bits above 6 stay uniform",
     "figures C.2 and C.3 take weights and gradients along a training that is not compressed itself, with uniform "
     "levels rounded to the nearest, so that only levels differ; the LM head is tied to the embedding",
     "figure C.4 is of a network whose layers are larger than its buckets, and 4 bits are added",

@@ -12,6 +12,7 @@ from statistics import median
 from types import TracebackType
 from typing import Any, Self
 
+from experiments.framework.run_cache import RunCache
 from experiments.papers.qsdp import rank as rank_module
 from experiments.papers.qsdp.methods import Method
 from thinwire import lab
@@ -61,12 +62,15 @@ class Trained:
 
 
 class Trainings:
-    """Rank processes on a link of ``rate`` (None: loopback), and what they have trained; a context manager."""
+    """Rank processes on a link of ``rate`` (None: loopback), and what they have trained; a context manager.
 
-    def __init__(self, num_ranks: int, rate: str | None = None) -> None:
+    What is in ``cache`` is not trained again.
+    """
+
+    def __init__(self, num_ranks: int, rate: str | None = None, cache: RunCache | None = None) -> None:
         self.num_ranks, self._rate = num_ranks, rate
         self.link: dict[str, Any] | str = "loopback"
-        self._known: dict[tuple[GPTTask, Method, int, int], Trained] = {}
+        self._cache = cache or RunCache()
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -91,12 +95,14 @@ class Trainings:
         Raises:
             RankFailed: a rank did not make it.
         """
-        key = (task, method, seed, num_micro)
-        if key not in self._known:
-            command = {"do": "train", "task": describe(task), "method": dataclasses.asdict(method), "seed": seed}
-            command["num_micro"] = num_micro
-            self._known[key] = _trained(task, self._ranks.run(command, _reporter(on_step), _nothing))
-        return self._known[key]
+        command = {"do": "train", "task": describe(task), "method": dataclasses.asdict(method), "seed": seed}
+        command["num_micro"] = num_micro
+        key = {**command, "num_ranks": self.num_ranks, "rate": self._rate}
+        known = self._cache.get(key)
+        if known is None:
+            known = {"answers": list(self._ranks.run(command, _reporter(on_step), _nothing))}
+            self._cache.put(key, known)
+        return _trained(task, known["answers"])
 
 
 def _trained(task: GPTTask, answers: Sequence[dict[str, Any]]) -> Trained:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
-from thinwire.compressors import RESIDUAL, Coded, Raw, ef, expression, parse
+from thinwire.compressors import RESIDUAL, Coded, Raw, ef, expression, needs_state, parse
 
 _SHARE_UNITS = 1000
 """Shares of owners are rounded to whole numbers of this resolution, so that all ranks compute the same ones."""
@@ -293,7 +293,7 @@ class Hierarchical(Algorithm):
             raise ValueError(f"across is {self.across!r}: slices or leaders")
         if self.inside not in ("dense", "same"):
             inner = parse(self.inside)
-            if not isinstance(inner, Coded) or inner.gathered or inner.slots or not inner.traits.plain_sum:
+            if not isinstance(inner, Coded) or inner.gathered or needs_state(inner) or not inner.traits.plain_sum:
                 raise ValueError(f"inside={self.inside}: give dense, same, or a quantiser without a state of its own")
 
     @property

@@ -4,7 +4,7 @@ from thinwire.compressors._core.bucketed import Bucketed
 from thinwire.compressors._core.calls import CodecCall, SumCall
 from thinwire.compressors._core.checks import GRADIENT_DTYPES, check_choice, check_int, not_finite
 from thinwire.compressors._core.coded import Coded, used_bytes
-from thinwire.compressors._core.compressor import Compressor, Count, Unsuited
+from thinwire.compressors._core.compressor import Compressor, Count, Unsuited, needs_state
 from thinwire.compressors._core.matrices import SummedMatrices
 from thinwire.compressors._core.mixins import (
     Bounded,
@@ -148,6 +148,7 @@ __all__ = [
     "for_world",
     "integer_square_sum",
     "learns_at",
+    "needs_state",
     "not_finite",
     "parse",
     "register",

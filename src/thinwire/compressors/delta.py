@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire.compressors._core.checks import check_dtype
 from thinwire.compressors._core.coded import Coded
-from thinwire.compressors._core.compressor import Compressor
+from thinwire.compressors._core.compressor import Compressor, needs_state
 from thinwire.compressors._core.mixins import WorldSized
 from thinwire.compressors._core.rounding import rounded_for
 from thinwire.compressors._core.traits import Traits
@@ -70,7 +70,7 @@ def direct(inner: Coded) -> Coded:
 
 def check_stateless(inner: Any) -> None:
     """Raise an error unless ``inner`` is coded, keeps no state and has messages of a fixed size."""
-    if not isinstance(inner, Coded) or inner.slots:
+    if not isinstance(inner, Coded) or needs_state(inner):
         raise TypeError(
             f"{inner} cannot code activations: they need a coded compressor without state, such as "
             "maxabs(bits=4), minmax(bits=4) or topk(density=0.2) | maxabs(bits=8)"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from thinwire.collectives import Algorithm, TransportChoice, check_choice, parse_algorithm
-from thinwire.compressors import Coded, Compressor, Raw, Summed, at_step, check_int, parse
+from thinwire.compressors import Coded, Compressor, Raw, Summed, at_step, check_int, needs_state, parse
 from thinwire.plan import DEFAULT_RULES
 from thinwire.runtime import Kind
 
@@ -105,7 +105,7 @@ def stateless(where: str, spec: str | Compressor) -> Compressor:
             f"{where}={compressor} needs error feedback, and a process group sees buffers, not parameters: {instead}; "
             "or give up error feedback with feedback=False"
         )
-    if compressor.slots:
+    if needs_state(compressor):
         raise ValueError(
             f"{where}={compressor} keeps state, and a process group sees buffers, not parameters: {instead}"
         )

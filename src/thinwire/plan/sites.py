@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from thinwire.compressors import Coded, Compressor, cold_start, rounded_for
+from thinwire.compressors import Coded, Compressor, cold_start, needs_state, rounded_for
 from thinwire.plan.filters import Filter
 from thinwire.plan.plan import Plan, Rules
 
@@ -50,10 +50,10 @@ def for_site(site: Site, layer: str, compressor: Compressor) -> Coded:
         raise ValueError(
             f"{about} leaves out too much of the weights, or sends it later: weights must arrive in every step"
         )
-    if site == "across" and compressor.slots:
+    if site == "across" and needs_state(compressor):
         raise ValueError(f"{about} keeps state, which sums across replicas have no room for: use one without")
     if (
-        any(slot.shape is not None and not slot.learned for slot in compressor.slots)
+        any(slot.shape is not None and not (slot.learned or slot.optional) for slot in compressor.slots)
         or cold_start(compressor) is not None
     ):
         raise ValueError(f"{about} needs whole layers, and ranks have shards: use a quantiser")

@@ -98,7 +98,8 @@ class Engine:
         # On a device the host reads these when the next step begins: by then they have long been computed.
         self._finite, self._limits, self._clippings = AsyncReadback(), AsyncReadback(), AsyncReadback()
         self._failed = False
-        self.owed = Owed()
+        self.owed: Owed | None = None
+        """Residuals of layers from which a policy has taken error feedback."""
 
     @property
     def seed(self) -> int:
@@ -181,7 +182,8 @@ class Engine:
 
     def end_step(self) -> Sync | None:
         """Between two steps: what the last one's communication took, if it was compressed; asked once."""
-        self.owed.end_step()
+        if self.owed:
+            self.owed.end_step()
         seconds = self.recorder.sync_seconds()
         sizes = tuple(route.sent_bytes for route in self.present_routes())
         return Sync(sizes, seconds) if seconds and sizes else None
@@ -214,6 +216,7 @@ class Engine:
                 if isinstance(old, Feedback) and RESIDUAL not in compressor.slots:
                     owners = (0,) * self.world_size if self.simulated else old_shares
                     owed = self.slots.owed(name, self.shapes[name], old, self.rank, owners)
+                    self.owed = self.owed or Owed()
                     self.owed.add(name, owed.mul_(old.in_gradients(self.learning_rate)))
                 alike = type(unwrap(old)) is type(unwrap(compressor))
                 if isinstance(old, Summed) and RESIDUAL in old.slots and not alike:
@@ -226,7 +229,8 @@ class Engine:
     def discard_step(self) -> None:
         self._finite.read()
         self.slots.discard()
-        self.owed.keep()
+        if self.owed:
+            self.owed.keep()
 
     def succeed(self, former: Engine) -> None:
         former._end()
@@ -242,7 +246,7 @@ class Engine:
         self.plan, self.channel.seed, self.channel.algorithm = loaded.plan, loaded.seed, algorithm
         self._forget_routes()
         self._step_plan.forget()
-        self.owed.clear()
+        self.owed = None
         self.slots.replace(loaded.slots)
         agree(self.record(loaded.step), self.transport)
 

@@ -57,8 +57,3 @@ class Owed:
         for layer, residual in self._sent.items():
             self.add(layer, residual)
         self._sent.clear()
-
-    def clear(self) -> None:
-        """Owe nothing."""
-        self._waiting.clear()
-        self._sent.clear()

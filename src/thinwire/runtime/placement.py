@@ -50,8 +50,12 @@ class ShardedLayer:
         """
         numel, grain = self.numel_of(rank), compressor.grain
         if grain is None:
-            return Shard(f"{self.name}, part {rank}", start, numel, 0, compressor)
+            return Shard(self.part_name(rank), start, numel, 0, compressor)
         return Shard(self.name, start, numel, rank * (-(-self.padded_numel // grain) * grain), compressor)
+
+    def part_name(self, rank: int) -> str:
+        """Return the name of a rank's shard where it is a layer of its own."""
+        return f"{self.name}, part {rank}"
 
     @property
     def padded_numel(self) -> int:

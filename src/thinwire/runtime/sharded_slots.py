@@ -86,7 +86,12 @@ class ShardedSlots:
         layers: dict[str, dict[str, Tensor]] = {}
         for (name, slot), value in self._shaped.items():
             layers.setdefault(name, {})[slot.name] = value
-        self._state = State(fresh.now, fresh.next, 1.0, {name: LayerState(held, held) for name, held in layers.items()})
+        states = {name: LayerState(held, held) for name, held in layers.items()}
+        for name in layers:
+            # Shards that are layers of their own share the slots of their layer.
+            of = self._placement.by_name[name]
+            states |= {of.part_name(rank): states[name] for rank in range(of.num_ranks)}
+        self._state = State(fresh.now, fresh.next, 1.0, states)
 
     def state(self, x: Tensor, step: int, loss_scale: float, *, again: bool = False) -> State | None:
         """Return the slots for a message of ``x``, after learning those that are learned in ``step``.

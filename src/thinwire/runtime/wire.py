@@ -256,14 +256,16 @@ class Wire(Handle["Engine"]):
         A policy has taken error feedback from them. Attachments call this for each bucket, before it is reduced. If it
         returns True, they call `note_owed` with the bucket's mean.
         """
-        if not self._engine.owed:
+        owed = self._engine.owed
+        if not owed:
             return False
-        self._engine.owed.send(flat, layers, loss_scale)
+        owed.send(flat, layers, loss_scale)
         return True
 
     def note_owed(self, mean: Tensor) -> None:
         """See whether a bucket's mean is finite: if one of a step's is not, residuals that it took are sent again."""
-        self._engine.owed.note_mean(mean)
+        if self._engine.owed:
+            self._engine.owed.note_mean(mean)
 
     def on_optimizer_step(self, changes: Mapping[str, float]) -> None:
         """Say what the optimizer did to the layers that follow it: ``‖x^k − x^{k−1}‖²``, the same on all ranks."""

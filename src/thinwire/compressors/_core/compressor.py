@@ -77,3 +77,8 @@ class Compressor(ABC):
             if field.metadata.get("shown") or value != field.default:
                 shown.append(f"{field.name}={value}")
         return f"{self.spec_name}({', '.join(shown)})"
+
+
+def needs_state(compressor: Compressor) -> bool:
+    """Return whether ``compressor`` cannot do without its slots."""
+    return not all(slot.optional for slot in compressor.slots)

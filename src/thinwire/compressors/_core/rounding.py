@@ -10,7 +10,7 @@ from thinwire.compressors._core.sparsifier import Chain
 from thinwire.compressors.maxabs import MaxAbs
 from thinwire.compressors.minmax import MinMax
 
-_NEAREST_WEIGHT_BITS = 5
+_NEAREST_WEIGHT_BITS = 6
 _NEAREST_DELTA_BITS = 4
 _MIDRISE_DELTA_BITS = 2
 
@@ -20,12 +20,13 @@ def rounded_for(what: Literal["weights", "deltas"], compressor: Coded) -> Coded:
 
     A spec with ``rounding=`` keeps it. Otherwise, gradients are rounded stochastically, which is unbiased, so that
     errors average out over ranks and steps. In two cases they do not. Weights are quantised from full precision in
-    every step, so rounding to nearest builds up no bias; below 6 bits it has a third to a half of the error (thesis,
-    Table 5.2). The error of a delta is part of the next delta, so only its size counts (AQ-SGD, Theorem 3.1): up to 4
-    bits are rounded to nearest. `MaxAbs` of 2 bits uses all four codes (``midrise``): with a level at zero there are
-    three, which lose 0.77 of Gaussian deltas, more than the theorem's 0.71, and the four lose 0.42. At 3 bits a level
-    at zero costs less (0.28 against 0.21) than it saves where half of the deltas are zero, as behind a ReLU (0.25
-    against 0.38), and with it no delta can lose more than there is to it (``python -m experiments bench changes``).
+    every step, so rounding to nearest builds up no bias; up to 6 bits it ends at a lower loss than stochastic rounding
+    (thesis, Table 5.2; ``python -m experiments qsdp --parts rounding``). The error of a delta is part of the next
+    delta, so only its size counts (AQ-SGD, Theorem 3.1): up to 4 bits are rounded to nearest. `MaxAbs` of 2 bits uses
+    all four codes (``midrise``): with a level at zero there are three, which lose 0.77 of Gaussian deltas, more than
+    the theorem's 0.71, and the four lose 0.42. At 3 bits a level at zero costs less (0.28 against 0.21) than it saves
+    where half of the deltas are zero, as behind a ReLU (0.25 against 0.38), and with it no delta can lose more than
+    there is to it (``python -m experiments bench changes``).
     """
     if isinstance(compressor, Chain):
         values = rounded_for(what, compressor.values)

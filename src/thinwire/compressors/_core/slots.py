@@ -30,6 +30,8 @@ class Slot:
     """Written by `Learned.learn` at a few steps, not by encoding."""
     scratch: bool = False
     """Used only during a step, and never saved."""
+    optional: bool = False
+    """Whether the compressor does without it where no state is kept, as in process groups."""
     columns: bool = False
     """A matrix, such as a low-rank factor, whose columns remain valid when there are more or fewer of them."""
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.coded import Coded
-from thinwire.compressors._core.compressor import Compressor, Count
+from thinwire.compressors._core.compressor import Compressor, Count, needs_state
 from thinwire.compressors._core.mixins import Bounded, Indexed, Saturating, Scheduled, StepEnd
 from thinwire.compressors._core.segments import Key, Piece, Segments
 from thinwire.compressors._core.slots import LayerState, Slot
@@ -216,7 +216,7 @@ class Chain(Sparsifier, StepEnd, Scheduled):
         values: Any = self.values
         if isinstance(self.first, Chain) or not isinstance(self.first, Sparsifier):
             raise TypeError(f"{self.first} chooses no values: what stands before | is a sparsifier such as topk")
-        if not isinstance(values, Coded) or isinstance(values, Sparsifier) or values.slots:
+        if not isinstance(values, Coded) or isinstance(values, Sparsifier) or needs_state(values):
             raise TypeError(f"{values} cannot follow |: chosen values are coded by a quantiser without state")
 
     @property

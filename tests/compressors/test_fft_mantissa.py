@@ -1,0 +1,95 @@
+"""The mantissa of FFT's range-based floats: searched once in many messages where state is kept, else for each."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness import run_ranks, run_threads
+from sharded import build, compress, train
+from thinwire import Plan, Wire, parse
+from thinwire.collectives import LoopbackTransport
+from thinwire.compressors import FFT, CodecCall, Piece, Segments, first_state
+from thinwire.compressors import fft as module
+from thinwire.compressors.rangefloat import best_mantissa
+
+SHAPES = {"w": (64, 48)}
+SPEC = "fft(theta=0.8)"
+
+
+def _counting() -> Any:
+    return mock.patch.object(module, "best_mantissa", mock.Mock(wraps=best_mantissa))
+
+
+def _gradient(step: int, rank: int = 0) -> Tensor:
+    return torch.randn(64 * 48, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+@pytest.mark.parametrize("spec", [f"ef({SPEC})", "fft(theta=0.8, feedback=False)"])
+def test_a_wire_searches_for_a_mantissa_once_in_fifty_steps(spec: str) -> None:
+    def run(transport: LoopbackTransport) -> None:
+        wire = Wire(Plan.build(SHAPES, spec), SHAPES, transport)
+        for step in range(60):
+            wire.begin_step()
+            wire.reduce(_gradient(step, transport.rank), tuple(SHAPES.items())).wait()
+        wire.detach()
+
+    with _counting() as searched:
+        run_threads(run, 2)
+    assert searched.call_count == 2 * 2
+
+
+def _searches(rank: int) -> list[int]:
+    model = build()
+    with _counting() as searched:
+        compress(model, gradients=f"ef({SPEC})")
+        counts = []
+        for first in range(3):
+            train(model, 1, first=first)
+            counts.append(searched.call_count)
+    return counts
+
+
+def test_a_sharded_model_searches_for_each_layer_in_the_first_step_only() -> None:
+    for first, *later in run_ranks(_searches, 2):
+        assert first > 0
+        assert later == [first, first]
+
+
+def test_a_kept_mantissa_errs_as_a_searched_one_and_its_messages_need_no_state() -> None:
+    fft = parse(SPEC)
+    assert isinstance(fft, FFT)
+    segments = Segments.build([Piece("w", 0, 64 * 48, 0, 0)])
+    state = first_state(fft, _gradient(0), segments)
+    assert state is not None
+    size = fft.payload_bytes(64 * 48, torch.float32)
+    for step in range(12):
+        x = _gradient(step) * 10.0 ** (-step)
+        kept, searched = (torch.zeros(size, dtype=torch.uint8) for _ in range(2))
+        fft.encode(x, kept, CodecCall(segments, state=state))
+        fft.encode(x, searched, CodecCall(segments))
+        assert step or torch.equal(kept, searched)
+        errors = []
+        for message in (kept, searched):
+            received = torch.empty(64 * 48)
+            fft.decode(message, received, CodecCall(segments))
+            errors.append(float((received - x).norm() / x.norm()))
+        assert errors[0] <= 1.001 * errors[1]
+        state = state.swapped()
+
+
+def test_a_mantissa_that_was_chosen_from_what_is_not_finite_is_not_kept() -> None:
+    fft = parse(SPEC)
+    assert isinstance(fft, FFT)
+    segments = Segments.build([Piece("w", 0, 64 * 48, 0, 0)])
+    state = first_state(fft, _gradient(0), segments)
+    assert state is not None
+    message = torch.zeros(fft.payload_bytes(64 * 48, torch.float32), dtype=torch.uint8)
+    with _counting() as searched:
+        fft.encode(torch.full((64 * 48,), torch.inf), message, CodecCall(segments, state=state))
+        fft.encode(_gradient(1), message, CodecCall(segments, state=state.swapped()))
+    assert searched.call_count == 2
