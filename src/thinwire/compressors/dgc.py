@@ -31,7 +31,8 @@ class DGC(CodedWrapper, WorldSized):
 
     ``clip`` is their local gradient clipping (section 3.2): before g is added, it is scaled down to an L2 norm of at
     most ``clip / √n`` on each of n ranks, so that the sum of n independent gradients is about as long as one clipped
-    to ``clip``. The norm is that of a layer, since a layer is sent before the others are known. 0: none.
+    to ``clip``. The norm is that of a layer, since a layer is sent before the others are known; the
+    norm of the whole model in the step before would let the spike through that clipping is for. 0: none.
     """
 
     spec_name: ClassVar[str] = "dgc"
