@@ -96,7 +96,7 @@ def _train(images: Images, method: Method, seed: int, epochs: int, most: int) ->
     torch.manual_seed(seed)
     size = images.train.shape[-1]
     model = SplitResNet(images.channels, size, _WIDTH)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     draws = torch.Generator().manual_seed(seed)
     shapes = [(_BATCH, channels, size // s, size // s) for channels, s in zip(model.widths, model.strides, strict=True)]
     pairs = [Pair(method, shape, 2 * seed + index) for index, shape in enumerate(shapes)]
