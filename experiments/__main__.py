@@ -25,6 +25,7 @@ _VALIDATION = {
     "bench local": Command("experiments.bench.local:local", "local updates over slow links, beside a free network"),
     "bench bursts": Command("experiments.bench.bursts:bursts", "the busiest second of a link in local updates"),
     "bench members": Command("experiments.bench.members:members", "workers that die and come back, with torchft"),
+    "bench pipelines": Command("experiments.bench.pipelines:pipelines", "steps of pipelines: measured, simulated"),
     "bench optimizer": Command("experiments.bench.optimizer:optimizer", "what an optimizer's step costs"),
     "bench changes": Command("experiments.bench.changes:changes", "what quantisers lose of changes of activations"),
     "bench keeping": Command("experiments.bench.keeping:keeping", "messages of samples, cluster centres, or nothing"),

@@ -391,6 +391,28 @@ def formats() -> str:
     )
 
 
+def pipelines() -> str:
+    figures = Figures(BENCHMARKS / "pipelines.json")
+    about, rows = figures.record["about"], []
+    for cell in (name.removesuffix("/measured_s") for name in figures.rows if name.endswith("/measured_s")):
+        way, schedule, link = cell.split("/")
+        measured, predicted = (figures.get(f"{cell}/{kind}_s") or 0.0 for kind in ("measured", "predicted"))
+        free = figures.get(f"{cell}/of_a_free_network")
+        title = f"uneven: {way}" if link == "uneven" else way
+        shown = [f"{1e3 * measured:.0f} ms", f"{1e3 * predicted:.0f} ms", f"{predicted / measured - 1:+.0%}"]
+        rows.append([title, schedule, *shown, f"{free:.2f}x"])
+    head = ["", "schedule", "measured", "predicted", "off", "speed, of a free network's"]
+    forward, backward, _ = about["layer_ms"]
+    return (
+        f"`python -m experiments bench pipelines`: {about['ranks']} ranks over 100 Mbit/s links, "
+        f"{about['micro_batches']} micro-batches, {about['activation_bytes'] / 1e6:.2f} MB of activations each; two "
+        f"layers a rank, {forward:g} ms forward and {backward:g} ms backward, asleep as if an accelerator computed "
+        f"them.\n\n{table(head, rows)}\n\n"
+        "![Recorded steps of a pipeline: what ranks compute, and what is on the links](docs/pipelines.svg)\n\n"
+        f"{figures.machine}."
+    )
+
+
 AUTO = ("fixed", "one way", "auto")
 
 
@@ -769,6 +791,7 @@ PAGES = {
     "docs/speed.md": {"allreduce": allreduce, "step": step},
     "docs/process-group.md": {"blob": blob, "conformance": conformance},
     "docs/pipelines.md": {
+        "pipelines": pipelines,
         "changes": changes,
         "first-epoch": first_epoch,
         "keeping": keeping,

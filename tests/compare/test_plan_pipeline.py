@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,21 @@ def test_a_plan_is_shown_drawn_and_written(tmp_path: Path, capsys) -> None:
     assert rows["step_s/planned"] < rows["step_s/even"]
     assert svg.read_text().startswith("<?xml")
     assert "rank 2" in svg.read_text() or "<use" in svg.read_text()
+
+
+def test_the_example_of_the_page_is_planned(tmp_path: Path, capsys) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text()
+    (text,) = re.findall(r"```text\n(.*?)```", page, flags=re.DOTALL)
+    path, out = tmp_path / "pipeline.json", tmp_path / "plan.json"
+    path.write_text(text)
+    assert cli.main(["plan", "pipeline", str(path), "--schedules", "1f1b", "--json", str(out)]) == 0
+    about = json.loads(out.read_text())["about"]
+    # Nothing crosses the slow link, and the slow machine has fewer layers.
+    names = about["machines"]
+    assert abs(names.index("oslo") - names.index("bern")) > 1
+    counts = {name: b - a for name, a, b in zip(names, about["cuts"], about["cuts"][1:], strict=False)}
+    assert counts["lima"] == min(counts.values())
+    capsys.readouterr()
 
 
 def test_schedules_and_choices_may_be_given(tmp_path: Path, capsys) -> None:
