@@ -51,7 +51,7 @@ def test_a_plan_is_shown_drawn_and_written(tmp_path: Path, capsys) -> None:
 
 
 def test_the_example_of_the_page_is_planned(tmp_path: Path, capsys) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "pipeline-plans.md").read_text()
     (text,) = re.findall(r"```text\n(.*?)```", page, flags=re.DOTALL)
     path, out = tmp_path / "pipeline.json", tmp_path / "plan.json"
     path.write_text(text)
