@@ -22,7 +22,6 @@ from thinwire.integrations.fsdp import prefetch
 from thinwire.integrations.group_options import ProcessGroupOptions
 from thinwire.integrations.options import Checks, Network
 from thinwire.integrations.process_group import ProcessGroup, register_backend, register_model
-from thinwire.pipeline.stats import PipelineStats
 from thinwire.plan import Plan
 from thinwire.runtime import (
     Decision,
@@ -54,7 +53,6 @@ __all__ = [
     "Network",
     "ParityError",
     "PeerFailedError",
-    "PipelineStats",
     "Plan",
     "ProcessGroup",
     "ProcessGroupOptions",
