@@ -269,6 +269,22 @@ def _qsdp_rounding(measured: Measured) -> Iterator[str]:
     yield from _titled("Rounding of weights, gradients of 6 bits", head, rows)
 
 
+def _qsdp_lgreco(measured: Measured) -> Iterator[str]:
+    rows = [
+        [
+            row["title"],
+            f"{row['mean']:.3f}",
+            f"{100 * row['value']:+.2f} % ({100 * row['lower']:+.2f} to {100 * row['upper']:+.2f})",
+            f"{fmean(row['step_bytes']) / 1e3:.1f}",
+            f"{fmean(row['last_step_bytes']) / 1e3:.1f}",
+        ]
+        for row in measured.under("L-GreCo/lost/")
+        if "title" in row
+    ]
+    head = ["", "perplexity", "against FP32's", "kB sent by a rank, mean step", "last step"]
+    yield from _titled("L-GreCo over QSDP", head, rows)
+
+
 def _qsdp_learned(measured: Measured) -> Iterator[str]:
     nearest = {row["pair"]: row["perplexities"] for row in measured.under("table 5.3/learned_beside_nearest/")}
     rows = []
@@ -467,7 +483,7 @@ TABLES: dict[str, tuple[Callable[[Measured], Iterator[str]], ...]] = {
     "cgx": (_cgx_throughput, _cgx_links),
     "intsgd": (_intsgd,),
     "lgreco": (_lgreco_quality, _lgreco_policies, _lgreco_throughput),
-    "qsdp": (_qsdp_recovery, _qsdp_grid, _qsdp_rounding, _qsdp_learned, _qsdp_step_times, _qsdp_ratios),
+    "qsdp": (_qsdp_recovery, _qsdp_grid, _qsdp_rounding, _qsdp_lgreco, _qsdp_learned, _qsdp_step_times, _qsdp_ratios),
     "aqsgd": (_aqsgd_losses, _aqsgd_throughput, _aqsgd_breakdown, _aqsgd_links, _aqsgd_completions),
     "fullstack": (_stack_losses, _stack_throughput, _stack_optimizers, _stack_others),
 }

@@ -22,6 +22,7 @@ from experiments.papers.qsdp.methods import (
     HIERARCHICAL,
     LARGE,
     LARGE_BUCKET,
+    LGRECO,
     NAIVE,
     NOTHING,
     PAIRS,
@@ -30,6 +31,7 @@ from experiments.papers.qsdp.methods import (
     THESIS_BASELINE,
     THESIS_GRID,
     THESIS_RATIOS,
+    W2G2,
     W4G4,
     W8G8,
     Method,
@@ -296,6 +298,39 @@ def rounding_of_weights(study: QSDPStudy) -> list[Row]:
         others = _perplexities(stochastic)
         rows.append(lost_row("rounding", f"{bits} bits", nearest, stochastic, stochastic_perplexities=others))
     return rows
+
+
+def lgreco_steps(scale: QSDPScale) -> int:
+    return scale.steps("small", 4)
+
+
+def lgreco_over_qsdp(study: QSDPStudy) -> list[Row]:
+    """L-GreCo beside its reference, and 2 bits, which must end worse, on the smallest network."""
+    every = max(2, study.scale.size("small").task.steps // 7)
+    methods = (FP32, W4G4, W2G2, replace(LGRECO, adapt=f"lgreco(every={every})"))
+    base, plain, fewest, ours = (study.train("small", method) for method in methods)
+    return [
+        lgreco_row(ours, plain),
+        *(
+            lost_row("L-GreCo", f"lost/{method.name}", runs, base, title=method.title, **_sent(runs))
+            for method, runs in ((W4G4, plain), (LGRECO, ours), (W2G2, fewest))
+        ),
+        lost_row("L-GreCo", "control", fewest, plain, spec=W2G2.weights),
+    ]
+
+
+def lgreco_row(ours: Sequence[Trained], plain: Sequence[Trained]) -> Row:
+    """What L-GreCo loses beside its reference, with the bytes of both and its last plans."""
+    sent = {"reference_bytes": _sent(plain)["step_bytes"], "plans": [dict(run.plan) for run in ours]}
+    return lost_row("L-GreCo", "lost/reference", ours, plain, **_sent(ours), **sent)
+
+
+def _sent(runs: Sequence[Trained]) -> dict[str, list[float]]:
+    """Bytes that rank 0 sends, by seed: the mean step's, and the last one's."""
+    return {
+        "step_bytes": [fmean(run.step_bytes) for run in runs],
+        "last_step_bytes": [run.step_bytes[-1] for run in runs],
+    }
 
 
 def bucket_steps(scale: QSDPScale) -> int:

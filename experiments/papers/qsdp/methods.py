@@ -44,6 +44,8 @@ class Method:
     gradients_ratio: float = 1.0
     algorithm: str = "sra"
     transport: Literal["auto", "group", "shared"] = "group"
+    adapt: str | None = None
+    """The policy that gives layers compressors of their own while training."""
 
     @property
     def exact(self) -> bool:
@@ -60,6 +62,7 @@ class Method:
             model,
             weights=self.weights,
             gradients=self.gradients,
+            adapt=self.adapt,
             seed=seed,
             skip_if_slower=False,
             network=thinwire.Network(algorithm=self.algorithm, transport=self.transport),
@@ -136,6 +139,9 @@ def _minmax(bits: int, bucket: int, rounding: Rounding | None) -> str:
 
 W8G8 = uniform(8, 8)
 W4G4 = uniform(4, 4)
+W2G2 = uniform(2, 2)
+LGRECO = replace(W4G4, name="W4G4 lgreco", title="L-GreCo, reference W4G4", adapt="lgreco(every=20)")
+"""Trainings of other than 140 steps decide as often (`measurements.lgreco_over_qsdp`)."""
 
 NAIVE = {bits: uniform(bits, bits, bucket=UNBUCKETED) for bits in (8, 4)}
 CONTROL = NAIVE[4]

@@ -44,12 +44,14 @@ from experiments.papers.qsdp.methods import (
     FP16,
     FP32,
     LARGE_BUCKET,
+    LGRECO,
     PAIRS,
     RATIOS,
     RAW,
     THESIS_BASELINE,
     THESIS_GRID,
     THESIS_RATIOS,
+    W2G2,
     W8G8,
     Method,
 )
@@ -206,6 +208,42 @@ def _steps(rows: Rows) -> list[tuple[Any, Mapping[str, Any]]]:
 def _cells(rows: Rows) -> str:
     shown = [f"W{w}G{g} {rows[f'perplexity/W{w}G{g}']['value']:.3f}" for w, g in THESIS_GRID]
     return f"perplexities, baseline {rows['perplexity/W6G6']['baseline']:.3f}: {', '.join(shown)}"
+
+
+# --- L-GreCo
+
+
+def _lgreco() -> Iterator[Claim]:
+    """The thesis has L-GreCo under data parallelism alone."""
+    says = (
+        f"not in the thesis; asked here of {SIZES[0].title}: {LGRECO.title}, sends fewer bytes than W4G4 at a "
+        f"perplexity that is at most {MARGIN:.0%} higher"
+    )
+    quality = _lost("L-GreCo", "lost/reference", says, within=MARGIN)
+
+    def fewer(rows: Rows) -> Estimate:
+        row = rows["lost/reference"]
+        return estimate(relative_differences(row["reference_bytes"], row["step_bytes"]))
+
+    def rule(rows: Rows) -> Judgement:
+        assert quality.rule is not None
+        return if_seen(_sensitive(rows), all_hold((exceeds(fewer(rows)), quality.rule(rows))))
+
+    def text(rows: Rows) -> str:
+        row, base = rows["lost/reference"], rows[f"lost/{LGRECO.name}"]
+        kb, reference_kb = (fmean(row[key]) / 1e3 for key in ("step_bytes", "reference_bytes"))
+        return (
+            f"{reference_kb / kb:.3f}x fewer ({kb:.1f} kB a step against {reference_kb:.1f}); {_perplexity(row)}; of "
+            f"FP32's {base['against']:.3f} it loses {share(_estimate(base, base['value']))}"
+        )
+
+    yield replace(quality, found=text, rule=rule)
+    yield Claim(
+        "L-GreCo",
+        "control",
+        f"{SIZES[0].title}, a control that must be worse, {W2G2.title}",
+        _control,
+    )
 
 
 # --- learned levels
@@ -522,6 +560,7 @@ def _near_ideal(rows: Rows) -> str:
 CLAIMS = (
     *_quality(),
     *_levels(),
+    *_lgreco(),
     *(claim for problem, batches in product(regression.TITLES, (True, False)) for claim in _shift(problem, batches)),
     *_speeds(),
 )
@@ -545,6 +584,8 @@ _DIFFERS = (
     "figure C.4 is of a network whose layers are larger than its buckets, and 4 bits are added",
     "figure C.5 is of scikit-learn's diabetes set and of data made with the 90 features of YearPredictionMSD, which is "
     "not shipped with anything; gradients have QSGD in all methods",
+    "L-GreCo decides every seventh of a training; bytes are those of training steps, those before its first plan "
+    "included, and its policy counts the gathers of evaluations, too, as often as weights are sent",
     "cutting exchanges short (figure C.1) is done to gloo's own collectives",
 )
 _JUDGED = (
@@ -561,6 +602,7 @@ PAPER = Paper(
         "rounding": Part(
             "rounding of weights", measurements.rounding_of_weights, measurements.rounding_steps, 0.035, 5.0
         ),
+        "lgreco": Part("L-GreCo over W4G4", measurements.lgreco_over_qsdp, measurements.lgreco_steps, 0.035, 5.0),
         "5.3": Part("tables 5.3, C.3: learned levels", measurements.table_5_3, measurements.levels_steps, 0.035, 5.0),
         "C.2": Part("figures C.2, C.3: their error", errors.figures_c_2_and_c_3, errors.num_steps, 0.08, 2.0),
         "C.4": Part("figure C.4: buckets", measurements.figure_c_4, measurements.bucket_steps, 0.05, 5.0),

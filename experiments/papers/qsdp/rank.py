@@ -67,16 +67,18 @@ class Rank:
     def train(self, task: GPTTask, method: Method, seed: int, num_micro: int) -> dict[str, Any]:
         """Train from ``seed``; seconds of every step without the evaluations between them, this rank's sums of the
         held-out loss with their numbers of tokens (of the probe along the method; of all at the end, through weights as
-        they are gathered, and as the optimizer keeps them), seconds of learning levels."""
+        they are gathered, and as the optimizer keeps them), seconds of learning levels, bytes that this rank sent in
+        every step, and what each layer is sent by in the end."""
         model = shard(task, self.mesh, seed, half=method.half)
         wire = method.attach(model, seed)
         optimizer = task.optimizer(model)
         torch.manual_seed(seed * self.num_ranks + self.rank)
-        probes, step_s = [self._evaluate(task, model, probe=True)], []
+        probes, step_s, step_bytes = [self._evaluate(task, model, probe=True)], [], []
         batches = task.batches(seed, self.rank, self.num_ranks)
         for until in probe_steps(task):
             self.channel.hold("train")
             for batch in islice(batches, until - len(step_s)):
+                before = wire.stats.payload_sent_bytes if wire else 0
                 step, started = len(step_s), time.perf_counter()
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(task.learning_rate, step, task.steps)
@@ -84,6 +86,7 @@ class Rank:
                 loss = backward(task, model, batch, num_micro)
                 optimizer.step()
                 step_s.append(time.perf_counter() - started)
+                step_bytes.append(wire.stats.payload_sent_bytes - before if wire else 0)
                 self.channel.send("step", step=step + 1, loss=loss)
             self.channel.hold("trained")
             probes.append(self._evaluate(task, model, probe=True))
@@ -93,7 +96,8 @@ class Rank:
             "held_out": self._evaluate(task, model, probe=False),
             "master": self._evaluate(task, _whole(task, model), probe=False),
             "learn_s": wire.stats.learn_s if wire else 0.0,
-            "payload_bytes": wire.stats.payload_sent_bytes if wire else None,
+            "step_bytes": step_bytes if wire else [],
+            "plan": {name: str(compressor) for name, compressor in wire.plan.layers.items()} if wire else {},
         }
         if wire:
             wire.detach()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 from types import TracebackType
@@ -40,8 +40,10 @@ class Trained:
     """Of weights as the optimizer keeps them."""
     learn_s: float
     """Seconds that learning levels took, on the slowest rank."""
-    payload_bytes: float | None
-    """Sent by rank 0 in all, evaluations included, where something counts."""
+    step_bytes: tuple[int, ...] = ()
+    """Sent by rank 0 in every step, where something counts."""
+    plan: Mapping[str, str] = field(default_factory=dict)
+    """The compressor of each layer's weights and gradients in the end."""
 
     @property
     def seconds(self) -> list[float]:
@@ -114,7 +116,8 @@ def _trained(task: GPTTask, answers: Sequence[dict[str, Any]]) -> Trained:
         perplexity=_perplexity([answer["held_out"] for answer in answers]),
         master_perplexity=_perplexity([answer["master"] for answer in answers]),
         learn_s=max(answer["learn_s"] for answer in answers),
-        payload_bytes=answers[0]["payload_bytes"],
+        step_bytes=tuple(answers[0]["step_bytes"]),
+        plan=answers[0]["plan"],
     )
 
 
