@@ -166,9 +166,9 @@ class _Hook:
         if flat.is_sparse:
             return self._mean(flat, layers, wire)
         wire.observe(flat, layers, loss_scale=self._loss_scale)
-        owed = wire.add_owed(flat, layers, loss_scale=self._loss_scale)
+        unsent = wire.add_unsent(flat, layers, loss_scale=self._loss_scale)
         future, finish = self._mean(flat, layers, wire)
-        return future, (lambda mean: _owed_noted(finish(mean), wire)) if owed else finish
+        return future, (lambda mean: _unsent_noted(finish(mean), wire)) if unsent else finish
 
     def _mean(self, flat: torch.Tensor, layers: BucketLayers, wire: Wire) -> tuple[Reduced, Finish]:
         if wire.dense:
@@ -265,8 +265,8 @@ def _noted(mean: torch.Tensor, wire: Wire, layers: BucketLayers) -> torch.Tensor
     return mean
 
 
-def _owed_noted(mean: torch.Tensor, wire: Wire) -> torch.Tensor:
-    wire.note_owed(mean)
+def _unsent_noted(mean: torch.Tensor, wire: Wire) -> torch.Tensor:
+    wire.note_unsent(mean)
     return mean
 
 

@@ -44,13 +44,13 @@ from thinwire.runtime import checkpoint
 from thinwire.runtime.channel import BucketLayers, Channel, Contents, Route
 from thinwire.runtime.consistency import agree, check_parity, library_version
 from thinwire.runtime.executor import AsyncReadback, Job, Then
-from thinwire.runtime.owed import Owed
 from thinwire.runtime.poison import PoisonMonitor
 from thinwire.runtime.simulation import simulate
 from thinwire.runtime.slots import Slots, moved_residual
 from thinwire.runtime.stats import Stats, StatsRecorder, TrafficStats
 from thinwire.runtime.step_plan import StepPlan
 from thinwire.runtime.timeline import Timeline
+from thinwire.runtime.unsent import UnsentResiduals
 
 _STALE_STEPS = 16
 
@@ -98,7 +98,7 @@ class Engine:
         # On a device the host reads these when the next step begins: by then they have long been computed.
         self._finite, self._limits, self._clippings = AsyncReadback(), AsyncReadback(), AsyncReadback()
         self._failed = False
-        self.owed: Owed | None = None
+        self.unsent: UnsentResiduals | None = None
         """Residuals of layers from which a policy has taken error feedback."""
 
     @property
@@ -182,8 +182,8 @@ class Engine:
 
     def end_step(self) -> Sync | None:
         """Between two steps: what the last one's communication took, if it was compressed; asked once."""
-        if self.owed:
-            self.owed.end_step()
+        if self.unsent:
+            self.unsent.end_step()
         seconds = self.recorder.sync_seconds()
         sizes = tuple(route.sent_bytes for route in self.present_routes())
         return Sync(sizes, seconds) if seconds and sizes else None
@@ -215,9 +215,9 @@ class Engine:
             if (old := self.plan[name]) != compressor or self.shares != old_shares:
                 if isinstance(old, Feedback) and RESIDUAL not in compressor.slots:
                     owners = (0,) * self.world_size if self.simulated else old_shares
-                    owed = self.slots.owed(name, self.shapes[name], old, self.rank, owners)
-                    self.owed = self.owed or Owed()
-                    self.owed.add(name, owed.mul_(old.in_gradients(self.learning_rate)))
+                    unsent = self.slots.unsent(name, self.shapes[name], old, self.rank, owners)
+                    self.unsent = self.unsent or UnsentResiduals()
+                    self.unsent.add(name, unsent.mul_(old.in_gradients(self.learning_rate)))
                 alike = type(unwrap(old)) is type(unwrap(compressor))
                 if isinstance(old, Summed) and RESIDUAL in old.slots and not alike:
                     self.slots.average_residual(name, self.transport)
@@ -229,8 +229,8 @@ class Engine:
     def discard_step(self) -> None:
         self._finite.read()
         self.slots.discard()
-        if self.owed:
-            self.owed.keep()
+        if self.unsent:
+            self.unsent.keep()
 
     def succeed(self, former: Engine) -> None:
         former._end()
@@ -246,7 +246,7 @@ class Engine:
         self.plan, self.channel.seed, self.channel.algorithm = loaded.plan, loaded.seed, algorithm
         self._forget_routes()
         self._step_plan.forget()
-        self.owed = None
+        self.unsent = None
         self.slots.replace(loaded.slots)
         agree(self.record(loaded.step), self.transport)
 

@@ -151,7 +151,7 @@ class Slots:
         self._place_of.pop(layer, None)
         self._kept |= kept
 
-    def owed(
+    def unsent(
         self, layer: str, shape: Sequence[int], compressor: Compressor, rank: int, shares: Sequence[int]
     ) -> Tensor:
         """Return what a rank must add to its gradient so that the mean makes up for a layer's residuals.

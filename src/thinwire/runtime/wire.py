@@ -250,22 +250,22 @@ class Wire(Handle["Engine"]):
         if self._adapter is not None and self._attached:
             self._adapter.observe(flat, layers, self._step, loss_scale)
 
-    def add_owed(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> bool:
+    def add_unsent(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> bool:
         """Add to a bucket's gradients the residuals of layers that keep none from this step on.
 
         A policy has taken error feedback from them. Attachments call this for each bucket, before it is reduced. If it
-        returns True, they call `note_owed` with the bucket's mean.
+        returns True, they call `note_unsent` with the bucket's mean.
         """
-        owed = self._engine.owed
-        if not owed:
+        unsent = self._engine.unsent
+        if not unsent:
             return False
-        owed.send(flat, layers, loss_scale)
+        unsent.send(flat, layers, loss_scale)
         return True
 
-    def note_owed(self, mean: Tensor) -> None:
+    def note_unsent(self, mean: Tensor) -> None:
         """See whether a bucket's mean is finite: if one of a step's is not, residuals that it took are sent again."""
-        if self._engine.owed:
-            self._engine.owed.note_mean(mean)
+        if self._engine.unsent:
+            self._engine.unsent.note_mean(mean)
 
     def on_optimizer_step(self, changes: Mapping[str, float]) -> None:
         """Say what the optimizer did to the layers that follow it: ``‖x^k − x^{k−1}‖²``, the same on all ranks."""

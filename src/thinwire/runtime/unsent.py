@@ -10,7 +10,7 @@ from thinwire.runtime.channel import BucketLayers, bucket_parts
 from thinwire.runtime.executor import AsyncReadback
 
 
-class Owed:
+class UnsentResiduals:
     """Residuals of layers that keep none from now on: each goes with its layer's gradients until a step is taken.
 
     A step is not taken if one of its means is not finite: `torch.amp.GradScaler` skips the optimizer's step then.
@@ -28,12 +28,12 @@ class Owed:
         return bool(self._waiting or self._sent)
 
     def add(self, layer: str, residual: Tensor) -> None:
-        """Owe ``residual`` (flat, in the gradient's units) from the next step on."""
+        """Send ``residual`` (flat, in the units of gradients) from the next step on."""
         before = self._waiting.get(layer)
         self._waiting[layer] = residual if before is None else before + residual
 
     def send(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> None:
-        """Add what is owed to a bucket's gradients, which are ``loss_scale`` times as large as they are."""
+        """Add what is still to be sent to a bucket's gradients, which are ``loss_scale`` times as large as they are."""
         self._num_buckets += 1
         for name, values in bucket_parts(flat, layers):
             if (residual := self._waiting.pop(name, None)) is not None:
@@ -45,7 +45,7 @@ class Owed:
         self._means.note(not_finite(mean))
 
     def end_step(self) -> None:
-        """Between two steps: forget what the last one sent if it was taken; owe it again if not."""
+        """Between two steps: forget what the last one sent if it was taken; send it again if not."""
         means = self._means.read()
         if len(means) < self._num_buckets or not all(bool(torch.isfinite(mean)) for mean in means):
             self.keep()
@@ -53,7 +53,7 @@ class Owed:
         self._num_buckets = 0
 
     def keep(self) -> None:
-        """Owe again what the last step sent, since its means are not used."""
+        """Send again what the last step sent, since its means are not used."""
         for layer, residual in self._sent.items():
             self.add(layer, residual)
         self._sent.clear()
