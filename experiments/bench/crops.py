@@ -12,12 +12,12 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
 
-from experiments.bench.keeping import Pair
+from experiments.bench import keeping
 from experiments.papers.fullstack.resnet import SplitResNet
 from experiments.papers.fullstack.split import Views
 from experiments.tasks.images import Images, load
 from thinwire.results import OutputFile, Results
-from thinwire.store import Crops, Memory, Place
+from thinwire.store import Crops, Memory
 
 _BACKWARD = "topk(density=0.2) | maxabs(bits=8)"
 _PADDING, _BATCH, _WIDTH = 1, 64, 8
@@ -25,12 +25,10 @@ FP32, AWARE = "FP32", "cropped, a copy for flipped images"
 
 
 @dataclass(frozen=True)
-class Method:
-    """How activations and gradients are sent, what is kept, and whether a mirror image is a sample of its own."""
+class Method(keeping.Method):
+    """As `keeping.Method`, and whether a mirror image is a sample of its own."""
 
-    forward: str
     backward: str = _BACKWARD
-    store: Place | None = None
     flips: bool = True
 
 
@@ -83,7 +81,7 @@ def crops(*, seeds: int = 3, epochs: int = 40, smoke: bool = False, json: Output
 
 class _Cut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, pair: Pair) -> Tensor:
+    def forward(ctx: Any, x: Tensor, pair: keeping.Pair) -> Tensor:
         ctx.pair = pair
         return pair.send("forward", x)
 
@@ -99,7 +97,7 @@ def _train(images: Images, method: Method, seed: int, epochs: int, most: int) ->
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     draws = torch.Generator().manual_seed(seed)
     shapes = [(_BATCH, channels, size // s, size // s) for channels, s in zip(model.widths, model.strides, strict=True)]
-    pairs = [Pair(method, shape, 2 * seed + index) for index, shape in enumerate(shapes)]
+    pairs = [keeping.Pair(method, shape, 2 * seed + index) for index, shape in enumerate(shapes)]
     count, losses = min(most, len(images.train)), []
     for _ in range(epochs):
         losses = []

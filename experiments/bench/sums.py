@@ -16,8 +16,9 @@ from torch.nn import functional
 
 from experiments.bench.keeping import first
 from experiments.papers.fullstack.tasks import SUMS, SUMS_SMOKE
+from experiments.papers.fullstack.tensors import fine_tune
 from thinwire.collectives import LoopbackTransport
-from thinwire.compare.gpt import GPT, Block, next_token_loss
+from thinwire.compare.gpt import GPT, Block
 from thinwire.compressors import parse
 from thinwire.pipeline.sample_sum import SampleSum
 from thinwire.pipeline.stats import PipelineStats
@@ -136,22 +137,7 @@ def _train(spec: str, begun: GPT, seed: int, num_ranks: int, *, smoke: bool) -> 
             layer = _Rowwise(getattr(block, name), _Sum(spec, len(layers), num_ranks, seed), num_ranks)
             setattr(block, name, layer)
             layers.append(layer)
-    optimizer = task.optimizer(gpt)
-    losses: list[float] = []
-    for ids in (ids for epoch in range(task.epochs) for ids in task.order(seed, epoch)):
-        for group in optimizer.param_groups:
-            group["lr"] = task.rate(len(losses))
-        for layer in layers:
-            layer.samples = ids.tolist()
-        x, y = task.tuned_on(ids)
-        optimizer.zero_grad(set_to_none=True)
-        loss = next_token_loss(gpt(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    gpt.eval()
-    with torch.no_grad():
-        held_out = [float(next_token_loss(gpt(x), y)) for x, y in task.held_out()]
+    losses, held_out = fine_tune(gpt, task, layers, seed, lambda *_: None)
     stats = [stats for layer in layers for stats in layer.own.stats]
     dense, sent = (sum(getattr(own, name) for own in stats) for name in ("dense_bytes", "forward_sent_bytes"))
     return fmean(losses[-task.steps_per_epoch :]), fmean(held_out), dense / sent if sent else 1.0

@@ -4,7 +4,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.nn import functional
 from experiments.papers.aqsgd.stages import build
 from experiments.papers.aqsgd.tasks import FineTuning
 from experiments.papers.fullstack.simulated import Boundary
-from thinwire.compare.gpt import Block, next_token_loss
+from thinwire.compare.gpt import GPT, Block, next_token_loss
 
 
 class Sum:
@@ -66,6 +66,38 @@ class RowParallel(nn.Module):
         return found + self.linear.bias
 
 
+class OfSamples(Protocol):
+    """A layer that is given the ids of a batch's samples."""
+
+    samples: Sequence[int]
+
+
+def fine_tune(
+    gpt: GPT, task: FineTuning, layers: Sequence[OfSamples], seed: int, tell: Callable[[int, float], None]
+) -> tuple[list[float], list[float]]:
+    """Train ``gpt`` on all epochs of ``task``: the loss of each step, and of each held-out batch at the end.
+
+    ``tell`` is called with the number of steps so far and the last one's loss.
+    """
+    optimizer = task.optimizer(gpt)
+    losses: list[float] = []
+    for ids in (ids for epoch in range(task.epochs) for ids in task.order(seed, epoch)):
+        for group in optimizer.param_groups:
+            group["lr"] = task.rate(len(losses))
+        for layer in layers:
+            layer.samples = ids.tolist()
+        x, y = task.tuned_on(ids)
+        optimizer.zero_grad(set_to_none=True)
+        loss = next_token_loss(gpt(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        tell(len(losses), losses[-1])
+    gpt.eval()
+    with torch.no_grad():
+        return losses, [float(next_token_loss(gpt(x), y)) for x, y in task.held_out()]
+
+
 def run(job: dict[str, Any], tell: Callable[[int, float], None]) -> dict[str, Any]:
     """Fine-tune as ``job`` says: losses by epoch, loss on what is held out, bytes."""
     task, seed, num_ranks = FineTuning.from_json(job["task"]), int(job["seed"]), int(job["num_ranks"])
@@ -78,24 +110,7 @@ def run(job: dict[str, Any], tell: Callable[[int, float], None]) -> dict[str, An
             layer = RowParallel(getattr(block, name), made, num_ranks)
             setattr(block, name, layer)
             layers.append(layer)
-    optimizer = task.optimizer(gpt)
-    losses: list[float] = []
-    batches = [ids for epoch in range(task.epochs) for ids in task.order(seed, epoch)]
-    for step, ids in enumerate(batches):
-        for group in optimizer.param_groups:
-            group["lr"] = task.rate(step)
-        for layer in layers:
-            layer.samples = ids.tolist()
-        x, y = task.tuned_on(ids)
-        optimizer.zero_grad(set_to_none=True)
-        loss = next_token_loss(gpt(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        tell(step + 1, losses[-1])
-    gpt.eval()
-    with torch.no_grad():
-        held_out = [float(next_token_loss(gpt(x), y)) for x, y in task.held_out()]
+    losses, held_out = fine_tune(gpt, task, layers, seed, tell)
     boundaries = [boundary for layer in layers if layer.made for boundary in layer.made.boundaries]
     last = losses[-task.steps_per_epoch :]
     return {
