@@ -203,7 +203,7 @@ def test_the_error_of_a_ring_grows_with_the_ranks() -> None:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_residual_is_kept(spec: str) -> None:
-    """Law 7 along every tree: inputs = n · outputs + what is owed, on workers and owners, over several steps."""
+    """Law 7 along every tree: inputs = n · outputs + residuals, on workers and owners, over several steps."""
     num_ranks, steps = 5, 4
     layers = layers_of((4096, "ef(minmax(bits=2))"), (1500, "ef(minmax(bits=1, bucket=512))"), (300, "raw"))
     layout = laid_out(spec, num_ranks, layers)
@@ -213,13 +213,13 @@ def test_the_residual_is_kept(spec: str) -> None:
     )
     put_in = steps * torch.stack(inputs).double().sum(0)
     came_out = num_ranks * sum(x.double() for x in answers[0][0])
-    owed = torch.stack([state.now[RESIDUAL.name] for *_, state in answers]).double()
+    unsent = torch.stack([state.now[RESIDUAL.name] for *_, state in answers]).double()
     for chunk in layout.chunks:
         for group in chunk.groups:
             for piece in group.segments.pieces:
-                owed[chunk.owner, piece.elements] *= num_ranks
-    assert torch.allclose(put_in, came_out + owed.sum(0), atol=2e-4)
-    assert float(owed[:, :4096].abs().max()) > 0.01
+                unsent[chunk.owner, piece.elements] *= num_ranks
+    assert torch.allclose(put_in, came_out + unsent.sum(0), atol=2e-4)
+    assert float(unsent[:, :4096].abs().max()) > 0.01
 
 
 @pytest.mark.parametrize("spec", ["sra", "ring", "tree", "hierarchical", "hierarchical(across=leaders)"])

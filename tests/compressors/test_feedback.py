@@ -98,8 +98,8 @@ def test_no_gradient_is_lost(spec: str) -> None:
     for step in range(10):
         before, inputs = ranks.residuals(), _gradients(step, 4)
         received = ranks.mean(inputs)
-        owed = (inputs + before).sum(0) - 4 * received - ranks.residuals().sum(0)
-        assert float(owed.abs().max()) <= rtol * float((inputs + before).abs().max())
+        unsent = (inputs + before).sum(0) - 4 * received - ranks.residuals().sum(0)
+        assert float(unsent.abs().max()) <= rtol * float((inputs + before).abs().max())
 
 
 @pytest.mark.parametrize("spec", ["ef(randk(density=0.2))", "ef(cast(bf16))", *(s for s in SUMMED if "int" in s)])
@@ -178,17 +178,17 @@ def test_what_works_under_adam_is_silent(spec: str) -> None:
         warn_of_pairing(Plan.build({"w": SHAPE}, {"w": spec}), torch.optim.AdamW([PARAMETER]))
 
 
-def test_what_powersgd_owes_in_all_stays_bounded_while_ranks_drift_apart() -> None:
-    """Over 300 steps the residuals' mean, which is what is owed, does not grow; the deviations cancel."""
-    ranks, means, owed = Ranks("ef(powersgd(rank=2))", 4), [], torch.zeros(NUMEL, dtype=torch.float64)
+def test_the_mean_residual_of_powersgd_stays_bounded_while_ranks_drift_apart() -> None:
+    """Over 300 steps the residuals' mean, which is what has not been sent, does not grow; the deviations cancel."""
+    ranks, means, unsent = Ranks("ef(powersgd(rank=2))", 4), [], torch.zeros(NUMEL, dtype=torch.float64)
     for step in range(300):
         inputs = _gradients(step, 4)
-        owed += inputs.double().mean(0) - ranks.mean(inputs).double()
+        unsent += inputs.double().mean(0) - ranks.mean(inputs).double()
         means.append(float(ranks.residuals().mean(0).norm()))
     assert max(means[200:]) <= 1.5 * max(means[50:150])
     # Nothing was lost by rounding, though the deviations are more than ten times as long by now.
     assert float(ranks.residuals().norm(dim=1).mean()) > 10 * means[-1]
-    assert float((ranks.residuals().double().mean(0) - owed).norm()) <= 0.02 * float(owed.norm())
+    assert float((ranks.residuals().double().mean(0) - unsent).norm()) <= 0.02 * float(unsent.norm())
 
 
 def _descend(spec: str, rates: list[float]) -> float:

@@ -49,7 +49,7 @@ def test_compiled_modules_and_every_kind_of_argument_are_taken() -> None:
         wire.detach()
 
 
-def owed_by_two(rank: int, state: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], Tensor, int]:
+def residual_of_two(rank: int, state: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], Tensor, int]:
     model = DistributedDataParallel(layer())
     wire = thinwire.compress(model, RULES, skip_if_slower=False)
     if state is not None:
@@ -57,18 +57,18 @@ def owed_by_two(rank: int, state: dict[str, Tensor] | None) -> tuple[dict[str, T
     else:
         (model(torch.full((2, 64), rank + 1.0)) ** 2).sum().backward()
     gathered = wire.gather_state_dict()
-    owed = torch.stack([gathered[f"rank{r}/{RESIDUAL}"] for r in range(2)]).mean(0)
-    return gathered, owed, wire.step
+    unsent = torch.stack([gathered[f"rank{r}/{RESIDUAL}"] for r in range(2)]).mean(0)
+    return gathered, unsent, wire.step
 
 
-def test_a_checkpoint_goes_from_two_ranks_to_one_and_back_with_what_it_owes() -> None:
-    gathered, owed, step = run_ranks(owed_by_two, 2, None)[0]
+def test_a_checkpoint_goes_from_two_ranks_to_one_and_back_with_its_residual() -> None:
+    gathered, unsent, step = run_ranks(residual_of_two, 2, None)[0]
     wire = thinwire.compress(layer(), RULES)
     wire.load_state_dict(gathered)
     alone = wire.gather_state_dict()
     assert wire.step == step == 0
-    assert torch.allclose(alone[f"rank0/{RESIDUAL}"], owed, atol=1e-6)
-    for _, again, resumed in run_ranks(owed_by_two, 2, alone):
-        assert torch.allclose(again, owed, atol=1e-6)
+    assert torch.allclose(alone[f"rank0/{RESIDUAL}"], unsent, atol=1e-6)
+    for _, again, resumed in run_ranks(residual_of_two, 2, alone):
+        assert torch.allclose(again, unsent, atol=1e-6)
         assert resumed == step
-    assert owed.any()
+    assert unsent.any()

@@ -59,7 +59,7 @@ def test_a_module_that_is_used_twice_has_the_same_weights_throughout() -> None:
     assert same([answer["whole"] for answer in answers])
 
 
-def _owes_twice(rank: int, size: int) -> dict[str, Any]:
+def _two_passes(rank: int, size: int) -> dict[str, Any]:
     """What two uses in one pass leave owing, with what was received, is what there was."""
     model, plain = build(net=Shared), build(net=Shared)
     wire = compress(model, "raw", COARSE)
@@ -72,14 +72,14 @@ def _owes_twice(rank: int, size: int) -> dict[str, Any]:
             (of(x) - y).square().mean().backward()
         received = received + model.get_parameter(name).grad.full_tensor()
         sent = sent + plain.get_parameter(name).grad.full_tensor()
-    return {"owed": wire.state_dict()[f"rank{rank}/residual/gradients/{name}"], "sent": sent, "received": received}
+    return {"unsent": wire.state_dict()[f"rank{rank}/residual/gradients/{name}"], "sent": sent, "received": received}
 
 
 def test_its_residual_is_what_both_uses_left() -> None:
-    answers = run_ranks(_owes_twice, 2, 2)
-    owed = sum(answer["owed"] for answer in answers) / 2
-    assert float(owed.abs().max()) > 0
-    torch.testing.assert_close(answers[0]["received"] + owed, answers[0]["sent"], rtol=1e-4, atol=1e-5)
+    answers = run_ranks(_two_passes, 2, 2)
+    unsent = sum(answer["unsent"] for answer in answers) / 2
+    assert float(unsent.abs().max()) > 0
+    torch.testing.assert_close(answers[0]["received"] + unsent, answers[0]["sent"], rtol=1e-4, atol=1e-5)
 
 
 def _mesh(replicas: int, shards: int) -> Any:

@@ -1,4 +1,4 @@
-"""The state of a sharded model's compressors: learned levels, what is owed, checkpoints, policies."""
+"""The state of a sharded model's compressors: learned levels, residuals, checkpoints, policies."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ LEVELS = "levels(bits=3, bucket=64, learn_at=(0, 3), min_numel=100)"
 MANY = {"weights": LEVELS, "gradients": {"*up*": LEVELS, "*": COARSE}}
 
 
-def _owed(rank: int, size: int, steps: int) -> dict[str, Any]:
-    """What each rank's gradient was, what was received, and what is owed in the end."""
+def _train(rank: int, size: int, steps: int) -> dict[str, Any]:
+    """What each rank's gradient was, what was received, and the residual in the end."""
     model = build()
     wire = compress(model, "raw", COARSE)
     sent: dict[str, torch.Tensor] = {}
@@ -49,13 +49,13 @@ def _owed(rank: int, size: int, steps: int) -> dict[str, Any]:
 
 
 def test_error_feedback_loses_nothing() -> None:
-    answers = run_ranks(_owed, 3, 3, 5)
+    answers = run_ranks(_train, 3, 3, 5)
     for name in answers[0]["sent"]:
         if name.endswith("weight") and "norm" not in name:
             keys = [f"rank{rank}/residual/gradients/{name}" for rank in range(3)]
-            owed = sum(answer["state"][key] for answer, key in zip(answers, keys, strict=True)) / 3
-            assert float(owed.abs().max()) > 0
-            total = answers[0]["received"][name] + owed
+            unsent = sum(answer["state"][key] for answer, key in zip(answers, keys, strict=True)) / 3
+            assert float(unsent.abs().max()) > 0
+            total = answers[0]["received"][name] + unsent
             torch.testing.assert_close(total, answers[0]["sent"][name], rtol=1e-4, atol=1e-5)
     for answer in answers:
         # Twice four bytes for each element of the whole model's buffers, and known before.

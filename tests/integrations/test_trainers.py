@@ -46,12 +46,12 @@ def merge_on(rank: int) -> tuple[dict[str, torch.Tensor], bool, bool]:
 
 
 def test_the_states_of_all_ranks_in_one_give_each_its_own_back() -> None:
-    (first, first_owes, first_same), (second, second_owes, second_same) = run_ranks(merge_on, 2)
+    (first, first_has_residual, first_same), (second, second_has_residual, second_same) = run_ranks(merge_on, 2)
     assert alike(first, second)
     assert {"rank0/residual/weight", "rank1/residual/weight"} <= set(first)
     assert not torch.equal(first["rank0/residual/weight"], first["rank1/residual/weight"])
-    assert first_owes
-    assert second_owes
+    assert first_has_residual
+    assert second_has_residual
     assert first_same
     assert second_same
 

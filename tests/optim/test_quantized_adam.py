@@ -180,14 +180,14 @@ def _conserved(rank: int, size: int) -> dict[str, Any]:
     return {"mine": mine, "momenta": seen, "state": state}
 
 
-def _owed(name: str, states: list[dict[str, Tensor]]) -> Tensor:
+def _unsent(name: str, states: list[dict[str, Tensor]]) -> Tensor:
     """The mean residual of a layer: all of what its owner keeps, half of what the other rank does."""
     residuals = [state[f"rank{rank}/residual/{name}"].reshape(-1) for rank, state in enumerate(states)]
-    owed = torch.zeros_like(residuals[0])
-    for owner, begin, end in owned_parts(name, parse("ef(minmax(bits=3, bucket=128))"), owed.numel(), [1, 1]):
+    unsent = torch.zeros_like(residuals[0])
+    for owner, begin, end in owned_parts(name, parse("ef(minmax(bits=3, bucket=128))"), unsent.numel(), [1, 1]):
         for rank, residual in enumerate(residuals):
-            owed[begin:end] += residual[begin:end] * (1.0 if rank == owner else 0.5)
-    return owed
+            unsent[begin:end] += residual[begin:end] * (1.0 if rank == owner else 0.5)
+    return unsent
 
 
 def test_the_residual_is_all_that_is_missing() -> None:
@@ -198,9 +198,9 @@ def test_the_residual_is_all_that_is_missing() -> None:
     for step in range(1, 6):
         mean = sum(answer["mine"][name][step] for answer in answers) / 2
         total += 0.9 * made[step - 1] + 0.1 * mean - made[step]
-    owed = _owed(name, [answer["state"] for answer in answers])
-    assert float(owed.abs().max()) > 1e-5
-    torch.testing.assert_close(total.reshape(-1), owed, rtol=1e-3, atol=1e-6)
+    unsent = _unsent(name, [answer["state"] for answer in answers])
+    assert float(unsent.abs().max()) > 1e-5
+    torch.testing.assert_close(total.reshape(-1), unsent, rtol=1e-3, atol=1e-6)
 
 
 class _Recorded:
@@ -251,9 +251,9 @@ def test_clipping_discards_none_of_the_momentum_that_error_feedback_sent() -> No
         kept = min(1.0, 0.2 / (norms[step][0] + 1e-6))
         assert kept < 0.9
         total += 0.9 * made[step - 1][name] + 0.1 * kept * gradients[step][name] - made[step][name]
-    owed = _owed(name, [state for *_, state in answers])
-    assert float(owed.abs().max()) > 1e-5
-    torch.testing.assert_close(total.reshape(-1), owed, rtol=1e-3, atol=1e-6)
+    unsent = _unsent(name, [state for *_, state in answers])
+    assert float(unsent.abs().max()) > 1e-5
+    torch.testing.assert_close(total.reshape(-1), unsent, rtol=1e-3, atol=1e-6)
 
 
 def _skipped(rank: int, size: int) -> float:

@@ -197,7 +197,7 @@ def _sums(wire: Wire, shapes: dict[str, tuple[int, ...]], num_steps: int) -> tup
     ],
 )
 def test_the_residual_stays(old: str, new: str, num_ranks: int) -> None:
-    """All that arrives, and what is owed in the end, is all that was sent: to the last bit that fp32 has."""
+    """All that arrives, and the residual in the end, is all that was given: to the last bit that fp32 has."""
     policy = Scripted(every=4, window=1, lag=1, specs=(old, new))
     shapes = {"w": (64, 48)}
 
@@ -205,13 +205,13 @@ def test_the_residual_stays(old: str, new: str, num_ranks: int) -> None:
         wire = Wire(Plan.build(shapes, old), shapes, transport, adapt=policy)
         arrived, sent = _sums(wire, shapes, 7)
         assert wire.plan["w"] == thinwire.parse(new)
-        # One more change, back to what every rank has a residual of its own for: it holds what this rank owes.
+        # One more change, back to what every rank has a residual of its own for: it holds what this rank has not sent.
         residual = wire.state_dict()[f"rank{wire.rank}/residual/w"].double().view(-1)
         return arrived, sent, residual, wire
 
     answers = run_threads(run, num_ranks)
     mean = sum(sent for _, sent, _, _ in answers) / num_ranks
-    owed = torch.zeros_like(mean)
+    unsent = torch.zeros_like(mean)
     for rank, (_, _, residual, wire) in enumerate(answers):
         slots = Slots()
         slots.replace({("w", "residual"): residual.float()})
@@ -224,13 +224,13 @@ def test_the_residual_stays(old: str, new: str, num_ranks: int) -> None:
             [1] * num_ranks,
             [1] * num_ranks,
         )
-        owed += slots.value("w", thinwire.parse("ef(topk)").slots[-1], shapes["w"]).double() / num_ranks
-    assert torch.allclose(answers[0][0] + owed, mean, atol=1e-4)
-    assert float(owed.abs().max()) > 0.01
+        unsent += slots.value("w", thinwire.parse("ef(topk)").slots[-1], shapes["w"]).double() / num_ranks
+    assert torch.allclose(answers[0][0] + unsent, mean, atol=1e-4)
+    assert float(unsent.abs().max()) > 0.01
 
 
-def test_another_family_is_handed_what_all_ranks_owe_and_not_how_they_differ() -> None:
-    """PowerSGD's residuals grow apart where ranks differ; the first top-k message shows what is owed all the same."""
+def test_another_family_is_handed_the_mean_residual_and_not_how_ranks_differ() -> None:
+    """PowerSGD's residuals grow apart where ranks differ; the first top-k message shows their mean all the same."""
     shapes = {"w": (64, 48)}
     policy = Scripted(every=40, window=1, lag=1, specs=("ef(powersgd(rank=2))", "ef(topk(density=0.1))"))
     draw = torch.Generator().manual_seed(0)
@@ -238,16 +238,16 @@ def test_another_family_is_handed_what_all_ranks_owe_and_not_how_they_differ() -
 
     def run(transport):
         wire = Wire(Plan.build(shapes, policy.specs[0]), shapes, transport, adapt=policy)
-        owed = torch.zeros(64 * 48)
+        unsent = torch.zeros(64 * 48)
         while True:
             wire.begin_step()
             flat = shared + (apart if wire.rank else -apart)
-            owed += shared
+            unsent += shared
             wire.observe(flat, tuple(shapes.items()))
             arrived = wire.reduce(flat, tuple(shapes.items())).wait()
             if wire.plan["w"] == thinwire.parse(policy.specs[1]):
-                return float(torch.cosine_similarity(arrived, owed, dim=0))
-            owed -= arrived
+                return float(torch.cosine_similarity(arrived, unsent, dim=0))
+            unsent -= arrived
 
     (first, second) = run_threads(run, 2)
     assert first == second > 0.6
@@ -314,7 +314,7 @@ def _arrives_in_all(
         ("ef(topk(density=0.1), units=update)", 1.0),
     ],
 )
-def test_what_is_owed_is_sent_with_the_first_gradient_after_compression_is_switched_off(
+def test_the_residual_is_sent_with_the_first_gradient_after_compression_is_switched_off(
     spec: str, loss_scale: float
 ) -> None:
     """`Auto` turns all layers raw at once, and gradients go by a native all-reduce from then on."""
@@ -323,7 +323,7 @@ def test_what_is_owed_is_sent_with_the_first_gradient_after_compression_is_switc
     assert torch.allclose(arrived, (mine + other) / 2, atol=1e-4)
 
 
-def test_what_is_owed_is_sent_again_if_the_step_that_it_went_with_was_skipped() -> None:
+def test_the_residual_is_sent_again_if_the_step_that_it_went_with_was_skipped() -> None:
     spec = "ef(topk(density=0.1))"
     policy = Scripted(every=4, window=1, lag=1, specs=(spec, "raw", "raw"))
     (arrived, mine), (_, other) = run_ranks(_arrives_in_all, 2, spec, policy, 1024.0, (4, 5))

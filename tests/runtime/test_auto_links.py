@@ -184,9 +184,9 @@ def test_messages_meet_otherwise_from_one_step_to_the_next() -> None:
 
 
 def test_the_residual_survives_another_algorithm() -> None:
-    """All that was sent has arrived or is still owed, whoever owns it now: ``(1/n) Σ δ + e``."""
+    """All that was given has arrived or is in the residuals, whoever owns it now: ``(1/n) Σ δ + e``."""
 
-    def owed(wire: Wire) -> Tensor:
+    def unsent(wire: Wire) -> Tensor:
         assert str(wire.algorithm) == "sra(rates=(1.0, 1.0, 1.0, 0.1))"
         residual = wire.state_dict()[f"rank{wire.rank}/residual/w"].double().view(-1)
         mine = torch.full_like(residual, 0.25)
@@ -198,7 +198,7 @@ def test_the_residual_survives_another_algorithm() -> None:
             at += size
         return residual * mine
 
-    answers = run(WANDERED[:2], "ef(minmax(bits=2))", 8, owed)
+    answers = run(WANDERED[:2], "ef(minmax(bits=2))", 8, unsent)
     mean = sum(sent for _, sent, _ in answers) / 4
     still = sum(of for _, _, of in answers)
     assert float(still.abs().max()) > 0.01

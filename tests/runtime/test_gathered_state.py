@@ -70,7 +70,7 @@ def test_what_rank_0_saved_resumes_bit_for_bit_and_keeps_the_mean_residual_with_
         assert state.keys() < first.keys()
         assert all(torch.equal(first[key], value) for key, value in state.items())
     run_ranks(resumes, 3, path)
-    # A world of one is owed everything that a larger one was.
+    # A world of one has the residual of all ranks of a larger one.
     ((before, _),), ((after, _),) = (run_ranks(resumes, 1, saved) for saved in (path, f"{path}.3"))
     torch.testing.assert_close(after[f"rank0/{RESIDUAL}"], before[f"rank0/{RESIDUAL}"], rtol=1e-5, atol=1e-6)
 

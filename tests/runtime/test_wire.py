@@ -97,7 +97,7 @@ OWING = [
     "ef(intsgd(bits=8, rounding=determ))",
     "ef(heuristic_intsgd(bits=8))",
 ]
-"""Rules under which something is owed: error feedback, by name or by default."""
+"""Rules under which there is a residual: error feedback, by name or by default."""
 
 
 @pytest.mark.parametrize("rules", OWING)
@@ -114,13 +114,13 @@ def test_the_residual_plus_what_arrived_is_what_was_given(rules: str, num_ranks:
     answers = run_threads(run, num_ranks)
     merged = {key: value for _, state in answers for key, value in state.items()}
 
-    # A world of one is owed everything that the old one was.
-    def owed(transport):
+    # A world of one has the residual of all ranks of the old one.
+    def unsent(transport):
         wire = make(transport, rules)
         wire.load_state_dict(merged)
         return wire.state_dict()
 
-    alone = run_threads(owed, 1)[0]
+    alone = run_threads(unsent, 1)[0]
     for name in ("a.weight", "b.weight", "c.weight"):
         given = sum(gradients(rank, step)[name] for rank in range(num_ranks) for step in range(steps)) / num_ranks
         arrived = sum(means[name] for means in answers[0][0])
@@ -147,11 +147,11 @@ def test_another_world_size_keeps_the_mean_error(rules: str, before: int, after:
         merged = {key: value for state in states for key, value in state.items()}
         return merged, run_threads(lambda t: second(t, merged), 1)[0]
 
-    merged, owed_before = in_one(run_threads(first, before))
-    _, owed_after = in_one(run_threads(lambda t: second(t, merged), after))
+    merged, residual_before = in_one(run_threads(first, before))
+    _, residual_after = in_one(run_threads(lambda t: second(t, merged), after))
     for name in ("a.weight", "b.weight", "c.weight"):
         key = f"rank0/residual/{name}"
-        assert torch.allclose(owed_before[key], owed_after[key], atol=1e-5)
+        assert torch.allclose(residual_before[key], residual_after[key], atol=1e-5)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])

@@ -30,7 +30,7 @@ class PowerSGD(SummedMatrices, Scheduled):
 
     A rank's residual loses what this rank itself has sent, ``P Pᵀ M`` (Algorithm 2). Where ranks' gradients differ in
     every step outside the range of P, their residuals grow apart, in ways that cancel in the mean and are never sent:
-    what all ranks owe together stays bounded. A plan that gives such a layer another kind of compressor averages the
+    the mean of all residuals stays bounded. A plan that gives such a layer another kind of compressor averages the
     residuals over the ranks first.
     """
 

@@ -74,7 +74,7 @@ def test_lgreco_sends_less_at_no_more_error(spec: str, solver) -> None:
     assert bytes_of(proposal.layers) < 0.95 * bytes_of(seen.reference)
     assert proposal.note == ""
     assert set(proposal.errors) == set(SHAPES)
-    assert {type(c) for c in proposal.layers.values()} == {type(parse(spec))}, "what is owed survives"
+    assert {type(c) for c in proposal.layers.values()} == {type(parse(spec))}, "the residual survives"
 
 
 @settings(max_examples=25, deadline=None)
