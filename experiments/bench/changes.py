@@ -15,7 +15,7 @@ from experiments.papers.aqsgd import tasks
 from experiments.papers.aqsgd.stages import Part, build
 from thinwire.compare.gpt import GPT, next_token_loss
 from thinwire.compressors import Coded, Delta, parse
-from thinwire.plan.pipeline.contraction import LARGEST, lost_share
+from thinwire.plan.contraction import LARGEST, lost_share
 from thinwire.results import OutputFile, Results
 
 _SHAPE = (256, 1024)

@@ -14,10 +14,9 @@ from rich.table import Table
 
 from thinwire import lab
 from thinwire.bench.ranks import network_here, run_ranks
-from thinwire.compare.pipeline_plot import Row, draw_timelines
 from thinwire.compressors import parse
 from thinwire.lab.units import format_rate, parse_rate, parse_time
-from thinwire.plan.pipeline import (
+from thinwire.planner import (
     Boundary,
     Choice,
     Layer,
@@ -33,6 +32,7 @@ from thinwire.plan.pipeline import (
     plan_pipeline,
     simulate,
 )
+from thinwire.planner.plot import Row, draw_timelines
 from thinwire.results import OutputFile, Results
 
 RANKS, CHUNKS, BATCH, LENGTH, WIDTH = 4, 8, 2, 128, 512

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 
 import thinwire
 from thinwire.bench.rank import serve
-from thinwire.plan.pipeline import PYTORCH_CLASSES, ScheduleName
+from thinwire.planner import PYTORCH_CLASSES, ScheduleName
 
 _WARM_UP = 2
 
@@ -167,7 +167,7 @@ def run(
 
     Args:
         method: forward and backward compressors of `thinwire.compress_stage`; None for PyTorch's own stages.
-        schedule: by its name in `thinwire.plan.pipeline`.
+        schedule: by its name in `thinwire.planner`.
         stages: by stage, for each of its layers the seconds forward, backward, and of the weights.
         chunks: micro-batches of a step.
         batch: samples of a micro-batch.

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.collectives.nodes import VARIABLE as NODE_VARIABLE
 from thinwire.local.alone import send_nothing
-from thinwire.plan.policies import Policy, parse_policy
+from thinwire.policies import Policy, parse_policy
 
 CGX = "minmax(bits=4, bucket=128)"
 """The thesis's default (section 3.5.3): "4 bits and 128 bucket size always recovers full accuracy"."""

@@ -18,7 +18,7 @@ from experiments.framework.parts import announce, chosen_parts, finish, make_par
 from experiments.framework.progress import Screen
 from experiments.framework.run_cache import RunCache
 from experiments.framework.study import Scale, Study
-from thinwire.compare import plots
+from thinwire import plots
 from thinwire.compare.statistics import need_scipy
 from thinwire.results import OutputFile
 

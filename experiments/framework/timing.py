@@ -18,7 +18,7 @@ from thinwire.compare.rank_processes import NoSetup, launch_ranks
 from thinwire.compare.tasks import describe
 from thinwire.compare.train import ring_factor
 from thinwire.lab.units import format_rate
-from thinwire.plan.policies import Sync
+from thinwire.policies import Sync
 
 NUM_RANKS = 4
 RANKS_PER_NODE = 2

@@ -20,7 +20,7 @@ from thinwire.integrations.fsdp import ShardedOptions, attach_fsdp
 from thinwire.integrations.options import Checks, Network
 from thinwire.integrations.transports import failing_before_meeting
 from thinwire.plan import Rules
-from thinwire.plan.policies import Auto, Policy
+from thinwire.policies import Auto, Policy
 from thinwire.runtime import ShardedWire, Wire
 
 if TYPE_CHECKING:

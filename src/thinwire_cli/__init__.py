@@ -187,7 +187,7 @@ THINWIRE = Program(
             "compare every": Command("thinwire.compare.every:every", "the same for every compressor"),
             "plan show": Command("thinwire.compare.plan_show:plan_show", "the compressor of each layer in a plan"),
             "plan pipeline": Command(
-                "thinwire.compare.plan_pipeline:plan_pipeline_command", "cuts, machines, schedule, bits of a pipeline"
+                "thinwire.planner.command:plan_pipeline_command", "cuts, machines, schedule, bits of a pipeline"
             ),
         },
         "Run": {

@@ -36,7 +36,7 @@ from thinwire.compressors import (
 from thinwire.compressors.atomo import probabilities
 from thinwire.compressors.rangefloat import best_mantissa
 from thinwire.plan import Plan
-from thinwire.plan.policies import family
+from thinwire.policies import family
 from thinwire.testing.laws import decode_one, encode_one
 
 

@@ -31,7 +31,7 @@ from thinwire.doctor.settings_pipeline import (
     predict_pipeline,
 )
 from thinwire.doctor.watched import DoctorError
-from thinwire.plan.pipeline import Schedule, StageTimes
+from thinwire.planner import Schedule, StageTimes
 from thinwire.runtime.probe import Pair
 
 pytestmark = pytest.mark.alone

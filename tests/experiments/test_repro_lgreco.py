@@ -22,7 +22,7 @@ from small_versions import Small, small_version
 from thinwire.compare.comparison import Side
 from thinwire.compare.report import Run
 from thinwire.compare.variants import Variant
-from thinwire.plan.policies import LGreco, Sync, parse_policy
+from thinwire.policies import LGreco, Sync, parse_policy
 
 PICTURES = ("4.2-4.3", "B.2", "3.7", "3.8", "4.5a", "4.3-4.4", "B.3", "4.2", "4.5b-B.1-B.6b", "B.6a")
 

@@ -16,7 +16,7 @@ from experiments.papers.lgreco.gradients import Snapshot, choose
 from experiments.papers.lgreco.methods import POWERSGD, TOPK
 from experiments.papers.lgreco.metric import Checkpoint, Sensitivity, sensitivities
 from experiments.papers.lgreco.metric import correlation as correlated
-from thinwire.plan.policies import LGreco, parse_policy
+from thinwire.policies import LGreco, parse_policy
 
 # --- gradients, and what policies make of them
 

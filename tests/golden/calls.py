@@ -55,7 +55,7 @@ from thinwire.compressors import (
 from thinwire.plan import Filter, Speeds
 from thinwire.plan.forecast.ddp import Bucket, Pace
 from thinwire.plan.forecast.links import Curve, Links
-from thinwire.plan.policies import Evidence, StepTime, Sync, choose_by_link, family, parse_policy
+from thinwire.policies import Evidence, StepTime, Sync, choose_by_link, family, parse_policy
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPE = (48, 70)

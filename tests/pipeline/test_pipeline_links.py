@@ -18,7 +18,7 @@ from harness import run_ranks
 from pipelines import BATCH, Pipe, check_sides, samples
 from thinwire import lab
 from thinwire.pipeline.link_choices import LinkChoices
-from thinwire.plan.policies import choose_by_link
+from thinwire.policies import choose_by_link
 
 SIZES = (200.0, 300.0, 400.0, 800.0)
 

@@ -17,7 +17,7 @@ import thinwire
 from harness import run_ranks, run_threads
 from nets import assert_replicas_identical, batch, fingerprint, loss_of, make, train, trained
 from thinwire.plan import Plan
-from thinwire.plan.policies import Evidence, Policy, Proposal
+from thinwire.policies import Evidence, Policy, Proposal
 from thinwire.runtime import DisagreementError, Wire
 from thinwire.runtime.slots import Slots
 

@@ -18,8 +18,8 @@ from thinwire import lab
 from thinwire.bench.ranks import run_ranks as run_in
 from thinwire.plan.forecast.ddp import Bucket, Pace
 from thinwire.plan.forecast.links import Curve, Links
-from thinwire.plan.policies import Evidence, StepTime
-from thinwire.plan.policies.auto import middle_pace
+from thinwire.policies import Evidence, StepTime
+from thinwire.policies.auto import middle_pace
 
 pytestmark = pytest.mark.alone
 SHAPE = (512, 512)

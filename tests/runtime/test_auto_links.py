@@ -22,7 +22,7 @@ from thinwire.collectives import Algorithm, Hierarchical, ScatterReduceAllGather
 from thinwire.plan import Plan
 from thinwire.plan.forecast.ddp import Bucket, Pace, coded_transfer
 from thinwire.plan.forecast.links import Curve, Legs, Links
-from thinwire.plan.policies import Evidence, Policy, Proposal, StepTime
+from thinwire.policies import Evidence, Policy, Proposal, StepTime
 from thinwire.runtime import DisagreementError, Wire
 from thinwire.runtime.checkpoint import sealed
 from thinwire.runtime.probe import measure_links

@@ -19,7 +19,7 @@ from experiments.papers.aqsgd.study import (
     TaskName,
 )
 from experiments.papers.aqsgd.trainings import Trained
-from thinwire.compare import plots
+from thinwire import plots
 
 Bits = tuple[int, int]
 BITS: tuple[Bits, ...] = ((2, 4), (3, 6), (4, 8))

@@ -18,7 +18,7 @@ from experiments.papers.cgx.methods import GAMMAS, Timed, truncated
 from experiments.tasks.images import load
 from experiments.tasks.models import TIMED, TRAINED, Model
 from experiments.tasks.resnet import ImageTask
-from thinwire.compare import plots
+from thinwire import plots
 from thinwire.compare.data import standard_library
 from thinwire.compare.paired import CONTROL, compare_training
 from thinwire.compare.statistics import estimate

@@ -35,7 +35,7 @@ from experiments.papers.fft.reconstruct import (
     reconstruct_layer,
     share_with_least_error,
 )
-from thinwire.compare import plots
+from thinwire import plots
 from thinwire.compressors import FFT as Codec
 from thinwire.compressors import parse
 from thinwire.plan.forecast.payoff import minimal_ratio, useful_bandwidth

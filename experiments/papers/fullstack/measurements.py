@@ -46,8 +46,7 @@ from experiments.papers.fullstack.split import Splitting
 from experiments.papers.fullstack.tasks import Stacked
 from experiments.tasks.images import load
 from experiments.tasks.models import Model
-from thinwire import lab
-from thinwire.compare import plots
+from thinwire import lab, plots
 from thinwire.compare.data import standard_library
 from thinwire.compare.rank_processes import RankProcesses
 from thinwire.compare.statistics import relative_differences

@@ -27,7 +27,7 @@ from experiments.papers.intsgd.methods import (
     sensitive,
 )
 from experiments.tasks.models import Model
-from thinwire.compare import plots
+from thinwire import plots
 
 if TYPE_CHECKING:
     from experiments.papers.intsgd.paper import IntSGDScale, IntSGDStudy

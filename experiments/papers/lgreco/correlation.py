@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from experiments.framework.claims import Row
 from experiments.papers.lgreco.metric import Correlation, Sensitivity, checkpoint, correlation, sensitivities
 from experiments.papers.lgreco.study import TITLES, LGrecoScale, LGrecoStudy
-from thinwire.compare import plots
+from thinwire import plots
 from thinwire.compressors import Compressor, Raw, parse
 from thinwire.plan import Plan
 

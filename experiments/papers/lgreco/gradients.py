@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from thinwire.compare.train import learning_rate
 from thinwire.compressors import Compressor, Raw
 from thinwire.plan import Plan, sent_bytes
-from thinwire.plan.policies import Evidence, Policy, Proposal, Sync
-from thinwire.plan.policies.errors import squared_errors
+from thinwire.policies import Evidence, Policy, Proposal, Sync
+from thinwire.policies.errors import squared_errors
 
 _NUM_RANKS = 2
 

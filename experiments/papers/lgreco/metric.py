@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from experiments.papers.lgreco.gradients import first_batches, take_step
 from thinwire.compare.statistics import need_scipy
 from thinwire.compressors import Compressor, unwrap
-from thinwire.plan.policies.errors import squared_errors
+from thinwire.policies.errors import squared_errors
 
 
 @dataclass(frozen=True)

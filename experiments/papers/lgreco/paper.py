@@ -30,7 +30,7 @@ from experiments.papers.lgreco.speed import FIGURES, STAGES
 from experiments.papers.lgreco.study import CONTROL, NAMES, RATES, SMOKE, TITLES, LGrecoScale, LGrecoStudy, where
 from experiments.papers.lgreco.tasks import Name
 from thinwire.compare.statistics import Estimate, estimate
-from thinwire.plan.policies import LGreco
+from thinwire.policies import LGreco
 
 # --- tables 4.1 to 4.3, figure B.2, section 4.4
 

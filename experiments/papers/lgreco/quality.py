@@ -11,11 +11,11 @@ from experiments.papers.lgreco.judging import bytes_from, first_plan, gains, kep
 from experiments.papers.lgreco.methods import FAMILIES, POWERSGD, Family
 from experiments.papers.lgreco.study import NAMES, TITLES, LGrecoScale, LGrecoStudy
 from experiments.papers.lgreco.tasks import Name
-from thinwire.compare import plots
+from thinwire import plots
 from thinwire.compare.comparison import Comparison, Side
 from thinwire.compare.report import Run
 from thinwire.compare.variants import Variant
-from thinwire.plan.policies import LGreco, parse_policy
+from thinwire.policies import LGreco, parse_policy
 
 TABLES: dict[Name, str] = {"gpt": "table 4.3", "cnn": "table 4.2"}
 

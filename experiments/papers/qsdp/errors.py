@@ -14,7 +14,7 @@ from experiments.papers.lgreco.gradients import take_step
 from experiments.papers.qsdp.measurements import NUM_RANKS, QSDPScale, QSDPStudy
 from experiments.papers.qsdp.methods import BUCKET
 from experiments.papers.qsdp.sizes import Size
-from thinwire.compare import plots
+from thinwire import plots
 from thinwire.compare.train import learning_rate
 from thinwire.compressors import CodecCall, Key, Levels, MinMax, Piece, Segments, State
 from thinwire.compressors.levels import learned_levels

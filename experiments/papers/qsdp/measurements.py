@@ -45,7 +45,7 @@ from experiments.papers.qsdp.sizes import SIZES, TIMED, Size, SizeName, timed
 from experiments.papers.qsdp.timing import ShardedTiming
 from experiments.papers.qsdp.trainings import Trained, Trainings
 from experiments.tasks.models import Model
-from thinwire.compare import plots
+from thinwire import plots
 from thinwire.compare.data import standard_library
 from thinwire.compare.statistics import estimate, relative_differences
 from thinwire.compare.tasks import GPTTask

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from experiments.framework.claims import Row
 from experiments.papers.qsdp.measurements import QSDPScale, QSDPStudy
-from thinwire.compare import plots
+from thinwire import plots
 from thinwire.compare.statistics import relative_differences
 from thinwire.compressors import parse
 

@@ -25,7 +25,7 @@ from thinwire.compare.train import gradient_bytes, learning_rate, ring_factor
 from thinwire.compare.variants import ALONE, Variant
 from thinwire.local import send_nothing
 from thinwire.plan import Plan, sent_bytes
-from thinwire.plan.policies import parse_policy
+from thinwire.policies import parse_policy
 
 
 def probe_steps(task: Task) -> list[int]:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from thinwire.compare.plots import need_matplotlib, save
 from thinwire.compressors import Chain, Compressor, Raw, parse, unwrap
 from thinwire.plan import LayerRow, PlanRecord
-from thinwire.plan.policies.families import parameter_name, parameter_value
+from thinwire.plots import need_matplotlib, save
+from thinwire.policies.families import parameter_name, parameter_value
 
 _CHOSEN, _REFERENCE, _SIZES = "#0072B2", "#D55E00", "#999999"
 # Okabe and Ito's colours, and markers for those who see none.

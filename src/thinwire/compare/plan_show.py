@@ -15,8 +15,8 @@ from rich.table import Table
 
 from thinwire.compare.plan_plot import draw
 from thinwire.plan import LayerRow, PlanRecord
-from thinwire.plan.policies import parse_policy
-from thinwire.plan.policies.budget import BudgetedPolicy
+from thinwire.policies import parse_policy
+from thinwire.policies.budget import BudgetedPolicy
 from thinwire.results import OutputFile, Results
 
 _WIDE, _MIDDLE, _NARROW = 118, 90, 64

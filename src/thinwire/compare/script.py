@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from thinwire import lab
-from thinwire.compare import plots, statistics
+from thinwire import lab, plots
+from thinwire.compare import statistics
 from thinwire.compare.compare import share_of
 from thinwire.compare.comparison import BASELINE
 from thinwire.compare.losses import PATTERN, NoLosses, compiled, final, loss_in, read_log

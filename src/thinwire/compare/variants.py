@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from thinwire.compressors import parse
-from thinwire.plan.policies import parse_policy
+from thinwire.policies import parse_policy
 
 _WITH = " with "
 ALONE = "alone"

@@ -17,7 +17,6 @@ import tyro
 from rich.console import Console
 
 from thinwire import lab
-from thinwire.compare.plots import need_matplotlib
 from thinwire.doctor import page, report
 from thinwire.doctor.examine import LOOPBACK, Examination, Request, argv
 from thinwire.doctor.observer import LEAST_STEPS
@@ -25,6 +24,7 @@ from thinwire.doctor.record import read, write
 from thinwire.doctor.settings import settings_with
 from thinwire.doctor.watched import DoctorError
 from thinwire.lab.units import parse_rate, parse_rates
+from thinwire.plots import need_matplotlib
 from thinwire.results import OutputFile
 
 _USAGE, _UNAVAILABLE, _FAILED = 64, 69, 1

@@ -14,7 +14,7 @@ from torch.distributed import pipelining
 
 from thinwire.compat import stage_tensors
 from thinwire.doctor.watched import DoctorError, check_size
-from thinwire.plan.pipeline import SCHEDULES, Schedule, ScheduleName, StageTimes
+from thinwire.planner import SCHEDULES, Schedule, ScheduleName, StageTimes
 
 WARM_UP = 2
 """Steps that do not count: in the first one PyTorch finds shapes."""

@@ -6,12 +6,12 @@ import io
 import re
 from typing import Any
 
-from thinwire.compare.pipeline_plot import draw_rows
-from thinwire.compare.plots import canvas
 from thinwire.lab.units import format_rate
 from thinwire.plan.forecast.links import Curve
 from thinwire.plan.forecast.payoff import minimal_ratio
 from thinwire.plan.forecast.timeline import Transfer, finish
+from thinwire.planner.plot import draw_rows
+from thinwire.plots import canvas
 
 _NOW, _PREDICTED, _WAIT, _READY = "#30343b", "#2f6fde", "#d9822b", "#9aa3ad"
 _STEADY = {"svg.fonttype": "none", "font.size": 11.0, "font.family": "sans-serif"}

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from statistics import fmean, median
 from typing import Any
 
-from thinwire.compare.plan_pipeline import timeline
 from thinwire.compat import group_timeout
 from thinwire.doctor.advice import conclude
 from thinwire.doctor.observer_pipeline import PipelineObserver
@@ -21,6 +20,7 @@ from thinwire.doctor.settings_pipeline import (
     simulated,
 )
 from thinwire.integrations.transports import bare_transport
+from thinwire.planner.command import timeline
 from thinwire.results import Results
 from thinwire.runtime.probe import measure_codecs, measure_pairs
 

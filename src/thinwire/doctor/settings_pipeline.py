@@ -10,7 +10,7 @@ from thinwire.compressors import Compressor, Delta, parse
 from thinwire.doctor.observer_pipeline import WatchedPipeline
 from thinwire.doctor.settings import Care, Prediction, Setting
 from thinwire.plan.forecast.ranges import Range
-from thinwire.plan.pipeline import (
+from thinwire.planner import (
     PYTORCH_CLASSES,
     REFERENCE,
     SCHEDULES,
@@ -23,7 +23,7 @@ from thinwire.plan.pipeline import (
     Wire,
     simulate,
 )
-from thinwire.plan.policies import ByLink, choose_by_link
+from thinwire.policies import ByLink, choose_by_link
 from thinwire.runtime.probe import Pair
 
 CHECKPOINT = 'checkpoint[f"stage{index}"] = stage.state_dict()  # on every rank, beside the model'

@@ -41,7 +41,7 @@ from thinwire.integrations.transports import bare_transport
 from thinwire.integrations.updates import Updates
 from thinwire.optim import CompressedAdamW, Dion, QuantizedAdam
 from thinwire.plan import DEFAULT_RULES, Plan, Rules
-from thinwire.plan.policies import Auto, Policy, parse_policy
+from thinwire.policies import Auto, Policy, parse_policy
 from thinwire.runtime import AsyncReadback, Follower, Wire, agree, on_the_host
 from thinwire.runtime.channel import BucketLayers
 from thinwire.runtime.consistency import failing_together

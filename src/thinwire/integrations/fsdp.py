@@ -41,7 +41,7 @@ from thinwire.integrations.preconditioned import Preconditioned
 from thinwire.integrations.transports import bare_transport
 from thinwire.optim import CompressedAdamW, Dion, QuantizedAdam
 from thinwire.plan import Rules, Site, sharded_plan
-from thinwire.plan.policies import Auto, Policy
+from thinwire.policies import Auto, Policy
 from thinwire.runtime import ShardedLayer, ShardedWire, Unit, agree
 from thinwire.runtime.consistency import failing_together
 from thinwire.runtime.placement import Placement

@@ -16,7 +16,7 @@ from thinwire.collectives import AggregatorAddress, Algorithm, TransportChoice, 
 from thinwire.collectives.shared_transport import check_choice
 from thinwire.compressors import Compressor, check_int, parse
 from thinwire.plan import Filter
-from thinwire.plan.policies import Policy, parse_policy
+from thinwire.policies import Policy, parse_policy
 from thinwire.runtime.consistency import library_version
 
 

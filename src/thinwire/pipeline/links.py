@@ -11,7 +11,7 @@ from thinwire.collectives import Transport
 from thinwire.pipeline.boundary_tensors import Direction
 from thinwire.pipeline.link_choices import DIRECTIONS, LinkChoices
 from thinwire.pipeline.stage_compression import StageCompression
-from thinwire.plan.policies import LinkChoice, choose_by_link
+from thinwire.policies import LinkChoice, choose_by_link
 from thinwire.runtime import measure_one_way
 
 _log = logging.getLogger("thinwire")

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from thinwire.compressors import Coded, Compressor, Delta, Raw, Unsuited, check_int, check_stateless, parse
 from thinwire.kernels import FORMAT_VERSION
 from thinwire.pipeline.boundary_tensors import BoundaryTensors, Direction
-from thinwire.plan.pipeline.contraction import check_contraction
-from thinwire.plan.policies import ByLink
+from thinwire.plan.contraction import check_contraction
+from thinwire.policies import ByLink
 from thinwire.store import Memory, Place, check_precision
 
 Specs = str | Compressor | Sequence[str | Compressor]

@@ -20,7 +20,7 @@ from thinwire.pipeline.schedule_step import Batch, Corners, Ids
 from thinwire.pipeline.stage_compression import StageCompression
 from thinwire.pipeline.stage_group import stage_group_of
 from thinwire.pipeline.stats import PipelineStats
-from thinwire.plan.policies import ByLink, LinkChoice
+from thinwire.policies import ByLink, LinkChoice
 from thinwire.store import Memory, Place
 
 

@@ -26,7 +26,7 @@ from thinwire.pipeline.link_choices import DIRECTIONS, LinkChoices
 from thinwire.pipeline.options import PipelineOptions
 from thinwire.pipeline.schedule_step import Batch, ScheduleStep
 from thinwire.pipeline.stats import PipelineStats
-from thinwire.plan.policies import LinkChoice
+from thinwire.policies import LinkChoice
 from thinwire.runtime.checkpoint import check_sealed, integers, sealed
 from thinwire.store import Background, Disk, StoreError
 

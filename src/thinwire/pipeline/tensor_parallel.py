@@ -22,7 +22,7 @@ from thinwire.pipeline.options import coded
 from thinwire.pipeline.sample_sum import SampleSum
 from thinwire.pipeline.schedule_step import Batch, Ids
 from thinwire.pipeline.stats import PipelineStats
-from thinwire.plan.pipeline.contraction import check_contraction
+from thinwire.plan.contraction import check_contraction
 from thinwire.runtime import agree
 from thinwire.runtime.checkpoint import check_sealed, integers, sealed
 from thinwire.store import Memory

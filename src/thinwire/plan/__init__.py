@@ -1,6 +1,6 @@
 """Plans: which compressor each layer has.
 
-`thinwire.plan.policies` chooses plans while a model trains, and `thinwire.plan.forecast` predicts what a step takes.
+`thinwire.policies` chooses plans while a model trains, and `thinwire.plan.forecast` predicts what a step takes.
 """
 
 from thinwire.plan.cost import Speeds, codec_seconds, declined, sent_bytes

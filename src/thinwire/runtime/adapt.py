@@ -24,8 +24,8 @@ from thinwire.plan import Plan, Speeds
 from thinwire.plan.cost import codec_seconds
 from thinwire.plan.forecast.ddp import Bucket, Pace
 from thinwire.plan.forecast.links import Links
-from thinwire.plan.policies import Evidence, Policy, Proposal, StepTime, Sync
-from thinwire.plan.policies.families import members_that_fit
+from thinwire.policies import Evidence, Policy, Proposal, StepTime, Sync
+from thinwire.policies.families import members_that_fit
 from thinwire.runtime.channel import BucketLayers, bucket_parts
 from thinwire.runtime.checkpoint import check_sealed, integers, sealed
 from thinwire.runtime.consistency import DisagreementError, exchange_texts

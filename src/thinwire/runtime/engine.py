@@ -39,7 +39,7 @@ from thinwire.compressors import (
 )
 from thinwire.kernels import FORMAT_VERSION, cpu_level
 from thinwire.plan import Plan
-from thinwire.plan.policies import Sync
+from thinwire.policies import Sync
 from thinwire.runtime import checkpoint
 from thinwire.runtime.channel import BucketLayers, Channel, Contents, Route
 from thinwire.runtime.consistency import agree, check_parity, library_version

@@ -13,9 +13,9 @@ from thinwire.collectives import Algorithm, ScatterReduceAllGather, Transport
 from thinwire.compressors import Compressor, Raw, Slot
 from thinwire.kernels import FORMAT_VERSION, cpu_level
 from thinwire.plan import Plan, Speeds, at_site, declined
-from thinwire.plan.policies import Evidence, Policy
-from thinwire.plan.policies.balance import balanced
 from thinwire.plan.sites import SITES
+from thinwire.policies import Evidence, Policy
+from thinwire.policies.balance import balanced
 from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter
 from thinwire.runtime.consistency import library_version, raise_together

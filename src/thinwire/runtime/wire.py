@@ -22,7 +22,7 @@ from thinwire.compressors import (
     Raw,
 )
 from thinwire.plan import Plan, PlanRecord, Speeds, declined, sent_bytes
-from thinwire.plan.policies import Policy, Sync
+from thinwire.policies import Policy, Sync
 from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter, StepClock
 from thinwire.runtime.channel import BucketLayers, Channel

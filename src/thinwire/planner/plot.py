@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from thinwire.compare.plots import canvas, save
+from thinwire.plots import canvas, save
 
 Row = tuple[str, Sequence[tuple[str, int, float, float]]]
 """A name, and bars: kind, micro-batch, begin and end in seconds."""

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from experiments.papers.lgreco.buckets import fit_quality
 from thinwire import parse
 from thinwire.compressors import FFT, ef
-from thinwire.plan.policies import Sync, allocate, errors, family
-from thinwire.plan.policies.bucket_times import seconds_per_byte
-from thinwire.plan.policies.candidates import LayerCandidates
-from thinwire.plan.policies.errors import squared_errors
-from thinwire.plan.policies.families import parameter_name, parameter_value, with_share
+from thinwire.policies import Sync, allocate, errors, family
+from thinwire.policies.bucket_times import seconds_per_byte
+from thinwire.policies.candidates import LayerCandidates
+from thinwire.policies.errors import squared_errors
+from thinwire.policies.families import parameter_name, parameter_value, with_share
 
 
 def strengths(spec: str, **options) -> list[float]:
@@ -198,7 +198,7 @@ def test_bf16_gradients_are_taken() -> None:
 def test_what_arrives_as_nan_is_not_to_be_chosen(monkeypatch) -> None:
     broken = parse("minmax(bits=2)")
     monkeypatch.setattr(
-        "thinwire.plan.policies.candidates.squared_errors",
+        "thinwire.policies.candidates.squared_errors",
         lambda g, kept: [float("nan") if c == broken else 1.0 for c in kept],
     )
     of = LayerCandidates.evaluate("w", normal(64, 64), [broken], parse("minmax(bits=4)"), lambda *_: 1.0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from thinwire.plan.pipeline.schedules import Schedule, Task
+from thinwire.planner.schedules import Schedule, Task
 
 
 @dataclass(frozen=True)

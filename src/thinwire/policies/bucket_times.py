@@ -7,7 +7,7 @@ from statistics import median
 
 import numpy as np
 
-from thinwire.plan.policies.policy import Sync
+from thinwire.policies.policy import Sync
 
 _PLANS_PER_BUCKET = 2
 _LEAST_STEPS = 3

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from thinwire.compressors import Compressor, Unsuited, Wrapper, ef, parse
-from thinwire.plan.policies.candidates import usable_gradients
-from thinwire.plan.policies.families import parameter_name, with_parameter, with_share
-from thinwire.plan.policies.policy import Evidence, Policy, Proposal, gradient_norm
+from thinwire.policies.candidates import usable_gradients
+from thinwire.policies.families import parameter_name, with_parameter, with_share
+from thinwire.policies.policy import Evidence, Policy, Proposal, gradient_norm
 
 _HIGH_COMPRESSION = {"bits": 3 / 4, "rank": 1 / 4, "density": 1 / 20, "kept": 1 / 20}
 """Pairs of the reference's parameter: the thesis's pairs of 3 and 4 bits, ranks 16 and 64, densities of 0.1 % and 2

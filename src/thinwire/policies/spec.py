@@ -8,13 +8,13 @@ from dataclasses import fields
 from typing import Any
 
 from thinwire.compressors import expression
-from thinwire.plan.policies.accordion import Accordion
-from thinwire.plan.policies.auto import Auto
-from thinwire.plan.policies.bayes import Bayes
-from thinwire.plan.policies.kmeans import KMeans
-from thinwire.plan.policies.lgreco import LGreco
-from thinwire.plan.policies.linear import Linear
-from thinwire.plan.policies.policy import Policy
+from thinwire.policies.accordion import Accordion
+from thinwire.policies.auto import Auto
+from thinwire.policies.bayes import Bayes
+from thinwire.policies.kmeans import KMeans
+from thinwire.policies.lgreco import LGreco
+from thinwire.policies.linear import Linear
+from thinwire.policies.policy import Policy
 
 _POLICIES: dict[str, type[Policy]] = {
     "accordion": Accordion,

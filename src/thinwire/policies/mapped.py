@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from thinwire.plan.policies import allocate
-from thinwire.plan.policies.allocate import Array
-from thinwire.plan.policies.budget import BudgetedPolicy, is_raw
-from thinwire.plan.policies.candidates import LayerCandidates
-from thinwire.plan.policies.families import parameter_value
-from thinwire.plan.policies.policy import Evidence
+from thinwire.policies import allocate
+from thinwire.policies.allocate import Array
+from thinwire.policies.budget import BudgetedPolicy, is_raw
+from thinwire.policies.candidates import LayerCandidates
+from thinwire.policies.families import parameter_value
+from thinwire.policies.policy import Evidence
 
 _LEAST_GRID = 24
 

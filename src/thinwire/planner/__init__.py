@@ -1,7 +1,7 @@
 """Plans of pipelines: simulated steps, and the search for the fastest."""
 
-from thinwire.plan.pipeline.schedules import PYTORCH_CLASSES, SCHEDULES, Schedule, ScheduleName
-from thinwire.plan.pipeline.search import (
+from thinwire.planner.schedules import PYTORCH_CLASSES, SCHEDULES, Schedule, ScheduleName
+from thinwire.planner.search import (
     REFERENCE,
     Choice,
     Layer,
@@ -12,7 +12,7 @@ from thinwire.plan.pipeline.search import (
     even_plan,
     plan_pipeline,
 )
-from thinwire.plan.pipeline.simulate import Boundary, Simulated, Span, StageTimes, Wire, simulate
+from thinwire.planner.simulate import Boundary, Simulated, Span, StageTimes, Wire, simulate
 
 __all__ = [
     "PYTORCH_CLASSES",

@@ -22,9 +22,9 @@ from thinwire.plan.forecast.ddp import (
     planned_step,
 )
 from thinwire.plan.forecast.links import Links
-from thinwire.plan.policies import allocate
-from thinwire.plan.policies.candidates import LayerCandidates, usable_gradients, with_error_feedback
-from thinwire.plan.policies.policy import Evidence, Policy, Proposal, StepTime
+from thinwire.policies import allocate
+from thinwire.policies.candidates import LayerCandidates, usable_gradients, with_error_feedback
+from thinwire.policies.policy import Evidence, Policy, Proposal, StepTime
 
 _ALIKE = 0.25
 """Relative change of a link up to which earlier measurements on it remain valid."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from thinwire.plan.policies.errors import squared_errors
-from thinwire.plan.policies.policy import Evidence
 from thinwire.plan.sites import SITES
+from thinwire.policies.errors import squared_errors
+from thinwire.policies.policy import Evidence
 
 
 def balanced(evidence: Evidence, gathers: float) -> Evidence:

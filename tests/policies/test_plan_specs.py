@@ -6,7 +6,7 @@ import pytest
 
 from thinwire import parse
 from thinwire.compressors import PowerSGD, ef
-from thinwire.plan.policies import Accordion, Bayes, KMeans, LGreco, Linear, Policy, parse_policy
+from thinwire.policies import Accordion, Bayes, KMeans, LGreco, Linear, Policy, parse_policy
 
 POLICIES = [
     LGreco(),

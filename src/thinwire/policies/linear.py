@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from thinwire.plan.policies.mapped import MappedPolicy
-from thinwire.plan.policies.policy import gradient_norm
+from thinwire.policies.mapped import MappedPolicy
+from thinwire.policies.policy import gradient_norm
 
 
 @dataclass(frozen=True, kw_only=True)

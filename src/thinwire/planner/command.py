@@ -14,9 +14,8 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from thinwire.compare.pipeline_plot import Row, draw_timelines
 from thinwire.lab.units import format_rate, parse_rate, parse_time
-from thinwire.plan.pipeline import (
+from thinwire.planner import (
     PYTORCH_CLASSES,
     REFERENCE,
     SCHEDULES,
@@ -30,7 +29,8 @@ from thinwire.plan.pipeline import (
     even_plan,
     plan_pipeline,
 )
-from thinwire.plan.policies import ByLink
+from thinwire.planner.plot import Row, draw_timelines
+from thinwire.policies import ByLink
 from thinwire.results import OutputFile, Results
 
 _MOST_LAYERS, _MOST_MACHINES, _MOST_CHUNKS = 512, 32, 1024

@@ -10,13 +10,13 @@ from typing import Literal
 
 from thinwire.compressors import Compressor, Raw, check_choice, check_int, parse, unwrap
 from thinwire.plan.cost import Speeds
-from thinwire.plan.policies import allocate
-from thinwire.plan.policies.allocate import Array
-from thinwire.plan.policies.bucket_times import seconds_per_byte
-from thinwire.plan.policies.budget import BudgetedPolicy, is_raw
-from thinwire.plan.policies.candidates import LayerCandidates, Price, with_error_feedback
-from thinwire.plan.policies.families import family, parameter_value
-from thinwire.plan.policies.policy import Evidence, Policy
+from thinwire.policies import allocate
+from thinwire.policies.allocate import Array
+from thinwire.policies.bucket_times import seconds_per_byte
+from thinwire.policies.budget import BudgetedPolicy, is_raw
+from thinwire.policies.candidates import LayerCandidates, Price, with_error_feedback
+from thinwire.policies.families import family, parameter_value
+from thinwire.policies.policy import Evidence, Policy
 
 Objective = Literal["bytes", "priority", "time", "link"]
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.plan.pipeline import (
+from thinwire.planner import (
     Boundary,
     Layer,
     Link,
@@ -26,7 +26,7 @@ from thinwire.plan.pipeline import (
     plan_pipeline,
     simulate,
 )
-from thinwire.plan.policies import ByLink
+from thinwire.policies import ByLink
 
 KINDS: list[tuple[ScheduleName, int]] = [
     ("gpipe", 1),

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from thinwire.plan.policies import allocate
-from thinwire.plan.policies.allocate import Array
-from thinwire.plan.policies.budget import BudgetedPolicy
-from thinwire.plan.policies.candidates import LayerCandidates
-from thinwire.plan.policies.mapped import ladder
-from thinwire.plan.policies.policy import Evidence
+from thinwire.policies import allocate
+from thinwire.policies.allocate import Array
+from thinwire.policies.budget import BudgetedPolicy
+from thinwire.policies.candidates import LayerCandidates
+from thinwire.policies.mapped import ladder
+from thinwire.policies.policy import Evidence
 
 _SEED = 0
 _MOST_CHANGED = 3

@@ -16,12 +16,12 @@ from torch import Tensor
 from thinwire import parse
 from thinwire.compressors import Compressor, MinMax, Raw, Wrapper, ef, unwrap
 from thinwire.plan import Speeds, sent_bytes
-from thinwire.plan.policies import Accordion, Bayes, Evidence, KMeans, LGreco, Linear, Policy, Proposal, Sync
-from thinwire.plan.policies.balance import balanced
-from thinwire.plan.policies.candidates import LayerCandidates
-from thinwire.plan.policies.errors import squared_errors
-from thinwire.plan.policies.families import family, parameter_value
-from thinwire.plan.policies.policy import gradient_norm
+from thinwire.policies import Accordion, Bayes, Evidence, KMeans, LGreco, Linear, Policy, Proposal, Sync
+from thinwire.policies.balance import balanced
+from thinwire.policies.candidates import LayerCandidates
+from thinwire.policies.errors import squared_errors
+from thinwire.policies.families import family, parameter_value
+from thinwire.policies.policy import gradient_norm
 
 SHAPES = {"embed": (400, 64), "up": (128, 64), "down": (64, 128), "query": (64, 64), "out": (96, 64)}
 REFERENCES = ("minmax(bits=4, bucket=128)", "ef(topk(density=0.02))", "ef(powersgd(rank=6))", "qsgd(bits=4)")

@@ -10,11 +10,11 @@ from typing import Literal
 
 from thinwire.compressors import Compressor, Raw, Wrapper, check_choice, ef, unwrap
 from thinwire.plan.cost import sent_bytes
-from thinwire.plan.policies import allocate
-from thinwire.plan.policies.allocate import Array
-from thinwire.plan.policies.candidates import LayerCandidates, Price, usable_gradients, with_error_feedback
-from thinwire.plan.policies.families import family, members_that_fit
-from thinwire.plan.policies.policy import Evidence, Policy, Proposal, check_alpha
+from thinwire.policies import allocate
+from thinwire.policies.allocate import Array
+from thinwire.policies.candidates import LayerCandidates, Price, usable_gradients, with_error_feedback
+from thinwire.policies.families import family, members_that_fit
+from thinwire.policies.policy import Evidence, Policy, Proposal, check_alpha
 
 Adjust = Callable[[str, Compressor], Compressor]
 """Changes a candidate of a layer of this name."""
@@ -25,7 +25,7 @@ class BudgetedPolicy(Policy):
     """A policy that chooses one candidate a layer, so that the error stays within ``alpha`` times the reference's.
 
     The reference is what the rules name for each layer, and the candidates are its family
-    (`thinwire.plan.policies.family`). A layer that the rules leave raw because its shape does not suit their compressor
+    (`thinwire.policies.family`). A layer that the rules leave raw because its shape does not suit their compressor
     may get another one of its family: a lower rank. Errors are taken on the sum of some steps' gradients, without error
     feedback.
     """

@@ -9,11 +9,11 @@ import numpy as np
 from torch import Tensor
 
 from thinwire.compressors import Compressor, Wrapper
-from thinwire.plan.policies.allocate import Array
-from thinwire.plan.policies.budget import Adjust
-from thinwire.plan.policies.candidates import LayerCandidates, usable_gradients
-from thinwire.plan.policies.mapped import MappedPolicy, scaled
-from thinwire.plan.policies.policy import Evidence, gradient_norm
+from thinwire.policies.allocate import Array
+from thinwire.policies.budget import Adjust
+from thinwire.policies.candidates import LayerCandidates, usable_gradients
+from thinwire.policies.mapped import MappedPolicy, scaled
+from thinwire.policies.policy import Evidence, gradient_norm
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 
 from thinwire.compressors import Coded, Compressor, Delta, Raw, parse
-from thinwire.plan.pipeline.contraction import gaussian_lost_share
-from thinwire.plan.pipeline.schedules import SCHEDULES, Schedule, ScheduleName
-from thinwire.plan.pipeline.simulate import Boundary, Simulated, StageTimes, Wire, simulate
-from thinwire.plan.policies.by_link import ByLink
+from thinwire.plan.contraction import gaussian_lost_share
+from thinwire.planner.schedules import SCHEDULES, Schedule, ScheduleName
+from thinwire.planner.simulate import Boundary, Simulated, StageTimes, Wire, simulate
+from thinwire.policies.by_link import ByLink
 
 REFERENCE = ("delta(maxabs(bits=3))", "maxabs(bits=6)")
 """Forward and backward: the AQ-SGD paper's fw3 bw6."""

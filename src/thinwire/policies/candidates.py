@@ -9,9 +9,9 @@ import numpy as np
 from torch import Tensor
 
 from thinwire.compressors import Compressor, Unsuited, Wrapper, ef
-from thinwire.plan.policies.allocate import Array
-from thinwire.plan.policies.errors import squared_errors
-from thinwire.plan.policies.policy import gradient_norm
+from thinwire.policies.allocate import Array
+from thinwire.policies.errors import squared_errors
+from thinwire.policies.policy import gradient_norm
 
 Price = Callable[[str, Compressor, Sequence[int]], float]
 """The cost of a compressor for a layer, from the layer's name, the compressor and the layer's shape."""
