@@ -142,15 +142,13 @@ class Recorder:
         """A compressed stage: its calls include waiting, and its receives are posted at once."""
         compression, index = stage._compression, stage.stage_index
         compression.computing = lambda direction: self.computing(direction, index)
-        post = compression.post_receives
+        post = compression.receive
 
-        def posted(step: Any) -> None:
-            post(step)
-            for (kind, chunk), (message, peer, work) in compression.arriving.items():
-                source = index - 1 if kind == "forward" else index + 1
-                compression.arriving[kind, chunk] = message, peer, self._noted(work, kind, source, chunk)
+        def receive(message: Tensor, side: Any, direction: str, chunk: int) -> _Receive:
+            source = index - 1 if direction == "forward" else index + 1
+            return self._noted(post(message, side, direction, chunk), direction, source, chunk)
 
-        compression.post_receives = posted
+        compression.receive = receive
 
 
 def run(

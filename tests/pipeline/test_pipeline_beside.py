@@ -61,6 +61,39 @@ def test_a_stage_computes_while_its_messages_are_made_and_its_records_saved(name
     assert run_ranks(computes_while_it_sends, 2, name, name == "gpipe", timeout_s=60) == [True, True]
 
 
+def decodes_while_it_computes(rank: int, name: str) -> bool:
+    """Micro-batch 1 is decoded while the stage computes micro-batch 0."""
+    second, late = threading.Event(), []
+    unpack = BoundarySide.unpack
+
+    def noticed(side: BoundarySide, direction: Any, chunk: int, *rest: Any) -> None:
+        unpack(side, direction, chunk, *rest)
+        if chunk == 1:
+            second.set()
+
+    x, y = samples()
+    pipe = Pipe(rank, 2, name, **FW3_BW6)
+    pipe.step(x[:BATCH], y[:BATCH], list(range(BATCH)))  # the first one also computes to find shapes
+    BoundarySide.unpack = noticed
+    (stage,) = pipe.stages
+
+    def wait(*_: Any) -> None:
+        if not second.is_set() and not second.wait(_LONG_S):
+            late.append("decoded")
+
+    if rank == 0:  # gradients arrive
+        stage.submod.inner.weight.register_hook(wait)
+    else:
+        stage.submod.register_forward_pre_hook(wait)
+    pipe.step(x[:BATCH], y[:BATCH], list(range(BATCH)))
+    return not late
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_a_stage_computes_while_what_it_needs_next_is_decoded(name: str) -> None:
+    assert run_ranks(decodes_while_it_computes, 2, name, timeout_s=60) == [True, True]
+
+
 def fails_to_save(rank: int) -> str:
     pipe = Pipe(rank, 2, **FW3_BW6)
     x, y = samples()

@@ -31,8 +31,8 @@ class BoundarySide:
     Messages of a step go through it in the order of the schedule. The two sides agree beforehand on how each sample
     is sent (`decide_encodings`), so that either knows the size of every message.
 
-    ``beside`` is the thread that loads and saves records, and that calls `pack`; all other calls are the training's,
-    those between two steps with no job left in that thread.
+    ``beside`` is the thread that loads and saves records, and that calls `pack`. `unpack` is called in the thread of
+    this side's `Arrivals`. All other calls are the training's, those between two steps with nothing left in either.
     """
 
     def __init__(
@@ -118,8 +118,7 @@ class BoundarySide:
         assert self.store is not None
         with self.stats.timed("store"):
             damaged = self.store.verify(samples)
-            self.stats.corrupt += len(damaged)
-            self.stats.resets += len(damaged)
+            self.stats.add(corrupt=len(damaged), resets=len(damaged))
             self._visits = {sample: self.store.visits(sample) for sample in samples}
             views = {sample: self.store.view(sample, compare=compare) for sample in samples}
             self._kept = frozenset(sample for sample, view in views.items() if view is not None)
@@ -136,7 +135,7 @@ class BoundarySide:
         agreed = {sample: self._visits[sample] if alike else 0 for sample, alike in zip(samples, same, strict=True)}
         differing = [s for s, alike in zip(samples, same, strict=True) if not alike and s in self._kept]
         self.store.reset(differing)
-        self.stats.resets += len(differing)
+        self.stats.add(resets=len(differing))
         self._visits = agreed
         self._refused = self.store.admit(samples)
         warmup = self.options.warmup_epochs
@@ -194,10 +193,11 @@ class BoundarySide:
             crossing, rows, kinds, self._coders[direction, True], record_bytes=record_bytes, chooses=chooses, site=site
         )
 
-    def shapes(self, direction: Direction, chunk: int) -> list[tuple[int, ...]]:
-        """Shapes of a micro-batch's tensors."""
+    def room(self, direction: Direction, chunk: int) -> list[Tensor]:
+        """Tensors, on the host, for those of a micro-batch."""
         _, crossing, rows = self._present(direction, chunk)
-        return crossing.shapes(len(rows.samples), rows.padded)
+        shapes = crossing.shapes(len(rows.samples), rows.padded)
+        return [torch.empty(shape, dtype=spec.dtype) for shape, spec in zip(shapes, crossing.specs, strict=True)]
 
     def _present(self, direction: Direction, chunk: int) -> tuple[ScheduleStep, BoundaryTensors, Rows]:
         assert self._step is not None, "a step has begun"
@@ -234,9 +234,8 @@ class BoundarySide:
                 layout.put_raw(flat, message)
                 layout.encode(flat, message, self._key(direction if step.training else "evaluation"))
             self._seal(layout, direction, chunk, message)
-        self.stats.dense_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        sent = f"{direction}_sent_bytes"
-        setattr(self.stats, sent, getattr(self.stats, sent) + message.numel())
+        dense_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self.stats.add(**{"dense_bytes": dense_bytes, f"{direction}_sent_bytes": message.numel()})
         return keep
 
     def fail(self, direction: Direction, chunk: int, message: Tensor) -> None:
@@ -255,7 +254,7 @@ class BoundarySide:
         verify(message, peer=peer, **self._header(layout, direction, chunk, sent=False))
         if message.numel() != layout.num_bytes:  # a checksum does not miss zeros at the end
             raise MessageError(f"rank {peer} sent {message.numel()} bytes, where {layout.num_bytes} are expected")
-        self.stats.received_bytes += message.numel()
+        self.stats.add(received_bytes=message.numel())
         with self.stats.timed("decode"):
             flat = torch.zeros(_numel(crossing, rows), dtype=crossing.dtype)
             layout.take_raw(message, flat)
@@ -367,7 +366,7 @@ class BoundarySide:
         keep = [i for i, sample in enumerate(rows.samples) if finite[i] and sample not in self._refused]
         for i, sample in enumerate(rows.samples):
             if not finite[i]:
-                self.stats.nonfinite += 1
+                self.stats.add(nonfinite=1)
                 self.store.forget(sample)
         if len(keep) < len(rows.samples):
             records, choices = records[keep], None if choices is None else choices[keep]

@@ -29,9 +29,9 @@ class CompressedStage(PipelineStage):
 
     Schedules ask a stage for its sends and receives and then for its work on what came. They get none: one message of
     all tensors is compressed and sent by a thread beside the training's, and receives of such messages are posted when
-    the step begins and waited for before the work on what they bring. Gloo moves nothing before its receive is posted,
-    and schedules ask for each only when it is needed: the link would rest while a stage computes. And they wait for a
-    send before they go on with other work: the stage would rest while its link carries.
+    the step begins; other threads wait for them and decode what they bring. Gloo moves nothing before its receive is
+    posted, and schedules ask for each only when it is needed: the link would rest while a stage computes. And they wait
+    for a send before they go on with other work: the stage would rest while its link carries.
     """
 
     def __init__(self, stage: PipelineStage, options: PipelineOptions) -> None:
@@ -179,21 +179,20 @@ class CompressedStage(PipelineStage):
         return []
 
     def _take_in(self, direction: Direction, chunk: int, infos: Sequence[Any]) -> None:
-        """Decode what arrived for a micro-batch into the tensors that PyTorch's stage works on."""
-        arriving = self._compression.arriving.pop((direction, chunk), None)
-        if arriving is None:
+        """Put what arrived for a micro-batch where PyTorch's stage looks for it."""
+        arrivals = self._compression.arrivals.get(direction)
+        if arrivals is None:
             return
-        message, peer, work = arriving
-        group = self._stage_group
-        with group.failing(f"receiving from rank {peer}", dist.get_group_rank(group.group, peer)):
-            work.wait()
-        side = self._compression.side(earlier=direction == "backward")
+        with self._compression.stats.timed("wait"):
+            tensors = arrivals.take(chunk)
         infos = [info for info in infos if not info.is_root_arg and info.buffer is not None]
         with torch.no_grad():
-            for info, shape in zip(infos, side.shapes(direction, chunk), strict=True):
-                if tuple(info.buffer.shape) != shape:
-                    info.buffer = torch.empty(shape, dtype=info.buffer.dtype, device=info.buffer.device)
-            side.unpack(direction, chunk, message, [info.buffer for info in infos], peer)
+            for info, tensor in zip(infos, tensors, strict=True):
+                place = info.buffer
+                if place.shape != tensor.shape or (place.device, place.stride()) == (tensor.device, tensor.stride()):
+                    info.buffer = tensor.to(place.device)
+                else:
+                    place.copy_(tensor)
 
 
 def compress_stage(

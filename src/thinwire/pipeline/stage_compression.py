@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -19,6 +19,7 @@ from torch import Tensor
 from thinwire.collectives.transport import Failing
 from thinwire.compat import stage_tensors
 from thinwire.kernels import FORMAT_VERSION
+from thinwire.pipeline.arrivals import Arrivals, Receive
 from thinwire.pipeline.beside import Beside
 from thinwire.pipeline.boundary import BoundarySide
 from thinwire.pipeline.boundary_tensors import BoundaryTensors, Direction, Spec
@@ -54,8 +55,8 @@ class StageCompression:
         self.links: tuple[Mapping[Direction, LinkChoice], ...] = ()
         """By boundary, the measurements behind the choices, if this process made them."""
         self._computed: dict[Direction, deque[float]] = {name: deque(maxlen=_TIMED) for name in DIRECTIONS}
-        self.arriving: dict[tuple[Direction, int], tuple[Tensor, int, dist.Work]] = {}
-        """The receives of this step: the message, the rank that sends it, and the work."""
+        self.arrivals: dict[Direction, Arrivals] = {}
+        """The receives of this step."""
         self._sends: dict[tuple[int, int], Future[None]] = {}
         """By boundary and micro-batch, the messages of this step that were handed over to be sent."""
         self._leaving: list[tuple[dist.Work, Failing]] = []
@@ -179,6 +180,8 @@ class StageCompression:
             keep()
 
         self._sends[side.boundary, chunk] = self._beside.submit(pack_and_send)
+        if side.earlier and "backward" in self.arrivals:
+            self.arrivals["backward"].expect()
 
     def _start(self, message: Tensor, peer: int, tag: int, failing: Failing) -> None:
         with failing:
@@ -222,6 +225,19 @@ class StageCompression:
             with failing:
                 work.wait()
 
+    def rest(self) -> None:
+        """Give up what has not arrived, if anything, and wait until no thread works on this stage's sides."""
+        unfinished = [arrivals for arrivals in self.arrivals.values() if not arrivals.complete]
+        for arrivals in unfinished:
+            arrivals.stop()
+        if unfinished:
+            # A receive of a step that was given up may not be let go of before it has ended, and its memory is its own.
+            self._abandoned += unfinished
+            for side in self.sides:
+                side.renew_messages()
+        self.arrivals = {}
+        self._beside.wait()
+
     def _forget_jobs(self) -> None:
         self._sends.clear()
         for side in self.sides:
@@ -229,7 +245,7 @@ class StageCompression:
 
     def give_up(self) -> None:
         """Send the neighbours' stages a failed message in place of the next one: they raise, and do the same."""
-        self._beside.wait()
+        self.rest()
         sends: list[dist.Work | None] = []
         for side in self.sides:
             direction: Direction = "forward" if side.earlier else "backward"
@@ -259,31 +275,45 @@ class StageCompression:
 
     def peer(self, side: BoundarySide) -> int:
         """The rank, among all, on the other side of a boundary."""
-        group = self._stage.group
-        other = self.group_ranks[self.index + 1 if side.earlier else self.index - 1]
+        group, other = self._stage.group, self._group_peer(side)
         return other if group is None else dist.get_global_rank(group, other)
 
-    def post_receives(self, step: ScheduleStep) -> None:
-        """Post the receives of a whole step, once it is known what they bring."""
+    def _group_peer(self, side: BoundarySide) -> int:
+        """The same rank in the pipeline's group."""
+        return self.group_ranks[self.index + 1 if side.earlier else self.index - 1]
+
+    def post_receives(self, step: ScheduleStep, failing: Callable[[str, int], Failing]) -> None:
+        """Post the receives of a whole step, once it is known what they bring, and begin to wait for them.
+
+        ``failing`` makes the context in which what it names, with a rank of the group, is waited for.
+        """
         self._number = step.number
-        if self.arriving:
-            # A receive of a step that was given up may not be let go of before it has ended, and its memory is its own.
-            self._abandoned += self.arriving.values()
-            self.arriving = {}
-            for side in self.sides:
-                side.renew_messages()
         self._forget_jobs()
-        group = self._stage.group
         for side in self.sides:
             direction: Direction = "backward" if side.earlier else "forward"
-            if direction == "backward" and not step.training:
-                continue
-            peer = self.peer(side)
-            for chunk in range(self.num_chunks):
-                message = side.message(direction, chunk)
-                work = dist.irecv(message, peer, group, self.tag(side.boundary, direction, chunk))
-                assert work is not None, "this rank is in the group"
-                self.arriving[direction, chunk] = message, peer, work
+            if direction == "forward" or step.training:
+                self.arrivals[direction] = self._arrivals(side, direction, failing)
+
+    def _arrivals(self, side: BoundarySide, direction: Direction, failing: Callable[[str, int], Failing]) -> Arrivals:
+        peer, chunks = self.peer(side), range(self.num_chunks)
+        messages = [side.message(direction, chunk) for chunk in chunks]
+
+        def decode(chunk: int) -> list[Tensor]:
+            into = side.room(direction, chunk)
+            side.unpack(direction, chunk, messages[chunk], into, peer)
+            return into
+
+        receives = [self.receive(messages[chunk], side, direction, chunk) for chunk in chunks]
+        context = failing(f"receiving from rank {peer}", self._group_peer(side))
+        # A gradient cannot come before the activation has left.
+        return Arrivals(receives, decode, context, expected=0 if side.earlier else self.num_chunks)
+
+    def receive(self, message: Tensor, side: BoundarySide, direction: Direction, chunk: int) -> Receive:
+        """Post the receive of a micro-batch's message."""
+        tag = self.tag(side.boundary, direction, chunk)
+        work = dist.irecv(message, self.peer(side), self._stage.group, tag)
+        assert work is not None, "this rank is in the group"
+        return work
 
     def found_run(self) -> int | None:
         """The run of the stores on disk that this training continues, if there are any."""
@@ -320,7 +350,7 @@ class StageCompression:
 
     def state_dict(self, step: int, run: int) -> dict[str, Tensor]:
         """The step, the run, and the records of both sides (those on disk: which ones they are), as tensors."""
-        self._beside.wait()
+        self.rest()
         state = {
             "step": torch.tensor(step),
             "run": torch.tensor(run),
@@ -343,7 +373,7 @@ class StageCompression:
             ValueError: It is not the state of a stage, or one of another seed or wire format.
             StoreError: Its records are not those of this stage's stores.
         """
-        self._beside.wait()
+        self.rest()
         missing = {"step", "run", "seed", "format_version"} - set(state)
         if missing:
             raise ValueError(f"this is not the state of a pipeline stage: {', '.join(sorted(missing))} missing")
@@ -381,7 +411,7 @@ class StageCompression:
 
     def close(self) -> None:
         """Write what is pending, and close files. Records in memory stay."""
-        self._beside.wait()
+        self.rest()
         if not isinstance(self.options.store, Disk):
             return
         for side in self.sides:

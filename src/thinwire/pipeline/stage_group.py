@@ -161,7 +161,7 @@ class StageGroup:
         self._moving = [weakref.ref(stage) for stage in stages]
         for stage in stages:
             with self.failing("posting receives"):
-                stage.post_receives(announcement.step)
+                stage.post_receives(announcement.step, self.failing)
             stage.stats.steps += announcement.step.training
             stage.stats.evaluations += not announcement.step.training
 
@@ -251,6 +251,7 @@ class StageGroup:
         error: Exception | None = None
         try:
             for stage in stages:
+                stage.rest()
                 stage.settle()
             self._check(stages, step)
             for stage in stages:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+
+_adding = threading.Lock()
+"""Held while something is added: several threads do."""
 
 
 @dataclass
@@ -26,7 +30,9 @@ class PipelineStats:
     encode_s: float = 0.0
     """Beside the training's thread, which computes meanwhile."""
     decode_s: float = 0.0
-    """In the training's thread, waiting for what is loaded ahead included."""
+    """Beside the training's thread, too, waiting for what is loaded ahead included."""
+    wait_s: float = 0.0
+    """In the training's thread, until what it works on next has arrived and is decoded."""
     store_s: float = 0.0
     """In the message stores: loading and saving beside the training's thread, checking in it."""
     agree_s: float = 0.0
@@ -75,7 +81,13 @@ class PipelineStats:
         try:
             yield
         finally:
-            setattr(self, f"{name}_s", getattr(self, f"{name}_s") + time.perf_counter() - started)
+            self.add(**{f"{name}_s": time.perf_counter() - started})
+
+    def add(self, **more: float) -> None:
+        """Add to totals by their names, in any thread."""
+        with _adding:
+            for name, value in more.items():
+                setattr(self, name, getattr(self, name) + value)
 
     def note(self, visit: int, activations: Sequence[float], deltas: Sequence[float], numel: int) -> None:
         """Take in samples at their ``visit``-th visit (from 0): sums of magnitudes, each of ``numel`` values."""

@@ -1,0 +1,179 @@
+"""Messages that are waited for and decoded ahead: in which order, how many at once, and what failures do."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import Tensor
+
+from thinwire.collectives import MessageError, TransportError
+from thinwire.collectives.transport import Failing
+from thinwire.pipeline.arrivals import AHEAD, Arrivals
+
+_LONG_S = 20.0
+
+
+class Message:
+    """A receive that ends when its message comes."""
+
+    def __init__(self) -> None:
+        self.came = threading.Event()
+        self.error: Exception | None = None
+
+    def wait(self) -> None:
+        assert self.came.wait(_LONG_S)
+        if self.error is not None:
+            raise self.error
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        self.came.set()
+
+
+class Side:
+    """Messages 0 to ``num`` - 1, and what was decoded of them, in which thread."""
+
+    def __init__(self, num: int, *, expected: int | None = None) -> None:
+        self.messages = [Message() for _ in range(num)]
+        self.decoded: list[int] = []
+        self.threads: dict[int, threading.Thread] = {}
+        self.done = [threading.Event() for _ in range(num)]
+        self.damaged: set[int] = set()
+        failing = Failing("receiving from rank 3", timedelta(seconds=7), 3)
+        self.arrivals = Arrivals(self.messages, self.decode, failing, expected=num if expected is None else expected)
+
+    def come(self, *chunks: int) -> None:
+        for chunk in chunks:
+            self.messages[chunk].came.set()
+
+    def decode(self, chunk: int) -> list[Tensor]:
+        self.decoded.append(chunk)
+        self.threads[chunk] = threading.current_thread()
+        self.done[chunk].set()
+        if chunk in self.damaged:
+            raise MessageError(f"message {chunk} is damaged")
+        return [torch.tensor(chunk)]
+
+
+def test_messages_are_decoded_ahead_in_order_and_no_more_than_a_few() -> None:
+    side = Side(5)
+    side.come(*range(5))
+    for chunk in range(5):
+        assert side.done[min(chunk + AHEAD - 1, 4)].wait(_LONG_S)
+        assert len(side.decoded) <= chunk + AHEAD
+        assert side.arrivals.take(chunk) == [torch.tensor(chunk)]
+    assert side.decoded == list(range(5))
+    assert side.arrivals.complete
+    (thread,) = set(side.threads.values())
+    assert thread is not threading.current_thread()
+    thread.join(_LONG_S)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("order", [[1, 0, 3, 2], [3, 2, 1, 0], [2, 0, 1, 3]])
+def test_another_order_does_not_wait_for_what_is_sent_after_it(order: list[int]) -> None:
+    side = Side(4)
+    for chunk in order:
+        side.come(chunk)
+        assert side.arrivals.take(chunk) == [torch.tensor(chunk)]
+    assert sorted(side.decoded) == [0, 1, 2, 3]
+    assert side.arrivals.complete
+
+
+def test_another_order_finds_room() -> None:
+    side = Side(5)
+    side.come(*range(5))
+    assert side.done[AHEAD - 1].wait(_LONG_S)
+    taken = [side.arrivals.take(chunk) for chunk in (AHEAD, 4, 3, 1, 0)]
+    assert [int(tensors[0]) for tensors in taken] == [AHEAD, 4, 3, 1, 0]
+    assert sorted(side.decoded) == list(range(5))
+
+
+def test_what_is_not_expected_yet_is_waited_for_only_when_it_is_taken() -> None:
+    side = Side(3, expected=0)
+    side.arrivals.expect()
+    side.come(0, 1, 2)
+    assert side.done[0].wait(_LONG_S)
+    side.arrivals.take(0)
+    assert side.decoded == [0], "the timeout of the second counts from when it is expected"
+    side.arrivals.take(1)
+    side.arrivals.expect()
+    side.arrivals.expect()
+    assert side.done[2].wait(_LONG_S)
+    side.arrivals.take(2)
+
+
+def test_a_damaged_message_is_raised_where_it_is_taken_and_nothing_is_decoded_after_it() -> None:
+    side = Side(3)
+    side.damaged = {1}
+    side.come(0, 1, 2)
+    side.arrivals.take(0)
+    with pytest.raises(MessageError, match="message 1 is damaged"):
+        side.arrivals.take(1)
+    side.threads[1].join(_LONG_S)
+    assert not side.threads[1].is_alive()
+    assert side.decoded == [0, 1]
+    assert not side.arrivals.complete
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_message_that_does_not_come_is_a_transport_error_with_its_rank(first: int) -> None:
+    side = Side(2)
+    side.messages[first].fail(RuntimeError("connection closed"))
+    with pytest.raises(TransportError, match=r"receiving from rank 3 failed: connection closed .*7 s") as caught:
+        side.arrivals.take(first)
+    assert caught.value.rank == 3
+    side.come(0, 1)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_decoded_once_the_step_is_given_up(fails: bool) -> None:
+    side = Side(3)
+    side.come(0)
+    side.arrivals.take(0)
+    (thread,) = side.threads.values()
+    side.arrivals.stop()
+    if fails:
+        side.messages[1].fail(RuntimeError("connection closed"))
+    else:
+        side.come(1, 2)
+    thread.join(_LONG_S)
+    assert not thread.is_alive()
+    assert side.decoded == [0]
+    assert not side.arrivals.complete
+
+
+def test_a_step_that_is_given_up_waits_for_what_is_being_decoded() -> None:
+    begun, end, decoded = threading.Event(), threading.Event(), []
+
+    def decode(chunk: int) -> list[Tensor]:
+        begun.set()
+        assert end.wait(_LONG_S)
+        decoded.append(chunk)
+        return []
+
+    message = Message()
+    message.came.set()
+    arrivals = Arrivals([message], decode, Failing("receiving", timedelta(seconds=7)), expected=1)
+    assert begun.wait(_LONG_S)
+    threading.Timer(0.05, end.set).start()
+    arrivals.stop()
+    assert decoded == [0]
+
+
+def test_what_was_taken_is_not_held_on_to() -> None:
+    import weakref
+
+    side = Side(2)
+    side.come(0)
+    tensors = side.arrivals.take(0)
+    gone = weakref.ref(tensors[0])
+    del tensors
+    gc.collect()
+    assert gone() is None, "while the thread waits for the next message"
+    side.come(1)
+    side.arrivals.take(1)
