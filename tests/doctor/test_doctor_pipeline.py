@@ -72,6 +72,26 @@ def test_stages_boundaries_and_the_schedule_are_seen_and_nothing_changes(schedul
     assert watched.parameters == 2 * 2 * (WIDTH * WIDTH + WIDTH)
 
 
+def test_pipelining_is_imported_by_those_who_use_it_and_is_watched_then() -> None:
+    """Doctor looks at every training, and importing PyTorch's pipelining takes as long as the rest of doctor's start."""
+    code = f"""
+import sys
+import thinwire.doctor.examine
+from thinwire.doctor.observer_pipeline import PipelineObserver
+name, before = {pipelining.__name__!r}, list(sys.meta_path)
+assert name not in sys.modules
+with PipelineObserver(6, print):
+    assert name not in sys.modules
+assert sys.meta_path == before
+with PipelineObserver(6, print):
+    from torch.distributed.pipelining import PipelineStage as watched
+from torch.distributed.pipelining import PipelineStage
+assert sys.meta_path == before
+assert watched is not PipelineStage and issubclass(watched, PipelineStage)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=300)
+
+
 def refused(rank: int) -> str:
     def done(observer: PipelineObserver) -> None:
         raise AssertionError("nothing is to be seen")

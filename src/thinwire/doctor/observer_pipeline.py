@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed import pipelining
 
 from thinwire.compat import stage_tensors
 from thinwire.doctor.watched import DoctorError, check_size
@@ -20,6 +23,7 @@ WARM_UP = 2
 """Steps that do not count: in the first one PyTorch finds shapes."""
 _Kind = Literal["forward", "backward", "weights"]
 _KINDS: tuple[_Kind, ...] = ("forward", "backward", "weights")
+_PIPELINING = "torch.distributed.pipelining"
 
 
 @dataclass
@@ -52,7 +56,8 @@ class WatchedPipeline:
 
 class PipelineObserver:
     """A context manager within which ``torch.distributed.pipelining.PipelineStage`` is a subclass of itself that notes
-    when it computes. It leaves all else alone, so that every step shows what training takes as it is.
+    when it computes. It leaves all else alone, so that every step shows what training takes as it is. A script that has
+    not imported that module yet gets the subclass when it does; nothing else imports it, which would take seconds.
 
     ``done`` is called as the step after the last one that is watched begins, on every rank; ``on_step`` as each begins.
     """
@@ -69,16 +74,28 @@ class PipelineObserver:
         self._total, self._done, self._on_step = WARM_UP + steps, done, on_step
         self._steps: list[PipelineStep] = []
         self._present: PipelineStep | None = None
-        self._kept: Any = None
+        self._finder: _AfterImport | None = None
+        self._pipelining: Any = None
+        self._original: Any = None
 
     def __enter__(self) -> PipelineObserver:
-        self._kept = pipelining.PipelineStage
-        watched = _watched(self, self._kept)
-        pipelining.PipelineStage = pipelining.stage.PipelineStage = watched
+        if _PIPELINING in sys.modules:
+            self._watch(sys.modules[_PIPELINING])
+        else:
+            self._finder = _AfterImport(_PIPELINING, self._watch)
+            sys.meta_path.insert(0, self._finder)
         return self
 
     def __exit__(self, *_: object) -> None:
-        pipelining.PipelineStage = pipelining.stage.PipelineStage = self._kept
+        if self._finder is not None:
+            with suppress(ValueError):
+                sys.meta_path.remove(self._finder)
+        if self._pipelining is not None:
+            self._pipelining.PipelineStage = self._pipelining.stage.PipelineStage = self._original
+
+    def _watch(self, pipelining: Any) -> None:
+        self._pipelining, self._original = pipelining, pipelining.PipelineStage
+        pipelining.PipelineStage = pipelining.stage.PipelineStage = _watched(self, self._original)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -168,6 +185,27 @@ class PipelineObserver:
             tuple(sizes[:-1, 0].tolist()),
             int(sizes[:, 1].sum()),
         )
+
+
+class _AfterImport(MetaPathFinder):
+    """Calls ``then`` with the module ``name`` as soon as somebody has imported it."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name, self._then = name, then
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        spec = PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_call(module: ModuleType) -> None:
+                execute(module)
+                self._then(module)
+
+            spec.loader.exec_module = execute_and_call
+        return spec
 
 
 def _schedule_of(steps: list[PipelineStep], num_stages: int, rank: int, group: dist.ProcessGroup) -> Schedule:
