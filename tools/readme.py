@@ -69,10 +69,7 @@ def demo() -> str:
 
 
 def allreduce() -> str:
-    path = BENCHMARKS / "algorithms.json"
-    if not path.exists():
-        return "Not measured yet: `make bench`."
-    figures, rows = Figures(path), []
+    figures, rows = Figures(BENCHMARKS / "algorithms.json"), []
     for ranks, rate, rtt in itertools.product((2, 4), RATES, ("0ms", "20ms")):
         cell = f"{ranks} ranks/1 a node/{rate}/{rtt}/25 MB/"
         ms = [1e3 * (figures.get(f"{cell}seconds/{name}") or 0) for name in ("gloo", "sra/group", "bare")]
@@ -96,10 +93,7 @@ def allreduce() -> str:
 
 
 def algorithms() -> str:
-    path = BENCHMARKS / "algorithms.json"
-    if not path.exists():
-        return "Not measured yet: `make bench`."
-    figures = Figures(path)
+    figures = Figures(BENCHMARKS / "algorithms.json")
     flat = ("sra/group", "ring/group", "tree/group", "allgather/group", "parameter_server/group")
     parts = []
     for size in figures.record["about"]["sizes_mb"]:
@@ -222,10 +216,7 @@ COMPRESSORS = {
 
 
 def compressors() -> str:
-    path, trained_path = BENCHMARKS / "compressors.json", BENCHMARKS / "compare-every.json"
-    if not path.exists() or not trained_path.exists():
-        return "Not measured yet: `make bench`."
-    figures, trained = Figures(path), Figures(trained_path)
+    figures, trained = Figures(BENCHMARKS / "compressors.json"), Figures(BENCHMARKS / "compare-every.json")
     rows = []
     for title, spec in COMPRESSORS.items():
         facts = figures.rows[f"relative_error/{spec}"]
@@ -263,10 +254,7 @@ BLOB = {
 
 
 def blob() -> str:
-    path = BENCHMARKS / "blob.json"
-    if not path.exists():
-        return "Not measured yet: `make bench`."
-    figures, rows = Figures(path), []
+    figures, rows = Figures(BENCHMARKS / "blob.json"), []
     rates = [rate for rate in RATES if figures.get(f"steps_per_s/fp32/{rate}") is not None]
     for way, title in BLOB.items():
         speeds = [
@@ -291,10 +279,7 @@ CHANGES = {"normal": "normal", "half zero": "half of them zero", "Laplace": "Lap
 
 
 def changes() -> str:
-    path = BENCHMARKS / "changes.json"
-    if not path.exists():
-        return "Not measured yet: `python -m experiments bench changes`."
-    figures = Figures(path)
+    figures = Figures(BENCHMARKS / "changes.json")
     specs = [name.partition("/")[2] for name in figures.rows if name.startswith("normal/")]
     trained = [spec for spec in specs if figures.get(f"loss/{spec}") is not None]
     head = ["share of a change that is lost, by its values' distribution", *CHANGES.values()]
@@ -417,10 +402,7 @@ AUTO = ("fixed", "one way", "auto")
 
 
 def auto() -> str:
-    path = BENCHMARKS / "auto.json"
-    if not path.exists():
-        return "Not measured yet: `make bench`."
-    figures = Figures(path)
+    figures = Figures(BENCHMARKS / "auto.json")
     about = figures.record["about"]
     rows = []
     for cell, found in about["cells"].items():
@@ -462,8 +444,6 @@ def doctor_fsdp() -> str:
 
 
 def _predictions(path: Path, text: str) -> str:
-    if not path.exists():
-        return "Not measured yet: `make bench`."
     figures = Figures(path)
     cells = list(figures.record["about"]["cells"])
     titles = [name.split("/")[1] for name in figures.rows if name.startswith("error/") and name.endswith(cells[0])]
@@ -495,10 +475,7 @@ def _within(errors: Sequence[float], claimed: float, what: str) -> str:
 
 
 def first_answer() -> str:
-    path = BENCHMARKS / "first-answer.json"
-    if not path.exists():
-        return "Not measured yet: `make first-answer`."
-    figures = Figures(path)
+    figures = Figures(BENCHMARKS / "first-answer.json")
     parts = [f"{name} {figures.get(f'seconds/{name}') or 0.0:.0f} s" for name in ("clone", "environment", "answer")]
     return (
         f"From an empty folder to such an answer: {figures.get('seconds') or 0.0:.0f} s ({', '.join(parts)}), on "
@@ -521,10 +498,7 @@ def optimizer() -> str:
 
 
 def training() -> str:
-    path = BENCHMARKS / "training.json"
-    if not path.exists():
-        return "Not measured yet: `python -m experiments bench training --json benchmarks/training.json`."
-    figures = Figures(path)
+    figures = Figures(BENCHMARKS / "training.json")
     about, rows = figures.record["about"], []
     names = [name.removeprefix("loss/") for name in figures.rows if name.startswith("loss/")]
     full = figures.get(f"sent_bytes/{names[0]}") or 1.0
@@ -675,10 +649,7 @@ _LATE = {"overlapped": "the same, 1 step late", "streaming": "the same in 2 frag
 
 
 def local() -> str:
-    path = BENCHMARKS / "local.json"
-    if not path.exists():
-        return "Not measured yet: `python -m experiments bench local --json benchmarks/local.json`."
-    figures = Figures(path)
+    figures = Figures(BENCHMARKS / "local.json")
     about, rows = figures.record["about"], []
     for rate in about["rates"]:
         free = figures.get(f"{rate}/seconds_to_same_loss/free") or 1.0
@@ -712,10 +683,7 @@ def local() -> str:
 
 
 def bursts() -> str:
-    path = BENCHMARKS / "bursts.json"
-    if not path.exists():
-        return "Not measured yet: `python -m experiments bench bursts --json benchmarks/bursts.json`."
-    figures = Figures(path)
+    figures = Figures(BENCHMARKS / "bursts.json")
     about, ways = figures.record["about"], ("at once", "streaming")
     rate = format_rate(parse_rate(about["rate"]))
     whole, streamed = (figures.get(f"busiest_second_bytes/{way}") or 0.0 for way in ways)
@@ -728,10 +696,7 @@ def bursts() -> str:
 
 
 def members() -> str:
-    path = BENCHMARKS / "members.json"
-    if not path.exists():
-        return "Not measured yet: `python -m experiments bench members --json benchmarks/members.json`."
-    figures = Figures(path)
+    figures = Figures(BENCHMARKS / "members.json")
     about, rows = figures.record["about"], []
     titles = {
         "undisturbed": "local updates, undisturbed",

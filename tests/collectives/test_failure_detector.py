@@ -20,10 +20,12 @@ import torch.distributed as dist
 import thinwire
 from harness import run_ranks
 from thinwire import CommunicationError, PeerFailedError, TransportError
-from thinwire.collectives import FailureDetector, announce_error, failure_detector
+from thinwire.collectives import FailureDetector, announce_error
+from thinwire.collectives.failures import detector
+from thinwire.collectives.failures.evidence import ENDED, FAILED, LEFT, Evidence, Report
 from thinwire.integrations.transports import bare_transport
 
-FAILED = TransportError("the all-reduce failed")
+ERROR = TransportError("the all-reduce failed")
 
 
 def everywhere(num_ranks: int, call: Callable[[int], Any]) -> list[Any]:
@@ -35,21 +37,41 @@ def everywhere(num_ranks: int, call: Callable[[int], Any]) -> list[Any]:
 def detectors() -> Iterator[list[FailureDetector]]:
     store = dist.HashStore()
     made = everywhere(4, lambda r: FailureDetector.connect(store, "test", (0, 2, 4, 6), r, timedelta(seconds=20)))
-    end = time.monotonic() + 20.0
-    while any(len(d._ring._heard) < 3 or len(d._ring._links) < 2 for d in made) and time.monotonic() < end:
-        time.sleep(0.01)
+    assert all_hear(made)
     yield made
-    for detector in made:
-        detector.close()
+    for one in made:
+        one.close()
+
+
+def all_hear(detectors: list[FailureDetector]) -> bool:
+    """Whether each of them hears all others within 20 s."""
+    end = time.monotonic() + 20.0
+    while any(len(one._ring.evidence.heard) < len(detectors) - 1 for one in detectors):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def heard(rank: int, *reports: tuple[int, int, int, str]) -> Evidence:
+    """What one of four ranks makes of reports, by kind, sender, the rank that each is about, and reason."""
+    evidence = Evidence(rank, (0, 2, 4, 6), 0.5)
+    for other in {0, 1, 2, 3} - {rank}:
+        assert evidence.beat(other, 1, 0)
+    for sequence, (kind, sender, about, reason) in enumerate(reports, 2):
+        report = Report(kind, sender, about, sequence, 0, reason, time.monotonic())
+        assert evidence.note(report)
+        assert not evidence.note(report), "it comes from both sides of the ring"
+    return evidence
 
 
 def test_the_rank_that_is_behind_is_named_by_its_number_in_the_default_group(
     detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failure_detector, "_GRACE_S", 1.2)
-    for detector in (detectors[0], detectors[1], detectors[3]):
-        detector.advance()
-    errors = everywhere(4, lambda rank: detectors[rank].explain(FAILED))
+    monkeypatch.setattr(detector, "_GRACE_S", 1.2)
+    for one in (detectors[0], detectors[1], detectors[3]):
+        one.advance()
+    errors = everywhere(4, lambda rank: detectors[rank].explain(ERROR))
     for error in errors:
         assert error.rank == 4, error
         assert error.host == socket.gethostname()
@@ -61,15 +83,15 @@ def test_the_rank_that_is_behind_is_named_by_its_number_in_the_default_group(
 def test_a_call_that_only_one_rank_has_made_is_named_unless_the_others_are_late(
     detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch, gone_on: bool
 ) -> None:
-    monkeypatch.setattr(failure_detector, "_GRACE_S", 1.2)
+    monkeypatch.setattr(detector, "_GRACE_S", 1.2)
     with detectors[2].calling("a call that ends"):
         pass
     detectors[2].calling("load_state_dict()").__enter__()
     detectors[2].advance()
-    for detector in detectors:
-        if detector is not detectors[2] and (gone_on or detector is not detectors[1]):
-            detector.advance()
-    for error in everywhere(4, lambda rank: detectors[rank].explain(FAILED)):
+    for one in detectors:
+        if one is not detectors[2] and (gone_on or one is not detectors[1]):
+            one.advance()
+    for error in everywhere(4, lambda rank: detectors[rank].explain(ERROR)):
         assert error.rank == (4 if gone_on else 2), error
         wanted = "it is in load_state_dict(), which all ranks must call, and rank 0, 2, 6 has not"
         assert not gone_on or error.reason == wanted
@@ -77,19 +99,19 @@ def test_a_call_that_only_one_rank_has_made_is_named_unless_the_others_are_late(
 
 def test_a_rank_that_has_left_is_named(detectors: list[FailureDetector]) -> None:
     detectors[1].close()
-    for error in everywhere(4, lambda rank: detectors[rank].explain(FAILED) if rank != 1 else None):
+    for error in everywhere(4, lambda rank: detectors[rank].explain(ERROR) if rank != 1 else None):
         assert error is None or (error.rank == 2 and "detach()" in error.reason)
 
 
-def test_the_first_to_fail_is_named_and_not_the_one_that_failed_because_of_it(
-    detectors: list[FailureDetector],
-) -> None:
-    # Its thread ends without last words, as if the process had been killed.
-    detectors[2]._ring._stopping = True
-    detectors[2]._ring._wake()
-    assert detectors[1].explain(FAILED).rank == 4
-    detectors[1].close()
-    assert [detectors[rank].explain(FAILED).rank for rank in (0, 3)] == [4, 4]
+def test_the_first_to_fail_is_named_and_not_the_one_that_failed_because_of_it() -> None:
+    """Rank 2 is killed, which both of its neighbours see; one of them fails and leaves before the others look."""
+    ended = [(ENDED, neighbour, 2, "its process has ended") for neighbour in (1, 3)]
+    assert heard(1, *ended).cause() == (2, "its process has ended")
+    for rank in (0, 3):
+        after = heard(rank, *ended, (FAILED, 1, 2, "the all-reduce failed"), (LEFT, 1, 1, "it communicates no more"))
+        assert after.cause() == (2, "its process has ended")
+        alone = heard(rank, (LEFT, 1, 1, "it communicates no more"))
+        assert alone.cause() == (1, "it communicates no more")
 
 
 @pytest.mark.parametrize("gone_on", [True, False])
@@ -104,23 +126,18 @@ def test_a_rank_that_ends_because_of_an_error_on_another_one_is_not_the_cause(
     else:
         second.close()
     first.close()
-    for error in everywhere(2, lambda place: others[place].explain(FAILED)):
+    for error in everywhere(2, lambda place: others[place].explain(ERROR)):
         assert error.rank == (0 if gone_on else 2), error
 
 
-def test_a_rank_that_only_one_neighbour_takes_to_be_gone_is_not_the_cause_where_another_one_is(
-    detectors: list[FailureDetector],
-) -> None:
+def test_a_rank_that_only_one_neighbour_takes_to_be_gone_is_not_the_cause_where_another_one_is() -> None:
     """A rank whose connections are cut reports its neighbours before the last of them is."""
-    first, second, third, fourth = detectors
-    second._ring.send(failure_detector._ENDED, 0, "its process has ended")
-    end = time.monotonic() + 20.0
-    while any((failure_detector._ENDED, 1, 0) not in d._ring._reports for d in detectors) and time.monotonic() < end:
-        time.sleep(0.01)
-    for neighbour in (first, third):
-        neighbour._ring.send(failure_detector._ENDED, 1, "its process has ended")
-    for error in everywhere(2, lambda place: (third, fourth)[place].explain(FAILED)):
-        assert error.rank == 2, error
+    cut = [(ENDED, 1, 0, "its process has ended")]
+    for rank in (2, 3):
+        assert heard(rank, *cut).cause() is None
+        assert heard(rank, *cut).cause(guess=True) == (0, "its process has ended")
+        both = [*cut, *((ENDED, neighbour, 1, "its process has ended") for neighbour in (0, 2))]
+        assert heard(rank, *both).cause() == (1, "its process has ended")
 
 
 def test_an_error_that_another_rank_has_met_comes_with_its_text(detectors: list[FailureDetector]) -> None:
@@ -150,12 +167,9 @@ def test_strangers_and_what_is_no_frame_are_turned_away() -> None:
             except OSError:
                 closed = True
             assert closed
-    end = time.monotonic() + 20.0
-    while not all(detector._ring._heard for detector in detectors) and time.monotonic() < end:
-        time.sleep(0.01)
-    for detector in detectors:
-        assert detector._ring._heard, "the ranks themselves hear each other"
-        detector.close()
+    assert all_hear(detectors), "the ranks themselves hear each other"
+    for one in detectors:
+        one.close()
 
 
 def _address(store: dist.Store, key: str) -> tuple[str, int]:

@@ -73,7 +73,7 @@ def test_stages_boundaries_and_the_schedule_are_seen_and_nothing_changes(schedul
 
 
 def test_pipelining_is_imported_by_those_who_use_it_and_is_watched_then() -> None:
-    """Doctor looks at every training, and importing PyTorch's pipelining takes as long as the rest of doctor's start."""
+    """Importing it takes about as long as the rest of doctor does, which most trainings need not wait for."""
     code = f"""
 import sys
 import thinwire.doctor.examine

@@ -278,18 +278,19 @@ def test_a_state_of_another_number_of_ranks_has_what_was_asked_for() -> None:
     assert [found for _, _, found in run(WANDERED[:1], "minmax(bits=4)", 4, resumed)] == ["sra"] * 4
 
 
-def test_rank_0_cannot_send_what_this_world_cannot_have() -> None:
-    def rank(transport: Any) -> str:
-        shapes = {"w": (96, 64)}
-        policy = thinwire.policies.LGreco(every=4, window=1, lag=1)
-        wire = Wire(Plan.build(shapes, "minmax(bits=4)"), shapes, transport, adapt=policy)
-        assert wire._adapter is not None
-        told = json.dumps({"layers": {}, "note": "", "algorithm": "hierarchical(inside=dense)"})
-        with pytest.raises(DisagreementError, match="needs to know nodes"):
-            wire._adapter._read(told)
-        return "refused"
+def test_rank_0_cannot_send_what_this_world_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = json.dumps({"layers": {}, "note": "", "algorithm": "hierarchical(inside=dense)"})
+    monkeypatch.setattr("thinwire.runtime.adapt.exchange_texts", lambda mine, transport: [text] * 2)
 
-    assert run_threads(rank, 2) == ["refused"] * 2
+    def rank(transport: Any) -> None:
+        shapes = {"w": (96, 64)}
+        policy = thinwire.policies.LGreco(every=2, window=1, lag=1)
+        wire = Wire(Plan.build(shapes, "minmax(bits=4)"), shapes, transport, adapt=policy)
+        for _ in range(4):
+            wire.begin_step()
+
+    with pytest.raises(DisagreementError, match="needs to know nodes"):
+        run_threads(rank, 2)
 
 
 def test_links_of_a_world_with_nodes_are_measured_leg_by_leg() -> None:

@@ -18,7 +18,7 @@ from thinwire.collectives.device_shards import ShardBuffers, device_all_gather, 
 from thinwire.collectives.device_transport import DeviceGroupTransport, DeviceLoopbackTransport, DeviceTransport
 from thinwire.collectives.errors import CommunicationError, PeerFailedError, TransportError
 from thinwire.collectives.exchange import Exchange
-from thinwire.collectives.failure_detector import FailureDetector, announce_error
+from thinwire.collectives.failures import FailureDetector, announce_error
 from thinwire.collectives.layout import Chunk, Layer, Layout, owned_parts
 from thinwire.collectives.message import MessageError
 from thinwire.collectives.nodes import node_identity, number_nodes

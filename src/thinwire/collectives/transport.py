@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.errors import CommunicationError, TransportError
-from thinwire.collectives.failure_detector import FailureDetector
+from thinwire.collectives.failures import FailureDetector
 from thinwire.collectives.traffic import Outgoing, Traffic, arriving, num_phases
 from thinwire.compat import missing_member
 from thinwire.compressors import Reduction

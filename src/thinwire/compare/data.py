@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-VOCABULARY = 256
 _HELD_OUT_SHARE = 0.1
 # Not prose of the library: foreign packages, test suites, and tables that were written by programs.
 _LEFT_OUT = frozenset(
