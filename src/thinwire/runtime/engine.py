@@ -37,7 +37,7 @@ from thinwire.compressors import (
     not_finite,
     unwrap,
 )
-from thinwire.kernels import FORMAT_VERSION, cpu_level
+from thinwire.kernels import FORMAT_VERSION, cpu_level, derive_key
 from thinwire.plan import Plan
 from thinwire.policies import Sync
 from thinwire.runtime import checkpoint
@@ -275,6 +275,7 @@ class Engine:
         self._poison.note_gradients(flat)
         options = {"seed": self.seed, "step": step, "rank": self.rank, "num_ranks": self.world_size}
         simulate(flat, route.layout, state=state, **options)
+        self._close_slots(key, step)
         self.recorder.clipped(*route.clipped(state))
         self.recorder.bucket(ring_bytes(flat.nbytes, self.world_size), route.sent_bytes)
 
@@ -310,6 +311,7 @@ class Engine:
         exact = flat.to(torch.float32, copy=True) if self.measure and step % self.measure == 0 else None
         clock = self.timeline or self.stats
         yield from self.channel.exchange(route, flat, CollectiveCall(self.channel.seed, step, state=state, clock=clock))
+        self._close_slots(key, step)
         if exact is not None:
             # Against the exact mean, which takes an all-reduce in fp32.
             self.transport.all_reduce(exact.div_(self.world_size), lane=1)
@@ -340,6 +342,9 @@ class Engine:
             return state
         rate = 1.0 if self.learning_rate is None else self.learning_rate
         return replace(state, learning_rates=self.learning_rates, learning_rate=rate)
+
+    def _close_slots(self, key: RouteKey, step: int) -> None:
+        self.slots.close(key, derive_key(self.seed, step, self.rank))
 
     def _learn(self, flat: Tensor, layout: Layout, step: int, state: State) -> None:
         """Learn from rank 0's gradients what all ranks are to code with from this step on."""

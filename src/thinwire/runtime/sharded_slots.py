@@ -20,6 +20,8 @@ from thinwire.compressors import (
     find_mixin,
     learns_at,
 )
+from thinwire.kernels import derive_key
+from thinwire.runtime.flat_slots import FlatSlot, Place, flat_slot, is_packed, packed_bytes
 from thinwire.runtime.placement import Placement
 
 _LEAST_TO_LEARN = 2
@@ -38,7 +40,8 @@ class ShardedSlots:
         self.rank = rank
         self._placement, self._device, self._sends_all = placement, device, sends_all
         self._compressors: dict[str, Coded] = {}
-        self._state: State | None = None
+        self._flat: dict[str, FlatSlot] = {}
+        self._layers: dict[str, LayerState] = {}
         self._shaped: dict[tuple[str, Slot], Tensor] = {}
         self.learned_at = -1
         """The step in which slots were last learned, counted from the first compressed one."""
@@ -47,10 +50,8 @@ class ShardedSlots:
     @property
     def num_bytes(self) -> int:
         """Bytes of memory in use."""
-        tensors = [*self._shaped.values()]
-        if self._state is not None:
-            tensors += [*self._state.now.values(), *self._state.next.values()]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        shaped = sum(t.numel() * t.element_size() for t in self._shaped.values())
+        return shaped + sum(slot.num_bytes for slot in self._flat.values())
 
     @property
     def keeps_residuals(self) -> bool:
@@ -74,15 +75,14 @@ class ShardedSlots:
         self._make()
 
     def _make(self) -> None:
-        flat = {slot for c in self._compressors.values() for slot in c.slots if slot.shape is None}
-        if not flat and not self._shaped:
-            self._state = None
-            return
-        old = self._state
-        fresh = State.fresh(sorted(flat, key=lambda slot: slot.name), self._placement.numel, device=self._device)
-        for name in fresh.now if old is not None else ():
-            if old is not None and name in old.now:
-                fresh.now[name].copy_(old.now[name])  # pyright: ignore[reportIndexIssue]
+        old = {name: slot.read() for name, slot in self._flat.items()}
+        self._flat = {}
+        for slot in {slot for c in self._compressors.values() for slot in c.slots if slot.shape is None}:
+            pieces = _pieces(self._placement, self._compressors, slot)
+            made = flat_slot(slot, list(pieces.values()), self._placement.numel, list(pieces), self._device)
+            if slot.name in old:
+                made.write(old[slot.name])
+            self._flat[slot.name] = made
         layers: dict[str, dict[str, Tensor]] = {}
         for (name, slot), value in self._shaped.items():
             layers.setdefault(name, {})[slot.name] = value
@@ -91,14 +91,15 @@ class ShardedSlots:
             # Shards that are layers of their own share the slots of their layer.
             of = self._placement.by_name[name]
             states |= {of.part_name(rank): states[name] for rank in range(of.num_ranks)}
-        self._state = State(fresh.now, fresh.next, 1.0, states)
+        self._layers = states
 
     def state(self, x: Tensor, step: int, loss_scale: float, *, again: bool = False) -> State | None:
         """Return the slots for a message of ``x``, after learning those that are learned in ``step``.
 
         ``again``: this is another message of the same step, so the values that the first one wrote are present.
+        `close` ends their use.
         """
-        if self._state is None:
+        if not self._flat and not self._layers:
             return None
         if again:
             self.commit()
@@ -109,10 +110,20 @@ class ShardedSlots:
                 self._learn(x, learning, loss_scale)
                 self.learned_at = step
                 self.learn_s += time.perf_counter() - started
-        return State(self._state.now, self._state.next, loss_scale, self._state.layers)
+        for slot in self._flat.values():
+            slot.open()
+        now, after = ({name: getattr(slot, of) for name, slot in self._flat.items()} for of in ("now", "next"))
+        return State(now, after, loss_scale, self._layers)
+
+    def close(self, draws: int) -> None:
+        """Keep what a message has written, until it is committed or discarded.
+
+        ``draws`` is the key of the random draws with which residuals are packed.
+        """
+        for slot in self._flat.values():
+            slot.close(derive_key(draws, self.rank))
 
     def _learn(self, x: Tensor, learning: Mapping[str, Coded], loss_scale: float) -> None:
-        assert self._state is not None
         for name, compressor in learning.items():
             if self._sends_all:
                 values = self._placement.whole(x, name)
@@ -121,7 +132,7 @@ class ShardedSlots:
             values = values.reshape(-1).float() / loss_scale
             if values.numel() < _LEAST_TO_LEARN:
                 continue
-            slots = self._state.layers[name].now
+            slots = self._layers[name].now
             learned = find_mixin(compressor, Learned)
             assert learned is not None
             for slot, value in learned.learn(values, slots).items():
@@ -129,13 +140,13 @@ class ShardedSlots:
 
     def commit(self) -> None:
         """Make the values that the last step wrote the present ones."""
-        if self._state is not None:
-            self._state = self._state.swapped()
+        for slot in self._flat.values():
+            slot.swap()
 
     def reset(self) -> None:
         """Reset all slots but learned ones (levels), which do not depend on magnitudes."""
-        for flat in () if self._state is None else self._state.now.values():
-            flat.zero_()
+        for flat in self._flat.values():
+            flat.write(torch.zeros_like(flat.read()))
         for (name, slot), value in self._shaped.items():
             if not slot.learned:
                 value.copy_(slot.first(self._placement.by_name[name].shape, name).view(value.shape))
@@ -144,8 +155,7 @@ class ShardedSlots:
         """Return a copy of a slot of a layer, in the shape of the slot or else of the layer."""
         if slot.shape is not None:
             return self._shaped[name, slot].clone()
-        assert self._state is not None
-        return self._placement.whole(self._state.now[slot.name], name)
+        return self._placement.whole(self._flat[slot.name].read(), name)
 
     def has(self, name: str, slot: Slot) -> bool:
         """Whether a layer has this slot at present."""
@@ -156,8 +166,9 @@ class ShardedSlots:
         if slot.shape is not None:
             self._shaped[name, slot].copy_(value.view_as(self._shaped[name, slot]))
         else:
-            assert self._state is not None
-            self._placement.write(self._state.now[slot.name], name, value)
+            values = self._flat[slot.name].read()
+            self._placement.write(values, name, value)
+            self._flat[slot.name].write(values)
 
 
 def reshard_residual(saved: Mapping[int, Tensor], slot: Slot, name: str, rank: int, placement: Placement) -> Tensor:
@@ -179,9 +190,12 @@ def reshard_residual(saved: Mapping[int, Tensor], slot: Slot, name: str, rank: i
 
 
 def residual_bytes(placement: Placement, compressors: Mapping[str, Compressor]) -> int:
-    """Return the bytes of residuals on each rank: two fp32 values for each element if a layer has error feedback."""
-    has_residuals = any(RESIDUAL in compressor.slots for compressor in compressors.values())
-    flat = 2 * 4 * placement.numel if has_residuals else 0
+    """Return the bytes of residuals on each rank if a layer has error feedback: two values for each element, fp32 or
+    packed."""
+    pieces = _pieces(placement, compressors, RESIDUAL)
+    flat = 2 * 4 * placement.numel if pieces else 0
+    if is_packed(RESIDUAL, compressors.values()):
+        flat = 2 * sum(packed_bytes(count) for *_, count in pieces)
     shaped = (
         4 * math.prod(slot.shape_of(placement.by_name[name].shape))
         for name, compressor in compressors.items()
@@ -189,3 +203,13 @@ def residual_bytes(placement: Placement, compressors: Mapping[str, Compressor]) 
         if slot.shape is not None
     )
     return flat + sum(shaped)
+
+
+def _pieces(placement: Placement, compressors: Mapping[str, Compressor], slot: Slot) -> dict[Place, Compressor]:
+    """Return the shards of layers that have ``slot``, and their compressors."""
+    shards = ((rank, placement.by_name[name]) for rank in range(placement.num_ranks) for name in compressors)
+    return {
+        (layer.part_name(rank), rank * placement.part_numel + placement.starts[layer.name], count): compressor
+        for rank, layer in shards
+        if slot in (compressor := compressors[layer.name]).slots and (count := layer.numel_of(rank))
+    }

@@ -18,6 +18,7 @@ from thinwire.compressors import (
     State,
     unwrap,
 )
+from thinwire.runtime.flat_slots import FlatSlot, flat_slot
 
 
 @dataclass
@@ -25,8 +26,7 @@ class _Place:
     """The slots of one flat tensor: slots with a value for each element are flat, too, the others are kept by layer."""
 
     layers: tuple[Layer, ...]
-    now: dict[str, Tensor] = field(default_factory=dict)
-    next: dict[str, Tensor] = field(default_factory=dict)
+    flat: dict[str, FlatSlot] = field(default_factory=dict)
     shaped: dict[str, LayerState] = field(default_factory=dict)
 
 
@@ -47,22 +47,37 @@ class Slots:
     @property
     def num_bytes(self) -> int:
         """Bytes of memory in use."""
-        tensors = [t for place in self._places.values() for t in (*place.now.values(), *place.next.values())]
+        flat = sum(slot.num_bytes for place in self._places.values() for slot in place.flat.values())
         states = [state for place in self._places.values() for state in place.shaped.values()]
-        tensors += [
+        tensors = [
             t for state in states for t in {id(t): t for t in (*state.now.values(), *state.next.values())}.values()
         ]
-        return sum(t.numel() * t.element_size() for t in (*tensors, *self._kept.values()))
+        return flat + sum(t.numel() * t.element_size() for t in (*tensors, *self._kept.values()))
 
     def state(self, key: Hashable, layout: Layout, loss_scale: float, device: torch.device) -> State | None:
-        """Return the slots of the flat tensor ``key`` for one step, or None if its layers have none."""
+        """Return the slots of the flat tensor ``key`` for one step, or None if its layers have none.
+
+        `close` ends their use.
+        """
         if not layout.slots:
             return None
         place = self._places.get(key)
         if place is None or any(self._place_of.get(layer.name) != key for layer in place.layers):
             place = self._gather(key, layout, device)
         self._touched.add(key)
-        return State(place.now, place.next, loss_scale, place.shaped)
+        for slot in place.flat.values():
+            slot.open()
+        now, after = ({name: getattr(slot, of) for name, slot in place.flat.items()} for of in ("now", "next"))
+        return State(now, after, loss_scale, place.shaped)
+
+    def close(self, key: Hashable, draws: int) -> None:
+        """Keep what a step has written to the slots of the flat tensor ``key``, until it is committed or discarded.
+
+        ``draws`` is the key of the random draws with which residuals are packed.
+        """
+        if key in self._touched:
+            for slot in self._places[key].flat.values():
+                slot.close(draws)
 
     def touched_layers(self) -> list[tuple[Layer, LayerState]]:
         """Return the layers of the present step that have slots with a shape of their own."""
@@ -88,14 +103,17 @@ class Slots:
             layer = next(layer for layer in place.layers if layer.name == name)
             if RESIDUAL in layer.compressor.slots:
                 at = slice(layer.start, layer.start + layer.numel)
-                before, after = place.now[RESIDUAL.name][at], place.next[RESIDUAL.name][at]
-                torch.lerp(before, after, share.to(before), out=after)
+                residual = place.flat[RESIDUAL.name]
+                before, after = residual.read(), residual.read(after=True)
+                torch.lerp(before[at], after[at], share.to(before), out=after[at])
+                residual.write(after, after=True)
 
     def commit(self) -> None:
         """Make the values that were written since the last commit the present ones."""
         for key in self._touched:
             place = self._places[key]
-            place.now, place.next = place.next, place.now
+            for slot in place.flat.values():
+                slot.swap()
             place.shaped = {name: LayerState(state.next, state.now) for name, state in place.shaped.items()}
         self._touched.clear()
 
@@ -174,7 +192,8 @@ class Slots:
         if held is not None:
             mean = held / transport.world_size
             transport.all_reduce(mean)
-            held.copy_(mean)
+            self._kept[layer, RESIDUAL.name] = mean
+            self._place_of.pop(layer, None)
 
     @staticmethod
     def _held(place: _Place, name: str, slot: str) -> Tensor | None:
@@ -182,8 +201,8 @@ class Slots:
         if state is not None and slot in state.now:
             return state.now[slot].reshape(-1)
         layer = next(layer for layer in place.layers if layer.name == name)
-        flat = place.now.get(slot)
-        return None if flat is None else flat[layer.start : layer.start + layer.numel]
+        flat = place.flat.get(slot)
+        return None if flat is None else flat.read()[layer.start : layer.start + layer.numel]
 
     def replace(self, values: Mapping[tuple[str, str], Tensor]) -> None:
         """Replace all slots by ``values``, flat tensors by (parameter name, slot name)."""
@@ -196,14 +215,17 @@ class Slots:
         """Reset all slots but learned ones (levels), which do not depend on magnitudes."""
         self._touched.clear()
         for place in self._places.values():
+            whole = {name: slot.read() for name, slot in place.flat.items()}
             for layer in place.layers:
                 for slot in layer.compressor.slots:
                     first = slot.first(layer.shape, layer.name)
                     if slot.shape is None:
-                        place.now[slot.name][layer.start : layer.start + layer.numel] = first.to(place.now[slot.name])
+                        whole[slot.name][layer.start : layer.start + layer.numel] = first.to(whole[slot.name])
                     elif not slot.learned:
                         now = place.shaped[layer.name].now[slot.name]
                         now.copy_(first.view(now.shape))
+            for name, values in whole.items():
+                place.flat[name].write(values)
         # Values kept for layers that no bucket has now are rare enough to lose learned ones, too.
         self._kept.clear()
 
@@ -227,10 +249,13 @@ class Slots:
     def _gather(self, key: Hashable, layout: Layout, device: torch.device) -> _Place:
         layers = tuple(layer for layer in layout.layers if layer.compressor.slots)
         place = self._places.get(key) or _Place(layers)
+        compressors = [layer.compressor for layer in layers]
+        pieces = [(layer.name, layer.start, layer.numel) for layer in layers]
+        whole = {name: slot.read() for name, slot in place.flat.items()}
         for slot in layout.slots:
-            if slot.shape is None and slot.name not in place.now:
-                place.now[slot.name] = torch.zeros(layout.numel, dtype=slot.dtype, device=device)
-                place.next[slot.name] = torch.zeros(layout.numel, dtype=slot.dtype, device=device)
+            if slot.shape is None:
+                place.flat[slot.name] = flat_slot(slot, compressors, layout.numel, pieces, device)
+                whole.setdefault(slot.name, place.flat[slot.name].read())
         for layer in layers:
             if self._place_of.get(layer.name) == key:
                 continue
@@ -243,9 +268,11 @@ class Slots:
                 )
             for slot, value in values.items():
                 if slot.shape is None:
-                    place.now[slot.name][layer.start : layer.start + layer.numel] = value
+                    whole[slot.name][layer.start : layer.start + layer.numel] = value
                 self._kept.pop((layer.name, slot.name), None)
             self._place_of[layer.name] = key
+        for name, values in whole.items():
+            place.flat[name].write(values)
         self._places[key] = place
         return place
 

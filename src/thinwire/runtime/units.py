@@ -86,6 +86,7 @@ class WeightGather(Operation):
         return None if self.since is None else self.members.slots.state(x, self.since, 1.0)
 
     def finish(self, x: Tensor) -> None:
+        self.members.slots.close(self.draw or 0)
         if self.keep is not None:
             self.keep(self.members.placement.part(x, self.rank))
 
@@ -113,6 +114,7 @@ class GradientReduction(Operation):
         return self.members.slots.state(x, self.since, self.loss_scale, again=self.again)
 
     def finish(self, x: Tensor) -> None:
+        self.members.slots.close(self.draw or 0)
         if self.note is not None and self.out is not None:
             self.note(self.out)
 

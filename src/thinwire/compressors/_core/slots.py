@@ -34,6 +34,8 @@ class Slot:
     """Whether the compressor does without it where no state is kept, as in process groups."""
     columns: bool = False
     """A matrix, such as a low-rank factor, whose columns remain valid when there are more or fewer of them."""
+    bits: int = field(default=32, compare=False)
+    """Of each value between steps: 8 for residuals that are packed, if all layers of a bucket ask for it."""
 
     def shape_of(self, layer: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the slot of a ``layer`` of this shape."""

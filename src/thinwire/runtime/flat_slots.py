@@ -1,0 +1,123 @@
+"""Slots with one value for each element of a flat tensor: as they are, or in 8 bits between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.compressors import CodecCall, Coded, Compressor, Key, MaxAbs, Piece, Segments, Slot
+
+_PACKED_BITS = 8
+_PACKED = MaxAbs(bits=_PACKED_BITS, bucket=128, rounding="stochastic")
+_EXACT = MaxAbs(bits=_PACKED_BITS, bucket=128, rounding="nearest")
+"""Of the same levels: what was packed once is packed again without an error, as a resumed run needs it."""
+
+Place = tuple[str, int, int]
+"""Name, start and size of a layer, or a part of one, in a flat tensor."""
+
+
+class FlatSlot:
+    """The values of this step, and those that it leaves to the next one."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.now = torch.zeros(numel, dtype=dtype, device=device)
+        self.next = torch.zeros(numel, dtype=dtype, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory in use between two steps."""
+        return self.now.nbytes + self.next.nbytes
+
+    def open(self) -> None:
+        """Make ``now`` and ``next`` usable, until `close`."""
+
+    def close(self, key: int) -> None:
+        """Keep what was written to ``next``. ``key`` is that of random draws."""
+
+    def swap(self) -> None:
+        """Make the next values the present ones."""
+        self.now, self.next = self.next, self.now
+
+    def read(self, *, after: bool = False) -> Tensor:
+        """Return all present values, or with ``after`` the next ones. They may share memory with the slot."""
+        return self.next if after else self.now
+
+    def write(self, values: Tensor, *, after: bool = False) -> None:
+        """Replace all present values, or with ``after`` the next ones."""
+        held = self.read(after=after)
+        if values is not held:
+            held.copy_(values)
+
+
+class PackedSlot(FlatSlot):
+    """The same in 8 bits an element and a scale for 128 of them, in place of twice 32 bits.
+
+    Values are rounded at random, so that those much smaller than their neighbours' are kept on average: the
+    same for a piece wherever it is. Only ``pieces`` have values. ``now`` and ``next`` are in memory from `open` to
+    `close`.
+    """
+
+    def __init__(self, numel: int, pieces: Iterable[Place], device: torch.device) -> None:
+        placed, end = [], 0
+        for name, start, count in pieces:
+            placed.append(Piece(name, start, count, 0, end, (count,)))
+            end += packed_bytes(count)
+        self._segments = Segments.build(placed)
+        self._numel, self._device = numel, device
+        self._packed = [torch.zeros(end, dtype=torch.uint8, device=device) for _ in range(2)]
+        for after in (False, True):
+            self.write(self._empty(), after=after)
+        self.now = self.next = torch.empty(0, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(packed.nbytes for packed in self._packed)
+
+    def open(self) -> None:
+        self.now, self.next = self.read(), torch.empty(self._numel, device=self._device)
+
+    def close(self, key: int) -> None:
+        if not self.next.numel():  # nothing was opened: a step before compression starts
+            return
+        self._pack(_PACKED, self.next, self._packed[1], key)
+        self.now = self.next = torch.empty(0, device=self._device)
+
+    def swap(self) -> None:
+        self._packed.reverse()
+
+    def read(self, *, after: bool = False) -> Tensor:
+        values = self._empty()
+        _PACKED.decode(self._packed[after], values, CodecCall(self._segments))
+        return values
+
+    def write(self, values: Tensor, *, after: bool = False) -> None:
+        self._pack(_EXACT, values, self._packed[after], 0)
+
+    def _pack(self, coder: Coded, values: Tensor, message: Tensor, key: int) -> None:
+        coder.encode(values, message, CodecCall(self._segments, Key(key, key)))
+
+    def _empty(self) -> Tensor:
+        return torch.zeros(self._numel, device=self._device)
+
+
+def packed_bytes(numel: int) -> int:
+    """Return the bytes of a piece's values in 8 bits."""
+    return _PACKED.payload_bytes(numel, torch.float32)
+
+
+def is_packed(slot: Slot, compressors: Iterable[Compressor]) -> bool:
+    """Whether all of these compressors that have ``slot`` keep it in 8 bits."""
+    kept = [mine.bits for compressor in compressors for mine in compressor.slots if mine == slot]
+    return bool(kept) and all(bits == _PACKED_BITS for bits in kept)
+
+
+def flat_slot(
+    slot: Slot, compressors: Sequence[Compressor], numel: int, pieces: Sequence[Place], device: torch.device
+) -> FlatSlot:
+    """Return a slot of zeros for a flat tensor of ``numel`` elements whose ``pieces`` these compressors have."""
+    if not is_packed(slot, compressors):
+        return FlatSlot(numel, slot.dtype, device)
+    having = [piece for piece, c in zip(pieces, compressors, strict=True) if slot in c.slots]
+    return PackedSlot(numel, having, device)
