@@ -50,6 +50,8 @@ UNEVEN = (1.0, 0.5, 0.5, 2.0, 1.0, 0.5, 1.5, 1.0)
 UNEVEN_RATES = ("100mbit", "15mbit", "100mbit", "100mbit")
 _DRAWN = ("PyTorch/1f1b/100mbit+0ms", "fw3 bw6/1f1b/100mbit+0ms")
 _ACTIVATION_BYTES = 4 * BATCH * LENGTH * WIDTH
+_PAYLOAD = 1448 / 1514
+"""Of an Ethernet frame's bytes, which token buckets count, those that are not headers."""
 
 
 def pipelines(
@@ -85,13 +87,14 @@ def pipelines(
     results.about = {"ranks": RANKS, "micro_batches": CHUNKS, "activation_bytes": _ACTIVATION_BYTES, "steps": steps}
     results.about |= {"layer_ms": list(LAYER_MS), "layers": len(UNEVEN), "timelines": {}}
     costs = _costs(steps)
+    results.about["coding_s"] = {name: costs[name] for name in METHODS}
     for rate, rtt in LINKS:
         with lab.Network(RANKS, rate=rate, rtt=rtt) as network:
             for schedule in SCHEDULES:
                 for name, method in METHODS.items():
                     cell = f"{name}/{schedule}/{rate}+{rtt}"
                     ran = _run(method, schedule, _even(schedule), steps, network)
-                    link = Link(parse_rate(rate) / 8, parse_time(rtt) / 2)
+                    link = Link(_payload_rate(rate), parse_time(rtt) / 2)
                     predicted = _predict(costs, name, schedule, link)
                     _add(results, cell, ran, predicted.step_s, predicted.unbound.step_s)
         console.print(_table(results, f"{rate}+{rtt}"))
@@ -155,10 +158,18 @@ def _predict(costs: Mapping[str, Any], method: str, schedule: ScheduleName, link
     specs = METHODS[method]
     shares = [1.0, 1.0] if specs is None else [Choice.of(parse(spec)).share for spec in specs]
     encode_s, decode_s = costs[method]
-    wires = [Wire(_ACTIVATION_BYTES * share / link.rate, link.latency_s, encode_s, decode_s) for share in shares]
+    wires = [
+        Wire(_ACTIVATION_BYTES * share / link.rate, link.latency_s, encode_s, decode_s, link.rate) for share in shares
+    ]
     stages = costs[schedule]
     built = Schedule.build(schedule, RANKS, CHUNKS, len(stages) // RANKS)
-    return simulate(built, stages, [Boundary(*wires)] * (len(stages) - 1), ahead=specs is not None)
+    boundaries = [Boundary(*wires)] * (len(stages) - 1)
+    return simulate(built, stages, boundaries, ahead=specs is not None, lines=[link.rate] * RANKS)
+
+
+def _payload_rate(rate: str) -> float:
+    """Bytes per second of messages over an emulated machine's line."""
+    return _PAYLOAD * parse_rate(rate) / 8
 
 
 def _plans() -> dict[str, PipelinePlan]:
@@ -167,8 +178,8 @@ def _plans() -> dict[str, PipelinePlan]:
     layers = tuple(
         Layer(f"layer {i}", forward * by, backward * by, _ACTIVATION_BYTES, weights * by) for i, by in enumerate(UNEVEN)
     )
-    machines = tuple(Machine(str(i)) for i in range(RANKS))
-    rates = [parse_rate(rate) / 8 for rate in UNEVEN_RATES]
+    rates = [_payload_rate(rate) for rate in UNEVEN_RATES]
+    machines = tuple(Machine(str(i), line=rate) for i, rate in enumerate(rates))
     links = {(str(a), str(b)): Link(min(rates[a], rates[b])) for a in range(RANKS) for b in range(RANKS) if a != b}
     problem = PipelineProblem(layers, machines, links, CHUNKS)
     plain = METHODS["fw3 bw6"]

@@ -39,4 +39,4 @@ def test_predictions_follow_the_link() -> None:
     costs["1f1b"] = _times([[("forward", s, 0, 0.0, 0.02), ("backward", s, 0, 0.0, 0.04)] for s in range(RANKS)])  # pyright: ignore[reportArgumentType]
     steps = [_predict(costs, name, "1f1b", Link(12.5e6)).step_s for name in ("PyTorch", "raw", "fw3 bw6")]
     assert steps == sorted(steps, reverse=True)
-    assert _predict(costs, "PyTorch", "1f1b", Link(12.5e12)).exposed_s == pytest.approx(0, abs=1e-6)
+    assert _predict(costs, "PyTorch", "1f1b", Link(12.5e15)).exposed_s == pytest.approx(0, abs=1e-6)

@@ -85,6 +85,7 @@ def test_schedules_and_choices_may_be_given(tmp_path: Path, capsys) -> None:
         ({"micro_batches": "8"}, "micro_batches must be a number"),
         ({"machines": ["a", "a"], "links": [{"rate": "1gbit"}]}, "of different names"),
         ({"machines": [{"name": "a", "speed": -1}, "b"]}, "speed must be a number"),
+        ({"machines": [{"name": "a", "line": 100}, "b"]}, "has no line, which is a text"),
         ({"links": [{"between": ["a", "b"], "rate": "1gbit"}]}, "is not given"),
         ({"links": [{"between": ["a", "z"], "rate": "1gbit"}]}, "two of the machines a, b, c"),
         ({"links": [{"rate": "fast"}]}, "is not a rate"),

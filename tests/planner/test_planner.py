@@ -85,10 +85,29 @@ def test_a_step_worked_out_by_hand() -> None:
     assert found.step_s == 15.5
     assert found.unbound.step_s == 9.0
     assert found.exposed_s == found.exposed_at(0) == 6.5
-    # Encoding takes a thread of its own, decoding the time of who computes.
+    # Encoding and decoding take threads of their own.
     coded = Boundary(Wire(0.0, 0.0, 0.5, 0.25), Wire())
     found = simulate(schedule, *same(schedule, StageTimes(1.0, 2.0), coded))
-    assert [(s.begin_s, s.end_s) for s in found.tasks[1]][:2] == [(1.5, 2.75), (2.75, 4.0)]
+    assert [(s.begin_s, s.end_s) for s in found.tasks[1]][:2] == [(1.75, 2.75), (2.75, 3.75)]
+    found = simulate(schedule, *same(schedule, StageTimes(1.0, 2.0), Boundary(Wire(0.0, 0.0, 0.5, 3.0), Wire())))
+    assert [s.begin_s for s in found.tasks[1]][:2] == [4.5, 7.5], "one message is decoded after the other"
+
+
+def test_messages_share_the_lines_of_their_ranks() -> None:
+    schedule, times = Schedule.build("1f1b", 3, 4), StageTimes(1.0, 1.0)
+
+    def messages(boundary: int, rate: float, line: float | None) -> dict[tuple[str, int], tuple[float, float]]:
+        boundaries = [Boundary(*[Wire(16.0 / rate, rate=rate)] * 2)] * 2
+        lines = None if line is None else [line] * 3
+        spans = simulate(schedule, [times] * 3, boundaries, lines=lines).messages[boundary]
+        return {(of.kind, of.chunk): (of.begin_s, of.end_s) for of in spans}
+
+    # A gradient of rank 1 is half way to rank 0 when an activation leaves for rank 2, and a gradient follows.
+    assert messages(0, 8.0, 8.0)["backward", 0] == (11.0, 14.0)
+    assert messages(1, 8.0, 8.0)["forward", 2] == (12.0, 16.0)
+    assert messages(0, 8.0, 8.0)["backward", 1] == (14.0, 17.0)
+    for boundary in (0, 1):
+        assert messages(boundary, 8.0, 16.0) == messages(boundary, 8.0, None), "lines with room for all their links"
 
 
 def test_without_receives_ahead_a_link_rests_while_its_receiver_computes() -> None:
@@ -103,6 +122,12 @@ def test_without_receives_ahead_a_link_rests_while_its_receiver_computes() -> No
     parts = same(schedule, StageTimes(1.0, 2.0), boundaries[0])
     ahead, late = (simulate(schedule, *parts, ahead=ahead) for ahead in (True, False))
     assert late.step_s > ahead.step_s
+    # What two ranks have for each other goes one after the other, and not both ways at once.
+    schedule = Schedule.build("1f1b", 2, 3)
+    parts = same(schedule, StageTimes(1.0, 1.0), Boundary(Wire(3.0), Wire(3.0)))
+    ahead, late = (simulate(schedule, *parts, ahead=ahead).messages[0] for ahead in (True, False))
+    assert [(s.kind, s.begin_s) for s in ahead][1:3] == [("forward", 4.0), ("backward", 6.0)]
+    assert [(s.begin_s, s.end_s) for s in late][:4] == [(1.0, 4.0), (6.0, 9.0), (9.0, 12.0), (14.0, 17.0)]
 
 
 @settings(deadline=None)

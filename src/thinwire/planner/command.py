@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsons
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -113,10 +114,7 @@ def read_problem(content: Any, **options: Any) -> PipelineProblem:
     if len(layers) > _MOST_LAYERS:
         raise ValueError(f"{len(layers)} layers: at most {_MOST_LAYERS}, so take several together")
     rows = _rows(content, "machines", _MOST_MACHINES)
-    machines = tuple(
-        Machine(row) if isinstance(row, str) else Machine(_text(row, "name"), _number(row, "speed", 1.0))
-        for row in rows
-    )
+    machines = tuple(Machine(row) if isinstance(row, str) else _machine(row) for row in rows)
     chunks = _number(content, "micro_batches")
     if chunks != int(chunks) or chunks > _MOST_CHUNKS:
         raise ValueError(f"micro_batches is {chunks:g}: write a whole number up to {_MOST_CHUNKS}")
@@ -143,6 +141,11 @@ def _number(row: Any, name: str, default: float | None = None, *, zero: bool = F
     if not isinstance(found, int | float) or isinstance(found, bool) or not 0 <= found < 1e15 or not (found or zero):
         raise ValueError(f"{name} must be a number {'of 0 or' if zero else ''} above 0, in {row!r}"[:300])
     return float(found)
+
+
+def _machine(row: Any) -> Machine:
+    machine = Machine(_text(row, "name"), _number(row, "speed", 1.0))
+    return replace(machine, line=parse_rate(_text(row, "line")) / 8) if "line" in row else machine
 
 
 def _layers(row: Any) -> list[Layer]:

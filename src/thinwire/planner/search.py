@@ -45,6 +45,8 @@ class Machine:
 
     name: str
     speed: float = 1.0
+    line: float = math.inf
+    """Bytes per second that all its links carry together, each way."""
 
 
 class Link(NamedTuple):
@@ -171,7 +173,9 @@ class PipelinePlan:
         stages = [
             _stage(self.problem, self._machine(s), self.cuts[s], self.cuts[s + 1]) for s in range(len(self.cuts) - 1)
         ]
-        return simulate(self.schedule, stages, self._boundaries())
+        lines = [self.problem.machines[machine].line for machine in self.order]
+        shared = any(map(math.isfinite, lines))
+        return simulate(self.schedule, stages, self._boundaries(), lines=lines if shared else None)
 
     @property
     def step_s(self) -> float:
@@ -231,7 +235,8 @@ def _stage(problem: PipelineProblem, machine: Machine, begin: int, end: int) -> 
 def _wire(problem: PipelineProblem, cut: int, before: Machine, after: Machine, choice: Choice, forward: bool) -> Wire:
     names = (before.name, after.name) if forward else (after.name, before.name)
     link = problem.links[names]
-    return Wire((_HEADER_BYTES + choice.share * problem.layers[cut - 1].activation_bytes) / link.rate, link.latency_s)
+    num_bytes = _HEADER_BYTES + choice.share * problem.layers[cut - 1].activation_bytes
+    return Wire(num_bytes / link.rate, link.latency_s, rate=link.rate)
 
 
 def plan_pipeline(problem: PipelineProblem) -> PipelinePlan:
