@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -100,6 +100,13 @@ class PackedSlot(FlatSlot):
 
     def _empty(self) -> Tensor:
         return torch.zeros(self._numel, device=self._device)
+
+
+def opened(slots: Mapping[str, FlatSlot]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Open slots for a step; return their present and their next values, by name."""
+    for slot in slots.values():
+        slot.open()
+    return {name: slot.now for name, slot in slots.items()}, {name: slot.next for name, slot in slots.items()}
 
 
 def packed_bytes(numel: int) -> int:

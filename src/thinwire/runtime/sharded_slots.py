@@ -21,7 +21,7 @@ from thinwire.compressors import (
     learns_at,
 )
 from thinwire.kernels import derive_key
-from thinwire.runtime.flat_slots import FlatSlot, Place, flat_slot, is_packed, packed_bytes
+from thinwire.runtime.flat_slots import FlatSlot, Place, flat_slot, is_packed, opened, packed_bytes
 from thinwire.runtime.placement import Placement
 
 _LEAST_TO_LEARN = 2
@@ -110,10 +110,7 @@ class ShardedSlots:
                 self._learn(x, learning, loss_scale)
                 self.learned_at = step
                 self.learn_s += time.perf_counter() - started
-        for slot in self._flat.values():
-            slot.open()
-        now, after = ({name: getattr(slot, of) for name, slot in self._flat.items()} for of in ("now", "next"))
-        return State(now, after, loss_scale, self._layers)
+        return State(*opened(self._flat), loss_scale, self._layers)
 
     def close(self, draws: int) -> None:
         """Keep what a message has written, until it is committed or discarded.

@@ -18,7 +18,7 @@ from thinwire.compressors import (
     State,
     unwrap,
 )
-from thinwire.runtime.flat_slots import FlatSlot, flat_slot
+from thinwire.runtime.flat_slots import FlatSlot, flat_slot, opened
 
 
 @dataclass
@@ -65,10 +65,7 @@ class Slots:
         if place is None or any(self._place_of.get(layer.name) != key for layer in place.layers):
             place = self._gather(key, layout, device)
         self._touched.add(key)
-        for slot in place.flat.values():
-            slot.open()
-        now, after = ({name: getattr(slot, of) for name, slot in place.flat.items()} for of in ("now", "next"))
-        return State(now, after, loss_scale, place.shaped)
+        return State(*opened(place.flat), loss_scale, place.shaped)
 
     def close(self, key: Hashable, draws: int) -> None:
         """Keep what a step has written to the slots of the flat tensor ``key``, until it is committed or discarded.
