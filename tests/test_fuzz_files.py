@@ -148,7 +148,7 @@ def test_a_changed_state_of_a_store_is_refused_or_readable(whole: Path, data: st
         if not why:
             store.verify(store.samples)
             store.digest()
-            store.load(Rows.of(store.samples, 5))
+            store.load(Rows.uniform(store.samples, 5))
         store.close()
 
 

@@ -418,7 +418,7 @@ def auto() -> str:
 
 
 def _network(cell: str) -> str:
-    place = Place.of(cell)
+    place = Place.parse(cell)
     rates = (place.rate or "no limit").replace("mbit", " Mbit/s").replace("gbit", " Gbit/s").replace(",", ", ")
     beside = "a rank on each" if place.ranks == 1 else f"{place.ranks} ranks on each"
     return f"{place.nodes} nodes, {beside}, {rates}"

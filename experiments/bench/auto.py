@@ -33,7 +33,7 @@ class Place(NamedTuple):
     rate: str | None
 
     @staticmethod
-    def of(text: str) -> Place:
+    def parse(text: str) -> Place:
         """``2x4@1gbit``: two nodes of four ranks. Raises ``ValueError`` if it is none."""
         shape, at, rate = text.partition("@")
         nodes, times, ranks = shape.partition("x")
@@ -75,7 +75,7 @@ def auto(
     if not network_here():
         return 1
     try:
-        places = {text: Place.of(text) for text in links}
+        places = {text: Place.parse(text) for text in links}
     except ValueError as error:
         Console(stderr=True, highlight=False).print(str(error))
         return 2

@@ -143,7 +143,7 @@ def _times(subjects: Sequence[Pass], gradients: Gradients, turns: int) -> list[t
     taken: list[list[tuple[float, float]]] = [[] for _ in range(len(subjects) + 1)]
     for turn in range(turns + 1):
         for at, subject in enumerate([None, *subjects]):
-            started, key = time.perf_counter(), Key.of(turn)
+            started, key = time.perf_counter(), Key.derive(turn)
             if subject is None:
                 y.copy_(x)
                 middle = end = time.perf_counter()

@@ -110,7 +110,7 @@ def _train(images: Images, method: Method, seed: int, epochs: int, most: int) ->
             for pair in pairs:
                 pair.begin(samples, corners if isinstance(method.store, Crops) else None)
             optimizer.zero_grad(set_to_none=True)
-            x = views.of(images.normalised(images.train[ids]), _PADDING)
+            x = views.apply(images.normalised(images.train[ids]), _PADDING)
             for pair, part in zip(pairs, (model.front, model.middle), strict=True):
                 x = _Cut.apply(part(x), pair)
             loss = functional.cross_entropy(model.back(x), images.train_labels[ids])

@@ -133,7 +133,7 @@ class Pair:
 
     def begin(self, ids: Tensor, corners: Tensor | None = None) -> None:
         """Begin a step with these samples."""
-        batch = Batch.of(ids, None, None, (), corners)
+        batch = Batch.from_ids(ids, None, None, (), corners)
         step = ScheduleStep(self._step, self._step, True, 1, batch)
         self._step += 1
         self._beside.wait()

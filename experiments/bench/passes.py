@@ -189,7 +189,7 @@ def measure_quality(subject: Pass, gradients: Gradients) -> list[Quality]:
     y, found = torch.zeros(gradients.numel), []
     subject.start(gradients.moments[0].before)
     for moment in gradients.moments:
-        for x, key in ((moment.before, Key.of(moment.step, 0)), (moment.now, Key.of(moment.step, 1))):
+        for x, key in ((moment.before, Key.derive(moment.step, 0)), (moment.now, Key.derive(moment.step, 1))):
             subject.encode(x, y, key)
             subject.decode(y, key)
             sizes = subject.sizes()

@@ -156,7 +156,7 @@ def _times(tasks: Sequence[Sequence[Sequence[Any]]]) -> list[StageTimes]:
 
 def _predict(costs: Mapping[str, Any], method: str, schedule: ScheduleName, link: Link) -> Any:
     specs = METHODS[method]
-    shares = [1.0, 1.0] if specs is None else [Choice.of(parse(spec)).share for spec in specs]
+    shares = [1.0, 1.0] if specs is None else [Choice.from_compressor(parse(spec)).share for spec in specs]
     encode_s, decode_s = costs[method]
     wires = [
         Wire(_ACTIVATION_BYTES * share / link.rate, link.latency_s, encode_s, decode_s, link.rate) for share in shares

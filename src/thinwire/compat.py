@@ -20,10 +20,10 @@ def parallel_for_address() -> int | None:
     It is part of PyTorch's stable C interface since 2.10 (torch/csrc/stable/c/shim.h). None where this PyTorch lacks
     it, or where a call to it does not do what it should; work is then done by the calling thread alone.
     """
-    found = sorted((Path(torch.__path__[0]) / "lib").glob("libtorch_cpu.*"))
-    if not found:
+    libraries = sorted((Path(torch.__path__[0]) / "lib").glob("libtorch_cpu.*"))
+    if not libraries:
         return None
-    function = getattr(ctypes.CDLL(str(found[0])), "torch_parallel_for", None)
+    function = getattr(ctypes.CDLL(str(libraries[0])), "torch_parallel_for", None)
     if function is None:
         return None
     function.restype = ctypes.c_int32
@@ -80,8 +80,8 @@ def missing_member(error: RuntimeError) -> int | None:
 
     None where the error is another one, or where this PyTorch words it differently.
     """
-    found = re.search(r"wait timeout after .* keys: \S*//cpu//\d+/(\d+)(?!\S)", str(error))
-    return int(found[1]) if found else None
+    match = re.search(r"wait timeout after .* keys: \S*//cpu//\d+/(\d+)(?!\S)", str(error))
+    return int(match[1]) if match else None
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
@@ -238,21 +238,21 @@ def stage_tensors(stage: Any) -> dict[str, list[tuple[tuple[int, ...], torch.dty
     Raises ``RuntimeError`` where this PyTorch does not tell, and ``NotImplementedError`` for a ``DTensor``.
     """
     names = ("inputs", "outputs", "input_grads", "output_grads")
-    found: dict[str, list[tuple[tuple[int, ...], torch.dtype]]] = {}
+    tensors: dict[str, list[tuple[tuple[int, ...], torch.dtype]]] = {}
     try:
         metas = {name: getattr(stage._stage_meta, name) for name in names}
-        for name, of in metas.items():
-            if any(hasattr(meta, "placements") for meta in of or ()):
+        for name, stage_metas in metas.items():
+            if any(hasattr(meta, "placements") for meta in stage_metas or ()):
                 raise NotImplementedError(
                     "a DTensor crosses a stage boundary: let the stage end with a plain tensor (to_local())"
                 )
-            found[name] = [(tuple(meta.shape), meta.dtype) for meta in of or () if meta is not None]
+            tensors[name] = [(tuple(meta.shape), meta.dtype) for meta in stage_metas or () if meta is not None]
     except (AttributeError, TypeError) as error:
         raise RuntimeError(
             f"this PyTorch ({torch.__version__}) does not tell what crosses a stage boundary ({error}): pipelines need "
             "PyTorch 2.13"
         ) from None
-    return found
+    return tensors
 
 
 def uncompiled(model: Any) -> Any:

@@ -69,13 +69,13 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of thinwire, Python and PyTorch."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in ("thinwire", "torch"):
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            installed[name] = "not installed"
+    return installed
 
 
 @dataclass

@@ -144,7 +144,7 @@ def _with_plain_help(function: Callable[..., Any]) -> Callable[..., Any]:
     hints = get_type_hints(called, include_extras=True)
     for name, parameter in inspect.signature(function).parameters.items():
         kind = hints[name]
-        told = [note for note in get_args(kind)[1:] if get_origin(kind) is Annotated and hasattr(note, "metavar")]
+        notes = [note for note in get_args(kind)[1:] if get_origin(kind) is Annotated and hasattr(note, "metavar")]
         bare = get_args(kind)[0] if get_origin(kind) is Annotated else kind
         if get_origin(bare) is tuple:
             kinds = [_SEVERAL.get(name, "TEXT ...")]
@@ -152,7 +152,7 @@ def _with_plain_help(function: Callable[..., Any]) -> Callable[..., Any]:
             kinds = [each.__name__ for each in get_args(bare) if each is not type(None)]
         else:
             continue
-        metavar = told[0].metavar if told else _METAVARS.get(kinds[0], kinds[0].upper())
+        metavar = notes[0].metavar if notes else _METAVARS.get(kinds[0], kinds[0].upper())
         hint = "" if parameter.default in (None, (), parameter.empty) else None
         hints[name] = Annotated[kind, tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)]
 

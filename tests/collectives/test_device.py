@@ -67,17 +67,17 @@ def test_every_star_and_slices(algorithm: str, monkeypatch: pytest.MonkeyPatch) 
 def test_other_algorithms_are_refused(algorithm: str) -> None:
     layout = Layout.build(layers_of(["minmax"]), 2, torch.float32, parse_algorithm(algorithm))
     with pytest.raises(ValueError, match="between devices there are sra"):
-        DeviceBuffers.of(layout, 0, CPU)
+        DeviceBuffers.allocate(layout, 0, CPU)
 
 
 def test_means_of_very_different_sizes_are_not_padded() -> None:
     """One owner has almost everything: gathered in equal room, its bytes would travel four times over."""
     layout = Layout.build(layers_of(["sign(majority=True)"], ((100, 100), (5,))), 4, torch.float32)
-    buffers = DeviceBuffers.of(layout, 0, CPU)
+    buffers = DeviceBuffers.allocate(layout, 0, CPU)
     assert not buffers.padded
     assert buffers.means.numel() == sum(buffers.sizes)
     check_alike(layout, 4, 2)
-    even = DeviceBuffers.of(Layout.build(layers_of(["minmax"], ((64, 1024),)), 4, torch.float32), 0, CPU)
+    even = DeviceBuffers.allocate(Layout.build(layers_of(["minmax"], ((64, 1024),)), 4, torch.float32), 0, CPU)
     assert even.padded
 
 

@@ -56,7 +56,7 @@ def exchange(rank: int, num_bytes: int, size: int) -> tuple[list[Process], list[
     tickets = [torch.empty(TICKET_BYTES, dtype=torch.uint8) for _ in range(size)]
     dist.all_gather(tickets, mine.ticket)
     processes = [Process(read_ticket(ticket)[0]) for ticket in tickets]
-    segments = [mine if peer == rank else Segment.of(tickets[peer], num_bytes) for peer in range(size)]
+    segments = [mine if peer == rank else Segment.from_ticket(tickets[peer], num_bytes) for peer in range(size)]
     dist.barrier()
     mine.close()
     return processes, segments
@@ -71,7 +71,7 @@ def test_two_mappings_are_one_memory_and_hold_no_file() -> None:
     assert mine.memory.numel() == 1000
     assert mine.memory.data_ptr() % LINE_BYTES == 0
     assert not mine.memory.any()
-    other = Segment.of(mine.ticket, 1000)
+    other = Segment.from_ticket(mine.ticket, 1000)
     assert other.memory.data_ptr() != mine.memory.data_ptr()
     mine.memory.copy_(torch.arange(1000))
     assert torch.equal(other.memory, torch.arange(1000).to(torch.uint8))
@@ -114,7 +114,7 @@ def test_memory_is_given_back() -> None:
 
 def test_an_empty_segment_and_a_negative_one() -> None:
     with Segment(0) as mine:
-        assert mine.memory.numel() == Segment.of(mine.ticket, 0).memory.numel() == 0
+        assert mine.memory.numel() == Segment.from_ticket(mine.ticket, 0).memory.numel() == 0
     with pytest.raises(ValueError, match="at least 0"):
         Segment(-1)
 
@@ -141,12 +141,12 @@ class TestHostileTickets:
     def refused(self, ticket: torch.Tensor, num_bytes: int, match: str) -> None:
         before = open_files(), mappings()
         with pytest.raises(SharedMemoryError, match=match):
-            Segment.of(ticket, num_bytes)
+            Segment.from_ticket(ticket, num_bytes)
         assert (open_files(), mappings()) == before
 
     def test_too_small(self) -> None:
         with Segment(1000) as mine:
-            assert Segment.of(mine.ticket, 1000).memory.numel() == 1000
+            assert Segment.from_ticket(mine.ticket, 1000).memory.numel() == 1000
             self.refused(mine.ticket, 1001, "has 1064 bytes, expected 1065")
 
     def test_another_token(self) -> None:

@@ -308,7 +308,7 @@ def _chooses(rank: int, choice: str, nodes: str, breaks: str) -> tuple[str, list
             def refuse(*_: object) -> Segment:
                 raise SharedMemoryError("refused")
 
-            Segment.of = staticmethod(refuse)
+            Segment.from_ticket = staticmethod(refuse)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -41,7 +41,7 @@ def record(chosen: dict[str, str] | None = None, reference: str = REFERENCE, **m
         "policy": "lgreco(every=100)",
         "note": "",
     }
-    return PlanRecord.of(
+    return PlanRecord.from_plan(
         {name: parse(chosen.get(name, "raw")) for name in SHAPES},
         {name: parse(reference if name in CHOSEN else "raw") for name in SHAPES},
         SHAPES,
@@ -79,12 +79,12 @@ def test_a_record_is_in_the_order_of_communication() -> None:
 def test_layers_of_no_bucket_come_last() -> None:
     plan = {name: parse(REFERENCE) for name in ("a", "b", "c")}
     shapes = dict.fromkeys(plan, (64, 64))
-    found = PlanRecord.of(plan, {}, shapes, [["b", "unknown"]], 1, {"a": float("nan")}, {}, -1, "", "two\nlines")
+    found = PlanRecord.from_plan(plan, {}, shapes, [["b", "unknown"]], 1, {"a": float("nan")}, {}, -1, "", "two\nlines")
     assert [(row.name, row.bucket) for row in found.rows] == [("b", 0), ("a", 1), ("c", 1)]
     assert found.rows[0].sent_bytes == found.rows[0].reference_bytes > 0, "a world of one is taken for one of two"
     assert found.rows[1].error is None
     assert found.note == "two lines"
-    assert {row.bucket for row in PlanRecord.of(plan, {}, shapes, [], 2, {}, {}, -1, "", "").rows} == {0}
+    assert {row.bucket for row in PlanRecord.from_plan(plan, {}, shapes, [], 2, {}, {}, -1, "", "").rows} == {0}
 
 
 def test_a_record_survives_its_file(path: Path) -> None:
@@ -226,7 +226,9 @@ def test_the_table_fits_any_terminal(columns: int, path: Path, capsys, monkeypat
 
 def test_long_plans_are_shown_whole(tmp_path: Path, capsys, monkeypatch) -> None:
     plan = {f"layers.{i}.weight": parse("minmax(bits=4)") for i in range(500)}
-    of = PlanRecord.of(plan, {}, dict.fromkeys(plan, (64, 64)), [list(plan)], 2, {}, {}, 3, "", "kept [bold]all[/]")
+    of = PlanRecord.from_plan(
+        plan, {}, dict.fromkeys(plan, (64, 64)), [list(plan)], 2, {}, {}, 3, "", "kept [bold]all[/]"
+    )
     of.write(tmp_path / "plan.json")
     out = shown(capsys, monkeypatch, tmp_path / "plan.json")
     assert all(f" {name} " in out for name in plan)
@@ -314,12 +316,15 @@ def test_pictures_of_other_parameters(chosen, reference: str, text: str, tmp_pat
 def test_names_are_no_formulas_and_many_layers_are_numbered(tmp_path: Path, capsys, monkeypatch) -> None:
     pytest.importorskip("matplotlib")
     strange = {"a$\\frac$.weight": parse("minmax(bits=3)"), "b<script>.weight": parse("minmax(bits=4)")}
-    of = PlanRecord.of(strange, {}, dict.fromkeys(strange, (64, 64)), [], 2, {}, {}, 3, "", "")
+    of = PlanRecord.from_plan(strange, {}, dict.fromkeys(strange, (64, 64)), [], 2, {}, {}, 3, "", "")
     svg = drawn(of, tmp_path, capsys, monkeypatch)
     assert "<script>" not in re.sub(r"<!--.*?-->", "", svg)
     many = {f"layers.{i}.weight": parse("minmax(bits=4)") for i in range(120)}
     svg = drawn(
-        PlanRecord.of(many, {}, dict.fromkeys(many, (64, 64)), [], 2, {}, {}, 3, "", ""), tmp_path, capsys, monkeypatch
+        PlanRecord.from_plan(many, {}, dict.fromkeys(many, (64, 64)), [], 2, {}, {}, 3, "", ""),
+        tmp_path,
+        capsys,
+        monkeypatch,
     )
     assert "<!-- 100 -->" in svg
     assert "layers.7" not in svg

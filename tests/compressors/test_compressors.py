@@ -205,7 +205,7 @@ def test_thresholds_count_what_finds_no_room() -> None:
     assert float(x[y == 0].abs().max()) <= float(y[y != 0].abs().min())
     few = parse("threshold(lam=3.0, capacity=0.1)")
     assert isinstance(few, Coded)
-    few.encode(x, message, CodecCall(segments, Key.of(0)))
+    few.encode(x, message, CodecCall(segments, Key.derive(0)))
     assert used_bytes(few, message, segments.pieces[0]) < 0.3 * message.numel()
     message[4:8].view(torch.int32).fill_(501)
     with pytest.raises(ValueError, match="501 elements in a payload with room for 500"):
@@ -233,7 +233,7 @@ def _power_steps(layers: dict[str, torch.Tensor], rank: int, steps: int = 1) -> 
                 at += numel
             places.append(tuple(parts))
             buffers.append(torch.zeros(at))
-        for _ in compressor.rounds(x, x, SumCall(tuple(places), tuple(buffers), Key.of(0), state)):
+        for _ in compressor.rounds(x, x, SumCall(tuple(places), tuple(buffers), Key.derive(0), state)):
             pass
         state = state.swapped()
     return {p.name: x[p.elements].view(p.layer_shape) for p in pieces}
@@ -257,13 +257,13 @@ def test_powersgd_survives_zero_columns() -> None:
     x = torch.zeros(60 * 80)
     state = first_state(compressor, x, Segments.build([piece]))
     assert state is not None
-    sum_alone(compressor, x, piece, x.dtype, key=Key.of(0), state=state)
+    sum_alone(compressor, x, piece, x.dtype, key=Key.derive(0), state=state)
     assert torch.equal(x, torch.zeros(60 * 80))
     full = normal(60, 4) @ normal(4, 80, seed=1)
     for _ in range(3):
         state = state.swapped()
         x = full.reshape(-1).clone()
-        sum_alone(compressor, x, piece, x.dtype, key=Key.of(0), state=state)
+        sum_alone(compressor, x, piece, x.dtype, key=Key.derive(0), state=state)
     assert float((x.view(60, 80) - full).norm() / full.norm()) < 1e-3
 
 
@@ -275,13 +275,13 @@ def test_majority_of_signs() -> None:
     messages = []
     for x in ranks[1:]:
         messages.append(torch.zeros(sign.payload_bytes(4, x.dtype), dtype=torch.uint8))
-        sign.encode(x, messages[-1], CodecCall(segments, Key.of(0)))
+        sign.encode(x, messages[-1], CodecCall(segments, Key.derive(0)))
     out, y = torch.zeros_like(messages[0]), torch.empty(4)
-    sign.reduce(messages, ranks[0], out, y, CodecCall(segments, Key.of(0), scale=1 / 3))
+    sign.reduce(messages, ranks[0], out, y, CodecCall(segments, Key.derive(0), scale=1 / 3))
     scale = sum(float(x.abs().mean()) for x in ranks) / 3
     assert torch.allclose(y, scale * torch.tensor([1.0, -1.0, -1.0, -1.0]))
     # Two ranks that differ: the owner's own value decides.
-    sign.reduce(messages[:1], ranks[0], out, y, CodecCall(segments, Key.of(0), scale=1 / 2))
+    sign.reduce(messages[:1], ranks[0], out, y, CodecCall(segments, Key.derive(0), scale=1 / 2))
     assert y.sign().tolist() == [1.0, -1.0, 1.0, -1.0]
 
 

@@ -147,9 +147,11 @@ def test_many_segments_are_one_call_and_equal_to_single_ones() -> None:
         pieces.append(Piece(name, start, numel, 0, at))
         at += compressor.payload_bytes(numel, x.dtype)
     message = torch.zeros(at, dtype=torch.uint8)
-    compressor.encode(x, message, CodecCall(Segments.build(pieces), Key.of(1)))
+    compressor.encode(x, message, CodecCall(Segments.build(pieces), Key.derive(1)))
     for piece in pieces:
         alone = torch.zeros(compressor.payload_bytes(piece.numel, x.dtype), dtype=torch.uint8)
         part = x[piece.start : piece.start + piece.numel].clone()
-        compressor.encode(part, alone, CodecCall(Segments.build([Piece(piece.name, 0, piece.numel, 0, 0)]), Key.of(1)))
+        compressor.encode(
+            part, alone, CodecCall(Segments.build([Piece(piece.name, 0, piece.numel, 0, 0)]), Key.derive(1))
+        )
         assert torch.equal(message[piece.payload : piece.payload + alone.numel()], alone)

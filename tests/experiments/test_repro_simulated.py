@@ -89,7 +89,7 @@ def test_the_learning_rate_falls_to_a_tenth_every_twenty_rounds() -> None:
 def test_a_view_lies_where_its_window_says() -> None:
     pixels = torch.arange(2 * 64.0).view(2, 1, 8, 8)
     views = Views(torch.tensor([False, True]), torch.tensor([0, 2]), torch.tensor([2, 1]))
-    seen = views.of(pixels, 1)
+    seen = views.apply(pixels, 1)
     assert views.samples(torch.tensor([5, 6])) == [10, 13]
     for index, image in enumerate((pixels[0], pixels[1].flip(2))):
         padded = torch.nn.functional.pad(image, (1, 1, 1, 1))
@@ -118,7 +118,7 @@ def test_split_training_without_compression_is_plain_training() -> None:
     loss = raw._step(ids)
     images = task.images
     views = Views.draw(8, task.padding, plain.generator)
-    seen = views.of(images.normalised(images.train[ids]), task.padding)
+    seen = views.apply(images.normalised(images.train[ids]), task.padding)
     expected = torch.nn.functional.cross_entropy(plain.model(seen), images.train_labels[ids])
     expected.backward()
     plain.optimizer.step()
@@ -158,8 +158,8 @@ def test_delta_compensation_makes_the_error_of_a_sum_small() -> None:
     parts = [values(2, 16, 32, seed=rank) for rank in range(2)]
     delta, direct = (Sum(spec, "s", (16, 32), 2, 0) for spec in (f"delta({BITS_3})", BITS_3))
     for _ in range(3):
-        found = delta.of(parts, [0, 1])
-    beside = direct.of(parts, [0, 1])
+        found = delta.reduce(parts, [0, 1])
+    beside = direct.reduce(parts, [0, 1])
     whole = parts[0] + parts[1]
     assert float((found - whole).abs().mean()) < 0.1 * float((beside - whole).abs().mean())
     assert all(boundary.alike for boundary in delta.boundaries)

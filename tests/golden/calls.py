@@ -131,7 +131,7 @@ def _coded(compressor: Coded, dtype: torch.dtype) -> dict[str, list[Tensor]]:
         for rank in range(_LAST_RANKS):
             message = torch.zeros(compressor.payload_bytes(numel, dtype), dtype=torch.uint8)
             compressor.encode(
-                _inputs(dtype, step, rank), message, CodecCall(segments, Key.of(step, rank), state=states[rank])
+                _inputs(dtype, step, rank), message, CodecCall(segments, Key.derive(step, rank), state=states[rank])
             )
             sent.append(message)
         used = used_bytes(compressor, sent[0], segments.pieces[0])
@@ -147,7 +147,9 @@ def _coded(compressor: Coded, dtype: torch.dtype) -> dict[str, list[Tensor]]:
         if not compressor.gathered:
             own, out, result = _inputs(dtype, step), torch.zeros_like(sent[0]), torch.zeros(numel, dtype=dtype)
             state = first_state(compressor, _inputs(dtype, 0), segments)
-            compressor.reduce(sent[1:], own, out, result, CodecCall(segments, Key.of(step), state=state, scale=1 / 3))
+            compressor.reduce(
+                sent[1:], own, out, result, CodecCall(segments, Key.derive(step), state=state, scale=1 / 3)
+            )
             found["owner"] += [out[: used_bytes(compressor, out, segments.pieces[0])], result, *_slots(state)]
         states = [state.swapped() if state else None for state in states]
     return found
@@ -165,7 +167,7 @@ def _summed(compressor: Summed, dtype: torch.dtype) -> dict[str, list[Tensor]]:
         buffers = [[torch.zeros(part.numel, dtype=part.dtype) for part in sums] for _ in range(2)]
         running = []
         for rank in range(2):
-            key = Key(Key.of(step, rank).own, Key.of(step).shared)
+            key = Key(Key.derive(step, rank).own, Key.derive(step).shared)
             call = SumCall(parts, tuple(buffers[rank]), key, states[rank], 0.5)
             running.append(compressor.rounds(xs[rank], xs[rank], call))
         for number, part in enumerate(sums):

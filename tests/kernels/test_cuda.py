@@ -374,7 +374,7 @@ def test_the_number_of_launches_does_not_depend_on_that_of_layers(spec: str, mos
         message, state = torch.zeros(at, dtype=torch.uint8, device=gpu()), first_state(compressor, x, segments)
 
         def encode(x=x, segments=segments, message=message, state=state) -> None:
-            compressor.encode(x, message, CodecCall(segments, Key.of(1), state=state))
+            compressor.encode(x, message, CodecCall(segments, Key.derive(1), state=state))
 
         encode()
         found.append(launches(encode, gpu()))

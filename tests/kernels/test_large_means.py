@@ -34,7 +34,7 @@ def test_a_mean_is_finite_where_its_terms_are(spec: str) -> None:
     x, y, gathered = _large(), torch.empty(512), torch.empty(512)
     message, out = (torch.zeros(compressor.payload_bytes(512, x.dtype), dtype=torch.uint8) for _ in range(2))
     calls = [
-        CodecCall(segments, Key.of(rank), state=first_state(compressor, x, segments), scale=1 / RANKS)
+        CodecCall(segments, Key.derive(rank), state=first_state(compressor, x, segments), scale=1 / RANKS)
         for rank in range(2)
     ]
     compressor.encode(x, message, calls[0])

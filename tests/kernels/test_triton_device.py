@@ -159,7 +159,7 @@ def coded(spec: str, x: Tensor, device: torch.device, steps: int = 2, sizes=SIZE
     for step in range(steps):
         message = marked(size).to(device)
         here = (x * (1 + step)).to(device)
-        compressor.encode(here, message, CodecCall(segments, Key.of(step), state=state))
+        compressor.encode(here, message, CodecCall(segments, Key.derive(step), state=state))
         y = torch.full((numel,), 7.0, device=device)
         compressor.decode(message, y, CodecCall(segments))
         compressor.decode(message, y, CodecCall(segments, scale=-0.5), add=True)

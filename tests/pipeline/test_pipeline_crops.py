@@ -82,9 +82,9 @@ def test_corners_and_store_go_together_on_every_rank(store: Any, give: bool, mes
 @pytest.mark.parametrize("corners", [[(0, 1)], [(0, 1), (0,)], [(0, 1, 2), (0, 1, 2)]])
 def test_corners_are_a_pair_for_each_sample(corners: Any) -> None:
     with pytest.raises(ValueError, match="corners are 2 pairs"):
-        Batch.of([1, 2], None, None, (), corners)
+        Batch.from_ids([1, 2], None, None, (), corners)
 
 
 def test_negative_corners_are_refused() -> None:
     with pytest.raises(ValueError, match="must be between 0"):
-        Batch.of([1], None, None, (), torch.tensor([[0, -1]]))
+        Batch.from_ids([1], None, None, (), torch.tensor([[0, -1]]))

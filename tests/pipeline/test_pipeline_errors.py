@@ -106,7 +106,7 @@ def test_ids_that_cannot_be_are_an_error_on_every_rank(case: str, first: str, se
 def test_ids_are_checked_where_they_are_given(arguments: tuple[Any, ...], message: str) -> None:
     ids, length, lengths, upcoming = (*arguments, None, None, None)[:4]
     with pytest.raises((TypeError, ValueError), match=message):
-        Batch.of(ids, length, lengths, upcoming or ())
+        Batch.from_ids(ids, length, lengths, upcoming or ())
 
 
 @pytest.mark.parametrize(

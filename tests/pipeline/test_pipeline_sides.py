@@ -120,7 +120,7 @@ def test_both_sides_keep_the_same_whatever_happens(steps, precision, warmup, bud
             side = pair.earlier if earlier else pair.later
             if side.store is not None:
                 side.store.forget(sample)
-        pair.begin(Batch.of(samples, padded, lengths, ()), chunks)
+        pair.begin(Batch.from_ids(samples, padded, lengths, ()), chunks)
         for chunk in range(chunks):
             tensors = pair.tensors(chunk, chunks, seed + 100 * number + chunk)
             arrived = pair.send("forward", chunk, tensors)
@@ -175,7 +175,7 @@ def test_both_sides_have_the_same_centres_whatever_happens(steps, num, dtype, se
             if side.store is not None and other.store is not None:
                 side.store.clear()
                 resets += len(samples) if other.store.digest() != side.store.digest() else 0
-        pair.begin(Batch.of(samples, padded, lengths, ()), chunks)
+        pair.begin(Batch.from_ids(samples, padded, lengths, ()), chunks)
         kinds = {kind for chunk in range(chunks) for kind in pair.earlier.layout("forward", chunk).kinds}
         assert len(kinds) == 1, "all samples have centres, or none has"
         for chunk in range(chunks):
@@ -195,7 +195,7 @@ def test_both_sides_have_the_same_centres_whatever_happens(steps, num, dtype, se
 
 def test_a_sample_that_one_side_lost_is_sent_whole_and_is_kept_again_by_both() -> None:
     pair = Pair(forward="delta(maxabs(bits=3))")
-    batch = Batch.of([4, 9], None, None, ())
+    batch = Batch.from_ids([4, 9], None, None, ())
     for step in range(3):
         if step == 2:
             assert pair.later.store is not None
@@ -216,7 +216,7 @@ def test_a_sample_that_one_side_lost_is_sent_whole_and_is_kept_again_by_both() -
 
 def test_messages_of_another_step_chunk_direction_or_batch_are_refused() -> None:
     pair = Pair(forward="maxabs(bits=3)", backward="maxabs(bits=3)")
-    batch = Batch.of([0, 1, 2, 3], None, None, ())
+    batch = Batch.from_ids([0, 1, 2, 3], None, None, ())
     pair.begin(batch, 2)
     tensors = pair.tensors(0, 2, 0)
     message = pair.earlier.message("forward", 0)
@@ -224,7 +224,7 @@ def test_messages_of_another_step_chunk_direction_or_batch_are_refused() -> None
     into = [torch.empty_like(tensor) for tensor in tensors]
     with pytest.raises(MessageError, match="out of step"):
         pair.later.unpack("forward", 1, message, into, 0)
-    for other in (batch, Batch.of([0, 1, 2, 5], None, None, ())):
+    for other in (batch, Batch.from_ids([0, 1, 2, 5], None, None, ())):
         pair.begin(other, 2)
         with pytest.raises(MessageError, match="out of step"):
             pair.later.unpack("forward", 0, message, into, 0)
@@ -243,7 +243,7 @@ def test_draws_differ_by_step_sample_boundary_and_direction_and_follow_the_seed(
     def received(seed: int, step: int) -> Tensor:
         pair = Pair(forward="maxabs(bits=3)", backward="maxabs(bits=3)", seed=seed)
         pair.step = step
-        pair.begin(Batch.of([5, 6], None, None, ()), 1)
+        pair.begin(Batch.from_ids([5, 6], None, None, ()), 1)
         forward = pair.send("forward", 0, [x, *others])[0]
         return torch.stack([forward, pair.send("backward", 0, [x, others[1]])[0]])
 
@@ -264,7 +264,7 @@ def test_what_is_kept_follows_the_activation() -> None:
     goal = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
     errors = []
     for step in range(12):
-        pair.begin(Batch.of([0, 1], None, None, ()), 1)
+        pair.begin(Batch.from_ids([0, 1], None, None, ()), 1)
         x = goal * (1 + 0.5**step)
         arrived = pair.send("forward", 0, [x, torch.zeros(2, LENGTH, dtype=torch.int64), torch.zeros(2, 3)])[0]
         errors.append(float((arrived - x).abs().mean()))

@@ -138,7 +138,7 @@ def test_both_sides_have_the_same_centres_which_move_between_steps_only() -> Non
 
 def test_centres_are_forgotten_where_sides_differ_and_not_for_a_sample() -> None:
     sender, receiver = CentreStore(FORM, 2), CentreStore(FORM, 2)
-    rows = Rows.of((1, 2), 5)
+    rows = Rows.uniform((1, 2), 5)
     for step in range(3):
         sender.admit(rows.samples)
         receiver.admit(rows.samples)
@@ -160,7 +160,7 @@ def test_the_state_of_a_store_brings_it_back_and_is_checked() -> None:
     for step in range(3):
         sender.admit([0])
         receiver.admit([0])
-        visit(sender, receiver, Rows.of((1, 2), 5), step)
+        visit(sender, receiver, Rows.uniform((1, 2), 5), step)
     state = sender.state_dict()
     again.load_state_dict(state)
     assert again.digest() == sender.digest()

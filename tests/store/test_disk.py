@@ -20,7 +20,7 @@ from thinwire.kernels import checksum
 from thinwire.store import Background, Disk, DiskStore, Part, RecordFormat, Rows, StoreError
 from thinwire.store import manifest as manifests
 
-ROWS = Rows.of(range(8), 5)
+ROWS = Rows.uniform(range(8), 5)
 
 
 def make(path: Path, **options) -> DiskStore:
@@ -50,7 +50,7 @@ def test_a_corrupt_record_is_found_at_its_next_visit_and_its_sample_is_unseen(tm
     assert store.counts.corrupt == 1
     assert 3 not in store
     assert store.verify([3]) == []
-    assert torch.equal(store.load(Rows.of([2, 4], 5)).view(-1), values_of(ROWS, FORM).view(8, -1)[[2, 4]].view(-1))
+    assert torch.equal(store.load(Rows.uniform([2, 4], 5)).view(-1), values_of(ROWS, FORM).view(8, -1)[[2, 4]].view(-1))
     store.close()
 
 
@@ -84,7 +84,7 @@ def test_a_record_saved_while_the_old_one_is_read_ahead_is_whole(
     monkeypatch.setattr(kernels, "checksum", slow_in_background)
     store.prefetch([3])
     assert reading.wait(10.0)
-    save(store, Rows.of([3], 5), values_of(Rows.of([3], 5), FORM, 1), 1)
+    save(store, Rows.uniform([3], 5), values_of(Rows.uniform([3], 5), FORM, 1), 1)
     saved.set()
     store.flush()
     assert store.verify([3]) == []
@@ -107,7 +107,7 @@ def test_a_record_saved_while_the_one_before_it_was_just_written_is_the_one_that
             return found
 
     store._pending = Pending()
-    one = Rows.of([3], 5)
+    one = Rows.uniform([3], 5)
     save(store, one, values_of(one, FORM, 1), 1)
     assert forgetting.wait(10.0)
     save(store, one, values_of(one, FORM, 2), 2)
@@ -131,9 +131,9 @@ def test_what_is_loaded_is_what_was_saved_last_whatever_is_read_ahead_and_writte
             assert store.verify(samples) == []
             known = [sample for sample in samples if sample in last]
             for sample in known:
-                assert torch.equal(store.load(Rows.of([sample], 5)), last[sample])
+                assert torch.equal(store.load(Rows.uniform([sample], 5)), last[sample])
             store.prefetch(samples)
-            rows = Rows.of(samples, 5)
+            rows = Rows.uniform(samples, 5)
             values = values_of(rows, FORM, step)
             save(store, rows, values, step)
             last |= dict(zip(samples, values.view(3, -1), strict=True))
@@ -150,7 +150,7 @@ def test_what_is_loaded_is_what_was_saved_last_whatever_is_read_ahead_and_writte
     again = make(tmp_path)
     assert sorted(again.samples) == sorted(last)
     for sample, values in last.items():
-        assert torch.equal(again.load(Rows.of([sample], 5)), values)
+        assert torch.equal(again.load(Rows.uniform([sample], 5)), values)
 
 
 @pytest.mark.parametrize("torn", ["record", "row"])
@@ -177,7 +177,7 @@ def test_a_state_brings_back_what_was_overwritten_since(tmp_path: Path) -> None:
     store = filled(tmp_path)
     digest, state = store.digest(), store.state_dict()
     for step in (1, 2, 3):
-        save(store, Rows.of(range(step, 8), 5), values_of(Rows.of(range(step, 8), 5), FORM, step), step)
+        save(store, Rows.uniform(range(step, 8), 5), values_of(Rows.uniform(range(step, 8), 5), FORM, step), step)
     store.forget(0)
     later = store.digest()
     store.close()
@@ -241,7 +241,7 @@ def test_a_killed_process_leaves_a_store_that_can_be_gone_on_with(tmp_path: Path
         assert entry is not None
         assert entry.version > 4
         saved = values_of(ROWS, FORM, entry.version - 1).view(8, -1)[sample]
-        assert torch.equal(store.load(Rows.of([sample], 5)), saved), "a record is of the step that its row says"
+        assert torch.equal(store.load(Rows.uniform([sample], 5)), saved), "a record is of the step that its row says"
     store.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
     assert store.verify(range(8)) == []
     assert torch.equal(store.load(ROWS), values_of(ROWS, FORM, 3))

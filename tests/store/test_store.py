@@ -114,7 +114,7 @@ def test_a_sample_longer_than_records_are_is_refused() -> None:
 def test_one_sample_more_than_there_are_is_unknown(kind: str, tmp_path: Path) -> None:
     store = open_store(kind, tmp_path, capacity=2)
     assert store.admit([5, 9]) == frozenset()
-    rows = Rows.of((5, 9), 5)
+    rows = Rows.uniform((5, 9), 5)
     save(store, rows, values_of(rows, FORM), 0)
     assert store.admit([9, 5]) == frozenset()
     with pytest.raises(StoreError, match="sample 11 is unknown: the store was made for 2 samples"):
@@ -125,11 +125,11 @@ def test_a_full_store_turns_newcomers_away_or_gives_up_the_oldest() -> None:
     for evict, kept, refused in (("newcomers", (1, 2, 3), {4, 5}), ("oldest", (2, 4, 5), set())):
         store = MemoryStore(FORM, 3, evict)  # pyright: ignore[reportArgumentType]
         for step, sample in enumerate((1, 2, 3)):
-            save(store, Rows.of([sample], 5), values_of(Rows.of([sample], 5), FORM), step)
+            save(store, Rows.uniform([sample], 5), values_of(Rows.uniform([sample], 5), FORM), step)
         # 2 is in the batch and stays, though it is older than 3.
         away = store.admit([2, 4, 5])
         assert away == refused
-        rows = Rows.of([s for s in (2, 4, 5) if s not in away], 5)
+        rows = Rows.uniform([s for s in (2, 4, 5) if s not in away], 5)
         save(store, rows, values_of(rows, FORM), 3)
         assert store.samples == kept
         assert (store.counts.evicted, store.counts.turned_away) == ((0, 2) if away else (2, 0))
@@ -154,7 +154,7 @@ def test_two_stores_that_see_the_same_keep_the_same(tmp_path_factory, steps, cap
     for step, samples in enumerate(steps):
         refused = {store.admit(samples) for store in (memory, disk)}
         assert len(refused) == 1
-        rows = Rows.of([s for s in samples if s not in next(iter(refused))], 5)
+        rows = Rows.uniform([s for s in samples if s not in next(iter(refused))], 5)
         for store in (memory, disk):
             save(store, rows, values_of(rows, form, step), step)
         records = form.encode(values_of(rows, form, step), rows, derive_key(7, step))
@@ -176,7 +176,7 @@ def test_two_stores_that_see_the_same_keep_the_same(tmp_path_factory, steps, cap
         entry = memory.entry(sample)
         assert entry is not None
         assert torch.equal(
-            memory.load(Rows.of([sample], 5)), form.decode(last[sample][None], [5], Rows.of([sample], 5))
+            memory.load(Rows.uniform([sample], 5)), form.decode(last[sample][None], [5], Rows.uniform([sample], 5))
         )
     disk.close()
 
@@ -225,7 +225,7 @@ def test_places_take_what_can_be() -> None:
 )
 def test_states_that_cannot_be_are_refused(spoil) -> None:
     store = MemoryStore(FORM)
-    rows = Rows.of((1, 2), 5)
+    rows = Rows.uniform((1, 2), 5)
     save(store, rows, values_of(rows, FORM), 0)
     state = store.state_dict()
     spoil(state)

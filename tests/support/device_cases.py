@@ -90,7 +90,7 @@ def through_the_device(transport: DeviceTransport, layout: Layout, steps: int, p
     """The same by way of the device."""
     device = transport.device
     state, found = first_state(layout, device), []
-    buffers = DeviceBuffers.of(layout, transport.rank, device)
+    buffers = DeviceBuffers.allocate(layout, transport.rank, device)
     before = transport.sent_bytes
     for step in range(steps):
         x = _input(layout, transport.rank, step, poison).to(device)

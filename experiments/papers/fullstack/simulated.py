@@ -39,7 +39,7 @@ class Boundary:
 
     def send(self, a: Tensor, samples: Sequence[int], windows: Sequence[Window] | None = None) -> Tensor:
         """What the receiver has of ``a``, of the same shape, in fp32; ``windows`` is one for each sample."""
-        rows = Rows.of(samples, a.shape[1])
+        rows = Rows.uniform(samples, a.shape[1])
         crossing = BoundaryTensors((Spec(tuple(a.shape), torch.float32),))
         kinds = [Encoding.RAW if self.keeps and self.sender.entry(s) is None else Encoding.CODED for s in samples]
         layout = MessageLayout.build(crossing, rows, kinds, fitted(self.coder, crossing), site=self._name)
@@ -67,7 +67,7 @@ class Boundary:
         frames = torch.zeros(len(samples), *self.frame)
         known = [i for i, sample in enumerate(samples) if store.entry(sample) is not None]
         if known:
-            kept = store.load(Rows.of((samples[i] for i in known), 0))
+            kept = store.load(Rows.uniform((samples[i] for i in known), 0))
             frames[known] = kept.view(len(known), *self.frame)
         return frames
 
@@ -93,7 +93,7 @@ class Boundary:
         if self.keeps:
             for frame, own, window in zip(frames, values.view(a.shape), windows or [...] * len(frames), strict=True):
                 frame[window] = own
-            rows = Rows.of(layout.rows.samples, 0)
+            rows = Rows.uniform(layout.rows.samples, 0)
             store.save(store.form.encode(frames.view(-1), rows, 0), rows, self._step)
         return values
 

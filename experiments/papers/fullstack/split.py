@@ -74,7 +74,7 @@ class Views:
         down, right = torch.randint(2 * padding + 1, (2, count), generator=generator)
         return Views(torch.randint(2, (count,), generator=generator).bool(), down, right)
 
-    def of(self, pixels: Tensor, padding: int) -> Tensor:
+    def apply(self, pixels: Tensor, padding: int) -> Tensor:
         """The batch as it is seen: same shape."""
         height, width = pixels.shape[2:]
         mirrored = torch.where(self.flipped.view(-1, 1, 1, 1), pixels.flip(3), pixels)
@@ -134,7 +134,7 @@ class Training:
     def _step(self, ids: Tensor) -> float:
         images, padding = self.task.images, self.task.padding
         views = Views.draw(len(ids), padding, self.generator)
-        seen, labels = views.of(images.normalised(images.train[ids]), padding), images.train_labels[ids]
+        seen, labels = views.apply(images.normalised(images.train[ids]), padding), images.train_labels[ids]
         samples = views.samples(ids)
         self.optimizer.zero_grad(set_to_none=True)
         x = seen

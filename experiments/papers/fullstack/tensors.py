@@ -28,7 +28,7 @@ class Sum:
     def boundaries(self) -> list[Boundary]:
         return [*self.parts, self.whole]
 
-    def of(self, parts: Sequence[Tensor], samples: Sequence[int]) -> Tensor:
+    def reduce(self, parts: Sequence[Tensor], samples: Sequence[int]) -> Tensor:
         """The sum as it arrives on every rank: parts and sum are (samples, length, width)."""
         arrived = [boundary.send(part, samples) for boundary, part in zip(self.parts, parts, strict=True)]
         return self.whole.send(torch.stack(arrived).sum(0), samples)
@@ -40,7 +40,7 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, made: Sum, samples: Sequence[int], *parts: Tensor) -> Tensor:
         ctx.num = len(parts)
-        return made.of(parts, samples)
+        return made.reduce(parts, samples)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

@@ -45,7 +45,7 @@ def with_levels(values: Tensor, levels: Tensor, bits: int) -> Tensor:
     state = State.fresh(compressor.slots, values.numel(), 1.0, layer)
     state.layers["layer"].now["levels"].copy_(levels)
     message = torch.zeros(compressor.payload_bytes(values.numel(), values.dtype), dtype=torch.uint8)
-    compressor.encode(values, message, CodecCall(segments, Key.of(0), state=state))
+    compressor.encode(values, message, CodecCall(segments, Key.derive(0), state=state))
     arrived = torch.empty_like(values)
     compressor.decode(message, arrived, CodecCall(segments))
     return arrived

@@ -143,7 +143,7 @@ def _coded(spec: str, x: list[Tensor], y: list[Tensor], device: torch.device, re
     states = [first_state(compressor, values, segments) for values in x]
 
     def encode(i: int) -> None:
-        compressor.encode(x[i], sent[i], CodecCall(segments, Key.of(i), state=states[i]))
+        compressor.encode(x[i], sent[i], CodecCall(segments, Key.derive(i), state=states[i]))
 
     def decode(i: int) -> None:
         compressor.decode(sent[i], y[i], CodecCall(segments))
@@ -201,7 +201,7 @@ def _reduced(spec: str, device: torch.device, numel: int, repeats: int, ranks: i
     transports = DeviceLoopbackTransport.world(LoopbackTransport.world(ranks), device, timeout_s=120.0)
     taken: list[list[float]] = [[] for _ in range(ranks)]
     errors: list[BaseException] = []
-    sent = DeviceBuffers.of(layout, 0, device).sent_bytes
+    sent = DeviceBuffers.allocate(layout, 0, device).sent_bytes
 
     def run(transport: DeviceTransport) -> None:
         try:
@@ -228,7 +228,7 @@ def _steps(layout: Layout, transport: DeviceTransport, repeats: int) -> list[flo
     """One rank's all-reduces: the first, for which kernels are compiled, does not count."""
     device = transport.device
     x = torch.randn(layout.numel, generator=torch.Generator().manual_seed(transport.rank)).to(device)
-    buffers = DeviceBuffers.of(layout, transport.rank, device)
+    buffers = DeviceBuffers.allocate(layout, transport.rank, device)
     shapes = {layer.name: layer.shape for layer in layout.layers}
     state = State.fresh(layout.slots, layout.numel, 1.0, shapes, device=device) if layout.slots else None
 

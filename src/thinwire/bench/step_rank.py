@@ -31,7 +31,7 @@ def _noop(state, bucket):
 
 def _measure(contest: Contest, batch: int, rounds: int, steps: int) -> dict[str, Any]:
     times = contest.seconds(token_batch(batch), rounds, steps)
-    seconds = {name: median(found) for name, found in times.items()}
+    seconds = {name: median(by_round) for name, by_round in times.items()}
     # Round by round, so that a machine that slows down slows both down.
     shares = {name: median(n / t for n, t in zip(times["noop"], times[name], strict=True)) for name in times}
     over_fp32 = median(f / t for f, t in zip(times["fp32"], times["thinwire"], strict=True))

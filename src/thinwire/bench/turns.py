@@ -48,8 +48,8 @@ class Turns:
                 self.step(name, tokens)
         times: dict[str, list[float]] = {name: [] for name in self.models}
         for _ in range(rounds):
-            for name, found in times.items():
-                found.append(self._turn(name, tokens, steps))
+            for name, by_round in times.items():
+                by_round.append(self._turn(name, tokens, steps))
         return times
 
     def _turn(self, name: str, tokens: Tensor, steps: int) -> float:

@@ -55,7 +55,9 @@ class DeviceBuffers:
     """Bytes that this rank hands to the transport."""
 
     @staticmethod
-    def of(layout: Layout, rank: int, device: torch.device, *, up: bool = True, down: bool = True) -> DeviceBuffers:
+    def allocate(
+        layout: Layout, rank: int, device: torch.device, *, up: bool = True, down: bool = True
+    ) -> DeviceBuffers:
         """Allocate the buffers of ``rank``.
 
         Args:

@@ -32,7 +32,7 @@ class ShardBuffers:
             ValueError: The collective algorithm does not send directly to owners.
         """
         mine = [chunk for chunk in layout.local if chunk.owner == rank]
-        buffers = DeviceBuffers.of(layout, rank, device, up=up, down=not up)
+        buffers = DeviceBuffers.allocate(layout, rank, device, up=up, down=not up)
         return ShardBuffers(buffers, _merged([(mine, 0)]), layout.part_numel)
 
 

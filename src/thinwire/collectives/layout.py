@@ -99,7 +99,7 @@ class Schedule(NamedTuple):
     """Chunks of other owners, and the rank that sends it their mean."""
 
     @staticmethod
-    def of(layout: Layout, rank: int) -> Schedule:
+    def from_layout(layout: Layout, rank: int) -> Schedule:
         slices: dict[int, int] = {}
         up, down = [], []
         for k, chunk in enumerate(layout.chunks):
@@ -217,7 +217,7 @@ class Layout:
     def schedule(self, rank: int) -> Schedule:
         """The order in which ``rank`` handles the chunks."""
         if rank not in self._schedules:
-            self._schedules[rank] = Schedule.of(self, rank)
+            self._schedules[rank] = Schedule.from_layout(self, rank)
         return self._schedules[rank]
 
     @cached_property

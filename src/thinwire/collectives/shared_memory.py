@@ -48,7 +48,7 @@ def unavailable() -> str | None:
         return "shared memory between ranks needs thinwire's native core, which is not in use here"
     try:
         with Segment(LINE_BYTES) as made, Process(os.getpid()) as process:
-            other = Segment.of(made.ticket, LINE_BYTES)
+            other = Segment.from_ticket(made.ticket, LINE_BYTES)
             Word(made.memory, 0).post(7)
             if not Word(other.memory, 0).wait(7, timeout_s=1.0) or not process.is_alive():
                 return "memory shared between ranks does not behave on this system"
@@ -92,7 +92,7 @@ class Segment:
         """(32,) uint8: what another process needs to map it."""
 
     @staticmethod
-    def of(ticket: Tensor, num_bytes: int) -> Segment:
+    def from_ticket(ticket: Tensor, num_bytes: int) -> Segment:
         """Map a segment of at least ``num_bytes`` that another process made and has not closed yet.
 
         ``num_bytes`` is computed by the caller, not received.
@@ -230,7 +230,7 @@ def share(transport: Transport, num_bytes: int, others: Mapping[int, int]) -> tu
         # A rank whose ticket is empty reports its own failure.
         for rank in [rank for rank in others if problem is None and tickets[rank].any()]:
             process = Process(read_ticket(tickets[rank])[0])
-            mapped[rank] = Shared(Segment.of(tickets[rank], others[rank]).memory, process)
+            mapped[rank] = Shared(Segment.from_ticket(tickets[rank], others[rank]).memory, process)
     except SharedMemoryError as error:
         problem = error
     failed = transport.all_gather(torch.tensor([problem is not None]))[:, 0].tolist()

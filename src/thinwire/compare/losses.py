@@ -24,21 +24,21 @@ def compiled(pattern: str) -> re.Pattern[str]:
         ValueError: it is no regular expression, or has not exactly one group.
     """
     try:
-        found = re.compile(pattern, re.IGNORECASE)
+        compiled_pattern = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
         raise ValueError(f"--pattern {pattern!r} is no regular expression: {error}") from None
-    if found.groups != 1:
+    if compiled_pattern.groups != 1:
         raise ValueError(f"--pattern {pattern!r} needs one group around the number: 'val loss ([0-9.]+)'")
-    return found
+    return compiled_pattern
 
 
 def loss_in(line: str, pattern: re.Pattern[str]) -> float | None:
     """The last loss in a line; None if there is none."""
-    found = pattern.findall(line)
+    matches = pattern.findall(line)
     try:
-        return float(found[-1]) if found else None
+        return float(matches[-1]) if matches else None
     except ValueError:
-        raise NoLosses(f"--pattern {pattern.pattern!r} finds {found[-1]!r} in {line.strip()!r}: no number") from None
+        raise NoLosses(f"--pattern {pattern.pattern!r} finds {matches[-1]!r} in {line.strip()!r}: no number") from None
 
 
 def read_log(path: Path, key: str) -> list[float]:
@@ -69,16 +69,18 @@ def read_log(path: Path, key: str) -> list[float]:
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     text = path.read_text()
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except json.JSONDecodeError:
-        found = []
+        content = []
         for line in text.splitlines():
             try:
-                found.append(json.loads(line))
+                content.append(json.loads(line))
             except json.JSONDecodeError:
                 # The last line of a training that was killed, or a line of text between them.
                 continue
-    lists = [found] if isinstance(found, list) else [v for v in found.values() if isinstance(v, list)] or [[found]]
+    lists = (
+        [content] if isinstance(content, list) else [v for v in content.values() if isinstance(v, list)] or [[content]]
+    )
     for each in lists:
         yield from (record for record in each if isinstance(record, dict))
 

@@ -206,14 +206,14 @@ class Runs:
         if source.log is not None:
             return read_log(Path(source.log.replace("{out}", str(out))), source.key)
         pattern = compiled(source.pattern)
-        found = [loss for line in printed.splitlines() if (loss := loss_in(line, pattern)) is not None]
-        if not found:
+        losses = [loss for line in printed.splitlines() if (loss := loss_in(line, pattern)) is not None]
+        if not losses:
             shown = "\n".join(printed.splitlines()[-5:]) or "(nothing)"
             raise NoLosses(
                 "no loss in what rank 0 printed: give a --pattern with one group around the number, or a --log; "
                 f"its last lines are\n{shown}"
             )
-        return found
+        return losses
 
     def _run(self, argv: Sequence[str], out: Path) -> str:
         """What rank 0 printed."""
@@ -307,9 +307,9 @@ class ScriptComparison:
             cells = [escape(self.title(name)), f"{fmean(self.losses(name)):.4f}", "", ""]
             verdict = ""
             if name != BASELINE:
-                estimate, found = self.judged(name)
+                estimate, judgement = self.judged(name)
                 cells[2:] = [f"{estimate.mean * 100:+.2f}", f"{estimate.lower * 100:+.2f}…{estimate.upper * 100:+.2f}"]
-                verdict = f"[{_COLOURS[found]}]{found}[/]"
+                verdict = f"[{_COLOURS[judgement]}]{judgement}[/]"
             seconds = fmean(run.seconds for run in runs)
             table.add_row(*cells, "–" if sent is None else f"{sent / 1e3:.1f}", f"{seconds:.1f}", verdict)
         return table

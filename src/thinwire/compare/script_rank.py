@@ -59,8 +59,8 @@ def main(text: str) -> int:
     finally:
         if attached.wire is not None and attached.wire.rank == 0:
             stats = attached.wire.stats
-            found = {"sent": stats.payload_sent_bytes, "dense": stats.dense_bytes, "steps": stats.steps}
-            Path(setup.stats).write_text(json.dumps(found))
+            counts = {"sent": stats.payload_sent_bytes, "dense": stats.dense_bytes, "steps": stats.steps}
+            Path(setup.stats).write_text(json.dumps(counts))
     return 0
 
 

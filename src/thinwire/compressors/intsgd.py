@@ -110,16 +110,16 @@ class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
         return self.scale == "params"
 
     def on_optimizer_step(self, changes: Sequence[tuple[LayerState, float]]) -> None:
-        for of, change in changes:
-            norm = of.now[_NORM]
+        for layer, change in changes:
+            norm = layer.now[_NORM]
             norm.copy_(torch.where(norm < 0.0, norm, norm * self.beta + change * (1.0 - self.beta)))
         if self.block == "global":
-            _share([of.now for of, _ in changes])
+            _share([layer.now for layer, _ in changes])
 
     def end_step(self, layers: Sequence[LayerState], loss_scale: float) -> None:
         """Give all layers the norm of all of them."""
         if self.block == "global":
-            _share([of.next for of in layers])
+            _share([layer.next for layer in layers])
 
     def alphas(self, parts: Sequence[Part], state: State | None) -> Tensor:
         """α of each layer in unscaled units: fp64, (parts,)."""
@@ -179,16 +179,16 @@ class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
 def _share(slots: Sequence[Mapping[str, Tensor]]) -> None:
     if slots and kernels.asynchronous(slots[0][_NORM]):
         # The same, for which the host need not look: sorted, the order of the layers does not matter either.
-        norms = torch.cat([of[_NORM] for of in slots])
+        norms = torch.cat([layer[_NORM] for layer in slots])
         total = torch.where(norms < 0.0, 0.0, norms).sort().values.sum()
-        for of, norm in zip(slots, norms, strict=True):
-            of[_ALL].copy_(torch.where(norm < 0.0, of[_ALL], total))
+        for layer, norm in zip(slots, norms, strict=True):
+            layer[_ALL].copy_(torch.where(norm < 0.0, layer[_ALL], total))
         return
-    known = [(of, norm) for of in slots if (norm := float(of[_NORM])) >= 0.0]
+    known = [(layer, norm) for layer in slots if (norm := float(layer[_NORM])) >= 0.0]
     # Rounded once, so that the order of the layers does not matter.
     total = math.fsum(norm for _, norm in known)
-    for of, _ in known:
-        of[_ALL].fill_(total)
+    for layer, _ in known:
+        layer[_ALL].fill_(total)
 
 
 def _one(layer: Sequence[int]) -> tuple[int]:

@@ -66,8 +66,8 @@ def verdict(measured: Measured, predictions: Sequence[Prediction]) -> Verdict:
 def conclude(today: float, share: float, predictions: Sequence[Prediction], first: Sequence[Advice] = ()) -> Verdict:
     """The verdict on steps of ``today`` seconds, of which ``share`` waits for communication. ``first``: what to do
     first, where communication is waited for."""
-    found = _verdict(today, share, predictions, first)
-    return replace(found, sentence=found.sentence + doubt(found.today, predictions))
+    verdict = _verdict(today, share, predictions, first)
+    return replace(verdict, sentence=verdict.sentence + doubt(verdict.today, predictions))
 
 
 def doubt(today: float, predictions: Sequence[Prediction]) -> str:

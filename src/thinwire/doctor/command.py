@@ -108,9 +108,9 @@ def doctor(
             if ranks_per_node != 1:
                 raise ValueError("under torchrun nodes are what they are: --ranks-per-node is for ranks started here")
             answer = Examination(request).run()
-            found = None if answer is None else answer.to_dict()
+            record = None if answer is None else answer.to_dict()
         else:
-            found = _examine_here(request, ranks, ranks_per_node, rate, rtt, timeout)
+            record = _examine_here(request, ranks, ranks_per_node, rate, rtt, timeout)
     except (ValueError, ImportError) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the same on every rank
             errors.print(f"thinwire doctor: {error}", style="bold red", markup=False, soft_wrap=True)
@@ -121,8 +121,8 @@ def doctor(
     except DoctorError as error:
         errors.print(f"thinwire doctor: {error}", style="bold red", markup=False, soft_wrap=True)
         return _FAILED
-    if found is not None:
-        _tell(console, found, json, html)
+    if record is not None:
+        _tell(console, record, json, html)
     return 0
 
 
@@ -197,10 +197,10 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], until: float) -> int:
     return lab.TIMED_OUT
 
 
-def _tell(console: Console, found: dict[str, Any], json: Path | None, html: Path | None) -> None:
-    report.show(console, found)
+def _tell(console: Console, record: dict[str, Any], json: Path | None, html: Path | None) -> None:
+    report.show(console, record)
     if json is not None:
-        write(json, found)
+        write(json, record)
     if html is not None:
-        page.write(html, found)
+        page.write(html, record)
         console.print(f"Report: {html}", soft_wrap=True, markup=False)

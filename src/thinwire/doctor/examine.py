@@ -113,11 +113,11 @@ class Examination:
         if self.request.link != LOOPBACK or measured.sharded:
             return []
         asked = [s for s in settings if s.times == 1 and not s.every and s.algorithm == "sra" and s.care <= Care.KEPT]
-        found = []
+        elsewhere = []
         for rate in OTHER_RATES:
             there = over_links_of(measured, rate)
-            found.append((rate, [predict_step(setting, there) for setting in (*asked, local_updates(there))]))
-        return found
+            elsewhere.append((rate, [predict_step(setting, there) for setting in (*asked, local_updates(there))]))
+        return elsewhere
 
     def _pipeline_done(self, pipelines: PipelineObserver) -> None:
         request = self.request
@@ -145,10 +145,10 @@ class Examination:
         if dist.get_rank(observer.group) == 0:
             self._report("predicting steps")
             predictions = [predict_step(setting, measured) for setting in settings]
-            found = verdict(measured, predictions)
+            conclusion = verdict(measured, predictions)
             elsewhere = self._elsewhere(measured, settings)
             self.answer = record(
-                measured, predictions, found, about=self._about, prices=request.prices, elsewhere=elsewhere
+                measured, predictions, conclusion, about=self._about, prices=request.prices, elsewhere=elsewhere
             )
         self._end()
 

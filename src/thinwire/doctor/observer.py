@@ -49,14 +49,14 @@ class Observer:
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> Observer:
-        self._handles.append(on_first_forward(self._found))
+        self._handles.append(on_first_forward(self._watch_first))
         return self
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _found(self, model: nn.Module) -> None:
+    def _watch_first(self, model: nn.Module) -> None:
         self.watch(model)
         self._before_forward(model, ())
 

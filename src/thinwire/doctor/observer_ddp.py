@@ -73,7 +73,10 @@ class DDPObserver:
         # Who came last waited for the others' bytes alone.
         dist.all_reduce(took, op=dist.ReduceOp.MIN, group=self.group)
         paces = tuple(
-            Pace(tuple(replace(of, ready_s=at) for at, of in zip(row[:-1], steps[-1].buckets, strict=True)), row[-1])
+            Pace(
+                tuple(replace(bucket, ready_s=at) for at, bucket in zip(row[:-1], steps[-1].buckets, strict=True)),
+                row[-1],
+            )
             for row in rows.tolist()
         )
         return paces, times.tolist(), took.tolist()

@@ -25,7 +25,7 @@ class ShardedObserver:
     def __init__(self, watcher: Watcher, model: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule
 
-        found = [(path, of) for path, of in model.named_modules() if isinstance(of, FSDPModule)]
+        sharded = [(path, module) for path, module in model.named_modules() if isinstance(module, FSDPModule)]
         if any(p.device.type != "cpu" for p in model.parameters()):
             raise DoctorError(
                 "doctor looks at sharded models on the CPU: on a GPU collectives go on beside computing, and what they "
@@ -34,17 +34,17 @@ class ShardedObserver:
         self.watcher = watcher
         self._names = {id(p): name for name, p in model.named_parameters()}
         groups: dict[int, tuple[str, Any, FSDPGroup]] = {}
-        for path, of in found:
-            for group in fsdp_groups(of):
+        for path, module in sharded:
+            for group in fsdp_groups(module):
                 if group.parameters:
-                    groups.setdefault(id(group.identity), (path, of, group))
+                    groups.setdefault(id(group.identity), (path, module, group))
         among = {tuple(dist.get_process_group_ranks(group.process_group)) for _, _, group in groups.values()}
-        if len(among) != 1 or len({id(of) for _, of, _ in groups.values()}) != len(groups):
+        if len(among) != 1 or len({id(module) for _, module, _ in groups.values()}) != len(groups):
             raise DoctorError("doctor looks at models all of whose modules are sharded over the same ranks")
         self.group: dist.ProcessGroup = next(iter(groups.values()))[2].process_group
         check_size(self.group)
-        for path, of, group in groups.values():
-            self._attach(path, of, group)
+        for path, module, group in groups.values():
+            self._attach(path, module, group)
 
     def _attach(self, path: str, module: Any, group: FSDPGroup) -> None:
         where = f"module {path}" if path else "the root module"
@@ -102,13 +102,13 @@ def _order(step: Step) -> list[tuple[int, bool]]:
 def _pace(step: Step, row: Sequence[float], alone_s: float) -> ShardedPace:
     events = tuple(event._replace(at_s=at) for event, at in zip(step.events, row[:-1], strict=True))
     asked = {event.move: event.at_s for event in events if not event.needed}
-    moves = tuple(replace(_move(of), ready_s=asked[i]) for i, of in enumerate(step.buckets))
+    moves = tuple(replace(_move(move), ready_s=asked[i]) for i, move in enumerate(step.buckets))
     return ShardedPace(moves, events, row[-1], alone_s, batches=step.batches)
 
 
-def _move(of: object) -> Move:
-    assert isinstance(of, Move)
-    return of
+def _move(move: object) -> Move:
+    assert isinstance(move, Move)
+    return move
 
 
 class _Comm:
@@ -120,7 +120,7 @@ class _Comm:
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def _of(self, kind: Collective, x: Tensor, *, late: bool = True) -> Move:
+    def _move(self, kind: Collective, x: Tensor, *, late: bool = True) -> Move:
         pairs = zip(self._names, self._group.parameters, strict=True)
         # Gradients are those of what has some; who trains all alike sends all.
         layers = tuple((n, p.shape) for n, p in pairs if kind == "all_gather" or p.now().requires_grad)
@@ -133,7 +133,7 @@ class _Gather(_Comm):
     ) -> dist.Work | None:
         step = self._observer.watcher.present
         run = partial(all_gather_single, output_tensor, input_tensor, group)
-        number = self._observer.timed(run, step, self._of("all_gather", input_tensor))
+        number = self._observer.timed(run, step, self._move("all_gather", input_tensor))
         return None if step is None else _Needed(step, number)
 
 
@@ -145,7 +145,7 @@ class _Reduce(_Comm):
         for parameter in self._group.parameters if late else ():
             late &= parameter.now().dtype == output_tensor.dtype
         run = partial(reduce_scatter_single, output_tensor, input_tensor, group, op)
-        self._observer.timed(run, self._observer.watcher.present, self._of("reduce_scatter", input_tensor, late=late))
+        self._observer.timed(run, self._observer.watcher.present, self._move("reduce_scatter", input_tensor, late=late))
         self._observer.watcher.synced()
         return None
 

@@ -164,13 +164,13 @@ class PipelineObserver:
                     taken = [end - begin for task, (begin, end) in pairs if task[:2] == (kind, index)]
                     times[i, index, k] = torch.tensor(taken or [0.0], dtype=torch.float64).median()
         sizes = torch.zeros(num_stages, 2, dtype=torch.float64)
-        for index, of in self.stages.items():
+        for index, stage in self.stages.items():
             crossing = [
                 torch.Size(shape).numel() * 4.0
-                for shape, kind in stage_tensors(of)["outputs"]
+                for shape, kind in stage_tensors(stage)["outputs"]
                 if kind.is_floating_point
             ]
-            sizes[index] = torch.tensor([sum(crossing), sum(p.numel() for p in of.submod.parameters())])
+            sizes[index] = torch.tensor([sum(crossing), sum(p.numel() for p in stage.submod.parameters())])
         taken_s = torch.tensor([step.seconds for step in steps], dtype=torch.float64)
         own = [step.spans[-1][1] - step.spans[0][0] if 0 in self.stages else 0.0 for step in steps]
         spans = torch.tensor(own, dtype=torch.float64)
@@ -218,16 +218,18 @@ def _schedule_of(steps: list[PipelineStep], num_stages: int, rank: int, group: d
             known.append(Schedule.build(name, num_ranks, num_chunks, num_stages // num_ranks))
         except ValueError:
             known.append(None)
-    fits = [of is not None and all(step.tasks == list(of.ranks[rank]) for step in steps) for of in known]
+    fits = [
+        schedule is not None and all(step.tasks == list(schedule.ranks[rank]) for step in steps) for schedule in known
+    ]
     agreed = torch.tensor(fits, dtype=torch.int64)
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
-    found = next((of for of, fit in zip(known, agreed.tolist(), strict=True) if fit), None)
-    if found is None:
+    followed = next((schedule for schedule, fit in zip(known, agreed.tolist(), strict=True) if fit), None)
+    if followed is None:
         raise DoctorError(
             "doctor knows the orders in which PyTorch's GPipe, 1F1B, interleaved 1F1B and interleaved zero-bubble "
             f"schedules compute, and these {num_stages} stages on {num_ranks} ranks train in another"
         )
-    return found
+    return followed
 
 
 def _watched(observer: PipelineObserver, kind: Any) -> Any:

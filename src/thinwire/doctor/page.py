@@ -87,8 +87,8 @@ def _cells(table: Table) -> dict[str, Any]:
 
 def _cell(text: str) -> dict[str, str]:
     """The text of a cell without rich's markup, and the spec below it."""
-    found = _SPEC.match(text)
-    title, spec = found.groups() if found else (text, "")
+    match = _SPEC.match(text)
+    title, spec = match.groups() if match else (text, "")
     return {"text": title.replace("\\[", "["), "spec": spec.replace("\\[", "[")}
 
 

@@ -64,11 +64,11 @@ def _stops(about: dict[str, Any]) -> str:
     kinds = {"all_gather": "weights are gathered", "reduce_scatter": "gradients are reduced"}
     figure, (axes,) = _canvas(2.2, "seconds since the step began")
     stopped = computed = 0.0
-    for of in about["buckets"]:
-        row = list(kinds).index(of["kind"]) + 1
-        axes.barh(0, of["ready_s"] - computed, left=computed + stopped, color=_READY, height=0.62)
-        axes.barh(row, of["took_s"], left=of["ready_s"] + stopped, color=_WAIT, height=0.62)
-        computed, stopped = of["ready_s"], stopped + of["took_s"]
+    for bucket in about["buckets"]:
+        row = list(kinds).index(bucket["kind"]) + 1
+        axes.barh(0, bucket["ready_s"] - computed, left=computed + stopped, color=_READY, height=0.62)
+        axes.barh(row, bucket["took_s"], left=bucket["ready_s"] + stopped, color=_WAIT, height=0.62)
+        computed, stopped = bucket["ready_s"], stopped + bucket["took_s"]
     axes.barh(0, about["compute_s"]["value"] - computed, left=computed + stopped, color=_READY, height=0.62)
     axes.barh(0, 0, color=_READY, label="goes on")
     axes.barh(0, 0, color=_WAIT, label="stops the step")

@@ -131,7 +131,7 @@ def _inside(pair: Pair, links: Links) -> bool:
 
 
 def _middle(links: Sequence[Links]) -> Links:
-    return sorted(links, key=lambda of: of.native.per_byte)[len(links) // 2]
+    return sorted(links, key=lambda link: link.native.per_byte)[len(links) // 2]
 
 
 def _curve(curve: Curve) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def record_pipeline(
 ) -> Results:
     """Everything that was measured and predicted, and the verdict."""
     watched = measured.watched
-    middle = sorted(watched.stages, key=lambda of: sum(s.forward_s + s.backward_s for s in of))[
+    middle = sorted(watched.stages, key=lambda stages: sum(s.forward_s + s.backward_s for s in stages))[
         len(watched.stages) // 2
     ]
     today_setting = next(p.setting for p in predictions if p.setting.is_today)
@@ -63,7 +63,7 @@ def record_pipeline(
     today = median(watched.step_s)
     free = now.unbound.step_s + measured.rest_s
     share = max(0.0, 1 - free / today)
-    found = conclude(today, share, predictions)
+    verdict = conclude(today, share, predictions)
     rows = [prediction_row(p, prices) for p in predictions]
     results = Results(
         "thinwire doctor",
@@ -74,8 +74,8 @@ def record_pipeline(
             "schedule": watched.schedule.name,
             "stages": watched.schedule.num_stages,
             "micro_batches": watched.schedule.num_chunks,
-            "verdict": found.sentence,
-            "advice": [{"title": a.title, "why": a.why, "lines": list(a.lines)} for a in found.advice],
+            "verdict": verdict.sentence,
+            "advice": [{"title": a.title, "why": a.why, "lines": list(a.lines)} for a in verdict.advice],
             "today_s": today,
             "steps_s": list(watched.step_s),
             "compute_s": {"value": free, "low": free, "high": free},
@@ -84,7 +84,7 @@ def record_pipeline(
             "exposed_share": share,
             "line_rate": None,
             "pairs": [asdict(pair) | {"inside": False} for pair in measured.pairs],
-            "stage_s": [asdict(of) for of in middle],
+            "stage_s": [asdict(stage) for stage in middle],
             "boundaries": _boundaries(measured, now),
             "timeline": timeline(now),
             "predictions": rows,

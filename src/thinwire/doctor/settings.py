@@ -190,10 +190,10 @@ def predict_ddp(setting: Setting, measured: Measured) -> Prediction:
     pace, links = drawn[0]
     assert isinstance(pace, Pace)
     sent = sent_in_step(pace, links, layers, algorithm) / (setting.every or setting.times)
-    return Prediction(setting, Range.of(steps), sent, Range.of(waits).value)
+    return Prediction(setting, Range.from_values(steps), sent, Range.from_values(waits).value)
 
 
 def ceiling(measured: Measured) -> Range:
     """Seconds of a step in which nothing is sent, of the same draws as predictions: none comes out below it by luck."""
     paces = [pace for pace, _ in draws(measured.watched.paces, measured.links)]
-    return Range.of([pace.compute_s if isinstance(pace, Pace) else pace.alone_s for pace in paces])
+    return Range.from_values([pace.compute_s if isinstance(pace, Pace) else pace.alone_s for pace in paces])

@@ -98,11 +98,11 @@ class MeasuredPipeline:
         stages = self.watched.stages[len(self.watched.stages) // 2]
         chosen: list[list[str]] = []
         for listed, seconds in (
-            (ByLink().forward, max(of.forward_s for of in stages)),
-            (ByLink().backward, max(of.backward_s for of in stages)),
+            (ByLink().forward, max(stage.forward_s for stage in stages)),
+            (ByLink().backward, max(stage.backward_s for stage in stages)),
         ):
-            choices = [Choice.of(parse(spec)) for spec in listed]
-            picked = choose_by_link([[of.share * size for of in choices] for size in sizes], rates, seconds)
+            choices = [Choice.from_compressor(parse(spec)) for spec in listed]
+            picked = choose_by_link([[choice.share * size for choice in choices] for size in sizes], rates, seconds)
             chosen.append([choices[i].spec for i in picked])
         return list(zip(*chosen, strict=True))
 
@@ -123,7 +123,7 @@ def pipeline_settings(schedule: Schedule, specs: Sequence[str] = ()) -> list[Pip
 
 def pipeline_compressors(settings: Sequence[PipelineSetting]) -> set[Compressor]:
     """Compressors whose speed predictions need."""
-    listed = [parse(spec) for of in settings for spec in (of.spec, of.backward) if spec is not None]
+    listed = [parse(spec) for setting in settings for spec in (setting.spec, setting.backward) if spec is not None]
     usual = ByLink()
     listed += [parse(spec) for spec in (*usual.forward, *usual.backward)]
     return {_inner(compressor) for compressor in listed}
@@ -136,7 +136,7 @@ def predict_pipeline(setting: PipelineSetting, measured: MeasuredPipeline) -> Pr
     steps = [run.step_s + rest for run in runs]
     waits = [run.exposed_s / step for run, step in zip(runs, steps, strict=True)]
     sent = sent_bytes(setting, measured)
-    return Prediction(setting, Range.of(steps), max(sent), Range.of(waits).value)
+    return Prediction(setting, Range.from_values(steps), max(sent), Range.from_values(waits).value)
 
 
 def simulated(setting: PipelineSetting, measured: MeasuredPipeline, stages: Sequence[StageTimes]) -> Simulated:
@@ -147,11 +147,11 @@ def simulated(setting: PipelineSetting, measured: MeasuredPipeline, stages: Sequ
         assert schedule is not None, "pipeline_settings() has asked"
     if schedule.splits_backward and not measured.watched.schedule.splits_backward:
         # What the weights take is not known: in linear layers, as much as the input.
-        stages = [replace(of, weights_s=of.backward_s / 2) for of in stages]
+        stages = [replace(stage, weights_s=stage.backward_s / 2) for stage in stages]
     boundaries = []
     for b, (forward, backward) in enumerate(measured.specs(setting)):
         boundaries.append(
-            Boundary(*(_wire(measured, b, of, native=setting.spec is None) for of in (forward, backward)))
+            Boundary(*(_wire(measured, b, spec, native=setting.spec is None) for spec in (forward, backward)))
         )
     return simulate(schedule, stages, boundaries, ahead=setting.spec is not None)
 
@@ -161,7 +161,7 @@ def sent_bytes(setting: PipelineSetting, measured: MeasuredPipeline) -> list[flo
     num_ranks, chunks = len(measured.watched.schedule.ranks), measured.watched.schedule.num_chunks
     sent = [0.0] * num_ranks
     for b, (specs, size) in enumerate(zip(measured.specs(setting), measured.watched.activation_bytes, strict=True)):
-        forward, backward = (chunks * size * Choice.of(parse(spec)).share for spec in specs)
+        forward, backward = (chunks * size * Choice.from_compressor(parse(spec)).share for spec in specs)
         sent[b % num_ranks] += forward
         sent[(b + 1) % num_ranks] += backward
     return sent
@@ -172,7 +172,7 @@ def _wire(measured: MeasuredPipeline, boundary: int, spec: str, *, native: bool)
     if native:
         return Wire(size / pair.bandwidth, pair.latency_s)
     encode, decode = measured.codecs[_inner(parse(spec))]
-    share = Choice.of(parse(spec)).share
+    share = Choice.from_compressor(parse(spec)).share
     return Wire(share * size / pair.bandwidth, pair.latency_s, encode * size / 4, decode * size / 4)
 
 

@@ -50,9 +50,9 @@ class ShardedSetting(Setting):
             )
         if self.spec is None:
             return ()
-        of = {"weights": self.spec, "gradients": self.gradients or self.spec}
+        specs = {"weights": self.spec, "gradients": self.gradients or self.spec}
         usual = parse(DEFAULT_SHARDED_RULES)
-        given = "".join(f', {site}="{spec}"' for site, spec in of.items() if parse(spec) != usual)
+        given = "".join(f', {site}="{spec}"' for site, spec in specs.items() if parse(spec) != usual)
         return (
             "import thinwire",
             f"wire = thinwire.compress(model{given})  # after fully_shard(model)",
@@ -136,7 +136,9 @@ def predict_sharded(setting: ShardedSetting, measured: Measured) -> Prediction:
         waits.append(max(0.0, 1 - computed / step))
     pace, links = drawn[0]
     assert isinstance(pace, ShardedPace)
-    return Prediction(setting, Range.of(steps), _sent(setting, pace, links, layers), Range.of(waits).value)
+    return Prediction(
+        setting, Range.from_values(steps), _sent(setting, pace, links, layers), Range.from_values(waits).value
+    )
 
 
 def _changed(setting: ShardedSetting, pace: ShardedPace) -> ShardedPace:

@@ -37,4 +37,4 @@ def _is_sharded(module: nn.Module) -> bool:
     """Whether the module, or one in it, is an ``FSDPModule``."""
     # Who has not imported it has sharded nothing, and to import it takes a second.
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(of, fsdp.FSDPModule) for of in module.modules())
+    return fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in module.modules())

@@ -257,16 +257,16 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
     former = _attached.get(model)
     if former is not None and former.attached:
         raise RuntimeError("this model is compressed already: call detach() on its Wire first, on every rank")
-    found: dict[int, tuple[FSDPModule, FSDPGroup, str]] = {}
+    sharded: dict[int, tuple[FSDPModule, FSDPGroup, str]] = {}
     for path, module in _modules(model):
         for group in _checked(path, module, options):
-            found.setdefault(id(group.identity), (module, group, path))
-    groups = {tuple(dist.get_process_group_ranks(g.process_group)): g.process_group for _, g, _ in found.values()}
+            sharded.setdefault(id(group.identity), (module, group, path))
+    groups = {tuple(dist.get_process_group_ranks(g.process_group)): g.process_group for _, g, _ in sharded.values()}
     hosts = {ranks: _host(group, options) for ranks, group in groups.items()}
     across = _host(options.replicas, options) if options.replicas is not None else None
     with failing_together(hosts.values(), "thinwire.compress()"):
         policy = _policy(options)
-        device = _device(model, [group for _, group, _ in found.values()], options)
+        device = _device(model, [group for _, group, _ in sharded.values()], options)
     transports = {ranks: _transport(host, groups[ranks], options, device) for ranks, host in hosts.items()}
     replicas = None
     if across is not None and options.replicas is not None:
@@ -274,7 +274,7 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     units: list[Unit] = []
     with failing_together(hosts.values(), "thinwire.compress()"):
-        for _, group, path in found.values():
+        for _, group, path in sharded.values():
             ranks = tuple(dist.get_process_group_ranks(group.process_group))
             units.append(_unit(path, group, transports[ranks], names, ranks[0]))
         shapes = {layer.name: layer.shape for unit in units for layer in unit.layers}
@@ -305,7 +305,7 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
         adapt=policy,
         replicas=replicas,
     )
-    for (module, group, _), unit in zip(found.values(), units, strict=True):
+    for (module, group, _), unit in zip(sharded.values(), units, strict=True):
         _attach(module, Attached(wire, unit, group, options, preconditioned), options)
     _attached[model] = wire
     wire.moments = preconditioned
@@ -381,10 +381,10 @@ def _modules(model: nn.Module) -> list[tuple[str, FSDPModule]]:
                 f"FSDPModule.{socket} is missing in this PyTorch ({torch.__version__}), through which thinwire moves "
                 "its bytes: update PyTorch (2.13 has it)"
             )
-    found = [(path, module) for path, module in model.named_modules() if isinstance(module, FSDPModule)]
-    if not found:
+    modules = [(path, module) for path, module in model.named_modules() if isinstance(module, FSDPModule)]
+    if not modules:
         raise TypeError(f"no module of this {type(model).__name__} is sharded: call fully_shard() on it first")
-    return found
+    return modules
 
 
 def _checked(path: str, module: FSDPModule, options: ShardedOptions) -> list[FSDPGroup]:
@@ -454,7 +454,7 @@ def _transport(
     return on_device(host, device, group, timeout, options.network.transport)
 
 
-def _device(model: nn.Module, found: Sequence[FSDPGroup], options: ShardedOptions) -> torch.device | None:
+def _device(model: nn.Module, groups: Sequence[FSDPGroup], options: ShardedOptions) -> torch.device | None:
     """Where the model is, if bytes leave from there without going over the host."""
     devices = {p.device: name for name, p in model.named_parameters()}
     over_the_host = all(device.type == "cpu" for device in devices)
@@ -464,7 +464,7 @@ def _device(model: nn.Module, found: Sequence[FSDPGroup], options: ShardedOption
         raise NotImplementedError("master=False compares what was sent with what is kept, for which a GPU would stop")
     if over_the_host:
         return torch.device("cpu")
-    return check_device(devices, dist.get_backend_config(found[0].process_group))
+    return check_device(devices, dist.get_backend_config(groups[0].process_group))
 
 
 def _local(parameter: nn.Parameter) -> Tensor:

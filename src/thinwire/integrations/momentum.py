@@ -88,36 +88,38 @@ class Momentum:
         wire = self._wire()
         if wire is None or wire.world_size == 1:
             return None
-        found = [norm_sketch(part.gradient, wire.step, site_id(part.name)) for part in self._compressed(flat, layers)]
-        return torch.cat(found) if found else None
+        sketches = [
+            norm_sketch(part.gradient, wire.step, site_id(part.name)) for part in self._compressed(flat, layers)
+        ]
+        return torch.cat(sketches) if sketches else None
 
     def make(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> None:
         """``g ← β1·m + (1 − β1)·g``, in the gradients' units."""
-        for of in self._parts(flat, layers):
-            of.gradient.mul_(1 - of.beta)
-            if of.momentum is not None:
-                of.gradient.add_(of.momentum, alpha=of.beta * loss_scale)
+        for part in self._parts(flat, layers):
+            part.gradient.mul_(1 - part.beta)
+            if part.momentum is not None:
+                part.gradient.add_(part.momentum, alpha=part.beta * loss_scale)
 
     def undo(self, flat: Tensor, layers: BucketLayers, loss_scale: float, sketches: Tensor | None = None) -> Tensor:
         """``g ← γ·(g − β1·m) / (1 − β1)``: the gradient that makes the momentum which has arrived, as long as the mean
         of all ranks' gradients, whose `sketches` are given. What is not compressed has a γ of 1."""
-        for of in self._parts(flat, layers):
-            if of.momentum is not None:
-                of.gradient.sub_(of.momentum, alpha=of.beta * loss_scale)
-            of.gradient.div_(1 - of.beta)
+        for part in self._parts(flat, layers):
+            if part.momentum is not None:
+                part.gradient.sub_(part.momentum, alpha=part.beta * loss_scale)
+            part.gradient.div_(1 - part.beta)
         wire, compressed = self._wire(), self._compressed(flat, layers)
         if sketches is None or wire is None or not compressed:
             return flat
-        squares = torch.stack([square_sum(of.gradient) for of in compressed])
-        received = [norm_sketch(of.gradient, wire.step, site_id(of.name)) for of in compressed]
+        squares = torch.stack([square_sum(part.gradient) for part in compressed])
+        received = [norm_sketch(part.gradient, wire.step, site_id(part.name)) for part in compressed]
         widths = [sketch.numel() for sketch in received]
         lengths = mean_norms(_rows(sketches.split(widths)), _rows(received), squares)
         factors = lengths / squares.sqrt()
         factors = torch.where(torch.isfinite(factors) & (factors > 0), factors, 1.0)
         lengths = factors * squares.sqrt() / loss_scale
-        for of, factor, length in zip(compressed, factors, lengths, strict=True):
-            of.gradient.mul_(factor)
-            self._handed_over[of.name] = _HandedOver(factor, length)
+        for part, factor, length in zip(compressed, factors, lengths, strict=True):
+            part.gradient.mul_(factor)
+            self._handed_over[part.name] = _HandedOver(factor, length)
         return flat
 
     @torch.no_grad()
@@ -153,12 +155,12 @@ class Momentum:
         return [part for part in self._parts(flat, layers) if not isinstance(plan.get(part.name), Raw | None)]
 
     def _parts(self, flat: Tensor, layers: BucketLayers) -> list[_Part]:
-        found = []
+        parts = []
         for name, gradient in bucket_parts(flat.detach(), layers):
             momentum = self._optimizer.momentum(self._parameters[name])
             flattened = None if momentum is None else momentum.detach().reshape(-1)
-            found.append(_Part(name, gradient.view(-1), flattened, self._beta[name]))
-        return found
+            parts.append(_Part(name, gradient.view(-1), flattened, self._beta[name]))
+        return parts
 
 
 def _rows(sketches: Sequence[Tensor]) -> Tensor:

@@ -56,8 +56,8 @@ def mean_norms(sketches: Tensor, received: Tensor, squares: Tensor) -> Tensor:
     own, other = _square_sums(sketches), _square_sums(received)
     product = _square_sums(sketches + received) - own - other
     likeness = torch.where(other > 0, product / (2 * other), 0.0).square().clamp(max=1.0)
-    found = own + likeness * (squares - other)
-    return torch.where(found > 0, found, own).sqrt()
+    estimates = own + likeness * (squares - other)
+    return torch.where(estimates > 0, estimates, own).sqrt()
 
 
 def _square_sums(rows: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def level_codes(x, message, pieces, rows, firsts, inverses, bucket, BITS: tl.con
     factors = inverses + tl.load(firsts + tl.load(pieces + 2 * pid))
     PARTS: tl.constexpr = len(parts)
     WIDTH: tl.constexpr = 128 // PARTS
-    found = ()
+    places = ()
     for p in tl.static_range(PARTS):
         within = tl.arange(0, GROUPS)[:, None] * 128 + p * WIDTH + tl.arange(0, WIDTH)[None, :]
         k = bucket_of(first, within, bucket)
@@ -85,8 +85,8 @@ def level_codes(x, message, pieces, rows, firsts, inverses, bucket, BITS: tl.con
             above = code + (1 << (BITS - 1 - i))
             middle = (tl.load(level + above - 1) + tl.load(level + above)) * 0.5
             code = tl.where(place >= middle, above, code)
-        found += (tl.where(inside, code, 0),)
-    pack_parts(codes + piece * (GROUPS * 16 * BITS), found, left, BITS, GROUPS, False)
+        places += (tl.where(inside, code, 0),)
+    pack_parts(codes + piece * (GROUPS * 16 * BITS), places, left, BITS, GROUPS, False)
 
 
 @triton.jit(do_not_specialize=["bucket"])

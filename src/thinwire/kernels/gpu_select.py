@@ -43,9 +43,9 @@ class Spans(NamedTuple):
 
 def spans_of(rows: Sequence[tuple[int, int, int]], device: torch.device) -> Spans:
     counts = torch.tensor([-(-num // TILE) for _, _, num in rows], dtype=torch.int64)
-    of = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    row = torch.repeat_interleave(torch.arange(len(counts)), counts)
     ends = counts.cumsum(0)
-    pieces = torch.stack((of, torch.arange(len(of)) - (ends - counts)[of]), dim=1)
+    pieces = torch.stack((row, torch.arange(len(row)) - (ends - counts)[row]), dim=1)
     firsts = torch.cat((torch.zeros(1, dtype=torch.int64), ends))
     table = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 3)
     return Spans(table.to(device), pieces.to(device), firsts.to(device))
@@ -83,11 +83,11 @@ def count_digits(
     if SHIFT + BITS < 31:
         alike = alike & ((key >> (SHIFT + BITS)) == tl.load(prefixes + row))
     digit = tl.where(alike, (key >> SHIFT) & (DIGITS - 1), 0)
-    found = tl.histogram(digit, DIGITS)
+    counts = tl.histogram(digit, DIGITS)
     bin = tl.arange(0, DIGITS)
     others = SIZE - tl.sum(alike.to(tl.int32))
-    found = tl.where(bin == 0, found - others, found)
-    tl.atomic_add(bins + row * DIGITS + bin, found, mask=found != 0)
+    counts = tl.where(bin == 0, counts - others, counts)
+    tl.atomic_add(bins + row * DIGITS + bin, counts, mask=counts != 0)
 
 
 @triton.jit

@@ -84,8 +84,8 @@ def _put(x: Tensor, least: Tensor, k: int) -> tuple[Tensor, Tensor, bool, int]:
         with on(x):
             put_keys[(tiles,)](x, least, counts, ends, indices, values, x.numel(), tiles, k, SIZE=TILE, **options(8))
     above, equal, odd = ends[:, -1].tolist()
-    found = min(k, above + equal)
-    return indices[:found], values[:found], odd == 0, above + equal
+    count = min(k, above + equal)
+    return indices[:count], values[:count], odd == 0, above + equal
 
 
 def _kth(keys: Tensor, k: int) -> Tensor:
@@ -120,11 +120,11 @@ def select_threshold(x: Tensor, threshold: float, capacity: int) -> tuple[Tensor
 def count_bins(x, bins, numel, SIZE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     value = tl.load(x + at, mask=at < numel, other=0.0).to(tl.float32)
-    found = tl.histogram((value.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >> 20, 2048)
+    counts = tl.histogram((value.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >> 20, 2048)
     bin = tl.arange(0, 2048)
     beyond = tl.maximum((tl.program_id(0) + 1).to(tl.int64) * SIZE - numel, 0).to(tl.int32)
-    found = tl.where(bin == 0, found - beyond, found)  # what was read as 0 behind the end
-    tl.atomic_add(bins + bin, found, mask=found != 0)
+    counts = tl.where(bin == 0, counts - beyond, counts)  # what was read as 0 behind the end
+    tl.atomic_add(bins + bin, counts, mask=counts != 0)
 
 
 def abs_histogram(x: Tensor) -> Tensor:

@@ -24,12 +24,12 @@ def count_marked(message, pieces, rows, marks, counts, SIZE: tl.constexpr):
     piece, _start, numel, _index0, payload, _site = row_of(pieces, rows)
     mark = marks + 5 * tl.load(pieces + 2 * pid)
     if tl.load(mark + 2) == 0:
-        found = tl.sum(bits_of(message + payload + 64, piece * SIZE + tl.arange(0, SIZE), numel))
+        marked = tl.sum(bits_of(message + payload + 64, piece * SIZE + tl.arange(0, SIZE), numel))
     else:
         words = (message + payload + 64).to(tl.pointer_type(tl.int32))
         count = tl.load(words + (piece * SIZE >> 16), mask=(piece * SIZE & 0xFFFF) == 0, other=0)
-        found = tl.minimum(tl.maximum(count, 0), tl.load(mark).to(tl.int32))
-    tl.store(counts + pid, found)
+        marked = tl.minimum(tl.maximum(count, 0), tl.load(mark).to(tl.int32))
+    tl.store(counts + pid, marked)
 
 
 @triton.jit

@@ -68,9 +68,9 @@ def scales(x: Tensor, form: Format) -> Scales:
         unit = (2.0 * mean).to(torch.float32)
         return Scales(torch.zeros_like(unit), _or_nan(unit, ~torch.isfinite(unit)), torch.zeros_like(unit))
     largest = _largest(x, form)
-    found = _ranged(torch.zeros_like(largest), largest, form, bad=~torch.isfinite(largest))
-    bad = ~torch.isfinite(found.unit * torch.full_like(found.unit, form.max_code))  # what decoding would overflow
-    return Scales(found.low, _or_nan(found.unit, bad), torch.where(bad, 0.0, found.inverse))
+    ranged = _ranged(torch.zeros_like(largest), largest, form, bad=~torch.isfinite(largest))
+    bad = ~torch.isfinite(ranged.unit * torch.full_like(ranged.unit, form.max_code))  # what decoding would overflow
+    return Scales(ranged.low, _or_nan(ranged.unit, bad), torch.where(bad, 0.0, ranged.inverse))
 
 
 def _ranged(low: Tensor, span: Tensor, form: Format, *, bad: Tensor) -> Scales:
@@ -141,11 +141,11 @@ def lane_sums(x: Tensor, bucket: int) -> Tensor:
     return lanes[:, 0]
 
 
-def sent_low(found: Scales, form: Format, k0: int) -> Tensor:
+def sent_low(scales: Scales, form: Format, k0: int) -> Tensor:
     """``lo`` as it is sent: with rounding "shift", moved by as much as the lattice is, −½ to ½ units."""
     if form.rounding != "shift":
-        return found.low
-    return found.low + found.unit * torch.full_like(found.unit, 0.5 - (k0 & 0xFFFF) / ONE)
+        return scales.low
+    return scales.low + scales.unit * torch.full_like(scales.unit, 0.5 - (k0 & 0xFFFF) / ONE)
 
 
 def per_element(value: Tensor, numel: int, bucket: int) -> Tensor:
@@ -153,12 +153,12 @@ def per_element(value: Tensor, numel: int, bucket: int) -> Tensor:
     return value.repeat_interleave(min(bucket, numel))[:numel]
 
 
-def quantise(x: Tensor, found: Scales, form: Format, noise: Tensor | int) -> Tensor:
+def quantise(x: Tensor, scales: Scales, form: Format, noise: Tensor | int) -> Tensor:
     """Codes (uint8) of the flat fp32 tensor ``x``: position in 16.16 fixed point plus ``noise`` (16 bits), cut off.
 
     Buckets that decode to NaN have codes 0.
     """
-    low, unit, inverse = (per_element(v, x.numel(), form.bucket) for v in found)
+    low, unit, inverse = (per_element(v, x.numel(), form.bucket) for v in scales)
     if form.scheme in ("sides", "sign"):
         codes = (x >= 0).to(torch.uint8)
     else:
@@ -181,12 +181,12 @@ def noise16(form: Format, row: Row, numel: int, key: int, device: torch.device) 
 
 def planes(bits: int) -> list[tuple[int, int]]:
     """The planes that carry codes of ``bits`` bits, as (width, lowest bit): 4, 2, 1 wide, low bits first."""
-    found, low = [], 0
+    widths, low = [], 0
     for width in (8, 4, 2, 1):
         if bits & width:
-            found.append((width, low))
+            widths.append((width, low))
             low += width
-    return found
+    return widths
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -222,10 +222,10 @@ def unpack(packed: Tensor, numel: int, bits: int) -> Tensor:
 
 def encode_row(x: Tensor, row: Row, form: Format, *, key: int) -> Tensor:
     """The payload (uint8) of one segment; ``x`` holds its elements in fp32."""
-    found = scales(x, form)
-    codes = quantise(x, found, form, noise16(form, row, x.numel(), key, x.device))
+    row_scales = scales(x, form)
+    codes = quantise(x, row_scales, form, noise16(form, row, x.numel(), key, x.device))
     payload = torch.zeros(bucketed_bytes(x.numel(), form), dtype=torch.uint8, device=x.device)
-    sent = (sent_low(found, form, row_key(key, row.site)[0]), found.unit)[-form.num_scales :]
+    sent = (sent_low(row_scales, form, row_key(key, row.site)[0]), row_scales.unit)[-form.num_scales :]
     meta = torch.cat(sent).view(torch.uint8)
     packed = pack(codes, form.bits)
     at = codes_at(x.numel(), form)

@@ -94,11 +94,11 @@ def unpack_indices(message: Tensor, at: int, numel: int, k: int, bitmap: bool) -
     pairs = message[at + 4 * blocks : at + 4 * blocks + 2 * total].view(-1, 2).to(torch.int64)
     starts = torch.arange(blocks, device=message.device) * BLOCK
     lengths = ends.diff(prepend=ends.new_zeros(1))
-    found = torch.repeat_interleave(starts, lengths) + pairs[:, 0] + 256 * pairs[:, 1]
+    indices = torch.repeat_interleave(starts, lengths) + pairs[:, 0] + 256 * pairs[:, 1]
     if total:  # what does not rise was not written by pack_indices
-        before = torch.cat((found.new_full((1,), -1), found.cummax(0).values[:-1]))
-        found = found[(found > before) & (found < numel)]
-    return found.to(torch.int32)
+        before = torch.cat((indices.new_full((1,), -1), indices.cummax(0).values[:-1]))
+        indices = indices[(indices > before) & (indices < numel)]
+    return indices.to(torch.int32)
 
 
 def sparse_add(y: Tensor, indices: Tensor, values: Tensor, scale: float) -> None:

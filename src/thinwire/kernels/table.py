@@ -90,10 +90,10 @@ class Table:
 
         Raises ``ValueError`` for an ``index0`` off the format's grain, or payloads that overlap.
         """
-        found = self._extents.get(form)
-        if found is None:
-            found = self._extents[form] = self._measure(form)
-        return found
+        extent = self._extents.get(form)
+        if extent is None:
+            extent = self._extents[form] = self._measure(form)
+        return extent
 
     def _check(self) -> None:
         for i, row in enumerate(self.segments):

@@ -76,7 +76,7 @@ def make(num_nodes: int) -> dict[str, Any]:
 
 def kill_inside(namespaces: set[tuple[int, int]]) -> int:
     """Send SIGKILL to every other process whose network namespace is one of ``namespaces``; how many there were."""
-    found = 0
+    killed = 0
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == os.getpid():
             continue
@@ -85,8 +85,8 @@ def kill_inside(namespaces: set[tuple[int, int]]) -> int:
             status = os.stat(f"/proc/{name}/ns/net")
             if (status.st_dev, status.st_ino) in namespaces:
                 os.kill(int(name), signal.SIGKILL)
-                found += 1
-    return found
+                killed += 1
+    return killed
 
 
 def empty(descriptors: list[int]) -> None:

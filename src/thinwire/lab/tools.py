@@ -36,13 +36,13 @@ def find(tool: str) -> str:
         LabUnavailable: it is not installed; names the package that has it.
     """
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), *SYSTEM_DIRECTORIES])
-    found = shutil.which(tool, path=path)
-    if found is None:
+    executable = shutil.which(tool, path=path)
+    if executable is None:
         package = PACKAGES[tool]
         raise LabUnavailable(
             f"the command `{tool}` is missing: install the package {package} (Debian, Ubuntu: apt install {package})"
         )
-    return found
+    return executable
 
 
 def call(inside: Sequence[str], tool: str, arguments: Sequence[str], *, lines: Sequence[str] = ()) -> str:

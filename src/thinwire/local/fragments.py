@@ -185,9 +185,9 @@ def shared_weights(fragments: Sequence[Fragment]) -> Iterator[None]:
 def state_entry(state: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> Tensor:
     value = state.get(name)
     if not isinstance(value, Tensor) or tuple(value.shape) != tuple(shape):
-        found = "is missing" if value is None else f"is {getattr(value, 'shape', value)}"
+        problem = "is missing" if value is None else f"is {getattr(value, 'shape', value)}"
         raise ValueError(
-            f"the state's {name!r} {found}, where {tuple(shape)} is wanted: it is of another model, of another "
+            f"the state's {name!r} {problem}, where {tuple(shape)} is wanted: it is of another model, of another "
             "number of fragments, or another worker's state_dict(); gather_state_dict() suits any number of workers"
         )
     return value

@@ -211,13 +211,13 @@ class IntDIANA(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = closure()
         self._stats = dataclasses.replace(self._stats, evaluations=self._stats.evaluations + 1)
-        found = []
+        gradients = []
         for parameter in parameters:
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 raise TypeError("IntDIANA takes dense gradients: make the embedding dense (sparse=False)")
-            found.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach())
+            gradients.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach())
             parameter.grad = None
-        return loss, found
+        return loss, gradients
 
     def _coin(self, step: int) -> bool:
         options = self.param_groups[0]
@@ -270,14 +270,14 @@ class IntDIANA(torch.optim.Optimizer):
         """By parameter: a scalar, or one a coordinate."""
         options = self.param_groups[0]
         num_all, twice = sum(p.numel() for p in parameters), 2 * self._transport.world_size
-        found = []
+        alphas = []
         for parameter in parameters:
             # Squares and roots in fp64: neither of a parameter's extremes leaves its range.
             rms = self.state[parameter]["rms"].double()
             size = {"layer": parameter.numel(), "global": num_all, "coordinate": 1}[options["block"]]
             alpha = math.sqrt(size) / (twice * rms.square() + size / num_all * options["eps"] ** 2).sqrt()
-            found.append(alpha.to(parameter.dtype))
-        return found
+            alphas.append(alpha.to(parameter.dtype))
+        return alphas
 
     def _update(
         self, parameters: Sequence[Tensor], estimates: Sequence[Tensor], reference: list[Tensor] | None

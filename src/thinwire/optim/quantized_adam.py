@@ -145,8 +145,10 @@ class QuantizedAdam(torch.optim.Optimizer):
             if not state["frozen_at"] and not state["seen"]:
                 unseen.append(parameter)
         if unseen:
-            found = torch.stack([local(parameter.grad).any().to(torch.int32) for parameter in unseen])
-            for parameter, nonzero in zip(unseen, over_shards(found, unseen, dist.ReduceOp.MAX).tolist(), strict=True):
+            nonzeros = torch.stack([local(parameter.grad).any().to(torch.int32) for parameter in unseen])
+            for parameter, nonzero in zip(
+                unseen, over_shards(nonzeros, unseen, dist.ReduceOp.MAX).tolist(), strict=True
+            ):
                 # Its update makes a 1 of it.
                 self.state[parameter]["seen"] = 0 if nonzero else -1
 

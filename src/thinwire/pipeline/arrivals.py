@@ -82,9 +82,9 @@ class Arrivals:
                 self._wanted = chunk
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: chunk in self._decoded)
-                found = self._decoded.pop(chunk)
+                decoded = self._decoded.pop(chunk)
                 self._changed.notify_all()
-                return found.result()
+                return decoded.result()
         with self._failing:
             self._receives[chunk].wait()
         with self._decoding:
@@ -108,21 +108,21 @@ class Arrivals:
     def _run(self) -> None:
         with torch.no_grad():
             while (chunk := self._turn()) is not None:
-                found: Future[list[Tensor]] = Future()
+                decoded: Future[list[Tensor]] = Future()
                 try:
                     if not self._wait(chunk):
                         return
                     with self._decoding:
                         if self._stopped:
                             return
-                        found.set_result(self._decode(chunk))
+                        decoded.set_result(self._decode(chunk))
                 except BaseException as error:  # noqa: BLE001 - raised in the training's thread
-                    found.set_exception(error)
+                    decoded.set_exception(error)
                 with self._changed:
-                    self._decoded[chunk] = found
-                    self._next = len(self._receives) if found.exception() is not None else self._after(chunk)
+                    self._decoded[chunk] = decoded
+                    self._next = len(self._receives) if decoded.exception() is not None else self._after(chunk)
                     self._changed.notify_all()
-                del found  # which would live on while the thread waits for the next one
+                del decoded  # which would live on while the thread waits for the next one
 
     def _turn(self) -> int | None:
         """The next micro-batch, once there is room for it; None when there is none left to wait for."""

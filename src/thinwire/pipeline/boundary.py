@@ -95,15 +95,15 @@ class BoundarySide:
     def choice_bytes(self, direction: Direction) -> list[int]:
         """By choice of compressor, the bytes of a micro-batch's message in which all samples are compressed."""
         crossing = self._crossings[direction]
-        parts, found = crossing.parts(crossing.length), []
+        parts, num_bytes = crossing.parts(crossing.length), []
         for choice in range(len(self.options.choices(direction))):
             coders = fitted(self.options.coder_at(self.boundary, direction, choice), crossing)
             sizes = (
                 coder.payload_bytes(part.at(crossing.length), crossing.dtype)
                 for coder, part in zip(coders, parts, strict=True)
             )
-            found.append(HEADER_BYTES + crossing.batch * sum(sizes))
-        return found
+            num_bytes.append(HEADER_BYTES + crossing.batch * sum(sizes))
+        return num_bytes
 
     def record_format(self) -> RecordFormat:
         """The format of this boundary's records: of samples of ``max_length`` positions, or of as many as now."""
@@ -159,10 +159,10 @@ class BoundarySide:
     def message(self, direction: Direction, chunk: int) -> Tensor:
         """The buffer of a micro-batch's message (uint8), the same memory in every step of the same size."""
         num_bytes = self.layout(direction, chunk).num_bytes
-        found = self._buffers.get((direction, chunk))
-        if found is None or found.numel() != num_bytes:
-            found = self._buffers[direction, chunk] = torch.zeros(num_bytes, dtype=torch.uint8)
-        return found
+        buffer = self._buffers.get((direction, chunk))
+        if buffer is None or buffer.numel() != num_bytes:
+            buffer = self._buffers[direction, chunk] = torch.zeros(num_bytes, dtype=torch.uint8)
+        return buffer
 
     def renew_messages(self) -> None:
         """Allocate other buffers from now on."""
@@ -170,10 +170,10 @@ class BoundarySide:
 
     def layout(self, direction: Direction, chunk: int) -> MessageLayout:
         """The layout of a micro-batch's message."""
-        found = self._layouts.get((direction, chunk))
-        if found is None:
-            found = self._layouts[direction, chunk] = self._layout(direction, chunk)
-        return found
+        layout = self._layouts.get((direction, chunk))
+        if layout is None:
+            layout = self._layouts[direction, chunk] = self._layout(direction, chunk)
+        return layout
 
     def _layout(self, direction: Direction, chunk: int) -> MessageLayout:
         step, crossing, rows = self._present(direction, chunk)
@@ -326,8 +326,8 @@ class BoundarySide:
                 return self.store.load(rows, choices)
             m = torch.zeros(_numel(layout.crossing, rows))
             if coded:
-                found = self.store.load(_some(rows, coded), None if choices is None else choices[coded])
-                m.view(len(rows.samples), -1)[coded] = found.view(len(coded), -1)
+                records = self.store.load(_some(rows, coded), None if choices is None else choices[coded])
+                m.view(len(rows.samples), -1)[coded] = records.view(len(coded), -1)
             return m
 
     def _renew(
@@ -387,10 +387,10 @@ class BoundarySide:
 
     def _scratch(self, name: str, like: Tensor) -> Tensor:
         """Scratch memory of the shape of ``like``, kept from call to call: fresh pages cost more than the encoding."""
-        found = self._scratch_tensors.get(name)
-        if found is None or found.shape != like.shape:
-            found = self._scratch_tensors[name] = torch.empty_like(like, memory_format=torch.contiguous_format)
-        return found
+        scratch = self._scratch_tensors.get(name)
+        if scratch is None or scratch.shape != like.shape:
+            scratch = self._scratch_tensors[name] = torch.empty_like(like, memory_format=torch.contiguous_format)
+        return scratch
 
     def _key(self, draws: str) -> int:
         assert self._step is not None

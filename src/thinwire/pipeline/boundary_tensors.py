@@ -98,20 +98,20 @@ class BoundaryTensors:
 
     def parts(self, length: int) -> tuple[Part, ...]:
         """The part that a sample has in each activation tensor, at ``length`` positions."""
-        found = []
+        parts = []
         for i in self.floats:
             own = self._shape(i, 1, length)[1:]
             grows = self._grows(i)
-            found.append(Part(own[0], math.prod(own[1:]), True) if grows else Part(1, math.prod(own), False))
-        return tuple(found)
+            parts.append(Part(own[0], math.prod(own[1:]), True) if grows else Part(1, math.prod(own), False))
+        return tuple(parts)
 
     def check(self, tensors: Sequence[Tensor], count: int, length: int, where: str) -> None:
         """Raise ``ValueError`` unless tensors have the shapes that the other side expects."""
         expected = self.shapes(count, length)
-        found = [tuple(tensor.shape) for tensor in tensors]
-        if found != expected:
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        if shapes != expected:
             raise ValueError(
-                f"{where} has shapes {found}, the other side expects {expected} ({count} samples, length {length}): "
+                f"{where} has shapes {shapes}, the other side expects {expected} ({count} samples, length {length}): "
                 "pass set_sample_ids() all samples of the batch that step() gets, and length= when it changes"
             )
 

@@ -71,6 +71,6 @@ def _gather(
         torch.cat([torch.tensor(computed, dtype=torch.float64), *(sizes.flatten() for sizes in own.values())])
     )
     slowest = table[:, :2].amax(0).tolist()
-    found = table[:, 2:].sum(0).split([sizes.numel() for sizes in own.values()])
-    shaped = (sizes.view(len(boundaries), -1).tolist() for sizes in found)
+    choice_sizes = table[:, 2:].sum(0).split([sizes.numel() for sizes in own.values()])
+    shaped = (sizes.view(len(boundaries), -1).tolist() for sizes in choice_sizes)
     return dict(zip(DIRECTIONS, slowest, strict=True)), dict(zip(DIRECTIONS, shaped, strict=True))

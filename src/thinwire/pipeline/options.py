@@ -169,9 +169,9 @@ def _fitted(coder: Coded, shape: Sequence[int]) -> Coded:
     if isinstance(coder, Raw):
         return coder
     try:
-        found = coder.fit(shape or (1,))
+        fitted = coder.fit(shape or (1,))
     except Unsuited as why:
         raise ValueError(f"{coder} cannot code activations of shape {tuple(shape)} a sample: {why}") from None
-    if isinstance(found, Raw):
+    if isinstance(fitted, Raw):
         raise ValueError(f"{coder} cannot code activations of shape {tuple(shape)} a sample: they would be sent raw")
-    return coded("the compressor", found)
+    return coded("the compressor", fitted)

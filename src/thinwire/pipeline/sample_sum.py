@@ -76,7 +76,7 @@ class SampleSum:
         """
         self._set_up(x, len(samples))
         flat = x.detach().to("cpu", torch.float32).reshape(len(samples), -1)
-        rows = Rows.of(samples, 0)
+        rows = Rows.uniform(samples, 0)
         refused = frozenset[int]() if self.store is None else self.store.admit(samples)
         kinds = [self._kind(sample) for sample in samples]
         part, total, rest = self._load(rows, kinds, flat.shape[1])
@@ -137,7 +137,7 @@ class SampleSum:
         records = torch.zeros(len(rows.samples), sum(widths))
         known = [i for i, kind in enumerate(kinds) if kind is Encoding.CODED]
         if self.store is not None and known:
-            records[known] = self.store.load(Rows.of((rows.samples[i] for i in known), 0)).view(len(known), -1)
+            records[known] = self.store.load(Rows.uniform((rows.samples[i] for i in known), 0)).view(len(known), -1)
         part, total, rest = records.split(widths, dim=1)
         return part, total, rest
 
@@ -152,7 +152,7 @@ class SampleSum:
             self.store.forget(sample)
         keep = [i for i, sample in enumerate(rows.samples) if finite[i] and sample not in refused]
         if keep:
-            some = Rows.of((rows.samples[i] for i in keep), 0)
+            some = Rows.uniform((rows.samples[i] for i in keep), 0)
             records = self.store.form.encode(values[keep].reshape(-1), some, 0)
             self.store.save(records, some, self.step)
 

@@ -27,7 +27,7 @@ class Batch:
     corners: tuple[Corner, ...] | None = None
 
     @staticmethod
-    def of(
+    def from_ids(
         samples: Ids, length: int | None, lengths: Ids | None, upcoming: Ids, corners: Corners | None = None
     ) -> Batch:
         """The batch, after its ids and lengths are checked.
@@ -90,7 +90,7 @@ class ScheduleStep:
         """The samples of micro-batch ``chunk``; ``count`` and ``length`` are those that the pipeline was set up
         with."""
         if self.batch is None:
-            return Rows.of(range(chunk * count, (chunk + 1) * count), length)
+            return Rows.uniform(range(chunk * count, (chunk + 1) * count), length)
         sizes = chunk_sizes(len(self.batch.samples), num_chunks)
         here = slice(sum(sizes[:chunk]), sum(sizes[: chunk + 1]))
         padded = length if self.batch.length is None or not length else self.batch.length

@@ -75,7 +75,7 @@ class CompressedStage(PipelineStage):
         Raises:
             TypeError, ValueError: these are no ids, lengths or corners.
         """
-        self._compression.give_batch(Batch.of(ids, length, lengths, upcoming, corners))
+        self._compression.give_batch(Batch.from_ids(ids, length, lengths, upcoming, corners))
 
     @property
     def stats(self) -> PipelineStats:

@@ -315,7 +315,7 @@ class StageCompression:
         assert work is not None, "this rank is in the group"
         return work
 
-    def found_run(self) -> int | None:
+    def existing_run(self) -> int | None:
         """The run of the stores on disk that this training continues, if there are any."""
         return self.options.store.run_of(self._folder(f"boundary{self.index}-earlier"))
 

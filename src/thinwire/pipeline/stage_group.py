@@ -235,7 +235,7 @@ class StageGroup:
         step = ScheduleStep(self._number, self.step, stage.training, self.run)
         try:
             if stage.training and stage.options.keeps and not self.run:
-                step = replace(step, run=stage.found_run() or _new_run())
+                step = replace(step, run=stage.existing_run() or _new_run())
             batch = stage.take_batch()
             if batch is None and stage.training and stage.options.keeps:
                 raise ValueError(
@@ -348,18 +348,18 @@ def _new_run() -> int:
     return int.from_bytes(os.urandom(6), "little") + 1
 
 
-def _check_first(stage: StageCompression, batch: Batch | None, found: int | None) -> None:
+def _check_first(stage: StageCompression, batch: Batch | None, num_samples: int | None) -> None:
     """Raise unless the first micro-batch has as many samples as all ranks will take it to have."""
-    if found is None:
+    if num_samples is None:
         return
     expected = stage.first_size if batch is None else chunk_sizes(len(batch.samples), stage.num_chunks)[0]
     if batch is not None and len(batch.samples) < stage.num_chunks:
         raise ValueError(f"{len(batch.samples)} samples do not fill {stage.num_chunks} micro-batches")
-    if expected is not None and found != expected:
+    if expected is not None and num_samples != expected:
         known = "as the pipeline was set up" if batch is None else f"by the {len(batch.samples)} ids given"
         raise ValueError(
-            f"the first micro-batch has {found} samples, not {expected} {known}: call set_sample_ids() with the ids of "
-            "all samples of the batch before schedule.step() or eval()"
+            f"the first micro-batch has {num_samples} samples, not {expected} {known}: call set_sample_ids() with the "
+            "ids of all samples of the batch before schedule.step() or eval()"
         )
 
 

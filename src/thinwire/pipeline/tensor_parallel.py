@@ -96,7 +96,7 @@ class CompressedRowwiseParallel(RowwiseParallel):
         Raises:
             TypeError, ValueError: These are no ids.
         """
-        self._samples = Batch.of(ids, None, None, ()).samples
+        self._samples = Batch.from_ids(ids, None, None, ()).samples
         self._given += 1
         self._stats.steps += 1
 
@@ -131,14 +131,14 @@ class CompressedRowwiseParallel(RowwiseParallel):
         for name, mine in (("seed", self.seed), ("format_version", FORMAT_VERSION)):
             if name not in state or integers(state, name) != [mine]:
                 raise ValueError(f"the state has another {name} than {mine}: resume with the same")
-        found: dict[int, dict[str, Tensor]] = {}
+        layers: dict[int, dict[str, Tensor]] = {}
         for key, value in state.items():
             index, _, name = key.partition("/")
             if name and index.isdecimal():
-                found.setdefault(int(index), {})[name] = value.detach().cpu().clone()
-        if set(found) != set(range(len(self._layers))) or not all("step" in own for own in found.values()):
-            raise ValueError(f"the state is of {len(found)} layers, this style was given for {len(self._layers)}")
-        for index, own in found.items():
+                layers.setdefault(int(index), {})[name] = value.detach().cpu().clone()
+        if set(layers) != set(range(len(self._layers))) or not all("step" in own for own in layers.values()):
+            raise ValueError(f"the state is of {len(layers)} layers, this style was given for {len(self._layers)}")
+        for index, own in layers.items():
             integers(own, "step")
             self._layers[index].sum.load_state_dict(own)
 

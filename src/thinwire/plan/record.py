@@ -109,7 +109,7 @@ class PlanRecord:
                 raise ValueError(f"layer {row.name!r} of bucket {row.bucket} comes after bucket {before.bucket}")
 
     @classmethod
-    def of(
+    def from_plan(
         cls,
         plan_layers: Mapping[str, Compressor],
         reference_layers: Mapping[str, Compressor],

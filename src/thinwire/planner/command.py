@@ -89,7 +89,7 @@ def plan_pipeline_command(
         now = even_plan(problem)
         if svg:
             pairs = {"even cuts, uncompressed, 1f1b": now.simulated, f"planned, {_schedule(best)}": best.simulated}
-            draw_timelines({title: timeline(of) for title, of in pairs.items()}, svg)
+            draw_timelines({title: timeline(simulated) for title, simulated in pairs.items()}, svg)
         if json:
             _results(best, plans, now).write(json)
     except (ValueError, TypeError, OSError, ImportError, RecursionError) as error:
@@ -123,24 +123,29 @@ def read_problem(content: Any, **options: Any) -> PipelineProblem:
 
 
 def _rows(content: Mapping[str, Any], name: str, most: int) -> list[Any]:
-    found = content.get(name)
-    if not isinstance(found, list) or not 0 < len(found) <= most:
+    rows = content.get(name)
+    if not isinstance(rows, list) or not 0 < len(rows) <= most:
         raise ValueError(f"{name} must be a list of 1 to {most}")
-    return found
+    return rows
 
 
 def _text(row: Any, name: str) -> str:
-    found = row.get(name) if isinstance(row, dict) else None
-    if not isinstance(found, str) or not found:
+    text = row.get(name) if isinstance(row, dict) else None
+    if not isinstance(text, str) or not text:
         raise ValueError(f"{row!r} has no {name}, which is a text")
-    return found
+    return text
 
 
 def _number(row: Any, name: str, default: float | None = None, *, zero: bool = False) -> float:
-    found = row.get(name, default) if isinstance(row, dict) else None
-    if not isinstance(found, int | float) or isinstance(found, bool) or not 0 <= found < 1e15 or not (found or zero):
+    number = row.get(name, default) if isinstance(row, dict) else None
+    if (
+        not isinstance(number, int | float)
+        or isinstance(number, bool)
+        or not 0 <= number < 1e15
+        or not (number or zero)
+    ):
         raise ValueError(f"{name} must be a number {'of 0 or' if zero else ''} above 0, in {row!r}"[:300])
-    return float(found)
+    return float(number)
 
 
 def _machine(row: Any) -> Machine:
@@ -183,24 +188,29 @@ def _links(content: Mapping[str, Any], names: list[str]) -> dict[tuple[str, str]
 
 def _plans(problem: PipelineProblem, schedules: tuple[ScheduleName, ...]) -> dict[ScheduleName, PipelinePlan]:
     """The plan for each schedule that takes so many micro-batches on so many machines."""
-    found: dict[ScheduleName, PipelinePlan] = {}
+    plans: dict[ScheduleName, PipelinePlan] = {}
     for name in schedules:
         one = problem.only(name)
         if any(True for _ in one.shapes()):
-            found[name] = plan_pipeline(one)
-    if not found:
+            plans[name] = plan_pipeline(one)
+    if not plans:
         raise ValueError(f"none of {', '.join(schedules)} takes {problem.num_chunks} micro-batches here")
-    return found
+    return plans
 
 
 def timeline(simulated: Simulated) -> list[Row]:
     """Rows of a picture: each rank, and below it the links to the next one, there and back."""
     rows: list[Row] = []
     for rank, spans in enumerate(simulated.tasks):
-        rows.append((f"rank {rank}", [(of.kind, of.chunk, of.begin_s, of.end_s) for of in spans]))
+        rows.append((f"rank {rank}", [(span.kind, span.chunk, span.begin_s, span.end_s) for span in spans]))
         for direction, arrow in (("forward", "→"), ("backward", "←")):
-            behind = [of for b, of in enumerate(simulated.messages) if b % len(simulated.tasks) == rank]
-            bars = [("wire", s.chunk, s.begin_s, s.end_s) for of in behind for s in of if s.kind == direction]
+            behind = [link_spans for b, link_spans in enumerate(simulated.messages) if b % len(simulated.tasks) == rank]
+            bars = [
+                ("wire", s.chunk, s.begin_s, s.end_s)
+                for link_spans in behind
+                for s in link_spans
+                if s.kind == direction
+            ]
             if bars:
                 rows.append((f"{rank} {arrow} {(rank + 1) % len(simulated.tasks)}", bars))
     return rows

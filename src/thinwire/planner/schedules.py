@@ -52,7 +52,7 @@ class Schedule:
         when the last of their gradients is computed."""
         ends = "weights" if self.splits_backward else "backward"
         changes = ([(task.kind == "forward") - (task.kind == ends) for task in tasks] for tasks in self.ranks)
-        return max(max(accumulate(of)) for of in changes)
+        return max(max(accumulate(steps)) for steps in changes)
 
     @staticmethod
     def build(name: ScheduleName, num_ranks: int, num_chunks: int, per_rank: int = 1) -> Schedule:

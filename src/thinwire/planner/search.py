@@ -101,7 +101,7 @@ class PipelineProblem:
     @cached_property
     def budgets(self) -> tuple[float, float]:
         """Sums of squared lost shares that are allowed forward and backward."""
-        allowed = (Choice.of(parse(spec)).error * (len(self.machines) - 1) for spec in self.reference)
+        allowed = (Choice.from_compressor(parse(spec)).error * (len(self.machines) - 1) for spec in self.reference)
         forward, backward = (value * (1 + 1e-9) for value in allowed)
         return forward, backward
 
@@ -130,7 +130,7 @@ class Choice(NamedTuple):
     """Square of the share of the norm that it loses of normally distributed values."""
 
     @staticmethod
-    def of(compressor: Compressor) -> Choice:
+    def from_compressor(compressor: Compressor) -> Choice:
         """A compressor of activations, of their changes, or of gradients.
 
         Raises:
@@ -142,8 +142,8 @@ class Choice(NamedTuple):
 
 
 def _choices(compressors: Sequence[str | Compressor]) -> tuple[Choice, ...]:
-    found = [Choice.of(compressor) for compressor in dict.fromkeys([Raw(), *map(parse, compressors)])]
-    return tuple(sorted(found, key=lambda of: -of.share))
+    choices = [Choice.from_compressor(compressor) for compressor in dict.fromkeys([Raw(), *map(parse, compressors)])]
+    return tuple(sorted(choices, key=lambda choice: -choice.share))
 
 
 def _coder(compressor: Compressor) -> Coded:
@@ -227,8 +227,8 @@ class PipelinePlan:
 
 def _stage(problem: PipelineProblem, machine: Machine, begin: int, end: int) -> StageTimes:
     layers = problem.layers[begin:end]
-    weights = math.fsum(of.backward_s / 2 if of.weights_s is None else of.weights_s for of in layers)
-    times = (math.fsum(of.forward_s for of in layers), math.fsum(of.backward_s for of in layers), weights)
+    weights = math.fsum(layer.backward_s / 2 if layer.weights_s is None else layer.weights_s for layer in layers)
+    times = (math.fsum(layer.forward_s for layer in layers), math.fsum(layer.backward_s for layer in layers), weights)
     return StageTimes(*(seconds / machine.speed for seconds in times))
 
 
@@ -272,16 +272,16 @@ def even_plan(
     cuts = tuple(len(problem.layers) * s // schedule.num_stages for s in range(schedule.num_stages + 1))
     picked = []
     for options, wanted in zip((problem.forward, problem.backward), spec, strict=True):
-        found = next((i for i, of in enumerate(options) if of.spec == str(parse(wanted))), None)
-        if found is None:
-            raise ValueError(f"{wanted} is none of the choices: {', '.join(of.spec for of in options)}")
-        picked.append((found,) * (schedule.num_stages - 1))
+        index = next((i for i, choice in enumerate(options) if choice.spec == str(parse(wanted))), None)
+        if index is None:
+            raise ValueError(f"{wanted} is none of the choices: {', '.join(choice.spec for choice in options)}")
+        picked.append((index,) * (schedule.num_stages - 1))
     return PipelinePlan(problem, schedule, tuple(range(len(problem.machines))), cuts, picked[0], picked[1])
 
 
 def _orders(problem: PipelineProblem) -> list[tuple[int, ...]]:
     """All orders of a few machines; of more, that given, and from each on always the one behind the fastest link."""
-    machines, size = range(len(problem.machines)), max(of.activation_bytes for of in problem.layers)
+    machines, size = range(len(problem.machines)), max(layer.activation_bytes for layer in problem.layers)
     if len(machines) <= _ALL_ORDERS:
         return list(permutations(machines))
 
@@ -289,14 +289,14 @@ def _orders(problem: PipelineProblem) -> list[tuple[int, ...]]:
         there, back = (problem.links[problem.machines[x].name, problem.machines[y].name] for x, y in ((a, b), (b, a)))
         return size / there.rate + size / back.rate + there.latency_s + back.latency_s
 
-    found = [tuple(machines)]
+    orders = [tuple(machines)]
     for first in machines:
         chain = [first]
         while len(chain) < len(machines):
             left = [machine for machine in machines if machine not in chain]
             chain.append(min(left, key=partial(seconds, chain[-1])))
-        found.append(tuple(chain))
-    return list(dict.fromkeys(found))
+        orders.append(tuple(chain))
+    return list(dict.fromkeys(orders))
 
 
 def _started(problem: PipelineProblem, schedule: Schedule, order: tuple[int, ...]) -> PipelinePlan:
@@ -324,10 +324,11 @@ def _cut(problem: PipelineProblem, order: Sequence[int], num_stages: int) -> tup
                 if s:
                     pair = (machines[s - 1], machine)
                     wires = [
-                        _wire(problem, begin, *pair, of, f).link_s for of, f in zip(fewest, (True, False), strict=True)
+                        _wire(problem, begin, *pair, choice, f).link_s
+                        for choice, f in zip(fewest, (True, False), strict=True)
                     ]
-                found = (max(slowest, seconds, *wires), squares + seconds**2, (*cuts, end))
-                row[end] = min(row.get(end, found), found)
+                candidate = (max(slowest, seconds, *wires), squares + seconds**2, (*cuts, end))
+                row[end] = min(row.get(end, candidate), candidate)
         best.append(row)
     return best[-1][total][2]
 
@@ -338,7 +339,9 @@ def _with_bits(plan: PipelinePlan) -> PipelinePlan:
     for options, budget, forward in zip(
         (problem.forward, problem.backward), problem.budgets, (True, False), strict=True
     ):
-        wires = [[plan.wire(b, of, forward=forward).link_s for of in options] for b in range(len(plan.cuts) - 2)]
+        wires = [
+            [plan.wire(b, choice, forward=forward).link_s for choice in options] for b in range(len(plan.cuts) - 2)
+        ]
         for allowed in sorted({seconds for row in wires for seconds in row}):
             picked = [next((i for i, s in enumerate(row) if s <= allowed), len(row)) for row in wires]
             if all(i < len(options) for i in picked) and math.fsum(options[i].error for i in picked) <= budget:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from thinwire.planner.schedules import Schedule, Task
@@ -97,7 +98,7 @@ class Simulated:
 
     def exposed_at(self, boundary: int) -> float:
         """Seconds by which the step would be shorter if this boundary's link were infinitely fast."""
-        boundaries = [Boundary() if i == boundary else of for i, of in enumerate(self.boundaries)]
+        boundaries = [Boundary() if i == boundary else kept for i, kept in enumerate(self.boundaries)]
         return self.step_s - self._over(boundaries).step_s
 
     def _over(self, boundaries: Sequence[Boundary]) -> Simulated:
@@ -265,7 +266,7 @@ class _Run:
         queue = self._queues.get(pair)
         if not queue or pair in self._under_way:
             return
-        message = next((of for of in queue if self._ahead or of in self._posted), None)
+        message = next((waiting for waiting in queue if self._ahead or waiting in self._posted), None)
         if message is None:
             return
         queue.remove(message)
@@ -279,18 +280,18 @@ class _Run:
         """A message has left, unless others have made it slower since this was to be; it arrives, and is decoded behind
         the one before."""
         pair = self._pair(message)
-        of = self._under_way.get(pair)
-        if of is None or of.message != message or of.end_s != self._now:
+        transfer = self._under_way.get(pair)
+        if transfer is None or transfer.message != message or transfer.end_s != self._now:
             return
         del self._under_way[pair]
         self._gone.add(message)
         kind, stage, chunk = message
         source = stage - 1 if kind == "forward" else stage + 1
-        arrived = self._now + of.wire.latency_s
+        arrived = self._now + transfer.wire.latency_s
         if pair[0] != pair[1]:
-            self.messages[min(source, stage)].append(Span(kind, source, chunk, of.begin_s, arrived))
+            self.messages[min(source, stage)].append(Span(kind, source, chunk, transfer.begin_s, arrived))
         key = kind, stage
-        self._decoded[key] = max(self._decoded.get(key, 0.0), arrived) + of.wire.decode_s
+        self._decoded[key] = max(self._decoded.get(key, 0.0), arrived) + transfer.wire.decode_s
         self._at(self._decoded[key], self._arrived, message)
         for notice in self._notices.pop(pair, []):
             self._post(notice)
@@ -306,19 +307,22 @@ class _Run:
     def _share(self, lines: Sequence[float]) -> None:
         """Give each message that is under way as many bytes per second as the others, but where its link or one of its
         lines carries fewer (max-min fairness)."""
-        open_ = {pair: of for pair, of in self._under_way.items() if of.end_s > self._now}
+        open_ = {pair: transfer for pair, transfer in self._under_way.items() if transfer.end_s > self._now}
         used = {pair: (pair, ("from", pair[0]), ("to", pair[1])) for pair in open_}
         room: dict[object, float] = {}
-        for pair, of in open_.items():
-            room |= zip(used[pair], (of.wire.rate, lines[pair[0]], lines[pair[1]]), strict=True)
+        for pair, transfer in open_.items():
+            room |= zip(used[pair], (transfer.wire.rate, lines[pair[0]], lines[pair[1]]), strict=True)
         while open_:
             users = Counter(name for pair in open_ for name in used[pair])
-            rate, tightest = min(((room[name] / count, name) for name, count in users.items()), key=lambda of: of[0])
+            rate, tightest = min(((room[name] / count, name) for name, count in users.items()), key=itemgetter(0))
             for pair in [pair for pair in open_ if tightest in used[pair]]:
-                of = open_.pop(pair)
-                if rate != of.rate:
-                    of.end_s, of.rate = self._now + (of.end_s - self._now) * of.rate / rate, rate
-                    self._at(of.end_s, self._carried, of.message)
+                transfer = open_.pop(pair)
+                if rate != transfer.rate:
+                    transfer.end_s, transfer.rate = (
+                        self._now + (transfer.end_s - self._now) * transfer.rate / rate,
+                        rate,
+                    )
+                    self._at(transfer.end_s, self._carried, transfer.message)
                 for name in used[pair]:
                     room[name] -= rate
 

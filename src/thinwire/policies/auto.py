@@ -153,7 +153,7 @@ class Auto(Policy):
         rows = [row for row, _ in table]
         errors = {c.name: float(c.errors[c.candidates.index(chosen[c.name])]) for c in rows}
         note += f"; {_summary(chosen)}, error {_relative(errors, rows):.3f} of {self.error:g}" if on else ""
-        note += model.other_ways(step, evidence.reference)
+        note += model.alternatives(step, evidence.reference)
         solve_s = time.perf_counter() - started - errors_s
         everything = dict.fromkeys(evidence.reference, memory)
         return Proposal(chosen, errors, {}, note, everything, errors_s, solve_s, model.algorithm if on else None)
@@ -240,7 +240,7 @@ class _StepModel:
     def _layers(self, plan: Mapping[str, Compressor]) -> dict[str, Compressor]:
         return {name: plan.get(name, Raw()) for bucket in self.pace.buckets for name, _ in bucket.layers}
 
-    def other_ways(self, step_s: float, compressible: Iterable[str]) -> str:
+    def alternatives(self, step_s: float, compressible: Iterable[str]) -> str:
         """What the best step of ``step_s`` leaves to other ways of training: a note, empty where that is little."""
         compute_s = self.pace.compute_s
         if step_s <= (1 + _BOUND) * compute_s:

@@ -291,11 +291,11 @@ class Adapter:
         changed = plan.changed(changes)
         if proposal is not None:
             self._memory = proposal.memory
-        found = proposal or Proposal({})
-        times = (found.errors_s, found.solve_s, waited_s)
+        proposed = proposal or Proposal({})
+        times = (proposed.errors_s, proposed.solve_s, waited_s)
         if self.decides and note:
             _log.info("step %d: %s", step, note)
-        errors = found.errors, found.reference_errors
+        errors = proposed.errors, proposed.reference_errors
         self.decisions.append(Decision(step, changed, self.algorithm, len(changes), note, *errors, *times))
         return changed
 
@@ -351,8 +351,10 @@ class Adapter:
         sums = self._by_layer()
         state[_RATES] = self._rates.to_tensor()
         for name in self._adaptable:
-            found = sums.get(name)
-            state[_SUM + name] = torch.zeros(tuple(self._shapes[name])) if found is None else found.cpu().clone()
+            gradient_sum = sums.get(name)
+            state[_SUM + name] = (
+                torch.zeros(tuple(self._shapes[name])) if gradient_sum is None else gradient_sum.cpu().clone()
+            )
         return sealed(state, _CHECKSUMS)
 
     def saved_algorithm(self, state: Mapping[str, Tensor]) -> Algorithm:
@@ -377,8 +379,8 @@ class Adapter:
     def _check_saved(self, state: Mapping[str, Tensor]) -> None:
         """Raise ``ValueError`` if a state belongs to another model, or was damaged."""
         for name in self._adaptable:
-            found = state.get(_SUM + name)
-            if not isinstance(found, Tensor) or found.numel() != math.prod(self._shapes[name]):
+            gradient_sum = state.get(_SUM + name)
+            if not isinstance(gradient_sum, Tensor) or gradient_sum.numel() != math.prod(self._shapes[name]):
                 raise ValueError(f"{_SUM + name} is missing in the state, or is of a layer of another shape")
         check_sealed(state, [key for key in state if key.startswith("adapt/") and key != _CHECKSUMS], _CHECKSUMS)
 
@@ -403,9 +405,9 @@ class Adapter:
         self._seen, asked_for = integers(state, _SEEN, 2)
         self._rates = LearningRates.from_tensor(state.get(_RATES))
         for name in self._adaptable:
-            found = state[_SUM + name]
-            if self._seen and bool(found.any()):
-                self._sums[name] = found.detach().to(torch.float32, copy=True).view(tuple(self._shapes[name]))
+            gradient_sum = state[_SUM + name]
+            if self._seen and bool(gradient_sum.any()):
+                self._sums[name] = gradient_sum.detach().to(torch.float32, copy=True).view(tuple(self._shapes[name]))
         if self.policy.memory_size and _MEMORY in state:
             table, width = state[_MEMORY], self.policy.memory_size
             if not isinstance(table, Tensor) or not table.is_floating_point() or table.numel() % width:

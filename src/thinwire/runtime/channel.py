@@ -238,7 +238,7 @@ class DeviceRoute(Route):
     def __init__(self, kind: Kind, layout: Layout, transport: DeviceTransport) -> None:
         rank, device = transport.rank, transport.device
         if kind == "all_reduce":
-            self._buffers: DeviceBuffers | ShardBuffers = DeviceBuffers.of(layout, rank, device)
+            self._buffers: DeviceBuffers | ShardBuffers = DeviceBuffers.allocate(layout, rank, device)
             super().__init__(layout, self._buffers.sent_bytes)
         else:
             self._buffers = ShardBuffers.open(layout, rank, device, up=kind == "reduce_scatter")

@@ -194,11 +194,11 @@ def gather(state: Mapping[str, Tensor], transport: Transport) -> dict[str, Tenso
 
 def integers(state: Mapping[str, Tensor], name: str, count: int | None = 1) -> list[int]:
     """The integers of a state's entry, as many as ``count`` says. Raises ``ValueError`` if it holds anything else."""
-    found = state[name]
-    if not isinstance(found, Tensor) or found.dtype not in _INTEGERS or count not in (None, found.numel()):
-        shown = f"{found.dtype} of {found.numel()}" if isinstance(found, Tensor) else type(found).__name__
+    entry = state[name]
+    if not isinstance(entry, Tensor) or entry.dtype not in _INTEGERS or count not in (None, entry.numel()):
+        shown = f"{entry.dtype} of {entry.numel()}" if isinstance(entry, Tensor) else type(entry).__name__
         raise ValueError(f"{name} in the state is {shown}, not {'a tensor of' if count is None else count} integers")
-    return [int(value) for value in found.reshape(-1).tolist()]
+    return [int(value) for value in entry.reshape(-1).tolist()]
 
 
 def read(

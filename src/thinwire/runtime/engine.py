@@ -289,8 +289,8 @@ class Engine:
         start = 0
         for name, shape in layers:
             numel = math.prod(shape)
-            if (of := self.slots.layer(name)) is not None:
-                state = State({}, {}, self._loss_scale, {name: of}, self.learning_rates)
+            if (layer := self.slots.layer(name)) is not None:
+                state = State({}, {}, self._loss_scale, {name: layer}, self.learning_rates)
                 if (cold := find_mixin(self.plan[name], ColdStart)) is not None:
                     cold.follow(mean[start : start + numel], name, state)
             start += numel
@@ -426,8 +426,8 @@ class Engine:
     def _follow_optimizer(self) -> None:
         together: dict[Compressor, list[tuple[LayerState, float]]] = {}
         for name, change in self.changes.items():
-            if (of := self.slots.layer(name)) is not None and math.isfinite(change):
-                together.setdefault(self.plan[name], []).append((of, change))
+            if (layer := self.slots.layer(name)) is not None and math.isfinite(change):
+                together.setdefault(self.plan[name], []).append((layer, change))
         self.changes = {}
         for compressor, changes in together.items():
             if (following := find_mixin(compressor, FollowsOptimizer)) is not None:
@@ -436,11 +436,11 @@ class Engine:
     def _end_compressors(self) -> None:
         """Let compressors decide what their layers decide together."""
         together: dict[Compressor, list[LayerState]] = {}
-        for layer, of in self.slots.touched_layers():
+        for layer, layer_state in self.slots.touched_layers():
             # That of the plan: a layer's form in this step may differ from the others'.
             compressor = self.plan[layer.name]
             if find_mixin(compressor, StepEnd) is not None:
-                together.setdefault(compressor, []).append(of)
+                together.setdefault(compressor, []).append(layer_state)
         for compressor, layers in together.items():
             if (deciding := find_mixin(compressor, StepEnd)) is not None:
                 deciding.end_step(layers, self._loss_scale)

@@ -138,14 +138,14 @@ def measure_pairs(transport: Transport) -> list[Pair]:
     n = transport.world_size
     neighbours = sorted({tuple(sorted((rank, (rank + 1) % n))) for rank in range(n) if n > 1})
     chosen = neighbours if n > _ALL_PAIRS else [(a, b) for b in range(n) for a in range(b)]
-    found = []
+    pairs = []
     for a, b in chosen:
         bandwidth, latency = _speed(transport, [(a, b), (b, a)])
         # Other ranks measure only how long they wait.
         mine = torch.tensor([bandwidth, latency], dtype=torch.float64)
         measured = transport.all_gather(mine)[[a, b]]
-        found.append(Pair(a, b, float(measured[:, 0].min()), float(measured[:, 1].max())))
-    return found
+        pairs.append(Pair(a, b, float(measured[:, 0].min()), float(measured[:, 1].max())))
+    return pairs
 
 
 def measure_links(
@@ -335,7 +335,9 @@ def _passes(compressor: Compressor, device: torch.device) -> dict[str, float]:
     state = first_state(compressor, x, segments)
     if isinstance(compressor, Coded):
         message = torch.zeros(compressor.payload_bytes(_NUMEL, x.dtype), dtype=torch.uint8, device=device)
-        encode = _seconds(lambda: compressor.encode(x, message, CodecCall(segments, Key.of(1), state=state)), device)
+        encode = _seconds(
+            lambda: compressor.encode(x, message, CodecCall(segments, Key.derive(1), state=state)), device
+        )
         y = torch.empty_like(x)
         decode = _seconds(lambda: compressor.decode(message, y, CodecCall(segments)), device)
     else:
@@ -344,7 +346,7 @@ def _passes(compressor: Compressor, device: torch.device) -> dict[str, float]:
         sums = compressor.sums(_SHAPE, x.dtype)
         buffers = tuple(torch.zeros(s.numel, dtype=s.dtype, device=device) for s in sums)
         parts = tuple((Part(piece, slice(0, s.numel)),) for s in sums)
-        call = SumCall(parts, buffers, Key.of(1), state)
+        call = SumCall(parts, buffers, Key.derive(1), state)
 
         def run() -> tuple[float, float]:
             rounds = compressor.rounds(x, y, call)

@@ -43,7 +43,7 @@ class ShardedEngine:
         self.step = -1
         self.gathers = self.reductions = 0
         """Of all units since training began, also before it was resumed."""
-        self._finite, self._told = True, AsyncReadback()
+        self._finite, self._nonfinite_flags = True, AsyncReadback()
         self._poison = PoisonMonitor()
         self._marked = self._ended = self._asked = False
         self._touched: list[LayerGroup] = []
@@ -271,7 +271,7 @@ class ShardedEngine:
         if out.device.type == "cpu":
             self._finite &= math.isfinite(float(not_finite(out)))
         else:
-            self._told.note(not_finite(out))
+            self._nonfinite_flags.note(not_finite(out))
 
     def settle(self) -> None:
         """Let residuals take what the last pass left: nothing, if some rank met NaN or Inf in it."""
@@ -279,7 +279,7 @@ class ShardedEngine:
             return
         for channel in self.all_channels:
             channel.alone(lambda: None)
-        for value in self._told.read():
+        for value in self._nonfinite_flags.read():
             self._finite &= bool(torch.isfinite(value))
         nonfinite = self._on_any_rank(not self._finite)
         if not nonfinite:
@@ -298,10 +298,10 @@ class ShardedEngine:
 
     def _on_any_rank(self, condition: bool) -> bool:
         """Whether it is so on any rank: among the shards first and then among replicas. A collective call."""
-        found = torch.tensor([condition])
+        holds = torch.tensor([condition])
         for channel in self.all_channels:
-            found = channel.alone(partial(channel.transport.all_gather, found)).any().reshape(1)
-        return bool(found)
+            holds = channel.alone(partial(channel.transport.all_gather, holds)).any().reshape(1)
+        return bool(holds)
 
 
 def _connect(transport: Transport, algorithm: Algorithm, seed: int, record: Mapping[str, str]) -> ShardChannel:

@@ -89,8 +89,8 @@ class ShardedSlots:
         states = {name: LayerState(held, held) for name, held in layers.items()}
         for name in layers:
             # Shards that are layers of their own share the slots of their layer.
-            of = self._placement.by_name[name]
-            states |= {of.part_name(rank): states[name] for rank in range(of.num_ranks)}
+            placed = self._placement.by_name[name]
+            states |= {placed.part_name(rank): states[name] for rank in range(placed.num_ranks)}
         self._layers = states
 
     def state(self, x: Tensor, step: int, loss_scale: float, *, again: bool = False) -> State | None:

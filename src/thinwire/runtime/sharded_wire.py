@@ -95,8 +95,8 @@ class ShardedWire(Handle["ShardedEngine"]):
         }
 
         def prepare(evidence: Evidence) -> Evidence:
-            of = self._engine
-            return balanced(evidence, max(1.0, of.gathers / max(1, of.reductions)))
+            engine = self._engine
+            return balanced(evidence, max(1.0, engine.gathers / max(1, engine.reductions)))
 
         return Adapter(
             policy,
@@ -268,8 +268,8 @@ class ShardedWire(Handle["ShardedEngine"]):
     ) -> None:
         gradients = {name: members.placement.whole(flat, name) for name in members.placement.by_name}
         shards = {at_site("weights", name): weights[name] for name in weights}
-        for found, scale in ((gradients, loss_scale), (shards, 1.0)):
-            chosen = {n: v for n, v in found.items() if n in adapter.reference and v.numel()}
+        for tensors, scale in ((gradients, loss_scale), (shards, 1.0)):
+            chosen = {n: v for n, v in tensors.items() if n in adapter.reference and v.numel()}
             if chosen:
                 together = torch.cat([value.detach().reshape(-1).float() for value in chosen.values()])
                 layers = tuple((name, tuple(value.shape)) for name, value in chosen.items())
@@ -414,11 +414,11 @@ def _record(plan: Plan, units: Sequence[Unit], options: Mapping[str, object]) ->
 
 
 def slowest_speeds(
-    engine: ShardedEngine, compressors: Collection[Compressor], of: ShardChannel | None = None
+    engine: ShardedEngine, compressors: Collection[Compressor], channel: ShardChannel | None = None
 ) -> Speeds | None:
     """Of the links of ``of`` (by default those among which the first unit is sharded), on the slowest of all ranks;
     None if there is nothing to measure."""
-    links = of or engine.channels[0]
+    links = channel or engine.channels[0]
     if links.transport.world_size == 1 or not compressors:
         return None
     speeds = links.alone(lambda: measure_speeds(compressors, links.transport, links.algorithm, links.world))

@@ -307,10 +307,10 @@ def _columns_kept(first: Tensor, kept: Tensor, shape: Sequence[int]) -> Tensor:
     rows = shape[0]
     if not rows or kept.numel() % rows:
         return first
-    found, before = first.view(rows, -1).clone(), kept.view(rows, -1)
-    columns = min(found.shape[1], before.shape[1])
-    found[:, :columns] = before[:, :columns]
-    return found.reshape(-1)
+    columns_now, before = first.view(rows, -1).clone(), kept.view(rows, -1)
+    columns = min(columns_now.shape[1], before.shape[1])
+    columns_now[:, :columns] = before[:, :columns]
+    return columns_now.reshape(-1)
 
 
 def reshard(

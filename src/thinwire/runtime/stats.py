@@ -185,7 +185,7 @@ class ClippingMonitor:
 
     def __init__(self) -> None:
         self._steps = self._clipped = self._rounded = 0
-        self._told = False
+        self._warned = False
 
     def add(self, clipped: int, rounded: int) -> None:
         """Count one bucket."""
@@ -195,12 +195,12 @@ class ClippingMonitor:
     def warn(self) -> None:
         """Begin a step; every so many of them look back, and warn if too much was clipped."""
         self._steps += bool(self._rounded)
-        if self._steps < _WINDOW_STEPS or self._told:
+        if self._steps < _WINDOW_STEPS or self._warned:
             return
         share = self._clipped / self._rounded
         self._steps = self._clipped = self._rounded = 0
         if share > _LIMIT:
-            self._told = True
+            self._warned = True
             warnings.warn(
                 f"{share:.1%} of the gradients' values were clipped in the last {_WINDOW_STEPS} steps, so that sums of "
                 "integers fit: take bits=32, or fewer ranks; wire.stats.clipped says how it goes on",
@@ -222,20 +222,20 @@ class StatsRecorder:
     def reset(self) -> None:
         """Start counting anew."""
         self.stats = Stats()
-        of = self._transport
-        self._counted_from = (of.sent_bytes, of.received_bytes, of.shared_bytes)
+        transport = self._transport
+        self._counted_from = (transport.sent_bytes, transport.received_bytes, transport.shared_bytes)
         self._began = self._ended = 0.0
 
     def present(self, buffer_bytes: int, slot_bytes: int) -> Stats:
         """Totals, with what the transport has moved and the memory held now."""
         sent, received, shared = self._counted_from
-        of = self._transport
+        transport = self._transport
         return replace(
             self.stats,
             alpha=list(self.stats.alpha),
-            payload_sent_bytes=self.stats.payload_sent_bytes + of.sent_bytes - sent,
-            payload_received_bytes=self.stats.payload_received_bytes + of.received_bytes - received,
-            payload_shared_bytes=of.shared_bytes - shared,
+            payload_sent_bytes=self.stats.payload_sent_bytes + transport.sent_bytes - sent,
+            payload_received_bytes=self.stats.payload_received_bytes + transport.received_bytes - received,
+            payload_shared_bytes=transport.shared_bytes - shared,
             buffer_bytes=buffer_bytes,
             slot_bytes=slot_bytes,
         )
@@ -257,10 +257,10 @@ class StatsRecorder:
 
     def sync_seconds(self) -> float:
         """From the start of a step's first bucket to the end of its last one, once: 0 if there was none."""
-        found = max(0.0, self._ended - self._began) if self._began else 0.0
+        seconds = max(0.0, self._ended - self._began) if self._began else 0.0
         self._began = self._ended = 0.0
-        self.stats.sync_s += found
-        return found
+        self.stats.sync_s += seconds
+        return seconds
 
     def bucket(self, dense: int, sent: int = 0) -> None:
         """Count a bucket whose gradients take ``dense`` bytes; ``sent`` of them not through the transport."""

@@ -33,13 +33,13 @@ class LayerGroup:
 
     def compressors(self, plan: Plan) -> dict[str, Coded]:
         """By name in the plan, which `sharded_plan` has checked."""
-        found = {}
+        compressors = {}
         for name in self.placement.by_name:
             compressor = plan[name]
             assert isinstance(compressor, Coded)
             # A policy may have chosen fewer bits than the rules.
-            found[name] = rounded_for("weights", compressor) if self.site == "weights" else compressor
-        return found
+            compressors[name] = rounded_for("weights", compressor) if self.site == "weights" else compressor
+        return compressors
 
 
 @dataclass

@@ -123,7 +123,7 @@ class Wire(Handle["Engine"]):
         Errors are those of the last decision; only rank 0, which decides, has them.
         """
         last = self.decisions[-1] if self.decisions else None
-        return PlanRecord.of(
+        return PlanRecord.from_plan(
             self.plan.layers,
             self._asked.layers,
             self._engine.shapes,

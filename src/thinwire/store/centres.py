@@ -186,11 +186,11 @@ class CentreStore(Store):
         assert choices is not None, "the sender chooses"
         widths = [part.vectors(rows.padded) for part in self.form.parts]
         valid = rows.vectors(self.form.parts)
-        found = []
+        vectors_of_parts = []
         for table, own, some in zip(self._of_step, *(x.split(widths, dim=1) for x in (choices, valid)), strict=True):
             vectors = table.look_up(own.reshape(-1)) * some.reshape(-1, 1)
-            found.append(vectors.view(len(rows.samples), -1))
-        return torch.cat(found, dim=1).view(-1)
+            vectors_of_parts.append(vectors.view(len(rows.samples), -1))
+        return torch.cat(vectors_of_parts, dim=1).view(-1)
 
     def save(self, records: Tensor, rows: Rows, step: int, choices: Tensor | None = None) -> None:
         columns = self._columns(self.form.decode(records, rows.lengths, rows), rows)

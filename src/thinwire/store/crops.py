@@ -50,7 +50,7 @@ class Frame:
         return (2 * pixels * self.side + self.size) // (2 * self.size)  # rounded to the nearest, in integers
 
     @staticmethod
-    def of(part: Part, size: int, padding: int) -> Frame:
+    def from_part(part: Part, size: int, padding: int) -> Frame:
         """The frame of an activation (samples, channels, positions, positions).
 
         Raises:
@@ -117,7 +117,7 @@ class CroppedStore(Store):
         for of_frame, frame, values in zip(frames, self._frames, seen.split(widths, dim=1), strict=True):
             for whole, corner, own in zip(of_frame, rows.corners, values, strict=True):
                 whole[frame.window(corner)] = own.view(frame.channels, frame.side, frame.side)
-        whole_rows = Rows.of(rows.samples, 0)
+        whole_rows = Rows.uniform(rows.samples, 0)
         flat = torch.cat([of_frame.reshape(len(rows.samples), -1) for of_frame in frames], dim=1).view(-1)
         self.inner.save(self.inner.form.encode(flat, whole_rows, 0), whole_rows, step)
 
@@ -126,7 +126,7 @@ class CroppedStore(Store):
         whole = torch.zeros(len(samples), self.inner.form.numel(0))
         known = [i for i, sample in enumerate(samples) if sample in self.inner]
         if known:
-            whole[known] = self.inner.load(Rows.of((samples[i] for i in known), 0)).view(len(known), -1)
+            whole[known] = self.inner.load(Rows.uniform((samples[i] for i in known), 0)).view(len(known), -1)
         widths = [frame.part().at(0) for frame in self._frames]
         shapes = [(len(samples), frame.channels, frame.whole_side, frame.whole_side) for frame in self._frames]
         return [own.reshape(shape) for own, shape in zip(whole.split(widths, dim=1), shapes, strict=True)]
@@ -158,7 +158,7 @@ def frame_format(form: RecordFormat, size: int, padding: int) -> tuple[RecordFor
     """The format of the messages of whole images, and the frames of the activation's parts.
 
     Raises:
-        ValueError: As `Frame.of`.
+        ValueError: As `Frame.from_part`.
     """
-    frames = tuple(Frame.of(part, size, padding) for part in form.parts)
+    frames = tuple(Frame.from_part(part, size, padding) for part in form.parts)
     return RecordFormat(tuple(frame.part() for frame in frames), form.precision, form.half, form.site), frames

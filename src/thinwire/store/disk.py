@@ -222,8 +222,8 @@ class DiskStore(RecordStore):
         slot = self._slots[sample]
         if slot in self._pending:
             return True
-        found = self._checked.pop(slot, None)
-        return (kernels.checksum(self._files.record(slot)) if found is None else found) == self._sums[slot]
+        checksum = self._checked.pop(slot, None)
+        return (kernels.checksum(self._files.record(slot)) if checksum is None else checksum) == self._sums[slot]
 
     def _row(self, sample: int) -> bytes:
         slot = self._slots[sample]

@@ -39,12 +39,12 @@ def write_manifest(folder: PrivateFolder, identity: Mapping[str, object]) -> Non
     folder.write(NAME, json.dumps({"format_version": _VERSION, **identity}, indent=1).encode())
 
 
-def check_manifest(folder: Path, found: Mapping[str, object], identity: Mapping[str, object]) -> None:
+def check_manifest(folder: Path, manifest: Mapping[str, object], identity: Mapping[str, object]) -> None:
     """Raise ``StoreError``, naming the first difference, unless a store is the one that is asked for."""
     for name, wanted in {"format_version": _VERSION, **identity}.items():
-        if found.get(name) != wanted:
+        if manifest.get(name) != wanted:
             raise StoreError(
-                f"the message store in {folder} has {name} {found.get(name)!r}, this run needs {wanted!r}: it is of "
+                f"the message store in {folder} has {name} {manifest.get(name)!r}, this run needs {wanted!r}: it is of "
                 "another run or model. Give this run another folder, or remove that one"
             )
 

@@ -35,9 +35,9 @@ class MemoryStore(RecordStore):
         entries, records = self._load_entries(state), state.get("records")
         expected = (len(entries), self.form.record_bytes)
         if not isinstance(records, Tensor) or records.dtype != torch.uint8 or tuple(records.shape) != expected:
-            found = f"{tuple(records.shape)}" if isinstance(records, Tensor) else "none"
+            shape = f"{tuple(records.shape)}" if isinstance(records, Tensor) else "none"
             raise StoreError(
-                f"the state's records are {found}, expected {expected}: it is of another model, precision or store"
+                f"the state's records are {shape}, expected {expected}: it is of another model, precision or store"
             )
         self._entries = entries
         self._records = {sample: record.clone() for sample, record in zip(entries, records.cpu(), strict=True)}

@@ -54,7 +54,7 @@ class Rows(NamedTuple):
         return torch.cat(valid, dim=1) if valid else torch.zeros(len(self.samples), 0, dtype=torch.bool)
 
     @staticmethod
-    def of(samples: Iterable[int], length: int) -> Rows:
+    def uniform(samples: Iterable[int], length: int) -> Rows:
         """Samples that all have the same length."""
         kept = tuple(samples)
         return Rows(kept, (length,) * len(kept), length)

@@ -34,7 +34,7 @@ def encode_one(
     segments = Segments.build([Piece(name, 0, x.numel(), index0, 0)])
     message = torch.full((compressor.payload_bytes(x.numel(), x.dtype),), 0xAB, dtype=torch.uint8)
     state = state or first_state(compressor, x, segments)
-    compressor.encode(x, message, CodecCall(segments, Key.of(key), state=state))
+    compressor.encode(x, message, CodecCall(segments, Key.derive(key), state=state))
     return message, segments
 
 
@@ -69,7 +69,7 @@ def size_is_known_beforehand(compressor: Compressor) -> None:
             first, _ = encode_one(compressor, x)
             other = torch.zeros_like(first)
             segments = Segments.build([Piece("layer", 0, numel, 0, 0)])
-            compressor.encode(x, other, CodecCall(segments, Key.of(0), state=first_state(compressor, x, segments)))
+            compressor.encode(x, other, CodecCall(segments, Key.derive(0), state=first_state(compressor, x, segments)))
             assert torch.equal(_meaningful(compressor, first, x), _meaningful(compressor, other, x))
 
 
@@ -236,11 +236,11 @@ def reduce_is_the_encoded_mean(compressor: Compressor) -> None:
         compressor.decode(message, expected, CodecCall(segments), add=True)
     expected *= 1 / num_ranks
     state = first_state(compressor, expected, segments)
-    compressor.reduce(messages, own, out, own, CodecCall(segments, Key.of(99), state=state, scale=1 / num_ranks))
+    compressor.reduce(messages, own, out, own, CodecCall(segments, Key.derive(99), state=state, scale=1 / num_ranks))
     assert torch.equal(decode_one(compressor, out, segments, torch.float32), own)
     again = torch.zeros_like(out)
     state = first_state(compressor, expected, segments)
-    compressor.encode(expected, again, CodecCall(segments, Key.of(99), state=state))
+    compressor.encode(expected, again, CodecCall(segments, Key.derive(99), state=state))
     assert torch.equal(decode_one(compressor, again, segments, torch.float32), own)
 
 
@@ -290,10 +290,10 @@ def what_is_not_sent_is_kept(compressor: Compressor) -> None:
         largest = max(largest, float(expected.abs().max()))
         if isinstance(compressor, Coded):
             message = torch.zeros(compressor.payload_bytes(2000, x.dtype), dtype=torch.uint8)
-            compressor.encode(x, message, CodecCall(segments, Key.of(step), state=state))
+            compressor.encode(x, message, CodecCall(segments, Key.derive(step), state=state))
             expected -= decode_one(compressor, message, segments, torch.float32) / scale
         elif isinstance(compressor, Summed):
-            sum_alone(compressor, x, piece, x.dtype, key=Key.of(step), state=state)
+            sum_alone(compressor, x, piece, x.dtype, key=Key.derive(step), state=state)
             expected -= x / scale
         expected *= decay
         state = state.swapped()

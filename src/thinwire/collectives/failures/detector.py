@@ -213,18 +213,18 @@ class _Ring:
                 return self._cause
         self.send(FAILED, self.rank if suspect is None else suspect, text)
         deadline = time.monotonic() + _GRACE_S
-        found = None
+        cause = None
         with self._news:
             while not self._searched:
                 left = deadline - time.monotonic()
-                found = self.evidence.cause(suspect, guess=left <= 0)
-                self._searched = found is not None or left <= 0
+                cause = self.evidence.cause(suspect, guess=left <= 0)
+                self._searched = cause is not None or left <= 0
                 if not self._searched:
                     self._news.wait(min(0.1, left))
-            if found is not None:
-                self._cause = self._named(*found)
-        if found is not None and found[0] not in (self.rank, suspect):
-            self.send(FAILED, *found)
+            if cause is not None:
+                self._cause = self._named(*cause)
+        if cause is not None and cause[0] not in (self.rank, suspect):
+            self.send(FAILED, *cause)
         return self._cause
 
     def reported_error(self) -> Cause | None:
@@ -233,13 +233,13 @@ class _Ring:
             self._news.wait_for(lambda: heard.present_error() or heard.accusation(), _REPORT_S)
             error, accusation = heard.present_error(), heard.accusation()
             if error is not None:
-                found = error.sender, error.reason
+                cause = error.sender, error.reason
             elif accusation is not None:
-                found = accusation.about, accusation.reason
+                cause = accusation.about, accusation.reason
             else:
                 return None
-            self._peer_error = (heard.progress, *found)
-        return self._named(*found)
+            self._peer_error = (heard.progress, *cause)
+        return self._named(*cause)
 
     def _named(self, rank: int, reason: str) -> Cause:
         return Cause(self._ranks[rank], self._members[rank].host, reason)

@@ -115,7 +115,7 @@ class Coded(Compressor):
         flat = x.detach().reshape(-1).contiguous()
         segments = Segments.build([Piece("roundtrip", 0, flat.numel(), 0, 0, tuple(x.shape))])
         message = torch.zeros(fitted.payload_bytes(flat.numel(), x.dtype), dtype=torch.uint8, device=x.device)
-        fitted.encode(flat, message, CodecCall(segments, Key.of(key), first_state(fitted, flat, segments)))
+        fitted.encode(flat, message, CodecCall(segments, Key.derive(key), first_state(fitted, flat, segments)))
         y = torch.empty(flat.shape, dtype=torch.float32, device=x.device)
         fitted.decode(message, y, CodecCall(segments))
         return y.view(x.shape)

@@ -20,7 +20,7 @@ class Key(NamedTuple):
     """Of this step and stage, so that all ranks draw the same."""
 
     @staticmethod
-    def of(*parts: int) -> Key:
+    def derive(*parts: int) -> Key:
         """Return the key of a single rank."""
         key = derive_key(*parts)
         return Key(key, key)

@@ -98,6 +98,6 @@ class State:
     def swapped(self) -> State:
         """Return the state of the next step."""
         layers = {
-            name: LayerState(of.next, of.now) for name, of in self.layers.items()
+            name: LayerState(layer.next, layer.now) for name, layer in self.layers.items()
         }  # what is learned is the same tensor on both sides
         return State(self.next, self.now, self.loss_scale, layers, self.learning_rates, self.learning_rate)

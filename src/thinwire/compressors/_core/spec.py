@@ -227,7 +227,7 @@ def _not_a_spec(text: str, refused: _Refused) -> ValueError:
 def _close(word: str, names: Iterable[str]) -> list[str]:
     """Return the name that is most like ``word``, whatever the case and the hyphens; an empty list if none is."""
     plain = {_plain(name): name for name in names}
-    return [plain[found] for found in difflib.get_close_matches(_plain(word), plain, n=1)]
+    return [plain[name] for name in difflib.get_close_matches(_plain(word), plain, n=1)]
 
 
 def _plain(word: str) -> str:

@@ -76,7 +76,7 @@ class Summed(Compressor):
         y = y.reshape(-1)
         piece = Piece("roundtrip", 0, y.numel(), 0, 0, tuple(x.shape))
         state = first_state(fitted, y, Segments.build([piece]))
-        sum_alone(fitted, y, piece, x.dtype, key=Key.of(key), state=state)
+        sum_alone(fitted, y, piece, x.dtype, key=Key.derive(key), state=state)
         return y.view(x.shape)
 
 

@@ -24,7 +24,7 @@ class Range:
     high: float
 
     @staticmethod
-    def of(values: Sequence[float]) -> Range:
+    def from_values(values: Sequence[float]) -> Range:
         ordered = sorted(values)
         return Range(_quantile(ordered, 0.5), *(_quantile(ordered, share) for share in _RANGE))
 

@@ -89,8 +89,8 @@ class ShardedPace:
         for i, move in enumerate(self.moves):
             if move.kind == "all_gather":
                 gathers.setdefault(move.module, []).append(i)
-        each = {module: 2 if len(of) <= self.batches else 1 for module, of in gathers.items()}
-        return {i: each[module] * k for module, of in gathers.items() for k, i in enumerate(of)}
+        each = {module: 2 if len(indices) <= self.batches else 1 for module, indices in gathers.items()}
+        return {i: each[module] * k for module, indices in gathers.items() for k, i in enumerate(indices)}
 
     def ahead(self, depth: int = 2) -> ShardedPace:
         """The step after ``thinwire.prefetch(model, depth)``: what is gathered is asked for as soon as the weights of
