@@ -10,8 +10,6 @@ import thinwire
 
 ScheduleName = Literal["gpipe", "1f1b"]
 
-_TERNARY_BITS = 2
-
 
 @dataclass(frozen=True)
 class Method:
@@ -98,8 +96,5 @@ def _bits(forward: int, backward: int) -> str:
 
 
 def _forward(bits: int) -> str:
-    if bits == _TERNARY_BITS:
-        # Stochastic rounding to three levels loses more of a change than there is to it, which no message survives: two
-        # bits are the paper's own wording (section 4.1), four intervals of which values become the midpoints.
-        return "maxabs(bits=2, midrise=True, rounding=nearest)"
-    return f"maxabs(bits={bits})"
+    """The paper's quantiser (section 4.1): 2**bits intervals, of which values become the midpoints."""
+    return f"maxabs(bits={bits}, midrise=True, rounding=nearest)"
