@@ -33,6 +33,7 @@ _VALIDATION = {
     "bench crops": Command("experiments.bench.crops:crops", "split learning on cropped and flipped images"),
     "bench first-epoch": Command("experiments.bench.first_epoch:first_epoch", "pipelines that see each sample once"),
     "bench formats": Command("experiments.bench.formats:formats", "error at equal bytes: rotations, spikes"),
+    "bench owners": Command("experiments.bench.owners:owners", "sparse gradients reduced by owners, or gathered"),
     "bench training": Command("experiments.bench.training:training", "loss and bytes of each way to train"),
     "power": Command("experiments.framework.power:power", "how small a difference each task shows, from recorded runs"),
     "chaos": Command("experiments.chaos.chaos:chaos", "ranks that fail in seeded ways, and the others' errors"),

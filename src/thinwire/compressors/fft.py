@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.compressors._core.calls import CodecCall
-from thinwire.compressors._core.checks import check_choice, check_int
+from thinwire.compressors._core.checks import check_choice, check_chunk, check_int
 from thinwire.compressors._core.coded import Coded
 from thinwire.compressors._core.compressor import Compressor
 from thinwire.compressors._core.mixins import Indexed, Scheduled
@@ -45,6 +45,10 @@ class FFT(Coded, Scheduled, Indexed):
     the mean. ``mantissa=auto`` has the least squared error on a sample of a message; the next 49 messages of the layer
     keep it. Where no state is kept, as in process groups, it is chosen for each message.
 
+    ``chunk=262144`` keeps the share of the components of every so many elements. Layers can then be divided among
+    owners, who add up what ranks have sent, and send the largest components of the mean's spectrum: a rank receives
+    2(n−1)/n messages and not n−1. Error feedback keeps what an owner leaves out.
+
     ``theta`` is constant, or stepwise: ``((0, 0.9), (1000, 0.0))``, counted from the first compressed step, or
     ``diminishing``: ``θ = sqrt(lipschitz · learning rate)`` (Theorem 3.5), which needs ``compress(optimizer=...)``. The
     theorem holds for θ² ≤ ¼ and a learning rate of at most 1/(4L), which excludes the paper's 0.85. Biased; a plan adds
@@ -60,6 +64,7 @@ class FFT(Coded, Scheduled, Indexed):
     block: int | Literal["whole"] = 4096
     mantissa: int | Literal["auto"] = "auto"
     cast: bool = False
+    chunk: int | Literal["layer"] = "layer"
     lipschitz: float = 1.0
     feedback: bool = True
 
@@ -68,6 +73,9 @@ class FFT(Coded, Scheduled, Indexed):
             check_int("bits (or 32 for fp32)", self.bits, 4, 15)
         if self.block != "whole":
             check_int("block (or whole)", self.block, 2)
+        check_chunk(self.chunk)
+        if self.chunk != "layer" and (self.block == "whole" or self.chunk % self.block):
+            raise ValueError(f"chunk must hold whole blocks of {self.block} elements, not {self.chunk}")
         if self.mantissa != "auto":
             check_int("mantissa", self.mantissa, 0, self.bits)
             if self.bits != _FP32:
@@ -100,7 +108,7 @@ class FFT(Coded, Scheduled, Indexed):
 
     @property
     def grain(self) -> int | None:
-        return None
+        return None if self.chunk == "layer" else self.chunk
 
     def at_step(self, step: int, learning_rate: float | None) -> Compressor:
         if not isinstance(self.theta, str | tuple):
@@ -123,6 +131,15 @@ class FFT(Coded, Scheduled, Indexed):
         return max(2, numel if self.block == "whole" else min(self.block, numel))
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        chunk = self.grain or max(1, numel)
+        whole, rest = divmod(numel, chunk)
+        return whole * self._chunk_bytes(chunk) + self._chunk_bytes(rest)
+
+    def _chunks(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return the pieces whose components are chosen together, one for each payload."""
+        return [c for piece in pieces if piece.numel for c in piece.in_chunks(self.grain, self._chunk_bytes)]
+
+    def _chunk_bytes(self, numel: int) -> int:
         if not numel:
             return 0
         components, kept = self._sizes(numel)
@@ -137,7 +154,7 @@ class FFT(Coded, Scheduled, Indexed):
         return kernels.index_bytes(components, kept)
 
     def index_bytes(self, message: Tensor, piece: Piece) -> int:
-        return self._index_bytes(piece.numel) if piece.numel else 0
+        return sum(self._index_bytes(chunk.numel) for chunk in self._chunks([piece]))
 
     def spectrum(self, x: Tensor) -> Tensor:
         """Return the components of a flat layer, block by block, as complex64."""
@@ -153,16 +170,14 @@ class FFT(Coded, Scheduled, Indexed):
         return torch.fft.irfft(blocks, n=block, norm="ortho").view(-1)[:numel]
 
     def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
-        for piece in call.pieces:
-            if not piece.numel:
-                continue
+        for piece in self._chunks(call.pieces):
             components = self.spectrum(x[piece.elements])
             parts = torch.view_as_real(components)
             real, imaginary = parts[:, 0], parts[:, 1]
             # Summing the squares over axis 1 takes ten times as long.
             magnitude = torch.mul(real, real).addcmul_(imaginary, imaginary)
             count, kept = self._sizes(piece.numel)
-            draw = derive_key(call.key.own, site_id(piece.name))
+            draw = derive_key(call.key.own, site_id(piece.site))
             indices, _, finite = kernels.select_topk(magnitude, 0, count, kept, key=draw)
             put_header(message, piece, [int(not finite)])
             kernels.pack_indices(indices, count, kept, message, piece.payload + HEADER)
@@ -189,18 +204,16 @@ class FFT(Coded, Scheduled, Indexed):
 
     def decode(self, message: Tensor, y: Tensor, call: CodecCall, *, add: bool = False) -> None:
         check_place(message, call.pieces, y, self.payload_bytes)
-        for piece in call.pieces:
-            if piece.numel:
-                received = self._sum([message], piece).mul_(call.scale).to(y.dtype)
-                out = y[piece.elements]
-                out.copy_(out + received if add else received)
+        for piece in self._chunks(call.pieces):
+            received = self._sum([message], piece).mul_(call.scale).to(y.dtype)
+            out = y[piece.elements]
+            out.copy_(out + received if add else received)
 
     def mean(self, messages: Sequence[Tensor], y: Tensor, call: CodecCall) -> None:
         for message in messages:
             check_place(message, call.pieces, y, self.payload_bytes)
-        for piece in call.pieces:
-            if piece.numel:
-                y[piece.elements] = self._sum(messages, piece).mul_(call.scale).to(y.dtype)
+        for piece in self._chunks(call.pieces):
+            y[piece.elements] = self._sum(messages, piece).mul_(call.scale).to(y.dtype)
 
     def _sum(self, messages: Sequence[Tensor], piece: Piece) -> Tensor:
         """Return the sum of a layer over ``messages``, added in the frequency domain."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,6 +50,28 @@ class Piece(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """Shape of a piece that is a whole layer; that of a vector if the layer's shape is unknown."""
         return self.layer_shape or (self.numel,)
+
+    @property
+    def site(self) -> str:
+        """The name of draws that are made for the piece as a whole: no two pieces of a layer share it."""
+        return f"{self.name} from {self.index0}" if self.index0 else self.name
+
+    def in_chunks(self, chunk: int | None, payload_bytes: Callable[[int], int]) -> tuple[Piece, ...]:
+        """Return the piece cut into pieces of ``chunk`` elements, whose payloads lie end to end; None: as it is."""
+        if chunk is None or self.numel <= chunk:
+            return (self,)
+        size = payload_bytes(chunk)
+        return tuple(
+            Piece(
+                self.name,
+                self.start + at,
+                min(chunk, self.numel - at),
+                self.index0 + at,
+                self.payload + at // chunk * size,
+                self.layer_shape,
+            )
+            for at in range(0, self.numel, chunk)
+        )
 
 
 class Part(NamedTuple):

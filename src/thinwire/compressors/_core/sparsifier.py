@@ -44,7 +44,16 @@ class Picked(NamedTuple):
 
 @dataclass(frozen=True)
 class Sparsifier(Coded, Bounded, Indexed, Saturating):
-    """A compressor that sends a choice of each layer's elements. Layers stay whole and are gathered by all ranks."""
+    """A compressor that sends a choice of each layer's elements.
+
+    If the choice is made from each `chunk`, layers are divided among owners, who add up what ranks chose and choose
+    from the sum. Otherwise layers stay whole and are gathered by all ranks.
+    """
+
+    @property
+    def choice_chunk(self) -> int | None:
+        """Elements of each of which a choice is made, with a payload of its own; None: of the whole layer."""
+        return None
 
     @property
     def coder(self) -> Coded | None:
@@ -57,7 +66,7 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
 
     @property
     def grain(self) -> int | None:
-        return None
+        return self.choice_chunk
 
     @abstractmethod
     def room(self, numel: int) -> int:
@@ -75,7 +84,22 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
         return tuple(self.room(piece.numel) for piece in segments.pieces)
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        chunk = self.choice_chunk or max(1, numel)
+        whole, rest = divmod(numel, chunk)
+        return whole * self._chunk_bytes(chunk) + self._chunk_bytes(rest)
+
+    def _chunk_bytes(self, numel: int) -> int:
         return self.payload_bytes_of(numel, self.room(numel))
+
+    def _chunks(self, segments: Segments) -> Segments:
+        """Return the pieces of which a choice is made, one for each payload."""
+        chunk = self.choice_chunk
+        if chunk is None or all(piece.numel <= chunk for piece in segments.pieces):
+            return segments
+        return segments.table.kept(
+            (self, "chunks"),
+            lambda: Segments.build([c for p in segments.pieces for c in p.in_chunks(chunk, self._chunk_bytes)]),
+        )
 
     def payload_bytes_of(self, numel: int, room: int) -> int:
         """Return the bytes of a payload with room for ``room`` elements."""
@@ -85,6 +109,7 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
         return HEADER + kernels.index_bytes(numel, room) + values
 
     def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
+        call = call._replace(segments=self._chunks(call.segments))
         if kernels.asynchronous(x):
             self._encode_at_once(x, message, call)
             return
@@ -139,6 +164,7 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
         return [flat[start : start + room] for start, room in zip(_starts(rooms), rooms, strict=True)]
 
     def decode(self, message: Tensor, y: Tensor, call: CodecCall, *, add: bool = False) -> None:
+        call = call._replace(segments=self._chunks(call.segments))
         pieces = [piece for piece in call.pieces if piece.numel]
         check_place(message, pieces, y, self.payload_bytes)
         if kernels.asynchronous(y):
@@ -170,6 +196,7 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
 
     def forget_sent(self, message: Tensor, segments: Segments, y: Tensor) -> None:
         """Set the elements of ``y`` that a message contains to zero."""
+        segments = self._chunks(segments)
         if kernels.asynchronous(y):
             rooms = self._row_rooms(segments)
             kernels.rows_zero_at(y, segments.table, rooms, kernels.rows_unpack(message, segments.table, rooms))
@@ -188,7 +215,8 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
         return self.payload_bytes_of(piece.numel, count)
 
     def index_bytes(self, message: Tensor, piece: Piece) -> int:
-        return kernels.index_bytes(piece.numel, self._rooms(message, [piece])[0]) if piece.numel else 0
+        chunks = piece.in_chunks(self.choice_chunk, self._chunk_bytes) if piece.numel else ()
+        return sum(map(kernels.index_bytes, (c.numel for c in chunks), self._rooms(message, chunks)))
 
     def limits(self, message: Tensor, segments: Segments) -> tuple[Count, Count]:
         if not self.traits.bounded:
@@ -218,6 +246,10 @@ class Chain(Sparsifier, StepEnd, Scheduled):
             raise TypeError(f"{self.first} chooses no values: what stands before | is a sparsifier such as topk")
         if not isinstance(values, Coded) or isinstance(values, Sparsifier) or needs_state(values):
             raise TypeError(f"{values} cannot follow |: chosen values are coded by a quantiser without state")
+
+    @property
+    def choice_chunk(self) -> int | None:
+        return self.first.choice_chunk
 
     @property
     def coder(self) -> Coded:
@@ -300,5 +332,5 @@ def _value_segments(pieces: tuple[Piece, ...], rooms: tuple[int, ...]) -> Segmen
     placed = []
     for piece, room, start in zip(pieces, rooms, _starts(rooms), strict=True):
         at = piece.payload + HEADER + kernels.index_bytes(piece.numel, room)
-        placed.append(Piece(piece.name, start, room, 0, at))
+        placed.append(Piece(piece.site, start, room, 0, at))
     return Segments.build(placed)
