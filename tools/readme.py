@@ -31,6 +31,8 @@ TITLES = {
     "powersgd": "PyTorch's PowerSGD, rank 4",
     "low-rank": "thinwire's PowerSGD, rank 4",
     "local": "thinwire's local updates, every 8 steps in 2 bits",
+    "muloco": "**the same with Muon**, in place of AdamW",
+    "muon": "control: Muon, DDP, fp32",
     "noop": "nothing sent (the ceiling)",
     "alone": "training alone: nothing sent",
     "control": "control: 1 bit, no error feedback",
@@ -653,7 +655,7 @@ def local() -> str:
     about, rows = figures.record["about"], []
     for rate in about["rates"]:
         free = figures.get(f"{rate}/seconds_to_same_loss/free") or 1.0
-        for name in ("fp32", "thinwire", "local", *_LATE, "alone"):
+        for name in ("fp32", "thinwire", "local", *_LATE, "muloco", "alone"):
             sent, seconds = (figures.get(f"{rate}/{kind}/{name}") for kind in ("sent_bytes", "seconds_to_same_loss"))
             if sent is None:
                 continue
@@ -666,6 +668,7 @@ def local() -> str:
                     "" if name == "fp32" else figures.bounded(f"val_loss_above_fp32/{name}"),
                 ]
             )
+    rows.append([TITLES["muon"], "", "", "", figures.bounded("val_loss_above_fp32/muon")])
     head = [
         "",
         "sent a step",

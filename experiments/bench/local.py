@@ -17,7 +17,7 @@ from thinwire.compare.train import LOCAL_EVERY, VARIANTS, Task
 from thinwire.lab.units import format_rate, parse_rate
 from thinwire.results import OutputFile, Results
 
-WAYS = ("fp32", "thinwire", "local", "overlapped", "streaming", "alone")
+WAYS = ("fp32", "thinwire", "local", "overlapped", "streaming", "muloco", "muon", "alone")
 
 _LOOPBACK, _WHY = "10gbit", "the link does not change what is learned"
 
@@ -56,7 +56,7 @@ def local(
     ]
     links: dict[str, Report] = {}
     for rate in rates:
-        order = WAYS if not links else WAYS[1:]
+        order = WAYS if not links else [name for name in WAYS[1:] if VARIANTS[name].on_link]
         links[rate] = Demo(console, task, 2, rate, parse_rate(rate), None, order=order).run()
     learned = [links[rates[0]], *others]
     for report in (*links.values(), *learned):
@@ -94,15 +94,16 @@ def steps_to(run: Run, loss: float) -> float | None:
 
 def add_speeds(results: Results, rate: str, report: Report) -> None:
     """Add the time of a step, the bytes, and the time to fp32's loss over one link."""
-    for name, run in report.runs.items():
+    runs = {name: run for name, run in report.runs.items() if report.timed(name)}
+    for name, run in runs.items():
         results.add(f"{rate}/step_s/{name}", 1 / run.steps_per_s, "s", step_s=[round(s, 4) for s in run.step_s])
         speed = report.speedup(name, "alone")
         assert speed is not None
         results.add(f"{rate}/speed_over_alone/{name}", speed.median, "x", lower=speed.lower, upper=speed.upper)
         results.add(f"{rate}/sent_bytes/{name}", run.payload_bytes[-1] / report.task.steps, "B/step")
-    steps = {name: _value(results, f"steps_to_same_loss/{name}") for name in report.runs}
-    times = {name: (taken, 1 / report.runs[name].steps_per_s) for name, taken in steps.items()}
-    times["free"] = (_value(results, "steps_to_same_loss/fp32"), 1 / report.runs["alone"].steps_per_s)
+    steps = {name: _value(results, f"steps_to_same_loss/{name}") for name in runs}
+    times = {name: (taken, 1 / runs[name].steps_per_s) for name, taken in steps.items()}
+    times["free"] = (_value(results, "steps_to_same_loss/fp32"), 1 / runs["alone"].steps_per_s)
     for name, (taken, step_s) in times.items():
         if taken is not None:
             results.add(f"{rate}/seconds_to_same_loss/{name}", taken * step_s, "s")

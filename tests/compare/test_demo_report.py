@@ -42,6 +42,8 @@ def _runs() -> dict[str, Run]:
         "low-rank": _run("low-rank", 0.038, 2.029, wire_bytes=300, payload=14.0),
         "thinwire": _run("thinwire", 0.07, 2.002, wire_bytes=1_000, payload=50.0),
         "local": _run("local", 0.06, 2.004, payload=1.0),
+        "muloco": _run("muloco", 0.065, 1.95, payload=1.0),
+        "muon": _run("muon", 0.03, 1.92, payload=350.0),
         "alone": _run("alone", 0.02, 2.04),
         "control": _run("control", 0.03, 2.09),
     }
@@ -81,6 +83,16 @@ def test_a_speedup_is_the_median_of_paired_turns_with_an_interval() -> None:
     assert wide.lower < wide.median < wide.upper
 
 
+def test_a_variant_that_crosses_no_link_has_a_loss_and_no_times() -> None:
+    report = _report(_runs())
+    assert report.excess("muon") == pytest.approx(-0.04)
+    assert report.speedup("muon", "fp32") is None
+    assert report.seconds_to_target(report.runs["muon"]) is None
+    names = {row["name"] for row in report.results("thinwire demo", {}).results}
+    assert "val_loss/muon" in names
+    assert "steps_per_s/muon" not in names
+
+
 @pytest.mark.parametrize(("count", "kth"), [(1, 1), (5, 1), (6, 1), (8, 1), (9, 2), (12, 3), (20, 6), (100, 40)])
 def test_the_interval_of_a_median_is_that_of_the_sign_test(count: int, kth: int) -> None:
     """The depths are those of the usual tables (Conover, Practical Nonparametric Statistics, table of the median)."""
@@ -90,7 +102,7 @@ def test_the_interval_of_a_median_is_that_of_the_sign_test(count: int, kth: int)
 
 def test_all_checks_are_shown_where_everything_is_as_it_should_be() -> None:
     checks = _report(_runs()).checks()
-    assert len(checks) == 12
+    assert len(checks) == 13
     assert {check.outcome for check in checks} == {Outcome.SHOWN}
 
 
@@ -104,6 +116,7 @@ def test_all_checks_are_shown_where_everything_is_as_it_should_be() -> None:
         (_with("thinwire", replicas_identical=False), "bit for bit"),
         (_with("powersgd", replicas_identical=False), "bit for bit"),
         (_with("local", val_loss=2.021), "local updates"),
+        (_with("muloco", val_loss=1.98), "Muon's own fp32"),
         (_with("low-rank", val_loss=2.051), "at most 1 % above PyTorch's"),
     ],
 )
@@ -145,14 +158,14 @@ def test_limits_are_not_applied_to_another_task_but_bytes_and_replicas_are() -> 
     bad = _with("thinwire", val_loss=2.5, replicas_identical=False)
     outcomes = [check.outcome for check in _report(bad, judged=False).checks()]
     assert outcomes.count(Outcome.WRONG) == outcomes.count(Outcome.SHOWN) == 1
-    assert outcomes.count(Outcome.NOT_JUDGED) == 10
+    assert outcomes.count(Outcome.NOT_JUDGED) == 11
 
 
 def test_order_is_by_time_to_the_same_loss_then_by_loss() -> None:
     report = _report(_runs())
     assert report.target == pytest.approx(2.0 * SAME_LOSS)
     names = [run.name for run in report.ordered()]
-    assert names == ["local", "thinwire", "bf16", "fp32", "low-rank", "powersgd", "alone", "control"]
+    assert names == ["local", "muloco", "thinwire", "bf16", "fp32", "muon", "low-rank", "powersgd", "alone", "control"]
     faster = _report(_with("powersgd", losses=[3.0] * 8 + [2.01]))
     assert faster.ordered()[0].name == "powersgd"
 

@@ -32,7 +32,7 @@ def _send_all(rank: int) -> dict[str, Sent]:
 
 
 def _send(rank: int, name: str) -> Sent:
-    replica = Replica(TASK)
+    replica = Replica(TASK, VARIANTS[name].optimizer)
     ddp = distributed(replica, VARIANTS[name])
     attached = VARIANTS[name].attach(ddp, replica)
     _backward(ddp, rank, STEPS)
@@ -113,12 +113,13 @@ def test_local_updates_send_nothing_with_gradients(sent: list[dict[str, Sent]]) 
     assert sent[0]["local"].payload_bytes == 0
 
 
-def _trained_locally(rank: int) -> tuple[float, list[Tensor]]:
+def _trained_locally(rank: int, name: str) -> tuple[float, list[Tensor]]:
     """A round of steps and two more, and the end of the training."""
-    replica = Replica(TASK)
-    ddp = distributed(replica, VARIANTS["local"])
-    attached = VARIANTS["local"].attach(ddp, replica)
-    for _ in range(VARIANTS["local"].every + 2):
+    variant = VARIANTS[name]
+    replica = Replica(TASK, variant.optimizer)
+    ddp = distributed(replica, variant)
+    attached = variant.attach(ddp, replica)
+    for _ in range(variant.every + 2):
         _backward(ddp, rank, 1)
         replica.optimizer.step()
     sent = attached.payload_bytes(0)
@@ -127,8 +128,9 @@ def _trained_locally(rank: int) -> tuple[float, list[Tensor]]:
     return sent, [parameter.detach() for parameter in replica.parameters]
 
 
-def test_local_updates_are_sent_once_a_round_and_at_the_end() -> None:
-    (sent, one), (_, other) = run_ranks(_trained_locally, 2)
+@pytest.mark.parametrize("name", ["local", "muloco"])
+def test_local_updates_are_sent_once_a_round_and_at_the_end(name: str) -> None:
+    (sent, one), (_, other) = run_ranks(_trained_locally, 2, name)
     assert 0 < sent < sum(parameter.numel() for parameter in one)
     assert _equal(one, other)
 

@@ -71,6 +71,10 @@ def _remarks(report: Report, about: dict[str, Any]) -> Iterator[str]:
         f"Local, every {LOCAL_EVERY}: ranks train alone for {LOCAL_EVERY} steps, then average what they have learned, "
         "sent in 2 bits (thinwire.local.DiLoCo); a step's time is the mean of its round."
     )
+    yield (
+        "With Muon: thinwire.optim.Muon in place of AdamW, at the same learning rates. DDP fp32, Muon is its control, "
+        "which is there for its loss: nothing is compressed, and no link is slow."
+    )
     yield f"1-bit control: {CONTROL_RULES}, no error feedback. It must be worse, or equal losses mean nothing."
     worse = [VARIANTS[run.name].title for run in report.worse_than_alone() if run.name != "control"]
     if worse:
@@ -133,6 +137,12 @@ def _closing(report: Report, checks: list[Check], about: dict[str, Any]) -> Iter
             f"[bold]What this shows:[/] over {_rates(about)}, thinwire trains {speedup.median:.1f}x as fast as DDP "
             f"with fp32 gradients and ends at the same loss ({excess:+.2%}), with one line added."
         )
+        over, against, own = report.speedup("muloco", "fp32"), report.excess("muloco"), report.excess("muloco", "muon")
+        if over is not None and against is not None and own is not None:
+            yield (
+                f"Local updates with Muon train {over.median:.1f}x as fast as it and end at {against:+.2%} against its "
+                f"loss, and at {own:+.2%} against that of Muon in fp32."
+            )
     elif excess is not None:
         yield f"[bold]What this shows:[/] the whole path works here; thinwire's loss is {excess:+.2%} against fp32's."
     yield (

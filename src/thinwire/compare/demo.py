@@ -32,7 +32,7 @@ from thinwire.lab.units import format_rate, parse_rates
 from thinwire.results import OutputFile
 
 # The first two turns show the most: what users have, and what they would have.
-ORDER = ("fp32", "thinwire", "bf16", "powersgd", "low-rank", "local", "alone", "control")
+ORDER = ("fp32", "thinwire", "bf16", "powersgd", "low-rank", "local", "muloco", "muon", "alone", "control")
 _SMOKE = Task(
     model=GPTConfig(context=32, width=64, layers=2, heads=2),
     steps=8,
@@ -53,6 +53,7 @@ _SENT_SHARE = {
     "low-rank": 0.12,
     "thinwire": 0.15,
     "local": 0.01,
+    "muloco": 0.01,
     "control": 0.04,
 }
 
@@ -162,7 +163,7 @@ class Demo:
                     self._fail(name, failure)
 
     def _launch(self, folder: Path, name: str) -> RankProcesses:
-        link: Link = self.network or Loopback()
+        link: Link = self.network if self.network and VARIANTS[name].on_link else Loopback()
         return RankProcesses(
             link, self.task, self.ranks, folder=folder, name=name, timeout_s=60 + 10 * self._predicted_step_s("fp32")
         )
@@ -187,7 +188,7 @@ class Demo:
         run, counters = self.runs[name], []
 
         def count(at: str) -> None:
-            if self.network is not None:
+            if self.network is not None and VARIANTS[name].on_link:
                 counters.append(self.network.interface_bytes(0)[0])
 
         def show(rank: int, event: dict[str, Any]) -> None:

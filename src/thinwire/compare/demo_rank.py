@@ -33,7 +33,7 @@ class Rank:
         variant, task = VARIANTS[name], self.task
         self.every = variant.every
         self.steps_done = 0
-        self.replica = Replica(task)
+        self.replica = Replica(task, variant.optimizer)
         ddp = distributed(self.replica, variant)
         self.attached = variant.attach(ddp, self.replica)
         self.steps = train(ddp, self.replica.optimizer, self.text.train, self._offsets(), task.rate, task.model.context)

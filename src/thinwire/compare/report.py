@@ -28,6 +28,7 @@ _COLOURS = {
     "bf16": "#d98a00",
     "fp32": "#c0392b",
     "local": "#00a3a3",
+    "muloco": "#1b4fa0",
     "alone": "#555555",
     "control": "#b0b0b0",
 }
@@ -141,13 +142,17 @@ class Report:
         """The loss to reach, `SAME_LOSS` times fp32's last."""
         return self.runs["fp32"].losses[-1] * SAME_LOSS if "fp32" in self.runs else None
 
+    def timed(self, name: str) -> bool:
+        """Whether the variant's times are those of the slow link."""
+        return self.on_interface and VARIANTS[name].on_link
+
     def seconds_to_target(self, run: Run) -> float | None:
         """Seconds of training until ``run`` reaches the target; None if it does not, or if time means nothing here."""
-        return run.seconds_to(self.target) if self.on_interface and self.target is not None else None
+        return run.seconds_to(self.target) if self.timed(run.name) and self.target is not None else None
 
     def speedup(self, name: str, over: str) -> Ratio | None:
         """Speed of ``name`` over that of ``over``, from the ratios of each turn's median steps."""
-        if not self.on_interface or name not in self.runs or over not in self.runs:
+        if name not in self.runs or over not in self.runs or not (self.timed(name) and self.timed(over)):
             return None
         ratios = [b / a for a, b in zip(self.runs[name].turns_s, self.runs[over].turns_s, strict=True)]
         return Ratio(median(ratios), *median_interval(ratios))
@@ -198,6 +203,7 @@ class Report:
                 "thinwire's PowerSGD ends at most 1 % above PyTorch's", self.excess("low-rank", "powersgd"), 0.01
             ),
             self._loss("local updates end at most 1 % above fp32", self.excess("local"), 0.01),
+            self._loss("... and with Muon, at most 3 % above Muon's own fp32", self.excess("muloco", "muon"), 0.03),
             self._exact(
                 "every message of thinwire has the size of its format's formula",
                 self.runs["thinwire"].payload_is_formula() if "thinwire" in self.runs else None,
@@ -268,11 +274,11 @@ class Report:
     def _row(self, run: Run) -> list[str]:
         seconds, speedup = self.seconds_to_target(run), self.speedup(run.name, "fp32")
         excess = self.excess(run.name)
-        reached = "never" if self.on_interface and self.target is not None else "–"
+        reached = "never" if self.timed(run.name) and self.target is not None else "–"
         return [
             VARIANTS[run.name].title,
             reached if seconds is None else f"{seconds:.1f} s",
-            f"{1e3 / run.steps_per_s:.0f}" if self.on_interface else "–",
+            f"{1e3 / run.steps_per_s:.0f}" if self.timed(run.name) else "–",
             "–" if speedup is None else f"{speedup.median:.1f}x",
             "–" if run.wire_bytes is None else f"{run.wire_bytes / _MEGABYTE:.1f}",
             f"{run.payload_bytes[-1] / _MEGABYTE:.1f}",
@@ -284,7 +290,7 @@ class Report:
         """All figures, for ``--json``."""
         results = Results(command, about=about)
         for name, run in self.runs.items():
-            if self.on_interface:
+            if self.timed(name):
                 steps_s = [round(seconds, 4) for seconds in run.step_s]
                 results.add(f"steps_per_s/{name}", run.steps_per_s, "1/s", of="median step", step_s=steps_s)
                 results.add(f"train_s/{name}", sum(run.step_s), "s")
@@ -320,7 +326,7 @@ class Report:
 
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.add_subplot()
-        for run in self.ordered():
+        for run in filter(lambda run: self.timed(run.name), self.ordered()):
             label = f"{VARIANTS[run.name].title} ({1e3 / run.steps_per_s:.0f} ms a step)"
             width = 2.6 if run.name == "thinwire" else 1.6
             axes.plot(run.probe_s, run.losses, color=_COLOURS[run.name], linewidth=width, label=label)

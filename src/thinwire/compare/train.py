@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ import thinwire
 from thinwire.compare.data import windows
 from thinwire.compare.gpt import GPT, GPTConfig, next_token_loss
 from thinwire.local import DiLoCo, Nesterov, send_nothing
+from thinwire.optim import Muon
 from thinwire.runtime import Follower, for_reducer
 
 # One scale for each layer, a biased rounding and no error feedback: damage that a comparison must be able to see.
@@ -229,6 +230,9 @@ class Variant:
     """Whether ranks end with the same parameters."""
     every: int = 1
     """Steps from one exchange to the next; a step's time is the mean over so many."""
+    optimizer: Literal["AdamW", "Muon"] = "AdamW"
+    on_link: bool = True
+    """Whether its messages cross the slow link; those of a variant that is there for its loss alone do not."""
 
 
 VARIANTS = {
@@ -240,20 +244,26 @@ VARIANTS = {
     "local": Variant(f"local, every {LOCAL_EVERY}", _local, every=LOCAL_EVERY),
     "overlapped": Variant("local, 1 step late", partial(_local, overlap=1), every=LOCAL_EVERY),
     "streaming": Variant("local, streaming", partial(_local, fragments=2, overlap=3, mix=0.5), every=LOCAL_EVERY),
+    "muloco": Variant("local with Muon", _local, every=LOCAL_EVERY, optimizer="Muon"),
+    "muon": Variant("DDP fp32, Muon", _fp32, optimizer="Muon", on_link=False),
     "alone": Variant("training alone", _alone, synchronised=False),
     "control": Variant("1-bit control", _control),
 }
 
 
 class Replica:
-    """One rank's model and optimizer."""
+    """One rank's model and optimizer. Muon's learning rate is on AdamW's scale, so that both follow the task's."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, optimizer: Literal["AdamW", "Muon"] = "AdamW") -> None:
         torch.manual_seed(task.seed)
         self.task = task
         self.model = GPT(task.model)
         self.parameters = list(self.model.parameters())
-        self.optimizer = torch.optim.AdamW(self.parameters, betas=_BETAS, weight_decay=_WEIGHT_DECAY, fused=True)
+        self.optimizer: torch.optim.Optimizer
+        if optimizer == "Muon":
+            self.optimizer = Muon(self.model, task.learning_rate, weight_decay=_WEIGHT_DECAY, betas=_BETAS)
+        else:
+            self.optimizer = torch.optim.AdamW(self.parameters, betas=_BETAS, weight_decay=_WEIGHT_DECAY, fused=True)
 
     def digest(self) -> str:
         """Hash of all parameters' bytes: equal on two ranks exactly where their replicas are."""
