@@ -263,7 +263,7 @@ def _stage_function() -> Callable[..., Any]:
 
 
 def explained(name: str, value: object, function: Callable[..., Any], kind: str) -> str:
-    """Whose argument ``name`` is, and what ``function`` takes, which is the one for models of this ``kind``."""
+    """Explain that ``function``, for models of this ``kind``, takes no ``name``: which one does, and what it takes."""
     functions = {"DistributedDataParallel": compress_ddp, "fully_shard()": compress_fsdp, "stages": _stage_function()}
     owners = [
         f"thinwire.{other.__name__}() ({models})"

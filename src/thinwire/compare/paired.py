@@ -48,7 +48,7 @@ class Watcher(Protocol):
 
 
 class Unwatched:
-    """A `Watcher` that looks away."""
+    """A `Watcher` that does nothing."""
 
     def plan(self, num_runs: int) -> None:
         pass

@@ -52,7 +52,7 @@ _CARE = {
 
 
 def verdict(measured: Measured, predictions: Sequence[Prediction]) -> Verdict:
-    """From measured steps, where today is known, and from predictions, where it is not; with the doubts about these."""
+    """Return the verdict on measured steps and predictions, warning where the prediction of today's step is off."""
     watched = measured.watched
     buckets = watched.paces[0].buckets
     first: tuple[Advice, ...] = ()

@@ -61,7 +61,7 @@ class Request:
 
 @dataclass
 class Examination:
-    """What one rank does; ``answer`` is rank 0's."""
+    """One rank's part of an examination; ``answer`` is set on rank 0 only."""
 
     request: Request
     answer: Results | None = None

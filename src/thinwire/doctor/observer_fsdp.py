@@ -63,7 +63,7 @@ class ShardedObserver:
         module.set_custom_reduce_scatter(_Reduce(self, where, group, names))
 
     def timed(self, run: Callable[[], object], step: Step | None, move: Move) -> int:
-        """Run a collective, which stands still for; its number in the step."""
+        """Run a collective synchronously, record how long it takes, and return its number in the step."""
         if step is None:
             run()
             return -1
@@ -151,7 +151,7 @@ class _Reduce(_Comm):
 
 
 class _Needed(dist.Work):
-    """Of a gather that has ended: FSDP2 waits for it where it needs the weights."""
+    """The work of a gather that has ended. FSDP2 waits for it where it first needs the weights, which is recorded."""
 
     def __init__(self, step: Step, number: int) -> None:
         super().__init__()

@@ -200,12 +200,12 @@ def _codecs(measured: Measured, predictions: Sequence[Prediction], links: Links)
 
 
 def sent_bytes_of_today(predictions: Sequence[Prediction]) -> float:
-    """By a rank in a step, without compression."""
+    """Return the bytes that a rank sends in a step without compression."""
     return next(p.sent_bytes for p in predictions if p.setting.is_today)
 
 
 def _compressors(setting: Setting, measured: Measured) -> Iterable[Compressor]:
-    """Of layers, in the order in which they are sent."""
+    """Yield the compressors of layers, in the order in which these are sent."""
     if not isinstance(setting, ShardedSetting):
         return plan_of(setting, measured).layers.values()
     return plan_for(setting, measured.watched.shapes).layers.values()

@@ -127,12 +127,12 @@ BY_LINK = (
 
 
 def algorithm_of(setting: Setting, links: Links) -> Algorithm | None:
-    """How messages of a setting meet in a world with these links; None if they have nothing for it."""
+    """Return the setting's collective algorithm for these links, or None if it does not apply to them."""
     return links.adapted(parse_algorithm(setting.algorithm))
 
 
 def settings_with(specs: Sequence[str]) -> tuple[Setting, ...]:
-    """The usual ones, and these compressors besides.
+    """Return the usual settings, and one for each of these compressors.
 
     Raises:
         ValueError: a spec is none.
@@ -194,6 +194,6 @@ def predict_ddp(setting: Setting, measured: Measured) -> Prediction:
 
 
 def ceiling(measured: Measured) -> Range:
-    """Seconds of a step in which nothing is sent, of the same draws as predictions: none comes out below it by luck."""
+    """Return the seconds of a step that sends nothing, over the same draws as predictions, so that none is below it."""
     paces = [pace for pace, _ in draws(measured.watched.paces, measured.links)]
     return Range.from_values([pace.compute_s if isinstance(pace, Pace) else pace.alone_s for pace in paces])

@@ -142,7 +142,7 @@ def predict_sharded(setting: ShardedSetting, measured: Measured) -> Prediction:
 
 
 def _changed(setting: ShardedSetting, pace: ShardedPace) -> ShardedPace:
-    """The step with what this setting asks for at other times, or not at all."""
+    """Return the measured step with its gathers ahead, or left out where the setting keeps weights."""
     if setting.kept:
         return pace.kept()
     return pace if setting.spec is None else pace.ahead()

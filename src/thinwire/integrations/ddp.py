@@ -292,7 +292,7 @@ class Options(CommonOptions):
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What the arguments come to for a model, before anything is sent."""
+    """The checked arguments of `attach_ddp` for one model."""
 
     plan: Plan
     shapes: dict[str, torch.Size]
@@ -395,7 +395,7 @@ def _prepare(
 
 
 def rules_of(options: Options) -> tuple[Rules, Policy | None]:
-    """What compresses, and what chooses anew while training.
+    """Return the compression rules, and the policy that changes the plan while training, if there is one.
 
     Raises:
         TypeError, ValueError: an argument is invalid, or does not go with another; the message names it.

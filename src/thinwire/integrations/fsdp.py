@@ -85,7 +85,10 @@ class ShardedOptions(CommonOptions):
 
 
 class Attached:
-    """What the collectives of one FSDP module share. Holds what belongs to the module; the Wire does not hold it."""
+    """The state that the collectives of one FSDP module share.
+
+    The module owns it and the Wire does not, so that dropping the model frees both.
+    """
 
     def __init__(
         self,
@@ -147,7 +150,7 @@ class Attached:
             self.preconditioned = None
 
     def keep(self, part: Tensor) -> None:
-        """Let the weights be what was sent of them."""
+        """Overwrite this rank's shards with the values that other ranks decode (``master=False``)."""
         at = 0
         for name, shard in self.shards().items():
             shard.copy_(part[at : at + shard.numel()].view(shard.shape))
@@ -388,7 +391,7 @@ def _modules(model: nn.Module) -> list[tuple[str, FSDPModule]]:
 
 
 def _checked(path: str, module: FSDPModule, options: ShardedOptions) -> list[FSDPGroup]:
-    """What the module manages itself, if we can move it."""
+    """Return the module's parameter groups. Raises if their communication cannot be compressed."""
     where = path or "the root module"
     groups = [group for group in fsdp_groups(module) if group.parameters]
     if len(groups) > 1:

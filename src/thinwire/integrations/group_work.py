@@ -12,7 +12,7 @@ Future = torch.futures.Future
 
 
 class Work(dist.Work):
-    """Completes when all ``futures`` have: those of our worker, and of gloo for what is sent exact.
+    """Completes when all ``futures`` have: thinwire's, and gloo's for tensors that are not compressed.
 
     Its own future completes without a call of `wait`, as DistributedDataParallel needs it. Errors are raised by `wait`
     and by waiting for the future.

@@ -113,8 +113,8 @@ class BoundarySide:
         return RecordFormat(parts, self.options.precision, half, f"boundary{self.boundary}")
 
     def local_view(self, samples: Sequence[int], *, compare: bool) -> list[int]:
-        """For each sample a number that the other side must have, too, for its message to be the same; `UNSEEN` if
-        nothing is kept. With ``compare`` the record itself is in it."""
+        """Return a fingerprint for each sample, which both sides of the boundary compare; `UNSEEN` if nothing is kept.
+        With ``compare`` it covers the record itself."""
         assert self.store is not None
         with self.stats.timed("store"):
             damaged = self.store.verify(samples)

@@ -205,7 +205,7 @@ class StageCompression:
                 job.result()
 
     def failure(self) -> BaseException | None:
-        """What went wrong in the thread beside, once its jobs are done."""
+        """Wait for the worker thread, and return its first error, or None."""
         self._beside.wait()
         return next((error for error in (job.exception() for job in self._jobs) if error is not None), None)
 

@@ -39,7 +39,7 @@ class StepClock:
     """Times the steps of one rank, from first bucket to first bucket."""
 
     def __init__(self, shared: float) -> None:
-        """``shared`` is that of `Pace`."""
+        """``shared`` is the fraction (0 to 1) of communication's processor time that slows backward, as in `Pace`."""
         self.steps: deque[StepTime] = deque(maxlen=_KEPT)
         self._shared = shared
         self._began = self._arrived = 0.0

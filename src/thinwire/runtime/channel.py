@@ -77,7 +77,7 @@ _CLOSE_S = 1.0
 
 
 class Contents(NamedTuple):
-    """The layers in a buffer, or in each rank's part of it."""
+    """The layers in a buffer that is all-reduced (``layers``), or in each rank's part of a sharded one (``shards``)."""
 
     key: Hashable
     """Distinguishes these contents from others."""
@@ -100,7 +100,7 @@ class Contents(NamedTuple):
 
 @dataclass
 class Operation(ABC):
-    """One collective on one buffer. A client implements it; its methods run in the executor when it is its turn."""
+    """One collective on one buffer. Subclasses provide the buffer and take the result; methods run in the executor."""
 
     kind: Kind
     contents: Contents

@@ -29,7 +29,7 @@ _CHECKSUMS = "checksums"
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a state says of one rank."""
+    """One rank's part of a loaded state."""
 
     step: int
     seed: int
@@ -42,7 +42,7 @@ def _key(rank: int, slot: str, name: str) -> str:
 
 
 class Values(Protocol):
-    """Where slots are."""
+    """A container from which slots are read."""
 
     def value(self, layer: str, slot: Slot, shape: Sequence[int]) -> Tensor:
         """A copy of a slot of a layer of this shape, of as many elements as it has."""

@@ -59,7 +59,7 @@ RouteKey = tuple[BucketLayers, torch.dtype, int]
 
 
 class Engine:
-    """Plan, routes, slots and statistics of a Wire: the client of a `Channel` that reduces DDP's buckets."""
+    """Reduces DDP's buckets through a `Channel`; owns their plan, routes, slots and statistics."""
 
     def __init__(
         self,
@@ -181,7 +181,10 @@ class Engine:
         )
 
     def end_step(self) -> Sync | None:
-        """Between two steps: what the last one's communication took, if it was compressed; asked once."""
+        """Return the sizes and seconds of the last step's communication, or None if it was not compressed.
+
+        It is called once, between two steps.
+        """
         if self.unsent:
             self.unsent.end_step()
         seconds = self.recorder.sync_seconds()
@@ -285,7 +288,7 @@ class Engine:
             self._finite.note(not_finite(flat))
 
     def follow(self, mean: Tensor, layers: BucketLayers) -> None:
-        """Give slots that follow the mean of all ranks a simulated step's: until now they had this rank's own."""
+        """Update slots that depend on the mean gradient, after a simulated step, in which a rank saw only its own."""
         start = 0
         for name, shape in layers:
             numel = math.prod(shape)

@@ -46,7 +46,7 @@ class Handle(ABC, Generic[E]):
     _engine: E
 
     def __init__(self, plan: Plan, *, seed: int, start: int) -> None:
-        """``plan``: the one that the rules ask for; declining and policies change it afterwards."""
+        """``plan``: the compressors that the rules give each layer, before ``skip_if_slower`` and policies."""
         if start < 0:
             raise ValueError(f"start must not be negative, not {start}: it is the number of steps that stay raw")
         if not 0 <= seed < 2**63:
@@ -55,7 +55,7 @@ class Handle(ABC, Generic[E]):
         self._attached = True
         self._adapter: Adapter | None = None
         self.moments: checkpoint.Moments | None = None
-        """Those of an optimizer that differ between ranks, if there are any: checkpoints hold them."""
+        """The moments of an optimizer that differ between ranks, which checkpoints hold; None if there are none."""
 
     @property
     def plan(self) -> Plan:
@@ -135,7 +135,9 @@ class Handle(ABC, Generic[E]):
     def checkpointable(self) -> Checkpointable:
         """An object whose ``state_dict()`` is `gather_state_dict`, for libraries that write what rank 0 returns.
 
-        accelerator.register_for_checkpointing(wire.checkpointable())
+        ::
+
+            accelerator.register_for_checkpointing(wire.checkpointable())
         """
         return Checkpointable(self)
 

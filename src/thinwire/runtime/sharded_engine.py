@@ -42,7 +42,7 @@ class ShardedEngine:
         self.stats = ShardedStats()
         self.step = -1
         self.gathers = self.reductions = 0
-        """Of all units since training began, also before it was resumed."""
+        """Totals over all units since training began, including before it was resumed."""
         self._finite, self._nonfinite_flags = True, AsyncReadback()
         self._poison = PoisonMonitor()
         self._marked = self._ended = self._asked = False
@@ -82,12 +82,12 @@ class ShardedEngine:
 
     @property
     def channels(self) -> list[ShardChannel]:
-        """By whom shards are moved: one for each set of ranks that units are sharded over."""
+        """One channel for each set of ranks that units are sharded over."""
         return list(self._channels.values())
 
     @property
     def all_channels(self) -> list[ShardChannel]:
-        """These, and that which takes sums across replicas."""
+        """The channels of shards, and the one that takes sums across replicas."""
         return [*self.channels, *([self.across] if self.across else [])]
 
     def members(self) -> Iterable[LayerGroup]:
@@ -95,7 +95,7 @@ class ShardedEngine:
         yield from self.gradients
 
     def members_of(self, name: str) -> LayerGroup | None:
-        """Those to which a layer of the plan belongs."""
+        """Return the group that the layer ``name`` of the plan belongs to, or None."""
         return next((members for members in self.members() if name in members.placement.by_name), None)
 
     @property
@@ -236,7 +236,7 @@ class ShardedEngine:
         self._ended, self._asked = True, False
 
     def _passes(self, unit: Unit) -> int:
-        """Backward passes that are over: weights are the same from one to the next, forward and backward."""
+        """Number of completed backward passes: gathers between two of them see the same weights."""
         if self._marked:
             return self.step + self._ended
         return unit.reductions

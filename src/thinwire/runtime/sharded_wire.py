@@ -54,8 +54,8 @@ class ShardedWire(Handle["ShardedEngine"]):
         adapt: Policy | None = None,
         replicas: Transport | None = None,
     ) -> None:
-        """``rank`` of ``world_size``: whose of the model's checkpoints this one's is. ``make_world`` connects all of
-        them: it is called on every rank when states are first gathered or loaded."""
+        """``rank`` and ``world_size`` index this process's part of a checkpoint. ``make_world`` connects all ranks: it
+        is called on every rank when states are first gathered or loaded."""
         super().__init__(plan, seed=seed, start=start)
         self.rank, self.world_size = rank, world_size
         self._make_world = make_world
@@ -227,8 +227,8 @@ class ShardedWire(Handle["ShardedEngine"]):
         return self._engine.reduce(unit, flat, out, scale=scale, loss_scale=loss_scale)
 
     def mark(self, queue: Callable[[Callable[[], object]], bool]) -> None:
-        """In a backward pass, after its first reduction: ask for a call at its end, by ``queue``, which says whether
-        it will."""
+        """Ask for a call at the end of the running backward pass, after its first reduction. ``queue`` registers it,
+        and returns False if that is not possible."""
         self._engine.mark(queue)
 
     def begins_step(self, unit: Unit) -> bool:

@@ -32,7 +32,7 @@ class LayerGroup:
         self.slots.follow(self.compressors(plan))
 
     def compressors(self, plan: Plan) -> dict[str, Coded]:
-        """By name in the plan, which `sharded_plan` has checked."""
+        """Return the compressor of each layer by its name in the plan, which `sharded_plan` has checked."""
         compressors = {}
         for name in self.placement.by_name:
             compressor = plan[name]
@@ -77,7 +77,7 @@ class WeightGather(Operation):
     since: int | None = None
     """Steps since the first compressed one; None before it."""
     keep: Callable[[Tensor], object] | None = None
-    """Called with this rank's part where only what was sent of it is kept."""
+    """Called with this rank's part as it was sent, which takes the place of its weights (``master=False``)."""
 
     def buffer(self) -> Tensor:
         return self.flat

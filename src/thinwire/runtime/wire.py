@@ -60,7 +60,7 @@ class Wire(Handle["Engine"]):
     ) -> None:
         super().__init__(plan, seed=seed, start=start)
         self._optimizer = optimizer
-        # Says now what it would lack then.
+        # Raises here, not in the first step, where a schedule or a compressor lacks something.
         plan.at_step(0, self._learning_rate()).for_world(transport.world_size, shapes)
         # Between devices the same is done on a stream beside backward's, without threads.
         self.device = transport.device if isinstance(transport, DeviceTransport) else None
@@ -81,7 +81,7 @@ class Wire(Handle["Engine"]):
             self._adapter = Adapter(adapt, self.plan, shapes, transport, **options)
 
     def _measure_speeds(self, adapt: Policy | None, *, skip_if_slower: bool) -> None:
-        """Find out how fast ranks and links are, where somebody asks; leave raw what would not pay."""
+        """Measure codecs and links if ``skip_if_slower`` or the policy needs it; leave raw what gets no faster."""
         engine = self._engine
         reference = {name: c for name, c in engine.plan.layers.items() if not isinstance(c, Raw)}
         timed = set(adapt.to_time(reference)) if adapt is not None else set()
@@ -272,7 +272,8 @@ class Wire(Handle["Engine"]):
         self._engine.changes = dict(changes)
 
     def on_partial_use(self, shares: Mapping[str, Tensor]) -> None:
-        """Say which share (0 to 1) of the last step's result of a layer was used: its residual keeps the rest."""
+        """Note that only a share (0 to 1) of a layer's last mean was applied, as after clipping; its residual keeps the
+        rest."""
         self._engine.used = dict(shares)
 
     def _learning_rate(self) -> float | None:

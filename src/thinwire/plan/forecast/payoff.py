@@ -6,12 +6,14 @@ import math
 
 
 def minimal_ratio(bandwidth: float, both_ways_s_per_byte: float) -> float:
-    """The compression ratio from which on it pays on a link of ``bandwidth`` bytes per second; infinity where none
-    does. ``both_ways_s_per_byte``: seconds to compress and decompress a byte."""
+    """Return the least compression ratio that makes steps faster on a link of ``bandwidth`` bytes per second.
+
+    It is infinite where none does. ``both_ways_s_per_byte``: seconds to compress and decompress a byte.
+    """
     spent = bandwidth * both_ways_s_per_byte
     return 1 / (1 - spent) if spent < 1 else math.inf
 
 
 def useful_bandwidth(both_ways_s_per_byte: float) -> float:
-    """Bytes per second of the link from which on no ratio pays: where equation 4 ends."""
+    """Return the bandwidth, in bytes per second, above which no ratio makes steps faster (where equation 4 ends)."""
     return 1 / both_ways_s_per_byte
