@@ -31,8 +31,8 @@ TITLES = {
     "powersgd": "PyTorch's PowerSGD, rank 4",
     "low-rank": "thinwire's PowerSGD, rank 4",
     "local": "thinwire's local updates, every 8 steps in 2 bits",
-    "muloco": "**the same with Muon**, in place of AdamW",
-    "muon": "control: Muon, DDP, fp32",
+    "muloco": "**local updates with Muon**, every 8 steps in 2 bits",
+    "muon": "control: DDP, fp32, with Muon",
     "noop": "nothing sent (the ceiling)",
     "alone": "training alone: nothing sent",
     "control": "control: 1 bit, no error feedback",
@@ -41,6 +41,7 @@ TITLES = {
 
 def demo() -> str:
     figures = Figures(BENCHMARKS / "demo.json")
+    task = figures.record["about"]["task"]
     fp32 = figures.get("steps_per_s/fp32") or 1.0
     fp32_loss = figures.get("val_loss/fp32") or 1.0
     rows = []
@@ -49,24 +50,25 @@ def demo() -> str:
         sent = figures.get(f"payload_bytes/{name}")
         if speed is None and loss is None:
             continue
-        shaped = name != "control" and speed is not None
         rows.append(
             [
                 title,
-                f"{speed:.2f}" if shaped and speed else "",
-                f"{speed / fp32:.1f}x" if shaped and speed else "",
+                f"{speed:.2f}" if speed else "",
+                f"{speed / fp32:.1f}x" if speed else "",
                 f"{sent / 1e6:.0f} MB" if sent else ("0" if name in ("noop", "alone") else ""),
                 f"{loss:.4f}" if loss else "",
                 f"{100 * (loss / fp32_loss - 1):+.2f} %" if loss and name != "fp32" else "",
             ]
         )
     rows.sort(key=lambda row: -float(row[1] or 0))
-    head = ["", "steps/s", "speed-up", "bytes sent a rank", "held-out loss (nats/byte)", "against fp32"]
+    head = ["", "steps/s", "speed-up", "bytes sent per rank", "held-out loss (nats/byte)", "against fp32"]
     return (
         "`thinwire demo`: two ranks train a byte-level GPT of "
         f"{figures.record['about']['parameters'] / 1e6:.1f} million parameters on the Python standard library's "
         "source over an emulated 100 Mbit/s link, from the same weights and with the same batches.\n\n"
-        f"{table(head, rows)}\n\n![Loss against time](benchmarks/demo/loss.svg)\n\n{figures.machine}."
+        f"{table(head, rows)}\n\n![Held-out loss against time](benchmarks/demo/loss.svg)\n\n"
+        f"The curves are losses on {task['probe_windows']} of the {task['held_out_windows']} held-out windows of the "
+        f"table. {figures.machine}."
     )
 
 
@@ -219,10 +221,11 @@ COMPRESSORS = {
 
 def compressors() -> str:
     figures, trained = Figures(BENCHMARKS / "compressors.json"), Figures(BENCHMARKS / "compare-every.json")
-    rows = []
+    about, rows = trained.record["about"], []
     for title, spec in COMPRESSORS.items():
         facts = figures.rows[f"relative_error/{spec}"]
         difference, alpha = trained.get(f"difference/mean/{spec}"), trained.get(f"alpha/{spec}")
+        without = trained.get(f"difference/mean/{spec.removesuffix(')')}, feedback=False)")
         rows.append(
             [
                 title,
@@ -231,17 +234,19 @@ def compressors() -> str:
                 *(f"{figures.get(f'{way}_x_copy/{spec}'):.3f}x" for way in ("encode", "decode")),
                 "yes" if facts["unbiased"] else "EF" if facts["feedback"] else "no",
                 "diverged" if difference is None else f"{100 * difference:+.2f} %",
+                "" if without is None else f"{100 * without:+.2f} %",
                 "" if alpha is None else f"{alpha:.2f}",
             ]
         )
     if (alone := trained.get("difference/mean/alone")) is not None:
-        rows.append(["training alone: nothing sent", "0.00", "", "", "", "", f"{100 * alone:+.2f} %", ""])
-    head = ["", "bits an element", "error", "encode", "decode", "unbiased", "held-out loss", "alpha"]
+        rows.append(["training alone: nothing sent", "0.00", "", "", "", "", f"{100 * alone:+.2f} %", "", ""])
+    head = ["", "bits per element", "error", "encode", "decode", "unbiased", "held-out loss", "without EF", "alpha"]
     return (
         "`python -m experiments bench compressors`: relative error of one message of a real gradient, all bytes "
         "counted, speeds in multiples of `torch.Tensor.copy_`. EF: biased, trained with error feedback. "
-        "`thinwire compare every`: held-out loss of a small GPT against fp32's, at its learning rate; "
-        "alpha: error of the mean that arrives.\n\n"
+        "`thinwire compare every`: held-out loss of a small GPT under AdamW against fp32's, "
+        f"{about['num_ranks']} ranks, {about['task']['fields']['steps']} steps, {len(about['seeds'])} seeds, at fp32's "
+        "learning rate; alpha: error of the mean that arrives.\n\n"
         f"{table(head, rows)}\n\n![Error against bytes](benchmarks/compressors.svg)\n\n{figures.machine}."
     )
 
@@ -503,6 +508,8 @@ def training() -> str:
     figures = Figures(BENCHMARKS / "training.json")
     about, rows = figures.record["about"], []
     names = [name.removeprefix("loss/") for name in figures.rows if name.startswith("loss/")]
+    reference, *others = names
+    names = [reference, *sorted(others, key=lambda name: figures.rows[f"loss/{name}"]["value"])]
     full = figures.get(f"sent_bytes/{names[0]}") or 1.0
     for name in names:
         row, sent = figures.rows[f"loss/{name}"], figures.get(f"sent_bytes/{name}") or 0.0
@@ -517,7 +524,7 @@ def training() -> str:
                 figures.bounded(f"difference/{name}"),
             ]
         )
-    head = ["", "learning rate", "sent a step", "fewer", "held-out loss (nats/byte)", f"against {names[0]}"]
+    head = ["", "learning rate", "sent per step", "fewer", "held-out loss (nats/byte)", f"against {names[0]}"]
     return (
         f"`python -m experiments bench training`: a byte-level GPT of width {about['task']['model']['width']}, "
         f"{about['workers']} workers, {about['steps']} steps, {about['seeds']} seeds, each method at the best of the "
@@ -671,9 +678,9 @@ def local() -> str:
     rows.append([TITLES["muon"], "", "", "", figures.bounded("val_loss_above_fp32/muon")])
     head = [
         "",
-        "sent a step",
-        "speed, of training alone",
-        "same loss in (of a free network's time)",
+        "sent per step",
+        "speed, relative to training alone",
+        "time to fp32's loss + 1 % (relative to a free network)",
         "held-out loss, against fp32's",
     ]
     return (
