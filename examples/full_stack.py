@@ -111,8 +111,8 @@ def main() -> None:
     if saved and saved.exists():
         state = torch.load(saved, weights_only=True)
         done = state["epochs"]
-        for part, of in ((model.module, "model"), (optimizer, "optimizer"), (wire, "wire"), (stage, "stage")):
-            part.load_state_dict(state[of])
+        for part, name in ((model.module, "model"), (optimizer, "optimizer"), (wire, "wire"), (stage, "stage")):
+            part.load_state_dict(state[name])
 
     for epoch in range(done, done + options.epochs):
         share.set_epoch(epoch)
@@ -133,7 +133,9 @@ def main() -> None:
     if saved:
         saved.parent.mkdir(parents=True, exist_ok=True)
         state = {"model": model.module, "optimizer": optimizer, "wire": wire, "stage": stage}
-        torch.save({"epochs": done + options.epochs, **{of: part.state_dict() for of, part in state.items()}}, saved)
+        torch.save(
+            {"epochs": done + options.epochs, **{name: part.state_dict() for name, part in state.items()}}, saved
+        )
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
     print(f"stage {index}, replica {replica}: {stage.stats}")
     print(f"stage {index}, replica {replica}: gradients: {wire.stats}; parameters {digest[:16]}", flush=True)

@@ -56,11 +56,11 @@ def build(out: Path) -> tuple[Path, Path]:
 def tagged(wheel: Path) -> Path:
     """The wheel under the oldest manylinux tag that holds for it; as it is where none does."""
     shown = run(sys.executable, "-m", "auditwheel", "show", wheel)
-    found = re.search(r'tag:\s*"(manylinux_(?:\d+)_(?:\d+)_\w+)"', " ".join(shown.split()))
-    if not found:
+    tag = re.search(r'tag:\s*"(manylinux_(?:\d+)_(?:\d+)_\w+)"', " ".join(shown.split()))
+    if not tag:
         print(shown)
         return wheel
-    name = run(sys.executable, "-m", "wheel", "tags", "--remove", "--platform-tag", found[1], wheel).split()[-1]
+    name = run(sys.executable, "-m", "wheel", "tags", "--remove", "--platform-tag", tag[1], wheel).split()[-1]
     return wheel.parent / name
 
 

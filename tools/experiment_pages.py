@@ -405,7 +405,10 @@ def _aqsgd_links(measured: Measured) -> Iterator[str]:
     rows = [
         [
             str(at),
-            *(f"{8e-6 * link[way]['rate']:.1f} Mbit/s, `{link[way]['compressor']}`" for way in ("forward", "backward")),
+            *(
+                f"{8e-6 * link[direction]['rate']:.1f} Mbit/s, `{link[direction]['compressor']}`"
+                for direction in ("forward", "backward")
+            ),
         ]
         for row in measured.under("links/chosen")
         for at, link in enumerate(row["links"])

@@ -34,7 +34,7 @@ def main() -> int:
     # Nothing of the environment that this runs in.
     bare = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH", "MAKEFLAGS")}
     results = Results("make first-answer", about={"limit_s": LIMIT_S, "network": " ".join(network) or "loopback"})
-    total, told = 0.0, ""
+    total, answer = 0.0, ""
     with tempfile.TemporaryDirectory() as folder:
         clone, page = Path(folder, "thinwire"), Path(folder, "report.html")
         asked = ["doctor", "--ranks", "2", *network, "--html", str(page), "--", *SCRIPT]
@@ -54,10 +54,10 @@ def main() -> int:
                 console.print(f"{' '.join(argv)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}", markup=False)
                 return 1
             total += seconds
-            told = done.stdout
+            answer = done.stdout
             results.add(f"seconds/{name}", seconds, "s")
             console.print(f"{name}: {seconds:.0f} s")
-        console.print(told.strip(), markup=False)
+        console.print(answer.strip(), markup=False)
         assert page.stat().st_size > 10_000, "doctor wrote no page"
     results.add("seconds", total, "s")
     console.print(f"{total:.0f} s in all; {LIMIT_S:.0f} are allowed.")

@@ -14,7 +14,7 @@ from experiment_pages import experiment, sharded
 from figures import BENCHMARKS, ROOT, Figures, bullets, table
 
 from experiments.bench.auto import Place
-from experiments.bench.formats import BITS, FORMATS, KINDS, WAYS
+from experiments.bench.formats import BITS, FORMATS, KINDS, TREATMENTS
 from experiments.framework import power as power_tables
 from experiments.framework import results_page
 from experiments.framework.catalogue import CATALOGUE
@@ -107,21 +107,29 @@ def algorithms() -> str:
             if figures.get(f"{cell}seconds/gloo") is None:
                 continue
             rows.append(
-                [f"{ranks} ranks, {RATES[rate]}" + ("" if rtt == "0ms" else ", +20 ms"), *_ways(figures, cell, flat)]
+                [
+                    f"{ranks} ranks, {RATES[rate]}" + ("" if rtt == "0ms" else ", +20 ms"),
+                    *_speedups(figures, cell, flat),
+                ]
             )
-        head = [f"{size:g} MB, a rank on each node", "gloo fp32", *(way.split("/")[0] for way in flat), "sra, bare"]
+        head = [
+            f"{size:g} MB, a rank on each node",
+            "gloo fp32",
+            *(variant.split("/")[0] for variant in flat),
+            "sra, bare",
+        ]
         parts.append(table(head, rows))
     cell = f"4 ranks/1 a node/{next(iter(RATES))}/0ms/25 MB/"
     rows = []
-    for way in flat:
-        by_node = figures.rows[f"{cell}crossing_bytes/{way}"]["by_node"]
-        counted = (figures.get(f"{cell}interface_bytes/{way}") or 0) / sum(by_node)
-        variance = (figures.get(f"{cell}variance/{way}") or 0) / (figures.get(f"{cell}variance/sra/group") or 1)
+    for variant in flat:
+        by_node = figures.rows[f"{cell}crossing_bytes/{variant}"]["by_node"]
+        counted = (figures.get(f"{cell}interface_bytes/{variant}") or 0) / sum(by_node)
+        variance = (figures.get(f"{cell}variance/{variant}") or 0) / (figures.get(f"{cell}variance/sra/group") or 1)
         sent = " / ".join(f"{value / 1e6:.2f}" for value in by_node)
-        rows.append([way.split("/")[0], f"{sent} MB", f"{counted:.3f}", f"{variance:.2f}"])
+        rows.append([variant.split("/")[0], f"{sent} MB", f"{counted:.3f}", f"{variance:.2f}"])
     head = ["4 ranks, 25 MB", "sent by each rank", "on the interfaces / formula", "variance of the mean / sra's"]
     parts.append(table(head, rows))
-    for each_node, rates, ways, title in (
+    for each_node, rates, variants, title in (
         (2, RATES, NESTED, "4 ranks, two to a node"),
         (4, {"none": "no limit"}, ONE_NODE, "4 ranks on one node"),
         (2, {"none": "no limit"}, ONE_NODE, "2 ranks on one node"),
@@ -139,24 +147,26 @@ def algorithms() -> str:
                     "",
                 ]
             ]
-            for way in ways:
+            for variant in variants:
                 by_group, shared = (
-                    figures.get(f"{cell}seconds/{way}/{kind}")
+                    figures.get(f"{cell}seconds/{variant}/{kind}")
                     for kind in ("group", "auto" if each_node < ranks else "shared")
                 )
                 if by_group and shared:
-                    rows.append(["", way, f"{1e3 * by_group:.1f}", f"{1e3 * shared:.1f}", f"{by_group / shared:.2f}x"])
+                    rows.append(
+                        ["", variant, f"{1e3 * by_group:.1f}", f"{1e3 * shared:.1f}", f"{by_group / shared:.2f}x"]
+                    )
         parts.append(table([title, "", "gloo, ms", "shared memory inside a node, ms", "shared memory gains"], rows))
     return "\n\n".join(parts) + f"\n\n{figures.machine}."
 
 
-def _ways(figures: Figures, cell: str, ways: tuple[str, ...]) -> list[str]:
+def _speedups(figures: Figures, cell: str, variants: tuple[str, ...]) -> list[str]:
     gloo = figures.get(f"{cell}seconds/gloo") or 0
-    found = [f"{1e3 * gloo:.1f} ms"]
-    for way in (*ways, "bare"):
-        seconds = figures.get(f"{cell}seconds/{way}")
-        found.append(f"{gloo / seconds:.2f}x" if seconds else "")
-    return found
+    cells = [f"{1e3 * gloo:.1f} ms"]
+    for variant in (*variants, "bare"):
+        seconds = figures.get(f"{cell}seconds/{variant}")
+        cells.append(f"{gloo / seconds:.2f}x" if seconds else "")
+    return cells
 
 
 def step() -> str:
@@ -165,7 +175,7 @@ def step() -> str:
         figures = Figures(BENCHMARKS / f"step-{name}.json")
         machine = figures.machine
         batch = figures.rows["share_of_ceiling/fp32"]["batch"]
-        shares = [f"{figures.get(f'share_of_ceiling/{way}'):.0%}" for way in ("fp32", "thinwire")]
+        shares = [f"{figures.get(f'share_of_ceiling/{method}'):.0%}" for method in ("fp32", "thinwire")]
         rows.append([where, str(batch), *shares, f"{figures.get('speedup_over_fp32'):.2f}x"])
     head = ["2 ranks", "windows a rank", "stock DDP", "thinwire", "thinwire against stock"]
     return (
@@ -231,7 +241,7 @@ def compressors() -> str:
                 title,
                 f"{8 * (figures.get(f'bytes_per_element/{spec}') or 0):.2f}",
                 f"{facts['value']:.3f}",
-                *(f"{figures.get(f'{way}_x_copy/{spec}'):.3f}x" for way in ("encode", "decode")),
+                *(f"{figures.get(f'{direction}_x_copy/{spec}'):.3f}x" for direction in ("encode", "decode")),
                 "yes" if facts["unbiased"] else "EF" if facts["feedback"] else "no",
                 "diverged" if difference is None else f"{100 * difference:+.2f} %",
                 "" if without is None else f"{100 * without:+.2f} %",
@@ -263,13 +273,13 @@ BLOB = {
 def blob() -> str:
     figures, rows = Figures(BENCHMARKS / "blob.json"), []
     rates = [rate for rate in RATES if figures.get(f"steps_per_s/fp32/{rate}") is not None]
-    for way, title in BLOB.items():
+    for method, title in BLOB.items():
         speeds = [
-            f"{figures.get(f'steps_per_s/{way}/{rate}'):.2f} ({figures.get(f'over_fp32/{way}/{rate}'):.2f}x)"
+            f"{figures.get(f'steps_per_s/{method}/{rate}'):.2f} ({figures.get(f'over_fp32/{method}/{rate}'):.2f}x)"
             for rate in rates
         ]
         errors = [
-            f"{figures.get(f'{name}/{way}/{rates[0]}'):.1%}"
+            f"{figures.get(f'{name}/{method}/{rates[0]}'):.1%}"
             for name in ("relative_error", "relative_error_of_biases_and_norms")
         ]
         rows.append([title, *speeds, *errors])
@@ -370,11 +380,11 @@ def crops() -> str:
 def formats() -> str:
     figures = Figures(BENCHMARKS / "formats.json")
     rows = []
-    for (name, form), way in itertools.product(FORMATS.items(), WAYS):
-        if not form.stochastic or way == "as it is":
+    for (name, form), treatment in itertools.product(FORMATS.items(), TREATMENTS):
+        if not form.stochastic or treatment == "as it is":
             columns = itertools.product(KINDS, BITS)
-            errors = (f"{figures.get(f'{kind}/{bits}/{name}/{way}'):.3f}" for kind, bits in columns)
-            rows.append([name if way == "as it is" else "", way, *errors])
+            errors = (f"{figures.get(f'{kind}/{bits}/{name}/{treatment}'):.3f}" for kind, bits in columns)
+            rows.append([name if treatment == "as it is" else "", treatment, *errors])
     head = ["", "", *(f"{kind}, {bits} bits" for kind, bits in itertools.product(KINDS, BITS))]
     return (
         "`python -m experiments bench formats`: relative error of what the demo's GPT has at steps 20, 100 and 199 of "
@@ -387,10 +397,10 @@ def pipelines() -> str:
     figures = Figures(BENCHMARKS / "pipelines.json")
     about, rows = figures.record["about"], []
     for cell in (name.removesuffix("/measured_s") for name in figures.rows if name.endswith("/measured_s")):
-        way, schedule, link = cell.split("/")
+        method, schedule, link = cell.split("/")
         measured, predicted = (figures.get(f"{cell}/{kind}_s") or 0.0 for kind in ("measured", "predicted"))
         free = figures.get(f"{cell}/of_a_free_network")
-        title = f"uneven: {way}" if link == "uneven" else way
+        title = f"uneven: {method}" if link == "uneven" else method
         shown = [f"{1e3 * measured:.0f} ms", f"{1e3 * predicted:.0f} ms", f"{predicted / measured - 1:+.0%}"]
         rows.append([title, schedule, *shown, f"{free:.2f}x"])
     head = ["", "schedule", "measured", "predicted", "off", "speed, of a free network's"]
@@ -412,11 +422,11 @@ def auto() -> str:
     figures = Figures(BENCHMARKS / "auto.json")
     about = figures.record["about"]
     rows = []
-    for cell, found in about["cells"].items():
-        on = found["decided"]["auto"].startswith("on")
+    for cell, place in about["cells"].items():
+        on = place["decided"]["auto"].startswith("on")
         gains = [f"{figures.get(f'over_fp32/{choice}/{cell}') or 0.0:.2f}x" for choice in AUTO]
         fp32 = f"{1e3 * (figures.get(f'step_s/fp32/{cell}') or 0.0):.0f} ms"
-        rows.append([_network(cell), fp32, *gains, f"`{found['algorithm']}`" if on else "off"])
+        rows.append([_network(cell), fp32, *gains, f"`{place['algorithm']}`" if on else "off"])
     head = ["network", "fp32", f"`{about['spec']}`", "auto, `sra` alone", "auto", "by"]
     return (
         "`python -m experiments bench auto`: steps of the demo's GPT in multiples of stock DDP's speed, medians of "
@@ -468,11 +478,11 @@ def _predictions(path: Path, text: str) -> str:
     claimed = figures.record["about"]["claimed"]
     others = [error for (_, title), error in errors.items() if title != _NOTHING]
     least = [error for (_, title), error in errors.items() if title == _NOTHING]
-    found = [
+    sentences = [
         _within(errors_, claimed, what)
         for errors_, what in ((others, "predictions"), (least, "steps with nothing sent"))
     ]
-    return f"{text} {'. '.join(found)}.\n\n{table(['', *titles], rows)}\n\n{figures.machine}."
+    return f"{text} {'. '.join(sentences)}.\n\n{table(['', *titles], rows)}\n\n{figures.machine}."
 
 
 def _within(errors: Sequence[float], claimed: float, what: str) -> str:
@@ -538,11 +548,11 @@ def chaos() -> str:
     figures = Figures(BENCHMARKS / "chaos.json")
     groups = [name.removeprefix("faults/") for name in figures.rows if name.startswith("faults/")]
 
-    def row(title: str, name: str, of: str = "") -> list[str]:
+    def row(title: str, name: str, total: str = "") -> list[str]:
         cells = []
         for group in groups:
             value = figures.get(f"{name}/{group}") or 0
-            cells.append(f"{value:g}" + (f" of {figures.get(f'{of}/{group}') or 0:g}" if of else ""))
+            cells.append(f"{value:g}" + (f" of {figures.get(f'{total}/{group}') or 0:g}" if total else ""))
         return [title, *cells]
 
     rows = [
@@ -694,9 +704,9 @@ def local() -> str:
 
 def bursts() -> str:
     figures = Figures(BENCHMARKS / "bursts.json")
-    about, ways = figures.record["about"], ("at once", "streaming")
+    about, modes = figures.record["about"], ("at once", "streaming")
     rate = format_rate(parse_rate(about["rate"]))
-    whole, streamed = (figures.get(f"busiest_second_bytes/{way}") or 0.0 for way in ways)
+    whole, streamed = (figures.get(f"busiest_second_bytes/{mode}") or 0.0 for mode in modes)
     return (
         f"`python -m experiments bench bursts`: {about['size_mb']:g} MB of fp32 weights, exchanged in 2 bits every "
         f"{about['every']} steps of {about['step_ms']:g} ms, in which nothing is computed, over {rate}. In its busiest "
@@ -713,11 +723,11 @@ def members() -> str:
         "members": "local updates, workers die and come back",
         "restarting": "4-bit gradients in every step, torchrun restarts all from a checkpoint",
     }
-    for way, title in titles.items():
-        if figures.get(f"{way}/kept_tokens") is None:
+    for mode, title in titles.items():
+        if figures.get(f"{mode}/kept_tokens") is None:
             continue
         of_all, present, kept, loss, compared, differing, kills, departures = (
-            figures.get(f"{way}/{name}") or 0.0
+            figures.get(f"{mode}/{name}") or 0.0
             for name in (
                 "goodput/of_all_workers",
                 "goodput/of_present_workers",
@@ -730,7 +740,7 @@ def members() -> str:
             )
         )
         row = [title, f"{kills:.0f}", f"{of_all:.0%}", f"{present:.0%}", f"{kept:.0%}", f"{loss:.3f}"]
-        row += [f"{differing:.0f} of {compared:.0f}", f"{departures:.0f}" if way != "restarting" else ""]
+        row += [f"{differing:.0f} of {compared:.0f}", f"{departures:.0f}" if mode != "restarting" else ""]
         rows.append(row)
     head = ["", "deaths", "goodput", "of those that ran", "of undisturbed", "last loss", "weights differed", "lines"]
     excess = [row for row in figures.record["results"] if row["name"] == "both/loss_excess"]
@@ -756,8 +766,8 @@ def results() -> str:
 
 
 def power() -> str:
-    found = power_tables.powers(BENCHMARKS)
-    return table(list(power_tables.HEAD), [power_tables.cells(one) for one in found])
+    tasks = power_tables.powers(BENCHMARKS)
+    return table(list(power_tables.HEAD), [power_tables.cells(one) for one in tasks])
 
 
 PAGES = {
@@ -788,10 +798,10 @@ def fill(page: str, text: str) -> str:
     """The text of a page with every marked section written anew."""
     for name, section in PAGES[page].items():
         pattern = re.compile(rf"(<!-- figures: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        found = pattern.search(text)
-        if not found:
+        match = pattern.search(text)
+        if not match:
             raise SystemExit(f"{page} has no section 'figures: {name}'")
-        text = f"{text[: found.end(1)]}{_relative(section(), page)}\n{text[found.start(2) :]}"
+        text = f"{text[: match.end(1)]}{_relative(section(), page)}\n{text[match.start(2) :]}"
     return text
 
 

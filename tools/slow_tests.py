@@ -32,8 +32,8 @@ def durations(lines: Iterable[str]) -> dict[str, float]:
     functions: dict[str, float] = defaultdict(float)
     with_fixture = set()
     for line in lines:
-        if found := _LINE.search(line):
-            seconds, phase, path, name = float(found[1]), found[2], found[3], found[4]
+        if match := _LINE.search(line):
+            seconds, phase, path, name = float(match[1]), match[2], match[3], match[4]
             functions[f"{path}::{name}"] += seconds
             if phase == "setup" and seconds >= _SLOW_FIXTURE_S:
                 with_fixture.add(path)

@@ -123,10 +123,10 @@ def _table(where: str, sizes_mb: tuple[float, ...], answers: list[dict]) -> Tabl
         for answer in answers:
             seconds = answer["seconds"]
             cells += [f"{seconds[name] * 1e3:.1f}", f"{seconds['gloo'] / seconds[name]:.2f}x"]
-        of = answers[0]["about"].get(name)
-        if of:
-            crossing = sum(of["crossing_bytes"])
-            cells.append(f"{sum(of['interface_bytes']) / crossing:.3f}" if crossing else "")
-            cells.append(f"{of['variance'] / answers[0]['about'][first]['variance']:.2f}")
+        counted = answers[0]["about"].get(name)
+        if counted:
+            crossing = sum(counted["crossing_bytes"])
+            cells.append(f"{sum(counted['interface_bytes']) / crossing:.3f}" if crossing else "")
+            cells.append(f"{counted['variance'] / answers[0]['about'][first]['variance']:.2f}")
         table.add_row(*cells)
     return table

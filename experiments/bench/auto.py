@@ -101,10 +101,10 @@ def auto(
 
 def _add(results: Results, text: str, times: dict[str, list[float]]) -> list[str]:
     shown = [f"{median(times['fp32']) * 1e3:.0f}"]
-    for name, found in times.items():
-        results.add(f"step_s/{name}/{text}", median(found), "s", all=found)
+    for name, seconds in times.items():
+        results.add(f"step_s/{name}/{text}", median(seconds), "s", all=seconds)
         if name != "fp32":
-            gain = median(f / t for f, t in zip(times["fp32"], found, strict=True))
+            gain = median(f / t for f, t in zip(times["fp32"], seconds, strict=True))
             results.add(f"over_fp32/{name}/{text}", gain, "x")
             shown.append(f"{gain:.2f}x")
     gain = median(a / b for a, b in zip(times["one way"], times["auto"], strict=True))

@@ -38,8 +38,8 @@ class Contest(Turns):
     def sent_bytes(self) -> dict[str, int]:
         """Bytes that each method has sent so far, without those of stock DDP."""
         sent = {name: group.stats for name, group in self.groups.items()}
-        found = {name: stats.payload_sent_bytes + stats.passed_bytes for name, stats in sent.items()}
-        return {**found, "layerwise": self.wire.stats.payload_sent_bytes}
+        num_bytes = {name: stats.payload_sent_bytes + stats.passed_bytes for name, stats in sent.items()}
+        return {**num_bytes, "layerwise": self.wire.stats.payload_sent_bytes}
 
     def errors(self, tokens: Tensor) -> dict[str, dict[str, float]]:
         """Relative error of each method's mean of the same gradient, as the mean of some draws: of all layers, and of
@@ -48,7 +48,7 @@ class Contest(Turns):
             for _ in range(_PASSES):
                 backward(model, tokens)
         exact = _gradients(self.models["fp32"])
-        found: dict[str, dict[str, float]] = {}
+        errors: dict[str, dict[str, float]] = {}
         for name, model in self.models.items():
             total = {"all": 0.0, "flat": 0.0}
             for _ in range(_REPEATS):
@@ -56,8 +56,8 @@ class Contest(Turns):
                 pairs = list(zip(_gradients(model), exact, strict=True))
                 total["all"] += _relative(pairs) / _REPEATS
                 total["flat"] += _relative([pair for pair in pairs if pair[1].dim() < 2]) / _REPEATS
-            found[name] = total
-        return found
+            errors[name] = total
+        return errors
 
 
 def _gradients(model: torch.nn.Module) -> list[Tensor]:
@@ -83,10 +83,10 @@ def measure(spec: str, cap_mb: float, batch: int, rounds: int, steps: int) -> di
     sent["fp32"] = 2 * (world_size - 1) * num_bytes // world_size
     times = contest.seconds(tokens, rounds, steps)
     return {
-        "seconds": {name: median(found) for name, found in times.items()},
+        "seconds": {name: median(seconds) for name, seconds in times.items()},
         # Round by round, so that a machine that slows down slows both down.
         "over_fp32": {
-            name: median(f / t for f, t in zip(times["fp32"], found, strict=True)) for name, found in times.items()
+            name: median(f / t for f, t in zip(times["fp32"], seconds, strict=True)) for name, seconds in times.items()
         },
         "all": times,
         "bytes_per_step": sent,

@@ -16,7 +16,7 @@ from thinwire.lab.units import format_rate, parse_rate
 from thinwire.results import OutputFile, Results
 
 _SAMPLE_S = 0.02
-_WAYS = {
+_MODES = {
     "at once": {"fragments": 1, "overlap": 0},
     "streaming": {"fragments": 4, "overlap": 2},
 }
@@ -54,15 +54,15 @@ def bursts(
     results = Results("python -m experiments bench bursts")
     results.about = {"rate": rate, "size_mb": size_mb, "every": every, "step_ms": step_ms, "rounds": rounds}
     table = Table(f"over {format_rate(parse_rate(rate))}", "sent", "in the busiest second", "a step of")
-    for way, options in _WAYS.items():
+    for mode, options in _MODES.items():
         config = {"size_mb": size_mb, "every": every, "step_s": step_ms / 1e3, "rounds": rounds, **options}
         step_s, samples = _watched(config, rate)
         most, sent = busiest_second(samples), samples[-1][1] - samples[0][1]
-        results.add(f"busiest_second_bytes/{way}", most, "B")
-        results.add(f"sent_bytes/{way}", sent, "B")
-        results.add(f"step_s/{way}", step_s, "s")
-        table.add_row(way, f"{sent / 1e6:.2f} MB", f"{most / 1e6:.3f} MB", f"{1e3 * step_s:.0f} ms")
-    whole, streamed = (results.value(f"busiest_second_bytes/{way}") for way in _WAYS)
+        results.add(f"busiest_second_bytes/{mode}", most, "B")
+        results.add(f"sent_bytes/{mode}", sent, "B")
+        results.add(f"step_s/{mode}", step_s, "s")
+        table.add_row(mode, f"{sent / 1e6:.2f} MB", f"{most / 1e6:.3f} MB", f"{1e3 * step_s:.0f} ms")
+    whole, streamed = (results.value(f"busiest_second_bytes/{mode}") for mode in _MODES)
     results.add("busiest_second_of_at_once", streamed / whole, "x")
     console.print(table)
     console.print(f"The busiest second of streaming has {streamed / whole:.2f} times the bytes of that without.")

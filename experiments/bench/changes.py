@@ -66,16 +66,16 @@ def changes(
     results = Results("python -m experiments bench changes", about=about)
     coders = {spec: _coder(spec) for spec in specs}
     columns = ["normal", "Laplace", "half zero", "t(3)", "worst"]
-    found = {spec: _lost(coder) for spec, coder in coders.items()}
+    by_spec = {spec: _lost(coder) for spec, coder in coders.items()}
     if seeds:
         columns += ["training's", "loss", "held out"]
         start = _first()
         with console.status("training ..."):
             exact = [_train(None, start, seed) for seed in range(seeds)]
             for spec in (spec for spec in specs if spec in trained):
-                found[spec] |= _compared([_train(coders[spec], start, seed) for seed in range(seeds)], exact)
+                by_spec[spec] |= _compared([_train(coders[spec], start, seed) for seed in range(seeds)], exact)
     table = Table("quantiser", *columns)
-    for spec, figures in found.items():
+    for spec, figures in by_spec.items():
         for name, value in figures.items():
             results.add(f"{name}/{spec}", value, "")
         shown = [f"{value:+.2%}" if name in ("loss", "held out") else f"{value:.3f}" for name, value in figures.items()]

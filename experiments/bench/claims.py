@@ -96,28 +96,28 @@ def fft_points(points: Sequence[Point]) -> list[Point]:
 
 def at_equal_bytes(points: Sequence[Point]) -> list[Finding]:
     """Every point of each of `AGAINST` beside FFT at its bytes, indices and bitmaps counted and not."""
-    ffts, found = fft_points(points), []
+    ffts, findings = fft_points(points), []
     for counted in (True, False):
         curve = [(p.size(counted=counted), p.error) for p in ffts]
         for point in points:
             against = kind(point.compressor)
             if against and point.error > 0:
                 size = point.size(counted=counted)
-                found.append(Finding(against, point, counted, interpolated(curve, size)))
-    return sorted(found, key=lambda f: (not f.counted, AGAINST.index(f.against), f.point.bytes_per_element))
+                findings.append(Finding(against, point, counted, interpolated(curve, size)))
+    return sorted(findings, key=lambda f: (not f.counted, AGAINST.index(f.against), f.point.bytes_per_element))
 
 
 def at_the_settings(points: Sequence[Point]) -> list[Finding]:
     """The paper's FFT beside its other settings, each at bytes of its own."""
-    of = {str(point.compressor): point for point in points}
-    found = []
+    by_spec = {str(point.compressor): point for point in points}
+    findings = []
     for spec in FFT_SETTINGS:
-        fft = of.get(str(parse(spec)))
+        fft = by_spec.get(str(parse(spec)))
         for against, other_spec in SETTINGS.items():
-            other = of.get(str(parse(other_spec)))
+            other = by_spec.get(str(parse(other_spec)))
             if fft and other:
-                found.append(Finding(against, other, False, fft.error, str(fft.compressor)))
-    return found
+                findings.append(Finding(against, other, False, fft.error, str(fft.compressor)))
+    return findings
 
 
 def verdicts(findings: Sequence[Finding]) -> Iterator[tuple[str, bool, str]]:

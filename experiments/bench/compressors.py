@@ -97,14 +97,14 @@ def compressors(
     _show(console, rows, gradients, task)
     points = [row.point for row in rows]
     equal, settings = claims.at_equal_bytes(points), claims.at_the_settings(points)
-    told = list(_told(equal, settings))
-    for line in told:
+    lines = list(_claim_lines(equal, settings))
+    for line in lines:
         console.print(line, soft_wrap=True, markup=False)
     if json:
         about = {"task": task, "steps": [m.step for m in gradients.moments], "elements": gradients.numel}
         machine = {"threads": torch.get_num_threads(), "cpu_level": kernels.cpu_level(), "turns": turns}
         results = Results(
-            "python -m experiments bench compressors", about={**about, **machine, "smoke": smoke, "claim": told}
+            "python -m experiments bench compressors", about={**about, **machine, "smoke": smoke, "claim": lines}
         )
         _record(results, rows, [*equal, *settings], len(equal))
         results.write(json)
@@ -132,9 +132,9 @@ def measure(chosen: Sequence[Compressor], gradients: Gradients, *, turns: int, t
     if tell:
         tell(f"speeds: {turns} turns")
     seconds = _times(subjects, gradients, turns)
-    found = zip(chosen, subjects, qualities, seconds[1:], strict=True)
+    measured = zip(chosen, subjects, qualities, seconds[1:], strict=True)
     copy_s = seconds[0][0]
-    return [Row(c, s, q, encode, decode, copy_s) for c, s, q, (encode, decode) in found]
+    return [Row(c, s, q, encode, decode, copy_s) for c, s, q, (encode, decode) in measured]
 
 
 def _times(subjects: Sequence[Pass], gradients: Gradients, turns: int) -> list[tuple[float, float]]:
@@ -197,13 +197,13 @@ def _speed(multiple: float) -> str:
     return f"{multiple:.2f}" if multiple >= 0.1 else f"{multiple:.3f}"
 
 
-def _told(equal: Sequence[Finding], settings: Sequence[Finding]) -> list[str]:
+def _claim_lines(equal: Sequence[Finding], settings: Sequence[Finding]) -> list[str]:
     """What is found of the FFT paper's claim, in lines."""
     if not equal:
         return []
     lines = ["FFT of as many bytes (in blocks of 4096 elements, 10 bits, theta between measured ones) has less error?"]
-    for against, counted, found in claims.verdicts(equal):
-        lines.append(f"  {against}, indices and bitmaps {'counted' if counted else 'not counted'}: {found}")
+    for against, counted, verdict in claims.verdicts(equal):
+        lines.append(f"  {against}, indices and bitmaps {'counted' if counted else 'not counted'}: {verdict}")
     if settings:
         lines.append("At the paper's settings, each of bytes of its own:")
     for finding in settings:

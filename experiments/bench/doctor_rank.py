@@ -28,19 +28,19 @@ NOTHING = Setting("nothing sent")
 def look(model: nn.Module, batch: int, steps: int, specs: Sequence[str]) -> tuple[Measured, list[Setting]]:
     """What doctor measures while a model trains, and the settings that it sees."""
     turns, tokens = Turns({"watched": model}), token_batch(batch)
-    found: list[tuple[Measured, list[Setting]]] = []
+    measured: list[tuple[Measured, list[Setting]]] = []
 
     def done(observer: Observer) -> None:
-        found.append(measure_for(observer, specs))
+        measured.append(measure_for(observer, specs))
         raise StopScript(0)
 
     with Observer(steps, done), contextlib.suppress(StopScript):
         while True:
             turns.step("watched", tokens)
-    return found[0]
+    return measured[0]
 
 
-def way(setting: Setting, cap_mb: float) -> tuple[nn.Module, Callable[[], object]]:
+def compressed_model(setting: Setting, cap_mb: float) -> tuple[nn.Module, Callable[[], object]]:
     """A DDP model that trains like this, and what ends its communication."""
     model = gpt(cap_mb)
     if setting == NOTHING:
@@ -73,7 +73,7 @@ def predict_and_take(
     predictions = {setting.title: asdict(predict_step(setting, measured)) for setting in settings}
     models, ends = {}, []
     for setting in (*settings, NOTHING):
-        models[setting.title], end = sharded_way(setting) if sharded else way(setting, cap_mb)
+        models[setting.title], end = sharded_way(setting) if sharded else compressed_model(setting, cap_mb)
         ends.append(end)
     times = Turns(models).seconds(token_batch(batch), rounds, steps)
     for end in ends:

@@ -97,12 +97,12 @@ def source(compressor: Compressor) -> str:
     if isinstance(compressor, Chain):
         return f"{source(compressor.first)} | {source(compressor.values)}"
     kind = type(compressor)
-    told = inspect.getdoc(kind) or str(compressor)
-    for text in (told, inspect.getdoc(inspect.getmodule(kind)) or ""):
+    doc = inspect.getdoc(kind) or str(compressor)
+    for text in (doc, inspect.getdoc(inspect.getmodule(kind)) or ""):
         cited = _CITATION.search(" ".join(text.split("\n\n")[0].split()))
         if cited:
             return cited[1]
-    return _SENTENCE.split(" ".join(told.split()))[0].replace("``", "")
+    return _SENTENCE.split(" ".join(doc.split()))[0].replace("``", "")
 
 
 def meets(compressor: Compressor) -> str:

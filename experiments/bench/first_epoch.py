@@ -76,19 +76,19 @@ def first_epoch(*, seeds: int = 3, smoke: bool = False, json: OutputFile = None)
         json: write the figures to this file.
     """
     console = Console(highlight=False)
-    task, found = _SMOKE_TASK if smoke else _TASK, {}
+    task, trained = _SMOKE_TASK if smoke else _TASK, {}
     chosen = _methods(task)
     with console.status("training ...") as status:
         for name, method in chosen.items():
             status.update(f"training: {name}", spinner=None)
-            found[name] = [_train(task, method.send, seed, exact=name == FP32) for seed in range(seeds)]
+            trained[name] = [_train(task, method.send, seed, exact=name == FP32) for seed in range(seeds)]
     about = {"seeds": seeds, "steps": task.steps, "samples": task.samples, "backward": _BACKWARD, "smoke": smoke}
     results = Results("python -m experiments bench first-epoch", about={**about, "stages": _STAGES})
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for column in ("method", "bits", "error", "loss, held out", "above FP32's", "±"):
         table.add_column(column, no_wrap=column != "method")
-    for name, runs in found.items():
-        above = [run.held_out / exact.held_out - 1 for run, exact in zip(runs, found[FP32], strict=True)]
+    for name, runs in trained.items():
+        above = [run.held_out / exact.held_out - 1 for run, exact in zip(runs, trained[FP32], strict=True)]
         figures = {
             "bits": chosen[name].bits,
             "error": fmean(run.error for run in runs),
@@ -108,18 +108,18 @@ def first_epoch(*, seeds: int = 3, smoke: bool = False, json: OutputFile = None)
 
 
 def _methods(task: tasks.FineTuning) -> dict[str, Method]:
-    found = {name: Method(lambda x, key: x, 32.0) for name in (FP32, AQSGD)}
+    methods = {name: Method(lambda x, key: x, 32.0) for name in (FP32, AQSGD)}
     for spec in SPECS:
         coder = parse(spec)
         assert isinstance(coder, Coded)
         numel = task.model.context * task.model.width
-        found[spec] = Method(partial(_coded, coder), 8 * coder.wire_bytes((numel,)) / numel)
+        methods[spec] = Method(partial(_coded, coder), 8 * coder.wire_bytes((numel,)) / numel)
     rankings: tuple[Ranking, ...] = ("entropy", "range")
     for ranking in rankings:
         for rotate in (False, True):
             name = f"tiles of 3 and 4 bits, by {ranking}{', rotated' if rotate else ''}"
-            found[name] = Method(lambda x, _, by=ranking, turn=rotate: tiled(x, by, rotate=turn), _TILE_BITS)
-    return found
+            methods[name] = Method(lambda x, _, by=ranking, turn=rotate: tiled(x, by, rotate=turn), _TILE_BITS)
+    return methods
 
 
 def _coded(coder: Coded, x: Tensor, key: int) -> Tensor:

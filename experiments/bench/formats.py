@@ -80,7 +80,7 @@ FORMATS = {
 }
 """Rounded to nearest unless their name says otherwise."""
 
-WAYS = {
+TREATMENTS = {
     "as it is": (0, False),
     "rotate 32": (32, False),
     "rotate 128": (128, False),
@@ -121,13 +121,13 @@ def formats(*, smoke: bool = False, json: OutputFile = None) -> int:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for column in ("format", "", *(f"{kind[0]} {bits}" for kind, bits in product(KINDS, BITS))):
         table.add_column(column, no_wrap=True)
-    for (name, form), (way, (block, spikes)) in product(FORMATS.items(), WAYS.items()):
+    for (name, form), (treatment, (block, spikes)) in product(FORMATS.items(), TREATMENTS.items()):
         cells = []
         for kind, bits in product(KINDS, BITS):
             error = error_of(recorded[kind], form, bits, block=block, spikes=spikes)
-            results.add(f"{kind}/{bits}/{name}/{way}", error, "", bucket=_bucket(form, spikes=spikes))
+            results.add(f"{kind}/{bits}/{name}/{treatment}", error, "", bucket=_bucket(form, spikes=spikes))
             cells.append(f"{error:.3f}")
-        table.add_row(name, way, *cells)
+        table.add_row(name, treatment, *cells)
     console.print("Relative error of gradients, weights and activations, in 2, 3 and 4 bits:")
     console.print(table)
     if json:
@@ -142,18 +142,18 @@ def _record(task: GPTTask, steps: Sequence[int]) -> dict[str, list[Tensor]]:
     model, keep = task.build(0), Filter()
     optimizer = task.optimizer(model)
     weights = [p for n, p in model.named_parameters() if not keep.keeps_raw(n, p.shape)]
-    found: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
+    tensors: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
     for step, (x, y) in enumerate(islice(task.batches(0, 0, 1), steps[-1] + 1)):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(task.learning_rate, step, task.steps)
         optimizer.zero_grad(set_to_none=True)
         task.loss(model, (x, y)).backward()
         if step in steps:
-            found["gradients"] += [p.grad.detach().flatten().clone() for p in weights if p.grad is not None]
-            found["weights"] += [p.detach().flatten().clone() for p in weights]
-            found["activations"] += list(_activations(model, x))
+            tensors["gradients"] += [p.grad.detach().flatten().clone() for p in weights if p.grad is not None]
+            tensors["weights"] += [p.detach().flatten().clone() for p in weights]
+            tensors["activations"] += list(_activations(model, x))
         optimizer.step()
-    return found
+    return tensors
 
 
 @torch.no_grad()

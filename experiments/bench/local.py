@@ -17,7 +17,7 @@ from thinwire.compare.train import LOCAL_EVERY, VARIANTS, Task
 from thinwire.lab.units import format_rate, parse_rate
 from thinwire.results import OutputFile, Results
 
-WAYS = ("fp32", "thinwire", "local", "overlapped", "streaming", "muloco", "muon", "alone")
+METHODS = ("fp32", "thinwire", "local", "overlapped", "streaming", "muloco", "muon", "alone")
 
 _LOOPBACK, _WHY = "10gbit", "the link does not change what is learned"
 
@@ -51,12 +51,12 @@ def local(
     results = Results("python -m experiments bench local")
     results.about = {"rates": list(rates), "task": asdict(task), "every": LOCAL_EVERY, "seeds": seeds}
     others = [
-        Demo(console, replace(task, seed=seed), 2, _LOOPBACK, parse_rate(_LOOPBACK), _WHY, order=WAYS).run()
+        Demo(console, replace(task, seed=seed), 2, _LOOPBACK, parse_rate(_LOOPBACK), _WHY, order=METHODS).run()
         for seed in range(1, seeds)
     ]
     links: dict[str, Report] = {}
     for rate in rates:
-        order = WAYS if not links else [name for name in WAYS[1:] if VARIANTS[name].on_link]
+        order = METHODS if not links else [name for name in METHODS[1:] if VARIANTS[name].on_link]
         links[rate] = Demo(console, task, 2, rate, parse_rate(rate), None, order=order).run()
     learned = [links[rates[0]], *others]
     for report in (*links.values(), *learned):
@@ -75,7 +75,7 @@ def local(
 def add_losses(results: Results, learned: Sequence[Mapping[str, Run]]) -> None:
     """Add what each way has learned by seed: held-out loss, and the steps until it has fp32's within `SAME_LOSS`."""
     fp32 = [runs["fp32"].val_loss for runs in learned]
-    for name in WAYS:
+    for name in METHODS:
         losses = [runs[name].val_loss for runs in learned]
         above = estimate(relative_differences(losses, fp32))
         results.add(f"val_loss/{name}", fmean(losses), "nats/byte", by_seed=losses)
@@ -115,7 +115,7 @@ def _value(results: Results, name: str) -> float | None:
 
 def _table(results: Results, rate: str) -> Table:
     table = Table(f"over {format_rate(parse_rate(rate))}", "ms a step", "of alone's speed", "same loss in", "vs fp32")
-    for name in WAYS:
+    for name in METHODS:
         step_s = _value(results, f"{rate}/step_s/{name}")
         if step_s is None:
             continue

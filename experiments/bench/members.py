@@ -56,12 +56,12 @@ def members(
     seconds: int = 240,
     kill_every: int = 60,
     absent: int = 30,
-    ways: tuple[str, ...] = ("undisturbed", "members", "restarting"),
+    modes: tuple[str, ...] = ("undisturbed", "members", "restarting"),
     json: OutputFile = None,
 ) -> int:
     """Train on four workers over 100 Mbit/s, one of which is killed every minute and comes back half a minute later.
 
-    Three ways: local updates in torchft's groups, the same undisturbed, and gradients averaged in every step by a job
+    Three modes: local updates in torchft's groups, the same undisturbed, and gradients averaged in every step by a job
     that torchrun restarts from its last checkpoint. A step takes 0.2 s at least, most of it asleep, as if an
     accelerator computed it, so that four workers fit on two cores.
 
@@ -73,8 +73,8 @@ def members(
         seconds: length of each run, with the start of its processes.
         kill_every: seconds from one death to the next; workers die in turn.
         absent: seconds from a death until the worker is started again.
-        ways: which of the runs.
-        json: write the figures to this file; those of other ways that it holds stay.
+        modes: which of the runs.
+        json: write the figures to this file; those of other modes that it holds stay.
     """
     console = Console(highlight=False)
     if not network_here():
@@ -86,19 +86,19 @@ def members(
     if json is not None and json.exists():
         before = jsons.loads(json.read_text())
         if before["about"] == jsons.loads(jsons.dumps(results.about)):
-            results.results = [row for row in before["results"] if row["name"].split("/")[0] not in (*ways, "both")]
+            results.results = [row for row in before["results"] if row["name"].split("/")[0] not in (*modes, "both")]
     kills = [1 + i % WORKERS for i in range(int((seconds - 1) // kill_every))]
-    for way in ways:
+    for mode in modes:
         schedule: list[str] = []
-        if way != "undisturbed":
+        if mode != "undisturbed":
             for i, rank in enumerate(kills, 1):
                 schedule += [f"kill {rank}@{i * kill_every}s"]
                 schedule += [f"join {rank}@{i * kill_every + absent}s"] if i * kill_every + absent < seconds else []
-        run = _run("synchronous" if way == "restarting" else "managed", seconds, schedule)
+        run = _run("synchronous" if mode == "restarting" else "managed", seconds, schedule)
         if not run.curve:
-            console.print(f"{way}: nothing was kept\n{run.errors[-3000:]}")
+            console.print(f"{mode}: nothing was kept\n{run.errors[-3000:]}")
             return 1
-        _add(results, way, run, 0 if way == "undisturbed" else len(kills))
+        _add(results, mode, run, 0 if mode == "undisturbed" else len(kills))
         _add_comparisons(results)
         console.print(_table(results))
         if json is not None:
@@ -106,11 +106,11 @@ def members(
     return 0
 
 
-def _run(way: str, seconds: int, schedule: Sequence[str]) -> Run:
+def _run(mode: str, seconds: int, schedule: Sequence[str]) -> Run:
     with tempfile.TemporaryDirectory(prefix="thinwire-members-") as name:
         folder = Path(name)
         (folder / "schedule").write_text("".join(f"{line}\n" for line in schedule))
-        config = {"way": way, "folder": name, "task": asdict(TASK), "workers": WORKERS, "step_s": STEP_S}
+        config = {"mode": mode, "folder": name, "task": asdict(TASK), "workers": WORKERS, "step_s": STEP_S}
         config |= {"every": EVERY, "join_timeout_ms": JOIN_TIMEOUT_MS, "heartbeat_timeout_ms": HEARTBEAT_TIMEOUT_MS}
         # Rank 0 is a place that outlives workers; no figure counts it.
         argv = [sys.executable, "-m", "thinwire", "lab", "--ranks", str(WORKERS + 1), "--rate", "100mbit"]
@@ -161,25 +161,25 @@ def _loss_at(curve: Sequence[tuple[float, float]], tokens: float) -> float | Non
     return None
 
 
-def _add(results: Results, way: str, run: Run, num_kills: int) -> None:
+def _add(results: Results, mode: str, run: Run, num_kills: int) -> None:
     for name, value in run.goodput.items():
-        results.add(f"{way}/goodput/{name}", value, "")
-    results.add(f"{way}/kept_tokens", run.kept, "")
-    results.add(f"{way}/loss", run.curve[-1][1], "nats/byte", tokens=run.curve[-1][0], curve=run.curve)
-    results.add(f"{way}/exchanges_compared", run.compared, "")
-    results.add(f"{way}/exchanges_differing", run.differing, "")
-    results.add(f"{way}/kills", num_kills, "")
-    results.add(f"{way}/lines_of_departure", run.departures, "")
-    results.add(f"{way}/sent_bytes_per_token", run.sent_bytes / run.kept, "B")
+        results.add(f"{mode}/goodput/{name}", value, "")
+    results.add(f"{mode}/kept_tokens", run.kept, "")
+    results.add(f"{mode}/loss", run.curve[-1][1], "nats/byte", tokens=run.curve[-1][0], curve=run.curve)
+    results.add(f"{mode}/exchanges_compared", run.compared, "")
+    results.add(f"{mode}/exchanges_differing", run.differing, "")
+    results.add(f"{mode}/kills", num_kills, "")
+    results.add(f"{mode}/lines_of_departure", run.departures, "")
+    results.add(f"{mode}/sent_bytes_per_token", run.sent_bytes / run.kept, "B")
 
 
 def _add_comparisons(results: Results) -> None:
     """Tokens kept over those of the undisturbed run, and the disturbed loss over its, at the most tokens of both."""
     kept = {row["name"].split("/")[0]: row["value"] for row in results.results if row["name"].endswith("/kept_tokens")}
     results.results = [row for row in results.results if not row["name"].endswith("/kept_of_undisturbed")]
-    for way, tokens in kept.items():
+    for mode, tokens in kept.items():
         if "undisturbed" in kept:
-            results.add(f"{way}/kept_of_undisturbed", tokens / kept["undisturbed"], "")
+            results.add(f"{mode}/kept_of_undisturbed", tokens / kept["undisturbed"], "")
     curves = {row["name"].split("/")[0]: row["curve"] for row in results.results if row["name"].endswith("/loss")}
     results.results = [row for row in results.results if row["name"] != "both/loss_excess"]
     if {"undisturbed", "members"} <= set(curves):
@@ -193,17 +193,17 @@ def _add_comparisons(results: Results) -> None:
 
 def _table(results: Results) -> Table:
     table = Table("", "goodput", "of those present", "tokens kept", "loss", "weights differ", "departures")
-    for way in dict.fromkeys(row["name"].split("/")[0] for row in results.results):
-        if way == "both":
+    for mode in dict.fromkeys(row["name"].split("/")[0] for row in results.results):
+        if mode == "both":
             continue
         table.add_row(
-            way,
-            f"{results.value(f'{way}/goodput/of_all_workers'):.1%}",
-            f"{results.value(f'{way}/goodput/of_present_workers'):.1%}",
-            f"{results.value(f'{way}/kept_tokens'):,.0f}",
-            f"{results.value(f'{way}/loss'):.4f}",
-            f"{results.value(f'{way}/exchanges_differing'):.0f} of {results.value(f'{way}/exchanges_compared'):.0f}",
-            f"{results.value(f'{way}/lines_of_departure'):.0f} lines, {results.value(f'{way}/kills'):.0f} deaths",
+            mode,
+            f"{results.value(f'{mode}/goodput/of_all_workers'):.1%}",
+            f"{results.value(f'{mode}/goodput/of_present_workers'):.1%}",
+            f"{results.value(f'{mode}/kept_tokens'):,.0f}",
+            f"{results.value(f'{mode}/loss'):.4f}",
+            f"{results.value(f'{mode}/exchanges_differing'):.0f} of {results.value(f'{mode}/exchanges_compared'):.0f}",
+            f"{results.value(f'{mode}/lines_of_departure'):.0f} lines, {results.value(f'{mode}/kills'):.0f} deaths",
         )
     excess = [row for row in results.results if row["name"] == "both/loss_excess"]
     if excess:

@@ -152,7 +152,7 @@ def synchronous(config: dict[str, Any]) -> None:
 
 def meeting_place(config: dict[str, Any]) -> None:
     """What outlives every worker: the lighthouse, or the store at which torchruns meet."""
-    if config["way"] == "managed":
+    if config["mode"] == "managed":
         from torchft.coordination import LighthouseServer  # pyright: ignore[reportMissingImports]
 
         held: Any = LighthouseServer(
@@ -172,7 +172,7 @@ def meeting_place(config: dict[str, Any]) -> None:
 def torchrun(config: dict[str, Any]) -> int:
     """Start torchrun for the worker of this rank of the lab."""
     rank, head = os.environ["RANK"], os.environ["MASTER_ADDR"]
-    config = config | {"way": "worker of torchrun", "lab_rank": int(rank)}
+    config = config | {"mode": "worker of torchrun", "lab_rank": int(rank)}
     argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--nnodes", str(config["workers"])]
     argv += ["--max-restarts", "1000", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{head}:{STORE_PORT}"]
     argv += ["--rdzv-id", "job", "--rdzv-conf", "is_host=0", "--local-addr", os.uname().nodename]
@@ -181,11 +181,11 @@ def torchrun(config: dict[str, Any]) -> int:
 
 def main() -> int:
     config = json.loads(sys.argv[1])
-    if config["way"] == "worker of torchrun":
+    if config["mode"] == "worker of torchrun":
         synchronous(config)
     elif os.environ["RANK"] == "0":
         meeting_place(config)
-    elif config["way"] == "managed":
+    elif config["mode"] == "managed":
         managed(config)
     else:
         return torchrun(config)

@@ -145,8 +145,8 @@ class Pass:
 
     def sizes(self) -> Sizes:
         """Of what was encoded last."""
-        found = [group.sizes() for group in self._groups]
-        return Sizes(sum(f.num_bytes for f in found), sum(f.index_bytes for f in found))
+        sizes = [group.sizes() for group in self._groups]
+        return Sizes(sum(f.num_bytes for f in sizes), sum(f.index_bytes for f in sizes))
 
 
 def _group(compressor: Compressor, layers: Sequence[tuple[str, int, tuple[int, ...]]]) -> _Coded | _Summed:
@@ -186,7 +186,7 @@ def measure_quality(subject: Pass, gradients: Gradients) -> list[Quality]:
 
     State is kept from moment to moment; what is learned is learned once, from the very first gradient.
     """
-    y, found = torch.zeros(gradients.numel), []
+    y, qualities = torch.zeros(gradients.numel), []
     subject.start(gradients.moments[0].before)
     for moment in gradients.moments:
         for x, key in ((moment.before, Key.derive(moment.step, 0)), (moment.now, Key.derive(moment.step, 1))):
@@ -196,7 +196,7 @@ def measure_quality(subject: Pass, gradients: Gradients) -> list[Quality]:
             subject.end_step()
         x, y64 = moment.now.double(), y.double()
         norms = float(x.norm()), float(y64.norm())
-        found.append(
+        qualities.append(
             Quality(
                 relative_error=float((y64 - x).norm()) / norms[0],
                 cosine=float(x @ y64) / (norms[0] * norms[1]) if norms[1] else 0.0,
@@ -204,4 +204,4 @@ def measure_quality(subject: Pass, gradients: Gradients) -> list[Quality]:
                 values_per_element=(sizes.num_bytes - sizes.index_bytes) / gradients.numel,
             )
         )
-    return found
+    return qualities

@@ -133,9 +133,10 @@ def _costs(steps: int) -> dict[str, Any]:
     costs: dict[str, Any] = {}
     for name, method in METHODS.items():
         ran = _run(method, "1f1b", _even("1f1b"), steps, None)
-        messages = sum(of["steps"] for of in ran["stats"]) / RANKS * CHUNKS * 2 * (RANKS - 1)
+        messages = sum(stats["steps"] for stats in ran["stats"]) / RANKS * CHUNKS * 2 * (RANKS - 1)
         costs[name] = [
-            sum(of[key] for of in ran["stats"]) / messages if messages else 0.0 for key in ("encode_s", "decode_s")
+            sum(stats[key] for stats in ran["stats"]) / messages if messages else 0.0
+            for key in ("encode_s", "decode_s")
         ]
     for schedule in SCHEDULES:
         ran = _run(None, schedule, _even(schedule), steps, None)
@@ -146,9 +147,9 @@ def _costs(steps: int) -> dict[str, Any]:
 def _times(tasks: Sequence[Sequence[Sequence[Any]]]) -> list[StageTimes]:
     """By stage, the median seconds of its tasks."""
     taken: dict[tuple[int, str], list[float]] = {}
-    for kind, stage, _, begin, end in (task for of in tasks for task in of):
+    for kind, stage, _, begin, end in (task for rank_tasks in tasks for task in rank_tasks):
         taken.setdefault((stage, kind), []).append(end - begin)
-    middle = {key: median(of) for key, of in taken.items()}
+    middle = {key: median(seconds) for key, seconds in taken.items()}
     count = 1 + max(stage for stage, _ in middle)
     rows = [[middle.get((s, kind), 0.0) for kind in ("forward", "backward", "weights")] for s in range(count)]
     return [StageTimes(forward, backward + weights, weights) for forward, backward, weights in rows]
@@ -219,22 +220,27 @@ def draw(timelines: Mapping[str, Any], path: Path) -> None:
         _DRAWN[0]: "PyTorch's stages, uncompressed, 1F1B",
         _DRAWN[1]: "thinwire's stages, 3 bits forward and 6 back, 1F1B",
     }
-    draw_timelines({titles[cell]: _rows(of["tasks"], of["arrivals"]) for cell, of in timelines.items()}, path)
+    draw_timelines(
+        {titles[cell]: _rows(recorded["tasks"], recorded["arrivals"]) for cell, recorded in timelines.items()}, path
+    )
 
 
 def _rows(tasks: Sequence[Sequence[Sequence[Any]]], arrivals: Sequence[Sequence[Sequence[Any]]]) -> list[Row]:
     """What ranks computed, and below each the messages between it and the next: from computed, or from when the one
     before has arrived, until arrived."""
-    ends = {(kind, stage, chunk): end for of in tasks for kind, stage, chunk, _, end in of}
+    ends = {(kind, stage, chunk): end for rank_tasks in tasks for kind, stage, chunk, _, end in rank_tasks}
     rows: list[Row] = []
     for rank, own in enumerate(tasks):
         rows.append((f"rank {rank}", [(kind, chunk, begin, end) for kind, _, chunk, begin, end in own]))
         for wanted, source, arrow in (("forward", rank, "→"), ("backward", rank + 1, "←")):
             free, bars = 0.0, []
-            found = [
-                (at, chunk) for of in arrivals for kind, stage, chunk, at in of if (kind, stage) == (wanted, source)
+            arrived = [
+                (at, chunk)
+                for rank_arrivals in arrivals
+                for kind, stage, chunk, at in rank_arrivals
+                if (kind, stage) == (wanted, source)
             ]
-            for at, chunk in sorted(found):
+            for at, chunk in sorted(arrived):
                 bars.append(("wire", chunk, max(free, ends[wanted, source, chunk]), at))
                 free = at
             if bars:

@@ -178,7 +178,7 @@ def run(
     for index in range(rank, len(stages), num_ranks):
         module = nn.Sequential(*(Emulated(width, *times) for times in stages[index]))
         stage = PipelineStage(module, index, len(stages), cpu)
-        specs = None if method is None else [json.loads(of) if of.startswith("[") else of for of in method]
+        specs = None if method is None else [json.loads(spec) if spec.startswith("[") else spec for spec in method]
         mine.append(stage if specs is None else thinwire.compress_stage(stage, forward=specs[0], backward=specs[1]))
     recorder = Recorder(mine)
     kind = getattr(pipelining, PYTORCH_CLASSES[cast("ScheduleName", schedule)])
@@ -199,11 +199,11 @@ def run(
         recorded: list[Any] = [None] * num_ranks
         dist.all_gather_object(recorded, (recorder.tasks, recorder.arrivals))
         began = min(task[3] for tasks, _ in recorded for task in tasks)
-        tasks = [[(*task[:3], task[3] - began, task[4] - began) for task in of] for of, _ in recorded]
-        arrivals = [[(*of[:3], of[3] - began) for of in arrived] for _, arrived in recorded]
+        tasks = [[(*task[:3], task[3] - began, task[4] - began) for task in rank_tasks] for rank_tasks, _ in recorded]
+        arrivals = [[(*arrival[:3], arrival[3] - began) for arrival in arrived] for _, arrived in recorded]
         if step >= _WARM_UP:
-            taken.append((max(task[4] for of in tasks for task in of), (tasks, arrivals)))
-    taken.sort(key=lambda of: of[0])
+            taken.append((max(task[4] for rank_tasks in tasks for task in rank_tasks), (tasks, arrivals)))
+    taken.sort(key=lambda timed: timed[0])
     stats: list[Any] = [None] * num_ranks
     dist.all_gather_object(stats, [] if method is None else [stage.stats.to_dict() for stage in mine])
     middle = taken[len(taken) // 2]
@@ -211,7 +211,7 @@ def run(
         "step_s": [seconds for seconds, _ in taken],
         "tasks": middle[1][0],
         "arrivals": middle[1][1],
-        "stats": [of for rank_stats in stats for of in rank_stats],
+        "stats": [pair_stats for rank_stats in stats for pair_stats in rank_stats],
     }
 
 

@@ -96,9 +96,9 @@ class _Sum:
 
     def __call__(self, parts: Sequence[Tensor], samples: Sequence[int]) -> Tensor:
         pending = [self._threads.submit(own, part, samples) for own, part in zip(self._sums, parts, strict=True)]
-        found = [one.result() for one in pending]
-        assert all(torch.equal(one, found[0]) for one in found), "ranks have the same"
-        return found[0]
+        results = [one.result() for one in pending]
+        assert all(torch.equal(one, results[0]) for one in results), "ranks have the same"
+        return results[0]
 
 
 class _Summed(torch.autograd.Function):

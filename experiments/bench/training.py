@@ -87,15 +87,15 @@ def training(
     losses: dict[str, list[float]] = {}
     table = Table("method", "lr", "bytes/step", "fewer", "loss", f"against {REFERENCE}")
     for method in chosen:
-        found = {rate: _run(method, task, rate, 0, workers) for rate in rates}
-        best = min(rates, key=lambda rate: found[rate]["loss"])
-        runs = [found[best], *(_run(method, task, best, seed, workers) for seed in range(1, seeds))]
+        by_rate = {rate: _run(method, task, rate, 0, workers) for rate in rates}
+        best = min(rates, key=lambda rate: by_rate[rate]["loss"])
+        runs = [by_rate[best], *(_run(method, task, best, seed, workers) for seed in range(1, seeds))]
         losses[method.name] = [run["loss"] for run in runs]
         if method.name != "alone" and any(run["replicas_differ"] for run in runs):
             console.print(f"{method.name}: the replicas differ")
             return 1
         sent = fmean(run["sent_bytes"] for run in runs)
-        more = {"lr": best, "losses": losses[method.name], "by_rate": {str(r): f["loss"] for r, f in found.items()}}
+        more = {"lr": best, "losses": losses[method.name], "by_rate": {str(r): f["loss"] for r, f in by_rate.items()}}
         results.add(f"loss/{method.name}", fmean(losses[method.name]), "nats/byte", **more)
         results.add(f"sent_bytes/{method.name}", sent, "B/step")
         against = "" if method.name == REFERENCE else _against(losses, method.name, results)
@@ -119,6 +119,6 @@ def _against(losses: Mapping[str, list[float]], name: str, results: Results) -> 
     if len(differences) < 2:
         results.add(f"difference/{name}", differences[0], "")
         return f"{differences[0]:+.2%}"
-    found = estimate(differences)
-    results.add(f"difference/{name}", found.mean, "", lower=found.lower, upper=found.upper)
-    return f"{found.mean:+.2%} ({found.lower:+.2%} to {found.upper:+.2%})"
+    difference = estimate(differences)
+    results.add(f"difference/{name}", difference.mean, "", lower=difference.lower, upper=difference.upper)
+    return f"{difference.mean:+.2%} ({difference.lower:+.2%} to {difference.upper:+.2%})"

@@ -76,13 +76,13 @@ class _Rank:
 
     def failed(self, error: BaseException) -> None:
         """Say what was met, and whether a checkpoint can be written afterwards."""
-        found = {name: getattr(error, name, None) for name in ("rank", "host", "reason")}
+        cause = {name: getattr(error, name, None) for name in ("rank", "host", "reason")}
         self.tell(
             outcome="error",
             kind=type(error).__name__,
             typed=isinstance(error, thinwire.CommunicationError),
             text=f"{error}"[:300],
-            **found,
+            **cause,
         )
         if self._save is None:
             return

@@ -54,18 +54,18 @@ def conformance(*, folder: Path | None = None, only: tuple[str, ...] = (), json:
     with tempfile.TemporaryDirectory() as temporary:
         place = folder or Path(temporary)
         place.mkdir(parents=True, exist_ok=True)
-        found = {
+        outcomes = {
             name: _run(place / name.replace(", ", "-").replace(" ", "-"), spec, only) for name, spec in RUNS.items()
         }
     console = Console(highlight=False)
-    console.print(_table(found))
-    failed = {(who, test) for who, rows in found.items() for test, row in rows.items() if row["result"] == "failed"}
+    console.print(_table(outcomes))
+    failed = {(who, test) for who, rows in outcomes.items() for test, row in rows.items() if row["result"] == "failed"}
     for who, test in sorted(failed):
-        console.print(f"{who}: {test}: {BY_NAME.get(test) or found[who][test]['why']}", markup=False)
+        console.print(f"{who}: {test}: {BY_NAME.get(test) or outcomes[who][test]['why']}", markup=False)
     if json:
-        _results(found).write(json)
+        _results(outcomes).write(json)
     # Most tensors of these tests are too small for the defaults: without this, nothing of ours might have run.
-    compressed = _counts(found, list(RUNS)[-1])["compressed collectives"]
+    compressed = _counts(outcomes, list(RUNS)[-1])["compressed collectives"]
     return int(any(test not in BY_NAME for _, test in failed) or not compressed)
 
 
@@ -83,10 +83,10 @@ def _run(place: Path, spec: str, only: tuple[str, ...]) -> dict[str, dict[str, A
     return {row["test"]: row for row in rows}
 
 
-def _counts(found: dict[str, dict[str, dict[str, Any]]], who: str) -> dict[str, int]:
+def _counts(outcomes: dict[str, dict[str, dict[str, Any]]], who: str) -> dict[str, int]:
     """Of the tests that gloo passes, how many this one passes, and through how many collectives."""
-    able = [test for test, row in found["gloo"].items() if row["result"] == "passed"]
-    rows = [found[who][test] for test in able]
+    able = [test for test, row in outcomes["gloo"].items() if row["result"] == "passed"]
+    rows = [outcomes[who][test] for test in able]
     results = Counter(row["result"] for row in rows)
     failed = [row["test"] for row in rows if row["result"] == "failed"]
     return {
@@ -99,31 +99,31 @@ def _counts(found: dict[str, dict[str, dict[str, Any]]], who: str) -> dict[str, 
     }
 
 
-def _table(found: dict[str, dict[str, dict[str, Any]]]) -> Table:
+def _table(outcomes: dict[str, dict[str, dict[str, Any]]]) -> Table:
     table = Table("of the tests that gloo passes")
-    counts = {who: _counts(found, who) for who in found}
-    for who in found:
+    counts = {who: _counts(outcomes, who) for who in outcomes}
+    for who in outcomes:
         table.add_column(who, justify="right")
     for name in counts["gloo"]:
-        table.add_row(name, *(str(counts[who][name]) for who in found))
+        table.add_row(name, *(str(counts[who][name]) for who in outcomes))
     return table
 
 
-def _results(found: dict[str, dict[str, dict[str, Any]]]) -> Results:
-    skipped = Counter(row["why"] for row in found["gloo"].values() if row["result"] == "skipped")
+def _results(outcomes: dict[str, dict[str, dict[str, Any]]]) -> Results:
+    skipped = Counter(row["why"] for row in outcomes["gloo"].values() if row["result"] == "skipped")
     fails = {
         who: {
             test: BY_NAME.get(test) or row["why"].strip().splitlines()[-1]
             for test, row in rows.items()
             if row["result"] == "failed"
         }
-        for who, rows in found.items()
+        for who, rows in outcomes.items()
     }
     about = {"ranks": 2, "compressors": RUNS, "failed": fails, "skipped on gloo": dict(skipped.most_common())}
     results = Results("python -m experiments conformance", about=about)
-    results.add("tests", len(found["gloo"]), "")
+    results.add("tests", len(outcomes["gloo"]), "")
     results.add("skipped on gloo", skipped.total(), "")
-    for who in found:
-        for name, value in _counts(found, who).items():
+    for who in outcomes:
+        for name, value in _counts(outcomes, who).items():
             results.add(f"{name}/{who}", value, "")
     return results

@@ -37,15 +37,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Claim:
-    """``says``: the paper; ``found``: what the rows say, for people; ``rule``: None for what is only shown beside the
-    claims. ``row``: the measured value that it is about; where that follows from other rows, ``value`` makes it of
-    them, in ``unit``. ``over_link``: it rests on times over a slow link. ``unjudged``: why there is no rule for what
-    the paper does claim, such as that the set-up implies it."""
+    """``statement``: what the paper says; ``text``: what the rows say, for people; ``rule``: None for what is only
+    shown beside the claims. ``row``: the measured value that it is about; where that follows from other rows, ``value``
+    makes it of them, in ``unit``. ``over_link``: it rests on times over a slow link. ``unjudged``: why there is no rule
+    for what the paper does claim, such as that the set-up implies it."""
 
     figure: str
     row: str
-    says: str
-    found: Callable[[Rows], str]
+    statement: str
+    text: Callable[[Rows], str]
     rule: Rule | None = None
     over_link: bool = False
     value: Callable[[Rows], float] | None = None
@@ -92,13 +92,13 @@ def _finding(row: Row, claim: Claim | None, rows: Rows, emulated: bool) -> Findi
         return Finding(*fields, "", "", None, dict(row.data))
     judged = claim.rule is not None
     if claim.over_link and not emulated:
-        found, judgement = NO_LINK, Judgement(None)
+        text, judgement = NO_LINK, Judgement(None)
     else:
-        found, judgement = claim.found(rows), claim.rule(rows) if claim.rule else Judgement(None, claim.unjudged)
+        text, judgement = claim.text(rows), claim.rule(rows) if claim.rule else Judgement(None, claim.unjudged)
     if not judged:
-        return Finding(*fields, "", found, None, dict(row.data), aside=claim.says, why=claim.unjudged)
+        return Finding(*fields, "", text, None, dict(row.data), aside=claim.statement, why=claim.unjudged)
     verdict = judgement.holds, dict(row.data), "", judgement.why, judgement.detectable
-    return Finding(*fields, claim.says, found, *verdict)
+    return Finding(*fields, claim.statement, text, *verdict)
 
 
 def recorded(record: Mapping[str, Any]) -> list[Row]:

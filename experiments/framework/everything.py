@@ -61,15 +61,15 @@ def repro_all(
     chosen = [entry for entry in CATALOGUE if not wanted or entry.name in wanted]
     codes = {} if from_ is not None else _run_all(console, chosen, out, smoke=smoke)
     try:
-        found = read(from_ or out)
+        papers = read(from_ or out)
     except ValueError as error:
         return _refuse(str(error))
     path = out / "results.md"
-    path.write_text(f"# Every claim, as found here\n\n{page(found, pages=None)}")
-    console.print(_shown(found))
+    path.write_text(f"# Every claim, as found here\n\n{page(papers, pages=None)}")
+    console.print(_shown(papers))
     console.print(f"Page: {path}", soft_wrap=True, markup=False)
     if json is not None:
-        _record(found, codes, smoke=smoke).write(json)
+        _record(papers, codes, smoke=smoke).write(json)
     failed = [name for name, code in codes.items() if code]
     if failed:
         console.print(f"Failed: {', '.join(failed)}.", style="bold red", markup=False)
@@ -113,20 +113,20 @@ def _run(entry: Entry, out: Path, *, smoke: bool, minutes: float) -> int:
                 process.kill()
 
 
-def _shown(found: list[RecordedPaper]) -> Table:
+def _shown(papers: list[RecordedPaper]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Claims of the papers, as found here")
     table.add_column("", no_wrap=True)
     table.add_column("paper")
     for word in ("hold", "do not", "cannot be told"):
         table.add_column(word, justify="right")
-    for row in summary(found):
+    for row in summary(papers):
         table.add_row(*row)
     return table
 
 
-def _record(found: list[RecordedPaper], codes: dict[str, int], *, smoke: bool) -> Results:
+def _record(papers: list[RecordedPaper], codes: dict[str, int], *, smoke: bool) -> Results:
     results = Results("python -m experiments all", about={"smoke": smoke, "exit_codes": codes})
-    for paper in found:
+    for paper in papers:
         counts = paper.counts()
         for word, count in counts.items():
             results.add(f"claims/{paper.entry.name}/{word.strip('*')}", count, "")

@@ -27,7 +27,7 @@ class Finding:
     value: float
     unit: str
     claim: str
-    found: str
+    text: str
     holds: bool | None
     more: dict[str, Any] = field(default_factory=dict)
     aside: str = ""
@@ -35,20 +35,20 @@ class Finding:
     detectable: float | None = None
 
 
-def points(found: Estimate) -> str:
+def points(difference: Estimate) -> str:
     """A difference in accuracy, with its bounds: ``"−0.4 points (−0.9 to +0.1)"``."""
-    return _bounded(found, f"{100 * found.mean:+.2f} points")
+    return _bounded(difference, f"{100 * difference.mean:+.2f} points")
 
 
-def share(found: Estimate) -> str:
+def share(difference: Estimate) -> str:
     """A relative difference, with its bounds: ``"−0.4 % (−0.9 to +0.1)"``."""
-    return _bounded(found, f"{100 * found.mean:+.2f} %")
+    return _bounded(difference, f"{100 * difference.mean:+.2f} %")
 
 
-def _bounded(found: Estimate, text: str) -> str:
-    if not math.isfinite(found.lower):
+def _bounded(estimate: Estimate, text: str) -> str:
+    if not math.isfinite(estimate.lower):
         return text
-    return f"{text} ({100 * found.lower:+.2f} to {100 * found.upper:+.2f})"
+    return f"{text} ({100 * estimate.lower:+.2f} to {100 * estimate.upper:+.2f})"
 
 
 def table(findings: Sequence[Finding], title: str) -> Table:
@@ -62,10 +62,10 @@ def table(findings: Sequence[Finding], title: str) -> Table:
     for finding in findings:
         if finding.aside:
             aside = f"[dim]beside it: {escape(finding.aside)}[/]"
-            shown.add_row(finding.figure, aside, escape(finding.found), "[dim]–[/]")
+            shown.add_row(finding.figure, aside, escape(finding.text), "[dim]–[/]")
         elif finding.claim:
-            found = f"{finding.found}; {finding.why}" if finding.why else finding.found
-            shown.add_row(finding.figure, escape(finding.claim), escape(found), words[finding.holds])
+            text = f"{finding.text}; {finding.why}" if finding.why else finding.text
+            shown.add_row(finding.figure, escape(finding.claim), escape(text), words[finding.holds])
     return shown
 
 
@@ -79,7 +79,7 @@ def record(findings: Sequence[Finding], command: str, about: dict[str, Any], pre
             finding.unit,
             figure=finding.figure,
             claim=finding.claim or None,
-            found=finding.found,
+            found=finding.text,
             holds=finding.holds,
             **({"why": finding.why} if finding.why else {}),
             **({"detectable": plain(finding.detectable)} if finding.detectable else {}),

@@ -80,7 +80,7 @@ def make_parts(
     console: Console, study: Study[Any], parts: Mapping[str, Callable[[Study[Any]], list[Finding]]]
 ) -> tuple[list[Finding], dict[str, str]]:
     """What was found, and which parts failed and why. A failure costs its part, not the others."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     failures: dict[str, str] = {}
     with study.screen as screen, study:
         for part, make in parts.items():
@@ -95,7 +95,7 @@ def make_parts(
                 if isinstance(failure, RankFailed):
                     console.print(failure.log, style="dim", markup=False)
                 continue
-            found += rows
+            findings += rows
             judged = [row.holds for row in rows if row.claim and row.holds is not None]
             screen.note(part, f"{sum(judged)} of {len(judged)} claims hold" if judged else "none judged")
-    return found, failures
+    return findings, failures

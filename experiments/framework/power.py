@@ -135,30 +135,30 @@ def power(
         from_: folder of the JSON files that the experiments wrote.
         json: write the figures to this file.
     """
-    found = powers(from_)
-    if not found:
+    tasks = powers(from_)
+    if not tasks:
         Console(stderr=True).print(f"python -m experiments power: no recorded runs in {from_}", markup=False)
         return 2
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in HEAD:
         shown.add_column(name)
-    for one in found:
+    for one in tasks:
         shown.add_row(*cells(one))
     Console(highlight=False).print(shown)
     if json is not None:
-        _record(found).write(json)
+        _record(tasks).write(json)
     return 0
 
 
 def powers(folder: Path) -> list[Power]:
     """Of every task that is recorded in ``folder``."""
-    found = []
+    measured_powers = []
     for task in TASKS:
         path = folder / f"{task.file}.json"
         rows = json_format.loads(path.read_text())["results"] if path.exists() else []
         if (one := measured(task, {row["name"]: row for row in rows})) is not None:
-            found.append(one)
-    return found
+            measured_powers.append(one)
+    return measured_powers
 
 
 def measured(task: Task, rows: Rows) -> Power | None:
@@ -167,10 +167,10 @@ def measured(task: Task, rows: Rows) -> Power | None:
     for name, row in rows.items():
         if not fnmatchcase(name, task.rows):
             continue
-        found = differences(task, row, rows)
+        relative = differences(task, row, rows)
         # Nothing but zeros is the baseline itself, or a method that sends the same bits.
-        if len(found) >= 2 and any(found) and all(map(math.isfinite, found)):
-            (controls if fnmatchcase(name, task.control) else methods).append(estimate(found))
+        if len(relative) >= 2 and any(relative) and all(map(math.isfinite, relative)):
+            (controls if fnmatchcase(name, task.control) else methods).append(estimate(relative))
     every = [*methods, *controls]
     if not every:
         return None
@@ -212,20 +212,20 @@ def _baseline(task: Task, row: Mapping[str, Any], rows: Rows, key: str) -> Seque
 HEAD = ("task", "metric", "methods, seeds", "3 seeds see", "5 seeds see", "least told apart", "control")
 
 
-def cells(found: Power) -> list[str]:
+def cells(one: Power) -> list[str]:
     """A row of the table, for people."""
-    if found.control is None:
+    if one.control is None:
         control = "none recorded"
     else:
-        control = share(found.control) + ("" if found.control_fails else ": does not surely fail")
-    least = "none" if math.isinf(found.least) else f"{100 * found.least:.2g} %"
-    seen = [f"{100 * found.visible(number):.2g} %" for number in _SEEDS]
-    return [found.task.title, found.task.metric, f"{found.num_methods}, {found.num_seeds}", *seen, least, control]
+        control = share(one.control) + ("" if one.control_fails else ": does not surely fail")
+    least = "none" if math.isinf(one.least) else f"{100 * one.least:.2g} %"
+    seen = [f"{100 * one.visible(number):.2g} %" for number in _SEEDS]
+    return [one.task.title, one.task.metric, f"{one.num_methods}, {one.num_seeds}", *seen, least, control]
 
 
-def _record(found: Sequence[Power]) -> Results:
+def _record(tasks: Sequence[Power]) -> Results:
     results = Results("python -m experiments power", about={"chance": POWER, "confidence": CONFIDENCE})
-    for one in found:
+    for one in tasks:
         results.add(
             one.task.title,
             one.visible(5),

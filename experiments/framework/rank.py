@@ -84,7 +84,7 @@ class TimedModel:
 
     def errors(self, steps: int) -> list[float]:
         """``‖arrived − mean‖ / ‖mean‖`` of ``steps`` gradients at the same weights; ``mean`` is gloo's, in fp32."""
-        found = []
+        errors = []
         for batch in islice(self.batches, steps):
             with self.ddp.no_sync():
                 self._backward(batch)
@@ -92,8 +92,8 @@ class TimedModel:
             dist.all_reduce(mean)
             mean /= dist.get_world_size()
             self._backward(batch)
-            found.append(float((self._gradient() - mean).norm() / mean.norm()))
-        return found
+            errors.append(float((self._gradient() - mean).norm() / mean.norm()))
+        return errors
 
     def _backward(self, batch: Any) -> None:
         self.optimizer.zero_grad(set_to_none=True)

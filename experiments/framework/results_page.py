@@ -23,7 +23,7 @@ class RecordedClaim:
     entry: Entry
     figure: str
     claim: str
-    found: str
+    text: str
     holds: bool | None
     why: str
     detectable: float | None
@@ -96,8 +96,8 @@ def _recorded(entry: Entry, folder: Path) -> RecordedPaper:
 
 
 def _claim(entry: Entry, row: dict[str, Any], machine: str) -> RecordedClaim:
-    figure, claim, found = (str(row[key]) for key in ("figure", "claim", "found"))
-    return RecordedClaim(entry, figure, claim, found, row["holds"], row.get("why", ""), row.get("detectable"), machine)
+    figure, claim, text = (str(row[key]) for key in ("figure", "claim", "found"))
+    return RecordedClaim(entry, figure, claim, text, row["holds"], row.get("why", ""), row.get("detectable"), machine)
 
 
 def _changed(row: dict[str, Any]) -> Changed:
@@ -127,27 +127,27 @@ def _machine(record: dict[str, Any]) -> str:
     )
 
 
-def summary(found: Sequence[RecordedPaper]) -> list[list[str]]:
+def summary(papers: Sequence[RecordedPaper]) -> list[list[str]]:
     """A row for each paper: its command, and how many of its claims hold, do not, are open."""
     rows = []
-    for paper in found:
+    for paper in papers:
         counts = paper.counts()
         numbers = [str(counts[word]) for word in _WORDS.values()] if paper.machines else [_NOT_RUN, "", ""]
         rows.append([paper.entry.name, paper.entry.title, *numbers])
     return rows
 
 
-def page(found: Sequence[RecordedPaper], *, pages: str | None = "repro-{}.md") -> str:
+def page(papers: Sequence[RecordedPaper], *, pages: str | None = "repro-{}.md") -> str:
     """The page in Markdown, from its first table on. ``pages`` is where each paper has one of its own."""
-    return "\n\n".join(_sections(found, pages)) + "\n"
+    return "\n\n".join(_sections(papers, pages)) + "\n"
 
 
-def _sections(found: Sequence[RecordedPaper], pages: str | None) -> Iterator[str]:
-    names = {paper.entry.name: f"[{paper.entry.name}](#{_anchor(paper.entry)})" for paper in found}
+def _sections(papers: Sequence[RecordedPaper], pages: str | None) -> Iterator[str]:
+    names = {paper.entry.name: f"[{paper.entry.name}](#{_anchor(paper.entry)})" for paper in papers}
     head = ["", "paper", "claims that hold", "that do not", "that cannot be told"]
-    yield _table(head, [[names[row[0]], *row[1:]] for row in summary(found)])
+    yield _table(head, [[names[row[0]], *row[1:]] for row in summary(papers)])
     total: Counter[str] = Counter()
-    for paper in found:
+    for paper in papers:
         total += paper.counts()
     number = sum(total.values())
     yield (
@@ -155,18 +155,18 @@ def _sections(found: Sequence[RecordedPaper], pages: str | None) -> Iterator[str
         f"cannot be told here. How it is judged: {JUDGED}. *Detectable* is half the width of the interval: smaller "
         "differences are not told from none."
     )
-    for paper in found:
+    for paper in papers:
         yield from _section(paper, pages)
-    yield from _changes(found)
+    yield from _changes(papers)
     yield "## What is left out, and why"
     yield "\n".join(f"- **{what}**: {why}." for what, why in LEFT_OUT)
 
 
-def _changes(found: Sequence[RecordedPaper]) -> Iterator[str]:
+def _changes(papers: Sequence[RecordedPaper]) -> Iterator[str]:
     """The verdicts that are not those of the run."""
     rows = [
         [paper.entry.name, row.figure, row.claim, _WORDS[row.before], row.now, row.why]
-        for paper in found
+        for paper in papers
         for row in paper.changed
     ]
     if rows:
@@ -193,8 +193,8 @@ def _section(paper: RecordedPaper, pages: str | None) -> Iterator[str]:
     rows = []
     for claim in paper.claims:
         mark = "" if claim.machine == paper.machines[0] else f" ({_note(paper, claim)})"
-        found = f"{claim.found}; {claim.why}" if claim.why else claim.found
-        rows.append([claim.figure, claim.claim, found + mark, _WORDS[claim.holds], claim.shown_detectable])
+        text = f"{claim.text}; {claim.why}" if claim.why else claim.text
+        rows.append([claim.figure, claim.claim, text + mark, _WORDS[claim.holds], claim.shown_detectable])
     yield _table(["figure", "the paper", "here", "", "detectable"], rows)
     yield f"{paper.machines[0]}."
     for i, machine in enumerate(paper.machines[1:], 2):

@@ -144,9 +144,9 @@ class Timing:
         Every round goes through all rates, so that what a machine has to do besides is the same at all of them.
         """
         payload_bytes, layers = self._enter(model, methods)
-        found = self._turns(methods, rounds=rounds, steps=steps, rates=rates, on_turn=on_turn)
+        by_rate = self._turns(methods, rounds=rounds, steps=steps, rates=rates, on_turn=on_turn)
         self._leave()
-        return [Times(turns.rounds(), payload_bytes, layers, turns.stages(), turns.least_stages()) for turns in found]
+        return [Times(turns.rounds(), payload_bytes, layers, turns.stages(), turns.least_stages()) for turns in by_rate]
 
     def syncs(
         self, model: Model, method: Method, *, steps: int, rate: str | None, on_turn: OnTurn
@@ -163,13 +163,13 @@ class Timing:
     def errors(self, model: Model, methods: Sequence[Method], *, steps: int, on_turn: OnTurn) -> dict[str, list[float]]:
         """Relative error of what arrives of ``steps`` averaged gradients, by method."""
         self._enter(model, methods)
-        found = {}
+        errors = {}
         for which, method in enumerate(methods):
             answers = self._ranks.run({"do": "errors", "which": which, "steps": steps}, _nothing, _nothing)
-            found[method.name] = [float(error) for error in answers[0]["errors"]]
+            errors[method.name] = [float(error) for error in answers[0]["errors"]]
             on_turn(steps, method.title)
         self._leave()
-        return found
+        return errors
 
     def calibrate(self, model: Model, share: float, *, on_turn: OnTurn) -> str:
         """The rate at which a step of plain DDP takes ``1 / share`` of the time that it takes with nothing sent.
@@ -181,8 +181,8 @@ class Timing:
         def seconds(rate: float | None) -> dict[str, float]:
             rates = (None if rate is None else rate_text(rate),)
             options: dict[str, Any] = {"rounds": _CALIBRATION_ROUNDS, "steps": 1}
-            (found,) = self._turns((FP32, NOTHING), **options, rates=rates, on_turn=on_turn)
-            return {name: median(rounds) for name, rounds in found.rounds().items()}
+            (turns,) = self._turns((FP32, NOTHING), **options, rates=rates, on_turn=on_turn)
+            return {name: median(rounds) for name, rounds in turns.rounds().items()}
 
         ceiling = seconds(None)["nothing"]
         bits = 8 * model.gradient_bytes * ring_factor(self._num_ranks)
@@ -209,8 +209,8 @@ class Timing:
         self._shape(None)
         command = self._entering(model, methods)
         answer = self._ranks.run(command, _nothing, _nothing)[0]
-        found = zip(methods, answer["payload_bytes"], strict=True)
-        sent = {method.name: count for method, count in found if count is not None}
+        counted = zip(methods, answer["payload_bytes"], strict=True)
+        sent = {method.name: count for method, count in counted if count is not None}
         plain = {
             method.name: model.gradient_bytes * ring_factor(self._num_ranks)
             for method in methods
@@ -234,10 +234,10 @@ class Timing:
         self, methods: Sequence[TimedMethod], *, rounds: int, steps: int, rates: Sequence[str | None], on_turn: OnTurn
     ) -> list[_Turns]:
         """What turns took over links of each rate."""
-        found = [_Turns(methods) for _ in rates]
+        by_rate = [_Turns(methods) for _ in rates]
         order = list(enumerate(methods))
         for round_ in range(1 + rounds):
-            for rate, turns in zip(rates, found, strict=True):
+            for rate, turns in zip(rates, by_rate, strict=True):
                 self._shape(rate)
                 if len(rates) > 1:
                     # Connections get used to the other rate by what is sent least over it.
@@ -248,7 +248,7 @@ class Timing:
                     if round_:
                         turns.answers[method.name].append(answers)
                     on_turn(steps, method.title)
-        return found
+        return by_rate
 
     def _turn(self, which: int, steps: int) -> list[dict[str, Any]]:
         return self._ranks.run({"do": "turn", "which": which, "steps": steps}, _nothing, _nothing)

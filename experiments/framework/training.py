@@ -162,13 +162,13 @@ class Runs:
         shapes = {name: parameter.shape for name, parameter in self.task.build(seed).named_parameters()}
         # As thinwire's own filter: the other layers are sent raw.
         taken = [name for name, shape in shapes.items() if len(shape) > 1 and shape.numel() >= 1024]
-        found = []
+        by_rank = []
         for rank in range(self.num_ranks):
             flat = torch.from_numpy(np.load(self._folder / f"gradients-{rank}.npy", allow_pickle=False))
             parts = flat.split([shape.numel() for shape in shapes.values()], dim=1)
             layers = dict(zip(shapes, parts, strict=True))
-            found.append([[layers[name][i].view(shapes[name]) for name in taken] for i in range(len(at))])
-        by_step = tuple(tuple(tuple(found[rank][i]) for rank in range(self.num_ranks)) for i in range(len(at)))
+            by_rank.append([[layers[name][i].view(shapes[name]) for name in taken] for i in range(len(at))])
+        by_step = tuple(tuple(tuple(by_rank[rank][i]) for rank in range(self.num_ranks)) for i in range(len(at)))
         return Gradients(tuple(sorted(at)), tuple(taken), by_step)
 
     def _trained(self, answers: list[dict[str, Any]], method: Method) -> Trained:

@@ -53,34 +53,34 @@ def unsound(why: str) -> Judgement:
     return Judgement(None, why)
 
 
-def matches(found: Estimate, margin: float) -> Judgement:
+def matches(difference: Estimate, margin: float) -> Judgement:
     """Whether a difference (positive is worse) is at most ``margin``."""
-    half = found.upper - found.mean
-    if math.isinf(found.mean):
+    half = difference.upper - difference.mean
+    if math.isinf(difference.mean):
         return Judgement(False, "a training diverged")
     if not math.isfinite(half):
         return ONE_TRAINING
-    if found.lower > margin:
+    if difference.lower > margin:
         return Judgement(False, detectable=half)
     if half > margin:
         return Judgement(None, f"a difference below {_shown(half)} cannot be seen, and {_shown(margin)} matters", half)
-    if found.upper < -margin:
+    if difference.upper < -margin:
         return Judgement(None, "better than the baseline by more than the margin: the baseline is not tuned", half)
-    if found.upper <= margin:
+    if difference.upper <= margin:
         return Judgement(True, detectable=half)
     return Judgement(None, f"the interval contains the margin, {_shown(margin)}", half)
 
 
-def exceeds(found: Estimate, effect: float | None = None) -> Judgement:
+def exceeds(difference: Estimate, effect: float | None = None) -> Judgement:
     """Whether a difference (positive is as claimed) is above zero; ``effect``: how large it is in the paper."""
-    half = found.upper - found.mean
-    if math.isinf(found.mean):
-        return Judgement(found.mean > 0, "a training diverged")
+    half = difference.upper - difference.mean
+    if math.isinf(difference.mean):
+        return Judgement(difference.mean > 0, "a training diverged")
     if not math.isfinite(half):
         return ONE_TRAINING
-    if found.upper <= (effect or 0.0) / 2:
+    if difference.upper <= (effect or 0.0) / 2:
         return Judgement(False, detectable=half)
-    if found.lower > 0:
+    if difference.lower > 0:
         return Judgement(True, detectable=half)
     return Judgement(None, f"a difference below {_shown(half)} cannot be seen", half)
 

@@ -129,7 +129,7 @@ def verifying() -> Target:
     """A sealed message, and what checks one."""
     message = torch.zeros(HEADER_BYTES + 64, dtype=torch.uint8)
     seal(message, **_FRAME, failed=False, divided=False)
-    return Target(message.numpy(), lambda found: verify(found, peer=1, **_FRAME), lambda: None)
+    return Target(message.numpy(), lambda data: verify(data, peer=1, **_FRAME), lambda: None)
 
 
 def attack(target: Target, count: int, random: np.random.Generator, tally: Tally) -> None:

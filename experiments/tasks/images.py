@@ -76,22 +76,22 @@ def cifar10(folder: Path) -> Images:
 
 def _cifar_records(path: Path) -> tuple[Tensor, Tensor]:
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{path} is missing: unpack the binary version of CIFAR-10 (cifar-10-binary.tar.gz) and give that folder"
         ) from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path} is not a file")
-    if not 0 < found.st_size <= _CIFAR_MOST_RECORDS * _CIFAR_RECORD or found.st_size % _CIFAR_RECORD:
+    if not 0 < status.st_size <= _CIFAR_MOST_RECORDS * _CIFAR_RECORD or status.st_size % _CIFAR_RECORD:
         raise ValueError(
-            f"{path} has {found.st_size} bytes, which is not 1 to {_CIFAR_MOST_RECORDS} records of {_CIFAR_RECORD}: "
+            f"{path} has {status.st_size} bytes, which is not 1 to {_CIFAR_MOST_RECORDS} records of {_CIFAR_RECORD}: "
             "it is cut short, or not of CIFAR-10's binary version"
         )
     with path.open("rb") as file:
-        content = file.read(found.st_size)
-    if len(content) != found.st_size:
-        raise ValueError(f"{path} changed while it was read: {len(content)} bytes instead of {found.st_size}")
+        content = file.read(status.st_size)
+    if len(content) != status.st_size:
+        raise ValueError(f"{path} changed while it was read: {len(content)} bytes instead of {status.st_size}")
     records = torch.from_numpy(np.frombuffer(content, dtype=np.uint8).reshape(-1, _CIFAR_RECORD).copy())
     labels = records[:, 0].long()
     if int(labels.max()) >= NUM_CLASSES:

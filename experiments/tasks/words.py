@@ -66,8 +66,8 @@ class LSTM(nn.Module):
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        found, _ = self.lstm(self.dropout(self.embedding(tokens)))
-        return functional.linear(self.dropout(found), self.embedding.weight, self.bias)
+        hidden, _ = self.lstm(self.dropout(self.embedding(tokens)))
+        return functional.linear(self.dropout(hidden), self.embedding.weight, self.bias)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from experiments.__main__ import main as experiments_main
-from experiments.bench.formats import BITS, FORMATS, KINDS, WAYS, error_of, rotated
+from experiments.bench.formats import BITS, FORMATS, KINDS, TREATMENTS, error_of, rotated
 
 
 @pytest.mark.parametrize("block", [32, 128])
@@ -30,7 +30,8 @@ def test_what_a_rotation_and_spikes_are_for_is_what_they_gain() -> None:
     x = torch.randn(64 * 1120, generator=generator)
     x[:: 1120 // 2] *= 100.0
     found = {
-        way: error_of([x], FORMATS["minmax"], 4, block=block, spikes=spikes) for way, (block, spikes) in WAYS.items()
+        way: error_of([x], FORMATS["minmax"], 4, block=block, spikes=spikes)
+        for way, (block, spikes) in TREATMENTS.items()
     }
     assert found["spikes"] < 0.25 * found["as it is"]
     assert found["rotate 128"] < 0.7 * found["as it is"]
@@ -45,7 +46,7 @@ def test_the_command_measures_every_format_in_every_way(tmp_path: Path) -> None:
     path = tmp_path / "formats.json"
     assert experiments_main(["bench", "formats", "--smoke", "--json", str(path)]) == 0
     found = {row["name"]: row["value"] for row in json.loads(path.read_text())["results"]}
-    assert set(found) == {"/".join(map(str, at)) for at in product(KINDS, BITS, FORMATS, WAYS)}
-    for kind, name, way in product(KINDS, FORMATS, WAYS):
+    assert set(found) == {"/".join(map(str, at)) for at in product(KINDS, BITS, FORMATS, TREATMENTS)}
+    for kind, name, way in product(KINDS, FORMATS, TREATMENTS):
         two, three, four = (found[f"{kind}/{bits}/{name}/{way}"] for bits in BITS)
         assert 0 < four < three < two < 1

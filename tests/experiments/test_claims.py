@@ -81,7 +81,7 @@ def test_recorded_runs_are_judged_as_they_were(paper: Paper[Any], path: Path) ->
         assert finding.claim == (row["claim"] or ""), row["name"]
         assert finding.holds is row["holds"], row["name"]
         if row["claim"] and (paper.name, row["name"]) not in _COARSER:
-            assert finding.found == row["found"], row["name"]
+            assert finding.text == row["found"], row["name"]
 
 
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
@@ -193,7 +193,7 @@ def test_a_claim_is_judged_by_the_rows_of_its_figure() -> None:
 
 def test_what_rests_on_a_link_is_open_without_one() -> None:
     (found,) = judge([_claim("a", over_link=True)], _rows(a=1.0), emulated=False)
-    assert (found.found, found.holds, found.claim) == (NO_LINK, None, "it is least")
+    assert (found.text, found.holds, found.claim) == (NO_LINK, None, "it is least")
 
 
 def test_a_row_has_one_claim_and_one_that_was_not_measured_has_none() -> None:

@@ -63,11 +63,11 @@ def test_error_feedback_loses_nothing() -> None:
 
 
 def test_its_memory_is_reported_before_training() -> None:
-    for message in run_ranks(_told, 2, 2):
+    for message in run_ranks(_log_line, 2, 2):
         assert "MiB on each rank: error feedback keeps a residual of the whole model" in message
 
 
-def _told(rank: int, size: int) -> str:
+def _log_line(rank: int, size: int) -> str:
     model = build(net=lambda: Net(width=400, depth=1))
     with pytest.warns(UserWarning, match="the compressors' state") as told:
         compress(model, "raw", COARSE)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import thinwire
-from auto_training import advance, told, wrapped
+from auto_training import advance, recorded_decisions, wrapped
 from harness import run_ranks
 from thinwire import lab
 from thinwire.bench.ranks import run_ranks as run_in
@@ -175,7 +175,7 @@ def _hidden(rank: int) -> tuple[list[dict[str, object]], list[str], int, float]:
     model = wrapped(0.02)
     wire = thinwire.compress(model, OPTIONS)
     advance(model, rank, 0, 15)
-    return told(wire), logged, wire.stats.compressed_steps, float(model.module.first.weight.sum())
+    return recorded_decisions(wire), logged, wire.stats.compressed_steps, float(model.module.first.weight.sum())
 
 
 def test_is_off_where_computing_takes_the_time() -> None:
@@ -206,7 +206,7 @@ def _resumed(rank: int) -> tuple[list[dict[str, object]], list[dict[str, object]
     resumed.load_state_dict(kept["wire"])
     advance(again, rank, 12, 6)
     same = all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    return told(wire), told(resumed), same
+    return recorded_decisions(wire), recorded_decisions(resumed), same
 
 
 def test_resumes_between_asking_and_deciding() -> None:

@@ -69,7 +69,7 @@ def first_state(layout: Layout, device: torch.device) -> State | None:
 
 def through_the_host(transport: Transport, layout: Layout, steps: int, poison: int = -1) -> list[Tensor]:
     """What a rank has after each of some steps, by way of messages on the CPU."""
-    state, found = first_state(layout, torch.device("cpu")), []
+    state, outputs = first_state(layout, torch.device("cpu")), []
     owned = transport.open(layout.reduction_traffic())
     gathered = gather_buffers(layout, transport) if layout.has_gathered else None
     sums = sum_buffers(layout)
@@ -81,24 +81,24 @@ def through_the_host(transport: Transport, layout: Layout, steps: int, poison: i
             complete(all_reduce(x, layout, transport, owned, call))
         if gathered is not None:
             complete(gather_mean(x, layout, transport, gathered, call))
-        found.append(x)
+        outputs.append(x)
         state = state.swapped() if state else None
-    return found
+    return outputs
 
 
 def through_the_device(transport: DeviceTransport, layout: Layout, steps: int, poison: int = -1) -> list[Tensor]:
     """The same by way of the device."""
     device = transport.device
-    state, found = first_state(layout, device), []
+    state, outputs = first_state(layout, device), []
     buffers = DeviceBuffers.allocate(layout, transport.rank, device)
     before = transport.sent_bytes
     for step in range(steps):
         x = _input(layout, transport.rank, step, poison).to(device)
         device_all_reduce(x, layout, transport, buffers, CollectiveCall(seed=5, step=step, state=state))
-        found.append(x)
+        outputs.append(x)
         state = state.swapped() if state else None
     assert transport.sent_bytes - before == steps * buffers.sent_bytes
-    return found
+    return outputs
 
 
 PART_NUMEL = 3000
@@ -117,7 +117,7 @@ def sharded_case(spec: str, num_ranks: int) -> Layout:
 def shards_through_the_host(transport: Transport, layout: Layout, x: Tensor) -> tuple[Tensor, Tensor]:
     """This rank's part of the sum of all ranks' ``x``, and all parts of theirs, by way of messages on the CPU."""
     reduced, gathered, state = _of_shards(transport, layout, x, torch.device("cpu"))
-    up, down = (transport.open(layout.reduction_traffic(up=way, down=not way)) for way in (True, False))
+    up, down = (transport.open(layout.reduction_traffic(up=is_up, down=not is_up)) for is_up in (True, False))
     call = CollectiveCall(seed=1, step=9, scale=0.5, state=state, draw=2)
     complete(reduce_scatter(x.clone(), layout, transport, up, call, out=reduced))
     complete(all_gather(gathered, layout, transport, down, call))
@@ -128,7 +128,7 @@ def shards_through_the_device(transport: DeviceTransport, layout: Layout, x: Ten
     """The same by way of the device."""
     device = transport.device
     reduced, gathered, state = _of_shards(transport, layout, x, device)
-    up, down = (ShardBuffers.open(layout, transport.rank, device, up=way) for way in (True, False))
+    up, down = (ShardBuffers.open(layout, transport.rank, device, up=is_up) for is_up in (True, False))
     call = CollectiveCall(seed=1, step=9, scale=0.5, state=state, draw=2)
     device_reduce_scatter(x.clone().to(device), reduced, transport, up, call)
     device_all_gather(gathered, transport, down, call)

@@ -32,7 +32,7 @@ def train(steps: int) -> dict[str, Tensor]:
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
-    return {name: of.full_tensor() for name, of in model.state_dict().items()}
+    return {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ def main() -> None:
     for line in commands:
         if line == "raise\n":
             raise ValueError("as it was told")
-        found = {"line": line, "pid": os.getpid(), "session": os.getsid(0), "net": os.readlink("/proc/self/ns/net")}
-        found |= {"rank": os.environ.get("RANK"), "threads": os.environ["OMP_NUM_THREADS"]}
-        answers.write(json.dumps(found) + "\n")
+        facts = {"line": line, "pid": os.getpid(), "session": os.getsid(0), "net": os.readlink("/proc/self/ns/net")}
+        facts |= {"rank": os.environ.get("RANK"), "threads": os.environ["OMP_NUM_THREADS"]}
+        answers.write(json.dumps(facts) + "\n")
         answers.flush()

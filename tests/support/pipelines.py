@@ -120,8 +120,8 @@ class Pipe:
     def epoch(self, epoch: int, x: Tensor, y: Tensor, batch: int = BATCH, **more: Any) -> list[float]:
         """Train on all samples in an order of the epoch's own; the losses, where the last stage is."""
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))
-        found = [self.step(x[ids], y[ids], ids, **more) for ids in order.split(batch)]
-        return [loss for loss in found if loss is not None]
+        losses = [self.step(x[ids], y[ids], ids, **more) for ids in order.split(batch)]
+        return [loss for loss in losses if loss is not None]
 
     def eval(self, x: Tensor, y: Tensor, ids: Sequence[int] | Tensor | None = None) -> Tensor | None:
         if ids is not None and self.first is not None:
@@ -144,7 +144,7 @@ class Pipe:
 
 def check_sides(digests: Sequence[dict[str, int]], boundaries: Sequence[int]) -> None:
     """Assert that both sides of each of these boundaries, and of no others, hold the same."""
-    merged = {name: digest for of in digests for name, digest in of.items()}
+    merged = {name: digest for rank_digests in digests for name, digest in rank_digests.items()}
     assert set(merged) == {f"boundary{b}-{side}" for b in boundaries for side in ("earlier", "later")}
     for b in boundaries:
         assert merged[f"boundary{b}-earlier"] == merged[f"boundary{b}-later"]

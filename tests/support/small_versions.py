@@ -34,7 +34,7 @@ class Small:
 def small_version(name: str, study: type[Study[Any]], out: Path) -> Small:
     """Run ``python -m experiments name --smoke``."""
     path = out / f"{name}.json"
-    told: list[str] = []
+    lines: list[str] = []
     steps: Counter[str] = Counter()
     advance = study.advance
 
@@ -43,13 +43,13 @@ def small_version(name: str, study: type[Study[Any]], out: Path) -> Small:
         advance(study, more, now)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rich.console.Console.print", lambda self, *what, **_: told.extend(str(part) for part in what))
+        patch.setattr("rich.console.Console.print", lambda self, *what, **_: lines.extend(str(part) for part in what))
         patch.setattr(study, "advance", count)
         started = time.monotonic()
         code = experiments_main([name, "--smoke", "--out", str(out), "--json", str(path)])
         seconds = time.monotonic() - started
     record = json.loads(path.read_text(), parse_constant=_no_constant)
-    return Small(code, seconds, out, record, "\n".join(told), steps)
+    return Small(code, seconds, out, record, "\n".join(lines), steps)
 
 
 def _no_constant(text: str) -> None:

@@ -11,11 +11,11 @@ from thinwire.runtime.checkpoint import sealed
 
 def resealed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state of a Wire with checksums of what it holds now."""
-    found = dict(state)
+    entries = dict(state)
     for name in [
         name for name in state if name == "checksums" or (name.startswith("rank") and name.endswith("/checksums"))
     ]:
         prefix = name.removesuffix("checksums")
         keys = [key for key in state if (key.startswith(prefix) if prefix else "/" not in key) and key != name]
-        found |= sealed({key: state[key] for key in keys if isinstance(state[key], Tensor)}, name)
-    return found
+        entries |= sealed({key: state[key] for key in keys if isinstance(state[key], Tensor)}, name)
+    return entries

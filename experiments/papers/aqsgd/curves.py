@@ -35,7 +35,7 @@ FIGURE_3 = (FP32, *DIRECT.values(), *AQSGD.values(), M8)
 MORE: dict[TaskName, str] = {"scratch": "figure 7", "bf16": "figure 8", "large": "figure 9"}
 LABEL_BITS: tuple[Bits, ...] = ((2, 4), (3, 6))
 """As in figures 3 (a) and (b)."""
-LABELS = (FP32, *(of[bits] for bits in LABEL_BITS for of in (DIRECT, AQSGD)))
+LABELS = (FP32, *(family[bits] for bits in LABEL_BITS for family in (DIRECT, AQSGD)))
 
 Runs = Mapping[str, Sequence[Trained]]
 
@@ -46,27 +46,35 @@ def key_of(name: TaskName, num_stages: int, bits: Bits) -> str:
 
 
 def pair(
-    scale: AQSGDScale, figure: str, name: TaskName, num_stages: int, bits: Bits, found: Runs, control: Sequence[float]
+    scale: AQSGDScale,
+    figure: str,
+    name: TaskName,
+    num_stages: int,
+    bits: Bits,
+    runs_by_method: Runs,
+    control: Sequence[float],
 ) -> list[Row]:
     """AQ-SGD and DirectQ of as many bits, each with FP32's trainings beside it. ``control``: by how much the loss of
     what must fail is higher, seed by seed."""
-    task, base = scale.task(name), found[FP32.name]
+    task, base = scale.task(name), runs_by_method[FP32.name]
     whole = task.coin_toss if task.labels else None
     key, setting = key_of(name, num_stages, bits), f"{TITLES[name]}, {num_stages} stages"
     more: dict[str, Any] = {"num_stages": num_stages, "epochs": task.epochs, "setting": setting, "bits": bits}
     more |= {"whole": whole}
     rows = []
     for kind, method in (("aqsgd", AQSGD[bits]), ("direct", DIRECT[bits])):
-        runs = found[method.name]
+        runs = runs_by_method[method.name]
         lost = differences([run.loss for run in runs], [run.loss for run in base], whole)
         data = {**more, **facts(runs), "baseline": facts(base), "control": control}
         rows.append(Row(figure, f"{kind}/{key}", fmean(lost), "", data))
     return rows
 
 
-def _beyond(found: Runs, method: Method, whole: float | None = None) -> list[float]:
+def _beyond(runs_by_method: Runs, method: Method, whole: float | None = None) -> list[float]:
     """By how much a method's loss is above FP32's."""
-    return differences([run.loss for run in found[method.name]], [run.loss for run in found[FP32.name]], whole)
+    return differences(
+        [run.loss for run in runs_by_method[method.name]], [run.loss for run in runs_by_method[FP32.name]], whole
+    )
 
 
 # --- figure 1
@@ -78,14 +86,14 @@ def figure_1_steps(scale: AQSGDScale) -> int:
 
 def figure_1(study: AQSGDStudy) -> list[Row]:
     """How far activations move between visits, and what fine-tuning gains over none."""
-    found = {method.name: study.train("small", method) for method in METHODS}
-    epochs = [run.epochs for run in found[AQSGD[USUAL].name]]
+    trained = {method.name: study.train("small", method) for method in METHODS}
+    epochs = [run.epochs for run in trained[AQSGD[USUAL].name]]
     visits = range(1, min(map(len, epochs)))
-    activation = [fmean(of[visit]["activation"] for of in epochs) for visit in visits]
-    delta = [fmean(of[visit]["delta"] for of in epochs) for visit in visits]
+    activation = [fmean(epoch[visit]["activation"] for epoch in epochs) for visit in visits]
+    delta = [fmean(epoch[visit]["delta"] for epoch in epochs) for visit in visits]
     _draw_1(study, activation, delta)
-    start = fmean(run.held_out[0] for run in found[FP32.name])
-    ends = {method.name: [held_out(run) for run in found[method.name]] for method in METHODS}
+    start = fmean(run.held_out[0] for run in trained[FP32.name])
+    ends = {method.name: [held_out(run) for run in trained[method.name]] for method in METHODS}
     gain = fmean(value / start - 1 for value in ends[FP32.name])
     return [
         Row(
@@ -113,18 +121,18 @@ def figure_3_steps(scale: AQSGDScale) -> int:
 def figure_3(study: AQSGDStudy) -> list[Row]:
     """Every method against FP32 on two stages, then what else may matter."""
     scale = study.scale
-    found = {method.name: study.train("small", method) for method in FIGURE_3}
-    control = _beyond(found, CONTROL)
+    trained = {method.name: study.train("small", method) for method in FIGURE_3}
+    control = _beyond(trained, CONTROL)
     rows = []
     for bits in BITS:
-        rows += pair(scale, "figure 3", "small", NUM_STAGES, bits, found, control)
-    precise, coarse = ([run.loss for run in found[method.name]] for method in (AQSGD[USUAL], M8))
-    data = {**facts(found[M8.name]), "others": precise, "control": control}
+        rows += pair(scale, "figure 3", "small", NUM_STAGES, bits, trained, control)
+    precise, coarse = ([run.loss for run in trained[method.name]] for method in (AQSGD[USUAL], M8))
+    data = {**facts(trained[M8.name]), "others": precise, "control": control}
     rows.append(Row("figure 9", "messages of 8 bits", fmean(differences(coarse, precise)), "", data))
     more = {method.name: study.train("small", method, MORE_STAGES) for method in METHODS}
     rows += pair(scale, "figure 9", "small", MORE_STAGES, USUAL, more, control)
-    rows.append(stages_row(found, more))
-    panels = [("2 stages", found), (f"{MORE_STAGES} stages", more)]
+    rows.append(stages_row(trained, more))
+    panels = [("2 stages", trained), (f"{MORE_STAGES} stages", more)]
     for name, figure in MORE.items():
         runs = {method.name: study.train(name, method) for method in METHODS}
         rows += pair(scale, figure, name, NUM_STAGES, USUAL, runs, control)
@@ -154,16 +162,16 @@ def labels_steps(scale: AQSGDScale) -> int:
 
 def labels(study: AQSGDStudy) -> list[Row]:
     """Classification: its loss, and how many of the samples that are held out are classified right."""
-    found = {method.name: study.train("labels", method) for method in LABELS}
-    control = _beyond(found, CONTROL, study.scale.labels.coin_toss)
+    trained = {method.name: study.train("labels", method) for method in LABELS}
+    control = _beyond(trained, CONTROL, study.scale.labels.coin_toss)
     rows = []
     for bits in LABEL_BITS:
-        rows += pair(study.scale, "figure 3 (a, b)", "labels", NUM_STAGES, bits, found, control)
-    right = {name: [run.right[-1] for run in runs] for name, runs in found.items()}
-    before = fmean(run.right[0] for run in found[FP32.name])
+        rows += pair(study.scale, "figure 3 (a, b)", "labels", NUM_STAGES, bits, trained, control)
+    right = {name: [run.right[-1] for run in runs] for name, runs in trained.items()}
+    before = fmean(run.right[0] for run in trained[FP32.name])
     value = fmean(right[AQSGD[LABEL_BITS[0]].name])
     rows.append(Row("figure 3 (a, b)", "right", value, "", {"right": right, "before": before}))
-    _draw_panels(study, "3ab-labels", [(TITLES["labels"], found)])
+    _draw_panels(study, "3ab-labels", [(TITLES["labels"], trained)])
     return rows
 
 
@@ -186,9 +194,9 @@ def fp16(study: AQSGDStudy) -> list[Row]:
 
 
 def _network(study: AQSGDStudy, figure: str, name: TaskName, num_stages: int, picture: str) -> list[Row]:
-    found = {method.name: study.train(name, method, num_stages) for method in METHODS}
-    _draw_panels(study, picture, [(f"{TITLES[name]}, {num_stages} stages", found)])
-    return pair(study.scale, figure, name, num_stages, USUAL, found, _beyond(found, DIRECT[USUAL]))
+    trained = {method.name: study.train(name, method, num_stages) for method in METHODS}
+    _draw_panels(study, picture, [(f"{TITLES[name]}, {num_stages} stages", trained)])
+    return pair(study.scale, figure, name, num_stages, USUAL, trained, _beyond(trained, DIRECT[USUAL]))
 
 
 # --- pictures

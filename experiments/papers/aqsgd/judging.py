@@ -40,11 +40,11 @@ def held_out(run: Trained) -> float:
 
 def lost(ours: Sequence[float], others: Sequence[float], whole: float | None = None) -> Lost:
     """By losses seed by seed; differences are shares of ``whole``, or of the others' loss."""
-    found = estimate(differences(ours, others, whole))
-    text = f"loss {fmean(ours):.3f} against {fmean(others):.3f}: {share(found)}"
-    if not math.isfinite(found.mean):
+    difference = estimate(differences(ours, others, whole))
+    text = f"loss {fmean(ours):.3f} against {fmean(others):.3f}: {share(difference)}"
+    if not math.isfinite(difference.mean):
         text = f"diverges, against a loss of {fmean(others):.3f}"
-    return Lost(found, text)
+    return Lost(difference, text)
 
 
 def differences(ours: Sequence[float], others: Sequence[float], whole: float | None = None) -> list[float]:

@@ -120,14 +120,14 @@ def _half(control: Lost) -> float:
     return min(MARGIN, max(control.estimate.lower, 0.0) / 2)
 
 
-def _both(found: tuple[Lost, Lost]) -> str:
-    return f"{found[0].text}; held out {found[1].text.rsplit(': ', 1)[-1]}"
+def _both(losses: tuple[Lost, Lost]) -> str:
+    return f"{losses[0].text}; held out {losses[1].text.rsplit(': ', 1)[-1]}"
 
 
 def _pair(figure: str, name: TaskName, num_stages: int, bits: Bits) -> Iterator[Claim]:
     key = key_of(name, num_stages, bits)
     setting = f"{TITLES[name]}, {num_stages} stages"
-    of = " of a coin toss's loss" if SCALE.task(name).labels else ""
+    share = " of a coin toss's loss" if SCALE.task(name).labels else ""
 
     def kept(rows: Rows) -> Judgement:
         control = _against(rows, "direct", key)
@@ -142,7 +142,7 @@ def _pair(figure: str, name: TaskName, num_stages: int, bits: Bits) -> Iterator[
     yield Claim(
         figure,
         f"aqsgd/{key}",
-        f"{setting}: AQ-SGD fw{bits[0]} bw{bits[1]} ends at FP32's loss, within {MARGIN:.0%}{of} and half of what "
+        f"{setting}: AQ-SGD fw{bits[0]} bw{bits[1]} ends at FP32's loss, within {MARGIN:.0%}{share} and half of what "
         "DirectQ loses",
         lambda rows: _both(_against(rows, "aqsgd", key)),
         kept,
@@ -166,7 +166,7 @@ def _gaps(rows: Rows, method: Method) -> list[float]:
 
 
 def _farther(rows: Rows) -> str:
-    direct, ours = (estimate(_gaps(rows, of[USUAL])) for of in (curves.DIRECT, curves.AQSGD))
+    direct, ours = (estimate(_gaps(rows, family[USUAL])) for family in (curves.DIRECT, curves.AQSGD))
     return f"DirectQ's distance grows by {points(direct)}, AQ-SGD's by {points(ours)}"
 
 
@@ -237,7 +237,7 @@ def _wire(rate: str) -> Claim:
     name, theirs = f"wire/{rate}", throughput.PAPER_S[rate]
     paper = sum(theirs) / (_PAPER_FORWARD_S + _PAPER_BACKWARD_S)
 
-    def found(rows: Rows) -> str:
+    def text(rows: Rows) -> str:
         row = rows[name]
         return (
             f"{row['value']:.2f}: forward {1e3 * row['forward_s']:.0f} ms, backward {1e3 * row['backward_s']:.0f} ms "
@@ -249,7 +249,7 @@ def _wire(rate: str) -> Claim:
         "table 3",
         name,
         f"fw4 bw8 over {shown_rate(rate)}: communication to computation as in the paper, {paper:.2f}",
-        found,
+        text,
         over_link=True,
         unjudged="links are chosen so that this ratio is the paper's",
     )
@@ -281,7 +281,7 @@ def _kept(bits: Bits) -> Claim:
     method = AQSGD[bits]
     paper = throughput.PAPER[method.name]
 
-    def found(rows: Rows) -> str:
+    def text(rows: Rows) -> str:
         slow, fast = (_link(rows, rate) for rate in _ends(rows))
         return f"{median(_left(rows, method)):.1%}, over {slow} against {fast}"
 
@@ -290,7 +290,7 @@ def _kept(bits: Bits) -> Claim:
         f"kept/{method.name}",
         f"{method.title} over 100 Mbit/s keeps {paper[0] / paper[-1]:.0%} of its throughput over 10 Gbit/s; asked "
         f"here: at least {_KEPT[bits]:.0%}",
-        found,
+        text,
         lambda rows: faster(_left(rows, method), _KEPT[bits]),
         over_link=True,
         value=lambda rows: median(_left(rows, method)),
@@ -304,7 +304,7 @@ def _faster() -> Claim:
     def over_slowest(rows: Rows) -> list[float]:
         return _over(rows, _ends(rows)[0], method, FP32)
 
-    def found(rows: Rows) -> str:
+    def text(rows: Rows) -> str:
         rates = rows["throughput"]["links"]
         gained = ", ".join(f"{median(_over(rows, r, method, FP32)):.2f}x over {_link(rows, r)}" for r in rates)
         # Activation and gradient in 32 bits: links are scaled so that this is the paper's, whatever computes here.
@@ -318,7 +318,7 @@ def _faster() -> Claim:
         "table 2",
         f"faster/{method.name}",
         f"over 100 Mbit/s {method.title} has {paper:.1f}x FP32's throughput; asked here: at least {_FASTER:g}x",
-        found,
+        text,
         lambda rows: unsound("the links leave no compression more than 5.8x, so that 6.8x cannot be seen"),
         over_link=True,
         value=lambda rows: median(over_slowest(rows)),
@@ -370,7 +370,7 @@ def _claims_of_tables() -> Iterator[Claim]:
     yield Claim("table 2", "throughput", "compute to wire as in the paper", _scaled)
     yield from map(_kept, _KEPT)
     yield _faster()
-    yield from (_as_direct(bits, of[bits]) for bits in _KEPT for of in (AQSGD, DISK))
+    yield from (_as_direct(bits, family[bits]) for bits in _KEPT for family in (AQSGD, DISK))
     yield Claim("table 2", "1f1b", "PyTorch's 1F1B, which waits for each send with its receive", _one_f_one_b)
 
 
@@ -380,7 +380,7 @@ _SOONER = 4.3
 
 
 def _soon(name: str, rate: str) -> Callable[[Rows], str]:
-    def found(rows: Rows) -> str:
+    def text(rows: Rows) -> str:
         row = rows[name]
         gained = math.nan if row["value"] is None else row["value"]
         ours, base = (known(row["losses"][key])[-1] for key in ("aqsgd", "fp32"))
@@ -390,17 +390,17 @@ def _soon(name: str, rate: str) -> Callable[[Rows], str]:
             f"against {base:.3f}; steps of {steps}"
         )
 
-    return found
+    return text
 
 
 def _first_visits(name: str, rate: str) -> Callable[[Rows], str]:
-    def found(rows: Rows) -> str:
+    def text(rows: Rows) -> str:
         row = rows[name]
         gained = math.nan if row["value"] is None else row["value"]
         end = known(row["losses"])[-1]
         return f"over {_where(rate, row['link'])}: {gained:.2f}x sooner; in the end {end:.3f}"
 
-    return found
+    return text
 
 
 def _claims_of_figure_4() -> Iterator[Claim]:
@@ -408,8 +408,8 @@ def _claims_of_figure_4() -> Iterator[Claim]:
     for rate in SCALE.slow_rates:
         name = f"sooner/{rate}"
 
-        says = f"AQ-SGD fw4 bw8, warm-up epoch included, is at FP32's loss up to {_SOONER}x sooner"
-        yield Claim("figure 4", name, says, _soon(name, rate), lambda rows: ONE_TRAINING, over_link=True)
+        statement = f"AQ-SGD fw4 bw8, warm-up epoch included, is at FP32's loss up to {_SOONER}x sooner"
+        yield Claim("figure 4", name, statement, _soon(name, rate), lambda rows: ONE_TRAINING, over_link=True)
     name = f"first_visits/{slowest}"
     yield Claim("figure 4", name, "only first activations whole (algorithm 1)", _first_visits(name, slowest))
 
@@ -445,7 +445,7 @@ def _chosen(rows: Rows) -> str:
 
 
 def _killed(name: str) -> Callable[[Rows], str]:
-    def found(rows: Rows) -> str:
+    def text(rows: Rows) -> str:
         row = rows[name]
         at = ", ".join(f"rank {kill['rank']} before step {kill['step'] + 1}" for kill in row["kills"])
         return (
@@ -453,13 +453,13 @@ def _killed(name: str) -> Callable[[Rows], str]:
             f"both sides; killed: {at}; a checkpoint every {row['checkpoint_every']} of {row['steps']} steps"
         )
 
-    return found
+    return text
 
 
 def _common(rows: Rows) -> tuple[float, float]:
     """Of AQ-SGD, and of DirectQ."""
-    found = rows["completions"]["common"]
-    return found[resume.COMPLETED[1].name], found[resume.COMPLETED[2].name]
+    shares = rows["completions"]["common"]
+    return shares[resume.COMPLETED[1].name], shares[resume.COMPLETED[2].name]
 
 
 def _completed(rows: Rows) -> str:
@@ -476,12 +476,14 @@ def _claims_of_the_rest() -> Iterator[Claim]:
         name = f"loss/{method.name}"
         difference = _against_fp32(name)
         linked = method is LINKED
-        says = f"bits by link: within {MARGIN:.0%} of FP32's loss" if linked else f"{method.title} at every boundary"
+        statement = (
+            f"bits by link: within {MARGIN:.0%} of FP32's loss" if linked else f"{method.title} at every boundary"
+        )
 
-        def rule(rows: Rows, of: Callable[[Rows], Lost] = difference) -> Judgement:
-            return of(rows).within(MARGIN)
+        def rule(rows: Rows, lost: Callable[[Rows], Lost] = difference) -> Judgement:
+            return lost(rows).within(MARGIN)
 
-        yield Claim("links", name, says, lambda rows, of=difference: of(rows).text, rule if linked else None)
+        yield Claim("links", name, statement, lambda rows, lost=difference: lost(rows).text, rule if linked else None)
     yield Claim(
         "links",
         "faster",

@@ -69,9 +69,9 @@ class Rank:
         pipe = self.pipe_type(task, method, seed, weights, folder / "store")
         checkpoint = folder / f"state{self.rank}"
         start = _load(pipe, checkpoint) if asked.resume else 0
-        found: dict[str, Any] = {"losses": [], "held_out": [], "right": [], "step_s": []}
+        record: dict[str, Any] = {"losses": [], "held_out": [], "right": [], "step_s": []}
         if asked.held_out:
-            _look(pipe, found)
+            _look(pipe, record)
         self.channel.hold("train")
         batches = [ids for epoch in range(task.epochs) for ids in pipe.order(seed, epoch)]
         for step in range(start, len(batches)):
@@ -79,26 +79,26 @@ class Rank:
                 os.kill(os.getpid(), signal.SIGKILL)
             started = time.perf_counter()
             loss = pipe.step(batches[step], task.rate(step))
-            found["step_s"].append(time.perf_counter() - started)
-            found["losses"].append(loss)
+            record["step_s"].append(time.perf_counter() - started)
+            record["losses"].append(loss)
             self.channel.send("step", step=step + 1, loss=loss)
             if asked.save_every and (step + 1) % asked.save_every == 0:
                 _save(pipe, checkpoint, step + 1)
         if asked.held_out:
-            _look(pipe, found)
-        found["stats"] = pipe.stats()
-        found["kept"] = pipe.kept()
-        found["links"] = [{name: of._asdict() for name, of in row.items()} for row in pipe.stage.links]
-        found["start"] = start
+            _look(pipe, record)
+        record["stats"] = pipe.stats()
+        record["kept"] = pipe.kept()
+        record["links"] = [{name: link._asdict() for name, link in row.items()} for row in pipe.stage.links]
+        record["start"] = start
         if asked.completions:
             tokens, at = _prompts(task)
-            found["completions"] = pipe.complete(tokens, at)[:_PROMPTS].tolist()
-            found["prompted"] = at
-            found["text"] = tokens[:_PROMPTS].tolist()
+            record["completions"] = pipe.complete(tokens, at)[:_PROMPTS].tolist()
+            record["prompted"] = at
+            record["text"] = tokens[:_PROMPTS].tolist()
         pipe.close()
         del pipe
         gc.collect()
-        return found
+        return record
 
     def enter(self, task: FineTuning, methods: Sequence[dict[str, Any]], folder: Path) -> dict[str, Any]:
         """Build a pipeline for each of ``methods`` and train it for a few steps."""
@@ -107,7 +107,7 @@ class Rank:
             batches = cycle([ids for epoch in range(4) for ids in pipe.order(0, epoch)])
             _train(pipe, batches, _WARM_UP_STEPS)
             self.timed.append((pipe, batches))
-        return {"payload_bytes": [self._step_bytes(*of) for of in self.timed], "layers": [[] for _ in methods]}
+        return {"payload_bytes": [self._step_bytes(*timed) for timed in self.timed], "layers": [[] for _ in methods]}
 
     def turn(self, which: int, steps: int) -> dict[str, Any]:
         """Train ``steps`` steps; the mean seconds of one, and those in each stage of communication."""
@@ -149,7 +149,7 @@ class Rank:
         seconds: dict[int, list[float]] = {num_bytes: [], 1: []}
         self.channel.hold("wire")
         for _ in range(1 + repeats):
-            for size, of in seconds.items():
+            for size, times in seconds.items():
                 message = torch.zeros(size, dtype=torch.uint8)
                 started = time.perf_counter()
                 if self.rank == sender:
@@ -158,7 +158,7 @@ class Rank:
                 elif self.rank == receiver:
                     dist.recv(message, sender)
                     dist.send(answer, sender)
-                of.append(time.perf_counter() - started)
+                times.append(time.perf_counter() - started)
         return {"seconds": max(0.0, median(seconds[num_bytes][1:]) - median(seconds[1][1:]))}
 
     def answer(self, command: dict[str, Any]) -> dict[str, Any]:
@@ -200,11 +200,11 @@ def _train(pipe: Pipe, batches: Any, steps: int) -> None:
         pipe.step(ids, pipe.task.learning_rate)
 
 
-def _look(pipe: Pipe, found: dict[str, Any]) -> None:
+def _look(pipe: Pipe, record: dict[str, Any]) -> None:
     score = pipe.held_out()
     if score is not None:
-        found["held_out"].append(score[0])
-        found["right"].append(score[1])
+        record["held_out"].append(score[0])
+        record["right"].append(score[1])
 
 
 def _save(pipe: Pipe, path: Path, step: int) -> None:

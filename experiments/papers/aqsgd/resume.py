@@ -39,24 +39,24 @@ def checkpoint_every(task: FineTuning) -> int:
 def kills(task: FineTuning, count: int, num_ranks: int, first: int = 0) -> list[Kill]:
     """Somewhere between the first checkpoint behind step ``first`` and the end, not right behind a checkpoint."""
     draws, every, steps = random.Random(0), checkpoint_every(task), task.steps
-    found = []
-    while len(found) < count:
+    planned = []
+    while len(planned) < count:
         step = draws.randrange(max(every, -(-first // every) * every), steps)
         if step % every or every == 1:
-            found.append(Kill(len(found) % num_ranks, step))
-    return found
+            planned.append(Kill(len(planned) % num_ranks, step))
+    return planned
 
 
-def steps_of(task: FineTuning, found: Sequence[Kill]) -> int:
+def steps_of(task: FineTuning, planned: Sequence[Kill]) -> int:
     """Steps of a whole training, of those before each kill, and from each checkpoint on."""
     every = checkpoint_every(task)
-    return task.steps + sum(kill.step + task.steps - kill.step // every * every for kill in found)
+    return task.steps + sum(kill.step + task.steps - kill.step // every * every for kill in planned)
 
 
 def resume_steps(scale: AQSGDScale) -> int:
     """For each kind of store."""
-    found = kills(scale.small, scale.kills, NUM_STAGES)
-    return len(_STORES) * steps_of(scale.small, found) + scale.small.first_steps
+    planned = kills(scale.small, scale.kills, NUM_STAGES)
+    return len(_STORES) * steps_of(scale.small, planned) + scale.small.first_steps
 
 
 def resumed(study: AQSGDStudy) -> list[Row]:
@@ -67,12 +67,12 @@ def resumed(study: AQSGDStudy) -> list[Row]:
 def _resumed(study: AQSGDStudy, store: Literal["memory", "disk"]) -> Row:
     method = aqsgd(3, 6, store=store)
     task = study.scale.small
-    found = kills(task, study.scale.kills, NUM_STAGES)
+    planned = kills(task, study.scale.kills, NUM_STAGES)
     reporter = study.reporter(f"{method.title}, not stopped")
     whole = study.trainings().train(task, method, 0, reporter, Asked(held_out=False))
-    runs = [killed(study, lambda: Trainings(NUM_STAGES, study.first()), task, method, kill, whole) for kill in found]
+    runs = [killed(study, lambda: Trainings(NUM_STAGES, study.first()), task, method, kill, whole) for kill in planned]
     data = {
-        "kills": [dataclasses.asdict(kill) for kill in found],
+        "kills": [dataclasses.asdict(kill) for kill in planned],
         "checkpoint_every": checkpoint_every(task),
         "steps": task.steps,
         "starts": [run.start for run, _ in runs],
@@ -125,25 +125,27 @@ def completions_steps(scale: AQSGDScale) -> int:
 def completions(study: AQSGDStudy) -> list[Row]:
     """From one seed each."""
     asked, trainings, task = Asked(held_out=False, completions=True), study.trainings(), study.scale.small
-    found = {method.name: trainings.train(task, method, 0, study.reporter(method.title), asked) for method in COMPLETED}
-    base = found[FP32.name]
+    trained = {
+        method.name: trainings.train(task, method, 0, study.reporter(method.title), asked) for method in COMPLETED
+    }
+    base = trained[FP32.name]
     start = base.prompted
     data = {
         "prompts": [text(row[:start]) for row in base.text],
         "gold": [text(row[start:]) for row in base.text],
-        "completions": {m.title: [text(row[start:]) for row in found[m.name].completions] for m in COMPLETED},
-        "common": {name: common(base, run) for name, run in found.items()},
+        "completions": {m.title: [text(row[start:]) for row in trained[m.name].completions] for m in COMPLETED},
+        "common": {name: common(base, run) for name, run in trained.items()},
     }
     return [Row("appendix I", "completions", data["common"][COMPLETED[1].name], "", data)]
 
 
 def common(base: Trained, other: Trained) -> float:
     """The share of a completion up to where it first differs, in the mean."""
-    found = [
+    equal = [
         _common(one[base.prompted :], two[base.prompted :])
         for one, two in zip(base.completions, other.completions, strict=True)
     ]
-    return sum(found) / len(found)
+    return sum(equal) / len(equal)
 
 
 def _common(one: Sequence[int], two: Sequence[int]) -> float:

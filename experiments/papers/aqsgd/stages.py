@@ -147,13 +147,13 @@ class Pipe:
     def held_out(self) -> tuple[float, float] | None:
         """Loss on what is held out, and the share of what is classified right, where the last stage is; activations
         are sent as they are."""
-        found: list[tuple[float, float]] = []
+        scores: list[tuple[float, float]] = []
         for x, y in self._held_out_batches():
             inputs, wanted = self._given(x, y)
             logits = self.schedule.eval(*inputs, target=wanted)
             if self.is_last:
-                found.append((float(self.task.loss_of(logits, y)), self.task.share_right(logits, y)))
-        return (fmean(loss for loss, _ in found), fmean(right for _, right in found)) if self.is_last else None
+                scores.append((float(self.task.loss_of(logits, y)), self.task.share_right(logits, y)))
+        return (fmean(loss for loss, _ in scores), fmean(right for _, right in scores)) if self.is_last else None
 
     def _held_out_batches(self) -> Iterable[tuple[Tensor, Tensor]]:
         return self.task.held_out()
@@ -193,15 +193,15 @@ class Pipe:
     def kept(self) -> dict[str, str]:
         """Hashes of what other ranks hold, too, by what it is: of the messages on this stage's side of each boundary,
         of records in memory, of checksums on disk."""
-        found: dict[str, str] = {}
+        digests: dict[str, str] = {}
         state = self.stage.state_dict()
         sides = {key.rsplit("/", 1)[0] for key in state if "/" in key}
         for side in sides:
             records = state.get(f"{side}/records", state.get(f"{side}/checksums"))
             assert records is not None, "a store keeps one or the other"
             by_sample = state[f"{side}/entries"][:, 0].argsort()
-            found[side.rsplit("-", 1)[0]] = digest([state[f"{side}/entries"][by_sample], records[by_sample]])
-        return found
+            digests[side.rsplit("-", 1)[0]] = digest([state[f"{side}/entries"][by_sample], records[by_sample]])
+        return digests
 
     def close(self) -> None:
         """Let go of files and of process groups."""

@@ -66,8 +66,8 @@ class AQSGDScale(Scale):
     def task(self, name: TaskName) -> FineTuning:
         if name in ("bf16", "fp16"):
             return replace(self.small, half=name)
-        found: FineTuning = getattr(self, name)
-        return found
+        task: FineTuning = getattr(self, name)
+        return task
 
     def steps(self, name: TaskName, methods: Sequence[Method]) -> int:
         """Of a training by each method from every seed, and of the one that they start from."""

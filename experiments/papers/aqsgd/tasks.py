@@ -154,14 +154,14 @@ def _judged(context: int, samples: int, held_out: int) -> tuple[Tensor, Tensor, 
     """Samples, their labels, and those that are held out: of every second, the bytes are shuffled."""
     second, *both = _second(context, samples, held_out)
     generator = torch.Generator().manual_seed(1)
-    found = []
+    tensors = []
     for offsets in both:
         tokens, _ = windows(second, offsets, context)
         labels = torch.arange(len(offsets)) % 2
         for i in torch.nonzero(labels == 0).flatten().tolist():
             tokens[i] = tokens[i, torch.randperm(context, generator=generator)]
-        found += [tokens, labels]
-    return found[0], found[1], found[2], found[3]
+        tensors += [tokens, labels]
+    return tensors[0], tensors[1], tensors[2], tensors[3]
 
 
 _SMALL = GPTConfig(width=64, layers=4, heads=2)

@@ -95,9 +95,11 @@ def table_2(study: AQSGDStudy) -> list[Row]:
     """All methods in turns over links of each rate; then 1F1B over the slowest and the fastest."""
     rates, task, computed = study.scale.rates, study.scale.timed, study.computed()
     slow, fast = rates[0], rates[-1]
-    found, other = _measure(study, METHODS, rates), _measure(study, _OTHER, (slow, fast))
-    _draw_2(study, found)
-    per_s = {method.name: {rate: task.batch / found[rate].step_s(method.name) for rate in rates} for method in METHODS}
+    by_rate, other = _measure(study, METHODS, rates), _measure(study, _OTHER, (slow, fast))
+    _draw_2(study, by_rate)
+    per_s = {
+        method.name: {rate: task.batch / by_rate[rate].step_s(method.name) for rate in rates} for method in METHODS
+    }
     for method in _OTHER:
         per_s[method.name] = {rate: task.batch / times.step_s(method.name) for rate, times in other.items()}
     data = {
@@ -105,9 +107,9 @@ def table_2(study: AQSGDStudy) -> list[Row]:
         "titles": {method.name: method.title for method in (*METHODS, *_OTHER)},
         "paper": {name: dict(zip(_PAPER_RATES, values, strict=True)) for name, values in PAPER.items()},
         "links": {rate: study.scaled(rate) for rate in rates},
-        "by_round": {rate: times.rounds for rate, times in found.items()},
-        "stages_s": {rate: times.stages for rate, times in found.items()},
-        "step_bytes": found[slow].payload_bytes,
+        "by_round": {rate: times.rounds for rate, times in by_rate.items()},
+        "stages_s": {rate: times.stages for rate, times in by_rate.items()},
+        "step_bytes": by_rate[slow].payload_bytes,
         "slowdown": study.slowdown,
         "num_micro": task.num_micro,
         "message_values": task.message_values,
@@ -116,7 +118,7 @@ def table_2(study: AQSGDStudy) -> list[Row]:
     base, ours = (method.name for method in _OTHER)
     kept = [least / most for least, most in zip(other[fast].rounds[ours], other[slow].rounds[ours], strict=True)]
     beside = {
-        "over_gpipe": found[slow].step_s(AQSGD[3, 6].name) / other[slow].step_s(ours),
+        "over_gpipe": by_rate[slow].step_s(AQSGD[3, 6].name) / other[slow].step_s(ours),
         "over_fp32": other[slow].times_faster(ours, base),
     }
     return [
@@ -148,18 +150,18 @@ def time_steps(scale: AQSGDScale) -> int:
 def figure_4(study: AQSGDStudy) -> list[Row]:
     """Both trainings over the same link, for each link."""
     task, slowest = study.scale.to_loss, study.scale.slow_rates[0]
-    found: dict[str, dict[str, Trained]] = {}
+    by_rate: dict[str, dict[str, Trained]] = {}
     rows = []
     for rate in study.scale.slow_rates:
         methods = {"fp32": FP32, "aqsgd": WARM} | ({"first visits": _FIRST_VISITS} if rate == slowest else {})
         with Trainings(NUM_STAGES, study.first(), study.scaled(rate)) as trainings:
-            found[rate] = {
+            by_rate[rate] = {
                 key: trainings.train(
                     task, method, 0, study.reporter(f"{method.title} over {rate}"), Asked(held_out=False)
                 )
                 for key, method in methods.items()
             }
-    for rate, runs in found.items():
+    for rate, runs in by_rate.items():
         both = {key: runs[key] for key in ("fp32", "aqsgd")}
         data = {
             "seconds": {key: run.seconds for key, run in both.items()},
@@ -169,10 +171,10 @@ def figure_4(study: AQSGDStudy) -> list[Row]:
             "link": study.scaled(rate),
         }
         rows.append(Row("figure 4", f"sooner/{rate}", sooner(runs["fp32"], runs["aqsgd"])[0], "x", data))
-    beside = found[slowest]["first visits"]
+    beside = by_rate[slowest]["first visits"]
     data = {"seconds": beside.seconds, "losses": beside.epoch_losses, "link": study.scaled(slowest)}
-    rows.append(Row("figure 4", f"first_visits/{slowest}", sooner(found[slowest]["fp32"], beside)[0], "x", data))
-    _draw_4(study, found)
+    rows.append(Row("figure 4", f"first_visits/{slowest}", sooner(by_rate[slowest]["fp32"], beside)[0], "x", data))
+    _draw_4(study, by_rate)
     return rows
 
 
@@ -197,22 +199,22 @@ def links(study: AQSGDStudy) -> list[Row]:
     rates = ",".join([_FAST] * (MORE_STAGES - 1) + [_SLOW]) if study.emulated else None
     over_loopback = study.trainings(MORE_STAGES)
     base = [over_loopback.train(task, FP32, seed, study.reporter(FP32.title)).loss for seed in study.seeds]
-    found: dict[str, list[Trained]] = {method.name: [] for method in UNEVEN}
+    trained: dict[str, list[Trained]] = {method.name: [] for method in UNEVEN}
     with Trainings(MORE_STAGES, study.first(), rates) as uneven:
         # Seed by seed, so that what else the machine does is shared by all methods.
         for seed in study.seeds:
             for method in UNEVEN:
                 run = uneven.train(task, method, seed, study.reporter(method.title), Asked(held_out=False))
-                found[method.name].append(run)
-    _draw_links(study, found)
+                trained[method.name].append(run)
+    _draw_links(study, trained)
     rows = []
-    for name, runs in found.items():
+    for name, runs in trained.items():
         losses = [run.loss for run in runs]
         data = {"losses": losses, "baseline": base}
         rows.append(Row("links", f"loss/{name}", fmean(differences(losses, base)), "", data))
-    seconds = {name: [step_s(run) for run in runs] for name, runs in found.items()}
+    seconds = {name: [step_s(run) for run in runs] for name, runs in trained.items()}
     over = median(a / b for a, b in zip(seconds[MANY.name], seconds[LINKED.name], strict=True))
-    chosen = found[LINKED.name][0].links
+    chosen = trained[LINKED.name][0].links
     rows.append(Row("links", "faster", over, "x", {"step_s": seconds}))
     rows.append(Row("links", "chosen", float(len(chosen)), "boundaries", {"links": chosen}))
     return rows
@@ -227,35 +229,35 @@ def step_s(run: Trained) -> float:
 # --- pictures
 
 
-def _draw_2(study: AQSGDStudy, found: AllTimes) -> None:
+def _draw_2(study: AQSGDStudy, by_rate: AllTimes) -> None:
     task = study.scale.timed
     title = f"2 stages, {task.num_micro} micro-batches, GPipe"
     figure, (axes,) = plots.canvas(1, titles=[title], x="the paper's rate", y="sequences/s")
-    rates = [parse_rate(rate) / 1e9 for rate in found]
+    rates = [parse_rate(rate) / 1e9 for rate in by_rate]
     for method in METHODS:
-        per_s = [task.batch / times.step_s(method.name) for times in found.values()]
+        per_s = [task.batch / times.step_s(method.name) for times in by_rate.values()]
         style = "--" if method.store == "disk" else "-"
         axes.plot(rates, per_s, style, color=method.colour, marker="o", label=method.title)
     axes.set(xscale="log")
-    axes.set_xticks(rates, [shown_rate(rate) for rate in found], rotation=30)
+    axes.set_xticks(rates, [shown_rate(rate) for rate in by_rate], rotation=30)
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
     plots.save(figure, study.picture("2-throughput"))
 
 
-def _draw_4(study: AQSGDStudy, found: Mapping[str, Mapping[str, Trained]]) -> None:
-    titles = [f"over {study.where(rate)}" for rate in found]
-    figure, all_axes = plots.canvas(len(found), titles=titles, x="seconds of training", y="loss")
-    for axes, runs in zip(all_axes, found.values(), strict=True):
+def _draw_4(study: AQSGDStudy, by_rate: Mapping[str, Mapping[str, Trained]]) -> None:
+    titles = [f"over {study.where(rate)}" for rate in by_rate]
+    figure, all_axes = plots.canvas(len(by_rate), titles=titles, x="seconds of training", y="loss")
+    for axes, runs in zip(all_axes, by_rate.values(), strict=True):
         for key, method in (("fp32", FP32), ("aqsgd", WARM)):
             axes.plot(runs[key].seconds, runs[key].epoch_losses, color=method.colour, marker=".", label=method.title)
     plots.save(figure, study.picture("4-time"))
 
 
-def _draw_links(study: AQSGDStudy, found: Mapping[str, Sequence[Trained]]) -> None:
+def _draw_links(study: AQSGDStudy, trained: Mapping[str, Sequence[Trained]]) -> None:
     titles = [f"{MORE_STAGES} stages, the last link at {_SLOW}"]
     figure, (axes,) = plots.canvas(1, titles=titles, x="seconds of training", y="loss")
     for method in UNEVEN:
-        run = found[method.name][0]
+        run = trained[method.name][0]
         axes.plot(run.seconds, run.epoch_losses, color=method.colour, marker=".", label=method.title)
     plots.save(figure, study.picture("links"))

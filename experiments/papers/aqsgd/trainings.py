@@ -198,8 +198,8 @@ def trained(task: FineTuning, answers: Sequence[dict[str, Any]]) -> Trained:
 def reporter(on_step: OnStep, rank: int) -> Callable[[int, dict[str, Any]], None]:
     """Tells steps of the rank that has losses."""
 
-    def show(of: int, event: dict[str, Any]) -> None:
-        if of == rank and event["event"] == "step":
+    def show(reporting: int, event: dict[str, Any]) -> None:
+        if reporting == rank and event["event"] == "step":
             on_step(event["step"], event["loss"])
 
     return show

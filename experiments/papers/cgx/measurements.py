@@ -86,12 +86,12 @@ class CGXStudy(Study[CGXScale]):
     def times(self, model: Model, methods: Sequence[Method], place: Place) -> Times:
         """`Timing.times`, at the rate that is this model's."""
         rate, timing, steps = self.rate_of(model, place), self.timing(place), self.scale.turn(place)
-        found = timing.times(model, methods, rounds=self.scale.rounds, steps=steps, rate=rate, on_turn=self.advance)
-        if rate is not None and {FP32.name, NOTHING.name} <= found.rounds.keys():
+        times = timing.times(model, methods, rounds=self.scale.rounds, steps=steps, rate=rate, on_turn=self.advance)
+        if rate is not None and {FP32.name, NOTHING.name} <= times.rounds.keys():
             key = f"{model.title}, {'each node' if place == 'nodes' else 'each rank'} on a link"
             about = self.links.setdefault(key, {"link": timing.link, "rate": rate, "fp32_share": []})
-            about["fp32_share"].append(found.times_faster(FP32.name, NOTHING.name))
-        return found
+            about["fp32_share"].append(times.times_faster(FP32.name, NOTHING.name))
+        return times
 
     def rate_of(self, model: Model, place: Place) -> str | None:
         """Of the links at ``place`` for ``model``; None for loopback. Measured when it is first asked for."""
@@ -139,7 +139,7 @@ def measure(timed: Timed, study: CGXStudy) -> list[Row]:
             errors[model.name] = study.timing("links").errors(
                 model, timed.errors, steps=study.scale.error_steps, on_turn=study.advance
             )
-    error_rows = [error_row(timed, model, found) for model, found in errors.items()]
+    error_rows = [error_row(timed, model, by_method) for model, by_method in errors.items()]
     _draw(timed, study, {row.name: row for row in rows}, error_rows)
     return [*rows, *error_rows]
 
@@ -238,14 +238,20 @@ def table_3_5(study: CGXStudy) -> list[Row]:
     return quality_rows("gpt", {None: compared.baseline.losses, **sides}) + quality_rows("cnn", accuracies)
 
 
-def quality_rows(model: str, found: Mapping[str | None, Sequence[float]]) -> list[Row]:
+def quality_rows(model: str, by_spec: Mapping[str | None, Sequence[float]]) -> list[Row]:
     """What each quantiser loses against fp32, whose runs are under None, and whether the control's damage is seen."""
     rows = []
-    for spec, values in found.items():
+    for spec, values in by_spec.items():
         if spec is None:
             continue
-        lost = estimate(lost_quality(model, values, found[None]))
-        data = {"spec": spec, "metric": METRICS[model], "num_ranks": QUALITY_RANKS, "fp32": found[None], "own": values}
+        lost = estimate(lost_quality(model, values, by_spec[None]))
+        data = {
+            "spec": spec,
+            "metric": METRICS[model],
+            "num_ranks": QUALITY_RANKS,
+            "fp32": by_spec[None],
+            "own": values,
+        }
         if spec == CONTROLS[model]:
             rows.append(Row("3.5", f"control/{model}", float(matches(lost, MARGIN).holds is False), "", data))
         else:

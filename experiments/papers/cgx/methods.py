@@ -68,15 +68,15 @@ class Timed:
     drawn: Literal["items", "seconds", "share", "gammas"] = "items"
 
 
-def _of(*methods: Method) -> Callable[[Model, Sequence[float]], Sequence[Method]]:
+def _every_model(*methods: Method) -> Callable[[Model, Sequence[float]], Sequence[Method]]:
     return lambda model, gammas: methods
 
 
 FIGURE_3_1 = Timed("3.1", lambda _, gammas: (FP32, *map(truncated, gammas), NOTHING), FP32, drawn="gammas")
-FIGURE_3_3 = Timed("3.3", _of(FP32, GROUP, SHARED, NOTHING), GROUP, "host", drawn="seconds")
+FIGURE_3_3 = Timed("3.3", _every_model(FP32, GROUP, SHARED, NOTHING), GROUP, "host", drawn="seconds")
 TABLE_3_4 = Timed(
     "3.4",
-    _of(SRA, RING, TREE, *_OTHERS, NOTHING),
+    _every_model(SRA, RING, TREE, *_OTHERS, NOTHING),
     SRA,
     thesis={
         "gpt": {"sra": 260_000.0, "ring": 236_000.0, "tree": 202_000.0},
@@ -94,19 +94,19 @@ TABLE_3_6 = Timed(
         "cnn": {"fp32": 1900.0, "thinwire": 2900.0, "torch powersgd": 2600.0, "grace": 1000.0},
     },
 )
-TABLE_3_7 = Timed("3.7", _of(FP32, THINWIRE, IDEAL, NOTHING), NOTHING, drawn="share")
+TABLE_3_7 = Timed("3.7", _every_model(FP32, THINWIRE, IDEAL, NOTHING), NOTHING, drawn="share")
 THESIS_SHARE = {"gpt": {"ideal": 0.95, "thinwire": 0.87}, "cnn": {"ideal": 0.92, "thinwire": 0.90}}
 """Table 3.7: of linear scaling."""
 TABLE_3_9 = Timed(
     "3.9",
-    _of(FP32, FLAT, HIERARCHICAL, _GLOO_ONLY, NOTHING),
+    _every_model(FP32, FLAT, HIERARCHICAL, _GLOO_ONLY, NOTHING),
     FP32,
     "nodes",
     thesis={"gpt": {"fp32": 32_000.0, "thinwire": 85_000.0}, "cnn": {"fp32": 564.0, "thinwire": 2300.0}},
 )
 QNCCL = Timed(
     "blob",
-    _of(FP32, THINWIRE, BLOB, NOTHING),
+    _every_model(FP32, THINWIRE, BLOB, NOTHING),
     FP32,
     errors=(THINWIRE, BLOB, THINWIRE_1024, BLOB_1024),
     errors_of=("gpt", "cnn"),

@@ -44,8 +44,8 @@ def _faster(
     model: Model,
     fast: Method,
     slow: Method,
-    says: str,
-    found: str = "{times:.2f}x {slow}'s throughput, {where}",
+    statement: str,
+    template: str = "{times:.2f}x {slow}'s throughput, {where}",
     *,
     bound: float | None = 1.0,
     over_link: bool = True,
@@ -55,11 +55,11 @@ def _faster(
 
     def text(rows: Rows) -> str:
         times = times_faster(rows, mine, theirs)
-        return found.format(times=times, more=times - 1, slow=slow.title, where=rows[mine]["where"])
+        return template.format(times=times, more=times - 1, slow=slow.title, where=rows[mine]["where"])
 
     rule = None if bound is None else ahead(mine, theirs, bound)
     value = partial(times_faster, fast=mine, slow=theirs)
-    return Claim(figure, row, says, text, rule, over_link, value, "x")
+    return Claim(figure, row, statement, text, rule, over_link, value, "x")
 
 
 def _throughput(model: Model, timed: methods.Timed) -> Claim:
@@ -67,8 +67,8 @@ def _throughput(model: Model, timed: methods.Timed) -> Claim:
     chosen = timed.methods(model, ())
 
     def text(rows: Rows) -> str:
-        found = [f"{method.title} {rows[_row(model, method)]['value']:,.0f}" for method in chosen]
-        return f"{model.unit} {rows[_row(model, chosen[0])]['where']}: {', '.join(found)}"
+        shown = [f"{method.title} {rows[_row(model, method)]['value']:,.0f}" for method in chosen]
+        return f"{model.unit} {rows[_row(model, chosen[0])]['where']}: {', '.join(shown)}"
 
     return Claim(timed.figure, _row(model, chosen[0]), f"{model.title}'s throughput", text)
 
@@ -181,7 +181,7 @@ def _mean_errors(rows: Rows) -> str:
 def _systems(model: Model) -> Iterator[Claim]:
     torch_powersgd, powersgd = methods.torch_powersgd(model), methods.powersgd(model)
     rank = f"at rank {model.powersgd_rank}"
-    for fast, slow, says in (
+    for fast, slow, statement in (
         (THINWIRE, FP32, "4 bits are faster than the baseline ({:.1f}x, {})"),
         (THINWIRE, torch_powersgd, f"4 bits are faster than PowerSGD {rank} ({{:.1f}}x, {{}})"),
         (THINWIRE, powersgd, f"4 bits are faster than PowerSGD {rank}: against thinwire's own"),
@@ -189,7 +189,7 @@ def _systems(model: Model) -> Iterator[Claim]:
         (FP32, GRACE_STYLE, "GRACE is slower than the baseline ({:.1f}x, {})"),
     ):
         ratio = _thesis_ratio(methods.TABLE_3_6, model, fast, slow) if slow is not powersgd else 0.0
-        said = f"{model.title}: {says.format(ratio, model.thesis)}"
+        said = f"{model.title}: {statement.format(ratio, model.thesis)}"
         yield _faster("3.6", f"faster/{model.name}/{fast.name}/{slow.name}", model, fast, slow, said)
 
 
@@ -203,7 +203,7 @@ def _shares(model: Model) -> Iterator[Claim]:
         }
         return template.format(**share, where=rows[_row(model, FP32)]["where"])
 
-    for row, slow, bound, says, template in (
+    for row, slow, bound, statement, template in (
         (
             "share_of_linear",
             NOTHING,
@@ -220,19 +220,19 @@ def _shares(model: Model) -> Iterator[Claim]:
             "{thinwire:.0%} of linear scaling against {ideal:.0%} with almost nothing sent",
         ),
     ):
-        claim = _faster("3.7", f"{row}/{model.name}", model, THINWIRE, slow, f"{model.title}: {says}", bound=bound)
-        yield replace(claim, found=partial(text, template=template), unit="")
+        claim = _faster("3.7", f"{row}/{model.name}", model, THINWIRE, slow, f"{model.title}: {statement}", bound=bound)
+        yield replace(claim, text=partial(text, template=template), unit="")
 
 
 def _nodes(model: Model) -> Iterator[Claim]:
     wanted = _thesis_ratio(methods.TABLE_3_9, model, FLAT, FP32)
-    found = "{times:.1f}x between two nodes, {where} each"
-    says = (
+    template = "{times:.1f}x between two nodes, {where} each"
+    statement = (
         f"{model.title} on several nodes: CGX has {wanted:.1f}x the baseline's throughput ({model.thesis}; up to 10x)"
     )
-    yield _faster("3.9", f"speedup/{model.name}/thinwire", model, FLAT, FP32, says, found, bound=wanted)
+    yield _faster("3.9", f"speedup/{model.name}/thinwire", model, FLAT, FP32, statement, template, bound=wanted)
     aside = f"{model.title}, hierarchical"
-    yield _faster("3.9", f"speedup/{model.name}/hierarchical", model, HIERARCHICAL, FP32, aside, found, bound=None)
+    yield _faster("3.9", f"speedup/{model.name}/hierarchical", model, HIERARCHICAL, FP32, aside, template, bound=None)
 
 
 def _qnccl(model: Model) -> Iterator[Claim]:
@@ -246,12 +246,12 @@ def _qnccl(model: Model) -> Iterator[Claim]:
             f"{mean['blob']:.3f} against {mean['thinwire']:.3f}"
         )
 
-    says = f"{model.title}: compression without layers is faster than fp32, by a limited margin (section 3.7.2)"
-    found = "{times:.2f}x fp32's throughput, {where}"
-    yield _faster("blob", f"blob_over_fp32/{name}", model, BLOB, FP32, says, found)
-    says = f"{model.title}: CGX is faster than compression without layers (section 3.7.2)"
-    found = "{times:.2f}x its throughput, {where}"
-    yield _faster("blob", f"layers_over_blob/{name}", model, THINWIRE, BLOB, says, found)
+    statement = f"{model.title}: compression without layers is faster than fp32, by a limited margin (section 3.7.2)"
+    template = "{times:.2f}x fp32's throughput, {where}"
+    yield _faster("blob", f"blob_over_fp32/{name}", model, BLOB, FP32, statement, template)
+    statement = f"{model.title}: CGX is faster than compression without layers (section 3.7.2)"
+    template = "{times:.2f}x its throughput, {where}"
+    yield _faster("blob", f"layers_over_blob/{name}", model, THINWIRE, BLOB, statement, template)
     yield Claim(
         "blob",
         f"error/{name}",
@@ -279,8 +279,8 @@ def _quality(model: Model, spec: str) -> Claim:
         lost = estimate(measurements.lost_quality(name, rows[row]["own"], rows[row]["fp32"]))
         return if_seen(bool(rows[f"control/{name}"]["value"]), matches(lost, measurements.MARGIN))
 
-    says = f"{model.title}, {spec}: {METRICS[name]} within 1 % of fp32's ({_THESIS_QUALITY[name]})"
-    return Claim("3.5", row, says, text, rule)
+    statement = f"{model.title}, {spec}: {METRICS[name]} within 1 % of fp32's ({_THESIS_QUALITY[name]})"
+    return Claim("3.5", row, statement, text, rule)
 
 
 def _control(model: Model) -> Claim:

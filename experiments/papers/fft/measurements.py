@@ -69,9 +69,11 @@ def figure_5(study: FFTStudy) -> list[Row]:
     gradients = study.gradients()
     steps, middle, layer = range(len(gradients.steps)), len(gradients.steps) // 2, largest_layer(gradients)
     specs = {"fft": methods.UNQUANTISED, "topk": TOPK.spec}
-    found = {name: [reconstruct(gradients, i, parse(spec)) for i in steps] for name, spec in specs.items()}
-    errors = {name: [part.relative_error for part in parts] for name, parts in found.items()}
-    absolute = {name: float(np.mean([float(part.errors.mean()) for part in parts])) for name, parts in found.items()}
+    parts_by_spec = {name: [reconstruct(gradients, i, parse(spec)) for i in steps] for name, spec in specs.items()}
+    errors = {name: [part.relative_error for part in parts] for name, parts in parts_by_spec.items()}
+    absolute = {
+        name: float(np.mean([float(part.errors.mean()) for part in parts])) for name, parts in parts_by_spec.items()
+    }
     shown = {name: reconstruct_layer(gradients, middle, layer, parse(spec)) for name, spec in specs.items()}
     exact = shown["fft"].exact
     start = max(0, min(int(exact.abs().argmax()) - _SHOWN // 2, exact.numel() - _SHOWN))
@@ -109,8 +111,8 @@ def figure_15(study: FFTStudy) -> list[Row]:
     # One layer of one step: others have other scales, and clusters vanish among them.
     by_step = {name: [reconstruct_layer(gradients, i, layer, codec) for i in steps] for name, codec in codecs.items()}
     distances = {name: float(np.mean([distance(p, _edges(p)) for p in parts])) for name, parts in by_step.items()}
-    found = {name: join([reconstruct(gradients, i, codec) for i in steps]) for name, codec in codecs.items()}
-    errors = {name: quantiles(part.errors) for name, part in found.items()}
+    joined = {name: join([reconstruct(gradients, i, codec) for i in steps]) for name, codec in codecs.items()}
+    errors = {name: quantiles(part.errors) for name, part in joined.items()}
     shown = {name: parts[len(steps) // 2] for name, parts in by_step.items()}
     _draw_15(study, gradients.names[layer], shown, errors)
     rows = [
@@ -131,8 +133,8 @@ def figure_15(study: FFTStudy) -> list[Row]:
                 share_with_least_error(errors, name),
                 "",
                 {
-                    "error_quantiles": quantiles(found[name].errors, 101).tolist(),
-                    "relative_error": found[name].relative_error,
+                    "error_quantiles": quantiles(joined[name].errors, 101).tolist(),
+                    "relative_error": joined[name].relative_error,
                 },
             )
         )
@@ -257,9 +259,9 @@ def _draw_10(study: FFTStudy, speeds: Throughputs, built: float) -> None:
 def figure_12(study: FFTStudy) -> list[Row]:
     """Alpha, ``‖v̄ − v̂̄‖ / ‖v̄‖``, along a training at several thetas."""
     every = study.scale.measure_every
-    found = {theta: study.train(methods.constant(theta), 0, measure=every).alpha for theta in ALPHA_THETAS}
+    alphas = {theta: study.train(methods.constant(theta), 0, measure=every).alpha for theta in ALPHA_THETAS}
     figure, (axes,) = plots.canvas(1, titles=["assumption 3.2"], x="step", y="alpha: ‖v̄ − v̂‖ / ‖v̄‖")
-    for theta, samples in found.items():
+    for theta, samples in alphas.items():
         axes.plot(*zip(*samples, strict=True), label=f"theta={theta}")
     _mark_drop(study, axes)
     axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
@@ -273,7 +275,7 @@ def figure_12(study: FFTStudy) -> list[Row]:
             "",
             {"samples": samples, "mean": fmean(value for _, value in samples)},
         )
-        for theta, samples in found.items()
+        for theta, samples in alphas.items()
     ]
 
 
@@ -302,12 +304,12 @@ def spec_of(method: Method) -> str | None:
     return None if method.kind == "ddp" else method.spec
 
 
-def _draw_13(study: FFTStudy, found: Mapping[str, Sequence[Trained]]) -> None:
+def _draw_13(study: FFTStudy, trained: Mapping[str, Sequence[Trained]]) -> None:
     chosen = methods.convergence(study.task.drop_step)
     titles, y = ["training loss", "held-out accuracy"], ["loss (nats)", "accuracy"]
     figure, (left, right) = plots.canvas(2, titles=titles, x="step", y=y)
     lowest: list[float] = []
-    for name, runs in found.items():
+    for name, runs in trained.items():
         # Until the drop it lies upon the strong one.
         style = {
             "color": chosen[name].colour,
@@ -385,12 +387,12 @@ def speed_rows(runs: Mapping[str, Sequence[Trained]]) -> list[Row]:
     ]
 
 
-def _draw_14(study: FFTStudy, found: Mapping[str, Sequence[Trained]]) -> None:
+def _draw_14(study: FFTStudy, trained: Mapping[str, Sequence[Trained]]) -> None:
     titles = ["as in the paper, without error feedback", "with error feedback"]
     figure, panels = plots.canvas(2, titles=titles, x=f"seconds of training {study.over}", y="held-out loss (nats)")
     for axes, feedback in zip(panels, (False, True), strict=True):
         for method in (FP32, *(FEEDBACK if feedback else LOSSY)):
-            runs = found[method.name]
+            runs = trained[method.name]
             seconds = np.mean([run.seconds for run in runs], axis=0)
             accuracy = fmean(run.final_accuracy for run in runs)
             label = f"{method.title} ({accuracy:.1%})"
@@ -420,7 +422,10 @@ def figure_16(study: FFTStudy) -> list[Row]:
             alone = 1 / study.train(FP32, 0, task=task, num_ranks=1).mean_step_s
             for name in names:
                 speeds[name][1] = alone
-    times = {name: {size: value / found[min(found)] for size, value in found.items()} for name, found in speeds.items()}
+    times = {
+        name: {size: value / by_size[min(by_size)] for size, value in by_size.items()}
+        for name, by_size in speeds.items()
+    }
     _draw_16(study, times)
     most = max(scale.world_sizes)
     return [
@@ -445,10 +450,10 @@ def _draw_16(study: FFTStudy, times: dict[str, dict[int, float]]) -> None:
     )
     styles = {method.name: (method.title, method.colour) for method in _SCALED}
     styles[NOTHING.name] = ("nothing sent: the cores' limit", "#aaaaaa")
-    for name, found in times.items():
+    for name, by_size in times.items():
         title, colour = styles[name]
         dashed = "--" if name == NOTHING.name else "-"
-        axes.plot(list(found), list(found.values()), color=colour, linestyle=dashed, marker="o", label=title)
+        axes.plot(list(by_size), list(by_size.values()), color=colour, linestyle=dashed, marker="o", label=title)
     axes.set_xticks(list(study.scale.world_sizes))
     # Room for the legend.
     axes.set_ylim(0, 1.5 * axes.get_ylim()[1])

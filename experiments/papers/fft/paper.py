@@ -80,12 +80,12 @@ def _least_ratio(rows: Rows, name: str) -> float:
 
 
 def _pays_at(name: str) -> Callable[[Rows], str]:
-    def found(rows: Rows) -> str:
+    def text(rows: Rows) -> str:
         ratio = _least_ratio(rows, name)
         limit = format_rate(rows["useful_rate"]["value"])
         return f"it takes {ratio:.2f}" if math.isfinite(ratio) else f"none pays above {limit}"
 
-    return found
+    return text
 
 
 def _selection(rows: Rows) -> float:
@@ -100,20 +100,20 @@ def _alpha(rows: Rows) -> str:
 
 
 def _accuracy(name: str) -> Callable[[Rows], str]:
-    def found(rows: Rows) -> str:
+    def text(rows: Rows) -> str:
         row = rows[f"accuracy/{name}"]
         lost = "" if name in ("sgd", FP32.name) else f", lost: {points(estimated(row, 'lost'))}"
         return f"{row['value']:.2%}{lost}"
 
-    return found
+    return text
 
 
 def _train_loss(name: str) -> Callable[[Rows], str]:
-    def found(rows: Rows) -> str:
+    def text(rows: Rows) -> str:
         row, base = rows[f"train_loss/{name}"], rows["train_loss/sgd"]
         return f"{row['value']:.4f} against {base['value']:.4f}: {estimated(row, 'more').mean:+.0%}"
 
-    return found
+    return text
 
 
 def _speed(name: str) -> Callable[[Rows], str]:
@@ -239,11 +239,11 @@ CLAIMS = (
         Claim(
             "13",
             f"accuracy/{name}",
-            says.format("accuracy"),
+            statement.format("accuracy"),
             _accuracy(name),
             _separated(name),
         )
-        for name, says in _CONVERGENCE.items()
+        for name, statement in _CONVERGENCE.items()
     ),
     # Of what is dropped to 0 the paper says it of the accuracy alone.
     *(

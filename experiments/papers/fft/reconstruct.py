@@ -62,11 +62,11 @@ def quantiles(values: Tensor, count: int = _QUANTILES) -> np.ndarray:
     return np.quantile(values.numpy(), np.linspace(0, 1, count))
 
 
-def share_with_least_error(found: Mapping[str, np.ndarray], name: str, others: Sequence[str] = ()) -> float:
+def share_with_least_error(errors: Mapping[str, np.ndarray], name: str, others: Sequence[str] = ()) -> float:
     """Share of the cumulative distribution over which ``name``'s error is the least (Fig. 15 e): of all, or of its own
-    and that of ``others``. ``found`` holds the `quantiles` of the errors."""
-    least = np.min([found[key] for key in others or found if key != name], axis=0)
-    return float(np.mean(found[name] <= least))
+    and that of ``others``. ``errors`` holds the `quantiles` of the errors."""
+    least = np.min([errors[key] for key in others or errors if key != name], axis=0)
+    return float(np.mean(errors[name] <= least))
 
 
 def distance(reconstruction: Reconstruction, edges: np.ndarray) -> float:

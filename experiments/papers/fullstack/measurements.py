@@ -170,10 +170,10 @@ class StackStudy(OverLinks[StackScale]):
 
         answers = self.timing().ranks.run({"do": "jobs", "kind": kind, "jobs": jobs}, show, lambda _: None)
         results = {int(at): result for answer in answers for at, result in answer["results"].items()}
-        found: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
+        by_method: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
         for at, (name, _) in enumerate(pairs):
-            found[name].append(results[at])
-        return found
+            by_method[name].append(results[at])
+        return by_method
 
 
 # --- figure 5: loss by step, throughput with either part switched off, time to the same loss
@@ -193,19 +193,21 @@ def figure_5(study: StackStudy) -> list[Row]:
 
 
 def _curves(study: StackStudy) -> list[Row]:
-    found = {method.name: study.train(method, study.scale.small) for method in CURVES}
-    base = found[FP32.name]
+    trained = {method.name: study.train(method, study.scale.small) for method in CURVES}
+    base = trained[FP32.name]
     titles = ["2 stages in 2 replicas: training", "held out, at the end"]
     figure, (axes, ends) = plots.canvas(2, titles=titles, x="step", y="loss")
     for method in CURVES:
-        draw_runs(axes, method, found[method.name])
-    shown = [(method.title, method.colour, median(run.held_out[-1] for run in found[method.name])) for method in CURVES]
+        draw_runs(axes, method, trained[method.name])
+    shown = [
+        (method.title, method.colour, median(run.held_out[-1] for run in trained[method.name])) for method in CURVES
+    ]
     plots.bars(ends, shown)
     ends.set_xlim(left=0.95 * min(value for _, _, value in shown))
     plots.save(figure, study.picture("5-curves"))
     rows = []
     for method in CURVES[1:]:
-        runs = found[method.name]
+        runs = trained[method.name]
         differences = relative_differences([run.loss for run in runs], [run.loss for run in base])
         data = {"title": method.title, **facts(runs), "baseline": facts(base), "differences": differences}
         rows.append(Row("figure 5", f"loss/{method.name}", fmean(differences), "", data))
@@ -218,9 +220,9 @@ def _throughput(study: StackStudy) -> Row:
     times = study.timing().times_by_rate(
         study.model, TIMED, rounds=scale.rounds, steps=1, rates=list(links.values()), on_turn=study.advance
     )
-    found = dict(zip(scale.rates, times, strict=True))
+    by_rate = dict(zip(scale.rates, times, strict=True))
     items = task.batch * task.replicas
-    per_s = {method.name: {rate: items / found[rate].step_s(method.name) for rate in links} for method in TIMED}
+    per_s = {method.name: {rate: items / by_rate[rate].step_s(method.name) for rate in links} for method in TIMED}
     title = f"2 stages in 2 replicas, {task.num_micro} micro-batches"
     figure, (axes,) = plots.canvas(1, titles=[title], x="the paper's rate", y="sequences/s")
     rates = [parse_rate(rate) / 1e9 for rate in links]
@@ -235,8 +237,8 @@ def _throughput(study: StackStudy) -> Row:
         "per_s": per_s,
         "titles": {method.name: method.title for method in TIMED},
         "links": links,
-        "by_round": {rate: timed.rounds for rate, timed in found.items()},
-        "step_bytes": found[scale.rates[0]].payload_bytes,
+        "by_round": {rate: timed.rounds for rate, timed in by_rate.items()},
+        "step_bytes": by_rate[scale.rates[0]].payload_bytes,
         "slowdown": study.slowdown,
         "computed_s": study.computed().seconds,
         "replicas": task.replicas,
@@ -311,11 +313,11 @@ def at_steps(run: Trained, method: Method, times: Times, exact_steps: int) -> Tr
 
 def relative_times(ours: Sequence[Trained], others: Sequence[Trained], targets: Sequence[float]) -> list[float]:
     """By how much longer ours take than the others to be at each seed's target, as a share; infinite if never."""
-    found = []
+    differences = []
     for mine, other, target in zip(ours, others, targets, strict=True):
         seconds = [seconds_to(run, target) if math.isfinite(target) else None for run in (mine, other)]
-        found.append(seconds[0] / seconds[1] - 1 if seconds[0] and seconds[1] else math.inf)
-    return found
+        differences.append(seconds[0] / seconds[1] - 1 if seconds[0] and seconds[1] else math.inf)
+    return differences
 
 
 def _optimizer_facts(method: Method, runs: Sequence[Trained], times: Times, targets: Sequence[float]) -> dict[str, Any]:
@@ -367,16 +369,16 @@ def figure_10(study: StackStudy) -> list[Row]:
     """Split learning: a seed is that of the weights, of who has which images, and of how they are seen."""
     task = study.scale.split
     described = dataclasses.asdict(task)
-    found = study.jobs(
+    runs_by_method = study.jobs(
         "split",
         SPLIT,
         lambda method: {"task": described, "forward": method.forward, "backward": method.backward},
     )
-    _draw_split(study, found)
+    _draw_split(study, runs_by_method)
     images, rows = task.images.name, []
-    losses = {name: [fmean(run["losses"][-_LAST_ROUNDS:]) for run in runs] for name, runs in found.items()}
-    accuracies = {name: [float(run["accuracies"][-1][1]) for run in runs] for name, runs in found.items()}
-    for name, runs in found.items():
+    losses = {name: [fmean(run["losses"][-_LAST_ROUNDS:]) for run in runs] for name, runs in runs_by_method.items()}
+    accuracies = {name: [float(run["accuracies"][-1][1]) for run in runs] for name, runs in runs_by_method.items()}
+    for name, runs in runs_by_method.items():
         shown = f"{fmean(accuracies[name]):.1%}"
         rows.append([SPLIT[name].title, f"{fmean(losses[name]):.3f}", shown, _fewer(runs)])
     head = ["", "training loss", "test accuracy", "fewer bytes, first visits included"]
@@ -387,17 +389,17 @@ def figure_10(study: StackStudy) -> list[Row]:
         "rounds": task.rounds,
         "loss": losses,
         "accuracy": accuracies,
-        "alike": [run["alike"] for run in found["aqsgd"]],
-        "losses": {name: [run["losses"] for run in runs] for name, runs in found.items()},
-        "accuracies": {name: [run["accuracies"] for run in runs] for name, runs in found.items()},
+        "alike": [run["alike"] for run in runs_by_method["aqsgd"]],
+        "losses": {name: [run["losses"] for run in runs] for name, runs in runs_by_method.items()},
+        "accuracies": {name: [run["accuracies"] for run in runs] for name, runs in runs_by_method.items()},
     }
     return [Row("figure 10", "table", accuracies["aqsgd"][0], "", data)]
 
 
-def _draw_split(study: StackStudy, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+def _draw_split(study: StackStudy, runs_by_method: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     titles = ["split learning: training loss", "test accuracy"]
     figure, (left, right) = plots.canvas(2, titles=titles, x="round", y=["loss", ""])
-    for name, runs in found.items():
+    for name, runs in runs_by_method.items():
         method = SPLIT[name]
         losses = [fmean(column) for column in zip(*(run["losses"] for run in runs), strict=True)]
         left.plot(range(1, len(losses) + 1), losses, color=method.colour, label=method.title)
@@ -419,7 +421,7 @@ def clusters_steps(scale: StackScale) -> int:
 def appendix_g(study: StackStudy) -> list[Row]:
     """Every method from each seed, for one epoch: all samples are new."""
     started = _started(study, study.scale.online)
-    found = study.jobs(
+    runs_by_method = study.jobs(
         "clusters",
         CENTRES,
         lambda method: {
@@ -429,13 +431,13 @@ def appendix_g(study: StackStudy) -> list[Row]:
             "centres": method.name.startswith("centres"),
         },
     )
-    kept = {name: runs for name, runs in found.items() if name.startswith("centres")}
+    kept = {name: runs for name, runs in runs_by_method.items() if name.startswith("centres")}
     data = {
         "moved_share": {name: fmean(float(run["moved_share"]) for run in runs) for name, runs in kept.items()},
         "alike": [run["alike"] for runs in kept.values() for run in runs],
     }
     head = ["one epoch", "loss of its last quarter", "held out", "fewer bytes forward"]
-    return [_epochs_row("appendix G", "Appendix G, online learning", head, CENTRES, found, "centres2", data)]
+    return [_epochs_row("appendix G", "Appendix G, online learning", head, CENTRES, runs_by_method, "centres2", data)]
 
 
 def tensors_steps(scale: StackScale) -> int:
@@ -445,9 +447,11 @@ def tensors_steps(scale: StackScale) -> int:
 def appendix_f(study: StackStudy) -> list[Row]:
     """Every method from each seed: sums over ranks, with delta compensation and without."""
     started = _started(study, study.scale.sums)
-    found = study.jobs("tensors", SUMS, lambda method: {**started, "spec": method.forward, "num_ranks": TENSOR_RANKS})
+    runs_by_method = study.jobs(
+        "tensors", SUMS, lambda method: {**started, "spec": method.forward, "num_ranks": TENSOR_RANKS}
+    )
     head = [f"{TENSOR_RANKS} ranks", "loss of the last epoch", "held out", "fewer bytes, first visits included"]
-    return [_epochs_row("appendix F", "Appendix F, tensor parallelism", head, SUMS, found, "delta3", {})]
+    return [_epochs_row("appendix F", "Appendix F, tensor parallelism", head, SUMS, runs_by_method, "delta3", {})]
 
 
 def _started(study: StackStudy, task: FineTuning) -> dict[str, Any]:
@@ -460,18 +464,18 @@ def _epochs_row(
     title: str,
     head: Sequence[str],
     methods: Mapping[str, Method],
-    found: Mapping[str, Sequence[Mapping[str, Any]]],
+    runs_by_method: Mapping[str, Sequence[Mapping[str, Any]]],
     shown: str,
     data: Mapping[str, Any],
 ) -> Row:
     """Loss of each method by seed, with a table for the page; its value is the loss of ``shown``."""
-    losses = {name: [float(run["loss"]) for run in runs] for name, runs in found.items()}
+    losses = {name: [float(run["loss"]) for run in runs] for name, runs in runs_by_method.items()}
     rows = []
-    for name, runs in found.items():
+    for name, runs in runs_by_method.items():
         out = fmean(run["held_out"] for run in runs)
         rows.append([methods[name].title, f"{fmean(losses[name]):.3f}", f"{out:.3f}", _fewer(runs)])
     table = {"title": title, "head": head, "rows": rows}
-    every = {name: [run["losses"] for run in runs] for name, runs in found.items()}
+    every = {name: [run["losses"] for run in runs] for name, runs in runs_by_method.items()}
     return Row(figure, "table", fmean(losses[shown]), "", {"table": table, "loss": losses, **data, "losses": every})
 
 
@@ -479,22 +483,24 @@ def _epochs_row(
 
 
 def resume_steps(scale: StackScale) -> int:
-    found = kills(scale.small, scale.kills, NUM_RANKS, scale.small.exact_steps)
-    return steps_of(scale.small, found) + scale.small.first_steps
+    planned = kills(scale.small, scale.kills, NUM_RANKS, scale.small.exact_steps)
+    return steps_of(scale.small, planned) + scale.small.first_steps
 
 
 def resume(study: StackStudy) -> list[Row]:
     """One of four processes is killed, where momenta are sent, whose error feedback keeps a residual."""
     task = study.scale.small
-    found = kills(task, study.scale.kills, NUM_RANKS, task.exact_steps)
+    planned = kills(task, study.scale.kills, NUM_RANKS, task.exact_steps)
     # Ranks 1 and 2: of either stage and of either replica.
-    found = [replace(kill, rank=(kill.rank + 1) % NUM_RANKS) for kill in found]
+    planned = [replace(kill, rank=(kill.rank + 1) % NUM_RANKS) for kill in planned]
     reporter = study.reporter(f"{AQSGD.title}, not stopped")
     whole = study.trainings().train(task, AQSGD, 0, reporter, Asked(held_out=False))
-    runs = [killed(study, lambda: StackTrainings(NUM_RANKS, study.first()), task, AQSGD, kill, whole) for kill in found]
+    runs = [
+        killed(study, lambda: StackTrainings(NUM_RANKS, study.first()), task, AQSGD, kill, whole) for kill in planned
+    ]
     good = sum(run.alike and same and run.kept == whole.kept for run, same in runs)
     data = {
-        "kills": [dataclasses.asdict(kill) for kill in found],
+        "kills": [dataclasses.asdict(kill) for kill in planned],
         "checkpoint_every": checkpoint_every(task),
         "steps": task.steps,
         "exact_steps": task.exact_steps,

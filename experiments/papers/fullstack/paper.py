@@ -59,10 +59,10 @@ _STOCHASTIC = unsound(
 
 def _against(ours: Sequence[float], others: Sequence[float]) -> str:
     """Both means, and the relative difference with its bounds."""
-    found = estimate(relative_differences(ours, others))
-    if not math.isfinite(found.mean):
+    difference = estimate(relative_differences(ours, others))
+    if not math.isfinite(difference.mean):
         return f"diverges, against a loss of {fmean(others):.3f}"
-    return f"{fmean(ours):.3f} against {fmean(others):.3f}: {share(found)}"
+    return f"{fmean(ours):.3f} against {fmean(others):.3f}: {share(difference)}"
 
 
 Losses = Callable[[Rows], Sequence[float]]
@@ -76,35 +76,35 @@ def _of_table(name: str, key: str = "loss") -> Losses:
 def _compared(
     figure: str,
     row: str,
-    says: str,
+    statement: str,
     ours: Losses,
     others: Losses,
     *,
     margin: float | None,
-    found: str = "{}",
+    template: str = "{}",
     more: Callable[[Rows], str] = lambda rows: "",
 ) -> Claim:
     """Our losses are at most ``margin`` above the others', or above them where that is None."""
 
     def rule(rows: Rows) -> Judgement:
-        found = estimate(relative_differences(ours(rows), others(rows)))
-        return exceeds(found) if margin is None else matches(found, margin)
+        difference = estimate(relative_differences(ours(rows), others(rows)))
+        return exceeds(difference) if margin is None else matches(difference, margin)
 
     return Claim(
         figure,
         row,
-        says,
-        lambda rows: found.format(_against(ours(rows), others(rows))) + more(rows),
+        statement,
+        lambda rows: template.format(_against(ours(rows), others(rows))) + more(rows),
         rule,
         value=lambda rows: fmean(relative_differences(ours(rows), others(rows))),
     )
 
 
-def _alike(figure: str, says: str, alike: Callable[[Rows], Sequence[bool]]) -> Claim:
+def _alike(figure: str, statement: str, alike: Callable[[Rows], Sequence[bool]]) -> Claim:
     return Claim(
         figure,
         "alike",
-        says,
+        statement,
         lambda rows: f"the same bytes at the end of {sum(alike(rows))} of {len(alike(rows))} trainings",
         value=lambda rows: float(sum(alike(rows))),
         unjudged="a property of this code, which its tests check",
@@ -250,8 +250,8 @@ def _optimizer(method: Any) -> Claim:
     def rule(rows: Rows) -> Judgement:
         return faster([1 / (1 + value) for value in differences(rows)])
 
-    says = f"over 100 Mbit/s QuantizedAdam is at the same loss sooner than {method.title}"
-    return Claim("adam", row, says, text, rule, over_link=True)
+    statement = f"over 100 Mbit/s QuantizedAdam is at the same loss sooner than {method.title}"
+    return Claim("adam", row, statement, text, rule, over_link=True)
 
 
 def _steps(rows: Rows) -> str:
@@ -263,7 +263,7 @@ def _steps(rows: Rows) -> str:
 # --- split learning
 
 
-def _accuracy(row: str, says: str, ours: str, others: str, found: str, *, margin: float | None) -> Claim:
+def _accuracy(row: str, statement: str, ours: str, others: str, template: str, *, margin: float | None) -> Claim:
     """Our accuracy is at most ``margin`` below the others', or theirs is worse where that is None."""
 
     def lost(rows: Rows) -> list[float]:
@@ -272,12 +272,12 @@ def _accuracy(row: str, says: str, ours: str, others: str, found: str, *, margin
 
     def text(rows: Rows) -> str:
         shown = {name: f"{fmean(values):.1%}" for name, values in rows["table"]["accuracy"].items()}
-        return f"{found.format(**shown)}, lost: {points(estimate(lost(rows)))}"
+        return f"{template.format(**shown)}, lost: {points(estimate(lost(rows)))}"
 
     def rule(rows: Rows) -> Judgement:
         return exceeds(estimate(lost(rows))) if margin is None else matches(estimate(lost(rows)), margin)
 
-    return Claim("figure 10", row, says, text, rule, value=lambda rows: fmean(lost(rows)))
+    return Claim("figure 10", row, statement, text, rule, value=lambda rows: fmean(lost(rows)))
 
 
 # --- kill and resume
@@ -302,7 +302,7 @@ CLAIMS = (
         _losses(DIRECT),
         _losses(AQSGD),
         margin=None,
-        found="loss {}",
+        template="loss {}",
     ),
     _alike(
         "figure 5",
@@ -347,7 +347,7 @@ CLAIMS = (
         partial(_ends, method=QUANTIZED),
         partial(_ends, method=ADAM),
         margin=MARGIN,
-        found="loss {}",
+        template="loss {}",
     ),
     *(_optimizer(method) for method in OPTIMIZERS[:-1]),
     Claim("adam", "seconds", f"steps of {tasks.REPLICATED.replicas} replicas", _steps),
@@ -374,7 +374,7 @@ CLAIMS = (
         _of_table("direct"),
         _of_table("aqsgd"),
         margin=None,
-        found="DirectQ's training loss {}",
+        template="DirectQ's training loss {}",
     ),
     _accuracy(
         "accuracy/direct",
@@ -413,7 +413,7 @@ CLAIMS = (
                 _of_table(f"direct{bits}"),
                 _of_table(f"centres{bits}"),
                 margin=None,
-                found="DirectQ's {}",
+                template="DirectQ's {}",
             ),
         )
     ),
@@ -436,7 +436,7 @@ CLAIMS = (
                 _of_table(f"direct{bits}"),
                 _of_table(f"delta{bits}"),
                 margin=None,
-                found="without {}",
+                template="without {}",
             ),
         )
     ),

@@ -61,9 +61,9 @@ class RowParallel(nn.Module):
             return self.linear(x)
         shares = zip(x.chunk(self.num_ranks, -1), self.linear.weight.chunk(self.num_ranks, 1), strict=True)
         parts = [functional.linear(share, weight) for share, weight in shares]
-        found = _Summed.apply(self.made, self.samples, *parts)
-        assert isinstance(found, Tensor)
-        return found + self.linear.bias
+        summed = _Summed.apply(self.made, self.samples, *parts)
+        assert isinstance(summed, Tensor)
+        return summed + self.linear.bias
 
 
 class OfSamples(Protocol):

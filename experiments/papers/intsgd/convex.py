@@ -115,10 +115,10 @@ def _alone() -> None:
 def _know(source: Source) -> Known:
     problem = _problem(source)
     smoothness = problem.smoothness()
-    found = optimum(problem, smoothness)
+    minimum = optimum(problem, smoothness)
     data = problem.data
     rows, coordinates = data.rows.shape
-    return Known(data.origin, rows, coordinates, problem.m, problem.penalty, smoothness, found)
+    return Known(data.origin, rows, coordinates, problem.m, problem.penalty, smoothness, minimum)
 
 
 def _run(source: Source, method: Method, smoothness: float) -> Trace:
@@ -128,17 +128,17 @@ def _run(source: Source, method: Method, smoothness: float) -> Trace:
     return run(_problem(source), method, seeds, steps, RATES[method.reference] / smoothness, every=every)
 
 
-def num_jobs(found: Sequence[Source]) -> int:
-    return len(found) * (1 + len(METHODS))
+def num_jobs(sources: Sequence[Source]) -> int:
+    return len(sources) * (1 + len(METHODS))
 
 
-def minimise(found: Sequence[Source], on_done: Callable[[str], None]) -> list[Minimised]:
+def minimise(sources: Sequence[Source], on_done: Callable[[str], None]) -> list[Minimised]:
     """Every method on every source. ``on_done`` is called with the title of what has just been finished."""
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(min(_PROCESSES, os.cpu_count() or 1), context, initializer=_alone) as pool:
         try:
             # The large sets first, so that neither process is left alone with one in the end.
-            order = sorted(found, key=lambda source: source.num_entries, reverse=True)
+            order = sorted(sources, key=lambda source: source.num_entries, reverse=True)
             about = _gather({pool.submit(_know, source): source for source in order}, lambda s: s.name, on_done)
             jobs: dict[Future[Trace], tuple[Source, Method]] = {}
             for source in order:
@@ -149,7 +149,7 @@ def minimise(found: Sequence[Source], on_done: Callable[[str], None]) -> list[Mi
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return [Minimised(s, about[s], {method.name: traces[s, method] for method in METHODS}) for s in found]
+    return [Minimised(s, about[s], {method.name: traces[s, method] for method in METHODS}) for s in sources]
 
 
 def _gather(jobs: dict[Future[_V], _K], title: Callable[[_K], str], on_done: Callable[[str], None]) -> dict[_K, _V]:

@@ -39,27 +39,27 @@ _DASHED = ("diana", "lsvrg")
 
 def part_a(study: IntSGDStudy) -> list[Row]:
     """Logistic regression on every data set by every method, with a picture of each."""
-    found = convex.minimise(study.scale.sources, lambda title: study.advance(1, title))
-    for minimised in found:
+    minimised_sources = convex.minimise(study.scale.sources, lambda title: study.advance(1, title))
+    for minimised in minimised_sources:
         study.datasets[minimised.source.name] = convex.describe(minimised)
         _draw(study, minimised)
-    return measured(found)
+    return measured(minimised_sources)
 
 
-def measured(found: list[Minimised]) -> list[Row]:
+def measured(minimised_sources: list[Minimised]) -> list[Row]:
     """The curves of every method on every data set, and what the worst seed came to."""
     rows = []
-    for minimised in found:
+    for minimised in minimised_sources:
         for method in METHODS:
             trace, gap = minimised.traces[method.name], gaps(minimised, method.name)
             row = f"gap/{minimised.source.name}/{method.name}"
             rows.append(Row("6", row, float(gap[-1].mean()), "", _curves(trace, gap)))
-    bits = {m.source.name: float(mean_bits(m.traces["intdiana"]).max()) for m in found}
-    bounds = {m.source.name: bound_bits(m) for m in found}
+    bits = {m.source.name: float(mean_bits(m.traces["intdiana"]).max()) for m in minimised_sources}
+    bounds = {m.source.name: bound_bits(m) for m in minimised_sources}
     rows.append(Row("6", "bits/intdiana", max(bits.values()), "bits", {"by_dataset": bits}))
     rows.append(Row("6", "bound/intdiana", max(bits.values()), "bits", {"by_dataset": bits, "bound": bounds}))
     for name, twin in _TWINS.items():
-        steps = {minimised.source.name: steps_over_twin(minimised, name, twin) for minimised in found}
+        steps = {minimised.source.name: steps_over_twin(minimised, name, twin) for minimised in minimised_sources}
         rows.append(Row("6", f"steps/{name}", max(steps.values()), "x", {"by_dataset": steps}))
     return rows
 
@@ -159,11 +159,11 @@ def straightness(rows: Rows, dataset: str, name: str) -> float:
 def gradients_taken(rows: Rows, dataset: str) -> tuple[float, float, float]:
     """Gradient evaluations of VR-IntDIANA and of IntDIANA to the gap that the worse of them ends with; and that gap."""
     curves: dict[str, Mapping[str, Any]] = {name: rows[f"gap/{dataset}/{name}"] for name in ("vr-intdiana", "intdiana")}
-    target = max(_REACHED, *(min(of["gap_mean"]) for of in curves.values()))
+    target = max(_REACHED, *(min(curve["gap_mean"]) for curve in curves.values()))
     taken = []
-    for of in curves.values():
-        steps = np.array(of["steps"])
-        taken.append(float(np.interp(steps_to(steps, np.array(of["gap_mean"]), target), steps, of["gradients"])))
+    for curve in curves.values():
+        steps = np.array(curve["steps"])
+        taken.append(float(np.interp(steps_to(steps, np.array(curve["gap_mean"]), target), steps, curve["gradients"])))
     return taken[0], taken[1], target
 
 

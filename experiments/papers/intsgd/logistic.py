@@ -77,13 +77,13 @@ class Logistic:
         return 1.001 * value / (4 * self.m * self.num_workers) + self.penalty
 
     def gradients(self, x: Array) -> tuple[Array, Array]:
-        found, loss = np.empty((self.num_workers, *x.shape)), np.zeros(x.shape[1])
+        gradients, loss = np.empty((self.num_workers, *x.shape)), np.zeros(x.shape[1])
         for i, (part, turned) in enumerate(zip(self._parts, self._turned, strict=True)):
             margins = part @ x
             loss += np.logaddexp(0.0, -margins).sum(0)
-            found[i] = turned @ (-_sigmoid(-margins) / self.m)
-        found += self.penalty * x
-        return found, loss / (self.m * self.num_workers) + 0.5 * self.penalty * (x**2).sum(0)
+            gradients[i] = turned @ (-_sigmoid(-margins) / self.m)
+        gradients += self.penalty * x
+        return gradients, loss / (self.m * self.num_workers) + 0.5 * self.penalty * (x**2).sum(0)
 
     def differences(self, x: Array, w: Array, uniform: Draw, step: int) -> Array:
         n, d, seeds = self.num_workers, self.num_coordinates, x.shape[1]
@@ -95,8 +95,8 @@ class Logistic:
         slopes = [-_sigmoid(-np.einsum("ibsk,ibsk->ibs", entries, point.ravel()[at])) for point in (x, w)]
         weights = entries * ((slopes[0] - slopes[1]) / self.batch)[..., None]
         at += d * seeds * np.arange(n)[:, None, None, None]
-        found = np.bincount(at.ravel(), weights=weights.ravel(), minlength=n * d * seeds).reshape(n, d, seeds)
-        return found + self.penalty * (x - w)
+        summed = np.bincount(at.ravel(), weights=weights.ravel(), minlength=n * d * seeds).reshape(n, d, seeds)
+        return summed + self.penalty * (x - w)
 
 
 def _sigmoid(t: Array) -> Array:
@@ -141,5 +141,5 @@ def optimum(problem: Logistic, smoothness: float) -> Optimum:
         return float(values[0]), gradients.mean(0)[:, 0]
 
     limits = {"maxiter": 2000, "maxfun": 4000, "ftol": 0.0, "gtol": 1e-13, "maxcor": 30}
-    found = minimize(evaluate, x[:, 0], jac=True, method="L-BFGS-B", options=limits)
-    return Optimum(min(value, float(found.fun)), value, iterations)
+    minimum = minimize(evaluate, x[:, 0], jac=True, method="L-BFGS-B", options=limits)
+    return Optimum(min(value, float(minimum.fun)), value, iterations)

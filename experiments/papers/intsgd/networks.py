@@ -49,20 +49,20 @@ Runs = Mapping[str, Sequence[Trained]]
 
 def part_b(study: IntSGDStudy) -> list[Row]:
     """Train with every method from the same seeds, time all of them in turns, and draw."""
-    found: dict[Network, dict[str, list[Trained]]] = {net: {m.name: [] for m in TRAINED} for net in NETWORKS}
+    trained: dict[Network, dict[str, list[Trained]]] = {net: {m.name: [] for m in TRAINED} for net in NETWORKS}
     for network in NETWORKS:
         for seed in study.seeds:
             # Seed by seed, so that what slows the machine for a while slows all of them.
             for method in TRAINED:
-                found[network][method.name].append(study.train(network, on(network, method), seed))
+                trained[network][method.name].append(study.train(network, on(network, method), seed))
     times = _times(study)
-    _draw_heuristic(study, found)
+    _draw_heuristic(study, trained)
     _draw_times(study, times)
     for network in NETWORKS:
-        _draw_training(study, network, found[network])
+        _draw_training(study, network, trained[network])
     rows = []
     for network in NETWORKS:
-        rows += [*quality(network, found[network]), *speed(network, times[network])]
+        rows += [*quality(network, trained[network]), *speed(network, times[network])]
     return rows
 
 
@@ -103,11 +103,11 @@ def quality(network: Network, runs: Runs) -> list[Row]:
 
 
 def _times(study: IntSGDStudy) -> dict[Network, Times]:
-    scale, found = study.scale, {}
+    scale, by_network = study.scale, {}
     with Timing("links", emulated=study.emulated, num_ranks=scale.num_ranks) as timing:
         for network in NETWORKS:
             task: Any = scale.timed_pictures if network == "pictures" else scale.timed_words
-            found[network] = timing.times(
+            by_network[network] = timing.times(
                 Model(network, NETWORKS[network], "", task, task.batch, "items/s", 0),
                 [on(network, method) for method in METHODS],
                 rounds=scale.rounds,
@@ -116,7 +116,7 @@ def _times(study: IntSGDStudy) -> dict[Network, Times]:
                 on_turn=lambda steps, title: study.advance(_TURN_STEPS * steps, f"times of {title}"),
             )
         study.link = timing.link
-    return found
+    return by_network
 
 
 def parts_of_step(times: Times, name: str) -> dict[str, tuple[float, ...]]:
@@ -131,12 +131,12 @@ def parts_of_step(times: Times, name: str) -> dict[str, tuple[float, ...]]:
 
 def speed(network: Network, times: Times) -> list[Row]:
     """Each method's times: medians over rounds, and all of them."""
-    found = {method.name: parts_of_step(times, method.name) for method in METHODS}
+    parts_by_method = {method.name: parts_of_step(times, method.name) for method in METHODS}
     rows = []
     for method in METHODS:
-        medians = {part: median(seconds) for part, seconds in found[method.name].items()}
+        medians = {part: median(seconds) for part, seconds in parts_by_method[method.name].items()}
         data = {f"{part}_s": medians[part] for part in ("communication", "overhead")}
-        data |= {"rounds": found[method.name]}
+        data |= {"rounds": parts_by_method[method.name]}
         rows.append(Row(TABLES[network], f"step_s/{method.name}", medians["total"], "s", data))
     return rows
 
@@ -146,19 +146,19 @@ def speed(network: Network, times: Times) -> list[Row]:
 
 def part_c(study: IntSGDStudy) -> list[Row]:
     """Figure 5: train with one constant changed at a time, from one seed."""
-    found: dict[Network, dict[str, Trained]] = {}
+    trained: dict[Network, dict[str, Trained]] = {}
     for network in NETWORKS:
-        found[network] = {title(*DEFAULT): study.train(network, RANDOM, 0)}
+        trained[network] = {title(*DEFAULT): study.train(network, RANDOM, 0)}
         for beta, eps in [*((b, DEFAULT[1]) for b in study.scale.betas), *((DEFAULT[0], e) for e in study.scale.epss)]:
-            found[network][title(beta, eps)] = study.train(network, sensitive(beta, eps), 0)
+            trained[network][title(beta, eps)] = study.train(network, sensitive(beta, eps), 0)
     panels = ["ResNet: held-out accuracy", "LSTM: held-out loss"]
     figure, axes = plots.canvas(2, titles=panels, x="step", y=["", "nats"])
-    for (network, runs), panel in zip(found.items(), axes, strict=True):
+    for (network, runs), panel in zip(trained.items(), axes, strict=True):
         for name, run in runs.items():
             values = run.accuracy if network == "pictures" else run.held_out_loss
             panel.plot(run.probe_steps, values[1:], label=name)
     plots.save(figure, study.picture("5"))
-    return [stability(network, runs) for network, runs in found.items()]
+    return [stability(network, runs) for network, runs in trained.items()]
 
 
 def steps_of_c(scale: IntSGDScale) -> int:
@@ -169,26 +169,26 @@ def title(beta: float, eps: float) -> str:
     return f"beta={beta:g}, eps={eps:g}"
 
 
-def stability(network: Network, found: Mapping[str, Trained]) -> Row:
+def stability(network: Network, trained: Mapping[str, Trained]) -> Row:
     """By how much the worst choice of constants is worse than the default; ``margin`` is allowed."""
-    values = {name: measure(network, run) for name, run in found.items()}
+    values = {name: measure(network, run) for name, run in trained.items()}
     default = values[title(*DEFAULT)]
     # Unlike max(), a NaN comes out on top, so that a run that diverged does not hold.
     most = float(np.max([lost(network, default, value) for value in values.values()]))
     margin = _STABLE[network] * (1.0 if network == "pictures" else default)
-    data = {"margin": margin, "values": values, "curves": {name: curves([run]) for name, run in found.items()}}
+    data = {"margin": margin, "values": values, "curves": {name: curves([run]) for name, run in trained.items()}}
     return Row("5", f"sensitivity/{network}", most, UNITS[network], data)
 
 
 # --- pictures
 
 
-def _draw_heuristic(study: IntSGDStudy, found: Mapping[Network, Runs]) -> None:
+def _draw_heuristic(study: IntSGDStudy, trained: Mapping[Network, Runs]) -> None:
     titles = [f"{NETWORKS[net]}, {'held-out accuracy' if net == 'pictures' else 'held-out loss'}" for net in NETWORKS]
     drawn, panels = plots.canvas(2, titles=titles, x="step", y=["", "nats"])
     for network, axes in zip(NETWORKS, panels, strict=True):
         for method in (SGD, RANDOM, RANDOM_32, HEURISTIC, HEURISTIC_32):
-            _plot(axes, method, found[network][method.name], "accuracy" if network == "pictures" else "held_out_loss")
+            _plot(axes, method, trained[network][method.name], "accuracy" if network == "pictures" else "held_out_loss")
     plots.save(drawn, study.picture("1"))
 
 
@@ -219,11 +219,11 @@ def _draw_times(study: IntSGDStudy, times: Mapping[Network, Times]) -> None:
     titles = [f"{name}, a step {study.over}" for name in NETWORKS.values()]
     drawn, panels = plots.canvas(2, titles=titles, x="ms", y="")
     for network, axes in zip(NETWORKS, panels, strict=True):
-        found = [{k: median(v) for k, v in parts_of_step(times[network], m.name).items()} for m in METHODS]
+        medians = [{k: median(v) for k, v in parts_of_step(times[network], m.name).items()} for m in METHODS]
         widths = {
-            ("communication", "#c0392b"): [m["communication"] for m in found],
-            ("encoding and decoding", "#d98a00"): [m["overhead"] for m in found],
-            ("computation, waiting", "#bbbbbb"): [m["total"] - m["communication"] - m["overhead"] for m in found],
+            ("communication", "#c0392b"): [m["communication"] for m in medians],
+            ("encoding and decoding", "#d98a00"): [m["overhead"] for m in medians],
+            ("computation, waiting", "#bbbbbb"): [m["total"] - m["communication"] - m["overhead"] for m in medians],
         }
         left = np.zeros(len(METHODS))
         for (label, colour), seconds in widths.items():

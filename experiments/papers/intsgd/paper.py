@@ -203,8 +203,8 @@ def _claims_of_a() -> Iterator[Claim]:
         value=_most(lambda rows, name: figure_6.growth(rows, name)[1]),
     )
     for method, title, twin in (("intdiana", "IntDIANA", "GD"), ("vr-intdiana", "VR-IntDIANA", "L-SVRG")):
-        says = f"{title} converges linearly, like {twin} in full precision (theorem 4)"
-        yield Claim("6", f"steps/{method}", says, *_as_fast(method))
+        statement = f"{title} converges linearly, like {twin} in full precision (theorem 4)"
+        yield Claim("6", f"steps/{method}", statement, *_as_fast(method))
     yield Claim(
         "6",
         "gradients/vr-intdiana",
@@ -273,13 +273,13 @@ def _reached(network: Network, row: Mapping[str, Any]) -> str:
 def _lost(network: Network, name: str) -> Callable[[Rows], str]:
     factor, digits, unit = _AMOUNTS[network]
 
-    def found(rows: Rows) -> str:
+    def text(rows: Rows) -> str:
         row, lost = rows[name], estimated(rows[name], "lost")
         bounds = f" ({factor * lost.lower:+.{digits}f} to {factor * lost.upper:+.{digits}f})"
         shown = f"{factor * lost.mean:+.{digits}f}{unit}{bounds if math.isfinite(lost.lower) else ''}"
         return f"{_reached(network, row)}, lost: {shown}"
 
-    return found
+    return text
 
 
 def _quality_rule(network: Network, name: str, matching: bool, effect: float | None) -> Rule:
@@ -297,9 +297,9 @@ def _quality_rule(network: Network, name: str, matching: bool, effect: float | N
 def _claims_of_quality(network: Network) -> Iterator[Claim]:
     for method, matching, effect, theirs in _QUALITY[network]:
         row = f"quality/{method.name}"
-        says = f"{NETWORKS[network]}: {method.title} {'ends at' if matching else 'falls short of'} SGD's quality"
+        statement = f"{NETWORKS[network]}: {method.title} {'ends at' if matching else 'falls short of'} SGD's quality"
         rule = _quality_rule(network, row, matching, effect)
-        yield Claim(TABLES[network], row, f"{says} ({theirs})", _lost(network, row), rule)
+        yield Claim(TABLES[network], row, f"{statement} ({theirs})", _lost(network, row), rule)
     row = f"quality/{SGD.name}"
     yield Claim(TABLES[network], row, f"{NETWORKS[network]}: SGD's quality", lambda rows: _reached(network, rows[row]))
 
@@ -334,19 +334,19 @@ def _ratios(part: str, method: Method, other: Method) -> Callable[[Rows], list[f
 
 def _ratio_rule(ratios: Callable[[Rows], list[float]], bound: float, *, slower: bool) -> Rule:
     def rule(rows: Rows) -> Judgement:
-        found = ratios(rows)
-        return faster(found, bound) if slower else faster([1 / ratio for ratio in found], 1 / bound)
+        measured = ratios(rows)
+        return faster(measured, bound) if slower else faster([1 / ratio for ratio in measured], 1 / bound)
 
     return rule
 
 
 def _step(name: str) -> Callable[[Rows], str]:
-    def found(rows: Rows) -> str:
+    def text(rows: Rows) -> str:
         row = rows[name]
         seconds = {"overhead": row["overhead_s"], "communication": row["communication_s"], "total": row["value"]}
         return ", ".join(f"{part} {1e3 * taken:.1f} ms" for part, taken in seconds.items())
 
-    return found
+    return text
 
 
 def _claims_of_times(network: Network) -> Iterator[Claim]:
@@ -374,7 +374,7 @@ def _stability(network: Network) -> Claim:
     row = f"sensitivity/{network}"
     factor, unit = (100.0, " points of accuracy") if network == "pictures" else (1.0, " nats")
 
-    def found(rows: Rows) -> str:
+    def text(rows: Rows) -> str:
         values = {name: math.nan if value is None else value for name, value in rows[row]["values"].items()}
         lost = {name: networks.lost(network, values[networks.title(*DEFAULT)], value) for name, value in values.items()}
         worst = max(lost, key=lambda name: math.inf if math.isnan(lost[name]) else lost[name])
@@ -385,7 +385,7 @@ def _stability(network: Network) -> Claim:
         "5",
         row,
         f"{NETWORKS[network]}: IntSGD is quite stable across beta and eps (C.4)",
-        found,
+        text,
         lambda rows: ONE_TRAINING,
     )
 

@@ -172,13 +172,13 @@ def _scales(squares: Array, edges: NDArray[np.int64], d: int, eps: float) -> Arr
 def counter_draws(seed: int) -> tuple[Draw, Draw, Draw]:
     """Uniform numbers that are a function of seed, purpose and step."""
 
-    def of(purpose: int) -> Draw:
+    def stream(purpose: int) -> Draw:
         def draw(step: int, shape: tuple[int, ...]) -> Array:
             return np.random.Generator(np.random.Philox(key=seed * 4 + purpose, counter=step << 64)).random(shape)
 
         return draw
 
-    return of(0), of(1), of(2)
+    return stream(0), stream(1), stream(2)
 
 
 def _stacked(draws: Sequence[tuple[Draw, Draw, Draw]]) -> tuple[Draw, Draw, Draw]:
@@ -186,7 +186,7 @@ def _stacked(draws: Sequence[tuple[Draw, Draw, Draw]]) -> tuple[Draw, Draw, Draw
 
     def stack(purpose: int) -> Draw:
         def draw(step: int, shape: tuple[int, ...]) -> Array:
-            return np.stack([of[purpose](step, shape) for of in draws], axis=-1)
+            return np.stack([streams[purpose](step, shape) for streams in draws], axis=-1)
 
         return draw
 

@@ -63,12 +63,12 @@ def buckets(study: LGrecoStudy) -> list[Row]:
     )
     bucket_of = {row["name"]: row["bucket"] for row in times.layers[POWERSGD.name]}
     snapshots = study.snapshots("gpt")
-    found = per_bucket(snapshots, bucket_of)
+    by_method = per_bucket(snapshots, bucket_of)
     per_byte, quality = fitted(syncs)
-    _draw(study, found, per_byte)
+    _draw(study, by_method, per_byte)
     adapted = f"{POWERSGD.name} lgreco"
     data = {"step_s": times.rounds, "payload_bytes": times.payload_bytes, "layers": times.layers, "rate": name}
-    rows = bucket_rows(found)
+    rows = bucket_rows(by_method)
     rows.append(Row("figure B.1", "priority_slower", times.times_faster(adapted, "priority"), "x", data))
     rows.append(Row("section 4.6.5", "fit", quality, "", {"ns_per_byte": [1e9 * value for value in per_byte or ()]}))
     if per_byte is not None:
@@ -80,11 +80,11 @@ def buckets(study: LGrecoStudy) -> list[Row]:
     return rows
 
 
-def bucket_rows(found: PerBucket) -> list[Row]:
+def bucket_rows(by_method: PerBucket) -> list[Row]:
     """Figures 4.5b and B.1: what the last bucket saves, and what part of the bytes the later half has."""
-    share = {name: later_share(values) for name, values in found.items()}
-    saved = found["uniform"][-1] / found["lgreco"][-1]
-    data = {"bytes_per_bucket": found}
+    share = {name: later_share(values) for name, values in by_method.items()}
+    saved = by_method["uniform"][-1] / by_method["lgreco"][-1]
+    data = {"bytes_per_bucket": by_method}
     return [
         Row("figure 4.5b", "largest_and_last_compressed_most", saved, "x", data),
         Row("figure B.1", "priority_shifts", share["lgreco"] / share["priority"], "x", data),
@@ -110,11 +110,11 @@ def per_bucket(snapshots: Sequence[Snapshot], bucket_of: Mapping[str, int]) -> P
     plans: dict[str, list[Mapping[str, Compressor]]] = {"uniform": [reference_of(spec, s) for s in snapshots]}
     for name, policy in _policies().items():
         plans[name] = [at.plan for at in choose(policy, spec, snapshots, bucket_of=bucket_of)]
-    found = {}
+    by_method = {}
     for name, chosen in plans.items():
         sums = [_by_bucket(plan, s, bucket_of) for plan, s in zip(chosen, snapshots, strict=True)]
-        found[name] = [fmean(column) for column in zip(*sums, strict=True)]
-    return found
+        by_method[name] = [fmean(column) for column in zip(*sums, strict=True)]
+    return by_method
 
 
 def _by_bucket(plan: Mapping[str, Compressor], snapshot: Snapshot, bucket_of: Mapping[str, int]) -> list[float]:
@@ -149,16 +149,16 @@ def _weighed(syncs: Sequence[Sync], snapshots: Sequence[Snapshot], bucket_of: Ma
     return fmean(timed.sent_bytes / plain.sent_bytes for timed, plain in zip(by_time, by_bytes, strict=True))
 
 
-def _draw(study: LGrecoStudy, found: PerBucket, per_byte: list[float] | None) -> None:
+def _draw(study: LGrecoStudy, by_method: PerBucket, per_byte: list[float] | None) -> None:
     titles = ["figures 4.5b and B.1: what each bucket sends", "figure B.6b: what a byte of it costs"]
     figure, panels = plots.canvas(2, titles=titles, x="bucket, as they leave", y=["kB a step", "ns a byte"])
     colours = {"uniform": "#aaaaaa", "lgreco": POWERSGD.colour, "kmeans": "#d98a00", "priority": "#1f6fb2"}
-    width = 0.8 / len(found)
-    for at, (name, values) in enumerate(found.items()):
-        places = [1 + bucket + (at - (len(found) - 1) / 2) * width for bucket in range(len(values))]
+    width = 0.8 / len(by_method)
+    for at, (name, values) in enumerate(by_method.items()):
+        places = [1 + bucket + (at - (len(by_method) - 1) / 2) * width for bucket in range(len(values))]
         panels[0].bar(places, [value / 1e3 for value in values], width, color=colours[name], label=name)
     for axes in panels:
-        axes.set_xticks(range(1, 1 + len(found["uniform"])))
+        axes.set_xticks(range(1, 1 + len(by_method["uniform"])))
     if per_byte is not None:
         panels[1].bar(range(1, 1 + len(per_byte)), [1e9 * value for value in per_byte], color="#0a7d4f")
     plots.save(figure, study.picture("4.5b-B.1-B.6b"))

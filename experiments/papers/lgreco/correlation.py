@@ -30,10 +30,10 @@ def metric(study: LGrecoStudy) -> list[Row]:
     start = checkpoint(scale.gpt, scale.metric_start, on_step=on_step)
     chosen = candidates(dict(start.model.named_parameters()), scale.metric_layers)
     rows = sensitivities(scale.gpt, start, chosen, steps=scale.metric_steps, on_step=on_step)
-    found = correlation(rows)
-    _draw(study, rows, found)
-    data = {"pearson": found.pearson, "steps": scale.metric_steps, "rows": [vars(row) for row in rows]}
-    return [Row("figure B.6a", "correlation", found.spearman, "", data)]
+    correlations = correlation(rows)
+    _draw(study, rows, correlations)
+    data = {"pearson": correlations.pearson, "steps": scale.metric_steps, "rows": [vars(row) for row in rows]}
+    return [Row("figure B.6a", "correlation", correlations.spearman, "", data)]
 
 
 def candidates(parameters: Mapping[str, object], count: int) -> dict[str, list[Compressor]]:
@@ -44,8 +44,8 @@ def candidates(parameters: Mapping[str, object], count: int) -> dict[str, list[C
     return {name: [parse(spec) for spec in _SPECS] for name in largest}
 
 
-def _draw(study: LGrecoStudy, rows: Sequence[Sensitivity], found: Correlation) -> None:
-    title = f"{TITLES['gpt']}, PowerSGD: Spearman's {found.spearman:.2f}"
+def _draw(study: LGrecoStudy, rows: Sequence[Sensitivity], correlations: Correlation) -> None:
+    title = f"{TITLES['gpt']}, PowerSGD: Spearman's {correlations.spearman:.2f}"
     figure, (axes,) = plots.canvas(1, titles=[title], x="squared L2 error", y="loss beyond uncompressed (nats)")
     colours = dict(zip(_SPECS, ("#c0392b", "#d98a00", "#0a7d4f"), strict=True))
     for spec, colour in colours.items():

@@ -35,7 +35,7 @@ def along(task: Any, *, count: int, window: int, on_step: Callable[[], None], se
     model = task.build(seed)
     optimizer = task.optimizer(model)
     ends = {task.steps * (i + 1) // count for i in range(count)}
-    found: list[Snapshot] = []
+    snapshots: list[Snapshot] = []
     sums: dict[str, Tensor] = {}
     for step, batch in enumerate(task.batches(seed, 0, _NUM_RANKS), 1):
         rate = learning_rate(task.learning_rate, step - 1, task.steps)
@@ -46,10 +46,10 @@ def along(task: Any, *, count: int, window: int, on_step: Callable[[], None], se
                     before = sums.get(name)
                     sums[name] = parameter.grad.clone() if before is None else before + parameter.grad
         if step in ends:
-            found.append(Snapshot(step, sums, rate))
+            snapshots.append(Snapshot(step, sums, rate))
             sums = {}
         on_step()
-    return found
+    return snapshots
 
 
 def take_step(
@@ -142,14 +142,14 @@ def choose(
     """What a policy chooses on each snapshot in turn, remembering what it notes; errors are taken anew, also of
     policies that take none."""
     memory: Mapping[str, tuple[float, ...]] = {}
-    found = []
+    choices = []
     for snapshot in snapshots:
         shown = evidence(spec, snapshot, memory=memory, bucket_of=bucket_of, syncs=syncs)
         proposal = policy.propose(shown)
         memory = proposal.memory
         reference = reference_of(spec, snapshot)
         plan = {**reference, **proposal.layers}
-        found.append(
+        choices.append(
             Chosen(
                 snapshot.step,
                 plan,
@@ -160,7 +160,7 @@ def choose(
                 proposal,
             )
         )
-    return found
+    return choices
 
 
 def plan_bytes(plan: Mapping[str, Compressor], snapshot: Snapshot, num_ranks: int = _NUM_RANKS) -> float:

@@ -19,14 +19,14 @@ def lost(runs: Sequence[Run], baseline: Sequence[Run], margin: float) -> dict[st
     else a share of its held-out loss. ``margin`` is a share of the baseline's."""
     ours, theirs = _accuracies(runs), _accuracies(baseline)
     if ours and theirs:
-        found, allowed = estimate([b - a for a, b in zip(ours, theirs, strict=True)]), margin * fmean(theirs)
+        difference, allowed = estimate([b - a for a, b in zip(ours, theirs, strict=True)]), margin * fmean(theirs)
     else:
         ours, theirs = [run.val_loss for run in runs], [run.val_loss for run in baseline]
-        found, allowed = estimate(relative_differences(ours, theirs)), margin
+        difference, allowed = estimate(relative_differences(ours, theirs)), margin
     return {
-        "lost": found.mean,
-        "lower": found.lower,
-        "upper": found.upper,
+        "lost": difference.mean,
+        "lower": difference.lower,
+        "upper": difference.upper,
         "ours": fmean(ours),
         "theirs": fmean(theirs),
         "margin": allowed,
@@ -77,8 +77,8 @@ def gains(runs: Sequence[Run], uniform: Sequence[Run]) -> list[float]:
     return [bytes_from(other, step) / bytes_from(run, step) for run, other in zip(runs, uniform, strict=True)]
 
 
-def side_named(found: Comparison, name: str) -> Side:
-    return next(side for side in found.variants if side.name == name)
+def side_named(comparison: Comparison, name: str) -> Side:
+    return next(side for side in comparison.variants if side.name == name)
 
 
 def _accuracies(runs: Sequence[Run]) -> list[float]:

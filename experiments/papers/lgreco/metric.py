@@ -97,13 +97,13 @@ def sensitivities(
                 sums[name] = sums[name] + parameter.grad if name in sums else parameter.grad.clone()
 
     plain = run(collect)
-    found = []
+    measured = []
     for name, compressors in candidates.items():
         errors = squared_errors(sums[name], compressors) if compressors else []
         for compressor, error in zip(compressors, errors, strict=True):
             loss = run(_compressing(name, compressor))
-            found.append(Sensitivity(name, str(compressor), loss - plain, error))
-    return found
+            measured.append(Sensitivity(name, str(compressor), loss - plain, error))
+    return measured
 
 
 def correlation(rows: Sequence[Sensitivity]) -> Correlation:

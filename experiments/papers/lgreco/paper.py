@@ -43,12 +43,12 @@ def _lost(name: Name, row: str) -> tuple[Callable[[Rows], str], Rule]:
 
 
 def _gain(row: str) -> Callable[[Rows], str]:
-    def found(rows: Rows) -> str:
+    def text(rows: Rows) -> str:
         ratio = rows[row]["ratio"]
         less = f"{ratio['lgreco']:.1f}x less than fp32, uniform {ratio['uniform']:.1f}x"
         return f"{rows[row]['value']:.2f}x less: {less}"
 
-    return found
+    return text
 
 
 def _beyond_one(gains: Sequence[float]) -> Estimate:
@@ -56,11 +56,11 @@ def _beyond_one(gains: Sequence[float]) -> Estimate:
 
 
 def _overhead(row: str) -> Callable[[Rows], str]:
-    def found(rows: Rows) -> str:
+    def text(rows: Rows) -> str:
         parts = ", ".join(f"{key} {value:.3%}" for key, value in rows[row]["share"].items())
         return f"{sum(rows[row]['share'].values()):.2%}, a decision every {LGreco().every} steps: {parts}"
 
-    return found
+    return text
 
 
 def _of_family(name: Name, family: Family) -> Iterator[Claim]:
@@ -95,11 +95,11 @@ def _of_family(name: Name, family: Family) -> Iterator[Claim]:
 def _control(name: Name) -> Claim:
     row = f"control/{name}"
 
-    def found(rows: Rows) -> str:
+    def text(rows: Rows) -> str:
         seen = "damage is seen" if rows[row]["value"] == 1 else "damage is not shown to be seen"
         return f"{shown(rows[row])}: {seen}"
 
-    return Claim(TABLES[name], row, f"{TITLES[name]}, a control that must fail, {CONTROL}", found)
+    return Claim(TABLES[name], row, f"{TITLES[name]}, a control that must fail, {CONTROL}", text)
 
 
 def _rises(rows: Rows) -> Judgement:
@@ -274,7 +274,7 @@ def _largest(rows: Rows, rate: str) -> tuple[str, dict[str, list[float]], dict[s
     return most, row["step_s"][most], row["payload_bytes"][most]
 
 
-def _faster(family: Family, rate: str, other: str, says: str, found: Callable[[Rows], str]) -> Claim:
+def _faster(family: Family, rate: str, other: str, statement: str, text: Callable[[Rows], str]) -> Claim:
     """Steps by L-GreCo are faster than those of ``other``."""
     name = "uniform" if other == family.name else other
 
@@ -284,8 +284,8 @@ def _faster(family: Family, rate: str, other: str, says: str, found: Callable[[R
     return Claim(
         FIGURES[rate],
         f"lgreco_over_{name}/{family.name}/{rate}",
-        f"{family.title}: steps by L-GreCo are faster than {says}",
-        found,
+        f"{family.title}: steps by L-GreCo are faster than {statement}",
+        text,
         lambda rows: faster(rounds(rows)),
         over_link=True,
         value=lambda rows: median(rounds(rows)),
@@ -314,7 +314,7 @@ def _of_link(family: Family, rate: str) -> Iterator[Claim]:
 def _over_kmeans(family: Family, rate: str) -> Claim:
     row, other = f"speed_over_kmeans/{family.name}/{rate}", f"{family.name} kmeans"
 
-    def found(rows: Rows) -> str:
+    def text(rows: Rows) -> str:
         theirs = median(_over(rows[row]["step_s"], other, family.name))
         return f"{rows[row]['value']:.3f}x its throughput, {where(rate)}; k-means {theirs:.3f}x uniform's"
 
@@ -323,14 +323,14 @@ def _over_kmeans(family: Family, rate: str) -> Claim:
         row,
         f"{family.title}: L-GreCo's steps are faster than those of k-means (PowerSGD: 144k against 124k tokens/s on "
         "one node, 150k against 112k on several)",
-        found,
+        text,
         lambda rows: faster(_over(rows[row]["step_s"], f"{family.name} lgreco", other)),
         over_link=True,
     )
 
 
 def _throughput(rate: str) -> Claim:
-    def found(rows: Rows) -> str:
+    def text(rows: Rows) -> str:
         row = rows[f"scaling/{rate}"]
         most = max(row["nothing_sent"], key=int)
         shown = ", ".join(
@@ -341,13 +341,13 @@ def _throughput(rate: str) -> Claim:
         ends = f"nothing sent {row['nothing_sent'][most]:,.0f}; one rank {row['items_per_s']['1']:,.0f}"
         return f"tokens/s of {most} ranks {where(rate)}: {shown}; {ends}"
 
-    return Claim(FIGURES[rate], f"scaling/{rate}", f"throughput {where(rate)}", found)
+    return Claim(FIGURES[rate], f"scaling/{rate}", f"throughput {where(rate)}", text)
 
 
 def _profile(rate: str) -> Claim:
     name = f"profile/{rate}"
 
-    def found(rows: Rows) -> str:
+    def text(rows: Rows) -> str:
         row = rows[name]
         shares = speed.profile(row)
         stages = ", ".join(f"{title} {shares[stage]:.1%}" for stage, title in STAGES.items() if stage in shares)
@@ -358,7 +358,7 @@ def _profile(rate: str) -> Claim:
         "figure B.3",
         name,
         "PowerSGD's compression takes less than 10 % of a step (section B.5)",
-        found,
+        text,
         lambda rows: ONE_MEASUREMENT,
         over_link=True,
     )
@@ -398,8 +398,8 @@ def _claims_of_speed() -> Iterator[Claim]:
             yield from _of_link(family, rate)
         yield from (_over_kmeans(family, rate) for family in (BITS, POWERSGD))
     yield from map(_profile, RATES)
-    says = "at every rank L-GreCo takes less time a step than uniform PowerSGD"
-    yield Claim("figure 4.2", "frontier", says, _frontier, _on_frontier, over_link=True)
+    statement = "at every rank L-GreCo takes less time a step than uniform PowerSGD"
+    yield Claim("figure 4.2", "frontier", statement, _frontier, _on_frontier, over_link=True)
     yield Claim(
         "figure 4.2",
         "loss_over_ranks",
@@ -419,9 +419,9 @@ def _kilobytes(values: Sequence[float]) -> str:
 
 
 def _most_compressed(rows: Rows) -> str:
-    found = rows[_BY_BUCKET]["bytes_per_bucket"]
-    shown = {name: _kilobytes(values) for name, values in found.items()}
-    largest, count = int(np.argmax(found["uniform"])) + 1, len(found["uniform"])
+    by_method = rows[_BY_BUCKET]["bytes_per_bucket"]
+    shown = {name: _kilobytes(values) for name, values in by_method.items()}
+    largest, count = int(np.argmax(by_method["uniform"])) + 1, len(by_method["uniform"])
     return (
         f"kB by bucket as they leave: uniform {shown['uniform']}, L-GreCo {shown['lgreco']}, "
         f"k-means {shown['kmeans']}; the largest is number {largest} of {count}"
@@ -430,16 +430,16 @@ def _most_compressed(rows: Rows) -> str:
 
 def _last(rows: Rows) -> tuple[float, float]:
     """Bytes of the last bucket by L-GreCo, and by k-means."""
-    found = rows[_BY_BUCKET]["bytes_per_bucket"]
-    return found["lgreco"][-1], found["kmeans"][-1]
+    by_method = rows[_BY_BUCKET]["bytes_per_bucket"]
+    return by_method["lgreco"][-1], by_method["kmeans"][-1]
 
 
 def _shifted(rows: Rows) -> str:
-    found = rows[_SHIFTS]["bytes_per_bucket"]
-    share = {name: buckets.later_share(values) for name, values in found.items()}
+    by_method = rows[_SHIFTS]["bytes_per_bucket"]
+    share = {name: buckets.later_share(values) for name, values in by_method.items()}
     return (
-        f"kB by bucket: L-GreCo {_kilobytes(found['lgreco'])}, by priority {_kilobytes(found['priority'])}; the later "
-        f"half has {share['lgreco']:.1%} of the bytes against {share['priority']:.1%}"
+        f"kB by bucket: L-GreCo {_kilobytes(by_method['lgreco'])}, by priority {_kilobytes(by_method['priority'])}; "
+        f"the later half has {share['lgreco']:.1%} of the bytes against {share['priority']:.1%}"
     )
 
 

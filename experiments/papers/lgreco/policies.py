@@ -118,19 +118,19 @@ def steps(scale: LGrecoScale) -> int:
 
 def policies(study: LGrecoStudy) -> list[Row]:
     """Trainings under every policy, and what policies choose on the same gradients."""
-    scale, found = study.scale, {}
+    scale, trained = study.scale, {}
     for figure, (name, rows) in TABLES.items():
         variants = {FP32: None} | {method.name: method.variant for method in rows(scale)}
-        found[figure] = {
+        trained[figure] = {
             key: [study.train(name, variant, seed) for seed in seeds(scale, name)] for key, variant in variants.items()
         }
     chosen = choices(study)
-    _draw_3_7(study, bit_methods(scale), found["table 3.8"])
+    _draw_3_7(study, bit_methods(scale), trained["table 3.8"])
     _draw_3_8(study, chosen)
-    _draw_4_5a(study, rank_methods(scale), found["table 4.5"])
+    _draw_4_5a(study, rank_methods(scale), trained["table 4.5"])
     made = []
     for figure, (name, rows) in TABLES.items():
-        made += [ratio_row(figure, name, method, found[figure], scale.margin) for method in rows(scale)]
+        made += [ratio_row(figure, name, method, trained[figure], scale.margin) for method in rows(scale)]
     curves = {
         name: {
             "steps": [at.step for at in rows],
@@ -139,9 +139,9 @@ def policies(study: LGrecoStudy) -> list[Row]:
         }
         for name, rows in chosen.items()
     }
-    error, saved = ({name: fmean(of[key]) for name, of in curves.items()} for key in ("error", "gain"))
-    stable = [gain for run in found["table 4.5"]["lgreco"] for gain in plan_gains(run.plans)]
-    densities = found["table 4.4"]
+    error, saved = ({name: fmean(curve[key]) for name, curve in curves.items()} for key in ("error", "gain"))
+    stable = [gain for run in trained["table 4.5"]["lgreco"] for gain in plan_gains(run.plans)]
+    densities = trained["table 4.4"]
     beside = lost(densities["lgreco"], densities["threshold"], scale.margin)
     return [
         *made,
@@ -160,33 +160,33 @@ def variation(gains: Sequence[float]) -> float:
 def choices(study: LGrecoStudy) -> dict[str, list[Chosen]]:
     """What each policy of table 3.8 makes of the same gradients."""
     snapshots, spec = study.snapshots("gpt"), BITS.spec("gpt")
-    found = {}
+    by_method = {}
     for method in bit_methods(study.scale):
         if method.variant is not None and " with " in method.variant:
-            found[method.name] = choose(parse_policy(method.variant.partition(" with ")[2]), spec, snapshots)
-    return found
+            by_method[method.name] = choose(parse_policy(method.variant.partition(" with ")[2]), spec, snapshots)
+    return by_method
 
 
-def ratio_row(figure: str, name: Name, method: Method, found: Runs, margin: float) -> Row:
+def ratio_row(figure: str, name: Name, method: Method, trained: Runs, margin: float) -> Row:
     """How many times fewer bytes than uniform's a method sends, as measured once plans are chosen, and its quality."""
     data = {
         "variant": method.variant,
         "thesis": method.thesis,
         "title": method.title,
-        **lost(found[method.name], found[FP32], margin),
-        "plans": [run.plans for run in found[method.name]],
-        "probe_steps": found[method.name][0].probe_steps,
-        "probe_losses": [run.losses for run in found[method.name]],
+        **lost(trained[method.name], trained[FP32], margin),
+        "plans": [run.plans for run in trained[method.name]],
+        "probe_steps": trained[method.name][0].probe_steps,
+        "probe_losses": [run.losses for run in trained[method.name]],
     }
-    return Row(figure, f"ratio/{name}/{method.name}", fmean(gains(found[method.name], found[UNIFORM])), "x", data)
+    return Row(figure, f"ratio/{name}/{method.name}", fmean(gains(trained[method.name], trained[UNIFORM])), "x", data)
 
 
-def _draw_3_7(study: LGrecoStudy, rows: Sequence[Method], found: Runs) -> None:
+def _draw_3_7(study: LGrecoStudy, rows: Sequence[Method], trained: Runs) -> None:
     titles = ["GPT, against steps", "against what is sent"]
     figure, panels = plots.canvas(2, titles=titles, x="step", y="held-out loss (nats a word)")
     panels[1].set(xlabel="MB sent by a rank")
     for colour, method in zip(_COLOURS, rows, strict=False):
-        run = found[method.name][0]
+        run = trained[method.name][0]
         panels[0].plot(run.probe_steps, run.losses[1:], color=colour, label=method.title)
         panels[1].plot([sent / 1e6 for sent in run.payload_bytes[1:]], run.losses[1:], color=colour)
     plots.save(figure, study.picture("3.7"))
@@ -202,10 +202,10 @@ def _draw_3_8(study: LGrecoStudy, chosen: dict[str, list[Chosen]]) -> None:
     plots.save(figure, study.picture("3.8"))
 
 
-def _draw_4_5a(study: LGrecoStudy, rows: Sequence[Method], found: Runs) -> None:
+def _draw_4_5a(study: LGrecoStudy, rows: Sequence[Method], trained: Runs) -> None:
     figure, (axes,) = plots.canvas(1, titles=["PowerSGD, GPT"], x="step", y="ratio to uniform")
     for colour, method in zip(_COLOURS, rows, strict=False):
-        plans = found[method.name][0].plans
+        plans = trained[method.name][0].plans
         if plans:
             axes.plot([plan["step"] for plan in plans], plan_gains(plans), color=colour, marker="o", label=method.title)
     axes.axhline(1.0, color="#888888", linewidth=1, linestyle=":")

@@ -32,10 +32,10 @@ def steps(scale: LGrecoScale) -> int:
 
 def quality(study: LGrecoStudy) -> list[Row]:
     """Paired trainings of both networks."""
-    found = {name: study.compare(name, variants(study.scale, name)) for name in NAMES}
-    rows = [row for name in NAMES for row in table(study.scale, name, found[name])]
+    comparisons = {name: study.compare(name, variants(study.scale, name)) for name in NAMES}
+    rows = [row for name in NAMES for row in table(study.scale, name, comparisons[name])]
     _draw(study, {f"{row.figure}/{row.name}": row for row in rows})
-    adapted = side_named(found["cnn"], POWERSGD.adapted("cnn", study.scale.every("cnn")))
+    adapted = side_named(comparisons["cnn"], POWERSGD.adapted("cnn", study.scale.every("cnn")))
     _draw_b2(study, adapted)
     grown = growth([run.plans for run in adapted.runs])
     value = fmean(grown) if grown else float("nan")
@@ -43,20 +43,20 @@ def quality(study: LGrecoStudy) -> list[Row]:
     return rows
 
 
-def table(scale: LGrecoScale, name: Name, found: Comparison) -> list[Row]:
+def table(scale: LGrecoScale, name: Name, comparison: Comparison) -> list[Row]:
     """Rows of one network: the control's, which is 1 if its damage is seen; quality, gain and overhead of every
     family."""
-    assert found.control is not None
-    control = lost(found.control.runs, found.baseline.runs, found.margin)
+    assert comparison.control is not None
+    control = lost(comparison.control.runs, comparison.baseline.runs, comparison.margin)
     rows = [Row(TABLES[name], f"control/{name}", float(kept(control).holds is False), "", control)]
     for family in FAMILIES:
-        uniform = side_named(found, family.spec(name))
-        adapted = side_named(found, family.adapted(name, scale.every(name)))
+        uniform = side_named(comparison, family.spec(name))
+        adapted = side_named(comparison, family.adapted(name, scale.every(name)))
         for kind, side in (("uniform", uniform), ("l-greco", adapted)):
-            data = lost(side.runs, found.baseline.runs, found.margin)
+            data = lost(side.runs, comparison.baseline.runs, comparison.margin)
             more = {"spec": side.name, "losses": side.losses, "accuracies": [run.accuracy for run in side.runs]}
             rows.append(Row(TABLES[name], f"lost/{name}/{family.name}/{kind}", data["lost"], "", data | more))
-        rows += [gain(name, family, adapted, uniform, found.baseline), overhead(name, family, adapted)]
+        rows += [gain(name, family, adapted, uniform, comparison.baseline), overhead(name, family, adapted)]
     return rows
 
 
@@ -111,12 +111,12 @@ def shares(run: Run, window: int) -> dict[str, float]:
 
 def growth(plans: Sequence[Sequence[Mapping[str, Any]]]) -> list[float]:
     """By seed, how many times the mean gain of the first third of decisions that of the last is."""
-    found = []
+    ratios = []
     for run in filter(None, plans):
         values = plan_gains(run)
         third = max(1, len(values) // 3)
-        found.append(fmean(values[-third:]) / fmean(values[:third]))
-    return found
+        ratios.append(fmean(values[-third:]) / fmean(values[:third]))
+    return ratios
 
 
 def plan_gains(plans: Sequence[Mapping[str, Any]]) -> list[float]:

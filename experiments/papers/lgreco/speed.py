@@ -45,27 +45,27 @@ def steps(scale: LGrecoScale) -> int:
 
 def speed(study: LGrecoStudy) -> list[Row]:
     """All methods in turns, over links of each rate, by worlds of several sizes."""
-    scale, model, found = study.scale, study.model, {}
+    scale, model, all_times = study.scale, study.model, {}
     options: dict[str, Any] = {"rounds": scale.rounds, "steps": scale.turn_steps, "on_turn": study.advance}
     for num_ranks in scale.worlds:
         rates = tuple(study.rates.values())
         times = study.timing(num_ranks).times_by_rate(model, methods(scale), rates=rates, **options)
-        found |= {(num_ranks, rate): at for rate, at in zip(study.rates, times, strict=True)}
+        all_times |= {(num_ranks, rate): at for rate, at in zip(study.rates, times, strict=True)}
     # One rank by itself sends nothing.
     alone = study.timing(1).times(model, (FP32,), rate=None, **options)
-    _draw_scaling(study, model, found, alone)
-    _draw_profile(study, found)
+    _draw_scaling(study, model, all_times, alone)
+    _draw_profile(study, all_times)
     rows = []
     for rate in study.rates:
-        largest = found[max(scale.worlds), rate]
-        rows.append(scaling(scale, model, rate, found, alone))
+        largest = all_times[max(scale.worlds), rate]
+        rows.append(scaling(scale, model, rate, all_times, alone))
         for family in (BITS, POWERSGD):
             names = (family.name, f"{family.name} lgreco", f"{family.name} kmeans")
             data = {"step_s": {name: largest.rounds[name] for name in names}}
             gained = largest.times_faster(*names[1:])
             rows.append(Row("table 4.5", f"speed_over_kmeans/{family.name}/{rate}", gained, "x", data))
         # Where each rank has a core of its own.
-        fewest = found[min(scale.worlds), rate]
+        fewest = all_times[min(scale.worlds), rate]
         data = {"stages_s": fewest.stages, "step_s": {name: fewest.step_s(name) for name in fewest.rounds}}
         compressing = sum(share for stage, share in profile(data).items() if stage != "wire_s")
         rows.append(Row("figure B.3", f"profile/{rate}", compressing, "", data))
@@ -83,17 +83,17 @@ def items_per_s(model: Model, times: Times, name: str, num_ranks: int) -> float:
     return num_ranks * model.items_per_batch / times.step_s(name)
 
 
-def scaling(scale: LGrecoScale, model: Model, rate: str, found: AllTimes, alone: Times) -> Row:
+def scaling(scale: LGrecoScale, model: Model, rate: str, all_times: AllTimes, alone: Times) -> Row:
     """Throughput by method and number of ranks, and all that it follows from."""
     worlds, shown = scale.worlds, [method for method in methods(scale) if method is not NOTHING]
-    by_method = {m.name: {n: items_per_s(model, found[n, rate], m.name, n) for n in worlds} for m in shown}
-    ideal = {n: items_per_s(model, found[n, rate], NOTHING.name, n) for n in worlds}
+    by_method = {m.name: {n: items_per_s(model, all_times[n, rate], m.name, n) for n in worlds} for m in shown}
+    ideal = {n: items_per_s(model, all_times[n, rate], NOTHING.name, n) for n in worlds}
     data = {
         "items_per_s": {"1": items_per_s(model, alone, FP32.name, 1), **by_method},
         "nothing_sent": ideal,
         "titles": {method.name: method.title for method in shown},
-        "payload_bytes": {n: found[n, rate].payload_bytes for n in worlds},
-        "step_s": {str(n): found[n, rate].rounds for n in worlds},
+        "payload_bytes": {n: all_times[n, rate].payload_bytes for n in worlds},
+        "step_s": {str(n): all_times[n, rate].rounds for n in worlds},
     }
     most = max(worlds)
     return Row(FIGURES[rate], f"scaling/{rate}", by_method["powersgd lgreco"][most] / ideal[most], "", data)
@@ -107,14 +107,14 @@ def _spec(rank: int) -> str:
 
 
 def rank_methods(scale: LGrecoScale) -> list[Method]:
-    found = []
+    methods = []
     for rank in scale.ranks:
-        found.append(Method(f"rank {rank}", f"rank {rank}", f"{POWERSGD.colour}80", spec=_spec(rank)))
+        methods.append(Method(f"rank {rank}", f"rank {rank}", f"{POWERSGD.colour}80", spec=_spec(rank)))
         adapt = settled("lgreco", scale.warm_up)
-        found.append(
+        methods.append(
             Method(f"rank {rank} lgreco", f"L-GreCo from {rank}", POWERSGD.colour, spec=_spec(rank), adapt=adapt)
         )
-    return found
+    return methods
 
 
 def rank_steps(scale: LGrecoScale) -> int:
@@ -162,14 +162,14 @@ def _draw_4_2(study: LGrecoStudy, points: list[dict[str, float]], rate: str) -> 
     plots.save(figure, study.picture("4.2"))
 
 
-def _draw_scaling(study: LGrecoStudy, model: Model, found: AllTimes, alone: Times) -> None:
+def _draw_scaling(study: LGrecoStudy, model: Model, all_times: AllTimes, alone: Times) -> None:
     worlds, rates = study.scale.worlds, list(study.rates)
     titles = [f"{model.title} {where(rate)}" for rate in rates]
     figure, panels = plots.canvas(len(rates), titles=titles, x="ranks", y=model.unit)
     single = items_per_s(model, alone, FP32.name, 1)
     for axes, rate in zip(panels, rates, strict=True):
         for method in methods(study.scale):
-            values = [items_per_s(model, found[n, rate], method.name, n) for n in worlds]
+            values = [items_per_s(model, all_times[n, rate], method.name, n) for n in worlds]
             style = ":" if method is NOTHING else "--" if method.name in ("bits", "topk", "powersgd") else "-"
             axes.plot([1, *worlds], [single, *values], style, color=method.colour, marker="o", label=method.title)
         axes.set_xticks([1, *worlds])
@@ -179,13 +179,13 @@ def _draw_scaling(study: LGrecoStudy, model: Model, found: AllTimes, alone: Time
     plots.save(figure, study.picture("4.3-4.4"), legends=False)
 
 
-def _draw_profile(study: LGrecoStudy, found: AllTimes) -> None:
+def _draw_profile(study: LGrecoStudy, all_times: AllTimes) -> None:
     """Bars from computing, as long as a step with nothing sent, and what communication adds to it."""
     rates, num_ranks = list(study.rates), min(study.scale.worlds)
     titles = [f"{num_ranks} ranks {where(rate)}" for rate in rates]
     figure, panels = plots.canvas(len(rates), titles=titles, x="", y="ms a step")
     for axes, rate in zip(panels, rates, strict=True):
-        times = found[num_ranks, rate]
+        times = all_times[num_ranks, rate]
         shown = [("nothing sent", "#aaaaaa", 1e3 * times.step_s(NOTHING.name))]
         shown += [("fp32", FP32.colour, 1e3 * times.step_s(FP32.name))]
         shown += [(f"{POWERSGD.title}, uniform", POWERSGD.colour, 1e3 * times.step_s(POWERSGD.name))]

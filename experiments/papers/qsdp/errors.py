@@ -85,10 +85,10 @@ def _measure(study: QSDPStudy, size: Size) -> list[Curve]:
     levels = {(c.layer, c.what): torch.linspace(0.0, 1.0, 1 << BITS[c.what]) for c in curves}
     once = dict(levels)
     every = study.scale.errors_every
-    for step, found in _along(study, size):
+    for step, tensors in _along(study, size):
         for curve in curves:
             key, bits = (curve.layer, curve.what), BITS[curve.what]
-            values = found[curve.what][curve.layer]
+            values = tensors[curve.what][curve.layer]
             if step in size.learn_at:
                 levels[key] = learned_levels(values, levels[key], BUCKET)
                 if step == size.learn_at[0]:

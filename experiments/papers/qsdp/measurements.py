@@ -167,9 +167,9 @@ def where(rate: str | None) -> str:
 def lost_row(figure: str, name: str, runs: Sequence[Trained], others: Sequence[Trained], **data: Any) -> Row:
     """How much higher the perplexity is than the others', as a share of it, by seed: mean and bounds at 95 %."""
     ours, theirs = _perplexities(runs), _perplexities(others)
-    found = estimate(relative_differences(ours, theirs))
-    bounds = {"mean": fmean(ours), "against": fmean(theirs), "lower": found.lower, "upper": found.upper}
-    return Row(figure, name, found.mean, "", {**facts(runs), **bounds, **data})
+    difference = estimate(relative_differences(ours, theirs))
+    bounds = {"mean": fmean(ours), "against": fmean(theirs), "lower": difference.lower, "upper": difference.upper}
+    return Row(figure, name, difference.mean, "", {**facts(runs), **bounds, **data})
 
 
 def facts(runs: Sequence[Trained]) -> dict[str, list[float]]:
@@ -255,19 +255,19 @@ def grid_steps(scale: QSDPScale) -> int:
 def table_5_2(study: QSDPStudy) -> list[Row]:
     """Bits of weights and of gradients, uniform, on the smallest network."""
     base, figure = study.train("small", FP16), "table 5.2"
-    found = {key: study.train("small", uniform(*key)) for key in THESIS_GRID}
-    _draw_5_2(study, base, found)
-    steps = {g: lost_row(figure, "", found[4, g], found[5, g]) for g in BITS}
+    trained = {key: study.train("small", uniform(*key)) for key in THESIS_GRID}
+    _draw_5_2(study, base, trained)
+    steps = {g: lost_row(figure, "", trained[4, g], trained[5, g]) for g in BITS}
     by_gradients = {
         g: {"mean": row.value, "lower": row.data["lower"], "upper": row.data["upper"]} for g, row in steps.items()
     }
     mean_step = fmean(row.value for row in steps.values())
     rows = [
-        lost_row(figure, "lost/W6G6", found[6, 6], base),
-        lost_row(figure, "weights_over_gradients", found[4, 6], found[6, 4]),
+        lost_row(figure, "lost/W6G6", trained[6, 6], base),
+        lost_row(figure, "weights_over_gradients", trained[4, 6], trained[6, 4]),
         Row(figure, "fewer_bits_of_weights", mean_step, "", {"by_gradients": by_gradients}),
     ]
-    for (w, g), runs in found.items():
+    for (w, g), runs in trained.items():
         lost = lost_row(figure, "", runs, base).value
         cell = {"weights": w, "gradients": g, "lost": lost, "baseline": mean_perplexity(base)}
         data = {**facts(runs), **cell, "thesis": THESIS_GRID[w, g]}
@@ -275,11 +275,11 @@ def table_5_2(study: QSDPStudy) -> list[Row]:
     return rows
 
 
-def _draw_5_2(study: QSDPStudy, base: Sequence[Trained], found: Mapping[tuple[int, int], Sequence[Trained]]) -> None:
+def _draw_5_2(study: QSDPStudy, base: Sequence[Trained], trained: Mapping[tuple[int, int], Sequence[Trained]]) -> None:
     title = f"{study.scale.size('small').title}, uniform"
     figure, (axes,) = plots.canvas(1, titles=[title], x="bits of gradients", y="perplexity")
     for w in BITS:
-        means = [mean_perplexity(found[w, g]) for g in BITS]
+        means = [mean_perplexity(trained[w, g]) for g in BITS]
         axes.plot(BITS, means, color=_COLOURS[w], marker="o", label=f"weights of {w} bits")
     axes.axhline(mean_perplexity(base), color=FP16.colour, linewidth=1, linestyle=":", label=FP16.title)
     axes.set_xticks(BITS)
@@ -449,14 +449,14 @@ def _turn(scale: QSDPScale, rate: str | None) -> int:
 
 def figure_5_3(study: QSDPStudy) -> list[Row]:
     """All methods in turns, over links of each rate; then two nodes of two ranks."""
-    scale, found = study.scale, {}
+    scale, times_by_rate = study.scale, {}
     for steps in sorted({_turn(scale, rate) for rate in study.rates}):
         rates = [rate for rate in study.rates if _turn(scale, rate) == steps]
         times = study.timing().times_by_rate(
             study.model, METHODS, rounds=scale.rounds, steps=steps, rates=rates, on_turn=study.advance
         )
-        found |= dict(zip(rates, times, strict=True))
-    by_rate = {rate: found[rate] for rate in study.rates}
+        times_by_rate |= dict(zip(rates, times, strict=True))
+    by_rate = {rate: times_by_rate[rate] for rate in study.rates}
     _draw_5_3_bandwidth(study, by_rate)
     rate = study.rate_or(scale.slow_rate)
     nodes = study.timing("nodes", MORE_RANKS).times(
@@ -475,9 +475,9 @@ def figure_5_3(study: QSDPStudy) -> list[Row]:
     return [steps_row(by_rate), Row("section 5.6.1", "hierarchical_over_flat", gained, "x", data)]
 
 
-def steps_row(found: Mapping[str | None, Times]) -> Row:
+def steps_row(times_by_rate: Mapping[str | None, Times]) -> Row:
     """Every step time, and what the link makes of the baseline; links are the slowest first."""
-    by_rate = {str(rate): times for rate, times in found.items()}
+    by_rate = {str(rate): times for rate, times in times_by_rate.items()}
     first = next(iter(by_rate.values()))
     data = {
         "step_s": {m.name: {rate: times.step_s(m.name) for rate, times in by_rate.items()} for m in METHODS},
@@ -493,12 +493,12 @@ def steps_row(found: Mapping[str | None, Times]) -> Row:
     return Row("figure 5.3", "step_s", first.step_s(W8G8.name), "s", data)
 
 
-def _draw_5_3_bandwidth(study: QSDPStudy, found: Mapping[str | None, Times]) -> None:
+def _draw_5_3_bandwidth(study: QSDPStudy, times_by_rate: Mapping[str | None, Times]) -> None:
     title = f"{study.model.title} on {NUM_RANKS} ranks, {study.scale.num_micro} accumulations"
     figure, (axes,) = plots.canvas(1, titles=[title], x="Gbit/s of each link", y="seconds a step")
-    rates: Sequence[float] = [parse_rate(rate) / 1e9 if rate else 1.0 for rate in found]
+    rates: Sequence[float] = [parse_rate(rate) / 1e9 if rate else 1.0 for rate in times_by_rate]
     for method in METHODS:
-        seconds = [times.step_s(method.name) for times in found.values()]
+        seconds = [times.step_s(method.name) for times in times_by_rate.values()]
         style = ":" if method is NOTHING else "-"
         axes.plot(rates, seconds, style, color=method.colour, marker="o", label=method.title)
     axes.set(xscale="log", yscale="log")

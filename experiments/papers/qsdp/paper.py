@@ -93,12 +93,12 @@ def _perplexity(row: Mapping[str, Any]) -> str:
 def _lost(
     figure: str,
     row: str,
-    says: str,
+    statement: str,
     *,
     within: float | None = None,
     worse: bool = False,
     effect: float | None = None,
-    found: str = "{}",
+    template: str = "{}",
 ) -> Claim:
     """What is lost is at most ``within``, or is ``worse`` than nothing, by ``effect`` in the thesis; it is only shown
     where neither is asked."""
@@ -110,19 +110,19 @@ def _lost(
     return Claim(
         figure,
         row,
-        says,
-        lambda rows: found.format(_perplexity(rows[row]), **rows[row]),
+        statement,
+        lambda rows: template.format(_perplexity(rows[row]), **rows[row]),
         rule if worse or within is not None else None,
     )
 
 
 def _recovered(size: Size, num_ranks: int) -> Claim:
     """Judged where the control shows that this training sees damage."""
-    says = (
+    statement = (
         f"{size.title} on {num_ranks} ranks: W8G8's perplexity is within {MARGIN:.0%} of the baseline's ({size.qsdp} "
         f"against {size.baseline}, {size.thesis})"
     )
-    claim = _lost("table 5.1", f"lost/{size.name}/{num_ranks} ranks", says, within=MARGIN)
+    claim = _lost("table 5.1", f"lost/{size.name}/{num_ranks} ranks", statement, within=MARGIN)
 
     def rule(rows: Rows) -> Judgement:
         assert claim.rule is not None
@@ -153,14 +153,14 @@ def _quality() -> Iterator[Claim]:
         "125M)",
         worse=True,
         effect=_UNBUCKETED,
-        found="{}; with buckets {beside:.3f}",
+        template="{}; with buckets {beside:.3f}",
     )
     yield _lost(
         "section 5.7.1",
         "unbucketed/4",
         f"the same with 4 bits, asked of this training: clearly worse than in buckets of {BUCKET}",
         worse=True,
-        found="{}; the baseline's {beside:.3f}",
+        template="{}; the baseline's {beside:.3f}",
     )
     yield Claim("table 5.1", "control", f"{title}, a control that must fail, {CONTROL.title}", _control)
     yield _lost(
@@ -215,11 +215,11 @@ def _cells(rows: Rows) -> str:
 
 def _lgreco() -> Iterator[Claim]:
     """The thesis has L-GreCo under data parallelism alone."""
-    says = (
+    statement = (
         f"not in the thesis; asked here of {SIZES[0].title}: {LGRECO.title}, sends fewer bytes than W4G4 at a "
         f"perplexity that is at most {MARGIN:.0%} higher"
     )
-    quality = _lost("L-GreCo", "lost/reference", says, within=MARGIN)
+    quality = _lost("L-GreCo", "lost/reference", statement, within=MARGIN)
 
     def fewer(rows: Rows) -> Estimate:
         row = rows["lost/reference"]
@@ -237,7 +237,7 @@ def _lgreco() -> Iterator[Claim]:
             f"FP32's {base['against']:.3f} it loses {share(_estimate(base, base['value']))}"
         )
 
-    yield replace(quality, found=text, rule=rule)
+    yield replace(quality, text=text, rule=rule)
     yield Claim(
         "L-GreCo",
         "control",
@@ -252,24 +252,24 @@ def _lgreco() -> Iterator[Claim]:
 def _levels() -> Iterator[Claim]:
     """Tables 5.3 and C.3, and what learning costs."""
     for pair in PAIRS:
-        says = (
+        statement = (
             f"{pair.name}: learned levels end at a lower perplexity than uniform ones ({pair.learned} against "
             f"{pair.uniform})"
         )
         yield _better(
             pair.table,
             f"learned/{pair.name}",
-            says,
+            statement,
             1 - pair.learned / pair.uniform,
             "{}; the baseline's {baseline:.3f}",
         )
     for name in ROUNDED:
         pair = next(pair for pair in PAIRS if pair.name == name)
-        says = (
+        statement = (
             f"{name}: learned levels end at a lower perplexity than uniform ones ({pair.learned} against "
             f"{pair.uniform}), both rounded to the nearest"
         )
-        yield _better("table 5.3", f"learned_beside_nearest/{name}", says, 1 - pair.learned / pair.uniform)
+        yield _better("table 5.3", f"learned_beside_nearest/{name}", statement, 1 - pair.learned / pair.uniform)
     yield _lost(
         "table 5.3",
         f"lost/{LEAST_BITS_KEPT} learned",
@@ -288,9 +288,9 @@ def _levels() -> Iterator[Claim]:
         yield from _errors(layer)
 
 
-def _better(figure: str, row: str, says: str, effect: float, found: str = "{}") -> Claim:
+def _better(figure: str, row: str, statement: str, effect: float, template: str = "{}") -> Claim:
     """Perplexity is lower, by the share ``effect`` in the thesis."""
-    claim = _lost(figure, row, says, found=found)
+    claim = _lost(figure, row, statement, template=template)
 
     def rule(rows: Rows) -> Judgement:
         lost = _estimate(rows[row], rows[row]["value"])
@@ -390,12 +390,15 @@ def _shift(problem: str, batches: bool) -> Iterator[Claim]:
     def beside(rows: Rows) -> str:
         return f"{share(gained(rows, 'grid'))} more loss above the optimum without it"
 
-    says = f"{title}: weights with random shift converge better than with QSGD"
+    statement = f"{title}: weights with random shift converge better than with QSGD"
     because = "the two grids differ, and the shift is not what makes the difference: see the same grid"
-    yield Claim("figure C.5", row, says, text, lambda rows: unsound(because))
-    name, says = f"shift_over_grid/{name}", f"{title}: random shift is better than rounding one by one to the same grid"
+    yield Claim("figure C.5", row, statement, text, lambda rows: unsound(because))
+    name, statement = (
+        f"shift_over_grid/{name}",
+        f"{title}: random shift is better than rounding one by one to the same grid",
+    )
     rule = lambda rows: exceeds(gained(rows, "grid"))  # noqa: E731
-    yield Claim("figure C.5", name, says, beside, rule, value=lambda rows: gained(rows, "grid").mean)
+    yield Claim("figure C.5", name, statement, beside, rule, value=lambda rows: gained(rows, "grid").mean)
 
 
 # --- steps over links

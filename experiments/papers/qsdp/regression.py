@@ -75,9 +75,9 @@ def diabetes() -> Problem:
     from sklearn.datasets import load_diabetes
 
     patients: Any = load_diabetes()
-    found, targets = patients.data, patients.target
-    first, second = np.triu_indices(found.shape[1])
-    features = np.concatenate([found, _even(found)[:, first] * _even(found)[:, second]], axis=1)
+    columns, targets = patients.data, patients.target
+    first, second = np.triu_indices(columns.shape[1])
+    features = np.concatenate([columns, _even(columns)[:, first] * _even(columns)[:, second]], axis=1)
     return _problem("diabetes", features, targets)
 
 
@@ -131,15 +131,15 @@ def num_steps(scale: QSDPScale) -> int:
 def figure_c_5(study: QSDPStudy) -> list[Row]:
     """Descents with batches, as in the thesis, and with whole gradients, of which only quantisation is left."""
     problems = [make() for make in _problems(study.scale)]
-    found = {(p.name, batches): _descents(study, p, batches) for p in problems for batches in (True, False)}
-    _draw(study, problems, found)
-    return [row_of_descents(name, batches, curves) for (name, batches), curves in found.items()]
+    descents = {(p.name, batches): _descents(study, p, batches) for p in problems for batches in (True, False)}
+    _draw(study, problems, descents)
+    return [row_of_descents(name, batches, curves) for (name, batches), curves in descents.items()]
 
 
-def row_of_descents(problem: str, batches: bool, found: dict[str, list[list[float]]]) -> Row:
+def row_of_descents(problem: str, batches: bool, descents: dict[str, list[list[float]]]) -> Row:
     """How much further above the optimum random shift ends than QSGD, as a share."""
-    ends = {method: [tail(curve) for curve in curves] for method, curves in found.items()}
-    data = {"ends": ends, "curves": {method: thinned(mean_curve(curves)) for method, curves in found.items()}}
+    ends = {method: [tail(curve) for curve in curves] for method, curves in descents.items()}
+    data = {"ends": ends, "curves": {method: thinned(mean_curve(curves)) for method, curves in descents.items()}}
     name = f"shift_over_qsgd/{problem}/{'batches' if batches else 'whole'}"
     return Row("figure C.5", name, fmean(relative_differences(ends["shift"], ends["qsgd"])), "", data)
 
@@ -150,13 +150,13 @@ def _problems(scale: QSDPScale) -> list[Callable[[], Problem]]:
 
 def _descents(study: QSDPStudy, problem: Problem, batches: bool) -> dict[str, list[list[float]]]:
     """Curves by method and seed."""
-    scale, found = study.scale, {}
+    scale, descents = study.scale, {}
     for method, (title, _) in METHODS.items():
-        found[method] = []
+        descents[method] = []
         for seed in range(scale.regression_seeds):
-            found[method].append(list(descend(problem, method, seed, scale.regression_steps, batches=batches)))
+            descents[method].append(list(descend(problem, method, seed, scale.regression_steps, batches=batches)))
             study.advance(scale.regression_steps, f"{problem.title}: {title}")
-    return found
+    return descents
 
 
 def tail(curve: Sequence[float]) -> float:
@@ -174,13 +174,13 @@ def thinned(curve: Sequence[float], count: int = 50) -> list[float]:
 
 
 def _draw(
-    study: QSDPStudy, problems: Sequence[Problem], found: dict[tuple[str, bool], dict[str, list[list[float]]]]
+    study: QSDPStudy, problems: Sequence[Problem], descents: dict[tuple[str, bool], dict[str, list[list[float]]]]
 ) -> None:
     panels = [(problem, batches) for problem in problems for batches in (True, False)]
     titles = [f"{problem.title}, {'batches' if batches else 'whole gradients'}" for problem, batches in panels]
     figure, axes_of = plots.canvas(len(panels), titles=titles, x="step", y="loss above the optimum")
     for axes, (problem, batches) in zip(axes_of, panels, strict=True):
         for method, (title, colour) in METHODS.items():
-            axes.plot(mean_curve(found[problem.name, batches][method]), color=colour, linewidth=1, label=title)
+            axes.plot(mean_curve(descents[problem.name, batches][method]), color=colour, linewidth=1, label=title)
         axes.set_yscale("log")
     plots.save(figure, study.picture("C.5"))
