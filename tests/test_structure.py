@@ -47,6 +47,49 @@ def test_rules_of_the_house(path: Path) -> None:
         assert not private, "private PyTorch names belong into compat.py"
 
 
+PRIVATE_IN_TESTS = {
+    "_exit": "of os",
+    "_asdict": "of named tuples",
+    "_replace": "of named tuples",
+    "_all_gather_comm": "of PyTorch, which keeps FSDP2's collectives there",
+    "_coalescing_manager": "of PyTorch, as its users call it",
+    "_functional_collectives": "of PyTorch, as its users import it",
+    "_make_wrapper_subclass": "of PyTorch, for a tensor that pretends to be on another device",
+    "_optimizer_step_pre_hooks": "of PyTorch, to see that hooks are gone",
+    "_register_backend": "of PyTorch, to build a group as torchft does",
+    "_set_default_backend": "of PyTorch, to build a group as torchft does",
+    "_Work": "of PyTorch, as torchft's own is",
+    "_engine": "a Wire that a broken exchange has closed hands out no state",
+    "_link": "a worker's connection to the aggregator breaks inside the process, as when that dies",
+    "_pending": "a thread must be held at the one place where another may overtake it",
+    "_registry": "a test that registers a compressor must take it back",
+    "_slots": "a test damages a record on disk and must know where it lies",
+    "_write": "what a store does in the background must be held, and must fail",
+}
+"""What tests use of what is private, and why public behaviour cannot tell. Nothing else may be."""
+
+
+def private_names(path: Path) -> Iterator[str]:
+    """Names with a leading underscore that a file uses of other modules' objects: attributes, imports, patches."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()"):
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+            texts = [argument.value for argument in node.args[:2] if isinstance(argument, ast.Constant)]
+            names = [text.rpartition(".")[2] for text in texts if isinstance(text, str)]
+        yield from (name for name in names if name.startswith("_") and not name.startswith("__"))
+
+
+def test_tests_observe_what_is_public() -> None:
+    paths = [path for path in sorted(TESTS.rglob("*.py")) if "experiments" not in path.parts]
+    used = {name: path for path in paths for name in private_names(path)}
+    assert {name: path for name, path in used.items() if name not in PRIVATE_IN_TESTS} == {}
+    assert set(PRIVATE_IN_TESTS) <= set(used), "an exception that nothing needs any more"
+
+
 def test_import_is_lean() -> None:
     """`import thinwire` brings in nothing that only commands or accelerators need."""
     heavy = ["triton", "matplotlib", "rich", "tyro", "scipy", "sklearn", "torch._dynamo", "torch._inductor"]

@@ -72,7 +72,7 @@ class Study(Generic[ScaleT]):
     cache: RunCache = field(default_factory=RunCache)
     _resources: dict[Any, Any] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
-    _part: str = ""
+    present_part: str = ""
     _done: int = 0
 
     def __enter__(self) -> Self:
@@ -91,14 +91,14 @@ class Study(Generic[ScaleT]):
     @contextmanager
     def part(self, part: str) -> Iterator[None]:
         """While the body runs, progress is that part's."""
-        self._part, self._done = part, 0
+        self.present_part, self._done = part, 0
         with self.screen.phase(part):
             yield
 
     def advance(self, steps: int, now: str) -> None:
         """So many more steps of this part are done."""
         self._done += steps
-        self.screen.advance(self._part, self._done, now)
+        self.screen.advance(self.present_part, self._done, now)
 
     def reporter(self, title: str) -> OnStep:
         """Shows steps of a training, by number and loss, as steps of the part."""
@@ -158,7 +158,7 @@ class Study(Generic[ScaleT]):
 
     def _on_step(self, before: int, title: str) -> Any:
         def show(step: int, loss: float) -> None:
-            self.screen.advance(self._part, before + step, f"{title}: loss {loss:.2f}")
+            self.screen.advance(self.present_part, before + step, f"{title}: loss {loss:.2f}")
 
         return show
 

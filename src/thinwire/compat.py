@@ -158,7 +158,7 @@ class FSDPGroup(NamedTuple):
     """Whether anything reads reduced gradients before backward has ended."""
 
 
-_DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
+DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
 
 
 def fsdp_groups(module: Any) -> list[FSDPGroup]:
@@ -185,7 +185,7 @@ def _fsdp_group(group: Any) -> FSDPGroup:
         mesh.shard_process_group,
         after if after != mesh.shard_mesh_size else 0,
         hasattr(mesh, "replicate_process_group"),
-        next((name for name in comms if name not in _DEFAULT_COMMS), ""),
+        next((name for name in comms if name not in DEFAULT_COMMS), ""),
         group._all_reduce_hook,
         lambda: _reads_at_once(group),
     )

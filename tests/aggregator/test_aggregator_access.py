@@ -150,7 +150,7 @@ HOSTILE: list[Callable[[socket.socket], None]] = [
 
 def test_an_honest_job_stays_exact_beside_hundreds_of_hostile_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four workers add up while eight threads open 1000 connections that break every rule, and keep them open."""
-    monkeypatch.setattr(server_module, "_MAX_STRANGERS", 64)
+    monkeypatch.setattr(server_module, "MAX_STRANGERS", 64)
     with serving(slots=16, slot_elements=256, shares=2, token=TOKEN) as (aggregator, _):
         host, port, _ = parse_address(aggregator.address)
         address = AggregatorAddress(aggregator.address, token=TOKEN)
@@ -165,7 +165,7 @@ def test_an_honest_job_stays_exact_beside_hundreds_of_hostile_clients(monkeypatc
                     if len(kept) > 32:
                         kept.pop(0).close()
                     HOSTILE[number % len(HOSTILE)](sock)
-                most[0] = max(most[0], len(aggregator._strangers))
+                most[0] = max(most[0], aggregator.num_strangers)
             for sock in kept:
                 sock.close()
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import thinwire
-from aggregation import clients, cut, greeted, serving, together, wait_until, works
+from aggregation import clients, connection, cut, greeted, serving, together, wait_until, works
 from harness import run_ranks
 from nets import make, train
 from thinwire import TransportError
@@ -309,7 +309,7 @@ def test_garbage_from_one_worker_ends_its_session_for_the_others() -> None:
 
         def garbage() -> None:
             time.sleep(0.2)
-            os.write(pair[1]._link.transport.get_extra_info("socket").fileno(), b"\xff" * 100)
+            os.write(connection(pair[1]).fileno(), b"\xff" * 100)
 
         answers = together([lambda: pair[0].all_reduce(torch.ones(9, dtype=torch.int8)), garbage])
         assert "rank 1 was dropped" in str(answers[0])
@@ -317,7 +317,7 @@ def test_garbage_from_one_worker_ends_its_session_for_the_others() -> None:
 
 
 def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_GREETING_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(server_module, "GREETING_TIMEOUT_S", 0.3)
     with serving() as (aggregator, told):
         assert b"it said nothing" in _raw(aggregator.address, b"twag")
         assert "it said nothing" in told[-1]

@@ -48,6 +48,6 @@ def test_an_error_of_a_rank_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args):
         raise OSError("no room")
 
-    monkeypatch.setattr(cuda, "_steps", fails)
+    monkeypatch.setattr(cuda, "step_seconds", fails)
     with pytest.raises(OSError, match="no room"):
         cuda.reductions(torch.device("cpu"), 40 * 1024, 1, 2)

@@ -287,7 +287,7 @@ def test_slices_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = [gradient(rank, 105_999) for rank in range(3)]
     whole = laid_out("sra", 3, layers)
     expected = run_all(whole, inputs)[0][0][0]
-    monkeypatch.setattr(layout, "_SLICE", 8192)
+    monkeypatch.setattr(layout, "SLICE", 8192)
     for spec in ("sra", "ring"):
         sliced = laid_out(spec, 3, layers)
         assert len(sliced.chunks) > 10 > len(whole.chunks)

@@ -56,7 +56,7 @@ def test_all_kinds_in_one_bucket(num_ranks: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("algorithm", ["sra(rates=(1, 3, 2))", "parameter_server(server=1)", "allgather"])
 def test_every_star_and_slices(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thinwire.collectives.layout._SLICE", 8192)
+    monkeypatch.setattr("thinwire.collectives.layout.SLICE", 8192)
     layers = layers_of(MIXED, ((3000, 10), (70, 50), (5000,), (7,)))
     layout = Layout.build(layers, 3, torch.float32, parse_algorithm(algorithm))
     assert len(layout.chunks) + len(layout.gathered) > 4

@@ -46,7 +46,7 @@ def detectors() -> Iterator[list[FailureDetector]]:
 def all_hear(detectors: list[FailureDetector]) -> bool:
     """Whether each of them hears all others within 20 s."""
     end = time.monotonic() + 20.0
-    while any(len(one._ring.evidence.heard) < len(detectors) - 1 for one in detectors):
+    while any(len(one.heard) < len(detectors) - 1 for one in detectors):
         if time.monotonic() > end:
             return False
         time.sleep(0.01)
@@ -68,7 +68,7 @@ def heard(rank: int, *reports: tuple[int, int, int, str]) -> Evidence:
 def test_the_rank_that_is_behind_is_named_by_its_number_in_the_default_group(
     detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(detector, "_GRACE_S", 1.2)
+    monkeypatch.setattr(detector, "GRACE_S", 1.2)
     for one in (detectors[0], detectors[1], detectors[3]):
         one.advance()
     errors = everywhere(4, lambda rank: detectors[rank].explain(ERROR))
@@ -83,7 +83,7 @@ def test_the_rank_that_is_behind_is_named_by_its_number_in_the_default_group(
 def test_a_call_that_only_one_rank_has_made_is_named_unless_the_others_are_late(
     detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch, gone_on: bool
 ) -> None:
-    monkeypatch.setattr(detector, "_GRACE_S", 1.2)
+    monkeypatch.setattr(detector, "GRACE_S", 1.2)
     with detectors[2].calling("a call that ends"):
         pass
     detectors[2].calling("load_state_dict()").__enter__()

@@ -32,7 +32,7 @@ from thinwire.collectives import (
     with_shared_memory,
 )
 from thinwire.collectives.shared_memory import Segment, unavailable
-from thinwire.collectives.shared_transport import _places
+from thinwire.collectives.shared_transport import places_of
 from thinwire.collectives.traffic import Outgoing
 from thinwire.kernels import LINE_BYTES
 
@@ -53,7 +53,7 @@ LAYERS = layers_of((40_000, "minmax"), (100, "raw"), (3000, "minmax(bits=2, buck
 )
 def test_messages_and_words_have_lines_of_their_own(sizes, node) -> None:
     messages = [Outgoing(phase, size, tuple(sorted(of))) for phase, (size, of) in enumerate(sizes)]
-    places, num_bytes = _places(messages, frozenset(node))
+    places, num_bytes = places_of(messages, frozenset(node))
     assert set(places) == {m.phase for m in messages if node & set(m.receivers)}
     spans = []
     for phase, place in places.items():

@@ -22,7 +22,7 @@ from thinwire.compare import rank_processes
 from thinwire.compare.rank_processes import Loopback, NoSetup, RankFailed, RankProcesses
 from thinwire.compare.train import VARIANTS
 
-SMOKE = demo_module._SMOKE
+SMOKE = demo_module.SMOKE
 UNAVAILABLE = lab.unavailable()
 
 
@@ -175,7 +175,7 @@ def test_what_others_tell_after_a_rank_has_ended_is_heard(tmp_path: Path) -> Non
 
 
 def test_a_silent_rank_is_an_error(ranks: RankProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks._timeout_s = 0.5
+    ranks.timeout_s = 0.5
 
     def stop(rank: int, event: dict[str, Any]) -> None:
         ranks.process(1).send_signal(signal.SIGSTOP)

@@ -183,7 +183,7 @@ def test_files_that_are_no_json(content: bytes, message: str, tmp_path: Path) ->
 
 
 def test_a_file_of_any_size_is_not_read(path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("thinwire.plan.record._MOST_FILE_BYTES", 100)
+    monkeypatch.setattr("thinwire.plan.record.MOST_FILE_BYTES", 100)
     with pytest.raises(ValueError, match="larger than"):
         PlanRecord.read(path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,7 +22,7 @@ SCENARIOS = [
 
 
 def test_every_survivor_knows_the_victim() -> None:
-    chaos._processes.set_forkserver_preload(chaos.PRELOADED)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(chaos.PRELOADED)
     with ThreadPoolExecutor(2) as pool:
         outcomes = list(pool.map(chaos.run, SCENARIOS))
     for outcome in outcomes:

@@ -60,7 +60,7 @@ def _refused(rank: int, size: int) -> dict[str, str]:
 
     grown = build()
     compress(grown)
-    at = compat.fsdp_groups(grown.blocks[0])[0].identity._all_gather_comm._at
+    at = compat.fsdp_groups(grown.blocks[0])[0].identity._all_gather_comm.attached
     at.padded["blocks.0.up.weight"] += 1
     refused("layout", RuntimeError, lambda: grown(batch(0, rank)[0]))
 
@@ -218,4 +218,4 @@ def test_nothing_is_queued_outside_of_backward() -> None:
 
 
 def test_the_names_of_our_collectives_are_those_that_are_looked_for() -> None:
-    assert {QuantisedAllGather.__name__, QuantisedReduceScatter.__name__}.isdisjoint(compat._DEFAULT_COMMS)
+    assert {QuantisedAllGather.__name__, QuantisedReduceScatter.__name__}.isdisjoint(compat.DEFAULT_COMMS)

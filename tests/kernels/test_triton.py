@@ -163,7 +163,7 @@ def ptx(name: str, form: Format, capability: int = 90, **constants: int | bool) 
 
     kernel = getattr(gpu, name)
     known = {"BITS": form.bits, "GROUPS": 16, "BUCKET": form.bucket, "MODE": 1, "STEPS": form.steps}
-    known |= {"SUMS": gpu._needs_sums(form), "RESIDUAL": False} | gpu._coding(form) | constants
+    known |= {"SUMS": gpu.needs_sums(form), "RESIDUAL": False} | gpu.coding_constants(form) | constants
     known = {k: v for k, v in known.items() if k in kernel.arg_names}
     return assembly(kernel, TYPES, capability, int(options(form.bits)["num_warps"]), **known)
 

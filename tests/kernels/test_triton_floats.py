@@ -193,8 +193,8 @@ def test_tensors_on_gpus_find_every_kernel() -> None:
 
     there = SimpleNamespace(is_cuda=True)
     for module in (floats, sparse):
-        names = re.findall(r"_torch_or_triton\(\w+\)\.(\w+)\(", inspect.getsource(module))
+        names = re.findall(r"torch_or_triton\(\w+\)\.(\w+)\(", inspect.getsource(module))
         assert len(names) >= 7
-        found = module._torch_or_triton(there)
+        found = module.torch_or_triton(there)
         assert found not in (reference_floats, reference_sparse)
         assert all(callable(getattr(found, name)) for name in names)

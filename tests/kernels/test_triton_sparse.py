@@ -9,7 +9,7 @@ import torch
 from kernel_cases import same, special, values
 from thinwire import kernels
 from thinwire.kernels import reference_sparse
-from thinwire.kernels.sparse import _is_bitmap, _sample
+from thinwire.kernels.sparse import draw_sample, packs_bitmap
 
 pytest.importorskip("triton", reason="triton is not installed: pip install --no-deps triton")
 
@@ -43,7 +43,7 @@ def test_selection(shape: str) -> None:
         x = SHAPES[shape](numel) if numel > 50 else torch.ones(numel)
         there = x.to(DEVICE)
         for k in sorted({0, min(numel, 1), numel // 100, numel // 2, numel}):
-            none = _sample(numel, 0, 0, 1.0)
+            none = draw_sample(numel, 0, 0, 1.0)
             wanted = reference_sparse.select_topk(x, k, none, sampled=False)
             assert alike(wanted, run.select_topk(there, k, none, sampled=False))
         for threshold, capacity in [(0.0, numel), (1.0, 10), (2.0, numel), (1e30, 3), (0.5, 0)]:
@@ -55,7 +55,7 @@ def test_selection(shape: str) -> None:
 @runs
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_selection_in_half_precision(dtype: torch.dtype) -> None:
-    x, none = values(5000, 0, dtype), _sample(5000, 0, 0, 1.0)
+    x, none = values(5000, 0, dtype), draw_sample(5000, 0, 0, 1.0)
     wanted = reference_sparse.select_topk(x, 70, none, sampled=False)
     assert alike(wanted, gpu_sparse().select_topk(x.to(DEVICE), 70, none, sampled=False))
 
@@ -64,7 +64,7 @@ def test_selection_in_half_precision(dtype: torch.dtype) -> None:
 def test_sampled_selection() -> None:
     x = values(70_000, 0)
     for key, deviations in [(1, 1.0), (2, 1.0), (3, -3.0), (4, -3.0)]:  # too high a threshold, and too low a one
-        sample = _sample(70_000, 700, key, deviations)
+        sample = draw_sample(70_000, 700, key, deviations)
         assert sample.rank
         wanted = reference_sparse.select_topk(x, 700, sample, sampled=True)
         assert alike(wanted, gpu_sparse().select_topk(x.to(DEVICE), 700, sample, sampled=True))
@@ -73,7 +73,7 @@ def test_sampled_selection() -> None:
 @runs
 @pytest.mark.parametrize(("numel", "k"), [(1, 1), (100, 7), (5000, 5000), (9001, 40), (200_000, 300), (70_000, 9000)])
 def test_packed_indices(numel: int, k: int) -> None:
-    run, bitmap = gpu_sparse(), _is_bitmap(numel, k)
+    run, bitmap = gpu_sparse(), packs_bitmap(numel, k)
     size = kernels.index_bytes(numel, k)
     generator = torch.Generator().manual_seed(numel)
     for count in {0, 1, k // 2, k}:

@@ -76,7 +76,7 @@ def stray(network: lab.Network) -> set[int]:
     own = namespace(os.getpid())
     ranks = [network.popen(rank, STRAYING) for rank in range(network.num_ranks)]
     wait_until(lambda: all(namespace(rank.pid) not in (own, None) for rank in ranks))
-    found = {namespace(rank.pid) for rank in ranks} | {namespace(network._keeper.pid)}
+    found = {namespace(rank.pid) for rank in ranks} | {namespace(network.keeper_pid)}
     namespaces = {inode for inode in found if inode is not None}
     assert len(namespaces) == network.num_ranks + 1
     wait_until(lambda: len(inside(namespaces)) >= 2 * network.num_ranks + 1)
@@ -119,17 +119,17 @@ def test_a_killed_keeper_does_not_keep_ranks_alive(outside: None) -> None:
     with lab.Network(2) as network:
         ranks = [network.popen(rank, ["sleep", "300"]) for rank in range(2)]
         wait_until(lambda: all(namespace(rank.pid) != namespace(os.getpid()) for rank in ranks))
-        network._keeper.kill()
+        os.kill(network.keeper_pid, signal.SIGKILL)
     assert [rank.returncode for rank in ranks] == [-signal.SIGKILL] * 2
 
 
 def test_nothing_is_left_if_the_keeper_and_its_guard_are_killed_at_once(outside: None) -> None:
     with lab.Network(2) as network:
         namespaces = stray(network)
-        keeper = network._keeper.pid
+        keeper = network.keeper_pid
         kill_at_once([keeper, *children(keeper)[:1]])
-        wait_until(lambda: network._keeper.poll() is not None)
-        if network._made["mode"] == "root":
+        wait_until(lambda: namespace(keeper) is None)
+        if network.describe()["mode"] == "root":
             wait_until(lambda: not inside(namespaces))
         else:
             # Grandchildren that have sessions of their own, which nobody else would find.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from thinwire import lab
-from thinwire.lab.launch import NO_NAMES, _forward, _Tally
+from thinwire.lab.launch import NO_NAMES, Tally, forward_lines
 from thinwire.lab.network import default_burst_bytes, default_queue_bytes
 from thinwire.lab.units import format_bytes, format_rate, parse_rates
 
@@ -115,5 +115,5 @@ def test_a_burst_holds_a_packet_and_is_short(rate: int) -> None:
 
 def test_a_warning_that_every_rank_would_repeat_is_not_forwarded(capsys: pytest.CaptureFixture[str]) -> None:
     lines = f"[W1] {NO_NAMES}. err=-3\nloss 0.5\n"
-    _forward(1, BytesIO(lines.encode()), Console(), [], _Tally(None))
+    forward_lines(1, BytesIO(lines.encode()), Console(), [], Tally(None))
     assert capsys.readouterr().out == "[1] loss 0.5\n"

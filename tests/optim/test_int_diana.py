@@ -421,8 +421,9 @@ def test_states_of_other_ranks_and_worlds_are_refused() -> None:
         def broadcast(self, x: Tensor) -> None:
             pass
 
-    pair = [Deaf(transport.rank, transport._world) for transport in worlds[1]]
-    alone, first, second = (IntDIANA(parameters, 0.1, transport=t) for t in (worlds[0][0], *pair))
+    for transport in worlds[1]:
+        transport.__class__ = Deaf
+    alone, first, second = (IntDIANA(parameters, 0.1, transport=t) for t in (worlds[0][0], *worlds[1]))
     with pytest.raises(ValueError, match="world_size 1, this process has 2"):
         first.load_state_dict(alone.state_dict())
     with pytest.raises(ValueError, match="has rank 0, this process has 1"):

@@ -336,8 +336,8 @@ def budgeted(rank: int, evict: str) -> Any:
     pipe = Pipe(rank, 2, **FW3_BW6, store=thinwire.store.Memory(budget_bytes=10 * form_bytes + 7, evict=evict))
     x, y = samples()
     losses = [loss for epoch in range(4) for loss in pipe.epoch(epoch, x, y)]
-    side = pipe.stages[0]._compression.sides[0]
-    return pipe.digests(), losses, pipe.stages[0].stats, side.store.samples
+    (store,) = pipe.stages[0].stores.values()
+    return pipe.digests(), losses, pipe.stages[0].stats, store.samples
 
 
 @pytest.mark.parametrize("evict", ["newcomers", "oldest"])

@@ -17,6 +17,7 @@ import thinwire
 from harness import run_ranks
 from pipelines import BATCH, CHUNKS, LENGTH, SAMPLES, Block, Pipe, samples
 from thinwire.collectives import MessageError
+from thinwire.pipeline.boundary import BoundarySide
 from thinwire.pipeline.boundary_tensors import BoundaryTensors, Spec, chunk_sizes
 from thinwire.pipeline.options import PipelineOptions, fitted
 from thinwire.pipeline.schedule_step import Batch
@@ -296,17 +297,16 @@ def tampered(rank: int, what: str) -> Any:
     if rank == 0:
         # The other side raises, so no gradient comes back: this one ends with its link.
         return error_of(lambda: pipe.step(x[:BATCH], y[:BATCH], range(BATCH)))
-    side = pipe.stages[0]._compression.sides[0]
-    unpack = side.unpack
+    unpack = BoundarySide.unpack
 
-    def spoil(direction: str, chunk: int, message: Tensor, *rest: Any) -> None:
+    def spoil(side: BoundarySide, direction: Any, chunk: int, message: Tensor, *rest: Any) -> None:
         if what == "noise":
             message.copy_(torch.randint(0, 255, message.shape, dtype=torch.uint8))
         else:
             message[{"payload": 100, "step": 16, "magic": 0}[what]] ^= 1
-        unpack(direction, chunk, message, *rest)
+        unpack(side, direction, chunk, message, *rest)
 
-    side.unpack = spoil
+    BoundarySide.unpack = spoil
     before = pipe.digests()
     with pytest.raises(MessageError) as caught:
         pipe.step(x[:BATCH], y[:BATCH], None)

@@ -154,23 +154,30 @@ def test_a_store_on_disk_can_be_gone_on_with_without_a_state(tmp_path: Path) -> 
     assert again[0][3][0][2] < 0.6 * first[0][3][0][2], "its first visits are changes already"
 
 
+def flip_a_bit(store: Any, sample: int) -> None:
+    """Damage the record of a sample that is kept in memory."""
+    state = store.state_dict()
+    state["records"][store.samples.index(sample)][7] ^= 1
+    store.load_state_dict(state)
+
+
 def spoiled(rank: int, folder: Path, victim: int, what: str, kind: str) -> Any:
     """Damage one record on one side behind the stage's back, after an epoch, and go on."""
     pipe = Pipe(rank, 2, **{**FW3_BW6, "store": place(kind, folder), "check_every": 1})
     x, y = samples()
     pipe.epoch(0, x, y)
-    side = pipe.stages[0]._compression.sides[0]
-    side.store.flush()
+    ((name, store),) = pipe.stages[0].stores.items()
+    store.flush()
     if rank == victim and what == "bytes":
-        file = folder / "store" / f"rank{rank}-{side.name}" / "records.bin"
-        slot = side.store._slots[5]
+        file = folder / "store" / f"rank{rank}-{name}" / "records.bin"
+        slot = store._slots[5]
         with file.open("r+b") as records:
-            records.seek(slot * side.store.form.record_bytes + 100)
+            records.seek(slot * store.form.record_bytes + 100)
             records.write(b"\xff\x00\xff")
     elif rank == victim and what == "value":
-        side.store._records[5][7] ^= 1
+        flip_a_bit(store, 5)
     elif rank == victim:
-        side.store.forget(5)
+        store.forget(5)
     losses = pipe.epoch(1, x, y)
     stats = pipe.stages[0].stats
     pipe.epoch(2, x, y)
@@ -202,7 +209,8 @@ def checked_rarely(rank: int) -> Any:
     resets = []
     for step, ids in enumerate(batches()[:9]):
         if step == 5 and rank == 0:
-            pipe.stages[0]._compression.sides[0].store._records[int(batches()[8][0])][3] ^= 1
+            (store,) = pipe.stages[0].stores.values()
+            flip_a_bit(store, int(batches()[8][0]))
         pipe.step(x[ids], y[ids], ids)
         resets.append(pipe.stages[0].stats.resets)
     return resets

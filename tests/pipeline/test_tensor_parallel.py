@@ -106,7 +106,7 @@ def test_a_sum_goes_on_from_its_state_bit_by_bit() -> None:
     def visits(own: SampleSum, rank: int) -> tuple[Tensor, Tensor]:
         for step in range(4):
             if step == 2:
-                again = sample_sum(own._transport, "delta(maxabs(bits=3, rounding=stochastic))")
+                again = sample_sum(own.transport, "delta(maxabs(bits=3, rounding=stochastic))")
                 again.load_state_dict(own.state_dict())
             whole = own(values(2, 8, 32, seed=10 * step + rank), [0, 1])
             part = again(values(2, 8, 32, seed=10 * step + rank), [0, 1]) if step >= 2 else whole

@@ -160,7 +160,7 @@ def test_no_factorisation_of_such_a_rank_errs_less() -> None:
 
 
 def test_power_steps_on_a_large_matrix_are_close_to_its_singular_values() -> None:
-    rows, columns = errors._LARGEST_GRAM + 16, errors._LARGEST_GRAM + 40
+    rows, columns = errors.LARGEST_GRAM + 16, errors.LARGEST_GRAM + 40
     gradient = normal(rows, 48) * torch.arange(1, 49) ** -1.0 @ normal(48, columns, seed=1)
     gradient += 0.002 * normal(rows, columns, seed=2)
     members = [parse(f"powersgd(rank={rank})") for rank in (2, 4, 8)]

@@ -21,7 +21,7 @@ from thinwire.collectives import LoopbackTransport, ScatterReduceAllGather, Worl
 from thinwire.compressors import Coded, parse
 from thinwire.plan import Plan, Speeds, declined
 from thinwire.plan.cost import codec_seconds
-from thinwire.runtime.probe import _passes, measure_speeds
+from thinwire.runtime.probe import codec_passes, measure_speeds
 
 pytestmark = pytest.mark.alone
 SHAPES = {"big.weight": (512, 512), "other.weight": (64, 64), "bias": (64,)}
@@ -108,7 +108,7 @@ def _declines(rank: int) -> tuple[bool, dict, int, bool]:
 def test_declining_times_every_kind_of_compressor(spec: str) -> None:
     """What is cheap in bytes pays on a slow link, and what is gathered costs more of them with more ranks."""
     compressor = parse(spec)
-    seconds = codec_seconds(compressor, 2, _passes(compressor, torch.device("cpu")))
+    seconds = codec_seconds(compressor, 2, codec_passes(compressor, torch.device("cpu")))
     assert 0 < seconds < 1e-6
     plan = Plan.build({"w": (512, 1024)}, spec)
     slow = Speeds({plan["w"]: seconds}, bandwidth=1e6, latency_s=0.0, num_ranks=2)

@@ -64,10 +64,15 @@ def greeted(sock: socket.socket, greeting: Greeting, token: str = "") -> bytes:
     return packed + proof(token, nonce_of(data), packed)
 
 
+def connection(client: AggregatorClient) -> Any:
+    """A worker's socket, to break what it sends, or the connection, behind its back."""
+    assert client._link.transport is not None
+    return client._link.transport.get_extra_info("socket")
+
+
 def cut(client: AggregatorClient) -> None:
     """Break a worker's connection, as when its process dies."""
-    assert client._link.transport is not None
-    client._link.transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+    connection(client).shutdown(socket.SHUT_RDWR)
 
 
 def clients(address: Any, num_ranks: int, *, session: int = 1, timeout_s: float = 10.0, lanes: int = 2) -> list[Any]:

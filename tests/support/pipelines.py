@@ -131,12 +131,7 @@ class Pipe:
 
     def digests(self) -> dict[str, int]:
         """By boundary and side, what is kept."""
-        return {
-            side.name: side.store.digest()
-            for stage in self.stages
-            for side in stage._compression.sides
-            if side.store is not None
-        }
+        return {name: store.digest() for stage in self.stages for name, store in stage.stores.items()}
 
     def parameters(self) -> list[Tensor]:
         return [p.detach().clone() for module in self.modules for p in module.parameters()]

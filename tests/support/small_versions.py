@@ -39,7 +39,7 @@ def small_version(name: str, study: type[Study[Any]], out: Path) -> Small:
     advance = study.advance
 
     def count(study: Study[Any], more: int, now: str) -> None:
-        steps[study._part] += more
+        steps[study.present_part] += more
         advance(study, more, now)
 
     with pytest.MonkeyPatch.context() as patch:

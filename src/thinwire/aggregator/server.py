@@ -31,10 +31,10 @@ from thinwire.collectives.aggregation import (
 )
 
 _CHECK_S = 0.1
-_GREETING_TIMEOUT_S = 10.0
+GREETING_TIMEOUT_S = 10.0
 _CLOSING_TIMEOUT_S = 5.0
 _LEAST_INBOX_BYTES = 1 << 20
-_MAX_STRANGERS = 256
+MAX_STRANGERS = 256
 """Connections that may be open at once without being part of a session: beyond that the oldest is dropped."""
 
 
@@ -202,6 +202,11 @@ class Aggregator:
         return sum(len(session.joined - session.left) for session in list(self._sessions.values()))
 
     @property
+    def num_strangers(self) -> int:
+        """Connections that have not greeted yet."""
+        return len(self._strangers)
+
+    @property
     def slots_in_use(self) -> int:
         """Slots that hold a chunk now."""
         return sum(session.slots_in_use for session in list(self._sessions.values()))
@@ -226,7 +231,7 @@ class Aggregator:
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
-        tls = {"ssl": self._tls, "ssl_handshake_timeout": _GREETING_TIMEOUT_S} if self._tls else {}
+        tls = {"ssl": self._tls, "ssl_handshake_timeout": GREETING_TIMEOUT_S} if self._tls else {}
         server = await loop.create_server(lambda: _Worker(self), sock=self._listener, **tls)
         while not self._stopped:
             await asyncio.sleep(_CHECK_S)
@@ -244,11 +249,11 @@ class Aggregator:
         """A connection was made. It is dropped unless a greeting follows."""
         self._workers.add(worker)
         self._strangers[worker] = None
-        if len(self._strangers) > _MAX_STRANGERS:
+        if len(self._strangers) > MAX_STRANGERS:
             self.counters.refused += 1
             self.gone(next(iter(self._strangers)), "is one of too many")
         loop = asyncio.get_running_loop()
-        worker.deadline = loop.call_later(_GREETING_TIMEOUT_S, self._refuse, worker, "it said nothing")
+        worker.deadline = loop.call_later(GREETING_TIMEOUT_S, self._refuse, worker, "it said nothing")
 
     def take(self, worker: _Worker, data: memoryview) -> int:
         """Take the first frame of what came in; how many bytes it had, or 0 if it is not all there."""

@@ -206,7 +206,7 @@ def _reduced(spec: str, device: torch.device, numel: int, repeats: int, ranks: i
     def run(transport: DeviceTransport) -> None:
         try:
             with _stream(device):
-                taken[transport.rank] = _steps(layout, transport, repeats)
+                taken[transport.rank] = step_seconds(layout, transport, repeats)
         except BaseException as error:  # noqa: BLE001 - raised below
             errors.append(error)
 
@@ -224,7 +224,7 @@ def _stream(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
-def _steps(layout: Layout, transport: DeviceTransport, repeats: int) -> list[float]:
+def step_seconds(layout: Layout, transport: DeviceTransport, repeats: int) -> list[float]:
     """One rank's all-reduces: the first, for which kernels are compiled, does not count."""
     device = transport.device
     x = torch.randn(layout.numel, generator=torch.Generator().manual_seed(transport.rank)).to(device)

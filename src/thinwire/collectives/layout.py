@@ -26,7 +26,7 @@ _LEAST_PIECE = 1024
 """Least number of elements of a piece: smaller ones would spend a large share of their bytes on padding. Multiples of
 it need no padding in buckets of 128."""
 
-_SLICE = 1 << 20
+SLICE = 1 << 20
 """Elements in one message, about. While one message is sent, the next is encoded and the previous one decoded."""
 
 
@@ -285,7 +285,7 @@ class Layout:
     def digest(self) -> int:
         """64-bit hash of everything that two ranks must share to read each other's messages."""
         text = "\n".join(f"{layer.name} {layer.start} {layer.shape} {layer.compressor}" for layer in self.layers)
-        text += f"\n{self.world_size} {self.world.nodes} {self.dtype} {self.algorithm} {_SLICE}"
+        text += f"\n{self.world_size} {self.world.nodes} {self.dtype} {self.algorithm} {SLICE}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
@@ -337,7 +337,7 @@ def _slices(cuts: Sequence[Cut]) -> list[list[Cut]]:
     numel = sum(cut.numel for cut in cuts)
     if not numel:
         return []
-    size = -(-numel // max(1, round(numel / _SLICE)))
+    size = -(-numel // max(1, round(numel / SLICE)))
     slices: list[list[Cut]] = [[]]
     room = size
     for layer, compressor, index0, left in cuts:

@@ -96,7 +96,7 @@ class _Place(NamedTuple):
     payload: int
 
 
-def _places(messages: Sequence[Outgoing], neighbours: frozenset[int]) -> tuple[dict[int, _Place], int]:
+def places_of(messages: Sequence[Outgoing], neighbours: frozenset[int]) -> tuple[dict[int, _Place], int]:
     """Return the places of a rank's messages to its ``neighbours`` by phase, and the bytes of all of them.
 
     Every rank computes this for every rank of its node, so nothing about it is sent.
@@ -201,7 +201,7 @@ class SharedMemoryTransport(Transport):
     def open(self, traffic: Traffic) -> SharedBuffers:
         """As `Transport.open`. Raises `SharedMemoryError`, on every rank alike, if memory runs out."""
         rank = self.rank
-        places = {peer: _places(traffic[peer], self._others(peer)) for peer in self._node | {rank}}
+        places = {peer: places_of(traffic[peer], self._others(peer)) for peer in self._node | {rank}}
         mine, own_bytes = places[rank]
         senders = {
             p: size for p, (own, size) in places.items() if any(rank in place.consumed for place in own.values())

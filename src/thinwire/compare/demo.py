@@ -33,7 +33,7 @@ from thinwire.results import OutputFile
 
 # The first two turns show the most: what users have, and what they would have.
 ORDER = ("fp32", "thinwire", "bf16", "powersgd", "low-rank", "local", "muloco", "muon", "alone", "control")
-_SMOKE = Task(
+SMOKE = Task(
     model=GPTConfig(context=32, width=64, layers=2, heads=2),
     steps=8,
     batch=2,
@@ -106,7 +106,7 @@ def demo(
 
 
 def _task(smoke: bool, steps: int | None, seed: int) -> Task:
-    task = replace(_SMOKE if smoke else Task(), seed=seed)
+    task = replace(SMOKE if smoke else Task(), seed=seed)
     if steps is not None:
         if steps < 2:
             raise ValueError(f"--steps {steps}: at least 2")

@@ -121,7 +121,7 @@ class RankProcesses:
         timeout_s: float,
         module: str = "thinwire.compare.demo_rank",
     ) -> None:
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._selector = selectors.DefaultSelector()
         self._ranks: list[_Rank] = []
         command = {
@@ -166,7 +166,7 @@ class RankProcesses:
         for rank in self._ranks:
             rank.send(command)
         # A step may take as long as the process group waits, and ends with an error of its own then.
-        return self._collect(on_event, on_hold, 2 * self._timeout_s)
+        return self._collect(on_event, on_hold, 2 * self.timeout_s)
 
     def close(self) -> None:
         """End all ranks. May be called again."""

@@ -176,11 +176,11 @@ class _Comm:
     """What both collectives have in common: how they get memory."""
 
     def __init__(self, attached: Attached) -> None:
-        self._at = attached
+        self.attached = attached
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         # Room that no shard fills is never written.
-        make = torch.zeros if self._at.pads else torch.empty
+        make = torch.zeros if self.attached.pads else torch.empty
         return make(*size, dtype=dtype, device=device)
 
 
@@ -190,7 +190,7 @@ class QuantisedAllGather(_Comm):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        at = self._at
+        at = self.attached
         if not at.wire.attached:
             all_gather_single(output_tensor, input_tensor, group)
             return None
@@ -218,7 +218,7 @@ class QuantisedReduceScatter(_Comm):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        at = self._at
+        at = self.attached
         if not at.wire.attached:
             at.release_moments()
             reduce_scatter_single(output_tensor, input_tensor, group, op)
@@ -364,10 +364,10 @@ class _Across:
     """For ``FSDPModule.set_all_reduce_hook``: the mean over replicas of what was reduced among shards."""
 
     def __init__(self, attached: Attached) -> None:
-        self._at = attached
+        self.attached = attached
 
     def __call__(self, reduced: Tensor) -> None:
-        at = self._at
+        at = self.attached
         if at.wire.attached:
             at.wire.reduce_across(at.unit, reduced).wait()
         elif at.replicas is not None:

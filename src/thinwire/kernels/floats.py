@@ -34,7 +34,7 @@ def _target(table: Table, y: Tensor) -> tuple[int, int, int, int]:
     return table.pointer, len(table.segments), y.data_ptr(), CODES[y.dtype]
 
 
-def _torch_or_triton(tensor: Tensor) -> ModuleType:
+def torch_or_triton(tensor: Tensor) -> ModuleType:
     """Return the implementation for tensors that the native core does not process."""
     if not native.asynchronous(tensor):
         return reference_floats
@@ -86,7 +86,7 @@ def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int) -> Non
     _check_values("x", x, table, x)
     _check_message("message", message, table.message_bytes("natural", natural_bytes), x)
     if not native.computes(x):
-        return _torch_or_triton(x).natural_encode(x, table, message, key=key)
+        return torch_or_triton(x).natural_encode(x, table, message, key=key)
     native.core().natural_encode(*_source(x, table), message.data_ptr(), key & MASK64)
     return None
 
@@ -99,7 +99,7 @@ def natural_decode(message: Tensor, table: Table, y: Tensor, *, add: bool = Fals
     _check_values("y", y, table, y)
     _check_message("message", message, table.message_bytes("natural", natural_bytes), y)
     if not native.computes(y):
-        return _torch_or_triton(y).natural_decode(message, table, y, add=add, scale=scale)
+        return torch_or_triton(y).natural_decode(message, table, y, add=add, scale=scale)
     native.core().natural_decode(message.data_ptr(), *_target(table, y), add, scale)
     return None
 
@@ -167,7 +167,7 @@ def rangefloat_encode(
         raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}, not {rounding!r}")
     how = ROUNDINGS[rounding]
     if not native.computes(x):
-        return _torch_or_triton(x).rangefloat_encode(x, table, message, params, bits=bits, rounding=how, key=key)
+        return torch_or_triton(x).rangefloat_encode(x, table, message, params, bits=bits, rounding=how, key=key)
     where = message.data_ptr(), params.data_ptr()
     native.core().rangefloat_encode(*_source(x, table), *where, bits, how, key & MASK64)
     return None
@@ -183,7 +183,7 @@ def rangefloat_decode(
     _check_values("y", y, table, y)
     _check_message("message", message, _rangefloat_bytes(table, bits), y)
     if not native.computes(y):
-        return _torch_or_triton(y).rangefloat_decode(message, table, y, bits=bits, add=add, scale=scale)
+        return torch_or_triton(y).rangefloat_decode(message, table, y, bits=bits, add=add, scale=scale)
     native.core().rangefloat_decode(message.data_ptr(), *_target(table, y), bits, add, scale)
     return None
 
@@ -216,7 +216,7 @@ def levels_encode(x: Tensor, table: Table, message: Tensor, levels: Tensor, *, b
     _check_message("message", message, _levels_bytes(table, bits, bucket), x)
     _check_per_row("levels", levels, (len(table), 1 << bits), x)
     if not native.computes(x):
-        return _torch_or_triton(x).levels_encode(x, table, message, levels, bits=bits, bucket=bucket)
+        return torch_or_triton(x).levels_encode(x, table, message, levels, bits=bits, bucket=bucket)
     native.core().levels_encode(*_source(x, table), message.data_ptr(), levels.data_ptr(), bits, bucket)
     return None
 
@@ -231,7 +231,7 @@ def levels_decode(
     _check_values("y", y, table, y)
     _check_message("message", message, _levels_bytes(table, bits, bucket), y)
     if not native.computes(y):
-        return _torch_or_triton(y).levels_decode(message, table, y, bits=bits, bucket=bucket, add=add, scale=scale)
+        return torch_or_triton(y).levels_decode(message, table, y, bits=bits, bucket=bucket, add=add, scale=scale)
     native.core().levels_decode(message.data_ptr(), *_target(table, y), bits, bucket, add, scale)
     return None
 
@@ -336,7 +336,7 @@ def int_round(
         raise ValueError(f"clip must be 1 to the largest {out.dtype}, not {clip}")
     limit = _not_above(min(int(clip), _CLIPS[out.dtype]))
     if not native.computes(x):
-        return _torch_or_triton(x).int_round(x, table, alphas, out, clip=limit, key=key, nearest=nearest)
+        return torch_or_triton(x).int_round(x, table, alphas, out, clip=limit, key=key, nearest=nearest)
     clipped = torch.empty(len(table), dtype=torch.int64)
     to = alphas.data_ptr(), out.data_ptr(), out.element_size()
     native.core().int_round(*_source(x, table), *to, limit, key & MASK64, nearest, clipped.data_ptr())
@@ -349,7 +349,7 @@ def int_decode(out: Tensor, table: Table, y: Tensor, factors: Tensor) -> None:
     _check_integers(out, table, y)
     _check_per_row("factors", factors, (len(table),), y)
     if not native.computes(y):
-        return _torch_or_triton(y).int_decode(out, table, y, factors)
+        return torch_or_triton(y).int_decode(out, table, y, factors)
     native.core().int_decode(out.data_ptr(), out.element_size(), *_target(table, y), factors.data_ptr())
     return None
 

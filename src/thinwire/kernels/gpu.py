@@ -45,8 +45,8 @@ def bucketed_encode(
             now, next, loss_scale = residual or Residual(x, x)
             encode_tiles[(len(pieces),)](
                 x, now, next, message, pieces, table.on(x.device), *words(key), loss_scale, form.clip,
-                BITS=form.bits, BUCKET=bucket, GROUPS=tile // GROUP, STEPS=form.steps, SUMS=_needs_sums(form),
-                RESIDUAL=residual is not None, **_coding(form), **options(form.bits),
+                BITS=form.bits, BUCKET=bucket, GROUPS=tile // GROUP, STEPS=form.steps, SUMS=needs_sums(form),
+                RESIDUAL=residual is not None, **coding_constants(form), **options(form.bits),
             )  # fmt: skip
         else:
             _encode_any_bucket(x, table, message, form, bucket, key=key, residual=residual)
@@ -56,7 +56,7 @@ def _encode_any_bucket(
     x: Tensor, table: Table, message: Tensor, form: Format, bucket: int, *, key: int, residual: Residual | None
 ) -> None:
     """Extrema of all buckets (unless the scheme needs sums), then their scales, then the codes."""
-    rows, coding, sums = table.on(x.device), _coding(form), _needs_sums(form)
+    rows, coding, sums = table.on(x.device), coding_constants(form), needs_sums(form)
     launch = options(form.bits)
     firsts, total = table.bucket_firsts(x.device, bucket)
     inverses = torch.empty(total, dtype=torch.float32, device=x.device)
@@ -158,12 +158,12 @@ def _encode_tile_size(bits: int, bucket: int) -> int:
     return max(32 * 32 * int(options(bits)["num_warps"]), bucket)
 
 
-def _coding(form: Format) -> dict[str, int]:
+def coding_constants(form: Format) -> dict[str, int]:
     """How a kernel is compiled to make the format's codes. What does not round is compiled once, not per rounding."""
     scheme = SCHEMES.index(form.scheme)
     rounding = ROUNDINGS.index(form.rounding) if scheme <= 2 else ROUNDINGS.index("nearest")
     return {"SCHEME": scheme, "ROUNDING": rounding, "OFFSET2": int(2 * form.offset)}
 
 
-def _needs_sums(form: Format) -> bool:
+def needs_sums(form: Format) -> bool:
     return form.scheme in ("norm", "sides", "sign") or form.clip > 0

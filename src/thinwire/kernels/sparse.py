@@ -27,7 +27,7 @@ MAX_NUMEL = 2**31 - 1
 """Indices are int32."""
 
 
-def _torch_or_triton(tensor: Tensor) -> ModuleType:
+def torch_or_triton(tensor: Tensor) -> ModuleType:
     """Return the implementation for tensors that the native core does not process."""
     if not native.asynchronous(tensor):
         return reference_sparse
@@ -58,7 +58,7 @@ def _check_picks(indices: Tensor, like: Tensor, values: Tensor | None = None) ->
             raise ValueError(f"{values.numel()} values do not fit {indices.numel()} indices")
 
 
-def _sample(numel: int, k: int, key: int, deviations: float, one_in: int = 8) -> Sample:
+def draw_sample(numel: int, k: int, key: int, deviations: float, one_in: int = 8) -> Sample:
     """Return which elements to sample, and the rank in the sample of a threshold that about k elements reach.
 
     One element in ``one_in`` is sampled, up to 16384 of them. The stride is odd, so that it visits all columns of a
@@ -91,9 +91,9 @@ def select_topk(
     if not 0 <= k <= numel:
         raise ValueError(f"k must be 0 to {numel}, not {k}")
     # Where the threshold only saves work, an eighth of the sample suffices: a nearer one saves less than it costs.
-    sample = _sample(numel, k, key, 1.0) if sampled else _sample(numel, k, key, 4.0, one_in=64)
+    sample = draw_sample(numel, k, key, 1.0) if sampled else draw_sample(numel, k, key, 4.0, one_in=64)
     if not native.computes(x):
-        return _torch_or_triton(x).select_topk(x[start : start + numel], k, sample, sampled=sampled)
+        return torch_or_triton(x).select_topk(x[start : start + numel], k, sample, sampled=sampled)
     indices, values, _, finite = _pick(x, start, numel, k, 1, sample, partial=False, sampled=sampled)
     return indices, values, finite
 
@@ -124,7 +124,7 @@ def select_threshold(
     if capacity < 0:
         raise ValueError(f"capacity must not be negative, got {capacity}")
     if not native.computes(x):
-        return _torch_or_triton(x).select_threshold(x[start : start + numel], threshold, capacity)
+        return torch_or_triton(x).select_threshold(x[start : start + numel], threshold, capacity)
     room, least = min(capacity, numel), int(magnitudes(torch.tensor([threshold]))) + 1
     indices, values, total, finite = _pick(x, start, numel, room, least, NO_SAMPLE, partial=True, sampled=False)
     return indices, values, finite, max(0, total - room)
@@ -137,13 +137,13 @@ def abs_histogram(x: Tensor, start: int, numel: int) -> Tensor:
     """
     _check_span("x", x, start, numel)
     if not native.computes(x):
-        return _torch_or_triton(x).abs_histogram(x[start : start + numel])
+        return torch_or_triton(x).abs_histogram(x[start : start + numel])
     counts = torch.empty(BINS, dtype=torch.int32)
     native.core().abs_histogram(x.data_ptr(), CODES[x.dtype], start, numel, counts.data_ptr())
     return counts
 
 
-def _is_bitmap(numel: int, k: int) -> bool:
+def packs_bitmap(numel: int, k: int) -> bool:
     return align(-(-numel // 8)) <= align(4 * -(-numel // BLOCK) + 2 * k)
 
 
@@ -168,14 +168,14 @@ def pack_indices(indices: Tensor, numel: int, k: int, message: Tensor, at: int) 
     _check_picks(indices, message)
     if at < 0 or indices.numel() > k:
         raise ValueError(f"{indices.numel()} indices at byte {at}: at most k={k}, and no byte before the first")
-    bitmap = _is_bitmap(numel, k)
+    bitmap = packs_bitmap(numel, k)
     if native.computes(indices):
         where = indices.data_ptr(), indices.numel(), numel, k, bitmap, message.data_ptr() + at
         good = native.core().pack_indices(*where)
     else:
         good = not indices.numel() or bool((indices[0] >= 0) & (indices[-1] < numel) & (indices.diff() > 0).all())
         if good:
-            _torch_or_triton(message).pack_indices(indices, numel, k, message, at, bitmap)
+            torch_or_triton(message).pack_indices(indices, numel, k, message, at, bitmap)
     if not good:
         raise ValueError(f"indices must ascend, between 0 and {numel - 1}")
 
@@ -189,9 +189,9 @@ def unpack_indices(message: Tensor, at: int, numel: int, k: int) -> Tensor:
     _check_message("message", message, at + num_bytes, message)
     if at < 0:
         raise ValueError(f"at must not be negative, got {at}")
-    bitmap = _is_bitmap(numel, k)
+    bitmap = packs_bitmap(numel, k)
     if not native.computes(message):
-        return _torch_or_triton(message).unpack_indices(message, at, numel, k, bitmap)
+        return torch_or_triton(message).unpack_indices(message, at, numel, k, bitmap)
     indices = torch.empty(k, dtype=torch.int32)
     count = native.core().unpack_indices(message.data_ptr() + at, numel, k, bitmap, indices.data_ptr())
     return indices if count == k else indices[:count]
@@ -206,7 +206,7 @@ def sparse_add(y: Tensor, start: int, numel: int, indices: Tensor, values: Tenso
     _check_span("y", y, start, numel)
     _check_picks(indices, y, values)
     if not _scatter(y, start, numel, indices, values.data_ptr(), scale):
-        _torch_or_triton(y).sparse_add(y[start : start + numel], indices, values, scale)
+        torch_or_triton(y).sparse_add(y[start : start + numel], indices, values, scale)
 
 
 def sparse_zero(y: Tensor, start: int, numel: int, indices: Tensor) -> None:
@@ -214,7 +214,7 @@ def sparse_zero(y: Tensor, start: int, numel: int, indices: Tensor) -> None:
     _check_span("y", y, start, numel)
     _check_picks(indices, y)
     if not _scatter(y, start, numel, indices, 0, 1.0):
-        _torch_or_triton(y).sparse_zero(y[start : start + numel], indices)
+        torch_or_triton(y).sparse_zero(y[start : start + numel], indices)
 
 
 def _scatter(y: Tensor, start: int, numel: int, indices: Tensor, values: int, scale: float) -> bool:

@@ -17,7 +17,7 @@ from thinwire.kernels.format import align
 from thinwire.kernels.ops import _check_message, _check_values
 from thinwire.kernels.reference_floats import HEADER
 from thinwire.kernels.reference_sparse import BLOCK
-from thinwire.kernels.sparse import _is_bitmap, _sample, index_bytes
+from thinwire.kernels.sparse import draw_sample, index_bytes, packs_bitmap
 from thinwire.kernels.table import Table
 
 
@@ -54,7 +54,7 @@ def rows_choose(
     samples = None
     if sample_keys is not None:
         given = zip(table.segments, rooms, sample_keys, strict=True)
-        samples = [_sample(row.numel, room, key, 1.0) for row, room, key in given]
+        samples = [draw_sample(row.numel, room, key, 1.0) for row, room, key in given]
     places = _places(table, rooms, x.device, floats)
     options = {"limits": limits, "asked": asked, "samples": samples, "floats": floats, "bounded": bounded}
     return gpu_select.choose(x, table, places, message, **options)
@@ -141,7 +141,7 @@ def _places(table: Table, rooms: tuple[int, ...], device: torch.device, floats: 
     def make() -> gpu_select.Places:
         marks, cleared, start = [], [], 0
         for row, room in zip(table.segments, rooms, strict=True):
-            blocks = 0 if _is_bitmap(row.numel, room) else -(-row.numel // BLOCK)
+            blocks = 0 if packs_bitmap(row.numel, room) else -(-row.numel // BLOCK)
             words = _payload(row.numel, room, floats) // 4 if row.numel else 0
             marks.append((room, start, blocks, row.payload + HEADER + index_bytes(row.numel, room), words))
             cleared.append((0, 1, words))

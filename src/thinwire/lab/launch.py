@@ -120,7 +120,7 @@ def launch(
         raise ValueError(f"timeout must be a positive number of seconds, not {timeout}")
     if possible is not None and (count is None or not possible > 0):
         raise ValueError(f"possible must be a positive number beside count, not {possible} beside {count!r}")
-    tally = _Tally(count)
+    tally = Tally(count)
     notes = Console(stderr=True, highlight=False)
     shape = {
         "rate": rate,
@@ -293,7 +293,7 @@ class _Supervision:
 class _Starter:
     """Starts ranks, and forwards what they print."""
 
-    def __init__(self, network: Network, command: Sequence[str], caught: list[int], tally: _Tally) -> None:
+    def __init__(self, network: Network, command: Sequence[str], caught: list[int], tally: Tally) -> None:
         self.network, self.command, self.caught, self.tally = network, command, caught, tally
         self.processes: list[subprocess.Popen[bytes]] = []
         self.readers: list[threading.Thread] = []
@@ -308,7 +308,7 @@ class _Starter:
         return process
 
 
-class _Tally:
+class Tally:
     """Adds up the numbers that ranks print where ``pattern`` says."""
 
     def __init__(self, pattern: str | None) -> None:
@@ -356,19 +356,19 @@ class _Turns:
                     os.killpg(process.pid, signal.SIGSTOP if begins else signal.SIGCONT)
 
 
-def _readers(rank: int, process: subprocess.Popen[bytes], caught: list[int], tally: _Tally) -> list[threading.Thread]:
+def _readers(rank: int, process: subprocess.Popen[bytes], caught: list[int], tally: Tally) -> list[threading.Thread]:
     """Start two threads that forward ``rank``'s output line by line, each line prefixed with its number."""
     threads = []
     for pipe, stderr in ((process.stdout, False), (process.stderr, True)):
         thread = threading.Thread(
-            target=_forward, args=(rank, pipe, Console(stderr=stderr), caught, tally), daemon=True
+            target=forward_lines, args=(rank, pipe, Console(stderr=stderr), caught, tally), daemon=True
         )
         thread.start()
         threads.append(thread)
     return threads
 
 
-def _forward(rank: int, pipe: IO[bytes], console: Console, caught: list[int], tally: _Tally) -> None:
+def forward_lines(rank: int, pipe: IO[bytes], console: Console, caught: list[int], tally: Tally) -> None:
     with console.capture() as rendered:
         console.print(f"[{rank}]", style=STYLES[rank % len(STYLES)], end=" ", markup=False, highlight=False)
     prefix, reader_gone = rendered.get(), False

@@ -239,6 +239,11 @@ class Network:
         sent = _counted_bytes(self._inside_node(node), INTERFACE)
         return sent, _counted_bytes(self._inside_hub(), _port(node))
 
+    @property
+    def keeper_pid(self) -> int:
+        """The process that holds the namespaces: when it ends, so do the network and every process in it."""
+        return self._keeper.pid
+
     def describe(self) -> dict[str, Any]:
         """Describe the links: rate (None if unshaped), burst and queue limit of each node, latency, TCP and mode.
 

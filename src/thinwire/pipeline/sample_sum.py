@@ -55,7 +55,7 @@ class SampleSum:
     ) -> None:
         coder = compressor.coder if isinstance(compressor, Delta) else compressor
         assert isinstance(coder, Coded), "it was checked"
-        self._transport, self._coder, self._place = transport, coder, place
+        self.transport, self._coder, self._place = transport, coder, place
         self._keeps = isinstance(compressor, Delta)
         self._name, self._seed, self.stats = name, seed, stats
         self._shape: tuple[int, ...] | None = None
@@ -84,7 +84,7 @@ class SampleSum:
         layouts_of_sum = [self._layout(cut, rows, kinds, f"sum {rank}") for rank, cut in enumerate(self._cuts)]
         changes = [(flat - part)[:, start:end] for start, end in self._cuts]
         arrived = self._scatter(changes, layouts, part)
-        rank = self._transport.rank
+        rank = self.transport.rank
         own = rest[:, : arrived.shape[1]] + arrived
         sums = self._gather(own, layouts_of_sum)
         for (start, end), change in zip(self._cuts, sums, strict=True):
@@ -92,7 +92,7 @@ class SampleSum:
         rest[:, : own.shape[1]] = own - sums[rank]
         self._save((part, total, rest), rows, refused)
         self.step += 1
-        self.stats.dense_bytes += ring_bytes(4 * flat.numel(), self._transport.world_size)
+        self.stats.dense_bytes += ring_bytes(4 * flat.numel(), self.transport.world_size)
         return total.view(x.shape)
 
     def _set_up(self, x: Tensor, count: int) -> None:
@@ -109,7 +109,7 @@ class SampleSum:
                 "pad samples to one length"
             )
         self._shape = tuple(x.shape[1:])
-        numel, ranks = torch.Size(self._shape).numel(), self._transport.world_size
+        numel, ranks = torch.Size(self._shape).numel(), self.transport.world_size
         if numel < ranks:
             raise ValueError(f"a sample's activation of shape {self._shape} cannot be shared by {ranks} ranks")
         grain = _GRAIN if numel >= _GRAIN * ranks else 1
@@ -159,7 +159,7 @@ class SampleSum:
     def _scatter(self, changes: Sequence[Tensor], layouts: Sequence[MessageLayout], part: Tensor) -> Tensor:
         """Send every rank its share of this rank's changes, and add up those that arrive. ``part`` becomes what the
         others know of this rank's."""
-        rank, ranks = self._transport.rank, self._transport.world_size
+        rank, ranks = self.transport.rank, self.transport.world_size
         messages = [self._encoded(own, layouts[peer], rank, _PARTS) for peer, own in enumerate(changes)]
         for (start, end), layout, message in zip(self._cuts, layouts, messages, strict=True):
             part[:, start:end] += self._decoded(message, layout)
@@ -175,7 +175,7 @@ class SampleSum:
 
     def _gather(self, own: Tensor, layouts: Sequence[MessageLayout]) -> list[Tensor]:
         """Send this rank's share of the sum to all others; all shares as they arrive."""
-        rank = self._transport.rank
+        rank = self.transport.rank
         messages = [torch.empty(layout.num_bytes, dtype=torch.uint8) for layout in layouts]
         messages[rank] = self._encoded(own, layouts[rank], rank, _SUM)
         self._exchange(dict.fromkeys(range(len(layouts)), messages[rank]), dict(enumerate(messages)))
@@ -185,7 +185,7 @@ class SampleSum:
         return [self._decoded(message, layout) for message, layout in zip(messages, layouts, strict=True)]
 
     def _exchange(self, leaving: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> None:
-        transport = self._transport
+        transport = self.transport
         tag = transport.new_tag(1)
         if transport.detector is not None:
             transport.detector.advance()

@@ -21,7 +21,7 @@ from thinwire.pipeline.stage_compression import StageCompression
 from thinwire.pipeline.stage_group import stage_group_of
 from thinwire.pipeline.stats import PipelineStats
 from thinwire.policies import ByLink, LinkChoice
-from thinwire.store import Memory, Place
+from thinwire.store import Memory, Place, Store
 
 
 class CompressedStage(PipelineStage):
@@ -81,6 +81,12 @@ class CompressedStage(PipelineStage):
     def stats(self) -> PipelineStats:
         """What this stage sent, saved and kept so far."""
         return self._compression.present_stats()
+
+    @property
+    def stores(self) -> dict[str, Store]:
+        """The stores of messages by the boundary and side that they are of, as ``"boundary0-earlier"``; none before the
+        first step."""
+        return {side.name: side.store for side in self._compression.sides if side.store is not None}
 
     @property
     def links(self) -> tuple[Mapping[Direction, LinkChoice], ...]:

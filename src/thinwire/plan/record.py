@@ -16,7 +16,7 @@ from thinwire.plan.cost import sent_bytes
 
 FORMAT = 1
 """Version of the file format. Files of another version are refused."""
-_MOST_FILE_BYTES = 1 << 26
+MOST_FILE_BYTES = 1 << 26
 _MOST_TEXT = 2000
 _MOST_DIMENSIONS = 64
 _MOST_ELEMENTS = 1 << 48
@@ -218,9 +218,9 @@ class PlanRecord:
 
 def _json_of(path: Path) -> Any:
     with path.open("rb") as file:
-        text = file.read(_MOST_FILE_BYTES + 1)
-    if len(text) > _MOST_FILE_BYTES:
-        raise ValueError(f"it is larger than {_MOST_FILE_BYTES >> 20} MiB")
+        text = file.read(MOST_FILE_BYTES + 1)
+    if len(text) > MOST_FILE_BYTES:
+        raise ValueError(f"it is larger than {MOST_FILE_BYTES >> 20} MiB")
     try:
         return json.loads(text.decode("utf-8"), parse_constant=_no_number)
     except UnicodeDecodeError:

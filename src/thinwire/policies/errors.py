@@ -15,7 +15,7 @@ from thinwire.compressors._core.schedule import rank_at
 _POWER_STEPS = 5
 """Enough for an error close to that of the best approximation (thesis, B.2.2)."""
 _OVERSAMPLING = 4
-_LARGEST_GRAM = 1024
+LARGEST_GRAM = 1024
 """Rows or columns up to which all singular values are taken: beyond, the ranks asked for are few beside them."""
 
 
@@ -73,7 +73,7 @@ def _rank_errors(x: Tensor, candidates: Sequence[PowerSGD]) -> dict[Compressor, 
     if matrix.shape[0] > matrix.shape[1]:
         matrix = matrix.T
     most = min(max(ranks.values()), matrix.shape[0])
-    if matrix.shape[0] <= _LARGEST_GRAM:
+    if matrix.shape[0] <= LARGEST_GRAM:
         # Of M Mᵀ: far less work than the singular values of M, and good to 1e-7 of the largest one's square.
         squares = torch.linalg.eigvalsh((matrix @ matrix.T).double()).flip(0)
     else:

@@ -301,7 +301,7 @@ def measure_speeds(
     """
     ordered = sorted(compressors, key=str)
     device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
-    passes = [_passes(compressor, device) for compressor in ordered]
+    passes = [codec_passes(compressor, device) for compressor in ordered]
     mine = [codec_seconds(c, transport.world_size, seconds) for c, seconds in zip(ordered, passes, strict=True)]
     bandwidth, latency = measure_link(transport)
     # The slowest rank decides for all.
@@ -322,12 +322,12 @@ def measure_codecs(compressors: Collection[Compressor], transport: Transport) ->
     """
     ordered = sorted(compressors, key=str)
     device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
-    mine = torch.tensor([list(_passes(c, device).values()) for c in ordered], dtype=torch.float64)
+    mine = torch.tensor([list(codec_passes(c, device).values()) for c in ordered], dtype=torch.float64)
     slowest = transport.all_gather(mine).amax(0).tolist()
     return {compressor: (encode, decode) for compressor, (encode, decode) in zip(ordered, slowest, strict=True)}
 
 
-def _passes(compressor: Compressor, device: torch.device) -> dict[str, float]:
+def codec_passes(compressor: Compressor, device: torch.device) -> dict[str, float]:
     """Return the seconds of an element: ``encode`` and ``decode``."""
     x = torch.randn(_NUMEL, generator=torch.Generator().manual_seed(0)).to(device)
     piece = Piece("probe", 0, _NUMEL, 0, 0, _SHAPE)

@@ -46,7 +46,7 @@ _FRAME = struct.Struct("<BBIIIQ")
 _BEAT_S = 0.5
 _RANKS_A_BEAT = 64
 """Above so many ranks heartbeats are rarer, so that their number a second stays the same."""
-_GRACE_S = 2.5
+GRACE_S = 2.5
 """How long a failure waits for evidence of its cause."""
 _REPORT_S = 1.0
 """The same for a failure that another rank has announced."""
@@ -105,6 +105,11 @@ class FailureDetector:
         _rings.add(self._ring)
         self._stop = weakref.finalize(self, self._ring.stop, "its program has ended")
         threads.start(self._ring.run, name="thinwire failures", end=self._stop)
+
+    @property
+    def heard(self) -> frozenset[int]:
+        """The ranks of this detector's group whose heartbeats have arrived, without this one."""
+        return frozenset(self._ring.evidence.heard)
 
     def advance(self) -> None:
         """Count a collective that this rank begins. All ranks begin the same ones."""
@@ -212,7 +217,7 @@ class _Ring:
             if self._searched:
                 return self._cause
         self.send(FAILED, self.rank if suspect is None else suspect, text)
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + GRACE_S
         cause = None
         with self._news:
             while not self._searched:
