@@ -23,7 +23,6 @@ from thinwire.plan import Plan, Speeds, declined
 from thinwire.plan.cost import codec_seconds
 from thinwire.runtime.probe import codec_passes, measure_speeds
 
-pytestmark = pytest.mark.alone
 SHAPES = {"big.weight": (512, 512), "other.weight": (64, 64), "bias": (64,)}
 
 
@@ -56,6 +55,7 @@ class Slow(LoopbackTransport):
         return super()._start_all_reduce(x, lane, op)
 
 
+@pytest.mark.alone
 def test_declining_measures_the_link() -> None:
     def run(transport):
         transport.__class__ = Slow
@@ -105,6 +105,7 @@ def _declines(rank: int) -> tuple[bool, dict, int, bool]:
     "spec",
     ["topk(density=0.01)", "ef(threshold(lam=2.0))", "powersgd(rank=4)", "fft(theta=0.9)", "levels(bits=4)", "sign"],
 )
+@pytest.mark.alone
 def test_declining_times_every_kind_of_compressor(spec: str) -> None:
     """What is cheap in bytes pays on a slow link, and what is gathered costs more of them with more ranks."""
     compressor = parse(spec)
@@ -117,6 +118,7 @@ def test_declining_times_every_kind_of_compressor(spec: str) -> None:
     assert declined(plan, crowd).all_raw == (isinstance(plan["w"], Coded) and plan["w"].gathered)
 
 
+@pytest.mark.alone
 def test_declined_layers_are_sent_as_in_stock_ddp() -> None:
     for same, layers, counted, dense in run_ranks(_declines, 2):
         assert same
@@ -172,6 +174,7 @@ def test_resync_gives_everybody_rank_0s_parameters() -> None:
         assert checks == 7
 
 
+@pytest.mark.alone
 def test_three_thousand_steps_of_four_ranks_stay_identical() -> None:
     """Parameters that follow their compressed gradients are the same on all ranks, also at every 300th step.
 
@@ -362,6 +365,7 @@ KILLS = int(os.environ.get("THINWIRE_TEST_KILLS", "5"))
 
 
 @pytest.mark.timeout(30 + 12 * KILLS)
+@pytest.mark.alone
 def test_a_rank_killed_at_any_point_is_an_error_for_the_others() -> None:
     """The survivors end with a clear error within the timeout. THINWIRE_TEST_KILLS=50 kills fifty."""
     generator = torch.Generator().manual_seed(0)
