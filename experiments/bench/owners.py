@@ -97,12 +97,12 @@ def _time(results: Results, specs: list[str], ranks: int, rate: str, size_mb: fl
     table = Table("all-reduce", "ms", "gloo", "MB received a rank")
     for spec in specs:
         [answer], _ = measure([("sra", "group")], [size_mb], ranks=ranks, rate=rate, compressor=spec, repeats=repeats)
-        [(name, found)] = answer["about"].items()
+        [(name, counted)] = answer["about"].items()
         seconds, gloo = answer["seconds"][name], answer["seconds"]["gloo"]
         # What all ranks send, all ranks receive.
-        received = sum(found["crossing_bytes"]) / ranks
+        received = sum(counted["crossing_bytes"]) / ranks
         results.add(f"seconds/{spec}", seconds, "s", gloo=gloo, all=answer["all"][name])
-        results.add(f"received_bytes/{spec}", received, "B", interfaces=found["interface_bytes"])
-        results.add(f"replicas_identical/{spec}", float(found["replicas_identical"]), "")
+        results.add(f"received_bytes/{spec}", received, "B", interfaces=counted["interface_bytes"])
+        results.add(f"replicas_identical/{spec}", float(counted["replicas_identical"]), "")
         table.add_row(spec, f"{seconds * 1e3:.1f}", f"{gloo / seconds:.2f}x", f"{received / 1e6:.2f}")
     return table
