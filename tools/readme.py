@@ -393,6 +393,38 @@ def formats() -> str:
     )
 
 
+def owners() -> str:
+    rows = []
+    figures = Figures(BENCHMARKS / "owners.json")
+    about = figures.record["about"]
+    for spec in (name.removeprefix("seconds/") for name in figures.rows if name.startswith("seconds/")):
+        row, received = figures.rows[f"seconds/{spec}"], figures.get(f"received_bytes/{spec}") or 0.0
+        times = f"{1e3 * row['value']:.0f} ({1e3 * min(row['all']):.0f} to {1e3 * max(row['all']):.0f})"
+        rows.append([f"`{spec}`", times, f"{row['gloo'] / row['value']:.1f}x", f"{received / 1e6:.2f}"])
+    timed = table(["all-reduce", "ms (of three)", "speed, of gloo's fp32", "MB that a rank receives"], rows)
+    return (
+        f"`python -m experiments bench owners`: {about['size_mb']:g} MB, {about['ranks']} ranks over "
+        f"{RATES[about['rate']]} links.\n\n{timed}\n\n"
+        "What is trained with them, chosen from chunks of 16384 (bounds: one-sided, 95 %):\n\n"
+        f"{_owned_training('digits', 'a ResNet of digits, momentum SGD')}\n\n"
+        f"{_owned_training('gpt', 'a small GPT, AdamW')}\n\n{figures.machine}."
+    )
+
+
+def _owned_training(task: str, title: str) -> str:
+    figures = Figures(BENCHMARKS / f"owners-{task}.json")
+    about, rows = figures.record["about"], []
+    for name in (name.removeprefix("held_out_loss/") for name in figures.rows if name.startswith("held_out_loss/")):
+        loss, sent = figures.get(f"held_out_loss/{name}") or 0.0, figures.get(f"bytes_per_step/{name}") or 0.0
+        mean, lower, upper = (figures.get(f"difference/{bound}/{name}") for bound in ("mean", "lower", "upper"))
+        known = mean is not None and lower is not None and upper is not None
+        difference = f"{100 * mean:+.1f} % ({100 * lower:+.1f} to {100 * upper:+.1f})" if known else ""
+        label = TITLES.get(name.partition("/")[0], f"`{name}`")
+        rows.append([label, f"{loss:.4f}", difference, f"{sent / 1e3:.1f}"])
+    first = f"{title}, {about['ranks']} ranks, {about['seeds']} seeds"
+    return table([first, "held-out loss", "against fp32's", "kB sent a step"], rows)
+
+
 def pipelines() -> str:
     figures = Figures(BENCHMARKS / "pipelines.json")
     about, rows = figures.record["about"], []
@@ -787,7 +819,7 @@ PAGES = {
     "docs/auto.md": {"auto": auto},
     "docs/doctor.md": {"doctor": doctor, "doctor-fsdp": doctor_fsdp},
     "docs/kernels.md": {"kernels": kernels},
-    "docs/algorithms.md": {"algorithms": algorithms},
+    "docs/algorithms.md": {"owners": owners, "algorithms": algorithms},
     "docs/results.md": {"results": results, "power": power},
     **{f"docs/repro-{entry.name}.md": {f"repro-{entry.name}": partial(experiment, entry.name)} for entry in CATALOGUE},
 }

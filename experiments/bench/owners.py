@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
+from experiments.tasks.resnet import ImageTask
 from thinwire.bench.allreduce import measure
 from thinwire.bench.ranks import network_here
 from thinwire.compare.compare import Bar, facts_of
@@ -16,6 +18,8 @@ from thinwire.compare.variants import ALONE
 from thinwire.results import OutputFile, Results
 
 METHODS = ("topk", "chunktopk", "fft")
+TASKS = {"digits": ImageTask(steps=200, batch=16), "gpt": TINY}
+"""By momentum SGD, and by AdamW."""
 
 
 def specs_of(method: str, density: float, num_ranks: int, chunk: int) -> tuple[str, str, str]:
@@ -42,6 +46,7 @@ def owners(
     rate: str = "100mbit",
     size_mb: float = 25.0,
     repeats: int = 3,
+    task: Literal["digits", "gpt"] = "digits",
     seeds: int = 2,
     smoke: bool = False,
     json: OutputFile = None,
@@ -50,7 +55,7 @@ def owners(
 
     Each method three times: gathered; by owners with as many values; by owners with n/2 times as many, so that a rank
     receives about as much as by gathering. An all-reduce is timed over an emulated link, chosen from chunks of 262144;
-    then a small GPT is trained with each over loopback, chosen from chunks of 16384, paired as in `thinwire compare`.
+    then a model is trained with each over loopback, chosen from chunks of 16384, paired as in `thinwire compare`.
 
     Examples:
       python -m experiments bench owners --json owners-4.json
@@ -63,6 +68,7 @@ def owners(
         rate: of each node's link, both ways.
         size_mb: size of the timed gradient in fp32, in MB (10^6 bytes).
         repeats: timed all-reduces of each method; the median counts; 0: none.
+        task: what is trained: digits, a ResNet of digits by momentum SGD, or gpt, a small GPT by AdamW.
         seeds: number of seeds, each one paired run of every method; 0: none.
         smoke: a small gradient and a few steps of one seed: the same path, no figures worth keeping.
         json: write the figures to this file.
@@ -72,16 +78,16 @@ def owners(
         return 1
     if smoke:
         size_mb, repeats, seeds = 0.5, 1, 1
-    about = {"ranks": ranks, "rate": rate, "size_mb": size_mb, "seeds": seeds, "smoke": smoke}
+    about = {"ranks": ranks, "rate": rate, "size_mb": size_mb, "task": task, "seeds": seeds, "smoke": smoke}
     results = Results("python -m experiments bench owners", about=about)
     if repeats:
         specs = [spec for method in methods for spec in specs_of(method, density, ranks, 262144)]
         console.print(_time(results, specs, ranks, rate, size_mb, repeats))
     if seeds:
         specs = [spec for method in methods for spec in specs_of(method, density, ranks, 16384)]
-        task = replace(TINY, steps=4, probe_every=2) if smoke else TINY
-        with Bar(console, task.steps) as bar:
-            comparison = compare_training(task, [ALONE, *specs], seeds=range(seeds), num_ranks=ranks, watcher=bar)
+        trained = replace(TASKS[task], steps=4, probe_every=2) if smoke else TASKS[task]
+        with Bar(console, trained.steps) as bar:
+            comparison = compare_training(trained, [ALONE, *specs], seeds=range(seeds), num_ranks=ranks, watcher=bar)
         console.print(comparison.table("Trained over loopback"))
         for line in comparison.remarks():
             console.print(line, soft_wrap=True)
