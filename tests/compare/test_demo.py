@@ -46,7 +46,7 @@ def on_a_slow_link(tmp_path_factory: pytest.TempPathFactory) -> Smoke:
         pytest.skip(UNAVAILABLE)
     out = tmp_path_factory.mktemp("demo")
     argv = [sys.executable, "-m", "thinwire", "demo", "--smoke", "--out", str(out), "--json", str(out / "f.json")]
-    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}, timeout=100)
+    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((out / "f.json").read_text())
     return Smoke(done.returncode, done.stdout, _values(out / "f.json"), record, out)
