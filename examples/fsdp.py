@@ -1,7 +1,7 @@
 """FSDP2 with weights and gradients in 8 bits.
 
 torchrun --nproc-per-node 2 examples/fsdp.py
-thinwire lab --ranks 2 --rate 100mbit -- torchrun --nproc-per-node 2 examples/fsdp.py   # over a slow network
+thinwire lab --ranks 2 --rate 100mbit -- python examples/fsdp.py   # over an emulated slow network
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Lightning's Trainer with gradients in 4 bits: another strategy than ``"ddp"``.
 
 python examples/lightning.py
-Needs: pip install 'thinwire[trainers]'
+Needs: pip install '.[trainers]' in the clone
 """
 
 import pytorch_lightning

@@ -1,7 +1,7 @@
 """Lightning's Trainer with local updates: every rank trains alone, and a callback exchanges what they have learned.
 
 python examples/lightning_local.py
-Needs: pip install 'thinwire[trainers]'
+Needs: pip install '.[trainers]' in the clone
 """
 
 import pytorch_lightning

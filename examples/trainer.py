@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 2 examples/trainer.py
 torchrun --nproc-per-node 2 examples/trainer.py --accelerate
-Needs: pip install 'thinwire[trainers]'
+Needs: pip install '.[trainers]' in the clone
 """
 
 import argparse
@@ -63,7 +63,8 @@ def with_accelerate() -> None:
     accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
     optimizer = torch.optim.AdamW((net := model()).parameters(), lr=3e-3)
     net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(Counting(), batch_size=8, shuffle=True))
-    accelerator.register_for_checkpointing(handler.wire.checkpointable())
+    if handler.wire is not None:  # None with a single process
+        accelerator.register_for_checkpointing(handler.wire.checkpointable())
     for step, batch in zip(range(1, STEPS + 1), loader, strict=False):
         loss = net(**batch).loss
         optimizer.zero_grad()

@@ -59,7 +59,7 @@ def with_upcoming(loader: Iterable[tuple[Tensor, Any]]) -> Iterator[Step]:
 
 
 class Share(Sampler[int]):
-    """One replica's share of a data set, the same in every epoch, in an order of the epoch's own (S0, section 3.3).
+    """One replica's share of a data set, the same in every epoch, in an order of the epoch's own (AQ-SGD, section 3.3).
 
     With data parallelism each pipeline keeps messages of its own samples only: they are shuffled once among the
     replicas, and then inside each share. Shares differ by one sample at most. Call `set_epoch` before each epoch.

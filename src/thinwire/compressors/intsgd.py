@@ -31,7 +31,7 @@ _GROWTHS = 24
 
 @dataclass(frozen=True)
 class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
-    """IntSGD (Mishchenko et al. 2022; S4, Algorithm 1): ``g̃ = 1/(nα) · Σ Int(α·g_i)``.
+    """IntSGD (Mishchenko et al. 2022, Algorithm 1): ``g̃ = 1/(nα) · Σ Int(α·g_i)``.
 
     α comes from past steps, and all ranks work it out alike:
     ``r_k = β·r_{k−1} + (1−β)·‖g̃^{k−1}‖²`` and ``α_k = √d / √(2n·r_k + ε²)``: of the whole model (``block=global``,

@@ -21,7 +21,7 @@ from thinwire.kernels import derive_key, site_id
 
 @dataclass(frozen=True)
 class TopK(Sparsifier, Scheduled):
-    """The ``ceil(density · d)`` elements of each layer with the largest magnitude (S3, 2.2; Aji, Heafield 2017).
+    """The ``ceil(density · d)`` elements of each layer with the largest magnitude (Aji and Heafield 2017).
 
     Of equal magnitudes, the first are taken. ``select=sampled`` estimates the least magnitude from a sample of the
     layer. It sends at most as many elements, sometimes a few per cent fewer, and none that is smaller than one left

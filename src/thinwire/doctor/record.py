@@ -170,7 +170,7 @@ def prediction_row(p: Prediction, prices: Prices | None) -> dict[str, Any]:
 
 
 def _codecs(measured: Measured, predictions: Sequence[Prediction], links: Links) -> list[dict[str, Any]]:
-    """Each compressor's speed in bytes of fp32, and the ratio from which on one of its speed pays (S3, equation 4)."""
+    """Each compressor's speed in bytes of fp32, and the ratio above which its speed pays (FFT paper, eq. 4)."""
     rows = []
     for p in predictions:
         if p.setting.spec is None or p.setting.every or p.setting.algorithm != "sra":

@@ -84,7 +84,7 @@ class Checks:
     Args:
         parity_every: compare a checksum of all ranks' parameters, beside training; a difference raises `ParityError`
             and names the first parameter.
-        resync_every: copy rank 0's parameters to all ranks (S3 does so every 10 steps), for hardware that does not
+        resync_every: copy rank 0's parameters to all ranks (every 10 in the FFT paper), for hardware that does not
             compute alike.
         measure_every: also take the exact mean (an all-reduce in fp32, whose bytes count) and note the relative error
             of the mean that arrived, in ``wire.stats.alpha``.

@@ -373,7 +373,7 @@ class BoundarySide:
         self.store.save(records, _some(rows, keep), self._step.training_step, choices)
 
     def _note(self, values: Tensor, change: Tensor, layout: MessageLayout) -> None:
-        """Count how large activations are and how far they moved (S0, Figure 1b)."""
+        """Count how large activations are and how far they moved (AQ-SGD, Figure 1b)."""
         rows = layout.rows
         if not rows.samples:
             return

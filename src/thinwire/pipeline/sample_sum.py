@@ -26,7 +26,7 @@ _PARTS, _SUM = 0, 1
 
 
 class SampleSum:
-    """Sums one layer's activations over the ranks of a transport: ``A_Q = Q[Q(A_1) + … + Q(A_N)]`` (S0, F.2).
+    """Sums one layer's activations over the ranks of a transport: ``A_Q = Q[Q(A_1) + … + Q(A_N)]`` (AQ-SGD, F.2).
 
     Each rank adds up an N-th of every sample's elements. With ``delta(Q)`` all N + 1 messages are changes: a rank sends
     what changed of its part since the sample's last visit, and of the sum the change, and what the last message of the

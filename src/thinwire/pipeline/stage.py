@@ -215,7 +215,7 @@ def compress_stage(
     max_length: int | None = None,
     adapt: ByLink | None = None,
 ) -> CompressedStage:
-    """Compress the activations and gradients that a stage of a pipeline sends to its neighbours (AQ-SGD, S0).
+    """Compress the activations and gradients that a stage of a pipeline sends to its neighbours (AQ-SGD).
 
         stage = PipelineStage(module, stage_index, num_stages, device)   # of torch.distributed.pipelining
         stage = thinwire.compress_stage(stage, forward="delta(maxabs(bits=4))", backward="maxabs(bits=8)")
@@ -241,7 +241,7 @@ def compress_stage(
             ``thinwire.store.Centres()`` keeps cluster centres in their place.
         precision: bits of a kept value: 32, 16, or 2 to 8. The next stage computes on what is kept.
         seed: of the draws of stochastic rounding.
-        warmup_epochs: visits of each sample, from its first, in which it is sent uncompressed both ways (S0,
+        warmup_epochs: visits of each sample, from its first, in which it is sent uncompressed both ways (AQ-SGD,
             appendix D, has one; Algorithm 1 none: the first activation is whole, its gradient compressed). Samples for
             which the store has no room are not warmed up.
         check_every: steps after which both sides compare checksums of the messages that they use; a difference makes

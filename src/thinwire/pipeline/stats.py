@@ -14,7 +14,7 @@ _adding = threading.Lock()
 
 @dataclass
 class EpochMeans:
-    """Of the samples that this stage sent at the same number of visits: S0's Figure 1(b)."""
+    """Of the samples that this stage sent at the same number of visits: Figure 1(b) of AQ-SGD."""
 
     activation: float = 0.0
     """Mean magnitude of their activations, a value."""

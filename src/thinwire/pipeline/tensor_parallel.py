@@ -29,7 +29,7 @@ from thinwire.store import Memory
 
 
 class CompressedRowwiseParallel(RowwiseParallel):
-    """PyTorch's ``RowwiseParallel`` whose output is summed over ranks compressed (AQ-SGD, S0, appendix F).
+    """PyTorch's ``RowwiseParallel`` whose output is summed over ranks compressed (AQ-SGD, appendix F).
 
         down = thinwire.CompressedRowwiseParallel("delta(maxabs(bits=4))")
         parallelize_module(model, mesh, {"blocks.*.up": ColwiseParallel(), "blocks.*.down": down})

@@ -33,7 +33,7 @@ class Speeds:
     """Bytes per second that a rank sends in a native all-reduce; 0 for ``bandwidth``."""
 
     def seconds_per_element(self, compressor: Compressor, dtype: torch.dtype = torch.float32) -> float:
-        """``encode + bytes / bandwidth + decode`` for an element of a large layer (generalised from S3, equation 1).
+        """``encode + bytes / bandwidth + decode`` for an element of a large layer (after the FFT paper's equation 1).
 
         Latency is left out: every layer shares the messages of its DDP bucket.
         """

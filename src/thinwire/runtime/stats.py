@@ -95,7 +95,7 @@ class Stats(TrafficStats):
     overflowed: int = 0
     """Elements that should have been sent and found no room in a message of bounded size."""
     alpha: list[tuple[int, float]] = field(default_factory=list)
-    """(step, ‖mean − received‖ / ‖mean‖) of each step that was measured (``measure_every``): S3's assumption 3.2."""
+    """(step, ‖mean − received‖ / ‖mean‖) of each measured step (``measure_every``): assumption 3.2 of the FFT paper."""
     nonfinite_steps: int = 0
     """Steps of which error feedback took nothing, because some rank met NaN or Inf."""
     state_resets: int = 0

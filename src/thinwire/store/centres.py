@@ -18,7 +18,7 @@ MOST_CENTRES = 256
 
 
 class CentreTable:
-    """Cluster centres of vectors of one width (S0, appendix G: the relaxation of AQ-SGD for online learning).
+    """Cluster centres of vectors of one width (AQ-SGD, appendix G: its relaxation for online learning).
 
     The first ``num`` vectors become the centres; a centre is then the mean of all vectors assigned to it, or of about
     the last ``window`` ones, as the network drifts.
@@ -132,8 +132,8 @@ class CentreTable:
 
 
 class CentreStore(Store):
-    """Keeps cluster centres of the vectors of activations, which stand for the messages of all samples (S0, appendix
-    G).
+    """Keeps cluster centres of the vectors of activations, which stand for the messages of all samples (AQ-SGD,
+    appendix G).
 
     A vector is one position of a sample. It is sent as the index of its nearest centre c, one byte, and as its
     difference from that, ``Q(a − c)``. Both sides then move c towards what arrived, so that they keep the same. Centres

@@ -66,8 +66,8 @@ class Frame:
 
 
 class CroppedStore(Store):
-    """Keeps messages of whole images in memory, of which each visit sees a crop (S0, H.6): it takes the change from the
-    same crop of the message, and renews no other part of it. What no visit has seen is zero.
+    """Keeps messages of whole images in memory, of which each visit sees a crop (AQ-SGD, H.6): it takes the change from
+    the same crop of the message, and renews no other part of it. What no visit has seen is zero.
 
     Args:
         form: Format of an activation.

@@ -153,7 +153,7 @@ class Disk(Records):
 
 @dataclass(frozen=True)
 class Crops(Records):
-    """Keep messages of images that each epoch sees cropped elsewhere, in memory (split learning: S0, H.6).
+    """Keep messages of images that each epoch sees cropped elsewhere, in memory (split learning: AQ-SGD, H.6).
 
     Each boundary keeps messages of whole padded images. A visit takes the change from the part of it that its crop
     sees, and renews that part. ``stage.set_sample_ids(ids, corners=...)`` says where each image was cropped. A flipped

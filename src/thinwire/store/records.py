@@ -62,7 +62,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """The format of the messages m(ξ) of one stage boundary (S0, section 3.3).
+    """The format of the messages m(ξ) of one stage boundary (AQ-SGD, section 3.3).
 
     ``precision`` is 32 (fp32), 16 (``half``), or 2 to 8 bits: max-abs codes in buckets of 128, rounded stochastically
     with the same draws on both sides of a boundary.
