@@ -7,7 +7,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from figures import BENCHMARKS, Figures, bullets, claims, pictures, table
+from captions import CAPTIONS
+from figures import BENCHMARKS, Figures, bullets, claims, picture, pictures, table
+
+from experiments.framework.verdicts import JUDGED
 
 Row = dict[str, Any]
 
@@ -44,12 +47,45 @@ def experiment(name: str, benchmarks: Path = BENCHMARKS) -> str:
     about, source = measured.about, "paper" if "differs_from_the_paper" in measured.about else "thesis"
     parts = [
         claims(measured.rows, f"the {source}"),
-        f"How a claim is judged: {about['judged']}.",
-        *(text for make in TABLES.get(name, ()) for text in make(measured)),
-        f"In what this is not the {source}'s experiment:",
-        bullets(about[f"differs_from_the_{source}"]),
+        f"[How a claim is judged](docs/results.md#how-a-claim-is-judged). {_of_this_paper(about['judged'])}.",
+        *NOTES.get(name, ()),
     ]
-    return "\n\n".join(parts) + f"\n{pictures(benchmarks / f'repro-{name}')}\n{measured.machine}."
+    captions = CAPTIONS[name]
+    left = {path.stem: path for path in pictures(benchmarks / f"repro-{name}")}
+    for text in (text for make in TABLES.get(name, ()) for text in make(measured)):
+        parts.append(text)
+        # A picture follows the table that its caption begins with.
+        shown = [stem for stem in left if text.startswith(captions[stem].under or "\n")]
+        parts += [picture(left.pop(stem), captions[stem].text) for stem in shown]
+    parts += [picture(path, captions[stem].text) for stem, path in left.items()]
+    differs = [_CORRECTED.get(text, text) for text in about[f"differs_from_the_{source}"]]
+    parts += [f"Differences from the {source}'s setup:", bullets(differs).rstrip(), f"{measured.machine}."]
+    return "\n\n".join(parts)
+
+
+def _of_this_paper(judged: str) -> str:
+    """The recorded rules without those of all papers."""
+    own = judged.removeprefix(f"{JUDGED}. ")
+    return own[:1].upper() + own[1:]
+
+
+_CORRECTED = {
+    "quality is that of 2 ranks and short trainings, the GPT's by its loss instead of perplexity": (
+        "quality is that of 2 ranks and short trainings; the GPT's perplexity is that of a byte"
+    ),
+}
+"""Recorded differences that no longer are since rows are judged again."""
+
+_RATIOS = "Ratios are medians over rounds in which the methods take turns. They are not quotients of the median speeds."
+
+NOTES = {
+    "intsgd": ("In rows on time, 0.372x means that the method named first takes 0.372 of the other's time.",),
+    "lgreco": (
+        "The GPT's rows of table 4.3 print the interval of the held-out loss. Its perplexity is what is judged, and the "
+        "last column is half of that interval.",
+    ),
+}
+"""What a reader of a paper's claims has to know of their figures."""
 
 
 def _titled(title: str, head: list[str], rows: list[list[str]], *, numbers: bool = True) -> Iterator[str]:
@@ -102,7 +138,7 @@ def _cgx_throughput(measured: Measured) -> Iterator[str]:
                 cells += [f"{row['value']:,.0f}", f"{row['relative']:.2f}x", "" if theirs is None else f"{theirs:.2f}x"]
             body.append(cells)
         if body:
-            yield f"{title}\n\n{table(head, body)}"
+            yield f"{title}:\n\n{table(head, body)}\n\n{_RATIOS}"
 
 
 def _cgx_links(measured: Measured) -> Iterator[str]:
@@ -130,7 +166,7 @@ INTSGD = {
 def _intsgd(measured: Measured) -> Iterator[str]:
     """Quality and times of every method: table 2 (images) and 3 (words)."""
     about = measured.about
-    for number, network, quality in (("2", "small ResNet", "test accuracy"), ("3", "LSTM", "test loss")):
+    for number, network, quality in (("2", "small ResNet", "held-out accuracy"), ("3", "LSTM", "held-out loss")):
         rows = []
         for name, title in INTSGD.items():
             times, value = measured.row(f"{number}/step_s/{name}"), measured.value(f"{number}/quality/{name}")
@@ -141,6 +177,11 @@ def _intsgd(measured: Measured) -> Iterator[str]:
         where = f"a step on {about['num_ranks']} ranks, links of {about['rate'] or 'this host'}"
         head = ["", quality, "overhead, ms", "communication, ms", "step, ms"]
         yield from _titled(f"Table {number}, the {network}; {where}", head, rows)
+    words = about["words"]
+    yield (
+        f"Pictures of the LSTM evaluate {words['probe_windows']:,} of the {words['held_out_windows']:,} held-out "
+        "windows, table 3 all of them."
+    )
 
 
 # --- lgreco

@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from experiments.framework.verdicts import WORDS, reworded
+
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
-HOLDS = {True: "yes", False: "no", None: "cannot be told"}
+HOLDS = WORDS | {True: "yes", False: "no"}
 
 
 class Figures:
@@ -51,7 +53,7 @@ def claims(results: list[dict[str, Any]], whose: str) -> str:
         [
             row["figure"],
             row["claim"],
-            f"{row['found']}; {row['why']}" if row.get("why") else row["found"],
+            found(row),
             HOLDS[row["holds"]],
             f"{100 * row['detectable']:.2g} %" if row.get("detectable") else "",
         ]
@@ -60,18 +62,27 @@ def claims(results: list[dict[str, Any]], whose: str) -> str:
     ]
     # A bar in a cell would end it.
     rows = [[cell.replace("|", "\\|") for cell in row] for row in shown]
-    return table(["figure", whose, "here", "holds", "detectable"], rows, numbers=False)
+    return table(["figure", whose, "here", "holds", "interval"], rows, numbers=False)
+
+
+def found(row: dict[str, Any]) -> str:
+    """What was found of a claim, and why that decides nothing where it does not."""
+    return f"{row['found']}; {reworded(row['why'])}" if row.get("why") else row["found"]
 
 
 def bullets(texts: list[str]) -> str:
     return "".join(f"- {text}\n" for text in texts)
 
 
-def pictures(folder: Path) -> str:
-    """The SVGs of a folder below benchmarks/, for a page in docs/."""
+def pictures(folder: Path) -> list[Path]:
+    """The SVGs of a folder, by the numbers in their names."""
 
     def numbers(path: Path) -> list[int]:
         return [int(number) for number in re.findall(r"\d+", path.stem)]
 
-    paths = sorted(folder.glob("*.svg"), key=lambda path: (numbers(path), path.stem))
-    return "\n".join(f"![{path.stem}](../benchmarks/{folder.name}/{path.name})\n" for path in paths)
+    return sorted(folder.glob("*.svg"), key=lambda path: (numbers(path), path.stem))
+
+
+def picture(path: Path, caption: str) -> str:
+    """A picture below benchmarks/ and its caption, for a page in docs/."""
+    return f"![{caption}](../benchmarks/{path.parent.name}/{path.name})\n\n*{caption}.*"

@@ -287,7 +287,8 @@ def blob() -> str:
     return (
         "`python -m experiments bench blob`: the demo's GPT in 4 bits, its gradients compressed as flat buffers or "
         "as layers.\n\n"
-        f"{table(head, rows)}\n\n{figures.machine}."
+        f"{table(head, rows)}\n\nRatios are medians over rounds in which the methods take turns. They are not "
+        f"quotients of the median speeds.\n\n{figures.machine}."
     )
 
 

@@ -31,9 +31,9 @@ CATALOGUE = (
     ),
     Entry(
         "fullstack",
-        "AQ-SGD's full stack: QuantizedAdam beside it, split learning, appendices F and G (the same paper)",
+        "AQ-SGD's full stack: QuantizedAdam, split learning, appendices F and G (the same paper)",
         20,
-        "as AQ-SGD's; here, too",
+        "as for AQ-SGD",
     ),
     Entry(
         "cgx",
@@ -46,7 +46,7 @@ CATALOGUE = (
         "lgreco",
         "L-GreCo: Layerwise-Adaptive Gradient Compression (Markov's thesis, section 3.6 and chapter 4)",
         15,
-        "as CGX's; here, too",
+        "as for CGX",
     ),
     Entry(
         "qsdp",

@@ -48,7 +48,7 @@ def repro_all(
         smoke: the small version of each: the same path, no figures worth keeping.
         from_: run nothing: write the page from the repro-*.json files of this folder.
         out: folder for the page, the pictures and the figures.
-        json: write how many claims of each paper hold, do not or cannot be told to this file.
+        json: write how many claims of each paper hold, do not or are inconclusive to this file.
     """
     console = Console(highlight=False)
     wanted = [name for part in only for name in part.replace(",", " ").split()]
@@ -65,7 +65,7 @@ def repro_all(
     except ValueError as error:
         return _refuse(str(error))
     path = out / "results.md"
-    path.write_text(f"# Every claim, as found here\n\n{page(papers, pages=None)}")
+    path.write_text(f"# Results of the reproductions\n\n{page(papers, pages=None)}")
     console.print(_shown(papers))
     console.print(f"Page: {path}", soft_wrap=True, markup=False)
     if json is not None:
@@ -114,10 +114,10 @@ def _run(entry: Entry, out: Path, *, smoke: bool, minutes: float) -> int:
 
 
 def _shown(papers: list[RecordedPaper]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Claims of the papers, as found here")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Claims of the papers")
     table.add_column("", no_wrap=True)
     table.add_column("paper")
-    for word in ("hold", "do not", "cannot be told"):
+    for word in ("hold", "do not", "inconclusive"):
         table.add_column(word, justify="right")
     for row in summary(papers):
         table.add_row(*row)

@@ -17,7 +17,7 @@ from thinwire.results import Results
 
 @dataclass(frozen=True)
 class Finding:
-    """One value of a figure (or table) of the paper's, as measured here. ``holds`` is None where it cannot be told,
+    """One value of a figure (or table) of the paper's, as measured here. ``holds`` is None where it is inconclusive,
     ``why`` being the reason, or where the paper says nothing about it, ``claim`` being empty. ``aside``: in the table
     even so, under this name. ``more``: the curves behind the value, for the JSON file. ``detectable``: smaller
     differences are not seen (`verdicts.Judgement`)."""
@@ -58,7 +58,7 @@ def table(findings: Sequence[Finding], title: str) -> Table:
     shown.add_column("the paper")
     shown.add_column("here")
     shown.add_column("holds", no_wrap=True)
-    words = {True: "[green]yes[/]", False: "[red]no[/]", None: "[dim]cannot be told[/]"}
+    words = {True: "[green]yes[/]", False: "[red]no[/]", None: "[dim]inconclusive[/]"}
     for finding in findings:
         if finding.aside:
             aside = f"[dim]beside it: {escape(finding.aside)}[/]"

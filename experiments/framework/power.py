@@ -217,7 +217,7 @@ def cells(one: Power) -> list[str]:
     if one.control is None:
         control = "none recorded"
     else:
-        control = share(one.control) + ("" if one.control_fails else ": does not surely fail")
+        control = share(one.control) + ("" if one.control_fails else ": not clearly worse")
     least = "none" if math.isinf(one.least) else f"{100 * one.least:.2g} %"
     seen = [f"{100 * one.visible(number):.2g} %" for number in _SEEDS]
     return [one.task.title, one.task.metric, f"{one.num_methods}, {one.num_seeds}", *seen, least, control]

@@ -1,4 +1,4 @@
-"""``docs/results.md``: every claim of the papers beside what was found here, from the JSON files of the repetitions."""
+"""``docs/results.md``: how many claims of the papers hold here, and by which rules, from the JSON files of the runs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,29 @@ from pathlib import Path
 from typing import Any
 
 from experiments.framework.catalogue import CATALOGUE, LEFT_OUT, Entry
-from experiments.framework.verdicts import JUDGED
+from experiments.framework.verdicts import RUN_SCATTER, WORDS, reworded
 
-_WORDS = {True: "holds", False: "**does not hold**", None: "cannot be told"}
+_WORDS = WORDS | {False: "**does not hold**"}
 _NOT_RUN = "not measured yet"
+
+_RULES = f"""\
+Each claim is judged *holds*, *does not hold* or *inconclusive*, by one-sided 95 % t-bounds over seeds.
+
+- **Equality** ("ends at the same loss") is asked of the paired difference. It does not hold if the lower bound is
+  beyond the margin. If half of the interval is wider than the margin, the claim is inconclusive, whatever its centre.
+  Otherwise it holds if the upper bound is within the margin. It is inconclusive, too, if a method is better by more
+  than the margin (the baseline is not tuned), or if the control, a setting that must be worse, is not clearly worse.
+- **Superiority** ("ends at a lower loss") does not hold if the upper bound is at most half of the paper's effect, or
+  zero if the paper gives none. Otherwise it holds if the lower bound is above zero.
+- **Speed** is judged by ratios of times over rounds in which all methods take turns. Their intervals contain the
+  scatter of such ratios between runs, a standard deviation of {100 * RUN_SCATTER:.1f} %. A claim is inconclusive if the
+  interval contains its bound, such as 1 for "is faster".
+- A single training or measurement has no interval, and is inconclusive.
+
+*Interval* in the tables is half the width of the interval of what is judged: smaller differences cannot be seen."""
+_ONCE = ("one training", "one measurement")
+_WIDE = ("a ratio within", "a difference below", "the interval")
+"""How recorded reasons begin where there was a single run, and where the interval was too wide."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +61,7 @@ class Changed:
     figure: str
     claim: str
     before: bool | None
-    now: str
-    why: str
+    now: bool | None
 
 
 @dataclass(frozen=True)
@@ -89,7 +107,7 @@ def _recorded(entry: Entry, folder: Path) -> RecordedPaper:
         again = {str(row["figure"]) for row in record["results"]}
         claims = [claim for claim in claims if claim.figure not in again] + fresh
         changed = [row for row in changed if row.figure not in again] + [
-            _changed(row) for row in record["results"] if "judged_before" in row
+            _changed(row) for row in record["results"] if row.get("claim") and "judged_before" in row
         ]
         failures += [f"{part}: {why}" for part, why in record.get("about", {}).get("failures", {}).items()]
     return RecordedPaper(entry, tuple(claims), tuple(changed), tuple(failures), tuple(machines))
@@ -101,10 +119,8 @@ def _claim(entry: Entry, row: dict[str, Any], machine: str) -> RecordedClaim:
 
 
 def _changed(row: dict[str, Any]) -> Changed:
-    now = _WORDS[row["holds"]] if row["claim"] else "left the page"
-    detectable = row.get("detectable")
-    why = row.get("why") or ("" if detectable is None else f"now with an interval of ±{100 * detectable:.2g} %")
-    return Changed(str(row["figure"]), str(row["judged_before"]["claim"]), row["judged_before"]["holds"], now, why)
+    before = row["judged_before"]
+    return Changed(str(row["figure"]), str(before["claim"]), before["holds"], row["holds"])
 
 
 def _record(path: Path) -> dict[str, Any]:
@@ -128,7 +144,7 @@ def _machine(record: dict[str, Any]) -> str:
 
 
 def summary(papers: Sequence[RecordedPaper]) -> list[list[str]]:
-    """A row for each paper: its command, and how many of its claims hold, do not, are open."""
+    """A row for each paper: its command, and how many of its claims hold, do not, are inconclusive."""
     rows = []
     for paper in papers:
         counts = paper.counts()
@@ -143,48 +159,60 @@ def page(papers: Sequence[RecordedPaper], *, pages: str | None = "repro-{}.md") 
 
 
 def _sections(papers: Sequence[RecordedPaper], pages: str | None) -> Iterator[str]:
-    names = {paper.entry.name: f"[{paper.entry.name}](#{_anchor(paper.entry)})" for paper in papers}
-    head = ["", "paper", "claims that hold", "that do not", "that cannot be told"]
-    yield _table(head, [[names[row[0]], *row[1:]] for row in summary(papers)])
+    def link(entry: Entry) -> str:
+        return f"[{entry.name}]({pages.format(entry.name) if pages else f'#{_anchor(entry)}'})"
+
+    links = {paper.entry.name: link(paper.entry) for paper in papers}
+    yield _totals(papers)
+    head = ["", "paper", "claims that hold", "that do not", "inconclusive"]
+    yield _table(head, [[links[row[0]], *row[1:]] for row in summary(papers)])
+    yield "## How a claim is judged"
+    yield _RULES
+    if pages is None:
+        for paper in papers:
+            yield from _section(paper)
+    yield from _changes(papers)
+    yield "## What is left out"
+    yield "\n".join(f"- **{what}**: {why}." for what, why in LEFT_OUT)
+
+
+def _totals(papers: Sequence[RecordedPaper]) -> str:
+    """What the table adds up to, and why claims are inconclusive."""
     total: Counter[str] = Counter()
     for paper in papers:
         total += paper.counts()
-    number = sum(total.values())
-    yield (
-        f"Of {number} claims {total[_WORDS[True]]} hold here, {total[_WORDS[False]]} do not, and {total[_WORDS[None]]} "
-        f"cannot be told here. How it is judged: {JUDGED}. *Detectable* is half the width of the interval: smaller "
-        "differences are not told from none."
+    open_ = [claim.why for paper in papers for claim in paper.claims if claim.holds is None]
+    once, wide = (sum(why.startswith(begins) for why in open_) for begins in (_ONCE, _WIDE))
+    return (
+        f"Of {sum(total.values())} claims, {total[_WORDS[True]]} hold here, {total[_WORDS[False]]} do not, and "
+        f"{len(open_)} are inconclusive: the interval is too wide for {wide} of them, {once} were trained or timed "
+        f"once, and the set-up or its control cannot decide {len(open_) - wide - once}. *Inconclusive* says nothing "
+        "about the paper: two CPU cores are too small and too noisy for many of its experiments."
     )
-    for paper in papers:
-        yield from _section(paper, pages)
-    yield from _changes(papers)
-    yield "## What is left out, and why"
-    yield "\n".join(f"- **{what}**: {why}." for what, why in LEFT_OUT)
 
 
 def _changes(papers: Sequence[RecordedPaper]) -> Iterator[str]:
     """The verdicts that are not those of the run."""
-    rows = [
-        [paper.entry.name, row.figure, row.claim, _WORDS[row.before], row.now, row.why]
-        for paper in papers
-        for row in paper.changed
-    ]
-    if rows:
-        yield "## Verdicts that have changed"
-        yield (
-            f"{len(rows)} of the verdicts that were given when these runs were made are others by the rules above, "
-            "which judge the same measurements. Claims that the set-up makes true, or that are properties of this "
-            "code, are left to tests."
-        )
-        yield _table(["", "figure", "the paper", "before", "now", "why"], rows)
+    changed = [(paper.entry.name, row) for paper in papers for row in paper.changed if row.before is not row.now]
+    turned = [(name, row) for name, row in changed if None not in (row.before, row.now)]
+    if not changed:
+        return
+    yield "## Verdicts that have changed"
+    yield (
+        f"{len(changed)} claims were judged otherwise when they were measured, by earlier rules or settings. "
+        f"{len(turned)} of them turned from one verdict into the other. All others became inconclusive or no longer "
+        "are."
+    )
+    if turned:
+        rows = [[name, row.figure, row.claim, _WORDS[row.before], _WORDS[row.now]] for name, row in turned]
+        yield _table(["", "figure", "the paper", "before", "now"], rows)
 
 
-def _section(paper: RecordedPaper, pages: str | None) -> Iterator[str]:
+def _section(paper: RecordedPaper) -> Iterator[str]:
     entry = paper.entry
     yield f"## {_heading(entry)}"
     yield f"{entry.title}."
-    more = f" [Its page]({pages.format(entry.name)}) has tables, pictures and what differs." if pages else ""
-    yield f"`{entry.command}`: about {entry.minutes} minutes.{more} Times: {entry.protocol}."
+    yield f"`{entry.command}`: about {entry.minutes} minutes. Times: {entry.protocol}."
     if not paper.machines:
         yield f"{_NOT_RUN.capitalize()}: `{entry.command}`."
         return
@@ -193,9 +221,9 @@ def _section(paper: RecordedPaper, pages: str | None) -> Iterator[str]:
     rows = []
     for claim in paper.claims:
         mark = "" if claim.machine == paper.machines[0] else f" ({_note(paper, claim)})"
-        text = f"{claim.text}; {claim.why}" if claim.why else claim.text
+        text = f"{claim.text}; {reworded(claim.why)}" if claim.why else claim.text
         rows.append([claim.figure, claim.claim, text + mark, _WORDS[claim.holds], claim.shown_detectable])
-    yield _table(["figure", "the paper", "here", "", "detectable"], rows)
+    yield _table(["figure", "the paper", "here", "", "interval"], rows)
     yield f"{paper.machines[0]}."
     for i, machine in enumerate(paper.machines[1:], 2):
         yield f"({i}) on {machine}."

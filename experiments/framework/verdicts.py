@@ -1,4 +1,4 @@
-"""How claims are judged: *holds*, *does not hold*, or *cannot be told here* with the difference that could be.
+"""How claims are judged: *holds*, *does not hold*, or *inconclusive* with the difference that could be seen.
 
 Every rule looks at an interval: of paired differences over seeds, or of paired ratios over rounds that is widened by
 what such ratios differ from run to run. A single training decides nothing, nor does an interval that is wider than the
@@ -8,6 +8,7 @@ margin.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ RUN_SCATTER = 0.087
 figures that were timed more than once (a test makes it of the recorded runs)."""
 _SCATTER_FREEDOM = 60
 
+WORDS = {True: "holds", False: "does not hold", None: "inconclusive"}
+"""Verdicts, as tables show them."""
+
 JUDGED = (
     "a claim holds, does not hold, or cannot be told here. That two methods end alike holds where the upper bound of "
     "their paired difference is within the margin (one-sided t-intervals over seeds at 95 %), fails where the lower "
@@ -27,11 +31,24 @@ JUDGED = (
     f"all take turns; their intervals contain what ratios differ from run to run ({RUN_SCATTER:.1%}). What was trained "
     "or timed once cannot be told"
 )
+"""The rules, as JSON files of runs keep them; `results_page` has them for readers."""
+
+_REWORDED = (
+    (r"a ratio within ([\d.]+) % of [\d.]+ cannot be told from it", "the interval (±\\1 %) contains the bound"),
+    (
+        r"a difference below ([\d.]+ %) cannot be seen, and ([\d.]+ %) matters",
+        "half of the interval (\\1) is wider than the margin (\\2)",
+    ),
+    (r"a difference below ([\d.]+ %) cannot be seen", "the interval (±\\1) contains zero"),
+    ("the control did not surely fail, so that this says nothing", "the control was not clearly worse"),
+    (": no interval", ", so there is no interval"),
+)
+"""What recorded reasons are called on pages."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """A verdict; None: it cannot be told. ``why``: the reason, for people. ``detectable``: half the width of the
+    """A verdict; None: it is inconclusive. ``why``: the reason, for people. ``detectable``: half the width of the
     interval, as a share of the baseline's value or in its unit: smaller differences are not told from none."""
 
     holds: bool | None
@@ -106,7 +123,7 @@ def larger(ratios: Sequence[float]) -> Judgement:
 
 
 def all_hold(judgements: Iterable[Judgement]) -> Judgement:
-    """Of a claim of several parts: it fails with any of them, and cannot be told where one of the others cannot."""
+    """Of a claim of several parts: it fails with any of them, and is inconclusive where one of the others is."""
     parts = list(judgements)
     for holds in (False, None):
         for part in parts:
@@ -118,6 +135,13 @@ def all_hold(judgements: Iterable[Judgement]) -> Judgement:
 def if_seen(seen: bool, judgement: Judgement) -> Judgement:
     """The judgement, if the control that must fail did; a task that sees no damage says nothing."""
     return judgement if seen else unsound("the control did not surely fail, so that this says nothing")
+
+
+def reworded(why: str) -> str:
+    """A reason as pages show it; ``why`` is a recorded one."""
+    for pattern, text in _REWORDED:
+        why = re.sub(pattern, text, why)
+    return why
 
 
 def _shown(share: float) -> str:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import experiment_pages
 import pytest
-from figures import BENCHMARKS, HOLDS
+from captions import CAPTIONS
+from figures import BENCHMARKS, HOLDS, found
 
 from experiments.framework.catalogue import CATALOGUE
 
@@ -18,14 +19,28 @@ def test_a_page_has_every_claim_and_every_table_of_its_paper(name: str, tmp_path
     page = experiment_pages.experiment(name)
     measured = experiment_pages.Measured(name, BENCHMARKS)
     for row in measured.rows:
-        claim, found, why = (str(row.get(key) or "").replace("|", "\\|") for key in ("claim", "found", "why"))
-        found = f"{found}; {why}" if why else found
-        assert not claim or f"| {row['figure']} | {claim} | {found} | {HOLDS[row['holds']]} |" in page
+        if claim := row.get("claim"):
+            cells = [row["figure"], claim, found(row), HOLDS[row["holds"]]]
+            assert f"| {' | '.join(cell.replace('|', '\\|') for cell in cells)} |" in page
     for make in experiment_pages.TABLES.get(name, ()):
         tables = list(make(measured))
         assert tables
         assert all(text in page for text in tables)
-    assert "\n\n\n" not in page.split("![")[0]
+    assert "\n\n\n" not in page
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in CATALOGUE])
+def test_every_picture_has_a_caption_and_follows_its_table(name: str) -> None:
+    captions, page = CAPTIONS[name], experiment_pages.experiment(name)
+    assert set(captions) == {path.stem for path in (BENCHMARKS / f"repro-{name}").glob("*.svg")}
+    tables = [
+        text
+        for make in experiment_pages.TABLES.get(name, ())
+        for text in make(experiment_pages.Measured(name, BENCHMARKS))
+    ]
+    for stem, caption in captions.items():
+        assert f"![{caption.text}](../benchmarks/repro-{name}/{stem}.svg)\n\n*{caption.text}.*" in page
+        assert not caption.under or any(text.startswith(caption.under) for text in tables)
 
 
 def test_a_later_run_of_a_part_takes_the_place_of_its_figure(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_the_control_and_the_least_that_is_told_apart() -> None:
     assert blind is not None
     assert not blind.control_fails
     assert math.isinf(blind.least)
-    assert cells(blind)[-2:] == ["none", "+0.00 % (-1.69 to +1.69): does not surely fail"]
+    assert cells(blind)[-2:] == ["none", "+0.00 % (-1.69 to +1.69): not clearly worse"]
 
 
 def test_accuracies_are_points_lost_and_one_seed_says_nothing() -> None:

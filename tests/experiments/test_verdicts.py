@@ -1,4 +1,4 @@
-"""How claims are judged: by intervals, against margins, and with what cannot be told."""
+"""How claims are judged: by intervals, against margins, and what is inconclusive."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from experiments.framework.verdicts import (
     if_seen,
     larger,
     matches,
+    reworded,
 )
 from thinwire.compare.statistics import estimate
 
@@ -74,6 +75,16 @@ def test_times_of_one_run_are_judged_with_what_runs_differ_by() -> None:
     assert faster([3.0]).holds is None
     # No clock took part: what differs between runs has no say.
     assert larger([1.1] * 8).holds is True
+
+
+def test_recorded_reasons_are_shown_in_plain_words() -> None:
+    assert reworded(faster([1.1] * 8).why) == "the interval (±16 %) contains the bound"
+    assert reworded(matches(estimate([0.05, -0.05, 0.0]), 0.005).why).startswith(
+        "half of the interval (8.4 %) is wider"
+    )
+    assert reworded(exceeds(estimate([0.01, -0.01, 0.0])).why) == "the interval (±1.7 %) contains zero"
+    assert reworded(if_seen(False, Judgement(True)).why) == "the control was not clearly worse"
+    assert reworded(matches(estimate([0.0]), 0.005).why) == "one training, so there is no interval"
 
 
 def test_a_claim_of_parts_fails_with_any_of_them() -> None:

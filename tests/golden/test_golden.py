@@ -102,7 +102,7 @@ def test_specs(golden) -> None:
 
 
 def test_verdicts(golden) -> None:
-    words = {True: "holds", False: "does not hold", None: "cannot be told"}
+    words = {True: "holds", False: "does not hold", None: "inconclusive"}
     found = {}
     for paper, claims in calls.claims(Path(__file__).parents[2] / "benchmarks").items():
         verdicts = [holds for *_, holds in claims]
