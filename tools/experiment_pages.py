@@ -58,7 +58,7 @@ def experiment(name: str, benchmarks: Path = BENCHMARKS) -> str:
         shown = [stem for stem in left if text.startswith(captions[stem].under or "\n")]
         parts += [picture(left.pop(stem), captions[stem].text) for stem in shown]
     parts += [picture(path, captions[stem].text) for stem, path in left.items()]
-    differs = [_CORRECTED.get(text, text) for text in about[f"differs_from_the_{source}"]]
+    differs: list[str] = [_CORRECTED.get(text, text) for text in about[f"differs_from_the_{source}"]]
     parts += [f"Differences from the {source}'s setup:", bullets(differs).rstrip(), f"{measured.machine}."]
     return "\n\n".join(parts)
 
@@ -69,7 +69,7 @@ def _of_this_paper(judged: str) -> str:
     return own[:1].upper() + own[1:]
 
 
-_CORRECTED = {
+_CORRECTED: dict[str, str] = {
     "quality is that of 2 ranks and short trainings, the GPT's by its loss instead of perplexity": (
         "quality is that of 2 ranks and short trainings; the GPT's perplexity is that of a byte"
     ),
@@ -81,8 +81,8 @@ _RATIOS = "Ratios are medians over rounds in which the methods take turns. They 
 NOTES = {
     "intsgd": ("In rows on time, 0.372x means that the method named first takes 0.372 of the other's time.",),
     "lgreco": (
-        "The GPT's rows of table 4.3 print the interval of the held-out loss. Its perplexity is what is judged, and the "
-        "last column is half of that interval.",
+        "The GPT's rows of table 4.3 print the interval of the held-out loss. Its perplexity is what is judged, and "
+        "the last column is half of that interval.",
     ),
 }
 """What a reader of a paper's claims has to know of their figures."""

@@ -20,8 +20,8 @@ def test_a_page_has_every_claim_and_every_table_of_its_paper(name: str, tmp_path
     measured = experiment_pages.Measured(name, BENCHMARKS)
     for row in measured.rows:
         if claim := row.get("claim"):
-            cells = [row["figure"], claim, found(row), HOLDS[row["holds"]]]
-            assert f"| {' | '.join(cell.replace('|', '\\|') for cell in cells)} |" in page
+            cells = [cell.replace("|", "\\|") for cell in (row["figure"], claim, found(row), HOLDS[row["holds"]])]
+            assert f"| {' | '.join(cells)} |" in page
     for make in experiment_pages.TABLES.get(name, ()):
         tables = list(make(measured))
         assert tables
