@@ -47,7 +47,7 @@ def experiment(name: str, benchmarks: Path = BENCHMARKS) -> str:
     about, source = measured.about, "paper" if "differs_from_the_paper" in measured.about else "thesis"
     parts = [
         claims(measured.rows, f"the {source}"),
-        f"[How a claim is judged](docs/results.md#how-a-claim-is-judged). {_of_this_paper(about['judged'])}.",
+        f"[How a claim is judged](docs/results.md#how-a-claim-is-judged). {_own_rules(about['judged'])}.",
         *NOTES.get(name, ()),
     ]
     captions = CAPTIONS[name]
@@ -63,7 +63,7 @@ def experiment(name: str, benchmarks: Path = BENCHMARKS) -> str:
     return "\n\n".join(parts)
 
 
-def _of_this_paper(judged: str) -> str:
+def _own_rules(judged: str) -> str:
     """The recorded rules without those of all papers."""
     own = judged.removeprefix(f"{JUDGED}. ")
     return own[:1].upper() + own[1:]

@@ -53,7 +53,7 @@ def claims(results: list[dict[str, Any]], whose: str) -> str:
         [
             row["figure"],
             row["claim"],
-            found(row),
+            outcome(row),
             HOLDS[row["holds"]],
             f"{100 * row['detectable']:.2g} %" if row.get("detectable") else "",
         ]
@@ -65,7 +65,7 @@ def claims(results: list[dict[str, Any]], whose: str) -> str:
     return table(["figure", whose, "here", "holds", "interval"], rows, numbers=False)
 
 
-def found(row: dict[str, Any]) -> str:
+def outcome(row: dict[str, Any]) -> str:
     """What was found of a claim, and why that decides nothing where it does not."""
     return f"{row['found']}; {reworded(row['why'])}" if row.get("why") else row["found"]
 

@@ -105,6 +105,6 @@ def test_what_makes_no_sense_is_refused(arguments: list[str], tmp_path: Path, ca
 
 
 def test_a_page_without_figures_says_so(tmp_path: Path) -> None:
-    shown = page(read(tmp_path))
+    shown = page(read(tmp_path), pages=None)
     assert shown.count("Not measured yet") == len(CATALOGUE)
     assert "What is left out" in shown
