@@ -58,7 +58,7 @@ def experiment(name: str, benchmarks: Path = BENCHMARKS) -> str:
         shown = [stem for stem in left if text.startswith(captions[stem].under or "\n")]
         parts += [picture(left.pop(stem), captions[stem].text) for stem in shown]
     parts += [picture(path, captions[stem].text) for stem, path in left.items()]
-    differs: list[str] = [_CORRECTED.get(text, text) for text in about[f"differs_from_the_{source}"]]
+    differs = [_CORRECTED.get(str(text), str(text)) for text in about[f"differs_from_the_{source}"]]
     parts += [f"Differences from the {source}'s setup:", bullets(differs).rstrip(), f"{measured.machine}."]
     return "\n\n".join(parts)
 
