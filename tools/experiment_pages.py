@@ -11,6 +11,7 @@ from captions import CAPTIONS
 from figures import BENCHMARKS, Figures, bullets, claims, picture, pictures, table
 
 from experiments.framework.verdicts import JUDGED
+from thinwire.lab.units import format_rate, parse_rate
 
 Row = dict[str, Any]
 
@@ -106,7 +107,11 @@ def _ms(seconds: float) -> str:
 
 def _with_links(rates: list[str], row: Row) -> list[str]:
     """The paper's rates, each with that of the link here."""
-    return [f"{rate} ({row['links'][rate] or 'loopback'})" for rate in rates]
+    return [f"{_rate(rate)} ({_rate(row['links'][rate])})" for rate in rates]
+
+
+def _rate(text: str | None) -> str:
+    return format_rate(parse_rate(text)) if text else "loopback"
 
 
 # --- cgx
@@ -174,7 +179,7 @@ def _intsgd(measured: Measured) -> Iterator[str]:
                 shown = "" if value is None else f"{value:.2%}" if number == "2" else f"{value:.3f}"
                 seconds = (times[key] for key in ("overhead_s", "communication_s", "value"))
                 rows.append([title, shown, *(f"{1e3 * taken:.1f}" for taken in seconds)])
-        where = f"a step on {about['num_ranks']} ranks, links of {about['rate'] or 'this host'}"
+        where = f"a step on {about['num_ranks']} ranks, links of {_rate(about['rate'])}"
         head = ["", quality, "overhead, ms", "communication, ms", "step, ms"]
         yield from _titled(f"Table {number}, the {network}; {where}", head, rows)
     words = about["words"]
@@ -358,7 +363,7 @@ def _qsdp_step_times(measured: Measured) -> Iterator[str]:
         ]
         for method, seconds in row["step_s"].items()
     ]
-    head = [f"ms a step, {row['num_ranks']} ranks", *rates, "MB sent by a rank"]
+    head = [f"ms a step, {row['num_ranks']} ranks", *map(_rate, rates), "MB sent by a rank"]
     yield from _titled("Figure 5.3, step times over links of several rates", head, rows)
 
 
@@ -437,7 +442,7 @@ def _aqsgd_breakdown(measured: Measured) -> Iterator[str]:
         ours = [row[name] for name in ("forward_compute_s", "forward_s", "backward_compute_s", "backward_s")]
         theirs = [45, 1e3 * row["paper"]["forward_s"], 135, 1e3 * row["paper"]["backward_s"]]
         cells = [f"{1e3 * here:.0f} ({there:.0f})" for here, there in zip(ours, theirs, strict=True)]
-        rows.append([f"{row['rate']} ({row['link'] or 'loopback'})", *cells])
+        rows.append([f"{_rate(row['rate'])} ({_rate(row['link'])})", *cells])
     head = ["ms a micro-batch, here (in the paper)", "forward", "its message", "backward", "its message"]
     yield from _titled("Table 3, AQ-SGD fw4 bw8", head, rows)
 
@@ -512,7 +517,7 @@ def _stack_optimizers(measured: Measured) -> Iterator[str]:
         seconds = "never" if method["seconds"] is None else f"{method['seconds']:.1f}"
         steps = "" if method["steps"] is None else f"{method['steps']:.0f}"
         rows.append([method["title"], f"{1e3 * method['step_s']:.0f}", f"{method['loss']:.3f}", steps, seconds])
-    where = f"over {row['link'] or 'loopback'}"
+    where = f"over {_rate(row['link'])}"
     head = [where, "ms a step", "held-out loss at the end", "steps", "seconds to the same"]
     yield from _titled("QuantizedAdam and others, means over seeds", head, rows)
 
