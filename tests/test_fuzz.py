@@ -197,8 +197,7 @@ CALLS = st.recursive(
     lambda inner: st.one_of(
         st.tuples(inner, inner).map(" | ".join),
         st.tuples(
-            st.sampled_from(NAMES),
-            st.lists(st.tuples(st.sampled_from(["", *PARAMETERS]), inner), max_size=3),
+            st.sampled_from(NAMES), st.lists(st.tuples(st.sampled_from(["", *PARAMETERS]), inner), max_size=3)
         ).map(lambda call: f"{call[0]}({', '.join(f'{n}={v}' if n else v for n, v in call[1])})"),
     ),
     max_leaves=4,

@@ -73,7 +73,7 @@ def _own_rules(judged: str) -> str:
 _CORRECTED: dict[str, str] = {
     "quality is that of 2 ranks and short trainings, the GPT's by its loss instead of perplexity": (
         "quality is that of 2 ranks and short trainings; the GPT's perplexity is that of a byte"
-    ),
+    )
 }
 """Recorded differences that no longer are since rows are judged again."""
 

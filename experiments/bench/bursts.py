@@ -16,10 +16,7 @@ from thinwire.lab.units import format_rate, parse_rate
 from thinwire.results import OutputFile, Results
 
 _SAMPLE_S = 0.02
-_MODES = {
-    "at once": {"fragments": 1, "overlap": 0},
-    "streaming": {"fragments": 4, "overlap": 2},
-}
+_MODES = {"at once": {"fragments": 1, "overlap": 0}, "streaming": {"fragments": 4, "overlap": 2}}
 
 
 def bursts(

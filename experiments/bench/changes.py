@@ -37,11 +37,7 @@ _Send = Callable[[Tensor], Tensor]
 
 
 def changes(
-    *,
-    specs: tuple[str, ...] = _SPECS,
-    trained: tuple[str, ...] = _TRAINED,
-    seeds: int = 1,
-    json: OutputFile = None,
+    *, specs: tuple[str, ...] = _SPECS, trained: tuple[str, ...] = _TRAINED, seeds: int = 1, json: OutputFile = None
 ) -> int:
     """Measure what each quantiser Q loses of a change x, ``c_Q = E‖x − Q(x)‖ / ‖x‖``, and the loss that it trains to.
 

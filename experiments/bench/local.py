@@ -23,11 +23,7 @@ _LOOPBACK, _WHY = "10gbit", "the link does not change what is learned"
 
 
 def local(
-    *,
-    rates: tuple[str, ...] = ("100mbit", "10mbit"),
-    steps: int = 192,
-    seeds: int = 3,
-    json: OutputFile = None,
+    *, rates: tuple[str, ...] = ("100mbit", "10mbit"), steps: int = 192, seeds: int = 3, json: OutputFile = None
 ) -> int:
     """Train the demo's GPT over slow links: fp32 and 4-bit gradients, local updates in three ways, and alone.
 

@@ -25,13 +25,7 @@ _FUSED, _COPY = "torch.optim.AdamW(fused=True)", "copy_"
 _WIDTH = 1024
 
 
-def optimizer(
-    *,
-    size_mb: float = 64.0,
-    threads: int = 1,
-    turns: int = 15,
-    json: OutputFile = None,
-) -> int:
+def optimizer(*, size_mb: float = 64.0, threads: int = 1, turns: int = 15, json: OutputFile = None) -> int:
     """CPU seconds of `CompressedAdamW` in both orders, of its encoding, of PyTorch's AdamW, and of a copy.
 
     A step is what the optimizer does before and after the network: it normalises the gradients that are to be sent and

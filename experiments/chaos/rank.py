@@ -27,12 +27,7 @@ import thinwire
 from experiments.chaos.scenario import STEPS, Scenario
 
 _WIDTH, _BATCH = 64, 8
-_SIGNALS = {
-    "kill": signal.SIGKILL,
-    "stop": signal.SIGSTOP,
-    "interrupt": signal.SIGINT,
-    "terminate": signal.SIGTERM,
-}
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT, "terminate": signal.SIGTERM}
 
 
 def main(scenario: Scenario, rank: int, port: int, folder: str, pipe: Connection) -> None:

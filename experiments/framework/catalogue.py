@@ -78,18 +78,12 @@ LEFT_OUT = (
         "Bagua and HiPress (thesis, figure 3.6)",
         "other frameworks, on GPUs; HiPress did not run on the thesis's own GPUs either",
     ),
-    (
-        "TensorFlow and Horovod (thesis, figure A.1)",
-        "thinwire is a library for PyTorch",
-    ),
+    ("TensorFlow and Horovod (thesis, figure A.1)", "thinwire is a library for PyTorch"),
     (
         "Comparisons of GPUs and servers (thesis, tables 3.1 and 3.2, figures 3.5, B.4 and B.5)",
         "they are facts of machines that are not this one",
     ),
-    (
-        "Prices (thesis, table 3.10)",
-        "a cost per token needs the price of an hour, which only who pays it knows",
-    ),
+    ("Prices (thesis, table 3.10)", "a cost per token needs the price of an hour, which only who pays it knows"),
     (
         "FFT paper, figures 1 to 4, 7 to 9 and 11",
         "they show schemes, histograms of a training's gradients, number formats and the latency of NCCL's all-gather; "

@@ -118,9 +118,7 @@ TASKS = (
 
 
 def power(
-    *,
-    from_: Annotated[Path, tyro.conf.arg(name="from", metavar="DIR")] = _BENCHMARKS,
-    json: OutputFile = None,
+    *, from_: Annotated[Path, tyro.conf.arg(name="from", metavar="DIR")] = _BENCHMARKS, json: OutputFile = None
 ) -> int:
     """Show how small a difference each task of the experiments shows, from runs that are recorded.
 

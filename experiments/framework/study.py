@@ -133,14 +133,7 @@ class Study(Generic[ScaleT]):
         return self._resources[key]
 
     def train_task(
-        self,
-        task: ScoredTask,
-        method: Method,
-        seed: int,
-        *,
-        num_ranks: int = 2,
-        measure: int = 0,
-        shaped: bool = False,
+        self, task: ScoredTask, method: Method, seed: int, *, num_ranks: int = 2, measure: int = 0, shaped: bool = False
     ) -> Trained:
         """`Runs.train`, with progress."""
         runs, before = self.runs(task, num_ranks), self._done

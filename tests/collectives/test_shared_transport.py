@@ -24,13 +24,7 @@ import thinwire
 from harness import LoopbackTransport, run_ranks, run_threads
 from nets import make, train
 from thinwire import SharedMemoryError, TransportError
-from thinwire.collectives import (
-    CollectiveCall,
-    ProcessGroupTransport,
-    all_reduce,
-    complete,
-    with_shared_memory,
-)
+from thinwire.collectives import CollectiveCall, ProcessGroupTransport, all_reduce, complete, with_shared_memory
 from thinwire.collectives.shared_memory import Segment, unavailable
 from thinwire.collectives.shared_transport import places_of
 from thinwire.collectives.traffic import Outgoing

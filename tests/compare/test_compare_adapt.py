@@ -29,10 +29,7 @@ TASK = replace(tasks.SIZES["smoke"], steps=8, probe_every=4, held_out_windows=16
         ("minmax(bits=4, bucket=128) with kmeans", Variant("minmax(bits=4, bucket=128)", "kmeans()")),
         (
             "powersgd(rank=8) with lgreco(reference=accordion(every=20, pair=(2, 8)), bounds=(2, 32))",
-            Variant(
-                "powersgd(rank=8)",
-                "lgreco(bounds=(2, 32), reference=accordion(every=20, pair=(2, 8)))",
-            ),
+            Variant("powersgd(rank=8)", "lgreco(bounds=(2, 32), reference=accordion(every=20, pair=(2, 8)))"),
         ),
     ],
 )

@@ -12,12 +12,7 @@ import thinwire
 from harness import run_ranks
 from nets import assert_replicas_identical, batch, fingerprint, loss_of, make, resume, train, trained
 
-SPECS = [
-    "intsgd(bits=8)",
-    "intsgd(bits=32)",
-    "intsgd(bits=8, block=global)",
-    "intsgd(bits=8, rounding=determ)",
-]
+SPECS = ["intsgd(bits=8)", "intsgd(bits=32)", "intsgd(bits=8, block=global)", "intsgd(bits=8, rounding=determ)"]
 HEURISTIC = ["heuristic_intsgd(bits=8)", "heuristic_intsgd(bits=32, rounding=random)"]
 
 

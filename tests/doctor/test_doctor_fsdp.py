@@ -139,10 +139,7 @@ def _refused(rank: int, kind: str) -> str:
             model = fully_shard(nn.Linear(8, 8), mesh=mesh)
         elif kind == "several":
             model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-            groups = [
-                init_device_mesh("cpu", (2,)),
-                init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")),
-            ]
+            groups = [init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))]
             fully_shard(model[0], mesh=groups[0])
             fully_shard(model[1], mesh=groups[1]["b"])
         elif kind == "fewer in backward":

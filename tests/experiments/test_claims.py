@@ -12,17 +12,7 @@ from typing import Any
 
 import pytest
 
-from experiments.framework.claims import (
-    NO_LINK,
-    Claim,
-    Row,
-    Rule,
-    beyond,
-    faster_than_all,
-    judge,
-    recorded,
-    within,
-)
+from experiments.framework.claims import NO_LINK, Claim, Row, Rule, beyond, faster_than_all, judge, recorded, within
 from experiments.framework.findings import Finding, plain, record, table
 from experiments.framework.methods import FP32, Method, compressed
 from experiments.framework.paper import Paper
@@ -68,9 +58,7 @@ def _standing(paper: Paper[Any], path: Path, rows: list[dict[str, Any]]) -> list
 
 
 @pytest.mark.parametrize(
-    ("paper", "path"),
-    [(paper, path) for paper in PAPERS for path in _files(paper)],
-    ids=lambda value: value.name,
+    ("paper", "path"), [(paper, path) for paper in PAPERS for path in _files(paper)], ids=lambda value: value.name
 )
 def test_recorded_runs_are_judged_as_they_were(paper: Paper[Any], path: Path) -> None:
     written = json.loads(path.read_text())

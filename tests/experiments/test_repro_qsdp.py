@@ -210,10 +210,7 @@ def test_quality_is_judged_by_perplexity_where_the_control_fails(
     runs: list[Trained], control: list[Trained], expected: bool | None
 ) -> None:
     pytest.importorskip("scipy")
-    rows = [
-        measurements.recovered_row(SIZES[0], 2, runs, BASE),
-        lost_row("table 5.1", "control", control, BASE),
-    ]
+    rows = [measurements.recovered_row(SIZES[0], 2, runs, BASE), lost_row("table 5.1", "control", control, BASE)]
     judged = judge(PAPER.claims, rows, emulated=True)[0]
     assert judged.holds is expected
     assert ("says nothing" in judged.why) == (control is SAME)
@@ -223,12 +220,7 @@ def test_quality_is_judged_by_perplexity_where_the_control_fails(
 
 @pytest.mark.parametrize(
     ("runs", "sent", "control", "expected"),
-    [
-        (SAME, 90, WORSE, True),
-        (SAME, 100, WORSE, False),
-        (WORSE, 90, WORSE, False),
-        (SAME, 90, SAME, None),
-    ],
+    [(SAME, 90, WORSE, True), (SAME, 100, WORSE, False), (WORSE, 90, WORSE, False), (SAME, 90, SAME, None)],
 )
 def test_lgreco_is_judged_by_bytes_and_perplexity_where_the_control_fails(
     runs: list[Trained], sent: int, control: list[Trained], expected: bool | None

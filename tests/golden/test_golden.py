@@ -107,10 +107,7 @@ def test_verdicts(golden) -> None:
     for paper, claims in calls.claims(Path(__file__).parents[2] / "benchmarks").items():
         verdicts = [holds for *_, holds in claims]
         rows = [f"{figure}: {words[holds]} {calls.digest(claim, said)}" for figure, claim, said, holds in claims]
-        found[paper] = {
-            "counts": {word: verdicts.count(holds) for holds, word in words.items()},
-            "claims": rows,
-        }
+        found[paper] = {"counts": {word: verdicts.count(holds) for holds, word in words.items()}, "claims": rows}
     golden("verdicts", found)
 
 

@@ -371,10 +371,7 @@ def _other_hook(state, bucket):
             "ValueError: compressor: 'minmax(bit=4)' is not a spec: at character 8, minmax has no parameter 'bit'",
         ),
         ("bits", "ValueError: compressor: bits must be between 1 and 8, not 9"),
-        (
-            "unknown",
-            "ValueError: compressor: 'minmx' is not a spec: at character 1, no compressor is called 'minmx'",
-        ),
+        ("unknown", "ValueError: compressor: 'minmx' is not a spec: at character 1, no compressor is called 'minmx'"),
         ("dtype", "TypeError: embed.weight is torch.float64"),
         (
             "transports differ",

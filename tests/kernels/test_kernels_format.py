@@ -110,12 +110,7 @@ def test_table_refuses_overlapping_payloads_and_misplaced_cuts() -> None:
 def _calls(**change: torch.Tensor) -> list:
     """All operations on good arguments, but for those given."""
     spans, form = one(300), Format(4, 128)
-    good = {
-        "x": values(300, 0),
-        "message": message(spans, form),
-        "out": message(spans, form),
-        "y": torch.zeros(300),
-    }
+    good = {"x": values(300, 0), "message": message(spans, form), "out": message(spans, form), "y": torch.zeros(300)}
     a = {**good, **change}
     return [
         lambda: kernels.bucketed_encode(a["x"], spans, a["message"], form, key=1),

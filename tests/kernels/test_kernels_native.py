@@ -52,13 +52,7 @@ def all_operations(
 
 
 def check_all(
-    spans: Table,
-    x: Tensor,
-    form: Format,
-    *,
-    key: int,
-    levels: Sequence[str] = LEVELS,
-    threads: Sequence[int] = (1,),
+    spans: Table, x: Tensor, form: Format, *, key: int, levels: Sequence[str] = LEVELS, threads: Sequence[int] = (1,)
 ) -> None:
     """Every operation gives the bits of the reference, at every level and with any number of threads."""
     hostile = torch.randint(0, 256, message(spans, form).shape, dtype=torch.uint8)

@@ -185,11 +185,7 @@ def start_script(tmp_path: Path, text: str) -> subprocess.Popen[str]:
     script = tmp_path / "script.py"
     script.write_text(text)
     return subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
 
 

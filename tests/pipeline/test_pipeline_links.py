@@ -32,10 +32,7 @@ def test_the_slowest_link_gets_the_fewest_bytes_and_others_what_takes_no_longer(
     assert choose_by_link([], [], compute_s=1.0) == ()
 
 
-@given(
-    st.lists(st.tuples(st.floats(1.0, 1e9), st.permutations(SIZES)), min_size=1, max_size=6),
-    st.floats(0.0, 10.0),
-)
+@given(st.lists(st.tuples(st.floats(1.0, 1e9), st.permutations(SIZES)), min_size=1, max_size=6), st.floats(0.0, 10.0))
 def test_nothing_chosen_makes_a_pipeline_slower_and_nothing_more_would_fit(links: Any, compute_s: float) -> None:
     rates, sizes = [rate for rate, _ in links], [of for _, of in links]
     chosen = choose_by_link(sizes, rates, compute_s)

@@ -10,11 +10,7 @@ from harness import run_ranks
 from pipelines import BATCH, CHUNKS, Pipe, samples
 from thinwire.planner import Schedule, ScheduleName
 
-CALLS = {
-    "forward_one_chunk": "forward",
-    "backward_one_chunk": "backward",
-    "backward_weight_one_chunk": "weights",
-}
+CALLS = {"forward_one_chunk": "forward", "backward_one_chunk": "backward", "backward_weight_one_chunk": "weights"}
 
 
 def called(rank: int, num_ranks: int, name: str) -> list[tuple[str, int, int]]:

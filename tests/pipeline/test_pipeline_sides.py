@@ -163,10 +163,7 @@ def test_both_sides_keep_the_same_whatever_happens(steps, precision, warmup, bud
 )
 def test_both_sides_have_the_same_centres_whatever_happens(steps, num, dtype, seed) -> None:
     pair = Pair(
-        dtype,
-        forward="delta(maxabs(bits=4))",
-        max_length=LENGTH,
-        store=thinwire.store.Centres(num=num, window=20),
+        dtype, forward="delta(maxabs(bits=4))", max_length=LENGTH, store=thinwire.store.Centres(num=num, window=20)
     )
     resets = 0
     for number, (samples, chunks, padded, lengths, lost) in enumerate(steps):

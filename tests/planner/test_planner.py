@@ -181,12 +181,7 @@ def drawn(seed: int) -> PipelineProblem:
     draw = random.Random(seed)
     num_machines = draw.choice([2, 2, 3])
     layers = tuple(
-        Layer(
-            f"layer {i}",
-            draw.uniform(1, 5) * 1e-3,
-            draw.uniform(2, 10) * 1e-3,
-            draw.choice([0.25, 1, 4]) * 65536,
-        )
+        Layer(f"layer {i}", draw.uniform(1, 5) * 1e-3, draw.uniform(2, 10) * 1e-3, draw.choice([0.25, 1, 4]) * 65536)
         for i in range(4)
     )
     machines = tuple(Machine(str(i), draw.choice([1, 1, 2])) for i in range(num_machines))

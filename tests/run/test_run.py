@@ -131,12 +131,7 @@ def test_under_torchrun_as_a_user_starts_it(tmp_path: Path) -> None:
     figures = tmp_path / "stats.json"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, "-m", "thinwire", "run", "--always", "--json", str(figures), "--", SCRIPT, "4", "0"]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "THINWIRE_COMPRESS": "8bit",
-    }
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "THINWIRE_COMPRESS": "8bit"}
     argv = [*command, str(tmp_path / "weights.pt")]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=100, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -178,10 +178,7 @@ def _rank_main(
 
 
 def run_threads(
-    function: Callable[[Any], Any],
-    num_ranks: int,
-    timeout_s: float = 30.0,
-    node_of: Callable[[int], int] | None = None,
+    function: Callable[[Any], Any], num_ranks: int, timeout_s: float = 30.0, node_of: Callable[[int], int] | None = None
 ) -> list[Any]:
     """``[function(transport) for each rank]``, in threads, over a loopback transport. Raises what a rank raised.
 

@@ -21,12 +21,7 @@ from thinwire.lab import parse_rate
 
 _FORWARD, _BACKWARD = "maxabs(bits=4)", "maxabs(bits=8)"
 _HEADER_BYTES = 64
-PAPER_S = {
-    "500mbit": (0.013, 0.025),
-    "300mbit": (0.021, 0.042),
-    "200mbit": (0.031, 0.063),
-    "100mbit": (0.063, 0.125),
-}
+PAPER_S = {"500mbit": (0.013, 0.025), "300mbit": (0.021, 0.042), "200mbit": (0.031, 0.063), "100mbit": (0.063, 0.125)}
 """Table 3: communication of a micro-batch, forward and backward, of AQ-SGD fw4 bw8."""
 
 

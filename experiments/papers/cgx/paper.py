@@ -28,10 +28,7 @@ _SCALING, _CLOSE = 0.8, 0.85
 """Of linear scaling ("80-90 %", section 3.7.2), and of the ideal's speed, which is BERT's in table 3.7, the least."""
 _GPT, _CNN = TIMED
 _WHOLE, _ORDER, _TWO_ORDERS, _LEAST = (methods.truncated(gamma) for gamma in (1, 10, 100, methods.GAMMAS[-1]))
-_THESIS_QUALITY = {
-    "gpt": "perplexity 22.9 against 22.8, Transformer-XL",
-    "cnn": "75.9 % against 75.8 %, ResNet-50",
-}
+_THESIS_QUALITY = {"gpt": "perplexity 22.9 against 22.8, Transformer-XL", "cnn": "75.9 % against 75.8 %, ResNet-50"}
 
 
 def _row(model: Model, method: Method) -> str:

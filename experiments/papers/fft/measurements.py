@@ -17,13 +17,7 @@ from experiments.framework.study import ImageStudy
 from experiments.framework.training import Trained, added_loss, curves, lost_accuracy
 from experiments.papers.fft import methods
 from experiments.papers.fft.methods import ALL, FEEDBACK, FFT, FP32, LOSSY, MILD, STRONG, THETA, TOPK
-from experiments.papers.fft.payoff import (
-    Throughputs,
-    measure,
-    median_seconds,
-    message_bytes,
-    ratio_with_bitmap,
-)
+from experiments.papers.fft.payoff import Throughputs, measure, median_seconds, message_bytes, ratio_with_bitmap
 from experiments.papers.fft.reconstruct import (
     Reconstruction,
     distance,
@@ -195,13 +189,7 @@ def figure_6(study: FFTStudy) -> list[Row]:
             "x",
             {"ratios": _RATIOS, "bytes_without": without, "bytes_with": with_it},
         ),
-        Row(
-            "6",
-            "ratio_on_the_wire",
-            real,
-            "x",
-            {"thetas": _THETAS, "bytes": sent, "as_counted_by_the_paper": at},
-        ),
+        Row("6", "ratio_on_the_wire", real, "x", {"thetas": _THETAS, "bytes": sent, "as_counted_by_the_paper": at}),
     ]
 
 

@@ -236,24 +236,12 @@ CLAIMS = (
     ),
     Claim("13", "accuracy/sgd", "SGD's accuracy", _accuracy("sgd")),
     *(
-        Claim(
-            "13",
-            f"accuracy/{name}",
-            statement.format("accuracy"),
-            _accuracy(name),
-            _separated(name),
-        )
+        Claim("13", f"accuracy/{name}", statement.format("accuracy"), _accuracy(name), _separated(name))
         for name, statement in _CONVERGENCE.items()
     ),
     # Of what is dropped to 0 the paper says it of the accuracy alone.
     *(
-        Claim(
-            "13",
-            f"train_loss/{name}",
-            _CONVERGENCE[name].format("training loss"),
-            _train_loss(name),
-            rule,
-        )
+        Claim("13", f"train_loss/{name}", _CONVERGENCE[name].format("training loss"), _train_loss(name), rule)
         for name, rule in (
             ("mild", within("train_loss/mild", "more", LOSS_MARGIN)),
             ("strong", beyond("train_loss/strong", "more")),

@@ -370,9 +370,7 @@ def figure_10(study: StackStudy) -> list[Row]:
     task = study.scale.split
     described = dataclasses.asdict(task)
     runs_by_method = study.jobs(
-        "split",
-        SPLIT,
-        lambda method: {"task": described, "forward": method.forward, "backward": method.backward},
+        "split", SPLIT, lambda method: {"task": described, "forward": method.forward, "backward": method.backward}
     )
     _draw_split(study, runs_by_method)
     images, rows = task.images.name, []

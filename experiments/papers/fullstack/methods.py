@@ -65,18 +65,10 @@ SPLIT_BITS = "fw2 bw8[0.2]"
 SPLIT = {
     "fp32": FP32,
     "aqsgd": Method(
-        "aqsgd",
-        f"AQ-SGD {SPLIT_BITS}",
-        "#1f6fb2",
-        forward=pipelines.aqsgd(2, 8).forward,
-        backward=_SPLIT_BACKWARD,
+        "aqsgd", f"AQ-SGD {SPLIT_BITS}", "#1f6fb2", forward=pipelines.aqsgd(2, 8).forward, backward=_SPLIT_BACKWARD
     ),
     "direct": Method(
-        "direct",
-        f"DirectQ {SPLIT_BITS}",
-        "#e8a33d",
-        forward=pipelines.direct(2, 8).forward,
-        backward=_SPLIT_BACKWARD,
+        "direct", f"DirectQ {SPLIT_BITS}", "#e8a33d", forward=pipelines.direct(2, 8).forward, backward=_SPLIT_BACKWARD
     ),
 }
 """Of split learning (figure 10)."""

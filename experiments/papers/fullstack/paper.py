@@ -304,11 +304,7 @@ CLAIMS = (
         margin=None,
         template="loss {}",
     ),
-    _alike(
-        "figure 5",
-        "replicas hold the same parameters, both sides of a boundary the same messages",
-        _all_alike,
-    ),
+    _alike("figure 5", "replicas hold the same parameters, both sides of a boundary the same messages", _all_alike),
     Claim(
         "figure 5",
         "faster",

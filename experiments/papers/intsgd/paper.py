@@ -14,16 +14,7 @@ from experiments.framework.methods import Method
 from experiments.framework.paper import Paper, Part, command
 from experiments.framework.study import Scale, Study
 from experiments.framework.training import Trained
-from experiments.framework.verdicts import (
-    JUDGED,
-    ONE_TRAINING,
-    Judgement,
-    counted,
-    exceeds,
-    faster,
-    matches,
-    unsound,
-)
+from experiments.framework.verdicts import JUDGED, ONE_TRAINING, Judgement, counted, exceeds, faster, matches, unsound
 from experiments.papers.intsgd import convex, datasets, figure_6, networks
 from experiments.papers.intsgd.convex import Source
 from experiments.papers.intsgd.logistic import BATCH_SHARE, NUM_WORKERS, REGULARISATION

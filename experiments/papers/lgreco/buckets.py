@@ -97,11 +97,7 @@ def later_share(sizes: Sequence[float]) -> float:
 
 
 def _policies() -> dict[str, Policy]:
-    return {
-        "lgreco": LGreco(),
-        "kmeans": parse_policy("kmeans()"),
-        "priority": LGreco(objective="priority"),
-    }
+    return {"lgreco": LGreco(), "kmeans": parse_policy("kmeans()"), "priority": LGreco(objective="priority")}
 
 
 def per_bucket(snapshots: Sequence[Snapshot], bucket_of: Mapping[str, int]) -> PerBucket:

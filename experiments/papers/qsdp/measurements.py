@@ -174,10 +174,7 @@ def lost_row(figure: str, name: str, runs: Sequence[Trained], others: Sequence[T
 
 def facts(runs: Sequence[Trained]) -> dict[str, list[float]]:
     """What a row keeps of trainings, by seed."""
-    return {
-        "perplexities": _perplexities(runs),
-        "of_weights_as_kept": [run.master_perplexity for run in runs],
-    }
+    return {"perplexities": _perplexities(runs), "of_weights_as_kept": [run.master_perplexity for run in runs]}
 
 
 def _perplexities(runs: Sequence[Trained]) -> list[float]:

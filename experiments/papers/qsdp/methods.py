@@ -120,14 +120,7 @@ def learned(weights: int, gradients: int, learn_at: Sequence[int], min_numel: in
 def shortened(weights_ratio: float, gradients_ratio: float) -> Method:
     """So many times fewer elements are sent, at no cost: the thesis's synthetic experiment (C.2)."""
     title = f"weights 1/{weights_ratio:g}, gradients 1/{gradients_ratio:g}"
-    return Method(
-        title,
-        title,
-        "#0a7d4f",
-        kind="stock",
-        weights_ratio=weights_ratio,
-        gradients_ratio=gradients_ratio,
-    )
+    return Method(title, title, "#0a7d4f", kind="stock", weights_ratio=weights_ratio, gradients_ratio=gradients_ratio)
 
 
 def _minmax(bits: int, bucket: int, rounding: Rounding | None) -> str:

@@ -238,12 +238,7 @@ def _lgreco() -> Iterator[Claim]:
         )
 
     yield replace(quality, text=text, rule=rule)
-    yield Claim(
-        "L-GreCo",
-        "control",
-        f"{SIZES[0].title}, a control that must be worse, {W2G2.title}",
-        _control,
-    )
+    yield Claim("L-GreCo", "control", f"{SIZES[0].title}, a control that must be worse, {W2G2.title}", _control)
 
 
 # --- learned levels
@@ -337,11 +332,7 @@ def _errors(layer: str) -> Iterator[Claim]:
         return {what: fmean(values) for what, values in over_learned(rows, -1, "once").items()}
 
     yield Claim(
-        figure,
-        row,
-        f"{title}: the error of learned levels is constantly lower, W5G4",
-        text,
-        lambda rows: ONE_TRAINING,
+        figure, row, f"{title}: the error of learned levels is constantly lower, W5G4", text, lambda rows: ONE_TRAINING
     )
     yield Claim(
         figure,

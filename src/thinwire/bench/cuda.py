@@ -57,13 +57,7 @@ class Row:
     sent_bytes: int = 0
 
 
-def cuda(
-    *,
-    size_mb: float = 25.0,
-    repeats: int = 20,
-    ranks: int = 4,
-    json: OutputFile = None,
-) -> int:
+def cuda(*, size_mb: float = 25.0, repeats: int = 20, ranks: int = 4, json: OutputFile = None) -> int:
     """Time compressors on a GPU beside a copy of as many bytes there, and an all-reduce of ranks that share the GPU.
 
     A bucket of 40 layers is compressed as one. GB/s counts the fp32 bytes of the values, by the GPU's own clock;
@@ -150,10 +144,7 @@ def _coded(spec: str, x: list[Tensor], y: list[Tensor], device: torch.device, re
 
     for i in range(len(x)):
         encode(i)
-    return [
-        _row(f"{spec}: encode", device, repeats, encode, at),
-        _row(f"{spec}: decode", device, repeats, decode, at),
-    ]
+    return [_row(f"{spec}: encode", device, repeats, encode, at), _row(f"{spec}: decode", device, repeats, decode, at)]
 
 
 def _layers(numel: int) -> list[tuple[str, int, int]]:

@@ -68,13 +68,7 @@ class Buffers:
         return made
 
 
-def kernels(
-    *,
-    size_mb: float = 25.0,
-    threads: int | None = None,
-    repeats: int = 15,
-    json: OutputFile = None,
-) -> None:
+def kernels(*, size_mb: float = 25.0, threads: int | None = None, repeats: int = 15, json: OutputFile = None) -> None:
     """Time the CPU kernels beside torch's copy_ on as many bytes.
 
     All operations take turns, so a noisy machine is noisy for all alike; figures are medians. GB/s counts the fp32

@@ -19,17 +19,7 @@ import torch
 from torch import Tensor
 
 from thinwire import threads
-from thinwire.collectives.aggregation import (
-    HEADER,
-    HELLO,
-    Greeting,
-    Header,
-    Kind,
-    Op,
-    ProtocolError,
-    nonce_of,
-    proof,
-)
+from thinwire.collectives.aggregation import HEADER, HELLO, Greeting, Header, Kind, Op, ProtocolError, nonce_of, proof
 from thinwire.collectives.errors import TransportError
 from thinwire.collectives.transport import Pending
 from thinwire.compressors import Reduction

@@ -32,11 +32,7 @@ def gather_buffers(layout: Layout, transport: Transport) -> Buffers:
 
 
 def gather_mean(
-    x: Tensor,
-    layout: Layout,
-    transport: Transport,
-    buffers: Buffers,
-    call: CollectiveCall,
+    x: Tensor, layout: Layout, transport: Transport, buffers: Buffers, call: CollectiveCall
 ) -> Generator[None]:
     """Replace the gathered layers of the flat tensor ``x`` by their sum times ``call.scale``, by default by their mean.
 

@@ -142,11 +142,7 @@ def check_star(algorithm: Algorithm) -> None:
 
 
 def device_all_reduce(
-    x: Tensor,
-    layout: Layout,
-    transport: DeviceTransport,
-    buffers: DeviceBuffers,
-    call: CollectiveCall,
+    x: Tensor, layout: Layout, transport: DeviceTransport, buffers: DeviceBuffers, call: CollectiveCall
 ) -> None:
     """Replace the flat tensor ``x`` by its sum over all ranks times ``call.scale``, by default by its mean, on the
     current stream.

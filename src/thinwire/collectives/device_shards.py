@@ -37,11 +37,7 @@ class ShardBuffers:
 
 
 def device_reduce_scatter(
-    x: Tensor,
-    out: Tensor,
-    transport: DeviceTransport,
-    buffers: ShardBuffers,
-    call: CollectiveCall,
+    x: Tensor, out: Tensor, transport: DeviceTransport, buffers: ShardBuffers, call: CollectiveCall
 ) -> None:
     """Set ``out`` to this rank's part of the sum of all ranks' ``x`` times ``call.scale``, as `reduce_scatter` does."""
     clock, messages, rank, num_ranks = call.clock, buffers.messages, transport.rank, transport.world_size
@@ -60,12 +56,7 @@ def device_reduce_scatter(
             compressor.add_up(messages.parts, mine, out, CodecCall(segments, scale=call.factor(num_ranks)))
 
 
-def device_all_gather(
-    x: Tensor,
-    transport: DeviceTransport,
-    buffers: ShardBuffers,
-    call: CollectiveCall,
-) -> None:
+def device_all_gather(x: Tensor, transport: DeviceTransport, buffers: ShardBuffers, call: CollectiveCall) -> None:
     """Fill ``x``, which holds this rank's part, with all ranks' parts decoded, as `all_gather` does."""
     clock, messages, rank, num_ranks = call.clock, buffers.messages, transport.rank, transport.world_size
     own, mean = messages.sizes[rank], messages.mean

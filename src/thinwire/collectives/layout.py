@@ -137,10 +137,7 @@ class Layout:
 
     @staticmethod
     def build(
-        layers: Sequence[Layer],
-        world: World | int,
-        dtype: torch.dtype,
-        algorithm: Algorithm | None = None,
+        layers: Sequence[Layer], world: World | int, dtype: torch.dtype, algorithm: Algorithm | None = None
     ) -> Layout:
         """The layout of ``layers`` for ``world``, or a world of that size, by default for scatter-reduce-all-gather.
 

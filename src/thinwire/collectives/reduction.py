@@ -32,11 +32,7 @@ from thinwire.kernels import before_sum, rows_add
 
 
 def all_reduce(
-    x: Tensor,
-    layout: Layout,
-    transport: Transport,
-    buffers: Buffers,
-    call: CollectiveCall,
+    x: Tensor, layout: Layout, transport: Transport, buffers: Buffers, call: CollectiveCall
 ) -> Generator[None]:
     """Replace the chunks of the flat tensor ``x`` by their sum over all ranks times ``call.scale``, by default by
     their mean.

@@ -19,11 +19,7 @@ def sum_buffers(layout: Layout, device: torch.device | None = None) -> tuple[Ten
 
 
 def summed_all_reduce(
-    x: Tensor,
-    layout: Layout,
-    transport: Transport,
-    buffers: Sequence[Tensor],
-    call: CollectiveCall,
+    x: Tensor, layout: Layout, transport: Transport, buffers: Sequence[Tensor], call: CollectiveCall
 ) -> Generator[None]:
     """Replace the summed layers of the flat tensor ``x`` by their sum over all ranks times ``call.scale``, by
     default by their mean.
@@ -60,14 +56,7 @@ class SumRounds:
     """The summed compressors of a layout, each in its round: `Summed.rounds`."""
 
     def __init__(
-        self,
-        x: Tensor,
-        layout: Layout,
-        buffers: Sequence[Tensor],
-        call: CollectiveCall,
-        *,
-        rank: int,
-        num_ranks: int,
+        self, x: Tensor, layout: Layout, buffers: Sequence[Tensor], call: CollectiveCall, *, rank: int, num_ranks: int
     ) -> None:
         """Replace the layers of ``x``. ``buffers``: one for each sum of the layout, as `sum_buffers` makes them."""
         places: dict[Summed, list[tuple[tuple[Part, ...], Tensor]]] = {}

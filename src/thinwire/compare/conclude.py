@@ -84,11 +84,7 @@ def _remarks(report: Report, about: dict[str, Any]) -> Iterator[str]:
 
 def _on_powersgd(report: Report) -> Iterator[str]:
     """Where PowerSGD beats thinwire's 4 bits, and at what loss."""
-    over, excess, ours = (
-        report.speedup("powersgd", "thinwire"),
-        report.excess("powersgd"),
-        report.excess("thinwire"),
-    )
+    over, excess, ours = (report.speedup("powersgd", "thinwire"), report.excess("powersgd"), report.excess("thinwire"))
     if over is None or excess is None or ours is None:
         return
     theirs = report.seconds_to_target(report.runs["powersgd"])

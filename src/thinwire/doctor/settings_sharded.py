@@ -67,12 +67,7 @@ SHARDED_SETTINGS = (
     ShardedSetting("uncompressed, overlapped", "raw"),
     ShardedSetting("gradients in bf16", halved=True, care=Care.ROUNDED),
     ShardedSetting("W8G8", DEFAULT_SHARDED_RULES, care=Care.KEPT),
-    ShardedSetting(
-        "W8G4",
-        DEFAULT_SHARDED_RULES,
-        gradients="minmax(bits=4, bucket=1024)",
-        care=Care.CHECK,
-    ),
+    ShardedSetting("W8G4", DEFAULT_SHARDED_RULES, gradients="minmax(bits=4, bucket=1024)", care=Care.CHECK),
     ShardedSetting("W4G4", "minmax(bits=4, bucket=1024)", care=Care.CHECK),
     *(ShardedSetting(f"accumulate {times}", times=times, care=Care.BATCH) for times in (2, 4, 8)),
 )

@@ -357,10 +357,7 @@ def _attach(model: DistributedDataParallel, options: Options) -> Wire:
 
 
 def _prepare(
-    model: DistributedDataParallel,
-    group: dist.ProcessGroup,
-    parameters: dict[str, torch.Tensor],
-    options: Options,
+    model: DistributedDataParallel, group: dist.ProcessGroup, parameters: dict[str, torch.Tensor], options: Options
 ) -> _Prepared:
     """Raises whatever is wrong with the arguments."""
     rules, policy = rules_of(options)

@@ -19,13 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.collectives import (
-    FailureDetector,
-    ProcessGroupTransport,
-    Transport,
-    parse_algorithm,
-    with_shared_memory,
-)
+from thinwire.collectives import FailureDetector, ProcessGroupTransport, Transport, parse_algorithm, with_shared_memory
 from thinwire.compat import collective_options, gloo_backend, gloo_group, prefixed, premul_factor, register_gloo
 from thinwire.integrations.group_contents import BufferContents
 from thinwire.integrations.group_options import ProcessGroupOptions

@@ -142,14 +142,7 @@ def rangefloat_bytes(numel: int, bits: int) -> int:
 
 
 def rangefloat_encode(
-    x: Tensor,
-    table: Table,
-    message: Tensor,
-    params: Tensor,
-    *,
-    bits: int,
-    rounding: str = "nearest",
-    key: int = 0,
+    x: Tensor, table: Table, message: Tensor, params: Tensor, *, bits: int, rounding: str = "nearest", key: int = 0
 ) -> None:
     """Code each value as a float of ``bits`` bits between −max and max (spectral sparsification, section 3.2.1).
 

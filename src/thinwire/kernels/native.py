@@ -106,14 +106,7 @@ def bucketed_decode(
 ) -> None:
     """See :func:`thinwire.kernels.bucketed_decode`."""
     core().decode(
-        message.data_ptr(),
-        table.pointer,
-        len(table.segments),
-        y.data_ptr(),
-        CODES[y.dtype],
-        *form.packed,
-        add,
-        scale,
+        message.data_ptr(), table.pointer, len(table.segments), y.data_ptr(), CODES[y.dtype], *form.packed, add, scale
     )
 
 

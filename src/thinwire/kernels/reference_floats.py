@@ -313,15 +313,7 @@ def magnitudes_encode(
 
 
 def magnitudes_decode(
-    message: Tensor,
-    table: Table,
-    y: Tensor,
-    magnitudes: Tensor,
-    *,
-    bits: int,
-    bucket: int,
-    add: bool,
-    scale: float,
+    message: Tensor, table: Table, y: Tensor, magnitudes: Tensor, *, bits: int, bucket: int, add: bool, scale: float
 ) -> None:
     """See :func:`thinwire.kernels.magnitudes_decode`."""
     values = torch.cat((magnitudes, -magnitudes))

@@ -53,13 +53,7 @@ def raw_decode(message: Tensor, table: Table, y: Tensor, *, add: bool = False, s
 
 
 def raw_sum(
-    messages: Sequence[Tensor],
-    own: Tensor,
-    table: Table,
-    y: Tensor,
-    *,
-    scale: float,
-    out_message: Tensor | None = None,
+    messages: Sequence[Tensor], own: Tensor, table: Table, y: Tensor, *, scale: float, out_message: Tensor | None = None
 ) -> None:
     """``y = scale · (own + Σ messages)``, summed in fp32 (or wider) in their order, and the same to ``out_message``.
 

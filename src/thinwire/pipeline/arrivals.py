@@ -39,12 +39,7 @@ class Arrivals:
     """
 
     def __init__(
-        self,
-        receives: Sequence[Receive],
-        decode: Callable[[int], list[Tensor]],
-        failing: Failing,
-        *,
-        expected: int,
+        self, receives: Sequence[Receive], decode: Callable[[int], list[Tensor]], failing: Failing, *, expected: int
     ) -> None:
         self._receives, self._decode, self._failing, self._expected = receives, decode, failing, expected
         self._changed = threading.Condition()

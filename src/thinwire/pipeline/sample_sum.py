@@ -44,14 +44,7 @@ class SampleSum:
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        compressor: Compressor,
-        place: Memory,
-        *,
-        name: str,
-        seed: int,
-        stats: PipelineStats,
+        self, transport: Transport, compressor: Compressor, place: Memory, *, name: str, seed: int, stats: PipelineStats
     ) -> None:
         coder = compressor.coder if isinstance(compressor, Delta) else compressor
         assert isinstance(coder, Coded), "it was checked"

@@ -194,7 +194,7 @@ class Auto(Policy):
             budget = self.error**2 * sum(layer.norm**2 for layer in table)
             picked = allocate.dynamic_programme(errors, costs, budget) if table else []
             plans.append(
-                {layer.name: layer.candidates[ks[k]] for layer, ks, k in zip(table, kept, picked, strict=True)},
+                {layer.name: layer.candidates[ks[k]] for layer, ks, k in zip(table, kept, picked, strict=True)}
             )
         return plans
 

@@ -28,14 +28,7 @@ from thinwire.runtime import DisagreementError, ParityError, ShardedWire, Wire
 
 _USAGE, _FAILED = 64, 1
 COMPRESS_VARIABLE = "THINWIRE_COMPRESS"
-_ON_EVERY_RANK = (
-    DisagreementError,
-    MessageError,
-    ParityError,
-    PeerFailedError,
-    SharedMemoryError,
-    TransportError,
-)
+_ON_EVERY_RANK = (DisagreementError, MessageError, ParityError, PeerFailedError, SharedMemoryError, TransportError)
 """Errors that every living rank raises: one of them is enough to know all of it."""
 
 

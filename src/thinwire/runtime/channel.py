@@ -288,14 +288,7 @@ class Channel(Generic[_S]):
     """Runs collectives between the ranks of one transport on one executor, in the order in which they are submitted."""
 
     def __init__(
-        self,
-        transport: Transport,
-        executor: Executor,
-        stats: _S,
-        *,
-        algorithm: Algorithm,
-        world: World,
-        seed: int,
+        self, transport: Transport, executor: Executor, stats: _S, *, algorithm: Algorithm, world: World, seed: int
     ) -> None:
         self.transport, self.executor, self.stats = transport, executor, stats
         self.algorithm, self.world, self.seed = algorithm, world, seed

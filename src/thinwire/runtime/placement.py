@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import Shard
-from thinwire.compressors import (
-    Coded,
-)
+from thinwire.compressors import Coded
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import Transport
-from thinwire.compressors import (
-    not_finite,
-)
+from thinwire.compressors import not_finite
 from thinwire.runtime.executor import AsyncReadback
 
 _SUSPECT_AFTER = 3

@@ -146,15 +146,7 @@ class ShardedEngine:
             operation.kept, operation.keep = unit.kept, keep
         return self._channels[id(unit.transport)].submit(operation)
 
-    def reduce(
-        self,
-        unit: Unit,
-        flat: Tensor,
-        out: Tensor,
-        *,
-        scale: float,
-        loss_scale: float = 1.0,
-    ) -> Future[Tensor]:
+    def reduce(self, unit: Unit, flat: Tensor, out: Tensor, *, scale: float, loss_scale: float = 1.0) -> Future[Tensor]:
         """Start setting ``out`` to this rank's part of ``scale`` times the sum of all ranks' ``flat``.
 
         ``loss_scale`` is how many times larger than the gradients its values are.

@@ -9,17 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from thinwire.compressors import (
-    RESIDUAL,
-    Coded,
-    Compressor,
-    LayerState,
-    Learned,
-    Slot,
-    State,
-    find_mixin,
-    learns_at,
-)
+from thinwire.compressors import RESIDUAL, Coded, Compressor, LayerState, Learned, Slot, State, find_mixin, learns_at
 from thinwire.kernels import derive_key
 from thinwire.runtime.flat_slots import FlatSlot, Place, flat_slot, is_packed, opened, packed_bytes
 from thinwire.runtime.placement import Placement

@@ -5,17 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.collectives import (
-    CollectiveCall,
-    Layout,
-    SumRounds,
-    sum_buffers,
-)
+from thinwire.collectives import CollectiveCall, Layout, SumRounds, sum_buffers
 from thinwire.collectives.stages import WORKER
-from thinwire.compressors import (
-    CodecCall,
-    State,
-)
+from thinwire.compressors import CodecCall, State
 
 
 def simulate(

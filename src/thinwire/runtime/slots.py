@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import Layer, Layout, Transport, owned_parts
-from thinwire.compressors import (
-    RESIDUAL,
-    Coded,
-    Compressor,
-    LayerState,
-    Slot,
-    State,
-    unwrap,
-)
+from thinwire.compressors import RESIDUAL, Coded, Compressor, LayerState, Slot, State, unwrap
 from thinwire.runtime.flat_slots import FlatSlot, flat_slot, opened
 
 
@@ -285,11 +277,7 @@ def _weights(name: str, compressor: Compressor, like: Tensor, rank: int, shares:
 
 
 def moved_residual(
-    value: Tensor,
-    compressor: Compressor,
-    name: str,
-    old: tuple[int, Sequence[int]],
-    new: tuple[int, Sequence[int]],
+    value: Tensor, compressor: Compressor, name: str, old: tuple[int, Sequence[int]], new: tuple[int, Sequence[int]]
 ) -> Tensor:
     """Return what a rank's residual of one layer becomes in another world, where others have come or gone.
 

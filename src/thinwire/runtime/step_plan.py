@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from thinwire.compressors import (
-    Coded,
-    Compressor,
-    Raw,
-    RawSum,
-    Summed,
-    cold_start,
-    learns_at,
-)
+from thinwire.compressors import Coded, Compressor, Raw, RawSum, Summed, cold_start, learns_at
 from thinwire.plan import Plan
 from thinwire.runtime.slots import Slots
 

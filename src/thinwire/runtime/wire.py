@@ -18,9 +18,7 @@ from thinwire.collectives import (
     Transport,
     ring_bytes,
 )
-from thinwire.compressors import (
-    Raw,
-)
+from thinwire.compressors import Raw
 from thinwire.plan import Plan, PlanRecord, Speeds, declined, sent_bytes
 from thinwire.policies import Policy, Sync
 from thinwire.runtime import checkpoint

@@ -124,10 +124,7 @@ def shares(kind: Collective, num_ranks: int) -> tuple[float, float]:
 
 
 def move_transfer(
-    move: Move,
-    layers: Mapping[str, Compressor],
-    links: Links,
-    codecs: Mapping[Compressor, tuple[float, float]],
+    move: Move, layers: Mapping[str, Compressor], links: Links, codecs: Mapping[Compressor, tuple[float, float]]
 ) -> Transfer:
     """Seconds that the messages of a move take.
 
