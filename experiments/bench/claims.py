@@ -1,4 +1,4 @@
-"""The FFT paper's claim, at equal bytes: less error than top-k, QSGD and TernGrad (S3, sections 4.2.1 and 6)."""
+"""The FFT paper's claim, at equal bytes: less error than top-k, QSGD and TernGrad (sections 4.2.1 and 6)."""
 
 from __future__ import annotations
 

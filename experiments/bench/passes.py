@@ -178,7 +178,7 @@ class Quality(NamedTuple):
     cosine: float
     bytes_per_element: float
     values_per_element: float
-    """The same without the bytes that only say which elements are sent, as S3 counts."""
+    """The same without the bytes that only say which elements are sent, as the FFT paper counts."""
 
 
 def measure_quality(subject: Pass, gradients: Gradients) -> list[Quality]:

@@ -106,9 +106,9 @@ def test_a_stages_gradient_has_about_as_many_values_as_its_activations() -> None
 
 
 def test_methods_compress_what_they_say() -> None:
-    assert AQSGD.forward == "delta(maxabs(bits=3))"
+    assert AQSGD.forward == "delta(maxabs(bits=3, midrise=True, rounding=nearest))"
     assert AQSGD.gradients == DIRECT.gradients == GRADIENTS
-    assert DIRECT.forward == "direct(maxabs(bits=3))"
+    assert DIRECT.forward == "direct(maxabs(bits=3, midrise=True, rounding=nearest))"
     assert ACTIVATIONS.gradients == ""
     assert ONLY_GRADIENTS.forward == "raw"
 

@@ -79,7 +79,7 @@ def _same_weights(rank: int, size: int, specs: dict[str, str], options: dict[str
     def gather(self: Any, output_tensor: torch.Tensor, **rest: Any) -> Any:
         work = original(self, output_tensor, **rest)
         work.wait()
-        layer = self._at.unit.name
+        layer = self.attached.unit.name
         now[f"{layer} {sum(key.startswith(layer + ' ') for key in now)}"] = output_tensor.clone()
         return work
 

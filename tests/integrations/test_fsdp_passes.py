@@ -36,7 +36,7 @@ def _used_twice(rank: int, size: int) -> dict[str, Any]:
     def gather(self: Any, output_tensor: Tensor, **rest: Any) -> Any:
         work = original(self, output_tensor, **rest)
         work.wait()
-        if self._at.unit.name == "blocks.0":
+        if self.attached.unit.name == "blocks.0":
             seen.append(output_tensor.clone())
         return work
 
