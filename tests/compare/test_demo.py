@@ -107,7 +107,7 @@ def test_results_show_before_the_last_variant_has_begun(on_a_slow_link: Smoke) -
 @pytest.mark.network
 def test_the_table_is_sorted_by_time_to_the_same_loss_and_fits(on_a_slow_link: Smoke) -> None:
     figures, text = on_a_slow_link.figures, on_a_slow_link.text
-    rows = {name: text.rindex(f"\n{VARIANTS[name].title}") for name in demo_module.ORDER}
+    rows = {name: text.rindex(f"\n{VARIANTS[name].title} ") for name in demo_module.ORDER}
     reached = [name for name in demo_module.ORDER if f"seconds_to_same_loss/{name}" in figures]
     assert "fp32" in reached
     by_time = sorted(reached, key=lambda name: figures[f"seconds_to_same_loss/{name}"])
