@@ -30,6 +30,10 @@ for step in range(20):
 dist.destroy_process_group()
 """
 
+_ABORTED = "terminate called without an active exception"
+"""Of a process that ends while a thread of PyTorch's C++ wants the interpreter: seen twice in some thirty runs, on a busy
+machine, and not explained."""
+
 
 @pytest.mark.parametrize(
     ("line", "loss"),
@@ -125,7 +129,11 @@ def test_wrong_options_are_reported_before_anything_runs(arguments: dict, says: 
     assert says in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.timeout(240)
+def _run(argv: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, capture_output=True, text=True, timeout=220, env=environment, check=False)
+
+
+@pytest.mark.timeout(480)
 def test_a_script_is_compared_as_it_is(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAINING)
@@ -134,7 +142,9 @@ def test_a_script_is_compared_as_it_is(tmp_path: Path) -> None:
     options += ["--plot", str(curves)] if find_spec("matplotlib") else []
     argv = [sys.executable, "-m", "thinwire", "compare", "4bit", *options, "--", str(script), "{seed}"]
     environment = {**os.environ, "COLUMNS": "80"}
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=220, env=environment, check=False)
+    done = _run(argv, environment)
+    if _ABORTED in done.stdout + done.stderr:
+        done = _run(argv, environment)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["name"]: row for row in json.loads(figures.read_text())["results"]}
     plain, ours = rows["loss/fp32"], rows["loss/minmax(bits=4, bucket=128)"]
