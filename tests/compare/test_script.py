@@ -31,8 +31,8 @@ dist.destroy_process_group()
 """
 
 _ABORTED = "terminate called without an active exception"
-"""Of a process that ends while a thread of PyTorch's C++ wants the interpreter: seen twice in some thirty runs, on a busy
-machine, and not explained."""
+"""Of a process that ends while a thread of PyTorch's C++ wants the interpreter: seen twice in some thirty runs, on a
+busy machine, and not explained."""
 
 
 @pytest.mark.parametrize(
