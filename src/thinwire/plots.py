@@ -12,7 +12,7 @@ def need_matplotlib() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("pictures take matplotlib: pip install 'thinwire[plot]'") from error
+        raise ImportError("pictures require matplotlib: pip install matplotlib") from error
     return Figure
 
 

@@ -120,7 +120,7 @@ def test_a_run_that_diverged_is_beyond_and_a_baseline_that_did_is_an_error() -> 
 
 def test_without_scipy_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(ImportError, match=r"pip install 'thinwire\[compare\]'"):
+    with pytest.raises(ImportError, match="pip install scipy"):
         paired.compare_training(SMOKE, [MINMAX], seeds=[0])
 
 

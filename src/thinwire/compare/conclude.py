@@ -110,7 +110,7 @@ def _draw(console: Console, report: Report, about: dict[str, Any], path: Path) -
     try:
         report.picture(path, f"{about['ranks']} ranks, {_rates(about)}, {about['parameters'] / 1e6:.1f} M parameters")
     except ImportError:
-        console.print("No picture without matplotlib: pip install 'thinwire[plot]'", markup=False)
+        console.print("No picture without matplotlib: pip install matplotlib", markup=False)
         return
     console.print(f"Picture: {path}", soft_wrap=True, markup=False)
 

@@ -89,7 +89,7 @@ def _tensorboard(folder: Path, key: str) -> list[float]:
     try:
         from tensorboard.backend.event_processing import event_accumulator
     except ImportError as error:
-        raise ImportError("reading TensorBoard's files takes tensorboard: pip install 'thinwire[logs]'") from error
+        raise ImportError("reading TensorBoard's files requires tensorboard: pip install tensorboard") from error
     tags: set[str] = set()
     for inner in sorted({path.parent for path in folder.rglob("events.out.tfevents.*")}):
         log = event_accumulator.EventAccumulator(str(inner), size_guidance={"scalars": 0})

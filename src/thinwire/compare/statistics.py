@@ -47,7 +47,7 @@ def need_scipy() -> Any:
     try:
         from scipy import stats
     except ImportError as error:
-        raise ImportError("comparing runs takes scipy: pip install 'thinwire[compare]'") from error
+        raise ImportError("comparing runs requires scipy: pip install scipy") from error
     return stats
 
 

@@ -19,7 +19,7 @@ def need_jinja2() -> Any:
     try:
         import jinja2
     except ImportError as error:
-        raise ImportError("an HTML report takes Jinja2: pip install 'thinwire[plot]'") from error
+        raise ImportError("an HTML report requires Jinja2 and matplotlib: pip install jinja2 matplotlib") from error
     return jinja2
 
 

@@ -73,7 +73,7 @@ def exact(errors: Sequence[Array], costs: Sequence[Array], budget: float) -> lis
     try:
         from scipy import optimize, sparse
     except ImportError as error:
-        raise ImportError("solver='exact' needs scipy: pip install 'thinwire[compare]'") from error
+        raise ImportError("solver='exact' requires scipy: pip install scipy") from error
     # What is over the budget by itself is left out: of a budget of zero a solver's tolerance would make another one.
     kept = [[k for k in _not_dominated(e, c) if e[k] <= budget] for e, c in zip(errors, costs, strict=True)]
     if not all(kept):

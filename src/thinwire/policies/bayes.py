@@ -48,7 +48,7 @@ class Bayes(BudgetedPolicy):
             from sklearn.exceptions import ConvergenceWarning
             from sklearn.gaussian_process import GaussianProcessRegressor, kernels
         except ImportError as error:
-            raise ImportError("Bayes needs scikit-learn: pip install 'thinwire[policies]'") from error
+            raise ImportError("Bayes requires scikit-learn: pip install scikit-learn") from error
         from scipy.stats import norm
 
         draw = np.random.default_rng(_SEED)
