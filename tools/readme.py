@@ -177,7 +177,7 @@ def step() -> str:
         batch = figures.rows["share_of_ceiling/fp32"]["batch"]
         shares = [f"{figures.get(f'share_of_ceiling/{method}'):.0%}" for method in ("fp32", "thinwire")]
         rows.append([where, str(batch), *shares, f"{figures.get('speedup_over_fp32'):.2f}x"])
-    head = ["2 ranks", "windows a rank", "stock DDP", "thinwire", "thinwire against stock"]
+    head = ["2 ranks", "windows per rank", "stock DDP", "thinwire", "thinwire against stock"]
     return (
         "`thinwire bench step`: training steps of the same GPT, as a share of the speed with nothing sent. Over "
         f"loopback, with declining on, as it is by default.\n\n{table(head, rows)}\n\n{machine}."
@@ -322,7 +322,7 @@ def first_epoch() -> str:
         title = f"`{name}`" if "(" in name else name
         rows.append([title, f"{bits:.2f}", f"{error:.3f}", f"{loss:.4f}", f"{above:+.2%} ± {deviation:.2%}"])
     rows.sort(key=lambda row: float(row[3]))
-    head = ["forward", "bits an activation", "error", "held-out loss", "against FP32"]
+    head = ["forward", "bits per activation", "error", "held-out loss", "against FP32"]
     return (
         f"`python -m experiments bench first-epoch`: a GPT of {about['stages']} stages, one epoch of "
         f"{about['samples']} samples from random weights, {about['seeds']} seeds. Gradients: 8 bits (FP32: 32).\n\n"
@@ -423,7 +423,7 @@ def _owned_training(task: str, title: str) -> str:
         label = TITLES.get(name.partition("/")[0], f"`{name}`")
         rows.append([label, f"{loss:.4f}", difference, f"{sent / 1e3:.1f}"])
     first = f"{title}, {about['ranks']} ranks, {about['seeds']} seeds"
-    return table([first, "held-out loss", "against fp32's", "kB sent a step"], rows)
+    return table([first, "held-out loss", "against fp32's", "kB sent per step"], rows)
 
 
 def pipelines() -> str:
@@ -436,12 +436,12 @@ def pipelines() -> str:
         title = f"uneven: {method}" if link == "uneven" else method
         shown = [f"{1e3 * measured:.0f} ms", f"{1e3 * predicted:.0f} ms", f"{predicted / measured - 1:+.0%}"]
         rows.append([title, schedule, *shown, f"{free:.2f}x"])
-    head = ["", "schedule", "measured", "predicted", "off", "speed, of a free network's"]
+    head = ["", "schedule", "measured", "predicted", "error", "speed, of an infinitely fast network's"]
     forward, backward, _ = about["layer_ms"]
     return (
         f"`python -m experiments bench pipelines`: {about['ranks']} ranks over 100 Mbit/s links, "
         f"{about['micro_batches']} micro-batches, {about['activation_bytes'] / 1e6:.2f} MB of activations each; two "
-        f"layers a rank, {forward:g} ms forward and {backward:g} ms backward, asleep as if an accelerator computed "
+        f"layers per rank, {forward:g} ms forward and {backward:g} ms backward, asleep as if an accelerator computed "
         f"them.\n\n{table(head, rows)}\n\n"
         "![Recorded steps of a pipeline: what ranks compute, and what is on the links](docs/pipelines.svg)\n\n"
         f"{figures.machine}."
@@ -526,11 +526,8 @@ def _within(errors: Sequence[float], claimed: float, what: str) -> str:
 
 def first_answer() -> str:
     figures = Figures(BENCHMARKS / "first-answer.json")
-    parts = [f"{name} {figures.get(f'seconds/{name}') or 0.0:.0f} s" for name in ("clone", "environment", "answer")]
-    return (
-        f"From an empty folder to such an answer: {figures.get('seconds') or 0.0:.0f} s ({', '.join(parts)}), on "
-        f"{figures.machine}."
-    )
+    installing, answer = (figures.get(f"seconds/{name}") or 0.0 for name in ("environment", "answer"))
+    return f"Installing takes {installing:.0f} s, `thinwire doctor` another {answer:.0f} s, on {figures.machine}."
 
 
 def optimizer() -> str:
@@ -759,7 +756,7 @@ def members() -> str:
     for mode, title in titles.items():
         if figures.get(f"{mode}/kept_tokens") is None:
             continue
-        of_all, present, kept, loss, compared, differing, kills, departures = (
+        of_all, present, kept, loss, compared, differing, kills = (
             figures.get(f"{mode}/{name}") or 0.0
             for name in (
                 "goodput/of_all_workers",
@@ -769,13 +766,12 @@ def members() -> str:
                 "exchanges_compared",
                 "exchanges_differing",
                 "kills",
-                "lines_of_departure",
             )
         )
         row = [title, f"{kills:.0f}", f"{of_all:.0%}", f"{present:.0%}", f"{kept:.0%}", f"{loss:.3f}"]
-        row += [f"{differing:.0f} of {compared:.0f}", f"{departures:.0f}" if mode != "restarting" else ""]
-        rows.append(row)
-    head = ["", "deaths", "goodput", "of those that ran", "of undisturbed", "last loss", "weights differed", "lines"]
+        rows.append([*row, f"{differing:.0f} of {compared:.0f}"])
+    of_running, of_undisturbed = "goodput of running workers", "kept, of the undisturbed run's"
+    head = ["", "deaths", "goodput", of_running, of_undisturbed, "last loss", "exchanges after which weights differ"]
     excess = [row for row in figures.record["results"] if row["name"] == "both/loss_excess"]
     at_equal = ""
     if excess:
@@ -788,8 +784,7 @@ def members() -> str:
         f"one of which is killed every {about['kill_every_s']} s and started again {about['absent_s']} s later. A step "
         f"takes {about['step_s']} s, most of it asleep; an exchange is due every {about['every']} steps, and so is a "
         "checkpoint. Goodput is the tokens that are in shared weights or in a checkpoint at the end over those that "
-        "four workers could have trained on without a pause, the start of their processes included. *Lines* is how "
-        "many lines workers have logged about others that left: one from each of those that remain.\n\n"
+        "four workers could have trained on without a pause, the start of their processes included.\n\n"
         f"{table(head, rows)}\n\n{at_equal}{figures.machine}."
     )
 
