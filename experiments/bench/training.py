@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json as json_module
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from math import inf, isfinite
+from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from thinwire.bench.ranks import run_ranks
 from thinwire.compare.gpt import GPTConfig
@@ -65,7 +69,9 @@ def training(
 ) -> int:
     """Train a small GPT by every method, each at its best learning rate; held-out loss and bytes beside AdamW's.
 
-    Learning rates are tried with the first seed, and the best is used for all. Takes about half an hour.
+    Learning rates are tried with the first seed, and the best is used for all. Where it is the lowest or the highest of
+    those, half or double of it is tried, too, until a rate on either side is worse. Takes about an hour. A run that was
+    stopped goes on after the last method that is in its file.
 
     Examples:
       python -m experiments bench training --json benchmarks/training.json
@@ -75,7 +81,7 @@ def training(
         workers: ranks, each a process of one thread on this machine.
         steps: training steps of 4 windows of 64 bytes a worker.
         seeds: runs of each method: initial weights and batches.
-        rates: learning rates to choose from.
+        rates: learning rates to begin with.
         methods: only those whose names contain one of these words.
         json: write the figures to this file.
     """
@@ -84,32 +90,50 @@ def training(
     console = Console(highlight=False)
     results = Results("python -m experiments bench training")
     results.about = {"workers": workers, "steps": steps, "seeds": seeds, "rates": list(rates), "task": asdict(task)}
-    losses: dict[str, list[float]] = {}
-    table = Table("method", "lr", "bytes/step", "fewer", "loss", f"against {REFERENCE}")
-    for method in chosen:
-        by_rate = {rate: _run(method, task, rate, 0, workers) for rate in rates}
-        best = min(rates, key=lambda rate: by_rate[rate]["loss"])
-        runs = [by_rate[best], *(_run(method, task, best, seed, workers) for seed in range(1, seeds))]
+    results.results = _recorded(json, results.about)
+    losses = {row["name"].removeprefix("loss/"): row["losses"] for row in results.results if "losses" in row}
+    for method in (method for method in chosen if method.name not in losses):
+        tried = _bracket(partial(_run, method, task, workers, 0), rates)
+        best = _best(tried)
+        runs = [tried[best], *(_run(method, task, workers, seed, best) for seed in range(1, seeds))]
         losses[method.name] = [run["loss"] for run in runs]
         if method.name != "alone" and any(run["replicas_differ"] for run in runs):
             console.print(f"{method.name}: the replicas differ")
             return 1
-        sent = fmean(run["sent_bytes"] for run in runs)
-        more = {"lr": best, "losses": losses[method.name], "by_rate": {str(r): f["loss"] for r, f in by_rate.items()}}
-        results.add(f"loss/{method.name}", fmean(losses[method.name]), "nats/byte", **more)
+        by_rate = {str(rate): tried[rate]["loss"] for rate in sorted(tried)}
+        loss, sent = fmean(losses[method.name]), fmean(run["sent_bytes"] for run in runs)
+        results.add(f"loss/{method.name}", loss, "nats/byte", lr=best, losses=losses[method.name], by_rate=by_rate)
         results.add(f"sent_bytes/{method.name}", sent, "B/step")
-        against = "" if method.name == REFERENCE else _against(losses, method.name, results)
-        whole = results.value(f"sent_bytes/{REFERENCE}")
-        fewer = f"{whole / sent:.0f}x" if sent else ""
-        table.add_row(method.name, f"{best:g}", f"{sent:,.0f}", fewer, f"{fmean(losses[method.name]):.4f}", against)
-        console.print(f"{method.name}: lr {best:g}, {fmean(losses[method.name]):.4f} {against}")
+        against = "" if method.name == REFERENCE else f", {_against(losses, method.name, results)}"
+        console.print(f"{method.name}: lr {best:g}, {sent:,.0f} bytes a step, loss {loss:.4f}{against}")
         if json is not None:
             results.write(json)
-    console.print(table)
     return 0
 
 
-def _run(method: Method, task: GPTTask, rate: float, seed: int, workers: int) -> dict[str, float]:
+def _recorded(path: Path | None, about: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows that an earlier run of the same trainings has written to ``path``."""
+    if path is None or not path.exists():
+        return []
+    record = json_module.loads(path.read_text())
+    return record["results"] if record["about"] == about else []
+
+
+def _bracket(run: Callable[[float], dict[str, float]], rates: Sequence[float]) -> dict[float, dict[str, float]]:
+    """What ``run`` returns for each learning rate of ``rates``, and for more until the best lies between two others."""
+    tried = {rate: run(rate) for rate in rates}
+    while (best := _best(tried)) in (min(tried), max(tried)):
+        rate = best / 2 if best == min(tried) else best * 2
+        tried[rate] = run(rate)
+    return tried
+
+
+def _best(tried: Mapping[float, Mapping[str, float]]) -> float:
+    """The learning rate of the least loss; a training that diverged has none."""
+    return min(tried, key=lambda rate: tried[rate]["loss"] if isfinite(tried[rate]["loss"]) else inf)
+
+
+def _run(method: Method, task: GPTTask, workers: int, seed: int, rate: float) -> dict[str, float]:
     config = {"method": asdict(method), "task": asdict(task), "lr": rate, "seed": seed}
     return run_ranks("experiments.bench.training_rank", config, workers, None)
 
