@@ -17,7 +17,7 @@ from thinwire.compressors._core.coded import Coded
 from thinwire.compressors._core.compressor import Compressor
 from thinwire.compressors._core.mixins import Indexed, Scheduled
 from thinwire.compressors._core.schedule import stage_at, stages
-from thinwire.compressors._core.segments import Piece
+from thinwire.compressors._core.segments import Piece, bytes_in_chunks
 from thinwire.compressors._core.slots import LayerState, Slot
 from thinwire.compressors._core.sparsifier import HEADER, check_place, header_of, put_floats, put_header
 from thinwire.compressors._core.traits import Traits
@@ -131,9 +131,7 @@ class FFT(Coded, Scheduled, Indexed):
         return max(2, numel if self.block == "whole" else min(self.block, numel))
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        chunk = self.grain or max(1, numel)
-        whole, rest = divmod(numel, chunk)
-        return whole * self._chunk_bytes(chunk) + self._chunk_bytes(rest)
+        return bytes_in_chunks(numel, self.grain, self._chunk_bytes)
 
     def _chunks(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Return the pieces whose components are chosen together, one for each payload."""

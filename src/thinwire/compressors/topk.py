@@ -52,7 +52,7 @@ class TopK(Sparsifier, Scheduled):
         return Traits(dense=False, wants_feedback=self.feedback)
 
     @property
-    def choice_chunk(self) -> int | None:
+    def grain(self) -> int | None:
         return None if self.chunk == "layer" else self.chunk
 
     def at_step(self, step: int, learning_rate: float | None) -> TopK:

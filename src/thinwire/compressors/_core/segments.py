@@ -74,6 +74,14 @@ class Piece(NamedTuple):
         )
 
 
+def bytes_in_chunks(numel: int, chunk: int | None, payload_bytes: Callable[[int], int]) -> int:
+    """Return the bytes of ``numel`` elements of which every ``chunk`` has a payload of its own; None: one for all."""
+    if chunk is None:
+        return payload_bytes(numel)
+    whole, rest = divmod(numel, chunk)
+    return whole * payload_bytes(chunk) + payload_bytes(rest)
+
+
 class Part(NamedTuple):
     """A layer's place in a sum."""
 

@@ -22,7 +22,7 @@ from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.coded import Coded
 from thinwire.compressors._core.compressor import Compressor, Count, needs_state
 from thinwire.compressors._core.mixins import Bounded, Indexed, Saturating, Scheduled, StepEnd
-from thinwire.compressors._core.segments import Key, Piece, Segments
+from thinwire.compressors._core.segments import Key, Piece, Segments, bytes_in_chunks
 from thinwire.compressors._core.slots import LayerState, Slot
 from thinwire.compressors._core.traits import Traits
 
@@ -46,14 +46,10 @@ class Picked(NamedTuple):
 class Sparsifier(Coded, Bounded, Indexed, Saturating):
     """A compressor that sends a choice of each layer's elements.
 
-    If the choice is made from each `chunk`, layers are divided among owners, who add up what ranks chose and choose
-    from the sum. Otherwise layers stay whole and are gathered by all ranks.
+    With a `grain`, a choice is made from every so many elements, each with a payload of its own: layers are divided
+    among owners, who add up what ranks chose and choose from the sum. Without, layers stay whole and are gathered by
+    all ranks.
     """
-
-    @property
-    def choice_chunk(self) -> int | None:
-        """Elements of each of which a choice is made, with a payload of its own; None: of the whole layer."""
-        return None
 
     @property
     def coder(self) -> Coded | None:
@@ -66,7 +62,7 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
 
     @property
     def grain(self) -> int | None:
-        return self.choice_chunk
+        return None
 
     @abstractmethod
     def room(self, numel: int) -> int:
@@ -84,16 +80,14 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
         return tuple(self.room(piece.numel) for piece in segments.pieces)
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        chunk = self.choice_chunk or max(1, numel)
-        whole, rest = divmod(numel, chunk)
-        return whole * self._chunk_bytes(chunk) + self._chunk_bytes(rest)
+        return bytes_in_chunks(numel, self.grain, self._chunk_bytes)
 
     def _chunk_bytes(self, numel: int) -> int:
         return self.payload_bytes_of(numel, self.room(numel))
 
     def _chunks(self, segments: Segments) -> Segments:
         """Return the pieces of which a choice is made, one for each payload."""
-        chunk = self.choice_chunk
+        chunk = self.grain
         if chunk is None or all(piece.numel <= chunk for piece in segments.pieces):
             return segments
         return segments.table.kept(
@@ -215,7 +209,7 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
         return self.payload_bytes_of(piece.numel, count)
 
     def index_bytes(self, message: Tensor, piece: Piece) -> int:
-        chunks = piece.in_chunks(self.choice_chunk, self._chunk_bytes) if piece.numel else ()
+        chunks = piece.in_chunks(self.grain, self._chunk_bytes) if piece.numel else ()
         return sum(map(kernels.index_bytes, (c.numel for c in chunks), self._rooms(message, chunks)))
 
     def limits(self, message: Tensor, segments: Segments) -> tuple[Count, Count]:
@@ -248,8 +242,8 @@ class Chain(Sparsifier, StepEnd, Scheduled):
             raise TypeError(f"{values} cannot follow |: chosen values are coded by a quantiser without state")
 
     @property
-    def choice_chunk(self) -> int | None:
-        return self.first.choice_chunk
+    def grain(self) -> int | None:
+        return self.first.grain
 
     @property
     def coder(self) -> Coded:
