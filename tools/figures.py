@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from experiments.framework.verdicts import WORDS, reworded
+from experiments.framework.verdicts import WORDS, outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -53,7 +53,7 @@ def claims(results: list[dict[str, Any]], whose: str) -> str:
         [
             row["figure"],
             row["claim"],
-            outcome(row),
+            outcome(row["found"], row.get("why")),
             HOLDS[row["holds"]],
             f"{100 * row['detectable']:.2g} %" if row.get("detectable") else "",
         ]
@@ -63,11 +63,6 @@ def claims(results: list[dict[str, Any]], whose: str) -> str:
     # A bar in a cell would end it.
     rows = [[cell.replace("|", "\\|") for cell in row] for row in shown]
     return table(["figure", whose, "here", "holds", "interval"], rows, numbers=False)
-
-
-def outcome(row: dict[str, Any]) -> str:
-    """What was found of a claim, and why that decides nothing where it does not."""
-    return f"{row['found']}; {reworded(row['why'])}" if row.get("why") else row["found"]
 
 
 def bullets(texts: list[str]) -> str:

@@ -11,6 +11,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from experiments.framework.verdicts import outcome
 from thinwire.compare.statistics import Estimate
 from thinwire.results import Results
 
@@ -64,8 +65,8 @@ def table(findings: Sequence[Finding], title: str) -> Table:
             aside = f"[dim]beside it: {escape(finding.aside)}[/]"
             shown.add_row(finding.figure, aside, escape(finding.text), "[dim]–[/]")
         elif finding.claim:
-            text = f"{finding.text}; {finding.why}" if finding.why else finding.text
-            shown.add_row(finding.figure, escape(finding.claim), escape(text), words[finding.holds])
+            text = escape(outcome(finding.text, finding.why))
+            shown.add_row(finding.figure, escape(finding.claim), text, words[finding.holds])
     return shown
 
 

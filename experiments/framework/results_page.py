@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.framework.catalogue import CATALOGUE, LEFT_OUT, Entry
-from experiments.framework.verdicts import RUN_SCATTER, WORDS, reworded
+from experiments.framework.verdicts import RUN_SCATTER, WORDS, outcome
 
 _WORDS = WORDS | {False: "**does not hold**"}
 _NOT_RUN = "not measured yet"
@@ -200,8 +200,8 @@ def _changes(papers: Sequence[RecordedPaper]) -> Iterator[str]:
     yield "## Verdicts that have changed"
     yield (
         f"{len(changed)} claims were judged otherwise when they were measured, by earlier rules or settings. "
-        f"{len(turned)} of them turned from one verdict into the other. All others became inconclusive or no longer "
-        "are."
+        f"{len(turned)} of them turned from one verdict into the other. The others were inconclusive, or have become "
+        "so."
     )
     if turned:
         rows = [[name, row.figure, row.claim, _WORDS[row.before], _WORDS[row.now]] for name, row in turned]
@@ -221,8 +221,8 @@ def _section(paper: RecordedPaper) -> Iterator[str]:
     rows = []
     for claim in paper.claims:
         mark = "" if claim.machine == paper.machines[0] else f" ({_note(paper, claim)})"
-        text = f"{claim.text}; {reworded(claim.why)}" if claim.why else claim.text
-        rows.append([claim.figure, claim.claim, text + mark, _WORDS[claim.holds], claim.shown_detectable])
+        text = outcome(claim.text, claim.why) + mark
+        rows.append([claim.figure, claim.claim, text, _WORDS[claim.holds], claim.shown_detectable])
     yield _table(["figure", "the paper", "here", "", "interval"], rows)
     yield f"{paper.machines[0]}."
     for i, machine in enumerate(paper.machines[1:], 2):

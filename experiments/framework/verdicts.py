@@ -137,11 +137,13 @@ def if_seen(seen: bool, judgement: Judgement) -> Judgement:
     return judgement if seen else unsound("the control did not surely fail, so that this says nothing")
 
 
-def reworded(why: str) -> str:
-    """A reason as pages show it; ``why`` is a recorded one."""
-    for pattern, text in _REWORDED:
-        why = re.sub(pattern, text, why)
-    return why
+def outcome(text: str, why: str | None) -> str:
+    """What was found of a claim, and, if that decides nothing, the recorded reason in the words of the pages."""
+    if not why:
+        return text
+    for pattern, words in _REWORDED:
+        why = re.sub(pattern, words, why)
+    return f"{text}; {why}"
 
 
 def _shown(share: float) -> str:

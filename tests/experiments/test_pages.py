@@ -8,9 +8,10 @@ from pathlib import Path
 import experiment_pages
 import pytest
 from captions import CAPTIONS
-from figures import BENCHMARKS, HOLDS, outcome
+from figures import BENCHMARKS, HOLDS
 
 from experiments.framework.catalogue import CATALOGUE
+from experiments.framework.verdicts import outcome
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in CATALOGUE])
@@ -20,7 +21,8 @@ def test_a_page_has_every_claim_and_every_table_of_its_paper(name: str, tmp_path
     measured = experiment_pages.Measured(name, BENCHMARKS)
     for row in measured.rows:
         if claim := row.get("claim"):
-            cells = [cell.replace("|", "\\|") for cell in (row["figure"], claim, outcome(row), HOLDS[row["holds"]])]
+            shown = outcome(row["found"], row.get("why"))
+            cells = [cell.replace("|", "\\|") for cell in (row["figure"], claim, shown, HOLDS[row["holds"]])]
             assert f"| {' | '.join(cells)} |" in page
     for make in experiment_pages.TABLES.get(name, ()):
         tables = list(make(measured))

@@ -19,7 +19,7 @@ from experiments.framework.verdicts import (
     if_seen,
     larger,
     matches,
-    reworded,
+    outcome,
 )
 from thinwire.compare.statistics import estimate
 
@@ -78,13 +78,14 @@ def test_times_of_one_run_are_judged_with_what_runs_differ_by() -> None:
 
 
 def test_recorded_reasons_are_shown_in_plain_words() -> None:
-    assert reworded(faster([1.1] * 8).why) == "the interval (±16 %) contains the bound"
-    assert reworded(matches(estimate([0.05, -0.05, 0.0]), 0.005).why).startswith(
-        "half of the interval (8.4 %) is wider"
+    assert outcome("0.9x", faster([1.1] * 8).why) == "0.9x; the interval (±16 %) contains the bound"
+    assert outcome("+0 %", matches(estimate([0.05, -0.05, 0.0]), 0.005).why).startswith(
+        "+0 %; half of the interval (8.4 %) is wider"
     )
-    assert reworded(exceeds(estimate([0.01, -0.01, 0.0])).why) == "the interval (±1.7 %) contains zero"
-    assert reworded(if_seen(False, Judgement(True)).why) == "the control was not clearly worse"
-    assert reworded(matches(estimate([0.0]), 0.005).why) == "one training, so there is no interval"
+    assert outcome("+0 %", exceeds(estimate([0.01, -0.01, 0.0])).why) == "+0 %; the interval (±1.7 %) contains zero"
+    assert outcome("+0 %", if_seen(False, Judgement(True)).why) == "+0 %; the control was not clearly worse"
+    assert outcome("+0 %", matches(estimate([0.0]), 0.005).why) == "+0 %; one training, so there is no interval"
+    assert outcome("+0 %", "") == outcome("+0 %", None) == "+0 %"
 
 
 def test_a_claim_of_parts_fails_with_any_of_them() -> None:
