@@ -77,7 +77,7 @@ _CORRECTED: dict[str, str] = {
 }
 """Recorded differences that no longer are since rows are judged again."""
 
-_RATIOS = "Ratios are medians over rounds in which the methods take turns. They are not quotients of the median speeds."
+RATIOS = "Ratios are medians over rounds in which the methods take turns. They are not quotients of the median speeds."
 
 NOTES = {
     "intsgd": ("In rows on time, 0.372x means that the method named first takes 0.372 of the other's time.",),
@@ -143,7 +143,7 @@ def _cgx_throughput(measured: Measured) -> Iterator[str]:
                 cells += [f"{row['value']:,.0f}", f"{row['relative']:.2f}x", "" if theirs is None else f"{theirs:.2f}x"]
             body.append(cells)
         if body:
-            yield f"{title}:\n\n{table(head, body)}\n\n{_RATIOS}"
+            yield f"{title}:\n\n{table(head, body)}\n\n{RATIOS}"
 
 
 def _cgx_links(measured: Measured) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import sys
 from collections import Counter
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from experiment_pages import experiment, sharded
+from experiment_pages import RATIOS, experiment, sharded
 from figures import BENCHMARKS, ROOT, Figures, bullets, table
 
 from experiments.bench.auto import Place
@@ -37,6 +38,40 @@ TITLES = {
     "alone": "training alone: nothing sent",
     "control": "control: 1 bit, no error feedback",
 }
+
+
+def headline() -> str:
+    faster = [
+        Figures(BENCHMARKS / file).get(name) or 0.0
+        for file, name in (("demo.json", "speedup_over_fp32/thinwire"), ("step-1gbit.json", "speedup_over_fp32"))
+    ]
+    loss = Figures(BENCHMARKS / "local.json").rows["val_loss_above_fp32/thinwire"]
+    within = math.ceil(1e3 * max(abs(loss["lower"]), abs(loss["upper"]))) / 10
+    return (
+        "**thinwire compresses what distributed PyTorch training sends: gradients under DDP, weights and gradients "
+        "under FSDP2, activations between pipeline stages. On CPU ranks, gradients in 4 bits make training steps "
+        f"{faster[0]:.1f} times as fast over 100 Mbit/s and {faster[1]:.1f} times over 1 Gbit/s, and the loss ends "
+        f"within {within:g} % of fp32's. For slower links there are [local updates](docs/local.md): workers exchange "
+        "what they have learned every few steps, in a hundredth of the bytes.**"
+    )
+
+
+def longer() -> str:
+    short, long = (Figures(BENCHMARKS / f"{name}.json") for name in ("demo", "local"))
+    about, nothing = long.record["about"], short.get("val_loss_above_fp32/alone") or 0.0
+    ours, plain, muon, alone = (
+        long.bounded(f"val_loss_above_fp32/{name}") for name in ("thinwire", "local", "muloco", "alone")
+    )
+    seconds = [long.get(f"10mbit/seconds_to_same_loss/{name}") or 0.0 for name in ("muloco", "thinwire")]
+    return (
+        f"This is one seed of {short.record['about']['task']['steps']} steps, too short to judge the loss at the end: "
+        f"even ranks that send nothing end only {100 * nothing:.1f} % above fp32. Over "
+        f"{about['task']['steps']} steps and {about['seeds']} seeds, against fp32, 4 bits end at {ours}, local updates "
+        f"at {plain}, with Muon at {muon}, and training alone at {alone}; in brackets, bounds that the true difference "
+        "keeps with 95 % each ([measured](docs/local.md#measured)). Use local updates where the link is too slow for 4 "
+        f"bits per step: over 10 Mbit/s, those with Muon are at fp32's loss in {seconds[0]:.0f} s, and 4 bits in "
+        f"{seconds[1]:.0f} s."
+    )
 
 
 def demo() -> str:
@@ -287,8 +322,7 @@ def blob() -> str:
     return (
         "`python -m experiments bench blob`: the demo's GPT in 4 bits, its gradients compressed as flat buffers or "
         "as layers.\n\n"
-        f"{table(head, rows)}\n\nRatios are medians over rounds in which the methods take turns. They are not "
-        f"quotients of the median speeds.\n\n{figures.machine}."
+        f"{table(head, rows)}\n\n{RATIOS}\n\n{figures.machine}."
     )
 
 
@@ -550,6 +584,7 @@ def training() -> str:
     names = [name.removeprefix("loss/") for name in figures.rows if name.startswith("loss/")]
     reference, *others = names
     names = [reference, *sorted(others, key=lambda name: figures.rows[f"loss/{name}"]["value"])]
+    tried = {float(rate) for name in names for rate in figures.rows[f"loss/{name}"]["by_rate"]}
     full = figures.get(f"sent_bytes/{names[0]}") or 1.0
     for name in names:
         row, sent = figures.rows[f"loss/{name}"], figures.get(f"sent_bytes/{name}") or 0.0
@@ -567,8 +602,8 @@ def training() -> str:
     head = ["", "learning rate", "sent per step", "fewer", "held-out loss (nats/byte)", f"against {names[0]}"]
     return (
         f"`python -m experiments bench training`: a byte-level GPT of width {about['task']['model']['width']}, "
-        f"{about['workers']} workers, {about['steps']} steps, {about['seeds']} seeds, each method at the best of the "
-        f"learning rates {', '.join(f'{rate:g}' for rate in about['rates'])}. In brackets, bounds that the true "
+        f"{about['workers']} workers, {about['steps']} steps, {about['seeds']} seeds, each method at the best "
+        f"learning rate of those tried, {min(tried):g} to {max(tried):g}. In brackets, bounds that the true "
         "difference keeps with 95 % each. *alone* is one worker without any communication: a method that ends above it "
         f"is worse than sending nothing.\n\n{table(head, rows)}\n\n{figures.machine}."
     )
@@ -726,8 +761,8 @@ def local() -> str:
     return (
         f"`python -m experiments bench local`: the demo's GPT, 2 ranks, {about['task']['steps']} steps, an exchange "
         f"every {about['every']}, plain averages, {about['seeds']} seeds; in brackets, bounds that the true difference "
-        "keeps with 95 % each. Ways take turns; speeds are medians over turns of the first seed, and the same loss is "
-        "1.01 times fp32's last. A free network would take fp32's steps at the speed of training alone.\n\n"
+        "keeps with 95 % each. Methods take turns; speeds are medians over turns of the first seed, and the same loss "
+        "is 1.01 times fp32's last. A free network would take fp32's steps at the speed of training alone.\n\n"
         f"{table(head, rows)}\n\n{figures.machine}."
     )
 
@@ -799,7 +834,7 @@ def power() -> str:
 
 
 PAGES = {
-    "README.md": {"demo": demo},
+    "README.md": {"headline": headline, "demo": demo, "longer": longer},
     "docs/compressors.md": {"compressors": compressors, "formats": formats},
     "docs/speed.md": {"allreduce": allreduce, "step": step},
     "docs/process-group.md": {"blob": blob, "conformance": conformance},
