@@ -25,11 +25,11 @@ _LOOPBACK, _WHY = "10gbit", "the link does not change what is learned"
 def local(
     *, rates: tuple[str, ...] = ("100mbit", "10mbit"), steps: int = 192, seeds: int = 3, json: OutputFile = None
 ) -> int:
-    """Train the demo's GPT over slow links: fp32 and 4-bit gradients, local updates in three ways, and alone.
+    """Train the demo's GPT over slow links: fp32 and 4-bit gradients, local updates with AdamW and Muon, and alone.
 
-    Speeds are those of the first seed, whose ways take turns of 8 steps over each link. What is learned does not depend
-    on the link, so other seeds train over loopback. A free network would take fp32's steps at the speed of training
-    alone. Takes about fifteen minutes on two idle cores.
+    Speeds are those of the first seed, whose methods take turns of 8 steps over each link. What is learned does not
+    depend on the link, so other seeds train over loopback. A free network would take fp32's steps at the speed of
+    training alone. Takes about fifteen minutes on two idle cores.
 
     Examples:
       python -m experiments bench local --json benchmarks/local.json
@@ -69,7 +69,7 @@ def local(
 
 
 def add_losses(results: Results, learned: Sequence[Mapping[str, Run]]) -> None:
-    """Add what each way has learned by seed: held-out loss, and the steps until it has fp32's within `SAME_LOSS`."""
+    """Add what each method has learned by seed: held-out loss, and the steps until it has fp32's within `SAME_LOSS`."""
     fp32 = [runs["fp32"].val_loss for runs in learned]
     for name in METHODS:
         losses = [runs[name].val_loss for runs in learned]
@@ -112,15 +112,10 @@ def _value(results: Results, name: str) -> float | None:
 def _table(results: Results, rate: str) -> Table:
     table = Table(f"over {format_rate(parse_rate(rate))}", "ms a step", "of alone's speed", "same loss in", "vs fp32")
     for name in METHODS:
-        step_s = _value(results, f"{rate}/step_s/{name}")
-        if step_s is None:
-            continue
-        reached = _value(results, f"{rate}/seconds_to_same_loss/{name}")
-        table.add_row(
-            VARIANTS[name].title,
-            f"{1e3 * step_s:.0f}",
-            f"{results.value(f'{rate}/speed_over_alone/{name}'):.2f}x",
-            f"{reached:.1f} s" if reached else "never",
-            f"{results.value(f'val_loss_above_fp32/{name}'):+.2%}",
-        )
+        step_s, reached = (_value(results, f"{rate}/{kind}/{name}") for kind in ("step_s", "seconds_to_same_loss"))
+        times = ["–"] * 3  # of what was not trained over this link
+        if step_s is not None:
+            speed = results.value(f"{rate}/speed_over_alone/{name}")
+            times = [f"{1e3 * step_s:.0f}", f"{speed:.2f}x", f"{reached:.1f} s" if reached else "never"]
+        table.add_row(VARIANTS[name].title, *times, f"{results.value(f'val_loss_above_fp32/{name}'):+.2%}")
     return table

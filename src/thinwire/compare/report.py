@@ -326,7 +326,8 @@ class Report:
 
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.add_subplot()
-        for run in filter(lambda run: self.timed(run.name), self.ordered()):
+        drawn = [run for run in self.ordered() if self.timed(run.name)]
+        for run in drawn:
             label = f"{VARIANTS[run.name].title} ({1e3 / run.steps_per_s:.0f} ms a step)"
             width = 2.6 if run.name == "thinwire" else 1.6
             axes.plot(run.probe_s, run.losses, color=_COLOURS[run.name], linewidth=width, label=label)
@@ -337,7 +338,7 @@ class Report:
         axes.set(xlabel="seconds of training", ylabel="held-out loss (nats per byte)", title=title)
         axes.set_xlim(left=0)
         # The fall of the first turn would leave no room for the differences.
-        axes.set_ylim(top=1.05 * max(run.losses[1] for run in self.runs.values()))
+        axes.set_ylim(top=1.05 * max(run.losses[1] for run in drawn))
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
