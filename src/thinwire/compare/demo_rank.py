@@ -36,7 +36,14 @@ class Rank:
         self.replica = Replica(task, variant.optimizer)
         ddp = distributed(self.replica, variant)
         self.attached = variant.attach(ddp, self.replica)
-        self.steps = train(ddp, self.replica.optimizer, self.text.train, self._offsets(), task.rate, task.model.context)
+        self.steps = train(
+            ddp,
+            self.replica.optimizer,
+            self.text.train,
+            self._offsets(),
+            lambda step: variant.rate_factor * task.rate(step),
+            task.model.context,
+        )
         return {"probe": self._evaluate(task.probe_windows)}
 
     def train(self, until: int) -> dict[str, Any]:
