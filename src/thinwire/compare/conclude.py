@@ -72,8 +72,9 @@ def _remarks(report: Report, about: dict[str, Any]) -> Iterator[str]:
         "sent in 2 bits (thinwire.local.DiLoCo); a step's time is the mean of its round."
     )
     yield (
-        "With Muon: thinwire.optim.Muon in place of AdamW, at the learning rate that is best for it, four times AdamW's. "
-        "DDP fp32, Muon is its control, which is there for its loss: nothing is compressed, and no link is slow."
+        "With Muon: thinwire.optim.Muon in place of AdamW, at the learning rate that is best for it, four times "
+        "AdamW's. DDP fp32, Muon is its control, which is there for its loss: nothing is compressed, and no link is "
+        "slow."
     )
     yield f"1-bit control: {CONTROL_RULES}, no error feedback. It must be worse, or equal losses mean nothing."
     worse = [VARIANTS[run.name].title for run in report.worse_than_alone() if run.name != "control"]
