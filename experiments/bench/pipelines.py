@@ -21,13 +21,13 @@ from thinwire.planner import (
     Choice,
     Layer,
     Link,
+    LinkCost,
     Machine,
     PipelinePlan,
     PipelineProblem,
     Schedule,
     ScheduleName,
     StageTimes,
-    Wire,
     even_plan,
     plan_pipeline,
     simulate,
@@ -159,12 +159,13 @@ def _predict(costs: Mapping[str, Any], method: str, schedule: ScheduleName, link
     specs = METHODS[method]
     shares = [1.0, 1.0] if specs is None else [Choice.from_compressor(parse(spec)).share for spec in specs]
     encode_s, decode_s = costs[method]
-    wires = [
-        Wire(_ACTIVATION_BYTES * share / link.rate, link.latency_s, encode_s, decode_s, link.rate) for share in shares
+    messages = [
+        LinkCost(_ACTIVATION_BYTES * share / link.rate, link.latency_s, encode_s, decode_s, link.rate)
+        for share in shares
     ]
     stages = costs[schedule]
     built = Schedule.build(schedule, RANKS, CHUNKS, len(stages) // RANKS)
-    boundaries = [Boundary(*wires)] * (len(stages) - 1)
+    boundaries = [Boundary(*messages)] * (len(stages) - 1)
     return simulate(built, stages, boundaries, ahead=specs is not None, lines=[link.rate] * RANKS)
 
 

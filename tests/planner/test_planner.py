@@ -15,13 +15,13 @@ from thinwire.planner import (
     Boundary,
     Layer,
     Link,
+    LinkCost,
     Machine,
     PipelinePlan,
     PipelineProblem,
     Schedule,
     ScheduleName,
     StageTimes,
-    Wire,
     even_plan,
     plan_pipeline,
     simulate,
@@ -77,7 +77,7 @@ def test_bubbles_are_those_of_the_papers() -> None:
 def test_a_step_worked_out_by_hand() -> None:
     # Two stages, two micro-batches, forward 1 s, backward 2 s; activations take 3 s and 0.5 s, gradients 1 s.
     schedule = Schedule.build("gpipe", 2, 2)
-    boundary = Boundary(Wire(3.0, 0.5), Wire(1.0))
+    boundary = Boundary(LinkCost(3.0, 0.5), LinkCost(1.0))
     found = simulate(schedule, *same(schedule, StageTimes(1.0, 2.0), boundary))
     # Activations arrive at 4.5 s and, queued behind, at 7.5 s; the last stage ends at 12.5 s, gradients 1 s later.
     assert [(s.begin_s, s.end_s) for s in found.tasks[1]] == [(4.5, 5.5), (7.5, 8.5), (8.5, 10.5), (10.5, 12.5)]
@@ -86,10 +86,12 @@ def test_a_step_worked_out_by_hand() -> None:
     assert found.unbound.step_s == 9.0
     assert found.exposed_s == found.exposed_at(0) == 6.5
     # Encoding and decoding take threads of their own.
-    coded = Boundary(Wire(0.0, 0.0, 0.5, 0.25), Wire())
+    coded = Boundary(LinkCost(0.0, 0.0, 0.5, 0.25), LinkCost())
     found = simulate(schedule, *same(schedule, StageTimes(1.0, 2.0), coded))
     assert [(s.begin_s, s.end_s) for s in found.tasks[1]][:2] == [(1.75, 2.75), (2.75, 3.75)]
-    found = simulate(schedule, *same(schedule, StageTimes(1.0, 2.0), Boundary(Wire(0.0, 0.0, 0.5, 3.0), Wire())))
+    found = simulate(
+        schedule, *same(schedule, StageTimes(1.0, 2.0), Boundary(LinkCost(0.0, 0.0, 0.5, 3.0), LinkCost()))
+    )
     assert [s.begin_s for s in found.tasks[1]][:2] == [4.5, 7.5], "one message is decoded after the other"
 
 
@@ -97,7 +99,7 @@ def test_messages_share_the_lines_of_their_ranks() -> None:
     schedule, times = Schedule.build("1f1b", 3, 4), StageTimes(1.0, 1.0)
 
     def messages(boundary: int, rate: float, line: float | None) -> dict[tuple[str, int], tuple[float, float]]:
-        boundaries = [Boundary(*[Wire(16.0 / rate, rate=rate)] * 2)] * 2
+        boundaries = [Boundary(*[LinkCost(16.0 / rate, rate=rate)] * 2)] * 2
         lines = None if line is None else [line] * 3
         spans = simulate(schedule, [times] * 3, boundaries, lines=lines).messages[boundary]
         return {(of.kind, of.chunk): (of.begin_s, of.end_s) for of in spans}
@@ -112,7 +114,7 @@ def test_messages_share_the_lines_of_their_ranks() -> None:
 
 def test_without_receives_ahead_a_link_rests_while_its_receiver_computes() -> None:
     schedule = Schedule.build("gpipe", 2, 2)
-    stages, boundaries = same(schedule, StageTimes(1.0, 2.0), Boundary(Wire(1.0), Wire(1.0)))
+    stages, boundaries = same(schedule, StageTimes(1.0, 2.0), Boundary(LinkCost(1.0), LinkCost(1.0)))
     ahead, late = (simulate(schedule, stages, boundaries, ahead=ahead) for ahead in (True, False))
     assert ahead.tasks[1][1].begin_s == 3.0
     assert late.tasks[1][1].begin_s == 4.0
@@ -124,7 +126,7 @@ def test_without_receives_ahead_a_link_rests_while_its_receiver_computes() -> No
     assert late.step_s > ahead.step_s
     # What two ranks have for each other goes one after the other, and not both ways at once.
     schedule = Schedule.build("1f1b", 2, 3)
-    parts = same(schedule, StageTimes(1.0, 1.0), Boundary(Wire(3.0), Wire(3.0)))
+    parts = same(schedule, StageTimes(1.0, 1.0), Boundary(LinkCost(3.0), LinkCost(3.0)))
     ahead, late = (simulate(schedule, *parts, ahead=ahead).messages[0] for ahead in (True, False))
     assert [(s.kind, s.begin_s) for s in ahead][1:3] == [("forward", 4.0), ("backward", 6.0)]
     assert [(s.begin_s, s.end_s) for s in late][:4] == [(1.0, 4.0), (6.0, 9.0), (9.0, 12.0), (14.0, 17.0)]
@@ -143,8 +145,8 @@ def test_slower_links_never_make_a_step_shorter_and_nothing_begins_before_what_i
     if kind[1] > 1 and num_chunks % num_ranks:
         num_ranks = 2
     schedule = Schedule.build(kind[0], num_ranks, num_chunks - num_chunks % num_ranks, kind[1])
-    wires = [Wire(seconds[b % 8], seconds[(b + 1) % 8] / 4, 0.1, 0.1) for b in range(schedule.num_stages)]
-    boundaries = [Boundary(a, b) for a, b in pairwise(wires)]
+    costs = [LinkCost(seconds[b % 8], seconds[(b + 1) % 8] / 4, 0.1, 0.1) for b in range(schedule.num_stages)]
+    boundaries = [Boundary(a, b) for a, b in pairwise(costs)]
     stages = [StageTimes(1.0 + s % 2, 2.0, 1.0) for s in range(schedule.num_stages)]
     found = simulate(schedule, stages, boundaries)
     slower = [Boundary(replace(b.forward, link_s=b.forward.link_s + 0.5), b.backward) for b in boundaries]

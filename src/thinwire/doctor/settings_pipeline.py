@@ -16,11 +16,11 @@ from thinwire.planner import (
     SCHEDULES,
     Boundary,
     Choice,
+    LinkCost,
     Schedule,
     ScheduleName,
     Simulated,
     StageTimes,
-    Wire,
     simulate,
 )
 from thinwire.policies import ByLink, choose_by_link
@@ -151,7 +151,7 @@ def simulated(setting: PipelineSetting, measured: MeasuredPipeline, stages: Sequ
     boundaries = []
     for b, (forward, backward) in enumerate(measured.specs(setting)):
         boundaries.append(
-            Boundary(*(_wire(measured, b, spec, native=setting.spec is None) for spec in (forward, backward)))
+            Boundary(*(_link_cost(measured, b, spec, native=setting.spec is None) for spec in (forward, backward)))
         )
     return simulate(schedule, stages, boundaries, ahead=setting.spec is not None)
 
@@ -167,13 +167,13 @@ def sent_bytes(setting: PipelineSetting, measured: MeasuredPipeline) -> list[flo
     return sent
 
 
-def _wire(measured: MeasuredPipeline, boundary: int, spec: str, *, native: bool) -> Wire:
+def _link_cost(measured: MeasuredPipeline, boundary: int, spec: str, *, native: bool) -> LinkCost:
     pair, size = measured.pair(boundary), measured.watched.activation_bytes[boundary]
     if native:
-        return Wire(size / pair.bandwidth, pair.latency_s)
+        return LinkCost(size / pair.bandwidth, pair.latency_s)
     encode, decode = measured.codecs[_inner(parse(spec))]
     share = Choice.from_compressor(parse(spec)).share
-    return Wire(share * size / pair.bandwidth, pair.latency_s, encode * size / 4, decode * size / 4)
+    return LinkCost(share * size / pair.bandwidth, pair.latency_s, encode * size / 4, decode * size / 4)
 
 
 def _rebuilt(schedule: Schedule, name: ScheduleName) -> Schedule | None:

@@ -12,7 +12,7 @@ from thinwire.planner.search import (
     even_plan,
     plan_pipeline,
 )
-from thinwire.planner.simulate import Boundary, Simulated, Span, StageTimes, Wire, simulate
+from thinwire.planner.simulate import Boundary, LinkCost, Simulated, Span, StageTimes, simulate
 
 __all__ = [
     "PYTORCH_CLASSES",
@@ -22,6 +22,7 @@ __all__ = [
     "Choice",
     "Layer",
     "Link",
+    "LinkCost",
     "Machine",
     "PipelinePlan",
     "PipelineProblem",
@@ -30,7 +31,6 @@ __all__ = [
     "Simulated",
     "Span",
     "StageTimes",
-    "Wire",
     "even_plan",
     "plan_pipeline",
     "simulate",

@@ -14,7 +14,7 @@ import torch
 from thinwire.compressors import Coded, Compressor, Delta, Raw, parse
 from thinwire.plan.contraction import gaussian_lost_share
 from thinwire.planner.schedules import SCHEDULES, Schedule, ScheduleName
-from thinwire.planner.simulate import Boundary, Simulated, StageTimes, Wire, simulate
+from thinwire.planner.simulate import Boundary, LinkCost, Simulated, StageTimes, simulate
 from thinwire.policies.by_link import ByLink
 
 REFERENCE = ("delta(maxabs(bits=3))", "maxabs(bits=6)")
@@ -212,15 +212,15 @@ class PipelinePlan:
     def _boundaries(self) -> list[Boundary]:
         return [
             Boundary(
-                self.wire(b, self.problem.forward[f], forward=True),
-                self.wire(b, self.problem.backward[g], forward=False),
+                self.link_cost(b, self.problem.forward[f], forward=True),
+                self.link_cost(b, self.problem.backward[g], forward=False),
             )
             for b, (f, g) in enumerate(zip(self.forward, self.backward, strict=True))
         ]
 
-    def wire(self, boundary: int, choice: Choice, *, forward: bool) -> Wire:
+    def link_cost(self, boundary: int, choice: Choice, *, forward: bool) -> LinkCost:
         """A message across a boundary with another compressor."""
-        return _wire(
+        return _link_cost(
             self.problem, self.cuts[boundary + 1], self._machine(boundary), self._machine(boundary + 1), choice, forward
         )
 
@@ -232,11 +232,13 @@ def _stage(problem: PipelineProblem, machine: Machine, begin: int, end: int) -> 
     return StageTimes(*(seconds / machine.speed for seconds in times))
 
 
-def _wire(problem: PipelineProblem, cut: int, before: Machine, after: Machine, choice: Choice, forward: bool) -> Wire:
+def _link_cost(
+    problem: PipelineProblem, cut: int, before: Machine, after: Machine, choice: Choice, forward: bool
+) -> LinkCost:
     names = (before.name, after.name) if forward else (after.name, before.name)
     link = problem.links[names]
     num_bytes = _HEADER_BYTES + choice.share * problem.layers[cut - 1].activation_bytes
-    return Wire(num_bytes / link.rate, link.latency_s, rate=link.rate)
+    return LinkCost(num_bytes / link.rate, link.latency_s, rate=link.rate)
 
 
 def plan_pipeline(problem: PipelineProblem) -> PipelinePlan:
@@ -320,14 +322,14 @@ def _cut(problem: PipelineProblem, order: Sequence[int], num_stages: int) -> tup
                     continue
                 times = _stage(problem, machine, begin, end)
                 seconds = times.forward_s + times.backward_s
-                wires = [0.0]
+                costs = [0.0]
                 if s:
                     pair = (machines[s - 1], machine)
-                    wires = [
-                        _wire(problem, begin, *pair, choice, f).link_s
+                    costs = [
+                        _link_cost(problem, begin, *pair, choice, f).link_s
                         for choice, f in zip(fewest, (True, False), strict=True)
                     ]
-                candidate = (max(slowest, seconds, *wires), squares + seconds**2, (*cuts, end))
+                candidate = (max(slowest, seconds, *costs), squares + seconds**2, (*cuts, end))
                 row[end] = min(row.get(end, candidate), candidate)
         best.append(row)
     return best[-1][total][2]
@@ -339,15 +341,15 @@ def _with_bits(plan: PipelinePlan) -> PipelinePlan:
     for options, budget, forward in zip(
         (problem.forward, problem.backward), problem.budgets, (True, False), strict=True
     ):
-        wires = [
-            [plan.wire(b, choice, forward=forward).link_s for choice in options] for b in range(len(plan.cuts) - 2)
+        costs = [
+            [plan.link_cost(b, choice, forward=forward).link_s for choice in options] for b in range(len(plan.cuts) - 2)
         ]
-        for allowed in sorted({seconds for row in wires for seconds in row}):
-            picked = [next((i for i, s in enumerate(row) if s <= allowed), len(row)) for row in wires]
+        for allowed in sorted({seconds for row in costs for seconds in row}):
+            picked = [next((i for i, s in enumerate(row) if s <= allowed), len(row)) for row in costs]
             if all(i < len(options) for i in picked) and math.fsum(options[i].error for i in picked) <= budget:
                 break
         else:
-            picked = [0] * len(wires)
+            picked = [0] * len(costs)
         chosen.append(tuple(picked))
     return replace(plan, forward=chosen[0], backward=chosen[1])
 

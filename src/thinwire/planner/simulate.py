@@ -26,7 +26,7 @@ class StageTimes:
 
 
 @dataclass(frozen=True)
-class Wire:
+class LinkCost:
     """What a micro-batch's message costs in one direction of a stage boundary, in seconds."""
 
     link_s: float = 0.0
@@ -45,8 +45,8 @@ class Wire:
 class Boundary:
     """The two directions of the boundary behind a stage."""
 
-    forward: Wire = Wire()
-    backward: Wire = Wire()
+    forward: LinkCost = LinkCost()
+    backward: LinkCost = LinkCost()
 
 
 class Span(NamedTuple):
@@ -149,7 +149,7 @@ class _UnderWay:
     """A message that a link carries."""
 
     message: Task
-    wire: Wire
+    cost: LinkCost
     begin_s: float
     end_s: float
     """When it has left, at the present rate."""
@@ -240,7 +240,7 @@ class _Run:
             message = Task(kind, stage + 1 if kind == "forward" else stage - 1, chunk)
             if self._sends_first:
                 self._own[rank] = message
-            self._encoded[rank] = max(self._encoded[rank], self._now) + self._wire(message).encode_s
+            self._encoded[rank] = max(self._encoded[rank], self._now) + self._link_cost(message).encode_s
             if self._encoded[rank] > self._now:
                 self._at(self._encoded[rank], self._queue, message)
             else:
@@ -270,9 +270,9 @@ class _Run:
         if message is None:
             return
         queue.remove(message)
-        wire = self._wire(message)
-        self._under_way[pair] = _UnderWay(message, wire, self._now, self._now + wire.link_s, wire.rate)
-        self._at(self._now + wire.link_s, self._carried, message)
+        cost = self._link_cost(message)
+        self._under_way[pair] = _UnderWay(message, cost, self._now, self._now + cost.link_s, cost.rate)
+        self._at(self._now + cost.link_s, self._carried, message)
         if self._lines is not None:
             self._share(self._lines)
 
@@ -287,11 +287,11 @@ class _Run:
         self._gone.add(message)
         kind, stage, chunk = message
         source = stage - 1 if kind == "forward" else stage + 1
-        arrived = self._now + transfer.wire.latency_s
+        arrived = self._now + transfer.cost.latency_s
         if pair[0] != pair[1]:
             self.messages[min(source, stage)].append(Span(kind, source, chunk, transfer.begin_s, arrived))
         key = kind, stage
-        self._decoded[key] = max(self._decoded.get(key, 0.0), arrived) + transfer.wire.decode_s
+        self._decoded[key] = max(self._decoded.get(key, 0.0), arrived) + transfer.cost.decode_s
         self._at(self._decoded[key], self._arrived, message)
         for notice in self._notices.pop(pair, []):
             self._post(notice)
@@ -311,7 +311,7 @@ class _Run:
         used = {pair: (pair, ("from", pair[0]), ("to", pair[1])) for pair in open_}
         room: dict[object, float] = {}
         for pair, transfer in open_.items():
-            room |= zip(used[pair], (transfer.wire.rate, lines[pair[0]], lines[pair[1]]), strict=True)
+            room |= zip(used[pair], (transfer.cost.rate, lines[pair[0]], lines[pair[1]]), strict=True)
         while open_:
             users = Counter(name for pair in open_ for name in used[pair])
             rate, tightest = min(((room[name] / count, name) for name, count in users.items()), key=itemgetter(0))
@@ -330,7 +330,7 @@ class _Run:
         source = message.stage - 1 if message.kind == "forward" else message.stage + 1
         return source % self._num_ranks, message.stage % self._num_ranks
 
-    def _wire(self, message: Task) -> Wire:
+    def _link_cost(self, message: Task) -> LinkCost:
         if self._num_ranks == 1:
             return _NONE
         if message.kind == "forward":
@@ -348,4 +348,4 @@ class _Run:
         return weights if task.kind == "weights" else times.backward_s - weights
 
 
-_NONE = Wire()
+_NONE = LinkCost()
