@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -17,6 +17,7 @@ from thinwire.plan import Plan
 from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter, Decision
 from thinwire.runtime.checkpoint import Checkpointable
+from thinwire.runtime.consistency import raise_together
 from thinwire.runtime.executor import CLOSED, Executor
 
 _RELEASE_S = 1.0
@@ -34,6 +35,7 @@ class Engine(Protocol):
 
 
 E = TypeVar("E", bound=Engine)
+_T = TypeVar("_T")
 
 
 class Handle(ABC, Generic[E]):
@@ -45,12 +47,14 @@ class Handle(ABC, Generic[E]):
 
     _engine: E
 
-    def __init__(self, plan: Plan, *, seed: int, start: int) -> None:
-        """``plan``: the compressors that the rules give each layer, before ``skip_if_slower`` and policies."""
+    def __init__(self, plan: Plan, *, rank: int, world_size: int, seed: int, start: int) -> None:
+        """``plan``: the compressors that the rules give each layer, before ``skip_if_slower`` and policies. ``rank``
+        and ``world_size`` index this process's part of a checkpoint."""
         if start < 0:
             raise ValueError(f"start must not be negative, not {start}: it is the number of steps that stay raw")
         if not 0 <= seed < 2**63:
             raise ValueError(f"seed must be between 0 and 2**63 - 1, not {seed}")
+        self.rank, self.world_size = rank, world_size
         self._asked = plan
         self._attached = True
         self._adapter: Adapter | None = None
@@ -103,13 +107,70 @@ class Handle(ABC, Generic[E]):
     def step(self) -> int:
         """Index of the last backward pass that communicated; −1 before the first."""
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
-        """Step, seed, plan and this rank's slots."""
+        """Step, seed, plan and this rank's slots, as tensors: loads with ``weights_only=True``. All ranks call it,
+        between steps.
+
+        For checkpoints to which every rank writes: ``torch.distributed.checkpoint``, where the keys of slots, which
+        carry the rank, merge, or one file for each rank. Where one rank writes, save `gather_state_dict`.
+        """
+        self._check_attached()
+        state = self._alone(self._collect)
+        if self.moments is not None:
+            state |= self.moments.state(self.rank)
+        return state | self._adapter.state() if self._adapter else state
 
     @abstractmethod
+    def _collect(self) -> dict[str, Tensor]:
+        """The state without an optimizer's moments and without a policy's."""
+
+    def state_dict_of(self, world_size: int, saved: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The shape of the merged states of a world of ``world_size`` ranks, to load its checkpoint into.
+
+            state = {"wire": wire.state_dict_of(8)}  # it was written by 8 ranks; this is another number
+            torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+            wire.load_state_dict(state["wire"])
+
+        Where a policy changes plans (``adapt=``), slots have the shapes that the saved plan's compressors want: load
+        ``"plan"`` alone first, ``{"wire": {"plan": wire.state_dict()["plan"]}}``, and pass it as ``saved``.
+        """
+        state = self._template(self.plan if saved is None else checkpoint.plan_of(saved, self.plan), world_size)
+        if self.moments is not None:
+            state |= self.moments.template(world_size)
+        return state | self._adapter.state() if self._adapter else state
+
+    @abstractmethod
+    def _template(self, plan: Plan, world_size: int) -> dict[str, Tensor]:
+        """What `_collect` gives on all ranks of a world of this size together, with slots of zeros."""
+
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a `gather_state_dict`, or from this rank's own `state_dict`."""
+        """Continue from a `gather_state_dict`, or from this rank's own `state_dict`. All ranks call it, between steps.
+
+        A gathered state loads into a world of any size: with another number of ranks the mean residual is preserved
+        (`thinwire.runtime.slots.reshard`). A `state_dict` loads on the rank that saved it, in a world of the same size.
+
+        Raises:
+            ValueError: the state is of another wire format or of a model with other layers, or lacks the slots of some
+                ranks.
+            PeerFailedError: it is so on another rank.
+            DisagreementError: ranks loaded different states.
+        """
+        self._check_attached()
+        adopt, moments, error = None, None, None
+        try:
+            adopt = self._read(state)
+            moments = self.moments.read(state, self.rank, self.world_size) if self.moments is not None else None
+        except Exception as invalid:  # noqa: BLE001 - raised on every rank below
+            error = invalid
+        self._alone(lambda: raise_together(error, self._whole_world(), "load_state_dict()"))
+        assert adopt is not None
+        adopt()
+        if self.moments is not None and moments is not None:
+            self.moments.load(moments)
+
+    @abstractmethod
+    def _read(self, state: Mapping[str, Tensor]) -> Callable[[], None]:
+        """Check a state; the function that continues from it, once all ranks' are valid. Raises ``ValueError``."""
 
     def gather_state_dict(self) -> dict[str, Tensor]:
         """The states of all ranks in one dictionary, the same on every rank, for checkpoints that one rank writes.
@@ -123,10 +184,11 @@ class Handle(ABC, Generic[E]):
         state = self.state_dict()
         if self._adapter is not None:
             state |= self._adapter.state(on_every_rank=True)
-        return self._gather(state)
+        return self._alone(lambda: checkpoint.gather(state, self._whole_world()))
 
-    def _gather(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return checkpoint.gather(state, self._whole_world())
+    def _alone(self, job: Callable[[], _T]) -> _T:
+        """Run a job while no other communication of the handle is under way."""
+        return job()
 
     @abstractmethod
     def _whole_world(self) -> Transport:

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from thinwire.runtime.sharded_wire import ShardedWire
-from thinwire.runtime.stats import ShardedStats, Stats
+from thinwire.runtime.stats import HandleStats, Stats
 from thinwire.runtime.timeline import rank_path
 from thinwire.runtime.wire import Wire
 
@@ -23,7 +23,6 @@ _LEVELS = ("buffer_bytes", "slot_bytes", "declined_layers", "unsuited_layers")
 _SERIES = ("alpha",)
 """Statistics with one value for each measured step: the last one is logged."""
 
-_Stats = Stats | ShardedStats
 _Writer = Callable[[int, dict[str, float]], None]
 """Writes the statistics of one step."""
 
@@ -117,7 +116,7 @@ class StatsLogger:
         self._before, self._before_s = now, now_s
 
 
-def _figures(now: _Stats, before: _Stats, elapsed_s: float) -> dict[str, float]:
+def _figures(now: HandleStats, before: HandleStats, elapsed_s: float) -> dict[str, float]:
     if now.steps < before.steps or now.dense_bytes < before.dense_bytes:
         # reset_stats() was called in between.
         before = type(now)()

@@ -18,7 +18,7 @@ from thinwire.policies import Evidence, Policy
 from thinwire.policies.balance import balanced
 from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter
-from thinwire.runtime.consistency import library_version, raise_together
+from thinwire.runtime.consistency import library_version
 from thinwire.runtime.handle import Handle
 from thinwire.runtime.probe import measure_speeds
 from thinwire.runtime.sharded_engine import ShardedEngine
@@ -54,10 +54,8 @@ class ShardedWire(Handle["ShardedEngine"]):
         adapt: Policy | None = None,
         replicas: Transport | None = None,
     ) -> None:
-        """``rank`` and ``world_size`` index this process's part of a checkpoint. ``make_world`` connects all ranks: it
-        is called on every rank when states are first gathered or loaded."""
-        super().__init__(plan, seed=seed, start=start)
-        self.rank, self.world_size = rank, world_size
+        """``make_world`` connects all ranks: it is called on every rank when states are first gathered or loaded."""
+        super().__init__(plan, rank=rank, world_size=world_size, seed=seed, start=start)
         self._make_world = make_world
         self._world: Transport | None = None
         self._waiting: tuple[Callable[[], bool], Plan] | None = None
@@ -291,13 +289,7 @@ class ShardedWire(Handle["ShardedEngine"]):
             for site in ("weights", "gradients", "across")
         }
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Step, seed, plan and this rank's slots, as tensors, between steps; every rank must call it.
-
-        For checkpoints to which every rank writes: ``torch.distributed.checkpoint``, where the keys of slots, which
-        carry the rank, merge, or one file for each rank. Where one rank writes, save `gather_state_dict`.
-        """
-        self._check_attached()
+    def _collect(self) -> dict[str, Tensor]:
         engine = self._engine
         engine.settle()
         options = {"step": engine.step, "seed": engine.seed, "rank": self.rank}
@@ -307,10 +299,7 @@ class ShardedWire(Handle["ShardedEngine"]):
             for unit, weights, gradients in zip(engine.units, engine.weights, engine.gradients, strict=True)
         ]
         counts = {_VERSIONS: torch.tensor(rows), _EXCHANGES: torch.tensor([engine.gathers, engine.reductions])}
-        state |= checkpoint.sealed(counts, _CHECKSUMS)
-        if self.moments is not None:
-            state |= self.moments.state(self.rank)
-        return state | self._adapter.state() if self._adapter else state
+        return state | checkpoint.sealed(counts, _CHECKSUMS)
 
     def _whole_world(self) -> Transport:
         if self._world is None:
@@ -318,59 +307,13 @@ class ShardedWire(Handle["ShardedEngine"]):
             self._release_when_dropped((), [self._world])
         return self._world
 
-    def state_dict_of(self, world_size: int) -> dict[str, Tensor]:
-        """The shape of the merged states of a world of ``world_size`` ranks, to load its checkpoint into."""
-        state = checkpoint.template(self.plan, self._shapes, world_size)
+    def _template(self, plan: Plan, world_size: int) -> dict[str, Tensor]:
+        state = checkpoint.template(plan, self._shapes, world_size)
         versions = torch.zeros(len(self._engine.units), 4, dtype=torch.int64)
-        state |= checkpoint.sealed({_VERSIONS: versions, _EXCHANGES: torch.zeros(2, dtype=torch.int64)}, _CHECKSUMS)
-        if self.moments is not None:
-            state |= self.moments.template(world_size)
-        return state | self._adapter.state() if self._adapter else state
+        counts = {_VERSIONS: versions, _EXCHANGES: torch.zeros(2, dtype=torch.int64)}
+        return state | checkpoint.sealed(counts, _CHECKSUMS)
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a `gather_state_dict`, or from this rank's own `state_dict`. All ranks call it, between steps.
-
-        A gathered state loads into a world of any size: with another number of ranks the mean residual is preserved.
-        A `state_dict` loads on the rank that saved it, in a world of the same size.
-
-        Raises:
-            ValueError: the state is of another wire format or of a model with other layers, or lacks the slots of some
-                ranks.
-            PeerFailedError: it is so on another rank.
-            DisagreementError: ranks loaded different states.
-        """
-        self._check_attached()
-        engine, read, moments, error = self._engine, None, None, None
-        try:
-            read = self._read(state)
-            moments = self.moments.read(state, self.rank, self.world_size) if self.moments is not None else None
-        except Exception as invalid:  # noqa: BLE001 - raised on every rank below
-            error = invalid
-        raise_together(error, self._whole_world(), "load_state_dict()")
-        assert read is not None
-        loaded, counts, integers = read
-        engine.restart(loaded.plan, step=loaded.step, seed=loaded.seed)
-        engine.gathers, engine.reductions = counts
-        rows = [integers[i : i + 4] for i in range(0, len(integers), 4)]
-        for unit, row, *sites in zip(engine.units, rows, engine.weights, engine.gradients, strict=True):
-            unit.reductions, unit.last_step, unit.across = row[0], loaded.step, row[3]
-            for members, learned_at in zip(sites, row[1:3], strict=True):
-                members.slots.learned_at = learned_at
-        for (name, slot_name), value in loaded.slots.items():
-            members = engine.members_of(name)
-            slot = next(slot for slot in self.plan[name].slots if slot.name == slot_name)
-            if members is not None:
-                members.slots.load(name, slot, value)
-        for flat in engine.all_channels:
-            flat.agree({"step": str(loaded.step), "plan": loaded.plan.hash, "seed": str(loaded.seed)})
-        if self.moments is not None and moments is not None:
-            self.moments.load(moments)
-        if self._adapter is not None:
-            alike = int(state["shares"].numel()) == self.world_size
-            self._adapter.load(state if alike else {}, self.plan, None)
-
-    def _read(self, state: Mapping[str, Tensor]) -> tuple[checkpoint.Loaded, list[int], list[int]]:
-        """What a state holds for this rank, the exchanges so far, and the counts of each unit."""
+    def _read(self, state: Mapping[str, Tensor]) -> Callable[[], None]:
         engine, versions = self._engine, state.get(_VERSIONS)
         known = isinstance(versions, Tensor) and tuple(versions.shape) == (len(engine.units), 4)
         if versions is None or not known or _EXCHANGES not in state:
@@ -388,9 +331,29 @@ class ShardedWire(Handle["ShardedEngine"]):
         integers = checkpoint.integers(state, _VERSIONS, 4 * len(engine.units))
         loaded = checkpoint.read(state, self.plan, self._shapes, self.rank, self._shares, resharded)
         checkpoint.check_sealed(state, (_VERSIONS, _EXCHANGES), _CHECKSUMS)
-        if self._adapter is not None and int(state["shares"].numel()) == self.world_size:
+        alike = int(state["shares"].numel()) == self.world_size
+        if self._adapter is not None and alike:
             self._adapter.saved_algorithm(state)
-        return loaded, counts, integers
+
+        def adopt() -> None:
+            engine.restart(loaded.plan, step=loaded.step, seed=loaded.seed)
+            engine.gathers, engine.reductions = counts
+            rows = [integers[i : i + 4] for i in range(0, len(integers), 4)]
+            for unit, row, *sites in zip(engine.units, rows, engine.weights, engine.gradients, strict=True):
+                unit.reductions, unit.last_step, unit.across = row[0], loaded.step, row[3]
+                for members, learned_at in zip(sites, row[1:3], strict=True):
+                    members.slots.learned_at = learned_at
+            for (name, slot_name), value in loaded.slots.items():
+                members = engine.members_of(name)
+                slot = next(slot for slot in self.plan[name].slots if slot.name == slot_name)
+                if members is not None:
+                    members.slots.load(name, slot, value)
+            for flat in engine.all_channels:
+                flat.agree({"step": str(loaded.step), "plan": loaded.plan.hash, "seed": str(loaded.seed)})
+            if self._adapter is not None:
+                self._adapter.load(state if alike else {}, self.plan, None)
+
+        return adopt
 
     def _close(self) -> None:
         for flat in self._engine.all_channels:

@@ -69,25 +69,49 @@ class TrafficStats(StageSeconds):
 
 
 @dataclass
-class Stats(TrafficStats):
-    """Totals of this rank since the Wire was made (or since `reset`)."""
+class HandleStats(TrafficStats):
+    """What a `Wire` and a `ShardedWire` both count: totals of this rank since it was made (or since `reset_stats`)."""
 
     steps: int = 0
-    """Backward passes that communicated."""
-    compressed_steps: int = 0
-    """Those of them in which compression was on (from ``start`` on)."""
-    buckets: int = 0
-    """DDP buckets reduced."""
+    """Backward passes that reduced gradients."""
     declined_layers: int = 0
-    """Layers left raw because compressing them would have been slower."""
-    unsuited_layers: int = 0
-    """Layers left raw because their compressor cannot take such a shape."""
-    sync_s: float = 0.0
-    """Seconds of compressed steps from the start of the first bucket's communication to the end of the last one's."""
+    """Layers (of a sharded model: weights and gradients) left raw because compressing them would have been slower."""
     plan_changes: int = 0
     """Times that a policy's plan was taken over (``adapt=``)."""
     adapt_s: float = 0.0
     """Seconds of the training threads for that: summing gradients, waiting for the decision, changing the plan."""
+    nonfinite_steps: int = 0
+    """Steps of which error feedback took nothing, because some rank met NaN or Inf."""
+    state_resets: int = 0
+    """Times that residuals and other slots started anew, because means were not finite although all gradients were."""
+    slot_bytes: int = 0
+    """Memory that the state of compressors takes on this rank now: residuals, twice over, so that a step with NaN or
+    Inf leaves none behind."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self._exchanges}, {self.payload_sent_bytes / 1e6:.1f} MB sent instead of "
+            f"{self.dense_bytes / 1e6:.1f} MB ({self.ratio:.1f}x less); encode {self.encode_s:.2f} s, "
+            f"wire {self.wire_s:.2f} s, reduce {self.reduce_s:.2f} s, decode {self.decode_s:.2f} s"
+        )
+
+    @property
+    def _exchanges(self) -> str:
+        return f"{self.steps} steps"
+
+
+@dataclass
+class Stats(HandleStats):
+    """Totals of this rank since the Wire was made (or since `reset_stats`)."""
+
+    compressed_steps: int = 0
+    """Those of them in which compression was on (from ``start`` on)."""
+    buckets: int = 0
+    """DDP buckets reduced."""
+    unsuited_layers: int = 0
+    """Layers left raw because their compressor cannot take such a shape."""
+    sync_s: float = 0.0
+    """Seconds of compressed steps from the start of the first bucket's communication to the end of the last one's."""
     encoded: int = 0
     """Elements encoded."""
     saturated: int = 0
@@ -96,15 +120,8 @@ class Stats(TrafficStats):
     """Elements that should have been sent and found no room in a message of bounded size."""
     alpha: list[tuple[int, float]] = field(default_factory=list)
     """(step, ‖mean − received‖ / ‖mean‖) of each measured step (``measure_every``): assumption 3.2 of the FFT paper."""
-    nonfinite_steps: int = 0
-    """Steps of which error feedback took nothing, because some rank met NaN or Inf."""
-    state_resets: int = 0
-    """Times that residuals and other slots started anew, because means were not finite although all gradients were."""
     parity_checks: int = 0
     resyncs: int = 0
-    slot_bytes: int = 0
-    """Memory that the state of compressors takes on this rank now: residuals, twice over, so that a step with NaN or
-    Inf leaves none behind."""
 
     @property
     def clipped(self) -> float:
@@ -113,13 +130,6 @@ class Stats(TrafficStats):
 
     def to_dict(self) -> dict[str, float]:
         return {**super().to_dict(), "clipped": self.clipped}
-
-    def __str__(self) -> str:
-        return (
-            f"{self.steps} steps, {self.payload_sent_bytes / 1e6:.1f} MB sent instead of "
-            f"{self.dense_bytes / 1e6:.1f} MB ({self.ratio:.1f}x less); encode {self.encode_s:.2f} s, "
-            f"wire {self.wire_s:.2f} s, reduce {self.reduce_s:.2f} s, decode {self.decode_s:.2f} s"
-        )
 
 
 @dataclass
@@ -139,11 +149,9 @@ class GroupStats(TrafficStats):
 
 
 @dataclass
-class ShardedStats(TrafficStats):
-    """Totals of this rank since the Wire was made (or since `ShardedWire.reset_stats`)."""
+class ShardedStats(HandleStats):
+    """Totals of this rank since the ShardedWire was made (or since `reset_stats`)."""
 
-    steps: int = 0
-    """Backward passes that reduced gradients."""
     gathers: int = 0
     """All-gathers of a unit's weights, over all ranks."""
     local_gathers: int = 0
@@ -154,26 +162,10 @@ class ShardedStats(TrafficStats):
     """Of these, those that went on while backward did."""
     learn_s: float = 0.0
     """Seconds that learning quantisation levels took."""
-    declined_layers: int = 0
-    """Weights and gradients left raw because compressing them would have been slower."""
-    plan_changes: int = 0
-    """Times that a policy's plan was taken over (``adapt=``)."""
-    adapt_s: float = 0.0
-    """Seconds of the training thread for that."""
-    nonfinite_steps: int = 0
-    """Backward passes of which error feedback took nothing, because some rank met NaN or Inf."""
-    state_resets: int = 0
-    """Times that residuals and other slots started anew, because means were not finite although all gradients were."""
-    slot_bytes: int = 0
-    """Memory that the state of compressors takes on this rank now: residuals, twice over."""
 
-    def __str__(self) -> str:
-        return (
-            f"{self.steps} steps, {self.gathers} gathers, {self.reductions} reductions, "
-            f"{self.payload_sent_bytes / 1e6:.1f} MB sent instead of {self.dense_bytes / 1e6:.1f} MB "
-            f"({self.ratio:.1f}x less); encode {self.encode_s:.2f} s, wire {self.wire_s:.2f} s, "
-            f"reduce {self.reduce_s:.2f} s, decode {self.decode_s:.2f} s"
-        )
+    @property
+    def _exchanges(self) -> str:
+        return f"{self.steps} steps, {self.gathers} gathers, {self.reductions} reductions"
 
 
 _WINDOW_STEPS = 20

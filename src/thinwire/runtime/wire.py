@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from thinwire.policies import Policy, Sync
 from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter, StepClock
 from thinwire.runtime.channel import BucketLayers, Channel
-from thinwire.runtime.consistency import agree, raise_together, resync
+from thinwire.runtime.consistency import agree, resync
 from thinwire.runtime.engine import Engine
 from thinwire.runtime.executor import StreamExecutor, ThreadExecutor
 from thinwire.runtime.handle import Handle
@@ -32,6 +33,8 @@ from thinwire.runtime.probe import measure_speeds, settle
 from thinwire.runtime.stats import Stats, TrafficStats
 from thinwire.runtime.table import layer_table
 from thinwire.runtime.timeline import Timeline, rank_path
+
+_T = TypeVar("_T")
 
 
 class Wire(Handle["Engine"]):
@@ -56,7 +59,7 @@ class Wire(Handle["Engine"]):
         algorithm: Algorithm | None = None,
         adapt: Policy | None = None,
     ) -> None:
-        super().__init__(plan, seed=seed, start=start)
+        super().__init__(plan, rank=transport.rank, world_size=transport.world_size, seed=seed, start=start)
         self._optimizer = optimizer
         # Raises here, not in the first step, where a schedule or a compressor lacks something.
         plan.at_step(0, self._learning_rate()).for_world(transport.world_size, shapes)
@@ -148,14 +151,6 @@ class Wire(Handle["Engine"]):
     def simulated(self) -> bool:
         """Whether only the effect of compression is there, not its communication."""
         return self._engine.simulated
-
-    @property
-    def rank(self) -> int:
-        return self._engine.transport.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._engine.transport.world_size
 
     @property
     def stats(self) -> Stats:
@@ -331,62 +326,24 @@ class Wire(Handle["Engine"]):
         self._executor.call(lambda: resync(parameters, self._engine.transport))
         self._engine.stats.resyncs += 1
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Step, seed, plan and this rank's slots, as tensors: loads with ``weights_only=True``.
+    def _collect(self) -> dict[str, Tensor]:
+        return self._engine.collect(self._step)
 
-        For checkpoints to which every rank writes: ``torch.distributed.checkpoint``, where the keys of slots, which
-        carry the rank, merge, or one file for each rank. Where one rank writes, save `gather_state_dict`.
-        """
-        state = self._executor.call(lambda: self._engine.collect(self._step))
-        if self.moments is not None:
-            state |= self.moments.state(self.rank)
-        return state | self._adapter.state() if self._adapter else state
+    def _template(self, plan: Plan, world_size: int) -> dict[str, Tensor]:
+        return checkpoint.template(plan, self._engine.shapes, world_size)
 
-    def state_dict_of(self, world_size: int, saved: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The shape of the merged states of a world of ``world_size`` ranks, to load its checkpoint into.
+    def _read(self, state: Mapping[str, Tensor]) -> Callable[[], None]:
+        algorithm = self._adapter.saved_algorithm(state) if self._adapter is not None else self.algorithm
+        shares = self._engine.shares_of(algorithm)
+        loaded = checkpoint.read(state, self._engine.plan, self._engine.shapes, self.rank, shares)
 
-            state = {"wire": wire.state_dict_of(8)}  # it was written by 8 ranks; this is another number
-            torch.distributed.checkpoint.load(state, checkpoint_id=folder)
-            wire.load_state_dict(state["wire"])
-
-        Where a policy changes plans (``adapt=``), slots have the shapes that the saved plan's compressors want: load
-        ``"plan"`` alone first, ``{"wire": {"plan": wire.state_dict()["plan"]}}``, and pass it as ``saved``.
-        """
-        plan = self.plan if saved is None else checkpoint.plan_of(saved, self.plan)
-        state = checkpoint.template(plan, self._engine.shapes, world_size)
-        if self.moments is not None:
-            state |= self.moments.template(world_size)
-        return state | self._adapter.state() if self._adapter else state
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a `gather_state_dict`, or from this rank's own `state_dict`. All ranks call it, between steps.
-
-        A gathered state loads into a world of any size: with another number of ranks the mean residual is preserved
-        (`thinwire.runtime.slots.reshard`). A `state_dict` loads on the rank that saved it, in a world of the same size.
-
-        Raises:
-            ValueError: the state is of another wire format or of a model with other layers, or lacks the slots of some
-                ranks.
-            PeerFailedError: it is so on another rank.
-            DisagreementError: ranks loaded different states.
-        """
-        algorithm, loaded, moments, error = self.algorithm, None, None, None
-        try:
+        def adopt() -> None:
+            self._alone(lambda: self._engine.adopt(loaded, algorithm))
+            self._step = loaded.step
             if self._adapter is not None:
-                algorithm = self._adapter.saved_algorithm(state)
-            shares = self._engine.shares_of(algorithm)
-            loaded = checkpoint.read(state, self._engine.plan, self._engine.shapes, self.rank, shares)
-            moments = self.moments.read(state, self.rank, self.world_size) if self.moments is not None else None
-        except Exception as invalid:  # noqa: BLE001 - raised on every rank below
-            error = invalid
-        self._executor.call(lambda: raise_together(error, self._engine.transport, "load_state_dict()"))
-        assert loaded is not None
-        self._executor.call(lambda: self._engine.adopt(loaded, algorithm))
-        self._step = loaded.step
-        if self.moments is not None and moments is not None:
-            self.moments.load(moments)
-        if self._adapter is not None:
-            self._adapter.load(state, self.plan, self._learning_rate())
+                self._adapter.load(state, self.plan, self._learning_rate())
+
+        return adopt
 
     def discard_step(self) -> None:
         """Leave residuals as they were before the last step, whose means are not used."""
@@ -401,8 +358,8 @@ class Wire(Handle["Engine"]):
         former._executor.wait_idle()
         self._engine.succeed(former._engine)
 
-    def _gather(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self._executor.call(lambda: super(Wire, self)._gather(state))
+    def _alone(self, job: Callable[[], _T]) -> _T:
+        return self._executor.call(job)
 
     def _whole_world(self) -> Transport:
         return self._engine.transport
