@@ -13,8 +13,14 @@ from thinwire.collectives.algorithms import (
     parse_algorithm,
 )
 from thinwire.collectives.allgather import gather_buffers, gather_mean
-from thinwire.collectives.device import DeviceBuffers, check_star, device_all_reduce
-from thinwire.collectives.device_shards import ShardBuffers, device_all_gather, device_reduce_scatter
+from thinwire.collectives.device import (
+    DeviceBuffers,
+    ShardBuffers,
+    check_star,
+    device_all_gather,
+    device_all_reduce,
+    device_reduce_scatter,
+)
 from thinwire.collectives.device_transport import DeviceGroupTransport, DeviceLoopbackTransport, DeviceTransport
 from thinwire.collectives.errors import CommunicationError, PeerFailedError, TransportError
 from thinwire.collectives.exchange import Exchange

@@ -1,8 +1,9 @@
-"""The all-reduce of a bucket on a device: kernels and collectives that are enqueued on a stream without host waits.
+"""Collectives on a device: kernels and native collectives that are enqueued on a stream without host waits.
 
-It sends the payloads of `all_reduce`, `gather_mean` and `summed_all_reduce`, and ends with the same bytes. All messages
-of one kind share a tensor: one kernel launch encodes for all owners, one collective sends, and one launch decodes the
-means of all owners. There is room for headers, but none are written, because the host would have to wait to read them.
+They send the payloads of `all_reduce`, `gather_mean`, `summed_all_reduce`, `reduce_scatter` and `all_gather`, and end
+with the same bytes. All messages of one kind share a tensor: one kernel launch encodes for all owners, one collective
+sends, and one launch decodes the means of all owners. There is room for headers, but none are written, because the host
+would have to wait to read them.
 """
 
 from __future__ import annotations
@@ -132,6 +133,28 @@ class DeviceBuffers:
         yield from ((group, self.work[self.rank]) for group in self.gathered)
 
 
+@dataclass(frozen=True)
+class ShardBuffers:
+    """The messages of one direction of a `sharded_layout` on one rank's device, allocated once."""
+
+    messages: DeviceBuffers
+    local: tuple[Group, ...]
+    """The pieces that this rank owns, with offsets from the start of its part, and their places in each of
+    ``messages.parts``."""
+    part_numel: int
+
+    @staticmethod
+    def open(layout: Layout, rank: int, device: torch.device, *, up: bool) -> ShardBuffers:
+        """Allocate buffers for a reduce-scatter (``up``) or an all-gather.
+
+        Raises:
+            ValueError: The collective algorithm does not send directly to owners.
+        """
+        mine = [chunk for chunk in layout.local if chunk.owner == rank]
+        buffers = DeviceBuffers.allocate(layout, rank, device, up=up, down=not up)
+        return ShardBuffers(buffers, _merged([(mine, 0)]), layout.part_numel)
+
+
 def check_star(algorithm: Algorithm) -> None:
     """Raise ``ValueError`` unless all ranks send to owners directly, or chunks have no owners."""
     if not algorithm.is_star and not algorithm.gathers:
@@ -159,29 +182,64 @@ def device_all_reduce(
     complete(summed)
 
 
+def device_reduce_scatter(
+    x: Tensor, out: Tensor, transport: DeviceTransport, buffers: ShardBuffers, call: CollectiveCall
+) -> None:
+    """Set ``out`` to this rank's part of the sum of all ranks' ``x`` times ``call.scale``, as `reduce_scatter` does."""
+    messages = buffers.messages
+    _send_to_owners(x, transport, messages, call)
+    with call.clock.stage("reduce"):
+        mine = x[transport.rank * buffers.part_numel :]
+        scale = call.factor(transport.world_size)
+        for compressor, segments in buffers.local:
+            compressor.add_up(messages.parts, mine, out, CodecCall(segments, scale=scale))
+
+
+def device_all_gather(x: Tensor, transport: DeviceTransport, buffers: ShardBuffers, call: CollectiveCall) -> None:
+    """Fill ``x``, which holds this rank's part, with all ranks' parts decoded, as `all_gather` does."""
+    messages = buffers.messages
+    mean = messages.mean
+    with call.clock.stage("encode"):
+        key = call.key(OWNER, transport.rank)
+        for compressor, segments in messages.mine:
+            compressor.encode(x, mean, CodecCall(segments, key, state=call.state))
+            compressor.decode(mean, x, CodecCall(segments))
+    _send_means(x, transport, messages, call)
+
+
 def _reduce_owned(x: Tensor, transport: DeviceTransport, buffers: DeviceBuffers, call: CollectiveCall) -> None:
-    rank, num_ranks, clock, state = transport.rank, transport.world_size, call.clock, call.state
-    sizes, own = list(buffers.sizes), buffers.sizes[rank]
-    parts = [0 if peer == rank else own for peer in range(num_ranks)]
-    without_mine = [0 if peer == rank else size for peer, size in enumerate(sizes)]
-    with clock.stage("encode"):
+    _send_to_owners(x, transport, buffers, call)
+    with call.clock.stage("reduce"):
+        key, received, mean = call.key(OWNER, transport.rank), buffers.parts, buffers.mean
+        scale = call.factor(transport.world_size)
+        for compressor, segments in buffers.mine:
+            compressor.reduce(received, x, mean, x, CodecCall(segments, key, state=call.state, scale=scale))
+    _send_means(x, transport, buffers, call)
+
+
+def _send_to_owners(x: Tensor, transport: DeviceTransport, buffers: DeviceBuffers, call: CollectiveCall) -> None:
+    """Send every other owner its pieces of ``x``, and receive ``buffers.parts``."""
+    rank, sizes = transport.rank, buffers.sizes
+    with call.clock.stage("encode"):
         key = call.key(WORKER, rank)
         for compressor, segments in buffers.others:
-            compressor.encode(x, buffers.sent, CodecCall(segments, key, state=state))
-    with clock.stage("wire"):
-        transport.all_to_all(buffers.received, buffers.sent, parts, without_mine)
-    with clock.stage("reduce"):
-        key, received, mean = call.key(OWNER, rank), buffers.parts, buffers.mean
-        scale = call.factor(num_ranks)
-        for compressor, segments in buffers.mine:
-            compressor.reduce(received, x, mean, x, CodecCall(segments, key, state=state, scale=scale))
-    with clock.stage("wire"):
+            compressor.encode(x, buffers.sent, CodecCall(segments, key, state=call.state))
+    with call.clock.stage("wire"):
+        received = [0 if peer == rank else sizes[rank] for peer in range(len(sizes))]
+        sent = [0 if peer == rank else size for peer, size in enumerate(sizes)]
+        transport.all_to_all(buffers.received, buffers.sent, received, sent)
+
+
+def _send_means(x: Tensor, transport: DeviceTransport, buffers: DeviceBuffers, call: CollectiveCall) -> None:
+    """Send ``buffers.mean`` to all ranks, and decode into ``x`` what other owners sent."""
+    rank, num_ranks, sizes = transport.rank, transport.world_size, list(buffers.sizes)
+    with call.clock.stage("wire"):
         if buffers.padded:
             transport.all_gather_into(buffers.means, buffers.means.view(num_ranks, -1)[rank])
         else:
-            buffers.spread.view(num_ranks, own).copy_(mean)
-            transport.all_to_all(buffers.means, buffers.spread, sizes, [own] * num_ranks)
-    with clock.stage("decode"):
+            buffers.spread.view(num_ranks, sizes[rank]).copy_(buffers.mean)
+            transport.all_to_all(buffers.means, buffers.spread, sizes, [sizes[rank]] * num_ranks)
+    with call.clock.stage("decode"):
         for compressor, segments in buffers.theirs:
             compressor.decode(buffers.means, x, CodecCall(segments))
 
