@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json as json_
 import multiprocessing
-import socket
 import tempfile
 import threading
 import time
@@ -26,6 +25,7 @@ from rich.table import Table
 
 from experiments.chaos.rank import main as rank_main
 from experiments.chaos.scenario import Scenario, Training, draw
+from thinwire.lab import free_port
 from thinwire.results import OutputFile, Results
 
 _SLACK_S = 5.0
@@ -68,7 +68,7 @@ def run(scenario: Scenario, reference: dict[int, list[str]] | None = None) -> Ou
     """Train, let the fault happen, and look at every rank but the victim. ``reference``: the digests without it."""
     outcome = Outcome(scenario)
     with tempfile.TemporaryDirectory() as folder:
-        port = _free_port()
+        port = free_port()
         pipes: dict[int, Connection] = {}
         children: list[Any] = []
         for rank in range(scenario.training.num_ranks):
@@ -96,11 +96,6 @@ def run(scenario: Scenario, reference: dict[int, list[str]] | None = None) -> Ou
         pairs = zip(outcome.digests[survivor.rank], reference[survivor.rank], strict=False)
         survivor.wrong_digests = sum(here != there for here, there in pairs)
     return outcome
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def _listen(pipes: dict[int, Connection], scenario: Scenario) -> dict[int, list[dict[str, Any]]]:

@@ -19,8 +19,9 @@ import pytest
 from thinwire import lab
 from thinwire.compare import demo as demo_module
 from thinwire.compare import rank_processes
-from thinwire.compare.rank_processes import Loopback, NoSetup, RankFailed, RankProcesses
+from thinwire.compare.rank_processes import NoSetup, RankFailed, RankProcesses
 from thinwire.compare.train import VARIANTS
+from thinwire.lab import Loopback
 
 SMOKE = demo_module.SMOKE
 UNAVAILABLE = lab.unavailable()
@@ -138,7 +139,7 @@ def _run(ranks: RankProcesses, name: str, on_event: Callable[..., None] = _ignor
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[RankProcesses]:
-    with Loopback() as link, RankProcesses(link, SMOKE, 2, folder=tmp_path, name="ranks", timeout_s=10) as ranks:
+    with RankProcesses(Loopback(2), SMOKE, 2, folder=tmp_path, name="ranks", timeout_s=10) as ranks:
         yield ranks
 
 
@@ -169,7 +170,7 @@ def test_what_others_tell_after_a_rank_has_ended_is_heard(tmp_path: Path) -> Non
     told = []
     options: dict[str, Any] = {"folder": tmp_path, "name": "ranks", "timeout_s": 10, "module": "early_exit_rank"}
     ended = pytest.raises(RankFailed, match="rank 0: it ended")
-    with Loopback() as link, RankProcesses(link, NoSetup(), 3, **options) as ranks, ended:
+    with RankProcesses(Loopback(3), NoSetup(), 3, **options) as ranks, ended:
         ranks.run({"do": "go on"}, lambda rank, event: told.append((rank, event["step"])), _ignore)
     assert sorted(told) == [(1, 1), (2, 2)]
 

@@ -16,8 +16,7 @@ import pytest
 
 from thinwire import lab
 from thinwire.compare.forked import ForkedProcess
-from thinwire.compare.rank_processes import Loopback
-from thinwire.lab import NodeNamespaces
+from thinwire.lab import Loopback, NodeNamespaces
 
 UNAVAILABLE = lab.unavailable()
 Fork = Callable[[NodeNamespaces], ForkedProcess]
@@ -77,15 +76,15 @@ def test_one_that_starts_after_its_parent_cleaned_up_ends_without_a_word(tmp_pat
     """As after Ctrl-C while PyTorch is loaded."""
     program = (
         "from pathlib import Path; from thinwire.compare.forked import ForkedProcess; "
-        "from thinwire.compare.rank_processes import Loopback; "
-        f"print(ForkedProcess('json', Loopback().namespaces(0), Path({str(tmp_path / 'gone' / 'log')!r})).wait())"
+        "from thinwire.lab import Loopback; "
+        f"print(ForkedProcess('json', Loopback(1).namespaces(0), Path({str(tmp_path / 'gone' / 'log')!r})).wait())"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert (ended.stdout, ended.stderr) == ("1\n", "")
 
 
 def test_lines_go_in_and_out_and_it_ends_with_its_input(tmp_path: Path, fork: Fork) -> None:
-    process = fork(Loopback().namespaces(3))
+    process = fork(Loopback(4).namespaces(3))
     found = ask(process, "hello")
     assert found["line"] == "hello\n"
     assert found["pid"] == found["session"] == process.pid != os.getpid()
@@ -98,7 +97,7 @@ def test_lines_go_in_and_out_and_it_ends_with_its_input(tmp_path: Path, fork: Fo
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_signal_that_ends_it_is_its_exit_code(fork: Fork, number: signal.Signals) -> None:
-    process = fork(Loopback().namespaces(0))
+    process = fork(Loopback(4).namespaces(0))
     ask(process, "there?")
     process.send_signal(number)
     assert ended(process) == -number
@@ -106,7 +105,7 @@ def test_a_signal_that_ends_it_is_its_exit_code(fork: Fork, number: signal.Signa
 
 
 def test_what_it_raises_is_in_its_log(tmp_path: Path, fork: Fork) -> None:
-    process = fork(Loopback().namespaces(0))
+    process = fork(Loopback(4).namespaces(0))
     process.stdin.write(b"raise\n")
     assert ended(process) == 1
     assert "ValueError: as it was told" in (tmp_path / "log0").read_text()
@@ -121,8 +120,8 @@ def test_namespaces_that_are_gone_are_in_the_log(tmp_path: Path, fork: Fork) -> 
 def test_it_has_the_variables_of_its_namespaces_and_no_others(fork: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    first = ask(fork(Loopback().namespaces(0)), "who?")
-    assert (first["rank"], first["threads"]) == ("7", "5")
+    first = ask(fork(Loopback(4).namespaces(3)), "who?")
+    assert (first["rank"], first["threads"]) == ("3", "5")
     second = ask(fork(NodeNamespaces((), {"OMP_NUM_THREADS": "2"})), "who?")
     assert (second["rank"], second["threads"]) == (None, "2")
 

@@ -14,7 +14,6 @@ from rich.console import Console
 
 from thinwire import lab
 from thinwire.compare.forked import ForkedProcess
-from thinwire.compare.rank_processes import Loopback
 
 
 def network_here() -> bool:
@@ -42,14 +41,13 @@ def run_ranks(module: str, config: dict[str, Any], num_ranks: int, network: lab.
     Raises:
         RuntimeError: A rank failed. The message has the end of its log.
     """
-    port = lab.free_port()
+    link = network or lab.Loopback(num_ranks)
     with tempfile.TemporaryDirectory(prefix="thinwire-bench-") as folder:
         logs = [Path(folder, f"rank{rank}.log") for rank in range(num_ranks)]
         ranks: list[ForkedProcess] = []
         try:
             for rank, log in enumerate(logs):
-                namespaces = _loopback(rank, num_ranks, port) if network is None else network.namespaces(rank)
-                ranks.append(ForkedProcess(module, namespaces, log))
+                ranks.append(ForkedProcess(module, link.namespaces(rank), log))
             for rank in ranks:
                 rank.send(config)
             answer = ranks[0].stdout.readall()
@@ -61,14 +59,3 @@ def run_ranks(module: str, config: dict[str, Any], num_ranks: int, network: lab.
             if code:
                 raise RuntimeError(f"a rank ended with exit code {code}:\n{log.read_text(errors='replace')[-2000:]}")
     return json.loads(answer)
-
-
-def _loopback(rank: int, num_ranks: int, port: int) -> lab.NodeNamespaces:
-    more = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_ranks),
-    }
-    return lab.NodeNamespaces((), {**Loopback().namespaces(rank).environment, **more})

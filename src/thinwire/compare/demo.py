@@ -24,7 +24,7 @@ from thinwire import lab
 from thinwire.compare.conclude import conclude
 from thinwire.compare.data import standard_library
 from thinwire.compare.gpt import GPTConfig
-from thinwire.compare.rank_processes import Link, Loopback, RankFailed, RankProcesses
+from thinwire.compare.rank_processes import RankFailed, RankProcesses
 from thinwire.compare.report import Report, Run
 from thinwire.compare.scoreboard import Scoreboard
 from thinwire.compare.train import CONTROL_RULES, VARIANTS, Task
@@ -163,7 +163,7 @@ class Demo:
                     self._fail(name, failure)
 
     def _launch(self, folder: Path, name: str) -> RankProcesses:
-        link: Link = self.network if self.network and VARIANTS[name].on_link else Loopback()
+        link: lab.Link = self.network if self.network and VARIANTS[name].on_link else lab.Loopback(self.ranks)
         return RankProcesses(
             link, self.task, self.ranks, folder=folder, name=name, timeout_s=60 + 10 * self._predicted_step_s("fp32")
         )

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from thinwire.compare.forked import ForkedProcess
-from thinwire.lab import NodeNamespaces
+from thinwire.lab import Link, Loopback
 
 _LOG_LINES = 12
 _START_TIMEOUT_S = 120.0
@@ -30,27 +30,6 @@ _AFTERMATH_S = 5.0
 _CHUNK = 65536
 
 OnEvent = Callable[[int, dict[str, Any]], None]
-
-
-class Link(Protocol):
-    """What joins the ranks: a `thinwire.lab.Network`, or `Loopback`."""
-
-    def namespaces(self, rank: int) -> NodeNamespaces: ...
-
-
-class Loopback:
-    """Ranks on this machine's loopback device, where no network can be emulated."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        pass
-
-    def namespaces(self, rank: int) -> NodeNamespaces:
-        return NodeNamespaces((), {"OMP_NUM_THREADS": "1", **os.environ, "GLOO_SOCKET_IFNAME": "lo"})
 
 
 class RankFailed(RuntimeError):
@@ -250,5 +229,5 @@ def launch_ranks(
     """
     with tempfile.TemporaryDirectory(prefix="thinwire-compare-") as folder:
         options: dict[str, Any] = {"folder": Path(folder), "timeout_s": timeout_s, "module": module.__name__}
-        with RankProcesses(network or Loopback(), setup, num_ranks, name=name, **options) as ranks:
+        with RankProcesses(network or Loopback(num_ranks), setup, num_ranks, name=name, **options) as ranks:
             yield ranks, Path(folder)

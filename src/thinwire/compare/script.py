@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import os
 import subprocess
 import tempfile
 import threading
@@ -217,21 +216,14 @@ class Runs:
 
     def _run(self, argv: Sequence[str], out: Path) -> str:
         """What rank 0 printed."""
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(lab.free_port())}
+        link = self._network or lab.Loopback(self._num_ranks)
         with ExitStack() as stack:
             logs = [stack.enter_context(open(out / f"rank{rank}.log", "w+b")) for rank in range(self._num_ranks)]
             ranks: list[subprocess.Popen[Any]] = []
             stack.callback(_end, ranks)
             for rank, log in enumerate(logs):
                 pipes: dict[str, Any] = {"stdout": subprocess.PIPE if rank == 0 else log, "stderr": log}
-                if self._network is not None:
-                    ranks.append(self._network.popen(rank, argv, **pipes))
-                else:
-                    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self._num_ranks}
-                    world["LOCAL_WORLD_SIZE"] = self._num_ranks
-                    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ, **address}
-                    environment |= {name: str(value) for name, value in world.items()}
-                    ranks.append(subprocess.Popen(argv, env=environment, **pipes))
+                ranks.append(link.popen(rank, argv, **pipes))
             printed: list[bytes] = []
             stdout = ranks[0].stdout
             assert stdout is not None

@@ -28,7 +28,7 @@ from thinwire.plots import need_matplotlib
 from thinwire.results import OutputFile
 
 _USAGE, _UNAVAILABLE, _FAILED = 64, 69, 1
-_STDERR, _KILL_AFTER_S, _LAST_WORDS_S, _POLL_S = 2, 20.0, 2.0, 0.05
+_STDERR, _LAST_WORDS_S, _POLL_S = 2, 2.0, 0.05
 _OURS = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -164,25 +164,10 @@ def _examine_here(
 
 def _on_loopback(request: Request, ranks: int, path: Path, timeout: float) -> int:
     """The exit code of the first rank that failed, 124 after the timeout, otherwise 0."""
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(lab.free_port())}
-    world |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    started: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            environment = {"OMP_NUM_THREADS": "1", **os.environ, **world, **own}
-            # What the script prints goes where messages go: standard output is for the report.
-            started.append(subprocess.Popen(argv(request, path), stdout=_STDERR, env=environment))
+    with lab.Loopback(ranks) as loopback:
+        # What the script prints goes where messages go: standard output is for the report.
+        started = [loopback.popen(rank, argv(request, path), stdout=_STDERR) for rank in range(ranks)]
         return _wait(started, time.monotonic() + timeout)
-    finally:
-        for process in started:
-            process.terminate()
-        for process in started:
-            try:
-                process.wait(_KILL_AFTER_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(_KILL_AFTER_S)
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], until: float) -> int:

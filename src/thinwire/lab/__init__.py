@@ -8,7 +8,8 @@ with lab.Network(2, rate="100mbit") as network:
 ```
 """
 
-from thinwire.lab.launch import TIMED_OUT, Outcome, free_port, launch, link_text, run
+from thinwire.lab.launch import TIMED_OUT, Outcome, launch, link_text, run
+from thinwire.lab.loopback import Link, Loopback, free_port
 from thinwire.lab.namespaces import NodeNamespaces
 from thinwire.lab.network import Network, unavailable
 from thinwire.lab.tools import LabUnavailable
@@ -17,6 +18,8 @@ from thinwire.lab.units import parse_rate, parse_time
 __all__ = [
     "TIMED_OUT",
     "LabUnavailable",
+    "Link",
+    "Loopback",
     "Network",
     "NodeNamespaces",
     "Outcome",

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -159,13 +158,6 @@ def launch(
         goodput = {name: tally.total / (possible * rank_seconds) for name, rank_seconds in most.items()}
     _print_counted(notes, tally.total, seconds, goodput)
     return Outcome(exit_code, seconds, link, link_bytes, supervision.rank_seconds, tally.total, goodput)
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _print_bytes(notes: Console, seconds: float, link: dict[str, Any], link_bytes: list[tuple[int, int]]) -> None:
