@@ -7,9 +7,7 @@ whenever a rank answers ``hold`` it waits for a ``go``, and when standard input 
 # No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
 
 import gc
-import hashlib
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -20,17 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.compare.rank_program import Channel, join, run_rank
-from thinwire.compare.tasks import Task, restore
-from thinwire.compare.train import gradient_bytes, learning_rate, ring_factor
+from thinwire.compare.tasks import probe_steps, restore
+from thinwire.compare.train import digest, gradient_bytes, learning_rate, ring_factor, train
 from thinwire.compare.variants import ALONE, Variant
 from thinwire.local import send_nothing
 from thinwire.plan import Plan, sent_bytes
 from thinwire.policies import parse_policy
-
-
-def probe_steps(task: Task) -> list[int]:
-    """Steps after which the held-out probe is evaluated; the last step is one of them."""
-    return sorted({*range(task.probe_every, task.steps, task.probe_every), task.steps})
 
 
 class Rank:
@@ -95,16 +88,10 @@ class Rank:
         self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int, highest: float
     ) -> Iterator[float]:
         """Train step by step; yields the seconds of each."""
-        for step, batch in enumerate(self.task.batches(seed, self.rank, self.num_ranks)):
-            started = time.perf_counter()
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(highest, step, self.task.steps)
-            optimizer.zero_grad(set_to_none=True)
-            loss = self.task.loss(ddp, batch)
-            loss.backward()
-            optimizer.step()
-            seconds = time.perf_counter() - started
-            self.channel.send("step", step=step + 1, loss=loss.item(), seconds=seconds)
+        batches = self.task.batches(seed, self.rank, self.num_ranks)
+        steps = train(self.task, ddp, optimizer, batches, lambda step: learning_rate(highest, step, self.task.steps))
+        for step, (loss, seconds) in enumerate(steps, 1):
+            self.channel.send("step", step=step, loss=loss, seconds=seconds)
             yield seconds
 
     @torch.no_grad()
@@ -168,14 +155,6 @@ def decided(wire: thinwire.Wire, asked: Plan, model: nn.Module, num_ranks: int) 
 def _norms(squared: Mapping[str, float]) -> float | None:
     """The sum of the layers' error norms, from their squared errors; None where there are none."""
     return math.fsum(math.sqrt(error) for error in squared.values()) if squared else None
-
-
-def digest(model: nn.Module) -> str:
-    """Hash of all parameters' bytes: equal on two ranks exactly where their replicas are."""
-    state = hashlib.sha256()
-    for parameter in model.parameters():
-        state.update(parameter.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return state.hexdigest()
 
 
 def _serve(channel: Channel) -> None:

@@ -12,11 +12,9 @@ import time
 from statistics import fmean
 from typing import Any
 
-import torch
-
-from thinwire.compare.data import Text, draw_offsets, even_offsets, standard_library
 from thinwire.compare.rank_program import Channel, join, run_rank
-from thinwire.compare.train import VARIANTS, Replica, Task, distributed, evaluate, train
+from thinwire.compare.tasks import library_text
+from thinwire.compare.train import VARIANTS, Replica, Task, digest, distributed, train
 
 
 class Rank:
@@ -25,7 +23,6 @@ class Rank:
     def __init__(self, setup: dict[str, Any], channel: Channel) -> None:
         self.channel = channel
         self.task = Task.from_json(setup["task"])
-        self.text: Text = standard_library()
         self.rank, self.num_ranks = join(setup)
 
     def begin(self, name: str) -> dict[str, Any]:
@@ -37,14 +34,13 @@ class Rank:
         ddp = distributed(self.replica, variant)
         self.attached = variant.attach(ddp, self.replica)
         self.steps = train(
+            task,
             ddp,
             self.replica.optimizer,
-            self.text.train,
-            self._offsets(),
+            task.batches(task.seed, self.rank, self.num_ranks),
             lambda step: variant.rate_factor * task.rate(step),
-            task.model.context,
         )
-        return {"probe": self._evaluate(task.probe_windows)}
+        return {"probe": self._evaluate(probe=True)}
 
     def train(self, until: int) -> dict[str, Any]:
         """Train until step ``until``: the seconds of each step, the bytes sent so far, this rank's sum of the loss."""
@@ -52,7 +48,7 @@ class Rank:
         self.channel.hold("train")
         for step in range(self.steps_done + 1, until + 1):
             started = time.perf_counter()
-            loss = next(self.steps)
+            loss, _ = next(self.steps)
             step_s.append(time.perf_counter() - started)
             self.channel.send("step", step=step, loss=loss)
         if until == self.task.steps:
@@ -63,32 +59,19 @@ class Rank:
         self.steps_done = until
         payload_bytes = self.attached.payload_bytes(until)
         step_s = _mean_by_round(step_s, self.every)
-        return {"step_s": step_s, "payload_bytes": payload_bytes, "probe": self._evaluate(self.task.probe_windows)}
+        return {"step_s": step_s, "payload_bytes": payload_bytes, "probe": self._evaluate(probe=True)}
 
     def finish(self) -> dict[str, Any]:
         """Evaluate on all held-out windows, and hash the parameters."""
         return {
-            "held_out": self._evaluate(self.task.held_out_windows),
+            "held_out": self._evaluate(probe=False),
             "formula_bytes": self.attached.formula_bytes(),
-            "digest": self.replica.digest(),
+            "digest": digest(self.replica.model),
         }
 
-    def _offsets(self) -> torch.Tensor:
-        drawn = draw_offsets(
-            self.text.train.numel(),
-            steps=self.task.steps,
-            num_ranks=self.num_ranks,
-            batch=self.task.batch,
-            context=self.task.model.context,
-            seed=self.task.seed,
-        )
-        return drawn[:, self.rank]
-
-    def _evaluate(self, count: int) -> float:
-        """Sum of the loss over this rank's share of ``count`` held-out windows."""
-        context = self.task.model.context
-        offsets = even_offsets(self.text.held_out.numel(), count=count, context=context)
-        return evaluate(self.replica.model, self.text.held_out, offsets[self.rank :: self.num_ranks], context)
+    def _evaluate(self, *, probe: bool) -> float:
+        """Sum of the loss over this rank's share of the held-out windows, or of the probe's."""
+        return self.task.evaluate(self.replica.model, self.rank, self.num_ranks, probe=probe)[0]
 
 
 def _mean_by_round(step_s: list[float], every: int) -> list[float]:
@@ -98,13 +81,13 @@ def _mean_by_round(step_s: list[float], every: int) -> list[float]:
 
 
 def _serve(channel: Channel) -> None:
-    rank = Rank(channel.receive(), channel)
+    rank, text = Rank(channel.receive(), channel), library_text()
     channel.send(
         "done",
-        train_bytes=rank.text.train.numel(),
-        held_out_bytes=rank.text.held_out.numel(),
-        num_files=rank.text.num_files,
-        text_digest=rank.text.digest,
+        train_bytes=text.train.numel(),
+        held_out_bytes=text.held_out.numel(),
+        num_files=text.num_files,
+        text_digest=text.digest,
         parameters=sum(parameter.numel() for parameter in Replica(rank.task).parameters),
     )
     while True:

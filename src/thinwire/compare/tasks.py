@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.compare.data import Text, draw_offsets, even_offsets, standard_library, windows
 from thinwire.compare.gpt import GPT, GPTConfig, next_token_loss
-from thinwire.compare.train import evaluate
 
-_BETAS = (0.9, 0.99)
-_WEIGHT_DECAY = 0.1
+BETAS = (0.9, 0.99)
+WEIGHT_DECAY = 0.1
+_EVALUATION_BATCH = 32
 
 
 class Task(Protocol):
@@ -116,7 +116,7 @@ class GPTTask:
     @property
     def text(self) -> Tokens:
         """What is learnt, and what is held out."""
-        return _text()
+        return library_text()
 
     def build(self, seed: int) -> GPT:
         torch.manual_seed(seed)
@@ -127,7 +127,7 @@ class GPTTask:
         return DistributedDataParallel(model, bucket_cap_mb=self.bucket_cap_mb, broadcast_buffers=False)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), betas=_BETAS, weight_decay=_WEIGHT_DECAY, fused=True)
+        return torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
 
     def batches(self, seed: int, rank: int, num_ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
         tokens, context = self.text.train, self.model.context
@@ -163,8 +163,24 @@ SIZES = {
 
 
 @functools.cache
-def _text() -> Text:
+def library_text() -> Text:
+    """`standard_library`, read once."""
     return standard_library()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, tokens: Tensor, offsets: Tensor, context: int) -> float:
+    """Sum of the loss, in nats, over all windows that start at ``offsets [windows]``."""
+    total = 0.0
+    for starts in offsets.split(_EVALUATION_BATCH):
+        inputs, targets = windows(tokens, starts, context)
+        total += float(next_token_loss(model(inputs), targets, reduction="sum"))
+    return total
+
+
+def probe_steps(task: Task) -> list[int]:
+    """Steps after which the held-out probe is evaluated; the last step is one of them."""
+    return sorted({*range(task.probe_every, task.steps, task.probe_every), task.steps})
 
 
 def describe(task: Task) -> dict[str, Any]:

@@ -8,20 +8,22 @@ A variant is a small function that attaches something to a ``DistributedDataPara
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.compare.data import windows
-from thinwire.compare.gpt import GPT, GPTConfig, next_token_loss
+from thinwire.compare import tasks
+from thinwire.compare.gpt import GPTConfig
+from thinwire.compare.tasks import BETAS, WEIGHT_DECAY, GPTTask, probe_steps
 from thinwire.local import DiLoCo, Nesterov, send_nothing
 from thinwire.optim import Muon
 from thinwire.runtime import Follower, for_reducer
@@ -32,9 +34,6 @@ POWERSGD_RANK = 4
 LOCAL_EVERY = 8
 _POWERSGD_START = 2
 _ONE_BUCKET_MB = 1e6
-_BETAS = (0.9, 0.99)
-_WEIGHT_DECAY = 0.1
-_EVALUATION_BATCH = 32
 _WARM_UP_SHARE = 0.1
 _MUON_RATE_FACTOR = 4.0
 
@@ -48,31 +47,26 @@ def learning_rate(highest: float, step: int, steps: int) -> float:
 
 
 @dataclass(frozen=True)
-class Task:
-    """What the demo trains, the same for every variant.
+class Task(GPTTask):
+    """What the demo trains from one seed, the same for every variant.
 
-    ``batch`` is in windows of ``model.context`` tokens for each rank and step. After every ``probe_every`` steps the
-    loss is evaluated on ``probe_windows`` windows of held-out text, at the end on ``held_out_windows``.
+    After every ``probe_every`` steps the loss is evaluated on ``probe_windows`` windows of held-out text, at the end on
+    ``held_out_windows``.
     """
 
     model: GPTConfig = field(default_factory=lambda: GPTConfig(width=128))
     steps: int = 96
     batch: int = 4
     learning_rate: float = 3e-3
-    bucket_cap_mb: float = 1.0
     held_out_windows: int = 512
     probe_windows: int = 64
     probe_every: int = 8
     seed: int = 0
 
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> "Task":
-        return cls(**{**record, "model": GPTConfig(**record["model"])})
-
     @property
     def probe_steps(self) -> list[int]:
         """Steps after which the held-out loss is evaluated; the last step is one of them."""
-        return sorted({*range(self.probe_every, self.steps, self.probe_every), self.steps})
+        return probe_steps(self)
 
     def rate(self, step: int) -> float:
         """Learning rate of ``step``."""
@@ -258,22 +252,13 @@ class Replica:
     """One rank's model and optimizer; `train` sets the learning rate of each step."""
 
     def __init__(self, task: Task, optimizer: Literal["AdamW", "Muon"] = "AdamW") -> None:
-        torch.manual_seed(task.seed)
         self.task = task
-        self.model = GPT(task.model)
+        self.model = task.build(task.seed)
         self.parameters = list(self.model.parameters())
-        self.optimizer: torch.optim.Optimizer
         if optimizer == "Muon":
-            self.optimizer = Muon(self.model, task.learning_rate, weight_decay=_WEIGHT_DECAY, betas=_BETAS)
+            self.optimizer = Muon(self.model, task.learning_rate, weight_decay=WEIGHT_DECAY, betas=BETAS)
         else:
-            self.optimizer = torch.optim.AdamW(self.parameters, betas=_BETAS, weight_decay=_WEIGHT_DECAY, fused=True)
-
-    def digest(self) -> str:
-        """Hash of all parameters' bytes: equal on two ranks exactly where their replicas are."""
-        state = hashlib.sha256()
-        for parameter in self.parameters:
-            state.update(parameter.detach().numpy().tobytes())
-        return state.hexdigest()
+            self.optimizer = task.optimizer(self.model)
 
 
 def distributed(replica: Replica, variant: Variant) -> DistributedDataParallel:
@@ -283,30 +268,28 @@ def distributed(replica: Replica, variant: Variant) -> DistributedDataParallel:
 
 
 def train(
+    task: tasks.Task,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    tokens: Tensor,
-    offsets: Tensor,
+    batches: Iterable[Any],
     rate: Callable[[int], float],
-    context: int,
-) -> Iterator[float]:
-    """Train one step per row of ``offsets [steps, batch]``; yields each step's loss on this rank."""
-    for step, starts in enumerate(offsets):
+) -> Iterator[tuple[float, float]]:
+    """Train one step per batch at its learning rate; yields each step's loss on this rank, and its seconds."""
+    for step, batch in enumerate(batches):
+        started = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
-        inputs, targets = windows(tokens, starts, context)
         optimizer.zero_grad(set_to_none=True)
-        loss = next_token_loss(model(inputs), targets)
+        loss = task.loss(model, batch)
         loss.backward()
         optimizer.step()
-        yield loss.item()
+        seconds = time.perf_counter() - started
+        yield loss.item(), seconds
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, tokens: Tensor, offsets: Tensor, context: int) -> float:
-    """Sum of the loss, in nats, over all windows that start at ``offsets [windows]``."""
-    total = 0.0
-    for starts in offsets.split(_EVALUATION_BATCH):
-        inputs, targets = windows(tokens, starts, context)
-        total += float(next_token_loss(model(inputs), targets, reduction="sum"))
-    return total
+def digest(model: nn.Module) -> str:
+    """Hash of all parameters' bytes: equal on two ranks exactly where their replicas are."""
+    state = hashlib.sha256()
+    for parameter in model.parameters():
+        state.update(parameter.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return state.hexdigest()
