@@ -7,7 +7,9 @@ local updates under `thinwire.local`, and where pipelines keep messages under `t
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from thinwire import compressors, data, local, optim, policies, store
+import torch.distributed as dist
+
+from thinwire import compressors
 from thinwire.api import compress, compress_ddp, compress_fsdp
 from thinwire.collectives import (
     AggregatorAddress,
@@ -18,28 +20,28 @@ from thinwire.collectives import (
     TransportError,
 )
 from thinwire.compressors import parse, register
-from thinwire.integrations.fsdp import prefetch
-from thinwire.integrations.group_options import ProcessGroupOptions
 from thinwire.integrations.options import Checks, Network
-from thinwire.integrations.process_group import ProcessGroup, register_backend, register_model
 from thinwire.plan import Plan
 from thinwire.runtime import (
     Decision,
     DisagreementError,
     ParityError,
     ShardedStats,
-    ShardedWire,
     Stats,
-    StatsLogger,
     Timeline,
     Wire,
     merge_timelines,
 )
-from thinwire.trainers import accelerate_handler, lightning_strategy, trainer_callback
 
 if TYPE_CHECKING:
+    from thinwire import data, local, optim, policies, store
+    from thinwire.integrations.fsdp import prefetch
+    from thinwire.integrations.group_options import ProcessGroupOptions
+    from thinwire.integrations.process_group import ProcessGroup, register_model
     from thinwire.pipeline.stage import CompressedStage, compress_stage
     from thinwire.pipeline.tensor_parallel import CompressedRowwiseParallel
+    from thinwire.runtime import ShardedWire, StatsLogger
+    from thinwire.trainers import accelerate_handler, lightning_strategy, trainer_callback
 
 __all__ = [
     "AggregatorAddress",
@@ -84,17 +86,40 @@ __all__ = [
     "trainer_callback",
 ]
 
-register_backend()
-
+_MODULES = ("data", "local", "optim", "policies", "store")
 _LATE = {
     "CompressedRowwiseParallel": "thinwire.pipeline.tensor_parallel",
     "CompressedStage": "thinwire.pipeline.stage",
+    "ProcessGroup": "thinwire.integrations.process_group",
+    "ProcessGroupOptions": "thinwire.integrations.group_options",
+    "ShardedWire": "thinwire.runtime",
+    "StatsLogger": "thinwire.runtime",
+    "accelerate_handler": "thinwire.trainers",
     "compress_stage": "thinwire.pipeline.stage",
+    "lightning_strategy": "thinwire.trainers",
+    "prefetch": "thinwire.integrations.fsdp",
+    "register_model": "thinwire.integrations.process_group",
+    "trainer_callback": "thinwire.trainers",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # PyTorch's pipelining and tensor parallelism take longer to import than all of thinwire: only who uses them pays.
+    # What a training with DDP does not need, PyTorch's pipelining above all, is imported where it is used.
+    if name in _MODULES:
+        return import_module(f"thinwire.{name}")
     if name in _LATE:
         return getattr(import_module(_LATE[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _make_process_group(creation: Any, options: Any) -> dist.ProcessGroup:
+    from thinwire.integrations.process_group import ProcessGroup
+
+    return ProcessGroup(creation, options)
+
+
+dist.Backend.register_backend("thinwire", _make_process_group, extended_api=True, devices=["cpu"])

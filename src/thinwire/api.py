@@ -16,17 +16,17 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.compat import uncompiled
 from thinwire.integrations.alone import attach_alone, is_alone
 from thinwire.integrations.ddp import Options, attach_ddp
-from thinwire.integrations.fsdp import ShardedOptions, attach_fsdp
 from thinwire.integrations.options import Checks, Network
 from thinwire.integrations.transports import failing_before_meeting
 from thinwire.plan import Rules
 from thinwire.policies import Auto, Policy
-from thinwire.runtime import ShardedWire, Wire
+from thinwire.runtime import Wire
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
     from thinwire.pipeline.stage import CompressedStage
+    from thinwire.runtime import ShardedWire
 
 
 @overload  # a DistributedDataParallel model is an nn.Module, too: the first that fits holds
@@ -209,6 +209,8 @@ def compress_fsdp(
     Raises:
         As `compress_ddp`.
     """
+    from thinwire.integrations.fsdp import ShardedOptions, attach_fsdp
+
     options = ShardedOptions(
         weights=weights,
         gradients=gradients,

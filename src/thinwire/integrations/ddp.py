@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,6 @@ from thinwire.collectives import (
 from thinwire.compat import at_end_of_backward, group_timeout
 from thinwire.compressors import GRADIENT_DTYPES, Raw, Summed, Wrapper
 from thinwire.integrations.devices import device_of, on_device, trained
-from thinwire.integrations.momentum import Momentum, with_feedback
-from thinwire.integrations.optimizer_pairing import warn_of_pairing
 from thinwire.integrations.options import (
     Checks,
     CommonOptions,
@@ -36,15 +35,17 @@ from thinwire.integrations.options import (
     record_of,
     warn_caller,
 )
-from thinwire.integrations.preconditioned import Preconditioned, for_momenta
 from thinwire.integrations.transports import bare_transport
 from thinwire.integrations.updates import Updates
-from thinwire.optim import CompressedAdamW, Dion, QuantizedAdam
 from thinwire.plan import DEFAULT_RULES, Plan, Rules
 from thinwire.policies import Auto, Policy, parse_policy
 from thinwire.runtime import AsyncReadback, Follower, Wire, agree, on_the_host
 from thinwire.runtime.channel import BucketLayers
 from thinwire.runtime.consistency import failing_together
+
+if TYPE_CHECKING:
+    from thinwire.integrations.momentum import Momentum
+    from thinwire.integrations.preconditioned import Preconditioned
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented, yet not exported
 Reduced = torch.futures.Future[torch.Tensor]
@@ -145,7 +146,7 @@ class _Hook:
         return self._send_momentum(momentum, flat, layers, wire)
 
     def _send_momentum(
-        self, momentum: Momentum, flat: torch.Tensor, layers: BucketLayers, wire: Wire
+        self, momentum: "Momentum", flat: torch.Tensor, layers: BucketLayers, wire: Wire
     ) -> tuple[Reduced, Finish]:
         scale, sketches = self._loss_scale, momentum.sketches(flat, layers)
         mean_sketches = None if sketches is None else self._follower.mean(sketches, self.group)
@@ -298,8 +299,8 @@ class _Prepared:
     shapes: dict[str, torch.Size]
     device: torch.device | None
     policy: Policy | None
-    momentum: Momentum | None
-    preconditioned: Preconditioned | None
+    momentum: "Momentum | None"
+    preconditioned: "Preconditioned | None"
     follows_optimizer: bool
 
 
@@ -366,18 +367,13 @@ def _prepare(
     shapes = {name: p.shape for name, p in trained(model).items()}
     device = None if options.simulate else device_of(model, group, options.as_device)
     plan = Plan.build(shapes, rules, options.filter)
-    momentum, preconditioned = None, None
-    if isinstance(options.optimizer, QuantizedAdam):
-        momentum, plan = Momentum(options.optimizer, parameters), with_feedback(plan)
-    elif isinstance(options.optimizer, CompressedAdamW):
-        preconditioned, plan = Preconditioned(options.optimizer, parameters), with_feedback(plan)
-        if isinstance(options.optimizer, Dion):
-            if policy is not None:
-                raise ValueError("Dion sends momenta as low-rank factors of one rank: leave out adapt= and auto")
-            plan = for_momenta(plan, options.optimizer, parameters)
+    momentum, preconditioned, plan = _of_optimizer(plan, policy, parameters, options)
     _check_dtypes(model, plan)
     _check_feedback(plan)
-    warn_of_pairing(plan, options.optimizer)
+    if options.optimizer is not None:
+        from thinwire.integrations.optimizer_pairing import warn_of_pairing
+
+        warn_of_pairing(plan, options.optimizer)
     if plan.all_raw and not all(isinstance(asked, Raw) for asked in plan.rules.values()):
         warn_caller(
             "nothing is compressed: every layer is excluded, too small or of a shape that the compressor cannot take. "
@@ -389,6 +385,30 @@ def _prepare(
             raise ValueError("aggregator= adds integers that come from the host; between devices NCCL adds them")
     follows = Updates.check(plan, options.optimizer, parameters)
     return _Prepared(plan, shapes, device, policy, momentum, preconditioned, follows)
+
+
+def _of_optimizer(
+    plan: Plan, policy: Policy | None, parameters: dict[str, torch.Tensor], options: Options
+) -> tuple["Momentum | None", "Preconditioned | None", Plan]:
+    """What an optimizer of thinwire has sent in the gradients' place, and the plan by which that is sent."""
+    optimizer = options.optimizer
+    if optimizer is None:
+        return None, None, plan
+    # Imported only here, because most trainings have none of them.
+    from thinwire.integrations.momentum import Momentum, with_feedback
+    from thinwire.integrations.preconditioned import Preconditioned, for_momenta
+    from thinwire.optim import CompressedAdamW, Dion, QuantizedAdam
+
+    if isinstance(optimizer, QuantizedAdam):
+        return Momentum(optimizer, parameters), None, with_feedback(plan)
+    if not isinstance(optimizer, CompressedAdamW):
+        return None, None, plan
+    preconditioned, plan = Preconditioned(optimizer, parameters), with_feedback(plan)
+    if isinstance(optimizer, Dion):
+        if policy is not None:
+            raise ValueError("Dion sends momenta as low-rank factors of one rank: leave out adapt= and auto")
+        plan = for_momenta(plan, optimizer, parameters)
+    return None, preconditioned, plan
 
 
 def rules_of(options: Options) -> tuple[Rules, Policy | None]:
@@ -428,6 +448,8 @@ def _automatic(compressor: Rules | Auto) -> Auto | None:
 
 
 def _check_auto(auto: Auto | None, options: Options) -> None:
+    from thinwire.optim import QuantizedAdam
+
     if auto is None:
         raise ValueError('auto takes the place of the compressor: thinwire.compress(model, "auto"), without adapt=')
     if options.adapt is not None:

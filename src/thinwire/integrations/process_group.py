@@ -27,7 +27,6 @@ from thinwire.integrations.group_work import Work
 from thinwire.plan import Rules
 from thinwire.runtime import Channel, Contents, Follower, GroupStats, Kind, NamedShape, Operation, group_seed
 
-BACKEND = "thinwire"
 _GLOOS = (
     *("broadcast", "barrier", "send", "recv"),
     *("all_to_all_single", "all_gather_single_coalesced", "reduce_scatter_single_coalesced"),
@@ -341,11 +340,6 @@ def register_model(model: nn.Module, group: dist.ProcessGroup | None = None, *, 
             "DistributedDataParallel(model, process_group=group)"
         )
     group.register_model(model, rules=rules)
-
-
-def register_backend() -> None:
-    """Make the backend known to ``torch.distributed``. Importing thinwire does it."""
-    dist.Backend.register_backend(BACKEND, ProcessGroup, extended_api=True, devices=["cpu"])
 
 
 def _detector(store: Any, ranks: Sequence[int], rank: int, timeout: timedelta) -> FailureDetector | None:

@@ -1,15 +1,20 @@
 """Policies: what chooses another plan from time to time while a model trains (thesis, sections 3.6 and 4.4)."""
 
-from thinwire.policies.accordion import Accordion
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from thinwire.policies.auto import Auto
-from thinwire.policies.bayes import Bayes
-from thinwire.policies.by_link import ByLink, LinkChoice, choose_by_link
-from thinwire.policies.families import family
-from thinwire.policies.kmeans import KMeans
-from thinwire.policies.lgreco import LGreco
-from thinwire.policies.linear import Linear
 from thinwire.policies.policy import Evidence, Policy, Proposal, StepTime, Sync
 from thinwire.policies.spec import parse_policy
+
+if TYPE_CHECKING:
+    from thinwire.policies.accordion import Accordion
+    from thinwire.policies.bayes import Bayes
+    from thinwire.policies.by_link import ByLink, LinkChoice, choose_by_link
+    from thinwire.policies.families import family
+    from thinwire.policies.kmeans import KMeans
+    from thinwire.policies.lgreco import LGreco
+    from thinwire.policies.linear import Linear
 
 __all__ = [
     "Accordion",
@@ -29,3 +34,22 @@ __all__ = [
     "family",
     "parse_policy",
 ]
+
+_LATE = {
+    "Accordion": "thinwire.policies.accordion",
+    "Bayes": "thinwire.policies.bayes",
+    "ByLink": "thinwire.policies.by_link",
+    "KMeans": "thinwire.policies.kmeans",
+    "LGreco": "thinwire.policies.lgreco",
+    "Linear": "thinwire.policies.linear",
+    "LinkChoice": "thinwire.policies.by_link",
+    "choose_by_link": "thinwire.policies.by_link",
+    "family": "thinwire.policies.families",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # A training has one policy or none.
+    if name in _LATE:
+        return getattr(import_module(_LATE[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

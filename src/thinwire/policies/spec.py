@@ -7,23 +7,12 @@ import difflib
 from dataclasses import fields
 from typing import Any
 
+from thinwire import policies
 from thinwire.compressors import expression
-from thinwire.policies.accordion import Accordion
-from thinwire.policies.auto import Auto
-from thinwire.policies.bayes import Bayes
-from thinwire.policies.kmeans import KMeans
-from thinwire.policies.lgreco import LGreco
-from thinwire.policies.linear import Linear
 from thinwire.policies.policy import Policy
 
-_POLICIES: dict[str, type[Policy]] = {
-    "accordion": Accordion,
-    "auto": Auto,
-    "bayes": Bayes,
-    "kmeans": KMeans,
-    "lgreco": LGreco,
-    "linear": Linear,
-}
+_POLICIES = {name.lower(): name for name in ("Accordion", "Auto", "Bayes", "KMeans", "LGreco", "Linear")}
+"""The classes in `thinwire.policies` by what texts call them."""
 
 
 def parse_policy(text: str | Policy) -> Policy:
@@ -48,7 +37,7 @@ def _policy(node: ast.expr) -> Policy:
     called = node.func if isinstance(node, ast.Call) else node
     if not isinstance(called, ast.Name) or called.id.lower() not in _POLICIES:
         raise ValueError(f"{ast.unparse(node)} is no policy: there are {', '.join(_POLICIES)}")
-    make = _POLICIES[called.id.lower()]
+    make: type[Policy] = getattr(policies, _POLICIES[called.id.lower()])
     if not isinstance(node, ast.Call):
         return make()
     names = [f.name for f in fields(make)]

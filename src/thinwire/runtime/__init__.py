@@ -1,18 +1,23 @@
 """The Wire and what keeps it alive."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from thinwire.runtime.adapt import Decision
 from thinwire.runtime.channel import Channel, Contents, Kind, Operation, dense_bytes, group_seed
 from thinwire.runtime.consistency import DisagreementError, ParityError, agree
 from thinwire.runtime.executor import AsyncReadback, Follower, ThreadExecutor, for_reducer, on_the_host
-from thinwire.runtime.log import StatsLogger
-from thinwire.runtime.placement import ShardedLayer
 from thinwire.runtime.probe import measure_one_way
-from thinwire.runtime.registered import NamedShape, Registered, Walk
-from thinwire.runtime.sharded_wire import ShardedWire
 from thinwire.runtime.stats import GroupStats, ShardedStats, Stats
 from thinwire.runtime.timeline import Timeline, merge_timelines
-from thinwire.runtime.units import Unit
 from thinwire.runtime.wire import Wire
+
+if TYPE_CHECKING:
+    from thinwire.runtime.log import StatsLogger
+    from thinwire.runtime.placement import ShardedLayer
+    from thinwire.runtime.registered import NamedShape, Registered, Walk
+    from thinwire.runtime.sharded_wire import ShardedWire
+    from thinwire.runtime.units import Unit
 
 __all__ = [
     "AsyncReadback",
@@ -45,3 +50,20 @@ __all__ = [
     "merge_timelines",
     "on_the_host",
 ]
+
+_LATE = {
+    "NamedShape": "thinwire.runtime.registered",
+    "Registered": "thinwire.runtime.registered",
+    "ShardedLayer": "thinwire.runtime.placement",
+    "ShardedWire": "thinwire.runtime.sharded_wire",
+    "StatsLogger": "thinwire.runtime.log",
+    "Unit": "thinwire.runtime.units",
+    "Walk": "thinwire.runtime.registered",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # What a training with DDP does not need is imported where it is used.
+    if name in _LATE:
+        return getattr(import_module(_LATE[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
