@@ -23,6 +23,7 @@ from experiments.bench.gradients import Gradients, TaskName, make_task, record
 from experiments.bench.passes import Pass, Quality, measure_quality
 from thinwire import kernels
 from thinwire.compressors import Compressor, Key, parse
+from thinwire.exits import ends_command
 from thinwire.results import OutputFile, Results
 
 _STEPS, _SMOKE_STEPS = (30, 36, 42), (12,)
@@ -79,8 +80,8 @@ def compressors(
         json: write the figures to this file.
         plot: draw error against bytes per element.
     """
-    console, complain = Console(highlight=False), Console(stderr=True, highlight=False)
-    try:
+    console = Console(highlight=False)
+    with ends_command(ValueError, TypeError, ImportError):
         if turns < 1:
             raise ValueError(f"--turns {turns}: at least 1")
         chosen = _parsed(specs or (families.SMOKE if smoke else families.default_specs()))
@@ -91,9 +92,6 @@ def compressors(
             rows = measure(chosen, gradients, turns=1 if smoke else turns, tell=status.update)
         if plot:
             draw([row.point for row in rows], plot, f"Gradients of {task}, {gradients.numel / 1e6:.1f} M elements")
-    except (ValueError, TypeError, ImportError) as error:
-        complain.print(f"python -m experiments bench compressors: {error}", style="bold red", markup=False)
-        return 64
     _show(console, rows, gradients, task)
     points = [row.point for row in rows]
     equal, settings = claims.at_equal_bytes(points), claims.at_the_settings(points)

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from experiments.framework.catalogue import CATALOGUE, Entry
 from experiments.framework.results_page import RecordedPaper, page, read, summary
+from thinwire.exits import ends_command
 from thinwire.results import OutputFile, Results
 
 _SMOKE_MINUTES = 0.5
@@ -53,17 +54,16 @@ def repro_all(
     console = Console(highlight=False)
     wanted = [name for part in only for name in part.replace(",", " ").split()]
     unknown = sorted(set(wanted) - {entry.name for entry in CATALOGUE})
-    if unknown:
-        return _refuse(f"--only {' '.join(unknown)}: there are {', '.join(entry.name for entry in CATALOGUE)}")
-    if from_ is not None and not from_.is_dir():
-        return _refuse(f"--from {from_}: no such folder")
+    with ends_command():
+        if unknown:
+            raise ValueError(f"--only {' '.join(unknown)}: there are {', '.join(entry.name for entry in CATALOGUE)}")
+        if from_ is not None and not from_.is_dir():
+            raise ValueError(f"--from {from_}: no such folder")
     out.mkdir(parents=True, exist_ok=True)
     chosen = [entry for entry in CATALOGUE if not wanted or entry.name in wanted]
     codes = {} if from_ is not None else _run_all(console, chosen, out, smoke=smoke)
-    try:
+    with ends_command():
         papers = read(from_ or out)
-    except ValueError as error:
-        return _refuse(str(error))
     path = out / "results.md"
     path.write_text(f"# Results of the reproductions\n\n{page(papers, pages=None)}")
     console.print(_shown(papers))
@@ -131,8 +131,3 @@ def _record(papers: list[RecordedPaper], codes: dict[str, int], *, smoke: bool) 
         for word, count in counts.items():
             results.add(f"claims/{paper.entry.name}/{word.strip('*')}", count, "")
     return results
-
-
-def _refuse(why: str) -> int:
-    Console(stderr=True, highlight=False).print(f"python -m experiments all: {why}", style="bold red", markup=False)
-    return 64

@@ -20,6 +20,7 @@ from experiments.framework.run_cache import RunCache
 from experiments.framework.study import Scale, Study
 from thinwire import plots
 from thinwire.compare.statistics import need_scipy
+from thinwire.exits import ends_command
 from thinwire.results import OutputFile
 
 ScaleT = TypeVar("ScaleT", bound=Scale)
@@ -79,7 +80,7 @@ def command(paper: Paper[Any], summary: str) -> Callable[..., int]:
         json: OutputFile = None,
     ) -> int:
         console = Console(highlight=False)
-        try:
+        with ends_command(ValueError, ImportError, OSError, RuntimeError):
             chosen = chosen_parts(parts, paper.parts)
             need_scipy()
             plots.need_matplotlib()
@@ -88,11 +89,6 @@ def command(paper: Paper[Any], summary: str) -> Callable[..., int]:
             scale = base.adapted(seeds=seeds, rounds=rounds, rate=rate, data=folder, steps=steps)
             about = dataclasses.asdict(scale) | scale.about()
             record = None if from_ is None else json_module.loads(from_.read_text())
-        except (ValueError, ImportError, OSError, RuntimeError) as error:
-            Console(stderr=True, highlight=False).print(
-                f"python -m experiments {paper.name}: {error}", style="bold red", markup=False
-            )
-            return 64
         out.mkdir(parents=True, exist_ok=True)
         path = json or out / f"repro-{paper.name}.json"
         shown: dict[str, Any] = {"command": f"python -m experiments {paper.name}", "title": paper.title}

@@ -109,6 +109,17 @@ class Program:
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 sys.stderr.write(f"\n{self.name} {words}: interrupted\n")
             return 130
+        except Exception as error:
+            # Whoever raises a `CommandError` has imported this module; here that would import PyTorch.
+            exits = sys.modules.get("thinwire.exits")
+            if exits is None or not isinstance(error, exits.CommandError):
+                raise
+            if error.exit_code != exits.USAGE or os.environ.get("LOCAL_RANK", "0") == "0":
+                console = Console(stderr=True, highlight=False)
+                console.print(f"{self.name} {words}: {error}", style="bold red", markup=False, soft_wrap=True)
+                if error.details:
+                    console.print(error.details, style="red", markup=False, soft_wrap=True)
+            return error.exit_code
 
     def _call(self, words: str, command: Command, args: list[str]) -> int:
         import tyro

@@ -22,6 +22,7 @@ from thinwire.compare import rank_processes
 from thinwire.compare.rank_processes import NoSetup, RankFailed, RankProcesses
 from thinwire.compare.train import VARIANTS
 from thinwire.lab import Loopback
+from thinwire_cli import main
 
 SMOKE = demo_module.SMOKE
 UNAVAILABLE = lab.unavailable()
@@ -259,15 +260,15 @@ def test_nothing_is_left_behind(tmp_path: Path, signal_number: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rate": "fast"}, "'fast' is not a rate"),
-        ({"ranks": 1}, "at least 2 ranks"),
-        ({"steps": 1}, "--steps 1: at least 2"),
-        ({"seed": -1}, "--seed -1"),
+        (["--rate", "fast"], "'fast' is not a rate"),
+        (["--ranks", "1"], "at least 2 ranks"),
+        (["--steps", "1"], "--steps 1: at least 2"),
+        (["--seed", "-1"], "--seed -1"),
     ],
 )
 def test_wrong_arguments_are_reported_and_nothing_is_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: dict[str, Any], message: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert demo_module.demo(smoke=True, out=tmp_path / "out", **arguments) == 64
+    assert main(["demo", "--smoke", "--out", str(tmp_path / "out"), *arguments]) == 64
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from thinwire.compare.losses import PATTERN, NoLosses, compiled, final, loss_in, read_log
-from thinwire.compare.script import ScriptComparison, ScriptRun, compare_script
+from thinwire.compare.script import ScriptComparison, ScriptRun
+from thinwire_cli import main
 
 TRAINING = """
 import sys, torch, torch.distributed as dist
@@ -117,15 +118,15 @@ def test_equal_seeds_are_no_seeds() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"script": ()}, "needs a script"),
-        ({"script": ("a.py",), "ranks": 1}, "2 ranks"),
-        ({"script": ("a.py",), "variants": ("nosuch",)}, "no compressor is called 'nosuch'"),
-        ({"script": ("a.py",), "pattern": "("}, "--pattern"),
-        ({"script": ("a.py",), "within": "much"}, "--within"),
+        (["--"], "needs a script"),
+        (["--ranks", "1", "--", "a.py"], "2 ranks"),
+        (["nosuch", "--", "a.py"], "no compressor is called 'nosuch'"),
+        (["--pattern", "(", "--", "a.py"], "--pattern"),
+        (["--within", "much", "--", "a.py"], "--within"),
     ],
 )
-def test_wrong_options_are_reported_before_anything_runs(arguments: dict, says: str, capsys) -> None:
-    assert compare_script(**arguments) == 64
+def test_wrong_options_are_reported_before_anything_runs(arguments: list[str], says: str, capsys) -> None:
+    assert main(["compare", *arguments]) == 64
     assert says in " ".join(capsys.readouterr().err.split())
 
 

@@ -16,8 +16,9 @@ import pytest
 import tyro
 
 from thinwire import lab
-from thinwire.lab.command import UNAVAILABLE, USAGE
+from thinwire.exits import UNAVAILABLE, USAGE
 from thinwire.lab.command import lab as lab_command
+from thinwire_cli import main
 
 MISSING = lab.unavailable()
 pytestmark = [pytest.mark.alone, pytest.mark.network, pytest.mark.skipif(MISSING is not None, reason=MISSING or "")]
@@ -314,12 +315,12 @@ def test_the_command_runs_a_torchrun_style_script_unmodified(tmp_path: Path, cap
 def test_what_cannot_be_done_is_said_and_is_no_exception(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert lab_command(("true",), rate="fast") == USAGE
-    assert lab_command(()) == USAGE
-    assert lab_command(("no-such-command",)) == USAGE
+    assert main(["lab", "--rate", "fast", "--", "true"]) == USAGE
+    assert main(["lab", "--"]) == USAGE
+    assert main(["lab", "--", "no-such-command"]) == USAGE
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setattr("thinwire.lab.tools.SYSTEM_DIRECTORIES", ())
-    assert lab_command(("true",)) == UNAVAILABLE
+    assert main(["lab", "--", "true"]) == UNAVAILABLE
     errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("thinwire lab: ")]
     assert len(errors) == 4
     for error, words in zip(errors, ("is not a rate", "two dashes", "no-such-command", "is missing"), strict=True):

@@ -80,15 +80,15 @@ def test_what_does_not_fit_is_reported_on_every_rank_before_anything_is_sent(tmp
 
 
 def test_scripts_and_options_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run() == 64
-    assert run((SCRIPT,), save_every=0) == 64
-    assert run(("nosuch.py",)) == 64
+    assert cli.main(["run"]) == 64
+    assert cli.main(["run", "--save-every", "0", "--", SCRIPT]) == 64
+    assert cli.main(["run", "--", "nosuch.py"]) == 64
     told = capsys.readouterr().err
     assert "thinwire run -- train.py" in told
     assert "--save-every 0: at least 1" in told
     assert "there is no script 'nosuch.py'" in told
-    assert run((SCRIPT,), compress="topk(1%)") == 64
-    assert run((SCRIPT,), start=-1) == 64
+    assert cli.main(["run", "--compress", "topk(1%)", "--", SCRIPT]) == 64
+    assert cli.main(["run", "--start", "-1", "--", SCRIPT]) == 64
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 2
     assert told[0].endswith("Did you mean 'topk(0.01)'?")
@@ -101,7 +101,7 @@ def test_of_several_ranks_one_says_what_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert run((SCRIPT,), compress="topk(1%)") == 64
+    assert cli.main(["run", "--compress", "topk(1%)", "--", SCRIPT]) == 64
     assert cli.main(["doctor", "--steps", "3"]) == 64
     assert capsys.readouterr().err == ""
 

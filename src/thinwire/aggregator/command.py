@@ -12,10 +12,8 @@ from rich.live import Live
 from rich.table import Table
 
 from thinwire.aggregator.server import Aggregator, Limits
+from thinwire.exits import ends_command
 from thinwire.results import OutputFile, Results
-
-# As sysexits.h numbers it.
-USAGE = 64
 
 
 def aggregator(
@@ -59,7 +57,7 @@ def aggregator(
         The exit code: 0 after Ctrl-C.
     """
     console = Console(highlight=False)
-    try:
+    with ends_command(ValueError, OSError):
         server = Aggregator(
             host,
             port,
@@ -68,11 +66,6 @@ def aggregator(
             tls=_tls(tls_certificate, tls_key),
             log=lambda line: console.print(f"{time.strftime('%H:%M:%S')} {line}", markup=False, soft_wrap=True),
         )
-    except (ValueError, OSError) as error:
-        Console(stderr=True, highlight=False).print(
-            f"thinwire aggregator: {error}", style="bold red", soft_wrap=True, markup=False
-        )
-        return USAGE
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: server.stop())
     started_s = time.monotonic()

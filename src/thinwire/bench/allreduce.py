@@ -9,10 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire import lab
-from thinwire.bench.ranks import network_here, refusing, run_ranks
+from thinwire.bench.ranks import network_here, run_ranks
 from thinwire.bench.tables import figures_table
 from thinwire.collectives.algorithms import parse_algorithm
 from thinwire.compressors import parse
+from thinwire.exits import ends_command
 from thinwire.results import OutputFile, Results
 
 Kind = Literal["group", "shared", "auto"]
@@ -57,7 +58,7 @@ def allreduce(
     console = Console(highlight=False)
     if not network_here():
         return 1
-    with refusing("bench allreduce"):
+    with ends_command():
         methods = [(str(parse_algorithm(spec)), transport) for spec in algorithm]
         parse(compressor)
         if not 0 < size_mb <= 1e6 or repeats < 1:

@@ -25,6 +25,7 @@ from thinwire.collectives import (
     device_all_reduce,
 )
 from thinwire.compressors import CodecCall, Coded, Key, Piece, Segments, State, Summed, first_state, parse
+from thinwire.exits import ends_command
 from thinwire.results import OutputFile, Results
 from thinwire.runtime.executor import elapsed
 
@@ -74,8 +75,9 @@ def cuda(*, size_mb: float = 25.0, repeats: int = 20, ranks: int = 4, json: Outp
         ranks: of the all-reduce.
         json: write the figures to this file.
     """
-    if size_mb <= 0 or repeats < 1 or ranks < 1:
-        raise ValueError("size_mb must be above 0, repeats and ranks at least 1")
+    with ends_command():
+        if size_mb <= 0 or repeats < 1 or ranks < 1:
+            raise ValueError("--size-mb must be above 0, --repeats and --ranks at least 1")
     missing = _missing()
     if missing:
         Console(stderr=True, highlight=False).print(f"thinwire bench cuda: {missing}")

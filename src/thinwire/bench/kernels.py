@@ -16,6 +16,7 @@ from torch import Tensor
 from thinwire import kernels as core
 from thinwire.bench.tables import figures_table
 from thinwire.compressors.gaussian import MAGNITUDES
+from thinwire.exits import ends_command
 from thinwire.kernels import Format, reference
 from thinwire.results import OutputFile, Results
 
@@ -85,8 +86,9 @@ def kernels(*, size_mb: float = 25.0, threads: int | None = None, repeats: int =
         repeats: turns of each operation.
         json: write the figures to this file.
     """
-    if size_mb <= 0 or repeats < 1:
-        raise ValueError("size_mb must be above 0 and repeats at least 1")
+    with ends_command():
+        if size_mb <= 0 or repeats < 1:
+            raise ValueError("--size-mb must be above 0 and --repeats at least 1")
     console = Console(highlight=False)
     with _threads(threads) as count:
         formats = [Format(4, 128), Format(4, 128, rounding="nearest"), Format(4, 1024), Format(8, 1024), Format(2, 64)]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +19,6 @@ def network_here() -> bool:
     if missing:
         Console(stderr=True, highlight=False).print(f"No slow network can be made here: {missing}")
     return not missing
-
-
-@contextmanager
-def refusing(command: str) -> Iterator[None]:
-    """The body checks arguments: a ``ValueError`` is printed, and ends the command as wrong usage does."""
-    try:
-        yield
-    except ValueError as error:
-        text = f"thinwire {command}: {error}"
-        Console(stderr=True, highlight=False).print(text, style="bold red", soft_wrap=True, markup=False)
-        raise SystemExit(os.EX_USAGE) from None
 
 
 def run_ranks(module: str, config: dict[str, Any], num_ranks: int, network: lab.Network | None) -> Any:

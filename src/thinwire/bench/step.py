@@ -7,9 +7,10 @@ from contextlib import ExitStack
 from rich.console import Console
 
 from thinwire import lab
-from thinwire.bench.ranks import network_here, refusing, run_ranks
+from thinwire.bench.ranks import network_here, run_ranks
 from thinwire.bench.tables import figures_table
 from thinwire.compressors import parse
+from thinwire.exits import ends_command
 from thinwire.results import OutputFile, Results
 
 _BATCHES = "2,4,6,8,12,16,24,32"
@@ -53,7 +54,7 @@ def step(
     shaped = rate not in (None, "none")
     if shaped and not network_here():
         return 1
-    with refusing("bench step"):
+    with ends_command():
         parse(compressor)
         sizes = [int(batch) for batch in batches.split(",")]
         if min(sizes) < 1 or rounds < 1 or steps < 1:

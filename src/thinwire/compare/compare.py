@@ -19,10 +19,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from thinwire.compare.comparison import Comparison
 from thinwire.compare.data import standard_library
 from thinwire.compare.paired import CONTROL, Tune, compare_training
-from thinwire.compare.rank_processes import RankFailed
 from thinwire.compare.report import Run
 from thinwire.compare.tasks import SIZES, GPTTask
-from thinwire.lab import LabUnavailable
+from thinwire.exits import FAILED, ends_command
 from thinwire.results import OutputFile, Results
 from thinwire.runtime import ParityError
 
@@ -77,7 +76,7 @@ def compare(
     """
     console = Console(highlight=False)
     tuning: Tune = "each" if tune_each else "baseline" if tune else "no"
-    try:
+    with ends_command(ValueError, ImportError), ends_command(ParityError, code=FAILED):
         task = _task("smoke" if smoke else size, steps, learning_rate)
         with Bar(console, task.steps) as bar:
             comparison = compare_training(
@@ -93,8 +92,6 @@ def compare(
                 watcher=bar,
             )
         _show(console, comparison)
-    except FAILURES as error:
-        return failed(console, "thinwire compare", error)
     write_figures(console, "thinwire compare", comparison, facts_of(comparison), json)
     return 0 if comparison.sensitive and (comparison.all_within or not strict) else 1
 
@@ -110,21 +107,6 @@ def _task(size: str, steps: int | None, learning_rate: float | None) -> GPTTask:
             raise ValueError(f"--learning-rate {learning_rate}: between 0 and 1")
         task = replace(task, learning_rate=learning_rate)
     return task
-
-
-FAILURES = (RankFailed, ParityError, ValueError, ImportError, LabUnavailable)
-
-
-def failed(console: Console, command: str, error: Exception) -> int:
-    """Print why a comparison has no result; the exit code: 1 if a run failed, 64 if none could begin."""
-    if isinstance(error, RankFailed):
-        console.print(f"{error}\n{error.log}", style="red", markup=False)
-        return 1
-    if isinstance(error, ParityError):
-        console.print(str(error), style="bold red", markup=False)
-        return 1
-    Console(stderr=True, highlight=False).print(f"{command}: {error}", style="bold red", markup=False)
-    return 64
 
 
 def write_figures(

@@ -28,6 +28,7 @@ from thinwire.compare.rank_processes import RankFailed, RankProcesses
 from thinwire.compare.report import Report, Run
 from thinwire.compare.scoreboard import Scoreboard
 from thinwire.compare.train import CONTROL_RULES, VARIANTS, Task
+from thinwire.exits import ends_command
 from thinwire.lab.units import format_rate, parse_rates
 from thinwire.results import OutputFile
 
@@ -90,15 +91,12 @@ def demo(
         seed: of the initial weights, the batches and the rounding.
     """
     console = Console(highlight=False)
-    try:
+    with ends_command(ValueError, RuntimeError):
         task = _task(smoke, steps, seed)
         rates_bps = parse_rates(rate, ranks)
         if ranks < 2:
             raise ValueError("a demo needs at least 2 ranks: with one, nothing is sent")
         standard_library()
-    except (ValueError, RuntimeError) as error:
-        Console(stderr=True, highlight=False).print(f"thinwire demo: {error}", style="bold red", markup=False)
-        return 64
     out.mkdir(parents=True, exist_ok=True)
     performance = Demo(console, task, ranks, rate, min(rates_bps), lab.unavailable())
     report = performance.run()

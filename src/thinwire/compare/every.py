@@ -9,7 +9,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from thinwire.compare.compare import FAILURES, Bar, facts_of, failed, share_of, write_figures
+from thinwire.compare.compare import Bar, facts_of, share_of, write_figures
 from thinwire.compare.comparison import Comparison, Side
 from thinwire.compare.gpt import GPTConfig
 from thinwire.compare.paired import CONTROL, compare_training
@@ -17,7 +17,9 @@ from thinwire.compare.statistics import Verdict
 from thinwire.compare.tasks import SIZES, GPTTask
 from thinwire.compare.variants import ALONE
 from thinwire.compressors import parse
+from thinwire.exits import FAILED, ends_command
 from thinwire.results import OutputFile
+from thinwire.runtime import ParityError
 
 EVERY = (
     "minmax(bits=4, bucket=128)",
@@ -104,7 +106,7 @@ def every(
     task = _smoke_task() if smoke else {"tiny": TINY, "small": SIZES["small"]}[size]
     if steps is not None:
         task = replace(task, steps=steps, probe_every=max(1, steps // 10))
-    try:
+    with ends_command(ValueError, ImportError), ends_command(ParityError, code=FAILED):
         with Bar(console, task.steps) as bar:
             comparison = compare_training(
                 task,
@@ -118,8 +120,6 @@ def every(
             )
         parts = sections(comparison, without)
         convergence = list(converged(comparison))
-    except FAILURES as error:
-        return failed(console, "thinwire compare every", error)
     for title, part in parts:
         console.print()
         console.print(part.table(title))

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from thinwire.exits import CommandError
+
 PATTERN = r"loss[^\w+.-]{0,5}([-+]?\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf)"
 """Finds ``loss 0.25``, ``loss: 2.5e-1`` and ``'loss': 0.25`` in a line, whatever its case."""
 
 
-class NoLosses(Exception):
+class NoLosses(CommandError):
     """A training left no losses where they were looked for; the message says what to give instead."""
 
 

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from thinwire.compare.plan_plot import draw
+from thinwire.exits import ends_command
 from thinwire.plan import LayerRow, PlanRecord
 from thinwire.policies import parse_policy
 from thinwire.policies.budget import BudgetedPolicy
@@ -60,16 +61,13 @@ def plan_show(
         svg: draw it.
         json: write the figures to this file.
     """
-    console, complain = Console(highlight=False), Console(stderr=True, highlight=False)
-    try:
+    console = Console(highlight=False)
+    with ends_command(ValueError, OSError, ImportError):
         record = PlanRecord.read(plan)
         if svg:
             draw(record, svg, headline(record))
         if json:
             _results(record).write(json)
-    except (ValueError, OSError, ImportError) as error:
-        complain.print(f"thinwire plan show: {error}", style="bold red", markup=False)
-        return 64
     show(console, record)
     for path in (json, svg):
         if path:

@@ -21,6 +21,7 @@ from types import ModuleType, TracebackType
 from typing import Any, Self
 
 from thinwire.compare.forked import ForkedProcess
+from thinwire.exits import CommandError
 from thinwire.lab import Link, Loopback
 
 _LOG_LINES = 12
@@ -32,12 +33,13 @@ _CHUNK = 65536
 OnEvent = Callable[[int, dict[str, Any]], None]
 
 
-class RankFailed(RuntimeError):
+class RankFailed(CommandError, RuntimeError):
     """A rank ended, failed or fell silent: which one, how, and the last lines of its log."""
 
     def __init__(self, rank: int, why: str, log: str) -> None:
         super().__init__(f"rank {rank}: {why}")
         self.rank, self.why, self.log = rank, why, log
+        self.details = log
 
 
 class _Rank:

@@ -30,6 +30,7 @@ from thinwire.compare.rank_processes import RankFailed
 from thinwire.compare.script_rank import Setup
 from thinwire.compare.statistics import CONFIDENCE, Verdict
 from thinwire.compare.variants import ALONE, Variant
+from thinwire.exits import ends_command
 from thinwire.results import OutputFile, Results
 
 _LOG_LINES, _GRACE_S = 15, 10.0
@@ -110,8 +111,8 @@ def compare_script(
         plot: Write the curves to this file, as SVG.
         json: Write the figures to this file.
     """
-    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
-    try:
+    console = Console(highlight=False)
+    with ends_command(ValueError, ImportError):
         if seeds < 1 or ranks < 2 or not script:
             raise ValueError("needs a script, at least one seed and 2 ranks: thinwire compare --seeds 3 -- train.py")
         if plot is not None:
@@ -134,15 +135,6 @@ def compare_script(
         console.print(comparison.table())
         for line in comparison.remarks():
             console.print(line, soft_wrap=True, markup=False)
-    except RankFailed as failure:
-        errors.print(f"thinwire compare: {failure}\n{failure.log}", style="red", markup=False)
-        return 1
-    except NoLosses as error:
-        errors.print(f"thinwire compare: {error}", style="bold red", markup=False, soft_wrap=True)
-        return 1
-    except (ValueError, ImportError, lab.LabUnavailable) as error:
-        errors.print(f"thinwire compare: {error}", style="bold red", markup=False, soft_wrap=True)
-        return 64
     if plot is not None:
         comparison.picture(plot)
         console.print(f"Curves: {plot}", soft_wrap=True, markup=False)

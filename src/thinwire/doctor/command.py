@@ -23,11 +23,11 @@ from thinwire.doctor.observer import LEAST_STEPS
 from thinwire.doctor.record import read, write
 from thinwire.doctor.settings import settings_with
 from thinwire.doctor.watched import DoctorError
+from thinwire.exits import ends_command
 from thinwire.lab.units import parse_rate, parse_rates
 from thinwire.plots import need_matplotlib
 from thinwire.results import OutputFile
 
-_USAGE, _UNAVAILABLE, _FAILED = 64, 69, 1
 _STDERR, _LAST_WORDS_S, _POLL_S = 2, 2.0, 0.05
 _OURS = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -80,9 +80,9 @@ def doctor(
         json: Write all figures to this file.
         html: Write the report to this file, as a page with pictures.
     """
-    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
+    console = Console(highlight=False)
     inside = all(name in os.environ for name in _OURS)
-    try:
+    with ends_command(ValueError, ImportError):
         if html is not None:
             need_matplotlib()
             page.need_jinja2()
@@ -111,16 +111,6 @@ def doctor(
             record = None if answer is None else answer.to_dict()
         else:
             record = _examine_here(request, ranks, ranks_per_node, rate, rtt, timeout)
-    except (ValueError, ImportError) as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # the same on every rank
-            errors.print(f"thinwire doctor: {error}", style="bold red", markup=False, soft_wrap=True)
-        return _USAGE
-    except lab.LabUnavailable as error:
-        errors.print(f"thinwire doctor: no slow network can be made here: {error}", style="bold red", markup=False)
-        return _UNAVAILABLE
-    except DoctorError as error:
-        errors.print(f"thinwire doctor: {error}", style="bold red", markup=False, soft_wrap=True)
-        return _FAILED
     if record is not None:
         _tell(console, record, json, html)
     return 0

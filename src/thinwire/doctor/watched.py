@@ -10,11 +10,12 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from thinwire.exits import CommandError
 from thinwire.plan.forecast.ddp import Bucket, Pace
 from thinwire.plan.forecast.sharded import Event, ShardedPace
 
 
-class DoctorError(Exception):
+class DoctorError(CommandError):
     """This training cannot be examined; the message says what to do."""
 
 

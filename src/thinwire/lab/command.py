@@ -6,17 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
+from thinwire.exits import ends_command
 from thinwire.lab.launch import launch
 from thinwire.lab.schedule import Event, Kind, read_schedule
-from thinwire.lab.tools import LabUnavailable
 from thinwire.lab.units import parse_time
 from thinwire.results import OutputFile, Results
-
-# As sysexits.h numbers them.
-USAGE = 64
-UNAVAILABLE = 69
 
 
 def lab(
@@ -81,8 +76,7 @@ def lab(
     Returns:
         The exit code: the first failing rank's, or 0.
     """
-    errors = Console(stderr=True, highlight=False)
-    try:
+    with ends_command(ValueError, OSError, RuntimeError):
         if not command:
             raise ValueError("give the command that each rank runs after two dashes: -- python train.py")
         events = [] if schedule is None else read_schedule(schedule.read_text().splitlines())
@@ -105,9 +99,6 @@ def lab(
             count=count,
             possible=possible,
         )
-    except (LabUnavailable, ValueError, OSError, RuntimeError) as error:
-        errors.print(f"thinwire lab: {error}", style="bold red", soft_wrap=True, markup=False)
-        return UNAVAILABLE if isinstance(error, LabUnavailable) else USAGE
     if json is not None:
         results = Results("lab", about={"command": list(command), "link": outcome.link})
         results.add("exit_code", outcome.exit_code, "")

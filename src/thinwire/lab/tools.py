@@ -14,6 +14,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from thinwire.exits import UNAVAILABLE, CommandError
+
 PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "unshare": "util-linux", "cat": "coreutils"}
 # Debian keeps these out of an ordinary user's PATH.
 SYSTEM_DIRECTORIES = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")
@@ -25,8 +27,10 @@ USER_NAMESPACE_SETTINGS = (
 )
 
 
-class LabUnavailable(RuntimeError):
+class LabUnavailable(CommandError, RuntimeError):
     """A slow network cannot be made here; the message says what is missing and what to do."""
+
+    exit_code = UNAVAILABLE
 
 
 def find(tool: str) -> str:

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
+from thinwire.exits import ends_command
 from thinwire.lab.units import format_rate, parse_rate, parse_time
 from thinwire.planner import (
     PYTORCH_CLASSES,
@@ -75,8 +76,8 @@ def plan_pipeline_command(
         svg: draw a step of the plan, and one without it.
         json: write the plan to this file.
     """
-    console, complain = Console(highlight=False), Console(stderr=True, highlight=False)
-    try:
+    console = Console(highlight=False)
+    with ends_command(ValueError, TypeError, OSError, ImportError, RecursionError):
         usual = ByLink()
         problem = read_problem(
             jsons.loads(pipeline.read_text(encoding="utf-8")),
@@ -92,9 +93,6 @@ def plan_pipeline_command(
             draw_timelines({title: timeline(simulated) for title, simulated in pairs.items()}, svg)
         if json:
             _results(best, plans, now).write(json)
-    except (ValueError, TypeError, OSError, ImportError, RecursionError) as error:
-        complain.print(f"thinwire plan pipeline: {error}", style="bold red", markup=False, soft_wrap=True)
-        return 64
     _show(console, best, plans, now)
     for path in (json, svg):
         if path:

@@ -20,13 +20,13 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.api import compress as compress_model
 from thinwire.api import compress_fsdp
 from thinwire.collectives import MessageError, PeerFailedError, SharedMemoryError, TransportError
+from thinwire.exits import FAILED, USAGE, ends_command
 from thinwire.integrations.ddp import Options, rules_of
 from thinwire.integrations.first_forward import on_first_forward
 from thinwire.results import OutputFile, Results
-from thinwire.run.script import ScriptNotFound, run_script
+from thinwire.run.script import run_script
 from thinwire.runtime import DisagreementError, ParityError, ShardedWire, Wire
 
-_USAGE, _FAILED = 64, 1
 COMPRESS_VARIABLE = "THINWIRE_COMPRESS"
 _ON_EVERY_RANK = (DisagreementError, MessageError, ParityError, PeerFailedError, SharedMemoryError, TransportError)
 """Errors that every living rank raises: one of them is enough to know all of it."""
@@ -73,41 +73,30 @@ def run(
         json: Write the statistics to this file.
     """
     chief = int(os.environ.get("LOCAL_RANK") or 0) == 0
-    if not script or save_every < 1:
-        wrong = (
-            "what is to be run? thinwire run -- train.py" if not script else f"--save-every {save_every}: at least 1"
-        )
-        if chief:
-            _say(wrong)
-        return _USAGE
     options: dict[str, Any] = {"exclude": exclude, "start": start, "skip_if_slower": not always}
     spec = compress or os.environ.get(COMPRESS_VARIABLE) or None
-    try:
+    with ends_command(TypeError, ValueError):
+        if not script:
+            raise ValueError("what is to be run? thinwire run -- train.py")
+        if save_every < 1:
+            raise ValueError(f"--save-every {save_every}: at least 1")
         rules_of(Options(compressor=spec, **options))  # before the script is started, which may take long to begin
-    except (TypeError, ValueError) as error:
-        if chief:
-            _say(str(error))
-        return _USAGE
     attached = Attachment(spec, options, state, save_every)
     try:
         with attached:
             run_script(script)
     except Misused as error:
         _say(str(error.args[0]) if chief else f"rank {os.environ.get('RANK')} ended, too")
-        return _USAGE
+        return USAGE
     except SystemExit:
         attached.report(json)
         raise
-    except ScriptNotFound as error:
-        if chief:
-            _say(str(error))
-        return _USAGE
     except _ON_EVERY_RANK as error:
         if chief:
             traceback.print_exc()
         else:
             _say(f"rank {os.environ.get('RANK')}: {type(error).__name__}: {str(error).splitlines()[0]}")
-        return _FAILED
+        return FAILED
     attached.report(json)
     return 0
 

@@ -8,9 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from thinwire.exits import USAGE, CommandError
 
-class ScriptNotFound(Exception):
+
+class ScriptNotFound(CommandError):
     """There is no such script; the message says what to give."""
+
+    exit_code = USAGE
 
 
 def run_script(command: Sequence[str]) -> None:
