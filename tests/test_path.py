@@ -109,7 +109,6 @@ BELOW = {
     "collectives/stages.py",
     "compressors/_core/bucketed.py",
     "kernels/ops.py",
-    "kernels/native.py",
 }
 """What both paths have in common."""
 

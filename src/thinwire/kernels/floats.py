@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 import struct
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import lcm
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from thinwire.kernels import native, reference_floats
 from thinwire.kernels.format import GROUP, MAX_BUCKET, Residual, align
-from thinwire.kernels.native import CODES, MASK64
+from thinwire.kernels.native import MASK64
 from thinwire.kernels.ops import _check_flat, _check_message, _check_residual, _check_values
 from thinwire.kernels.reference_floats import HEADER, ROUNDINGS, levels_parts, magnitudes_parts, rangefloat_size
 from thinwire.kernels.table import Table
@@ -26,21 +25,8 @@ _CLIPS = {torch.int8: 127, torch.int32: 2**31 - 128}
 """The largest magnitudes of integers that fp32 represents exactly."""
 
 
-def _source(x: Tensor, table: Table) -> tuple[int, int, int, int]:
-    return x.data_ptr(), CODES[x.dtype], table.pointer, len(table.segments)
-
-
-def _target(table: Table, y: Tensor) -> tuple[int, int, int, int]:
-    return table.pointer, len(table.segments), y.data_ptr(), CODES[y.dtype]
-
-
-def torch_or_triton(tensor: Tensor) -> ModuleType:
-    """Return the implementation for tensors that the native core does not process."""
-    if not native.asynchronous(tensor):
-        return reference_floats
-    from thinwire.kernels import gpu_elements
-
-    return gpu_elements
+torch_or_triton = partial(native.torch_or_triton, reference_floats, "gpu_elements")
+"""The implementation for tensors that the native core does not process."""
 
 
 def _check_numel(numel: int) -> None:
@@ -87,7 +73,7 @@ def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int) -> Non
     _check_message("message", message, table.message_bytes("natural", natural_bytes), x)
     if not native.computes(x):
         return torch_or_triton(x).natural_encode(x, table, message, key=key)
-    native.core().natural_encode(*_source(x, table), message.data_ptr(), key & MASK64)
+    native.core().natural_encode(*native.source(x, table), message.data_ptr(), key & MASK64)
     return None
 
 
@@ -100,7 +86,7 @@ def natural_decode(message: Tensor, table: Table, y: Tensor, *, add: bool = Fals
     _check_message("message", message, table.message_bytes("natural", natural_bytes), y)
     if not native.computes(y):
         return torch_or_triton(y).natural_decode(message, table, y, add=add, scale=scale)
-    native.core().natural_decode(message.data_ptr(), *_target(table, y), add, scale)
+    native.core().natural_decode(message.data_ptr(), *native.target(table, y), add, scale)
     return None
 
 
@@ -162,7 +148,7 @@ def rangefloat_encode(
     if not native.computes(x):
         return torch_or_triton(x).rangefloat_encode(x, table, message, params, bits=bits, rounding=how, key=key)
     where = message.data_ptr(), params.data_ptr()
-    native.core().rangefloat_encode(*_source(x, table), *where, bits, how, key & MASK64)
+    native.core().rangefloat_encode(*native.source(x, table), *where, bits, how, key & MASK64)
     return None
 
 
@@ -177,7 +163,7 @@ def rangefloat_decode(
     _check_message("message", message, _rangefloat_bytes(table, bits), y)
     if not native.computes(y):
         return torch_or_triton(y).rangefloat_decode(message, table, y, bits=bits, add=add, scale=scale)
-    native.core().rangefloat_decode(message.data_ptr(), *_target(table, y), bits, add, scale)
+    native.core().rangefloat_decode(message.data_ptr(), *native.target(table, y), bits, add, scale)
     return None
 
 
@@ -210,7 +196,7 @@ def levels_encode(x: Tensor, table: Table, message: Tensor, levels: Tensor, *, b
     _check_per_row("levels", levels, (len(table), 1 << bits), x)
     if not native.computes(x):
         return torch_or_triton(x).levels_encode(x, table, message, levels, bits=bits, bucket=bucket)
-    native.core().levels_encode(*_source(x, table), message.data_ptr(), levels.data_ptr(), bits, bucket)
+    native.core().levels_encode(*native.source(x, table), message.data_ptr(), levels.data_ptr(), bits, bucket)
     return None
 
 
@@ -225,7 +211,7 @@ def levels_decode(
     _check_message("message", message, _levels_bytes(table, bits, bucket), y)
     if not native.computes(y):
         return torch_or_triton(y).levels_decode(message, table, y, bits=bits, bucket=bucket, add=add, scale=scale)
-    native.core().levels_decode(message.data_ptr(), *_target(table, y), bits, bucket, add, scale)
+    native.core().levels_decode(message.data_ptr(), *native.target(table, y), bits, bucket, add, scale)
     return None
 
 
@@ -271,7 +257,7 @@ def magnitudes_encode(
     if not native.computes(x):
         how = {"bits": bits, "bucket": bucket, "residual": residual}
         return reference_floats.magnitudes_encode(x, table, message, magnitudes, **how)
-    source, form = _source(x, table), (magnitudes.data_ptr(), bits, bucket)
+    source, form = native.source(x, table), (magnitudes.data_ptr(), bits, bucket)
     native.core().magnitudes_encode(*source, message.data_ptr(), *form, *native.addresses(residual))
     return None
 
@@ -298,7 +284,7 @@ def magnitudes_decode(
         how = {"bits": bits, "bucket": bucket, "add": add, "scale": scale}
         return reference_floats.magnitudes_decode(message, table, y, magnitudes, **how)
     native.core().magnitudes_decode(
-        message.data_ptr(), *_target(table, y), magnitudes.data_ptr(), bits, bucket, add, scale
+        message.data_ptr(), *native.target(table, y), magnitudes.data_ptr(), bits, bucket, add, scale
     )
     return None
 
@@ -332,7 +318,7 @@ def int_round(
         return torch_or_triton(x).int_round(x, table, alphas, out, clip=limit, key=key, nearest=nearest)
     clipped = torch.empty(len(table), dtype=torch.int64)
     to = alphas.data_ptr(), out.data_ptr(), out.element_size()
-    native.core().int_round(*_source(x, table), *to, limit, key & MASK64, nearest, clipped.data_ptr())
+    native.core().int_round(*native.source(x, table), *to, limit, key & MASK64, nearest, clipped.data_ptr())
     return clipped
 
 
@@ -343,7 +329,7 @@ def int_decode(out: Tensor, table: Table, y: Tensor, factors: Tensor) -> None:
     _check_per_row("factors", factors, (len(table),), y)
     if not native.computes(y):
         return torch_or_triton(y).int_decode(out, table, y, factors)
-    native.core().int_decode(out.data_ptr(), out.element_size(), *_target(table, y), factors.data_ptr())
+    native.core().int_decode(out.data_ptr(), out.element_size(), *native.target(table, y), factors.data_ptr())
     return None
 
 

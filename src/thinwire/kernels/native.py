@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thinwire import compat
-from thinwire.kernels.format import Format, Residual
+from thinwire.kernels.format import Residual
 from thinwire.kernels.table import Table
 
 REFERENCE = "reference"
@@ -68,6 +67,22 @@ def computes(tensor: Tensor) -> bool:
     return CORE is not None and tensor.is_cpu and not asynchronous(tensor)
 
 
+def torch_or_triton(reference: ModuleType, triton: str, tensor: Tensor) -> ModuleType:
+    """The implementation for a tensor that the core does not process: ``reference``, or on a GPU that in ``triton``, a
+    module of this package, which is imported then."""
+    return import_module(f"thinwire.kernels.{triton}") if asynchronous(tensor) else reference
+
+
+def source(x: Tensor, table: Table) -> tuple[int, int, int, int]:
+    """The arguments of values that a table's segments are read from."""
+    return x.data_ptr(), CODES[x.dtype], table.pointer, len(table.segments)
+
+
+def target(table: Table, y: Tensor) -> tuple[int, int, int, int]:
+    """The arguments of values that a table's segments are written to."""
+    return table.pointer, len(table.segments), y.data_ptr(), CODES[y.dtype]
+
+
 def asynchronous(tensor: Tensor) -> bool:
     """Whether kernels on this tensor run asynchronously (Triton, on a GPU), so that reading a value waits."""
     return tensor.is_cuda
@@ -85,87 +100,11 @@ def core() -> ModuleType:
     return CORE
 
 
-def bucketed_encode(
-    x: Tensor, table: Table, message: Tensor, form: Format, *, key: int, residual: Residual | None = None
-) -> None:
-    """See :func:`thinwire.kernels.bucketed_encode`."""
-    core().encode(
-        x.data_ptr(),
-        CODES[x.dtype],
-        table.pointer,
-        len(table.segments),
-        message.data_ptr(),
-        *form.packed,
-        key & MASK64,
-        *addresses(residual),
-    )
-
-
-def bucketed_decode(
-    message: Tensor, table: Table, y: Tensor, form: Format, *, add: bool = False, scale: float = 1.0
-) -> None:
-    """See :func:`thinwire.kernels.bucketed_decode`."""
-    core().decode(
-        message.data_ptr(), table.pointer, len(table.segments), y.data_ptr(), CODES[y.dtype], *form.packed, add, scale
-    )
-
-
-def bucketed_sum(
-    messages: Sequence[Tensor], own: Tensor | None, table: Table, y: Tensor, form: Format, *, scale: float = 1.0
-) -> None:
-    """See :func:`thinwire.kernels.bucketed_sum`."""
-    core().sum(
-        0 if own is None else own.data_ptr(),
-        0 if own is None else CODES[own.dtype],
-        table.pointer,
-        len(table.segments),
-        y.data_ptr(),
-        CODES[y.dtype],
-        *form.packed,
-        scale,
-        *[message.data_ptr() for message in messages],
-    )
-
-
-def bucketed_reduce(
-    messages: Sequence[Tensor],
-    own: Tensor,
-    table: Table,
-    out_message: Tensor,
-    y: Tensor,
-    form: Format,
-    *,
-    scale: float,
-    key: int,
-    residual: Residual | None = None,
-) -> None:
-    """See :func:`thinwire.kernels.bucketed_reduce`."""
-    core().reduce(
-        own.data_ptr(),
-        CODES[own.dtype],
-        table.pointer,
-        len(table.segments),
-        out_message.data_ptr(),
-        y.data_ptr(),
-        CODES[y.dtype],
-        *form.packed,
-        scale,
-        key & MASK64,
-        *addresses(residual),
-        *[message.data_ptr() for message in messages],
-    )
-
-
 def addresses(residual: Residual | None) -> tuple[int, int, float]:
     """The arguments of a residual: two addresses, 0 without one, and its factor."""
     if residual is None:
         return 0, 0, 1.0
     return residual.now.data_ptr(), residual.next.data_ptr(), residual.loss_scale
-
-
-def checksum(message: Tensor) -> int:
-    """See :func:`thinwire.kernels.checksum`."""
-    return core().checksum(message.data_ptr(), message.numel())
 
 
 CORE = load()

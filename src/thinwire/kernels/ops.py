@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from thinwire.kernels import native, reference
 from thinwire.kernels.format import Format, Residual
+from thinwire.kernels.native import CODES, MASK64
 from thinwire.kernels.table import Table
+
+torch_or_triton = partial(native.torch_or_triton, reference, "gpu")
+"""The implementation for tensors that the native core does not process."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -32,12 +36,16 @@ def bucketed_encode(
 
     Raises ``TypeError`` for a wrong dtype and ``ValueError`` for a size, a device or a layout that cannot work.
     """
-    run = _execution(x, table)
+    _check_table(table, x)
     _check_values("x", x, table, x)
     _check_message("message", message, table.extent(form).message_bytes, x)
     if residual is not None:
         _check_residual(residual, table, x)
-    run.bucketed_encode(x, table, message, form, key=key, residual=residual)
+    if not native.computes(x):
+        torch_or_triton(x).bucketed_encode(x, table, message, form, key=key, residual=residual)
+        return
+    coding = *form.packed, key & MASK64, *native.addresses(residual)
+    native.core().encode(*native.source(x, table), message.data_ptr(), *coding)
 
 
 def bucketed_decode(
@@ -50,10 +58,13 @@ def bucketed_decode(
 
     Shapes and errors are those of :func:`bucketed_encode`.
     """
-    run = _execution(y, table)
+    _check_table(table, y)
     _check_values("y", y, table, y)
     _check_message("message", message, table.extent(form).message_bytes, y)
-    run.bucketed_decode(message, table, y, form, add=add, scale=scale)
+    if not native.computes(y):
+        torch_or_triton(y).bucketed_decode(message, table, y, form, add=add, scale=scale)
+        return
+    native.core().decode(message.data_ptr(), *native.target(table, y), *form.packed, add, scale)
 
 
 def bucketed_reduce(
@@ -77,7 +88,7 @@ def bucketed_reduce(
 
     Shapes and errors are those of :func:`bucketed_encode`.
     """
-    run = _execution(y, table)
+    _check_table(table, y)
     _check_values("y", y, table, y)
     _check_values("own", own, table, y)
     num_bytes = table.extent(form).message_bytes
@@ -86,7 +97,13 @@ def bucketed_reduce(
     _check_message("out_message", out_message, num_bytes, y)
     if residual is not None:
         _check_residual(residual, table, y)
-    run.bucketed_reduce(messages, own, table, out_message, y, form, scale=scale, key=key, residual=residual)
+    if not native.computes(y):
+        how = {"scale": scale, "key": key, "residual": residual}
+        torch_or_triton(y).bucketed_reduce(messages, own, table, out_message, y, form, **how)
+        return
+    coding = *form.packed, scale, key & MASK64, *native.addresses(residual)
+    to = out_message.data_ptr(), y.data_ptr(), CODES[y.dtype]
+    native.core().reduce(*native.source(own, table), *to, *coding, *(message.data_ptr() for message in messages))
 
 
 def bucketed_sum(
@@ -99,14 +116,19 @@ def bucketed_sum(
 
     Shapes and errors are those of :func:`bucketed_encode`; ``y`` may be ``own``.
     """
-    run = _execution(y, table)
+    _check_table(table, y)
     _check_values("y", y, table, y)
     if own is not None:
         _check_values("own", own, table, y)
     num_bytes = table.extent(form).message_bytes
     for message in messages:
         _check_message("each message", message, num_bytes, y)
-    run.bucketed_sum(messages, own, table, y, form, scale=scale)
+    if not native.computes(y):
+        torch_or_triton(y).bucketed_sum(messages, own, table, y, form, scale=scale)
+        return
+    start = (0, 0) if own is None else (own.data_ptr(), CODES[own.dtype])
+    received = (message.data_ptr() for message in messages)
+    native.core().sum(*start, *native.target(table, y), *form.packed, scale, *received)
 
 
 def checksum(message: Tensor) -> int:
@@ -119,22 +141,16 @@ def checksum(message: Tensor) -> int:
     _check_message("message", message, 0, message)
     if message.numel() % 4:
         raise ValueError(f"a checksum takes whole 32-bit words: pad the {message.numel()} bytes to a multiple of 4")
-    if native.computes(message):
-        return native.checksum(message)
-    return reference.checksum(message)
+    if not native.computes(message):
+        return reference.checksum(message)
+    return native.core().checksum(message.data_ptr(), message.numel())
 
 
-def _execution(tensor: Tensor, table: Table) -> ModuleType:
-    """Return the implementation for the tensor's device."""
+def _check_table(table: Table, tensor: Tensor) -> None:
     if not isinstance(table, Table):
         raise TypeError(f"table must be a thinwire.kernels.Table, not {type(table).__name__}")
     if not isinstance(tensor, Tensor):
         raise TypeError(f"expected a tensor, not {type(tensor).__name__}")
-    if native.asynchronous(tensor):
-        from thinwire.kernels import gpu
-
-        return gpu
-    return native if native.computes(tensor) else reference
 
 
 def _check_values(name: str, tensor: Tensor, table: Table, like: Tensor) -> None:

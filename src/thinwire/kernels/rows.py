@@ -5,13 +5,13 @@ On a CPU segments are processed one by one; on a GPU by one launch, because a DD
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from thinwire.kernels import native
-from thinwire.kernels.format import before_sum
+from thinwire.kernels import native, reference_rows
 from thinwire.kernels.ops import DTYPES
 from thinwire.kernels.table import Table
 
@@ -23,13 +23,7 @@ def raw_encode(x: Tensor, table: Table, message: Tensor) -> None:
     the message and ``ValueError`` where a payload or a segment lies outside its tensor.
     """
     _check(x, table, message)
-    if _at_once(x):
-        from thinwire.kernels import gpu_rows
-
-        gpu_rows.raw_encode(x, table, message)
-        return
-    for values, payload in _views(x, table, message):
-        payload.copy_(values)
+    torch_or_triton(x).raw_encode(x, table, message)
 
 
 def raw_decode(message: Tensor, table: Table, y: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
@@ -38,18 +32,7 @@ def raw_decode(message: Tensor, table: Table, y: Tensor, *, add: bool = False, s
     Shapes and errors are those of :func:`raw_encode`.
     """
     _check(y, table, message)
-    if _at_once(y):
-        from thinwire.kernels import gpu_rows
-
-        gpu_rows.raw_decode(message, table, y, add=add, scale=scale)
-        return
-    for values, payload in _views(y, table, message):
-        if add:
-            values.add_(payload, alpha=scale)
-        elif scale == 1.0:
-            values.copy_(payload)
-        else:
-            torch.mul(payload, scale, out=values)
+    torch_or_triton(y).raw_decode(message, table, y, add=add, scale=scale)
 
 
 def raw_sum(
@@ -62,58 +45,25 @@ def raw_sum(
     """
     for message in messages if out_message is None else (*messages, out_message):
         _check(y, table, message)
-    if _at_once(y):
-        from thinwire.kernels import gpu_rows
-
-        gpu_rows.raw_sum(messages, own, table, y, scale=scale, out_message=out_message)
-        return
-    wide = torch.promote_types(own.dtype, torch.float32)
-    payloads = [[payload for _, payload in _views(y, table, message)] for message in messages]
-    before = before_sum(scale)
-    for i, span in enumerate(_spans(table)):
-        total = own[span].to(wide, copy=True).mul_(before)
-        for received in payloads:
-            total.add_(received[i], alpha=before)
-        y[span].copy_(total.mul_(scale / before))
-    if out_message is not None:
-        raw_encode(y, table, out_message)
+    torch_or_triton(y).raw_sum(messages, own, table, y, scale=scale, out_message=out_message)
 
 
 def rows_add(x: Tensor, other: Tensor, table: Table, out: Tensor, *, alpha: float = 1.0) -> None:
     """``out = x + alpha · other`` on the table's segments; ``out`` may be either. Flat, fp32 or narrower."""
-    if _at_once(out):
-        from thinwire.kernels import gpu_rows
-
-        gpu_rows.rows_add(x, other, table, out, alpha=alpha)
-        return
-    for span in _spans(table):
-        torch.add(x[span], other[span], alpha=alpha, out=out[span])
+    torch_or_triton(out).rows_add(x, other, table, out, alpha=alpha)
 
 
 def rows_scale(x: Tensor, table: Table, out: Tensor, *, by: float = 1.0, over: float = 1.0) -> None:
     """``out = x · by / over`` on the table's segments; ``out`` may be ``x``. One of the two factors is 1. Products are
     taken in fp32; ``x`` is fp32 where ``over`` is not 1."""
-    if _at_once(out):
-        from thinwire.kernels import gpu_rows
-
-        gpu_rows.rows_scale(x, table, out, by=by, over=over)
-        return
-    for span in _spans(table):
-        if by != 1.0:
-            torch.mul(x[span].to(torch.float32), by, out=out[span])
-        elif over != 1.0:
-            torch.div(x[span], over, out=out[span])
-        elif out is not x:
-            out[span] = x[span]
+    torch_or_triton(out).rows_scale(x, table, out, by=by, over=over)
 
 
-def _at_once(tensor: Tensor) -> bool:
+def torch_or_triton(tensor: Tensor) -> ModuleType:
+    """The implementation for a tensor; there is none in the native core, as PyTorch's copies are as fast."""
     # Only `raw` takes fp64, whose scalars would lose half of their digits as arguments of a kernel.
-    return native.asynchronous(tensor) and tensor.dtype in DTYPES
-
-
-def _spans(table: Table) -> Iterator[slice]:
-    return (slice(row.start, row.start + row.numel) for row in table.segments)
+    takes = tensor.dtype in DTYPES
+    return native.torch_or_triton(reference_rows, "gpu_rows", tensor) if takes else reference_rows
 
 
 def _check(values: Tensor, table: Table, message: Tensor) -> None:
@@ -125,10 +75,3 @@ def _check(values: Tensor, table: Table, message: Tensor) -> None:
         raise ValueError(f"a message of {message.numel()} bytes is too short: its payloads end at byte {num_bytes}")
     if table.num_elements > values.numel():
         raise ValueError(f"segments reach to element {table.num_elements} of a tensor of {values.numel()}")
-
-
-def _views(values: Tensor, table: Table, message: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the values of each segment in the flat tensor, and its payload as a tensor of their dtype."""
-    for row in table.segments:
-        payload = message[row.payload : row.payload + row.numel * values.element_size()]
-        yield values[row.start : row.start + row.numel], payload.view(values.dtype)

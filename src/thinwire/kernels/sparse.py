@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,13 +27,8 @@ MAX_NUMEL = 2**31 - 1
 """Indices are int32."""
 
 
-def torch_or_triton(tensor: Tensor) -> ModuleType:
-    """Return the implementation for tensors that the native core does not process."""
-    if not native.asynchronous(tensor):
-        return reference_sparse
-    from thinwire.kernels import gpu_sparse
-
-    return gpu_sparse
+torch_or_triton = partial(native.torch_or_triton, reference_sparse, "gpu_sparse")
+"""The implementation for tensors that the native core does not process."""
 
 
 def _check_span(name: str, tensor: Tensor, start: int, numel: int) -> None:
