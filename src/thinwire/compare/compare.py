@@ -8,7 +8,6 @@ seen.
 from __future__ import annotations
 
 from dataclasses import replace
-from types import TracebackType
 from typing import Literal, Self
 
 import tyro
@@ -177,9 +176,7 @@ class Bar:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     def plan(self, num_runs: int) -> None:

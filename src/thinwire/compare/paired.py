@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
 from thinwire import lab
@@ -216,9 +215,7 @@ class Runs:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def expect(self, specs: Sequence[str | None], seeds: Sequence[int], rates: Mapping[str | None, float]) -> None:

@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from thinwire.lab.namespaces import NodeNamespaces
@@ -45,9 +44,7 @@ class Loopback:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def namespaces(self, rank: int) -> NodeNamespaces:

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from thinwire.runtime.sharded_wire import ShardedWire
@@ -102,9 +101,7 @@ class StatsLogger:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _record(self) -> None:
