@@ -91,11 +91,14 @@ def test_tests_observe_what_is_public() -> None:
 
 
 def test_import_is_lean() -> None:
-    """`import thinwire` brings in nothing that only commands or accelerators need."""
+    """`import thinwire` brings in nothing that only commands, accelerators or other trainings than DDP's need; what is
+    left out is there when it is asked for."""
     heavy = ["triton", "matplotlib", "rich", "tyro", "scipy", "sklearn", "torch._dynamo", "torch._inductor"]
+    heavy += [f"thinwire.{name}" for name in ("local", "optim", "store", "pipeline", "trainers", "integrations.fsdp")]
     code = (
         f"import sys, torch\nbefore = set(sys.modules)\nimport thinwire\n"
-        f"print([m for m in {heavy!r} if m in sys.modules and m not in before])"
+        f"print([m for m in {heavy!r} if m in sys.modules and m not in before])\n"
+        "assert thinwire.local.DiLoCo and thinwire.optim.Muon and thinwire.store.Memory and thinwire.ShardedWire"
     )
     answer = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"

@@ -86,7 +86,7 @@ __all__ = [
     "trainer_callback",
 ]
 
-_MODULES = ("data", "local", "optim", "policies", "store")
+_MODULES = ("data", "local", "optim", "policies", "store", "trainers")
 _LATE = {
     "CompressedRowwiseParallel": "thinwire.pipeline.tensor_parallel",
     "CompressedStage": "thinwire.pipeline.stage",
