@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from thinwire import lab
 from thinwire.bench.allreduce import add, measure
-from thinwire.bench.ranks import network_here
 from thinwire.results import OutputFile, Results
 
 FLAT = ("sra", "ring", "tree", "allgather", "parameter_server")
@@ -49,8 +49,7 @@ def algorithms(
         json: write the figures to this file.
     """
     console = Console(highlight=False)
-    if not network_here():
-        return 1
+    lab.need_network()
     worlds = [(n, 1, rate, rtt) for n, rate, rtt in itertools.product(ranks, rates, rtts)]
     worlds += [(4, 2, rate, rtts[0]) for rate in rates if 4 in ranks]
     worlds += [(n, n, "none", "0ms") for n in ranks]

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire import lab
-from thinwire.bench.ranks import network_here, run_ranks
+from thinwire.bench.ranks import run_ranks
 from thinwire.plan import DEFAULT_RULES
 from thinwire.results import OutputFile, Results
 
@@ -72,8 +72,7 @@ def auto(
         json: write the figures to this file.
     """
     console = Console(highlight=False)
-    if not network_here():
-        return 1
+    lab.need_network()
     try:
         places = {text: Place.parse(text) for text in links}
     except ValueError as error:

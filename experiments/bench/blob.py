@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire import lab
-from thinwire.bench.ranks import network_here, run_ranks
+from thinwire.bench.ranks import run_ranks
 from thinwire.results import OutputFile, Results
 
 _LABELS = {
@@ -57,8 +57,8 @@ def blob(
         json: write the figures to this file.
     """
     console = Console(highlight=False)
-    if any(rate != "none" for rate in rates) and not network_here():
-        return 1
+    if any(rate != "none" for rate in rates):
+        lab.need_network()
     config = {"spec": compressor, "cap_mb": bucket_cap_mb, "batch": batch, "rounds": rounds, "steps": steps}
     about: dict[str, Any] = {"compressor": compressor, "ranks": ranks, "batch": batch, "bucket_cap_mb": bucket_cap_mb}
     results = Results("python -m experiments bench blob", about=about)

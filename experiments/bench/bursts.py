@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire import lab
-from thinwire.bench.ranks import network_here, run_ranks
+from thinwire.bench.ranks import run_ranks
 from thinwire.lab.units import format_rate, parse_rate
 from thinwire.results import OutputFile, Results
 
@@ -46,8 +46,7 @@ def bursts(
         json: write the figures to this file.
     """
     console = Console(highlight=False)
-    if not network_here():
-        return 1
+    lab.need_network()
     results = Results("python -m experiments bench bursts")
     results.about = {"rate": rate, "size_mb": size_mb, "every": every, "step_ms": step_ms, "rounds": rounds}
     table = Table(f"over {format_rate(parse_rate(rate))}", "sent", "in the busiest second", "a step of")

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire import lab
-from thinwire.bench.ranks import network_here, run_ranks
+from thinwire.bench.ranks import run_ranks
 from thinwire.plan import DEFAULT_RULES
 from thinwire.results import OutputFile, Results
 
@@ -57,8 +57,7 @@ def doctor(
         json: write the figures to this file.
     """
     console = Console(highlight=False)
-    if not network_here():
-        return 1
+    lab.need_network()
     config = {
         "specs": list(specs if specs is not None else () if sharded else _SPECS),
         "cap_mb": bucket_cap_mb,

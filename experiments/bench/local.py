@@ -9,7 +9,7 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.bench.ranks import network_here
+from thinwire import lab
 from thinwire.compare.demo import Demo
 from thinwire.compare.report import SAME_LOSS, Report, Run
 from thinwire.compare.statistics import estimate, relative_differences
@@ -41,8 +41,7 @@ def local(
         json: write the figures to this file.
     """
     console = Console(highlight=False)
-    if not network_here():
-        return 1
+    lab.need_network()
     task = Task(steps=steps)
     results = Results("python -m experiments bench local")
     results.about = {"rates": list(rates), "task": asdict(task), "every": LOCAL_EVERY, "seeds": seeds}

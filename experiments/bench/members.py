@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.bench.ranks import network_here
+from thinwire import lab
 from thinwire.compare.gpt import GPTConfig
 from thinwire.compare.tasks import GPTTask
 from thinwire.results import OutputFile, Results
@@ -77,8 +77,7 @@ def members(
         json: write the figures to this file; those of other modes that it holds stay.
     """
     console = Console(highlight=False)
-    if not network_here():
-        return 1
+    lab.need_network()
     results = Results("python -m experiments bench members")
     results.about = {"seconds": seconds, "kill_every_s": kill_every, "absent_s": absent, "workers": WORKERS}
     results.about |= {"step_s": STEP_S, "every": EVERY, "rate": "100mbit", "task": asdict(TASK)}

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.tasks.resnet import ImageTask
+from thinwire import lab
 from thinwire.bench.allreduce import measure
-from thinwire.bench.ranks import network_here
 from thinwire.compare.compare import Bar, facts_of
 from thinwire.compare.every import TINY
 from thinwire.compare.paired import compare_training
@@ -74,8 +74,7 @@ def owners(
         json: write the figures to this file.
     """
     console = Console(highlight=False)
-    if not network_here():
-        return 1
+    lab.need_network()
     if smoke:
         size_mb, repeats, seeds = 0.5, 1, 1
     about = {"ranks": ranks, "rate": rate, "size_mb": size_mb, "task": task, "seeds": seeds, "smoke": smoke}

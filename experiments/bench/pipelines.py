@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire import lab
-from thinwire.bench.ranks import network_here, run_ranks
+from thinwire.bench.ranks import run_ranks
 from thinwire.compressors import parse
 from thinwire.lab.units import format_rate, parse_rate, parse_time
 from thinwire.planner import (
@@ -81,8 +81,7 @@ def pipelines(
     if draw_from is not None:
         draw(jsons.loads(draw_from.read_text())["about"]["timelines"], svg or draw_from.with_suffix(".svg"))
         return 0
-    if not network_here():
-        return 1
+    lab.need_network()
     results = Results("python -m experiments bench pipelines")
     results.about = {"ranks": RANKS, "micro_batches": CHUNKS, "activation_bytes": _ACTIVATION_BYTES, "steps": steps}
     results.about |= {"layer_ms": list(LAYER_MS), "layers": len(UNEVEN), "timelines": {}}

@@ -7,18 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from thinwire import lab
 from thinwire.compare.forked import ForkedProcess
-
-
-def network_here() -> bool:
-    """Whether a slow network can be made here. Prints the reason if not."""
-    missing = lab.unavailable()
-    if missing:
-        Console(stderr=True, highlight=False).print(f"No slow network can be made here: {missing}")
-    return not missing
 
 
 def run_ranks(module: str, config: dict[str, Any], num_ranks: int, network: lab.Network | None) -> Any:

@@ -11,7 +11,7 @@ with lab.Network(2, rate="100mbit") as network:
 from thinwire.lab.launch import TIMED_OUT, Outcome, launch, link_text, run
 from thinwire.lab.loopback import Link, Loopback, free_port
 from thinwire.lab.namespaces import NodeNamespaces
-from thinwire.lab.network import Network, unavailable
+from thinwire.lab.network import Network, need_network, unavailable
 from thinwire.lab.tools import LabUnavailable
 from thinwire.lab.units import parse_rate, parse_time
 
@@ -26,6 +26,7 @@ __all__ = [
     "free_port",
     "launch",
     "link_text",
+    "need_network",
     "parse_rate",
     "parse_time",
     "run",

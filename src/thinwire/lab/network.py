@@ -407,6 +407,12 @@ class Network:
         return scripts.answer(self._relay, "the relay")
 
 
+def need_network() -> None:
+    """Raise ``LabUnavailable`` where no network can be made: before what takes long."""
+    if (missing := unavailable()) is not None:
+        raise tools.LabUnavailable(missing)
+
+
 def unavailable() -> str | None:
     """Return None if a `Network` can be made here, otherwise what is missing and how to get it. Takes 0.1 s."""
     if not sys.platform.startswith("linux"):
