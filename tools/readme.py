@@ -728,8 +728,12 @@ def _hook_tests() -> str:
     )
 
 
-_LATE = {"overlapped": "the same, 1 step late", "streaming": "the same in 2 fragments, 3 steps late, mixed by half"}
-"""Titles of local updates whose exchange takes place beside the next steps, by way."""
+_LATE = {
+    "overlapped": "the same, 1 step late",
+    "streaming": "the same in 2 fragments, 3 steps late, mixed by half",
+    "muloco-streaming": "with Muon in 2 fragments, 2 steps late",
+}
+"""Titles of local updates whose exchange takes place beside the next steps, by variant."""
 
 
 def local() -> str:
@@ -737,7 +741,7 @@ def local() -> str:
     about, rows = figures.record["about"], []
     for rate in about["rates"]:
         free = figures.get(f"{rate}/seconds_to_same_loss/free") or 1.0
-        for name in ("fp32", "thinwire", "local", *_LATE, "muloco", "alone"):
+        for name in ("fp32", "thinwire", "local", "overlapped", "streaming", "muloco", "muloco-streaming", "alone"):
             sent, seconds = (figures.get(f"{rate}/{kind}/{name}") for kind in ("sent_bytes", "seconds_to_same_loss"))
             if sent is None:
                 continue

@@ -17,7 +17,7 @@ from thinwire.compare.train import LOCAL_EVERY, VARIANTS, Task
 from thinwire.lab.units import format_rate, parse_rate
 from thinwire.results import OutputFile, Results
 
-METHODS = ("fp32", "thinwire", "local", "overlapped", "streaming", "muloco", "muon", "alone")
+METHODS = ("fp32", "thinwire", "local", "overlapped", "streaming", "muloco", "muloco-streaming", "muon", "alone")
 
 _LOOPBACK, _WHY = "10gbit", "the link does not change what is learned"
 

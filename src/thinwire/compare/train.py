@@ -36,6 +36,7 @@ _POWERSGD_START = 2
 _ONE_BUCKET_MB = 1e6
 _WARM_UP_SHARE = 0.1
 _MUON_RATE_FACTOR = 4.0
+_MUON_ITERATIONS = 3
 
 
 def learning_rate(highest: float, step: int, steps: int) -> float:
@@ -242,6 +243,13 @@ VARIANTS = {
     "overlapped": Variant("local, 1 step late", partial(_local, overlap=1), every=LOCAL_EVERY),
     "streaming": Variant("local, streaming", partial(_local, fragments=2, overlap=3, mix=0.5), every=LOCAL_EVERY),
     "muloco": Variant("local with Muon", _local, every=LOCAL_EVERY, optimizer="Muon", rate_factor=_MUON_RATE_FACTOR),
+    "muloco-streaming": Variant(
+        "local with Muon, streaming",
+        partial(_local, fragments=2, overlap=2),
+        every=LOCAL_EVERY,
+        optimizer="Muon",
+        rate_factor=_MUON_RATE_FACTOR,
+    ),
     "muon": Variant("DDP fp32, Muon", _fp32, optimizer="Muon", rate_factor=_MUON_RATE_FACTOR, on_link=False),
     "alone": Variant("training alone", _alone, synchronised=False),
     "control": Variant("1-bit control", _control),
@@ -256,7 +264,10 @@ class Replica:
         self.model = task.build(task.seed)
         self.parameters = list(self.model.parameters())
         if optimizer == "Muon":
-            self.optimizer = Muon(self.model, task.learning_rate, weight_decay=WEIGHT_DECAY, betas=BETAS)
+            # Five iterations, the default, end at the same loss here and take longer.
+            self.optimizer = Muon(
+                self.model, task.learning_rate, weight_decay=WEIGHT_DECAY, betas=BETAS, ns_steps=_MUON_ITERATIONS
+            )
         else:
             self.optimizer = task.optimizer(self.model)
 

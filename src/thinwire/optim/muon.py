@@ -43,6 +43,7 @@ class Muon(Optimizer):
         weight_decay: decoupled weight decay of both.
         momentum: Nesterov momentum of Muon.
         betas: of AdamW.
+        ns_steps: Newton-Schulz iterations, which are most of the cost of a step. `thinwire demo` takes 3.
         adamw: names or patterns of further two-dimensional parameters for AdamW. By default output heads are found by
             the usual names, ``head``, ``lm_head`` and ``output``.
 
@@ -58,12 +59,15 @@ class Muon(Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.99),
+        ns_steps: int = 5,
         adamw: Sequence[str] = OUTPUT_HEADS,
     ) -> None:
         hidden, others = split_parameters(model, adamw)
         if not hidden:
             raise ValueError("the model has no hidden matrix for Muon: use torch.optim.AdamW")
-        self._muon = torch.optim.Muon(hidden, lr, weight_decay, momentum, adjust_lr_fn="match_rms_adamw")
+        self._muon = torch.optim.Muon(
+            hidden, lr, weight_decay, momentum, ns_steps=ns_steps, adjust_lr_fn="match_rms_adamw"
+        )
         self._adamw = AdamW(others, lr, betas, weight_decay=weight_decay) if others else None
         super().__init__([group for part in self._parts() for group in part.param_groups], {})
 
