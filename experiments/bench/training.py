@@ -17,6 +17,7 @@ from thinwire.bench.ranks import run_ranks
 from thinwire.compare.gpt import GPTConfig
 from thinwire.compare.statistics import estimate, relative_differences
 from thinwire.compare.tasks import GPTTask
+from thinwire.local.fragments import FEW_BITS
 from thinwire.results import OutputFile, Results
 
 
@@ -50,11 +51,11 @@ METHODS = (
     Method("Muon, 2 bits", "Muon", "ef(gaussian(bits=2))"),
     Method("Dion, rank 4", "Dion", "powersgd(rank=4)"),
     Method("Dion, rank 8", "Dion", "powersgd(rank=8)"),
-    Method("DiLoCo, AdamW, 2 bits, every 25", "AdamW", "gaussian(bits=2)", every=25),
+    Method("DiLoCo, AdamW, 2 bits, every 25", "AdamW", FEW_BITS, every=25),
     Method("DiLoCo, AdamW, sparseloco, every 25", "AdamW", "ef(chunktopk(k=64, chunk=4096), decay=0.95)", every=25),
-    Method("DiLoCo, Muon, 2 bits, every 10", "Muon", "gaussian(bits=2)", every=10),
-    Method("DiLoCo, Muon, 2 bits, every 25", "Muon", "gaussian(bits=2)", every=25),
-    Method("DiLoCo, Muon, 2 bits, every 50", "Muon", "gaussian(bits=2)", every=50),
+    Method("DiLoCo, Muon, 2 bits, every 10", "Muon", FEW_BITS, every=10),
+    Method("DiLoCo, Muon, 2 bits, every 25", "Muon", FEW_BITS, every=25),
+    Method("DiLoCo, Muon, 2 bits, every 50", "Muon", FEW_BITS, every=50),
 )
 
 

@@ -20,7 +20,7 @@ import sharded
 import thinwire
 from harness import run_ranks
 from thinwire.local import DiLoCo, Nesterov
-from thinwire.local.fragments import balanced_fragments
+from thinwire.local.fragments import balanced_fragments, exchange_plan
 
 AVERAGING = Nesterov(lr=1.0, momentum=0.0)
 
@@ -230,6 +230,52 @@ def test_bytes_are_sent_in_few_rounds_and_said_beforehand() -> None:
         assert sent < 40 * 4 * numel / 40  # gradients in fp32 would take forty times 4 bytes an element
 
 
+BEFORE = {"hidden": (64, 64), "bias": (64,), "scale": (8,), "small": (16, 16)}
+"""A layer, and three that gradients leave raw."""
+
+
+@pytest.mark.parametrize(
+    ("compressor", "feedback", "taken"),
+    [
+        # The scale of eight is shorter as it is: payloads come in multiples of 64 bytes.
+        ("gaussian(bits=2, bucket=256)", True, {"hidden", "bias", "small"}),
+        ("ef(minmax(bits=4))", False, {"hidden", "bias", "small"}),
+        ("minmax(bits=4)", False, {"hidden"}),
+        ("powersgd(rank=2)", True, {"hidden"}),
+        ("chunktopk", True, {"hidden"}),
+        ("raw", True, set()),
+    ],
+)
+def test_quantisers_with_feedback_take_biases_and_small_layers_too(
+    compressor: str, feedback: bool, taken: set[str]
+) -> None:
+    plan = exchange_plan(BEFORE, compressor, feedback=feedback)
+    assert {name for name in BEFORE if str(plan[name]) != "raw()"} == taken
+    raw = exchange_plan(BEFORE, "raw")
+    assert all(plan[name].wire_bytes(shape) <= raw[name].wire_bytes(shape) for name, shape in BEFORE.items())
+
+
+def _drifting(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A bias that each worker pulls its own way, by steps that only 2 bits are there for."""
+    model = nn.Linear(1, 256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    local = DiLoCo(model, optimizer, every=1, outer=AVERAGING)
+    start = model.bias.detach().clone()
+    pull = torch.stack([torch.randn(256, generator=torch.Generator().manual_seed(worker)) for worker in range(2)])
+    for _ in range(100):
+        model.weight.grad, model.bias.grad = torch.zeros_like(model.weight), pull[rank].clone()
+        optimizer.step()
+        local.step()
+    assert str(local.wire.plan["bias"]) == "ef(gaussian(bits=2, bucket=256))"
+    local.close()
+    return (start - model.bias.detach()) / 100, pull.mean(0)
+
+
+def test_what_2_bits_leave_out_of_a_bias_is_sent_later() -> None:
+    for moved, mean in run_ranks(_drifting, 2):
+        assert (moved - mean).norm() < 0.05 * mean.norm()  # 2 bits lose 0.34 of a normal distribution's norm
+
+
 def _resumed(rank: int, options: dict, at: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     straight = Training(rank, **options)
     straight.run(steps)
@@ -266,7 +312,8 @@ def _gathered(rank: int, options: dict) -> tuple[dict[str, torch.Tensor], torch.
 
 def _continued(rank: int, options: dict, state: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, float]:
     training = Training(rank, **options)
-    training.local.load_state_dict(state)
+    with pytest.warns(UserWarning, match=f"is of 2 workers, and now there are {dist.get_world_size()}: tune"):
+        training.local.load_state_dict(state)
     loaded = training.weights()
     training.run(30, first=34)
     training.local.finish()
@@ -338,6 +385,71 @@ def _default_outer(rank: int, total_steps: int | None) -> Nesterov:
 )
 def test_a_training_of_few_exchanges_averages_weights(total_steps: int | None, outer: Nesterov) -> None:
     assert run_ranks(_default_outer, 2, total_steps) == [outer] * 2
+
+
+def _few(rank: int, total_steps: int) -> int:
+    model = Two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        DiLoCo(model, optimizer, every=25, compressor="raw", total_steps=total_steps).close()
+    return sum("every=25 leaves" in str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize(("total_steps", "warned"), [(40, 1), (50, 0)])
+def test_a_warning_says_that_exchanges_are_too_rare_for_the_training(total_steps: int, warned: int) -> None:
+    assert run_ranks(_few, 1, total_steps) == [warned]
+
+
+class Loop:
+    """A loop with accumulated, scaled and clipped gradients, and a schedule, that knows nothing of other workers."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(8, 4)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.5)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def step(self, rank: int, step: int) -> None:
+        for half in range(2):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + 10 * half + rank))
+            self.scaler.scale(self.model(x).square().mean() / 2).backward()
+        if (rank, step) == (1, 4):  # that worker's scaler leaves this step out
+            self.model.bias.grad[0] = float("inf")
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.2)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+
+
+def _looped(rank: int) -> tuple[torch.Tensor, float]:
+    loop = Loop()
+    local = DiLoCo(loop.model, loop.optimizer, every=3, outer=AVERAGING, compressor="raw")
+    for step in range(9):
+        loop.step(rank, step)
+        local.step()
+    local.close()
+    return _flat(loop.model), loop.scaler.get_scale()
+
+
+def test_scalers_clipping_accumulation_and_schedules_are_as_ever() -> None:
+    loops = [Loop(), Loop()]
+    for step in range(9):
+        for rank, loop in enumerate(loops):
+            loop.step(rank, step)
+        if step % 3 == 2:
+            with torch.no_grad():
+                for pair in zip(*(loop.model.parameters() for loop in loops), strict=True):
+                    mean = (pair[0] + pair[1]) / 2
+                    for parameter in pair:
+                        parameter.copy_(mean)
+    answers = run_ranks(_looped, 2)
+    assert [scale for _, scale in answers] == [1024.0, 512.0]
+    for weights, _ in answers:
+        torch.testing.assert_close(weights, _flat(loops[0].model), rtol=1e-5, atol=1e-6)
 
 
 def _half(rank: int) -> tuple[torch.dtype, bool]:
@@ -483,11 +595,14 @@ def _flat(model: nn.Module) -> torch.Tensor:
     return torch.cat([(p.to_local() if isinstance(p, DTensor) else p).flatten() for p in values])
 
 
-def _sharded(rank: int) -> tuple[torch.Tensor, float, float]:
+def _sharded(rank: int, outer_device: str | None) -> tuple[torch.Tensor, float, float]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     model = sharded.build(mesh["shards"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    local = DiLoCo(model, optimizer, every=5, compressor="minmax(bits=4)", group=mesh.get_group("replicas"))
+    options = {"every": 5, "compressor": "minmax(bits=4)", "outer_device": outer_device}
+    local = DiLoCo(model, optimizer, group=mesh.get_group("replicas"), **options)
+    own = sum(p.to_local().numel() for p in model.parameters())
+    assert sum(v.numel() for key, v in local.state_dict().items() if key.startswith("anchor/")) == own
     losses = []
     for step in range(42):
         x, y = sharded.batch(step, rank, size=16)
@@ -501,8 +616,9 @@ def _sharded(rank: int) -> tuple[torch.Tensor, float, float]:
     return _flat(model), sum(losses[:5]), sum(losses[-5:])
 
 
-def test_shards_are_exchanged_with_their_peers() -> None:
-    answers = run_ranks(_sharded, 4)
+@pytest.mark.parametrize("outer_device", [None, "cpu"])
+def test_shards_are_exchanged_with_their_peers(outer_device: str | None) -> None:
+    answers = run_ranks(_sharded, 4, outer_device)
     for _, first, last in answers:
         assert last < 0.7 * first
     for rank in (0, 1):

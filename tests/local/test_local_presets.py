@@ -38,8 +38,8 @@ def test_workers_end_with_the_same_weights(name: str, every: int) -> None:
     assert not torch.equal(first, start)
 
 
-def _sent(rank: int, options: dict[str, Any]) -> list[int]:
-    """Bytes sent in every six steps."""
+def _sent(rank: int, options: dict[str, Any]) -> tuple[list[int], int]:
+    """Bytes sent in every six steps, and the most that an exchange was said to have."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     local = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
     counts = [0]
@@ -48,17 +48,20 @@ def _sent(rank: int, options: dict[str, Any]) -> list[int]:
         if step % 6 == 0:
             counts.append(local.wire.stats.payload_sent_bytes)
     local.close()
-    return [after - before for before, after in pairwise(counts)]
+    return [after - before for before, after in pairwise(counts)], local.peak_bytes
 
 
 def test_streaming_sends_a_quarter_at_a_time() -> None:
     streaming = preset("streaming")
-    bursts, _ = run_ranks(_sent, 2, streaming)
-    whole, _ = run_ranks(_sent, 2, streaming | {"fragments": 1, "overlap": 0})
+    bursts, peak = run_ranks(_sent, 2, streaming)[0]
+    whole, whole_peak = run_ranks(_sent, 2, streaming | {"fragments": 1, "overlap": 0})[0]
     assert min(bursts) == max(bursts) > 0
     assert whole[:3] == whole[4:7] == [0, 0, 0]
     assert max(bursts) <= 0.26 * max(whole)
     assert sum(bursts) <= 1.04 * sum(whole)
+    # Said beforehand, but for headers.
+    assert max(bursts) == pytest.approx(peak, rel=0.05)
+    assert max(whole) == pytest.approx(whole_peak, rel=0.05)
 
 
 def test_an_unknown_name_says_which_there_are() -> None:

@@ -3,7 +3,7 @@
 from thinwire.compressors._core.bucketed import Bucketed
 from thinwire.compressors._core.calls import CodecCall, SumCall
 from thinwire.compressors._core.checks import GRADIENT_DTYPES, check_choice, check_int, not_finite
-from thinwire.compressors._core.coded import Coded, used_bytes
+from thinwire.compressors._core.coded import Coded, OnePass, used_bytes
 from thinwire.compressors._core.compressor import Compressor, Count, Unsuited, needs_state
 from thinwire.compressors._core.matrices import SummedMatrices
 from thinwire.compressors._core.mixins import (
@@ -105,6 +105,7 @@ __all__ = [
     "MinMax",
     "Natural",
     "OneBit",
+    "OnePass",
     "Part",
     "Piece",
     "PowerSGD",

@@ -9,9 +9,9 @@ from enum import IntEnum
 from thinwire.collectives import Algorithm, parse_algorithm
 from thinwire.compressors import Compressor, Raw, parse
 from thinwire.doctor.measure import Measured
+from thinwire.local.fragments import FEW_BITS, exchange_plan
 from thinwire.plan import DEFAULT_RULES, Plan
 from thinwire.plan.forecast.ddp import (
-    FEW_BITS,
     Pace,
     accumulated,
     hiding_interval,
@@ -113,7 +113,7 @@ def local_updates(measured: Measured) -> Setting:
     """Local updates in 2 bits, with the least number of steps between exchanges that hides them on these links."""
     links, pace = measured.links[0], measured.watched.paces[0]
     assert isinstance(pace, Pace)
-    layers = Plan.build(measured.watched.shapes, FEW_BITS).layers
+    layers = exchange_plan(measured.watched.shapes).layers
     codec_s = {compressor: measured.codec_s(compressor) for compressor in measured.codecs}
     every = hiding_interval(pace, links, layers, codec_s)
     return Setting(f"local, every {every}", FEW_BITS, every=every, care=Care.LOCAL)
@@ -158,13 +158,14 @@ class Prediction:
 def plan_of(setting: Setting, measured: Measured) -> Plan:
     """Which compressor each layer would have."""
     assert setting.spec is not None
-    return Plan.build(measured.watched.shapes, setting.spec)
+    build = exchange_plan if setting.every else Plan.build
+    return build(measured.watched.shapes, setting.spec)
 
 
 def compressors_of(settings: Sequence[Setting], shapes: Mapping[str, Sequence[int]]) -> set[Compressor]:
     """Compressors whose speed predictions need."""
-    specs = {setting.spec for setting in settings if setting.spec} | {FEW_BITS}
-    return {c for spec in specs for c in Plan.build(shapes, spec).layers.values()} | {Raw()}
+    plans = [exchange_plan(shapes), *(Plan.build(shapes, setting.spec) for setting in settings if setting.spec)]
+    return {c for plan in plans for c in plan.layers.values()} | {Raw()}
 
 
 def predict_ddp(setting: Setting, measured: Measured) -> Prediction:

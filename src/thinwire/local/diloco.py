@@ -18,16 +18,18 @@ from thinwire.compressors import Compressor, check_int
 from thinwire.integrations.options import Network
 from thinwire.integrations.transports import host_transport
 from thinwire.local.fragments import (
+    FEW_BITS,
     Fragment,
     balanced_fragments,
     exchange_algorithm,
     exchange_plan,
     local_values,
+    sent_shapes,
     shared_weights,
     state_entry,
     trained_parameters,
 )
-from thinwire.local.outer import Nesterov, default_outer, warn_of_few_exchanges
+from thinwire.local.outer import Nesterov, default_outer, warn_of_few_exchanges, warn_of_other_workers
 from thinwire.optim.shards import is_sharded
 from thinwire.plan import Plan
 from thinwire.runtime import Wire, on_the_host
@@ -66,7 +68,8 @@ class DiLoCo:
         every: inner steps from one exchange of a parameter to its next (H).
         outer: the outer optimizer; by default ``Nesterov(lr=0.7, momentum=0.5)``, or plain averages,
             ``Nesterov(lr=1, momentum=0)``, where ``total_steps`` leaves fewer than 20 exchanges.
-        compressor: compressor or spec of the pseudo-gradients; biases, norms and small layers are sent raw.
+        compressor: compressor or spec of the pseudo-gradients. A quantiser with feedback takes biases, norms and small
+            layers, too, where that makes them smaller; others leave them raw.
         feedback: whether what compression leaves out is added to the next exchange.
         fragments: parts of the model that are exchanged in turn, ``every / fragments`` steps apart; must divide
             ``every``.
@@ -98,7 +101,7 @@ class DiLoCo:
         *,
         every: int = 25,
         outer: Nesterov | None = None,
-        compressor: str | Compressor = "gaussian(bits=2)",
+        compressor: str | Compressor = FEW_BITS,
         feedback: bool = True,
         fragments: int = 1,
         overlap: int = 0,
@@ -124,7 +127,8 @@ class DiLoCo:
         with torch.no_grad():
             for tensor in (*parameters.values(), *self._module.buffers()):
                 dist.broadcast(local_values(tensor), group=group, group_src=0)
-        plan, shapes = exchange_plan(parameters, compressor, feedback=feedback)
+        shapes = sent_shapes(parameters)
+        plan = exchange_plan(shapes, compressor, feedback=feedback)
         names = balanced_fragments({name: math.prod(shape) for name, shape in shapes.items()}, fragments)
         device = None if outer_device is None else torch.device(outer_device)
         self._fragments = [
@@ -287,7 +291,7 @@ class DiLoCo:
         Workers that load it, however many, start from the shared weights: what each has learned since its last exchange
         is not in it. Right after an exchange of the whole model (``fragments=1``, ``overlap=0``) nothing is lost.
         """
-        state = self._own_state() | {"gathered": torch.tensor(1)}
+        state = self._own_state() | {"gathered": torch.tensor(self.wire.world_size)}
         return state | {f"wire/{key}": value for key, value in self.wire.gather_state_dict().items()}
 
     def _own_state(self) -> dict[str, Tensor]:
@@ -305,6 +309,8 @@ class DiLoCo:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a state, on every worker, after the model's and the inner optimizer's were loaded.
 
+        Warns if the state is of another number of workers, as the learning rate may want another value then.
+
         Raises:
             ValueError: the state is of another model or of another number of fragments.
         """
@@ -320,6 +326,7 @@ class DiLoCo:
         if 0 <= counts["pending"] < len(self._fragments):
             self._pending = _Exchange(counts["pending"])
         if "gathered" in state:
+            warn_of_other_workers(int(state_entry(state, "gathered", ())), self.wire.world_size)
             self._receive()
             for fragment in self._fragments:
                 fragment.write(fragment.anchor)

@@ -11,10 +11,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from thinwire.compressors import Compressor, Raw, Wrapper, ef, parse
+from thinwire.compressors import Compressor, OnePass, Raw, Wrapper, ef, parse, unwrap
 from thinwire.local.outer import Nesterov
 from thinwire.optim.shards import local
-from thinwire.plan import Plan
+from thinwire.plan import Filter, Plan
+
+FEW_BITS = "gaussian(bits=2, bucket=256)"
+"""What pseudo-gradients are sent in where no compressor was chosen."""
 
 
 def balanced_fragments(sizes: Mapping[str, int], count: int) -> list[list[str]]:
@@ -150,15 +153,27 @@ def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     return parameters
 
 
+def sent_shapes(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, ...]]:
+    """The shapes that this rank sends, by name."""
+    return {name: tuple(local_values(p).shape) for name, p in parameters.items()}
+
+
 def exchange_plan(
-    parameters: Mapping[str, nn.Parameter], compressor: str | Compressor, *, feedback: bool
-) -> tuple[Plan, dict[str, tuple[int, ...]]]:
-    """The compressor of each parameter's pseudo-gradient, and the shapes that this rank sends."""
-    shapes = {name: tuple(local_values(p).shape) for name, p in parameters.items()}
+    shapes: Mapping[str, Sequence[int]], compressor: str | Compressor = FEW_BITS, *, feedback: bool = True
+) -> Plan:
+    """The compressor of each parameter's pseudo-gradient.
+
+    Gradients leave biases, norms and small layers raw. Here a quantiser with error feedback takes those that it makes
+    smaller, too: in a model of a hundred thousand weights they would be a fifth of what 2 bits send.
+    """
     chosen = parse(compressor)
     if feedback and not isinstance(chosen, Raw | Wrapper):
         chosen = ef(chosen)
-    return Plan.build(shapes, chosen), shapes
+    rules: dict[str, str | Compressor] = {"*": chosen}
+    if isinstance(chosen, Wrapper) and isinstance(unwrap(chosen), OnePass):
+        small = [name for name, shape in shapes.items() if Filter().keeps_raw(name, shape)]
+        rules |= {name: chosen for name in small if chosen.wire_bytes(shapes[name]) < Raw().wire_bytes(shapes[name])}
+    return Plan.build(shapes, rules)
 
 
 def exchange_algorithm(num_workers: int) -> str:

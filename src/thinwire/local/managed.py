@@ -12,9 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.collectives import CommunicationError, ProcessGroupTransport, parse_algorithm
 from thinwire.compressors import Compressor, check_int
 from thinwire.local.fragments import (
+    FEW_BITS,
     Fragment,
     exchange_algorithm,
     exchange_plan,
+    sent_shapes,
     shared_weights,
     state_entry,
     trained_parameters,
@@ -68,7 +70,7 @@ class ManagedDiLoCo:
         *,
         every: int = 25,
         outer: Nesterov | None = None,
-        compressor: str | Compressor = "gaussian(bits=2)",
+        compressor: str | Compressor = FEW_BITS,
         feedback: bool = True,
         weighted: bool = False,
         seed: int = 0,
@@ -97,7 +99,8 @@ class ManagedDiLoCo:
         """Number, sent weights and work of an exchange that failed here: it may have succeeded on others."""
         self.skipped_rounds = 0
         """Exchanges that were dropped because some worker's weights were not finite."""
-        plan, shapes = exchange_plan(parameters, compressor, feedback=feedback)
+        shapes = sent_shapes(parameters)
+        plan = exchange_plan(shapes, compressor, feedback=feedback)
         arguments = {"every": str(every), "outer": str(self.outer), "weighted": str(weighted)}
 
         def open_wire(transport: ProcessGroupTransport) -> Wire:

@@ -79,3 +79,13 @@ def warn_of_few_exchanges(outer: Nesterov, every: int, exchanges: float | None) 
             "from each other; exchange more often",
             stacklevel=3,
         )
+
+
+def warn_of_other_workers(before: int, now: int) -> None:
+    """Warn where a training goes on with another number of workers than before."""
+    if before != now:
+        warnings.warn(
+            f"the state is of {before} workers, and now there are {now}: tune the inner learning rate again. The mean "
+            "of more workers is steadier, and suits a higher one",
+            stacklevel=3,
+        )

@@ -5,13 +5,14 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Any
 
+from thinwire.local.fragments import FEW_BITS
 from thinwire.local.outer import Nesterov
 
 _PRESETS = MappingProxyType(
     {
         "local_sgd": {"every": 10, "outer": Nesterov(lr=1.0, momentum=0.0), "compressor": "raw", "feedback": False},
         "diloco": {"every": 100, "compressor": "minmax(bits=4)", "feedback": False},
-        "muloco": {"every": 25, "compressor": "gaussian(bits=2)"},
+        "muloco": {"every": 25, "compressor": FEW_BITS},
         "sparseloco": {
             "every": 30,
             "outer": Nesterov(lr=1.0, momentum=0.0),

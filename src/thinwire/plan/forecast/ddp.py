@@ -22,7 +22,7 @@ _NATIVE_DEPTH = 2
 """All-reduces that gloo has under way at once."""
 _STAR = ScatterReduceAllGather()
 FEW_BITS = "gaussian(bits=2)"
-"""What local updates send their pseudo-gradients with, and `CompressedAdamW` its gradients."""
+"""What `CompressedAdamW` sends its gradients with. Local updates send as few bits, in larger buckets."""
 _INTERVALS = (10, 25, 50, 100, 250, 500)
 _HIDDEN_SHARE = 0.05
 """Of a step: exchanges that take less are as good as none."""
