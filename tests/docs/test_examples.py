@@ -112,6 +112,7 @@ def test_split_learning_learns_and_sends_less() -> None:
 TRAINERS = {
     "transformers": ("transformers", lambda: run("trainer.py", 2)),
     "accelerate": ("accelerate", lambda: run("trainer.py", 2, "--accelerate")),
+    "accelerate, local updates": ("accelerate", lambda: run("accelerate_local.py", 2)),
     "lightning": ("pytorch_lightning", lambda: start("lightning.py")),
     "lightning, local updates": ("pytorch_lightning", lambda: start("lightning_local.py")),
 }
