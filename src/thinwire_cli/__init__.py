@@ -114,12 +114,13 @@ class Program:
             exits = sys.modules.get("thinwire.exits")
             if exits is None or not isinstance(error, exits.CommandError):
                 raise
-            if error.exit_code != exits.USAGE or os.environ.get("LOCAL_RANK", "0") == "0":
+            ended: Any = error
+            if ended.exit_code != exits.USAGE or os.environ.get("LOCAL_RANK", "0") == "0":
                 console = Console(stderr=True, highlight=False)
-                console.print(f"{self.name} {words}: {error}", style="bold red", markup=False, soft_wrap=True)
-                if error.details:
-                    console.print(error.details, style="red", markup=False, soft_wrap=True)
-            return error.exit_code
+                console.print(f"{self.name} {words}: {ended}", style="bold red", markup=False, soft_wrap=True)
+                if ended.details:
+                    console.print(ended.details, style="red", markup=False, soft_wrap=True)
+            return ended.exit_code
 
     def _call(self, words: str, command: Command, args: list[str]) -> int:
         import tyro
