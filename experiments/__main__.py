@@ -24,6 +24,7 @@ _VALIDATION = {
     "bench blob": Command("experiments.bench.blob:blob", "compressing buffers beside compressing layers"),
     "bench local": Command("experiments.bench.local:local", "local updates over slow links, beside a free network"),
     "bench bursts": Command("experiments.bench.bursts:bursts", "the busiest second of a link in local updates"),
+    "bench peers": Command("experiments.bench.peers:peers", "local updates beside another library's, over slow links"),
     "bench members": Command("experiments.bench.members:members", "workers that die and come back, with torchft"),
     "bench pipelines": Command("experiments.bench.pipelines:pipelines", "steps of pipelines: measured, simulated"),
     "bench optimizer": Command("experiments.bench.optimizer:optimizer", "what an optimizer's step costs"),

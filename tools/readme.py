@@ -784,6 +784,42 @@ def bursts() -> str:
     )
 
 
+def peers() -> str:
+    figures = Figures(BENCHMARKS / "peers.json")
+    about, rows = figures.record["about"], []
+    titles = {
+        "torchft": "torchft's DiLoCo, fp32",
+        "thinwire, fp32": "thinwire, fp32",
+        "thinwire, 2 bits": "**thinwire**",
+    }
+    for rate in about["rates"]:
+        for method, title in titles.items():
+            sent, seconds, ratio, loss = (
+                figures.get(f"{rate}/{kind}/{method}") or 0.0
+                for kind in ("sent_bytes", "seconds", "seconds_of_peer", "loss")
+            )
+            above = "" if method == "torchft" else figures.bounded(f"{rate}/loss_above_peer/{method}")
+            rows.append(
+                [
+                    f"{format_rate(parse_rate(rate))}, {title}",
+                    f"{sent / 1e3:.2f} kB",
+                    f"{seconds:.1f} s",
+                    f"{ratio:.2f}x",
+                    f"{loss:.4f}",
+                    above,
+                ]
+            )
+    task = about["task"]
+    head = ["", "on the interface per step", "time", "of torchft's", "held-out loss (nats/byte)", "against torchft's"]
+    return (
+        f"`python -m experiments bench peers`: a byte-level GPT of width {task['model']['width']}, 2 workers, "
+        f"{task['steps']} steps of AdamW, an exchange every {about['every']}, the same outer optimizer, "
+        f"{about['seeds']} seeds. Times are medians of the steps after the first exchange, ratios medians over seeds; "
+        "in brackets, bounds that the true difference keeps with 95 % each.\n\n"
+        f"{table(head, rows)}\n\n{figures.machine}."
+    )
+
+
 def members() -> str:
     figures = Figures(BENCHMARKS / "members.json")
     about, rows = figures.record["about"], []
@@ -849,7 +885,7 @@ PAGES = {
     "docs/fsdp.md": {"sharded": sharded},
     "docs/compressed-adamw.md": {"optimizer": optimizer, "training": training},
     "docs/index.md": {"first-answer": first_answer},
-    "docs/local.md": {"local": local, "bursts": bursts},
+    "docs/local.md": {"local": local, "peers": peers, "bursts": bursts},
     "docs/members.md": {"members": members},
     "docs/auto.md": {"auto": auto},
     "docs/doctor.md": {"doctor": doctor, "doctor-fsdp": doctor_fsdp},

@@ -98,7 +98,7 @@ def _time(run: Callable[[], object]) -> float:
     return float(mine)
 
 
-def _on_interface() -> int:
+def sent_on_interface() -> int:
     """Bytes that this rank's node has sent so far; 0 where it has no interface of the lab."""
     for line in _COUNTERS.read_text().splitlines():
         name, _, counts = line.partition(":")
@@ -126,11 +126,11 @@ def _checked(method: Method, gradient: Tensor, exact: Tensor, ranks_per_node: in
     """One run that is not timed: its error, its bytes, and whether all ranks got the same."""
     x, ranks = gradient.clone(), range(dist.get_world_size())
     dist.barrier()
-    before = _on_interface()
+    before = sent_on_interface()
     method.run(x)
     # The kernel counts what it has sent: wait until the last messages have left.
     time.sleep(0.05)
-    on_interface = _gather(_on_interface() - before)
+    on_interface = _gather(sent_on_interface() - before)
     traffic = method.layout.gather_traffic() if method.gathers else method.layout.reduction_traffic()
     crossing = [
         sum(m.num_bytes for m in traffic[rank] for r in m.receivers if r // ranks_per_node != rank // ranks_per_node)
