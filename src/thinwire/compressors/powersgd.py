@@ -10,7 +10,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.compressors._core.matrices import Decode, SummedMatrices, matrix_shape, normal_matrix, scaled_to_one
+from thinwire.compressors._core.matrices import (
+    SummedMatrices,
+    matrix_shape,
+    narrow_product,
+    normal_matrix,
+    scaled_to_one,
+)
 from thinwire.compressors._core.mixins import Scheduled
 from thinwire.compressors._core.schedule import Rank, check_rank, rank_at
 from thinwire.compressors._core.slots import Slot
@@ -60,7 +66,8 @@ class PowerSGD(SummedMatrices, Scheduled):
     def _q_shape(self, layer: Sequence[int]) -> tuple[int, int]:
         return self.factor_shapes(*matrix_shape(layer))[1]
 
-    def factors(self, m: Tensor, slot: SimpleNamespace) -> Generator[Tensor, Tensor, Decode]:
-        p = torch.linalg.qr((yield m @ scaled_to_one(slot.q))).Q  # orthonormal even where columns are zero or equal
-        slot.q = yield m.mT @ p
-        return lambda q: p @ q.mT
+    def factors(self, m: Tensor, slot: SimpleNamespace) -> Generator[Tensor, Tensor, Tensor]:
+        product = yield narrow_product(m, scaled_to_one(slot.q))
+        p = torch.linalg.qr(product).Q  # orthonormal even where columns are zero or equal
+        slot.q = yield narrow_product(m.mT, p)
+        return p

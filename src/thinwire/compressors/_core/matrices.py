@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -12,14 +12,10 @@ import torch
 from torch import Tensor
 
 from thinwire.compressors._core.calls import SumCall
-from thinwire.compressors._core.checks import not_finite
 from thinwire.compressors._core.compressor import Compressor, Unsuited
 from thinwire.compressors._core.segments import Part
 from thinwire.compressors._core.summed import Subtract, Summed, SumShape
 from thinwire.kernels import site_id
-
-Decode = Callable[[Tensor], Tensor]
-"""Maps the mean of the last round, or one rank's part of it, to a matrix. It is linear."""
 
 _LEAST_RATIO = 2
 """A layer is compressed if its factors have at most one element for so many of its own."""
@@ -43,8 +39,11 @@ class SummedMatrices(Summed):
         """Return the shape of what a matrix of ``rows`` x ``columns`` adds in each round."""
 
     @abstractmethod
-    def factors(self, m: Tensor, slot: SimpleNamespace) -> Generator[Tensor, Tensor, Decode]:
-        """Yield this rank's part of a round and receive its mean over all ranks; after the last, return the decoding.
+    def factors(self, m: Tensor, slot: SimpleNamespace) -> Generator[Tensor, Tensor, Tensor]:
+        """Yield this rank's part of a round and receive its mean over all ranks; after the last, return ``left``.
+
+        The result is ``left @ right.mT``, [..., rows, columns], where ``right`` is the mean of the last round; this
+        rank's part of it gives this rank's part of the result.
 
         Args:
             m: [..., rows, columns], fp32.
@@ -93,7 +92,7 @@ class _Batch:
         self._factors = compressor.factors(m, self._slot)
         self._mine = next(self._factors)
         self._total = self._mine
-        self._decode: Decode | None = None
+        self._left: Tensor | None = None
 
     @staticmethod
     def _joined(matrices: Sequence[Tensor]) -> Tensor:
@@ -115,23 +114,32 @@ class _Batch:
         try:
             self._mine = self._factors.send(self._total)
         except StopIteration as end:
-            self._decode = end.value
+            self._left = end.value
 
     def set(self, y: Tensor) -> None:
         """Set the layers of ``y`` to the result, and their slots of the next step."""
-        assert self._decode is not None
+        low, high = self._total.flatten(-2).aminmax(dim=-1)
         # NaN in the small factor spreads over the whole product.
-        total = self._joined([t + not_finite(t) for t in self._layers(self._total)])
-        for piece, value in zip(self._pieces, self._layers(self._decode(total)), strict=True):
-            y[piece.elements].view(value.shape).copy_(value)
+        right = self._total + (low * 0.0 + high * 0.0)[..., None, None]
+        for out, left, of_layer in self._products(y, right):
+            if out.dtype is left.dtype:
+                torch.mm(left, of_layer.mT, out=out)
+            else:
+                out.copy_(left @ of_layer.mT)
         for name, value in vars(self._slot).items():
             for slots, layer in zip(self._slots, self._layers(value), strict=True):
                 slots.next[name].copy_(layer)
 
     def subtract(self, rest: Tensor) -> None:
-        assert self._decode is not None
-        for piece, value in zip(self._pieces, self._layers(self._decode(self._mine)), strict=True):
-            rest[piece.elements].view(value.shape).sub_(value)
+        """Subtract this rank's part of the result from the layers of ``rest`` (fp32), in one pass."""
+        for out, left, right in self._products(rest, self._mine):
+            out.addmm_(left, right.mT, alpha=-1.0)
+
+    def _products(self, flat: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """The matrix of each layer in ``flat``, and its two factors."""
+        assert self._left is not None
+        for piece, left, of_layer in zip(self._pieces, self._layers(self._left), self._layers(right), strict=True):
+            yield flat[piece.elements].view(matrix_shape(piece.shape)), left, of_layer
 
 
 def _batches(parts: Sequence[Part], x: Tensor) -> list[list[int]]:
@@ -155,6 +163,15 @@ def normal_matrix(shape: Callable[[Sequence[int]], tuple[int, int]]) -> Callable
         return torch.randn(shape(layer), generator=torch.Generator().manual_seed(site_id(name)))
 
     return initial
+
+
+def narrow_product(m: Tensor, narrow: Tensor) -> Tensor:
+    """Return ``m @ narrow``, [..., rows, few], where ``narrow`` has few columns.
+
+    It is computed from the transposed factors: with the narrow one on the left, a CPU's BLAS reads ``m`` row by row and
+    takes a fourth to a tenth of the time.
+    """
+    return (narrow.mT.contiguous() @ m.mT).mT
 
 
 def scaled_to_one(m: Tensor) -> Tensor:
