@@ -104,6 +104,7 @@ public:
     PyErr_SetString(PyExc_ValueError, text);
     bad = true;
   }
+  bool is_bad() const { return bad; }
   bool failed() {
     if (!bad && at < count) require(false, "too many arguments");
     return bad;
@@ -259,11 +260,13 @@ PyCFunction method(Function function) {
 #include "floats_binding.h"
 #include "shared_binding.h"
 #include "sparse_binding.h"
+#include "spectrum_binding.h"
 
 PyMethodDef methods[] = {
     THINWIRE_ADAM_METHODS,
     THINWIRE_FLOAT_METHODS,
     THINWIRE_SPARSE_METHODS,
+    THINWIRE_SPECTRUM_METHODS,
     THINWIRE_SHARED_METHODS,
     {"encode", method(py_encode), METH_FASTCALL, nullptr},
     {"decode", method(py_decode), METH_FASTCALL, nullptr},

@@ -76,12 +76,14 @@ struct Wide {
 struct AdamKernels;
 struct FloatKernels;
 struct SparseKernels;
+struct SpectrumKernels;
 
 struct Kernels {
   const char* level;
   const AdamKernels* adam;
   const FloatKernels* floats;
   const SparseKernels* sparse;
+  const SpectrumKernels* spectrum;
   // Blocks [begin, end) of all rows that are not wide, in table order.
   void (*encode_blocks)(const Job&, int64_t begin, int64_t end);
   // A wide row: extrema of the pieces [begin, end) of kLoaded elements, or sums of the buckets [begin, end); then all

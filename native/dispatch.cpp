@@ -1,6 +1,7 @@
 #include "dispatch.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -151,5 +152,6 @@ Status adam_apply(const Machine& machine, const Apply& job) {
 
 #include "floats_dispatch.h"
 #include "sparse_dispatch.h"
+#include "spectrum_dispatch.h"
 
 } // namespace thinwire

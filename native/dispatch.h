@@ -4,6 +4,7 @@
 #include "core.h"
 #include "floats_core.h"
 #include "sparse_core.h"
+#include "spectrum_core.h"
 
 namespace thinwire {
 
@@ -51,5 +52,10 @@ void scatter(const Machine&, void* y, Dtype, int64_t start, const int32_t* indic
              float scale);
 bool pack_indices(const int32_t* indices, int64_t count, const IndexList&, uint8_t* bytes); // false: not ascending
 int64_t unpack_indices(const uint8_t* bytes, const IndexList&, int32_t* indices);
+
+// spectrum_dispatch.h
+Status pick_components(const Machine&, const Blocked&, int64_t k, int32_t* indices, float* parts, bool& finite);
+bool ascend_within(const Sent&, int64_t total);
+Status restore_signal(const Machine&, const Blocked&, const Sent* messages, int64_t count, float scale, bool add);
 
 } // namespace thinwire

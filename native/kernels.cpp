@@ -4,6 +4,7 @@
 #include "core.h"
 #include "floats_core.h"
 #include "sparse_core.h"
+#include "spectrum_core.h"
 
 #include <cmath>
 #include <cstring>
@@ -29,6 +30,7 @@ namespace {
 #include "levels.h"
 #include "magnitudes.h"
 #include "sparse.h"
+#include "spectrum.h"
 #include "adam.h"
 
 const AdamKernels adam_kernels = {normalise, apply};
@@ -37,12 +39,13 @@ const FloatKernels float_kernels = {
     magnitudes_encode, magnitudes_decode,
 };
 const SparseKernels sparse_kernels = {sample, collect, histogram, find, gather, scatter};
+const SpectrumKernels spectrum_kernels = {sample_spectra, collect_spectra, restore};
 } // namespace
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    THINWIRE_LEVEL_NAME, &adam_kernels, &float_kernels, &sparse_kernels, encode_blocks, wide_extrema, wide_sums,
-    wide_scales, wide_codes, decode_tiles, sum_tiles, checksum,
+    THINWIRE_LEVEL_NAME, &adam_kernels, &float_kernels, &sparse_kernels, &spectrum_kernels, encode_blocks, wide_extrema,
+    wide_sums, wide_scales, wide_codes, decode_tiles, sum_tiles, checksum,
 };
 } // namespace THINWIRE_LEVEL
 } // namespace thinwire

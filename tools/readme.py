@@ -228,6 +228,8 @@ KERNELS = (
     "top-k, exact, 1 %",
     "top-k, sampled, 1 %",
     "torch.topk, 1 %",
+    "fft, encode",
+    "fft, decode",
 )
 """Rows of the table of kernels beside those of the default format."""
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from thinwire import kernels as core
 from thinwire.bench.tables import figures_table
+from thinwire.compressors import FFT, CodecCall, Piece, Segments
 from thinwire.compressors.gaussian import MAGNITUDES
 from thinwire.exits import ends_command
 from thinwire.kernels import Format, reference
@@ -262,7 +263,7 @@ def _other_cases(x: list[Tensor], y: list[Tensor]) -> list[_Row]:
     """Floats, integers, levels, selection and indices. ``x`` and ``y`` are fp32 tensors of one size that take turns."""
     spans = core.Table(torch.tensor([[0, x[0].numel(), 0, 0, core.site_id("bench")]]))
     coded = _floats(x, y, spans) + _integers(x, y, spans) + _levels(x, y, spans) + _magnitudes(x, y, spans)
-    return coded + _selection(x, y)
+    return coded + _selection(x, y) + _spectra(x, y)
 
 
 def _messages(x: list[Tensor], num_bytes: int) -> list[Tensor]:
@@ -362,4 +363,18 @@ def _indices(x: list[Tensor], y: list[Tensor], k: int) -> list[_Row]:
         ("indices, pack, 1 %", lambda i: core.pack_indices(indices, numel, k, message, 0)),
         ("indices, unpack, 1 %", lambda i: core.unpack_indices(message, 0, numel, k)),
         ("sparse add, 1 %", lambda i: core.sparse_add(y[i], 0, numel, indices, values, 0.5)),
+    ]
+
+
+def _spectra(x: list[Tensor], y: list[Tensor]) -> list[_Row]:
+    """The whole of a compressor: a transform, the choice, indices and range floats."""
+    numel, fft = x[0].numel(), FFT()
+    call = CodecCall(Segments.build([Piece("bench", 0, numel, 0, 0, (numel,))]))
+    sent = _messages(x, fft.payload_bytes(numel, torch.float32))
+    for values, message in zip(x, sent, strict=True):
+        fft.encode(values, message, call)
+    return [
+        ("fft, encode", lambda i: fft.encode(x[i], sent[i], call)),
+        ("fft, decode", lambda i: fft.decode(sent[i], y[i], call)),
+        ("fft, mean of four", lambda i: fft.mean(sent, y[i], call)),
     ]

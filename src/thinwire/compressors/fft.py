@@ -124,7 +124,7 @@ class FFT(Coded, Scheduled, Indexed):
     def _sizes(self, numel: int) -> tuple[int, int]:
         """Return the number of components of a layer of ``numel`` elements, and how many are kept."""
         block = self._block(numel)
-        components = -(-numel // block) * (block // 2 + 1)
+        components = kernels.num_components(numel, block)
         return components, max(1, math.ceil((1 - self._stages[0][1]) * components - 1e-9))
 
     def _block(self, numel: int) -> int:
@@ -156,38 +156,26 @@ class FFT(Coded, Scheduled, Indexed):
 
     def spectrum(self, x: Tensor) -> Tensor:
         """Return the components of a flat layer, block by block, as complex64."""
-        values = x.to(torch.float16).float() if self.cast else x.float()
-        block = self._block(x.numel())
-        padded = torch.nn.functional.pad(values, (0, -x.numel() % block)).view(-1, block)
-        return torch.fft.rfft(padded, norm="ortho").view(-1)
-
-    def signal(self, components: Tensor, numel: int) -> Tensor:
-        """Return the inverse of `spectrum`: fp32, flat."""
-        block = self._block(numel)
-        blocks = components.view(-1, block // 2 + 1)
-        return torch.fft.irfft(blocks, n=block, norm="ortho").view(-1)[:numel]
+        return kernels.spectrum(x.to(torch.float16) if self.cast else x, self._block(x.numel()))
 
     def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
         for piece in self._chunks(call.pieces):
-            components = self.spectrum(x[piece.elements])
-            parts = torch.view_as_real(components)
-            real, imaginary = parts[:, 0], parts[:, 1]
-            # Summing the squares over axis 1 takes ten times as long.
-            magnitude = torch.mul(real, real).addcmul_(imaginary, imaginary)
+            values, start = (x[piece.elements].to(torch.float16), 0) if self.cast else (x, piece.start)
             count, kept = self._sizes(piece.numel)
             draw = derive_key(call.key.own, site_id(piece.site))
-            indices, _, finite = kernels.select_topk(magnitude, 0, count, kept, key=draw)
+            picked, finite = kernels.spectrum_pick(values, start, piece.numel, self._block(piece.numel), kept, key=draw)
             put_header(message, piece, [int(not finite)])
-            kernels.pack_indices(indices, count, kept, message, piece.payload + HEADER)
-            values, at = parts.index_select(0, indices).view(-1), self._values_at(piece)
+            kernels.pack_indices(picked.indices, count, kept, message, piece.payload + HEADER)
+            parts, at = picked.parts.view(-1), self._values_at(piece)
             if self.bits == _FP32:
-                put_floats(message, at, values, values.numel())
+                put_floats(message, at, parts, parts.numel())
                 continue
-            top = max(float(values.abs().max()), _LEAST_RANGE) if finite else 1.0
-            mantissa = self._mantissa(values, top, finite, call.state and call.state.layers.get(piece.name))
+            low, high = (float(end) for end in parts.aminmax())
+            top = max(-low, high, _LEAST_RANGE) if finite else 1.0
+            mantissa = self._mantissa(parts, top, finite, call.state and call.state.layers.get(piece.name))
             params = torch.tensor([[top, float(mantissa)]], device=x.device)
-            table = Table(torch.tensor([[0, values.numel(), 0, at, 0]]))
-            kernels.rangefloat_encode(values, table, message, params, bits=self.bits, rounding="nearest", key=0)
+            table = Table(torch.tensor([[0, parts.numel(), 0, at, 0]]))
+            kernels.rangefloat_encode(parts, table, message, params, bits=self.bits, rounding="nearest", key=0)
 
     def _mantissa(self, values: Tensor, top: float, finite: bool, layer: LayerState | None) -> int:
         if self.mantissa != "auto":
@@ -202,31 +190,31 @@ class FFT(Coded, Scheduled, Indexed):
 
     def decode(self, message: Tensor, y: Tensor, call: CodecCall, *, add: bool = False) -> None:
         check_place(message, call.pieces, y, self.payload_bytes)
-        for piece in self._chunks(call.pieces):
-            received = self._sum([message], piece).mul_(call.scale).to(y.dtype)
-            out = y[piece.elements]
-            out.copy_(out + received if add else received)
+        self._restore([message], y, call, add=add)
 
     def mean(self, messages: Sequence[Tensor], y: Tensor, call: CodecCall) -> None:
         for message in messages:
             check_place(message, call.pieces, y, self.payload_bytes)
-        for piece in self._chunks(call.pieces):
-            y[piece.elements] = self._sum(messages, piece).mul_(call.scale).to(y.dtype)
+        self._restore(messages, y, call, add=False)
 
-    def _sum(self, messages: Sequence[Tensor], piece: Piece) -> Tensor:
-        """Return the sum of a layer over ``messages``, added in the frequency domain."""
+    def _restore(self, messages: Sequence[Tensor], y: Tensor, call: CodecCall, *, add: bool) -> None:
+        """Set layers to the scaled sum of ``messages``, which are added in the frequency domain, or add that."""
+        for piece in self._chunks(call.pieces):
+            if any(header_of(message, piece)[0] for message in messages):
+                y[piece.elements] = math.nan
+                continue
+            sent = [self._components(message, piece) for message in messages]
+            where = piece.start, piece.numel, self._block(piece.numel)
+            kernels.spectrum_sum(sent, y, *where, add=add, scale=call.scale)
+
+    def _components(self, message: Tensor, piece: Piece) -> kernels.Components:
+        """Return what a message holds of a layer's spectrum."""
         count, kept = self._sizes(piece.numel)
         at = self._values_at(piece)
-        total = torch.zeros(count, dtype=torch.complex64, device=messages[0].device)
-        for message in messages:
-            if header_of(message, piece)[0]:
-                return torch.full((piece.numel,), math.nan, device=total.device)
-            values = torch.empty(2 * kept, device=total.device)
-            if self.bits == _FP32:
-                values.copy_(message[at : at + 8 * kept].view(torch.float32))
-            else:
-                table = Table(torch.tensor([[0, 2 * kept, 0, at, 0]]))
-                kernels.rangefloat_decode(message, table, values, bits=self.bits)
-            indices = kernels.unpack_indices(message, piece.payload + HEADER, count, kept)
-            total.index_add_(0, indices, torch.view_as_complex(values.view(-1, 2))[: indices.numel()])
-        return self.signal(total, piece.numel)
+        if self.bits == _FP32:
+            values = message[at : at + 8 * kept].clone().view(torch.float32)
+        else:
+            values, table = torch.empty(2 * kept, device=message.device), Table(torch.tensor([[0, 2 * kept, 0, at, 0]]))
+            kernels.rangefloat_decode(message, table, values, bits=self.bits)
+        indices = kernels.unpack_indices(message, piece.payload + HEADER, count, kept)
+        return kernels.Components(indices, values.view(-1, 2)[: indices.numel()])

@@ -44,6 +44,7 @@ from thinwire.kernels.sparse_rows import (
     rows_unpack,
     rows_zero_at,
 )
+from thinwire.kernels.spectrum import Components, num_components, spectrum, spectrum_pick, spectrum_sum
 from thinwire.kernels.table import Table
 
 FORMAT_VERSION: int = 3
@@ -56,6 +57,7 @@ __all__ = [
     "FORMAT_VERSION",
     "HAVE_NATIVE",
     "LINE_BYTES",
+    "Components",
     "Format",
     "Moving",
     "Residual",
@@ -90,6 +92,7 @@ __all__ = [
     "natural_bytes",
     "natural_decode",
     "natural_encode",
+    "num_components",
     "pack_indices",
     "rangefloat_bytes",
     "rangefloat_decode",
@@ -111,6 +114,9 @@ __all__ = [
     "site_id",
     "sparse_add",
     "sparse_zero",
+    "spectrum",
+    "spectrum_pick",
+    "spectrum_sum",
     "to_device",
     "unpack_indices",
 ]

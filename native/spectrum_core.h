@@ -1,0 +1,42 @@
+// The arguments of the kernels of spectra. Included after sparse_core.h.
+#pragma once
+#include "sparse_core.h"
+
+namespace thinwire {
+
+constexpr int64_t kLeastBlock = 64, kMostBlock = 16384;
+constexpr int64_t kTogether = 16; // blocks of one piece of work, transformed a vector's lanes at a time
+
+// Blocks of `block` elements, a power of two, of a span that is completed with zeros. Each has block / 2 + 1 components,
+// numbered through all blocks; the transform is orthonormal.
+struct Blocked {
+  Span span; // of what is transformed, or of what is written
+  int64_t block = kLeastBlock;
+  const float* roots = nullptr; // `block` complex numbers exp(-2 pi i k / block)
+
+  int64_t blocks() const { return (span.numel + block - 1) / block; }
+  int64_t components() const { return block / 2 + 1; }
+  int64_t total() const { return blocks() * components(); }
+  int64_t pieces() const { return (blocks() + kTogether - 1) / kTogether; }
+  // Bytes of memory that a call of a kernel works in.
+  int64_t scratch() const { return 64 + 4 * (32 * block + 16 * kTogether * 4) + 16 * (block / 2 + 64); }
+};
+
+// A message's components: ascending indices, each with its real and imaginary part.
+struct Sent {
+  const int32_t* indices;
+  const float* parts;
+  int64_t count;
+};
+
+struct SpectrumKernels {
+  // Keys of the squared magnitudes of `count` blocks, `stride` apart.
+  void (*sample)(const Blocked&, int64_t stride, int64_t count, uint32_t* keys, void* scratch);
+  // Candidates by squared magnitude, a place for each block, and their parts: pieces [begin, end).
+  void (*collect)(const Blocked&, Candidates&, float* parts, int64_t begin, int64_t end, void* scratch);
+  // y = scale * signal of the sum of messages, or y += that: pieces [begin, end).
+  void (*restore)(const Blocked&, const Sent*, int64_t messages, float scale, bool add, int64_t begin, int64_t end,
+                  void* scratch);
+};
+
+} // namespace thinwire
