@@ -34,6 +34,30 @@ def test_the_polar_factor_of_a_low_rank_matrix_has_its_rank() -> None:
         assert float(nn.functional.cosine_similarity(orthonormal(given).flatten(), polar.flatten(), 0)) > 0.98
 
 
+def test_the_polar_factor_from_a_basis_is_that_of_the_whole_matrix() -> None:
+    torch.manual_seed(0)
+    for rows, columns in ((80, 30), (30, 80)):
+        low = torch.randn(rows, 4) @ torch.diag(torch.tensor([1.0, 0.5, 0.1, 0.02])) @ torch.randn(4, columns)
+        for expected_rank in (4, 7):
+            torch.testing.assert_close(orthonormal(low, expected_rank), orthonormal(low), rtol=1e-3, atol=1e-4)
+        full = torch.randn(rows, columns)  # sent raw, where low rank was expected
+        assert torch.equal(orthonormal(full, 4), orthonormal(full))
+    assert not orthonormal(torch.zeros(40, 40), 4).any()
+    assert orthonormal(torch.full((40, 40), torch.nan), 4).isnan().all()
+
+
+@pytest.mark.parametrize("rank", [2, 16, 96])
+def test_a_step_is_of_the_size_of_adamws_at_any_rank(rank: int) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = Dion(model, lr=1e-2, weight_decay=0.0)
+    weight = model.layers[0].weight
+    before = weight.detach().clone()
+    weight.grad = torch.randn(96, rank) @ torch.randn(rank, 96)
+    optimizer.step()
+    assert float((weight.detach() - before).square().mean().sqrt()) == pytest.approx(0.2 * 1e-2, rel=1e-3)
+
+
 def test_at_full_rank_its_steps_have_the_direction_of_muon() -> None:
     """Where nothing is left out of the momentum: without compression."""
     torch.manual_seed(0)
@@ -56,7 +80,8 @@ def test_at_full_rank_its_steps_have_the_direction_of_muon() -> None:
         for mine, other, was in zip(ours.layers, theirs.layers, before, strict=True):
             step, expected = ((of.weight.detach() - was).flatten() for of in (mine, other))
             assert float(nn.functional.cosine_similarity(step, expected, 0)) > 0.995
-            assert float(step.norm() / expected.norm()) == pytest.approx(1.0, abs=0.05)
+            # Muon's is a few per cent smaller: its iterations leave singular values between 0.7 and 1.2.
+            assert float(step.norm() / expected.norm()) == pytest.approx(1.0, abs=0.2)
 
 
 def _attach(rank: int, **options: Any) -> tuple[nn.Module, Dion, Any]:
@@ -100,7 +125,7 @@ def _kept(rank: int, size: int) -> None:
         arrived = matrix.grad.clone()
         assert int(torch.linalg.matrix_rank(arrived, rtol=1e-4)) <= RANK
         optimizer.step()
-        momentum = momentum + gradient - 0.05 * arrived
+        momentum = momentum + gradient - 0.5 * arrived
         held = _mean(optimizer.local_state(matrix)["momentum_buffer"]).view_as(matrix)
         torch.testing.assert_close(held, momentum, rtol=1e-4, atol=1e-6)
     assert str(wire.plan["layers.1.weight"]).startswith("powersgd(rank=4")

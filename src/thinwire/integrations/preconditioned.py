@@ -127,7 +127,7 @@ def for_momenta(plan: Plan, optimizer: Dion, parameters: Mapping[str, Tensor]) -
     Raises:
         ValueError: a matrix has a compressor of which the mean's error is not the mean of the ranks' errors.
     """
-    layers = dict(plan.layers)
+    layers, ranks = dict(plan.layers), {}
     for name in (n for n in plan.layers if optimizer.is_matrix(parameters[n])):
         sent = unwrap(layers[name])
         if not isinstance(sent, PowerSGD | Raw):
@@ -136,4 +136,7 @@ def for_momenta(plan: Plan, optimizer: Dion, parameters: Mapping[str, Tensor]) -
                 f"{{'{name}': 'powersgd(rank=16)', ...}}), with a pattern for all hidden matrices"
             )
         layers[name] = sent
+        if isinstance(sent, PowerSGD):
+            ranks[parameters[name]] = sent.rank if isinstance(sent.rank, int) else max(rank for _, rank in sent.rank)
+    optimizer.expect_ranks(ranks)
     return replace(plan, layers=layers)

@@ -167,12 +167,12 @@ class CompressedAdamW(torch.optim.Optimizer):
         if not sent:
             update = update.clone(memory_format=torch.contiguous_format)
             self._make_update(parameter, update.view(-1), after.moments)
-        after.sent = False
         state = self.state[parameter]
         state["step"] += 1
         for name in after.moments:
             state[name], after.moments[name] = after.moments[name], state[name]
         self._take(parameter, update, group)
+        after.sent = False
 
     def _take(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
         """Change a parameter by the mean of all ranks' updates, of this rank's shard of it, and let it decay."""

@@ -15,6 +15,13 @@ from thinwire.optim.muon import OUTPUT_HEADS, split_parameters
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic of `torch.optim.Muon`: five of them bring singular values from 0.01 to 1 near 1."""
 _ITERATIONS = 5
+_LEAST_RATIO = 2
+"""Where a matrix has so many times the rows and columns of its rank, a basis of its columns pays."""
+_ROUNDING = 1e-4
+"""The share of a matrix's norm that may lie outside its rank."""
+_RMS = 0.2
+"""Of a step in units of the learning rate: about AdamW's (Liu et al. 2025, 2502.16982)."""
+_TINY = 1e-7
 
 
 class Dion(CompressedAdamW):
@@ -25,11 +32,16 @@ class Dion(CompressedAdamW):
     thereby the error feedback, too. With a rank's own gradient G of a matrix of m x n:
 
         B = M + G,   D = mean(B) to the rank of the compressor,   M = B − (1 − momentum)·D
-        W = (1 − lr·weight_decay)·W − 0.2·√max(m, n)·lr·orth(D)
+        W = (1 − lr·weight_decay)·W − 0.2·√(m·n)·lr·O/‖O‖,   O = orth(D)
 
     where orth(D) is the polar factor of D, of its rank: the nearest matrix whose nonzero singular values are 1. At full
-    rank this is Muon without Nesterov's momentum. (Dion normalises the columns of D's right factor, Orth-Dion,
-    2605.16341, takes its QR factorisation; all three agree where columns are orthogonal.)
+    rank steps have the direction of Muon's without Nesterov's momentum. (Dion normalises the columns of D's right
+    factor, Orth-Dion, 2605.16341, takes its QR factorisation; all three agree where columns are orthogonal.) Steps have
+    a root mean square of 0.2·lr, about AdamW's, at every rank, so that matrices and other parameters share a learning
+    rate.
+
+    Until M has lost what was sent, for about 1/(1 − momentum) steps, the next steps repeat its directions and all
+    others wait. At a small rank a ``momentum`` of 0.95, Dion's and Muon's, ends far above AdamW: the default is 0.5.
 
         model = DistributedDataParallel(model)
         optimizer = thinwire.optim.Dion(model.module, lr=1e-3)
@@ -43,7 +55,7 @@ class Dion(CompressedAdamW):
         model: the model; all parameters that require gradients are trained.
         lr: learning rate of both, on AdamW's scale.
         weight_decay: decoupled weight decay of both.
-        momentum: of hidden matrices.
+        momentum: of hidden matrices; 0.95 is Muon's, for full rank.
         betas: of `CompressedAdamW`.
         adamw: names or patterns of further two-dimensional parameters for `CompressedAdamW`.
 
@@ -57,7 +69,7 @@ class Dion(CompressedAdamW):
         lr: float = 1e-3,
         *,
         weight_decay: float = 0.1,
-        momentum: float = 0.95,
+        momentum: float = 0.5,
         betas: tuple[float, float] = (0.9, 0.99),
         adamw: Sequence[str] = OUTPUT_HEADS,
     ) -> None:
@@ -67,7 +79,16 @@ class Dion(CompressedAdamW):
         if not hidden:
             raise ValueError("the model has no hidden matrix for Dion: use CompressedAdamW")
         groups = [{"params": hidden, "momentum": momentum}, {"params": others, "momentum": None}]
+        self._ranks: dict[Tensor, int] = {}
         super().__init__([group for group in groups if group["params"]], lr, betas=betas, weight_decay=weight_decay)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._ranks = getattr(self, "_ranks", {})
+
+    def expect_ranks(self, ranks: Mapping[Tensor, int]) -> None:
+        """Take what is sent of these matrices for matrices of at most this rank."""
+        self._ranks = dict(ranks)
 
     def is_matrix(self, parameter: Tensor) -> bool:
         """Whether a parameter is a hidden matrix, whose momentum is sent."""
@@ -92,20 +113,38 @@ class Dion(CompressedAdamW):
             return
         self.state[parameter]["momentum_buffer"].sub_(update, alpha=1 - group["momentum"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.sub_(orthonormal(update), alpha=0.2 * math.sqrt(max(parameter.shape)) * group["lr"])
+        step = orthonormal(update, self._ranks.get(parameter) if self._next[parameter].sent else None)
+        size = _RMS * math.sqrt(step.numel()) * group["lr"]
+        parameter.sub_(step * (size / (torch.linalg.vector_norm(step, dtype=torch.float32) + _TINY)))
 
 
-def orthonormal(matrix: Tensor) -> Tensor:
+def orthonormal(matrix: Tensor, rank: int | None = None) -> Tensor:
     """The polar factor of a matrix (m, n), whose singular values are 1 but for those that are 0: five Newton-Schulz
     iterations, as of `torch.optim.Muon`, in fp32.
 
     In bfloat16, as there, rounding would fill a matrix of low rank up, and every iteration makes small singular values
     3.4 times larger. Singular values from 0.01 of the norm on end between 0.6 and 1.3, smaller ones below.
+
+    ``rank`` is what the matrix is expected to have at most. The iterations then work on ``rank`` x n values, its
+    coordinates in an orthonormal basis of its columns: the same result up to rounding for less than a rank/m of the
+    work. A matrix of a higher rank, such as one that was sent raw, is found out and treated as above.
     """
+    x = matrix.float()
+    if rank is not None and _LEAST_RATIO * rank <= min(x.shape):
+        sketch = torch.randn(x.shape[1], rank, generator=torch.Generator().manual_seed(0)).to(x.device)
+        basis = torch.linalg.qr(x @ sketch).Q
+        within = basis.mT @ x
+        outside = torch.linalg.vector_norm(x - basis @ within)
+        if bool(outside <= _ROUNDING * torch.linalg.vector_norm(x)):
+            return (basis @ _newton_schulz(within)).to(matrix.dtype)
+    return (_newton_schulz(x) if x.shape[0] <= x.shape[1] else _newton_schulz(x.mT).mT).to(matrix.dtype)
+
+
+def _newton_schulz(x: Tensor) -> Tensor:
+    """Of a matrix that has no more rows than columns."""
     a, b, c = _COEFFICIENTS
-    x = matrix.float() if matrix.shape[0] <= matrix.shape[1] else matrix.float().mT
-    x = x / (x.norm() + 1e-7)
+    x = x / (torch.linalg.vector_norm(x) + _TINY)
     for _ in range(_ITERATIONS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x if matrix.shape[0] <= matrix.shape[1] else x.mT).to(matrix.dtype)
+    return x
