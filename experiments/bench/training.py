@@ -23,8 +23,9 @@ from thinwire.results import OutputFile, Results
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train. ``optimizer``: AdamW, Muon, Dion, or the order of a `CompressedAdamW`; ``every``: steps
-    between two exchanges of `thinwire.local.DiLoCo`, 0 for DDP; ``least``: the smallest layer that is compressed."""
+    """A way to train. ``optimizer``: AdamW, QuantizedAdam, Muon, Dion, or the order of a `CompressedAdamW`; ``every``:
+    steps between two exchanges of `thinwire.local.DiLoCo`, 0 for DDP; ``least``: the smallest layer that is compressed.
+    """
 
     name: str
     optimizer: str
@@ -41,16 +42,21 @@ METHODS = (
     Method("AdamW, feedback on gradients, 2 bits", "AdamW", "ef(gaussian(bits=2))"),
     Method("AdamW, feedback on gradients, 1 bit", "AdamW", "ef(onebit(bucket=256))"),
     Method("AdamW, feedback on gradients, top 1 %", "AdamW", "ef(topk(density=0.01))"),
+    Method("1-bit Adam, the first 15 % of steps in fp32", "QuantizedAdam", "onebit(bucket=layer)"),
     Method("CompressedAdamW, fp32", "pre", "raw"),
     Method("CompressedAdamW, 2 bits", "pre", "gaussian(bits=2)"),
+    Method("CompressedAdamW, 2 bits, buckets of 64", "pre", "gaussian(bits=2, bucket=64)"),
     Method("CompressedAdamW, 1 bit", "pre", "onebit(bucket=256)"),
     Method("CompressedAdamW, rank 4", "pre", "powersgd(rank=4)"),
+    Method("CompressedAdamW update, 2 bits", "update", "gaussian(bits=2)"),
     Method("CompressedAdamW update, 1 bit", "update", "onebit(bucket=256)"),
     Method("CompressedAdamW update, top 1 %", "update", "topk(density=0.01)"),
     Method("Muon, fp32", "Muon", "raw"),
     Method("Muon, 2 bits", "Muon", "ef(gaussian(bits=2))"),
+    Method("Muon, rank 4", "Muon", "powersgd(rank=4)"),
     Method("Dion, rank 4", "Dion", "powersgd(rank=4)"),
     Method("Dion, rank 8", "Dion", "powersgd(rank=8)"),
+    Method("Dion, rank 16", "Dion", "powersgd(rank=16)"),
     Method("DiLoCo, AdamW, 2 bits, every 25", "AdamW", FEW_BITS, every=25),
     Method("DiLoCo, AdamW, sparseloco, every 25", "AdamW", "ef(chunktopk(k=64, chunk=4096), decay=0.95)", every=25),
     Method("DiLoCo, Muon, 2 bits, every 10", "Muon", FEW_BITS, every=10),

@@ -15,9 +15,11 @@ from thinwire.compare.gpt import GPTConfig
 from thinwire.compare.tasks import GPTTask
 from thinwire.compare.train import gradient_bytes, learning_rate, ring_factor
 from thinwire.local import DiLoCo
-from thinwire.optim import CompressedAdamW, Dion, Muon
+from thinwire.optim import CompressedAdamW, Dion, Muon, QuantizedAdam
 
 _BETAS, _WEIGHT_DECAY = (0.9, 0.99), 0.1
+_WARM_UP = 0.15
+"""The share of steps that 1-bit Adam takes in fp32, before its variance is frozen (Tang et al. 2021, section 7)."""
 
 
 def train(method: dict[str, Any], task: dict[str, Any], lr: float, seed: int) -> dict[str, Any]:
@@ -25,7 +27,7 @@ def train(method: dict[str, Any], task: dict[str, Any], lr: float, seed: int) ->
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     made = GPTTask(**{**task, "model": GPTConfig(**task["model"])})
     model = made.build(seed)
-    optimizer = _optimizer(method, model, lr)
+    optimizer = _optimizer(method, model, lr, made.steps)
     local = wire = None
     trained: nn.Module = model
     dense = 0.0
@@ -68,16 +70,23 @@ def train(method: dict[str, Any], task: dict[str, Any], lr: float, seed: int) ->
     return {"loss": total / count, "sent_bytes": sent / made.steps, "replicas_differ": len(set(digests)) > 1}
 
 
-def _optimizer(method: dict[str, Any], model: nn.Module, lr: float) -> torch.optim.Optimizer:
+def _optimizer(method: dict[str, Any], model: nn.Module, lr: float, steps: int) -> torch.optim.Optimizer:
     match method["optimizer"]:
         case "AdamW":
             return torch.optim.AdamW(model.parameters(), lr, _BETAS, weight_decay=_WEIGHT_DECAY)
+        case "QuantizedAdam":
+            options: dict[str, Any] = {
+                "betas": _BETAS,
+                "weight_decay": _WEIGHT_DECAY,
+                "warmup": round(_WARM_UP * steps),
+            }
+            return QuantizedAdam(model.parameters(), lr, **options)
         case "Muon":
             return Muon(model, lr, weight_decay=_WEIGHT_DECAY, betas=_BETAS)
         case "Dion":
             return Dion(model, lr, weight_decay=_WEIGHT_DECAY, betas=_BETAS)
         case order:
-            options: dict[str, Any] = {"betas": _BETAS, "weight_decay": _WEIGHT_DECAY, "order": order}
+            options = {"betas": _BETAS, "weight_decay": _WEIGHT_DECAY, "order": order}
             return CompressedAdamW(model.parameters(), lr, **options)
 
 
