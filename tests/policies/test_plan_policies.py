@@ -121,6 +121,14 @@ def test_where_nothing_is_smaller_the_reference_stays() -> None:
     assert "no plan is smaller" in proposal.note
 
 
+def test_a_smaller_budget_than_the_references_is_kept_by_a_larger_plan() -> None:
+    seen = evidence("minmax(bits=4)")
+    proposal = LGreco(alpha=0.5).propose(seen)
+    assert proposal.note == ""
+    assert norms(proposal.errors) <= 0.5 * norms(proposal.reference_errors)
+    assert proposal.layers != seen.reference
+
+
 def test_one_layer_alone() -> None:
     seen = replace(evidence(), reference={"up": parse(REFERENCES[0])})
     proposal = LGreco().propose(seen)

@@ -141,7 +141,8 @@ class LGreco(BudgetedPolicy):
         costs = [layer.costs for layer in layers]
         budget = self.budget(layers)
         picked = self._best(layers, errors, costs, budget)
-        if allocate.total(costs, picked) >= allocate.total(costs, reference) and self.alpha <= 1:
+        # Only where the reference itself is within the budget can it stay.
+        if allocate.total(costs, picked) >= allocate.total(costs, reference) and self.alpha == 1:
             raise allocate.Infeasible("no plan is smaller at no more error")
         return picked
 
