@@ -83,6 +83,8 @@ bench: .venv/ready
 	$(BIN)/python -m experiments bench doctor --sharded --rounds 4 --json benchmarks/doctor-fsdp.json
 	$(BIN)/python -m experiments bench auto --json benchmarks/auto.json
 	$(BIN)/python -m experiments bench compressors --json benchmarks/compressors.json --plot benchmarks/compressors.svg
+	$(BIN)/python -m experiments policies record --out build/gradients
+	$(BIN)/python -m experiments policies replay build/gradients --json benchmarks/policies.json --plot benchmarks/policies.svg
 	$(BIN)/thinwire compare every --json benchmarks/compare-every.json
 	$(BIN)/thinwire demo --out benchmarks/demo --json benchmarks/demo.json
 

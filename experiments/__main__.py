@@ -36,6 +36,10 @@ _VALIDATION = {
     "bench formats": Command("experiments.bench.formats:formats", "error at equal bytes: rotations, spikes"),
     "bench owners": Command("experiments.bench.owners:owners", "sparse gradients reduced by owners, or gathered"),
     "bench training": Command("experiments.bench.training:training", "loss and bytes of each way to train"),
+    "policies record": Command("experiments.policies.record:record", "gradients of trainings, for all policies"),
+    "policies replay": Command(
+        "experiments.policies.command:replay_command", "bytes against error of every policy, on recorded gradients"
+    ),
     "power": Command("experiments.framework.power:power", "how small a difference each task shows, from recorded runs"),
     "chaos": Command("experiments.chaos.chaos:chaos", "ranks that fail in seeded ways, and the others' errors"),
     "conformance": Command("experiments.conformance.conformance:conformance", "PyTorch's own tests of process groups"),

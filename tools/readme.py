@@ -875,6 +875,37 @@ def power() -> str:
     return table(list(power_tables.HEAD), [power_tables.cells(one) for one in tasks])
 
 
+def policies() -> str:
+    """Every policy on the recorded gradients, a table for each task and family."""
+    figures = Figures(BENCHMARKS / "policies.json")
+    recording = figures.record["about"]["recording"]
+    parts: dict[str, list[list[str]]] = {}
+    for name, row in figures.rows.items():
+        task, _, method = name.split("/")
+        if method == "uniform":
+            continue
+        cells = [_ratio(row[key]) for key in ("fewer_bytes", "fewer_bytes_later", "less_error", "fewer_bytes_whole")]
+        title = f"{recording['titles'][task]}, {row['family']}"
+        parts.setdefault(title, []).append([row["title"], *cells, f"{1e3 * row['decision_s']:,.1f} ms"])
+    head = ["policy", "fewer bytes at the same error", "the same on the next snapshot", "less error at the same bytes"]
+    head += ["fewer bytes at the same error of the whole gradient", "a decision"]
+    tables = "\n\n".join(f"{title}:\n\n{table(head, rows)}" for title, rows in parts.items())
+    seeds = recording["trainings"] // len(recording["titles"])
+    snapshots = " and ".join(str(count) for count in sorted(set(recording["snapshots"].values())))
+    about = (
+        f"{seeds} trainings of each task, {snapshots} snapshots of each, sums over {recording['window']} steps, "
+        f"{recording['bytes'] / 1e6:.0f} MB. In brackets, bounds that the mean over trainings keeps with 95 % each."
+    )
+    caption = (
+        "Error of the gradient against bytes of a step, by policy, for two networks and three kinds of compression"
+    )
+    return f"{about}\n\n![{caption}](benchmarks/policies.svg)\n\n{tables}\n\n{figures.machine}."
+
+
+def _ratio(ratio: dict[str, float] | None) -> str:
+    return "" if ratio is None else f"{ratio['mean']:.2f}x ({ratio['lower']:.2f} to {ratio['upper']:.2f})"
+
+
 PAGES = {
     "README.md": {"headline": headline, "demo": demo, "longer": longer},
     "docs/compressors.md": {"compressors": compressors, "formats": formats},
@@ -893,6 +924,7 @@ PAGES = {
     "docs/doctor.md": {"doctor": doctor, "doctor-fsdp": doctor_fsdp},
     "docs/kernels.md": {"kernels": kernels},
     "docs/algorithms.md": {"owners": owners, "algorithms": algorithms},
+    "docs/policy-laboratory.md": {"policies": policies},
     "docs/results.md": {"results": results, "power": power},
     **{f"docs/repro-{entry.name}.md": {f"repro-{entry.name}": partial(experiment, entry.name)} for entry in CATALOGUE},
 }

@@ -17,7 +17,8 @@ from thinwire.plan import Plan, sent_bytes
 from thinwire.policies import Evidence, Policy, Proposal, Sync
 from thinwire.policies.errors import squared_errors
 
-_NUM_RANKS = 2
+NUM_RANKS = 2
+"""For whose training batches are drawn, and bytes are counted."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def along(task: Any, *, count: int, window: int, on_step: Callable[[], None], se
     ends = {task.steps * (i + 1) // count for i in range(count)}
     snapshots: list[Snapshot] = []
     sums: dict[str, Tensor] = {}
-    for step, batch in enumerate(task.batches(seed, 0, _NUM_RANKS), 1):
+    for step, batch in enumerate(task.batches(seed, 0, NUM_RANKS), 1):
         rate = learning_rate(task.learning_rate, step - 1, task.steps)
         take_step(task, model, optimizer, batch, rate)
         if any(end - window < step <= end for end in ends):
@@ -74,7 +75,7 @@ def take_step(
 
 def first_batches(task: Any, count: int, *, after: int = 0, seed: int = 0) -> list[Any]:
     """Batches ``after`` to ``after + count`` of a training's rank 0."""
-    return list(islice(task.batches(seed, 0, _NUM_RANKS), after, after + count))
+    return list(islice(task.batches(seed, 0, NUM_RANKS), after, after + count))
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def evidence(
         reference,
         reference,
         snapshot.gradients,
-        num_ranks=_NUM_RANKS,
+        num_ranks=NUM_RANKS,
         step=snapshot.step,
         learning_rate=snapshot.learning_rate,
         bucket_of=bucket_of or {},
@@ -163,7 +164,7 @@ def choose(
     return choices
 
 
-def plan_bytes(plan: Mapping[str, Compressor], snapshot: Snapshot, num_ranks: int = _NUM_RANKS) -> float:
+def plan_bytes(plan: Mapping[str, Compressor], snapshot: Snapshot, num_ranks: int = NUM_RANKS) -> float:
     """Bytes that a rank sends in a step."""
     return sum(sent_bytes(plan[name], tuple(g.shape), num_ranks) for name, g in snapshot.gradients.items())
 

@@ -1,0 +1,242 @@
+"""The policy laboratory: the recording's format, what policies are replayed on, frontiers, and commands."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from experiments.__main__ import main as experiments_main
+from experiments.papers.lgreco.gradients import Snapshot
+from experiments.papers.lgreco.tasks import WORDS
+from experiments.policies import command, replay
+from experiments.policies.candidates import FAMILIES, Point, Table
+from experiments.policies.frontier import Line, against, curve, fewer_bytes, less_error, uniform_curve
+from experiments.policies.methods import METHODS, Method
+from experiments.policies.recording import MANIFEST, BadRecording, Recording, Training, layers_of
+from thinwire.compressors import Raw, TopK
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SHAPES = {"embedding": (64, 64), "middle": (32, 64), "norm": (64,), "head": (64, 48)}
+FAST = tuple(method for method in METHODS if not method.sparse)
+
+
+def snapshot(step: int, seed: int, spread: float = 30.0) -> Snapshot:
+    """Gradients of layers that differ in their norms."""
+    draw = torch.Generator().manual_seed(seed)
+    scales = dict(zip(SHAPES, (1.0, spread, 1.0, spread**0.5), strict=True))
+    gradients = {name: scales[name] * torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
+    return Snapshot(step, gradients, 0.1)
+
+
+def training(seed: int = 0, steps: tuple[int, ...] = (4, 8)) -> tuple[Training, list[Snapshot]]:
+    taken = [snapshot(step, 10 * seed + step) for step in steps]
+    layers = layers_of(taken[0].gradients)
+    return Training("toy", "toy", seed, steps, (0.1,) * len(steps), 2, 2, 0.01, layers), taken
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Recording:
+    return Recording.write(tmp_path / "gradients", [training(0), training(1)])
+
+
+# --- the recording
+
+
+def test_a_recording_is_read_as_it_was_written_in_bfloat16(recording: Recording) -> None:
+    again = Recording.open(recording.folder)
+    assert again.trainings == recording.trainings
+    assert again.tasks == {"toy": "toy"}
+    for one, (_, taken) in zip(again.trainings, (training(0), training(1)), strict=True):
+        for read, written in zip(again.snapshots(one), taken, strict=True):
+            assert (read.step, read.learning_rate) == (written.step, written.learning_rate)
+            for name, gradient in written.gradients.items():
+                assert torch.equal(read.gradients[name], gradient.bfloat16().float())
+
+
+def damage(folder: Path, **changes: Any) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["trainings"][0] |= changes
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"task": "../toy"}, "no name of a task"),
+        ({"task": 3}, "no text"),
+        ({"seed": -1}, "no whole number"),
+        ({"seed": 1}, "lists a training twice"),
+        ({"steps": [8, 4]}, "do not rise"),
+        ({"steps": [4, 8, 12]}, "not one finite learning rate"),
+        ({"learning_rates": [0.1, math.inf]}, "not one finite learning rate"),
+        ({"layers": []}, "no layers"),
+        ({"layers": [{"name": "a", "shape": [10**6, 10**6]}]}, "MiB of gradients"),
+        ({"layers": [{"name": "a", "shape": [5]}]}, "the manifest says"),
+        ({"sha256": "0" * 64}, "SHA-256 differs"),
+        ({"more": 1}, "keys are not"),
+        ({"bucket_cap_mb": 0}, "buckets of"),
+    ],
+)
+def test_a_manifest_that_lies_is_refused(recording: Recording, changes: dict[str, Any], why: str) -> None:
+    damage(recording.folder, **changes)
+    with pytest.raises(BadRecording, match=why):
+        Recording.open(recording.folder)
+
+
+def test_arrays_of_objects_other_types_and_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    one, taken = training()
+    made = Recording.write(tmp_path, [(one, taken)])
+    path = tmp_path / one.file
+    whole = path.read_bytes()
+    for array in (np.array([{}], dtype=object), np.zeros((2, one.numel), np.float32), np.zeros((1, one.numel), "<u2")):
+        np.save(path, array, allow_pickle=True)
+        with pytest.raises(BadRecording):
+            Recording.open(tmp_path)
+    path.write_bytes(whole[:-2])
+    with pytest.raises(BadRecording):
+        Recording.open(tmp_path)
+    taken[1].gradients["head"][0, 0] = math.nan
+    made = Recording.write(tmp_path, [(one, taken)])
+    with pytest.raises(BadRecording, match="step 8 is not finite"):
+        list(made.snapshots(made.trainings[0]))
+    for text in ("[]", "{", json.dumps({"format": "thinwire-gradients", "version": 2, "trainings": []})):
+        (tmp_path / MANIFEST).write_text(text)
+        with pytest.raises(BadRecording):
+            Recording.open(tmp_path)
+
+
+def test_layers_are_in_the_buckets_that_ddp_put_them_in() -> None:
+    rows = json.loads((BENCHMARKS / "repro-lgreco.json").read_text())["results"]
+    recorded = next(row for row in rows if row["name"] == "figure B.1/priority_slower")["layers"]["powersgd"]
+    gradients = dict(WORDS.build(0).named_parameters())
+    one = Training("gpt", "GPT", 0, (1,), (0.1,), 1, 2, WORDS.bucket_cap_mb, layers_of(gradients))
+    assert one.bucket_of == {row["name"]: row["bucket"] for row in recorded}
+
+
+# --- replay
+
+
+def test_policies_keep_the_budget_of_every_level_and_plans_send_what_they_say(recording: Recording) -> None:
+    for bench in replay.replay(recording, methods=FAST):
+        for name in ("lgreco", "kmeans", "linear"):
+            decisions = bench.replayed[name].decisions
+            assert len(decisions) == 4 * len(bench.family.levels)
+            for one in decisions:
+                at = bench.steps[one.training].index(one.step)
+                level = bench.family.members.index(bench.family.levels[one.level])
+                uniform = bench.uniform[one.training][at][level]
+                assert one.point.error <= uniform.error * (1 + 1e-9)
+                if name == "lgreco":
+                    assert one.point.sent_bytes <= uniform.sent_bytes
+                assert (one.later is None) == (one.step == bench.steps[one.training][-1])
+                assert sum(one.by_bucket) < one.point.sent_bytes
+        for levels in bench.kept:
+            assert all(len(points) == 1 for points in levels)
+
+
+def test_uniform_compression_saves_nothing_against_itself(recording: Recording) -> None:
+    itself = Method("itself", "itself", "#000000", lambda table, level, memory: (table.uniform(level), memory))
+    for bench in replay.replay(recording, methods=[itself]):
+        for ratio in (fewer_bytes(bench, "itself"), less_error(bench, "itself"), against(bench, "itself", "itself")):
+            assert ratio is not None
+            # Of layers so small, two ranks may send the same bytes with other errors.
+            assert (ratio.mean, ratio.lower, ratio.upper) == pytest.approx((1.0, 1.0, 1.0), abs=0.005)
+        points, line = curve(bench.replayed["itself"]), uniform_curve(bench)
+        assert set(points.sent_bytes) <= set(line.sent_bytes)
+        assert list(line.error) == sorted(line.error, reverse=True)
+
+
+def test_where_layers_differ_l_greco_saves_and_where_they_do_not_it_does_not(tmp_path: Path) -> None:
+    saved = {}
+    for spread in (1.0, 100.0):
+        pairs = []
+        for seed in range(2):
+            one, _ = training(seed, (4,))
+            pairs.append((one, [snapshot(4, seed, spread)]))
+        made = Recording.write(tmp_path / str(spread), pairs)
+        (bench,) = replay.replay(made, methods=FAST[:1], families=FAMILIES[:1])
+        ratio = fewer_bytes(bench, "lgreco")
+        assert ratio is not None
+        saved[spread] = ratio.mean
+    assert saved[1.0] == pytest.approx(1.0, abs=0.03)
+    assert saved[100.0] > 1.1
+
+
+def test_one_threshold_for_all_layers_has_the_least_squared_error_of_so_many_values() -> None:
+    one, taken = training()
+    topk = FAMILIES[1]
+    table = Table(topk, taken[0], one)
+    level = topk.levels[-1]
+    assert isinstance(level, TopK)
+    (method,) = (method for method in METHODS if method.name == "global")
+    plan, _ = method.choose(table, level, {})
+
+    def count(chosen: Any) -> int:
+        return sum(chosen[layer.name].room(layer.numel) for layer in table.layers)
+
+    uniform = table.uniform(level)
+    assert abs(count(plan) - count(uniform)) <= len(table.layers)
+    assert table.point(plan).whole < table.point(uniform).whole
+
+
+def test_layers_that_a_rank_does_not_suit_are_raw_and_small_ones_always_are() -> None:
+    one, taken = training()
+    table = Table(FAMILIES[2], taken[0], one)
+    assert {layer.name for layer in table.layers} == {"embedding", "middle", "head"}
+    assert table.raw_bytes == 4 * 64
+    plan = table.uniform(FAMILIES[2].members[-1])
+    assert all(isinstance(compressor, Raw) for compressor in plan.values())
+    assert table.point(plan) == Point(4 * sum(layer.numel for layer in one.layers), 0.0, 0.0)
+
+
+def test_between_two_points_a_line_is_straight_in_logarithms_and_ends_where_it_was_measured() -> None:
+    line = Line([Point(100.0, 0.1, 0.2), Point(400.0, 0.025, 0.05)])
+    assert line.bytes_at(Point(1.0, 0.05, 0.1), "error") == pytest.approx(200.0)
+    assert line.error_at(Point(200.0, 1.0, 1.0), "whole") == pytest.approx(0.1)
+    assert math.isnan(line.bytes_at(Point(1.0, 0.2, 0.2), "error"))
+    assert math.isnan(line.error_at(Point(50.0, 0.2, 0.2), "error"))
+    assert math.isnan(line.bytes_at(Point(1.0, 0.0, 0.0), "error"))
+
+
+# --- commands
+
+
+def test_a_small_recording_has_both_networks(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    assert experiments_main(["policies", "record", "--smoke", "--out", str(tmp_path)]) == 0
+    made = Recording.open(tmp_path)
+    assert set(made.tasks) == {"gpt", "cnn"}
+    for one in made.trainings:
+        assert [snapshot.step for snapshot in made.snapshots(one)] == [6, 12]
+        assert {layer.name for layer in one.layers} == set(one.bucket_of)
+
+
+def test_a_recording_is_replayed_shown_and_drawn(
+    recording: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(command, "replay", lambda made, on_step: replay.replay(made, methods=FAST, on_step=on_step))
+    json_path, svg = tmp_path / "policies.json", tmp_path / "frontiers.svg"
+    argv = ["policies", "replay", str(recording.folder), "--json", str(json_path), "--plot", str(svg)]
+    assert experiments_main(argv) == 0
+    assert "L-GreCo + Accordion" in capsys.readouterr().out
+    rows = {row["name"]: row for row in json.loads(json_path.read_text())["results"]}
+    assert rows["toy/bits/uniform"]["frontier"]["levels"][0] == "bits=1"
+    found = rows["toy/topk/lgreco"]
+    assert found["value"] == found["fewer_bytes"]["mean"] > 1
+    assert len(found["frontier"]["bytes"]) == len(FAMILIES[1].levels)
+    assert len(found["fewer_bytes"]["by_training"]) == 2
+    assert svg.read_text().startswith("<?xml")
+
+
+def test_a_folder_without_a_recording_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert experiments_main(["policies", "replay", str(tmp_path)]) == 64
+    assert MANIFEST in " ".join(capsys.readouterr().err.split())
+    assert experiments_main(["policies", "record", "--out", str(tmp_path), "--snapshots", "1000"]) == 64
+    assert "do not fit" in " ".join(capsys.readouterr().err.split())
