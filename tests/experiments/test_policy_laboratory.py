@@ -1,4 +1,4 @@
-"""The policy laboratory: the recording's format, what policies are replayed on, frontiers, and commands."""
+"""The policy laboratory: the recording's format, what policies are replayed on, frontiers, and the claims on them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from experiments.__main__ import main as experiments_main
+from experiments.framework.claims import Row, judge
+from experiments.papers.lgreco import laboratory
 from experiments.papers.lgreco.gradients import Snapshot
 from experiments.papers.lgreco.tasks import WORDS
 from experiments.policies import command, replay
@@ -240,3 +242,24 @@ def test_a_folder_without_a_recording_is_an_error(tmp_path: Path, capsys: pytest
     assert MANIFEST in " ".join(capsys.readouterr().err.split())
     assert experiments_main(["policies", "record", "--out", str(tmp_path), "--snapshots", "1000"]) == 64
     assert "do not fit" in " ".join(capsys.readouterr().err.split())
+
+
+# --- claims
+
+
+def verdict(figure: str, name: str, **ratios: list[float]) -> bool | None:
+    row = Row(figure, name, 1.0, "x", {"ratios": ratios})
+    (found,) = (finding for finding in judge(laboratory.claims(), [row], emulated=False) if finding.claim)
+    return found.holds
+
+
+def test_claims_look_at_every_training() -> None:
+    table = "table 3.8, replayed", "kmeans_saves_most"
+    others = {"bayes": [1.2, 1.21, 1.19], "linear": [1.1] * 3, "accordion": [1.0] * 3}
+    assert verdict(*table, kmeans=[1.31, 1.32, 1.3], **others) is True
+    assert verdict(*table, kmeans=[1.1, 1.11, 1.1], **others) is False
+    assert verdict(*table, kmeans=[1.0, 1.3, 1.6], **others) is None
+    assert verdict(*table, kmeans=[], **others) is None
+    later = "figure 3.8b", "lgreco_saves_more_later"
+    assert verdict(*later, lgreco=[1.2, 1.21], kmeans=[1.1, 1.1]) is True
+    assert verdict(*later, lgreco=[1.1, 1.11], kmeans=[1.2, 1.2]) is False

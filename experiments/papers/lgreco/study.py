@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from experiments.framework.study import Progress, Scale, Study
 from experiments.framework.timing import Timing, shown_rate
 from experiments.papers.lgreco.gradients import Snapshot, along
 from experiments.papers.lgreco.tasks import PICTURES, PICTURES_SMOKE, WORDS, WORDS_SMOKE, Name, WordsTask, timed
+from experiments.policies.record import SMOKE as RECORDED_SMOKE
+from experiments.policies.record import Extent, recorded_once
+from experiments.policies.recording import Recording
 from experiments.tasks.models import Model
 from experiments.tasks.resnet import ImageTask
 from thinwire.compare.comparison import Comparison
@@ -44,6 +47,8 @@ class LGrecoScale(Scale):
     """Of PowerSGD in figure 4.2; the middle one is the family's reference."""
     warm_up: int = 24
     """Dense steps after which a plan is made for what is timed."""
+    recorded: Extent = field(default_factory=Extent)
+    """Of the trainings whose gradients all policies are replayed on."""
     snapshots: int = 5
     window: int = 4
     """Steps whose gradients a snapshot sums."""
@@ -81,6 +86,7 @@ SMOKE = LGrecoScale(
     worlds=(2,),
     ranks=(4, 16),
     warm_up=4,
+    recorded=RECORDED_SMOKE,
     snapshots=2,
     window=2,
     trials=6,
@@ -137,6 +143,17 @@ class LGrecoStudy(Study[LGrecoScale]):
             count, window = scale.snapshots, scale.window
             self._resources[key] = along(task, count=count, window=window, on_step=lambda: self.advance(1, title))
         return self._resources[key]
+
+    def recording(self) -> Recording:
+        """The gradients of uncompressed trainings of both networks, in the folder of the pictures; recorded there
+        unless they are."""
+        if "recording" not in self._resources:
+            scale, folder = self.scale, self.out / "gradients"
+            tasks = {name: scale.task(name) for name in NAMES}
+            self._resources["recording"] = recorded_once(
+                tasks, scale.recorded, folder, on_step=lambda: self.advance(1, "gradients along trainings")
+            )
+        return self._resources["recording"]
 
     def _trainings(self, name: Name) -> Runs:
         return self.kept(name, lambda: Runs(self.scale.task(name), NUM_RANKS, None, Progress(self)))
