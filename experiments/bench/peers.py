@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire import lab
-from thinwire.bench.ranks import network_here, run_ranks
+from thinwire.bench.ranks import run_ranks
 from thinwire.compare.gpt import GPTConfig
 from thinwire.compare.statistics import estimate, relative_differences
 from thinwire.compare.tasks import GPTTask
@@ -53,8 +53,7 @@ def peers(
     if find_spec(PEER) is None:
         console.print(f"{PEER} is not installed: pip install {PEER}")
         return 1
-    if not network_here():
-        return 1
+    lab.need_network()
     task = GPTTask(
         model=GPTConfig(width=64, layers=2, context=64), steps=steps, batch=4, learning_rate=4e-3, held_out_windows=2048
     )
