@@ -52,7 +52,18 @@ def headline() -> str:
         "under FSDP2, activations between pipeline stages. On CPU ranks, gradients in 4 bits make training steps "
         f"{faster[0]:.1f} times as fast over 100 Mbit/s and {faster[1]:.1f} times over 1 Gbit/s, and the loss ends "
         f"within {within:g} % of fp32's. For slower links there are [local updates](docs/local.md): workers exchange "
-        "what they have learned every few steps, in a hundredth of the bytes.**"
+        f"what they have learned every few steps, in a hundredth of the bytes; {_with_muon('100mbit')}.**"
+    )
+
+
+def _with_muon(rate: str) -> str:
+    """How soon local updates with Muon have fp32's loss over a link of ``rate``, and where they end."""
+    long = Figures(BENCHMARKS / "local.json")
+    muon, fp32 = (long.rows[f"{rate}/seconds_to_same_loss/{name}"]["value"] for name in ("muloco", "fp32"))
+    below = -long.rows["val_loss_above_fp32/muloco"]["value"]
+    return (
+        f"with Muon over {format_rate(parse_rate(rate))} they reach the loss of fp32 DDP with AdamW "
+        f"{fp32 / muon:.0f} times as soon, and end {100 * below:.0f} % below it"
     )
 
 
@@ -70,7 +81,7 @@ def longer() -> str:
         f"at {plain}, with Muon at {muon}, and training alone at {alone}; in brackets, bounds that the true difference "
         "keeps with 95 % each ([measured](docs/local.md#measured)). Use local updates where the link is too slow for 4 "
         f"bits per step: over 10 Mbit/s, those with Muon are at fp32's loss in {seconds[0]:.0f} s, and 4 bits in "
-        f"{seconds[1]:.0f} s."
+        f"{seconds[1]:.0f} s. Muon in fp32, their control, ends at {long.bounded('val_loss_above_fp32/muon')}."
     )
 
 

@@ -247,7 +247,7 @@ class Demo:
         self.console.print(
             Panel(
                 f"{self.ranks} ranks train a byte-level GPT on Python's standard library{slow}.\n"
-                f"Gradients go by {len(self.order)} methods: same start, same batches, {self.task.steps} steps.\n"
+                f"It compares {len(self.order)} methods: same start, same batches, {self.task.steps} steps.\n"
                 f"This takes {duration} on an idle machine. Ctrl-C leaves nothing behind.\n{where}",
                 title="[bold]thinwire demo[/]",
                 expand=False,

@@ -264,7 +264,7 @@ class Replica:
         self.model = task.build(task.seed)
         self.parameters = list(self.model.parameters())
         if optimizer == "Muon":
-            # Five iterations, the default, end at the same loss here and take longer.
+            # Two iterations fewer than the default: shorter steps, at a loss that is 2 to 3 % higher.
             self.optimizer = Muon(
                 self.model, task.learning_rate, weight_decay=WEIGHT_DECAY, betas=BETAS, ns_steps=_MUON_ITERATIONS
             )

@@ -43,7 +43,7 @@ class Muon(Optimizer):
         weight_decay: decoupled weight decay of both.
         momentum: Nesterov momentum of Muon.
         betas: of AdamW.
-        ns_steps: Newton-Schulz iterations, which are most of the cost of a step. `thinwire demo` takes 3.
+        ns_steps: Newton-Schulz iterations, which are most of the cost of a step of Muon.
         adamw: names or patterns of further two-dimensional parameters for AdamW. By default output heads are found by
             the usual names, ``head``, ``lm_head`` and ``output``.
 
