@@ -20,6 +20,7 @@ from experiments.policies.recording import BadRecording, Recording
 from experiments.policies.replay import Bench, level_name, replay
 from thinwire import plots
 from thinwire.compare.statistics import need_scipy
+from thinwire.exits import ends_command
 from thinwire.results import OutputFile, Results
 
 
@@ -39,17 +40,14 @@ def replay_command(gradients: tyro.conf.Positional[Path], *, json: OutputFile = 
         json: write the figures to this file.
         plot: write the picture of all frontiers to this SVG file.
     """
-    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
-    try:
+    console = Console(highlight=False)
+    with ends_command(BadRecording, OSError, ImportError):
         need_scipy()
         if plot is not None:
             plots.need_matplotlib()
         recording = Recording.open(gradients)
         with console.status("") as status:
             benches = replay(recording, on_step=status.update)
-    except (BadRecording, OSError, ImportError) as error:
-        errors.print(f"python -m experiments policies replay: {error}", style="bold red", markup=False)
-        return 64
     for bench in benches:
         console.print(shown(bench, recording.tasks[bench.task]))
     found = results(benches, recording)

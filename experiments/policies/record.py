@@ -12,6 +12,7 @@ from rich.console import Console
 from experiments.papers.lgreco.gradients import NUM_RANKS, along
 from experiments.papers.lgreco.tasks import PICTURES, PICTURES_SMOKE, WORDS, WORDS_SMOKE
 from experiments.policies.recording import BadRecording, Recording, Training, layers_of
+from thinwire.exits import ends_command
 
 TITLES = {"gpt": "GPT of words", "cnn": "small ResNet"}
 TASKS: Mapping[str, Any] = {"gpt": WORDS, "cnn": PICTURES}
@@ -56,13 +57,8 @@ def record(
     """
     console = Console(highlight=False)
     extent, tasks = (SMOKE, SMOKE_TASKS) if smoke else (Extent(seeds, snapshots, window), TASKS)
-    try:
+    with ends_command():
         recording = recorded(tasks, extent, out)
-    except ValueError as error:
-        Console(stderr=True, highlight=False).print(
-            f"python -m experiments policies record: {error}", style="bold red", markup=False
-        )
-        return 64
     count = sum(len(training.steps) for training in recording.trainings)
     console.print(
         f"{count} snapshots of {len(recording.trainings)} trainings: {recording.num_bytes / 1e6:.0f} MB in {out}",

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from thinwire.bench.kernels import kernels
+from thinwire.exits import CommandError
 
 
 def test_figures_add_up(tmp_path: Path) -> None:
@@ -32,7 +33,7 @@ def test_figures_add_up(tmp_path: Path) -> None:
 
 
 def test_impossible_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="size_mb"):
+    with pytest.raises(CommandError, match="--size-mb"):
         kernels(size_mb=0)
-    with pytest.raises(ValueError, match="repeats"):
+    with pytest.raises(CommandError, match="--repeats"):
         kernels(repeats=0)

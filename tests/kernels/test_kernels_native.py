@@ -34,15 +34,15 @@ def all_operations(
     run.bucketed_decode(sent, spans, stored, form)
     run.bucketed_decode(hostile, spans, added, form, add=True, scale=0.3)
     run.bucketed_sum([hostile, sent], None, spans, summed, form, scale=0.7)
-    own = kept if run is native else x  # the native core also in place
+    own = kept if run is kernels else x  # the native core also in place
     run.bucketed_reduce([sent, sent], own, spans, out, kept, form, scale=1 / 3, key=key + 1)
     got = {"encode": sent, "decode": stored, "add": added, "sum": summed, "reduce": out, "reduced values": kept}
     now, scale = values(x.numel(), 99), (1024.0, 3.0)[key % 2]  # division by powers of two is a case of its own
     twice, again, other = message(spans, form), message(spans, form), x.clone()
-    first, second = now.clone() if run is native else torch.zeros_like(now), torch.full_like(now, 7.0)
+    first, second = now.clone() if run is kernels else torch.zeros_like(now), torch.full_like(now, 7.0)
     # The native core also in place.
     run.bucketed_encode(
-        x, spans, twice, form, key=key, residual=Residual(first if run is native else now, first, scale)
+        x, spans, twice, form, key=key, residual=Residual(first if run is kernels else now, first, scale)
     )
     held = Residual(now, second, scale)
     run.bucketed_reduce([sent, sent], x, spans, again, other, form, scale=1 / 3, key=key + 1, residual=held)
@@ -60,7 +60,7 @@ def check_all(
     for level in levels:
         for count in threads:
             with at(level, count):
-                got = all_operations(native, spans, x, hostile, form, key=key)
+                got = all_operations(kernels, spans, x, hostile, form, key=key)
             wrong = [name for name in wanted if not same(wanted[name], got[name])]
             assert not wrong, f"{wrong} differ: {form}, key {key}, {x.dtype}, {level}, {count} threads"
 

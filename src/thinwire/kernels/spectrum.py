@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,6 +16,8 @@ from thinwire.kernels.sparse import _check_picks, _check_span, select_topk
 _LEAST_BLOCK, _MOST_BLOCK = 64, 16384
 _FEWEST = 8
 """Blocks of which the native core transforms up to 16 together; fewer are faster one by one."""
+_ROOTS: dict[int, Tensor] = {}
+"""Roots of unity by the size of a block, one of the few powers of two that the core transforms."""
 
 
 class Components(NamedTuple):
@@ -123,8 +124,12 @@ def _span(x: Tensor, start: int, numel: int, block: int) -> tuple[int, int, int,
     return x.data_ptr(), CODES[x.dtype], start, numel, block, _roots(block).data_ptr()
 
 
-@lru_cache(maxsize=16)
 def _roots(block: int) -> Tensor:
-    """Return exp(−2πi k / block) for k < block as pairs of fp32. They live as long as the process or the cache."""
-    angle = torch.arange(block, dtype=torch.float64) * (-2 * math.pi / block)
-    return torch.stack((angle.cos(), angle.sin()), 1).float().contiguous()
+    """Return exp(−2πi k / block) for k < block as pairs of fp32, which live as long as the process.
+
+    The core gets their address: of threads that ask for a block at the same time, all must get the tensor that is kept.
+    """
+    if block not in _ROOTS:
+        angle = torch.arange(block, dtype=torch.float64) * (-2 * math.pi / block)
+        _ROOTS.setdefault(block, torch.stack((angle.cos(), angle.sin()), 1).float().contiguous())
+    return _ROOTS[block]
