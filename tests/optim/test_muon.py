@@ -1,4 +1,4 @@
-"""Muon for whole models: which parameter is trained by what, schedules, checkpoints."""
+"""Muon for whole models: which parameter is trained by what, schedules, checkpoints, ranks that divide its work."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from harness import run_ranks
 from thinwire.optim import Muon
+from thinwire.optim.polar import polar_factors
+from thinwire.optim.shards import as_whole
 
 
 class Net(nn.Module):
@@ -29,9 +34,9 @@ HIDDEN = {"up.weight", "down.weight"}
 
 
 def _backward(model: nn.Module, step: int) -> float:
+    model.zero_grad()
     tokens = torch.randint(0, 16, (8, 5), generator=torch.Generator().manual_seed(step))
     loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), (tokens.flatten() + 1) % 16)
-    model.zero_grad()
     loss.backward()
     return loss.item()
 
@@ -55,7 +60,12 @@ def test_each_parameter_is_trained_by_its_optimizer() -> None:
         both.step()
         muon.step()
         adamw.step()
-    assert _same(model, other)
+        if step == 0:
+            for name, p in model.named_parameters():
+                # Matrices are iterated in batches, whose products round differently in bfloat16.
+                bound = 2e-5 if name in HIDDEN else 0.0
+                torch.testing.assert_close(p, named[name], rtol=0, atol=bound)
+    torch.testing.assert_close(model.up.weight, other.up.weight, rtol=0, atol=2e-3)
     assert last < 0.8 * first
 
 
@@ -87,3 +97,45 @@ def test_a_loaded_state_continues_bit_for_bit() -> None:
 def test_a_model_without_hidden_matrices_is_refused() -> None:
     with pytest.raises(ValueError, match="no hidden matrix"):
         Muon(nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4)))
+
+
+def test_a_momentum_outside_its_range_is_refused() -> None:
+    with pytest.raises(ValueError, match="momentum"):
+        Muon(Net(), momentum=1.0)
+
+
+def _stepped(rank: int, how: str) -> dict[str, torch.Tensor]:
+    """Parameters after five steps: alone, with ranks that divide the work, or of a sharded model."""
+    model = Net()
+    if how == "sharded":
+        fully_shard(model)
+    optimizer = Muon(model, lr=2e-3, group=dist.group.WORLD if how == "divided" else None)
+    for step in range(5):
+        _backward(model, step)
+        optimizer.step()
+    return {name: as_whole(p.detach()).clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("how", ["divided", "sharded"])
+def test_ranks_that_divide_the_work_or_the_model_step_as_one(how: str) -> None:
+    alone = _stepped(0, "alone")
+    first, second, third = run_ranks(_stepped, 3, how)
+    for name, expected in alone.items():
+        assert torch.equal(first[name], second[name])
+        assert torch.equal(first[name], third[name])
+        # One matrix of a shape or several in a product: they round differently in bfloat16.
+        torch.testing.assert_close(first[name], expected, rtol=0, atol=3e-4 if name in HIDDEN else 1e-6)
+
+
+def test_matrices_are_divided_by_their_work() -> None:
+    matrices = [torch.randn(*shape) for shape in ((64, 8), (8, 8), (8, 8), (8, 64), (16, 8), (8, 16))]
+    together = polar_factors(matrices)
+    for parts in run_ranks(_factors, 3, matrices):
+        for part, factor, matrix in zip(parts, together, matrices, strict=True):
+            assert part.shape == matrix.shape
+            torch.testing.assert_close(part, factor, rtol=0, atol=2e-2)
+    assert polar_factors([]) == []
+
+
+def _factors(rank: int, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [factor.clone() for factor in polar_factors(matrices, dist.group.WORLD)]

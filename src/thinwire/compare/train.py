@@ -36,7 +36,6 @@ _POWERSGD_START = 2
 _ONE_BUCKET_MB = 1e6
 _WARM_UP_SHARE = 0.1
 _MUON_RATE_FACTOR = 4.0
-_MUON_ITERATIONS = 3
 
 
 def learning_rate(highest: float, step: int, steps: int) -> float:
@@ -264,10 +263,7 @@ class Replica:
         self.model = task.build(task.seed)
         self.parameters = list(self.model.parameters())
         if optimizer == "Muon":
-            # Two iterations fewer than the default: shorter steps, at a loss that is 2 to 3 % higher.
-            self.optimizer = Muon(
-                self.model, task.learning_rate, weight_decay=WEIGHT_DECAY, betas=BETAS, ns_steps=_MUON_ITERATIONS
-            )
+            self.optimizer = Muon(self.model, task.learning_rate, weight_decay=WEIGHT_DECAY, betas=BETAS)
         else:
             self.optimizer = task.optimizer(self.model)
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from thinwire.optim.polar import polar_factors
+from thinwire.optim.shards import as_whole, is_sharded, local, sharded_like
+
 OUTPUT_HEADS = ("*head.weight", "*output.weight")
 """The usual names of output heads."""
+_RMS = 0.2
+"""Of a step in units of the learning rate: about AdamW's (Liu et al. 2025, 2502.16982)."""
 
 
 def split_parameters(model: nn.Module, adamw: Sequence[str] = OUTPUT_HEADS) -> tuple[list[Tensor], list[Tensor]]:
@@ -30,12 +37,24 @@ def split_parameters(model: nn.Module, adamw: Sequence[str] = OUTPUT_HEADS) -> t
 
 
 class Muon(Optimizer):
-    """`torch.optim.Muon` for a model's hidden matrices and `torch.optim.AdamW` for its other parameters, as one.
+    """Muon for a model's hidden matrices and `torch.optim.AdamW` for its other parameters, as one optimizer.
 
-    Embeddings, the output head, biases and norms are trained by AdamW (Jordan 2024; Liu et al. 2025, 2502.16982).
-    Muon's updates are scaled to the root mean square of AdamW's (0.2·sqrt(max(rows, columns))), so both take the same
-    learning rate and schedule. It is the inner optimizer of MuLoCo (2505.23725), which finds that its pseudo-gradients
-    may be compressed to fewer bits than AdamW's.
+    Embeddings, the output head, biases and norms are trained by AdamW (Jordan 2024; Liu et al. 2025, 2502.16982). A
+    hidden matrix W (m, n) with the gradient G steps as under `torch.optim.Muon`:
+
+        M = momentum·M + (1 − momentum)·G
+        W = (1 − lr·weight_decay)·W − 0.2·√max(m, n)·lr·polar(momentum·M + (1 − momentum)·G)
+
+    where polar(U·S·Vᵀ) is U·Vᵀ, by Newton-Schulz iterations in bfloat16. Such steps have the root mean square of
+    AdamW's, so both take the same learning rate and schedule. Matrices of one shape are iterated together. It is the
+    inner optimizer of MuLoCo (2505.23725), which finds that its pseudo-gradients may be compressed to fewer bits than
+    AdamW's.
+
+    Under FSDP2 every rank puts the momentum of one matrix after the other together, in bfloat16, and steps with its own
+    part of the polar factor. With ``group`` ranks divide the iterations, which are most of the cost of a step; they
+    then exchange 2 bytes an element, so give it the ranks of a node, not those across a slow link:
+
+        optimizer = thinwire.optim.Muon(model, lr=1e-3, group=node)
 
     Args:
         model: the model; all parameters that require gradients are trained.
@@ -43,9 +62,9 @@ class Muon(Optimizer):
         weight_decay: decoupled weight decay of both.
         momentum: Nesterov momentum of Muon.
         betas: of AdamW.
-        ns_steps: Newton-Schulz iterations, which are most of the cost of a step of Muon.
         adamw: names or patterns of further two-dimensional parameters for AdamW. By default output heads are found by
             the usual names, ``head``, ``lm_head`` and ``output``.
+        group: ranks that have the same gradients and divide the iterations among them.
 
     Raises:
         ValueError: no hidden matrix is left for Muon, or an argument is outside its range.
@@ -59,20 +78,20 @@ class Muon(Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.99),
-        ns_steps: int = 5,
         adamw: Sequence[str] = OUTPUT_HEADS,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum must be at least 0 and below 1, not {momentum}")
         hidden, others = split_parameters(model, adamw)
         if not hidden:
             raise ValueError("the model has no hidden matrix for Muon: use torch.optim.AdamW")
-        self._muon = torch.optim.Muon(
-            hidden, lr, weight_decay, momentum, ns_steps=ns_steps, adjust_lr_fn="match_rms_adamw"
-        )
         self._adamw = AdamW(others, lr, betas, weight_decay=weight_decay) if others else None
-        super().__init__([group for part in self._parts() for group in part.param_groups], {})
-
-    def _parts(self) -> tuple[Optimizer, ...]:
-        return (self._muon,) if self._adamw is None else (self._muon, self._adamw)
+        self._process_group = group
+        groups: list[dict[str, Any]] = [{"params": hidden, "momentum": momentum}]
+        super().__init__(
+            groups + (self._adamw.param_groups if self._adamw else []), {"lr": lr, "weight_decay": weight_decay}
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -81,8 +100,23 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Loading a state replaces groups and state: the parts work on whatever is there now.
-        for part, group in zip(self._parts(), self.param_groups, strict=True):
-            part.param_groups, part.state = [group], self.state
-            part.step()
+        hidden, *others = self.param_groups
+        self._step_matrices(hidden)
+        if self._adamw is not None:
+            # Loading a state replaces groups and state: AdamW works on whatever is there now.
+            self._adamw.param_groups, self._adamw.state = others, self.state
+            self._adamw.step()
         return loss
+
+    def _step_matrices(self, group: Mapping[str, Any]) -> None:
+        parameters = [p for p in group["params"] if p.grad is not None]
+        updates = []
+        for p in parameters:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+            momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+            updates.append(as_whole(p.grad.lerp(momentum, group["momentum"]).bfloat16()))
+        for p, factor in zip(parameters, polar_factors(updates, self._process_group), strict=True):
+            part = local(sharded_like(factor, p)) if is_sharded(p) else factor
+            size = _RMS * math.sqrt(max(p.shape)) * group["lr"]
+            local(p).mul_(1 - group["lr"] * group["weight_decay"]).sub_(part, alpha=size)
