@@ -741,33 +741,46 @@ def _hook_tests() -> str:
     )
 
 
-_LATE = {
-    "overlapped": "the same, 1 step late",
-    "streaming": "the same in 2 fragments, 3 steps late, mixed by half",
-    "muloco-streaming": "with Muon in 2 fragments, 2 steps late",
+_MORE = {
+    "overlapped": "local updates, 1 step late",
+    "streaming": "local updates in 2 fragments, 3 steps late, mixed by half",
+    "muloco-streaming": "local updates with Muon in 2 fragments, 2 steps late",
+    "in-optimizer": "**2 bits in `CompressedAdamW`**, buckets of 64",
+    "one-bit-adam": "1-bit Adam, the first 15 % of the steps in fp32",
 }
-"""Titles of local updates whose exchange takes place beside the next steps, by variant."""
+"""Titles of variants that the demo does not train."""
 
 
 def local() -> str:
-    figures = Figures(BENCHMARKS / "local.json")
+    return _same_loss("local", "the demo's GPT, 2 ranks, {steps} steps, an exchange every {every}, plain averages,")
+
+
+def in_optimizer() -> str:
+    return _same_loss("in-optimizer", "the demo's GPT, 2 ranks, {steps} steps,")
+
+
+def _same_loss(file: str, setting: str) -> str:
+    """What each variant sends, and how soon it has fp32's loss, from a record of ``bench local``."""
+    figures = Figures(BENCHMARKS / f"{file}.json")
     about, rows = figures.record["about"], []
     for rate in about["rates"]:
         free = figures.get(f"{rate}/seconds_to_same_loss/free") or 1.0
-        for name in ("fp32", "thinwire", "local", "overlapped", "streaming", "muloco", "muloco-streaming", "alone"):
+        speeds = {name: figures.get(f"{rate}/speed_over_alone/{name}") or 0.0 for name in TITLES | _MORE}
+        for name in sorted(speeds, key=speeds.__getitem__):
             sent, seconds = (figures.get(f"{rate}/{kind}/{name}") for kind in ("sent_bytes", "seconds_to_same_loss"))
             if sent is None:
                 continue
             rows.append(
                 [
-                    f"{format_rate(parse_rate(rate))}, {TITLES.get(name) or _LATE[name]}",
+                    f"{format_rate(parse_rate(rate))}, {TITLES.get(name) or _MORE[name]}",
                     f"{sent / 1e3:,.0f} kB",
-                    f"{figures.get(f'{rate}/speed_over_alone/{name}'):.2f}x",
+                    f"{speeds[name]:.2f}x",
                     f"{seconds:.1f} s ({seconds / free:.2f}x)" if seconds else "not by every seed",
                     "" if name == "fp32" else figures.bounded(f"val_loss_above_fp32/{name}"),
                 ]
             )
-    rows.append([TITLES["muon"], "", "", "", figures.bounded("val_loss_above_fp32/muon")])
+    if figures.get("val_loss/muon"):
+        rows.append([TITLES["muon"], "", "", "", figures.bounded("val_loss_above_fp32/muon")])
     head = [
         "",
         "sent per step",
@@ -776,8 +789,8 @@ def local() -> str:
         "held-out loss, against fp32's",
     ]
     return (
-        f"`python -m experiments bench local`: the demo's GPT, 2 ranks, {about['task']['steps']} steps, an exchange "
-        f"every {about['every']}, plain averages, {about['seeds']} seeds; in brackets, bounds that the true difference "
+        f"`{figures.record['command']}`: {setting.format(steps=about['task']['steps'], every=about['every'])} "
+        f"{about['seeds']} seeds; in brackets, bounds that the true difference "
         "keeps with 95 % each. Methods take turns; speeds are medians over turns of the first seed, and the same loss "
         "is 1.01 times fp32's last. A free network would take fp32's steps at the speed of training alone.\n\n"
         f"{table(head, rows)}\n\n{figures.machine}."

@@ -1,4 +1,4 @@
-"""``python -m experiments bench local``: local updates over slow links, beside a network that costs nothing."""
+"""``python -m experiments bench local``: time to the same loss over slow links, beside a network that costs nothing."""
 
 from __future__ import annotations
 
@@ -18,12 +18,18 @@ from thinwire.lab.units import format_rate, parse_rate
 from thinwire.results import OutputFile, Results
 
 METHODS = ("fp32", "thinwire", "local", "overlapped", "streaming", "muloco", "muloco-streaming", "muon", "alone")
+CONTROLS = ("fp32", "alone")
 
 _LOOPBACK, _WHY = "10gbit", "the link does not change what is learned"
 
 
 def local(
-    *, rates: tuple[str, ...] = ("100mbit", "10mbit"), steps: int = 192, seeds: int = 3, json: OutputFile = None
+    *,
+    rates: tuple[str, ...] = ("100mbit", "10mbit"),
+    steps: int = 192,
+    seeds: int = 3,
+    methods: tuple[str, ...] = METHODS,
+    json: OutputFile = None,
 ) -> int:
     """Train the demo's GPT over slow links: fp32 and 4-bit gradients, local updates with AdamW and Muon, and alone.
 
@@ -33,26 +39,32 @@ def local(
 
     Examples:
       python -m experiments bench local --json benchmarks/local.json
+      python -m experiments bench local --rates 100mbit --methods thinwire powersgd in-optimizer one-bit-adam
 
     Args:
         rates: of each rank's link, both ways.
         steps: training steps of each way.
         seeds: of the initial weights, the batches and the rounding.
+        methods: variants of `thinwire.compare.train`; fp32 and training alone are always among them.
         json: write the figures to this file.
     """
     console = Console(highlight=False)
+    if unknown := set(methods) - set(VARIANTS):
+        raise ValueError(f"--methods {' '.join(sorted(unknown))}: it can be {', '.join(VARIANTS)}")
     lab.need_network()
     task = Task(steps=steps)
-    results = Results("python -m experiments bench local")
+    order = (CONTROLS[0], *(name for name in methods if name not in CONTROLS), CONTROLS[1])
+    chosen = "" if order == METHODS else f" --methods {' '.join(order[1:-1])}"
+    results = Results(f"python -m experiments bench local{chosen}")
     results.about = {"rates": list(rates), "task": asdict(task), "every": LOCAL_EVERY, "seeds": seeds}
     others = [
-        Demo(console, replace(task, seed=seed), 2, _LOOPBACK, parse_rate(_LOOPBACK), _WHY, order=METHODS).run()
+        Demo(console, replace(task, seed=seed), 2, _LOOPBACK, parse_rate(_LOOPBACK), _WHY, order=order).run()
         for seed in range(1, seeds)
     ]
     links: dict[str, Report] = {}
     for rate in rates:
-        order = METHODS if not links else [name for name in METHODS[1:] if VARIANTS[name].on_link]
-        links[rate] = Demo(console, task, 2, rate, parse_rate(rate), None, order=order).run()
+        over_link = order if not links else [name for name in order[1:] if VARIANTS[name].on_link]
+        links[rate] = Demo(console, task, 2, rate, parse_rate(rate), None, order=over_link).run()
     learned = [links[rates[0]], *others]
     for report in (*links.values(), *learned):
         if report.failures:
@@ -61,7 +73,7 @@ def local(
     add_losses(results, [report.runs for report in learned])
     for rate, report in links.items():
         add_speeds(results, rate, report)
-        console.print(_table(results, rate))
+        console.print(_table(results, rate, order))
     if json is not None:
         results.write(json)
     return 0
@@ -70,7 +82,7 @@ def local(
 def add_losses(results: Results, learned: Sequence[Mapping[str, Run]]) -> None:
     """Add what each method has learned by seed: held-out loss, and the steps until it has fp32's within `SAME_LOSS`."""
     fp32 = [runs["fp32"].val_loss for runs in learned]
-    for name in METHODS:
+    for name in learned[0]:
         losses = [runs[name].val_loss for runs in learned]
         above = estimate(relative_differences(losses, fp32))
         results.add(f"val_loss/{name}", fmean(losses), "nats/byte", by_seed=losses)
@@ -108,9 +120,9 @@ def _value(results: Results, name: str) -> float | None:
     return next((row["value"] for row in results.results if row["name"] == name), None)
 
 
-def _table(results: Results, rate: str) -> Table:
+def _table(results: Results, rate: str, order: Sequence[str]) -> Table:
     table = Table(f"over {format_rate(parse_rate(rate))}", "ms a step", "of alone's speed", "same loss in", "vs fp32")
-    for name in METHODS:
+    for name in order:
         step_s, reached = (_value(results, f"{rate}/{kind}/{name}") for kind in ("step_s", "seconds_to_same_loss"))
         times = ["–"] * 3  # of what was not trained over this link
         if step_s is not None:

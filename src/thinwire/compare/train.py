@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from thinwire.compare import tasks
 from thinwire.compare.gpt import GPTConfig
 from thinwire.compare.tasks import BETAS, WEIGHT_DECAY, GPTTask, probe_steps
 from thinwire.local import DiLoCo, Nesterov, send_nothing
-from thinwire.optim import Muon
+from thinwire.optim import CompressedAdamW, Muon, QuantizedAdam
 from thinwire.runtime import Follower, for_reducer
 
 # One scale for each layer, a biased rounding and no error feedback: damage that a comparison must be able to see.
@@ -36,6 +36,9 @@ _POWERSGD_START = 2
 _ONE_BUCKET_MB = 1e6
 _WARM_UP_SHARE = 0.1
 _MUON_RATE_FACTOR = 4.0
+_IN_OPTIMIZER_RATE_FACTOR = 2.0
+_EXACT_SHARE = 0.15
+"""The share of steps that 1-bit Adam takes in fp32, before its variance is frozen (Tang et al. 2021, section 7)."""
 
 
 def learning_rate(highest: float, step: int, steps: int) -> float:
@@ -192,6 +195,28 @@ def _compressed(ddp: DistributedDataParallel, replica: "Replica") -> Attached:
     return _Thinwire(thinwire.compress(ddp, seed=replica.task.seed, skip_if_slower=False))
 
 
+def _in_optimizer(ddp: DistributedDataParallel, replica: "Replica", compressor: str) -> Attached:
+    options = {"optimizer": replica.optimizer, "seed": replica.task.seed, "skip_if_slower": False}
+    return _Thinwire(thinwire.compress(ddp, compressor, **options))
+
+
+def _adamw(task: Task, model: nn.Module) -> torch.optim.Optimizer:
+    return task.optimizer(model)
+
+
+def _muon(task: Task, model: nn.Module) -> torch.optim.Optimizer:
+    return Muon(model, task.learning_rate, weight_decay=WEIGHT_DECAY, betas=BETAS)
+
+
+def _compressed_adamw(task: Task, model: nn.Module) -> torch.optim.Optimizer:
+    return CompressedAdamW(model.parameters(), task.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY)
+
+
+def _one_bit_adam(task: Task, model: nn.Module) -> torch.optim.Optimizer:
+    warm_up = math.ceil(_EXACT_SHARE * task.steps)
+    return QuantizedAdam(model.parameters(), task.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY, warmup=warm_up)
+
+
 def _low_rank(ddp: DistributedDataParallel, replica: "Replica") -> Attached:
     return _Thinwire(
         thinwire.compress(
@@ -225,7 +250,7 @@ class Variant:
     """Whether ranks end with the same parameters."""
     every: int = 1
     """Steps from one exchange to the next; a step's time is the mean over so many."""
-    optimizer: Literal["AdamW", "Muon"] = "AdamW"
+    optimizer: Callable[[Task, nn.Module], torch.optim.Optimizer] = _adamw
     rate_factor: float = 1.0
     """Factor on the task's learning rate, which is AdamW's best; Muon's best on this task is four times as high."""
     on_link: bool = True
@@ -238,18 +263,27 @@ VARIANTS = {
     "powersgd": Variant("torch PowerSGD", _powersgd, one_bucket=True),
     "thinwire": Variant("thinwire 4-bit", _compressed),
     "low-rank": Variant(f"thinwire rank {POWERSGD_RANK}", _low_rank),
+    "in-optimizer": Variant(
+        "2 bits in AdamW",
+        partial(_in_optimizer, compressor="gaussian(bits=2, bucket=64)"),
+        optimizer=_compressed_adamw,
+        rate_factor=_IN_OPTIMIZER_RATE_FACTOR,
+    ),
+    "one-bit-adam": Variant(
+        "1-bit Adam", partial(_in_optimizer, compressor="onebit(bucket=layer)"), optimizer=_one_bit_adam
+    ),
     "local": Variant(f"local, every {LOCAL_EVERY}", _local, every=LOCAL_EVERY),
     "overlapped": Variant("local, 1 step late", partial(_local, overlap=1), every=LOCAL_EVERY),
     "streaming": Variant("local, streaming", partial(_local, fragments=2, overlap=3, mix=0.5), every=LOCAL_EVERY),
-    "muloco": Variant("local with Muon", _local, every=LOCAL_EVERY, optimizer="Muon", rate_factor=_MUON_RATE_FACTOR),
+    "muloco": Variant("local with Muon", _local, every=LOCAL_EVERY, optimizer=_muon, rate_factor=_MUON_RATE_FACTOR),
     "muloco-streaming": Variant(
         "local with Muon, streaming",
         partial(_local, fragments=2, overlap=2),
         every=LOCAL_EVERY,
-        optimizer="Muon",
+        optimizer=_muon,
         rate_factor=_MUON_RATE_FACTOR,
     ),
-    "muon": Variant("DDP fp32, Muon", _fp32, optimizer="Muon", rate_factor=_MUON_RATE_FACTOR, on_link=False),
+    "muon": Variant("DDP fp32, Muon", _fp32, optimizer=_muon, rate_factor=_MUON_RATE_FACTOR, on_link=False),
     "alone": Variant("training alone", _alone, synchronised=False),
     "control": Variant("1-bit control", _control),
 }
@@ -258,14 +292,11 @@ VARIANTS = {
 class Replica:
     """One rank's model and optimizer; `train` sets the learning rate of each step."""
 
-    def __init__(self, task: Task, optimizer: Literal["AdamW", "Muon"] = "AdamW") -> None:
+    def __init__(self, task: Task, make_optimizer: Callable[[Task, nn.Module], torch.optim.Optimizer] = _adamw) -> None:
         self.task = task
         self.model = task.build(task.seed)
         self.parameters = list(self.model.parameters())
-        if optimizer == "Muon":
-            self.optimizer = Muon(self.model, task.learning_rate, weight_decay=WEIGHT_DECAY, betas=BETAS)
-        else:
-            self.optimizer = task.optimizer(self.model)
+        self.optimizer = make_optimizer(task, self.model)
 
 
 def distributed(replica: Replica, variant: Variant) -> DistributedDataParallel:
