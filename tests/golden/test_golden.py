@@ -16,6 +16,7 @@ POLICIES = (
     "lgreco",
     "lgreco(solver='exact')",
     "lgreco(steps=5000, error='squared', alpha=1.5)",
+    "lgreco(objective='error')",
     "lgreco(objective='priority')",
     "lgreco(objective='time')",
     "lgreco(objective='link', alpha=8.0)",

@@ -129,6 +129,32 @@ def test_a_smaller_budget_than_the_references_is_kept_by_a_larger_plan() -> None
     assert proposal.layers != seen.reference
 
 
+@pytest.mark.parametrize("spec", REFERENCES)
+@pytest.mark.parametrize("solver", ["dp", "exact"])
+def test_lgreco_errs_less_in_no_more_bytes(spec: str, solver) -> None:
+    seen = evidence(spec)
+    allowed = bytes_of(seen.reference)
+    proposal = LGreco(objective="error", solver=solver).propose(seen)
+    assert 0.9 * allowed < bytes_of(proposal.layers) <= allowed
+    assert norms(proposal.errors) < 0.95 * norms(proposal.reference_errors)
+    assert proposal.note == ""
+    # What has the least bytes within that error has as many.
+    share = norms(proposal.errors) / norms(proposal.reference_errors)
+    other = LGreco(alpha=share * (1 + 1e-9), solver=solver).propose(seen)
+    assert bytes_of(other.layers) == pytest.approx(bytes_of(proposal.layers), rel=0.02)
+    less = LGreco(objective="error", alpha=0.8, solver=solver).propose(seen)
+    assert bytes_of(less.layers) <= 0.8 * allowed
+    assert norms(less.errors) > norms(proposal.errors)
+
+
+def test_where_nothing_errs_less_in_as_many_bytes_the_reference_stays() -> None:
+    seen = evidence("minmax(bits=4)")
+    proposal = LGreco(objective="error", bounds=(1, 4)).propose(seen)
+    assert bytes_of(proposal.layers) <= bytes_of(seen.reference)
+    assert norms(proposal.errors) == norms(proposal.reference_errors)
+    assert "no plan errs less" in proposal.note
+
+
 def test_one_layer_alone() -> None:
     seen = replace(evidence(), reference={"up": parse(REFERENCES[0])})
     proposal = LGreco().propose(seen)

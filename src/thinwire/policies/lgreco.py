@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from thinwire.compressors import Compressor, Raw, check_choice, check_int, parse, unwrap
 from thinwire.plan.cost import Speeds
@@ -18,7 +18,7 @@ from thinwire.policies.candidates import LayerCandidates, Price, with_error_feed
 from thinwire.policies.families import family, parameter_value
 from thinwire.policies.policy import Evidence, Policy
 
-Objective = Literal["bytes", "priority", "time", "link"]
+Objective = Literal["bytes", "error", "priority", "time", "link"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +40,17 @@ class LGreco(BudgetedPolicy):
     steps: int = allocate.STEPS
     """D of the dynamic programme."""
     objective: Objective = "bytes"
-    """``bytes``; ``priority`` weighs the bytes of later buckets more (thesis, B.1); ``time`` weighs the bytes of each
-    bucket by the time that they were measured to take, after a few plans tried for that (4.5); ``link`` minimises the
-    predicted time of encoding, sending at the measured rate, and decoding, with raw layers among the candidates."""
+    """``bytes``; ``error`` minimises the error instead, subject to ``alpha`` times the bytes of the reference;
+    ``priority`` weighs the bytes of later buckets more (thesis, B.1); ``time`` weighs the bytes of each bucket by the
+    time that they were measured to take, after a few plans tried for that (4.5); ``link`` minimises the predicted time
+    of encoding, sending at the measured rate, and decoding, with raw layers among the candidates."""
     reference: Policy | None = None
     """The policy whose choice sets the error to be kept, such as `Accordion` (4.6.3)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("solver", self.solver, ("dp", "exact"))
-        check_choice("objective", self.objective, ("bytes", "priority", "time", "link"))
+        check_choice("objective", self.objective, get_args(Objective))
         check_int("steps", self.steps, 1)
         if not isinstance(self.families, tuple):
             raise TypeError(f"families must be a tuple of specs, not {self.families!r}")
@@ -139,6 +140,12 @@ class LGreco(BudgetedPolicy):
         reference = [layer.reference for layer in layers]
         errors = [self.layer_errors(layer) for layer in layers]
         costs = [layer.costs for layer in layers]
+        if self.objective == "error":
+            # The same problem with its two sides changed.
+            picked = self._best(layers, costs, errors, self.alpha * allocate.total(costs, reference))
+            if allocate.total(errors, picked) >= allocate.total(errors, reference) and self.alpha == 1:
+                raise allocate.Infeasible("no plan errs less in no more bytes")
+            return picked
         budget = self.budget(layers)
         picked = self._best(layers, errors, costs, budget)
         # Only where the reference itself is within the budget can it stay.
