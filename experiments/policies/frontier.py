@@ -71,17 +71,17 @@ def less_error(
     return _over_trainings(bench, method, later, at, ratio)
 
 
-def against(bench: Bench, method: str, other: str) -> Ratio | None:
-    """How many times fewer bytes than another policy's frontier, at the same error on the same snapshot."""
-    lines: dict[tuple[int, int], list[Point]] = {}
-    for one in bench.replayed[other].decisions:
-        lines.setdefault((one.training, one.step), []).append(one.point)
+def against(bench: Bench, method: str, other: str, *, later: bool = False) -> Ratio | None:
+    """How many times fewer bytes than another policy's frontier, at the same error on the same snapshot; ``later``: on
+    the snapshot after the one that the plans of both were made on."""
     means = []
     for training in range(len(bench.uniform)):
+        lines: dict[int, list[Point]] = {}
+        for snapshot, point in _points(bench, bench.replayed[other].decisions, training, later):
+            lines.setdefault(snapshot, []).append(point)
         ratios = [
-            Line(lines[training, one.step]).bytes_at(one.point, "error") / one.point.sent_bytes
-            for one in bench.replayed[method].decisions
-            if one.training == training
+            Line(lines[snapshot]).bytes_at(point, "error") / point.sent_bytes
+            for snapshot, point in _points(bench, bench.replayed[method].decisions, training, later)
         ]
         known = [math.log(ratio) for ratio in ratios if math.isfinite(ratio)]
         if not known:

@@ -64,26 +64,22 @@ class Bench:
 def replay(
     recording: Recording,
     *,
+    tasks: Sequence[str] = (),
     methods: Sequence[Method] = METHODS,
     families: Sequence[Family] = FAMILIES,
     on_step: Callable[[str], None] = lambda now: None,
 ) -> list[Bench]:
-    """Replay every policy on every training of a recording.
+    """Replay every policy on every training of a recording, or of those of its ``tasks`` that are named.
 
     Raises:
         BadRecording: a snapshot is not finite.
     """
     benches = []
-    for task in recording.tasks:
+    for task in tasks or recording.tasks:
         for family in families:
             mine = [method for method in methods if not method.families or family.name in method.families]
             benches.append(_bench(recording, task, family, mine, on_step))
     return benches
-
-
-def num_steps(num_trainings: int, num_families: int = len(FAMILIES)) -> int:
-    """How often `replay` calls ``on_step``."""
-    return num_trainings * num_families
 
 
 def _bench(

@@ -248,9 +248,11 @@ def test_a_folder_without_a_recording_is_an_error(tmp_path: Path, capsys: pytest
 
 
 def verdict(figure: str, name: str, **ratios: list[float]) -> bool | None:
-    row = Row(figure, name, 1.0, "x", {"ratios": ratios})
-    (found,) = (finding for finding in judge(laboratory.claims(), [row], emulated=False) if finding.claim)
-    return found.holds
+    return judged(Row(figure, name, 1.0, "x", {"ratios": ratios}))[name]
+
+
+def judged(*rows: Row) -> dict[str, bool | None]:
+    return {found.name: found.holds for found in judge(laboratory.claims(), rows, emulated=False) if found.claim}
 
 
 def test_claims_look_at_every_training() -> None:
@@ -263,3 +265,56 @@ def test_claims_look_at_every_training() -> None:
     later = "figure 3.8b", "lgreco_saves_more_later"
     assert verdict(*later, lgreco=[1.2, 1.21], kmeans=[1.1, 1.1]) is True
     assert verdict(*later, lgreco=[1.1, 1.11], kmeans=[1.2, 1.2]) is False
+
+
+def test_a_policy_saves_more_than_another_if_that_is_seen_and_at_least_half_of_the_thesis_s_effect() -> None:
+    both = "table 4.5, replayed", "both_over_accordion"
+    assert verdict(*both, accordion=[1.6, 1.61, 1.6]) is True
+    assert verdict(*both, accordion=[0.9, 0.91, 0.9]) is False
+    # Above one, but by less than half of the thesis's effect.
+    assert verdict(*both, accordion=[1.05, 1.051, 1.05]) is False
+
+
+def test_a_first_plan_lasts_if_more_than_half_of_the_saving_is_left() -> None:
+    row = "figure 4.5a", "first_plan_lasts"
+    for kept, holds in (([1.4, 1.41, 1.42], True), ([1.1, 1.11, 1.1], False), ([0.9, 1.2, 1.6], None)):
+        assert verdict(*row, **{"the first plan": kept, "new plans": [1.5, 1.5, 1.51]}) is holds
+
+
+def test_of_buckets_the_last_is_compared_with_the_best_of_the_others() -> None:
+    def rows(lgreco: list[list[float]]) -> list[Row]:
+        sent = {"lgreco": lgreco, "kmeans": [[60.0, 60.0, 60.0]] * 2, "priority": [[50.0, 20.0, 20.0]] * 2}
+        data = {"bytes_per_bucket": sent, "uniform": [100.0, 100.0, 100.0]}
+        names = (("figure 4.5b", "last_bucket_saves_most"), ("figure 4.5b", "less_in_the_last_bucket"))
+        return [Row(*name, 1.0, "x", data) for name in (*names, ("figure B.1, replayed", "priority_shifts"))]
+
+    assert set(judged(*rows([[50.0, 50.0, 30.0], [50.0, 50.0, 31.0]])).values()) == {True}
+    found = judged(*rows([[30.0, 70.0, 70.0], [30.0, 70.0, 71.0]]))
+    assert found == {"last_bucket_saves_most": False, "less_in_the_last_bucket": False, "priority_shifts": True}
+
+
+def test_rows_are_made_of_what_was_replayed(recording: Recording) -> None:
+    bits, topk, ranks = replay.replay(recording, methods=FAST)
+    assert (bits.family.name, topk.family.name, ranks.family.name) == ("bits", "topk", "powersgd")
+    lasting = laboratory.first_plan(ranks).data["ratios"]
+    # Two snapshots, of gradients that are alike but for the draw: the first one's plan is about as good as a new one.
+    assert lasting["the first plan"] == pytest.approx(lasting["new plans"], rel=0.1)
+    grown = laboratory.growth(bits, "gpt")
+    assert grown.name == "saves_more_later/gpt"
+    assert grown.data["ratios"]["lgreco"] == pytest.approx([1.0, 1.0], rel=0.1)
+    saved, _, shifted = laboratory.of_buckets(ranks)
+    for method, trainings in saved.data["bytes_per_bucket"].items():
+        for training, buckets in enumerate(trainings):
+            mine = [one.by_bucket for one in ranks.replayed[method].decisions if one.training == training]
+            assert len(buckets) == len(mine[0]) == len(saved.data["uniform"])
+    assert shifted.data["bytes_per_bucket"] == saved.data["bytes_per_bucket"]
+
+
+def test_ratios_that_a_training_does_not_have_are_none(recording: Recording) -> None:
+    (bits, *_) = replay.replay(recording, methods=FAST)
+    # No two policies have an error in common with a line that ends below all of them.
+    bits.uniform = [[[Point(1.0, 1e-9, 1e-9), Point(2.0, 1e-10, 1e-10)] for _ in training] for training in bits.uniform]
+    row = laboratory.first_plan(bits)
+    assert row.data["ratios"] == {"the first plan": (), "new plans": ()}
+    assert math.isnan(row.value)
+    assert judged(row) == {"first_plan_lasts": None}

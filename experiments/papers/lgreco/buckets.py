@@ -67,10 +67,17 @@ def buckets(study: LGrecoStudy) -> list[Row]:
     per_byte, quality = fitted(syncs)
     _draw(study, by_method, per_byte)
     adapted = f"{POWERSGD.name} lgreco"
-    data = {"step_s": times.rounds, "payload_bytes": times.payload_bytes, "layers": times.layers, "rate": name}
-    rows = bucket_rows(by_method)
-    rows.append(Row("figure B.1", "priority_slower", times.times_faster(adapted, "priority"), "x", data))
-    rows.append(Row("section 4.6.5", "fit", quality, "", {"ns_per_byte": [1e9 * value for value in per_byte or ()]}))
+    data = {
+        "step_s": times.rounds,
+        "payload_bytes": times.payload_bytes,
+        "layers": times.layers,
+        "bytes_per_bucket": by_method,
+        "rate": name,
+    }
+    rows = [
+        Row("figure B.1", "priority_slower", times.times_faster(adapted, "priority"), "x", data),
+        Row("section 4.6.5", "fit", quality, "", {"ns_per_byte": [1e9 * value for value in per_byte or ()]}),
+    ]
     if per_byte is not None:
         spread = max(per_byte) / fmean(per_byte) - 1
         rows.append(
@@ -78,22 +85,6 @@ def buckets(study: LGrecoStudy) -> list[Row]:
         )
         rows.append(Row("section 4.6.5", "time_plan_alike", _weighed(syncs, snapshots, bucket_of), "x"))
     return rows
-
-
-def bucket_rows(by_method: PerBucket) -> list[Row]:
-    """Figures 4.5b and B.1: what the last bucket saves, and what part of the bytes the later half has."""
-    share = {name: later_share(values) for name, values in by_method.items()}
-    saved = by_method["uniform"][-1] / by_method["lgreco"][-1]
-    data = {"bytes_per_bucket": by_method}
-    return [
-        Row("figure 4.5b", "largest_and_last_compressed_most", saved, "x", data),
-        Row("figure B.1", "priority_shifts", share["lgreco"] / share["priority"], "x", data),
-    ]
-
-
-def later_share(sizes: Sequence[float]) -> float:
-    """Of the bytes, that of the buckets that leave last."""
-    return sum(sizes[len(sizes) // 2 :]) / sum(sizes)
 
 
 def _policies() -> dict[str, Policy]:

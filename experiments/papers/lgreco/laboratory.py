@@ -1,60 +1,186 @@
-"""Tables 3.8 and 4.5 and figure 3.8 on recorded gradients: policies at the same error, or at the same bytes."""
+"""Tables 3.8, 4.4 and 4.5, figures 3.8, 4.5, B.1 and B.2 on recorded gradients: policies at the same error, or at the
+same bytes."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from experiments.framework.claims import Claim, Row, Rows, Rule
 from experiments.framework.verdicts import Judgement, exceeds, unsound
-from experiments.papers.lgreco.study import NAMES, LGrecoScale, LGrecoStudy
-from experiments.policies.command import about, results
+from experiments.papers.lgreco.methods import RANK
+from experiments.papers.lgreco.study import NAMES, TITLES, LGrecoScale, LGrecoStudy
+from experiments.papers.lgreco.tasks import Name
+from experiments.policies.candidates import FAMILIES, Point
+from experiments.policies.frontier import Line, Ratio, against, fewer_bytes, less_error, places
+from experiments.policies.methods import METHODS
 from experiments.policies.record import num_steps
-from experiments.policies.replay import replay
+from experiments.policies.recording import Recording
+from experiments.policies.replay import Bench, replay
 from thinwire.compare.statistics import estimate
+from thinwire.compressors import PowerSGD
 
 _CHAPTER_3 = ("kmeans", "bayes", "linear", "accordion")
-_TITLES = {"lgreco": "L-GreCo", "kmeans": "k-means", "bayes": "Bayes", "linear": "Linear", "accordion": "Accordion"}
+_TITLES = {
+    "lgreco": "L-GreCo",
+    "kmeans": "k-means",
+    "bayes": "Bayes",
+    "linear": "Linear",
+    "accordion": "Accordion",
+    "both": "L-GreCo + Accordion",
+    "global": "one threshold for all layers",
+}
+
+
+_REPLAYED: dict[tuple[Name, str], tuple[str, ...]] = {
+    ("gpt", "bits"): ("lgreco", *_CHAPTER_3),
+    ("gpt", "powersgd"): ("lgreco", "kmeans", "priority", "accordion", "both"),
+    ("cnn", "topk"): ("lgreco", "accordion", "global"),
+    ("cnn", "powersgd"): ("lgreco",),
+}
+"""The policies that claims are about, by network and family."""
 
 
 def steps(scale: LGrecoScale) -> int:
-    """Of the trainings that are recorded, and a few for each family that is replayed."""
-    return num_steps({name: scale.task(name) for name in NAMES}, scale.recorded) + 3 * len(NAMES) * scale.recorded.seeds
+    """Of the trainings that are recorded, and one for each training and family that is replayed."""
+    recorded = num_steps({name: scale.task(name) for name in NAMES}, scale.recorded)
+    return recorded + len(_REPLAYED) * scale.recorded.seeds
 
 
 def laboratory(study: LGrecoStudy) -> list[Row]:
     """What policies save on the recorded gradients, training by training."""
-    found = replayed(study)
+    recording = study.recording()
+    benches = {at: _replay(study, recording, *at) for at in _REPLAYED}
+    bits, ranks, densities = benches["gpt", "bits"], benches["gpt", "powersgd"], benches["cnn", "topk"]
+    # Bayes decides on one snapshot of a training: the others are compared with it there.
+    alike = places(bits, "bayes")
     return [
-        _row("table 3.8, replayed", "kmeans_saves_most", found, "gpt/bits", "fewer_bytes", _CHAPTER_3),
-        _row("figure 3.8a", "kmeans_errs_least_at_equal_bytes", found, "gpt/bits", "less_error", _CHAPTER_3),
-        _row("figure 3.8b", "lgreco_saves_more_later", found, "gpt/bits", "fewer_bytes_later", ("lgreco", "kmeans")),
-        _row("table 4.5, replayed", "lgreco_saves_more", found, "gpt/powersgd", "fewer_bytes", ("lgreco", "kmeans")),
+        _row(
+            "table 3.8, replayed", "kmeans_saves_most", {name: fewer_bytes(bits, name, at=alike) for name in _CHAPTER_3}
+        ),
+        _row(
+            "figure 3.8a",
+            "kmeans_errs_least_at_equal_bytes",
+            {name: less_error(bits, name, at=alike) for name in _CHAPTER_3},
+        ),
+        _row(
+            "figure 3.8b",
+            "lgreco_saves_more_later",
+            {name: fewer_bytes(bits, name, later=True) for name in ("lgreco", "kmeans")},
+        ),
+        _row(
+            "table 4.5, replayed",
+            "lgreco_saves_more",
+            {name: fewer_bytes(ranks, name, later=True) for name in ("lgreco", "kmeans")},
+        ),
+        *(
+            _row("table 4.5, replayed", f"both_over_{name}", {name: against(ranks, "both", name, later=True)})
+            for name in ("lgreco", "accordion")
+        ),
+        *(
+            _row("table 4.4, replayed", f"lgreco_over_{name}", {name: against(densities, "lgreco", name, later=True)})
+            for name in ("global", "accordion")
+        ),
+        first_plan(ranks),
+        *of_buckets(ranks),
+        *(growth(benches[name, "powersgd"], name) for name in NAMES),
     ]
 
 
-def replayed(study: LGrecoStudy) -> Mapping[str, Mapping[str, Any]]:
-    """The rows of `policies replay` by name: those of ``policies.json`` in the folder of the pictures if they are of
-    this recording, else made and written there."""
-    recording, path = study.recording(), study.out / "policies.json"
-    if path.exists():
-        known = json.loads(path.read_text())
-        if known["about"] == about(recording):
-            return {row["name"]: row for row in known["results"]}
-    benches = replay(recording, on_step=lambda now: study.advance(1, now))
-    found = results(benches, recording)
-    found.write(path)
-    return {row["name"]: row for row in found.results}
+def _replay(study: LGrecoStudy, recording: Recording, name: Name, family: str) -> Bench:
+    (bench,) = replay(
+        recording,
+        tasks=(name,),
+        methods=[method for method in METHODS if method.name in _REPLAYED[name, family]],
+        families=[one for one in FAMILIES if one.name == family],
+        on_step=lambda now: study.advance(1, now),
+    )
+    return bench
 
 
-def _row(figure: str, name: str, found: Mapping[str, Any], where: str, key: str, methods: tuple[str, ...]) -> Row:
-    """One ratio to uniform compression a training, by method; nothing of a method that has none."""
-    ratios = {method: (found[f"{where}/{method}"][key] or {"by_training": ()})["by_training"] for method in methods}
-    first = ratios[methods[0]]
-    return Row(figure, name, fmean(first) if first else math.nan, "x", {"ratios": ratios})
+def _row(figure: str, name: str, ratios: Mapping[str, Ratio | None]) -> Row:
+    """One ratio a training, by policy, and the first policy's mean; nothing of a policy that has none."""
+    found = {method: () if ratio is None else ratio.by_training for method, ratio in ratios.items()}
+    first = next(iter(found.values()))
+    return Row(figure, name, fmean(first) if first else math.nan, "x", {"ratios": found})
+
+
+def first_plan(bench: Bench) -> Row:
+    """Figure 4.5a: how many times fewer bytes than uniform compression of the same error L-GreCo's plans send on all
+    snapshots but the first one: plans that were made there, and the plan of the first one."""
+    kept, anew = [], []
+    for training, uniform in enumerate(bench.uniform):
+        later = [Line(points) for points in uniform[1:]]
+        kept.append(_saving([pair for points in bench.kept[training] for pair in zip(later, points, strict=True)]))
+        anew.append(_saving(_decided(bench, training, range(1, len(uniform)))))
+    return _saved("figure 4.5a", "first_plan_lasts", {"the first plan": kept, "new plans": anew})
+
+
+def growth(bench: Bench, name: Name) -> Row:
+    """Figure B.2: what L-GreCo saves in the last third of a training's snapshots, for what it saves in the first."""
+    ratios = []
+    for training, uniform in enumerate(bench.uniform):
+        count, third = len(uniform), max(1, len(uniform) // 3)
+        first, last = (_saving(_decided(bench, training, part)) for part in (range(third), range(count - third, count)))
+        ratios.append(last / first)
+    return _saved("figure B.2", f"saves_more_later/{name}", {"lgreco": ratios})
+
+
+def _decided(bench: Bench, training: int, snapshots: range) -> list[tuple[Line, Point]]:
+    """L-GreCo's points on some snapshots of a training, each with the line of uniform compression there."""
+    at = {step: snapshot for snapshot, step in enumerate(bench.steps[training])}
+    mine = [one for one in bench.replayed["lgreco"].decisions if one.training == training]
+    return [(Line(bench.uniform[training][at[one.step]]), one.point) for one in mine if at[one.step] in snapshots]
+
+
+def _saving(pairs: Sequence[tuple[Line, Point]]) -> float:
+    """The geometric mean of how many times fewer bytes than the line's at the same error the points send, of those
+    that lie within it."""
+    ratios = [line.bytes_at(point, "error") / point.sent_bytes for line, point in pairs]
+    known = [math.log(ratio) for ratio in ratios if math.isfinite(ratio)]
+    return math.exp(fmean(known)) if known else math.nan
+
+
+def _saved(figure: str, name: str, ratios: Mapping[str, Sequence[float]]) -> Row:
+    """As `_row`, of ratios by training that may not be known."""
+    first = next(iter(ratios.values()))
+    found = {what: values if all(map(math.isfinite, values)) else () for what, values in ratios.items()}
+    return Row(figure, name, fmean(first), "x", {"ratios": found})
+
+
+def of_buckets(bench: Bench) -> list[Row]:
+    """Figures 4.5b and B.1: bytes of each DDP bucket within the error of the reference's rank, by policy and training,
+    in the order in which buckets are sent."""
+    level = bench.family.levels.index(PowerSGD(rank=RANK))
+    sent = {
+        name: [_mean_buckets(bench, name, training, level) for training in range(len(bench.uniform))]
+        for name in ("lgreco", "kmeans", "priority")
+    }
+    last = {name: fmean(buckets[-1] for buckets in trainings) for name, trainings in sent.items()}
+    uniform = bench.uniform_buckets[level]
+    data = {"bytes_per_bucket": sent, "uniform": uniform}
+    shift = fmean(_later_share(a) / _later_share(b) for a, b in zip(sent["lgreco"], sent["priority"], strict=True))
+    return [
+        Row("figure 4.5b", "last_bucket_saves_most", uniform[-1] / last["lgreco"], "x", data),
+        Row("figure 4.5b", "less_in_the_last_bucket", last["kmeans"] / last["lgreco"], "x"),
+        Row("figure B.1, replayed", "priority_shifts", shift, "x", {"bytes_per_bucket": sent}),
+    ]
+
+
+def _mean_buckets(bench: Bench, method: str, training: int, level: int) -> list[float]:
+    decisions = bench.replayed[method].decisions
+    mine = [one.by_bucket for one in decisions if (one.training, one.level) == (training, level)]
+    return [fmean(column) for column in zip(*mine, strict=True)]
+
+
+def _later_share(sizes: Sequence[float]) -> float:
+    """Of the bytes, that of the buckets that leave last."""
+    return sum(sizes[len(sizes) // 2 :]) / sum(sizes)
+
+
+# --- claims
 
 
 def _logs(row: Mapping[str, Any], method: str) -> list[float]:
@@ -65,34 +191,87 @@ def _text(row: str, what: str) -> Callable[[Rows], str]:
     def text(rows: Rows) -> str:
         parts = []
         for method in rows[row]["ratios"]:
-            logs = _logs(rows[row], method)
-            parts.append(f"{_TITLES[method]} {math.exp(fmean(logs)):.2f}x" if logs else f"{_TITLES[method]} nothing")
+            logs, title = _logs(rows[row], method), _TITLES.get(method, method)
+            parts.append(f"{title} {math.exp(fmean(logs)):.2f}x" if logs else f"{title} nothing")
         return f"{what}: {', '.join(parts)}"
 
     return text
 
 
-def _most(row: str, effect: float | None = None) -> Rule:
-    """The first method's ratio is above all others', training by training."""
+def _above_one(row: str, combine: Callable[[Sequence[float]], float], effect: float | None = None) -> Rule:
+    """What ``combine`` makes of each training's logarithms, method by method, is above zero."""
 
     def rule(rows: Rows) -> Judgement:
         columns = [_logs(rows[row], method) for method in rows[row]["ratios"]]
         if not all(columns) or len({len(column) for column in columns}) > 1:
             return unsound("the policies were not all replayed on the same trainings")
-        return exceeds(estimate([ours - max(others) for ours, *others in zip(*columns, strict=True)]), effect)
+        return exceeds(estimate([combine(logs) for logs in zip(*columns, strict=True)]), effect)
 
     return rule
 
 
+def _beyond_others(logs: Sequence[float]) -> float:
+    """Of the first one beyond the largest of the others."""
+    return logs[0] - max(logs[1:])
+
+
+def _beyond_half(logs: Sequence[float]) -> float:
+    """Of the first one beyond half of the second."""
+    kept, anew = logs
+    return kept - anew / 2
+
+
+_LAST, _LESS, _SHIFTS = "last_bucket_saves_most", "less_in_the_last_bucket", "priority_shifts"
+
+
+def _savings_by_bucket(rows: Rows) -> list[list[float]]:
+    """By training and bucket, how many times fewer bytes than uniform compression L-GreCo sends."""
+    uniform, ours = rows[_LAST]["uniform"], rows[_LAST]["bytes_per_bucket"]["lgreco"]
+    return [[theirs / mine for theirs, mine in zip(uniform, buckets, strict=True)] for buckets in ours]
+
+
+def _buckets_text(rows: Rows) -> str:
+    uniform = rows[_LAST]["uniform"]
+    means = ", ".join(f"{fmean(column):.2f}x" for column in zip(*_savings_by_bucket(rows), strict=True))
+    largest = uniform.index(max(uniform)) + 1
+    return (
+        f"fewer bytes than uniform PowerSGD, by bucket as they leave: {means}; the largest is number {largest} of "
+        f"{len(uniform)}"
+    )
+
+
+def _last_bucket(rows: Rows, method: str) -> list[float]:
+    return [buckets[-1] for buckets in rows[_LAST]["bytes_per_bucket"][method]]
+
+
+def _later_shares(rows: Rows, method: str) -> list[float]:
+    return [_later_share(buckets) for buckets in rows[_SHIFTS]["bytes_per_bucket"][method]]
+
+
+def _ratio_above_one(over: Sequence[float], under: Sequence[float]) -> Judgement:
+    return exceeds(estimate([math.log(a / b) for a, b in zip(over, under, strict=True)]))
+
+
 def claims() -> Iterator[Claim]:
     """What the recorded gradients judge."""
-    fewer = "times fewer bytes than uniform of the same error"
+    yield from _of_chapter_3()
+    yield from _of_tables()
+    yield from _of_time()
+    yield from _of_figure_4_5b()
+
+
+_FEWER = "times fewer bytes than uniform of the same error"
+# On its own snapshot L-GreCo has the fewest bytes of all plans within its error by construction.
+_LATER = "on the snapshot after the one that a plan was made on"
+
+
+def _of_chapter_3() -> Iterator[Claim]:
     yield Claim(
         "table 3.8, replayed",
         "kmeans_saves_most",
         "k-means compresses more than Bayes, Linear and Accordion (1.47x against 1.34x, 1.15x and 1.21x)",
-        _text("kmeans_saves_most", f"{fewer}, GPT, bits"),
-        _most("kmeans_saves_most", math.log(1.47 / 1.34)),
+        _text("kmeans_saves_most", f"{_FEWER}, GPT, bits"),
+        _above_one("kmeans_saves_most", _beyond_others, math.log(1.47 / 1.34)),
     )
     row = "kmeans_errs_least_at_equal_bytes"
     yield Claim(
@@ -100,20 +279,100 @@ def claims() -> Iterator[Claim]:
         row,
         "k-means has the lowest compression error of the policies of chapter 3 (section 3.7.3)",
         _text(row, "times less error than uniform of the same bytes, GPT, bits"),
-        _most(row),
+        _above_one(row, _beyond_others),
     )
     row = "lgreco_saves_more_later"
     yield Claim(
         "figure 3.8b",
         row,
         "L-GreCo compresses more than k-means, within the same error (section 4.6.3: up to 33 %)",
-        _text(row, f"on the snapshot after the one that a plan was made on, {fewer}, GPT, bits"),
-        _most(row),
+        _text(row, f"{_LATER}, {_FEWER}, GPT, bits"),
+        _above_one(row, _beyond_others),
     )
+
+
+def _of_tables() -> Iterator[Claim]:
     yield Claim(
         "table 4.5, replayed",
         "lgreco_saves_more",
         "L-GreCo compresses more than k-means (23.5x against 21.6x)",
-        _text("lgreco_saves_more", f"{fewer}, GPT, PowerSGD"),
-        _most("lgreco_saves_more", math.log(23.5 / 21.6)),
+        _text("lgreco_saves_more", f"{_LATER}, {_FEWER}, GPT, PowerSGD"),
+        _above_one("lgreco_saves_more", _beyond_others, math.log(23.5 / 21.6)),
+    )
+    yield Claim(
+        "table 4.5, replayed",
+        "both_over_accordion",
+        "L-GreCo + Accordion compresses more than Accordion (36.9x against 23.9x)",
+        _text("both_over_accordion", f"{_LATER}, fewer bytes at the same error, GPT, PowerSGD, than"),
+        _above_one("both_over_accordion", min, math.log(36.9 / 23.9)),
+    )
+    yield Claim(
+        "table 4.5, replayed",
+        "both_over_lgreco",
+        "L-GreCo + Accordion compresses more than L-GreCo (36.9x against 23.5x)",
+        _text("both_over_lgreco", f"{_LATER}, fewer bytes at the same error, GPT, PowerSGD, than"),
+        unjudged="with Accordion L-GreCo solves the same problem for another error: at the same one they are alike",
+    )
+    for other, title, theirs in (("global", "Rethink-GS", 5.7), ("accordion", "Accordion", 3.5)):
+        row = f"lgreco_over_{other}"
+        yield Claim(
+            "table 4.4, replayed",
+            row,
+            f"L-GreCo (6.7x) compresses more than {title} ({theirs}x), relative to 2 %",
+            _text(row, f"{_LATER}, fewer bytes at the same error, CNN, top-k, than"),
+            _above_one(row, min, math.log(6.7 / theirs)),
+        )
+
+
+def _of_time() -> Iterator[Claim]:
+    row = "first_plan_lasts"
+    yield Claim(
+        "figure 4.5a",
+        row,
+        "the ratio that L-GreCo finds is relatively stable: it needs no frequent re-adjustment (section 4.6.1)",
+        _text(row, f"more than half of the saving is left, {_FEWER}, GPT, PowerSGD"),
+        _above_one(row, _beyond_half),
+    )
+    for name in NAMES:
+        row = f"saves_more_later/{name}"
+        yield Claim(
+            "figure B.2",
+            row,
+            f"{TITLES[name]}: with PowerSGD the compression that L-GreCo finds generally increases during training "
+            "(section B.3)",
+            _text(row, "saving on the last third of the snapshots for that on the first"),
+            _above_one(row, min),
+        )
+
+
+def _of_figure_4_5b() -> Iterator[Claim]:
+    yield Claim(
+        "figure 4.5b",
+        _LAST,
+        "L-GreCo compresses the largest and the last bucket the most (section 4.6.3)",
+        _buckets_text,
+        lambda rows: _ratio_above_one(
+            [savings[-1] for savings in _savings_by_bucket(rows)],
+            [max(savings[:-1]) for savings in _savings_by_bucket(rows)],
+        ),
+    )
+    yield Claim(
+        "figure 4.5b",
+        _LESS,
+        "in the last bucket L-GreCo sends less than k-means",
+        lambda rows: (
+            f"{fmean(_last_bucket(rows, 'lgreco')) / 1e3:.1f} kB against "
+            f"{fmean(_last_bucket(rows, 'kmeans')) / 1e3:.1f} kB, within the same error"
+        ),
+        lambda rows: _ratio_above_one(_last_bucket(rows, "kmeans"), _last_bucket(rows, "lgreco")),
+    )
+    yield Claim(
+        "figure B.1, replayed",
+        _SHIFTS,
+        "by priority the buckets that leave last are compressed more (section B.1)",
+        lambda rows: (
+            f"the later half of the buckets has {fmean(_later_shares(rows, 'lgreco')):.1%} of L-GreCo's bytes, "
+            f"{fmean(_later_shares(rows, 'priority')):.1%} by priority"
+        ),
+        lambda rows: _ratio_above_one(_later_shares(rows, "lgreco"), _later_shares(rows, "priority")),
     )

@@ -6,15 +6,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean, median
 
-import numpy as np
-
 from experiments.framework.claims import Claim, Rows, Rule
 from experiments.framework.methods import FP32
 from experiments.framework.paper import Paper, Part, command
 from experiments.framework.verdicts import (
     JUDGED,
     ONE_MEASUREMENT,
-    ONE_TRAINING,
     Judgement,
     all_hold,
     exceeds,
@@ -32,7 +29,7 @@ from experiments.papers.lgreco.tasks import Name
 from thinwire.compare.statistics import Estimate, estimate
 from thinwire.policies import LGreco
 
-# --- tables 4.1 to 4.3, figure B.2, section 4.4
+# --- tables 4.1 to 4.3, section 4.4
 
 _MOST_OVERHEAD = 0.01
 
@@ -102,48 +99,17 @@ def _control(name: Name) -> Claim:
     return Claim(TABLES[name], row, f"{TITLES[name]}, a control that must fail, {CONTROL}", text)
 
 
-def _rises(rows: Rows) -> Judgement:
-    grown = quality.growth(rows["gain_rises/cnn"]["plans"])
-    return exceeds(_beyond_one(grown)) if grown else ONE_TRAINING
-
-
 def _claims_of_quality() -> Iterator[Claim]:
     for name in NAMES:
         for family in FAMILIES:
             yield from _of_family(name, family)
         yield _control(name)
-    yield Claim(
-        "figure B.2",
-        "gain_rises/cnn",
-        "with PowerSGD the compression that L-GreCo finds generally increases during training (section B.3)",
-        lambda rows: (
-            "no plans"
-            if rows["gain_rises/cnn"]["value"] is None
-            else f"the last plans send {rows['gain_rises/cnn']['value']:.2f}x less than the first ones"
-        ),
-        _rises,
-    )
 
 
-# --- tables 3.8, 4.4 and 4.5, figures 3.8 and 4.5a
+# --- tables 3.8, 4.4 and 4.5: trainings
 
-_TRIED = unsound("one training, with a k-means and a Bayes that were not the thesis's")
-_TUNED = unsound("one training, with a threshold that was tuned until it sent as much")
 _THRESHOLD_LOSES = 0.003
 """Of accuracy, against L-GreCo, in the thesis."""
-
-
-def _times(rows: Rows, method: str, name: str = "gpt") -> float:
-    """How many times fewer bytes than uniform's a method sends."""
-    return rows[f"ratio/{name}/{method}"]["value"]
-
-
-def _listed(values: dict[str, float], digits: int = 2) -> str:
-    return ", ".join(f"{name} {value:.{digits}f}{'x' if digits == 2 else ''}" for name, value in values.items())
-
-
-def _others(rows: Rows, methods: Sequence[str]) -> dict[str, float]:
-    return {name: _times(rows, name) for name in methods}
 
 
 def _ratio(figure: str, name: Name, method: policies.Method) -> Claim:
@@ -157,48 +123,9 @@ def _ratio(figure: str, name: Name, method: policies.Method) -> Claim:
     )
 
 
-def _more_than(other: str, title: str) -> Claim:
-    """Of table 4.4."""
-
-    def value(rows: Rows) -> float:
-        return _times(rows, "lgreco", "cnn") / _times(rows, other, "cnn")
-
-    return Claim(
-        "table 4.4",
-        f"lgreco_over_{other}",
-        f"L-GreCo (6.7x) compresses more than {title}, relative to 2 %",
-        lambda rows: f"{_times(rows, 'lgreco', 'cnn'):.2f}x against {_times(rows, other, 'cnn'):.2f}x",
-        lambda rows: _TUNED if other == "threshold" else ONE_TRAINING,
-        value=value,
-        unit="x",
-    )
-
-
 def _claims_of_policies() -> Iterator[Claim]:
     for figure, (name, methods) in policies.TABLES.items():
         yield from (_ratio(figure, name, method) for method in methods(LGrecoScale()))
-    yield Claim(
-        "table 4.5",
-        "lgreco_accordion_most",
-        "L-GreCo + Accordion compresses more than either (36.9x against 23.5x and 23.9x)",
-        lambda rows: f"{_times(rows, 'both'):.2f}x uniform's ratio, {_listed(_others(rows, ('lgreco', 'accordion')))}",
-        lambda rows: ONE_TRAINING,
-        value=lambda rows: _times(rows, "both"),
-        unit="x",
-    )
-    row = "lgreco_is_stable"
-    yield Claim(
-        "figure 4.5a",
-        row,
-        "the ratio that L-GreCo finds is relatively stable: it needs no frequent re-adjustment (section 4.6.1)",
-        lambda rows, row=row: (
-            f"over {len(rows[row]['gains'])} decisions it varies by {policies.variation(rows[row]['gains']):.1%} of "
-            "its mean (standard deviation)"
-        ),
-        lambda rows: ONE_TRAINING,
-    )
-    yield _more_than("threshold", "Rethink-GS (5.7x)")
-    yield _more_than("accordion", "Accordion (3.5x)")
     row = "lgreco_no_worse_than_threshold"
     yield Claim(
         "table 4.4",
@@ -365,38 +292,7 @@ def _claims_of_speed() -> Iterator[Claim]:
     )
 
 
-# --- figures 4.5b, B.1 and B.6b, section 4.6.5
-
-_BY_BUCKET, _SHIFTS = "largest_and_last_compressed_most", "priority_shifts"
-
-
-def _kilobytes(values: Sequence[float]) -> str:
-    return " / ".join(f"{value / 1e3:.1f}" for value in values)
-
-
-def _most_compressed(rows: Rows) -> str:
-    by_method = rows[_BY_BUCKET]["bytes_per_bucket"]
-    shown = {name: _kilobytes(values) for name, values in by_method.items()}
-    largest, count = int(np.argmax(by_method["uniform"])) + 1, len(by_method["uniform"])
-    return (
-        f"kB by bucket as they leave: uniform {shown['uniform']}, L-GreCo {shown['lgreco']}, "
-        f"k-means {shown['kmeans']}; the largest is number {largest} of {count}"
-    )
-
-
-def _last(rows: Rows) -> tuple[float, float]:
-    """Bytes of the last bucket by L-GreCo, and by k-means."""
-    by_method = rows[_BY_BUCKET]["bytes_per_bucket"]
-    return by_method["lgreco"][-1], by_method["kmeans"][-1]
-
-
-def _shifted(rows: Rows) -> str:
-    by_method = rows[_SHIFTS]["bytes_per_bucket"]
-    share = {name: buckets.later_share(values) for name, values in by_method.items()}
-    return (
-        f"kB by bucket: L-GreCo {_kilobytes(by_method['lgreco'])}, by priority {_kilobytes(by_method['priority'])}; "
-        f"the later half has {share['lgreco']:.1%} of the bytes against {share['priority']:.1%}"
-    )
+# --- figures B.1 and B.6b, section 4.6.5
 
 
 def _slower_by_priority(rows: Rows) -> str:
@@ -409,29 +305,6 @@ def _slower_by_priority(rows: Rows) -> str:
 
 
 def _claims_of_buckets() -> Iterator[Claim]:
-    yield Claim(
-        "figure 4.5b",
-        _BY_BUCKET,
-        "L-GreCo compresses the largest and the last bucket the most (section 4.6.3)",
-        _most_compressed,
-        lambda rows: unsound("one training, and the largest bucket is the last"),
-    )
-    yield Claim(
-        "figure 4.5b",
-        "last_bucket_over_kmeans",
-        "in the last bucket L-GreCo sends less than k-means",
-        lambda rows: f"{_last(rows)[0] / 1e3:.1f} kB against {_last(rows)[1] / 1e3:.1f} kB",
-        lambda rows: _TRIED,
-        value=lambda rows: _last(rows)[1] / _last(rows)[0],
-        unit="x",
-    )
-    yield Claim(
-        "figure B.1",
-        _SHIFTS,
-        "by priority the buckets that leave last are compressed more (section B.1)",
-        _shifted,
-        lambda rows: ONE_TRAINING,
-    )
     yield Claim(
         "figure B.1",
         "priority_slower",
@@ -498,7 +371,7 @@ PAPER = Paper(
         "ranks": Part("figure 4.2: ranks", speed.figure_4_2, speed.rank_steps, 0.045, 20.0),
         "buckets": Part("figures 4.5b, B.1: buckets", buckets.buckets, buckets.steps, 0.045, 20.0),
         "laboratory": Part(
-            "tables 3.8, 4.5: policies on recorded gradients", laboratory.laboratory, laboratory.steps, 0.04, 90.0
+            "tables 3.8, 4.4, 4.5: policies on recorded gradients", laboratory.laboratory, laboratory.steps, 0.04, 90.0
         ),
         "metric": Part("figure B.6a: the loss as a metric", correlation.metric, correlation.steps, 0.025, 2.0),
     },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, pstdev
+from statistics import fmean
 
 from experiments.framework.claims import Row
 from experiments.papers.lgreco import methods
@@ -140,21 +140,14 @@ def policies(study: LGrecoStudy) -> list[Row]:
         for name, rows in chosen.items()
     }
     error, saved = ({name: fmean(curve[key]) for name, curve in curves.items()} for key in ("error", "gain"))
-    stable = [gain for run in trained["table 4.5"]["lgreco"] for gain in plan_gains(run.plans)]
     densities = trained["table 4.4"]
     beside = lost(densities["lgreco"], densities["threshold"], scale.margin)
     return [
         *made,
         Row("figure 3.8a", "kmeans_errs_least", error["kmeans"], "", {"mean": error, "curves": curves}),
         Row("figure 3.8b", "lgreco_compresses_most", saved["lgreco"], "x", {"mean": saved}),
-        Row("figure 4.5a", "lgreco_is_stable", variation(stable), "", {"gains": stable}),
         Row("table 4.4", "lgreco_no_worse_than_threshold", beside["lost"], "", beside),
     ]
-
-
-def variation(gains: Sequence[float]) -> float:
-    """Standard deviation over the mean."""
-    return pstdev(gains) / fmean(gains) if gains else float("nan")
 
 
 def choices(study: LGrecoStudy) -> dict[str, list[Chosen]]:

@@ -37,9 +37,6 @@ def quality(study: LGrecoStudy) -> list[Row]:
     _draw(study, {f"{row.figure}/{row.name}": row for row in rows})
     adapted = side_named(comparisons["cnn"], POWERSGD.adapted("cnn", study.scale.every("cnn")))
     _draw_b2(study, adapted)
-    grown = growth([run.plans for run in adapted.runs])
-    value = fmean(grown) if grown else float("nan")
-    rows.append(Row("figure B.2", "gain_rises/cnn", value, "x", {"plans": [run.plans for run in adapted.runs]}))
     return rows
 
 
@@ -107,16 +104,6 @@ def shares(run: Run, window: int) -> dict[str, float]:
         "solving": median(plan["solve_s"] for plan in run.plans) / whole,
         "summing": summing_s / whole,
     }
-
-
-def growth(plans: Sequence[Sequence[Mapping[str, Any]]]) -> list[float]:
-    """By seed, how many times the mean gain of the first third of decisions that of the last is."""
-    ratios = []
-    for run in filter(None, plans):
-        values = plan_gains(run)
-        third = max(1, len(values) // 3)
-        ratios.append(fmean(values[-third:]) / fmean(values[:third]))
-    return ratios
 
 
 def plan_gains(plans: Sequence[Mapping[str, Any]]) -> list[float]:
