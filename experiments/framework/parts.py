@@ -67,7 +67,8 @@ def write_again(
     rows = record(findings, "", {}, prefix="").results
     old = {row["name"]: row for row in before["results"]}
     for row in rows:
-        then = old[row["name"]]
+        # A claim that is new makes its value of rows that were measured.
+        then = old.get(row["name"], {})
         first = then.get("judged_before") or {key: then.get(key) for key in ("claim", "holds")}
         if first["claim"] and (not row["claim"] or row["holds"] is not first["holds"]):
             row["judged_before"] = first

@@ -13,6 +13,7 @@ import torch
 
 import thinwire
 from experiments.__main__ import main as experiments_main
+from experiments.framework.claims import Row, judge
 from experiments.papers.lgreco import buckets, methods, policies, quality, speed
 from experiments.papers.lgreco.judging import bytes_from, first_plan, gains, kept, lost
 from experiments.papers.lgreco.methods import FAMILIES, TOPK
@@ -206,3 +207,32 @@ def test_times_of_buckets_are_fitted_by_their_bytes() -> None:
     assert per_byte == pytest.approx(costs, rel=1e-3)
     assert quality == pytest.approx(1)
     assert buckets.fitted(syncs[:6])[0] is None
+
+
+# --- table 3.3
+
+
+def _overheads(**shares: tuple[float, float]) -> dict[str, bool | None]:
+    """Verdicts where a step in which nothing is sent takes a second."""
+    rows = [
+        Row(
+            "figure B.3",
+            f"profile/{rate}",
+            0.0,
+            "",
+            {
+                "stages_s": {family: {"encode_s": by_link[at], "wire_s": 9.0} for family, by_link in shares.items()},
+                "step_s": {"nothing": 1.0, "fp32": 1.0, "powersgd": 1.0},
+            },
+        )
+        for at, rate in enumerate(("100mbit", "1gbit"))
+    ]
+    return {
+        row.name: row.holds for row in judge(PAPER.claims, rows, emulated=False) if row.name.startswith("overhead/")
+    }
+
+
+def test_an_overhead_is_that_of_compressing_and_not_of_the_wire() -> None:
+    pytest.importorskip("scipy")
+    found = _overheads(bits=(0.27, 0.28), topk=(0.05, 0.051), powersgd=(0.2, 0.21))
+    assert found == {"overhead/bits": False, "overhead/topk": True, "overhead/powersgd": None}
