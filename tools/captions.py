@@ -84,6 +84,9 @@ CAPTIONS: dict[str, dict[str, Caption]] = {
         "lgreco-4.5b-B.1-B.6b": Caption(
             "Figures 4.5b, B.1 and B.6b: what each bucket sends by policy, and what a byte of it costs in time"
         ),
+        "lgreco-equal-bytes": Caption(
+            "L-GreCo and uniform compression at equal bytes: held-out loss beyond that of fp32", "The GPT at equal"
+        ),
         "lgreco-B.2": Caption("Figure B.2: ratio to uniform during training, L-GreCo with PowerSGD, three seeds"),
         "lgreco-B.3": Caption("Figure B.3: parts of a step's time under PowerSGD, over two links"),
         "lgreco-B.6a": Caption("Figure B.6a: loss beyond the uncompressed one against the squared compression error"),

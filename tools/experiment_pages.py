@@ -10,6 +10,8 @@ from typing import Any
 from captions import CAPTIONS
 from figures import BENCHMARKS, Figures, bullets, claims, picture, pictures, table
 
+from experiments.framework.claims import estimated
+from experiments.framework.findings import share
 from experiments.framework.verdicts import JUDGED
 from thinwire.lab.units import format_rate, parse_rate
 
@@ -237,6 +239,27 @@ def _lgreco_policies(measured: Measured) -> Iterator[str]:
             lost = "diverged" if row["lost"] is None else f"{100 * row['lost']:+.2f} {unit}"
             rows.append([row["title"], f"{row['value']:.2f}x", "" if theirs is None else f"{theirs:.2f}x", lost])
         yield from _titled(title, ["", "bytes, times fewer than uniform", "in the thesis", "lost to fp32"], rows)
+
+
+def _lgreco_equal(measured: Measured) -> Iterator[str]:
+    """Quality at equal bytes, with the rows that say what the task can show."""
+    rows = []
+    for row in measured.under("equal bytes/lost/"):
+        name, _, kind = row["name"].removeprefix("equal bytes/lost/").partition("/")
+        title = EQUAL_KINDS[kind or name].format(spec=row["spec"].partition(" with ")[0])
+        rows.append([title, f"{row['sent'] / 1e3:,.1f}", share(estimated(row, "lost"))])
+    title = "The GPT at equal bytes, held-out loss beyond fp32's (bounds of 95 % each)"
+    yield from _titled(title, ["", "kB a step, rank 0", "beyond fp32"], rows)
+
+
+EQUAL_KINDS = {
+    "control": "control: `{spec}`",
+    "alone": "alone: nothing sent",
+    "uniform": "`{spec}`",
+    "lgreco": "`{spec}`, L-GreCo at these bytes",
+    "half": "`{spec}`, the graded control",
+}
+"""Rows of the table at equal bytes."""
 
 
 def _lgreco_throughput(measured: Measured) -> Iterator[str]:
@@ -531,7 +554,7 @@ def _stack_others(measured: Measured) -> Iterator[str]:
 TABLES: dict[str, tuple[Callable[[Measured], Iterator[str]], ...]] = {
     "cgx": (_cgx_throughput, _cgx_links),
     "intsgd": (_intsgd,),
-    "lgreco": (_lgreco_quality, _lgreco_policies, _lgreco_throughput),
+    "lgreco": (_lgreco_quality, _lgreco_policies, _lgreco_equal, _lgreco_throughput),
     "qsdp": (_qsdp_recovery, _qsdp_grid, _qsdp_rounding, _qsdp_lgreco, _qsdp_learned, _qsdp_step_times, _qsdp_ratios),
     "aqsgd": (_aqsgd_losses, _aqsgd_throughput, _aqsgd_breakdown, _aqsgd_links, _aqsgd_completions),
     "fullstack": (_stack_losses, _stack_throughput, _stack_optimizers, _stack_others),

@@ -14,7 +14,7 @@ import torch
 import thinwire
 from experiments.__main__ import main as experiments_main
 from experiments.framework.claims import Row, judge
-from experiments.papers.lgreco import buckets, methods, policies, quality, speed
+from experiments.papers.lgreco import buckets, equal_bytes, methods, policies, quality, speed
 from experiments.papers.lgreco.judging import bytes_from, first_plan, gains, kept, lost
 from experiments.papers.lgreco.methods import FAMILIES, TOPK
 from experiments.papers.lgreco.paper import PAPER
@@ -25,7 +25,7 @@ from thinwire.compare.report import Run
 from thinwire.compare.variants import Variant
 from thinwire.policies import LGreco, Sync, parse_policy
 
-PICTURES = ("4.2-4.3", "B.2", "3.7", "3.8", "4.5a", "4.3-4.4", "B.3", "4.2", "4.5b-B.1-B.6b", "B.6a")
+PICTURES = ("4.2-4.3", "B.2", "3.7", "3.8", "4.5a", "4.3-4.4", "B.3", "4.2", "4.5b-B.1-B.6b", "B.6a", "equal-bytes")
 
 # --- the command
 
@@ -207,6 +207,38 @@ def test_times_of_buckets_are_fitted_by_their_bytes() -> None:
     assert per_byte == pytest.approx(costs, rel=1e-3)
     assert quality == pytest.approx(1)
     assert buckets.fitted(syncs[:6])[0] is None
+
+
+# --- equal bytes
+
+
+def _equal(by_seed: list[float], half: float = 0.02, alone: float = 0.1, fewer: float = 1.0) -> tuple[bool | None, str]:
+    name = equal_bytes.PAIRS[0].name
+    spread = [-0.001, 0.0, 0.001]
+    data = {
+        "by_seed": by_seed,
+        "half_loses": [half + x for x in spread],
+        "alone_loses": [alone + x for x in spread],
+        "fewer_bytes": [fewer] * 3,
+    }
+    kinds = [
+        Row(equal_bytes.FIGURE, f"lost/{name}/{kind}", 0.0, "", {"lost": [0.0] * 3}) for kind in ("uniform", "lgreco")
+    ]
+    rows = [*kinds, Row(equal_bytes.FIGURE, f"lower_loss/{name}", 0.0, "", data)]
+    (found,) = (found for found in judge(equal_bytes.claims(), rows, emulated=False) if found.claim)
+    return found.holds, found.why
+
+
+def test_at_equal_bytes_a_verdict_takes_equal_bytes_and_a_training_that_tells_half_of_them() -> None:
+    pytest.importorskip("scipy")
+    better, worse, unclear = [0.01, 0.011, 0.012], [-0.01, -0.011, -0.012], [-0.02, 0.0, 0.03]
+    assert _equal(better)[0] is True
+    assert _equal(worse)[0] is False
+    assert _equal(unclear)[0] is None
+    assert _equal(better, fewer=1.1)[0] is True
+    assert _equal(better, fewer=0.9) == (None, "L-GreCo sent more than uniform compression")
+    assert _equal(better, half=0.0)[0] is None
+    assert _equal(better, alone=0.0) == (None, "uniform compression is not shown to be better than sending nothing")
 
 
 # --- table 3.3

@@ -19,7 +19,7 @@ from experiments.framework.verdicts import (
     if_seen,
     unsound,
 )
-from experiments.papers.lgreco import buckets, correlation, laboratory, policies, quality, speed
+from experiments.papers.lgreco import buckets, correlation, equal_bytes, laboratory, policies, quality, speed
 from experiments.papers.lgreco.judging import kept, shown
 from experiments.papers.lgreco.methods import BITS, FAMILIES, POWERSGD, RANK, Family
 from experiments.papers.lgreco.quality import TABLES
@@ -414,6 +414,7 @@ PAPER = Paper(
         "laboratory": Part(
             "tables 3.8, 4.4, 4.5: policies on recorded gradients", laboratory.laboratory, laboratory.steps, 0.04, 90.0
         ),
+        "equal": Part("L-GreCo at uniform's bytes", equal_bytes.equal_bytes, equal_bytes.steps, 0.05, 10.0),
         "metric": Part("figure B.6a: the loss as a metric", correlation.metric, correlation.steps, 0.025, 2.0),
     },
     (
@@ -422,6 +423,7 @@ PAPER = Paper(
         *_claims_of_speed(),
         *_claims_of_buckets(),
         *laboratory.claims(),
+        *equal_bytes.claims(),
         Claim(
             "figure B.6a",
             "correlation",
