@@ -1,4 +1,4 @@
-"""Local updates among workers that come and go, with torchft (pip install torchft_nightly).
+"""Local updates among workers that come and go, with torchft (pip install torchft).
 
 Start a lighthouse on one machine, and a worker on each:
 
@@ -12,6 +12,7 @@ begins with the others' shared weights, and at their step.
 from __future__ import annotations
 
 import argparse
+import socket
 import time
 import zlib
 from datetime import timedelta
@@ -35,8 +36,10 @@ def main() -> None:
     args = parser.parse_args()
     timeout = timedelta(seconds=args.timeout)
 
-    # The ranks of one worker meet in a store. Here every worker is a single process.
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    # The ranks of one worker meet in a store, here a single one. Workers meet in the store of one of them, so that its
+    # address has to be one for all.
+    host = socket.gethostname()
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
     group = ProcessGroupGloo(timeout=timeout)
     manager = Manager(
         pg=group,
@@ -48,7 +51,7 @@ def main() -> None:
         quorum_timeout=timedelta(minutes=10),  # longer than the time between two exchanges
         rank=0,
         world_size=1,
-        store_addr="localhost",
+        store_addr=host,
         store_port=store.port,
         lighthouse_addr=args.lighthouse,
     )

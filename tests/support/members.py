@@ -27,7 +27,7 @@ class Lighthouse:
         self._formed: dict[str, tuple[int, int, int]] = {}
         self._id = 0
         self._condition = threading.Condition()
-        self.store = dist.HashStore()
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def remove(self, name: str) -> None:
         with self._condition:
@@ -74,6 +74,18 @@ class Group:
         assert self.inner is not None
         return self.inner
 
+    def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int) -> None:
+        place, prefix = store_addr.split("/", 1)
+        host, port = place.split(":")
+        timeout = timedelta(seconds=TIMEOUT_S)
+        meeting = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+        store = dist.PrefixStore(prefix, meeting)
+        group = dist.ProcessGroup(store, rank, world_size)
+        gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        self.inner = group
+
     def abort(self) -> None:
         self.inner = None
 
@@ -114,14 +126,13 @@ class Manager:
     def start_quorum(self) -> None:
         self.error = None
         number, rank, size = self.lighthouse.quorum(self)
-        store = dist.PrefixStore(f"quorum{number}", self.lighthouse.store)
-        group = dist.ProcessGroup(store, rank, size)
-        gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=TIMEOUT_S))
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        self.group.inner = group
+        try:
+            self.group.configure(f"127.0.0.1:{self.lighthouse.store.port}/quorum{number}", self.name, rank, size)
+        except Exception as error:  # noqa: BLE001 - whatever it is, torchft reports it
+            self.error = error
+            return
         if self.exchanges in self.break_after:
-            self.group.inner = Breaking(group, self.break_after.pop(self.exchanges))
+            self.group.inner = Breaking(self.group.parent, self.break_after.pop(self.exchanges))
         if self.received is not None:
             state, self.exchanges = self.received
             self.load(state)

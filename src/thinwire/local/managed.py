@@ -28,6 +28,8 @@ from thinwire.runtime.checkpoint import check_sealed, sealed
 from thinwire.runtime.consistency import signed_checksum
 
 _ATTEMPTS = 3
+_MOST_ATTEMPTS = 12
+"""With those that failed because of another worker, which ends after its own three."""
 
 
 class ManagedDiLoCo:
@@ -58,7 +60,8 @@ class ManagedDiLoCo:
         ValueError: an argument is outside its range, or the optimizer lacks a parameter.
         TypeError: the parameters are not floating point, or ``group`` is not torchft's.
         DisagreementError: workers gave different arguments.
-        CommunicationError: this worker cannot join the others; three attempts have failed.
+        CommunicationError: this worker cannot join the others: three attempts have failed, beside those that failed
+            because nobody can connect to another one.
     """
 
     def __init__(
@@ -117,11 +120,14 @@ class ManagedDiLoCo:
 
     def _join(self) -> None:
         """Take the others' shared weights, in an exchange to which this worker has nothing to add."""
-        for _ in range(_ATTEMPTS):
+        failed = own = 0
+        while own < _ATTEMPTS and failed < _MOST_ATTEMPTS:
             if self._exchange():
                 return
+            failed += 1
+            own += not self.members.excused
         raise CommunicationError(
-            f"this worker could not join the others in {_ATTEMPTS} attempts; the last one: {self.members.failure}. "
+            f"this worker could not join the others in {failed} attempts; the last one: {self.members.failure}. "
             "Workers have to be able to connect to each other in both directions: none may be behind NAT, or behind a "
             "firewall that only lets connections out"
         )

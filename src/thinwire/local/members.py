@@ -21,6 +21,7 @@ from torch import Tensor
 
 from thinwire.collectives import CommunicationError, ProcessGroupTransport
 from thinwire.compat import group_timeout
+from thinwire.local.reach import Unreachable, check_connections
 from thinwire.runtime import DisagreementError, Wire
 from thinwire.runtime.consistency import exchange_texts
 
@@ -47,6 +48,9 @@ class Group(Protocol):
 
     @property
     def parent(self) -> dist.ProcessGroup: ...
+    def configure(
+        self, store_addr: str, replica_id: str, rank: int, world_size: int, *more: Any, **named: Any
+    ) -> None: ...
     def abort(self) -> None: ...
 
 
@@ -84,6 +88,11 @@ class Members:
         """Exchanges that this worker could not complete."""
         self.failure = ""
         """Why the last of them failed."""
+        self.excused = False
+        """Whether another worker is why, to which nobody can connect."""
+        # The manager calls it for every quorum. What it raises there fails the exchange, as gloo's errors do.
+        self._configure = group.configure
+        group.configure = self._check_and_configure  # pyright: ignore[reportAttributeAccessIssue]
         manager.register_state_dict_fn("thinwire", load, save)
 
     @property
@@ -103,8 +112,24 @@ class Members:
         Raises:
             Exception: torchft's lighthouse does not answer, or not enough workers are there in time.
         """
+        self.excused = False
         self._manager.start_quorum()
         self._manager.wait_quorum()
+
+    def _check_and_configure(
+        self, store_addr: str, replica_id: str, rank: int, world_size: int, *more: Any, **named: Any
+    ) -> None:
+        """What ``configure`` of the group does, once all its workers have connected to each other both ways.
+
+        gloo connects each pair one way only, and waits for all of its timeout where it cannot.
+        """
+        if world_size > 1:
+            try:
+                check_connections(store_addr, rank, world_size)
+            except Unreachable as error:
+                self.excused = error.excused
+                raise
+        self._configure(store_addr, replica_id, rank, world_size, *more, **named)
 
     def meet(self, work: int, shared: int) -> tuple[float, int]:
         """Compare notes with the workers of the quorum, over a new Wire if they are others than before.
@@ -121,7 +146,8 @@ class Members:
             DisagreementError: workers have other arguments or other shared weights.
         """
         if (error := self._manager.errored()) is not None:
-            raise CommunicationError(f"torchft could not join the workers: {error}")
+            reason = str(error).split("\n", 1)[0]  # a traceback follows
+            raise CommunicationError(f"torchft could not join the workers: {reason}")
         if self._group.parent is not self._inner:
             self._connect(self._group.parent)
         assert self._transport is not None
