@@ -1,10 +1,12 @@
-"""Run one of torchft's own tests of local SGD with all-reduces that thinwire compresses: ``torchft_own.py TEST BITS``.
+"""Run torchft's own tests of local SGD with all-reduces that thinwire compresses: ``torchft_own.py PREFIX BITS``.
 
-In a process of its own, because these tests initialise the default process group. Counts are printed.
+All variants whose names begin with ``PREFIX``, in a process of their own, because these tests initialise the default
+process group. A line for each says how it ended and what it sent.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import unittest
 from datetime import timedelta
@@ -61,8 +63,13 @@ class Compressed(own.ProcessGroupGloo):
 
 
 own.ProcessGroupGloo = diloco_trainer.ProcessGroupGloo = Compressed
-result = unittest.TextTestRunner(stream=sys.stdout).run(own.LocalSGDIntegTest(sys.argv[1]))
-assert result.testsRun == 1
-sys.stdout.write(f"counted {counts}\n")
-sys.stdout.flush()
-sys.exit(not result.wasSuccessful())
+names = [name for name in unittest.TestLoader().getTestCaseNames(own.LocalSGDIntegTest) if name.startswith(sys.argv[1])]
+failed = False
+for name in names:
+    counts.update(dict.fromkeys(counts, 0))
+    result = unittest.TextTestRunner(stream=sys.stdout).run(own.LocalSGDIntegTest(name))
+    passed = result.wasSuccessful() and not result.skipped
+    failed |= not passed
+    sys.stdout.write(f"{'passed' if passed else 'failed'} {name} {json.dumps(counts)}\n")
+    sys.stdout.flush()
+sys.exit(failed)
