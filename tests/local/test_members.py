@@ -117,6 +117,21 @@ def test_a_worker_leaves_and_another_joins(compressor: str) -> None:
     assert torch.isfinite(a.anchor()).all()
 
 
+def test_a_worker_whose_first_exchange_fails_counts_the_others_steps() -> None:
+    """It has the shared state from then on, and the others have trained further when it joins."""
+    lighthouse = Lighthouse("a", "b")
+    a, b, c = (Worker(lighthouse, name) for name in "abc")
+    _together(a.begin, b.begin)
+    _until(5, a, b)
+    lighthouse.add("c")
+    c.manager.break_after[0] = 0
+    _together(lambda: a.train(15), lambda: b.train(15), c.begin)
+    assert c.local.members.failed == 1
+    assert c.local.steps == 15
+    _until(20, a, b, c)
+    _assert_same(a, b, c)
+
+
 def test_a_joining_worker_has_no_say_before_it_has_trained() -> None:
     """The exchange in which it joins moves the shared weights as if it were not there."""
 

@@ -220,7 +220,7 @@ class ManagedDiLoCo:
         try:
             work = self._work if self.weighted else int(self._work > 0)
             shared = signed_checksum(fragment.anchor.cpu()) ^ signed_checksum(fragment.momentum.cpu())
-            share, number = self.members.meet(work, shared)
+            share, number, self._steps = self.members.meet(work, shared, self._steps)
             fragment.mean.mul_(share)
             self.wire.begin_step()
             self._unsettled = number, weights, self._work

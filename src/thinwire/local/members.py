@@ -131,15 +131,17 @@ class Members:
                 raise
         self._configure(store_addr, replica_id, rank, world_size, *more, **named)
 
-    def meet(self, work: int, shared: int) -> tuple[float, int]:
+    def meet(self, work: int, shared: int, steps: int) -> tuple[float, int, int]:
         """Compare notes with the workers of the quorum, over a new Wire if they are others than before.
 
         Args:
             work: how much this worker has trained since its last exchange: steps, or tokens.
             shared: a checksum of the shared state, which all must hold alike.
+            steps: how many steps this worker counts. One that has joined in an exchange that failed counts fewer.
 
         Returns:
-            This worker's weight in the mean, 1 on average; and a number for the exchange, by which it is known later.
+            This worker's weight in the mean, 1 on average; a number for the exchange, by which it is known later; and
+            the steps of the worker that counts most.
 
         Raises:
             CommunicationError: a worker is gone or silent.
@@ -153,8 +155,8 @@ class Members:
         assert self._transport is not None
         if not self._manager.is_participating():
             work = 0
-        record = torch.tensor([work, secrets.randbits(_NONCE_BITS), shared])
-        works, nonces, sums = (column.tolist() for column in self._transport.all_gather(record).unbind(1))
+        record = torch.tensor([work, secrets.randbits(_NONCE_BITS), shared, steps])
+        works, nonces, sums, counts = (column.tolist() for column in self._transport.all_gather(record).unbind(1))
         if differing := [name for name, value in zip(self._names, sums, strict=True) if value != sums[0]]:
             raise DisagreementError(
                 f"workers do not hold the same shared weights: {', '.join(differing)} differ from {self._names[0]}. "
@@ -163,7 +165,7 @@ class Members:
         number = 0
         for nonce in nonces:
             number ^= nonce
-        return (work * len(works) / sum(works) if any(works) else 1.0), number
+        return (work * len(works) / sum(works) if any(works) else 1.0), number, max(counts)
 
     def _connect(self, inner: dist.ProcessGroup) -> None:
         """Meet over a new process group: a new Wire, with the residual that this worker has."""
