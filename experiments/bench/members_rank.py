@@ -1,6 +1,7 @@
 """One rank of ``python -m experiments bench members``, inside a lab: rank 0 is what workers meet at, the others train.
 
-Every worker appends a line of JSON to a file of its own in ``folder`` after each exchange, or each checkpoint.
+Every worker appends a line of JSON to a file of its own in ``folder`` after each exchange, or each checkpoint, and one
+of them saves the weights now and then. They are evaluated when the run is over.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -45,16 +47,19 @@ class Worker:
         self.folder = Path(self.config["folder"])
         self.life = len(list(self.folder.glob(f"worker{self.rank}.*.jsonl")))
         self.task = GPTTask.from_json(self.config["task"])
-        self.model = self.task.build(seed=0)
+        self.model = self.task.build(self.config["seed"])
         self.optimizer = self.task.optimizer(self.model)
         self.tokens = self.task.batch * self.task.model.context
+        self.seconds = {"starting": 0.0, "joining": 0.0, "waiting_for_a_core": 0.0, "exchanging": 0.0}
+        """What its time was spent on since the last note, beside steps of ``step_s``."""
         self._notes = (self.folder / f"worker{self.rank}.{self.life}.jsonl").open("w", buffering=1)
         self._batches = self._endless_batches()
 
     def _endless_batches(self) -> Iterator[Any]:
         """Batches that no other worker has, nor this one in its former lives."""
         for draw in range(1000):
-            yield from self.task.batches(1000 * self.life + draw, self.rank - 1, self.config["workers"])
+            number = 1_000_000 * self.config["seed"] + 1000 * self.life + draw
+            yield from self.task.batches(number, self.rank - 1, self.config["workers"])
 
     def train_step(self, step: int, model: nn.Module) -> None:
         started = time.monotonic()
@@ -64,17 +69,23 @@ class Worker:
         self.task.loss(model, next(self._batches)).backward()
         self.optimizer.step()
         time.sleep(max(0.0, self.config["step_s"] - (time.monotonic() - started)))
+        self.seconds["waiting_for_a_core"] += time.monotonic() - started - self.config["step_s"]
 
-    def note(self, step: int, kept: int, *, evaluate: bool, **more: Any) -> None:
+    def note(self, step: int, kept: int, *, save: bool, **more: Any) -> None:
         """Record tokens that are in a state which outlives this worker, and what that state is."""
         weights = torch.cat([p.detach().flatten() for p in self.model.parameters()])
         line = {"step": step, "kept": kept, "weights": f"{zlib.crc32(weights.numpy().tobytes()):08x}", **more}
-        if evaluate:
-            with torch.no_grad():
-                total, count = self.task.evaluate(self.model, 0, 1, probe=True)
-            line["loss"] = total / count
-        self._notes.write(json.dumps(line) + "\n")
+        if save:
+            torch.save(weights, self.folder / f"{line['weights']}.pt")
+        self._notes.write(json.dumps({**line, "seconds": self.seconds}) + "\n")
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
         sys.stdout.write(f"kept {kept} tokens\n")
+
+
+def seconds_of_this_process() -> float:
+    """How long ago the kernel made this process: the start of Python and its imports are in it."""
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 def managed(config: dict[str, Any]) -> None:
@@ -82,7 +93,8 @@ def managed(config: dict[str, Any]) -> None:
     from torchft import Manager, ProcessGroupGloo  # pyright: ignore[reportMissingImports]
 
     worker = Worker(config, int(os.environ["RANK"]))
-    store = dist.TCPStore("localhost", 0, wait_for_workers=False, is_master=True)  # pyright: ignore[reportPrivateImportUsage]
+    host = socket.gethostname()
+    store = dist.TCPStore(host, 0, wait_for_workers=False, is_master=True)  # pyright: ignore[reportPrivateImportUsage]
     group = ProcessGroupGloo(timeout=timedelta(seconds=20))
     manager = Manager(
         pg=group,
@@ -94,11 +106,13 @@ def managed(config: dict[str, Any]) -> None:
         quorum_timeout=timedelta(minutes=5),
         rank=0,
         world_size=1,
-        store_addr="localhost",
+        store_addr=host,
         store_port=store.port,
         lighthouse_addr=f"http://{os.environ['MASTER_ADDR']}:{LIGHTHOUSE_PORT}",
     )
     every = config["every"]
+    worker.seconds["starting"] = seconds_of_this_process()
+    began = time.monotonic()
     local = thinwire.local.ManagedDiLoCo(
         worker.model,
         worker.optimizer,
@@ -107,20 +121,23 @@ def managed(config: dict[str, Any]) -> None:
         every=every,
         weighted=True,
         outer=thinwire.local.Nesterov(1.0, 0.0),
+        seed=config["seed"],
     )
+    worker.seconds["joining"] = time.monotonic() - began
     since = 0
     while True:
         worker.train_step(local.steps, worker.model)
         since += worker.tokens
-        exchanges = manager.current_step()
+        exchanges, began = manager.current_step(), time.monotonic()
         local.step(tokens=worker.tokens)
+        worker.seconds["exchanging"] += time.monotonic() - began
         if manager.current_step() > exchanges:
             names = local.members.names
-            first = f"(process {os.getpid()} " in names[0]
-            worker.note(local.steps, since, evaluate=first, workers=len(names), failed=local.members.failed)
+            save = local.steps % config["save_every"] == 0 and f"(process {os.getpid()} " in names[0]
+            worker.note(local.steps, since, save=save, workers=len(names), failed=local.members.failed)
             since = 0
         elif local.steps % every == 0:
-            worker.note(local.steps, 0, evaluate=False, workers=0, failed=local.members.failed)
+            worker.note(local.steps, 0, save=False, workers=0, failed=local.members.failed)
 
 
 def synchronous(config: dict[str, Any]) -> None:
@@ -141,13 +158,13 @@ def synchronous(config: dict[str, Any]) -> None:
     while True:
         worker.train_step(step, model)
         step += 1
-        if step % config["every"] == 0:
+        if step % config["save_every"] == 0:
             gathered = wire.gather_state_dict()
             if dist.get_rank() == 0:
                 state = {"model": worker.model.state_dict(), "optimizer": worker.optimizer.state_dict()}
                 torch.save({**state, "wire": gathered, "step": step}, path.with_suffix(".part"))
                 path.with_suffix(".part").replace(path)
-            worker.note(step, config["every"] * worker.tokens, evaluate=dist.get_rank() == 0)
+            worker.note(step, config["save_every"] * worker.tokens, save=dist.get_rank() == 0)
 
 
 def meeting_place(config: dict[str, Any]) -> None:
