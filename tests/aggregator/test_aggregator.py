@@ -81,6 +81,34 @@ def test_extremes_fit_and_what_does_not_is_an_error_for_all() -> None:
         works(aggregator.address)
 
 
+@pytest.mark.parametrize(("num_ranks", "limit"), [(1, 1), (2, 1), (3, 7), (5, 1), (2, 63), (1, 127)])
+def test_packed_sums_are_exact_and_as_wide_as_their_bounds(num_ranks: int, limit: int) -> None:
+    numels = [1, 63, 128, 129, 1000, 0]
+    with serving(slots=4, slot_elements=200) as (aggregator, _), Recorder(aggregator.address) as recorder:
+        ranks = clients(recorder.address, num_ranks)
+        for numel in numels:
+            generator = torch.Generator().manual_seed(numel)
+            xs = [torch.randint(-limit, limit + 1, (numel,), generator=generator).to(torch.int8) for _ in ranks]
+            for x in xs:
+                x[:1] = limit
+            wanted = torch.stack(xs).sum(0).to(torch.int8)
+            together(
+                [lambda c=c, x=x: c.start_all_reduce(x, limit=limit).wait() for c, x in zip(ranks, xs, strict=True)]
+            )
+            assert all(torch.equal(x, wanted) for x in xs)
+        sent, received = (
+            sum(ranks[0].wire_bytes(numel, 1, most) for numel in numels) for most in (limit, limit * num_ranks)
+        )
+        for client in ranks:
+            client.close()
+        wait_until(lambda: aggregator.num_workers == 0)
+        wait_until(lambda: all(len(up) == GREETING.size + PROOF_BYTES + sent + HEADER.size for up in recorder.up))
+    assert {len(down) for down in recorder.down} == {HELLO.size + HEADER.size + received}
+    groups, chunks = 1 + 1 + 1 + 2 + 5 * 2, 1 + 1 + 1 + 1 + 5
+    assert sent == 16 * (2 * limit).bit_length() * groups + 24 * chunks
+    assert received == 16 * (2 * limit * num_ranks).bit_length() * groups + 24 * chunks
+
+
 def test_only_integers_are_taken() -> None:
     with serving() as (aggregator, _):
         (client,) = clients(aggregator.address, 1)
@@ -184,7 +212,9 @@ def _trains(rank: int, spec: str, address: str | None) -> tuple[bytes, dict, int
     return fingerprint(model), stats, per_step
 
 
-@pytest.mark.parametrize("spec", ["intsgd(bits=8)", "intsgd(bits=32, block=global)", "heuristic_intsgd(bits=8)"])
+@pytest.mark.parametrize(
+    "spec", ["intsgd(bits=8)", "intsgd(bits=32, block=global)", "heuristic_intsgd(bits=8)", "intdiana(bits=2)"]
+)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_training_through_it_is_bit_identical_to_native_all_reduces(spec: str, num_ranks: int) -> None:
     native = run_ranks(_trains, num_ranks, spec, None)
@@ -195,10 +225,17 @@ def test_training_through_it_is_bit_identical_to_native_all_reduces(spec: str, n
     assert counters.sessions == 1
     assert counters.failed_sessions == counters.refused == 0
     numel = 43584
-    assert counters.received_bytes > num_ranks * 5 * numel * (4 if "32" in spec else 1)
+    bits = 32 if "32" in spec else 2 if "=2" in spec else 8
+    assert counters.received_bytes > num_ranks * 5 * numel * bits / 8
     for (want, _, _), (got, stats, per_step) in zip(native, through, strict=True):
         assert got == want
-        assert stats["payload_sent_bytes"] == stats["payload_received_bytes"] == 5 * per_step
+        assert stats["payload_sent_bytes"] == 5 * per_step
+        if bits == 2:
+            # Two bits up, and three down: sums of 2 or 3 integers of magnitude 1 are at most 3.
+            assert per_step < 2.5 * numel / 8 + 24 * 60
+            assert 1.4 < stats["payload_received_bytes"] / stats["payload_sent_bytes"] < 1.5
+        else:
+            assert stats["payload_received_bytes"] == 5 * per_step
 
 
 def _refused(rank: int) -> list[str]:

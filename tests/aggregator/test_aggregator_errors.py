@@ -270,7 +270,7 @@ WELCOMED = HEADER.size
     [
         ([b"GET / HTTP/1.1\r\nHost: aggregator\r\n\r\n"], "does not speak the aggregator's protocol"),
         ([b"\x00" * 4096], "does not speak the aggregator's protocol"),
-        ([GREETED.pack().replace(b"twag\x03", b"twag\x09") + bytes(PROOF_BYTES)], "speaks version 9"),
+        ([GREETED.pack().replace(b"twag\x04", b"twag\x09") + bytes(PROOF_BYTES)], "speaks version 9"),
         ([GREETED.pack() + bytes(PROOF_BYTES)], "its token is not the aggregator's"),
         ([Greeting(3, 2, 1, 0, 1000, 77)], "rank 3 of 2"),
         ([Greeting(0, 60000, 1, 0, 1000, 77)], "rank 0 of 60000"),
@@ -282,6 +282,9 @@ WELCOMED = HEADER.size
         ([GREETED, Header(Kind.CONTRIBUTE, elements=2**32 - 1).pack()], "4294967295 elements, and 64 is the most"),
         ([GREETED, Header(Kind.CONTRIBUTE, elements=65).pack()], "65 elements, and 64 is the most"),
         ([GREETED, Header(Kind.CONTRIBUTE, elements=4, width=8).pack()], "integers of 8 bytes"),
+        ([GREETED, Header(Kind.CONTRIBUTE, elements=4, limit=128).pack()], "packed integers up to 128"),
+        ([GREETED, Header(Kind.CONTRIBUTE, elements=4, limit=1, width=4).pack()], "packed integers up to 1"),
+        ([GREETED, Header(Kind.CONTRIBUTE, elements=4, limit=1).pack() + b"\xff" * 32], "integers up to 2 as such of"),
         ([GREETED, Header(Kind.RESULT, elements=4).pack() + b"1234"], "of kind RESULT"),
         ([GREETED, Header(Kind.CONTRIBUTE, elements=4, slot=8).pack() + b"1234"], "slot 8 of lane 0"),
         ([GREETED, Header(Kind.CONTRIBUTE, elements=4, lane=1).pack() + b"1234"], "of lane 1"),

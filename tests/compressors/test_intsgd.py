@@ -125,7 +125,7 @@ def transcribed(block: str, num_ranks: int, bits: int, steps: list[list[np.ndarr
     if block == "global":
         blocks = [slice(0, int(starts[-1]))]
     d = int(starts[-1])
-    clip = (2 ** (bits - 1) - 1) // num_ranks
+    clip = 2 ** (bits - 1) - 1 if bits < 8 else (2 ** (bits - 1) - 1) // num_ranks
     mean = np.mean(steps[0], axis=0)
     outcomes = [mean]
     r = [float(np.sum(mean[b] ** 2)) for b in blocks]
@@ -146,7 +146,7 @@ def transcribed(block: str, num_ranks: int, bits: int, steps: list[list[np.ndarr
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
 @pytest.mark.parametrize("block", ["layer", "global"])
-@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize("bits", [2, 4, 8, 32])
 def test_it_is_the_formula_of_the_paper(block: str, num_ranks: int, bits: int) -> None:
     """Propositions 2 and 4, over steps whose gradients shrink by half each."""
     world = World(parse(f"intsgd(bits={bits}, rounding=determ, block={block})"), num_ranks)  # type: ignore[arg-type]
@@ -197,7 +197,8 @@ def test_no_sum_overflows_for_any_number_of_ranks(make_one, rounding: str) -> No
             compressor = make_one(bits=bits, rounding=rounding, num_ranks=num_ranks)
             assert compressor.clip >= 1
             assert num_ranks * compressor.clip <= 2 ** (bits - 1) - 1
-    for bits, numbers in ((8, (1, 2, 3, 7, 16, 63, 64, 127)), (32, (1, 2, 3, 100, 513, 1000, 1024))):
+    worlds = [(8, (1, 2, 3, 7, 16, 63, 64, 127)), (32, (1, 2, 3, 100, 513, 1000, 1024))]
+    for bits, numbers in [*worlds, (4, (1, 2, 18)), (2, (1, 2, 127))] if make_one is IntSGD else worlds:
         for num_ranks in numbers:
             world = World(make_one(bits=bits, rounding=rounding), num_ranks)
             world.step(sample(world, 0, 1e-6))

@@ -36,6 +36,7 @@ TRAININGS = (
     "ef(powersgd(rank=2))",
     "dgc(topk(density=0.05))",
     "intsgd(bits=8)",
+    "intdiana(bits=2)",
     "heuristic_intsgd(bits=8)",
     "levels(bits=4, min_numel=0)",
     "lattice(bits=8, bucket=1024)",

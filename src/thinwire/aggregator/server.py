@@ -29,6 +29,7 @@ from thinwire.collectives.aggregation import (
     hello,
     is_proof,
 )
+from thinwire.kernels.format import GROUP
 
 _CHECK_S = 0.1
 GREETING_TIMEOUT_S = 10.0
@@ -299,7 +300,7 @@ class Aggregator:
     def _send(self, session: Session, frame: bytes) -> None:
         """Write a frame to all workers of a session."""
         # A worker reads the sum of a chunk before it sends the next one to the same slot.
-        most = (1 + len(session.slots)) * (HEADER.size + 4 * self._slot_elements)
+        most = (1 + len(session.slots)) * (HEADER.size + max(4 * self._slot_elements, self._slot_elements + GROUP))
         for worker in self._workers_of(session):
             if worker.transport.get_write_buffer_size() > most:
                 self._refuse(worker, "it sends integers and reads no sums")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
-from thinwire.collectives.aggregation import Greeting, Header, Kind, Op, ProtocolError
+from thinwire.collectives.aggregation import MAX_LIMIT, Greeting, Header, Kind, Op, ProtocolError, packed, unpacked
 
 _RANGES = {1: np.iinfo(np.int8), 4: np.iinfo(np.int32)}
 _DTYPES = {1: np.dtype("<i1"), 4: np.dtype("<i4")}
@@ -115,7 +116,7 @@ class Session:
         slot = self.slots[header.lane * self.slots_per_lane + header.slot]
         if rank in slot.ranks:
             raise ProtocolError(f"it sent chunk {header.chunk} twice")
-        values = np.frombuffer(payload, dtype=_DTYPES[header.width])
+        values = self._values(header, payload)
         held = (slot.narrow if header.width == 1 else slot.wide)[: header.elements]
         if slot.header is None:
             slot.header, slot.since_s = header, now_s
@@ -137,7 +138,20 @@ class Session:
         self._next[header.lane][header.slot] += self.slots_per_lane
         return self._result(header, held)
 
+    def _values(self, header: Header, payload: memoryview) -> np.ndarray:
+        if not header.limit:
+            return np.frombuffer(payload, dtype=_DTYPES[header.width])
+        if header.limit * self.greeting.world_size > MAX_LIMIT:
+            raise SessionError(
+                f"sums of integers up to {header.limit} from {self.greeting.world_size} ranks do not fit into 8 bits"
+            )
+        return unpacked(payload, header.elements, header.limit).numpy()
+
     def _result(self, header: Header, held: np.ndarray) -> bytes:
+        if header.limit:
+            limit = header.limit * self.greeting.world_size
+            sums = torch.from_numpy(held.astype(np.int8))
+            return header._replace(kind=Kind.RESULT, limit=limit).pack() + packed(sums, limit)
         limits = _RANGES[header.width]
         if header.op == Op.SUM and (held.min() < limits.min or held.max() > limits.max):
             raise SessionError(
@@ -178,7 +192,8 @@ class Session:
 
 
 def _describe(header: Header) -> str:
-    return f"{header.elements} of int{8 * header.width} to {header.op.name}"
+    up_to = f" up to {header.limit}" if header.limit else ""
+    return f"{header.elements} of int{8 * header.width}{up_to} to {header.op.name}"
 
 
 def _ranks(ranks: set[int]) -> str:

@@ -113,7 +113,7 @@ def _gather(value: float) -> list[float]:
     return [float(v) for v in out]
 
 
-def _same_everywhere(x: Tensor) -> bool:
+def same_everywhere(x: Tensor) -> bool:
     digest = hashlib.blake2b(x.numpy().tobytes(), digest_size=6).digest()
     return len(set(_gather(int.from_bytes(digest, "little")))) == 1
 
@@ -142,7 +142,7 @@ def _checked(method: Method, gradient: Tensor, exact: Tensor, ranks_per_node: in
         "interface_bytes": on_interface[::ranks_per_node],
         "variance": float((x - exact).double().square().mean()),
         "relative_error": float((x - exact).norm() / exact.norm()),
-        "replicas_identical": _same_everywhere(x),
+        "replicas_identical": same_everywhere(x),
     }
 
 

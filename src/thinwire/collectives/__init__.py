@@ -28,6 +28,7 @@ from thinwire.collectives.failures import FailureDetector, announce_error
 from thinwire.collectives.layout import Chunk, Layer, Layout, owned_parts
 from thinwire.collectives.message import MessageError
 from thinwire.collectives.nodes import node_identity, number_nodes
+from thinwire.collectives.packed import PackedSum, packed_sums
 from thinwire.collectives.parts import Shard, part_layout, sharded_layout
 from thinwire.collectives.reduction import all_gather, all_reduce, encoded, reduce_scatter
 from thinwire.collectives.shared_memory import SharedMemoryError
@@ -73,6 +74,7 @@ __all__ = [
     "LoopbackTransport",
     "MessageError",
     "Outgoing",
+    "PackedSum",
     "ParameterServer",
     "PeerFailedError",
     "Pending",
@@ -105,6 +107,7 @@ __all__ = [
     "node_identity",
     "number_nodes",
     "owned_parts",
+    "packed_sums",
     "parse_address",
     "parse_algorithm",
     "part_layout",

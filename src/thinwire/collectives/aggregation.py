@@ -3,7 +3,8 @@
 The aggregator says hello with its version and a nonce. A worker greets with a `Greeting` and an HMAC-SHA256 of nonce
 and greeting, whose key is the token that both share (empty if there is none): the token is never sent, and what was
 recorded of one connection opens no other. From then on both sides send frames: a header of 24 bytes (little-endian) and
-its payload. ``CONTRIBUTE`` carries a chunk of integers up, ``RESULT`` the sum (or the maxima) of all workers' down.
+its payload. ``CONTRIBUTE`` carries a chunk of integers up, ``RESULT`` the sum (or the maxima) of all workers' down:
+of 1 or 4 bytes each, or, where a header has a limit, packed into as many bits as magnitudes up to it need.
 Chunk k of a lane goes to slot k modulo the lane's slots, and no worker sends chunk k before it has the result of the
 chunk that had its slot before: so every slot serves one chunk at a time, and the number of slots bounds what is under
 way. There is no field for a float.
@@ -17,7 +18,13 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
-VERSION = 3
+import torch
+from torch import Tensor
+
+from thinwire.kernels.format import GROUP
+from thinwire.kernels.reference import pack, unpack
+
+VERSION = 4
 HELLO = struct.Struct("<4sHxx16s")
 NONCE_BYTES = 16
 PROOF_BYTES = hashlib.sha256().digest_size
@@ -28,6 +35,8 @@ MAX_LANES = 8
 MAX_SLOTS = 1 << 16
 MAX_SLOT_ELEMENTS = 1 << 20
 MAX_TEXT_BYTES = 1000
+MAX_LIMIT = 127
+"""The largest magnitude of packed integers, and of their sums."""
 _MAGIC = b"twag"
 
 
@@ -139,17 +148,22 @@ class Header(NamedTuple):
     elements: int = 0
     """Of the payload; bytes of a text."""
     chunk: int = 0
+    limit: int = 0
+    """The largest magnitude of its integers, which are packed; 0: they are ``width`` bytes each."""
 
     @property
     def payload_bytes(self) -> int:
         """Bytes that follow."""
         if self.kind in (Kind.ERROR, Kind.ENDED):
             return self.elements
-        return self.elements * self.width if self.kind in (Kind.CONTRIBUTE, Kind.RESULT) else 0
+        if self.kind not in (Kind.CONTRIBUTE, Kind.RESULT):
+            return 0
+        return packed_bytes(self.elements, self.limit) if self.limit else self.elements * self.width
 
     def pack(self) -> bytes:
         """Its bytes."""
-        return HEADER.pack(_MAGIC, self.kind, self.op, self.width, self.lane, self.slot, 0, self.elements, self.chunk)
+        what = self.kind, self.op, self.width, self.lane, self.slot, self.limit, self.elements, self.chunk
+        return HEADER.pack(_MAGIC, *what)
 
     @staticmethod
     def unpack(data: bytes | bytearray | memoryview, slot_elements: int) -> Header:
@@ -158,21 +172,49 @@ class Header(NamedTuple):
         Raises:
             ProtocolError: it is no header, or one with impossible values.
         """
-        magic, kind, op, width, lane, slot, _, count, chunk = HEADER.unpack(data)
+        magic, kind, op, width, lane, slot, limit, count, chunk = HEADER.unpack(data)
         if magic != _MAGIC:
             raise ProtocolError("what it sent is no frame of the aggregator's protocol")
         try:
-            header = Header(Kind(kind), Op(op), width, lane, slot, count, chunk)
+            header = Header(Kind(kind), Op(op), width, lane, slot, count, chunk, limit)
         except ValueError as error:
             raise ProtocolError(f"it sent a frame with {error}") from None
         if header.width not in (1, 4):
             raise ProtocolError(f"it sent integers of {header.width} bytes; there are those of 1 and 4")
+        if limit and (limit > MAX_LIMIT or header.width != 1 or header.op != Op.SUM):
+            raise ProtocolError(f"it sent packed integers up to {limit}; sums of at most {MAX_LIMIT} are packed")
         most = MAX_TEXT_BYTES if header.kind in (Kind.ERROR, Kind.ENDED) else MAX_SLOT_ELEMENTS
         if header.kind in (Kind.CONTRIBUTE, Kind.RESULT):
             most = slot_elements
         if count > most:
             raise ProtocolError(f"it sent a frame of {count} elements, and {most} is the most that was agreed")
         return header
+
+
+def packed_bytes(elements: int, limit: int) -> int:
+    """The bytes of so many packed integers."""
+    return -(-elements // GROUP) * GROUP // 8 * _bits(limit)
+
+
+def packed(integers: Tensor, limit: int) -> bytes:
+    """Integers (int8, flat) of magnitudes up to ``limit``, in as many bits as these need."""
+    return pack((integers + limit).view(torch.uint8), _bits(limit)).numpy().tobytes()
+
+
+def unpacked(data: bytes | bytearray | memoryview, elements: int, limit: int) -> Tensor:
+    """The integers (int8) in what `packed` has made.
+
+    Raises:
+        ProtocolError: one of them is beyond the limit.
+    """
+    codes = unpack(torch.frombuffer(bytearray(data), dtype=torch.uint8), elements, _bits(limit))
+    if elements and int(codes.max()) > 2 * limit:
+        raise ProtocolError(f"it sent integers up to {int(codes.max()) - limit} as such of at most {limit}")
+    return codes.view(torch.int8) - limit
+
+
+def _bits(limit: int) -> int:
+    return (2 * limit).bit_length()
 
 
 def error_frame(text: str, *, by_worker: bool) -> bytes:

@@ -19,7 +19,20 @@ import torch
 from torch import Tensor
 
 from thinwire import threads
-from thinwire.collectives.aggregation import HEADER, HELLO, Greeting, Header, Kind, Op, ProtocolError, nonce_of, proof
+from thinwire.collectives.aggregation import (
+    HEADER,
+    HELLO,
+    Greeting,
+    Header,
+    Kind,
+    Op,
+    ProtocolError,
+    nonce_of,
+    packed,
+    packed_bytes,
+    proof,
+    unpacked,
+)
 from thinwire.collectives.errors import TransportError
 from thinwire.collectives.transport import Pending
 from thinwire.compressors import Reduction
@@ -40,6 +53,8 @@ class _Job:
     width: int
     op: Op
     link: _Link
+    limit: int
+    """Of this rank's integers, which travel packed; 0: as they are."""
     sent: int = 0
     """Elements."""
     received: int = 0
@@ -143,8 +158,11 @@ class AggregatorClient:
             raise
         self.slot_elements, self.slots_per_lane = welcome.elements, welcome.chunk
 
-    def start_all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> Pending:
+    def start_all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum", limit: int = 0) -> Pending:
         """Start to replace ``x`` (int8 or int32, contiguous, on the CPU) by its sum or maximum over all ranks.
+
+        With a ``limit``, int8 integers of at most that magnitude are sent packed, and so are their sums, whose
+        magnitudes are at most ``limit · world_size``, below 128.
 
         Raises:
             TypeError: ``x`` is not such a tensor.
@@ -153,7 +171,7 @@ class AggregatorClient:
         if x.dtype not in _WIDTHS or x.device.type != "cpu" or not x.is_contiguous():
             raise TypeError(f"an aggregator adds contiguous int8 or int32 tensors on the CPU, not {x.dtype} {x.device}")
         data = x.numpy().reshape(-1).data.cast("B") if x.numel() else memoryview(b"")
-        job = _Job(data, _WIDTHS[x.dtype], _OPS[op], self._link)
+        job = _Job(data, _WIDTHS[x.dtype], _OPS[op], self._link, limit)
         if not x.numel():
             job.done.set()
         else:
@@ -164,9 +182,13 @@ class AggregatorClient:
         """`start_all_reduce`, and wait for it."""
         self.start_all_reduce(x, lane=lane, op=op).wait()
 
-    def wire_bytes(self, numel: int, width: int) -> int:
-        """Bytes that a worker sends, and receives, for ``numel`` integers of ``width`` bytes: headers and integers."""
-        return -(-numel // self.slot_elements) * HEADER.size + numel * width
+    def wire_bytes(self, numel: int, width: int, limit: int = 0) -> int:
+        """Bytes of ``numel`` integers, each way: headers, and integers of ``width`` bytes or packed up to ``limit``."""
+        headers = -(-numel // self.slot_elements) * HEADER.size
+        if not limit:
+            return headers + numel * width
+        whole, rest = divmod(numel, self.slot_elements)
+        return headers + whole * packed_bytes(self.slot_elements, limit) + packed_bytes(rest, limit)
 
     def close(self) -> None:
         """End the session. Pending all-reduces fail."""
@@ -335,13 +357,17 @@ class _Link(asyncio.BufferedProtocol):
         if header.kind != Kind.RESULT or header.lane >= len(self._lanes) or not self._lanes[header.lane].out:
             raise ProtocolError(f"it sent a frame of kind {header.kind.name} that nobody waits for")
         asked, chunk, _ = self._lanes[header.lane].out[0]
-        if header != asked._replace(kind=Kind.RESULT):
+        if header != asked._replace(kind=Kind.RESULT, limit=asked.limit * self._greeting.world_size):
             raise ProtocolError(f"it sent chunk {header.chunk} when {asked.chunk} was due")
         # All of this chunk was sent, or there would be no sum of it: its memory is free.
-        self._expect(chunk, lambda: self._end_sum(header))
+        into = bytearray(header.payload_bytes) if header.limit else chunk
+        self._expect(into, lambda: self._end_sum(header, into))
 
-    def _end_sum(self, header: Header) -> None:
-        _, _, job = self._lanes[header.lane].out.popleft()
+    def _end_sum(self, header: Header, arrived: bytearray | memoryview) -> None:
+        _, chunk, job = self._lanes[header.lane].out[0]
+        if header.limit:
+            chunk[:] = unpacked(arrived, header.elements, header.limit).numpy().data.cast("B")
+        self._lanes[header.lane].out.popleft()
         job.received += header.elements
         if job.received == job.numel:
             job.done.set()
@@ -362,18 +388,18 @@ class _Link(asyncio.BufferedProtocol):
         if frames and self.transport is not None:
             self.transport.writelines(frames)
 
-    def _next_chunk(self, number: int, lane: _Lane) -> tuple[bytes, memoryview]:
+    def _next_chunk(self, number: int, lane: _Lane) -> tuple[bytes, bytes | memoryview]:
         job = lane.waiting[0]
         count = min(self._slot_elements, job.numel - job.sent)
         slot = lane.next_chunk % lane.slots
-        header = Header(Kind.CONTRIBUTE, job.op, job.width, number, slot, count, lane.next_chunk)
+        header = Header(Kind.CONTRIBUTE, job.op, job.width, number, slot, count, lane.next_chunk, job.limit)
         chunk = job.data[job.sent * job.width : (job.sent + count) * job.width]
         lane.out.append((header, chunk, job))
         lane.next_chunk += 1
         job.sent += count
         if job.sent == job.numel:
             lane.waiting.popleft()
-        return header.pack(), chunk
+        return header.pack(), packed(torch.frombuffer(chunk, dtype=torch.int8), job.limit) if job.limit else chunk
 
     def _leave(self) -> None:
         """Tell the aggregator that this worker leaves, if nothing waits to be sent, and close the connection."""

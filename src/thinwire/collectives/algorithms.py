@@ -78,6 +78,16 @@ class Tree:
             raise ValueError(f"not every rank reaches owner {self.owner}: {self.parents}")
         return tuple(depth)
 
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """By rank, the ranks whose contributions are in what it sends towards the owner, itself included."""
+        sizes = [1] * len(self.parents)
+        for rank in sorted(range(len(self.parents)), key=lambda r: -self.depth[r]):
+            parent = self.parents[rank]
+            if parent is not None:
+                sizes[parent] += sizes[rank]
+        return tuple(sizes)
+
     def _heights(self) -> tuple[int, ...]:
         """By rank, the most hops that a contribution it waits for has made; 0 for a rank without children."""
         height = [0] * len(self.parents)

@@ -8,18 +8,19 @@ would have to wait to read them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from thinwire.collectives.algorithms import Algorithm
 from thinwire.collectives.device_transport import DeviceTransport
-from thinwire.collectives.layout import Chunk, Group, Layout
+from thinwire.collectives.layout import Chunk, Group, Layout, Sum
+from thinwire.collectives.packed import PackedSum
 from thinwire.collectives.stages import OWNER, WORKER, CollectiveCall, complete
 from thinwire.collectives.summed import sum_buffers, summed_all_reduce
-from thinwire.collectives.transport import ring_bytes
+from thinwire.collectives.transport import Transport, ring_bytes
 from thinwire.compressors import CodecCall, Coded, Piece, Segments
 
 _WASTE = 1.25
@@ -34,7 +35,10 @@ class DeviceBuffers:
     others: tuple[Group, ...]
     """The pieces of all other owners, with their places in ``sent``."""
     mine: tuple[Group, ...]
-    """The pieces that this rank owns, with their places in each of ``parts`` and in ``mean``."""
+    """The pieces that this rank owns, with their places in ``mean``, and in each of ``parts`` unless those differ."""
+    widened: tuple[Group, ...]
+    """The pieces that this rank owns, with their places in each of ``parts``, where these have fewer bits than means;
+    empty if there are none."""
     theirs: tuple[Group, ...]
     """The pieces of all other owners, with their places in ``means``."""
     sent: Tensor
@@ -45,6 +49,8 @@ class DeviceBuffers:
     """This rank's mean, once for each rank; empty if means are padded."""
     sizes: tuple[int, ...]
     """By owner, the bytes of its chunks."""
+    part_sizes: tuple[int, ...]
+    """The same of contributions to them."""
     padded: bool
     """Whether means are padded to the size of the largest and sent by an all-gather."""
     rank: int
@@ -54,6 +60,8 @@ class DeviceBuffers:
     sums: tuple[Tensor, ...]
     sent_bytes: int
     """Bytes that this rank hands to the transport."""
+    packed: Mapping[int, DevicePackedSum] = field(default_factory=dict)
+    """The sums, by number, that travel in messages of few bits."""
 
     @staticmethod
     def allocate(
@@ -73,17 +81,29 @@ class DeviceBuffers:
         """
         check_star(layout.algorithm)
         owned = [[chunk for chunk in layout.chunks if chunk.owner == peer] for peer in range(layout.world_size)]
+        # As other ranks, all alike, send them to their owner.
+        given = [
+            [_contribution(layout, k) for k, c in enumerate(layout.chunks) if c.owner == peer]
+            for peer in range(layout.world_size)
+        ]
         sizes = [sum(chunk.message_bytes for chunk in chunks) for chunks in owned]
+        part_sizes = [sum(chunk.message_bytes for chunk in chunks) for chunks in given]
         own, total, num_ranks = sizes[rank], sum(sizes), len(sizes)
+        own_part, all_parts = part_sizes[rank], sum(part_sizes)
         widest = max(sizes)
         padded = num_ranks * widest <= _WASTE * total
         starts = [peer * widest for peer in range(num_ranks)] if padded else _starts(sizes)
         ends_at = num_ranks * widest if padded else total
-        without_mine = [0 if peer == rank else size for peer, size in enumerate(sizes)]
-        others = [(owned[peer], at) for peer, at in enumerate(_starts(without_mine)) if peer != rank]
+        without_mine = [0 if peer == rank else size for peer, size in enumerate(part_sizes)]
+        others = [(given[peer], at) for peer, at in enumerate(_starts(without_mine)) if peer != rank]
         theirs = [(owned[peer], at) for peer, at in enumerate(starts) if peer != rank]
         width = sum(chunk.message_bytes for chunk in layout.gathered)
-        summed = sum(ring_bytes(s.numel * s.dtype.itemsize, num_ranks) for s in layout.sums)
+        packed = {
+            i: DevicePackedSum(s, layout, rank, device) for i, s in enumerate(layout.sums) if s.packed is not None
+        }
+        native = [s for s in layout.sums if s.packed is None]
+        summed = sum(ring_bytes(s.numel * s.dtype.itemsize, num_ranks) for s in native)
+        summed += sum(s.buffers.sent_bytes for s in packed.values())
         means_bytes = (num_ranks - 1) * (widest if padded else own)
 
         def room(num_bytes: int) -> Tensor:
@@ -92,30 +112,34 @@ class DeviceBuffers:
         return DeviceBuffers(
             others=_merged(others),
             mine=_merged([(owned[rank], 0)]),
+            widened=_merged([(given[rank], 0)]) if given != owned else (),
             theirs=_merged(theirs),
-            sent=room(up * (total - own)),
-            received=room(up * (num_ranks - 1) * own),
+            sent=room(up * (all_parts - own_part)),
+            received=room(up * (num_ranks - 1) * own_part),
             means=room(down * ends_at),
             spread=room(0 if padded else down * num_ranks * own),
             sizes=tuple(sizes),
+            part_sizes=tuple(part_sizes),
             padded=padded,
             rank=rank,
             gathered=_merged([(layout.gathered, 0)]),
             work=room(num_ranks * width).view(num_ranks, width),
             sums=sum_buffers(layout, device),
-            sent_bytes=up * (total - own) + down * means_bytes + (num_ranks - 1) * width + summed,
+            packed=packed,
+            sent_bytes=up * (all_parts - own_part) + down * means_bytes + (num_ranks - 1) * width + summed,
         )
 
     @property
     def num_bytes(self) -> int:
         """Memory in use, in bytes."""
         tensors = (self.sent, self.received, self.means, self.spread, self.work, *self.sums)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return held + sum(s.num_bytes for s in self.packed.values())
 
     @property
     def parts(self) -> list[Tensor]:
         """The contributions of the other ranks to the pieces that this rank owns, in the order of ranks."""
-        own = self.sizes[self.rank]
+        own = self.part_sizes[self.rank]
         return list(self.received.split(own)) if own and self.received.numel() else []
 
     @property
@@ -131,6 +155,24 @@ class DeviceBuffers:
         for groups, message in ((self.others, self.sent), (self.mine, self.mean)):
             yield from ((group, message) for group in groups)
         yield from ((group, self.work[self.rank]) for group in self.gathered)
+
+
+class DevicePackedSum(PackedSum):
+    """By the collectives of `device_all_reduce`."""
+
+    def __init__(self, s: Sum, layout: Layout, rank: int, device: torch.device) -> None:
+        super().__init__(s, device)
+        self._layout = layout.packed_layout(s)
+        self.buffers = DeviceBuffers.allocate(self._layout, rank, device)
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + self.buffers.num_bytes
+
+    def exchange(self, x: Tensor, transport: Transport, call: CollectiveCall) -> Generator[None]:
+        assert isinstance(transport, DeviceTransport)
+        yield
+        device_all_reduce(x, self._layout, transport, self.buffers, call)
 
 
 @dataclass(frozen=True)
@@ -173,7 +215,7 @@ def device_all_reduce(
     Raises:
         TransportError: A collective could not be started.
     """
-    summed = summed_all_reduce(x, layout, transport, buffers.sums, call)
+    summed = summed_all_reduce(x, layout, transport, buffers.sums, call, buffers.packed)
     next(summed)  # their first round runs while the other layers are encoded
     if layout.has_owned:
         _reduce_owned(x, transport, buffers, call)
@@ -212,6 +254,9 @@ def _reduce_owned(x: Tensor, transport: DeviceTransport, buffers: DeviceBuffers,
     with call.clock.stage("reduce"):
         key, received, mean = call.key(OWNER, transport.rank), buffers.parts, buffers.mean
         scale = call.factor(transport.world_size)
+        for compressor, segments in buffers.widened:
+            compressor.add_up(received, x, x, CodecCall(segments))
+        received = [] if buffers.widened else received
         for compressor, segments in buffers.mine:
             compressor.reduce(received, x, mean, x, CodecCall(segments, key, state=call.state, scale=scale))
     _send_means(x, transport, buffers, call)
@@ -219,7 +264,7 @@ def _reduce_owned(x: Tensor, transport: DeviceTransport, buffers: DeviceBuffers,
 
 def _send_to_owners(x: Tensor, transport: DeviceTransport, buffers: DeviceBuffers, call: CollectiveCall) -> None:
     """Send every other owner its pieces of ``x``, and receive ``buffers.parts``."""
-    rank, sizes = transport.rank, buffers.sizes
+    rank, sizes = transport.rank, buffers.part_sizes
     with call.clock.stage("encode"):
         key = call.key(WORKER, rank)
         for compressor, segments in buffers.others:
@@ -255,6 +300,12 @@ def _gather_rest(x: Tensor, transport: DeviceTransport, buffers: DeviceBuffers, 
     with clock.stage("decode"):
         for compressor, segments in buffers.gathered:
             compressor.mean(list(work), x, CodecCall(segments, scale=call.factor(transport.world_size)))
+
+
+def _contribution(layout: Layout, k: int) -> Chunk:
+    """Chunk ``k`` as ranks send it to its owner."""
+    owner, num_ranks = layout.chunks[k].owner, layout.world_size
+    return layout.sent_chunk(k, (owner + 1) % num_ranks, owner) if num_ranks > 1 else layout.chunks[k]
 
 
 def _starts(sizes: Iterable[int]) -> list[int]:

@@ -19,7 +19,7 @@ from thinwire.collectives.algorithms import Algorithm, ScatterReduceAllGather, T
 from thinwire.collectives.message import HEADER_BYTES, SIZE_BYTES
 from thinwire.collectives.traffic import Outgoing, Traffic, sent_bytes
 from thinwire.collectives.transport import Transport, ring_bytes
-from thinwire.compressors import Coded, Part, Piece, Reduction, Segments, Slot, Summed
+from thinwire.compressors import Coded, Packed, Part, Piece, Reduction, Segments, Slot, Summed, SumShape
 from thinwire.kernels import site_id
 
 _LEAST_PIECE = 1024
@@ -75,13 +75,15 @@ class Members(NamedTuple):
 
 @dataclass(frozen=True)
 class Sum:
-    """The operand of one native all-reduce: the contributions of all layers of one round, operation and dtype."""
+    """The operand of one all-reduce: the contributions of all layers of one round, operation and dtype."""
 
     round: int
     op: Reduction
     dtype: torch.dtype
     members: tuple[Members, ...]
     numel: int
+    packed: Packed | None = None
+    """The messages of few bits in which it travels; None: a native all-reduce."""
 
 
 class Schedule(NamedTuple):
@@ -228,16 +230,27 @@ class Layout:
         key = (k, rank, parent)
         if key not in self._sent_chunks:
             chunk = self.chunks[k]
-            compressors = [
-                self.algorithm.compressor_between(group.compressor, rank, parent, self.world) for group in chunk.groups
-            ]
+            compressors = [self._sent_by(group.compressor, chunk.owner, rank, parent) for group in chunk.groups]
             same = all(c is group.compressor for c, group in zip(compressors, chunk.groups, strict=True))
             self._sent_chunks[key] = chunk if same else _with_compressors(chunk, compressors, self.wide_dtype)
         return self._sent_chunks[key]
 
+    def _sent_by(self, compressor: Coded, owner: int, rank: int, parent: int) -> Coded:
+        if isinstance(compressor, Packed):
+            # Exact on all links, and as wide as the sum of so many ranks' integers.
+            return compressor.of(self.trees[owner].sizes[rank])
+        return self.algorithm.compressor_between(compressor, rank, parent, self.world)
+
     @cached_property
     def _sent_chunks(self) -> dict[tuple[int, int, int], Chunk]:
         return {}
+
+    def packed_layout(self, s: Sum) -> Layout:
+        """The layout of the messages of a packed sum."""
+        assert s.packed is not None
+        layer = Layer("sum", 0, (s.packed.spread_numel(s.numel),), s.packed.of(self.world.size))
+        algorithm = ScatterReduceAllGather() if self.algorithm.gathers else self.algorithm
+        return Layout.build([layer], self.world, torch.float32, algorithm)
 
     def reduction_traffic(self, *, up: bool = True, down: bool = True) -> Traffic:
         """The messages of K chunks. Phase k: contributions to chunk k, towards its owner (``up``). Phase K + k: the
@@ -270,12 +283,16 @@ class Layout:
     def sent_bytes(self, rank: int, transport: Transport | None = None) -> int:
         """Bytes that ``rank`` hands to the transport in one step. An upper bound if sizes depend on the data.
 
-        A sum counts as 2(n−1)/n of its size, unless ``transport`` counts it differently.
+        A native sum counts as 2(n−1)/n of its size, unless ``transport`` counts it differently.
         """
-        if transport is None:
-            sums = sum(ring_bytes(s.numel * s.dtype.itemsize, self.world_size) for s in self.sums)
-        else:
-            sums = sum(transport.all_reduce_bytes(s.numel, s.dtype) for s in self.sums)
+        sums = 0
+        for s in self.sums:
+            if s.packed is not None and (transport is None or transport.aggregator is None):
+                sums += self.packed_layout(s).sent_bytes(rank)
+            elif transport is None:
+                sums += ring_bytes(s.numel * s.dtype.itemsize, self.world_size)
+            else:
+                sums += transport.all_reduce_bytes(s.numel, s.dtype, 0 if s.packed is None else s.packed.limit)
         return sums + sent_bytes(self.reduction_traffic(), rank) + sent_bytes(self.gather_traffic(), rank)
 
     @cached_property
@@ -384,22 +401,24 @@ def _placed(groups: Sequence[tuple[Coded, Sequence[Piece]]], dtype: torch.dtype,
 
 
 def _sums(layers: Sequence[Layer], dtype: torch.dtype) -> tuple[Sum, ...]:
-    members: dict[tuple[int, Reduction, str], dict[Summed, list[Part]]] = {}
-    dtypes: dict[str, torch.dtype] = {}
-    ends: dict[tuple[int, Reduction, str], int] = {}
+    members: dict[tuple[int, Reduction, str, str], dict[Summed, list[Part]]] = {}
+    kinds: dict[tuple[int, Reduction, str, str], SumShape] = {}
+    ends: dict[tuple[int, Reduction, str, str], int] = {}
     for layer in layers:
         compressor = layer.compressor
         if not isinstance(compressor, Summed) or not layer.numel:
             continue
         piece = Piece(layer.name, layer.start, layer.numel, 0, 0, layer.shape)
         for round, part in enumerate(compressor.sums(layer.shape, dtype)):
-            dtypes[str(part.dtype)] = part.dtype
-            place = (round, part.op, str(part.dtype))
+            place = (round, part.op, str(part.dtype), str(part.packed or ""))
+            assert part.packed is None or round == 0, "later rounds have no messages of their own"
+            kinds[place] = part
             start = ends.get(place, 0)
             ends[place] = start + part.numel
             members.setdefault(place, {}).setdefault(compressor, []).append(Part(piece, slice(start, ends[place])))
     # Sorted: all ranks must start all-reduces in the same order, and a round must end before the next one.
-    return tuple(
-        Sum(place[0], place[1], dtypes[place[2]], tuple(Members(c, tuple(p)) for c, p in members[place].items()), end)
-        for place, end in sorted(ends.items())
-    )
+    sums = []
+    for place, end in sorted(ends.items()):
+        kind, parts = kinds[place], tuple(Members(c, tuple(p)) for c, p in members[place].items())
+        sums.append(Sum(place[0], kind.op, kind.dtype, parts, end, kind.packed))
+    return tuple(sums)

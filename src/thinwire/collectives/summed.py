@@ -1,16 +1,20 @@
-"""Native all-reduces of summed compressors: one for all layers of a round, operation and dtype."""
+"""All-reduces of summed compressors: one for all layers of a round, operation and dtype."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, closing
 
 import torch
 from torch import Tensor
 
 from thinwire.collectives.layout import Layout, Sum
-from thinwire.collectives.stages import CollectiveCall
-from thinwire.collectives.transport import Transport
+from thinwire.collectives.packed import PackedSum
+from thinwire.collectives.stages import CollectiveCall, complete
+from thinwire.collectives.transport import Pending, Transport
 from thinwire.compressors import Part, SumCall, Summed
+
+_NONE: Mapping[int, PackedSum] = {}
 
 
 def sum_buffers(layout: Layout, device: torch.device | None = None) -> tuple[Tensor, ...]:
@@ -19,31 +23,49 @@ def sum_buffers(layout: Layout, device: torch.device | None = None) -> tuple[Ten
 
 
 def summed_all_reduce(
-    x: Tensor, layout: Layout, transport: Transport, buffers: Sequence[Tensor], call: CollectiveCall
+    x: Tensor,
+    layout: Layout,
+    transport: Transport,
+    buffers: Sequence[Tensor],
+    call: CollectiveCall,
+    packed: Mapping[int, PackedSum] = _NONE,
 ) -> Generator[None]:
     """Replace the summed layers of the flat tensor ``x`` by their sum over all ranks times ``call.scale``, by
     default by their mean.
 
     It is a generator that yields once, as `all_reduce` does: when the all-reduces of the first round have been started.
     Later rounds use the transport's second lane, so that they do not delay the first round of the next bucket.
+    ``packed``: the sums, by their number in the layout, that travel in messages of few bits (`packed_sums`); others are
+    added by native all-reduces.
 
     Raises:
         TransportError: A rank is gone or silent.
     """
-    clock, started = call.clock, []
+    clock = call.clock
     running = SumRounds(x, layout, buffers, call, rank=transport.rank, num_ranks=transport.world_size)
-    with clock.stage("encode"):
-        running.start()
-    for s, buffer in zip(layout.sums, buffers, strict=True):
-        if s.round == 0:
-            started.append((s, transport.start_all_reduce(buffer, op=s.op)))
-    yield
+    with ExitStack() as stack:
+        with clock.stage("encode"):
+            running.start()
+        started: list[tuple[Sum, Pending | Generator[None]]] = []
+        for number, (s, buffer) in enumerate(zip(layout.sums, buffers, strict=True)):
+            if number in packed:
+                # Closed early, by an error in another sum, it reports the failure to its peers.
+                messages = stack.enter_context(closing(packed[number].run(buffer, transport, call)))
+                next(messages)
+                started.append((s, messages))
+            elif s.round == 0:
+                limit = 0 if s.packed is None else s.packed.limit
+                started.append((s, transport.start_all_reduce(buffer, op=s.op, limit=limit)))
+        yield
 
-    for s, pending in started:
-        with clock.stage("wire"):
-            pending.wait()
-        with clock.stage("decode"):
-            running.go_on(s)
+        for s, pending in started:
+            if isinstance(pending, Generator):
+                complete(pending)
+            else:
+                with clock.stage("wire"):
+                    pending.wait()
+            with clock.stage("decode"):
+                running.go_on(s)
     for s, buffer in zip(layout.sums, buffers, strict=True):
         if s.round > 0:
             with clock.stage("wire"):

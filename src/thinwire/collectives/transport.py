@@ -45,12 +45,12 @@ class Pending(Protocol):
 class IntegerReducer(Protocol):
     """Sums integers of all ranks: an `AggregatorClient`."""
 
-    def start_all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> Pending:
+    def start_all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum", limit: int = 0) -> Pending:
         """As `Transport.start_all_reduce`."""
         ...
 
-    def wire_bytes(self, numel: int, width: int) -> int:
-        """Bytes that a rank sends, and receives, for ``numel`` integers of ``width`` bytes."""
+    def wire_bytes(self, numel: int, width: int, limit: int = 0) -> int:
+        """Bytes of ``numel`` integers, each way: of ``width`` bytes each, or packed as those up to a limit."""
         ...
 
     def close(self) -> None:
@@ -179,32 +179,34 @@ class Transport(ABC):
     @abstractmethod
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending: ...
 
-    def start_all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> Pending:
+    def start_all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum", limit: int = 0) -> Pending:
         """Start to replace ``x`` by its sum (or maximum) over all ranks, in its own dtype.
 
-        Bytes are counted as those of a ring all-reduce.
+        Bytes are counted as those of a ring all-reduce. ``limit``: the largest magnitude of ranks' integers, which an
+        aggregator then gets packed, and sends packed.
         """
-        moved = self.all_reduce_bytes(x.numel(), x.dtype)
-        self._count(moved, moved)
+        sent = self.all_reduce_bytes(x.numel(), x.dtype, limit)
+        self._count(sent, self.all_reduce_bytes(x.numel(), x.dtype, limit * self.world_size))
         if self.aggregator is not None and not x.dtype.is_floating_point:
-            return self._start_aggregated(self.aggregator, x, lane, op)
+            return self._start_aggregated(self.aggregator, x, lane, op, limit)
         return self._start_all_reduce(x, lane, op)
 
-    def _start_aggregated(self, aggregator: IntegerReducer, x: Tensor, lane: int, op: Reduction) -> Pending:
+    def _start_aggregated(self, aggregator: IntegerReducer, x: Tensor, lane: int, op: Reduction, limit: int) -> Pending:
         if self.detector is None:
-            return aggregator.start_all_reduce(x, lane=lane, op=op)
+            return aggregator.start_all_reduce(x, lane=lane, op=op, limit=limit)
         self.detector.advance()
         with _Explained(self.detector):
-            return _PendingSum(aggregator.start_all_reduce(x, lane=lane, op=op), self.detector)
+            return _PendingSum(aggregator.start_all_reduce(x, lane=lane, op=op, limit=limit), self.detector)
 
     def all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> None:
         """`start_all_reduce`, and wait for it."""
         self.start_all_reduce(x, lane=lane, op=op).wait()
 
-    def all_reduce_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Bytes that a rank sends, and receives, in an all-reduce."""
+    def all_reduce_bytes(self, numel: int, dtype: torch.dtype, limit: int = 0) -> int:
+        """Bytes that a rank sends, and receives, in an all-reduce; one way, of integers that an aggregator gets packed
+        as magnitudes up to ``limit``."""
         if self.aggregator is not None and not dtype.is_floating_point:
-            return self.aggregator.wire_bytes(numel, dtype.itemsize)
+            return self.aggregator.wire_bytes(numel, dtype.itemsize, limit)
         return ring_bytes(numel * dtype.itemsize, self.world_size)
 
     def close(self) -> None:

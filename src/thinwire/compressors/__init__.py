@@ -25,6 +25,7 @@ from thinwire.compressors._core.mixins import (
     learns_at,
 )
 from thinwire.compressors._core.norms import integer_square_sum, square_sum
+from thinwire.compressors._core.packed import Packed
 from thinwire.compressors._core.rounding import rounded_for
 from thinwire.compressors._core.segments import Key, Part, Piece, Segments
 from thinwire.compressors._core.slots import LayerState, Slot, State
@@ -43,6 +44,7 @@ from thinwire.compressors.fft import FFT
 from thinwire.compressors.gaussian import Gaussian
 from thinwire.compressors.globaltopk import GlobalTopK
 from thinwire.compressors.heuristic_intsgd import HeuristicIntSGD
+from thinwire.compressors.int_diana import IntDIANA
 from thinwire.compressors.intsgd import IntSGD
 from thinwire.compressors.lattice import Lattice
 from thinwire.compressors.levels import Levels
@@ -63,9 +65,23 @@ from thinwire.compressors.topk import TopK
 from thinwire.compressors.truncate import Truncate
 
 for _compressor in (
-    *(Atomo, Cast, ChunkTopK, Delta, DGC, FFT, Gaussian, GlobalTopK, HeuristicIntSGD, IntSGD, Lattice, Levels),
-    *(MaxAbs, MinMax, Natural, OneBit, PowerSGD, QSGD, RandK, RangeFloat, Raw, SharedTernGrad, Sign, TernGrad),
-    *(Threshold, TopK, Truncate, direct, ef),
+    *(
+        Atomo,
+        Cast,
+        ChunkTopK,
+        Delta,
+        DGC,
+        FFT,
+        Gaussian,
+        GlobalTopK,
+        HeuristicIntSGD,
+        IntDIANA,
+        IntSGD,
+        Lattice,
+        Levels,
+    ),
+    *(Lattice, Levels, MaxAbs, MinMax, Natural, OneBit, PowerSGD, QSGD, RandK, RangeFloat, Raw, SharedTernGrad),
+    *(Sign, TernGrad, Threshold, TopK, Truncate, direct, ef),
 ):
     register(_compressor)
 
@@ -95,6 +111,7 @@ __all__ = [
     "GlobalTopK",
     "HeuristicIntSGD",
     "Indexed",
+    "IntDIANA",
     "IntSGD",
     "Key",
     "Lattice",
@@ -106,6 +123,7 @@ __all__ = [
     "Natural",
     "OneBit",
     "OnePass",
+    "Packed",
     "Part",
     "Piece",
     "PowerSGD",

@@ -49,10 +49,12 @@ class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
     ``r_k = β·r_{k−1} + (1−β)·‖x^k − x^{k−1}‖²`` and ``α_k = η_k·√d / √(2n·r_k + η_k²·ε²)``. For plain SGD at a constant
     learning rate it is the same; it needs ``compress(optimizer=...)``, an SGD, and a copy of the parameters.
 
-    Only where nothing is clipped is the result unbiased: `Stats.clipped` is the share.
+    Only where nothing is clipped is the result unbiased: `Stats.clipped` is the share. α does not depend on ``bits``,
+    and integers are small: 4 bits hold nearly all that 8 do, and 2 bits clip those of magnitudes above 1.
     """
 
     spec_name: ClassVar[str] = "intsgd"
+    widths: ClassVar[tuple[int, ...]] = (2, 4, 8, 32)
 
     block: Literal["layer", "global"] = "layer"
     beta: float = 0.9
@@ -67,6 +69,11 @@ class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
             raise ValueError(f"beta must be at least 0 and below 1, not {self.beta!r}: the share of the former scale")
         if not isinstance(self.eps, int | float) or not 0 < self.eps < math.inf:
             raise ValueError(f"eps must be above 0, not {self.eps!r}: it keeps the scale finite where gradients vanish")
+
+    @property
+    def traits(self) -> Traits:
+        # α·g has a root mean square of up to √½, where gradients are noise: 2 bits clip 16 % of such values.
+        return super().traits._replace(unbiased=self.rounding == "random" and self.bits > 2)
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -145,16 +152,37 @@ class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
         assert state is not None
         return fp32(self.alphas(parts, state) / state.loss_scale)
 
+    def _contribution(self, x: Tensor, parts: Sequence[Part], call: SumCall) -> Tensor:
+        """Return what is rounded to integers, a flat tensor like ``x``."""
+        return x
+
+    def _send(self, parts: Sequence[Part], scales: Tensor, call: SumCall) -> None:
+        """Called with this rank's integers in the buffer, before they are summed."""
+
+    def _receive(self, y: Tensor, parts: Sequence[Part], scales: Tensor, finite: Tensor, call: SumCall) -> Tensor:
+        """Set the layers of ``y`` to g̃ from the sums in the buffer. Returns ``‖g̃‖²`` of each, fp64 [parts]."""
+        total = call.buffers[0]
+        self.get(total, y, parts, scales, finite)
+        norms = torch.stack([integer_square_sum(total[where][: piece.numel]) for piece, where in parts])
+        return norms / (self._unscaled(scales, call) * self.num_ranks) ** 2
+
+    @staticmethod
+    def _unscaled(scales: Tensor, call: SumCall) -> Tensor:
+        """Return α in unscaled units, as it was applied: fp64 [parts]."""
+        return scales.double() * (1.0 if call.state is None else call.state.loss_scale)
+
     def sums(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[SumShape, ...]:
         numel = math.prod(shape)
-        return (SumShape(self.padded(numel + 1 + _GROWTHS) if numel else 0, self.sum_dtype),)
+        return (self.sum_shape(self.padded(numel + 1 + _GROWTHS) if numel else 0),)
 
     def rounds(self, x: Tensor, y: Tensor, call: SumCall) -> Generator[None, None, Subtract]:
         parts, (buffer,), state = [part for part in call.parts[0] if part.piece.numel], call.buffers, call.state
         assert state is not None, "scales are kept in slots"
         scales = self._scales(parts, state) if parts else torch.zeros(0)
+        x = self._contribution(x, parts, call)
         if parts:
             self.put(x, parts, scales, buffer, call)
+            self._send(parts, scales, call)
         thresholds = torch.exp2(2.0 * torch.arange(1, _GROWTHS + 1, device=x.device))
         for at, (piece, where) in enumerate(parts):
             values, end = x[piece.elements], where.start + piece.numel
@@ -164,10 +192,8 @@ class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
         yield
         if parts:
             finite = torch.stack([buffer[where.start + piece.numel] for piece, where in parts]) == 0
-            self.get(buffer, y, parts, scales, finite)
-            norms = torch.stack([integer_square_sum(buffer[where][: piece.numel]) for piece, where in parts])
-            alphas = scales.double() * state.loss_scale
-            norms = norms / (alphas * self.num_ranks) ** 2
+            alphas = self._unscaled(scales, call)
+            norms = self._receive(y, parts, scales, finite, call)
             ends = [where.start + piece.numel + 1 for piece, where in parts]
             growths = torch.stack([(buffer[end : end + _GROWTHS] > 0).sum() for end in ends])
             longest = self.sizes(parts, norms.device) * 16.0**growths / (2 * self.num_ranks * alphas**2)

@@ -38,6 +38,7 @@ from thinwire.collectives import (
     encoded,
     gather_buffers,
     gather_mean,
+    packed_sums,
     part_layout,
     reduce_scatter,
     ring_bytes,
@@ -189,10 +190,12 @@ class HostRoute(Route):
         self._reduction: Buffers | None = transport.open(traffic) if layout.has_owned else None
         self._gathering: Buffers | None = gather_buffers(layout, transport) if layout.has_gathered else None
         self._sums = sum_buffers(layout)
+        self._packed = packed_sums(layout, transport)
 
     @property
     def num_bytes(self) -> int:
         held = sum(buffers.num_bytes for buffers in (self._reduction, self._gathering) if buffers is not None)
+        held += sum(s.num_bytes for s in self._packed.values())
         return held + sum(buffer.numel() * buffer.element_size() for buffer in self._sums)
 
     def collectives(
@@ -217,7 +220,7 @@ class HostRoute(Route):
         if self._gathering is not None:
             started.append(gather_mean(x, self.layout, transport, self._gathering, call))
         if self._sums:
-            started.append(summed_all_reduce(x, self.layout, transport, self._sums, call))
+            started.append(summed_all_reduce(x, self.layout, transport, self._sums, call, self._packed))
         return started
 
     def encoded(self, rank: int) -> Iterator[tuple[Coded, Segments, Tensor]]:

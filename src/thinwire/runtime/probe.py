@@ -12,6 +12,7 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from thinwire.collectives import (
     Algorithm,
@@ -25,7 +26,19 @@ from thinwire.collectives import (
     node_identity,
     number_nodes,
 )
-from thinwire.compressors import CodecCall, Coded, Compressor, Key, Part, Piece, Segments, SumCall, Summed, first_state
+from thinwire.compressors import (
+    CodecCall,
+    Coded,
+    Compressor,
+    Key,
+    Packed,
+    Part,
+    Piece,
+    Segments,
+    SumCall,
+    Summed,
+    first_state,
+)
 from thinwire.plan.cost import Speeds, codec_seconds
 from thinwire.plan.forecast.links import Curve, Legs, Links
 from thinwire.runtime.executor import elapsed
@@ -355,7 +368,28 @@ def codec_passes(compressor: Compressor, device: torch.device) -> dict[str, floa
         run()
         # Each half is timed by itself: the difference of two medians could be zero for a short one.
         encode, decode = map(median, zip(*(run() for _ in range(_REPEATS)), strict=True))
+        for s, buffer in zip(sums, buffers, strict=True):
+            if s.packed is not None:
+                pack, unpack = _packing_seconds(s.packed, buffer, device)
+                encode, decode = encode + pack, decode + unpack
     return {"encode": encode / _NUMEL, "decode": decode / _NUMEL}
+
+
+def _packing_seconds(packed: Packed, buffer: Tensor, device: torch.device) -> tuple[float, float]:
+    """Return the seconds in which the integers in a buffer get into a message, and sums out of one."""
+    values = torch.zeros(packed.spread_numel(buffer.numel()), device=device)
+    call = CodecCall(Segments.build([Piece("probe", 0, values.numel(), 0, 0)]))
+    message = torch.zeros(packed.payload_bytes(values.numel(), values.dtype), dtype=torch.uint8, device=device)
+
+    def pack() -> None:
+        packed.spread(buffer, values)
+        packed.encode(values, message, call)
+
+    def unpack() -> None:
+        packed.decode(message, values, call)
+        packed.collect(values, buffer)
+
+    return _seconds(pack, device), _seconds(unpack, device)
 
 
 def _seconds(run: Callable[[], None], device: torch.device) -> float:

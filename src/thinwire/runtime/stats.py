@@ -195,7 +195,7 @@ class ClippingMonitor:
             self._warned = True
             warnings.warn(
                 f"{share:.1%} of the gradients' values were clipped in the last {_WINDOW_STEPS} steps, so that sums of "
-                "integers fit: take bits=32, or fewer ranks; wire.stats.clipped says how it goes on",
+                "integers fit: take more bits, or fewer ranks; wire.stats.clipped says how it goes on",
                 stacklevel=2,
             )
 

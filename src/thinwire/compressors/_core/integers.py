@@ -16,13 +16,14 @@ from thinwire.compressors._core.calls import SumCall
 from thinwire.compressors._core.checks import check_choice, check_int
 from thinwire.compressors._core.compressor import Count
 from thinwire.compressors._core.mixins import Clipping, WorldSized
+from thinwire.compressors._core.packed import Packed
 from thinwire.compressors._core.segments import Part
 from thinwire.compressors._core.slots import Slot, State
-from thinwire.compressors._core.summed import Summed
+from thinwire.compressors._core.summed import Summed, SumShape
 from thinwire.compressors._core.traits import Traits
 from thinwire.kernels import Table, align, int_decode, int_round, site_id
 
-_DTYPES = {8: torch.int8, 32: torch.int32}
+_DTYPES = {2: torch.int8, 4: torch.int8, 8: torch.int8, 32: torch.int32}
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
@@ -32,9 +33,13 @@ class Integers(Summed, WorldSized, Clipping):
 
     A rank's integers are at most ``(2^(bits−1) − 1) / n`` in magnitude, so that the sum over n ranks fits. Larger ones
     are clipped and counted. Layers are padded to a multiple of 64 bytes.
+
+    With 2 or 4 bits a rank's integers are at most ``2^(bits−1) − 1``, whatever n is, and their sums travel with as many
+    bits as they need: see `Packed`.
     """
 
     spec_name: ClassVar[str] = "integers"
+    widths: ClassVar[tuple[int, ...]] = (8, 32)
 
     bits: int = field(default=8, metadata={"shown": True})
     rounding: Literal["random", "determ"] = "random"
@@ -44,11 +49,18 @@ class Integers(Summed, WorldSized, Clipping):
     """Elements of all its layers; 0 treats each layer by itself. The handle sets it."""
 
     def __post_init__(self) -> None:
-        if self.bits not in _DTYPES:
-            raise ValueError(f"bits must be 8 or 32, not {self.bits!r}: a native all-reduce adds these")
+        if self.bits not in self.widths:
+            known = ", ".join(map(str, self.widths[:-1])) + f" or {self.widths[-1]}"
+            raise ValueError(f"bits must be {known}, not {self.bits!r}")
         check_choice("rounding", self.rounding, ("random", "determ"))
         check_int("num_ranks", self.num_ranks, 1)
         check_int("numel", self.numel, 0)
+        if self.bits < 8 and self.clip * self.num_ranks > torch.iinfo(self.sum_dtype).max:
+            most = torch.iinfo(self.sum_dtype).max // self.clip
+            raise ValueError(
+                f"{self.spec_name}(bits={self.bits}) cannot serve {self.num_ranks} ranks: 8 bits hold the sum of "
+                f"{self.clip} from each of {most}, and no more. Take {self.spec_name}(bits=32), which serves any number"
+            )
         if self.clip < 1:
             raise ValueError(
                 f"{self.spec_name}(bits={self.bits}) cannot serve {self.num_ranks} ranks: int{self.bits} cannot hold "
@@ -58,7 +70,8 @@ class Integers(Summed, WorldSized, Clipping):
     @property
     def clip(self) -> int:
         """Largest magnitude of a rank's integers, such that the sum over all ranks fits."""
-        return (2 ** (self.bits - 1) - 1) // self.num_ranks
+        most = 2 ** (self.bits - 1) - 1
+        return most if self.bits < 8 else most // self.num_ranks
 
     @property
     def traits(self) -> Traits:
@@ -83,12 +96,17 @@ class Integers(Summed, WorldSized, Clipping):
 
     def padded(self, numel: int) -> int:
         """Return the elements that ``numel`` take in a sum, with padding."""
-        size = self.bits // 8
+        size = self.sum_dtype.itemsize
         return align(numel * size) // size
+
+    def sum_shape(self, numel: int) -> SumShape:
+        """Return what ``numel`` integers add, padding included."""
+        packed = Packed(self.clip, self.num_ranks) if self.bits < 8 else None
+        return SumShape(numel, self.sum_dtype, packed=packed)
 
     def put(self, x: Tensor, parts: Sequence[Part], scales: Tensor, out: Tensor, call: SumCall) -> None:
         """Write ``Int(scale·x)``, clipped, into ``out`` and count what is clipped. ``scales``: fp32 [parts]."""
-        table = _table(parts, self.bits // 8)
+        table = _table(parts, out.element_size())
         nearest = self.rounding == "determ"
         clipped = int_round(x, table, scales, out, clip=self.clip, key=call.key.own, nearest=nearest)
         for at, (piece, _) in enumerate(parts):
@@ -97,14 +115,14 @@ class Integers(Summed, WorldSized, Clipping):
     def get(self, total: Tensor, x: Tensor, parts: Sequence[Part], scales: Tensor, finite: Tensor) -> None:
         """Set the layers of ``x`` to ``total / (n·scale)``, or to NaN where not ``finite`` (bool [parts])."""
         factors = fp32(1.0 / (scales.double() * self.num_ranks))
-        int_decode(total, _table(parts, self.bits // 8), x, torch.where(finite, factors, math.nan))
+        int_decode(total, _table(parts, total.element_size()), x, torch.where(finite, factors, math.nan))
 
     def subtract(self, rest: Tensor, parts: Sequence[Part], scales: Tensor, call: SumCall) -> None:
         """Subtract ``Int(scale·rest) / scale`` from the layers of ``rest``, with the integers of `put`."""
         if parts:
             integers, sent = torch.zeros_like(call.buffers[-1]), torch.empty_like(rest)
             self.put(rest, parts, scales, integers, call)
-            int_decode(integers, _table(parts, self.bits // 8), sent, fp32(1.0 / scales.double()))
+            int_decode(integers, _table(parts, integers.element_size()), sent, fp32(1.0 / scales.double()))
             for piece, _ in parts:
                 rest[piece.elements].sub_(sent[piece.elements])
 
@@ -115,7 +133,7 @@ class Integers(Summed, WorldSized, Clipping):
     def sizes(self, parts: Sequence[Part], device: torch.device) -> Tensor:
         """Return the elements of each layer, fp64 [parts]."""
         numels = [piece.numel for piece, _ in parts]
-        table = _table(parts, self.bits // 8)
+        table = _table(parts, self.sum_dtype.itemsize)
         return table.kept(("sizes", device), lambda: torch.tensor(numels, dtype=torch.float64).to(device))
 
 

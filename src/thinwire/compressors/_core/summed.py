@@ -15,6 +15,7 @@ from thinwire.compressors._core.calls import SumCall
 from thinwire.compressors._core.checks import check_dtype
 from thinwire.compressors._core.compressor import Compressor, Unsuited
 from thinwire.compressors._core.mixins import first_state
+from thinwire.compressors._core.packed import Packed, message_bytes
 from thinwire.compressors._core.segments import Key, Part, Piece, Segments
 from thinwire.compressors._core.slots import State
 
@@ -27,6 +28,13 @@ class SumShape(NamedTuple):
     numel: int
     dtype: torch.dtype
     op: Reduction = "sum"
+    packed: Packed | None = None
+    """Messages of few bits for integers, in the first round; None: a native all-reduce in ``dtype``."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its bytes in a message."""
+        return self.numel * self.dtype.itemsize if self.packed is None else message_bytes(self.packed, self.numel)
 
 
 Subtract = Callable[[Tensor], None]
@@ -62,7 +70,7 @@ class Summed(Compressor):
             return math.prod(shape) * dtype.itemsize
         if not isinstance(fitted, Summed):
             return fitted.wire_bytes(shape, dtype)
-        return sum(s.numel * s.dtype.itemsize for s in fitted.sums(shape, dtype))
+        return sum(s.num_bytes for s in fitted.sums(shape, dtype))
 
     def roundtrip(self, x: Tensor, key: int = 0) -> Tensor:
         check_dtype(x.dtype, self)

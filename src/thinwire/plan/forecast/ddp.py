@@ -104,7 +104,10 @@ def coded_transfer(
         codec += math.prod(shape) * codec_s.get(compressor, 0.0)
         if isinstance(compressor, Summed):
             for r, part in enumerate(compressor.sums(shape, dtype)):
-                rounds[r] = rounds.get(r, 0.0) + ring * part.numel * part.dtype.itemsize
+                if part.packed is None:
+                    rounds[r] = rounds.get(r, 0.0) + ring * part.num_bytes
+                else:
+                    reduced += part.num_bytes
         elif isinstance(compressor, Coded) and compressor.gathered:
             gathered += (n - 1) * compressor.wire_bytes(shape, dtype)
         else:

@@ -1,0 +1,173 @@
+"""Sums of integers of few bits: exact on every way, with the bits that their bounds need, and no more."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from test_algorithms import SPECS as ALGORITHMS
+from test_algorithms import algorithm_of, world_of
+
+from harness import run_threads
+from thinwire import PeerFailedError
+from thinwire.collectives import (
+    CollectiveCall,
+    DeviceBuffers,
+    DeviceLoopbackTransport,
+    Layer,
+    Layout,
+    LoopbackTransport,
+    complete,
+    device_all_reduce,
+    packed_sums,
+    sum_buffers,
+    summed_all_reduce,
+)
+from thinwire.collectives.layout import Sum
+from thinwire.compressors import CodecCall, Packed, Piece, Segments, State, Summed, for_world, parse
+from thinwire.compressors._core.integers import Integers
+
+NUMEL = 100_003
+
+
+def integers(limit: int, rank: int, numel: int = NUMEL) -> torch.Tensor:
+    """Of every magnitude up to the limit; the first hundred are the limit itself on all ranks."""
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.randint(-limit, limit + 1, (numel,), generator=generator, dtype=torch.int8)
+    values[:50], values[50:100] = limit, -limit
+    return values
+
+
+def layout_of(limit: int, algorithm: str, num_ranks: int, numel: int = NUMEL) -> tuple[Layout, Sum]:
+    """A layout with one packed sum of integers."""
+    whole = Layout.build([], world_of(num_ranks), torch.float32, algorithm_of(algorithm, num_ranks))
+    s = Sum(0, "sum", torch.int8, (), numel, Packed(limit))
+    return replace(whole, sums=(s,)), s
+
+
+@pytest.mark.parametrize(("limit", "terms"), [(1, 1), (1, 2), (1, 4), (3, 5), (7, 2), (7, 18), (1, 127), (127, 1)])
+@pytest.mark.parametrize("numel", [1, 100, 1022, 1023, 1024, 5000])
+def test_integers_come_back_from_their_bits(limit: int, terms: int, numel: int) -> None:
+    packed = Packed(limit, terms)
+    sums = integers(limit * terms, 0, max(numel, 100))[:numel]
+    values = torch.full((packed.spread_numel(numel),), math.nan)
+    Packed(limit * terms).spread(sums, values)
+    message = torch.zeros(packed.payload_bytes(values.numel(), torch.float32), dtype=torch.uint8)
+    call = CodecCall(Segments.build([Piece("sum", 0, values.numel(), 0, 0)]))
+    packed.encode(values, message, call)
+    values.fill_(math.nan)
+    packed.decode(message, values, call)
+    back = torch.zeros_like(sums)
+    packed.collect(values, back)
+    assert torch.equal(back, sums)
+    assert 2 ** (packed.bits - 1) <= 2 * limit * terms < 2**packed.bits
+
+
+def test_a_bound_that_8_bits_cannot_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match="sums of 19 integers up to 7 do not fit into 8 bits"):
+        Packed(7, 19)
+    for spec, most in (("intsgd(bits=2)", 127), ("intsgd(bits=4)", 18), ("intdiana(bits=2)", 127)):
+        fitted = for_world(parse(spec), most, 1000)
+        assert isinstance(fitted, Integers)
+        assert fitted.clip * most <= 127
+        name, most_of = spec.partition("(")[0], f"from each of {most}, and no more"
+        with pytest.raises(ValueError, match=rf"cannot serve {most + 1} ranks.*{most_of}.*Take {name}\(bits=32\)"):
+            for_world(parse(spec), most + 1, 1000)
+
+
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "allgather"])
+@pytest.mark.parametrize(("num_ranks", "limit"), [(2, 1), (3, 7), (5, 1)])
+def test_sums_are_exact_by_every_algorithm(algorithm: str, num_ranks: int, limit: int) -> None:
+    layout, _ = layout_of(limit, algorithm, num_ranks)
+    wanted = torch.stack([integers(limit, rank) for rank in range(num_ranks)]).sum(0).to(torch.int8)
+    assert int(wanted.abs().max()) == limit * num_ranks
+
+    def run(transport):
+        (packed,) = packed_sums(layout, transport).values()
+        found = []
+        for step in range(2):
+            buffer = integers(limit, transport.rank)
+            complete(packed.run(buffer, transport, CollectiveCall(0, step)))
+            found.append(torch.equal(buffer, wanted))
+        return found, transport.sent_bytes
+
+    for rank, (found, sent) in enumerate(run_threads(run, num_ranks)):
+        assert found == [True, True]
+        assert sent == 2 * layout.sent_bytes(rank)
+
+
+def test_partial_sums_widen_by_hop() -> None:
+    """Bits an integer of every message, by the ranks in it: of a ring of four, and of four that send to owners."""
+    widths = {}
+    for algorithm in ("ring", "sra"):
+        layout, s = layout_of(1, algorithm, 4, numel=1023 * 1024)
+        of = layout.packed_layout(s)
+        chunk = of.chunks[0]
+        numel = sum(piece.numel for _, segments in chunk.groups for piece in segments.pieces)
+        tree = of.trees[chunk.owner]
+        sent = {4: chunk}
+        for rank, parent in enumerate(tree.parents):
+            if parent is not None:
+                sent[tree.sizes[rank]] = of.sent_chunk(0, rank, parent)
+        widths[algorithm] = {terms: int(8 * message.message_bytes / numel) for terms, message in sent.items()}
+    assert widths["ring"] == {1: 2, 2: 3, 3: 3, 4: 4}
+    assert widths["sra"] == {1: 2, 4: 4}
+
+
+@pytest.mark.parametrize(("num_ranks", "bits"), [(2, 2.5), (3, 2.5), (4, 3.0), (5, 3.0)])
+def test_two_bits_take_three_on_the_wire_at_most(num_ranks: int, bits: float) -> None:
+    """Counted as all-reduces are: what a rank sends, over 2(n−1)/n of the integers. The scales take 1.6 % more."""
+    layout, s = layout_of(1, "sra", num_ranks, numel=1 << 20)
+    of = layout.packed_layout(s)
+    for rank in range(num_ranks):
+        sent = 8 * of.sent_bytes(rank) / (2 * (num_ranks - 1) / num_ranks * s.numel)
+        assert bits < sent < 1.03 * bits
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_a_device_sends_the_same_bits(num_ranks: int) -> None:
+    """`device_all_reduce`, on CPU tensors, ends as native sums do, and counts the bytes of packed ones."""
+    cpu, shape = torch.device("cpu"), (150, 200)
+    compressor = for_world(parse("intsgd(bits=2)"), num_ranks, math.prod(shape))
+    assert isinstance(compressor, Summed)
+    layout = Layout.build([Layer("w", 0, shape, compressor)], num_ranks, torch.float32)
+    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(num_ranks), cpu)
+
+    def state() -> State:
+        found = State.fresh(layout.slots, layout.numel, layers={"w": shape})
+        found.layers["w"].now["r"].fill_(float(layout.numel))
+        return found
+
+    def x_of(rank: int) -> torch.Tensor:
+        return torch.randn(layout.numel, generator=torch.Generator().manual_seed(rank))
+
+    def run(transport):
+        here, there = x_of(transport.rank), x_of(transport.rank)
+        complete(summed_all_reduce(here, layout, transport, sum_buffers(layout), CollectiveCall(0, 0, state=state())))
+        device = devices[transport.rank]
+        buffers = DeviceBuffers.allocate(layout, transport.rank, cpu)
+        device_all_reduce(there, layout, device, buffers, CollectiveCall(0, 0, state=state()))
+        return torch.equal(here, there), transport.sent_bytes, device.sent_bytes, buffers.sent_bytes
+
+    for alike, native, packed, told in run_threads(run, num_ranks):
+        assert alike
+        assert packed == told < 0.45 * native
+
+
+def test_a_rank_that_fails_is_an_error_for_all() -> None:
+    layout, _ = layout_of(1, "sra", 3)
+
+    def run(transport):
+        (packed,) = packed_sums(layout, transport).values()
+        running = packed.run(integers(1, transport.rank), transport, CollectiveCall(0, 0))
+        next(running)
+        if transport.rank == 1:
+            running.close()
+            return True
+        with pytest.raises(PeerFailedError, match="rank 1 failed"):
+            complete(running)
+        return True
+
+    assert run_threads(run, 3) == [True] * 3
