@@ -65,23 +65,9 @@ from thinwire.compressors.topk import TopK
 from thinwire.compressors.truncate import Truncate
 
 for _compressor in (
-    *(
-        Atomo,
-        Cast,
-        ChunkTopK,
-        Delta,
-        DGC,
-        FFT,
-        Gaussian,
-        GlobalTopK,
-        HeuristicIntSGD,
-        IntDIANA,
-        IntSGD,
-        Lattice,
-        Levels,
-    ),
-    *(Lattice, Levels, MaxAbs, MinMax, Natural, OneBit, PowerSGD, QSGD, RandK, RangeFloat, Raw, SharedTernGrad),
-    *(Sign, TernGrad, Threshold, TopK, Truncate, direct, ef),
+    *(Atomo, Cast, ChunkTopK, Delta, DGC, FFT, Gaussian, GlobalTopK, HeuristicIntSGD),
+    *(IntDIANA, IntSGD, Lattice, Levels, MaxAbs, MinMax, Natural, OneBit, PowerSGD, QSGD, RandK),
+    *(RangeFloat, Raw, SharedTernGrad, Sign, TernGrad, Threshold, TopK, Truncate, direct, ef),
 ):
     register(_compressor)
 
