@@ -940,7 +940,7 @@ PAGES = {
     "docs/tensor-parallel.md": {"sums": sums},
     "docs/failures.md": {"chaos": chaos, "soak": soak, "fuzz": fuzz},
     "docs/fsdp.md": {"sharded": sharded},
-    "docs/compressed-adamw.md": {"optimizer": optimizer, "training": training},
+    "docs/compressed-adamw.md": {"optimizer": optimizer, "in-optimizer": in_optimizer, "training": training},
     "docs/index.md": {"first-answer": first_answer},
     "docs/local.md": {"local": local, "peers": peers, "bursts": bursts},
     "docs/members.md": {"members": members},

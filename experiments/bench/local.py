@@ -54,7 +54,7 @@ def local(
     lab.need_network()
     task = Task(steps=steps)
     order = (CONTROLS[0], *(name for name in methods if name not in CONTROLS), CONTROLS[1])
-    chosen = "" if order == METHODS else f" --methods {' '.join(order[1:-1])}"
+    chosen = "" if order == METHODS else f" --rates {' '.join(rates)} --methods {' '.join(order[1:-1])}"
     results = Results(f"python -m experiments bench local{chosen}")
     results.about = {"rates": list(rates), "task": asdict(task), "every": LOCAL_EVERY, "seeds": seeds}
     others = [
