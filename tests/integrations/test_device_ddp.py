@@ -59,7 +59,7 @@ def _trains(rank: int, as_device: bool, rules, options: dict) -> dict:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("rules", ["minmax(bits=4)", MIXED], ids=["minmax", "mixed"])
+@pytest.mark.parametrize("rules", ["minmax(bits=4)", "intdiana(bits=2)", MIXED], ids=["minmax", "intdiana", "mixed"])
 def test_training_ends_with_the_same_bits(rules, num_ranks: int) -> None:
     both(_trains, num_ranks, rules, {})
 

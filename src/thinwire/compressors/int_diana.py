@@ -33,9 +33,9 @@ class IntDIANA(IntSGD):
     until most of them are clipped. The differences ``g_i − h_i`` and 1/α vanish together.
 
     What is clipped stays in ``g_i − h_i``, so that later steps send it. Where gradients are those of mini-batches,
-    their noise does not vanish, and shifts of the last noise double it: take `IntSGD` there. The first step is exact,
-    and a rank's gradient in it is its first shift. Shifts take 16 bytes an element. In a world of another size every
-    rank starts from the mean shift.
+    their noise does not vanish, and differences of two of them are longer than either, so that more is clipped: take
+    `IntSGD` there. The first step is exact, and a rank's gradient in it is its first shift. Shifts take 16 bytes an
+    element. In a world of another size every rank starts from the mean shift.
 
     `thinwire.optim.IntDIANA` is the optimizer of the paper's experiments, with L-SVRG in it.
     """

@@ -1,0 +1,90 @@
+"""``python -m experiments bench integers``: sums of integers of 2, 4 and 8 bits: time, bytes, loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from experiments.bench.owners import TASKS
+from thinwire import lab
+from thinwire.bench.ranks import run_ranks
+from thinwire.compare.compare import Bar, facts_of
+from thinwire.compare.paired import compare_training
+from thinwire.compare.variants import ALONE
+from thinwire.results import OutputFile, Results
+
+SPECS = ("intsgd(bits=8)", "intsgd(bits=4)", "intsgd(bits=2)", "intdiana(bits=2)")
+
+
+def integers(
+    *,
+    ranks: int = 4,
+    rate: str = "100mbit",
+    size_mb: float = 25.0,
+    repeats: int = 7,
+    task: Literal["gpt", "digits"] = "gpt",
+    seeds: int = 3,
+    smoke: bool = False,
+    json: OutputFile = None,
+) -> int:
+    """Integers of few bits, summed in messages that widen with the sums, beside 8 bits by native all-reduces, and fp32.
+
+    A gradient's way from one rank to all is timed over an emulated link, encoding and decoding included; methods take
+    turns. Then a model is trained with each over loopback, paired as in `thinwire compare`; "alone" must be worse.
+
+    Examples:
+      python -m experiments bench integers --json benchmarks/integers.json
+      python -m experiments bench integers --rate 1gbit --seeds 0
+
+    Args:
+        ranks: number of ranks, each on a node of its own.
+        rate: of each node's link, both ways.
+        size_mb: size of the timed gradient in fp32, in MB (10^6 bytes).
+        repeats: timed all-reduces of each method; the median counts; 0: none.
+        task: what is trained: gpt, a small GPT by AdamW, or digits, a ResNet of digits by momentum SGD.
+        seeds: number of seeds, each one paired run of every method; 0: none.
+        smoke: a small gradient and a few steps of one seed: the same path, no figures worth keeping.
+        json: write the figures to this file.
+    """
+    console = Console(highlight=False)
+    if smoke:
+        size_mb, repeats, seeds = 0.5, 1, 1
+    about = {"ranks": ranks, "rate": rate, "size_mb": size_mb, "task": task, "seeds": seeds, "smoke": smoke}
+    results = Results("python -m experiments bench integers", about=about)
+    if repeats:
+        lab.need_network()
+        console.print(_time(results, ranks, rate, size_mb, repeats))
+    if seeds:
+        trained = replace(TASKS[task], steps=4, probe_every=2) if smoke else TASKS[task]
+        with Bar(console, trained.steps) as bar:
+            comparison = compare_training(trained, [ALONE, *SPECS], seeds=range(seeds), num_ranks=ranks, watcher=bar)
+        console.print(comparison.table("Trained over loopback"))
+        for line in comparison.remarks():
+            console.print(line, soft_wrap=True)
+        results.about["training"] = facts_of(comparison)
+        comparison.record(results)
+    if json:
+        results.write(json)
+    return 0
+
+
+def _time(results: Results, ranks: int, rate: str, size_mb: float, repeats: int) -> Table:
+    """Time all methods; the figures go to ``results``, and into a table."""
+    config: dict[str, Any] = {"specs": SPECS, "numel": int(size_mb * 1e6 / 4), "repeats": repeats}
+    with lab.Network(ranks, rate=rate) as network:
+        answer = run_ranks("experiments.bench.integers_rank", config, ranks, network)
+    table = Table("all-reduce", "ms", "of gloo's fp32", "MB sent a rank", "bits a coordinate", "encode, decode, ms")
+    for spec, figures in answer.items():
+        seconds, codec = figures["seconds"], figures["codec_s"]
+        share = seconds / answer["fp32"]["seconds"]
+        results.add(f"seconds/{spec}", seconds, "s", all=figures["all"])
+        results.add(f"sent_bytes/{spec}", figures["sent_bytes"], "B", interface=figures["interface_bytes"])
+        results.add(f"bits/{spec}", figures["bits"], "bits")
+        results.add(f"codec_s/{spec}", codec, "s")
+        results.add(f"replicas_identical/{spec}", float(figures["replicas_identical"]), "")
+        cells = f"{seconds * 1e3:.1f}", f"{share:.2f}", f"{figures['sent_bytes'] / 1e6:.2f}", f"{figures['bits']:.2f}"
+        table.add_row(spec, *cells, f"{codec * 1e3:.1f}")
+    return table
