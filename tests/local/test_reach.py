@@ -49,14 +49,14 @@ def test_workers_that_reach_each_other_go_on(meeting: str) -> None:
 def test_one_that_nobody_reaches_is_told_so_and_the_others_are_excused(
     meeting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = reach._own_host
+    real = reach.own_host
 
-    def own_host(host: str, port: int) -> str:
+    def host_of(host: str, port: int) -> str:
         # Nothing listens on this address, which stands for one behind NAT.
         return "127.1.2.3" if threading.current_thread().name == "behind NAT" else real(host, port)
 
-    monkeypatch.setattr(reach, "_own_host", own_host)
-    monkeypatch.setattr(reach, "_listening", lambda: socket.create_server(("127.0.0.1", 0)))
+    monkeypatch.setattr(reach, "own_host", host_of)
+    monkeypatch.setattr(reach, "listening", lambda: socket.create_server(("127.0.0.1", 0)))
 
     def check(rank: int) -> None:
         if rank == 1:
@@ -109,4 +109,4 @@ def test_whose_fault_it_is(unreached: dict[int, set[int]], faulty: set[int]) -> 
     "address", ["", "host", "127.0.0.1:", "127.0.0.1:99999", "127.0.0.1:-1", "127.0.0.1:" + "9" * 5000]
 )
 def test_what_is_no_address_is_not_connected_to(address: str) -> None:
-    assert not reach._accepts(address)
+    assert not reach.accepts(address)

@@ -54,13 +54,13 @@ def check_connections(store_addr: str, rank: int, world_size: int) -> None:
         raise Unreachable(f"no connection to the worker at {place}, where the others meet", excused=True) from error
     store = dist.PrefixStore(f"{prefix}/thinwire", meeting)  # pyright: ignore[reportPrivateImportUsage]
     others = [other for other in range(world_size) if other != rank]
-    with _listening() as server:
-        store.set(f"address/{rank}", f"{_own_host(host, int(port))}:{server.getsockname()[1]}")
+    with listening() as server:
+        store.set(f"address/{rank}", f"{own_host(host, int(port))}:{server.getsockname()[1]}")
         addresses = _answers(store, "address", others, ANSWER_S)
         if not addresses:
             raise Unreachable("no other worker has come to where this one waits for them", excused=False)
         with ThreadPoolExecutor(_MOST_CONNECTIONS) as pool:
-            reached = dict(zip(addresses, pool.map(_accepts, addresses.values()), strict=True))
+            reached = dict(zip(addresses, pool.map(accepts, addresses.values()), strict=True))
         unreached = {other for other in others if not reached.get(other)}
         store.set(f"unreached/{rank}", " ".join(map(str, sorted(unreached))))
         # The socket listens until all others have tried.
@@ -98,14 +98,14 @@ def judge(rank: int, world_size: int, unreached: Mapping[int, set[int]], address
     )
 
 
-def _listening() -> socket.socket:
+def listening() -> socket.socket:
     """A socket that accepts connections on all interfaces: what the kernel does for it is enough."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("::", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=1024)
 
 
-def _own_host(store_host: str, store_port: int) -> str:
+def own_host(store_host: str, store_port: int) -> str:
     """The address that this machine has in the network of the store; that machine's own is the one that others use."""
     family, kind, _, _, to = socket.getaddrinfo(store_host, store_port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -129,7 +129,7 @@ def _answers(store: Any, what: str, ranks: Iterable[int], seconds: float) -> dic
     return found
 
 
-def _accepts(address: str) -> bool:
+def accepts(address: str) -> bool:
     """Whether a connection to ``host:port`` is possible."""
     host, _, port = address.rpartition(":")
     if not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 2**16):
