@@ -110,7 +110,7 @@ class Muon(Optimizer):
 
     def _step_matrices(self, group: Mapping[str, Any]) -> None:
         parameters = [p for p in group["params"] if p.grad is not None]
-        updates = []
+        lr, updates = float(group["lr"]), []
         for p in parameters:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
@@ -118,5 +118,5 @@ class Muon(Optimizer):
             updates.append(as_whole(p.grad.lerp(momentum, group["momentum"]).bfloat16()))
         for p, factor in zip(parameters, polar_factors(updates, self._process_group), strict=True):
             part = local(sharded_like(factor, p)) if is_sharded(p) else factor
-            size = _RMS * math.sqrt(max(p.shape)) * group["lr"]
-            local(p).mul_(1 - group["lr"] * group["weight_decay"]).sub_(part, alpha=size)
+            size = _RMS * math.sqrt(max(p.shape)) * lr
+            local(p).mul_(1 - lr * group["weight_decay"]).sub_(part, alpha=size)
