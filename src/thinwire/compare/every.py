@@ -34,6 +34,7 @@ EVERY = (
     "rangefloat(bits=8)",
     "cast(bf16)",
     "intsgd(bits=8)",
+    "intdiana(bits=2)",
     "heuristic_intsgd(bits=8)",
     "onebit",
     "sign",
