@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 
-from experiments.bench.owners import TASKS
+from experiments.bench.owners import train
 from thinwire import lab
 from thinwire.bench.ranks import run_ranks
-from thinwire.compare.compare import Bar, facts_of
-from thinwire.compare.paired import compare_training
-from thinwire.compare.variants import ALONE
 from thinwire.results import OutputFile, Results
 
 SPECS = ("intsgd(bits=8)", "intsgd(bits=4)", "intsgd(bits=2)", "intdiana(bits=2)")
@@ -58,14 +54,7 @@ def integers(
         lab.need_network()
         console.print(_time(results, ranks, rate, size_mb, repeats))
     if seeds:
-        trained = replace(TASKS[task], steps=4, probe_every=2) if smoke else TASKS[task]
-        with Bar(console, trained.steps) as bar:
-            comparison = compare_training(trained, [ALONE, *SPECS], seeds=range(seeds), num_ranks=ranks, watcher=bar)
-        console.print(comparison.table("Trained over loopback"))
-        for line in comparison.remarks():
-            console.print(line, soft_wrap=True)
-        results.about["training"] = facts_of(comparison)
-        comparison.record(results)
+        train(results, console, SPECS)
     if json:
         results.write(json)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -84,17 +85,29 @@ def owners(
         console.print(_time(results, specs, ranks, rate, size_mb, repeats))
     if seeds:
         specs = [spec for method in methods for spec in specs_of(method, density, ranks, 16384)]
-        trained = replace(TASKS[task], steps=4, probe_every=2) if smoke else TASKS[task]
-        with Bar(console, trained.steps) as bar:
-            comparison = compare_training(trained, [ALONE, *specs], seeds=range(seeds), num_ranks=ranks, watcher=bar)
-        console.print(comparison.table("Trained over loopback"))
-        for line in comparison.remarks():
-            console.print(line, soft_wrap=True)
-        results.about["training"] = facts_of(comparison)
-        comparison.record(results)
+        train(results, console, specs)
     if json:
         results.write(json)
     return 0
+
+
+def train(results: Results, console: Console, specs: Sequence[str]) -> None:
+    """Train alone and by each compressor, beside fp32, as ``results.about`` says; losses go to ``results`` and a table.
+
+    It says the task of `TASKS`, the seeds, the ranks, and whether it is a smoke test.
+    """
+    about = results.about
+    task = TASKS[about["task"]]
+    if about["smoke"]:
+        task = replace(task, steps=4, probe_every=2)
+    seeds, ranks = range(about["seeds"]), about["ranks"]
+    with Bar(console, task.steps) as bar:
+        comparison = compare_training(task, [ALONE, *specs], seeds=seeds, num_ranks=ranks, watcher=bar)
+    console.print(comparison.table("Trained over loopback"))
+    for line in comparison.remarks():
+        console.print(line, soft_wrap=True)
+    about["training"] = facts_of(comparison)
+    comparison.record(results)
 
 
 def _time(results: Results, specs: list[str], ranks: int, rate: str, size_mb: float, repeats: int) -> Table:

@@ -11,14 +11,12 @@ from torch import Tensor, nn
 
 from thinwire.optim.compressed_adamw import CompressedAdamW
 from thinwire.optim.muon import OUTPUT_HEADS, split_parameters
-from thinwire.optim.polar import newton_schulz
+from thinwire.optim.polar import STEP_RMS, newton_schulz
 
 _LEAST_RATIO = 2
 """Where a matrix has so many times the rows and columns of its rank, a basis of its columns pays."""
 _ROUNDING = 1e-4
 """The share of a matrix's norm that may lie outside its rank."""
-_RMS = 0.2
-"""Of a step in units of the learning rate: about AdamW's (Liu et al. 2025, 2502.16982)."""
 _TINY = 1e-7
 
 
@@ -112,7 +110,7 @@ class Dion(CompressedAdamW):
         self.state[parameter]["momentum_buffer"].sub_(update, alpha=1 - group["momentum"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         step = orthonormal(update, self._ranks.get(parameter) if self._next[parameter].sent else None)
-        size = _RMS * math.sqrt(step.numel()) * group["lr"]
+        size = STEP_RMS * math.sqrt(step.numel()) * group["lr"]
         parameter.sub_(step * (size / (torch.linalg.vector_norm(step, dtype=torch.float32) + _TINY)))
 
 

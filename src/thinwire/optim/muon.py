@@ -12,13 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from thinwire.optim.polar import polar_factors
+from thinwire.optim.polar import STEP_RMS, polar_factors
 from thinwire.optim.shards import as_whole, is_sharded, local, sharded_like
 
 OUTPUT_HEADS = ("*head.weight", "*output.weight")
 """The usual names of output heads."""
-_RMS = 0.2
-"""Of a step in units of the learning rate: about AdamW's (Liu et al. 2025, 2502.16982)."""
 
 
 def split_parameters(model: nn.Module, adamw: Sequence[str] = OUTPUT_HEADS) -> tuple[list[Tensor], list[Tensor]]:
@@ -118,5 +116,5 @@ class Muon(Optimizer):
             updates.append(as_whole(p.grad.lerp(momentum, group["momentum"]).bfloat16()))
         for p, factor in zip(parameters, polar_factors(updates, self._process_group), strict=True):
             part = local(sharded_like(factor, p)) if is_sharded(p) else factor
-            size = _RMS * math.sqrt(max(p.shape)) * lr
+            size = STEP_RMS * math.sqrt(max(p.shape)) * lr
             local(p).mul_(1 - lr * group["weight_decay"]).sub_(part, alpha=size)

@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+STEP_RMS = 0.2
+"""Root mean square of a step by polar factors, in units of the learning rate: about AdamW's (Liu et al. 2025,
+2502.16982)."""
 _COEFFICIENTS = (
     (8.426788, -24.936134, 18.492493),
     (4.111647, -3.059130, 0.574954),
