@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from multiprocessing import forkserver
@@ -9,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
+# PyTorch's stores ask for the names of addresses to write them into logs, and wait 5 s for each answer that is lost.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 SLOW = Path(__file__).parent / "slow.txt"
 

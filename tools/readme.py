@@ -591,8 +591,8 @@ def optimizer() -> str:
     )
 
 
-def training() -> str:
-    figures = Figures(BENCHMARKS / "training.json")
+def training(record: str = "training.json") -> str:
+    figures = Figures(BENCHMARKS / record)
     about, rows = figures.record["about"], []
     names = [name.removeprefix("loss/") for name in figures.rows if name.startswith("loss/")]
     reference, *others = names
@@ -815,11 +815,14 @@ def peers() -> str:
     about, rows = figures.record["about"], []
     titles = {
         "torchft": "torchft's DiLoCo, fp32",
+        "hivemind": "hivemind's averager, fp32",
         "thinwire, fp32": "thinwire, fp32",
         "thinwire, 2 bits": "**thinwire**",
     }
     for rate in about["rates"]:
         for method, title in titles.items():
+            if figures.get(f"{rate}/seconds/{method}") is None:
+                continue
             sent, seconds, ratio, loss = (
                 figures.get(f"{rate}/{kind}/{method}") or 0.0
                 for kind in ("sent_bytes", "seconds", "seconds_of_peer", "loss")
@@ -833,10 +836,12 @@ def peers() -> str:
                     f"{ratio:.2f}x",
                     f"{loss:.4f}",
                     above,
+                    f"{figures.get(f'{rate}/replicas_differ/{method}'):.0f}",
                 ]
             )
     task = about["task"]
-    head = ["", "on the interface per step", "time", "of torchft's", "held-out loss (nats/byte)", "against torchft's"]
+    loss, differ = "held-out loss (nats/byte)", "runs that end with different weights"
+    head = ["", "on the interface per step", "time", "of torchft's", loss, "against torchft's", differ]
     return (
         f"`python -m experiments bench peers`: a byte-level GPT of width {task['model']['width']}, 2 workers, "
         f"{task['steps']} steps of AdamW, an exchange every {about['every']}, the same outer optimizer, "
@@ -846,22 +851,34 @@ def peers() -> str:
     )
 
 
+MEMBERS = {
+    "undisturbed": "local updates, undisturbed",
+    "members": "local updates, workers die and come back",
+    "every-step": "an exchange in every step, workers die and come back",
+    "restarting": "4-bit gradients in every step, torchrun restarts all from a checkpoint",
+}
+TIMES = {
+    "kept_steps": "steps that are kept",
+    "starting": "start of processes",
+    "joining": "wait for the first exchange",
+    "waiting_for_a_core": "wait for a core",
+    "exchanging": "exchanges",
+    "lost": "steps that are lost, the rest",
+}
+
+
 def members() -> str:
     figures = Figures(BENCHMARKS / "members.json")
-    about, rows = figures.record["about"], []
-    titles = {
-        "undisturbed": "local updates, undisturbed",
-        "members": "local updates, workers die and come back",
-        "restarting": "4-bit gradients in every step, torchrun restarts all from a checkpoint",
-    }
-    for mode, title in titles.items():
-        if figures.get(f"{mode}/kept_tokens") is None:
+    about, rows, times = figures.record["about"], [], []
+    for mode, title in MEMBERS.items():
+        if figures.get(f"{mode}/0/kept_tokens") is None:
             continue
-        of_all, present, kept, loss, compared, differing, kills = (
-            figures.get(f"{mode}/{name}") or 0.0
+        of_started = figures.get(f"{mode}/0/goodput/of_started_workers")
+        present, of_all, kept, loss, compared, differing, kills = (
+            figures.get(f"{mode}/0/{name}") or 0.0
             for name in (
-                "goodput/of_all_workers",
                 "goodput/of_present_workers",
+                "goodput/of_all_workers",
                 "kept_of_undisturbed",
                 "loss",
                 "exchanges_compared",
@@ -869,25 +886,43 @@ def members() -> str:
                 "kills",
             )
         )
-        row = [title, f"{kills:.0f}", f"{of_all:.0%}", f"{present:.0%}", f"{kept:.0%}", f"{loss:.3f}"]
+        started = "–" if of_started is None else f"{of_started:.0%}"
+        row = [title, f"{kills:.0f}", started, f"{present:.0%}", f"{of_all:.0%}", f"{kept:.0%}", f"{loss:.3f}"]
         rows.append([*row, f"{differing:.0f} of {compared:.0f}"])
-    of_running, of_undisturbed = "goodput of running workers", "kept, of the undisturbed run's"
-    head = ["", "deaths", "goodput", of_running, of_undisturbed, "last loss", "exchanges after which weights differ"]
-    excess = [row for row in figures.record["results"] if row["name"] == "both/loss_excess"]
-    at_equal = ""
-    if excess:
-        at_equal = (
-            f"After {excess[0]['tokens'] / 1e3:,.0f} thousand tokens, the most that both have kept, the disturbed loss "
-            f"is {100 * excess[0]['value']:+.2f} % from the undisturbed one. "
-        )
+        if figures.get(f"{mode}/0/time/kept_steps") is not None:
+            times.append([title, *(f"{figures.get(f'{mode}/0/time/{name}') or 0.0:.1%}" for name in TIMES)])
+    goodputs = ["goodput of started workers", "of present workers", "of four workers"]
+    of_undisturbed, differ = "kept, of the undisturbed run's", "exchanges after which weights differ"
+    head = ["", "deaths", *goodputs, of_undisturbed, "last loss", differ]
     return (
         f"`python -m experiments bench members`: {about['workers']} workers at 100 Mbit/s for {about['seconds']} s, "
         f"one of which is killed every {about['kill_every_s']} s and started again {about['absent_s']} s later. A step "
         f"takes {about['step_s']} s, most of it asleep; an exchange is due every {about['every']} steps, and so is a "
         "checkpoint. Goodput is the tokens that are in shared weights or in a checkpoint at the end over those that "
-        "four workers could have trained on without a pause, the start of their processes included.\n\n"
-        f"{table(head, rows)}\n\n{at_equal}{figures.machine}."
+        "could have been trained on without a pause: by workers from the time when they were ready to join, by those "
+        "that were there, from the start of their processes to their end, or by four workers all the time.\n\n"
+        f"{table(head, rows)}\n\nWhat workers did while they were there:\n\n{table(['', *TIMES.values()], times)}\n\n"
+        f"{_disturbed_losses()}{figures.machine}."
     )
+
+
+def _disturbed_losses() -> str:
+    """The loss among workers that come and go beside an undisturbed run's at equal tokens, seed by seed."""
+    parts = []
+    for path in sorted(BENCHMARKS.glob("members*.json")):
+        figures = Figures(path)
+        excess = [row for name, row in figures.rows.items() if name.endswith("/loss_excess")]
+        if not excess:
+            continue
+        about = figures.record["about"]
+        tokens = ", ".join(f"{row['tokens'] / 1e3:,.0f}" for row in excess)
+        each = ", ".join(f"{100 * row['value']:+.2f}" for row in excess)
+        mean = f", {100 * sum(row['value'] for row in excess) / len(excess):+.2f} % on average" if excess[1:] else ""
+        seeds = f"{len(excess)} seeds" if excess[1:] else "one seed"
+        parts.append(
+            f"with a death every {about['kill_every_s']} s, {seeds}: {each} % after {tokens} thousand tokens{mean}"
+        )
+    return f"The disturbed loss from the undisturbed one, after the most tokens that both have: {'; '.join(parts)}. "
 
 
 def results() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from statistics import fmean, median
@@ -19,10 +20,9 @@ from thinwire.lab.units import format_rate, parse_rate
 from thinwire.local.fragments import FEW_BITS
 from thinwire.results import OutputFile, Results
 
-PEER = "torchft"
+PEER, OTHER = "torchft", "hivemind"
 COMPRESSORS = {"thinwire, fp32": "raw", "thinwire, 2 bits": FEW_BITS}
 """Ways of thinwire, and the compressor of their exchanges."""
-METHODS = (PEER, *COMPRESSORS)
 
 
 def peers(
@@ -36,8 +36,9 @@ def peers(
     """Train a small GPT with torchft's DiLoCo and with thinwire's on two workers: loss, bytes on the link, seconds.
 
     Model, batches, inner optimizer (AdamW), outer optimizer and the steps between exchanges are the same. torchft sends
-    fp32 over gloo, as on any machine without GPUs. Methods take turns, in another order with every seed; what is timed
-    and counted begins after the first exchange, in which torchft connects. Takes about three minutes.
+    fp32 over gloo, as on any machine without GPUs. Where hivemind is installed, too, its averager takes the place of
+    the all-reduce, in fp32. Methods take turns, in another order with every seed; what is timed and counted begins
+    after the first exchange, in which workers connect. Takes about six minutes.
 
     Examples:
       python -m experiments bench peers --json benchmarks/peers.json
@@ -53,6 +54,11 @@ def peers(
     if find_spec(PEER) is None:
         console.print(f"{PEER} is not installed: pip install {PEER}")
         return 1
+    methods = (PEER, *COMPRESSORS)
+    if find_spec(OTHER) is None:
+        console.print(f"{OTHER} is not installed, and left out: pip install {OTHER}")
+    else:
+        methods = (PEER, OTHER, *COMPRESSORS)
     lab.need_network()
     task = GPTTask(
         model=GPTConfig(width=64, layers=2, context=64), steps=steps, batch=4, learning_rate=4e-3, held_out_windows=2048
@@ -60,20 +66,21 @@ def peers(
     results = Results("python -m experiments bench peers")
     results.about = {"rates": list(rates), "every": every, "seeds": seeds, "task": asdict(task)}
     for rate in rates:
-        runs: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
+        runs: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
         for seed in range(seeds):
-            for method in METHODS[seed % len(METHODS) :] + METHODS[: seed % len(METHODS)]:
+            for method in methods[seed % len(methods) :] + methods[: seed % len(methods)]:
                 runs[method].append(_run(method, task, every, seed, rate))
                 console.print(f"{format_rate(parse_rate(rate))}, {method}, seed {seed}: {runs[method][-1]}")
         _add(results, rate, runs)
-        console.print(_table(results, rate))
+        console.print(_table(results, rate, methods))
         if json is not None:
             results.write(json)
     return 0
 
 
 def _run(method: str, task: GPTTask, every: int, seed: int, rate: str) -> dict[str, Any]:
-    config = {"compressor": COMPRESSORS.get(method), "task": asdict(task), "every": every, "seed": seed}
+    config = {"method": method, "compressor": COMPRESSORS.get(method, "")}
+    config |= {"task": asdict(task), "every": every, "seed": seed}
     with lab.Network(2, rate=rate) as network:
         return run_ranks("experiments.bench.peers_rank", config, 2, network)
 
@@ -93,9 +100,9 @@ def _add(results: Results, rate: str, runs: dict[str, list[dict[str, Any]]]) -> 
         results.add(f"{rate}/loss_above_peer/{method}", above.mean, "", **bounds)
 
 
-def _table(results: Results, rate: str) -> Table:
+def _table(results: Results, rate: str, methods: Sequence[str]) -> Table:
     table = Table(f"over {format_rate(parse_rate(rate))}", "sent per step", "seconds", f"of {PEER}'s", "loss", "above")
-    for method in METHODS:
+    for method in methods:
         table.add_row(
             method,
             f"{results.value(f'{rate}/sent_bytes/{method}') / 1e3:.2f} kB",

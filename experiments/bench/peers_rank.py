@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -26,21 +27,14 @@ _OUTER = Nesterov()
 _TIMEOUT = timedelta(seconds=60)
 
 
-def train(compressor: str | None, task: dict[str, Any], every: int, seed: int) -> dict[str, Any]:
-    """Train from ``seed``; held-out loss, and seconds and bytes a step after the first exchange, of this worker.
-
-    Exchanges are torchft's where ``compressor`` is None.
-    """
+def train(method: str, compressor: str, task: dict[str, Any], every: int, seed: int) -> dict[str, Any]:
+    """Train from ``seed``; held-out loss, and seconds and bytes a step after the first exchange, of this worker."""
     made = GPTTask.from_json(task)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     model = made.build(seed)
     optimizer = made.optimizer(model)
-    exchanges = (
-        _torchft(model, optimizer, every)
-        if compressor is None
-        else _thinwire(model, optimizer, every, compressor, seed)
-    )
-    with exchanges as step:
+    peer = {"torchft": _torchft, "hivemind": _hivemind}.get(method)
+    with peer(model, optimizer, every) if peer else _thinwire(model, optimizer, every, compressor, seed) as step:
         started, sent = 0.0, 0
         for i, batch in enumerate(made.batches(seed, rank, num_ranks)):
             if i == every:
@@ -109,6 +103,44 @@ def _torchft(model: nn.Module, optimizer: torch.optim.Optimizer, every: int) -> 
     manager.shutdown(wait=False)
     if lighthouse is not None:
         lighthouse.shutdown()
+
+
+@contextmanager
+def _hivemind(model: nn.Module, optimizer: torch.optim.Optimizer, every: int) -> Iterator[Callable[[], None]]:
+    """hivemind's averager in fp32, within the same outer optimizer; the second worker finds the first in its table."""
+    import hivemind  # pyright: ignore[reportMissingImports]
+    from hivemind.averaging import DecentralizedAverager  # pyright: ignore[reportMissingImports]
+
+    # Its table and its averager are processes of their own, which cannot be pickled.
+    multiprocessing.current_process().daemon = False
+    multiprocessing.set_start_method("fork", force=True)
+    place = {"start": True, "host_maddrs": [f"/ip4/{address(dist.get_rank())}/tcp/0"]}
+    table = hivemind.DHT(**place) if dist.get_rank() == 0 else None
+    known = [None if table is None else [str(maddr) for maddr in table.get_visible_maddrs()]]
+    dist.broadcast_object_list(known, 0)
+    table = table or hivemind.DHT(initial_peers=known[0], **place)
+    parameters = list(model.parameters())
+    anchor = nn.utils.parameters_to_vector(parameters).detach().clone()
+    momentum, steps = torch.zeros_like(anchor), 0
+    averager = DecentralizedAverager([torch.zeros_like(anchor)], table, start=True, prefix="peers", target_group_size=2)
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+        if steps % every:
+            return
+        with torch.no_grad(), averager.get_tensors() as (mean,):
+            mean.copy_(anchor - nn.utils.parameters_to_vector(parameters))
+        if averager.step(timeout=_TIMEOUT.total_seconds()) is None:
+            raise TimeoutError("the workers did not find each other")
+        with torch.no_grad(), averager.get_tensors() as (mean,):
+            _OUTER.update(anchor, momentum, mean)
+            nn.utils.vector_to_parameters(anchor.clone(), parameters)
+
+    yield step
+    dist.barrier()
+    averager.shutdown()
+    table.shutdown()
 
 
 def main() -> None:

@@ -33,5 +33,6 @@ def run_ranks(module: str, config: dict[str, Any], num_ranks: int, network: lab.
                 rank.close()
         for code, log in zip(codes, logs, strict=True):
             if code:
-                raise RuntimeError(f"a rank ended with exit code {code}:\n{log.read_text(errors='replace')[-2000:]}")
+                end = log.read_text(errors="replace")[-2000:] if log.exists() else "it ended before it had a log"
+                raise RuntimeError(f"a rank ended with exit code {code}:\n{end}")
     return json.loads(answer)
