@@ -613,12 +613,16 @@ def training(record: str = "training.json") -> str:
             ]
         )
     head = ["", "learning rate", "sent per step", "fewer", "held-out loss (nats/byte)", f"against {names[0]}"]
+    alone = (
+        " *alone* is one worker without any communication: a method that ends above it is worse than sending nothing."
+        if "alone" in names
+        else ""
+    )
     return (
         f"`python -m experiments bench training`: a byte-level GPT of width {about['task']['model']['width']}, "
         f"{about['workers']} workers, {about['steps']} steps, {about['seeds']} seeds, each method at the best "
         f"learning rate of those tried, {min(tried):g} to {max(tried):g}. In brackets, bounds that the true "
-        "difference keeps with 95 % each. *alone* is one worker without any communication: a method that ends above it "
-        f"is worse than sending nothing.\n\n{table(head, rows)}\n\n{figures.machine}."
+        f"difference keeps with 95 % each.{alone}\n\n{table(head, rows)}\n\n{figures.machine}."
     )
 
 
@@ -975,7 +979,12 @@ PAGES = {
     "docs/tensor-parallel.md": {"sums": sums},
     "docs/failures.md": {"chaos": chaos, "soak": soak, "fuzz": fuzz},
     "docs/fsdp.md": {"sharded": sharded},
-    "docs/compressed-adamw.md": {"optimizer": optimizer, "in-optimizer": in_optimizer, "training": training},
+    "docs/compressed-adamw.md": {
+        "optimizer": optimizer,
+        "in-optimizer": in_optimizer,
+        "training": training,
+        "training-8": partial(training, "training-8.json"),
+    },
     "docs/index.md": {"first-answer": first_answer},
     "docs/local.md": {"local": local, "peers": peers, "bursts": bursts},
     "docs/members.md": {"members": members},
