@@ -613,16 +613,12 @@ def training(record: str = "training.json") -> str:
             ]
         )
     head = ["", "learning rate", "sent per step", "fewer", "held-out loss (nats/byte)", f"against {names[0]}"]
-    alone = (
-        " *alone* is one worker without any communication: a method that ends above it is worse than sending nothing."
-        if "alone" in names
-        else ""
-    )
     return (
         f"`python -m experiments bench training`: a byte-level GPT of width {about['task']['model']['width']}, "
         f"{about['workers']} workers, {about['steps']} steps, {about['seeds']} seeds, each method at the best "
         f"learning rate of those tried, {min(tried):g} to {max(tried):g}. In brackets, bounds that the true "
-        f"difference keeps with 95 % each.{alone}\n\n{table(head, rows)}\n\n{figures.machine}."
+        "difference keeps with 95 % each. *alone* is one worker without any communication: a method that ends above it "
+        f"is worse than sending nothing.\n\n{table(head, rows)}\n\n{figures.machine}."
     )
 
 
@@ -895,6 +891,13 @@ def members() -> str:
         rows.append([*row, f"{differing:.0f} of {compared:.0f}"])
         if figures.get(f"{mode}/0/time/kept_steps") is not None:
             times.append([title, *(f"{figures.get(f'{mode}/0/time/{name}') or 0.0:.1%}" for name in TIMES)])
+    excess = figures.rows.get("members/0/loss_excess")
+    at_equal = ""
+    if excess:
+        at_equal = (
+            f"After {excess['tokens'] / 1e3:,.0f} thousand tokens, the most that both have kept, the disturbed loss is "
+            f"{100 * excess['value']:+.2f} % from the undisturbed one. "
+        )
     goodputs = ["goodput of started workers", "of present workers", "of four workers"]
     of_undisturbed, differ = "kept, of the undisturbed run's", "exchanges after which weights differ"
     head = ["", "deaths", *goodputs, of_undisturbed, "last loss", differ]
@@ -906,27 +909,8 @@ def members() -> str:
         "could have been trained on without a pause: by workers from the time when they were ready to join, by those "
         "that were there, from the start of their processes to their end, or by four workers all the time.\n\n"
         f"{table(head, rows)}\n\nWhat workers did while they were there:\n\n{table(['', *TIMES.values()], times)}\n\n"
-        f"{_disturbed_losses()}{figures.machine}."
+        f"{at_equal}{figures.machine}."
     )
-
-
-def _disturbed_losses() -> str:
-    """The loss among workers that come and go beside an undisturbed run's at equal tokens, seed by seed."""
-    parts = []
-    for path in sorted(BENCHMARKS.glob("members*.json")):
-        figures = Figures(path)
-        excess = [row for name, row in figures.rows.items() if name.endswith("/loss_excess")]
-        if not excess:
-            continue
-        about = figures.record["about"]
-        tokens = ", ".join(f"{row['tokens'] / 1e3:,.0f}" for row in excess)
-        each = ", ".join(f"{100 * row['value']:+.2f}" for row in excess)
-        mean = f", {100 * sum(row['value'] for row in excess) / len(excess):+.2f} % on average" if excess[1:] else ""
-        seeds = f"{len(excess)} seeds" if excess[1:] else "one seed"
-        parts.append(
-            f"with a death every {about['kill_every_s']} s, {seeds}: {each} % after {tokens} thousand tokens{mean}"
-        )
-    return f"The disturbed loss from the undisturbed one, after the most tokens that both have: {'; '.join(parts)}. "
 
 
 def results() -> str:
