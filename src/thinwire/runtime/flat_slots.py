@@ -68,7 +68,7 @@ class PackedSlot(FlatSlot):
         self._numel, self._device = numel, device
         self._packed = [torch.zeros(end, dtype=torch.uint8, device=device) for _ in range(2)]
         for after in (False, True):
-            self.write(self._empty(), after=after)
+            self.write(self._zeros(), after=after)
         self.now = self.next = torch.empty(0, device=device)
 
     @property
@@ -76,7 +76,8 @@ class PackedSlot(FlatSlot):
         return sum(packed.nbytes for packed in self._packed)
 
     def open(self) -> None:
-        self.now, self.next = self.read(), torch.empty(self._numel, device=self._device)
+        # Under FSDP2 nobody writes what a rank owns itself: it stays zero.
+        self.now, self.next = self.read(), self._zeros()
 
     def close(self, key: int) -> None:
         if not self.next.numel():  # nothing was opened: a step before compression starts
@@ -88,7 +89,7 @@ class PackedSlot(FlatSlot):
         self._packed.reverse()
 
     def read(self, *, after: bool = False) -> Tensor:
-        values = self._empty()
+        values = self._zeros()
         _PACKED.decode(self._packed[after], values, CodecCall(self._segments))
         return values
 
@@ -98,7 +99,7 @@ class PackedSlot(FlatSlot):
     def _pack(self, coder: Coded, values: Tensor, message: Tensor, key: int) -> None:
         coder.encode(values, message, CodecCall(self._segments, Key(key, key)))
 
-    def _empty(self) -> Tensor:
+    def _zeros(self) -> Tensor:
         return torch.zeros(self._numel, device=self._device)
 
 
