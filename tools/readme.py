@@ -454,13 +454,33 @@ def owners() -> str:
         f"`python -m experiments bench owners`: {about['size_mb']:g} MB, {about['ranks']} ranks over "
         f"{RATES[about['rate']]} links.\n\n{timed}\n\n"
         "What is trained with them, chosen from chunks of 16384 (bounds: one-sided, 95 %):\n\n"
-        f"{_owned_training('digits', 'a ResNet of digits, momentum SGD')}\n\n"
-        f"{_owned_training('gpt', 'a small GPT, AdamW')}\n\n{figures.machine}."
+        f"{_trained('owners-digits.json', 'a ResNet of digits, momentum SGD')}\n\n"
+        f"{_trained('owners-gpt.json', 'a small GPT, AdamW')}\n\n{figures.machine}."
     )
 
 
-def _owned_training(task: str, title: str) -> str:
-    figures = Figures(BENCHMARKS / f"owners-{task}.json")
+def integers() -> str:
+    figures = Figures(BENCHMARKS / "integers.json")
+    about, rows = figures.record["about"], []
+    fp32 = figures.get("seconds/fp32") or math.nan
+    for spec in (name.removeprefix("seconds/") for name in figures.rows if name.startswith("seconds/")):
+        seconds, codec, sent, bits = (
+            figures.get(f"{quantity}/{spec}") or 0.0 for quantity in ("seconds", "codec_s", "sent_bytes", "bits")
+        )
+        label = "fp32, gloo's all-reduce" if spec == "fp32" else f"`{spec}`"
+        speed = f"{fp32 / seconds:.1f}x"
+        rows.append([label, f"{1e3 * seconds:.0f}", speed, f"{1e3 * codec:.0f}", f"{sent / 1e6:.2f}", f"{bits:.2f}"])
+    head = ["all-reduce", "ms", "speed", "of these, encoding and decoding", "MB that a rank sends", "bits a coordinate"]
+    return (
+        f"`python -m experiments bench integers`: {about['size_mb']:g} MB, {about['ranks']} ranks over "
+        f"{RATES[about['rate']]} links, medians of {len(figures.rows['seconds/fp32']['all'])}.\n\n{table(head, rows)}\n\n"
+        "What is trained with them (bounds: one-sided, 95 %):\n\n"
+        f"{_trained('integers.json', 'a small GPT, AdamW')}\n\n{figures.machine}."
+    )
+
+
+def _trained(record: str, title: str) -> str:
+    figures = Figures(BENCHMARKS / record)
     about, rows = figures.record["about"], []
     for name in (name.removeprefix("held_out_loss/") for name in figures.rows if name.startswith("held_out_loss/")):
         loss, sent = figures.get(f"held_out_loss/{name}") or 0.0, figures.get(f"bytes_per_step/{name}") or 0.0
@@ -963,6 +983,7 @@ PAGES = {
     "docs/tensor-parallel.md": {"sums": sums},
     "docs/failures.md": {"chaos": chaos, "soak": soak, "fuzz": fuzz},
     "docs/fsdp.md": {"sharded": sharded},
+    "docs/integers.md": {"integers": integers},
     "docs/compressed-adamw.md": {
         "optimizer": optimizer,
         "in-optimizer": in_optimizer,
