@@ -473,7 +473,8 @@ def integers() -> str:
     head = ["all-reduce", "ms", "speed", "of these, encoding and decoding", "MB that a rank sends", "bits a coordinate"]
     return (
         f"`python -m experiments bench integers`: {about['size_mb']:g} MB, {about['ranks']} ranks over "
-        f"{RATES[about['rate']]} links, medians of {len(figures.rows['seconds/fp32']['all'])}.\n\n{table(head, rows)}\n\n"
+        f"{RATES[about['rate']]} links, medians of {len(figures.rows['seconds/fp32']['all'])}.\n\n"
+        f"{table(head, rows)}\n\n"
         "What is trained with them (bounds: one-sided, 95 %):\n\n"
         f"{_trained('integers.json', 'a small GPT, AdamW')}\n\n{figures.machine}."
     )
