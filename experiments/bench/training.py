@@ -43,6 +43,7 @@ METHODS = (
     Method("AdamW, feedback on gradients, 1 bit", "AdamW", "ef(onebit(bucket=256))"),
     Method("AdamW, feedback on gradients, top 1 %", "AdamW", "ef(topk(density=0.01))"),
     Method("1-bit Adam, the first 15 % of steps in fp32", "QuantizedAdam", "onebit(bucket=layer)"),
+    Method("QuantizedAdam, 4 bits, the first 15 % of steps in fp32", "QuantizedAdam", "minmax(bits=4)"),
     Method("CompressedAdamW, fp32", "pre", "raw"),
     Method("CompressedAdamW, 2 bits", "pre", "gaussian(bits=2)"),
     Method("CompressedAdamW, 2 bits, buckets of 64", "pre", "gaussian(bits=2, bucket=64)"),

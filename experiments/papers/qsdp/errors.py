@@ -57,35 +57,41 @@ def relative_error(values: Tensor, arrived: Tensor) -> float:
 
 
 def num_steps(scale: QSDPScale) -> int:
-    """Of one training, in this process."""
-    return scale.size("medium").task.steps
+    """Of a training from every seed, in this process."""
+    return scale.steps("medium", 1)
 
 
 def figures_c_2_and_c_3(study: QSDPStudy) -> list[Row]:
-    """Errors along a training that is not compressed itself."""
+    """Errors along trainings that are not compressed themselves; drawn are those of the first."""
     size = study.scale.size("medium")
-    curves = _measure(study, size)
-    _draw(study, size, curves)
-    return [row_of_layer(size, layer, [curve for curve in curves if curve.layer == layer]) for layer in LAYERS]
+    by_seed = [_measure(study, size, seed) for seed in study.seeds]
+    _draw(study, size, by_seed[0])
+    return [
+        row_of_layer(size, layer, [[curve for curve in curves if curve.layer == layer] for curves in by_seed])
+        for layer in LAYERS
+    ]
 
 
-def row_of_layer(size: Size, layer: str, curves: Sequence[Curve]) -> Row:
-    """How many times as much uniform levels err of weights, from the first learning on, with all curves."""
+def row_of_layer(size: Size, layer: str, by_seed: Sequence[Sequence[Curve]]) -> Row:
+    """How many times as much uniform levels err of weights, from the first learning on, with all curves by seed."""
     first = size.learn_at[0]
-    weights = next(curve for curve in curves if curve.what == "weights")
-    gains = [weights.uniform[i] / weights.learned[i] for i, at in enumerate(weights.steps) if at >= first]
-    kept = {c.what: {"steps": c.steps, "uniform": c.uniform, "learned": c.learned, "once": c.once} for c in curves}
+    every = [curve for curves in by_seed for curve in curves if curve.what == "weights"]
+    gains = [c.uniform[i] / c.learned[i] for c in every for i, at in enumerate(c.steps) if at >= first]
+    kept = [
+        {c.what: {"steps": c.steps, "uniform": c.uniform, "learned": c.learned, "once": c.once} for c in curves}
+        for curves in by_seed
+    ]
     data = {"curves": kept, "learn_at": list(size.learn_at), "size": size.title}
     return Row(f"figure {LAYERS[layer][0]}", f"gain/{layer}", fmean(gains), "x", data)
 
 
-def _measure(study: QSDPStudy, size: Size) -> list[Curve]:
+def _measure(study: QSDPStudy, size: Size, seed: int) -> list[Curve]:
     """Levels are learned anew from the present ones at the thesis's steps, of all of a layer at once."""
     curves = [Curve(layer, what) for layer in LAYERS for what in BITS]
     levels = {(c.layer, c.what): torch.linspace(0.0, 1.0, 1 << BITS[c.what]) for c in curves}
     once = dict(levels)
     every = study.scale.errors_every
-    for step, tensors in _along(study, size):
+    for step, tensors in _along(study, size, seed):
         for curve in curves:
             key, bits = (curve.layer, curve.what), BITS[curve.what]
             values = tensors[curve.what][curve.layer]
@@ -102,13 +108,13 @@ def _measure(study: QSDPStudy, size: Size) -> list[Curve]:
     return curves
 
 
-def _along(study: QSDPStudy, size: Size) -> Iterator[tuple[int, dict[str, dict[str, Tensor]]]]:
+def _along(study: QSDPStudy, size: Size, seed: int) -> Iterator[tuple[int, dict[str, dict[str, Tensor]]]]:
     """Step by step, the weights before it and rank 0's gradients of them, flat, of the layers that are looked at."""
     task = size.task
-    model = task.build(0)
+    model = task.build(seed)
     optimizer = task.optimizer(model)
     layers = {name: parameter for name, parameter in model.named_parameters() if name in LAYERS}
-    for step, batch in enumerate(task.batches(0, 0, NUM_RANKS)):
+    for step, batch in enumerate(task.batches(seed, 0, NUM_RANKS)):
         weights = {name: parameter.detach().flatten().clone() for name, parameter in layers.items()}
         rate = learning_rate(task.learning_rate, step, task.steps)
         loss = take_step(task, model, optimizer, batch, rate)
