@@ -78,6 +78,11 @@ class Method:
         return parse_policy(self.adapt) if self.adapt else None
 
     @property
+    def _follows_rate(self) -> bool:
+        """Whether the compressor does not know what to send without the learning rate."""
+        return "diminishing" in self.spec
+
+    @property
     def warm_up_steps(self) -> int:
         """Steps before anything is timed: DDP arranges its buckets, messages are opened, a first plan comes."""
         policy = self.policy
@@ -96,7 +101,8 @@ class Method:
     ) -> thinwire.Wire | None:
         """Send ``ddp``'s gradients by this method; returns the Wire where there is one.
 
-        ``optimizer`` is for policies; ``seed`` and ``measure`` are those of `thinwire.compress`.
+        ``optimizer`` is for policies, and for what follows the learning rate; ``seed`` and ``measure`` are those of
+        `thinwire.compress`.
         """
         if self.kind == "nothing":
             send_nothing(ddp)
@@ -115,7 +121,8 @@ class Method:
                     exclude=self.exclude,
                     seed=seed,
                     skip_if_slower=False,
-                    **({"adapt": self.policy, "optimizer": optimizer} if self.adapt else {}),
+                    **({"adapt": self.policy} if self.adapt else {}),
+                    **({"optimizer": optimizer} if self.adapt or self._follows_rate else {}),
                 )
         return None
 

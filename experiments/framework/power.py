@@ -95,7 +95,7 @@ TASKS = (
         "table 5.2/perplexity/W4G4",
         baseline="table 5.1/lost/small/2 ranks",
     ),
-    Task("ConvNet on digits, FFT", "accuracy", "repro-fft", "13/accuracy/*", "13/accuracy/strong"),
+    Task("ConvNet on digits, FFT", "accuracy", "repro-fft-quality", "13/accuracy/*", "13/accuracy/control"),
     Task("ResNet on digits, IntSGD", "accuracy", "repro-intsgd", "2/quality/*", "2/quality/heuristic"),
     Task("LSTM, IntSGD", "perplexity", "repro-intsgd", "3/quality/*", "3/quality/heuristic"),
     Task(

@@ -155,9 +155,10 @@ class Rank:
         """
         model = task.build(seed)
         ddp = task.distribute(model)
-        wire = method.attach(ddp, seed=seed, measure=measure)
+        optimizer = task.optimizer(model)
+        wire = method.attach(ddp, optimizer, seed=seed, measure=measure)
         dense_bytes = 0.0 if method.kind == "nothing" else gradient_bytes(model) * ring_factor(self.num_ranks)
-        steps = self._steps(task, ddp, seed)
+        steps = self._steps(task, ddp, optimizer, seed)
         scores, payload_bytes, step_s, losses = [self._score(task, model, probe=True)], [0.0], [], []
         for until in probe_steps(task):
             self.channel.hold("train")
@@ -178,16 +179,16 @@ class Rank:
         }
         if wire:
             wire.detach()
-        del ddp, wire, steps
+        del ddp, wire, optimizer, steps
         gc.collect()
         return result
 
     def gradients(self, task: ScoredTask, seed: int, at: Collection[int], path: Path) -> dict[str, Any]:
         """Train uncompressed and write this rank's own gradients at the steps ``at`` to ``path``: fp32 ``[steps,
         parameters]``, layer after layer."""
-        ddp = task.distribute(task.build(seed))
+        model = task.build(seed)
         recorded: list[Tensor] = []
-        for _ in self._steps(task, ddp, seed, record=(at, recorded)):
+        for _ in self._steps(task, task.distribute(model), task.optimizer(model), seed, record=(at, recorded)):
             pass
         np.save(path, torch.stack(recorded).numpy(), allow_pickle=False)
         return {}
@@ -196,12 +197,12 @@ class Rank:
         self,
         task: ScoredTask,
         ddp: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
         seed: int,
         record: tuple[Collection[int], list[Tensor]] | None = None,
     ) -> Iterator[tuple[float, float]]:
         """Train step by step; yields seconds and loss of each. ``record``: at which steps to append this rank's own
         gradient to which list."""
-        optimizer = task.optimizer(ddp.module)
         parameters = list(ddp.module.parameters())
         # What a model draws while it trains (dropout) is the same for every method.
         torch.manual_seed(seed * self.num_ranks + self.rank)

@@ -203,7 +203,7 @@ class ImageStudy(Study[ImageScaleT]):
     """A run that trains the scale's task."""
 
     link: Any = "loopback"
-    _gradients: Gradients | None = None
+    _gradients: dict[int, Gradients] = field(default_factory=dict)
 
     def about(self) -> dict[str, Any]:
         return {"link": self.link}
@@ -230,10 +230,10 @@ class ImageStudy(Study[ImageScaleT]):
             self.link = link if link != "loopback" else self.link
         return trained
 
-    def gradients(self) -> Gradients:
+    def gradients(self, seed: int = 0) -> Gradients:
         """Recorded ten times, evenly, along an uncompressed training."""
-        if self._gradients is None:
+        if seed not in self._gradients:
             at = sorted({self.task.steps * i // 10 for i in range(10)})
             runs = self.runs(self.task, self.scale.num_ranks)
-            self._gradients = runs.record(0, at, self._on_step(self._done, "gradients"))
-        return self._gradients
+            self._gradients[seed] = runs.record(seed, at, self._on_step(self._done, "gradients"))
+        return self._gradients[seed]

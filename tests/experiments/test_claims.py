@@ -30,7 +30,6 @@ from experiments.papers.qsdp.paper import PAPER as QSDP
 PAPERS: tuple[Paper[Any], ...] = (FFT, CGX, INTSGD, LGRECO, QSDP, AQSGD, FULLSTACK)
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 _COARSER = {
-    ("fft", "15/least_error_share/fft"),
     ("aqsgd", "figure 7/direct/scratch/2 stages/fw3 bw6"),
     ("aqsgd", "figure 8/aqsgd/bf16/2 stages/fw3 bw6"),
     ("aqsgd", "figure 9/direct/large/2 stages/fw3 bw6"),
@@ -38,7 +37,7 @@ _COARSER = {
     ("fullstack", "figure 10/loss/aqsgd"),
     ("fullstack", "figure 10/loss/direct"),
 }
-"""Claims whose text is made of what the JSON file keeps with six digits, or of fewer quantiles than were there."""
+"""Claims whose text is made of what the JSON file keeps with six digits."""
 
 
 # --- recorded runs

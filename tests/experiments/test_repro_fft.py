@@ -18,6 +18,7 @@ from thinwire import lab
 from thinwire.compare.rank_processes import RankFailed, RankProcesses
 from thinwire.compressors import MinMax, at_step
 
+PARTS = ("5", "6", "10", "12", "13", "t2", "14", "15", "16")
 FIGURES = ("5", "6", "10", "12", "13", "14", "15", "16")
 
 
@@ -28,11 +29,11 @@ def test_the_small_version_makes_every_figure_and_judges_every_claim(tmp_path: P
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")
     path = tmp_path / "fft.json"
-    arguments = ["fft", "--smoke", "--parts", *FIGURES, "--out", str(tmp_path), "--json", str(path)]
+    arguments = ["fft", "--smoke", "--parts", *PARTS, "--out", str(tmp_path), "--json", str(path)]
     assert experiments_main(arguments) == 0, capsys.readouterr()
     found = json.loads(path.read_text(), parse_constant=_no_constant)
     assert found["about"]["images"] == {"name": "digits", "train": 898, "held_out": 899}
-    assert {row["figure"] for row in found["results"]} == set(FIGURES)
+    assert {row["figure"] for row in found["results"]} == {*FIGURES, "table 2"}
     for row in found["results"]:
         assert row["found"] or not row["claim"]
         assert row["holds"] in (True, False, None)
@@ -42,10 +43,10 @@ def test_the_small_version_makes_every_figure_and_judges_every_claim(tmp_path: P
         assert (tmp_path / f"fig{name}.svg").read_text().startswith("<?xml")
     rows = {row["name"]: row for row in found["results"]}
     for method in ("fp32", "fft", "topk", "qsgd", "terngrad", "fft ef", "topk ef", "qsgd ef", "terngrad ef"):
-        assert 0 <= rows[f"14/accuracy/{method}"]["value"] <= 1
+        assert 0 <= rows[f"table 2/accuracy/{method}"]["value"] <= 1
         assert rows[f"14/speedup/{method}"]["payload_bytes"] > 0
     # One seed decides nothing.
-    assert rows["14/accuracy/fft"]["holds"] is None
+    assert rows["table 2/accuracy/fft"]["holds"] is None
     assert rows["14/speedup/fft"]["holds"] is None
     # Of so small a network much is raw.
     assert rows["14/speedup/fft"]["ratio"] > 3
@@ -168,7 +169,7 @@ def test_every_spec_is_a_compressor_of_the_paper() -> None:
     lossy, fed_back = ([thinwire.parse(m.spec) for m in chosen] for chosen in (methods.LOSSY, methods.FEEDBACK))
     assert [codec.traits.wants_feedback for codec in lossy] == [False] * 4
     assert all(codec.traits.wants_feedback or codec.spec_name == "ef" for codec in fed_back)
-    for method in methods.convergence(10).values():
+    for method in methods.convergence(10, 0.02).values():
         assert method.kind == "ddp" or thinwire.parse(method.spec)
 
 
@@ -186,6 +187,13 @@ def test_messages_are_as_long_as_the_paper_counts() -> None:
     assert bits["topk"] == pytest.approx(32 / 6.67 + 1, rel=0.01)
     assert bits["qsgd"] == pytest.approx(32 / 10.6, rel=0.01)
     assert bits["terngrad"] == pytest.approx(32 / 16.0, rel=0.01)
+
+
+def test_theta_follows_the_learning_rate_from_where_it_begins() -> None:
+    codec = thinwire.parse(methods.diminishing(0.99, 0.02).spec)
+    thetas = [at_step(codec, 0, rate).theta for rate in (0.02, 0.002)]
+    # In steps of a 64th, rounded down: θ² falls to a tenth with the learning rate.
+    assert thetas == [pytest.approx(0.99, abs=1 / 64), pytest.approx(0.99 / 10**0.5, abs=1 / 64)]
 
 
 def test_theta_drops_to_0_at_its_step() -> None:

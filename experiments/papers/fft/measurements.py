@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,9 @@ import torch
 from experiments.framework.claims import Row
 from experiments.framework.methods import NOTHING, Method
 from experiments.framework.study import ImageStudy
-from experiments.framework.training import Trained, added_loss, curves, lost_accuracy
+from experiments.framework.training import Gradients, Trained, added_loss, curves, lost_accuracy
 from experiments.papers.fft import methods
-from experiments.papers.fft.methods import ALL, FEEDBACK, FFT, FP32, LOSSY, MILD, STRONG, THETA, TOPK
+from experiments.papers.fft.methods import ALL, CAST, CONTROL, FEEDBACK, FFT, FP32, LOSSY, MILD, STRONG, THETA, TOPK
 from experiments.papers.fft.payoff import Throughputs, measure, median_seconds, message_bytes, ratio_with_bitmap
 from experiments.papers.fft.reconstruct import (
     Reconstruction,
@@ -98,40 +98,63 @@ def figure_5(study: FFTStudy) -> list[Row]:
 
 
 def figure_15(study: FFTStudy) -> list[Row]:
-    """Histograms of what is received of the largest layer by each method, and the distribution of all errors."""
-    gradients = study.gradients()
+    """Histograms of what is received of the largest layer by each method, and the distribution of all errors, along a
+    training from every seed; drawn are those of the first."""
+    trainings = [_received(study.gradients(seed)) for seed in study.seeds]
+    first = trainings[0]
+    _draw_15(study, first.layer, first.shown, first.errors)
+    return received_rows(trainings)
+
+
+@dataclass(frozen=True)
+class Received:
+    """What arrives of the gradients along one training, by method. ``shown``: of the largest ``layer``, in the middle
+    of the training; ``distances``: of its histograms from those of what was sent, in the mean over steps; ``errors``:
+    quantiles of those of all layers and steps, whose norm for that of the gradients is ``relative_errors``."""
+
+    layer: str
+    shown: Mapping[str, Reconstruction]
+    distances: Mapping[str, float]
+    errors: Mapping[str, np.ndarray]
+    relative_errors: Mapping[str, float]
+
+
+def _received(gradients: Gradients) -> Received:
     steps, layer = range(len(gradients.steps)), largest_layer(gradients)
     codecs = {method.name: parse(method.spec) for method in LOSSY}
     # One layer of one step: others have other scales, and clusters vanish among them.
     by_step = {name: [reconstruct_layer(gradients, i, layer, codec) for i in steps] for name, codec in codecs.items()}
-    distances = {name: float(np.mean([distance(p, _edges(p)) for p in parts])) for name, parts in by_step.items()}
     joined = {name: join([reconstruct(gradients, i, codec) for i in steps]) for name, codec in codecs.items()}
-    errors = {name: quantiles(part.errors) for name, part in joined.items()}
-    shown = {name: parts[len(steps) // 2] for name, parts in by_step.items()}
-    _draw_15(study, gradients.names[layer], shown, errors)
-    rows = [
-        Row(
-            "15",
-            f"distance/{name}",
-            distances[name],
-            "",
-            {"edges": (edges := _edges(part)).tolist(), "histogram": histogram(part.received, edges).tolist()},
-        )
-        for name, part in shown.items()
-    ]
-    for name in errors:
-        rows.append(
-            Row(
-                "15",
-                f"least_error_share/{name}",
-                share_with_least_error(errors, name),
-                "",
-                {
-                    "error_quantiles": quantiles(joined[name].errors, 101).tolist(),
-                    "relative_error": joined[name].relative_error,
-                },
-            )
-        )
+    return Received(
+        gradients.names[layer],
+        {name: parts[len(steps) // 2] for name, parts in by_step.items()},
+        {name: float(np.mean([distance(p, _edges(p)) for p in parts])) for name, parts in by_step.items()},
+        {name: quantiles(part.errors) for name, part in joined.items()},
+        {name: part.relative_error for name, part in joined.items()},
+    )
+
+
+def received_rows(trainings: Sequence[Received]) -> list[Row]:
+    """Means over trainings, with every training's under ``by_seed``; histograms and quantiles are of the first."""
+    rows, first = [], trainings[0]
+    for name, part in first.shown.items():
+        by_seed = [training.distances[name] for training in trainings]
+        edges = _edges(part)
+        data = {"by_seed": by_seed, "edges": edges.tolist(), "histogram": histogram(part.received, edges).tolist()}
+        rows.append(Row("15", f"distance/{name}", fmean(by_seed), "", data))
+    for name in first.errors:
+        by_seed = [share_with_least_error(training.errors, name) for training in trainings]
+        others = [other for other in first.errors if other != name]
+        data = {
+            "by_seed": by_seed,
+            "below": {
+                other: fmean(share_with_least_error(training.errors, name, [other]) for training in trainings)
+                for other in others
+            },
+            "error_quantiles": first.errors[name][:: len(first.errors[name]) // 100].tolist(),
+            "relative_error": fmean(training.relative_errors[name] for training in trainings),
+        }
+        rows.append(Row("15", f"least_error_share/{name}", fmean(by_seed), "", data))
     return rows
 
 
@@ -269,7 +292,7 @@ def figure_12(study: FFTStudy) -> list[Row]:
 
 def figure_13(study: FFTStudy) -> list[Row]:
     """A mild theta follows SGD, a strong one does not, and a strong one that is dropped to 0 comes back."""
-    chosen = methods.convergence(study.task.drop_step)
+    chosen = methods.convergence(study.task.drop_step, study.task.learning_rate)
     runs = {name: [study.train(method, seed) for seed in study.seeds] for name, method in chosen.items()}
     _draw_13(study, runs)
     return convergence_rows(chosen, runs)
@@ -293,16 +316,16 @@ def spec_of(method: Method) -> str | None:
 
 
 def _draw_13(study: FFTStudy, trained: Mapping[str, Sequence[Trained]]) -> None:
-    chosen = methods.convergence(study.task.drop_step)
+    chosen = methods.convergence(study.task.drop_step, study.task.learning_rate)
     titles, y = ["training loss", "held-out accuracy"], ["loss (nats)", "accuracy"]
     figure, (left, right) = plots.canvas(2, titles=titles, x="step", y=y)
     lowest: list[float] = []
     for name, runs in trained.items():
-        # Until the drop it lies upon the strong one.
+        # Until the drop it lies upon the one that is not dropped.
         style = {
             "color": chosen[name].colour,
             "label": chosen[name].title,
-            "linestyle": "--" if name == "dropped" else "-",
+            "linestyle": "--" if "dropped" in name else "-",
         }
         first = runs[0]
         ends = [0, *first.probe_steps]
@@ -324,6 +347,27 @@ def _mark_drop(study: FFTStudy, axes: Any) -> None:
     axes.axvline(study.task.drop_step, color="#888888", linewidth=1, linestyle=":", label="learning rate falls")
 
 
+def table_2(study: FFTStudy) -> list[Row]:
+    """Accuracy of every method, and of a control that must be worse; no clock takes part."""
+    methods_by_name = {method.name: method for method in (*ALL, CAST)} | {"control": CONTROL}
+    runs = {name: [study.train(method, seed) for seed in study.seeds] for name, method in methods_by_name.items()}
+    return accuracy_rows(methods_by_name, runs)
+
+
+def accuracy_rows(chosen: Mapping[str, Method], runs: Mapping[str, Sequence[Trained]]) -> list[Row]:
+    """Accuracy of each method, and by how much it is below fp32's seed by seed."""
+    return [
+        Row(
+            "table 2",
+            f"accuracy/{name}",
+            fmean(run.final_accuracy for run in own),
+            "",
+            {"spec": spec_of(chosen[name]), "lost": lost_accuracy(runs[FP32.name], own), **curves(own)},
+        )
+        for name, own in runs.items()
+    ]
+
+
 def figure_14(study: FFTStudy) -> list[Row]:
     """Train over the slow link with every method from the same seeds."""
     runs: dict[str, list[Trained]] = {method.name: [] for method in ALL}
@@ -332,25 +376,7 @@ def figure_14(study: FFTStudy) -> list[Row]:
         for method in ALL:
             runs[method.name].append(study.train(method, seed, shaped=True))
     _draw_14(study, runs)
-    return [*accuracy_rows(runs), *speed_rows(runs)]
-
-
-def accuracy_rows(runs: Mapping[str, Sequence[Trained]]) -> list[Row]:
-    """Accuracy of each method, and by how much it is below fp32's seed by seed."""
-    return [
-        Row(
-            "14",
-            f"accuracy/{method.name}",
-            fmean(run.final_accuracy for run in runs[method.name]),
-            "",
-            {
-                "spec": spec_of(method),
-                "lost": lost_accuracy(runs[FP32.name], runs[method.name]),
-                **curves(runs[method.name]),
-            },
-        )
-        for method in ALL
-    ]
+    return speed_rows(runs)
 
 
 def speed_rows(runs: Mapping[str, Sequence[Trained]]) -> list[Row]:

@@ -11,6 +11,8 @@ THETA = 0.85
 """Share of the components that is dropped, by FFT and by top-k alike (section 4.2)."""
 MILD, STRONG = 0.5, 0.9
 """Of figures 12 and 13: a theta that changes nothing, and one that does."""
+STRONGER, STRONGEST = 0.99, 0.999
+"""Keep a tenth and a hundredth of what `STRONG` does: graded controls, of which the second must be clearly worse."""
 
 _FFT = "bits=10, block=4096"
 # Seven clusters of QSGD's 3 bits (section 4.2.1) take one scale for many values, and that of the largest: steps of a
@@ -57,11 +59,27 @@ def dropped(theta: float, step: int) -> Method:
     return _method("dropped", f"theta={theta}, then 0", "#d98a00", spec)
 
 
-def convergence(drop_step: int) -> dict[str, Method]:
-    """The methods of figure 13; at ``drop_step`` the learning rate falls."""
+def diminishing(theta: float, rate: float) -> Method:
+    """FFT whose theta follows the learning rate η, ``θ² = Lη`` (theorem 3.5), from ``theta`` at η = ``rate`` on."""
+    spec = f"fft(theta=diminishing, lipschitz={theta**2 / rate:g}, {_FFT}, feedback=False)"
+    return _method("diminishing", f"theta² = Lη from {theta}", "#8250c4", spec)
+
+
+CONTROL = replace(constant(STRONGEST), colour="#222222")
+"""Must be worse."""
+CAST = _method("fft cast", "FFT, fp16 first", "#5fb88f", f"fft(theta={THETA}, {_FFT}, cast=True, feedback=False)")
+"""As in the paper, whose FFT is of gradients in fp16 (section 3.1)."""
+
+
+def convergence(drop_step: int, rate: float) -> dict[str, Method]:
+    """The methods of figure 13; at ``drop_step`` the learning rate falls from ``rate``."""
     return {
         "sgd": replace(FP32, title="SGD"),
         "mild": constant(MILD),
         "strong": replace(constant(STRONG), colour="#c0392b"),
         "dropped": dropped(STRONG, drop_step),
+        "stronger": replace(constant(STRONGER), colour="#e8a33d"),
+        "stronger dropped": replace(dropped(STRONGER, drop_step), colour="#1f6fb2"),
+        "diminishing": diminishing(STRONGER, rate),
+        "control": CONTROL,
     }
