@@ -501,16 +501,18 @@ def pipelines() -> str:
         method, schedule, link = cell.split("/")
         measured, predicted = (figures.get(f"{cell}/{kind}_s") or 0.0 for kind in ("measured", "predicted"))
         free = figures.get(f"{cell}/of_a_free_network")
-        title = f"uneven: {method}" if link == "uneven" else method
         shown = [f"{1e3 * measured:.0f} ms", f"{1e3 * predicted:.0f} ms", f"{predicted / measured - 1:+.0%}"]
-        rows.append([title, schedule, *shown, f"{free:.2f}x"])
-    head = ["", "schedule", "measured", "predicted", "error", "speed, of an infinitely fast network's"]
+        rows.append([method, schedule, RATES.get(link, link), *shown, f"{free:.2f}x"])
+    head = ["", "schedule", "links", "measured", "predicted", "error", "speed, of an infinitely fast network's"]
     forward, backward, _ = about["layer_ms"]
+    layers = " and over ".join(
+        f"{RATES[rate]} {forward * times:g} ms forward and {backward * times:g} ms backward"
+        for rate, times in about["times"].items()
+    )
     return (
-        f"`python -m experiments bench pipelines`: {about['ranks']} ranks over 100 Mbit/s links, "
-        f"{about['micro_batches']} micro-batches, {about['activation_bytes'] / 1e6:.2f} MB of activations each; two "
-        f"layers per rank, {forward:g} ms forward and {backward:g} ms backward, asleep as if an accelerator computed "
-        f"them.\n\n{table(head, rows)}\n\n"
+        f"`python -m experiments bench pipelines`: {about['ranks']} ranks, {about['micro_batches']} micro-batches, "
+        f"{about['activation_bytes'] / 1e6:.2f} MB of activations each; two layers per rank, over {layers}, asleep as "
+        f"if an accelerator computed them.\n\n{table(head, rows)}\n\n"
         "![Recorded steps of a pipeline: what ranks compute, and what is on the links](docs/pipelines.svg)\n\n"
         f"{figures.machine}."
     )

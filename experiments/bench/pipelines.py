@@ -15,7 +15,7 @@ from rich.table import Table
 from thinwire import lab
 from thinwire.bench.ranks import run_ranks
 from thinwire.compressors import parse
-from thinwire.lab.units import format_rate, parse_rate, parse_time
+from thinwire.lab.units import format_rate, parse_rate
 from thinwire.planner import (
     Boundary,
     Choice,
@@ -42,13 +42,14 @@ METHODS: dict[str, list[str] | None] = {
     "raw": ["raw", "raw"],
     "fw3 bw6": ["delta(maxabs(bits=3))", "maxabs(bits=6)"],
 }
-LINKS = (("100mbit", "0ms"),)
 LAYER_MS = (5.0, 10.0, 5.0)
 """Of each of eight layers: forward, backward, and the part of that which is the weights'."""
+LINKS = (("100mbit", 1.0), ("1gbit", 4.0))
+"""Rates, and the times of layers over those: a link that 1F1B cannot hide, and one that it nearly can."""
 UNEVEN = (1.0, 0.5, 0.5, 2.0, 1.0, 0.5, 1.5, 1.0)
 """Times of the layers that are to be planned, over those."""
 UNEVEN_RATES = ("100mbit", "15mbit", "100mbit", "100mbit")
-_DRAWN = ("PyTorch/1f1b/100mbit+0ms", "fw3 bw6/1f1b/100mbit+0ms")
+_DRAWN = ("PyTorch/1f1b/100mbit", "fw3 bw6/1f1b/100mbit")
 _ACTIVATION_BYTES = 4 * BATCH * LENGTH * WIDTH
 _PAYLOAD = 1448 / 1514
 """Of an Ethernet frame's bytes, which token buckets count, those that are not headers."""
@@ -65,7 +66,9 @@ def pipelines(
 
     Stages sleep as if an accelerator computed, so that four fit on two cores. What a stage computes and what coding
     costs are measured once, over a network without limits; from these and from the link alone each step is predicted.
-    Then eight uneven layers on machines with uneven links: cut evenly and sent in full, and as planned.
+    Layers take as long as a small accelerator's on the slow link, and four times as long on the fast one, which leaves
+    a schedule room to hide its messages. Then eight uneven layers on machines with uneven links: cut evenly and sent in
+    full, and as planned.
 
     Examples:
       python -m experiments bench pipelines --json benchmarks/pipelines.json
@@ -84,19 +87,17 @@ def pipelines(
     lab.need_network()
     results = Results("python -m experiments bench pipelines")
     results.about = {"ranks": RANKS, "micro_batches": CHUNKS, "activation_bytes": _ACTIVATION_BYTES, "steps": steps}
-    results.about |= {"layer_ms": list(LAYER_MS), "layers": len(UNEVEN), "timelines": {}}
-    costs = _costs(steps)
-    results.about["coding_s"] = {name: costs[name] for name in METHODS}
-    for rate, rtt in LINKS:
-        with lab.Network(RANKS, rate=rate, rtt=rtt) as network:
+    results.about |= {"layer_ms": list(LAYER_MS), "layers": len(UNEVEN), "times": dict(LINKS), "timelines": {}}
+    for rate, times in LINKS:
+        costs = _costs(times, steps)
+        results.about.setdefault("coding_s", {name: costs[name] for name in METHODS})
+        with lab.Network(RANKS, rate=rate) as network:
             for schedule in SCHEDULES:
                 for name, method in METHODS.items():
-                    cell = f"{name}/{schedule}/{rate}+{rtt}"
-                    ran = _run(method, schedule, _even(schedule), steps, network)
-                    link = Link(_payload_rate(rate), parse_time(rtt) / 2)
-                    predicted = _predict(costs, name, schedule, link)
-                    _add(results, cell, ran, predicted.step_s, predicted.unbound.step_s)
-        console.print(_table(results, f"{rate}+{rtt}"))
+                    ran = _run(method, schedule, _even(schedule, times), steps, network)
+                    predicted = _predict(costs, name, schedule, Link(_payload_rate(rate)))
+                    _add(results, f"{name}/{schedule}/{rate}", ran, predicted.step_s, predicted.unbound.step_s)
+        console.print(_table(results, rate))
         if json is not None:
             results.write(json)
     for name, plan in _plans().items():
@@ -109,9 +110,9 @@ def pipelines(
     return 0
 
 
-def _even(schedule: str) -> list[list[list[float]]]:
-    """By stage and layer the seconds to sleep: two layers on each rank."""
-    layer = [ms / 1e3 for ms in LAYER_MS]
+def _even(schedule: str, times: float) -> list[list[list[float]]]:
+    """By stage and layer the seconds to sleep: two layers on each rank, which take ``times`` `LAYER_MS`."""
+    layer = [times * ms / 1e3 for ms in LAYER_MS]
     return [[layer]] * (2 * RANKS) if schedule == "interleaved" else [[layer, layer]] * RANKS
 
 
@@ -127,18 +128,19 @@ def _run(
     return run_ranks("experiments.bench.pipelines_rank", config, RANKS, network)
 
 
-def _costs(steps: int) -> dict[str, Any]:
-    """Of each method, seconds to encode and to decode a message; of each schedule, what a stage computes."""
+def _costs(times: float, steps: int) -> dict[str, Any]:
+    """Of each method, seconds to encode and to decode a message; of each schedule, what a stage computes whose layers
+    take ``times`` `LAYER_MS`."""
     costs: dict[str, Any] = {}
     for name, method in METHODS.items():
-        ran = _run(method, "1f1b", _even("1f1b"), steps, None)
+        ran = _run(method, "1f1b", _even("1f1b", times), steps, None)
         messages = sum(stats["steps"] for stats in ran["stats"]) / RANKS * CHUNKS * 2 * (RANKS - 1)
         costs[name] = [
             sum(stats[key] for stats in ran["stats"]) / messages if messages else 0.0
             for key in ("encode_s", "decode_s")
         ]
     for schedule in SCHEDULES:
-        ran = _run(None, schedule, _even(schedule), steps, None)
+        ran = _run(None, schedule, _even(schedule, times), steps, None)
         costs[schedule] = _times(ran["tasks"])
     return costs
 
@@ -249,8 +251,7 @@ def _rows(tasks: Sequence[Sequence[Sequence[Any]]], arrivals: Sequence[Sequence[
 
 
 def _table(results: Results, link: str) -> Table:
-    rate, _, rtt = link.partition("+")
-    title = f"{format_rate(parse_rate(rate))}, round trip {rtt}" if rtt else "uneven layers and links"
+    title = "uneven layers and links" if link == "uneven" else format_rate(parse_rate(link))
     table = Table("", "schedule", "measured", "predicted", "off", "of a free network", title=title)
     for row in (row for row in results.results if row["name"].endswith(f"/{link}/predicted_s")):
         name, schedule = row["name"].split("/")[:2]

@@ -107,6 +107,8 @@ def _subtrees(tree: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
             yield from ((*at, key), ("*", key))
         for key, part in tree.items():
             yield from _subtrees(part, (*at, key))
+    elif isinstance(tree, list) and tree:
+        yield from _subtrees(tree[0], at)  # of every seed alike
 
 
 def _changed(tree: Any, path: tuple[str, ...], change: Callable[[float], float] | None) -> Any:
@@ -119,7 +121,7 @@ def _changed(tree: Any, path: tuple[str, ...], change: Callable[[float], float] 
     if path[:1] == ("*",):
         return tree
     if isinstance(tree, list):
-        return [_changed(part, (), change) for part in (tree if change else reversed(tree))]
+        return [_changed(part, path, change) for part in (tree if change or path else reversed(tree))]
     return change(tree) if change and isinstance(tree, int | float) else tree
 
 

@@ -322,29 +322,25 @@ def _draw_13(study: FFTStudy, trained: Mapping[str, Sequence[Trained]]) -> None:
     lowest: list[float] = []
     for name, runs in trained.items():
         # Until the drop it lies upon the one that is not dropped.
-        style = {
-            "color": chosen[name].colour,
-            "label": chosen[name].title,
-            "linestyle": "--" if "dropped" in name else "-",
-        }
+        style = {"color": chosen[name].colour, "linestyle": "--" if "dropped" in name else "-"}
         first = runs[0]
         ends = [0, *first.probe_steps]
         losses = np.mean([run.train_loss for run in runs], axis=0)
         means = [losses[start:end].mean() for start, end in pairwise(ends)]
         left.plot(ends[1:], means, **style)
         accuracy = np.mean([run.accuracy for run in runs], axis=0)
-        right.plot(ends, accuracy, **style)
+        right.plot(ends, accuracy, label=chosen[name].title, **style)  # on the left a legend would hide lines
         lowest.append(float(accuracy[len(accuracy) // 6 :].min()))
-    for axes in (left, right):
-        _mark_drop(study, axes)
+    _mark_drop(study, left, label="")
+    _mark_drop(study, right)
     left.set_yscale("log")
     # What lies between methods, rather than the first steps.
     right.set_ylim(bottom=max(0.0, 1.5 * min(lowest) - 0.5))
     plots.save(figure, study.picture("13"))
 
 
-def _mark_drop(study: FFTStudy, axes: Any) -> None:
-    axes.axvline(study.task.drop_step, color="#888888", linewidth=1, linestyle=":", label="learning rate falls")
+def _mark_drop(study: FFTStudy, axes: Any, *, label: str = "learning rate falls") -> None:
+    axes.axvline(study.task.drop_step, color="#888888", linewidth=1, linestyle=":", label=label)
 
 
 def table_2(study: FFTStudy) -> list[Row]:
