@@ -27,6 +27,7 @@ _VALIDATION = {
     "bench peers": Command("experiments.bench.peers:peers", "local updates beside another library's, over slow links"),
     "bench members": Command("experiments.bench.members:members", "workers that die and come back, with torchft"),
     "bench pipelines": Command("experiments.bench.pipelines:pipelines", "steps of pipelines: measured, simulated"),
+    "bench stores": Command("experiments.bench.stores:stores", "pipelines that keep messages in memory or on disk"),
     "bench optimizer": Command("experiments.bench.optimizer:optimizer", "what an optimizer's step costs"),
     "bench changes": Command("experiments.bench.changes:changes", "what quantisers lose of changes of activations"),
     "bench keeping": Command("experiments.bench.keeping:keeping", "messages of samples, cluster centres, or nothing"),

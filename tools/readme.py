@@ -518,6 +518,22 @@ def pipelines() -> str:
     )
 
 
+def stores() -> str:
+    figures = Figures(BENCHMARKS / "stores.json")
+    about, rows = figures.record["about"], []
+    for name, schedule, link in (key.split("/")[1:] for key in figures.rows if key.startswith("step_s/")):
+        step = figures.get(f"step_s/{name}/{schedule}/{link}") or 0.0
+        against = figures.bounded(f"difference/{name}/{schedule}/{link}")
+        rows.append([format_rate(parse_rate(link)), schedule, name, f"{1e3 * step:.0f} ms", against])
+    forward, backward, _ = about["layer_ms"]
+    return (
+        f"`python -m experiments bench stores`: {about['ranks']} ranks, {about['micro_batches']} micro-batches, two "
+        f"layers per rank of {forward:g} ms forward and {backward:g} ms backward, 3 bits forward and 6 back; medians "
+        f"and bounds (one-sided, 95 %) of {about['rounds']} runs in turn.\n\n"
+        f"{table(['links', 'schedule', 'messages kept', 'a step', 'against nothing kept'], rows)}\n\n{figures.machine}."
+    )
+
+
 AUTO = ("fixed", "one way", "auto")
 
 
@@ -981,7 +997,13 @@ PAGES = {
     "docs/compressors.md": {"compressors": compressors, "formats": formats},
     "docs/speed.md": {"allreduce": allreduce, "step": step},
     "docs/process-group.md": {"blob": blob, "conformance": conformance},
-    "docs/pipelines.md": {"changes": changes, "first-epoch": first_epoch, "keeping": keeping, "crops": crops},
+    "docs/pipelines.md": {
+        "changes": changes,
+        "first-epoch": first_epoch,
+        "keeping": keeping,
+        "crops": crops,
+        "stores": stores,
+    },
     "docs/pipeline-plans.md": {"pipelines": pipelines},
     "docs/tensor-parallel.md": {"sums": sums},
     "docs/failures.md": {"chaos": chaos, "soak": soak, "fuzz": fuzz},

@@ -94,7 +94,7 @@ def pipelines(
         with lab.Network(RANKS, rate=rate) as network:
             for schedule in SCHEDULES:
                 for name, method in METHODS.items():
-                    ran = _run(method, schedule, _even(schedule, times), steps, network)
+                    ran = run(method, schedule, even_stages(schedule, times), steps, network)
                     predicted = _predict(costs, name, schedule, Link(_payload_rate(rate)))
                     _add(results, f"{name}/{schedule}/{rate}", ran, predicted.step_s, predicted.unbound.step_s)
         console.print(_table(results, rate))
@@ -110,19 +110,20 @@ def pipelines(
     return 0
 
 
-def _even(schedule: str, times: float) -> list[list[list[float]]]:
+def even_stages(schedule: str, times: float) -> list[list[list[float]]]:
     """By stage and layer the seconds to sleep: two layers on each rank, which take ``times`` `LAYER_MS`."""
     layer = [times * ms / 1e3 for ms in LAYER_MS]
     return [[layer]] * (2 * RANKS) if schedule == "interleaved" else [[layer, layer]] * RANKS
 
 
-def _run(
+def run(
     method: list[str] | None,
     schedule: str,
     stages: Sequence[Sequence[Sequence[float]]],
     steps: int,
     network: lab.Network | None,
 ) -> dict[str, Any]:
+    """Return what the ranks of `pipelines_rank.run` answer; ``network`` None: over loopback."""
     config = {"method": method, "schedule": schedule, "stages": stages, "chunks": CHUNKS, "batch": BATCH}
     config |= {"length": LENGTH, "width": WIDTH, "steps": steps}
     return run_ranks("experiments.bench.pipelines_rank", config, RANKS, network)
@@ -133,14 +134,14 @@ def _costs(times: float, steps: int) -> dict[str, Any]:
     take ``times`` `LAYER_MS`."""
     costs: dict[str, Any] = {}
     for name, method in METHODS.items():
-        ran = _run(method, "1f1b", _even("1f1b", times), steps, None)
+        ran = run(method, "1f1b", even_stages("1f1b", times), steps, None)
         messages = sum(stats["steps"] for stats in ran["stats"]) / RANKS * CHUNKS * 2 * (RANKS - 1)
         costs[name] = [
             sum(stats[key] for stats in ran["stats"]) / messages if messages else 0.0
             for key in ("encode_s", "decode_s")
         ]
     for schedule in SCHEDULES:
-        ran = _run(None, schedule, _even(schedule, times), steps, None)
+        ran = run(None, schedule, even_stages(schedule, times), steps, None)
         costs[schedule] = _times(ran["tasks"])
     return costs
 
@@ -201,7 +202,7 @@ def _add_planned(results: Results, name: str, plan: PipelinePlan, steps: int) ->
     method = [jsons.dumps(list(plan.forward_specs)), jsons.dumps(list(plan.backward_specs))]
     rates = ",".join(UNEVEN_RATES[int(plan.machine(rank))] for rank in range(RANKS))
     with lab.Network(RANKS, rate=rates) as network:
-        ran = _run(method, plan.schedule.name, stages, steps, network)
+        ran = run(method, plan.schedule.name, stages, steps, network)
     _add(results, f"{name}/{plan.schedule.name}/uneven", ran, plan.step_s, plan.simulated.unbound.step_s)
     results.results[-1] |= {"cuts": list(plan.cuts), "machines": [plan.machine(rank) for rank in range(RANKS)]}
     results.results[-1] |= {"forward": list(plan.forward_specs), "backward": list(plan.backward_specs)}

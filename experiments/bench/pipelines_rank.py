@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 import thinwire
 from thinwire.bench.rank import serve
 from thinwire.planner import PYTORCH_CLASSES, ScheduleName
+from thinwire.store import Disk
 
 _WARM_UP = 2
 
@@ -164,7 +165,8 @@ def run(
     """Train, and return what the step of median length was, and the seconds of all.
 
     Args:
-        method: forward and backward compressors of `thinwire.compress_stage`; None for PyTorch's own stages.
+        method: forward and backward compressors of `thinwire.compress_stage`, and the folder that messages are kept in
+            if it is not memory; None for PyTorch's own stages.
         schedule: by its name in `thinwire.planner`.
         stages: by stage, for each of its layers the seconds forward, backward, and of the weights.
         chunks: micro-batches of a step.
@@ -179,7 +181,7 @@ def run(
         module = nn.Sequential(*(Emulated(width, *times) for times in stages[index]))
         stage = PipelineStage(module, index, len(stages), cpu)
         specs = None if method is None else [json.loads(spec) if spec.startswith("[") else spec for spec in method]
-        mine.append(stage if specs is None else thinwire.compress_stage(stage, forward=specs[0], backward=specs[1]))
+        mine.append(stage if specs is None else _compressed(stage, specs, chunks * batch))
     recorder = Recorder(mine)
     kind = getattr(pipelining, PYTORCH_CLASSES[cast("ScheduleName", schedule)])
     single = schedule in ("gpipe", "1f1b")
@@ -213,6 +215,12 @@ def run(
         "arrivals": middle[1][1],
         "stats": [pair_stats for rank_stats in stats for pair_stats in rank_stats],
     }
+
+
+def _compressed(stage: PipelineStage, method: list[Any], num_samples: int) -> thinwire.CompressedStage:
+    forward, backward, *folder = method
+    store = Disk(*folder, num_samples=num_samples) if folder else None
+    return thinwire.compress_stage(stage, forward=forward, backward=backward, store=store)
 
 
 def main() -> None:

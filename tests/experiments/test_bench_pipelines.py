@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from experiments.bench.pipelines import CHUNKS, METHODS, RANKS, _predict, _rows, _run, _times, draw
+from experiments.bench.pipelines import CHUNKS, METHODS, RANKS, _predict, _rows, _times, draw, run
 from thinwire.planner import Link, Schedule
 
 STAGES = [[[0.002, 0.004, 0.002]]] * RANKS
@@ -15,7 +15,7 @@ STAGES = [[[0.002, 0.004, 0.002]]] * RANKS
 
 @pytest.mark.parametrize(("name", "schedule"), [("PyTorch", "1f1b"), ("fw3 bw6", "zero-bubble")])
 def test_ranks_record_every_task_and_every_message(name: str, schedule: Any, tmp_path: Path) -> None:
-    ran = _run(METHODS[name], schedule, STAGES, 1, None)
+    ran = run(METHODS[name], schedule, STAGES, 1, None)
     listed = Schedule.build(schedule, RANKS, CHUNKS)
     assert [[tuple(task[:3]) for task in of] for of in ran["tasks"]] == [list(of) for of in listed.ranks]
     # The first stage computes all of its gradients with those of the weights.

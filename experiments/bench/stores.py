@@ -1,0 +1,81 @@
+"""``python -m experiments bench stores``: what keeping messages of samples costs a pipeline's step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from experiments.bench.pipelines import CHUNKS, LAYER_MS, RANKS, even_stages, run
+from thinwire import lab
+from thinwire.compare.statistics import estimate, relative_differences
+from thinwire.lab.units import format_rate, parse_rate
+from thinwire.results import OutputFile, Results
+
+SCHEDULES = ("gpipe", "1f1b")
+RATES = ("100mbit", "300mbit", "1gbit")
+DIRECT = "nothing kept"
+METHODS = {DIRECT: "maxabs(bits=3)", "in memory": "delta(maxabs(bits=3))", "on disk": "delta(maxabs(bits=3))"}
+_BACKWARD = "maxabs(bits=6)"
+
+
+def stores(
+    *,
+    rates: tuple[Literal["100mbit", "300mbit", "1gbit", "10gbit"], ...] = RATES,
+    steps: int = 5,
+    rounds: int = 5,
+    json: OutputFile = None,
+) -> int:
+    """Steps of four stages that keep each sample's last message in memory, on disk, or not at all, in as many bytes.
+
+    Activations are sent in 3 bits and their gradients in 6, as they are or as changes of what is kept (AQ-SGD). Stages
+    sleep as if an accelerator computed. Methods take turns, and each is compared with what its round took without.
+
+    Examples:
+      python -m experiments bench stores --json benchmarks/stores.json
+      python -m experiments bench stores --rates 1gbit --rounds 3
+
+    Args:
+        rates: of each rank's link.
+        steps: of each run; the median counts.
+        rounds: turns of all methods.
+        json: write the figures to this file.
+    """
+    console = Console(highlight=False)
+    lab.need_network()
+    results = Results("python -m experiments bench stores")
+    results.about = {"ranks": RANKS, "micro_batches": CHUNKS, "layer_ms": list(LAYER_MS), "rates": list(rates)}
+    results.about |= {"steps": steps, "rounds": rounds}
+    table = Table("links", "schedule", "kept", "a step", "against nothing kept")
+    for rate in rates:
+        with lab.Network(RANKS, rate=rate) as network:
+            for schedule in SCHEDULES:
+                seconds: dict[str, list[float]] = {name: [] for name in METHODS}
+                for _ in range(rounds):
+                    for name, own in seconds.items():
+                        own.append(_step_s(name, schedule, steps, network))
+                for name, own in seconds.items():
+                    difference = estimate(relative_differences(own, seconds[DIRECT]))
+                    bounds = {"lower": difference.lower, "upper": difference.upper}
+                    results.add(f"step_s/{name}/{schedule}/{rate}", median(own), "s", all=own)
+                    against = ""
+                    if name != DIRECT:
+                        results.add(f"difference/{name}/{schedule}/{rate}", difference.mean, "", **bounds)
+                        against = f"{difference.mean:+.1%} ({difference.lower:+.1%} to {difference.upper:+.1%})"
+                    table.add_row(format_rate(parse_rate(rate)), schedule, name, f"{1e3 * median(own):.0f} ms", against)
+    console.print(table)
+    if json is not None:
+        results.write(json)
+    return 0
+
+
+def _step_s(name: str, schedule: str, steps: int, network: lab.Network) -> float:
+    with TemporaryDirectory() as folder:
+        kept = [str(Path(folder, "messages"))] if name == "on disk" else []
+        return median(
+            run([METHODS[name], _BACKWARD, *kept], schedule, even_stages(schedule, 1.0), steps, network)["step_s"]
+        )
