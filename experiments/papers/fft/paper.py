@@ -142,7 +142,7 @@ def _distances(rows: Rows) -> str:
 
 def _closest(rows: Rows) -> Judgement:
     distances = (rows[f"distance/{method.name}"]["by_seed"] for method in (FFT, *LOSSY))
-    return larger([min(own for own in others) / fft for fft, _, *others in zip(*distances, strict=True)])
+    return larger([min(others) / fft for fft, _, *others in zip(*distances, strict=True)])
 
 
 def _least_errors(rows: Rows) -> str:
