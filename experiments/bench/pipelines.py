@@ -45,7 +45,7 @@ METHODS: dict[str, list[str] | None] = {
 LAYER_MS = (5.0, 10.0, 5.0)
 """Of each of eight layers: forward, backward, and the part of that which is the weights'."""
 LINKS = (("100mbit", 1.0), ("1gbit", 4.0))
-"""Rates, and the times of layers over those: a link that 1F1B cannot hide, and one that it nearly can."""
+"""Rates, and how many times `LAYER_MS` layers take there: 1F1B cannot hide its messages, and nearly can."""
 UNEVEN = (1.0, 0.5, 0.5, 2.0, 1.0, 0.5, 1.5, 1.0)
 """Times of the layers that are to be planned, over those."""
 UNEVEN_RATES = ("100mbit", "15mbit", "100mbit", "100mbit")

@@ -59,12 +59,12 @@ def stores(
                     for name, own in seconds.items():
                         own.append(_step_s(name, schedule, steps, network))
                 for name, own in seconds.items():
-                    difference = estimate(relative_differences(own, seconds[DIRECT]))
-                    bounds = {"lower": difference.lower, "upper": difference.upper}
                     results.add(f"step_s/{name}/{schedule}/{rate}", median(own), "s", all=own)
                     against = ""
                     if name != DIRECT:
-                        results.add(f"difference/{name}/{schedule}/{rate}", difference.mean, "", **bounds)
+                        difference = estimate(relative_differences(own, seconds[DIRECT]))
+                        cell = f"difference/{name}/{schedule}/{rate}"
+                        results.add(cell, difference.mean, "", lower=difference.lower, upper=difference.upper)
                         against = f"{difference.mean:+.1%} ({difference.lower:+.1%} to {difference.upper:+.1%})"
                     table.add_row(format_rate(parse_rate(rate)), schedule, name, f"{1e3 * median(own):.0f} ms", against)
     console.print(table)
@@ -75,7 +75,7 @@ def stores(
 
 def _step_s(name: str, schedule: str, steps: int, network: lab.Network) -> float:
     with TemporaryDirectory() as folder:
-        kept = [str(Path(folder, "messages"))] if name == "on disk" else []
-        return median(
-            run([METHODS[name], _BACKWARD, *kept], schedule, even_stages(schedule, 1.0), steps, network)["step_s"]
-        )
+        method = [METHODS[name], _BACKWARD]
+        if name == "on disk":
+            method.append(str(Path(folder, "messages")))
+        return median(run(method, schedule, even_stages(schedule, 1.0), steps, network)["step_s"])
