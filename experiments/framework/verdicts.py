@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from thinwire.compare.statistics import CONFIDENCE, Estimate, estimate, need_scipy
 
-RUN_SCATTER = 0.087
+RUN_SCATTER = 0.083
 """Standard deviation, between runs of the same experiment, of the logarithm of a ratio of step times; pooled over the
 figures that were timed more than once (a test makes it of the recorded runs)."""
-_SCATTER_FREEDOM = 60
+_SCATTER_FREEDOM = 72
 
 WORDS = {True: "holds", False: "does not hold", None: "inconclusive"}
 """Verdicts, as tables show them."""

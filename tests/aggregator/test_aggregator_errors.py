@@ -197,13 +197,13 @@ def test_a_connection_that_says_nothing_costs_no_buffer() -> None:
             before = tracemalloc.get_traced_memory()[0]
             silent = [socket.create_connection((host, port)) for _ in range(50)]
             works(aggregator.address)
-            wait_until(lambda: aggregator.num_workers == 0)
-            grown = tracemalloc.get_traced_memory()[0] - before
+            # The session that has just worked lets go of its buffers a little after its last worker is gone.
+            wait_until(lambda: tracemalloc.get_traced_memory()[0] - before < 50 * 32_768)
+            assert aggregator.num_workers == 0
         finally:
             tracemalloc.stop()
         for sock in silent:
             sock.close()
-        assert grown < 50 * 32_768
 
 
 @pytest.mark.parametrize(

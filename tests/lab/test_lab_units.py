@@ -1,7 +1,10 @@
-"""Rates and times as people write them."""
+"""Rates and times as people write them, and tools that the kernel does not start at once."""
 
 from __future__ import annotations
 
+import errno
+import os
+import subprocess
 from io import BytesIO
 
 import pytest
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from thinwire import lab
+from thinwire.lab import tools
 from thinwire.lab.launch import NO_NAMES, Tally, forward_lines
 from thinwire.lab.network import default_burst_bytes, default_queue_bytes
 from thinwire.lab.units import format_bytes, format_rate, parse_rates
@@ -117,3 +121,34 @@ def test_a_warning_that_every_rank_would_repeat_is_not_forwarded(capsys: pytest.
     lines = f"[W1] {NO_NAMES}. err=-3\nloss 0.5\n"
     forward_lines(1, BytesIO(lines.encode()), Console(), [], Tally(None))
     assert capsys.readouterr().out == "[1] loss 0.5\n"
+
+
+def _refuse_starts(monkeypatch: pytest.MonkeyPatch, code: int, times: int) -> list[int]:
+    """Let ``subprocess.run`` fail ``times`` times with ``code``; the list grows by one with every call."""
+    calls: list[int] = []
+    run = subprocess.run
+
+    def refusing(*args: object, **options: object) -> object:
+        calls.append(code)
+        if len(calls) <= times:
+            raise OSError(code, os.strerror(code))
+        return run(*args, **options)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+    monkeypatch.setattr(tools.subprocess, "run", refusing)
+    monkeypatch.setattr(tools, "_BETWEEN_STARTS_S", 0.0)
+    return calls
+
+
+@pytest.mark.parametrize("code", [errno.EAGAIN, errno.ENOMEM, errno.EFAULT])
+def test_a_tool_that_the_kernel_has_no_memory_for_is_started_again(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    calls = _refuse_starts(monkeypatch, code, times=2)
+    assert tools.call([], "cat", [], lines=["a line"]) == "a line\n"
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize(("code", "starts"), [(errno.ENOMEM, 5), (errno.EACCES, 1)])
+def test_a_tool_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch, code: int, starts: int) -> None:
+    calls = _refuse_starts(monkeypatch, code, times=100)
+    with pytest.raises(lab.LabUnavailable, match=f"cat` could not be started: {os.strerror(code)}"):
+        tools.call([], "cat", [])
+    assert len(calls) == starts

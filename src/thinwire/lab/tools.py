@@ -8,9 +8,11 @@ ever changes its own namespace.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +22,11 @@ PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "unshar
 # Debian keeps these out of an ordinary user's PATH.
 SYSTEM_DIRECTORIES = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")
 TOOL_TIMEOUT_S = 30.0
+# What the kernel answers while it has no memory for another process. execve says EFAULT where it finds no page for the
+# arguments. The tool has not run yet, so that it can be started again.
+_PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EFAULT)
+_STARTS = 5
+_BETWEEN_STARTS_S = 0.2
 USER_NAMESPACE_SETTINGS = (
     ("user/max_user_namespaces", "0", "user.max_user_namespaces=10000"),
     ("kernel/unprivileged_userns_clone", "0", "kernel.unprivileged_userns_clone=1"),
@@ -55,15 +62,26 @@ def call(inside: Sequence[str], tool: str, arguments: Sequence[str], *, lines: S
     ``lines`` are its standard input: with ``-batch -`` they are one command each.
 
     Raises:
-        LabUnavailable: it failed; the message has its own words and what they usually mean.
+        LabUnavailable: it could not be started, or it failed; the message has its own words and what they usually mean.
     """
     script = "".join(line + "\n" for line in lines)
-    done = subprocess.run(
-        [*inside, find(tool), *arguments], input=script, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S
-    )
+    done = _run([*inside, find(tool), *arguments], script)
     if done.returncode != 0:
         raise LabUnavailable(f"`{tool}` failed: {done.stderr.strip()}{_missing_module(done.stderr, script)}")
     return done.stdout
+
+
+def _run(command: Sequence[str], script: str) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` with ``script`` as its standard input; start it again while the kernel has no memory for it."""
+    starts = 0
+    while True:
+        try:
+            return subprocess.run(command, input=script, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S)
+        except OSError as error:
+            starts += 1
+            if error.errno not in _PASSING or starts == _STARTS:
+                raise LabUnavailable(f"`{command[0]}` could not be started: {error.strerror}") from error
+        time.sleep(_BETWEEN_STARTS_S)
 
 
 def _missing_module(error: str, script: str) -> str:
