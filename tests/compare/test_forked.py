@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -81,6 +82,30 @@ def test_one_that_starts_after_its_parent_cleaned_up_ends_without_a_word(tmp_pat
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert (ended.stdout, ended.stderr) == ("1\n", "")
+
+
+def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    """Though it reads no input, as a rank in the middle of a training."""
+    program = (
+        "from pathlib import Path; from thinwire.compare.forked import ForkedProcess; "
+        "from thinwire.lab import Loopback; "
+        f"process = ForkedProcess('echo', Loopback(1).namespaces(0), Path({str(tmp_path / 'log')!r})); "
+        "process.stdin.write(b'sleep\\n'); print(process.pid, flush=True); process.wait()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        rank = os.pidfd_open(int(parent.stdout.readline()))
+        try:
+            deadline = time.monotonic() + 20.0
+            while not (tmp_path / "log").exists() or "asleep" not in (tmp_path / "log").read_text():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert not select.select([rank], [], [], 0.2)[0]
+            parent.kill()
+            assert select.select([rank], [], [], 20.0)[0]
+        finally:
+            os.close(rank)
+    assert parent.returncode == -signal.SIGKILL
 
 
 def test_lines_go_in_and_out_and_it_ends_with_its_input(tmp_path: Path, fork: Fork) -> None:

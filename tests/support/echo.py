@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 
 from thinwire.compare.forked import command_streams
 
@@ -16,6 +17,10 @@ def main() -> None:
     for line in commands:
         if line == "raise\n":
             raise ValueError("as it was told")
+        if line == "sleep\n":
+            sys.stderr.write("asleep\n")
+            sys.stderr.flush()
+            time.sleep(600.0)
         facts = {"line": line, "pid": os.getpid(), "session": os.getsid(0), "net": os.readlink("/proc/self/ns/net")}
         facts |= {"rank": os.environ.get("RANK"), "threads": os.environ["OMP_NUM_THREADS"]}
         answers.write(json.dumps(facts) + "\n")

@@ -11,8 +11,10 @@ import importlib
 import json
 import multiprocessing
 import os
+import selectors
 import signal
 import tempfile
+import threading
 from io import FileIO
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
@@ -30,15 +32,15 @@ class ForkedProcess:
     """``main()`` of ``module`` in a process and a session of its own, in ``namespaces``.
 
     `stdin` and `stdout` are the parent's ends of its standard input and output, unbuffered; its standard error is
-    appended to ``log``. It is killed when this process ends in an orderly way, and should end itself when its input
-    ends.
+    appended to ``log``. It is killed, with its process group, when this process ends, however that ends;
+    without pidfds (Linux before 5.3, other systems) only when it ends in an orderly way.
     """
 
     def __init__(self, module: str, namespaces: NodeNamespaces, log: Path) -> None:
         _start_server(module)
         commands, stdin = _processes.Pipe(duplex=False)
         stdout, answers = _processes.Pipe(duplex=False)
-        arguments = (module, namespaces, commands, answers, str(log))
+        arguments = (module, namespaces, os.getpid(), commands, answers, str(log))
         self._process = _processes.Process(target=_main, args=arguments, daemon=True)
         self._process.start()
         self.stdin, self.stdout = FileIO(os.dup(stdin.fileno()), "w"), FileIO(os.dup(stdout.fileno()), "r")
@@ -112,7 +114,9 @@ def _start_server(module: str) -> None:
             del os.environ["OMP_NUM_THREADS"]
 
 
-def _main(module: str, namespaces: NodeNamespaces, commands: Connection, answers: Connection, log: str) -> None:
+def _main(
+    module: str, namespaces: NodeNamespaces, parent_pid: int, commands: Connection, answers: Connection, log: str
+) -> None:
     os.setsid()
     try:
         errors = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -125,7 +129,27 @@ def _main(module: str, namespaces: NodeNamespaces, commands: Connection, answers
     commands.close()
     answers.close()
     namespaces.enter()
+    # Not before: only a process of one thread may enter a user namespace.
+    _end_with(parent_pid)
     program: Any = importlib.import_module(module)
     # Imported objects stay. Traversing them, which copies their pages, would be most of a collection's work here.
     gc.freeze()
     program.main()
+
+
+def _end_with(parent_pid: int) -> None:
+    """Have this process group killed as soon as the process ``parent_pid`` ends. Without pidfds nothing happens."""
+    try:
+        parent = os.pidfd_open(parent_pid)
+    except ProcessLookupError:
+        raise SystemExit(1) from None
+    except (AttributeError, OSError):
+        return
+
+    def wait() -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(parent, selectors.EVENT_READ)
+            selector.select()
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, name="ends with the parent", daemon=True).start()
