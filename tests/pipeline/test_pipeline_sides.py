@@ -154,6 +154,23 @@ def test_both_sides_keep_the_same_whatever_happens(steps, precision, warmup, bud
         assert pair.earlier.stats.resets == pair.later.stats.resets == 0
 
 
+@pytest.mark.parametrize("precision", [2, 4])
+def test_the_next_stage_computes_on_what_arrived_and_not_on_what_is_kept_of_it(precision: int) -> None:
+    def errors(bits: int) -> list[float]:
+        """Of the same activation at each visit."""
+        pair, found = Pair(forward="delta(maxabs(bits=8))", precision=bits), []
+        for _ in range(2):
+            pair.begin(Batch.from_ids([1, 2], LENGTH, None, ()), 1)
+            tensors = pair.tensors(0, 1, seed=3)
+            found.append(float((pair.send("forward", 0, tensors)[0] - tensors[0]).abs().max()))
+        return found
+
+    first, second = errors(precision)
+    # A record at first, then an error of a change that is no larger than the record's.
+    assert 0 < second < first / 50
+    assert errors(32)[0] == 0
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     steps=steps(),

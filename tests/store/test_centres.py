@@ -108,7 +108,7 @@ def visit(sender: CentreStore, receiver: CentreStore, rows: Rows, step: int) -> 
     values.view(len(rows.samples), -1)[:, : 4 * rows.padded].view(-1, rows.padded, 4)[~rows.vectors(FORM.parts[:1])] = 0
     choices = sender.choose(values.view(-1), rows) if sender.visits(0) else None
     for store in (sender, receiver):
-        store.save(FORM.encode(values.clone().view(-1), rows, 0), rows, step, choices)
+        store.save(FORM.encode(values.clone().view(-1), rows), rows, step, choices)
     return values.view(-1)
 
 

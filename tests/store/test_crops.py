@@ -23,7 +23,7 @@ def rows(*corners: tuple[int, int]) -> Rows:
 
 
 def save(store: CroppedStore, values: torch.Tensor, at: Rows, step: int) -> None:
-    store.save(store.form.encode(values.clone().view(-1), at, 0), at, step)
+    store.save(store.form.encode(values.clone().view(-1), at), at, step)
 
 
 def test_a_visit_finds_what_its_crop_shares_with_those_before_and_zero_elsewhere() -> None:
@@ -66,7 +66,7 @@ def test_sides_that_are_given_the_same_keep_the_same_and_states_bring_it_back() 
         values = torch.randn(2 * 192, generator=torch.Generator().manual_seed(step))
         for store in stores[:2]:
             assert store.admit(at.samples) == frozenset()
-            store.save(form.encode(values.clone(), at, 0), at, step)
+            store.save(form.encode(values.clone(), at), at, step)
     assert stores[0].digest() == stores[1].digest()
     stores[2].load_state_dict(stores[0].state_dict())
     assert stores[2].digest() == stores[0].digest()

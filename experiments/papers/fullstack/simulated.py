@@ -94,7 +94,7 @@ class Boundary:
             for frame, own, window in zip(frames, values.view(a.shape), windows or [...] * len(frames), strict=True):
                 frame[window] = own
             rows = Rows.uniform(layout.rows.samples, 0)
-            store.save(store.form.encode(frames.view(-1), rows, 0), rows, self._step)
+            store.save(store.form.encode(frames.view(-1), rows), rows, self._step)
         return values
 
 

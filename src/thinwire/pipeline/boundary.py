@@ -19,7 +19,7 @@ from thinwire.pipeline.schedule_step import ScheduleStep
 from thinwire.pipeline.stats import PipelineStats
 from thinwire.store import RecordFormat, Rows, Store
 
-_DRAWS = {"forward": 1, "backward": 2, "store": 3, "evaluation": 4}
+_DRAWS = {"forward": 1, "backward": 2, "evaluation": 4}
 UNSEEN = 2**63 - 1
 _AHEAD = 2
 """Micro-batches whose messages m(ξ) are loaded before they are needed."""
@@ -153,7 +153,7 @@ class BoundarySide:
         if visits:
             return Encoding.CODED
         bits, precision = 8 * self._crossings["forward"].dtype.itemsize, self.options.precision
-        # What is kept has no more than a record's bits, and the next stage computes on what is kept.
+        # Both sides keep no more of a first visit than a record's bits.
         return Encoding.RECORD if precision < bits else Encoding.RAW
 
     def message(self, direction: Direction, chunk: int) -> Tensor:
@@ -295,14 +295,11 @@ class BoundarySide:
         layout.decode(message, m, add=True)
         kept, records = self._renew(m, whole.float(), layout, message, sent=False)
         self.saves.append(self._beside.submit(lambda: self._timed_save(kept, records, layout, choices)))
-        warm = [i for i in layout.rows_sent_as(Encoding.RAW) if layout.rows.samples[i] in self._warm]
-        if kept is m or not warm:
-            return kept
-        # A warm-up is training without compression: what is kept is for later.
-        seen = kept.clone()
-        count = len(layout.rows.samples)
-        seen.view(count, -1)[warm] = m.view(count, -1)[warm]
-        return seen
+        if kept is not m:
+            # The next stage computes on m(ξ) as it was before it was kept, but for what was sent as it is kept.
+            rows, count = layout.rows_sent_as(Encoding.RECORD), len(layout.rows.samples)
+            m.view(count, -1)[rows] = kept.view(count, -1)[rows]
+        return m
 
     def _load_ahead(self, chunk: int) -> None:
         # Called before `pack` of an earlier micro-batch is submitted, which would otherwise wait for what is behind it.
@@ -333,7 +330,7 @@ class BoundarySide:
     def _renew(
         self, m: Tensor, values: Tensor, layout: MessageLayout, message: Tensor, *, sent: bool
     ) -> tuple[Tensor, Tensor]:
-        """The micro-batch's new m(ξ), on which the next stage computes, and its records.
+        """The micro-batch's new m(ξ) as it is kept, and its records; ``m`` becomes what is kept, before it is rounded.
 
         ``values`` are the samples that were sent raw.
         """
@@ -342,7 +339,7 @@ class BoundarySide:
         table = m.view(len(rows.samples), -1)
         for given in (layout.rows_sent_as(Encoding.RAW), layout.rows_sent_as(Encoding.RECORD) if sent else []):
             table[given] = values.view(len(rows.samples), -1)[given]
-        records = form.encode(m, rows, self._key("store"))
+        records = form.encode(m, rows)
         for i, start in layout.records:
             # The record itself is sent, so that both sides keep the same one and make it once.
             record = message[start : start + form.record_bytes]

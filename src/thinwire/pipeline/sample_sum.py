@@ -146,7 +146,7 @@ class SampleSum:
         keep = [i for i, sample in enumerate(rows.samples) if finite[i] and sample not in refused]
         if keep:
             some = Rows.uniform((rows.samples[i] for i in keep), 0)
-            records = self.store.form.encode(values[keep].reshape(-1), some, 0)
+            records = self.store.form.encode(values[keep].reshape(-1), some)
             self.store.save(records, some, self.step)
 
     def _scatter(self, changes: Sequence[Tensor], layouts: Sequence[MessageLayout], part: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ class CroppedStore(Store):
                 whole[frame.window(corner)] = own.view(frame.channels, frame.side, frame.side)
         whole_rows = Rows.uniform(rows.samples, 0)
         flat = torch.cat([of_frame.reshape(len(rows.samples), -1) for of_frame in frames], dim=1).view(-1)
-        self.inner.save(self.inner.form.encode(flat, whole_rows, 0), whole_rows, step)
+        self.inner.save(self.inner.form.encode(flat, whole_rows), whole_rows, step)
 
     def _load(self, samples: Sequence[int]) -> list[Tensor]:
         """Frames of these samples, (samples, channels, positions, positions) each; zero where nothing is kept."""

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.compressors import CodecCall, Coded, Key, MaxAbs, Piece, Raw, Segments, check_int
+from thinwire.compressors import CodecCall, Coded, MaxAbs, Piece, Raw, Segments, check_int
 from thinwire.kernels import align
 
 Half = Literal["float16", "bfloat16"]
@@ -64,20 +64,22 @@ class Rows(NamedTuple):
 class RecordFormat:
     """The format of the messages m(ξ) of one stage boundary (AQ-SGD, section 3.3).
 
-    ``precision`` is 32 (fp32), 16 (``half``), or 2 to 8 bits: max-abs codes in buckets of 128, rounded stochastically
-    with the same draws on both sides of a boundary.
+    ``precision`` is 32 (fp32), 16 (``half``), or 2 to 8 bits: max-abs codes in buckets of 128, rounded to the nearest.
+    Two bits are four intervals and their midpoints: with zero for a level there would be three.
     """
 
     parts: tuple[Part, ...]
     precision: int = 32
     half: Half = "bfloat16"
     site: str = "m"
-    """Distinguishes the random draws of this boundary from those of others."""
+    """The name of the boundary, so that one store is not taken for another."""
     coder: Coded = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_precision(self.precision)
-        object.__setattr__(self, "coder", MaxAbs(bits=self.precision) if self.precision <= 8 else Raw())
+        bits = self.precision
+        coder = MaxAbs(bits=bits, rounding="nearest", midrise=bits == 2) if bits <= 8 else Raw()
+        object.__setattr__(self, "coder", coder)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -112,16 +114,16 @@ class RecordFormat:
                 payload += self.part_bytes(part, part.positions)
         return Segments.build(pieces)
 
-    def encode(self, values: Tensor, rows: Rows, key: int) -> Tensor:
+    def encode(self, values: Tensor, rows: Rows) -> Tensor:
         """The records of ``rows``: uint8 of shape (samples, `record_bytes`), from fp32 values (elements,).
 
-        ``key`` is that of the random draws, which differ by sample. The records may share memory with the values.
+        The records may share memory with the values.
         """
         self._check(values, rows)
         if self._is_plain(rows.lengths, rows.padded):
             return values.to(self.dtype).view(torch.uint8).view(len(rows.samples), self.record_bytes)
         records = torch.zeros(len(rows.samples) * self.record_bytes, dtype=torch.uint8)
-        self.coder.encode(values.to(self.dtype), records, CodecCall(self.segments(rows), Key(key, key)))
+        self.coder.encode(values.to(self.dtype), records, CodecCall(self.segments(rows)))
         return records.view(len(rows.samples), self.record_bytes)
 
     def decode(self, records: Tensor, kept: Sequence[int], rows: Rows) -> Tensor:
