@@ -90,19 +90,19 @@ def training(
         steps: training steps of 4 windows of 64 bytes a worker.
         seeds: runs of each method: initial weights and batches.
         rates: learning rates to begin with.
-        methods: only those whose names contain one of these words.
+        methods: only those whose names contain one of these words; a whole name is that method alone.
         json: write the figures to this file.
     """
     task = GPTTask(model=GPTConfig(width=64, layers=2, context=64), steps=steps, batch=4, held_out_windows=2048)
-    chosen = [m for m in METHODS if m.name == REFERENCE or not methods or any(w in m.name for w in methods)]
+    chosen = [method for method in METHODS if method.name == REFERENCE or not methods or _is_named(method, methods)]
     console = Console(highlight=False)
     results = Results("python -m experiments bench training")
     results.about = {"workers": workers, "steps": steps, "seeds": seeds, "rates": list(rates), "task": asdict(task)}
     results.results = _recorded(json, results.about)
     losses = {row["name"].removeprefix("loss/"): row["losses"] for row in results.results if "losses" in row}
     for method in (method for method in chosen if method.name not in losses):
-        tried = _bracket(partial(_run, method, task, workers, 0), rates)
-        best = _best(tried)
+        tried = bracket(partial(_run, method, task, workers, 0), rates)
+        best = best_of(tried)
         runs = [tried[best], *(_run(method, task, workers, seed, best) for seed in range(1, seeds))]
         losses[method.name] = [run["loss"] for run in runs]
         if method.name != "alone" and any(run["replicas_differ"] for run in runs):
@@ -119,6 +119,11 @@ def training(
     return 0
 
 
+def _is_named(method: Method, words: Sequence[str]) -> bool:
+    names = {other.name for other in METHODS}
+    return any(word == method.name or (word not in names and word in method.name) for word in words)
+
+
 def _recorded(path: Path | None, about: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows that an earlier run of the same trainings has written to ``path``."""
     if path is None or not path.exists():
@@ -127,16 +132,16 @@ def _recorded(path: Path | None, about: Mapping[str, Any]) -> list[dict[str, Any
     return record["results"] if record["about"] == about else []
 
 
-def _bracket(run: Callable[[float], dict[str, float]], rates: Sequence[float]) -> dict[float, dict[str, float]]:
+def bracket(run: Callable[[float], dict[str, float]], rates: Sequence[float]) -> dict[float, dict[str, float]]:
     """What ``run`` returns for each learning rate of ``rates``, and for more until the best lies between two others."""
     tried = {rate: run(rate) for rate in rates}
-    while (best := _best(tried)) in (min(tried), max(tried)):
+    while (best := best_of(tried)) in (min(tried), max(tried)):
         rate = best / 2 if best == min(tried) else best * 2
         tried[rate] = run(rate)
     return tried
 
 
-def _best(tried: Mapping[float, Mapping[str, float]]) -> float:
+def best_of(tried: Mapping[float, Mapping[str, float]]) -> float:
     """The learning rate of the least loss; a training that diverged has none."""
     return min(tried, key=lambda rate: tried[rate]["loss"] if isfinite(tried[rate]["loss"]) else inf)
 
