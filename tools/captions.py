@@ -21,6 +21,8 @@ CAPTIONS: dict[str, dict[str, Caption]] = {
         "aqsgd-3ab-labels": Caption("Figure 3 (a, b): training loss of a classification, 2 stages", "Figures 3 and"),
         "aqsgd-4-time": Caption("Figure 4: loss against seconds of training, over two of the paper's rates"),
         "aqsgd-8-fp16": Caption("Figure 8: training loss in fp16, 2 stages", "Figures 3 and"),
+        "aqsgd-9-keeping": Caption("Figure 9 (e, f): training loss by the bits of kept messages, 4 stages"),
+        "aqsgd-9-recipe": Caption("Figure 9: training loss by the authors' recipe", "Figures 3 and"),
         "aqsgd-9-stages": Caption("Figure 9: training loss of a deeper GPT in 8 stages", "Figures 3 and"),
         "aqsgd-links": Caption(
             "Loss against seconds of training, 4 stages of which the last link is slow", "Bits by link"

@@ -25,7 +25,7 @@ CATALOGUE = (
     Entry(
         "aqsgd",
         "AQ-SGD: Fine-tuning Language Models over Slow Networks (Wang et al., NeurIPS 2022), and its blog post",
-        40,
+        55,
         "the paper gives throughputs and the times of a micro-batch's parts; here medians over rounds in which all "
         "methods take turns",
     ),

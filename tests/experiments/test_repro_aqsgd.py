@@ -26,7 +26,18 @@ from made_up import run
 from small_versions import Small, small_version
 from thinwire import parse
 
-PICTURES = ("1-change", "3-curves", "2-throughput", "4-time", "3ab-labels", "9-stages", "8-fp16", "links")
+PICTURES = (
+    "1-change",
+    "3-curves",
+    "2-throughput",
+    "4-time",
+    "3ab-labels",
+    "9-stages",
+    "9-recipe",
+    "9-keeping",
+    "8-fp16",
+    "links",
+)
 
 # --- the command
 
@@ -76,8 +87,8 @@ def test_rows_say_what_was_sent(small: Small) -> None:
     assert set(row["per_s"]) >= {"fp32", "fp32 1f1b", "aq-sgd fw3 bw6 1f1b"}
 
 
-def test_a_full_run_takes_under_three_quarters_of_an_hour() -> None:
-    assert 300 < sum(part.seconds(PAPER.scale) for part in PAPER.parts.values()) < 2700
+def test_a_full_run_takes_under_an_hour() -> None:
+    assert 300 < sum(part.seconds(PAPER.scale) for part in PAPER.parts.values()) < 3600
 
 
 # --- what is trained

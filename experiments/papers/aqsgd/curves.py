@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 from experiments.framework.claims import Row
 from experiments.papers.aqsgd.judging import differences, draw_runs, facts, held_out
-from experiments.papers.aqsgd.methods import FP32, Method, aqsgd, direct
+from experiments.papers.aqsgd.methods import FP32, Method, aqsgd, by_recipe, direct
 from experiments.papers.aqsgd.study import (
     MORE_STAGES,
     MOST_STAGES,
@@ -26,23 +27,42 @@ BITS: tuple[Bits, ...] = ((2, 4), (3, 6), (4, 8))
 """Forward and backward, as in section 4.2."""
 DIRECT: dict[Bits, Method] = {bits: direct(*bits) for bits in BITS}
 AQSGD: dict[Bits, Method] = {bits: aqsgd(*bits) for bits in BITS}
+FAMILIES: dict[str, dict[Bits, Method]] = {"aqsgd": AQSGD, "direct": DIRECT}
 USUAL: Bits = (3, 6)
 METHODS = (FP32, DIRECT[USUAL], AQSGD[USUAL])
-M8 = aqsgd(*USUAL, precision=8)
 CONTROL = DIRECT[BITS[0]]
 """Must fail: where it does not, a training forgives everything."""
-FIGURE_3 = (FP32, *DIRECT.values(), *AQSGD.values(), M8)
+FIGURE_3 = (FP32, *DIRECT.values(), *AQSGD.values())
 MORE: dict[TaskName, str] = {"scratch": "figure 7", "bf16": "figure 8", "large": "figure 9"}
 LABEL_BITS: tuple[Bits, ...] = ((2, 4), (3, 6))
 """As in figures 3 (a) and (b)."""
 LABELS = (FP32, *(family[bits] for bits in LABEL_BITS for family in (DIRECT, AQSGD)))
+RECIPE = {kind: {bits: by_recipe(method) for bits, method in family.items()} for kind, family in FAMILIES.items()}
+RECIPES: tuple[tuple[TaskName, int, tuple[Bits, ...]], ...] = (
+    ("small", NUM_STAGES, ((2, 4), USUAL)),
+    ("small", MORE_STAGES, (USUAL,)),
+    ("deep", MOST_STAGES, (USUAL,)),
+)
+"""What is trained by the authors' recipe: task, stages, bits, the fewest first."""
+KEEPING: Bits = (2, 4)
+"""Of figures 9 (e, f), on `MORE_STAGES` (appendix H.5)."""
+KEPT: dict[int, Method] = {bits: by_recipe(aqsgd(*KEEPING, precision=bits)) for bits in (32, 8, 4, 2)}
+"""By the bits of messages that are kept."""
+RECIPE_FIGURE, KEEPING_FIGURE = "figure 9 (recipe)", "figure 9 (e, f)"
+RECIPE_TITLE = "the authors' recipe"
+KEEPERS = (FP32, RECIPE["direct"][KEEPING], *KEPT.values())
 
 Runs = Mapping[str, Sequence[Trained]]
 
 
-def key_of(name: TaskName, num_stages: int, bits: Bits) -> str:
-    """Of the rows of a `pair`."""
-    return f"{name}/{num_stages} stages/fw{bits[0]} bw{bits[1]}"
+def key_of(name: TaskName, num_stages: int, bits: Bits, *, recipe: bool = False) -> str:
+    """Of the rows of a `pair`; ``recipe``: it was trained by the authors' recipe."""
+    return f"{'recipe/' if recipe else ''}{name}/{num_stages} stages/fw{bits[0]} bw{bits[1]}"
+
+
+def setting_of(name: TaskName, num_stages: int, *, recipe: bool = False) -> str:
+    """The same for people."""
+    return f"{RECIPE_TITLE if recipe else TITLES[name]}, {num_stages} stages"
 
 
 def pair(
@@ -53,17 +73,19 @@ def pair(
     bits: Bits,
     runs_by_method: Runs,
     control: Sequence[float],
+    *,
+    recipe: bool = False,
 ) -> list[Row]:
     """AQ-SGD and DirectQ of as many bits, each with FP32's trainings beside it. ``control``: by how much the loss of
     what must fail is higher, seed by seed."""
     task, base = scale.task(name), runs_by_method[FP32.name]
     whole = task.coin_toss if task.labels else None
-    key, setting = key_of(name, num_stages, bits), f"{TITLES[name]}, {num_stages} stages"
+    key, setting = key_of(name, num_stages, bits, recipe=recipe), setting_of(name, num_stages, recipe=recipe)
     more: dict[str, Any] = {"num_stages": num_stages, "epochs": task.epochs, "setting": setting, "bits": bits}
     more |= {"whole": whole}
     rows = []
-    for kind, method in (("aqsgd", AQSGD[bits]), ("direct", DIRECT[bits])):
-        runs = runs_by_method[method.name]
+    for kind, family in (RECIPE if recipe else FAMILIES).items():
+        runs = runs_by_method[family[bits].name]
         lost = differences([run.loss for run in runs], [run.loss for run in base], whole)
         data = {**more, **facts(runs), "baseline": facts(base), "control": control}
         rows.append(Row(figure, f"{kind}/{key}", fmean(lost), "", data))
@@ -89,9 +111,10 @@ def figure_1(study: AQSGDStudy) -> list[Row]:
     trained = {method.name: study.train("small", method) for method in METHODS}
     epochs = [run.epochs for run in trained[AQSGD[USUAL].name]]
     visits = range(1, min(map(len, epochs)))
-    activation = [fmean(epoch[visit]["activation"] for epoch in epochs) for visit in visits]
-    delta = [fmean(epoch[visit]["delta"] for epoch in epochs) for visit in visits]
-    _draw_1(study, activation, delta)
+    activation, delta = (
+        [[epoch[visit][name] for visit in visits] for epoch in epochs] for name in ("activation", "delta")
+    )
+    _draw_1(study, *([fmean(by_seed) for by_seed in zip(*one, strict=True)] for one in (activation, delta)))
     start = fmean(run.held_out[0] for run in trained[FP32.name])
     ends = {method.name: [held_out(run) for run in trained[method.name]] for method in METHODS}
     gain = fmean(value / start - 1 for value in ends[FP32.name])
@@ -99,7 +122,7 @@ def figure_1(study: AQSGDStudy) -> list[Row]:
         Row(
             "figure 1",
             "delta_over_activation",
-            delta[-1] / activation[-1],
+            fmean(moved[-1] / whole[-1] for moved, whole in zip(delta, activation, strict=True)),
             "",
             {"activation": activation, "delta": delta},
         ),
@@ -126,9 +149,6 @@ def figure_3(study: AQSGDStudy) -> list[Row]:
     rows = []
     for bits in BITS:
         rows += pair(scale, "figure 3", "small", NUM_STAGES, bits, trained, control)
-    precise, coarse = ([run.loss for run in trained[method.name]] for method in (AQSGD[USUAL], M8))
-    data = {**facts(trained[M8.name]), "others": precise, "control": control}
-    rows.append(Row("figure 9", "messages of 8 bits", fmean(differences(coarse, precise)), "", data))
     more = {method.name: study.train("small", method, MORE_STAGES) for method in METHODS}
     rows += pair(scale, "figure 9", "small", MORE_STAGES, USUAL, more, control)
     rows.append(stages_row(trained, more))
@@ -199,7 +219,56 @@ def _network(study: AQSGDStudy, figure: str, name: TaskName, num_stages: int, pi
     return pair(study.scale, figure, name, num_stages, USUAL, trained, _beyond(trained, DIRECT[USUAL]))
 
 
+# --- the authors' recipe, and messages that are kept in few bits
+
+
+def recipe_steps(scale: AQSGDScale) -> int:
+    return sum(scale.steps(name, _by_recipe(all_bits)) for name, _, all_bits in RECIPES)
+
+
+def recipe(study: AQSGDStudy) -> list[Row]:
+    """On 2, 4 and 8 stages; what must fail is DirectQ of the fewest bits, by its loss on what is held out."""
+    rows, panels = [], []
+    for name, num_stages, all_bits in RECIPES:
+        trained = {method.name: study.train(name, method, num_stages) for method in _by_recipe(all_bits)}
+        beside = RECIPE["direct"][all_bits[0]], FP32
+        worse, base = ([held_out(run) for run in trained[method.name]] for method in beside)
+        control = differences(worse, base)
+        for bits in all_bits:
+            rows += pair(study.scale, RECIPE_FIGURE, name, num_stages, bits, trained, control, recipe=True)
+        panels.append((setting_of(name, num_stages, recipe=True), trained))
+    _draw_panels(study, "9-recipe", panels)
+    return rows
+
+
+def _by_recipe(all_bits: Sequence[Bits]) -> tuple[Method, ...]:
+    return (FP32, *(family[bits] for bits in all_bits for family in RECIPE.values()))
+
+
+def keeping_steps(scale: AQSGDScale) -> int:
+    return scale.steps("small", KEEPERS)
+
+
+def keeping(study: AQSGDStudy) -> list[Row]:
+    """AQ-SGD whose messages are kept in fewer and fewer bits, and DirectQ, which keeps none."""
+    trained = {method.name: study.train("small", method, MORE_STAGES) for method in KEEPERS}
+    _draw_panels(study, "9-keeping", [(setting_of("small", MORE_STAGES, recipe=True), trained)])
+    ends = {name: [held_out(run) for run in runs] for name, runs in trained.items()}
+    precise = KEPT[32].name
+    rows = []
+    for bits, method in KEPT.items():
+        if method.name != precise:
+            beside = (*(one.name for one in KEEPERS if one not in KEPT.values()), precise, method.name)
+            data = {"ends": {name: ends[name] for name in beside}, "sent_bytes": trained[method.name][0].sent_bytes}
+            lost = fmean(differences(ends[method.name], ends[precise]))
+            rows.append(Row(KEEPING_FIGURE, f"m{bits}", lost, "", data))
+    return rows
+
+
 # --- pictures
+
+_SHADES = ("#1f6fb2", "#0a7d4f", "#8250c4", "#c77fe0")
+"""Of messages in 32, 8, 4 and 2 bits."""
 
 
 def _draw_1(study: AQSGDStudy, activation: Sequence[float], delta: Sequence[float]) -> None:
@@ -213,7 +282,8 @@ def _draw_1(study: AQSGDStudy, activation: Sequence[float], delta: Sequence[floa
 
 def _draw_panels(study: AQSGDStudy, picture: str, panels: Sequence[tuple[str, Runs]]) -> None:
     figure, all_axes = plots.canvas(len(panels), titles=[title for title, _ in panels], x="step", y="loss")
-    shown = {method.name: method for method in FIGURE_3}
+    shown = {method.name: method for method in (*FIGURE_3, *_by_recipe(BITS), *KEEPERS)}
+    shown |= {m.name: replace(m, colour=colour) for m, colour in zip(KEPT.values(), _SHADES, strict=True)}
     for axes, (_, runs) in zip(all_axes, panels, strict=True):
         for name, own in runs.items():
             draw_runs(axes, shown[name], own)

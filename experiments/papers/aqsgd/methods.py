@@ -79,6 +79,18 @@ def aqsgd(
     )
 
 
+def by_recipe(method: Method) -> Method:
+    """The same, as the authors' code has it: gradients are rounded to the nearest, as activations are, and AQ-SGD sends
+    the first epoch uncompressed both ways. DirectQ, which knows no samples, has no such epoch."""
+    return replace(
+        method,
+        name=f"{method.name}, recipe",
+        title=f"{method.title}, recipe",
+        backward=method.backward.replace(")", ", rounding=nearest)"),
+        warmup_epochs=int(method.forward.startswith("delta")),
+    )
+
+
 def by_link() -> Method:
     """AQ-SGD of 2 to 4 bits forward and 4 to 8 backward, by the rate of each link."""
     return replace(aqsgd(2, 4), name="aq-sgd by link", title="AQ-SGD by link", colour="#8250c4", by_link=True)

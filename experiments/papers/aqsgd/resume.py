@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 from experiments.framework.claims import Row
@@ -119,24 +120,26 @@ COMPLETED = (FP32, aqsgd(4, 8), direct(4, 8))
 
 
 def completions_steps(scale: AQSGDScale) -> int:
-    return len(COMPLETED) * scale.small.steps + scale.small.first_steps
+    return scale.steps("small", COMPLETED)
 
 
 def completions(study: AQSGDStudy) -> list[Row]:
-    """From one seed each."""
+    """How much of them is FP32's by seed, and those of the first seed."""
     asked, trainings, task = Asked(held_out=False, completions=True), study.trainings(), study.scale.small
-    trained = {
-        method.name: trainings.train(task, method, 0, study.reporter(method.title), asked) for method in COMPLETED
-    }
+    by_seed = [
+        {method.name: trainings.train(task, method, seed, study.reporter(method.title), asked) for method in COMPLETED}
+        for seed in study.seeds
+    ]
+    trained = by_seed[0]
     base = trained[FP32.name]
     start = base.prompted
     data = {
         "prompts": [text(row[:start]) for row in base.text],
         "gold": [text(row[start:]) for row in base.text],
         "completions": {m.title: [text(row[start:]) for row in trained[m.name].completions] for m in COMPLETED},
-        "common": {name: common(base, run) for name, run in trained.items()},
+        "common": {name: [common(runs[FP32.name], runs[name]) for runs in by_seed] for name in trained},
     }
-    return [Row("appendix I", "completions", data["common"][COMPLETED[1].name], "", data)]
+    return [Row("appendix I", "completions", fmean(data["common"][COMPLETED[1].name]), "", data)]
 
 
 def common(base: Trained, other: Trained) -> float:

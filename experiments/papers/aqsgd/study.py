@@ -124,7 +124,7 @@ class AQSGDStudy(OverLinks[AQSGDScale]):
 
     def trainings(self, num_stages: int = NUM_STAGES) -> Trainings:
         """Ranks that train, over loopback."""
-        return self.kept(num_stages, lambda: Trainings(num_stages, self.first()))
+        return self.kept(num_stages, lambda: Trainings(num_stages, self.first(), cache=self.cache))
 
     def train(self, name: TaskName, method: Method, num_stages: int = NUM_STAGES) -> list[Trained]:
         """A training from every seed, unless it has been.

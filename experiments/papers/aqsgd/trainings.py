@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from experiments.framework.run_cache import RunCache
 from experiments.papers.aqsgd import rank as rank_module
 from experiments.papers.aqsgd.methods import Method
 from experiments.papers.aqsgd.rank import Asked
@@ -107,12 +108,18 @@ class Trainings:
     """Whether the same processes train again and again, or each training has new ones."""
 
     def __init__(
-        self, num_ranks: int, first: FirstTraining, rate: str | None = None, network: lab.Network | None = None
+        self,
+        num_ranks: int,
+        first: FirstTraining,
+        rate: str | None = None,
+        network: lab.Network | None = None,
+        cache: RunCache | None = None,
     ) -> None:
-        """``network``: one that is there already, whatever its rate, instead of one of ``rate``."""
+        """``network``: one that is there already, whatever its rate, instead of one of ``rate``; ``cache``: where
+        finished trainings are kept, in memory by default, for their times are those of this machine now."""
         self.num_ranks, self._first, self._rate, self._network = num_ranks, first, rate, network
         self._ranks: RankProcesses | None = None
-        self._known: dict[tuple[FineTuning, Method, int, Asked], Trained] = {}
+        self._cache = cache or RunCache()
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -149,24 +156,27 @@ class Trainings:
         Raises:
             RankFailed: a rank did not make it.
         """
-        key = (task, method, seed, asked)
-        if key in self._known and folder is None:
-            return self._known[key]
+        key = {
+            "task": dataclasses.asdict(task),
+            "method": dataclasses.asdict(method),
+            "seed": seed,
+            "asked": dataclasses.asdict(asked),
+            "num_ranks": self.num_ranks,
+        }
+        if folder is None and (known := self._cache.get(key)) is not None:
+            return trained(task, known["answers"])
         weights = self._first.weights(task, on_step)
         with tempfile.TemporaryDirectory(prefix="thinwire-aqsgd-") as own:
             command = {
                 "do": "train",
-                "task": dataclasses.asdict(task),
-                "method": dataclasses.asdict(method),
-                "seed": seed,
                 "weights": None if weights is None else str(weights),
                 "folder": str(folder or own),
-                "asked": dataclasses.asdict(asked),
+                **key,
             }
             with nullcontext(self._ranks) if self._ranks is not None else self._started() as ranks:
                 answers = ranks.run(command, reporter(on_step, self.num_ranks - 1), _nothing)
-        self._known[key] = trained(task, answers)
-        return self._known[key]
+        self._cache.put(key, {"answers": answers})
+        return trained(task, answers)
 
 
 def trained(task: FineTuning, answers: Sequence[dict[str, Any]]) -> Trained:

@@ -145,16 +145,21 @@ def speed(network: Network, times: Times) -> list[Row]:
 
 
 def part_c(study: IntSGDStudy) -> list[Row]:
-    """Figure 5: train with one constant changed at a time, from one seed."""
-    trained: dict[Network, dict[str, Trained]] = {}
-    for network in NETWORKS:
-        trained[network] = {title(*DEFAULT): study.train(network, RANDOM, 0)}
-        for beta, eps in [*((b, DEFAULT[1]) for b in study.scale.betas), *((DEFAULT[0], e) for e in study.scale.epss)]:
-            trained[network][title(beta, eps)] = study.train(network, sensitive(beta, eps), 0)
+    """Figure 5: train with one constant changed at a time; the curves are of the first seed."""
+    scale = study.scale
+    methods = {title(*DEFAULT): RANDOM}
+    for beta, eps in [*((b, DEFAULT[1]) for b in scale.betas), *((DEFAULT[0], e) for e in scale.epss)]:
+        methods[title(beta, eps)] = sensitive(beta, eps)
+    trained: dict[Network, dict[str, list[Trained]]] = {
+        network: {
+            name: [study.train(network, method, seed) for seed in study.seeds] for name, method in methods.items()
+        }
+        for network in NETWORKS
+    }
     panels = ["ResNet: held-out accuracy", "LSTM: held-out loss"]
     figure, axes = plots.canvas(2, titles=panels, x="step", y=["", "nats"])
     for (network, runs), panel in zip(trained.items(), axes, strict=True):
-        for name, run in runs.items():
+        for name, (run, *_) in runs.items():
             values = run.accuracy if network == "pictures" else run.held_out_loss
             panel.plot(run.probe_steps, values[1:], label=name)
     plots.save(figure, study.picture("5"))
@@ -162,21 +167,26 @@ def part_c(study: IntSGDStudy) -> list[Row]:
 
 
 def steps_of_c(scale: IntSGDScale) -> int:
-    return (scale.pictures.steps + scale.words.steps) * (1 + len(scale.betas) + len(scale.epss))
+    return (scale.pictures.steps + scale.words.steps) * (1 + len(scale.betas) + len(scale.epss)) * scale.seeds
 
 
 def title(beta: float, eps: float) -> str:
     return f"beta={beta:g}, eps={eps:g}"
 
 
-def stability(network: Network, trained: Mapping[str, Trained]) -> Row:
+def stability(network: Network, trained: Mapping[str, Sequence[Trained]]) -> Row:
     """By how much the worst choice of constants is worse than the default; ``margin`` is allowed."""
-    values = {name: measure(network, run) for name, run in trained.items()}
+    values = {name: [measure(network, run) for run in runs] for name, runs in trained.items()}
     default = values[title(*DEFAULT)]
+    worse = {
+        name: [lost(network, base, value) for base, value in zip(default, own, strict=True)]
+        for name, own in values.items()
+    }
     # Unlike max(), a NaN comes out on top, so that a run that diverged does not hold.
-    most = float(np.max([lost(network, default, value) for value in values.values()]))
-    margin = _STABLE[network] * (1.0 if network == "pictures" else default)
-    data = {"margin": margin, "values": values, "curves": {name: curves([run]) for name, run in trained.items()}}
+    most = float(np.max([fmean(by_seed) for by_seed in worse.values()]))
+    margin = _STABLE[network] * (1.0 if network == "pictures" else fmean(default))
+    data = {"margin": margin, "values": values, "lost": worse}
+    data["curves"] = {name: curves(runs[:1]) for name, runs in trained.items()}
     return Row("5", f"sensitivity/{network}", most, UNITS[network], data)
 
 
