@@ -19,6 +19,7 @@ from torch import Tensor
 from harness import run_threads
 from thinwire import Plan, Wire, parse
 from thinwire.collectives import (
+    Buffers,
     CollectiveCall,
     Layer,
     Layout,
@@ -232,17 +233,32 @@ class _Recorder:
 
     def __init__(self, transport: LoopbackTransport) -> None:
         self.sent: dict[tuple[int, int], str] = {}
+        new_tag, begin = transport.new_tag, transport.begin
         send, start_all_reduce = transport.send, transport.start_all_reduce
-        first_tag, sums = transport.new_tag(0), itertools.count()
+        sums = itertools.count()
+        # Phases are counted from exchange to exchange: those with the same buffers have the same tags.
+        first_phase = next_phase = first_tag = 0
+        num_phases: dict[int, int] = {}
+
+        def record_tag(num: int) -> int:
+            tag = new_tag(num)
+            num_phases[tag] = num
+            return tag
+
+        def record_begin(buffers: Buffers) -> None:
+            nonlocal first_phase, next_phase, first_tag
+            first_phase, next_phase, first_tag = next_phase, next_phase + num_phases[buffers.tag], buffers.tag
+            begin(buffers)
 
         def record_send(message: Tensor, peer: int, tag: int) -> Any:
-            self.sent[tag - first_tag, peer] = digest(message)
+            self.sent[first_phase + tag - first_tag, peer] = digest(message)
             return send(message, peer, tag)
 
         def record_sum(x: Tensor, **options: Any) -> Any:
             self.sent[next(sums), -1] = digest(x)
             return start_all_reduce(x, **options)
 
+        transport.new_tag, transport.begin = record_tag, record_begin
         transport.send, transport.start_all_reduce = record_send, record_sum
 
     def digest(self) -> str:

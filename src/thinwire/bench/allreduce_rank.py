@@ -189,10 +189,10 @@ def contest(numel: int, config: dict[str, Any], transports: dict[str, Transport]
 
 
 def measure(**config: Any) -> list[dict[str, Any]]:
-    group = dist.new_group(timeout=TIMEOUT)
-    assert isinstance(group, dist.ProcessGroup)
     transports: dict[str, Transport] = {}
     for kind in dict.fromkeys(transport for _, transport in config["methods"]):
+        group = dist.new_group(timeout=TIMEOUT)
+        assert isinstance(group, dist.ProcessGroup)
         transports[kind] = with_shared_memory(ProcessGroupTransport(group, TIMEOUT), TIMEOUT, kind)
     return [contest(numel, config, transports) for numel in config["numels"]]
 

@@ -25,6 +25,9 @@ def gather_buffers(layout: Layout, transport: Transport) -> Buffers:
     of all ranks.
     """
     buffers = transport.open(layout.gather_traffic())
+    # Every rank sends all that it has to all others. Begun at once, without a wait for announcements, that takes longer
+    # over a long link, as soon as messages fill a few of TCP's first windows.
+    buffers.ahead = ()
     if any(chunk.bounded for chunk in layout.gathered):
         size = layout.gathered[0].message_bytes
         buffers.work = [torch.zeros(size, dtype=torch.uint8) for _ in range(layout.world_size)]

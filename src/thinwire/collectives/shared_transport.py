@@ -19,7 +19,7 @@ from thinwire.collectives.errors import TransportError
 from thinwire.collectives.nodes import node_identity, number_nodes
 from thinwire.collectives.shared_memory import Process, SharedMemoryError, await_word, share, unavailable
 from thinwire.collectives.traffic import Outgoing, Traffic, arriving, num_phases
-from thinwire.collectives.transport import Buffers, Pending, Transport, room
+from thinwire.collectives.transport import Buffers, Pending, Transport, receivable_ahead, room
 from thinwire.compressors import Reduction
 from thinwire.kernels import LINE_BYTES, Word, align
 
@@ -112,16 +112,15 @@ def places_of(messages: Sequence[Outgoing], neighbours: frozenset[int]) -> tuple
     return places, at
 
 
-@dataclass
+@dataclass(eq=False)
 class SharedBuffers(Buffers):
     """Buffers of which those for messages inside the node are in shared memory.
 
-    Words count exchanges: a message is published when its word reaches the number of the current exchange, and may be
-    overwritten when the words of its receivers have reached it.
+    Words count exchanges: a message is published when its word reaches ``uses``, the number of the current exchange,
+    and may be overwritten when the words of its receivers have reached it.
     """
 
     own_bytes: int = 0
-    generation: int = 0
     published: dict[int, Word] = field(default_factory=dict)
     """By phase, the words of messages that this rank sends."""
     taken: list[tuple[int, Word]] = field(default_factory=list)
@@ -210,12 +209,13 @@ class SharedMemoryTransport(Transport):
         outgoing = {message.phase: message for message in traffic[rank]}
         outbox: dict[int, Tensor] = {}
         inbox: dict[tuple[int, int], Tensor] = {}
-        buffers = SharedBuffers(outgoing, outbox, inbox, arriving(traffic, rank), num_phases(traffic))
+        incoming = arriving(traffic, rank)
+        buffers = SharedBuffers(outgoing, outbox, inbox, incoming, self.new_tag(num_phases(traffic)))
         for phase, place in mine.items():
             outbox[phase] = _payload(memory, place, outgoing[phase])
             buffers.published[phase] = Word(memory, place.published)
             buffers.taken += [(peer, Word(memory, at)) for peer, at in place.consumed.items()]
-        private = []
+        private, alone = [], {}
         for (phase, peer), message in buffers.arriving.items():
             forwarded = phase in outgoing and outgoing[phase].source is not None
             if peer in others:
@@ -224,11 +224,13 @@ class SharedMemoryTransport(Transport):
                 buffers.awaited[phase, peer] = Word(others[peer].memory, place.published)
                 buffers.done.append(Word(others[peer].memory, place.consumed[rank]))
             elif forwarded and phase in mine:
-                # From another node, for others of this one: it is received into the memory that they read.
+                # From another node, for others of this one: it is received into the memory that they read, maybe after
+                # this rank has ended the exchange.
                 inbox[phase, peer] = outbox[phase]
             else:
                 inbox[phase, peer] = room(message)
                 private.append(inbox[phase, peer])
+                alone[phase, peer] = message
                 if forwarded:
                     outbox[phase] = inbox[phase, peer]
         for phase, message in outgoing.items():
@@ -236,6 +238,7 @@ class SharedMemoryTransport(Transport):
             if phase not in outbox:
                 outbox[phase] = room(message)
                 private.append(outbox[phase])
+        buffers.ahead = receivable_ahead(outgoing, alone)
         buffers.own_bytes = own_bytes + sum(tensor.numel() for tensor in private)
         return buffers
 
@@ -245,20 +248,20 @@ class SharedMemoryTransport(Transport):
         super().begin(buffers)
         assert isinstance(buffers, SharedBuffers)
         for peer, word in buffers.taken:
-            self._await(word, buffers.generation, peer, "sending to")
-        buffers.generation += 1
+            self._await(word, buffers.uses - 1, peer, "sending to")
 
     def end(self, buffers: Buffers) -> None:
         assert isinstance(buffers, SharedBuffers)
         for word in buffers.done:
-            word.post(buffers.generation)
+            word.post(buffers.uses)
+        super().end(buffers)
 
     def send_from(self, buffers: Buffers, phase: int, num_bytes: int) -> list[Pending]:
         assert isinstance(buffers, SharedBuffers)
         if phase in buffers.published:
             shared = num_bytes * (len(buffers.outgoing[phase].receivers) - len(buffers.remote[phase]))
             self._count(shared, 0, shared)
-            buffers.published[phase].post(buffers.generation)
+            buffers.published[phase].post(buffers.uses)
         message = buffers.outbox[phase][:num_bytes]
         return [self.send(message, peer, buffers.tag + phase) for peer in buffers.remote[phase]]
 
@@ -268,7 +271,7 @@ class SharedMemoryTransport(Transport):
         if word is None:
             return super().receive_into(buffers, phase, peer, num_bytes)
         self._count(0, buffers.inbox[phase, peer][:num_bytes].numel())
-        return _Publication(self, word, buffers.generation, peer)
+        return _Publication(self, word, buffers.uses, peer)
 
     def _await(self, word: Word, value: int, peer: int, doing: str) -> None:
         check, waiting = self._neighbours[peer].check, f"{doing} rank {peer} failed"
@@ -285,6 +288,9 @@ class SharedMemoryTransport(Transport):
 
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending:
         return self._inner._receive(message, peer, tag)
+
+    def _receive_ahead(self, message: Tensor, peer: int, tag: int) -> Pending | None:
+        return self._inner._receive_ahead(message, peer, tag)
 
     def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
         return self._inner._start_all_reduce(x, lane, op)

@@ -3,6 +3,9 @@
 Over gloo every receive is posted before the first send. Gloo announces a posted receive to the sender on the TCP stream
 that carries payloads, too: a late announcement waits behind payloads, and a slow link becomes half-duplex. Gloo's own
 all-to-all and all-gather have that problem and take 1.5 to 1.8 times as long.
+
+A sender waits for that announcement, half a round trip at least. So buffers that are used again and again are received
+into ahead: once nothing is under way, the receives of their next exchange are posted (`Transport.end`).
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,7 +62,7 @@ class IntegerReducer(Protocol):
         ...
 
 
-@dataclass
+@dataclass(eq=False)
 class Buffers:
     """All messages that a rank sends and receives in one collective: allocated once, by `Transport.open`."""
 
@@ -69,11 +73,17 @@ class Buffers:
     """By phase and sender."""
     arriving: Mapping[tuple[int, int], Outgoing]
     """By phase and sender, the descriptions of the messages in the inbox."""
-    num_phases: int
+    tag: int
+    """First of its tags, one for each phase. A message of the next exchange has that of the last one: it comes after
+    it."""
     work: Sequence[Tensor] = ()
     """Further memory that the collective keeps from step to step."""
-    tag: int = field(default=0)
-    """First tag of the current exchange."""
+    uses: int = 0
+    """Exchanges begun."""
+    ahead: Sequence[tuple[int, int]] = ()
+    """By phase and sender, the messages that may be received ahead; see `receivable_ahead`."""
+    posted: dict[tuple[int, int], Pending] = field(default_factory=dict)
+    """By phase and sender, the receives of the next exchange, where they have been posted."""
 
     @property
     def num_bytes(self) -> int:
@@ -105,6 +115,10 @@ class Transport(ABC):
         self.detector: FailureDetector | None = None
         """Names the rank that has caused a failure, if given."""
         self._next_tag = 0
+        self._under_way = 0
+        """Exchanges and native all-reduces that have not ended."""
+        self._resting: weakref.WeakSet[Buffers] = weakref.WeakSet()
+        """Those that no exchange uses, and that more than one has used."""
         self._lock = threading.Lock()
 
     def give_up(self) -> None:
@@ -112,10 +126,10 @@ class Transport(ABC):
         self.broken = True
 
     def new_tag(self, num: int) -> int:
-        """First of ``num`` tags that no current exchange uses. All ranks must call this in the same order."""
+        """First of ``num`` tags that nothing else uses. All ranks must call this in the same order."""
         with self._lock:
             tag = self._next_tag
-            self._next_tag = (tag + num) % (1 << 20)
+            self._next_tag = (tag + num) % (1 << 30)
         return tag
 
     def _count(self, sent: int, received: int, shared: int = 0) -> None:
@@ -145,16 +159,43 @@ class Transport(ABC):
         outbox = {
             phase: room(message) if message.source is None else arrived[phase] for phase, message in outgoing.items()
         }
-        return Buffers(outgoing, outbox, inbox, incoming, num_phases(traffic))
+        ahead = receivable_ahead(outgoing, incoming)
+        return Buffers(outgoing, outbox, inbox, incoming, self.new_tag(num_phases(traffic)), ahead=ahead)
 
     def begin(self, buffers: Buffers) -> None:
         """Called before the first message of an exchange. All ranks must begin their exchanges in the same order."""
         if self.detector is not None:
             self.detector.advance()
-        buffers.tag = self.new_tag(buffers.num_phases)
+        with self._lock:
+            self._under_way += 1
+            self._resting.discard(buffers)
+        buffers.uses += 1
 
-    def end(self, buffers: Buffers) -> None:  # noqa: B027 - most transports have nothing to do
-        """Called after the last message of an exchange: received messages are not read any more."""
+    def end(self, buffers: Buffers) -> None:
+        """Called after the last message of an exchange: received messages are not read any more.
+
+        When nothing is under way any more, the receives of the next exchange are posted. Not before: a rank whose last
+        message is still on the way may have ended, and its kernel drops the rest of that message if an announcement
+        comes meanwhile. Nor for buffers that were used once, as to probe a link: they may be dropped, and others get
+        their tags over a new transport, whose messages a receive that is still posted would take.
+        """
+        with self._lock:
+            if buffers.uses > 1:
+                self._resting.add(buffers)
+        self._end_one()
+
+    def _end_one(self) -> None:
+        with self._lock:
+            self._under_way -= 1
+            if self._under_way or self.broken:
+                return
+            for buffers in self._resting:
+                if buffers.posted:
+                    continue
+                for phase, peer in buffers.ahead:
+                    posted = self._receive_ahead(buffers.inbox[phase, peer], peer, buffers.tag + phase)
+                    if posted is not None:
+                        buffers.posted[phase, peer] = posted
 
     def send_from(self, buffers: Buffers, phase: int, num_bytes: int) -> list[Pending]:
         """Send the first ``num_bytes`` of the message of a phase to its receivers."""
@@ -163,7 +204,11 @@ class Transport(ABC):
 
     def receive_into(self, buffers: Buffers, phase: int, peer: int, num_bytes: int | None = None) -> Pending:
         """Receive a peer's message of a phase, of ``num_bytes`` or, by default, of the size of its buffer."""
-        return self.receive(buffers.inbox[phase, peer][:num_bytes], peer, buffers.tag + phase)
+        message = buffers.inbox[phase, peer][:num_bytes]
+        if (posted := buffers.posted.pop((phase, peer), None)) is None:
+            return self.receive(message, peer, buffers.tag + phase)
+        self._count(0, message.numel())
+        return posted
 
     def send(self, message: Tensor, peer: int, tag: int) -> Pending:
         self._count(message.numel(), 0)
@@ -179,6 +224,10 @@ class Transport(ABC):
     @abstractmethod
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending: ...
 
+    def _receive_ahead(self, message: Tensor, peer: int, tag: int) -> Pending | None:
+        """Post a receive before its exchange has begun; None where that gains nothing, or fails."""
+        return None
+
     def start_all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum", limit: int = 0) -> Pending:
         """Start to replace ``x`` by its sum (or maximum) over all ranks, in its own dtype.
 
@@ -189,7 +238,9 @@ class Transport(ABC):
         self._count(sent, self.all_reduce_bytes(x.numel(), x.dtype, limit * self.world_size))
         if self.aggregator is not None and not x.dtype.is_floating_point:
             return self._start_aggregated(self.aggregator, x, lane, op, limit)
-        return self._start_all_reduce(x, lane, op)
+        with self._lock:
+            self._under_way += 1
+        return _Ending(self._start_all_reduce(x, lane, op), self._end_one)
 
     def _start_aggregated(self, aggregator: IntegerReducer, x: Tensor, lane: int, op: Reduction, limit: int) -> Pending:
         if self.detector is None:
@@ -211,6 +262,11 @@ class Transport(ABC):
 
     def close(self) -> None:
         """Release everything but process groups."""
+        with self._lock:
+            for buffers in self._resting:
+                # They would keep connections open.
+                buffers.posted.clear()
+            self._resting.clear()
         if self.aggregator is not None:
             self.aggregator.close()
         if self.detector is not None:
@@ -226,6 +282,29 @@ class Transport(ABC):
     @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
         """The tensors of all ranks, stacked by rank. Shapes and dtypes must agree."""
+
+
+class _Ending:
+    """An operation after whose end something is called."""
+
+    def __init__(self, pending: Pending, ended: Callable[[], None]) -> None:
+        self._pending, self._ended = pending, ended
+
+    def wait(self) -> None:
+        self._pending.wait()
+        self._ended()
+
+
+def receivable_ahead(
+    outgoing: Mapping[int, Outgoing], incoming: Mapping[tuple[int, int], Outgoing]
+) -> list[tuple[int, int]]:
+    """By phase and sender, the messages that a rank may receive ahead: those of known size from ranks that it sends to.
+
+    Such a sender cannot end an exchange that this rank has not begun, so what it sends is not lost; see
+    `Transport.end`.
+    """
+    receivers = {peer for message in outgoing.values() if not message.late for peer in message.receivers}
+    return [(phase, peer) for (phase, peer), message in incoming.items() if not message.late and peer in receivers]
 
 
 def room(message: Outgoing) -> Tensor:
@@ -347,6 +426,14 @@ class ProcessGroupTransport(Transport):
 
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending:
         return self._start(f"receiving from rank {peer}", lambda: self.group.recv([message], peer, tag), peer)
+
+    def _receive_ahead(self, message: Tensor, peer: int, tag: int) -> Pending | None:
+        try:
+            work = self.group.recv([message], peer, tag)
+        except RuntimeError:
+            # The peer has ended. That is an error if there is another exchange, which then says so.
+            return None
+        return PendingWork(work, f"receiving from rank {peer}", self.timeout, peer, self.detector)
 
     def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
         self._advance()

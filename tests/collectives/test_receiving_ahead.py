@@ -1,0 +1,318 @@
+"""Receives that are posted before their exchange: when, into what, and what becomes of them if it never comes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness import run_ranks, run_threads
+from thinwire import lab
+from thinwire.bench.ranks import run_ranks as run_bench_ranks
+from thinwire.collectives import (
+    Buffers,
+    Layer,
+    Layout,
+    LoopbackTransport,
+    PeerFailedError,
+    ProcessGroupTransport,
+    SharedMemoryTransport,
+    Transport,
+    TransportError,
+    gather_buffers,
+)
+from thinwire.collectives.exchange import Exchange
+from thinwire.collectives.message import HEADER_BYTES
+from thinwire.collectives.traffic import Outgoing, Traffic
+from thinwire.collectives.transport import Pending
+from thinwire.compressors import parse
+
+TIMEOUT = timedelta(seconds=20)
+UNAVAILABLE = lab.unavailable()
+
+
+def _everybody(num_ranks: int, num_bytes: int = 256, phases: int = 2) -> Traffic:
+    """Every rank sends messages to all others."""
+    return [
+        [Outgoing(k, num_bytes, tuple(r for r in range(num_ranks) if r != rank)) for k in range(phases)]
+        for rank in range(num_ranks)
+    ]
+
+
+def _contents(rank: int, phase: int, step: int) -> int:
+    return (7 * step + 3 * rank + phase) % 251
+
+
+def _swap(transport: Transport, buffers: Buffers, step: int, *, fails: bool = False) -> None:
+    """An exchange whose messages are different in every step, and are checked."""
+    with Exchange(transport, buffers, step=step, digest=1) as exchange:
+        if fails:
+            raise ValueError("made up")
+        for phase in buffers.outbox:
+            exchange.outgoing(phase)[HEADER_BYTES:] = _contents(transport.rank, phase, step)
+            exchange.send(phase)
+        for phase, peer in buffers.inbox:
+            payload = exchange.receive(phase, peer)[HEADER_BYTES:]
+            assert bool((payload == _contents(peer, phase, step)).all()), f"rank {peer}, phase {phase}, step {step}"
+
+
+# ---- When, and into what --------------------------------------------------------------------------------------------
+
+
+class _Ahead(LoopbackTransport):
+    """Between threads, with receives that are posted ahead."""
+
+    def _receive_ahead(self, message: Tensor, peer: int, tag: int) -> Pending | None:
+        return self._receive(message, peer, tag)
+
+
+def _run_ahead(function, num_ranks: int) -> list:
+    def run(transport: LoopbackTransport):
+        transport.__class__ = _Ahead
+        return function(transport)
+
+    return run_threads(run, num_ranks)
+
+
+def test_buffers_used_again_are_received_into_ahead() -> None:
+    """Those used once are not: a probe drops them, and a receive that is posted and dropped stops a connection."""
+
+    def run(transport: Transport) -> list[int]:
+        buffers, posted = transport.open(_everybody(3)), []
+        for step in range(4):
+            _swap(transport, buffers, step)
+            posted.append(len(buffers.posted))
+        return posted
+
+    assert _run_ahead(run, 3) == [[0, 4, 4, 4]] * 3
+
+
+@pytest.mark.parametrize("what", ["exchange", "sum"])
+def test_nothing_is_posted_while_anything_is_under_way(what: str) -> None:
+    """A rank that has ended may still have bytes on the way; an announcement that comes then would lose them."""
+
+    def run(transport: Transport) -> tuple[int, int]:
+        buffers, other = (transport.open(_everybody(2)) for _ in range(2))
+        for step in range(2):
+            _swap(transport, buffers, step)
+        if what == "exchange":
+            transport.begin(other)
+            end = partial(transport.end, other)
+        else:
+            end = transport.start_all_reduce(torch.zeros(4)).wait
+        _swap(transport, buffers, 2)
+        during = len(buffers.posted)
+        end()
+        return during, len(buffers.posted)
+
+    assert _run_ahead(run, 2) == [(0, 2)] * 2
+
+
+def test_only_messages_of_known_size_from_ranks_that_also_get_some() -> None:
+    """A rank that gets nothing may have ended an exchange that this rank has not begun."""
+
+    def run(transport: Transport) -> list[tuple[int, int]]:
+        late = [Outgoing(0, 128, (1,)), Outgoing(1, 128, (1, 2), late=True)]
+        return list(transport.open([late, [Outgoing(0, 128, (0, 2))], []]).ahead)
+
+    assert run_threads(run, 3) == [[(0, 1)], [(0, 0)], []]
+
+
+def test_not_into_memory_that_neighbours_still_read() -> None:
+    """What comes from another node for several ranks of this one is decoded by all of them, each in its own time."""
+    pair = [Outgoing(0, 128, (2,)), Outgoing(1, 128, (2,))]
+    forwarded = [Outgoing(0, 128, (0,)), Outgoing(1, 128, (3,), source=0)]
+
+    def run(transport: Transport) -> list[tuple[int, int]]:
+        assert isinstance(transport, SharedMemoryTransport)
+        return list(transport.open([pair, [], forwarded, []]).ahead)
+
+    assert run_threads(run, 4, node_of=lambda rank: rank // 2) == [[(0, 2)], [], [(0, 0)], []]
+
+
+def test_nothing_that_is_gathered() -> None:
+    """What every rank sends to all others arrives later for it."""
+    layer = Layer("weight", 0, (4096,), parse("topk(density=0.1)"))  # pyright: ignore[reportArgumentType]
+    layout = Layout.build([layer], 2, torch.float32)
+    assert layout.has_gathered
+    assert run_threads(lambda transport: list(gather_buffers(layout, transport).ahead), 2) == [[], []]
+
+
+def test_closing_drops_them() -> None:
+    def run(transport: Transport) -> tuple[int, int]:
+        buffers = transport.open(_everybody(2))
+        for step in range(2):
+            _swap(transport, buffers, step)
+        before = len(buffers.posted)
+        transport.close()
+        return before, len(buffers.posted)
+
+    assert _run_ahead(run, 2) == [(2, 0)] * 2
+
+
+# ---- Over gloo ------------------------------------------------------------------------------------------------------
+
+
+def _transport(timeout: timedelta = TIMEOUT) -> ProcessGroupTransport:
+    group = dist.new_group(timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)
+    return ProcessGroupTransport(group, timeout, owned=True)
+
+
+def _good_and_bad(rank: int) -> None:
+    """Exchanges that succeed and that fail on one rank, with buffers of several sizes that come and go."""
+    transport = _transport()
+    buffers = transport.open(_everybody(3))
+    for step in range(30):
+        if step % 10 == 5:
+            buffers = transport.open(_everybody(3, num_bytes=256 + 64 * step, phases=1 + step % 3))
+        failing = step % 4 == 3
+        try:
+            _swap(transport, buffers, step, fails=failing and rank == step % 3)
+        except (ValueError, PeerFailedError):
+            assert failing
+        else:
+            assert not failing
+        assert bool(buffers.posted) == (buffers.uses > 1)
+
+
+def test_no_message_of_a_failed_exchange_is_taken_for_one_of_the_next() -> None:
+    run_ranks(_good_and_bad, 3)
+
+
+def _in_two_threads(rank: int) -> None:
+    """Two groups, each with two buffers in turn, at different speeds on every rank."""
+    transports = [_transport() for _ in range(2)]
+    errors: list[BaseException] = []
+
+    def exchange(transport: Transport, pause_s: float) -> None:
+        try:
+            both = [transport.open(_everybody(2, num_bytes=1 << 16)) for _ in range(2)]
+            for step in range(50):
+                _swap(transport, both[step % 2], step)
+                time.sleep(pause_s * ((rank + step) % 2))
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=exchange, args=(transport, 0.002 * number))
+        for number, transport in enumerate(transports)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+
+
+def test_several_groups_at_once() -> None:
+    run_ranks(_in_two_threads, 2)
+
+
+def _ends(rank: int) -> tuple[int | None, float]:
+    transport = _transport()
+    buffers = transport.open(_everybody(3))
+    for step in range(3):
+        _swap(transport, buffers, step)
+    if rank == 2:
+        os._exit(0)
+    assert len(buffers.posted) == 4
+    started = time.monotonic()
+    with pytest.raises(TransportError) as raised:
+        _swap(transport, buffers, 3)
+    assert transport.broken
+    return raised.value.rank, time.monotonic() - started
+
+
+def test_a_rank_that_has_ended_is_an_error_with_its_name() -> None:
+    """At once, though its receives were posted while it lived."""
+    *survivors, ended = run_ranks(_ends, 3, may_die=True)
+    assert ended is None
+    # One survivor meets the dead rank, the other may meet the first, which has given up.
+    assert any(rank == 2 for rank, _ in survivors)
+    assert all(seconds < TIMEOUT.total_seconds() / 2 for _, seconds in survivors)
+
+
+def _dropped(rank: int) -> tuple[list[int], list[int]]:
+    """Groups whose buffers, transport and process group go in every order, with receives posted."""
+    files, threads = [], []
+    for turn in range(12):
+        transport = _transport()
+        buffers = transport.open(_everybody(2))
+        for step in range(3):
+            _swap(transport, buffers, step)
+        assert buffers.posted
+        dist.barrier()
+        if turn % 3 == 0:
+            del buffers
+            transport.close()
+        elif turn % 3 == 1:
+            transport.close()
+            assert not buffers.posted
+        else:
+            group = transport.group
+            assert isinstance(group, dist.ProcessGroup)
+            dist.destroy_process_group(group)
+            del group, transport, buffers
+        # The rank that comes late finds the other gone.
+        time.sleep(0.01 * ((rank + turn) % 2))
+        dist.barrier()
+        files.append(len(os.listdir("/proc/self/fd")))
+        threads.append(len(os.listdir("/proc/self/task")))
+    return files, threads
+
+
+def test_what_is_dropped_with_receives_posted_leaves_nothing() -> None:
+    for files, threads in run_ranks(_dropped, 2, timeout_s=60.0):
+        assert max(files[3:]) <= max(files[:3])
+        assert max(threads[3:]) <= max(threads[:3])
+
+
+_PROGRAM = """
+import sys
+sys.path[:0] = {path!r}
+import torch.distributed as dist
+from test_receiving_ahead import TIMEOUT, _everybody, _swap, _transport
+
+store = dist.FileStore({store!r}, 2)
+dist.init_process_group("gloo", store=store, rank=int(sys.argv[1]), world_size=2, timeout=TIMEOUT)
+transport = _transport()
+buffers = transport.open(_everybody(2))
+for step in range(3):
+    _swap(transport, buffers, step)
+assert buffers.posted
+if {destroys}:
+    dist.destroy_process_group()
+print("ended")
+"""
+
+
+@pytest.mark.parametrize("destroys", [False, True])
+def test_a_program_ends_with_receives_posted(destroys: bool, tmp_path) -> None:
+    text = _PROGRAM.format(path=sys.path, store=str(tmp_path / "store"), destroys=destroys)
+    command = [sys.executable, "-X", "faulthandler", "-c", text]
+    ranks = [subprocess.Popen([*command, str(rank)], stdout=-1, stderr=-1, text=True) for rank in range(2)]
+    try:
+        said = [process.communicate(timeout=240) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], said
+    assert [out for out, _ in said] == ["ended\n"] * 2
+
+
+@pytest.mark.network
+@pytest.mark.skipif(UNAVAILABLE is not None, reason=UNAVAILABLE or "")
+def test_the_last_message_of_a_rank_that_ends_is_not_lost() -> None:
+    """It is still in the kernel of a rank that has ended, while this one ends another exchange."""
+    with lab.Network(2, rate="2mbit", rtt="20ms") as network:
+        assert run_bench_ranks("last_message_rank", {}, 2, network) == "arrived"
