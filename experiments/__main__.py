@@ -38,6 +38,7 @@ _VALIDATION = {
     "bench owners": Command("experiments.bench.owners:owners", "sparse gradients reduced by owners, or gathered"),
     "bench integers": Command("experiments.bench.integers:integers", "sums of 2, 4 and 8 bits: time, bytes, loss"),
     "bench training": Command("experiments.bench.training:training", "loss and bytes of each way to train"),
+    "bench masks": Command("experiments.bench.masks:masks", "sparse updates by one mask for all workers"),
     "policies record": Command("experiments.policies.record:record", "gradients of trainings, for all policies"),
     "policies replay": Command(
         "experiments.policies.command:replay_command", "bytes against error of every policy, on recorded gradients"

@@ -631,7 +631,14 @@ def optimizer() -> str:
 
 
 def training(record: str = "training.json") -> str:
-    figures = Figures(BENCHMARKS / record)
+    return trainings(Figures(BENCHMARKS / record), "bench training", "workers")
+
+
+def masks() -> str:
+    return trainings(Figures(BENCHMARKS / "masks.json"), "bench masks", "workers simulated in one process")
+
+
+def trainings(figures: Figures, command: str, workers: str) -> str:
     about, rows = figures.record["about"], []
     names = [name.removeprefix("loss/") for name in figures.rows if name.startswith("loss/")]
     reference, *others = names
@@ -653,8 +660,8 @@ def training(record: str = "training.json") -> str:
         )
     head = ["", "learning rate", "sent per step", "fewer", "held-out loss (nats/byte)", f"against {names[0]}"]
     return (
-        f"`python -m experiments bench training`: a byte-level GPT of width {about['task']['model']['width']}, "
-        f"{about['workers']} workers, {about['steps']} steps, {about['seeds']} seeds, each method at the best "
+        f"`python -m experiments {command}`: a byte-level GPT of width {about['task']['model']['width']}, "
+        f"{about['workers']} {workers}, {about['steps']} steps, {about['seeds']} seeds, each method at the best "
         f"learning rate of those tried, {min(tried):g} to {max(tried):g}. In brackets, bounds that the true "
         "difference keeps with 95 % each. *alone* is one worker without any communication: a method that ends above it "
         f"is worse than sending nothing.\n\n{table(head, rows)}\n\n{figures.machine}."
@@ -1014,6 +1021,7 @@ PAGES = {
         "in-optimizer": in_optimizer,
         "training": training,
         "training-8": partial(training, "training-8.json"),
+        "masks": masks,
     },
     "docs/index.md": {"first-answer": first_answer},
     "docs/local.md": {"local": local, "peers": peers, "bursts": bursts},
