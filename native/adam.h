@@ -21,10 +21,14 @@ THINWIRE_APART static void normalise_tile(const Normalise& job, int64_t at, int6
   }
 }
 
+// Elements between two bursts of non-temporal stores: with a whole tile, loads would wait for them.
+constexpr int64_t kBurst = 256;
+
 static void normalise(const Normalise& job, int64_t begin, int64_t end) {
-  alignas(64) float squares[kTile], momenta[kTile];
-  for (int64_t at = begin * kTile; at < end * kTile && at < job.numel; at += kTile) {
-    const int64_t n = job.numel - at < kTile ? job.numel - at : kTile;
+  static_assert(kTile % kBurst == 0);
+  alignas(64) float squares[kBurst], momenta[kBurst];
+  for (int64_t at = begin * kTile; at < end * kTile && at < job.numel; at += kBurst) {
+    const int64_t n = job.numel - at < kBurst ? job.numel - at : kBurst;
     if (job.momentum.before) {
       normalise_tile<true>(job, at, n, squares, momenta);
       stream(momenta, n, job.momentum.after + at);
