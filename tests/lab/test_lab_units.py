@@ -135,7 +135,7 @@ def _refuse_starts(monkeypatch: pytest.MonkeyPatch, code: int, times: int) -> li
         return run(*args, **options)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
     monkeypatch.setattr(tools.subprocess, "run", refusing)
-    monkeypatch.setattr(tools, "_BETWEEN_STARTS_S", 0.0)
+    monkeypatch.setattr(tools, "BETWEEN_STARTS_S", 0.0)
     return calls
 
 

@@ -24,9 +24,9 @@ SYSTEM_DIRECTORIES = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")
 TOOL_TIMEOUT_S = 30.0
 # What the kernel answers while it has no memory for another process. execve says EFAULT where it finds no page for the
 # arguments. The tool has not run yet, so that it can be started again.
-_PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EFAULT)
-_STARTS = 5
-_BETWEEN_STARTS_S = 0.2
+PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EFAULT)
+STARTS = 5
+BETWEEN_STARTS_S = 0.2
 USER_NAMESPACE_SETTINGS = (
     ("user/max_user_namespaces", "0", "user.max_user_namespaces=10000"),
     ("kernel/unprivileged_userns_clone", "0", "kernel.unprivileged_userns_clone=1"),
@@ -79,9 +79,9 @@ def _run(command: Sequence[str], script: str) -> subprocess.CompletedProcess[str
             return subprocess.run(command, input=script, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S)
         except OSError as error:
             starts += 1
-            if error.errno not in _PASSING or starts == _STARTS:
+            if error.errno not in PASSING or starts == STARTS:
                 raise LabUnavailable(f"`{command[0]}` could not be started: {error.strerror}") from error
-        time.sleep(_BETWEEN_STARTS_S)
+        time.sleep(BETWEEN_STARTS_S)
 
 
 def _missing_module(error: str, script: str) -> str:
