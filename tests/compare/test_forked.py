@@ -92,7 +92,9 @@ def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         f"process = ForkedProcess('echo', Loopback(1).namespaces(0), Path({str(tmp_path / 'log')!r})); "
         "process.stdin.write(b'sleep\\n'); print(process.pid, flush=True); process.wait()"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "support")}
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         rank = os.pidfd_open(int(parent.stdout.readline()))
         try:
