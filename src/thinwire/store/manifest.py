@@ -11,7 +11,7 @@ from thinwire.store.errors import StoreError
 from thinwire.store.folder import PrivateFolder
 
 NAME = "manifest.json"
-_VERSION = 1
+_VERSION = 2
 _MAX_BYTES = 1 << 20
 
 
