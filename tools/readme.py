@@ -142,6 +142,24 @@ def allreduce() -> str:
     )
 
 
+def allreduce_small() -> str:
+    figures = Figures(BENCHMARKS / "allreduce-small.json")
+    about = figures.record["about"]
+    names = {"gloo": "gloo fp32", "sra/group": "`sra`", "ring/group": "`ring`", "tree/group": "`tree`"}
+    names["bare"] = "`sra`'s messages, bare"
+    base = figures.get("seconds/gloo") or 0.0
+    rows = []
+    for name, shown in names.items():
+        seconds = figures.get(f"seconds/{name}") or math.nan
+        rows.append([shown, f"{1e3 * seconds:.1f} ms", f"{base / seconds:.2f}x"])
+    head = [f"{about['size_mb']:g} MB", "", "against gloo"]
+    return (
+        f"`thinwire bench allreduce`: a gradient of {about['size_mb']:g} MB among {about['ranks']} ranks in 4 bits, "
+        f"over {RATES[about['rate']]} with a round-trip time of {about['rtt'].replace('ms', ' ms')}.\n\n"
+        f"{table(head, rows)}\n\n{figures.machine}."
+    )
+
+
 def algorithms() -> str:
     figures = Figures(BENCHMARKS / "algorithms.json")
     flat = ("sra/group", "ring/group", "tree/group", "allgather/group", "parameter_server/group")
@@ -1002,7 +1020,7 @@ def _ratio(ratio: dict[str, float] | None) -> str:
 PAGES = {
     "README.md": {"headline": headline, "demo": demo, "longer": longer},
     "docs/compressors.md": {"compressors": compressors, "formats": formats},
-    "docs/speed.md": {"allreduce": allreduce, "step": step},
+    "docs/speed.md": {"allreduce": allreduce, "allreduce-small": allreduce_small, "step": step},
     "docs/process-group.md": {"blob": blob, "conformance": conformance},
     "docs/pipelines.md": {
         "changes": changes,
