@@ -201,7 +201,7 @@ class _Step:
     """What weights lose in a step of ``lr``, from all workers' gradients (workers, elements)."""
 
     def __init__(self, method: Method, layers: Layers, workers: int, seed: int) -> None:
-        self.method, self.layers, self.workers, self.steps = method, layers, workers, 0
+        self.method, self.layers = method, layers
         self.random = torch.Generator().manual_seed(seed)
         self.owner = (torch.arange(layers.numel) // _SHARD % workers).unsqueeze(0)
         self.received = torch.zeros(layers.numel)
@@ -209,7 +209,6 @@ class _Step:
 
     @torch.no_grad()
     def __call__(self, gradients: Tensor, lr: float) -> Tensor:
-        self.steps += 1
         return self.update(gradients, lr)
 
     def update(self, gradients: Tensor, lr: float) -> Tensor:
