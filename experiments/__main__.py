@@ -29,6 +29,7 @@ _VALIDATION = {
     "bench pipelines": Command("experiments.bench.pipelines:pipelines", "steps of pipelines: measured, simulated"),
     "bench stores": Command("experiments.bench.stores:stores", "pipelines that keep messages in memory or on disk"),
     "bench optimizer": Command("experiments.bench.optimizer:optimizer", "what an optimizer's step costs"),
+    "bench instrument": Command("experiments.bench.instrument:instrument", "replayed steps beside computed ones"),
     "bench changes": Command("experiments.bench.changes:changes", "what quantisers lose of changes of activations"),
     "bench keeping": Command("experiments.bench.keeping:keeping", "messages of samples, cluster centres, or nothing"),
     "bench sums": Command("experiments.bench.sums:sums", "tensor parallelism whose sums are compressed"),

@@ -20,16 +20,15 @@ Row = dict[str, Any]
 
 
 class Measured:
-    """The rows of a paper's whole run; a later run of single parts takes the place of its rows of the same figures."""
+    """The rows of a paper's whole run; a later run of single parts takes the place of its rows of the same names."""
 
     def __init__(self, name: str, benchmarks: Path) -> None:
         whole = Figures(benchmarks / f"repro-{name}.json")
         self.machine, self.about = whole.machine, whole.record["about"]
-        self.rows: list[Row] = whole.record["results"]
+        rows: dict[str, Row] = {row["name"]: row for row in whole.record["results"]}
         for later in sorted(benchmarks.glob(f"repro-{name}-*.json")):
-            again = Figures(later).record["results"]
-            figures = {row["figure"] for row in again}
-            self.rows = [row for row in self.rows if row["figure"] not in figures] + again
+            rows |= {row["name"]: row for row in Figures(later).record["results"]}
+        self.rows = list(rows.values())
 
     def row(self, name: str) -> Row | None:
         return next(self.under(name, exactly=True), None)
@@ -82,6 +81,7 @@ _CORRECTED: dict[str, str] = {
 """Recorded differences that no longer are since rows are judged again."""
 
 RATIOS = "Ratios are medians over rounds in which the methods take turns. They are not quotients of the median speeds."
+_RATIOS_OF_RUNS = "Ratios are medians over separate runs. They are not quotients of the median speeds."
 
 NOTES = {
     "aqsgd": (
@@ -152,7 +152,7 @@ def _cgx_throughput(measured: Measured) -> Iterator[str]:
                 cells += [f"{row['value']:,.0f}", f"{row['relative']:.2f}x", "" if theirs is None else f"{theirs:.2f}x"]
             body.append(cells)
         if body:
-            yield f"{title}:\n\n{table(head, body)}\n\n{RATIOS}"
+            yield f"{title}:\n\n{table(head, body)}\n\n{_RATIOS_OF_RUNS}"
 
 
 def _cgx_links(measured: Measured) -> Iterator[str]:

@@ -981,6 +981,23 @@ def results() -> str:
     return results_page.page(results_page.read(BENCHMARKS)).rstrip("\n")
 
 
+def instrument() -> str:
+    """Ratios that should be 1, by kind, model and method."""
+    figures = Figures(BENCHMARKS / "instrument.json")
+    about, rows = figures.record["about"], []
+    for name, row in figures.rows.items():
+        if name.startswith("computed_s/"):
+            continue
+        kind, model, rate, title = name.split("/")
+        interval = f"{row['lower']:.3f} to {row['upper']:.3f}"
+        rows.append([kind, model.upper(), format_rate(parse_rate(rate)), title, f"{row['value']:.3f}", interval])
+    head = ["", "model", "link", "method", "ratio", "interval"]
+    return (
+        f"`python -m experiments bench instrument`, {about['runs']} runs of {about['rounds']} rounds:\n\n"
+        f"{table(head, rows)}\n\n{figures.machine}."
+    )
+
+
 def power() -> str:
     tasks = power_tables.powers(BENCHMARKS)
     return table(list(power_tables.HEAD), [power_tables.cells(one) for one in tasks])
@@ -1049,7 +1066,7 @@ PAGES = {
     "docs/kernels.md": {"kernels": kernels},
     "docs/algorithms.md": {"owners": owners, "algorithms": algorithms},
     "docs/policy-laboratory.md": {"policies": policies},
-    "docs/results.md": {"results": results, "power": power},
+    "docs/results.md": {"results": results, "instrument": instrument, "power": power},
     **{f"docs/repro-{entry.name}.md": {f"repro-{entry.name}": partial(experiment, entry.name)} for entry in CATALOGUE},
 }
 """Pages, and what stands between which marks in them."""

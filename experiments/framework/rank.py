@@ -1,10 +1,10 @@
 """One rank of the experiments: trains a task from a seed, holds models of which each takes its turn to be timed, and
 probes gradients.
 
-Commands: ``setup`` (first), ``train`` (one method from one seed); ``enter`` (build models, attach methods, warm up),
-``turn`` (some steps of one of them), ``leave``; ``errors`` (of what arrives of some gradients), ``syncs`` (times of
-buckets while a policy tries plans) and ``gradients`` (this rank's own, along a training). The conversation is that of
-the demo's ranks.
+Commands: ``setup`` (first), ``train`` (one method from one seed); ``pin`` (keep to a core), ``record`` (the computation
+of a step), ``enter`` (build models, which compute or replay a recorded step, attach methods, warm up), ``turn`` (some
+steps of one of them), ``leave``; ``errors`` (of what arrives of some gradients), ``syncs`` (times of buckets while a
+policy tries plans) and ``gradients`` (this rank's own, along a training). The conversation is that of the demo's ranks.
 """
 
 # No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
@@ -12,7 +12,7 @@ the demo's ranks.
 import gc
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.framework.methods import Method, TimedReduction
+from experiments.framework.replay import Clock, Compute, ReplayedTask, gradients_along, pin, record
 from experiments.tasks.resnet import ImageTask
 from thinwire.compare.compare_rank import digest, probe_steps
 from thinwire.compare.rank_program import Channel, join, run_rank
@@ -110,30 +111,48 @@ class Rank:
         self.channel = channel
         self.rank, self.num_ranks = join(setup)
         self.timed: list[TimedModel] = []
+        self.slowdown, self.clock = 1, Clock(1)
 
-    def enter(self, task_described: dict[str, Any], methods: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Build a model for each of ``methods`` and train it for a few steps; bytes that each hands to the network."""
+    def record(self, task_described: dict[str, Any]) -> dict[str, Any]:
+        """Seconds that the first rank computes in a step while all others wait."""
+        compute = asdict(record(restore(task_described))) if self.rank == 0 else None
+        dist.barrier()
+        return {"compute": compute}
+
+    def enter(
+        self, task_described: dict[str, Any], methods: Sequence[dict[str, Any]], compute: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Build a model for each of ``methods`` and train it for a few steps; bytes that each hands to the network.
+
+        ``compute``: what `record` found, to be replayed instead of computing.
+        """
         task: Any = restore(task_described)
-        for method in methods:
-            parsed = Method.from_dict(method)
-            # A policy's first plan is made of gradients that differ.
-            count = max(_BATCHES, parsed.warm_up_steps if parsed.adapt else 0)
-            batches = cycle(list(islice(task.batches(0, self.rank, self.num_ranks), count)))
-            self.timed.append(TimedModel(task, parsed, batches))
+        parsed = [Method.from_dict(method) for method in methods]
+        # A policy's first plan is made of gradients that differ.
+        count = max([_BATCHES, *(method.warm_up_steps for method in parsed if method.adapt)])
+        batches = list(islice(task.batches(0, self.rank, self.num_ranks), count))
+        if compute is not None:
+            self.clock = Clock(self.slowdown)
+            batches = gradients_along(task, batches)
+            task = ReplayedTask(task, Compute.from_json(compute), self.clock, task.bucket_cap_mb)
+        for method in parsed:
+            self.timed.append(TimedModel(task, method, cycle(batches)))
         return {
             "payload_bytes": [c.wire.wire_bytes_per_step() if c.wire else None for c in self.timed],
             "layers": [c.layers() for c in self.timed],
         }
 
     def turn(self, which: int, steps: int) -> dict[str, Any]:
-        """Train ``steps`` steps; the mean seconds of one, and those in each stage of communication."""
-        timed = self.timed[which]
+        """Train ``steps`` steps; the mean seconds of one, those in each stage of communication, and the processor's."""
+        timed, count = self.timed[which], steps * self.slowdown
         before = timed.stages()
         self.channel.hold("turn")
-        started = time.perf_counter()
+        self.clock.start()
+        started, cpu = time.perf_counter(), time.process_time()
         timed.train(steps)
-        seconds = (time.perf_counter() - started) / steps
-        return {"seconds": seconds, "stages": {k: (v - before[k]) / steps for k, v in timed.stages().items()}}
+        seconds, cpu_s = (time.perf_counter() - started) / count, (time.process_time() - cpu) / steps
+        stages = {key: (value - before[key]) / count for key, value in timed.stages().items()}
+        return {"seconds": seconds, "stages": stages, "cpu_s": cpu_s}
 
     def leave(self) -> dict[str, Any]:
         for timed in self.timed:
@@ -238,7 +257,13 @@ def _serve(channel: Channel) -> None:
         command = channel.receive()
         match command["do"]:
             case "enter":
-                answer = rank.enter(command["task"], command["methods"])
+                answer = rank.enter(command["task"], command["methods"], command.get("compute"))
+            case "pin":
+                pin(int(command["cores"][rank.rank % len(command["cores"])]))
+                rank.slowdown = int(command["slowdown"])
+                answer = {}
+            case "record":
+                answer = rank.record(command["task"])
             case "train":
                 method = Method.from_dict(command["method"])
                 answer = rank.train(
@@ -253,6 +278,7 @@ def _serve(channel: Channel) -> None:
                 answer = {"errors": rank.timed[int(command["which"])].errors(int(command["steps"]))}
             case "syncs":
                 chosen = rank.timed[int(command["which"])]
+                rank.clock.start()
                 answer = {"syncs": chosen.syncs(int(command["steps"])), "layers": chosen.layers()}
             case _:
                 answer = rank.leave()

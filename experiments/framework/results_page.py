@@ -24,7 +24,8 @@ Each claim is judged *holds*, *does not hold* or *inconclusive*, by one-sided 95
   than the margin (the baseline is not tuned), or if the control, a setting that must be worse, is not clearly worse.
 - **Superiority** ("ends at a lower loss") does not hold if the upper bound is at most half of the paper's effect, or
   zero if the paper gives none. Otherwise it holds if the lower bound is above zero.
-- **Speed** is judged by ratios of times over rounds in which all methods take turns. Their intervals contain the
+- **Speed** under DDP is judged by ratios of times over separate runs of [replayed steps](#how-steps-are-timed).
+  Elsewhere it is judged over the rounds of one run, in which all methods take turns; those intervals contain the
   scatter of such ratios between runs, a standard deviation of {100 * RUN_SCATTER:.1f} %. A claim is inconclusive if the
   interval contains its bound, such as 1 for "is faster".
 - A single training or measurement has no interval, and is inconclusive.
@@ -84,7 +85,7 @@ def read(folder: Path) -> list[RecordedPaper]:
     """What is known of each paper.
 
     ``<folder>/repro-<name>.json`` is of the whole run; later runs of some of its parts, ``repro-<name>-*.json``, take
-    the place of what it found of the same figures.
+    the place of its rows of the same names.
 
     Raises:
         ValueError: a file is not what ``python -m experiments ... --json`` writes.
@@ -93,8 +94,7 @@ def read(folder: Path) -> list[RecordedPaper]:
 
 
 def _recorded(entry: Entry, folder: Path) -> RecordedPaper:
-    claims: list[RecordedClaim] = []
-    changed: list[Changed] = []
+    rows: dict[str, tuple[dict[str, Any], str]] = {}
     failures: list[str] = []
     machines: list[str] = []
     for path in (folder / f"repro-{entry.name}.json", *sorted(folder.glob(f"repro-{entry.name}-*.json"))):
@@ -103,14 +103,12 @@ def _recorded(entry: Entry, folder: Path) -> RecordedPaper:
         record = _record(path)
         machine = _machine(record)
         machines += [] if machine in machines else [machine]
-        fresh = [_claim(entry, row, machine) for row in record["results"] if row.get("claim")]
-        again = {str(row["figure"]) for row in record["results"]}
-        claims = [claim for claim in claims if claim.figure not in again] + fresh
-        changed = [row for row in changed if row.figure not in again] + [
-            _changed(row) for row in record["results"] if row.get("claim") and "judged_before" in row
-        ]
+        rows |= {row["name"]: (row, machine) for row in record["results"]}
         failures += [f"{part}: {why}" for part, why in record.get("about", {}).get("failures", {}).items()]
-    return RecordedPaper(entry, tuple(claims), tuple(changed), tuple(failures), tuple(machines))
+    judged = [(row, machine) for row, machine in rows.values() if row.get("claim")]
+    claims = tuple(_claim(entry, row, machine) for row, machine in judged)
+    changed = tuple(_changed(row) for row, _ in judged if "judged_before" in row)
+    return RecordedPaper(entry, claims, changed, tuple(failures), tuple(machines))
 
 
 def _claim(entry: Entry, row: dict[str, Any], machine: str) -> RecordedClaim:

@@ -70,6 +70,9 @@ class Times:
     """Mean seconds of a step that rank 0 spends in each stage of communication, of those methods that say."""
     least_stages: dict[str, dict[str, tuple[float, ...]]] = field(default_factory=dict)
     """The same by round, on the rank that spends the least: whoever is ready waits for the others."""
+    cpu_s: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """Seconds of a processor in a step by method and round, in the mean of the ranks; of replayed steps, those of
+    communication alone."""
 
     def step_s(self, name: str) -> float:
         """Of the median round."""
@@ -146,7 +149,10 @@ class Timing:
         payload_bytes, layers = self._enter(model, methods)
         by_rate = self._turns(methods, rounds=rounds, steps=steps, rates=rates, on_turn=on_turn)
         self._leave()
-        return [Times(turns.rounds(), payload_bytes, layers, turns.stages(), turns.least_stages()) for turns in by_rate]
+        return [
+            Times(turns.rounds(), payload_bytes, layers, turns.stages(), turns.least_stages(), turns.cpu_s())
+            for turns in by_rate
+        ]
 
     def syncs(
         self, model: Model, method: Method, *, steps: int, rate: str | None, on_turn: OnTurn
@@ -155,7 +161,7 @@ class Timing:
         what each layer had last, as of `Times.layers`."""
         self._enter(model, (method,))
         self._shape(rate)
-        answer = self._ranks.run({"do": "syncs", "which": 0, "steps": steps}, _nothing, _nothing)[0]
+        answer = self._ask({"do": "syncs", "which": 0, "steps": steps})[0]
         on_turn(steps, method.title)
         self._leave()
         return [Sync(tuple(sizes), seconds) for sizes, seconds in answer["syncs"]], answer["layers"]
@@ -165,7 +171,7 @@ class Timing:
         self._enter(model, methods)
         errors = {}
         for which, method in enumerate(methods):
-            answers = self._ranks.run({"do": "errors", "which": which, "steps": steps}, _nothing, _nothing)
+            answers = self._ask({"do": "errors", "which": which, "steps": steps})
             errors[method.name] = [float(error) for error in answers[0]["errors"]]
             on_turn(steps, method.title)
         self._leave()
@@ -204,11 +210,10 @@ class Timing:
         self, model: Model, methods: Sequence[TimedMethod]
     ) -> tuple[dict[str, float], dict[str, list[dict[str, Any]]]]:
         """Build and warm up, over links without a limit; bytes that each method hands to the network in a step, and
-        what
-        it gives to each layer."""
+        what it
+        gives to each layer."""
         self._shape(None)
-        command = self._entering(model, methods)
-        answer = self._ranks.run(command, _nothing, _nothing)[0]
+        answer = self._ask(self._entering(model, methods))[0]
         counted = zip(methods, answer["payload_bytes"], strict=True)
         sent = {method.name: count for method, count in counted if count is not None}
         plain = {
@@ -228,30 +233,37 @@ class Timing:
         }
 
     def _leave(self) -> None:
-        self._ranks.run({"do": "leave"}, _nothing, _nothing)
+        self._ask({"do": "leave"})
 
     def _turns(
         self, methods: Sequence[TimedMethod], *, rounds: int, steps: int, rates: Sequence[str | None], on_turn: OnTurn
     ) -> list[_Turns]:
         """What turns took over links of each rate."""
         by_rate = [_Turns(methods) for _ in rates]
-        order = list(enumerate(methods))
         for round_ in range(1 + rounds):
             for rate, turns in zip(rates, by_rate, strict=True):
                 self._shape(rate)
                 if len(rates) > 1:
                     # Connections get used to the other rate by what is sent least over it.
                     self._turn(len(methods) - 1, 1)
-                # To and fro, so that none is always the first or the last.
-                for which, method in order if round_ % 2 else reversed(order):
+                for which, method in self._order(methods, round_):
                     answers = self._turn(which, steps)
                     if round_:
                         turns.answers[method.name].append(answers)
                     on_turn(steps, method.title)
         return by_rate
 
+    def _order(self, methods: Sequence[TimedMethod], round_: int) -> list[tuple[int, TimedMethod]]:
+        """To and fro, so that none is always the first or the last."""
+        order = list(enumerate(methods))
+        return order if round_ % 2 else order[::-1]
+
     def _turn(self, which: int, steps: int) -> list[dict[str, Any]]:
-        return self._ranks.run({"do": "turn", "which": which, "steps": steps}, _nothing, _nothing)
+        return self._ask({"do": "turn", "which": which, "steps": steps})
+
+    def _ask(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        """What the ranks answer to ``command``."""
+        return self._ranks.run(command, _nothing, _nothing)
 
     def _shape(self, rate: str | None) -> None:
         if self._network is None:
@@ -273,6 +285,13 @@ class _Turns:
         return {
             name: tuple(max(answer["seconds"] for answer in answers) for answers in rounds)
             for name, rounds in self.answers.items()
+        }
+
+    def cpu_s(self) -> dict[str, tuple[float, ...]]:
+        return {
+            name: tuple(fmean(answer["cpu_s"] for answer in answers) for answers in rounds)
+            for name, rounds in self.answers.items()
+            if all("cpu_s" in answer for answers in rounds for answer in answers)
         }
 
     def stages(self) -> dict[str, dict[str, float]]:

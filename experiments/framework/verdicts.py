@@ -28,8 +28,8 @@ JUDGED = (
     "bound is beyond it, and cannot be told where the interval is wider than the margin or where a control that must "
     "fail does not. That one is better holds where the lower bound is above zero, and fails where the upper bound is "
     "below half of the paper's effect, or below zero where the paper gives none. Times are ratios over rounds in which "
-    f"all take turns; their intervals contain what ratios differ from run to run ({RUN_SCATTER:.1%}). What was trained "
-    "or timed once cannot be told"
+    f"all take turns; their intervals contain what ratios differ from run to run ({RUN_SCATTER:.1%}), or are those of "
+    "several separate runs of replayed steps. What was trained or timed once cannot be told"
 )
 """The rules, as JSON files of runs keep them; `results_page` has them for readers."""
 
@@ -108,10 +108,22 @@ def faster(ratios: Sequence[float], bound: float = 1.0) -> Judgement:
         return ONE_MEASUREMENT
     rounds = estimate([math.log(ratio / bound) for ratio in ratios])
     quantile = float(need_scipy().t.ppf(CONFIDENCE, _SCATTER_FREEDOM))
-    half = math.hypot(quantile * RUN_SCATTER, rounds.upper - rounds.mean)
+    return _beyond(rounds.mean, math.hypot(quantile * RUN_SCATTER, rounds.upper - rounds.mean), bound)
+
+
+def faster_in_runs(ratios: Sequence[float], bound: float = 1.0) -> Judgement:
+    """Whether ``ratios`` of times (one a separate run) are above ``bound``."""
+    if len(ratios) < 2:
+        return ONE_MEASUREMENT
+    runs = estimate([math.log(ratio / bound) for ratio in ratios])
+    return _beyond(runs.mean, runs.upper - runs.mean, bound)
+
+
+def _beyond(mean: float, half: float, bound: float) -> Judgement:
+    """Whether a ratio is above ``bound``, by the logarithm of what it is of it, and half of that one's interval."""
     share = math.expm1(half)
-    if abs(rounds.mean) > half:
-        return Judgement(rounds.mean > 0, detectable=share)
+    if abs(mean) > half:
+        return Judgement(mean > 0, detectable=share)
     return Judgement(None, f"a ratio within {_shown(share)} of {bound:g} cannot be told from it", share)
 
 

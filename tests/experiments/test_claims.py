@@ -49,11 +49,11 @@ def _files(paper: Paper[Any]) -> list[Path]:
 
 
 def _standing(paper: Paper[Any], path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of ``path`` whose figures no later file has measured again."""
+    """The rows of ``path`` that no later file has measured again."""
     files = _files(paper)
     later = [json.loads(file.read_text()) for file in files[files.index(path) + 1 :]]
-    again = {row["figure"] for record in later for row in record["results"]}
-    return [row for row in rows if row["figure"] not in again]
+    again = {row["name"] for record in later for row in record["results"]}
+    return [row for row in rows if row["name"] not in again]
 
 
 @pytest.mark.parametrize(

@@ -82,10 +82,8 @@ def test_the_page_from_figures_that_are_there(stubbed: list[list[str]], tmp_path
     for claim in found["cgx"].claims:
         assert " ".join(claim.claim.split()).replace("|", "\\|") in written
     # A later run of one part takes the place of what the whole run found of it.
-    again = json.loads((benchmarks / "repro-cgx-3.7.json").read_text())["results"]
-    assert [c.claim for c in found["cgx"].claims if c.figure == "3.7"] == [
-        row["claim"] for row in again if row["claim"]
-    ]
+    again = json.loads((benchmarks / "repro-fft-16.json").read_text())["results"]
+    assert [c.claim for c in found["fft"].claims if c.figure == "16"] == [row["claim"] for row in again if row["claim"]]
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"results": [{"figure": "1", "claim": "x"}]}', "[" * 100_000])

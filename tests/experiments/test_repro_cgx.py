@@ -74,7 +74,7 @@ def test_links_are_recorded_with_what_they_make_of_fp32(small: Small) -> None:
         assert link["rate"] == "100mbit"
         assert 0 < link["fp32_share"][0] < 1.5
         assert "fp32 reaches" in link["proportion"]
-    assert [link["link"]["ranks_per_node"] for name, link in links.items() if "each node" in name] == [2, 2]
+    assert [link["ranks_per_node"] for name, link in links.items() if "each node" in name] == [2, 2]
 
 
 # --- the methods

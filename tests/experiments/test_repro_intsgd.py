@@ -67,7 +67,7 @@ def test_a_libsvm_file_is_one_more_data_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--parts", "a", "d"], "choose among a b c"),
+        (["--parts", "a", "d"], "choose among a b times c"),
         (["--rate", "fast"], "not a rate"),
         (["--data", "/nonexistent/folder"], "unpack the binary version"),
     ],

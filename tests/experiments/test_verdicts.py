@@ -126,7 +126,7 @@ def test_what_runs_differ_by_is_that_of_the_runs_recorded_more_than_once() -> No
                 for method in rounds.keys() - {"fp32"}:
                     pairs = zip(rounds["fp32"], rounds[method], strict=True)
                     found[paper, at, method].append(median(math.log(base / own) for base, own in pairs))
-    rows = json.loads((folder / "repro-cgx.json").read_text())["results"]
+    rows = json.loads((folder / "cgx-earlier.json").read_text())["results"]
     timed = {tuple(row["name"].split("/")): row["step_s"] for row in rows if "/items_per_s/" in row["name"]}
     for (figure, kind, model, method), own in timed.items():
         base = timed.get((figure, kind, model, "fp32"))

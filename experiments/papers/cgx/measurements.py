@@ -10,9 +10,11 @@ from statistics import fmean, median
 from typing import Any, ClassVar
 
 from experiments.framework.claims import Row
+from experiments.framework.instrument import SeparateRuns
 from experiments.framework.methods import CGX, FP32, NORM, NOTHING, Method, compressed
+from experiments.framework.replay import Compute
 from experiments.framework.study import Progress, Scale, Study
-from experiments.framework.timing import NUM_RANKS, Place, Times, Timing, shown_rate
+from experiments.framework.timing import NUM_RANKS, RANKS_PER_NODE, Place, Times, Timing, shown_rate
 from experiments.framework.verdicts import matches
 from experiments.papers.cgx.methods import GAMMAS, Timed, truncated
 from experiments.tasks.images import load
@@ -42,7 +44,8 @@ METRICS = {"gpt": "held-out loss", "cnn": "accuracy"}
 
 @dataclass(frozen=True, kw_only=True)
 class CGXScale(Scale):
-    """``rounds`` turns of ``steps_a_turn`` steps of every method, and trainings of every quantiser.
+    """``runs`` separate runs of ``rounds`` turns of ``steps_a_turn`` replayed steps of every method, and trainings of
+    every quantiser.
 
     Without a ``rate``, links have that at which fp32 fares as in the thesis (`FP32_SHARE`).
     """
@@ -50,7 +53,8 @@ class CGXScale(Scale):
     models: tuple[Model, ...] = TIMED
     trained: tuple[GPTTask, ImageTask] = TRAINED
     gammas: tuple[float, ...] = GAMMAS
-    rounds: int = 8
+    runs: int = 5
+    rounds: int = 3
     steps_a_turn: int = 2
     error_steps: int = 8
 
@@ -68,6 +72,7 @@ class CGXScale(Scale):
 class CGXStudy(Study[CGXScale]):
     prefix: ClassVar[str] = "cgx-"
     links: dict[str, Any] = field(default_factory=dict)
+    computes: dict[Model, Compute] = field(default_factory=dict)
     _rates: dict[tuple[Place, str], str] = field(default_factory=dict)
 
     def about(self) -> dict[str, Any]:
@@ -75,7 +80,8 @@ class CGXStudy(Study[CGXScale]):
             "links": {
                 name: {**link, "proportion": proportion(name, link["rate"], link["fp32_share"])}
                 for name, link in self.links.items()
-            }
+            },
+            "computed_s": {model.title: compute.step_s for model, compute in self.computes.items()},
         }
 
     def where(self, model: Model, place: Place) -> str:
@@ -84,12 +90,15 @@ class CGXStudy(Study[CGXScale]):
         return "on one host" if place == "host" else "over loopback" if rate is None else f"over {shown_rate(rate)}"
 
     def times(self, model: Model, methods: Sequence[Method], place: Place) -> Times:
-        """`Timing.times`, at the rate that is this model's."""
-        rate, timing, steps = self.rate_of(model, place), self.timing(place), self.scale.turn(place)
-        times = timing.times(model, methods, rounds=self.scale.rounds, steps=steps, rate=rate, on_turn=self.advance)
+        """`SeparateRuns.times`, at the rate that is this model's."""
+        rate, steps = self.rate_of(model, place), self.scale.turn(place)
+        (times,) = self.timing(place).times(
+            model, methods, rounds=self.scale.rounds, steps=steps, rates=(rate,), on_turn=self.advance
+        )
         if rate is not None and {FP32.name, NOTHING.name} <= times.rounds.keys():
             key = f"{model.title}, {'each node' if place == 'nodes' else 'each rank'} on a link"
-            about = self.links.setdefault(key, {"link": timing.link, "rate": rate, "fp32_share": []})
+            per_node = RANKS_PER_NODE if place == "nodes" else 1
+            about = self.links.setdefault(key, {"rate": rate, "ranks_per_node": per_node, "fp32_share": []})
             about["fp32_share"].append(times.times_faster(FP32.name, NOTHING.name))
         return times
 
@@ -105,8 +114,13 @@ class CGXStudy(Study[CGXScale]):
             )
         return self._rates[key]
 
-    def timing(self, place: Place) -> Timing:
-        return self.kept(place, lambda: Timing(place, emulated=self.emulated))
+    def timing(self, place: Place) -> SeparateRuns:
+        return SeparateRuns(place, emulated=self.emulated, runs=self.scale.runs, computes=self.computes)
+
+    def errors(self, model: Model, methods: Sequence[Method]) -> dict[str, list[float]]:
+        """`Timing.errors`, of the scale's number of steps."""
+        timing = self.kept("errors", lambda: Timing("links", emulated=False))
+        return timing.errors(model, methods, steps=self.scale.error_steps, on_turn=self.advance)
 
 
 def proportion(name: str, rate: str, shares: Sequence[float]) -> str:
@@ -125,20 +139,18 @@ def num_steps(timed: Timed, scale: CGXScale) -> int:
     """Steps of all methods and models."""
     num_methods = sum(len(timed.methods(model, scale.gammas)) for model in scale.models)
     errors = len(timed.errors) * len(timed.errors_of) * scale.error_steps
-    return num_methods * scale.turn(timed.place) * (1 + scale.rounds) + errors
+    return num_methods * scale.turn(timed.place) * (1 + scale.rounds) * scale.runs + errors
 
 
 def measure(timed: Timed, study: CGXStudy) -> list[Row]:
-    """A row for each model and method with the seconds of every round; one for each model with its errors."""
+    """A row for each model and method with the seconds of every run; one for each model with its errors."""
     rows, errors = [], {}
     for model in study.scale.models:
         methods = timed.methods(model, study.scale.gammas)
         times = study.times(model, methods, timed.place)
         rows += [speed_row(timed, model, method, times, study.where(model, timed.place)) for method in methods]
         if model.name in timed.errors_of:
-            errors[model.name] = study.timing("links").errors(
-                model, timed.errors, steps=study.scale.error_steps, on_turn=study.advance
-            )
+            errors[model.name] = study.errors(model, timed.errors)
     error_rows = [error_row(timed, model, by_method) for model, by_method in errors.items()]
     _draw(timed, study, {row.name: row for row in rows}, error_rows)
     return [*rows, *error_rows]
@@ -168,6 +180,7 @@ def speed_row(timed: Timed, model: Model, method: Method, times: Times, where: s
             "thesis": theirs,
             "thesis_relative": theirs / thesis[timed.reference.name] if theirs is not None else None,
             "step_s": times.rounds[method.name],
+            "cpu_s": times.cpu_s[method.name],
             "payload_bytes": times.payload_bytes.get(method.name),
         },
     )

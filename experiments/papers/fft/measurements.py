@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from experiments.framework.claims import Row
+from experiments.framework.instrument import SeparateRuns
 from experiments.framework.methods import NOTHING, Method
 from experiments.framework.study import ImageStudy
 from experiments.framework.training import Gradients, Trained, added_loss, curves, lost_accuracy
@@ -29,6 +30,7 @@ from experiments.papers.fft.reconstruct import (
     reconstruct_layer,
     share_with_least_error,
 )
+from experiments.tasks.models import Model
 from thinwire import plots
 from thinwire.compressors import FFT as Codec
 from thinwire.compressors import parse
@@ -412,26 +414,26 @@ def _draw_14(study: FFTStudy, trained: Mapping[str, Sequence[Trained]]) -> None:
     plots.save(figure, study.picture("14"))
 
 
-def num_scaling_runs(world_sizes: tuple[int, ...]) -> int:
-    """Trainings of figure 16: one alone, and every method and the ceiling among several."""
+def scaling_turns(world_sizes: Sequence[int]) -> int:
+    """Methods of figure 16 that are timed: fp32 alone, and every method and the ceiling among several ranks."""
     return sum(1 if size == 1 else 1 + len(_SCALED) for size in world_sizes)
 
 
 def figure_16(study: FFTStudy) -> list[Row]:
-    """Images a second by world size, as multiples of one rank's. All ranks share this machine's cores."""
-    scale = study.scale
-    task = replace(scale.task, steps=scale.scaling_steps, probe_every=scale.scaling_steps, probe_images=1)
-    names = [*(method.name for method in _SCALED), NOTHING.name]
-    speeds: dict[str, dict[int, float]] = {name: {} for name in names}
+    """Images a second by world size, as multiples of one rank's: of replayed steps, in several separate runs."""
+    scale, computes = study.scale, {}
+    model = Model("cnn", "CNN", "ResNet-32", scale.task, scale.task.batch, "images/s", 0)
+    step_s: dict[str, dict[int, Sequence[float]]] = {method.name: {} for method in (*_SCALED, NOTHING)}
     for size in scale.world_sizes:
-        for method in (*_SCALED, NOTHING):
-            if size > 1:
-                run = study.train(method, 0, task=task, num_ranks=size, shaped=True)
-                speeds[method.name][size] = size / run.mean_step_s
-        if size == 1:
-            alone = 1 / study.train(FP32, 0, task=task, num_ranks=1).mean_step_s
-            for name in names:
-                speeds[name][1] = alone
+        runs = SeparateRuns("links", study.emulated and size > 1, size, scale.runs, computes)
+        methods = (*_SCALED, NOTHING) if size > 1 else (FP32,)
+        options: dict[str, Any] = {"rounds": scale.rounds, "steps": scale.scaling_steps, "on_turn": study.advance}
+        (times,) = runs.times(model, methods, rates=(study.rate if size > 1 else None,), **options)
+        for name, by_size in step_s.items():
+            by_size[size] = times.rounds[name if size > 1 else FP32.name]
+    speeds = {
+        name: {size: size / median(seconds) for size, seconds in by_size.items()} for name, by_size in step_s.items()
+    }
     times = {
         name: {size: value / by_size[min(by_size)] for size, value in by_size.items()}
         for name, by_size in speeds.items()
@@ -446,11 +448,12 @@ def figure_16(study: FFTStudy) -> list[Row]:
             "x",
             {
                 "by_world_size": times[name],
-                "images_per_s": {size: task.batch * value for size, value in speeds[name].items()},
+                "images_per_s": {size: model.items_per_batch * value for size, value in speeds[name].items()},
                 "share_of_ceiling": speeds[name][most] / speeds[NOTHING.name][most],
+                "step_s": step_s[name][most],
             },
         )
-        for name in names
+        for name in step_s
     ]
 
 
@@ -459,7 +462,7 @@ def _draw_16(study: FFTStudy, times: dict[str, dict[int, float]]) -> None:
         1, titles=[f"weak scaling {study.over}"], x="ranks", y="images a second, over one rank's"
     )
     styles = {method.name: (method.title, method.colour) for method in _SCALED}
-    styles[NOTHING.name] = ("nothing sent: the cores' limit", "#aaaaaa")
+    styles[NOTHING.name] = ("nothing sent", "#aaaaaa")
     for name, by_size in times.items():
         title, colour = styles[name]
         dashed = "--" if name == NOTHING.name else "-"

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.framework.claims import Row
+from experiments.framework.instrument import SeparateRuns
 from experiments.framework.methods import Method
-from experiments.framework.timing import Times, Timing
+from experiments.framework.timing import Times
 from experiments.framework.training import Trained, curves
 from experiments.papers.intsgd.methods import (
     HEURISTIC,
@@ -41,36 +42,27 @@ DEFAULT = (0.9, 1e-8)
 """Beta and eps."""
 _STABLE: dict[Network, float] = {"pictures": 0.01, "words": 0.02}
 """A point of accuracy; two per cent of the default's loss."""
-_TURN_STEPS = 20
-"""Training steps that a step of what is timed, over a slow link, takes as long as."""
 
 Runs = Mapping[str, Sequence[Trained]]
 
 
 def part_b(study: IntSGDStudy) -> list[Row]:
-    """Train with every method from the same seeds, time all of them in turns, and draw."""
+    """Train with every method from the same seeds, and draw."""
     trained: dict[Network, dict[str, list[Trained]]] = {net: {m.name: [] for m in TRAINED} for net in NETWORKS}
     for network in NETWORKS:
         for seed in study.seeds:
             # Seed by seed, so that what slows the machine for a while slows all of them.
             for method in TRAINED:
                 trained[network][method.name].append(study.train(network, on(network, method), seed))
-    times = _times(study)
     _draw_heuristic(study, trained)
-    _draw_times(study, times)
     for network in NETWORKS:
         _draw_training(study, network, trained[network])
-    rows = []
-    for network in NETWORKS:
-        rows += [*quality(network, trained[network]), *speed(network, times[network])]
-    return rows
+    return [row for network in NETWORKS for row in quality(network, trained[network])]
 
 
 def steps_of_b(scale: IntSGDScale) -> int:
-    """Of all trainings and turns."""
-    trained = scale.pictures.steps + scale.words.steps
-    turns = len(NETWORKS) * len(METHODS) * (1 + scale.rounds) * scale.turn_steps * _TURN_STEPS
-    return trained * scale.seeds * len(TRAINED) + turns
+    """Of all trainings."""
+    return (scale.pictures.steps + scale.words.steps) * scale.seeds * len(TRAINED)
 
 
 def measure(network: Network, run: Trained) -> float:
@@ -102,25 +94,28 @@ def quality(network: Network, runs: Runs) -> list[Row]:
 # --- times
 
 
-def _times(study: IntSGDStudy) -> dict[Network, Times]:
-    scale, by_network = study.scale, {}
-    with Timing("links", emulated=study.emulated, num_ranks=scale.num_ranks) as timing:
-        for network in NETWORKS:
-            task: Any = scale.timed_pictures if network == "pictures" else scale.timed_words
-            by_network[network] = timing.times(
-                Model(network, NETWORKS[network], "", task, task.batch, "items/s", 0),
-                [on(network, method) for method in METHODS],
-                rounds=scale.rounds,
-                steps=scale.turn_steps,
-                rate=study.rate,
-                on_turn=lambda steps, title: study.advance(_TURN_STEPS * steps, f"times of {title}"),
-            )
-        study.link = timing.link
-    return by_network
+def times(study: IntSGDStudy) -> list[Row]:
+    """Steps of every method, in turns over slow links, and what they are made of."""
+    scale = study.scale
+    runs = SeparateRuns("links", study.emulated, scale.num_ranks, scale.runs)
+    turns: dict[str, Any] = {"rounds": scale.rounds, "steps": scale.turn_steps, "rates": (study.rate,)}
+    by_network: dict[Network, Times] = {}
+    for network in NETWORKS:
+        task: Any = scale.timed_pictures if network == "pictures" else scale.timed_words
+        model = Model(network, NETWORKS[network], "", task, task.batch, "items/s", 0)
+        methods = [on(network, method) for method in METHODS]
+        (by_network[network],) = runs.times(model, methods, on_turn=study.advance, **turns)
+    _draw_times(study, by_network)
+    return [row for network in NETWORKS for row in speed(network, by_network[network])]
+
+
+def steps_of_times(scale: IntSGDScale) -> int:
+    """Of all turns."""
+    return len(NETWORKS) * len(METHODS) * scale.runs * (1 + scale.rounds) * scale.turn_steps
 
 
 def parts_of_step(times: Times, name: str) -> dict[str, tuple[float, ...]]:
-    """Seconds of a step by round: in all, of communication, and of what compression adds to computing. Whoever is ready
+    """Seconds of a step by run: in all, of communication, and of what compression adds to computing. Whoever is ready
     waits for the others: parts are those of the rank that they take the least."""
     stages = times.least_stages[name]
     communication = stages["wire_s"]
@@ -130,13 +125,13 @@ def parts_of_step(times: Times, name: str) -> dict[str, tuple[float, ...]]:
 
 
 def speed(network: Network, times: Times) -> list[Row]:
-    """Each method's times: medians over rounds, and all of them."""
+    """Each method's times: medians over runs, and all of them."""
     parts_by_method = {method.name: parts_of_step(times, method.name) for method in METHODS}
     rows = []
     for method in METHODS:
         medians = {part: median(seconds) for part, seconds in parts_by_method[method.name].items()}
         data = {f"{part}_s": medians[part] for part in ("communication", "overhead")}
-        data |= {"rounds": parts_by_method[method.name]}
+        data |= {"by_run": parts_by_method[method.name]}
         rows.append(Row(TABLES[network], f"step_s/{method.name}", medians["total"], "s", data))
     return rows
 

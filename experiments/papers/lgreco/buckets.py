@@ -48,24 +48,23 @@ def time_aware(scale: LGrecoScale) -> Method:
 def steps(scale: LGrecoScale) -> int:
     """Of all turns, of the trials, and of the snapshots' training."""
     turns = len(methods(scale)) * (1 + scale.rounds) * scale.turn_steps
-    return turns + scale.trials * scale.trial_steps + scale.gpt.steps
+    return scale.runs * (turns + scale.trials * scale.trial_steps) + scale.gpt.steps
 
 
 def buckets(study: LGrecoStudy) -> list[Row]:
     """What policies put into each bucket, and how long it takes."""
-    scale, model, (name, rate) = study.scale, study.model, next(iter(study.rates.items()))
-    timing = study.timing(NUM_RANKS)
-    times = timing.times(
-        model, methods(scale), rounds=scale.rounds, steps=scale.turn_steps, rate=rate, on_turn=study.advance
-    )
-    syncs, _ = timing.syncs(
-        model, time_aware(scale), steps=scale.trials * scale.trial_steps, rate=rate, on_turn=study.advance
-    )
+    scale, (name, rate) = study.scale, next(iter(study.rates.items()))
+    (times,) = study.times(methods(scale), rates=(rate,))
     bucket_of = {row["name"]: row["bucket"] for row in times.layers[POWERSGD.name]}
     snapshots = study.snapshots("gpt")
     by_method = per_bucket(snapshots, bucket_of)
-    per_byte, quality = fitted(syncs)
-    _draw(study, by_method, per_byte)
+    runs = study.timing(NUM_RANKS).each(
+        lambda timing: timing.syncs(
+            study.model, time_aware(scale), steps=scale.trials * scale.trial_steps, rate=rate, on_turn=study.advance
+        )[0]
+    )
+    tried = [(syncs, per_byte) for syncs in runs if (per_byte := seconds_per_byte(syncs)) is not None]
+    _draw(study, by_method, [per_byte for _, per_byte in tried])
     adapted = f"{POWERSGD.name} lgreco"
     data = {
         "step_s": times.rounds,
@@ -74,17 +73,23 @@ def buckets(study: LGrecoStudy) -> list[Row]:
         "bytes_per_bucket": by_method,
         "rate": name,
     }
-    rows = [
-        Row("figure B.1", "priority_slower", times.times_faster(adapted, "priority"), "x", data),
-        Row("section 4.6.5", "fit", quality, "", {"ns_per_byte": [1e9 * value for value in per_byte or ()]}),
+    rows = [Row("figure B.1", "priority_slower", times.times_faster(adapted, "priority"), "x", data)]
+    if not tried:
+        return rows
+    # What was fitted to the times of one run predicts those of the next.
+    scores = [
+        fit_quality(medians(syncs, len(per_byte)), per_byte)
+        for (_, per_byte), (syncs, _) in zip(tried, [*tried[1:], tried[0]], strict=True)
     ]
-    if per_byte is not None:
-        spread = max(per_byte) / fmean(per_byte) - 1
-        rows.append(
-            Row("figure B.6b", "coefficients_alike", spread, "", {"ns_per_byte": [1e9 * value for value in per_byte]})
-        )
-        rows.append(Row("section 4.6.5", "time_plan_alike", _weighed(syncs, snapshots, bucket_of), "x"))
-    return rows
+    ns_per_byte = [[1e9 * value for value in per_byte] for _, per_byte in tried]
+    spreads = [max(values) / fmean(values) - 1 for values in ns_per_byte]
+    weighed = [_weighed(syncs, snapshots, bucket_of) for syncs, _ in tried]
+    return [
+        *rows,
+        Row("section 4.6.5", "fit", fmean(scores), "", {"by_run": scores}),
+        Row("figure B.6b", "coefficients_alike", fmean(spreads), "", {"ns_per_byte": ns_per_byte, "by_run": spreads}),
+        Row("section 4.6.5", "time_plan_alike", fmean(weighed), "x", {"by_run": weighed}),
+    ]
 
 
 def _policies() -> dict[str, Policy]:
@@ -111,15 +116,7 @@ def _by_bucket(plan: Mapping[str, Compressor], snapshot: Snapshot, bucket_of: Ma
     return sums
 
 
-def fitted(syncs: Sequence[Sync]) -> tuple[list[float] | None, float]:
-    """Seconds a byte by bucket from the plans that were tried, and R² of their medians' prediction."""
-    per_byte = seconds_per_byte(syncs)
-    if per_byte is None:
-        return None, float("nan")
-    return per_byte, fit_quality(_medians(syncs, len(per_byte)), per_byte)
-
-
-def _medians(syncs: Sequence[Sync], num_buckets: int) -> list[Sync]:
+def medians(syncs: Sequence[Sync], num_buckets: int) -> list[Sync]:
     """Each plan's median time, of those that the regression takes."""
     seen: dict[tuple[int, ...], list[float]] = {}
     for sync in syncs:
@@ -136,7 +133,7 @@ def _weighed(syncs: Sequence[Sync], snapshots: Sequence[Snapshot], bucket_of: Ma
     return fmean(timed.sent_bytes / plain.sent_bytes for timed, plain in zip(by_time, by_bytes, strict=True))
 
 
-def _draw(study: LGrecoStudy, by_method: PerBucket, per_byte: list[float] | None) -> None:
+def _draw(study: LGrecoStudy, by_method: PerBucket, per_byte: Sequence[Sequence[float]]) -> None:
     titles = ["figures 4.5b and B.1: what each bucket sends", "figure B.6b: what a byte of it costs"]
     figure, panels = plots.canvas(2, titles=titles, x="bucket, as they leave", y=["kB a step", "ns a byte"])
     colours = {"uniform": "#aaaaaa", "lgreco": POWERSGD.colour, "kmeans": "#d98a00", "priority": "#1f6fb2"}
@@ -146,8 +143,9 @@ def _draw(study: LGrecoStudy, by_method: PerBucket, per_byte: list[float] | None
         panels[0].bar(places, [value / 1e3 for value in values], width, color=colours[name], label=name)
     for axes in panels:
         axes.set_xticks(range(1, 1 + len(by_method["uniform"])))
-    if per_byte is not None:
-        panels[1].bar(range(1, 1 + len(per_byte)), [1e9 * value for value in per_byte], color="#0a7d4f")
+    if per_byte:
+        mean = [1e9 * fmean(values) for values in zip(*per_byte, strict=True)]
+        panels[1].bar(range(1, 1 + len(mean)), mean, color="#0a7d4f")
     plots.save(figure, study.picture("4.5b-B.1-B.6b"))
 
 

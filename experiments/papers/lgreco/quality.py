@@ -84,6 +84,7 @@ def overhead(name: Name, family: Family, adapted: Side) -> Row:
     mean = {key: fmean(part[key] for part in parts) for key in (parts[0] if parts else ())}
     data = {
         "share": mean,
+        "by_seed": [sum(part.values()) for part in parts],
         "every_here": policy.every,
         **{key: [[plan[key] for plan in run.plans] for run in adapted.runs] for key in ("errors_s", "solve_s")},
         "adapt_s": [run.adapt_s for run in adapted.runs],

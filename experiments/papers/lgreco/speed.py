@@ -20,7 +20,7 @@ from experiments.papers.lgreco.methods import (
     uniform_method,
     with_policy,
 )
-from experiments.papers.lgreco.study import NUM_RANKS, RATES, LGrecoScale, LGrecoStudy, where
+from experiments.papers.lgreco.study import RATES, LGrecoScale, LGrecoStudy, where
 from experiments.tasks.models import Model
 from thinwire import plots
 
@@ -40,19 +40,17 @@ def methods(scale: LGrecoScale) -> list[Method]:
 def steps(scale: LGrecoScale) -> int:
     """Of all turns, of one rank by itself too."""
     turns = len(methods(scale)) * len(scale.worlds) * len(RATES) + 1
-    return turns * (1 + scale.rounds) * scale.turn_steps
+    return turns * (1 + scale.rounds) * scale.turn_steps * scale.runs
 
 
 def speed(study: LGrecoStudy) -> list[Row]:
     """All methods in turns, over links of each rate, by worlds of several sizes."""
     scale, model, all_times = study.scale, study.model, {}
-    options: dict[str, Any] = {"rounds": scale.rounds, "steps": scale.turn_steps, "on_turn": study.advance}
     for num_ranks in scale.worlds:
-        rates = tuple(study.rates.values())
-        times = study.timing(num_ranks).times_by_rate(model, methods(scale), rates=rates, **options)
+        times = study.times(methods(scale), num_ranks=num_ranks, rates=tuple(study.rates.values()))
         all_times |= {(num_ranks, rate): at for rate, at in zip(study.rates, times, strict=True)}
     # One rank by itself sends nothing.
-    alone = study.timing(1).times(model, (FP32,), rate=None, **options)
+    (alone,) = study.times((FP32,), num_ranks=1, rates=(None,))
     _draw_scaling(study, model, all_times, alone)
     _draw_profile(study, all_times)
     rows = []
@@ -66,16 +64,25 @@ def speed(study: LGrecoStudy) -> list[Row]:
             rows.append(Row("table 4.5", f"speed_over_kmeans/{family.name}/{rate}", gained, "x", data))
         # Where each rank has a core of its own.
         fewest = all_times[min(scale.worlds), rate]
-        data = {"stages_s": fewest.stages, "step_s": {name: fewest.step_s(name) for name in fewest.rounds}}
-        compressing = sum(share for stage, share in profile(data).items() if stage != "wire_s")
+        data = {"stages_s": fewest.least_stages, "step_s": fewest.rounds}
+        compressing = fmean(compressing_shares(data, POWERSGD.name, POWERSGD.name))
         rows.append(Row("figure B.3", f"profile/{rate}", compressing, "", data))
     return rows
 
 
 def profile(row: Mapping[str, Any]) -> dict[str, float]:
-    """Share of a step by PowerSGD that each stage takes, much of it while backward goes on."""
-    stages = row["stages_s"][POWERSGD.name]
-    return {stage: seconds / row["step_s"][POWERSGD.name] for stage, seconds in stages.items()}
+    """Share of a step by PowerSGD that each stage takes, in the mean of runs; much of it while backward goes on."""
+    steps_s = row["step_s"][POWERSGD.name]
+    return {
+        stage: fmean(s / step_s for s, step_s in zip(seconds, steps_s, strict=True))
+        for stage, seconds in row["stages_s"][POWERSGD.name].items()
+    }
+
+
+def compressing_shares(row: Mapping[str, Any], name: str, step: str) -> list[float]:
+    """By run, the seconds that method ``name`` compresses, as a share of a step by ``step``."""
+    by_stage = [seconds for stage, seconds in row["stages_s"][name].items() if stage != "wire_s"]
+    return [sum(stages) / step_s for *stages, step_s in zip(*by_stage, row["step_s"][step], strict=True)]
 
 
 def items_per_s(model: Model, times: Times, name: str, num_ranks: int) -> float:
@@ -120,7 +127,7 @@ def rank_methods(scale: LGrecoScale) -> list[Method]:
 def rank_steps(scale: LGrecoScale) -> int:
     """Of trainings from one seed, and of all turns."""
     turns = (1 + scale.rounds) * scale.turn_steps
-    return 2 * len(scale.ranks) * (scale.gpt.steps + turns)
+    return 2 * len(scale.ranks) * (scale.gpt.steps + scale.runs * turns)
 
 
 def figure_4_2(study: LGrecoStudy) -> list[Row]:
@@ -134,9 +141,7 @@ def figure_4_2(study: LGrecoStudy) -> list[Row]:
         )
         for rank in scale.ranks
     }
-    times = study.timing(NUM_RANKS).times(
-        study.model, rank_methods(scale), rounds=scale.rounds, steps=scale.turn_steps, rate=rate, on_turn=study.advance
-    )
+    (times,) = study.times(rank_methods(scale), rates=(rate,))
     points = [point(rank, *losses[rank], times) for rank in scale.ranks]
     _draw_4_2(study, points, name)
     data = {"points": points, "payload_bytes": times.payload_bytes, "step_s": times.rounds, "rate": name}
@@ -189,7 +194,7 @@ def _draw_profile(study: LGrecoStudy, all_times: AllTimes) -> None:
         shown = [("nothing sent", "#aaaaaa", 1e3 * times.step_s(NOTHING.name))]
         shown += [("fp32", FP32.colour, 1e3 * times.step_s(FP32.name))]
         shown += [(f"{POWERSGD.title}, uniform", POWERSGD.colour, 1e3 * times.step_s(POWERSGD.name))]
-        stages = times.stages[POWERSGD.name]
-        shown += [(f"  of it {title}", "#c9b3e6", 1e3 * stages[s]) for s, title in STAGES.items() if s in stages]
+        stages = times.least_stages[POWERSGD.name]
+        shown += [(f"  of it {title}", "#c9b3e6", 1e3 * fmean(stages[s])) for s, title in STAGES.items() if s in stages]
         plots.bars(axes, shown)
     plots.save(figure, study.picture("B.3"))

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
+from experiments.framework.instrument import SeparateRuns
+from experiments.framework.methods import Method
+from experiments.framework.replay import Compute
 from experiments.framework.study import Progress, Scale, Study
-from experiments.framework.timing import Timing, shown_rate
+from experiments.framework.timing import Times, shown_rate
 from experiments.papers.lgreco.gradients import Snapshot, along
 from experiments.papers.lgreco.tasks import PICTURES, PICTURES_SMOKE, WORDS, WORDS_SMOKE, Name, WordsTask, timed
 from experiments.policies.record import SMOKE as RECORDED_SMOKE
@@ -34,13 +37,15 @@ RATES: tuple[str, ...] = ("100mbit", "1gbit")
 
 @dataclass(frozen=True, kw_only=True)
 class LGrecoScale(Scale):
-    """``rounds`` turns of ``turn_steps`` steps of every method are timed. Up to ``margin`` of the loss or the accuracy
-    may be lost, and a training still ends at the same. A policy decides whenever a task is probed."""
+    """``runs`` separate runs of ``rounds`` turns of ``turn_steps`` replayed steps of every method are timed. Up to
+    ``margin`` of the loss or the accuracy may be lost, and a training still ends at the same. A policy decides whenever
+    a task is probed."""
 
     gpt: WordsTask = WORDS
     cnn: ImageTask = PICTURES
     margin: float = 0.01
-    rounds: int = 8
+    runs: int = 5
+    rounds: int = 3
     turn_steps: int = 2
     worlds: tuple[int, ...] = (2, 4)
     ranks: tuple[int, ...] = (8, 16, 32)
@@ -81,6 +86,7 @@ SMOKE = LGrecoScale(
     gpt=WORDS_SMOKE,
     cnn=PICTURES_SMOKE,
     seeds=1,
+    runs=1,
     rounds=1,
     turn_steps=1,
     worlds=(2,),
@@ -97,10 +103,12 @@ SMOKE = LGrecoScale(
 )
 
 
+@dataclass
 class LGrecoStudy(Study[LGrecoScale]):
     """Trainings, timings and gradients, which parts share."""
 
     prefix: ClassVar[str] = "lgreco-"
+    computes: dict[Model, Compute] = field(default_factory=dict)
 
     @property
     def rates(self) -> dict[str, str | None]:
@@ -129,10 +137,17 @@ class LGrecoStudy(Study[LGrecoScale]):
             self._trainings(name), variants, seeds=self.seeds, margin=self.scale.margin, control=CONTROL
         )
 
-    def timing(self, num_ranks: int) -> Timing:
+    def times(
+        self, methods: Sequence[Method], *, num_ranks: int = NUM_RANKS, rates: Sequence[str | None]
+    ) -> list[Times]:
+        """`SeparateRuns.times` of the scale's turns."""
+        turns: dict[str, Any] = {"rounds": self.scale.rounds, "steps": self.scale.turn_steps, "on_turn": self.advance}
+        return self.timing(num_ranks).times(self.model, methods, rates=rates, **turns)
+
+    def timing(self, num_ranks: int) -> SeparateRuns:
         """So many ranks that are timed, each behind a link of its own."""
         emulated = self.emulated and num_ranks > 1
-        return self.kept(num_ranks, lambda: Timing("links", emulated=emulated, num_ranks=num_ranks))
+        return SeparateRuns("links", emulated, num_ranks, self.scale.runs, self.computes)
 
     def snapshots(self, name: Name) -> list[Snapshot]:
         """Gradients along an uncompressed training in this process."""

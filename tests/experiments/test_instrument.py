@@ -1,0 +1,273 @@
+"""The instrument by which methods are timed: steps that are replayed, and intervals over separate runs."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.__main__ import main as experiments_main
+from experiments.framework.instrument import SeparateRuns, joined
+from experiments.framework.methods import FP32, NOTHING, THINWIRE
+from experiments.framework.replay import Clock, Compute, ReplayedTask, gradients_along, record
+from experiments.framework.timing import Times
+from experiments.framework.verdicts import faster_in_runs
+from experiments.tasks.models import TIMED_SMOKE
+from harness import run_ranks
+from thinwire import lab
+
+GPT = TIMED_SMOKE[0]
+
+
+class Machine:
+    """Takes the place of the ``time`` module: ``sleep`` lets time pass, and ``work`` costs a processor's, too."""
+
+    def __init__(self) -> None:
+        self.now = self.own = self.others = 0.0
+        self.beside = 0.0
+        """Seconds that another thread works during the next sleep."""
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def thread_time(self) -> float:
+        return self.own
+
+    def process_time(self) -> float:
+        return self.own + self.others
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds + 0.0001
+        self.others, self.beside = self.others + min(self.beside, seconds), max(0.0, self.beside - seconds)
+
+    def work(self, seconds: float) -> None:
+        self.now, self.own = self.now + seconds, self.own + seconds
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """One on which no thread waits for a core."""
+    made = Machine()
+    monkeypatch.setattr("experiments.framework.replay.time", made)
+    monkeypatch.setattr("experiments.framework.replay.os.listdir", lambda path: [])
+    return made
+
+
+def test_a_clock_that_is_not_started_lets_no_time_pass(machine: Machine) -> None:
+    Clock(3).compute(1.0)
+    Clock(3).settle()
+    assert machine.now < 0.001
+
+
+@pytest.mark.parametrize("slowdown", [1, 3])
+def test_computing_takes_as_many_times_as_long(machine: Machine, slowdown: int) -> None:
+    clock = Clock(slowdown)
+    clock.start()
+    gradient = torch.randn(8)
+    copy = clock.compute(0.05, gradient)
+    assert machine.now == pytest.approx(slowdown * 0.05, abs=0.0002)
+    assert copy is not None
+    assert copy is not gradient
+    assert torch.equal(copy, gradient)
+
+
+def test_that_sleep_ends_late_does_not_add_up(machine: Machine) -> None:
+    clock = Clock(1)
+    clock.start()
+    for _ in range(100):
+        clock.compute(0.001)
+    assert machine.now == pytest.approx(0.1, abs=0.0002)
+
+
+@pytest.mark.parametrize("slowdown", [1, 2])
+def test_computing_stands_still_while_another_thread_has_the_core(machine: Machine, slowdown: int) -> None:
+    clock = Clock(slowdown)
+    clock.start()
+    machine.beside = 0.02
+    clock.compute(0.1)
+    assert machine.now == pytest.approx(slowdown * 0.12, abs=0.001)
+    clock.settle()
+    assert machine.now == pytest.approx(slowdown * 0.12, abs=0.001)
+
+
+def test_work_between_computations_takes_as_many_times_as_long(machine: Machine) -> None:
+    clock = Clock(4)
+    machine.work(0.3)
+    clock.start()
+    clock.compute(0.1)
+    machine.work(0.05)
+    clock.settle()
+    assert machine.now == pytest.approx(0.3 + 4 * 0.15, abs=0.001)
+    # It is made up for once.
+    clock.settle()
+    clock.compute(0.1)
+    assert machine.now == pytest.approx(0.3 + 4 * 0.25, abs=0.001)
+
+
+def test_what_already_waited_for_a_core_does_not_wait_again(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "schedstat"
+    path.write_text("0 0 1")
+    monkeypatch.setattr("experiments.framework.replay.os.listdir", lambda folder: ["7"])
+    monkeypatch.setattr("experiments.framework.replay.Path", lambda name: path)
+    clock = Clock(2)
+    clock.start()
+    machine.work(0.05)
+    machine.now += 0.03
+    path.write_text("50000000 30000000 9")
+    clock.settle()
+    assert machine.now == pytest.approx(2 * 0.05, abs=0.001)
+
+
+# --- what is replayed
+
+
+def test_a_recorded_step_has_all_gradients_in_the_order_in_which_they_come() -> None:
+    compute = record(GPT.task)
+    names = [name for name, _ in GPT.task.build(0).named_parameters()]
+    assert sorted(compute.gradients_s) == sorted(names)
+    # The embedding is the output's matrix, too, and is done last.
+    assert list(compute.gradients_s)[-1] == names[0]
+    assert min(compute.forward_s, compute.optimizer_s, *compute.gradients_s.values()) >= 0
+    assert compute.step_s > 0
+    assert Compute.from_json(json.loads(json.dumps(vars(compute)))) == compute
+
+
+def test_replayed_steps_hand_out_what_they_are_given() -> None:
+    clock, compute = Clock(1), record(GPT.task)
+    task = ReplayedTask(GPT.task, compute, clock, GPT.task.bucket_cap_mb)
+    model = task.build(0)
+    optimizer = task.optimizer(model)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    clock.start()
+    for _ in range(2):
+        gradients = {name: torch.randn(p.shape, generator=generator) for name, p in before.items()}
+        started = time.perf_counter()
+        optimizer.zero_grad(set_to_none=True)
+        task.loss(model, gradients).backward()
+        optimizer.step()
+        assert time.perf_counter() - started >= 0.5 * compute.step_s
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, gradients[name]), name
+            assert torch.equal(parameter, before[name])
+
+
+def _along(rank: int) -> list[tuple[float, float]]:
+    """Norms of the gradients of two steps on this rank, and of those of a model that trains under DDP."""
+    batches = list(GPT.task.batches(0, rank, 2))[:2]
+    recorded = gradients_along(GPT.task, batches)
+    ddp = GPT.task.distribute(GPT.task.build(0))
+    optimizer = GPT.task.optimizer(ddp.module)
+    norms = []
+    for batch, gradients in zip(batches, recorded, strict=True):
+        with ddp.no_sync():
+            GPT.task.loss(ddp, batch).backward()
+        own = torch.cat([p.grad.flatten() for p in ddp.parameters() if p.grad is not None])
+        norms.append((float(torch.cat([g.flatten() for g in gradients.values()]).norm()), float(own.norm())))
+        optimizer.zero_grad(set_to_none=True)
+        GPT.task.loss(ddp, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return norms
+
+
+def test_gradients_are_recorded_along_a_training_by_all_ranks() -> None:
+    ranks = run_ranks(_along, 2)
+    assert ranks[0] != ranks[1]
+    for recorded, own in (norms for rank in ranks for norms in rank):
+        assert recorded == pytest.approx(own, rel=1e-4)
+
+
+def test_what_arrives_is_the_mean_of_what_the_ranks_replay() -> None:
+    runs = SeparateRuns("host", False, num_ranks=2, runs=1)
+    methods = (FP32, THINWIRE)
+    (found,) = runs.each(lambda timing: timing.errors(GPT, methods, steps=2, on_turn=lambda *_: None))
+    assert max(found["fp32"]) < 1e-6
+    assert all(0.02 < error < 0.5 for error in found["thinwire"])
+
+
+# --- separate runs
+
+
+def test_every_run_has_new_ranks_and_one_time_of_each_method() -> None:
+    turns: list[str] = []
+    runs = SeparateRuns("host", False, num_ranks=2, runs=2)
+    (found,) = runs.times(
+        GPT, (FP32, THINWIRE, NOTHING), rounds=2, steps=1, rates=(None,), on_turn=lambda _, title: turns.append(title)
+    )
+    assert {name: len(seconds) for name, seconds in found.rounds.items()} == {"fp32": 2, "thinwire": 2, "nothing": 2}
+    assert {name: len(seconds) for name, seconds in found.cpu_s.items()} == {"fp32": 2, "thinwire": 2, "nothing": 2}
+    assert runs.computes is not None
+    # No method is faster than what is computed.
+    assert min(min(seconds) for seconds in found.rounds.values()) >= 0.9 * runs.computes[GPT].step_s
+    assert len(turns) == 2 * 3 * 3
+    order = [0, 1, 2]
+    random.Random(0).shuffle(order)
+    assert turns[:3] == [(FP32, THINWIRE, NOTHING)[at].title for at in order]
+
+
+@pytest.mark.network
+@pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
+def test_links_are_as_much_slower_as_time() -> None:
+    runs = SeparateRuns("links", True, num_ranks=2, runs=1, num_cores=1)
+
+    def link(timing: Any) -> Any:
+        timing.times(GPT, (NOTHING,), rounds=1, steps=1, rate="100mbit", on_turn=lambda *_: None)
+        return timing.link
+
+    assert runs.each(link)[0]["rate_bps"] == [50_000_000] * 2
+
+
+def test_runs_are_joined_by_their_median_rounds() -> None:
+    def run(scale: float) -> Times:
+        rounds = {"a": (scale, 3 * scale, 2 * scale), "b": (scale, scale, scale)}
+        stages = {"a": {"encode_s": scale}}
+        return Times(rounds, {"a": 7.0}, {}, stages, {"a": {"encode_s": rounds["a"]}}, rounds)
+
+    found = joined([run(1.0), run(10.0)])
+    assert found.rounds == found.cpu_s == {"a": (2.0, 20.0), "b": (1.0, 10.0)}
+    assert found.least_stages == {"a": {"encode_s": (2.0, 20.0)}}
+    assert found.stages == {"a": {"encode_s": 5.5}}
+    assert found.times_faster("b", "a") == 2.0
+
+
+def test_separate_runs_are_judged_by_what_they_differ_by_themselves() -> None:
+    assert faster_in_runs([1.02, 1.03, 1.025]).holds is True
+    assert faster_in_runs([1.02, 1.03, 1.025], 1.1).holds is False
+    unclear = faster_in_runs([1.02, 0.97, 1.025])
+    assert unclear.holds is None
+    assert "cannot be told" in unclear.why
+    assert faster_in_runs([3.0]).holds is None
+
+
+# --- what it can be trusted with
+
+
+@pytest.mark.network
+@pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
+def test_replayed_steps_are_compared_with_computed_ones(tmp_path: Path) -> None:
+    path = tmp_path / "instrument.json"
+    options = ["--smoke", "--runs", "2", "--rounds", "1", "--steps", "1", "--json", str(path)]
+    assert experiments_main(["bench", "instrument", *options]) == 0
+    rows = {row["name"]: row for row in json.loads(path.read_text())["results"]}
+    kinds = {name.partition("/")[0] for name in rows}
+    assert {"replayed", "slowed", "computed_s"} < kinds
+    assert sum(kind.startswith("itself, ") for kind in kinds) == 2
+    for name, row in rows.items():
+        assert row["value"] > 0, name
+        if not name.startswith("computed_s"):
+            assert row["lower"] <= row["value"] <= row["upper"]
+            assert len(row["by_run"]) == 2
+
+
+def test_a_bad_number_of_runs_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert experiments_main(["bench", "instrument", "--runs", "1"]) == 64
+    assert "--runs 1" in " ".join(capsys.readouterr().err.split())
