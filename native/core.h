@@ -7,7 +7,7 @@ namespace thinwire {
 constexpr int64_t kGroup = 128;        // codes are packed in groups of this many
 constexpr int64_t kHalf = 64;          // each half of a group takes one 16-bit half of the same random words
 constexpr int64_t kTile = 2048;        // elements processed at a time: 8 KB of fp32, well inside the L1 cache
-constexpr int64_t kAhead = 4096;       // prefetch distance into the L2 cache, in elements
+constexpr int64_t kAhead = 2048;       // prefetch distance, in elements: 8 KB, of which the L1 cache holds several
 constexpr int64_t kLoaded = 16384;     // elements of a block that is converted or summed first, and stays in L2
 constexpr int64_t kDirect = 131072;    // elements of a block that is read in place twice, the second time from L2
 constexpr int64_t kMaxBuckets = kTile; // buckets of one block

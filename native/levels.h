@@ -78,7 +78,7 @@ static void level_scales(const FloatJob& job, const Row& row, int64_t at, int64_
     const float* x = (const float*)job.own + row.start + at + i;
     if (job.own_dtype != kFloat32) read_floats(job.own, job.own_dtype, row.start + at + i, count, s.tile), x = s.tile;
     if (job.own_dtype == kFloat32 && at + i + count + kAhead <= row.numel) {
-      for (int64_t j = 0; j < count; j += 16) __builtin_prefetch(x + kAhead + j, 0, 2);
+      for (int64_t j = 0; j < count; j += 16) __builtin_prefetch(x + kAhead + j, 0, 3);
     }
     measure_bucket(x, count, low, high, bad);
   }

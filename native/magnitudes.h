@@ -50,8 +50,8 @@ static void add_residual(const FloatJob& job, const Row& row, int64_t at, int64_
     if (job.own_dtype != kFloat32) read_floats(job.own, job.own_dtype, i, count, s.tile), x = s.tile;
     if (i + count + kAhead <= row.start + row.numel) {
       for (int64_t j = 0; j < count; j += 16) {
-        if (x != s.tile) __builtin_prefetch(x + kAhead + j, 0, 2);
-        __builtin_prefetch(job.now + i + kAhead + j, 0, 2), __builtin_prefetch(job.next + i + kAhead + j, 1, 2);
+        if (x != s.tile) __builtin_prefetch(x + kAhead + j, 0, 3);
+        __builtin_prefetch(job.now + i + kAhead + j, 0, 3), __builtin_prefetch(job.next + i + kAhead + j, 1, 3);
       }
     }
     add_scaled(x, job.now + i, job.loss_scale, count, job.next + i);
