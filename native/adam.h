@@ -1,59 +1,81 @@
-// Adam's moments: a gradient normalised by the root of its second moment, and a step of the weights. One pass each, one
-// rounding per operation. The loops are vectorised by the compiler. Included inside a level's namespace.
+// Adam's moments: gradients normalised by the root of their second moment, and a step of the weights. One pass each, one
+// rounding per operation. Included inside a level's namespace.
 
-// n elements of a gradient, whose moments afterwards go to `squares` and `momenta`.
+// Calls visit(layer, first element, last element) for what the tiles [begin, end) of all layers hold of each.
+template <class Layer, class Visit>
+static void for_layers(const Layer* layers, int64_t count, int64_t begin, int64_t end, Visit visit) {
+  int64_t before = 0;
+  for (const Layer* layer = layers; layer < layers + count && before < end; layer++) {
+    const int64_t tiles = ceil_div(layer->numel, kTile);
+    const int64_t first = begin > before ? begin - before : 0, last = end - before < tiles ? end - before : tiles;
+    if (first < last) visit(*layer, first * kTile, last < tiles ? last * kTile : layer->numel);
+    before += tiles;
+  }
+}
+
+// A moment after the step is not read soon.
+static inline void put_moment(float* to, Floats moment, bool past_caches) {
+  past_caches ? store_past_caches(to, moment) : store(to, moment);
+}
+
 template <bool kMomentum>
-THINWIRE_APART static void normalise_tile(const Normalise& job, int64_t at, int64_t n, float* __restrict squares,
-                                          float* __restrict momenta) {
-  float* __restrict gradient = job.gradient + at;
-  const float* __restrict square = job.square.before + at;
-  const float* __restrict momentum = kMomentum ? job.momentum.before + at : nullptr;
+THINWIRE_APART static void normalise_layer(const Normalise& job, int64_t begin, int64_t end) {
   const float square_kept = job.square.kept, square_added = job.square.added;
   const float momentum_kept = job.momentum.kept, momentum_added = job.momentum.added;
   const float eps = job.eps, factor = job.factor;
-  for (int64_t i = 0; i < n; i++) {
-    const float g = gradient[i];
-    const float v = square[i] * square_kept + (g * square_added) * g;
-    const float top = kMomentum ? momentum[i] * momentum_kept + g * momentum_added : g;
-    squares[i] = v;
-    if (kMomentum) momenta[i] = top;
-    gradient[i] = top / (__builtin_sqrtf(v) + eps) * factor;
+  // Returns what is sent in the place of g; v and m are the moments before and then after.
+  const auto normalise = [&](Floats g, Floats& v, Floats& m) {
+    v = v * square_kept + (g * square_added) * g;
+    m = kMomentum ? m * momentum_kept + g * momentum_added : g;
+    return m / (root(v) + eps) * factor;
+  };
+  float *gradient = job.gradient, *square = job.square.after, *momentum = job.momentum.after;
+  const bool squares_past = (uintptr_t)square % sizeof(Floats) == 0;
+  const bool momenta_past = (uintptr_t)momentum % sizeof(Floats) == 0;
+  int64_t i = begin;
+  for (; i + kLanes <= end; i += kLanes) {
+    Floats v = load<Floats>(job.square.before + i), m = {};
+    if (kMomentum) m = load<Floats>(job.momentum.before + i);
+    const Floats sent = normalise(load<Floats>(gradient + i), v, m);
+    put_moment(square + i, v, squares_past);
+    if (kMomentum) put_moment(momentum + i, m, momenta_past);
+    store(gradient + i, sent);
+  }
+  if (const int64_t bytes = 4 * (end - i)) {
+    Floats g = {}, v = {}, m = {};
+    std::memcpy(&g, gradient + i, bytes), std::memcpy(&v, job.square.before + i, bytes);
+    if (kMomentum) std::memcpy(&m, job.momentum.before + i, bytes);
+    const Floats sent = normalise(g, v, m);
+    std::memcpy(square + i, &v, bytes), std::memcpy(gradient + i, &sent, bytes);
+    if (kMomentum) std::memcpy(momentum + i, &m, bytes);
   }
 }
 
-// Elements between two bursts of non-temporal stores: with a whole tile, loads would wait for them.
-constexpr int64_t kBurst = 256;
-
-static void normalise(const Normalise& job, int64_t begin, int64_t end) {
-  static_assert(kTile % kBurst == 0);
-  alignas(64) float squares[kBurst], momenta[kBurst];
-  for (int64_t at = begin * kTile; at < end * kTile && at < job.numel; at += kBurst) {
-    const int64_t n = job.numel - at < kBurst ? job.numel - at : kBurst;
-    if (job.momentum.before) {
-      normalise_tile<true>(job, at, n, squares, momenta);
-      stream(momenta, n, job.momentum.after + at);
-    } else {
-      normalise_tile<false>(job, at, n, squares, momenta);
-    }
-    stream(squares, n, job.square.after + at);
-  }
+static void normalise(const Normalise* layers, int64_t count, int64_t begin, int64_t end) {
+  for_layers(layers, count, begin, end, [](const Normalise& job, int64_t first, int64_t last) {
+    job.momentum.before ? normalise_layer<true>(job, first, last) : normalise_layer<false>(job, first, last);
+  });
   settle_stores();
 }
 
-static void apply(const Apply& job, int64_t begin, int64_t end) {
-  const int64_t last = end * kTile < job.numel ? end * kTile : job.numel;
+// The loops are vectorised by the compiler.
+THINWIRE_APART static void apply_layer(const Apply& job, int64_t begin, int64_t end) {
   float* __restrict weights = job.weights;
   const float* __restrict update = job.update;
   float* __restrict momentum = job.momentum.after;
   const float momentum_kept = job.momentum.kept, momentum_added = job.momentum.added;
   const float kept = job.kept, size = job.size;
   if (!momentum) {
-    for (int64_t i = begin * kTile; i < last; i++) weights[i] = weights[i] * kept - update[i] * size;
+    for (int64_t i = begin; i < end; i++) weights[i] = weights[i] * kept - update[i] * size;
     return;
   }
-  for (int64_t i = begin * kTile; i < last; i++) {
+  for (int64_t i = begin; i < end; i++) {
     const float m = momentum[i] * momentum_kept + update[i] * momentum_added;
     momentum[i] = m;
     weights[i] = weights[i] * kept - m * size;
   }
+}
+
+static void apply(const Apply* layers, int64_t count, int64_t begin, int64_t end) {
+  for_layers(layers, count, begin, end, apply_layer);
 }

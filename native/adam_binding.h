@@ -15,27 +15,42 @@ int64_t read_numel(Arguments& in) {
   return numel;
 }
 
-// adam_normalise(gradient, numel, *square, *momentum, eps, factor)
-PyObject* py_adam_normalise(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  Arguments in(args, count);
-  Normalise job;
-  job.gradient = in.address<float>(), job.numel = read_numel(in);
-  job.square = read_moving(in), job.momentum = read_moving(in);
-  job.eps = in.real(), job.factor = in.real();
-  in.require(job.square.before || !job.numel, "a second moment is needed");
-  if (in.failed()) return nullptr;
-  return none_if(call(job.numel, [&](const Machine& now) { return adam_normalise(now, job); }));
+// gradient, numel, *square, *momentum, eps, factor
+void read_layer(Arguments& in, Normalise& layer) {
+  layer.gradient = in.address<float>(), layer.numel = read_numel(in);
+  layer.square = read_moving(in), layer.momentum = read_moving(in);
+  layer.eps = in.real(), layer.factor = in.real();
+  in.require(layer.square.before || !layer.numel, "a second moment is needed");
 }
 
-// adam_apply(weights, update, numel, *momentum, kept, size)
-PyObject* py_adam_apply(PyObject*, PyObject* const* args, Py_ssize_t count) {
+// weights, update, numel, *momentum, kept, size
+void read_layer(Arguments& in, Apply& layer) {
+  layer.weights = in.address<float>(), layer.update = in.address<const float>(), layer.numel = read_numel(in);
+  layer.momentum = read_moving(in);
+  layer.kept = in.real(), layer.size = in.real();
+}
+
+// Runs `work` on layers of kFields arguments each, end to end.
+template <class Layer, int kFields>
+PyObject* on_layers(PyObject* const* args, Py_ssize_t count, Status (*work)(const Machine&, const Layer*, int64_t)) {
   Arguments in(args, count);
-  Apply job;
-  job.weights = in.address<float>(), job.update = in.address<const float>(), job.numel = read_numel(in);
-  job.momentum = read_moving(in);
-  job.kept = in.real(), job.size = in.real();
+  const int64_t num_layers = ceil_div(count, kFields);
+  const std::unique_ptr<Layer[]> layers(new (std::nothrow) Layer[num_layers]);
+  if (!layers) return PyErr_NoMemory();
+  int64_t elements = 0;
+  for (int64_t i = 0; i < num_layers; i++) read_layer(in, layers[i]), elements += layers[i].numel;
   if (in.failed()) return nullptr;
-  return none_if(call(job.numel, [&](const Machine& now) { return adam_apply(now, job); }));
+  return none_if(call(elements, [&](const Machine& now) { return work(now, layers.get(), num_layers); }));
+}
+
+// adam_normalise(*layers)
+PyObject* py_adam_normalise(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return on_layers<Normalise, 12>(args, count, adam_normalise);
+}
+
+// adam_apply(*layers)
+PyObject* py_adam_apply(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return on_layers<Apply, 9>(args, count, adam_apply);
 }
 
 #define THINWIRE_ADAM_METHODS                                                                                          \

@@ -28,9 +28,9 @@ struct Apply {
 };
 
 struct AdamKernels {
-  // Tiles [begin, end) of kTile elements.
-  void (*normalise)(const Normalise&, int64_t begin, int64_t end);
-  void (*apply)(const Apply&, int64_t begin, int64_t end);
+  // Tiles [begin, end) of kTile elements of all layers, in order.
+  void (*normalise)(const Normalise* layers, int64_t count, int64_t begin, int64_t end);
+  void (*apply)(const Apply* layers, int64_t count, int64_t begin, int64_t end);
 };
 
 } // namespace thinwire

@@ -8,6 +8,8 @@
 #include <Python.h>
 
 #include <cstring>
+#include <memory>
+#include <new>
 
 #include "dispatch.h"
 #include "shared_words.h"

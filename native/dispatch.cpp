@@ -70,14 +70,15 @@ Status encode_wide(const Machine& machine, const Job& job, const Row& row) {
   return done ? kDone : kThreadsFailed;
 }
 
+// Of rows, or of other parts that have a number of elements.
 struct Size {
   int64_t elements = 0, tiles = 0;
 
-  explicit Size(const Job& job) {
-    for (int64_t r = 0; r < job.num_rows; r++) {
-      elements += job.rows[r].numel, tiles += ceil_div(job.rows[r].numel, kTile);
-    }
+  template <class Part>
+  Size(const Part* parts, int64_t count) {
+    for (int64_t i = 0; i < count; i++) elements += parts[i].numel, tiles += ceil_div(parts[i].numel, kTile);
   }
+  explicit Size(const Job& job) : Size(job.rows, job.num_rows) {}
 };
 
 } // namespace
@@ -140,14 +141,16 @@ Status checksum(const Machine& machine, const uint8_t* message, int64_t num_byte
   return run(machine, pieces, words, work) ? kDone : kThreadsFailed;
 }
 
-Status adam_normalise(const Machine& machine, const Normalise& job) {
-  auto work = [&](int64_t begin, int64_t end) { machine.kernels->adam->normalise(job, begin, end); };
-  return run(machine, ceil_div(job.numel, kTile), job.numel, work) ? kDone : kThreadsFailed;
+Status adam_normalise(const Machine& machine, const Normalise* layers, int64_t count) {
+  const Size size(layers, count);
+  auto work = [&](int64_t begin, int64_t end) { machine.kernels->adam->normalise(layers, count, begin, end); };
+  return run(machine, size.tiles, size.elements, work) ? kDone : kThreadsFailed;
 }
 
-Status adam_apply(const Machine& machine, const Apply& job) {
-  auto work = [&](int64_t begin, int64_t end) { machine.kernels->adam->apply(job, begin, end); };
-  return run(machine, ceil_div(job.numel, kTile), job.numel, work) ? kDone : kThreadsFailed;
+Status adam_apply(const Machine& machine, const Apply* layers, int64_t count) {
+  const Size size(layers, count);
+  auto work = [&](int64_t begin, int64_t end) { machine.kernels->adam->apply(layers, count, begin, end); };
+  return run(machine, size.tiles, size.elements, work) ? kDone : kThreadsFailed;
 }
 
 #include "floats_dispatch.h"

@@ -29,8 +29,8 @@ Status decode(const Machine&, const Job&);
 Status sum(const Machine&, const Job&);
 Status checksum(const Machine&, const uint8_t* message, int64_t num_bytes, uint64_t& result);
 
-Status adam_normalise(const Machine&, const Normalise&);
-Status adam_apply(const Machine&, const Apply&);
+Status adam_normalise(const Machine&, const Normalise* layers, int64_t count);
+Status adam_apply(const Machine&, const Apply* layers, int64_t count);
 
 // floats_dispatch.h
 Status natural_encode(const Machine&, const FloatJob&);

@@ -57,6 +57,20 @@ static inline Floats lesser(Floats v, Floats kept) { return ((v < kept) | (v != 
 static inline Floats greater(Floats v, Floats kept) { return ((v > kept) | (v != v)) ? v : kept; }
 #endif
 
+// The square root, rounded to nearest.
+static inline Floats root(Floats v) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_sqrt_ps((__m512)v);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_sqrt_ps((__m256)v);
+#elif defined(__SSE2__)
+  return (Floats)_mm_sqrt_ps((__m128)v);
+#else
+  for (int i = 0; i < kLanes; i++) v[i] = __builtin_sqrtf(v[i]);
+  return v;
+#endif
+}
+
 // The bits of |v|, whose order is that of the values; a NaN's are above those of infinity.
 static inline Ints magnitude(Floats v) { return bits_of<Ints>(v) & 0x7FFFFFFF; }
 

@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from rich.console import Console
@@ -14,12 +14,22 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from thinwire import kernels
-from thinwire.kernels import Format, Residual
+from thinwire.collectives.layout import SLICE
+from thinwire.kernels import AdamGradient, Format, Moving, Residual
 from thinwire.optim import CompressedAdamW
 from thinwire.results import OutputFile, Results
 
-_Row = Iterator[None]
-"""One row of the table: it stops before each turn, with new gradients, and is timed until it stops again."""
+_Turns = Iterator[None]
+"""It stops before each turn, with new gradients, and is timed until it stops again."""
+
+
+class _Row(NamedTuple):
+    """One row of the table."""
+
+    turns: _Turns
+    touched: int
+    """Values that it reads or writes for each weight, if every pass over memory is counted: 2 for a copy."""
+
 
 _FUSED, _COPY = "torch.optim.AdamW(fused=True)", "copy_"
 _WIDTH = 1024
@@ -30,7 +40,8 @@ def optimizer(*, size_mb: float = 64.0, threads: int = 1, turns: int = 15, json:
 
     A step is what the optimizer does before and after the network: it normalises the gradients that are to be sent and
     moves the weights by their mean. Encoding with error feedback, which any optimizer pays for compression, is a row of
-    its own. All rows take turns, so a noisy machine is noisy for all alike; figures are medians.
+    its own; so are normalising and encoding together, all gradients before all messages or those of each message just
+    before it. All rows take turns, so a noisy machine is noisy for all alike; figures are medians.
 
     Examples:
       python -m experiments bench optimizer
@@ -50,18 +61,19 @@ def optimizer(*, size_mb: float = 64.0, threads: int = 1, turns: int = 15, json:
     torch.set_num_threads(threads)
     try:
         with console.status(f"{size_mb:g} MB, {threads} threads: {turns} turns ..."):
-            seconds = measure(count, turns)
+            measured = measure(count, turns)
     finally:
         torch.set_num_threads(before)
     about = {"cpu_level": kernels.cpu_level(), "threads": threads, "size_mb": size_mb, "turns": turns}
     results = Results("python -m experiments bench optimizer", about=about)
     table = Table()
-    for column in ("", "ms", "of fused AdamW"):
+    for column in ("", "ms", "of fused", "values/s"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    for name, taken in seconds.items():
-        over = taken / seconds[_FUSED]
-        results.add(f"cpu_seconds/{name}", taken, "s", over_fused=over)
-        table.add_row(name, f"{1e3 * taken:.2f}", f"{over:.2f}x")
+    for name, (taken, touched) in measured.items():
+        over = taken / measured[_FUSED][0]
+        of_copy = touched / taken / (measured[_COPY][1] / measured[_COPY][0])
+        results.add(f"cpu_seconds/{name}", taken, "s", over_fused=over, touched=touched, of_copy=of_copy)
+        table.add_row(name, f"{1e3 * taken:.2f}", f"{over:.2f}x", f"{of_copy:.2f}x")
     console.print(f"CPU seconds of a step, {size_mb:g} MB of fp32 weights, {threads} threads")
     console.print(table)
     if json:
@@ -69,26 +81,29 @@ def optimizer(*, size_mb: float = 64.0, threads: int = 1, turns: int = 15, json:
     return 0
 
 
-def measure(count: int, turns: int) -> Mapping[str, float]:
-    """Median CPU seconds of each row, for ``count`` matrices and vectors."""
+def measure(count: int, turns: int) -> Mapping[str, tuple[float, int]]:
+    """Median CPU seconds of each row, for ``count`` matrices and vectors, and the values it touches for each weight."""
     shapes = {f"{kind}{i}": shape for i in range(count) for kind, shape in (("w", (_WIDTH, _WIDTH)), ("b", (_WIDTH,)))}
-    rows: dict[str, _Row] = {_COPY: _copy(shapes), _FUSED: _fused(shapes)}
+    numel = sum(math.prod(shape) for shape in shapes.values())
+    rows = {_COPY: _Row(_copy(shapes), 2), _FUSED: _Row(_fused(shapes), 7)}
     for order in ("pre", "update"):
-        rows |= {f"CompressedAdamW, {order}": _compressed(shapes, order)}
+        rows[f"CompressedAdamW, {order}"] = _Row(_compressed(shapes, order), 9)
     for bits in (2, 4):
-        rows[f"encoding in {bits} bits, with error feedback"] = _encoding(shapes, Format(bits, 128))
+        rows[f"encoding in {bits} bits, with error feedback"] = _Row(_encoding(numel, Format(bits, 128)), 3)
+    for how, together in (("apart", False), ("together", True)):
+        rows[f"normalising and encoding in 2 bits, {how}"] = _Row(_sending(numel, Format(2, 128), together), 7)
     taken: dict[str, list[float]] = {name: [] for name in rows}
     for turn in range(turns + 1):
         for name, row in rows.items():
-            next(row)
+            next(row.turns)
             start = time.process_time()
-            next(row)
+            next(row.turns)
             if turn:  # the first turn makes state
                 taken[name].append(time.process_time() - start)
-    return {name: statistics.median(values) for name, values in taken.items()}
+    return {name: (statistics.median(values), rows[name].touched) for name, values in taken.items()}
 
 
-def _copy(shapes: Mapping[str, Sequence[int]]) -> _Row:
+def _copy(shapes: Mapping[str, Sequence[int]]) -> _Turns:
     pairs = [(torch.randn(*shape), torch.empty(*shape)) for shape in shapes.values()]
     while True:
         yield
@@ -108,7 +123,7 @@ def _renew_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) 
         parameter.grad.copy_(gradient)
 
 
-def _fused(shapes: Mapping[str, Sequence[int]]) -> _Row:
+def _fused(shapes: Mapping[str, Sequence[int]]) -> _Turns:
     parameters = _parameters(shapes)
     gradients = [torch.randn_like(parameter) for parameter in parameters]
     torch_adamw = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
@@ -119,26 +134,51 @@ def _fused(shapes: Mapping[str, Sequence[int]]) -> _Row:
         yield
 
 
-def _compressed(shapes: Mapping[str, Sequence[int]], order: Literal["pre", "update"]) -> _Row:
+def _compressed(shapes: Mapping[str, Sequence[int]], order: Literal["pre", "update"]) -> _Turns:
     parameters = _parameters(shapes)
     gradients = [torch.randn_like(parameter) for parameter in parameters]
     ours = CompressedAdamW(parameters, lr=1e-3, order=order)
     while True:
         _renew_gradients(parameters, gradients)
         yield
-        for parameter in parameters:
-            assert parameter.grad is not None
-            ours.outgoing(parameter, parameter.grad.view(-1), 1.0)
+        ours.outgoing([(p, p.grad) for p in parameters if p.grad is not None], 1.0)
         ours.step()
         yield
 
 
-def _encoding(shapes: Mapping[str, Sequence[int]], form: Format) -> _Row:
-    numel = sum(math.prod(shape) for shape in shapes.values())
-    x, table = torch.randn(numel), kernels.Table(torch.tensor([[0, numel, 0, 0, kernels.site_id("bench")]]))
-    message = torch.zeros(kernels.bucketed_bytes(numel, form), dtype=torch.uint8)
-    residual = Residual(torch.zeros(numel), torch.zeros(numel), 1.0)
+def _encoding(numel: int, form: Format) -> _Turns:
+    x, message = torch.randn(numel), torch.zeros(kernels.bucketed_bytes(numel, form), dtype=torch.uint8)
+    residual, table = _residual(numel), _table(0, numel)
     while True:
         yield
         kernels.bucketed_encode(x, table, message, form, key=1, residual=residual)
         yield
+
+
+def _sending(numel: int, form: Format, together: bool) -> _Turns:
+    """Normalising gradients, and encoding them in messages as long as the library's: ``together``, or one after the
+    other."""
+    gradients, x, residual = torch.randn(numel), torch.empty(numel), _residual(numel)
+    before, after = torch.rand(numel), torch.empty(numel)
+    slices = [slice(start, min(start + SLICE, numel)) for start in range(0, numel, SLICE)]
+    tables = [_table(part.start, part.stop - part.start) for part in slices]
+    message = torch.zeros(kernels.bucketed_bytes(SLICE, form), dtype=torch.uint8)
+    layers = [AdamGradient(x[at], Moving(before[at], after[at], 0.999), None, 1e-8, 1e-3) for at in slices]
+    while True:
+        x.copy_(gradients)
+        yield
+        if not together:
+            kernels.adam_normalise(layers)
+        for layer, table in zip(layers, tables, strict=True):
+            if together:
+                kernels.adam_normalise([layer])
+            kernels.bucketed_encode(x, table, message, form, key=1, residual=residual)
+        yield
+
+
+def _residual(numel: int) -> Residual:
+    return Residual(torch.zeros(numel), torch.zeros(numel), 1.0)
+
+
+def _table(start: int, numel: int) -> kernels.Table:
+    return kernels.Table(torch.tensor([[start, numel, 0, 0, kernels.site_id("bench")]]))

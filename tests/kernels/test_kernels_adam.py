@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from kernel_levels import check, needs_native
-from thinwire.kernels import Moving, adam_apply, adam_normalise
+from thinwire.kernels import AdamGradient, AdamStep, Moving, adam_apply, adam_normalise
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,37 +28,58 @@ def _values(numel: int, seed: int) -> Tensor:
     return values
 
 
+def _at(offset: int, values: Tensor) -> Tensor:
+    """The same values so many elements behind an address that is a multiple of 64."""
+    return torch.cat([torch.full((offset,), 7.0), values])[offset:]
+
+
+def _layers(sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Seed, elements and offset of layers of these sizes, one after the other at aligned and at other addresses."""
+    for i, numel in enumerate(sizes):
+        yield 10 * i, numel, i % 2
+
+
 @needs_native
-@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("sizes", [(numel,) for numel in SIZES] + [SIZES, SIZES[::-1]], ids=str)
 @pytest.mark.parametrize("first", [False, True], ids=["second moment", "both moments"])
-def test_normalising_has_the_same_bits_everywhere(numel: int, first: bool) -> None:
+def test_normalising_has_the_same_bits_everywhere(sizes: tuple[int, ...], first: bool) -> None:
     def run() -> dict[str, Tensor]:
-        gradient, before, after = _values(numel, 0), _values(numel, 1).abs(), torch.full((numel,), 7.0)
-        momentum, momentum_after = _values(numel, 2), torch.full((numel,), 7.0)
-        moving = Moving(momentum, momentum_after, 0.9) if first else None
-        adam_normalise(gradient, Moving(before, after, 0.999), moving, eps=1e-8, factor=3e-4)
-        return {"sent": gradient, "square": after, "momentum": momentum_after, "before": before}
+        layers, found = [], {}
+        for seed, numel, offset in _layers(sizes):
+            gradient, momentum = _at(offset, _values(numel, seed)), _at(offset, _values(numel, seed + 2))
+            before, after = _values(numel, seed + 1).abs(), _at(offset, torch.full((numel,), 7.0))
+            momentum_after = torch.full((numel,), 7.0)
+            moving = Moving(momentum, momentum_after, 0.9) if first else None
+            layers.append(AdamGradient(gradient, Moving(before, after, 0.999), moving, 1e-8, 3e-4))
+            found |= {f"sent {seed}": gradient, f"square {seed}": after, f"momentum {seed}": momentum_after}
+            found |= {f"before {seed}": before}
+        adam_normalise(layers)
+        return found
 
-    check(run, threads=(1, 2) if numel > 10**5 else (1,))
+    check(run, threads=(1, 2) if sum(sizes) > 10**5 else (1,))
 
 
 @needs_native
-@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("sizes", [(numel,) for numel in SIZES] + [SIZES, SIZES[::-1]], ids=str)
 @pytest.mark.parametrize("first", [False, True], ids=["update", "momentum"])
-def test_a_step_has_the_same_bits_everywhere(numel: int, first: bool) -> None:
+def test_a_step_has_the_same_bits_everywhere(sizes: tuple[int, ...], first: bool) -> None:
     def run() -> dict[str, Tensor]:
-        weights, update, momentum = (_values(numel, seed) for seed in (3, 4, 5))
-        moving = Moving(momentum, momentum, 0.9) if first else None
-        adam_apply(weights, update, moving, kept=0.9999, size=1.7)
-        return {"weights": weights, "momentum": momentum}
+        layers, found = [], {}
+        for seed, numel, offset in _layers(sizes):
+            weights, update, momentum = (_at(offset, _values(numel, seed + i)) for i in (3, 4, 5))
+            moving = Moving(momentum, momentum, 0.9) if first else None
+            layers.append(AdamStep(weights, update, moving, 0.9999, 1.7))
+            found |= {f"weights {seed}": weights, f"momentum {seed}": momentum}
+        adam_apply(layers)
+        return found
 
-    check(run, threads=(1, 2) if numel > 10**5 else (1,))
+    check(run, threads=(1, 2) if sum(sizes) > 10**5 else (1,))
 
 
 def test_normalising_is_the_formula() -> None:
     g, v, m = torch.randn(300), torch.rand(300), torch.randn(300)
     gradient, square, momentum = g.clone(), v.clone(), torch.empty(300)
-    adam_normalise(gradient, Moving(v, square, 0.99), Moving(m, momentum, 0.9), eps=1e-3, factor=0.5)
+    adam_normalise([AdamGradient(gradient, Moving(v, square, 0.99), Moving(m, momentum, 0.9), 1e-3, 0.5)])
     torch.testing.assert_close(square, 0.99 * v + 0.01 * g * g)
     torch.testing.assert_close(momentum, 0.9 * m + 0.1 * g)
     torch.testing.assert_close(gradient, 0.5 * momentum / (square.sqrt() + 1e-3))
@@ -68,7 +90,7 @@ def test_a_step_is_the_formula_also_of_weights_in_another_layout() -> None:
     expected = 0.99 * w - 2 * (0.9 * m + 0.1 * d)
     for weights in (w.clone(), w.t().contiguous().t()):
         momentum = m.clone()
-        adam_apply(weights, d, Moving(momentum, momentum, 0.9), kept=0.99, size=2.0)
+        adam_apply([AdamStep(weights, d, Moving(momentum, momentum, 0.9), 0.99, 2.0)])
         torch.testing.assert_close(weights, expected)
 
 
@@ -76,6 +98,6 @@ def test_autograd_notices_a_step_between_forward_and_backward() -> None:
     weights = torch.randn(5, requires_grad=True)
     loss = weights.square().sum()
     with torch.no_grad():
-        adam_apply(weights, torch.ones(5), kept=1.0)
+        adam_apply([AdamStep(weights, torch.ones(5), None, 1.0, 1.0)])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

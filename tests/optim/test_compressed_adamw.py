@@ -55,14 +55,16 @@ def test_the_order_pre_normalises_before_the_momentum() -> None:
 
 
 @pytest.mark.parametrize("order", ["pre", "update"])
-def test_the_mean_of_what_one_rank_sends_is_the_step_without_sending(order: Any) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_mean_of_what_one_rank_sends_is_the_step_without_sending(order: Any, count: int) -> None:
+    """Whether all parameters are sent or only the first."""
     (sent, gradients), (alone, _) = _problem(), _problem()
     first, second = CompressedAdamW(sent, order=order, **OPTIONS), CompressedAdamW(alone, order=order, **OPTIONS)
     for step in gradients:
-        for parameter, gradient in zip(sent, step, strict=True):
-            flat = gradient.clone().reshape(-1)
-            first.outgoing(parameter, flat, 1.0)
-            parameter.grad = flat.view_as(parameter)
+        updates = [gradient.clone() for gradient in step]
+        for parameter, update in zip(sent, updates, strict=True):
+            parameter.grad = update
+        first.outgoing(list(zip(sent, updates, strict=True))[:count], 1.0)
         first.step()
     _train(second, alone, gradients)
     assert all(torch.equal(a, b) for a, b in zip(sent, alone, strict=True))
@@ -72,9 +74,9 @@ def test_a_loss_scale_cancels() -> None:
     (scaled, gradients), (plain, _) = _problem(), _problem()
     found = []
     for parameters, scale in ((scaled, 1024.0), (plain, 1.0)):
-        flat = gradients[0][0].reshape(-1) * scale
-        CompressedAdamW(parameters, **OPTIONS).outgoing(parameters[0], flat, scale)
-        found.append(flat / scale)
+        gradient = gradients[0][0] * scale
+        CompressedAdamW(parameters, **OPTIONS).outgoing([(parameters[0], gradient)], scale)
+        found.append(gradient / scale)
     torch.testing.assert_close(found[0], found[1])
 
 
@@ -83,11 +85,12 @@ def test_a_step_that_is_skipped_leaves_no_trace(order: Any) -> None:
     (parameters, gradients), (undisturbed, _) = _problem(), _problem()
     optimizer = CompressedAdamW(parameters, order=order, **OPTIONS)
     _train(optimizer, parameters, gradients[:3])
-    optimizer.outgoing(parameters[0], torch.full((15,), math.inf), 1.0)  # GradScaler finds infinity and does not step
-    for parameter, gradient in zip(parameters, gradients[3], strict=True):
-        flat = gradient.clone().reshape(-1)
-        optimizer.outgoing(parameter, flat, 1.0)
-        parameter.grad = flat.view_as(parameter)
+    infinite = torch.full_like(gradients[3][0], math.inf)
+    optimizer.outgoing([(parameters[0], infinite)], 1.0)  # GradScaler finds infinity and does not step
+    updates = [gradient.clone() for gradient in gradients[3]]
+    optimizer.outgoing(list(zip(parameters, updates, strict=True)), 1.0)
+    for parameter, update in zip(parameters, updates, strict=True):
+        parameter.grad = update
     optimizer.step()
     _train(CompressedAdamW(undisturbed, order=order, **OPTIONS), undisturbed, gradients[:4])
     assert all(torch.equal(a, b) for a, b in zip(parameters, undisturbed, strict=True))
@@ -97,9 +100,9 @@ def test_clip_limits_the_root_mean_square_of_what_is_sent() -> None:
     parameters, gradients = _problem()
     optimizer = CompressedAdamW(parameters, clip=0.5, **OPTIONS)
     for size in (1.0, 1e6):  # the second one is a spike: 1e6 times what the second moment has seen
-        flat = gradients[0][0].reshape(-1) * size
-        optimizer.outgoing(parameters[0], flat, 1.0)
-        assert float(flat.square().mean().sqrt()) == pytest.approx(0.5 * OPTIONS["lr"], rel=1e-4)
+        gradient = gradients[0][0] * size
+        optimizer.outgoing([(parameters[0], gradient)], 1.0)
+        assert float(gradient.square().mean().sqrt()) == pytest.approx(0.5 * OPTIONS["lr"], rel=1e-4)
     unlimited = CompressedAdamW(_problem()[0], **OPTIONS)
     assert float(unlimited.param_groups[0]["clip"] or math.inf) == math.inf
 

@@ -42,14 +42,14 @@ class Preconditioned:
 
     def make(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> None:
         """Replace the gradients of ``layers``, end to end in ``flat`` and ``loss_scale`` times their size, in place."""
-        for name, gradient in bucket_parts(flat, layers):
-            self._optimizer.outgoing(self._parameters[name], gradient.view(-1), loss_scale)
+        gradients = [(self._parameters[name], gradient) for name, gradient in bucket_parts(flat, layers)]
+        self._optimizer.outgoing(gradients, loss_scale)
 
     def make_sharded(self, flat: Tensor, placement: Placement, loss_scale: float) -> None:
         """The same of a flat buffer that has a part for each rank, with its shards of all layers."""
         for name in placement.by_name:
-            gradient = placement.whole(flat, name).view(-1)
-            self._optimizer.outgoing(self._parameters[name], gradient, loss_scale)
+            gradient = placement.whole(flat, name)
+            self._optimizer.outgoing([(self._parameters[name], gradient)], loss_scale)
             placement.write(flat, name, gradient)
 
     def release(self, groups: Sequence[dist.ProcessGroup], names: Collection[str] | None = None) -> None:

@@ -1,6 +1,6 @@
 """Kernels: tensors in, bytes out. The PyTorch reference, the native CPU core and Triton produce the same bytes."""
 
-from thinwire.kernels.adam import Moving, adam_apply, adam_normalise
+from thinwire.kernels.adam import AdamGradient, AdamStep, Moving, adam_apply, adam_normalise
 from thinwire.kernels.floats import (
     int_decode,
     int_round,
@@ -57,6 +57,8 @@ __all__ = [
     "FORMAT_VERSION",
     "HAVE_NATIVE",
     "LINE_BYTES",
+    "AdamGradient",
+    "AdamStep",
     "Components",
     "Format",
     "Moving",

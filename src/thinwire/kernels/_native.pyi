@@ -62,33 +62,12 @@ def reduce(
     /,
     *messages: int,
 ) -> None: ...
-def adam_normalise(
-    gradient: int,
-    numel: int,
-    square: int,
-    square_after: int,
-    square_kept: float,
-    square_added: float,
-    momentum: int,
-    momentum_after: int,
-    momentum_kept: float,
-    momentum_added: float,
-    eps: float,
-    factor: float,
-    /,
-) -> None: ...
-def adam_apply(
-    weights: int,
-    update: int,
-    numel: int,
-    momentum: int,
-    momentum_after: int,
-    momentum_kept: float,
-    momentum_added: float,
-    kept: float,
-    size: float,
-    /,
-) -> None: ...
+
+# Of each layer: gradient, numel, before, after, kept and added of its square, the same of its momentum, eps, factor.
+def adam_normalise(*layers: float) -> None: ...
+
+# Of each layer: weights, update, numel, before, after, kept and added of its momentum, kept, size.
+def adam_apply(*layers: float) -> None: ...
 def natural_encode(x: int, dtype: int, rows: int, num_rows: int, message: int, key: int, /) -> None: ...
 def natural_decode(message: int, rows: int, num_rows: int, y: int, dtype: int, add: bool, scale: float, /) -> None: ...
 def rangefloat_encode(

@@ -1,11 +1,13 @@
-"""Adam's moments in one pass: a gradient normalised by the root of its second moment, and a step of the weights.
+"""Adam's moments in one pass: gradients normalised by the root of their second moment, and a step of the weights.
 
 Both kernels have one rounding per operation, in the order of the formulas, so that the native core and PyTorch's
-operations agree bit for bit and replicas on different machines do not part.
+operations agree bit for bit and replicas on different machines do not part. They take many layers at once: between two
+long passes over memory the caches hold nothing of what Python needs to start the next one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,19 +25,67 @@ class Moving(NamedTuple):
     beta: float
 
 
-def adam_normalise(
-    gradient: Tensor, square: Moving, momentum: Moving | None = None, *, eps: float, factor: float
-) -> None:
-    """Replace a gradient g by ``factor · g / (√v + eps)``, where v is ``square.after``, the moving average of g².
+class AdamGradient(NamedTuple):
+    """A layer's gradient, which :func:`adam_normalise` replaces. All tensors have one shape, dtype and device."""
 
-    With ``momentum``, the moving average of g is taken in the place of g. All tensors have the same shape, dtype and
-    device.
+    gradient: Tensor
+    square: Moving
+    """The average of the gradient's square."""
+    momentum: Moving | None
+    """The average of the gradient, if it takes the gradient's place."""
+    eps: float
+    factor: float
+
+
+class AdamStep(NamedTuple):
+    """A layer's step, which :func:`adam_apply` takes. All tensors have one shape, dtype and device."""
+
+    weights: Tensor
+    update: Tensor
+    momentum: Moving | None
+    """The average of the updates, if it takes the update's place. It is changed in place: its two tensors are one."""
+    kept: float
+    size: float
+
+
+def adam_normalise(layers: Sequence[AdamGradient]) -> None:
+    """Replace gradients g by ``factor · g / (√v + eps)``, where v is ``square.after``, the moving average of g².
+
+    With ``momentum``, the moving average of g is taken in the place of g.
     """
-    tensors = [gradient, *square[:2], *(momentum[:2] if momentum else ())]
-    if _computed_natively(tensors):
-        moments = *_arguments(square), *_arguments(momentum)
-        native.core().adam_normalise(gradient.data_ptr(), gradient.numel(), *moments, eps, factor)
-        return
+    arguments: list[float] = []
+    for layer in layers:
+        gradient, square, momentum, eps, factor = layer
+        if _computed_natively([gradient, *square[:2], *(momentum[:2] if momentum else ())]):
+            moments = *_arguments(square), *_arguments(momentum)
+            arguments += (gradient.data_ptr(), gradient.numel(), *moments, eps, factor)
+        else:
+            _normalise(layer)
+    if arguments:
+        native.core().adam_normalise(*arguments)
+
+
+def adam_apply(layers: Sequence[AdamStep]) -> None:
+    """Step: ``weights = kept · weights − size · update``; with ``momentum``, the moving average of the updates takes
+    the place of ``update``."""
+    arguments: list[float] = []
+    changed = []
+    for layer in layers:
+        weights, update, momentum, kept, size = layer
+        if _computed_natively([weights, update, *(momentum[:1] if momentum else ())]):
+            addresses = weights.data_ptr(), update.data_ptr(), weights.numel()
+            arguments += (*addresses, *_arguments(momentum), kept, size)
+            changed.append(weights)
+        else:
+            _apply(layer)
+    if changed:
+        native.core().adam_apply(*arguments)
+        # As PyTorch's own operations do: a graph that still needs the weights before notices that they are gone.
+        increment_version(changed)
+
+
+def _normalise(layer: AdamGradient) -> None:
+    gradient, square, momentum, eps, factor = layer
     added = torch.mul(gradient, 1 - square.beta).mul_(gradient)
     torch.mul(square.before, square.beta, out=square.after).add_(added)
     divisor = _root(square.after).add_(eps)
@@ -48,20 +98,8 @@ def adam_normalise(
     gradient.mul_(factor)
 
 
-def adam_apply(
-    weights: Tensor, update: Tensor, momentum: Moving | None = None, *, kept: float, size: float = 1.0
-) -> None:
-    """Step: ``weights = kept · weights − size · update``; with ``momentum``, the moving average of the updates takes
-    the place of ``update``. It is changed in place: its two tensors are one.
-
-    All tensors have the same shape, dtype and device.
-    """
-    if _computed_natively([weights, update, *(momentum[:1] if momentum else ())]):
-        addresses = weights.data_ptr(), update.data_ptr(), weights.numel()
-        native.core().adam_apply(*addresses, *_arguments(momentum), kept, size)
-        # As PyTorch's own operations do: a graph that still needs the weights before notices that they are gone.
-        increment_version([weights])
-        return
+def _apply(layer: AdamStep) -> None:
+    weights, update, momentum, kept, size = layer
     if momentum is not None:
         momentum.after.mul_(momentum.beta).add_(update * (1 - momentum.beta))
         update = momentum.after
@@ -74,11 +112,13 @@ def _root(values: Tensor) -> Tensor:
 
 
 def _computed_natively(tensors: list[Tensor]) -> bool:
-    first = tensors[0]
-    return native.computes(first) and all(
-        t.dtype is torch.float32 and t.is_contiguous() and t.shape == first.shape and t.device == first.device
-        for t in tensors
-    )
+    if not native.computes(tensors[0]):
+        return False
+    shape = tensors[0].shape
+    for t in tensors:
+        if t.dtype is not torch.float32 or not t.is_cpu or not t.is_contiguous() or t.shape != shape:
+            return False
+    return True
 
 
 def _arguments(moving: Moving | None) -> tuple[int, int, float, float]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.kernels import Moving, adam_apply, adam_normalise
+from thinwire.kernels import AdamGradient, AdamStep, Moving, adam_apply, adam_normalise
 from thinwire.optim.shards import as_whole, is_sharded, local, over_shards, sharded_like
 
 
@@ -21,6 +21,15 @@ class _Next:
 
     moments: dict[str, Tensor]
     sent: bool = False
+
+
+class Due(NamedTuple):
+    """A parameter whose gradient is turned into an update, or that steps by one. All tensors have one shape."""
+
+    parameter: Tensor
+    values: Tensor
+    """The gradient, or the mean update; of the whole layer, or of this rank's shard of it."""
+    group: Mapping[str, Any]
 
 
 class CompressedAdamW(torch.optim.Optimizer):
@@ -109,21 +118,24 @@ class CompressedAdamW(torch.optim.Optimizer):
         self._loaded = getattr(self, "_loaded", {})
 
     @torch.no_grad()
-    def outgoing(self, parameter: Tensor, gradient: Tensor, scale: float) -> None:
-        """Replace a local gradient, flat and ``scale`` times its size, by what this rank sends, scaled alike.
+    def outgoing(self, gradients: Sequence[tuple[Tensor, Tensor]], scale: float) -> None:
+        """Replace local gradients by what this rank sends of their parameters.
 
-        Of a sharded parameter it is that of the whole layer.
+        ``gradients``: parameters, each with its gradient, contiguous, of its shape and ``scale`` times its size, which
+        what is sent is, too. Of a sharded parameter it is that of the whole layer.
         """
-        after = self._after_next_step(parameter, whole=True)
-        own = gradient.to(parameter.dtype)
-        if scale != 1.0:
-            own.div_(scale)
-        self._make_update(parameter, own, after.moments)
-        if scale != 1.0:
-            own.mul_(scale)
-        if own is not gradient:
-            gradient.copy_(own)
-        after.sent = True
+        due = []
+        for parameter, gradient in gradients:
+            self._after_next_step(parameter, whole=True)
+            own = _like(parameter, gradient)
+            due.append(Due(parameter, own if scale == 1.0 else own.div_(scale), self._group(parameter)))
+        self._make_updates(due)
+        for (parameter, gradient), (_, own, _) in zip(gradients, due, strict=True):
+            if scale != 1.0:
+                own.mul_(scale)
+            if own.dtype != gradient.dtype:
+                gradient.copy_(own)
+            self._next[parameter].sent = True
 
     def forget_sent(self) -> None:
         """Take the next gradients for gradients, whatever was sent and never stepped with."""
@@ -153,67 +165,82 @@ class CompressedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, parameter.grad, group)
+        due = [Due(p, p.grad, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if any(gradient.is_sparse for _, gradient, _ in due):
+            raise TypeError("CompressedAdamW takes dense gradients: make the embedding dense (sparse=False)")
+        received = []
+        for parameter, gradient, group in due:
+            sent = parameter in self._next and self._next[parameter].sent
+            self._after_next_step(parameter, whole=sent)
+            update = _like(parameter, local(gradient))
+            if sent:
+                self._advance(parameter)
+                received.append(Due(parameter, update, group))
+                continue
+            # One by one: each takes as much memory as its parameter.
+            own = Due(parameter, update.clone(memory_format=torch.contiguous_format), group)
+            self._make_updates([own])
+            self._advance(parameter)
+            self._take([own])
+        self._take(received)
+        for parameter, _, _ in received:
+            self._next[parameter].sent = False
         return loss
 
-    def _step(self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
-        if gradient.is_sparse:
-            raise TypeError("CompressedAdamW takes dense gradients: make the embedding dense (sparse=False)")
-        sent = parameter in self._next and self._next[parameter].sent
-        after, update = self._after_next_step(parameter, whole=sent), local(gradient).to(parameter.dtype)
-        if not sent:
-            update = update.clone(memory_format=torch.contiguous_format)
-            self._make_update(parameter, update.view(-1), after.moments)
-        state = self.state[parameter]
+    def _advance(self, parameter: Tensor) -> None:
+        """Let the moments that the present step leaves count."""
+        state, after = self.state[parameter], self._next[parameter].moments
         state["step"] += 1
-        for name in after.moments:
-            state[name], after.moments[name] = after.moments[name], state[name]
-        self._take(parameter, update, group)
-        after.sent = False
+        for name in after:
+            state[name], after[name] = after[name], state[name]
 
-    def _take(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
-        """Change a parameter by the mean of all ranks' updates, of this rank's shard of it, and let it decay."""
-        state, weights = self.state[parameter], local(parameter)
-        kept = 1 - group["lr"] * group["weight_decay"]
-        if group["order"] == "pre":
-            beta1, momentum = group["betas"][0], local(state["exp_avg"])
-            mean = Moving(momentum, momentum, beta1)
-            adam_apply(weights, update, mean, kept=kept, size=1 / (1 - beta1 ** state["step"]))
-        else:
-            adam_apply(weights, update, kept=kept)
+    def _take(self, due: Sequence[Due]) -> None:
+        """Change parameters by the mean of all ranks' updates, of this rank's shard of each, and let them decay."""
+        steps = []
+        for parameter, update, group in due:
+            state, kept = self.state[parameter], 1 - group["lr"] * group["weight_decay"]
+            if group["order"] == "pre":
+                beta1, momentum = group["betas"][0], local(state["exp_avg"])
+                mean, size = Moving(momentum, momentum, beta1), 1 / (1 - beta1 ** state["step"])
+            else:
+                mean, size = None, 1.0
+            steps.append(AdamStep(local(parameter), update, mean, kept, size))
+        adam_apply(steps)
 
-    def _make_update(self, parameter: Tensor, gradient: Tensor, after: Mapping[str, Tensor]) -> None:
-        """Replace this rank's gradient (flat, of the whole layer or of its shard) by what it contributes to the mean;
-        ``after`` gets the moments that it leaves."""
-        state, group = self.state[parameter], self._group(parameter)
+    def _make_updates(self, due: Sequence[Due]) -> None:
+        """Replace this rank's gradients by what it contributes to the mean. The moments that they leave count once the
+        step is taken."""
+        adam_normalise([self._unlimited(*one) for one in due])
+        for parameter, update, group in due:
+            if group["clip"] is None:
+                continue
+            total = update.square().sum().reshape(1)
+            if update.numel() != parameter.numel():
+                total = over_shards(total, [parameter], dist.ReduceOp.SUM)
+            rms = (total / parameter.numel()).sqrt_()
+            update.mul_((group["clip"] / rms).clamp_(max=1.0).mul_(group["lr"]))
+
+    def _unlimited(self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> AdamGradient:
+        """How a gradient becomes an update; where updates are limited, one in units of the learning rate."""
+        state, moments = self.state[parameter], self._next[parameter].moments
         (beta1, beta2), step = group["betas"], state["step"] + 1
-        betas = {"exp_avg_sq": beta2, "exp_avg": beta1}
-        moving = {
-            name: Moving(local(state[name]).view(-1), local(moment).view(-1), betas[name])
-            for name, moment in after.items()
-        }
+        square = Moving(local(state["exp_avg_sq"]), local(moments["exp_avg_sq"]), beta2)
+        momentum = None
         # x / (√(v / c²) + eps) = c·x / (√v + c·eps): an operation less for each element.
         correction = math.sqrt(1 - beta2**step)
         eps = correction * group["eps"]
         if group["order"] == "update":
+            momentum = Moving(local(state["exp_avg"]), local(moments["exp_avg"]), beta1)
             correction /= 1 - beta1**step
-        limited = group["clip"] is not None
-        factor = correction * (1.0 if limited else group["lr"])
-        adam_normalise(gradient, moving["exp_avg_sq"], moving.get("exp_avg"), eps=eps, factor=factor)
-        if limited:
-            total = gradient.square().sum().reshape(1)
-            if gradient.numel() != parameter.numel():
-                total = over_shards(total, [parameter], dist.ReduceOp.SUM)
-            rms = (total / parameter.numel()).sqrt_()
-            gradient.mul_((group["clip"] / rms).clamp_(max=1.0).mul_(group["lr"]))
+        factor = correction * (group["lr"] if group["clip"] is None else 1.0)
+        return AdamGradient(gradient, square, momentum, eps, factor)
 
     def _after_next_step(self, parameter: Tensor, *, whole: bool) -> _Next:
         state = self._state_of(parameter, whole=whole)
         after = self._next.get(parameter)
-        if after is None or any(is_sharded(m) != is_sharded(state[name]) for name, m in after.moments.items()):
+        if after is None or (
+            is_sharded(parameter) and any(is_sharded(m) != is_sharded(state[name]) for name, m in after.moments.items())
+        ):
             after = _Next({name: torch.empty_like(state[name]) for name in self.local_moments(parameter)})
             self._next[parameter] = after
         return after
@@ -241,3 +268,9 @@ class CompressedAdamW(torch.optim.Optimizer):
         if parameter not in self._group_of:
             self._group_of = {p: group for group in self.param_groups for p in group["params"]}
         return self._group_of[parameter]
+
+
+def _like(parameter: Tensor, values: Tensor) -> Tensor:
+    """Values in the dtype of a parameter."""
+    # Without need ``to`` would take microseconds, too: after a pass over memory no cache holds PyTorch's dispatcher.
+    return values if values.dtype == parameter.dtype else values.to(parameter.dtype)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.optim.compressed_adamw import CompressedAdamW
+from thinwire.optim.compressed_adamw import CompressedAdamW, Due
 from thinwire.optim.muon import OUTPUT_HEADS, split_parameters
 from thinwire.optim.polar import STEP_RMS, newton_schulz
 
@@ -96,17 +96,20 @@ class Dion(CompressedAdamW):
     def shared_moments(self, parameter: Tensor) -> tuple[str, ...]:
         return () if self.is_matrix(parameter) else super().shared_moments(parameter)
 
-    def _make_update(self, parameter: Tensor, gradient: Tensor, after: Mapping[str, Tensor]) -> None:
-        if not self.is_matrix(parameter):
-            super()._make_update(parameter, gradient, after)
-            return
-        before = self.state[parameter]["momentum_buffer"].view(-1)
-        gradient.copy_(torch.add(before, gradient, out=after["momentum_buffer"].view(-1)))
+    def _make_updates(self, due: Sequence[Due]) -> None:
+        super()._make_updates([one for one in due if not self.is_matrix(one.parameter)])
+        for parameter, gradient, _ in due:
+            if self.is_matrix(parameter):
+                before, after = self.state[parameter]["momentum_buffer"], self._next[parameter].moments
+                gradient.copy_(torch.add(before, gradient, out=after["momentum_buffer"]))
 
-    def _take(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
-        if not self.is_matrix(parameter):
-            super()._take(parameter, update, group)
-            return
+    def _take(self, due: Sequence[Due]) -> None:
+        super()._take([one for one in due if not self.is_matrix(one.parameter)])
+        for parameter, update, group in due:
+            if self.is_matrix(parameter):
+                self._step_matrix(parameter, update, group)
+
+    def _step_matrix(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
         self.state[parameter]["momentum_buffer"].sub_(update, alpha=1 - group["momentum"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         step = orthonormal(update, self._ranks.get(parameter) if self._next[parameter].sent else None)
