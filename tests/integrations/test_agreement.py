@@ -24,6 +24,7 @@ NETWORK: dict[str, Any] = {
     "transport": "group",
     "aggregator": "127.0.0.1:9",
     "timeout": timedelta(seconds=19),
+    "streams": 2,
 }
 CHECKS = {"parity_every": 0, "resync_every": 10, "measure_every": 5}
 COMMON: dict[str, Any] = {

@@ -67,6 +67,8 @@ def test_a_wrong_argument_is_named_beside_a_right_call(wrong: dict[str, Any], ki
         (thinwire.Network, {"aggregator": 3}, TypeError, r"aggregator must be .*Network\(aggregator='host:5000'\)"),
         (thinwire.Network, {"timeout": 3}, TypeError, r"timeout must be .*Network\(timeout=timedelta\(seconds=60\)\)"),
         (thinwire.Network, {"timeout": timedelta(seconds=-1)}, ValueError, "timeout must be above 0"),
+        (thinwire.Network, {"streams": 0}, ValueError, r"streams must be between 1 and 64.*Network\(streams=4\)"),
+        (thinwire.Network, {"streams": "4"}, TypeError, r"streams must be .*Network\(streams=4\)"),
         (thinwire.Checks, {"parity_every": -1}, ValueError, r"parity_every .*Checks\(parity_every=1000\)"),
         (thinwire.Checks, {"measure_every": 1.0}, TypeError, r"measure_every .*Checks\(measure_every=1000\)"),
     ],

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -31,6 +32,9 @@ from thinwire.compat import missing_member
 from thinwire.compressors import Reduction
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+_LEAST_PART = 1 << 14
+"""Bytes of a message that one of several streams gets at least: about what a new TCP connection sends at once."""
 
 
 def ring_bytes(num_bytes: int, world_size: int) -> int:
@@ -333,6 +337,21 @@ class PendingWork:
             self._work.wait()
 
 
+class _Joined:
+    """Parts of a message that are under way."""
+
+    def __init__(self, parts: Sequence[Pending]) -> None:
+        self._parts = parts
+
+    def wait(self) -> None:
+        for part in self._parts:
+            part.wait()
+
+
+def _joined(parts: Sequence[Pending]) -> Pending:
+    return parts[0] if len(parts) == 1 else _Joined(parts)
+
+
 class Failing:
     """A context in which a ``RuntimeError`` of ``torch.distributed`` becomes a `TransportError`, with the rank that has
     caused it where a detector can tell."""
@@ -416,24 +435,43 @@ class ProcessGroupTransport(Transport):
         self.detector = detector
         self.group = group
         self._lanes: tuple[dist.ProcessGroup, ...] = (group, second or group)
+        self._streams: tuple[dist.ProcessGroup, ...] = (group,)
         self._owned = owned
         self.timeout = timeout
         self.rank = group.rank()
         self.world_size = group.size()
 
+    def add_streams(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Send messages in parts over further groups of the same ranks, too, which this transport owns as it owns its
+        others.
+
+        All ranks must call this with as many groups, in the same order, before the first message.
+        """
+        self._streams = (*self._streams, *groups)
+
     def _send(self, message: Tensor, peer: int, tag: int) -> Pending:
-        return self._start(f"sending to rank {peer}", lambda: self.group.send([message], peer, tag), peer)
+        doing = f"sending to rank {peer}"
+        parts = self._parts(message)
+        return _joined([self._start(doing, partial(group.send, [part], peer, tag), peer) for group, part in parts])
 
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending:
-        return self._start(f"receiving from rank {peer}", lambda: self.group.recv([message], peer, tag), peer)
+        doing = f"receiving from rank {peer}"
+        parts = self._parts(message)
+        return _joined([self._start(doing, partial(group.recv, [part], peer, tag), peer) for group, part in parts])
 
     def _receive_ahead(self, message: Tensor, peer: int, tag: int) -> Pending | None:
         try:
-            work = self.group.recv([message], peer, tag)
+            works = [group.recv([part], peer, tag) for group, part in self._parts(message)]
         except RuntimeError:
             # The peer has ended. That is an error if there is another exchange, which then says so.
             return None
-        return PendingWork(work, f"receiving from rank {peer}", self.timeout, peer, self.detector)
+        doing = f"receiving from rank {peer}"
+        return _joined([PendingWork(work, doing, self.timeout, peer, self.detector) for work in works])
+
+    def _parts(self, message: Tensor) -> list[tuple[dist.ProcessGroup, Tensor]]:
+        """The parts of a message, each with the group that it is sent over: its size alone decides, on both sides."""
+        num = max(1, min(len(self._streams), message.numel() // _LEAST_PART))
+        return list(zip(self._streams, message.chunk(num), strict=False))
 
     def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
         self._advance()
@@ -453,11 +491,11 @@ class ProcessGroupTransport(Transport):
         """Destroy the groups, if they are owned. The transport is unusable from then on. No operation may be
         running."""
         super().close()
-        lanes, self._lanes = self._lanes, ()
-        if not self._owned or not lanes:
+        groups, self._lanes, self._streams = (*self._lanes, *self._streams), (), ()
+        if not self._owned or not groups:
             return
         del self.group
-        for group in dict.fromkeys(lanes):
+        for group in dict.fromkeys(groups):
             # The default group may have been destroyed before, and the group may be broken.
             with contextlib.suppress(ValueError, RuntimeError, AssertionError):
                 dist.destroy_process_group(group)

@@ -19,6 +19,7 @@ from thinwire.compressors import Compressor
 from thinwire.doctor.observer import Observer
 from thinwire.doctor.watched import DoctorError, Watched
 from thinwire.integrations.devices import device_of, on_device
+from thinwire.integrations.options import Network
 from thinwire.integrations.transports import bare_transport
 from thinwire.plan.cost import codec_seconds
 from thinwire.plan.forecast.links import Links
@@ -93,7 +94,7 @@ def measure(observer: Observer, compressors: Collection[Compressor], line_rate: 
     except (RuntimeError, NotImplementedError) as error:
         raise DoctorError(str(error)) from error
     host = bare_transport(group, timeout)
-    transport: Transport = host if device is None else on_device(host, device, group, timeout, "auto")
+    transport: Transport = host if device is None else on_device(host, device, group, timeout, Network())
     try:
         pairs = measure_pairs(transport)
         nodes = find_nodes(transport)

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.collectives import (
     AggregatorAddress,
     AggregatorClient,
+    ProcessGroupTransport,
     Transport,
     TransportError,
     session_number,
@@ -35,7 +36,7 @@ from thinwire.integrations.options import (
     record_of,
     warn_caller,
 )
-from thinwire.integrations.transports import bare_transport
+from thinwire.integrations.transports import add_streams, bare_transport
 from thinwire.integrations.updates import Updates
 from thinwire.plan import DEFAULT_RULES, Plan, Rules
 from thinwire.policies import Auto, Policy, parse_policy
@@ -502,12 +503,17 @@ def _check_aggregator(plan: Plan, address: str | AggregatorAddress) -> None:
 
 
 def _transport(
-    host: Transport, group: dist.ProcessGroup, timeout: timedelta, options: Options, device: torch.device | None
+    host: ProcessGroupTransport,
+    group: dist.ProcessGroup,
+    timeout: timedelta,
+    options: Options,
+    device: torch.device | None,
 ) -> Transport:
     network = options.network
     if device is not None:
-        return on_device(host, device, group, timeout, network.transport)
+        return on_device(host, device, group, timeout, network)
     # A simulation sends no messages.
+    add_streams(host, group, 1 if options.simulate else network.streams)
     transport = with_shared_memory(host, timeout, "group" if options.simulate else network.transport)
     if network.aggregator is not None and not options.simulate and transport.world_size > 1:
         session = torch.tensor([session_number()])

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.collectives import DeviceGroupTransport, Transport, TransportChoice
+from thinwire.collectives import DeviceGroupTransport, Transport
+from thinwire.integrations.options import Network
 
 
 def trained(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
@@ -57,7 +58,7 @@ def check_device(devices: Mapping[torch.device, str], backends: str) -> torch.de
 
 
 def on_device(
-    host: Transport, device: torch.device, group: dist.ProcessGroup, timeout: timedelta, choice: TransportChoice
+    host: Transport, device: torch.device, group: dist.ProcessGroup, timeout: timedelta, network: Network
 ) -> Transport:
     """The transport between devices; ``host`` is for what ranks agree on.
 
@@ -65,8 +66,10 @@ def on_device(
     one order with those of DDP.
 
     Raises:
-        ValueError: ``choice`` is a transport of the host.
+        ValueError: ``network`` asks for what the host sends by.
     """
-    if choice == "shared":
+    if network.transport == "shared":
         raise ValueError("transport='shared' is memory of the host: from a GPU, bytes go over the model's group")
+    if network.streams > 1:
+        raise ValueError(f"streams={network.streams} is for the host: from a GPU, bytes go over the model's group")
     return DeviceGroupTransport(host, device, group, timeout)

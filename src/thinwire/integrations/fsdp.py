@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire.collectives import DeviceTransport, Transport, with_shared_memory
+from thinwire.collectives import DeviceTransport, ProcessGroupTransport, Transport, with_shared_memory
 from thinwire.compat import (
     FSDPGroup,
     all_gather_single,
@@ -38,7 +38,7 @@ from thinwire.integrations.options import (
     warn_caller,
 )
 from thinwire.integrations.preconditioned import Preconditioned
-from thinwire.integrations.transports import bare_transport
+from thinwire.integrations.transports import add_streams, bare_transport
 from thinwire.optim import CompressedAdamW, Dion, QuantizedAdam
 from thinwire.plan import Rules, Site, sharded_plan
 from thinwire.policies import Auto, Policy
@@ -441,7 +441,7 @@ def _whole_world(timeout: timedelta | None) -> Transport:
     return bare_transport(world, timeout or group_timeout(world))
 
 
-def _host(group: dist.ProcessGroup, options: ShardedOptions) -> Transport:
+def _host(group: dist.ProcessGroup, options: ShardedOptions) -> ProcessGroupTransport:
     """Process groups of our own among the ranks of ``group``, which are known to have the same options."""
     host = bare_transport(group, options.network.timeout or group_timeout(group))
     agree(record_of(options), host)
@@ -449,12 +449,13 @@ def _host(group: dist.ProcessGroup, options: ShardedOptions) -> Transport:
 
 
 def _transport(
-    host: Transport, group: dist.ProcessGroup, options: ShardedOptions, device: torch.device | None
+    host: ProcessGroupTransport, group: dist.ProcessGroup, options: ShardedOptions, device: torch.device | None
 ) -> Transport:
     timeout = options.network.timeout or group_timeout(group)
-    if device is None:
-        return with_shared_memory(host, timeout, options.network.transport)
-    return on_device(host, device, group, timeout, options.network.transport)
+    if device is not None:
+        return on_device(host, device, group, timeout, options.network)
+    add_streams(host, group, options.network.streams)
+    return with_shared_memory(host, timeout, options.network.transport)
 
 
 def _device(model: nn.Module, groups: Sequence[FSDPGroup], options: ShardedOptions) -> torch.device | None:

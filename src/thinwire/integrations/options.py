@@ -41,6 +41,9 @@ class Network:
             slots, and a `thinwire.AggregatorAddress` has the token and the TLS context that it may ask for.
         timeout: of the process group that the Wire makes for itself; that of the model's own if None. Gradients on a
             GPU are sent over the model's own.
+        streams: TCP connections to each other rank, 1 to 64, over which messages are sent in parts. Several fill a fast
+            link with a long round trip, or one that loses packets, where a single one does not (docs/speed.md). Not
+            from a GPU; native all-reduces use one.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.
@@ -50,6 +53,7 @@ class Network:
     transport: TransportChoice = "auto"
     aggregator: str | AggregatorAddress | None = None
     timeout: timedelta | None = None
+    streams: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.algorithm, str | Algorithm | None):
@@ -71,6 +75,10 @@ class Network:
             )
         if self.timeout is not None and self.timeout <= timedelta(0):
             raise ValueError(f"timeout must be above 0, not {self.timeout}: Network(timeout=timedelta(seconds=60))")
+        try:
+            check_int("streams", self.streams, 1, 64)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{error}: Network(streams=4)") from None
 
     def chosen_algorithm(self, default: str) -> Algorithm:
         """The collective algorithm, ``default`` where none was given."""

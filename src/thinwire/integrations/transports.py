@@ -11,15 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from thinwire.collectives import (
-    FailureDetector,
-    ProcessGroupTransport,
-    Transport,
-    TransportChoice,
-    announce_error,
-    with_shared_memory,
-)
+from thinwire.collectives import FailureDetector, ProcessGroupTransport, Transport, announce_error, with_shared_memory
 from thinwire.collectives.transport import Failing
+from thinwire.integrations.options import Network
 from thinwire.runtime import agree
 
 
@@ -30,24 +24,44 @@ def bare_transport(group: dist.ProcessGroup, timeout: timedelta) -> ProcessGroup
         TransportError: A rank did not come in time, or is gone.
         PeerFailedError: A rank failed in `failing_before_meeting`.
     """
-    ranks = dist.get_process_group_ranks(group)
     # Before gloo's groups, which wait for a rank that does not come without naming it.
     detector = detector_of(group, timeout)
-    part = len(ranks) != dist.get_world_size()
     try:
-        with Failing("making process groups", timeout, detector=detector):
-            mine, second = (
-                dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=part) for _ in range(2)
-            )
+        mine, second = _new_groups(group, timeout, detector, 2)
     except BaseException:
         if detector is not None:
             detector.close()
         raise
-    assert isinstance(mine, dist.ProcessGroup)
-    assert isinstance(second, dist.ProcessGroup)
     # PyTorch names a group of a part of the world by its ranks and by how many such groups there are: a name that comes
     # again, after one of them is destroyed, finds the addresses of the group that had it.
-    return ProcessGroupTransport(mine, timeout, second, owned=not part, detector=detector)
+    return ProcessGroupTransport(mine, timeout, second, owned=not _is_part(group), detector=detector)
+
+
+def add_streams(transport: ProcessGroupTransport, group: dist.ProcessGroup, streams: int) -> None:
+    """Let a `bare_transport` among the ranks of ``group`` send messages over ``streams`` connections to each rank.
+
+    All ranks must call this with the same number, which they have agreed on: gloo would wait for those that do not.
+
+    Raises:
+        TransportError: A rank did not come in time, or is gone.
+    """
+    transport.add_streams(_new_groups(group, transport.timeout, transport.detector, streams - 1))
+
+
+def _new_groups(
+    group: dist.ProcessGroup, timeout: timedelta, detector: FailureDetector | None, num: int
+) -> list[dist.ProcessGroup]:
+    ranks, part, made = dist.get_process_group_ranks(group), _is_part(group), []
+    with Failing("making process groups", timeout, detector=detector):
+        for _ in range(num):
+            one = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=part)
+            assert isinstance(one, dist.ProcessGroup)
+            made.append(one)
+    return made
+
+
+def _is_part(group: dist.ProcessGroup) -> bool:
+    return group.size() != dist.get_world_size()
 
 
 def detector_of(group: dist.ProcessGroup, timeout: timedelta) -> FailureDetector | None:
@@ -94,16 +108,17 @@ def failing_before_meeting() -> Iterator[None]:
 
 
 def host_transport(
-    group: dist.ProcessGroup, timeout: timedelta, choice: TransportChoice, arguments: Mapping[str, str]
+    group: dist.ProcessGroup, timeout: timedelta, network: Network, arguments: Mapping[str, str]
 ) -> Transport:
-    """The same, with shared memory between ranks of one node, as chosen.
+    """A `bare_transport` with the streams of ``network``, and shared memory between ranks of one node as it says.
 
     ``arguments``: what follows depends on; ranks that differ in it would wait for each other.
     """
     transport = bare_transport(group, timeout)
     try:
         agree(arguments, transport)
-        return with_shared_memory(transport, timeout, choice)
+        add_streams(transport, group, network.streams)
+        return with_shared_memory(transport, timeout, network.transport)
     except Exception:
         transport.close()
         raise

@@ -364,8 +364,9 @@ def _open_wire(
     timeout = network.timeout or group_timeout(group)
     algorithm = network.chosen_algorithm(exchange_algorithm(group.size()))
     arguments |= {"algorithm": str(algorithm), "transport": network.transport, "timeout": str(timeout)}
+    arguments |= {"streams": str(network.streams)}
     with on_the_host():
-        transport = host_transport(group, timeout, network.transport, arguments)
+        transport = host_transport(group, timeout, network, arguments)
         try:
             return Wire(plan, shapes, transport, seed=seed, algorithm=algorithm)
         except Exception:

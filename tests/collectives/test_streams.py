@@ -1,0 +1,162 @@
+"""Messages sent in parts, over several process groups: the same bytes, results and errors as over one."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import sharded
+import thinwire
+from harness import run_ranks
+from thinwire.collectives import (
+    CollectiveCall,
+    Layer,
+    Layout,
+    PeerFailedError,
+    ProcessGroupTransport,
+    TransportError,
+    all_reduce,
+    complete,
+)
+from thinwire.compressors import Coded, parse
+
+TIMEOUT = timedelta(seconds=20)
+
+
+class _Work:
+    def wait(self) -> None:
+        return
+
+
+class _Group:
+    """Notes what is sent and received over it."""
+
+    def __init__(self) -> None:
+        self.messages: list[Tensor] = []
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> _Work:
+        assert (peer, tag) == (1, 7)
+        self.messages += tensors
+        return _Work()
+
+    recv = send
+
+
+@pytest.mark.parametrize(("num_bytes", "parts"), [(1, 1), (16384, 1), (32768, 2), (70_001, 3), (10_000_000, 3)])
+@pytest.mark.parametrize("way", ["send", "receive"])
+def test_each_group_gets_a_part_of_a_message_that_is_large_enough(way: str, num_bytes: int, parts: int) -> None:
+    """Sender and receiver divide it alike, and no byte is left out."""
+    groups = [_Group() for _ in range(3)]
+    transport = ProcessGroupTransport(groups[0], TIMEOUT)  # pyright: ignore[reportArgumentType]
+    transport.add_streams(groups[1:])  # pyright: ignore[reportArgumentType]
+    message = torch.arange(num_bytes, dtype=torch.int64).to(torch.uint8)
+    getattr(transport, way)(message, 1, 7).wait()
+    found = [part for group in groups for part in group.messages]
+    assert [len(group.messages) for group in groups] == [1] * parts + [0] * (3 - parts)
+    assert torch.equal(torch.cat(found), message)
+    assert max(map(len, found)) - min(map(len, found)) < parts
+    assert transport.sent_bytes + transport.received_bytes == num_bytes
+
+
+def _transport(streams: int) -> ProcessGroupTransport:
+    first, *others = [dist.new_group(timeout=TIMEOUT) for _ in range(streams)]
+    assert isinstance(first, dist.ProcessGroup)
+    transport = ProcessGroupTransport(first, TIMEOUT, owned=True)
+    transport.add_streams([group for group in others if isinstance(group, dist.ProcessGroup)])
+    return transport
+
+
+def _means(rank: int, streams: int) -> tuple[list[Tensor], int]:
+    """Means of several sizes, with exchanges that fail on one rank in between."""
+    transport, means = _transport(streams), []
+    compressor = parse("minmax(bits=4, bucket=128)")
+    assert isinstance(compressor, Coded)
+    for numel in (100, 300_000):
+        layout = Layout.build([Layer("weight", 0, (numel,), compressor)], 3, torch.float32)
+        buffers = transport.open(layout.reduction_traffic())
+        for step in range(6):
+            x = torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + rank))
+            fails = step % 3 == 1
+            given = x.half() if fails and rank == step % 2 else x
+            try:
+                complete(all_reduce(given, layout, transport, buffers, CollectiveCall(seed=0, step=step)))
+            except (TypeError, PeerFailedError):
+                assert fails
+            else:
+                assert not fails
+                means.append(x)
+    sent = transport.sent_bytes
+    transport.close()
+    return means, sent
+
+
+def test_means_and_bytes_are_those_of_one_stream() -> None:
+    for (means, sent), (expected, alone) in zip(run_ranks(_means, 3, 4), run_ranks(_means, 3, 1), strict=True):
+        assert sent == alone
+        assert len(means) == len(expected) == 8
+        assert all(torch.equal(a, b) for a, b in zip(means, expected, strict=True))
+
+
+def _ends(rank: int) -> int | None:
+    transport = _transport(3)
+    compressor = parse("minmax(bits=8, bucket=128)")
+    assert isinstance(compressor, Coded)
+    layout = Layout.build([Layer("weight", 0, (300_000,), compressor)], 2, torch.float32)
+    buffers, x = transport.open(layout.reduction_traffic()), torch.ones(300_000)
+    for step in range(4):
+        if step == 3 and rank == 1:
+            os._exit(0)
+        if step < 3:
+            complete(all_reduce(x, layout, transport, buffers, CollectiveCall(seed=0, step=step)))
+    with pytest.raises(TransportError) as raised:
+        complete(all_reduce(x, layout, transport, buffers, CollectiveCall(seed=0, step=3)))
+    return raised.value.rank
+
+
+def test_a_rank_that_has_ended_is_an_error_with_its_name() -> None:
+    assert run_ranks(_ends, 2, may_die=True) == [1, None]
+
+
+def _sockets() -> int:
+    names = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return sum(os.path.islink(name) and os.readlink(name).startswith("socket:") for name in names)
+
+
+def _trained(rank: int, streams: int, sharding: bool) -> tuple[list[Tensor], int]:
+    """The parameters after three steps, and the sockets that compressing has opened."""
+    net, network = partial(sharded.Net, width=300), thinwire.Network(streams=streams, transport="group")
+    if sharding:
+        model = sharded.build(net=net)
+    else:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(net())
+    before = _sockets()
+    if sharding:
+        sharded.compress(model, "minmax(bits=8)", "minmax(bits=8)", network=network)
+    else:
+        thinwire.compress(model, "minmax(bits=8)", network=network, skip_if_slower=False)
+    opened = _sockets() - before
+    sharded.train(model, 3)
+    parameters = list(sharded.whole(model).values()) if sharding else [p.detach() for p in model.parameters()]
+    return parameters, opened
+
+
+@pytest.mark.parametrize("sharding", [False, True])
+def test_training_is_the_same_over_several_streams(sharding: bool) -> None:
+    several, one = (run_ranks(_trained, 2, streams, sharding) for streams in (3, 1))
+    for (parameters, opened), (expected, opened_by_one) in zip(several, one, strict=True):
+        assert opened >= opened_by_one + 2
+        assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
