@@ -76,8 +76,10 @@ bench: .venv/ready
 	$(BIN)/thinwire bench kernels --threads 1 --json benchmarks/kernels-1.json
 	$(BIN)/thinwire bench kernels --threads 2 --json benchmarks/kernels-2.json
 	$(BIN)/python -m experiments bench algorithms --json benchmarks/algorithms.json
-	$(BIN)/thinwire bench allreduce --ranks 4 --rate 1gbit --rtt 20ms --size-mb 0.1 --repeats 15 --algorithm sra ring tree \
-	  --json benchmarks/allreduce-small.json
+	$(BIN)/thinwire bench allreduce --ranks 4 --rate 1gbit --rtt 20ms --size-mb 0.1 --repeats 9 \
+	  --algorithm sra ring tree allgather parameter_server --json benchmarks/allreduce-small.json
+	$(BIN)/thinwire bench allreduce --ranks 4 --rate 1gbit --rtt 20ms --size-mb 25 --repeats 9 \
+	  --algorithm sra ring tree allgather parameter_server --json benchmarks/allreduce-long.json
 	$(BIN)/python -m experiments bench blob --json benchmarks/blob.json
 	$(BIN)/thinwire bench step --rate 1gbit --json benchmarks/step-1gbit.json
 	$(BIN)/thinwire bench step --rate none --skip-if-slower --target 0 --batches 8 --json benchmarks/step-loopback.json

@@ -122,7 +122,7 @@ def allreduce() -> str:
     figures, rows = Figures(BENCHMARKS / "algorithms.json"), []
     for ranks, rate, rtt in itertools.product((2, 4), RATES, ("0ms", "20ms")):
         cell = f"{ranks} ranks/1 a node/{rate}/{rtt}/25 MB/"
-        ms = [1e3 * (figures.get(f"{cell}seconds/{name}") or 0) for name in ("gloo", "sra/group", "bare")]
+        ms = [1e3 * (figures.get(f"{cell}seconds/{name}") or 0) for name in ("gloo", "sra/group", "bare/sra/group")]
         if not all(ms):
             continue
         rows.append(
@@ -142,21 +142,21 @@ def allreduce() -> str:
     )
 
 
-def allreduce_small() -> str:
-    figures = Figures(BENCHMARKS / "allreduce-small.json")
-    about = figures.record["about"]
-    names = {"gloo": "gloo fp32", "sra/group": "`sra`", "ring/group": "`ring`", "tree/group": "`tree`"}
-    names["bare"] = "`sra`'s messages, bare"
-    base = figures.get("seconds/gloo") or 0.0
-    rows = []
-    for name, shown in names.items():
-        seconds = figures.get(f"seconds/{name}") or math.nan
-        rows.append([shown, f"{1e3 * seconds:.1f} ms", f"{base / seconds:.2f}x"])
-    head = [f"{about['size_mb']:g} MB", "", "against gloo"]
+def allreduce_long() -> str:
+    runs = [Figures(BENCHMARKS / f"allreduce-{name}.json") for name in ("small", "long")]
+    about, head, rows = runs[0].record["about"], [f"{runs[0].record['about']['ranks']} ranks"], {}
+    for figures in runs:
+        head += [f"{figures.record['about']['size_mb']:g} MB", "against gloo", "against bare messages"]
+        gloo = figures.get("seconds/gloo") or math.nan
+        rows.setdefault("gloo fp32", []).extend((f"{1e3 * gloo:.1f} ms", "1.00x", ""))
+        for name in (name.removeprefix("times_bare/") for name in figures.rows if name.startswith("times_bare/")):
+            seconds, times_bare = (figures.get(f"{what}/{name}") or math.nan for what in ("seconds", "times_bare"))
+            shown = (f"{1e3 * seconds:.1f} ms", f"{gloo / seconds:.2f}x", f"{times_bare:.2f}x")
+            rows.setdefault(f"`{name.removesuffix('/group')}`", []).extend(shown)
     return (
-        f"`thinwire bench allreduce`: a gradient of {about['size_mb']:g} MB among {about['ranks']} ranks in 4 bits, "
-        f"over {RATES[about['rate']]} with a round-trip time of {about['rtt'].replace('ms', ' ms')}.\n\n"
-        f"{table(head, rows)}\n\n{figures.machine}."
+        f"`thinwire bench allreduce`: all-reduces among {about['ranks']} ranks in 4 bits, over {RATES[about['rate']]} "
+        f"with a round-trip time of {about['rtt'].replace('ms', ' ms')}.\n\n"
+        f"{table(head, [[name, *cells] for name, cells in rows.items()])}\n\n{runs[0].machine}."
     )
 
 
@@ -176,12 +176,7 @@ def algorithms() -> str:
                     *_speedups(figures, cell, flat),
                 ]
             )
-        head = [
-            f"{size:g} MB, a rank on each node",
-            "gloo fp32",
-            *(variant.split("/")[0] for variant in flat),
-            "sra, bare",
-        ]
+        head = [f"{size:g} MB, a rank on each node", "gloo fp32", *(variant.split("/")[0] for variant in flat)]
         parts.append(table(head, rows))
     cell = f"4 ranks/1 a node/{next(iter(RATES))}/0ms/25 MB/"
     rows = []
@@ -227,9 +222,10 @@ def algorithms() -> str:
 def _speedups(figures: Figures, cell: str, variants: tuple[str, ...]) -> list[str]:
     gloo = figures.get(f"{cell}seconds/gloo") or 0
     cells = [f"{1e3 * gloo:.1f} ms"]
-    for variant in (*variants, "bare"):
-        seconds = figures.get(f"{cell}seconds/{variant}")
-        cells.append(f"{gloo / seconds:.2f}x" if seconds else "")
+    for variant in variants:
+        seconds, times_bare = figures.get(f"{cell}seconds/{variant}"), figures.get(f"{cell}times_bare/{variant}")
+        bare = f" ({times_bare:.2f})" if times_bare else ""
+        cells.append(f"{gloo / seconds:.2f}x{bare}" if seconds else "")
     return cells
 
 
@@ -1042,7 +1038,7 @@ def _ratio(ratio: dict[str, float] | None) -> str:
 PAGES = {
     "README.md": {"headline": headline, "demo": demo, "longer": longer},
     "docs/compressors.md": {"compressors": compressors, "formats": formats},
-    "docs/speed.md": {"allreduce": allreduce, "allreduce-small": allreduce_small, "step": step},
+    "docs/speed.md": {"allreduce": allreduce, "allreduce-long": allreduce_long, "step": step},
     "docs/process-group.md": {"blob": blob, "conformance": conformance},
     "docs/pipelines.md": {
         "changes": changes,

@@ -31,8 +31,9 @@ def algorithms(
     """Time all-reduces by every collective algorithm and transport, over links of several rates and round-trip times.
 
     Ranks have a node each; then two nodes of two ranks, for hierarchies and shared memory; then all ranks on one node
-    without a limit, where shared memory is set against gloo. Each table also has the bytes that the kernel counted on
-    the interfaces, in multiples of the formula's, and the variance of the mean, in multiples of the first method's.
+    without a limit, where shared memory is set against gloo. Each method is set against gloo and against its own bare
+    messages. Each table also has the bytes that the kernel counted on the interfaces, in multiples of the formula's,
+    and the variance of the mean, in multiples of the first method's.
 
     Examples:
       python -m experiments bench algorithms --json algorithms.json
@@ -108,20 +109,18 @@ def _table(where: str, sizes_mb: tuple[float, ...], answers: list[dict]) -> Tabl
     table = Table(title=where, title_justify="left")
     table.add_column("method", no_wrap=True)
     for size in sizes_mb:
-        table.add_column(f"{size:g} MB, ms", justify="right", no_wrap=True)
-        table.add_column("vs gloo", justify="right", no_wrap=True)
+        for column in (f"{size:g} MB, ms", "vs gloo", "vs bare"):
+            table.add_column(column, justify="right", no_wrap=True)
     table.add_column("bytes", justify="right", no_wrap=True)
     table.add_column("variance", justify="right", no_wrap=True)
     first = next(iter(answers[0]["about"]))
-    for name in answers[0]["seconds"]:
-        cells = [
-            {"gloo": "gloo, fp32", "bare": f"{first}, bare"}.get(
-                name, name.replace("inside=", "").replace("across=", "")
-            )
-        ]
+    for name in ("gloo", *answers[0]["about"]):
+        cells = [name.replace("inside=", "").replace("across=", "") if name != "gloo" else "gloo, fp32"]
         for answer in answers:
             seconds = answer["seconds"]
+            bare = seconds.get(f"bare/{name}")
             cells += [f"{seconds[name] * 1e3:.1f}", f"{seconds['gloo'] / seconds[name]:.2f}x"]
+            cells.append("" if bare is None else f"{seconds[name] / bare:.2f}x")
         counted = answers[0]["about"].get(name)
         if counted:
             crossing = sum(counted["crossing_bytes"])

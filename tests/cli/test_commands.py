@@ -114,6 +114,9 @@ def test_bench_allreduce(tmp_path: Path) -> None:
     assert sent == pytest.approx(2 * found["payload_bytes/gloo"] * 4.5 / 32, rel=0.01)
     assert sent <= found["interface_bytes/sra/group"] < 1.15 * sent + 20_000
     assert 0.05 < found["relative_error/sra/group"] < 0.3
+    seconds, bare = (found[f"seconds/{name}"] for name in ("sra/group", "bare/sra/group"))
+    assert bare > 8 * sent / 2 / 200e6 * 0.8
+    assert found["times_bare/sra/group"] == pytest.approx(seconds / bare)
 
 
 @pytest.mark.network
@@ -129,6 +132,11 @@ def test_bench_algorithms(tmp_path: Path) -> None:
     across = "crossing_bytes/hierarchical(inside=dense, across=leaders)/auto"
     assert found[nested + across] == pytest.approx(found[f"{nested}crossing_bytes/sra/auto"] / 2, rel=0.1)
     assert found[f"{one}crossing_bytes/sra/shared"] == 0
+    timed = [name for name in found if "/seconds/" in name and "/bare/" not in name and not name.endswith("/gloo")]
+    assert len(timed) == 5 + 8 + 6
+    for name in timed:
+        bare = found[name.replace("/seconds/", "/seconds/bare/")]
+        assert found[name.replace("/seconds/", "/times_bare/")] == pytest.approx(found[name] / bare)
     assert all(value == 1.0 for name, value in found.items() if "replicas_identical" in name)
 
 

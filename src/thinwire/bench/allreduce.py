@@ -34,8 +34,8 @@ def allreduce(
 ) -> int:
     """Time an all-reduce of one gradient over an emulated link.
 
-    Several methods take turns in one run: gloo's fp32 all-reduce, thinwire by each collective algorithm, and an
-    exchange of the first one's messages without encoding and decoding, which is the limit that the link sets.
+    Several methods take turns in one run: gloo's fp32 all-reduce, thinwire by each collective algorithm, and the bare
+    messages of each: the same in the same order, without encoding and decoding, which is the limit that the link sets.
 
     Examples:
       thinwire bench allreduce --rate 100mbit
@@ -74,8 +74,8 @@ def allreduce(
     console.print(f"All-reduce of {size_mb:g} MB, {ranks} ranks, {rate}, {compressor}")
     console.print(_table(answer))
     console.print(
-        "ms: median; MB: what the busiest rank sends; gloo, bare: in multiples of gloo's speed, and of the time of the "
-        "first method's messages without encoding and decoding; error: relative, of the mean."
+        "ms: median; MB: what the busiest rank sends; gloo: in multiples of gloo's speed; bare: the method's messages "
+        "without encoding and decoding, and its time in multiples of theirs; error: relative, of the mean."
     )
     if json:
         results.write(json)
@@ -115,39 +115,41 @@ def measure(
 
 def add(results: Results, answer: dict[str, Any], prefix: str = "") -> None:
     """Add what was measured of one size: seconds, speed-ups and bytes of each method."""
-    seconds, first = answer["seconds"], next(iter(answer["about"]))
+    seconds = answer["seconds"]
     for name, value in seconds.items():
         results.add(f"{prefix}seconds/{name}", value, "s", all=answer["all"][name])
     results.add(f"{prefix}payload_bytes/gloo", answer["gloo_bytes"], "B")
     for name, about in answer["about"].items():
         results.add(f"{prefix}speedup_over_gloo/{name}", seconds["gloo"] / seconds[name], "x")
+        if (bare := seconds.get(f"bare/{name}")) is not None:
+            results.add(f"{prefix}times_bare/{name}", seconds[name] / bare, "x")
         results.add(f"{prefix}formula_bytes/{name}", sum(about["formula_bytes"]), "B", by_rank=about["formula_bytes"])
         for what in ("crossing_bytes", "interface_bytes"):
             results.add(f"{prefix}{what}/{name}", sum(about[what]), "B", by_node=about[what])
         results.add(f"{prefix}relative_error/{name}", about["relative_error"], "")
         results.add(f"{prefix}variance/{name}", about["variance"], "")
         results.add(f"{prefix}replicas_identical/{name}", float(about["replicas_identical"]), "")
-    if "bare" in seconds:
-        results.add(f"{prefix}times_bare_exchange", seconds[first] / seconds["bare"], "x")
 
 
 def _table(answer: dict[str, Any]) -> Table:
-    table = figures_table("method", ("ms", "min .. max", "MB", "gloo", "bare", "error"))
-    seconds, first = answer["seconds"], next(iter(answer["about"]))
-    for name, value in seconds.items():
-        about = answer["about"].get(first if name == "bare" else name)
-        sent = max(about["formula_bytes"]) if about else answer["gloo_bytes"]
-        times = answer["all"][name]
-        title = {"gloo": "gloo, fp32", "bare": f"{first}, bare"}.get(name, name)
+    table = figures_table("method", ("ms", "min .. max", "MB", "gloo", "bare, ms", "bare", "error"))
+    seconds, times = answer["seconds"], answer["all"]
+    gloo = seconds["gloo"]
+    table.add_row("gloo, fp32", *_times(gloo, times["gloo"]), f"{answer['gloo_bytes'] / 1e6:.2f}", "1.00x")
+    for name, about in answer["about"].items():
+        bare = seconds.get(f"bare/{name}")
         table.add_row(
-            title,
-            f"{value * 1e3:.1f}",
-            f"{min(times) * 1e3:.1f} .. {max(times) * 1e3:.1f}",
-            f"{sent / 1e6:.2f}",
-            f"{seconds['gloo'] / value:.2f}x",
-            f"{value / seconds['bare']:.2f}x" if "bare" in seconds else "",
-            f"{about['relative_error']:.4f}" if about and name != "bare" else "",
+            name,
+            *_times(seconds[name], times[name]),
+            f"{max(about['formula_bytes']) / 1e6:.2f}",
+            f"{gloo / seconds[name]:.2f}x",
+            *((f"{bare * 1e3:.1f}", f"{seconds[name] / bare:.2f}x") if bare is not None else ("", "")),
+            f"{about['relative_error']:.4f}",
         )
-        if about and not about["replicas_identical"]:
+        if not about["replicas_identical"]:
             table.add_row("[red]  ranks got DIFFERENT results[/]")
     return table
+
+
+def _times(seconds: float, every: Sequence[float]) -> tuple[str, str]:
+    return f"{seconds * 1e3:.1f}", f"{min(every) * 1e3:.1f} .. {max(every) * 1e3:.1f}"

@@ -30,6 +30,7 @@ from thinwire.collectives import (
     with_shared_memory,
 )
 from thinwire.collectives.algorithms import parse_algorithm
+from thinwire.collectives.transport import Pending
 from thinwire.compressors import Coded, parse
 from thinwire.lab.network import INTERFACE
 from thinwire.runtime.probe import settle
@@ -61,41 +62,84 @@ class Method:
         collective = gather_mean if self.gathers else all_reduce
         complete(collective(x, self.layout, self.transport, self.buffers, CollectiveCall(seed=0, step=self.step)))
 
+    @property
+    def has_bare(self) -> bool:
+        """Whether the sizes of its messages are known without its data."""
+        return not any(message.late for message in self.buffers.outgoing.values())
+
     def bare(self) -> None:
-        """Send the same messages in the same order, without encoding or decoding anything."""
-        layout, transport, buffers = self.layout, self.transport, self.buffers
-        schedule, rank, num_chunks = layout.schedule(transport.rank), transport.rank, len(layout.chunks)
+        """Send the same messages in the same order, each when those have come that it is made of, without encoding or
+        decoding anything."""
+        transport, buffers = self.transport, self.buffers
         transport.begin(buffers)
         arriving = {address: transport.receive_into(buffers, *address) for address in buffers.inbox}
-        leaving = []
+        leaving: list[Pending] = []
 
         def send(phase: int) -> None:
             leaving.extend(transport.send_from(buffers, phase, buffers.outbox[phase].numel()))
 
+        if self.gathers:
+            for phase in buffers.outbox:
+                send(phase)
+        else:
+            self._reduce_bare(send, arriving)
+        for pending in (*arriving.values(), *leaving):
+            pending.wait()
+        transport.end(buffers)
+
+    def _reduce_bare(self, send: Callable[[int], None], arriving: dict[tuple[int, int], Pending]) -> None:
+        layout, rank, num_chunks = self.layout, self.transport.rank, len(self.layout.chunks)
+        schedule = layout.schedule(rank)
         for k, _ in schedule.sends:
             send(k)
         for k in schedule.reductions:
             tree = layout.trees[layout.chunks[k].owner]
             for child in tree.children[rank]:
-                arriving[k, child].wait()
+                arriving.pop((k, child)).wait()
             send(k if tree.parents[rank] is not None else num_chunks + k)
         for k, parent in schedule.means:
-            arriving[num_chunks + k, parent].wait()
+            arriving.pop((num_chunks + k, parent)).wait()
             if layout.trees[layout.chunks[k].owner].children[rank]:
                 send(num_chunks + k)
-        for pending in leaving:
-            pending.wait()
-        transport.end(buffers)
 
 
-def _time(run: Callable[[], object]) -> float:
-    """Seconds until the slowest rank has ended: then an all-reduce has."""
-    dist.barrier()
-    started = time.perf_counter()
-    run()
-    mine = torch.tensor(time.perf_counter() - started)
-    dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-    return float(mine)
+class Stopwatch:
+    """Times what all ranks run, by the clock that the processes of a machine share.
+
+    Ranks start together, at a moment that they agree on: out of a barrier they would come up to a round trip apart, and
+    the first of them would wait for the last. They have run the same just before, as in a training: how much TCP sends
+    at once depends on what its connections have carried in the last fraction of a second.
+    """
+
+    def __init__(self) -> None:
+        _greatest(0.0)
+        began = time.perf_counter()
+        _greatest(began)
+        self._ahead_s = 0.002 + 2 * _greatest(time.perf_counter() - began)
+
+    def time(self, run: Callable[[], object], pause_s: float = 0.0) -> float:
+        """Seconds from the start until the slowest rank has ended: then an all-reduce has.
+
+        ``pause_s``: seconds for which the link is idle after the run before, as while gradients are computed.
+        """
+        run()
+        time.sleep(pause_s)
+        start = _greatest(time.perf_counter() + self._ahead_s)
+        time.sleep(max(0.0, start - time.perf_counter()))
+        run()
+        return _greatest(time.perf_counter()) - start
+
+
+def _greatest(value: float) -> float:
+    """The greatest of all ranks' values, after one round trip."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    values = [torch.tensor([value], dtype=torch.float64) for _ in range(num_ranks)]
+    peers = [peer for peer in range(num_ranks) if peer != rank]
+    works = [dist.irecv(values[peer], peer) for peer in peers] + [dist.isend(values[rank], peer) for peer in peers]
+    for work in works:
+        if work is not None:
+            work.wait()
+    return max(map(float, values))
 
 
 def sent_on_interface() -> int:
@@ -163,21 +207,19 @@ def contest(numel: int, config: dict[str, Any], transports: dict[str, Transport]
     about: dict[str, Any] = {}
     runs: dict[str, Callable[[], object]] = {"gloo": lambda: dist.all_reduce(x)}
     runs |= {name: partial(method.run, x) for name, method in methods.items()}
-    first = next(iter(methods.values()))
-    if not first.gathers:
-        runs["bare"] = first.bare
+    runs |= {f"bare/{name}": method.bare for name, method in methods.items() if method.has_bare}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for name, method in methods.items():
         about[name] = _checked(method, gradient, exact, config["ranks_per_node"])
     del exact
-    started = time.perf_counter()
+    stopwatch, started = Stopwatch(), time.perf_counter()
     for done in range(config["repeats"]):
         # What comes right after a long transfer finds the link's queues full: none may always be the one.
         for name in random.Random(done).sample(list(runs), len(runs)):
             x.copy_(gradient)
-            times[name].append(_time(runs[name]))
+            times[name].append(stopwatch.time(runs[name]))
         # All ranks must agree on when it is enough: a slow link gets fewer rounds.
-        took = max(_gather(time.perf_counter() - started))
+        took = _greatest(time.perf_counter() - started)
         if took * (done + 2) / (done + 1) > config["budget_s"]:
             break
     return {

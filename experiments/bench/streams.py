@@ -1,0 +1,65 @@
+"""``python -m experiments bench streams``: all-reduces over several TCP connections to each rank, on long links."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from thinwire import lab
+from thinwire.bench.ranks import run_ranks
+from thinwire.results import OutputFile, Results
+
+PAUSES_S = (0.0, 1.0)
+
+
+def streams(
+    *,
+    links: tuple[str, ...] = ("1gbit/50ms", "1gbit/100ms", "200mbit/50ms/0.1%", "200mbit/100ms/0.1%"),
+    size_mb: float = 25.0,
+    compressor: str = "minmax(bits=4, bucket=128)",
+    numbers: tuple[int, ...] = (1, 2, 4, 8),
+    repeats: int = 5,
+    json: OutputFile = None,
+) -> int:
+    """Time all-reduces between two ranks over one TCP connection and over several, with the kernel's own buffers.
+
+    Right after another all-reduce, and after a second in which the link was idle: TCP then begins slowly again. Takes
+    about five minutes.
+
+    Examples:
+      python -m experiments bench streams
+      python -m experiments bench streams --links 1gbit/50ms --numbers 1 4
+
+    Args:
+        links: rate, round-trip time and, if there are any, losses (of links of 200mbit at most) of each link.
+        size_mb: size of the gradient in fp32, in MB (10^6 bytes).
+        compressor: its spec.
+        numbers: of connections to each rank; the others are set against the first.
+        repeats: measurements of each, of which the median counts.
+        json: write the figures to this file.
+    """
+    console = Console(highlight=False)
+    lab.need_network()
+    about = {"size_mb": size_mb, "compressor": compressor, "repeats": repeats, "numbers": list(numbers)}
+    results = Results("python -m experiments bench streams", about=about)
+    table = Table("ms, 2 ranks", "idle before", *(f"{number} streams" for number in numbers))
+    config = {"numel": int(size_mb * 1e6 / 4), "compressor": compressor, "repeats": repeats}
+    config |= {"numbers": numbers, "pauses_s": PAUSES_S}
+    for link in links:
+        rate, rtt, *loss = link.split("/")
+        with lab.Network(2, rate=rate, rtt=rtt, loss=loss[0] if loss else None) as network:
+            answer: Any = run_ranks("experiments.bench.streams_rank", config, 2, network)
+            results.about[link] = network.describe()
+        for pause_s in PAUSES_S:
+            times = {number: seconds for number, paused_s, seconds in answer if paused_s == pause_s}
+            for number, seconds in times.items():
+                gain = median(times[numbers[0]]) / median(seconds)
+                results.add(f"{link}/{pause_s:g} s/{number}", median(seconds), "s", all=seconds, gain=gain)
+            table.add_row(link, f"{pause_s:g} s", *(f"{1e3 * median(times[number]):.0f}" for number in numbers))
+        if json is not None:
+            results.write(json)
+    console.print(table)
+    return 0
