@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_module
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
@@ -75,6 +75,7 @@ def command(paper: Paper[Any], summary: str) -> Callable[..., int]:
         data: Path | None = None,
         steps: int | None = None,
         smoke: bool = False,
+        times: Path | None = None,
         from_: Annotated[Path | None, tyro.conf.arg(name="from", metavar="PATH")] = None,
         out: Path = Path(f"repro-{paper.name}"),
         json: OutputFile = None,
@@ -88,7 +89,7 @@ def command(paper: Paper[Any], summary: str) -> Callable[..., int]:
             folder = None if data is None else str(data.resolve())
             scale = base.adapted(seeds=seeds, rounds=rounds, rate=rate, data=folder, steps=steps)
             about = dataclasses.asdict(scale) | scale.about()
-            record = None if from_ is None else json_module.loads(from_.read_text())
+            record, timed = (None if file is None else json_module.loads(file.read_text()) for file in (from_, times))
         out.mkdir(parents=True, exist_ok=True)
         path = json or out / f"repro-{paper.name}.json"
         shown: dict[str, Any] = {"command": f"python -m experiments {paper.name}", "title": paper.title}
@@ -103,14 +104,21 @@ def command(paper: Paper[Any], summary: str) -> Callable[..., int]:
         }
         cache = RunCache(None if smoke else out / "runs")
         study = paper.study(scale, out, Screen(console, phases), emulated, cache)
+        study.measured |= _by_name(recorded(timed) if timed else ())
 
         def measure(part: str) -> Callable[[Study[Any]], list[Finding]]:
-            return lambda study: judge(paper.claims, paper.parts[part].measure(study), emulated=emulated)
+            def made(study: Study[Any]) -> list[Finding]:
+                rows = paper.parts[part].measure(study)
+                study.measured |= _by_name(rows)
+                return judge(paper.claims, rows, emulated=emulated)
+
+            return made
 
         findings, failures = make_parts(console, study, {part: measure(part) for part in chosen})
         about |= study.about() | {
             "emulated": emulated,
             "smoke": smoke,
+            "times": None if times is None else times.name,
             f"differs_from_the_{paper.source}": paper.differs,
             "judged": paper.judged,
         }
@@ -133,8 +141,13 @@ def command(paper: Paper[Any], summary: str) -> Callable[..., int]:
         data: folder of CIFAR-10's binary version, for papers that train on images; without it scikit-learn's digits.
         steps: training steps of each run, for papers that train one network.
         smoke: a tiny network and few steps, about a minute: the same path, no figures worth keeping.
+        times: JSON file of an earlier run, whose step times are taken where times to a loss need some.
         from_: measure nothing: judge the claims by the rows of this JSON file.
         out: folder for the pictures, the figures, and finished runs, which are not made again.
         json: write the figures to this file instead of OUT/repro-{paper.name}.json.
     """
     return run
+
+
+def _by_name(rows: Iterable[Row]) -> dict[tuple[str, str], Row]:
+    return {(row.figure, row.name): row for row in rows}

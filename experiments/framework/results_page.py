@@ -27,7 +27,8 @@ Each claim is judged *holds*, *does not hold* or *inconclusive*, by one-sided 95
 - **Speed** under DDP is judged by ratios of times over separate runs of [replayed steps](#how-steps-are-timed).
   Elsewhere it is judged over the rounds of one run, in which all methods take turns; those intervals contain the
   scatter of such ratios between runs, a standard deviation of {100 * RUN_SCATTER:.1f} %. A claim is inconclusive if the
-  interval contains its bound, such as 1 for "is faster".
+  interval contains its bound, such as 1 for "is faster". Time to a loss is the steps to it, from seeds trained without
+  a clock, by the time of a step; its interval contains the scatter of both.
 - A single training or measurement has no interval, and is inconclusive.
 
 *Interval* in the tables is half the width of the interval of what is judged: smaller differences cannot be seen."""

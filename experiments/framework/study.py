@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
+from experiments.framework.claims import Row
 from experiments.framework.methods import Method
 from experiments.framework.progress import Screen
 from experiments.framework.run_cache import RunCache
@@ -70,6 +71,8 @@ class Study(Generic[ScaleT]):
     screen: Screen
     emulated: bool
     cache: RunCache = field(default_factory=RunCache)
+    measured: dict[tuple[str, str], Row] = field(default_factory=dict)
+    """By figure and name: what parts before this one found, and an earlier run whose times are taken."""
     _resources: dict[Any, Any] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
     present_part: str = ""

@@ -1,8 +1,8 @@
 """How claims are judged: *holds*, *does not hold*, or *inconclusive* with the difference that could be seen.
 
 Every rule looks at an interval: of paired differences over seeds, or of paired ratios over rounds that is widened by
-what such ratios differ from run to run. A single training decides nothing, nor does an interval that is wider than the
-margin.
+what such ratios differ from run to run, and from seed to seed where they are of times to a loss. A single training
+decides nothing, nor does an interval that is wider than the margin.
 """
 
 from __future__ import annotations
@@ -102,13 +102,17 @@ def exceeds(difference: Estimate, effect: float | None = None) -> Judgement:
     return Judgement(None, f"a difference below {_shown(half)} cannot be seen", half)
 
 
-def faster(ratios: Sequence[float], bound: float = 1.0) -> Judgement:
-    """Whether ``ratios`` of times (one a round) are above ``bound``, as another run would find them, too."""
+def faster(ratios: Sequence[float], bound: float = 1.0, *, by_seed: Sequence[float] | None = None) -> Judgement:
+    """Whether ``ratios`` of times (one a round) are above ``bound``, as another run would find them, too; ``by_seed``:
+    the same, one a training, where trainings differ in how many steps they take."""
     if len(ratios) < 2:
         return ONE_MEASUREMENT
-    rounds = estimate([math.log(ratio / bound) for ratio in ratios])
+    if by_seed is not None and len(by_seed) < 2:
+        return ONE_TRAINING
+    rounds, *seeds = (estimate([math.log(ratio / bound) for ratio in some]) for some in (ratios, by_seed) if some)
     quantile = float(need_scipy().t.ppf(CONFIDENCE, _SCATTER_FREEDOM))
-    return _beyond(rounds.mean, math.hypot(quantile * RUN_SCATTER, rounds.upper - rounds.mean), bound)
+    half = math.hypot(quantile * RUN_SCATTER, *(found.upper - found.mean for found in (rounds, *seeds)))
+    return _beyond(rounds.mean, half, bound)
 
 
 def faster_in_runs(ratios: Sequence[float], bound: float = 1.0) -> Judgement:

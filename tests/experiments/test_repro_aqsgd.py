@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.__main__ import main as experiments_main
 from experiments.framework.claims import Row, judge
-from experiments.papers.aqsgd import curves, judging, resume, throughput
+from experiments.papers.aqsgd import curves, resume, throughput
 from experiments.papers.aqsgd.judging import bands, lost
 from experiments.papers.aqsgd.methods import FP32, aqsgd, direct
 from experiments.papers.aqsgd.paper import PAPER
@@ -85,6 +86,18 @@ def test_rows_say_what_was_sent(small: Small) -> None:
         message = throughput.message_bytes(task, f"maxabs(bits={bits})")
         assert sent[method.name] == task.num_micro * message
     assert set(row["per_s"]) >= {"fp32", "fp32 1f1b", "aq-sgd fw3 bw6 1f1b"}
+
+
+@pytest.mark.timeout(400)
+def test_times_to_a_loss_take_the_step_times_of_table_2_or_of_an_earlier_run(small: Small, tmp_path: Path) -> None:
+    timed = small.rows["table 2/throughput"]["by_round"]["100mbit"]
+    again = ["--parts", "4", "--times", str(small.out / "aqsgd.json"), "--json", str(tmp_path / "again.json")]
+    assert experiments_main(["aqsgd", "--smoke", *again, "--out", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "again.json").read_text())
+    assert [row["name"] for row in record["results"]] == ["figure 4/sooner/100mbit"]
+    for row in (small.rows["figure 4/sooner/100mbit"], *record["results"]):
+        assert row["rounds"] == {name: timed[name] for name in ("fp32", "direct fw4 bw8", "aq-sgd fw4 bw8")}
+        assert row["courses"]["aqsgd"]["pace"] == [[2, "fp32"], [4, "aq-sgd fw4 bw8"]]
 
 
 def test_a_full_run_takes_under_an_hour() -> None:
@@ -206,15 +219,6 @@ def test_throughput_is_judged_round_by_round_and_only_over_slow_links() -> None:
 def test_a_band_ends_where_a_seed_diverges() -> None:
     mean, low, high = bands([run([3.0, 2.0, math.inf]), run([4.0, 2.5, 2.0])])
     assert (mean, low, high) == ([3.5, 2.25], [3.0, 2.0], [4.0, 2.5])
-
-
-def test_time_to_the_same_loss_is_taken_at_the_worse_end() -> None:
-    base, ours = run([4.0, 3.0, 2.0], step_s=(10.0,) * 3), run([4.0, 3.0, 2.5])
-    gained, reached = judging.sooner(base, ours)
-    assert reached == 2.5
-    assert gained == pytest.approx(25 / 3)
-    assert judging.seconds_to(ours, 1.0) is None
-    assert judging.seconds_to(ours, 5.0) == 1.0
 
 
 def test_rates_are_scaled_to_the_papers_proportion(tmp_path: Path) -> None:

@@ -1,15 +1,15 @@
-"""What trainings say: loss lost to the baseline, seed by seed, and seconds to the same loss."""
+"""What trainings say: loss lost to the baseline, seed by seed, and their course."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
 from experiments.framework.findings import share
+from experiments.framework.time_to_loss import Course
 from experiments.framework.verdicts import Judgement, exceeds, matches
 from experiments.papers.aqsgd.methods import Method
 from experiments.papers.aqsgd.trainings import Trained
@@ -76,25 +76,14 @@ def ends(row: Mapping[str, Any]) -> list[float]:
     return known([losses[-1] for losses in row["held_out"]])
 
 
-# --- time to the same loss
+# --- time to a loss
 
 
-def seconds_to(run: Trained, loss: float) -> float | None:
-    """Seconds of training until an epoch's loss first is there, between epochs by a straight line; None if never."""
-    reached = list(zip(run.seconds, run.epoch_losses, strict=True))
-    if reached and reached[0][1] <= loss:
-        return reached[0][0]
-    for (before_s, before), (after_s, after) in pairwise(reached):
-        if after <= loss:
-            return before_s + (before - loss) / (before - after) * (after_s - before_s)
-    return None
-
-
-def sooner(base: Trained, ours: Trained) -> tuple[float, float]:
-    """How many times sooner ours is at the worse of the two ends, which both reach; and that loss."""
-    reached = max(base.loss, ours.loss)
-    times = [seconds_to(run, reached) for run in (base, ours)]
-    return (times[0] / times[1] if times[0] is not None and times[1] else float("nan")), reached
+def course(runs: Sequence[Trained], *pace: tuple[int, str]) -> Course:
+    """Of trainings, epoch by epoch; ``pace``: as of `Course`."""
+    each = runs[0].steps_per_epoch
+    losses = [run.epoch_losses for run in runs]
+    return Course([each * (epoch + 1) for epoch in range(len(losses[0]))], losses, pace)
 
 
 # --- pictures

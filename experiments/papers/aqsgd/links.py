@@ -54,7 +54,7 @@ class OverLinks(Study[ScaleT], ABC):
         """The rate of the links that stand for the paper's; None for loopback."""
         return rate_text(parse_rate(rate) / self.slowdown) if self.emulated else None
 
-    def where(self, rate: str) -> str:
-        """Both rates, for people."""
-        link = self.scaled(rate)
-        return f"{shown_rate(rate)} (here {'loopback' if link is None else shown_rate(link)})"
+
+def where(rate: str, link: str | None) -> str:
+    """The paper's rate, and that of the link here, for people."""
+    return f"{shown_rate(rate)} (here {'loopback' if link is None else shown_rate(link)})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
@@ -12,18 +11,9 @@ from typing import Any
 from experiments.framework.claims import Claim, Rows
 from experiments.framework.findings import points
 from experiments.framework.paper import Paper, Part, command
+from experiments.framework.time_to_loss import Course, Sooner, sooner
 from experiments.framework.timing import shown_rate
-from experiments.framework.verdicts import (
-    JUDGED,
-    ONE_TRAINING,
-    Judgement,
-    all_hold,
-    exceeds,
-    faster,
-    if_seen,
-    matches,
-    unsound,
-)
+from experiments.framework.verdicts import JUDGED, Judgement, all_hold, exceeds, faster, if_seen, matches, unsound
 from experiments.papers.aqsgd import curves, resume, throughput
 from experiments.papers.aqsgd.curves import (
     BITS,
@@ -38,7 +28,7 @@ from experiments.papers.aqsgd.curves import (
     setting_of,
 )
 from experiments.papers.aqsgd.judging import Lost, ends, known, lost
-from experiments.papers.aqsgd.links import PAPER_COMPUTE_S, PAPER_VALUES
+from experiments.papers.aqsgd.links import PAPER_COMPUTE_S, PAPER_VALUES, where
 from experiments.papers.aqsgd.methods import FP32, Method
 from experiments.papers.aqsgd.study import MORE_STAGES, MOST_STAGES, NUM_STAGES, SMOKE, AQSGDScale, AQSGDStudy, TaskName
 from experiments.papers.aqsgd.throughput import AQSGD, DIRECT, DISK, FEW, LINKED, MANY
@@ -280,11 +270,6 @@ _FASTER = 6.0
 _CLOSE = 0.03
 
 
-def _where(rate: str, link: str | None) -> str:
-    """The paper's rate, and that of the link here."""
-    return f"{shown_rate(rate)} (here {'loopback' if link is None else shown_rate(link)})"
-
-
 def _compute(rows: Rows) -> str:
     forward, backward = (1e3 * rows["compute"][key] for key in ("forward_s", "backward_s"))
     theirs = f"{1e3 * _PAPER_FORWARD_S:.0f} and {1e3 * _PAPER_BACKWARD_S:.0f}"
@@ -320,7 +305,7 @@ def _ends(rows: Rows) -> tuple[str, str]:
 
 
 def _link(rows: Rows, rate: str) -> str:
-    return _where(rate, rows["throughput"]["links"][rate])
+    return where(rate, rows["throughput"]["links"][rate])
 
 
 def _over(rows: Rows, rate: str, fast: Method, slow: Method) -> list[float]:
@@ -435,41 +420,42 @@ def _claims_of_tables() -> Iterator[Claim]:
 # --- figure 4
 
 _SOONER = 4.3
+_ASKED_SOONER = 1 + (_SOONER - 1) / 2
+"""Where sending FP32's values takes as many times as long as computing them as in the paper, and one epoch of ten is
+sent whole, no compression is 4 times sooner."""
+
+
+def _in_time(rows: Rows, name: str) -> Sooner:
+    row = rows[name]
+    return sooner(Course.of(row, "aqsgd"), Course.of(row, "fp32"), row["rounds"])
 
 
 def _soon(name: str, rate: str) -> Callable[[Rows], str]:
     def text(rows: Rows) -> str:
         row = rows[name]
-        gained = math.nan if row["value"] is None else row["value"]
-        ours, base = (known(row["losses"][key])[-1] for key in ("aqsgd", "fp32"))
-        steps = "{:.0f} ms against {:.0f}".format(*(1e3 * row["step_s"][key] for key in ("aqsgd", "fp32")))
+        ours, base, direct = (fmean(Course.of(row, key).ends) for key in ("aqsgd", "fp32", "direct"))
         return (
-            f"over {_where(rate, row['link'])}: {gained:.2f}x sooner at {max(ours, base):.3f}; in the end {ours:.3f} "
-            f"against {base:.3f}; steps of {steps}"
+            f"over {where(rate, row['link'])}: {_in_time(rows, name).text}; in the end {ours:.3f} against {base:.3f}, "
+            f"DirectQ {direct:.3f}"
         )
 
     return text
 
 
-def _first_visits(name: str, rate: str) -> Callable[[Rows], str]:
-    def text(rows: Rows) -> str:
-        row = rows[name]
-        gained = math.nan if row["value"] is None else row["value"]
-        end = known(row["losses"])[-1]
-        return f"over {_where(rate, row['link'])}: {gained:.2f}x sooner; in the end {end:.3f}"
-
-    return text
-
-
 def _claims_of_figure_4() -> Iterator[Claim]:
-    slowest = SCALE.slow_rates[0]
     for rate in SCALE.slow_rates:
-        name = f"sooner/{rate}"
+        name, bound = f"sooner/{rate}", 1.0
+        statement = "AQ-SGD fw4 bw8, warm-up epoch included, is at FP32's loss "
+        if rate == SCALE.slow_rates[0]:
+            bound = _ASKED_SOONER
+            statement += f"up to {_SOONER}x sooner; asked here: at least {bound:.3g}x, half of that gain"
+        else:
+            statement += "sooner over a faster link, too"
 
-        statement = f"AQ-SGD fw4 bw8, warm-up epoch included, is at FP32's loss up to {_SOONER}x sooner"
-        yield Claim("figure 4", name, statement, _soon(name, rate), lambda rows: ONE_TRAINING, over_link=True)
-    name = f"first_visits/{slowest}"
-    yield Claim("figure 4", name, "only first activations whole (algorithm 1)", _first_visits(name, slowest))
+        def rule(rows: Rows, name: str = name, bound: float = bound) -> Judgement:
+            return _in_time(rows, name).above(bound)
+
+        yield Claim("figure 4", name, statement, _soon(name, rate), rule, over_link=True)
 
 
 # --- bits by link, kill and resume, completions
@@ -557,12 +543,12 @@ def _claims_of_the_rest() -> Iterator[Claim]:
         over_link=True,
     )
     yield Claim("links", "chosen", "what was chosen", _chosen)
-    for store, where in (("memory", "in memory"), ("disk", "on disk")):
+    for store, place in (("memory", "in memory"), ("disk", "on disk")):
         name = f"bit_identical/{store}"
         yield Claim(
             "resume",
             name,
-            f"a pipeline that is killed goes on from its checkpoint bit by bit, messages {where}",
+            f"a pipeline that is killed goes on from its checkpoint bit by bit, messages {place}",
             _killed(name),
             unjudged="a property of this code, which its tests check",
         )
@@ -583,7 +569,7 @@ _PARTS = {
     "3": Part("figures 3, 7 to 9: loss by step", curves.figure_3, curves.figure_3_steps, 0.07, 5.0),
     "t3": Part("table 3: compute and wire", throughput.table_3, throughput.breakdown_steps, 0.3, 5.0),
     "2": Part("table 2: throughput", throughput.table_2, throughput.throughput_steps, 1.0, 25.0),
-    "4": Part("figure 4: time to the same loss", throughput.figure_4, throughput.time_steps, 1.3, 5.0),
+    "4": Part("figure 4: time to the same loss", throughput.figure_4, throughput.time_steps, 0.9, 10.0),
     "recipe": Part("figure 9: the authors' recipe", curves.recipe, curves.recipe_steps, 0.12, 5.0),
     "m": Part("figure 9 (e, f): messages in few bits", curves.keeping, curves.keeping_steps, 0.07, 5.0),
     "labels": Part("figure 3 (a, b): classification", curves.labels, curves.labels_steps, 0.06, 5.0),
@@ -628,7 +614,8 @@ PAPER = Paper(
         "backward they are rounded at random to max-abs levels, which is unbiased (by the authors' recipe, as their "
         "code has it, to the nearest level)",
         "the first and the last stage each have a copy of the embedding, which GPT2 shares",
-        "steps are timed, and figure 4 starts, from weights that have had little training or none",
+        "steps are timed, and figure 4 starts, from weights that have had little training or none; its times "
+        "are steps of trainings by seconds of a step, and its warm-up epoch takes as long as FP32's",
         "5 epochs instead of 10, from the same first training for all seeds; each task has the learning rate, of two "
         "or three tried, at which FP32 loses least on what is held out, and all methods have that",
         "fp16 has a fixed loss scale; bf16, which CPUs compute in faster, is beside it (appendix H.4)",

@@ -24,7 +24,7 @@ NUM_STAGES = 2
 MORE_STAGES = 4
 MOST_STAGES = 8
 
-TaskName = Literal["small", "scratch", "large", "bf16", "fp16", "labels", "deep"]
+TaskName = Literal["small", "scratch", "large", "bf16", "fp16", "labels", "deep", "to_loss"]
 TITLES: dict[TaskName, str] = {
     "small": "fine-tuning",
     "scratch": "from scratch",
@@ -33,6 +33,7 @@ TITLES: dict[TaskName, str] = {
     "fp16": "in fp16",
     "labels": "classification",
     "deep": "a deeper GPT",
+    "to_loss": "the GPT that is timed",
 }
 
 

@@ -7,11 +7,13 @@ from dataclasses import replace
 from statistics import fmean, median
 
 from experiments.framework.claims import Row
+from experiments.framework.time_to_loss import Course, courses, sooner
 from experiments.framework.timing import Times, shown_rate
-from experiments.papers.aqsgd.judging import differences, sooner
+from experiments.papers.aqsgd.judging import course, differences
+from experiments.papers.aqsgd.links import where
 from experiments.papers.aqsgd.methods import FP32, Method, aqsgd, by_link, direct
 from experiments.papers.aqsgd.rank import Asked
-from experiments.papers.aqsgd.study import MORE_STAGES, NUM_STAGES, AQSGDScale, AQSGDStudy
+from experiments.papers.aqsgd.study import MORE_STAGES, AQSGDScale, AQSGDStudy
 from experiments.papers.aqsgd.tasks import FineTuning
 from experiments.papers.aqsgd.trainings import Trained, Trainings
 from thinwire import parse, plots
@@ -130,46 +132,34 @@ def _measure(study: AQSGDStudy, methods: Sequence[Method], rates: Sequence[str])
     return dict(zip(rates, times, strict=True))
 
 
-# --- figure 4: loss against time, of FP32 and of AQ-SGD with its first, uncompressed epoch
+# --- figure 4: loss against time, of FP32, of DirectQ, and of AQ-SGD with its first, uncompressed epoch
 
 WARM = aqsgd(4, 8, warmup_epochs=1)
-"""As in appendix D: the first epoch is uncompressed both ways."""
-_FIRST_VISITS = aqsgd(4, 8)
+"""As in appendix D: the first epoch is uncompressed both ways, and takes as long as FP32's; other steps are those of
+`AQSGD`, of the same name."""
+IN_TIME = {"fp32": FP32, "direct": DIRECT[4, 8], "aqsgd": WARM}
 
 
 def time_steps(scale: AQSGDScale) -> int:
-    """Of a training of each over each link, and of one without a warm-up epoch over the slowest."""
-    return (2 * len(scale.slow_rates) + 1) * scale.to_loss.steps + scale.to_loss.first_steps
+    """Of all trainings; table 2 has the times."""
+    return scale.steps("to_loss", list(IN_TIME.values()))
 
 
 def figure_4(study: AQSGDStudy) -> list[Row]:
-    """Both trainings over the same link, for each link."""
-    task, slowest = study.scale.to_loss, study.scale.slow_rates[0]
-    by_rate: dict[str, dict[str, Trained]] = {}
+    """Steps to a loss are those of trainings over loopback, the times of steps those of table 2."""
+    task = study.scale.to_loss
+    found = {}
+    for key, method in IN_TIME.items():
+        first = [(method.warmup_epochs * task.steps_per_epoch, FP32.name)] if method.warmup_epochs else []
+        found[key] = course(study.train("to_loss", method), *first, (task.steps, method.name))
+    timed = (study.measured.get(("table 2", "throughput")) or table_2(study)[0]).data
     rows = []
     for rate in study.scale.slow_rates:
-        methods = {"fp32": FP32, "aqsgd": WARM} | ({"first visits": _FIRST_VISITS} if rate == slowest else {})
-        with Trainings(NUM_STAGES, study.first(), study.scaled(rate)) as trainings:
-            by_rate[rate] = {
-                key: trainings.train(
-                    task, method, 0, study.reporter(f"{method.title} over {rate}"), Asked(held_out=False)
-                )
-                for key, method in methods.items()
-            }
-    for rate, runs in by_rate.items():
-        both = {key: runs[key] for key in ("fp32", "aqsgd")}
-        data = {
-            "seconds": {key: run.seconds for key, run in both.items()},
-            "losses": {key: run.epoch_losses for key, run in both.items()},
-            "step_s": {key: median(run.step_s) for key, run in both.items()},
-            "epochs": task.epochs,
-            "link": study.scaled(rate),
-        }
-        rows.append(Row("figure 4", f"sooner/{rate}", sooner(runs["fp32"], runs["aqsgd"])[0], "x", data))
-    beside = by_rate[slowest]["first visits"]
-    data = {"seconds": beside.seconds, "losses": beside.epoch_losses, "link": study.scaled(slowest)}
-    rows.append(Row("figure 4", f"first_visits/{slowest}", sooner(by_rate[slowest]["fp32"], beside)[0], "x", data))
-    _draw_4(study, by_rate)
+        rounds = {method.name: timed["by_round"][rate][method.name] for method in IN_TIME.values()}
+        gained = sooner(found["aqsgd"], found["fp32"], rounds).times
+        data = {"courses": courses(**found), "rounds": rounds, "link": timed["links"][rate], "epochs": task.epochs}
+        rows.append(Row("figure 4", f"sooner/{rate}", gained, "x", data))
+    _draw_4(study, found, rows)
     return rows
 
 
@@ -240,12 +230,13 @@ def _draw_2(study: AQSGDStudy, by_rate: AllTimes) -> None:
     plots.save(figure, study.picture("2-throughput"))
 
 
-def _draw_4(study: AQSGDStudy, by_rate: Mapping[str, Mapping[str, Trained]]) -> None:
-    titles = [f"over {study.where(rate)}" for rate in by_rate]
-    figure, all_axes = plots.canvas(len(by_rate), titles=titles, x="seconds of training", y="loss")
-    for axes, runs in zip(all_axes, by_rate.values(), strict=True):
-        for key, method in (("fp32", FP32), ("aqsgd", WARM)):
-            axes.plot(runs[key].seconds, runs[key].epoch_losses, color=method.colour, marker=".", label=method.title)
+def _draw_4(study: AQSGDStudy, found: Mapping[str, Course], rows: Sequence[Row]) -> None:
+    links = zip(study.scale.slow_rates, (row.data["link"] for row in rows), strict=True)
+    titles = [f"over {where(rate, link)}" for rate, link in links]
+    figure, all_axes = plots.canvas(len(rows), titles=titles, x="seconds of training", y="loss")
+    for axes, row in zip(all_axes, rows, strict=True):
+        for key, method in IN_TIME.items():
+            found[key].draw(axes, row.data["rounds"], color=method.colour, label=method.title)
     plots.save(figure, study.picture("4-time"))
 
 

@@ -15,9 +15,10 @@ from typing import Any, ClassVar, Literal, Self
 
 from experiments.framework.claims import Row
 from experiments.framework.study import Scale
+from experiments.framework.time_to_loss import courses, reached, sooner
 from experiments.framework.timing import Times, shown_rate
-from experiments.papers.aqsgd.judging import draw_runs, facts, held_out, seconds_to, sooner
-from experiments.papers.aqsgd.links import OverLinks
+from experiments.papers.aqsgd.judging import course, draw_runs, facts, held_out
+from experiments.papers.aqsgd.links import OverLinks, where
 from experiments.papers.aqsgd.rank import Asked
 from experiments.papers.aqsgd.resume import checkpoint_every, killed, kills, steps_of
 from experiments.papers.aqsgd.tasks import FineTuning
@@ -109,9 +110,9 @@ class StackTiming(PipelineTiming):
     def network(self) -> lab.Network | None:
         return self._network
 
-    def shape(self, rate: str | None) -> None:
-        """Give links that rate; None for no limit."""
-        self._shape(rate)
+    def unshape(self) -> None:
+        """Give links no limit."""
+        self._shape(None)
 
 
 class StackTrainings(Trainings):
@@ -139,11 +140,12 @@ class StackStudy(OverLinks[StackScale]):
         """Ranks that are timed."""
         return self.kept("timing", lambda: StackTiming(emulated=self.emulated, num_ranks=NUM_RANKS))
 
-    def trainings(self, rate: str | None = None) -> StackTrainings:
-        """Training over the links of those that are timed, of that rate, or without a limit."""
+    def trainings(self) -> StackTrainings:
+        """Training over the links of those that are timed, without a limit."""
         timing = self.timing()
-        timing.shape(rate)
-        return self.kept("trainings", lambda: StackTrainings(NUM_RANKS, self.first(), network=timing.network))
+        timing.unshape()
+        options: dict[str, Any] = {"network": timing.network, "cache": self.cache}
+        return self.kept("trainings", lambda: StackTrainings(NUM_RANKS, self.first(), **options))
 
     def train(self, method: Method, task: Stacked) -> list[Trained]:
         """A training of ``task`` from every seed, unless it has been.
@@ -181,15 +183,16 @@ class StackStudy(OverLinks[StackScale]):
 
 def figure_5_steps(scale: StackScale) -> int:
     """Of all trainings, and of all turns."""
-    curves = len(CURVES) * scale.seeds * scale.small.steps
+    trained = scale.seeds * (len(CURVES) * scale.small.steps + 2 * scale.to_loss.steps)
     turns = len(TIMED) * len(scale.rates) * (1 + scale.rounds)
-    firsts = sum(task.first_steps for task in (scale.small, scale.to_loss))
-    return curves + turns + 2 * scale.to_loss.steps + firsts
+    return trained + turns + sum(task.first_steps for task in (scale.small, scale.to_loss))
 
 
 def figure_5(study: StackStudy) -> list[Row]:
     """Curves over loopback, then throughput over all links, then time over the slowest."""
-    return [*_curves(study), _throughput(study), _time(study)]
+    curves = _curves(study)
+    throughput = study.measured.get(("figure 5", "throughput")) or _throughput(study)
+    return [*curves, throughput, _time(study, throughput)]
 
 
 def _curves(study: StackStudy) -> list[Row]:
@@ -215,6 +218,7 @@ def _curves(study: StackStudy) -> list[Row]:
 
 
 def _throughput(study: StackStudy) -> Row:
+    """All methods in turns, over links of each rate."""
     scale, task = study.scale, study.scale.timed
     links = {rate: study.scaled(rate) for rate in scale.rates}
     times = study.timing().times_by_rate(
@@ -246,26 +250,23 @@ def _throughput(study: StackStudy) -> Row:
     return Row("figure 5", "throughput", per_s[AQSGD.name][scale.rates[0]], "sequences/s", data)
 
 
-def _time(study: StackStudy) -> Row:
-    """One training each over the slowest link, warm-up and first visits included."""
+def _time(study: StackStudy, throughput: Row) -> Row:
+    """Steps to a loss are those of trainings without a limit, times those of steps over the slowest link. The first
+    epoch is as long as FP32's, because first visits are sent whole, and so are gradients of the warm-up."""
     slow, task = study.scale.rates[0], study.scale.to_loss
-    trainings = study.trainings(study.scaled(slow))
-    runs = {}
-    for key, method in (("fp32", FP32), ("aqsgd", AQSGD)):
-        reporter = study.reporter(f"{method.title} over {slow}")
-        runs[key] = trainings.train(task, method, 0, reporter, Asked(held_out=False))
-    figure, (axes,) = plots.canvas(1, titles=[f"over {study.where(slow)}"], x="seconds of training", y="loss")
-    for key, method in (("fp32", FP32), ("aqsgd", AQSGD)):
-        axes.plot(runs[key].seconds, runs[key].epoch_losses, color=method.colour, marker=".", label=method.title)
-    plots.save(figure, study.picture("5-time"))
-    gained, _ = sooner(runs["fp32"], runs["aqsgd"])
-    data = {
-        "seconds": {key: run.seconds for key, run in runs.items()},
-        "losses": {key: run.epoch_losses for key, run in runs.items()},
-        "step_s": {key: run.step_s for key, run in runs.items()},
-        "exact_steps": task.exact_steps,
+    first = task.steps_per_epoch
+    paces = {
+        FP32: ((task.steps, FP32.name),),
+        AQSGD: ((first, FP32.name), (task.exact_steps - first, ACTIVATIONS.name), (task.steps, AQSGD.name)),
     }
-    return Row("figure 5", "sooner", gained, "x", data)
+    base, ours = (course(study.train(method, task), *pace) for method, pace in paces.items())
+    rounds, title = throughput.data["by_round"][slow], f"over {where(slow, throughput.data['links'][slow])}"
+    figure, (axes,) = plots.canvas(1, titles=[title], x="seconds of training", y="loss")
+    for method, found in zip(paces, (base, ours), strict=True):
+        found.draw(axes, rounds, color=method.colour, label=method.title)
+    plots.save(figure, study.picture("5-time"))
+    data = {"courses": courses(fp32=base, aqsgd=ours), "exact_steps": task.exact_steps}
+    return Row("figure 5", "sooner", sooner(ours, base, rounds).times, "x", data)
 
 
 # --- QuantizedAdam against Adam, bf16 gradients and PowerSGD, in plain data parallelism over 100 Mbit/s
@@ -315,14 +316,14 @@ def relative_times(ours: Sequence[Trained], others: Sequence[Trained], targets: 
     """By how much longer ours take than the others to be at each seed's target, as a share; infinite if never."""
     differences = []
     for mine, other, target in zip(ours, others, targets, strict=True):
-        seconds = [seconds_to(run, target) if math.isfinite(target) else None for run in (mine, other)]
+        seconds = [_seconds_to(run, target) if math.isfinite(target) else None for run in (mine, other)]
         differences.append(seconds[0] / seconds[1] - 1 if seconds[0] and seconds[1] else math.inf)
     return differences
 
 
 def _optimizer_facts(method: Method, runs: Sequence[Trained], times: Times, targets: Sequence[float]) -> dict[str, Any]:
     """Loss at the end, and mean seconds and steps until the targets; None where one is never reached."""
-    seconds = [seconds_to(run, target) for run, target in zip(runs, targets, strict=True)]
+    seconds = [_seconds_to(run, target) for run, target in zip(runs, targets, strict=True)]
     known = [value for value in seconds if value is not None]
     reached = fmean(known) if len(known) == len(seconds) else None
     return {
@@ -334,6 +335,10 @@ def _optimizer_facts(method: Method, runs: Sequence[Trained], times: Times, targ
         "steps": None if reached is None else fmean(map(steps_within, runs, known)),
         "payload_bytes": times.payload_bytes.get(method.name),
     }
+
+
+def _seconds_to(run: Trained, loss: float) -> float | None:
+    return reached(run.seconds, run.epoch_losses, loss)
 
 
 def steps_within(run: Trained, seconds: float) -> float:

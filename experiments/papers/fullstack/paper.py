@@ -11,18 +11,9 @@ from typing import Any
 from experiments.framework.claims import Claim, Rows
 from experiments.framework.findings import points, share
 from experiments.framework.paper import Paper, Part, command
-from experiments.framework.timing import shown_rate
-from experiments.framework.verdicts import (
-    JUDGED,
-    ONE_TRAINING,
-    Judgement,
-    all_hold,
-    exceeds,
-    faster,
-    if_seen,
-    matches,
-    unsound,
-)
+from experiments.framework.time_to_loss import Course, Sooner, sooner
+from experiments.framework.verdicts import JUDGED, Judgement, all_hold, exceeds, faster, if_seen, matches
+from experiments.papers.aqsgd.links import where
 from experiments.papers.fullstack import measurements, tasks
 from experiments.papers.fullstack.measurements import CURVES, OPTIMIZERS, TIMED, StackScale, StackStudy
 from experiments.papers.fullstack.methods import (
@@ -49,9 +40,6 @@ _POINTS = 0.02
 """Of accuracy: what "similar" is taken for."""
 _LOSS_MARGIN = 0.1
 """Of a training loss that is close to zero."""
-_STOCHASTIC = unsound(
-    "DirectQ of 3 bits was run with stochastic rounding to 7 levels, which errs more than 2 bits to the nearest do"
-)
 
 
 # --- losses beside each other, seed by seed
@@ -138,7 +126,7 @@ def _curve(method: Any) -> Claim:
 
     def rule(rows: Rows) -> Judgement:
         if method is not AQSGD:
-            return _STOCHASTIC
+            return exceeds(_lost(rows, method))
         margin = min(MARGIN, _lost(rows, DIRECT).lower / 2)
         return if_seen(matches(_lost(rows, CONTROL), MARGIN).holds is False, matches(_lost(rows, AQSGD), margin))
 
@@ -163,8 +151,7 @@ def _ratios(rows: Rows, rate: str, slow: Any) -> list[float]:
 
 
 def _where(rows: Rows, rate: str) -> str:
-    link = rows["throughput"]["links"][rate]
-    return f"{shown_rate(rate)} (here {'loopback' if link is None else shown_rate(link)})"
+    return where(rate, rows["throughput"]["links"][rate])
 
 
 def _slowest(rows: Rows) -> str:
@@ -210,15 +197,17 @@ def _proportions(rows: Rows) -> str:
     )
 
 
+def _in_time(rows: Rows) -> Sooner:
+    ours, base = (Course.of(rows["sooner"], name) for name in ("aqsgd", "fp32"))
+    return sooner(ours, base, rows["throughput"]["by_round"][_slowest(rows)])
+
+
 def _sooner(rows: Rows) -> str:
     row = rows["sooner"]
-    base, ours = (row["losses"][key][-1] for key in ("fp32", "aqsgd"))
-    base_ms, ours_ms = (1e3 * median(row["step_s"][key]) for key in ("fp32", "aqsgd"))
-    exact, step_s = row["exact_steps"], row["step_s"]["aqsgd"]
+    ours, base = (fmean(Course.of(row, name).ends) for name in ("aqsgd", "fp32"))
     return (
-        f"over {_where(rows, _slowest(rows))}: {row['value'] or math.nan:.2f}x sooner at {max(base, ours):.3f}; in the "
-        f"end {ours:.3f} against {base:.3f}; steps of {ours_ms:.0f} ms against {base_ms:.0f} ({base_ms / ours_ms:.2f}x)"
-        f", in QuantizedAdam's warm-up, {exact} of {len(step_s)} steps, of {1e3 * median(step_s[:exact]):.0f} ms"
+        f"over {_where(rows, _slowest(rows))}: {_in_time(rows).text}; in the end {ours:.3f} against {base:.3f}; "
+        f"{row['exact_steps']} steps of QuantizedAdam's warm-up included"
     )
 
 
@@ -333,7 +322,7 @@ CLAIMS = (
         "sooner",
         f"both compressed are at FP32's loss {SOONER}x sooner, end to end",
         _sooner,
-        lambda rows: ONE_TRAINING,
+        lambda rows: _in_time(rows).above(SOONER),
         over_link=True,
     ),
     _compared(
@@ -453,8 +442,10 @@ _DIFFERS = (
     "paper's, by values a second; a stage's gradient has about as many values as its activations of a step",
     "gradients are sent in min-max quantisation, 4 bits in buckets of 128; QuantizedAdam's first steps are exact: an "
     "epoch of five where loss is compared, an eighth of the steps where time is",
-    "max-abs quantisation of activations with a scale for every 128 values, rounded stochastically; 5 epochs, from the "
-    "same first training for all seeds",
+    "a scale for every 128 values; forward, values become the midpoints of 2**bits intervals, and backward they are "
+    "rounded at random to max-abs levels; 5 epochs, from the same first training for all seeds",
+    "times to a loss are steps of trainings by seconds of a step; the first epoch takes as long as FP32's, and the "
+    "rest of QuantizedAdam's warm-up as long as with compressed activations only",
     "split learning: scikit-learn's digits, 8 x 8 pixels, unless CIFAR-10 is given; ResNet34's blocks with 8 to 64 "
     "channels and group normalisation, since a client's few classes would be a batch's moments; crops move an image by "
     "an eighth of it, and its message at the second cut, of fewer positions, by as many of them as are nearest; "

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from experiments.papers.lgreco.gradients import first_batches, take_step
 from thinwire.compare.statistics import need_scipy
 from thinwire.compressors import Compressor, unwrap
-from thinwire.policies.errors import squared_errors
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,8 @@ class Sensitivity:
     loss_difference: float
     """Loss after the steps, with this layer alone compressed, less that without any compression."""
     error: float
-    """Squared L2 error of the layer's gradients, summed over the same steps of the uncompressed run."""
+    """Squared L2 error of what that compressor makes of the layer's gradients, summed over the same steps of the
+    uncompressed run."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def sensitivities(
 
     Every run starts from ``start`` and sees the same ``steps`` batches; in each but one, one layer's gradient is what a
     receiver would see of it, without error feedback (thesis, section 4.4). The loss is that over the batches
-    themselves, at the end.
+    themselves, at the end; errors are of the same compressors, which draw the same at the same step.
 
     Args:
         task: what is trained (`thinwire.compare.tasks.Task`), on one rank's batches.
@@ -89,21 +89,21 @@ def sensitivities(
         raise ValueError(f"the model has no parameter {sorted(set(candidates) - known)[0]!r}")
     batches = first_batches(task, steps, after=start.step, seed=seed)
     run = _Run(task, start, batches, on_step or _nothing)
-    sums: dict[str, Tensor] = {}
+    cells = [(name, compressor) for name, compressors in candidates.items() for compressor in compressors]
+    errors = dict.fromkeys(cells, 0.0)
 
-    def collect(model: nn.Module, step: int) -> None:
-        for name, parameter in model.named_parameters():
-            if name in candidates and parameter.grad is not None:
-                sums[name] = sums[name] + parameter.grad if name in sums else parameter.grad.clone()
+    def look(model: nn.Module, step: int) -> None:
+        for name, compressor in cells:
+            gradient = model.get_parameter(name).grad
+            if gradient is not None:
+                lost = gradient - unwrap(compressor).roundtrip(gradient, step)
+                errors[name, compressor] += float(lost.square().sum(dtype=torch.float64))
 
-    plain = run(collect)
-    measured = []
-    for name, compressors in candidates.items():
-        errors = squared_errors(sums[name], compressors) if compressors else []
-        for compressor, error in zip(compressors, errors, strict=True):
-            loss = run(_compressing(name, compressor))
-            measured.append(Sensitivity(name, str(compressor), loss - plain, error))
-    return measured
+    plain = run(look)
+    return [
+        Sensitivity(name, str(compressor), run(_compressing(name, compressor)) - plain, error)
+        for (name, compressor), error in errors.items()
+    ]
 
 
 def correlation(rows: Sequence[Sensitivity]) -> Correlation:
