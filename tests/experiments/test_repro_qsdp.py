@@ -182,11 +182,8 @@ def _trained(perplexity: float, probes: tuple[float, ...] = (250.0, 20.0, 10.0))
     return Trained((4, 8), probes, (0.5,) * 8, perplexity, perplexity, 0.1)
 
 
-def test_a_curve_and_the_time_to_a_perplexity() -> None:
+def test_a_curve_is_the_mean_of_probes() -> None:
     run = _trained(9.0)
-    assert run.seconds == [0.0, 2.0, 4.0]
-    assert run.seconds_to(15.0) == pytest.approx(3.0)
-    assert run.seconds_to(5.0) is None
     assert run.learn_share == pytest.approx(0.1 / 4)
     assert curve([run, _trained(9.0, (250.0, 30.0, math.inf))]) == ([0, 4], [250.0, 25.0])
 

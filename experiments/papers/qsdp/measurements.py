@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from experiments.framework.claims import Row
 from experiments.framework.study import Scale, Study
+from experiments.framework.time_to_loss import Course, courses, sooner
 from experiments.framework.timing import RANKS_PER_NODE, Place, Times, shown_rate
 from experiments.papers.qsdp.methods import (
     BITS,
@@ -138,8 +139,8 @@ class QSDPStudy(Study[QSDPScale]):
         """What is timed."""
         return timed(self.scale.timed)
 
-    def train(self, name: SizeName, method: Method, num_ranks: int = NUM_RANKS) -> list[Trained]:
-        """A training from every seed, unless it has been.
+    def train(self, name: SizeName, method: Method, num_ranks: int = NUM_RANKS, num_micro: int = 1) -> list[Trained]:
+        """A training from every seed, in steps of so many micro-batches, unless it has been.
 
         Raises:
             RankFailed: a rank did not make it.
@@ -147,7 +148,7 @@ class QSDPStudy(Study[QSDPScale]):
         size = self.scale.size(name)
         trainings = self.kept(("trainings", num_ranks), lambda: Trainings(num_ranks, cache=self.cache))
         reporter = self.reporter(f"{size.title}, {method.title}")
-        return [trainings.train(size.task, method, seed, reporter) for seed in self.seeds]
+        return [trainings.train(size.task, method, seed, reporter, num_micro=num_micro) for seed in self.seeds]
 
     def timing(self, place: Place = "links", num_ranks: int = NUM_RANKS) -> ShardedTiming:
         """Ranks that are timed."""
@@ -562,40 +563,43 @@ def _draw_c_1(study: QSDPStudy, times: Times, methods: Mapping[tuple[int, int], 
 # --- figure 5.2: perplexity against time over one slow link
 
 
+_TIME_STEPS = 10
+"""Of a turn."""
+IN_TIME = {"baseline": FP16, "qsdp": W8G8}
+
+
 def time_steps(scale: QSDPScale) -> int:
-    """A training of each, from one seed."""
-    return 2 * scale.size("small").task.steps
+    """Of all trainings, and of all turns."""
+    return scale.steps("small", len(IN_TIME)) + len(IN_TIME) * (1 + scale.rounds) * _TIME_STEPS
 
 
 def figure_5_2(study: QSDPStudy) -> list[Row]:
-    """Both trainings over the same link, of steps of several micro-batches."""
-    size, rate, num_micro = study.scale.size("small"), study.rate_or(study.scale.slow_rate), study.scale.num_micro
+    """Steps to a perplexity are those of trainings over loopback, of several micro-batches a step, their times those of
+    turns over the slow link."""
+    scale, size, rate = study.scale, study.scale.size("small"), study.rate_or(study.scale.slow_rate)
+    trained = {name: study.train("small", method, num_micro=scale.num_micro) for name, method in IN_TIME.items()}
+    times = study.timing().times(
+        timed(size.task), (FP16, W8G8), rounds=scale.rounds, steps=_TIME_STEPS, rate=rate, on_turn=study.advance
+    )
+    found = {name: course(runs, IN_TIME[name]) for name, runs in trained.items()}
     title = f"{size.title} {where(rate)}"
     figure, (axes,) = plots.canvas(1, titles=[title], x="seconds of training", y="perplexity")
-    runs = []
-    with Trainings(NUM_RANKS, rate) as trainings:
-        for method in (FP16, W8G8):
-            reporter = study.reporter(f"{size.title}, {method.title}")
-            run = trainings.train(size.task, method, 0, reporter, num_micro=num_micro)
-            axes.plot(run.seconds[1:], run.probes[1:], color=method.colour, marker=".", label=method.title)
-            runs.append(run)
+    for name, method in IN_TIME.items():
+        found[name].draw(axes, times.rounds, color=method.colour, label=method.title)
     axes.set_yscale("log")
     plots.save(figure, study.picture("5.2-time"))
-    return [sooner_row(*runs, title=title, num_micro=num_micro)]
-
-
-def sooner_row(base: Trained, ours: Trained, *, title: str, num_micro: int) -> Row:
-    """Times sooner at the worse of the two ends, which both reach."""
-    reached = max(base.probes[-1], ours.probes[-1])
-    times = [run.seconds_to(reached) for run in (base, ours)]
     data = {
         "title": title,
-        "seconds": {"baseline": base.seconds, "qsdp": ours.seconds},
-        "probes": {"baseline": base.probes, "qsdp": ours.probes},
-        "step_s": {"baseline": median(base.step_s), "qsdp": median(ours.step_s)},
-        **facts([ours]),
-        "baseline_perplexities": [base.perplexity],
-        "num_micro": num_micro,
+        "courses": courses(**found),
+        "rounds": times.rounds,
+        **facts(trained["qsdp"]),
+        "baseline_perplexities": _perplexities(trained["baseline"]),
+        "num_micro": scale.num_micro,
     }
-    sooner = times[0] / times[1] if times[0] is not None and times[1] else math.nan
-    return Row("figure 5.2", "sooner", sooner, "x", data)
+    gained = sooner(found["qsdp"], found["baseline"], times.rounds).times
+    return [Row("figure 5.2", "sooner", gained, "x", data)]
+
+
+def course(runs: Sequence[Trained], method: Method) -> Course:
+    """Of the probe's perplexity, without the start, where nothing is learnt."""
+    return Course(runs[0].probe_steps, [run.probes[1:] for run in runs], [(runs[0].probe_steps[-1], method.name)])

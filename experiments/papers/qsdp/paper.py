@@ -12,10 +12,10 @@ from typing import Any
 from experiments.framework.claims import Claim, Rows, ahead, ratios, times_faster
 from experiments.framework.findings import share
 from experiments.framework.paper import Paper, Part, command
+from experiments.framework.time_to_loss import Course, Sooner, sooner
 from experiments.framework.verdicts import (
     JUDGED,
     ONE_MEASUREMENT,
-    ONE_TRAINING,
     Judgement,
     all_hold,
     exceeds,
@@ -501,7 +501,7 @@ def _speeds() -> Iterator[Claim]:
         "sooner",
         f"QSDP reaches the baseline's perplexity up to {_SOONER}x sooner (GPT 1.3B at 10 Gbit/s)",
         _sooner,
-        lambda rows: ONE_TRAINING,
+        lambda rows: _in_time(rows).above(_SOONER),
         over_link=True,
     )
     cells = {key: f"step_s/{key[0]}/{key[1]}" for key in THESIS_RATIOS}
@@ -553,15 +553,15 @@ def _between_nodes(rows: Rows) -> str:
     return f"{flat:.2f}x, {nodes}; {stock:.2f}x as fast as {FP32.title}"
 
 
+def _in_time(rows: Rows) -> Sooner:
+    row = rows["sooner"]
+    return sooner(Course.of(row, "qsdp"), Course.of(row, "baseline"), row["rounds"])
+
+
 def _sooner(rows: Rows) -> str:
     row = rows["sooner"]
-    base_ms, ours_ms = (1e3 * row["step_s"][key] for key in ("baseline", "qsdp"))
-    reached = max(probes[-1] for probes in row["probes"].values())
-    return (
-        f"{row['title']}: {row['value'] or math.nan:.2f}x sooner at {reached:.2f}; in the end perplexity "
-        f"{row['perplexities'][0]:.3f} against {row['baseline_perplexities'][0]:.3f}; steps of {ours_ms:.0f} ms "
-        f"against {base_ms:.0f}"
-    )
+    ours, base = (fmean(row[key]) for key in ("perplexities", "baseline_perplexities"))
+    return f"{row['title']}: {_in_time(rows).text}; in the end perplexity {ours:.3f} against {base:.3f}"
 
 
 def _is_near_ideal(rows: Rows) -> Judgement:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import pairwise
 from statistics import median
 from types import TracebackType
 from typing import Any, Self
@@ -46,21 +45,9 @@ class Trained:
     """The compressor of each layer's weights and gradients in the end."""
 
     @property
-    def seconds(self) -> list[float]:
-        """Of training until each probe."""
-        return [sum(self.step_s[:step]) for step in (0, *self.probe_steps)]
-
-    @property
     def learn_share(self) -> float:
         """Of the training without it, at the median step's pace."""
         return self.learn_s / (median(self.step_s) * len(self.step_s))
-
-    def seconds_to(self, perplexity: float) -> float | None:
-        """Seconds of training until the probe first gets there, between probes by a straight line; None if never."""
-        for (before_s, before), (after_s, after) in pairwise(zip(self.seconds, self.probes, strict=True)):
-            if after <= perplexity:
-                return before_s + (before - perplexity) / (before - after) * (after_s - before_s)
-        return None
 
 
 class Trainings:
