@@ -982,6 +982,24 @@ def results() -> str:
     return results_page.page(results_page.read(BENCHMARKS)).rstrip("\n")
 
 
+def streams() -> str:
+    """All-reduces over one and over several connections, by link and pause."""
+    figures = Figures(BENCHMARKS / "streams.json")
+    about, rows = figures.record["about"], []
+    one, *others = about["numbers"]
+    for cell in (name.removesuffix(f"/{one}") for name in figures.rows if name.endswith(f"/{one}")):
+        rate, rtt, *losses, pause = cell.split("/")
+        link = f"{format_rate(parse_rate(rate))}, +{rtt.replace('ms', ' ms')}" + "".join(f", {x} lost" for x in losses)
+        several = [figures.rows[f"{cell}/{number}"] for number in others]
+        gains = [f"{1e3 * row['value']:,.0f} ms ({row['gain']:.2f}x)" for row in several]
+        rows.append([link, pause, f"{1e3 * figures.rows[f'{cell}/{one}']['value']:,.0f} ms", *gains])
+    head = ["2 ranks", "idle before", "1 connection", *(f"{number} connections" for number in others)]
+    return (
+        f"`python -m experiments bench streams`: all-reduces of {about['size_mb']:g} MB in 4 bits, medians of "
+        f"{about['repeats']}.\n\n{table(head, rows)}\n\n{figures.machine}."
+    )
+
+
 def instrument() -> str:
     """Ratios that should be 1, by kind, model and method."""
     figures = Figures(BENCHMARKS / "instrument.json")
@@ -1038,7 +1056,7 @@ def _ratio(ratio: dict[str, float] | None) -> str:
 PAGES = {
     "README.md": {"headline": headline, "demo": demo, "longer": longer},
     "docs/compressors.md": {"compressors": compressors, "formats": formats},
-    "docs/speed.md": {"allreduce": allreduce, "allreduce-long": allreduce_long, "step": step},
+    "docs/speed.md": {"allreduce": allreduce, "allreduce-long": allreduce_long, "step": step, "streams": streams},
     "docs/process-group.md": {"blob": blob, "conformance": conformance},
     "docs/pipelines.md": {
         "changes": changes,

@@ -27,7 +27,7 @@ def streams(
     """Time all-reduces between two ranks over one TCP connection and over several, with the kernel's own buffers.
 
     Right after another all-reduce, and after a second in which the link was idle: TCP then begins slowly again. Takes
-    about five minutes.
+    about fifteen minutes, most of them over links with losses.
 
     Examples:
       python -m experiments bench streams

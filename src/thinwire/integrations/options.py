@@ -41,8 +41,8 @@ class Network:
             slots, and a `thinwire.AggregatorAddress` has the token and the TLS context that it may ask for.
         timeout: of the process group that the Wire makes for itself; that of the model's own if None. Gradients on a
             GPU are sent over the model's own.
-        streams: TCP connections to each other rank, 1 to 64, over which messages are sent in parts. Several fill a fast
-            link with a long round trip, or one that loses packets, where a single one does not (docs/speed.md). Not
+        streams: TCP connections to each other rank, 1 to 64, over which messages are sent in parts. Several carry more
+            of a link that loses packets than a single one does; without losses they are no faster (docs/speed.md). Not
             from a GPU; native all-reduces use one.
 
     Raises:
