@@ -37,7 +37,8 @@ def instrument(
 
     *Replayed*: seconds of replayed steps over those of computed ones, with as many ranks as cores. *Slowed*: replayed
     on half of the cores, where time runs half as fast, over replayed on all. *Itself*: a method over the same method
-    under another name. All of them should be 1; intervals are over separate runs (two-sided, 90 %).
+    under another name. The last two should be 1; the first is less where ranks that compute at once slow each other
+    down. Intervals are over separate runs (two-sided, 90 %).
 
     Examples:
       python -m experiments bench instrument
