@@ -52,6 +52,7 @@ def table(scale: LGrecoScale, name: Name, comparison: Comparison) -> list[Row]:
         for kind, side in (("uniform", uniform), ("l-greco", adapted)):
             data = lost(side.runs, comparison.baseline.runs, comparison.margin)
             more = {"spec": side.name, "losses": side.losses, "accuracies": [run.accuracy for run in side.runs]}
+            more |= {"fp32_losses": comparison.baseline.losses}
             rows.append(Row(TABLES[name], f"lost/{name}/{family.name}/{kind}", data["lost"], "", data | more))
         rows += [gain(name, family, adapted, uniform, comparison.baseline), overhead(name, family, adapted)]
     return rows
