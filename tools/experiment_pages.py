@@ -13,7 +13,7 @@ from figures import BENCHMARKS, Figures, bullets, claims, picture, pictures, tab
 
 from experiments.framework.claims import estimated
 from experiments.framework.findings import share
-from experiments.framework.verdicts import JUDGED, RUN_SCATTER
+from experiments.framework.verdicts import JUDGED
 from thinwire.lab.units import format_rate, parse_rate
 
 Row = dict[str, Any]
@@ -67,18 +67,30 @@ def experiment(name: str, benchmarks: Path = BENCHMARKS) -> str:
 
 
 def _own_rules(judged: str) -> str:
-    """The recorded rules without those of all papers, whatever ratios differed by from run to run then."""
-    shared = re.escape(JUDGED).replace(re.escape(f"{RUN_SCATTER:.1%}"), r"[\d.]+%")
-    own = re.sub(rf"{shared}\. ", "", judged, count=1)
+    """The recorded rules without those of all papers, whatever these said in between their first and last sentence."""
+    first, *_, last = map(re.escape, JUDGED.split(". "))
+    own = re.sub(rf"{first}\. .*{last}\. ", "", judged, count=1)
     return own[:1].upper() + own[1:]
 
 
 _CORRECTED: dict[str, str] = {
     "quality is that of 2 ranks and short trainings, the GPT's by its loss instead of perplexity": (
         "quality is that of 2 ranks and short trainings; the GPT's perplexity is that of a byte"
-    )
+    ),
+    "(c) one seed": "(c) three seeds",
+    "(b) 4 ranks are processes that share this machine's cores, on emulated links, instead of 16 GPUs on InfiniBand: "
+    "an all-gather of 8 bits sends half of what fp32's all-reduce does, not twice as much; what is timed is larger "
+    "than what is trained": (
+        "(b) 4 ranks are processes on this machine, on emulated links, instead of 16 GPUs on InfiniBand; where steps "
+        "are timed, a rank computed them once, alone on a core, and ranks sleep for as long; an all-gather of 8 bits "
+        "sends half of what fp32's all-reduce does, not twice as much; what is timed is larger than what is trained"
+    ),
+    "ranks are processes that share this machine's cores, on an emulated link, instead of GPUs on InfiniBand": (
+        "ranks are processes that share this machine's cores, on an emulated link, instead of GPUs on InfiniBand; for "
+        "figure 16 a rank computed its steps once, alone on a core, and ranks sleep for as long"
+    ),
 }
-"""Recorded differences that no longer are since rows are judged again."""
+"""Recorded differences that no longer are since rows are judged or measured again."""
 
 RATIOS = "Ratios are medians over rounds in which the methods take turns. They are not quotients of the median speeds."
 _RATIOS_OF_RUNS = "Ratios are medians over separate runs. They are not quotients of the median speeds."

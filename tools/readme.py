@@ -1001,7 +1001,7 @@ def streams() -> str:
 
 
 def instrument() -> str:
-    """Ratios that should be 1, by kind, model and method."""
+    """Ratios of step times, by kind, model and method."""
     figures = Figures(BENCHMARKS / "instrument.json")
     about, rows = figures.record["about"], []
     for name, row in figures.rows.items():

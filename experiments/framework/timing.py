@@ -210,8 +210,7 @@ class Timing:
         self, model: Model, methods: Sequence[TimedMethod]
     ) -> tuple[dict[str, float], dict[str, list[dict[str, Any]]]]:
         """Build and warm up, over links without a limit; bytes that each method hands to the network in a step, and
-        what it
-        gives to each layer."""
+        what it gives to each layer."""
         self._shape(None)
         answer = self._ask(self._entering(model, methods))[0]
         counted = zip(methods, answer["payload_bytes"], strict=True)
