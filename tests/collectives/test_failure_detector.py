@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import selectors
 import signal
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +23,8 @@ import thinwire
 from harness import run_ranks
 from thinwire import CommunicationError, PeerFailedError, TransportError
 from thinwire.collectives import FailureDetector, announce_error
-from thinwire.collectives.failures import detector
-from thinwire.collectives.failures.evidence import ENDED, FAILED, LEFT, Evidence, Report
+from thinwire.collectives.failures import detector, rendezvous
+from thinwire.collectives.failures.evidence import BEAT, ENDED, FAILED, LEFT, Evidence, Report
 from thinwire.integrations.transports import bare_transport
 
 ERROR = TransportError("the all-reduce failed")
@@ -148,6 +150,46 @@ def test_an_error_that_another_rank_has_met_comes_with_its_text(detectors: list[
         detectors[1].advance()
     later = detectors[1].attribute(PeerFailedError("rank 0 failed", rank=0))
     assert later.rank == 0, "that error was of earlier collectives"
+
+
+def test_the_last_words_of_a_rank_are_heard_where_nothing_can_be_sent_to_it_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They and the end of the connection are found at once, by a thread that has something to send there."""
+    store = dist.HashStore()
+    go, held = threading.Event(), threading.Event()
+
+    class Gated(selectors.DefaultSelector):
+        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+            if not go.is_set():
+                held.set()
+                go.wait(20.0)
+            return super().select(timeout)
+
+    def other_rank() -> socket.socket:
+        _, listener = rendezvous.enter(store, "test", (0, 2), 1, timedelta(seconds=20))
+        with listener:
+            listener.settimeout(20.0)
+            connection, _ = listener.accept()
+        return connection
+
+    go.set()
+    monkeypatch.setattr(selectors, "DefaultSelector", Gated)
+    with ThreadPoolExecutor(1) as pool:
+        peer = pool.submit(other_rank)
+        one = FailureDetector.connect(store, "test", (0, 2), 0, timedelta(seconds=20))
+    with peer.result() as connection:
+        go.clear()
+        one.report(ValueError("is to be sent"))
+        assert held.wait(20.0)
+        for sequence, (kind, reason) in enumerate([(BEAT, b""), (LEFT, b"tired")]):
+            connection.sendall(struct.pack("<BBIIIQ", kind, len(reason), 1, 1, sequence, 0) + reason)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close it by a reset
+    go.set()
+    error = one.explain(ERROR)
+    assert isinstance(error, TransportError)
+    assert (error.rank, error.reason) == (2, "tired")
+    one.close()
 
 
 def test_strangers_and_what_is_no_frame_are_turned_away() -> None:

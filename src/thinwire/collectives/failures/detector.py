@@ -51,6 +51,8 @@ GRACE_S = 2.5
 _REPORT_S = 1.0
 """The same for a failure that another rank has announced."""
 _STRANGER_S = 10.0
+_LAST_WORDS_S = 0.3
+"""How long a rank that ends tries to send what it has to say."""
 _MAX_WAITING_BYTES = 1 << 16
 _MAX_STRANGERS = 8
 
@@ -279,10 +281,12 @@ class _Ring:
             self.close()
 
     def _last_words(self) -> None:
-        end = time.monotonic() + 0.3
-        while any(link.waiting for link in self._links) and time.monotonic() < end:
+        end = time.monotonic() + _LAST_WORDS_S
+        while any(link.waiting for link in self._links):
             for key, events in self._selector.select(0.05):
                 self._serve(key, events)
+            if time.monotonic() > end:  # only now: this thread may not have been let run for as long
+                return
 
     def close(self) -> None:
         """Close all sockets."""
@@ -335,21 +339,30 @@ class _Ring:
         elif key.data in self._links:
             link = key.data
             try:
-                if events & selectors.EVENT_WRITE:
-                    sent = link.socket.send(link.waiting)
-                    del link.waiting[:sent]
-                    if not link.waiting:
-                        self._selector.modify(link.socket, selectors.EVENT_READ, link)
+                # What has come before the end of a connection counts, whether or not anything can still be sent.
                 if events & selectors.EVENT_READ:
                     data = link.socket.recv(1 << 16)
                     if not data:
                         raise ConnectionResetError
                     link.received += data
                     self._read(link)
+                if events & selectors.EVENT_WRITE:
+                    self._write(link)
             except BlockingIOError:
                 pass
             except (OSError, ValueError):
                 self._drop(link)
+
+    def _write(self, link: _Link) -> None:
+        try:
+            sent = link.socket.send(link.waiting)
+        except BlockingIOError:
+            return
+        except OSError:
+            sent = len(link.waiting)  # reading finds the end of the connection, after the other rank's last words
+        del link.waiting[:sent]
+        if not link.waiting:
+            self._selector.modify(link.socket, selectors.EVENT_READ, link)
 
     def _accept(self) -> None:
         assert self._listener is not None
