@@ -35,6 +35,7 @@ _VALIDATION = {
     "bench sums": Command("experiments.bench.sums:sums", "tensor parallelism whose sums are compressed"),
     "bench crops": Command("experiments.bench.crops:crops", "split learning on cropped and flipped images"),
     "bench first-epoch": Command("experiments.bench.first_epoch:first_epoch", "pipelines that see each sample once"),
+    "bench deltas": Command("experiments.bench.deltas:deltas", "sharded weights sent as changes, in few bits"),
     "bench formats": Command("experiments.bench.formats:formats", "error at equal bytes: rotations, spikes"),
     "bench owners": Command("experiments.bench.owners:owners", "sparse gradients reduced by owners, or gathered"),
     "bench streams": Command("experiments.bench.streams:streams", "all-reduces over several TCP connections a pair"),

@@ -188,7 +188,9 @@ def compress_fsdp(
         model: a model on which ``torch.distributed.fsdp.fully_shard`` was called, on the CPU or on CUDA.
         weights: a compressor, its spec, or a mapping from name patterns to them, for weights as they are gathered.
             Every rank computes with what arrived, its own shard included, and with the same weights in the forward and
-            backward pass of a step. By default ``minmax(bits=8, bucket=1024)``; ``raw`` for none.
+            backward pass of a step. By default ``minmax(bits=8, bucket=1024)``; ``raw`` for none. ``delta(...)`` sends
+            how weights differ from what has arrived, a copy of which every rank keeps (``wire.memory``); it is for
+            modules with ``reshard_after_forward=False``.
         gradients: the same for gradients, as they are reduced. ``ef(...)`` keeps a residual of the whole model on every
             rank (``wire.memory`` is its size).
         replicas: for ``fully_shard`` on the shards' own mesh dimension alone: the process group of the other one. Means

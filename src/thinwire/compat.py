@@ -148,6 +148,10 @@ class FSDPGroup(NamedTuple):
     """That it is sharded over."""
     post_forward_size: int
     """Ranks that it is resharded to after forward; 0 if that is all of them, or none."""
+    frees: bool
+    """Whether weights are freed after forward and gathered again in backward, unless it is the root by default."""
+    frees_by_default: bool
+    """Whether nobody asked for that: then the root keeps its weights."""
     replicated: bool
     """Whether there are replicas of the shards, among which PyTorch reduces itself (HSDP)."""
     other_comm: str
@@ -168,14 +172,15 @@ def fsdp_groups(module: Any) -> list[FSDPGroup]:
     Raises ``RuntimeError`` where this PyTorch does not tell.
     """
     try:
-        return [_fsdp_group(group) for group in module._get_fsdp_state()._fsdp_param_groups]
+        state = module._get_fsdp_state()
+        return [_fsdp_group(group, state._auto_reshard_after_forward) for group in state._fsdp_param_groups]
     except (AttributeError, TypeError) as error:
         raise RuntimeError(
             f"this PyTorch ({torch.__version__}) does not tell how fully_shard lays out its buffers: {error}"
         ) from None
 
 
-def _fsdp_group(group: Any) -> FSDPGroup:
+def _fsdp_group(group: Any, by_default: bool) -> FSDPGroup:
     comms = [type(comm).__name__ for comm in (group._all_gather_comm, group._reduce_scatter_comm)]
     mesh = group.mesh_info
     after = 0 if group.post_forward_mesh_info is None else int(group.post_forward_mesh_info.shard_mesh_size)
@@ -184,6 +189,8 @@ def _fsdp_group(group: Any) -> FSDPGroup:
         tuple(_fsdp_parameter(parameter) for parameter in group.fsdp_params),
         mesh.shard_process_group,
         after if after != mesh.shard_mesh_size else 0,
+        after == mesh.shard_mesh_size,
+        bool(by_default),
         hasattr(mesh, "replicate_process_group"),
         next((name for name in comms if name not in DEFAULT_COMMS), ""),
         group._all_reduce_hook,

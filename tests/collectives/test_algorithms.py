@@ -44,6 +44,7 @@ SPECS = [
     "hierarchical(inside=dense, across=leaders)",
     "hierarchical(inside=minmax(bits=8, bucket=128), across=leaders)",
     "hierarchical(inside=same, across=slices)",
+    "hierarchical(inside=minmax(bits=8, bucket=2048), across=slices)",
 ]
 
 

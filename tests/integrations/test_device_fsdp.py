@@ -31,7 +31,7 @@ def _compress(model: Any, weights: str, gradients: str, as_device: bool, **optio
 
 
 def _trains(rank: int, size: int, as_device: bool, weights: str, gradients: str) -> dict[str, Any]:
-    model = build(net=lambda: Net(spare=True))
+    model = build(net=lambda: Net(spare=True), reshard_after_forward=not weights.startswith("delta"))
     wire = _compress(model, weights, gradients, as_device)
     losses = train(model, 6, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
     x, y = batch(6, rank)
@@ -49,6 +49,7 @@ def _trains(rank: int, size: int, as_device: bool, weights: str, gradients: str)
         ("minmax(bits=8, bucket=1024)", "minmax(bits=8, bucket=1024)"),
         ("lattice(bits=6, bucket=128)", "ef(minmax(bits=3, bucket=64))"),
         ("levels(bits=4, bucket=64, learn_at=(0, 2), min_numel=100)", "ef(topk(density=0.2))"),
+        ("delta(minmax(bits=4, bucket=64))", "minmax(bits=8, bucket=1024)"),
     ],
 )
 def test_training_is_the_same_bit_for_bit(num_ranks: int, weights: str, gradients: str) -> None:

@@ -46,6 +46,8 @@ class Method:
     transport: Literal["auto", "group", "shared"] = "group"
     adapt: str | None = None
     """The policy that gives layers compressors of their own while training."""
+    keeps: bool = False
+    """Whether weights stay from forward to backward."""
 
     @property
     def exact(self) -> bool:

@@ -33,7 +33,7 @@ class TimedModel:
 
     def __init__(self, task: GPTTask, method: Method, mesh: Any, batches: Iterator[Batch], num_micro: int) -> None:
         self._task, self._num_micro, self._batches = task, num_micro, batches
-        self._model = shard(task, mesh, 0, half=method.half)
+        self._model = shard(task, mesh, 0, half=method.half, keeps=method.keeps)
         self.wire = method.attach(self._model)
         self._optimizer = task.optimizer(self._model)
         self.train(_WARM_UP_STEPS)
@@ -69,7 +69,7 @@ class Rank:
         held-out loss with their numbers of tokens (of the probe along the method; of all at the end, through weights as
         they are gathered, and as the optimizer keeps them), seconds of learning levels, bytes that this rank sent in
         every step, and what each layer is sent by in the end."""
-        model = shard(task, self.mesh, seed, half=method.half)
+        model = shard(task, self.mesh, seed, half=method.half, keeps=method.keeps)
         wire = method.attach(model, seed)
         optimizer = task.optimizer(model)
         torch.manual_seed(seed * self.num_ranks + self.rank)

@@ -384,8 +384,17 @@ def _chunk(cuts: Sequence[Cut], dtype: torch.dtype, owner: int = -1) -> Chunk:
 
 def _with_compressors(chunk: Chunk, compressors: Sequence[Coded], dtype: torch.dtype) -> Chunk:
     """The same elements with other compressors, one for each group."""
-    groups = [(c, group.segments.pieces) for c, group in zip(compressors, chunk.groups, strict=True)]
+    groups = [(c, _pieces_for(c, group)) for c, group in zip(compressors, chunk.groups, strict=True)]
     return _placed(groups, dtype, chunk.owner)
+
+
+def _pieces_for(compressor: Coded, group: Group) -> Sequence[Piece]:
+    """The pieces of a group for a compressor at whose grain they may not have been cut."""
+    pieces, grain, cut_at = group.segments.pieces, compressor.grain, group.compressor.grain
+    if grain is None or cut_at is None or cut_at % grain == 0:
+        return pieces
+    # Draws begin at a multiple of the grain, and no two pieces of a layer share any.
+    return [piece._replace(index0=piece.index0 * grain) for piece in pieces]
 
 
 def _placed(groups: Sequence[tuple[Coded, Sequence[Piece]]], dtype: torch.dtype, owner: int) -> Chunk:

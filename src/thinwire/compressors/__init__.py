@@ -37,7 +37,7 @@ from thinwire.compressors._core.wrapper import Wrapper, unwrap
 from thinwire.compressors.atomo import Atomo
 from thinwire.compressors.cast import Cast
 from thinwire.compressors.chunktopk import ChunkTopK
-from thinwire.compressors.delta import Delta, check_stateless, direct
+from thinwire.compressors.delta import Delta, check_stateless, coder_of, direct
 from thinwire.compressors.dgc import DGC
 from thinwire.compressors.ef import RESIDUAL, Feedback, ef
 from thinwire.compressors.fft import FFT
@@ -144,6 +144,7 @@ __all__ = [
     "check_choice",
     "check_int",
     "check_stateless",
+    "coder_of",
     "cold_start",
     "direct",
     "ef",

@@ -19,12 +19,14 @@ from thinwire.compressors._core.traits import Traits
 
 @dataclass(frozen=True)
 class Delta(Compressor, WorldSized):
-    """The change since a sample's last visit (AQ-SGD, Wang et al. 2022, Algorithm 1): ``m(ξ) ← m(ξ) + Q(a(ξ) − m(ξ))``.
+    """What has changed since it was last sent, which both sides keep: ``m ← m + Q(a − m)``; the first is sent whole.
 
-    ``inner`` is Q, which Theorem 3.1 takes to be unbiased. The first visit of a sample ξ is sent in full precision.
-    Both sides of a stage boundary keep the message m(ξ) in a `thinwire.store.Store`, so this is for
-    `thinwire.compress_stage`; gradients of parameters belong to no sample. Up to 4 bits are rounded to nearest unless
-    the spec of ``inner`` has ``rounding=``.
+    Of activations, m is that of the sample ξ (AQ-SGD, Wang et al. 2022, Algorithm 1). Both sides of a stage boundary
+    keep m(ξ) in a `thinwire.store.Store`, for `thinwire.compress_stage`. Theorem 3.1 takes ``inner``, Q, to be
+    unbiased. Of weights under FSDP2, every rank keeps m of all of them (SDP4Bit, Jia et al. 2024), for
+    ``thinwire.compress(model, weights="delta(...)")``. Gradients belong to no sample, and have error feedback.
+
+    Up to 4 bits are rounded to nearest unless the spec of ``inner`` has ``rounding=``.
     """
 
     spec_name: ClassVar[str] = "delta"
@@ -46,15 +48,16 @@ class Delta(Compressor, WorldSized):
     def for_world(self, num_ranks: int, numel: int) -> Compressor:
         raise ValueError(
             f"{self} compares a sample with its last visit, and gradients belong to no sample: it is for the "
-            f"activations of a pipeline (thinwire.compress_stage). For gradients take {self.inner}, or ef({self.inner})"
+            "activations of a pipeline (thinwire.compress_stage) and the weights of a sharded model. For gradients "
+            f"take {self.inner}, or ef({self.inner})"
         )
 
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
-        # For every visit except the first.
+        # Each time but the first.
         return self.inner.wire_bytes(shape, dtype)
 
     def roundtrip(self, x: Tensor, key: int = 0) -> Tensor:
-        # The first visit is sent in full precision.
+        # The first time.
         check_dtype(x.dtype, self)
         return x.detach().to(torch.float32, copy=True)
 
@@ -66,6 +69,11 @@ def direct(inner: Coded) -> Coded:
     """``inner`` applied to the activations (DirectQ, the baseline of AQ-SGD), in contrast to `Delta`."""
     check_stateless(inner)
     return inner
+
+
+def coder_of(compressor: Compressor) -> Compressor:
+    """What encodes the messages of ``compressor``: Q of ``delta(Q)``, and any other compressor itself."""
+    return compressor.coder if isinstance(compressor, Delta) else compressor
 
 
 def check_stateless(inner: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from thinwire.compressors import Compressor, Delta, parse
+from thinwire.compressors import Compressor, coder_of, parse
 from thinwire.doctor.observer_pipeline import WatchedPipeline
 from thinwire.doctor.settings import Care, Prediction, Setting
 from thinwire.plan.forecast.ranges import Range
@@ -126,7 +126,7 @@ def pipeline_compressors(settings: Sequence[PipelineSetting]) -> set[Compressor]
     listed = [parse(spec) for setting in settings for spec in (setting.spec, setting.backward) if spec is not None]
     usual = ByLink()
     listed += [parse(spec) for spec in (*usual.forward, *usual.backward)]
-    return {_inner(compressor) for compressor in listed}
+    return {coder_of(compressor) for compressor in listed}
 
 
 def predict_pipeline(setting: PipelineSetting, measured: MeasuredPipeline) -> Prediction:
@@ -171,7 +171,7 @@ def _link_cost(measured: MeasuredPipeline, boundary: int, spec: str, *, native: 
     pair, size = measured.pair(boundary), measured.watched.activation_bytes[boundary]
     if native:
         return LinkCost(size / pair.bandwidth, pair.latency_s)
-    encode, decode = measured.codecs[_inner(parse(spec))]
+    encode, decode = measured.codecs[coder_of(parse(spec))]
     share = Choice.from_compressor(parse(spec)).share
     return LinkCost(share * size / pair.bandwidth, pair.latency_s, encode * size / 4, decode * size / 4)
 
@@ -182,7 +182,3 @@ def _rebuilt(schedule: Schedule, name: ScheduleName) -> Schedule | None:
         return Schedule.build(name, len(schedule.ranks), schedule.num_chunks, schedule.per_rank)
     except ValueError:
         return None
-
-
-def _inner(compressor: Compressor) -> Compressor:
-    return compressor.coder if isinstance(compressor, Delta) else compressor

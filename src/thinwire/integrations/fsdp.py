@@ -23,7 +23,7 @@ from thinwire.compat import (
     premul_factor,
     reduce_scatter_single,
 )
-from thinwire.compressors import GRADIENT_DTYPES, check_int
+from thinwire.compressors import GRADIENT_DTYPES, Delta, check_int
 from thinwire.integrations.devices import check_device, on_device
 from thinwire.integrations.group_work import Work
 from thinwire.integrations.momentum import with_feedback
@@ -40,7 +40,7 @@ from thinwire.integrations.options import (
 from thinwire.integrations.preconditioned import Preconditioned
 from thinwire.integrations.transports import add_streams, bare_transport
 from thinwire.optim import CompressedAdamW, Dion, QuantizedAdam
-from thinwire.plan import Rules, Site, sharded_plan
+from thinwire.plan import Plan, Rules, Site, at_site, sharded_plan
 from thinwire.policies import Auto, Policy
 from thinwire.runtime import ShardedLayer, ShardedWire, Unit, agree
 from thinwire.runtime.consistency import failing_together
@@ -286,6 +286,7 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
         # Of a schedule only the first stage would ever be used.
         if plan.at_step(0, None) is not plan:
             raise ValueError("schedules are for DistributedDataParallel models: give density, rank or theta a number")
+        _check_changes(plan, [(path, group) for _, group, path in sharded.values()], units, options)
         if isinstance(options.optimizer, QuantizedAdam):
             # Its momentum is linear in the gradients: error feedback of these is error feedback of the momentum.
             plan = with_feedback(plan, "gradients/")
@@ -320,8 +321,8 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
     if state_bytes >= 1 << 20:
         warn_caller(
             f"the compressors' state takes {state_bytes / 2**20:,.0f} MiB on each rank: error feedback keeps a "
-            "residual of the whole model, not of its shard, on every rank, and CompressedAdamW keeps second moments of "
-            "it; leave them out where memory is short"
+            "residual of the whole model, not of its shard, on every rank, CompressedAdamW keeps second moments of it, "
+            'and weights="delta(...)" all weights; leave them out where memory is short'
         )
     return wire
 
@@ -349,6 +350,25 @@ def _policy(options: ShardedOptions) -> Policy | None:
     if isinstance(policy, Auto):
         raise ValueError("auto is for DistributedDataParallel models: give weights= and gradients= instead")
     return policy
+
+
+def _check_changes(
+    plan: Plan, groups: Sequence[tuple[str, FSDPGroup]], units: Sequence[Unit], options: ShardedOptions
+) -> None:
+    """Raise if changes of weights are asked for (``weights="delta(...)"``) where they cannot be sent."""
+    changing = [any(isinstance(plan[at_site("weights", layer.name)], Delta) for layer in u.layers) for u in units]
+    if not any(changing):
+        return
+    if not options.master or options.adapt is not None:
+        left_out = "master=False" if not options.master else "adapt="
+        raise ValueError(f'weights="delta(...)" sends changes of weights, and {left_out} is for weights: leave it out')
+    for (path, group), here in zip(groups, changing, strict=True):
+        is_root = not any(path != other and (not other or path.startswith(f"{other}.")) for other, _ in groups)
+        if here and group.frees and not (is_root and group.frees_by_default):
+            raise ValueError(
+                f"{path or 'the root module'} frees its weights after forward, and delta(...) keeps a copy of all "
+                'weights on every rank: fully_shard(..., reshard_after_forward=False), or weights="minmax(bits=4)"'
+            )
 
 
 def _attach(module: FSDPModule, attached: Attached, options: ShardedOptions) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from thinwire.compressors import Coded, Compressor, Delta, Raw, Unsuited, check_int, check_stateless, parse
+from thinwire.compressors import Coded, Compressor, Delta, Raw, Unsuited, check_int, check_stateless, coder_of, parse
 from thinwire.kernels import FORMAT_VERSION
 from thinwire.pipeline.boundary_tensors import BoundaryTensors, Direction
 from thinwire.plan.contraction import check_contraction
@@ -37,7 +37,7 @@ class PipelineOptions:
     def __post_init__(self) -> None:
         forward = tuple(parse(spec) for spec in _listed(self.forward))
         for compressor in dict.fromkeys(forward):
-            inner = coded("forward", compressor.coder if isinstance(compressor, Delta) else compressor)
+            inner = coded("forward", coder_of(compressor))
             if inner is not compressor:
                 check_contraction(inner)
         backward = tuple(coded("backward", parse(spec)) for spec in _listed(self.backward))
@@ -86,7 +86,7 @@ class PipelineOptions:
         else:
             given = self._forward if direction == "forward" else self._backward
             compressor = given[boundary % len(given)]
-        return coded(direction, compressor.coder if isinstance(compressor, Delta) else compressor)
+        return coded(direction, coder_of(compressor))
 
     def check(self, num_stages: int) -> None:
         """Raise ``ValueError`` unless there is one compressor, or one for each boundary of ``num_stages`` stages."""
@@ -125,7 +125,7 @@ def _check_choices(adapt: ByLink, given: Sequence[Compressor]) -> None:
             "delta(...) throughout, or nowhere"
         )
     for compressor in forward:
-        inner = coded("forward", compressor.coder if isinstance(compressor, Delta) else compressor)
+        inner = coded("forward", coder_of(compressor))
         if inner is not compressor:
             check_contraction(inner)
     for spec in adapt.backward:

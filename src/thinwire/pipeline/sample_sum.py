@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.collectives import Transport
 from thinwire.collectives.message import seal, verify
 from thinwire.collectives.transport import ring_bytes
-from thinwire.compressors import Coded, Compressor, Delta
+from thinwire.compressors import Coded, Compressor, Delta, coder_of
 from thinwire.kernels import derive_key
 from thinwire.pipeline.boundary_tensors import BoundaryTensors, Spec
 from thinwire.pipeline.message import Encoding, MessageLayout
@@ -46,7 +46,7 @@ class SampleSum:
     def __init__(
         self, transport: Transport, compressor: Compressor, place: Memory, *, name: str, seed: int, stats: PipelineStats
     ) -> None:
-        coder = compressor.coder if isinstance(compressor, Delta) else compressor
+        coder = coder_of(compressor)
         assert isinstance(coder, Coded), "it was checked"
         self.transport, self._coder, self._place = transport, coder, place
         self._keeps = isinstance(compressor, Delta)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 from thinwire.collectives import CommunicationError, Transport
 from thinwire.compat import group_timeout
-from thinwire.compressors import Compressor, Delta, parse
+from thinwire.compressors import Compressor, Delta, coder_of, parse
 from thinwire.integrations.transports import bare_transport
 from thinwire.kernels import FORMAT_VERSION
 from thinwire.pipeline.options import coded
@@ -69,7 +69,7 @@ class CompressedRowwiseParallel(RowwiseParallel):
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=Partial())
         self.compressor = parse(compressor)
-        inner = coded("compressor", self.compressor.coder if isinstance(self.compressor, Delta) else self.compressor)
+        inner = coded("compressor", coder_of(self.compressor))
         if inner is not self.compressor:
             check_contraction(inner)
         self.store = Memory() if store is None else store

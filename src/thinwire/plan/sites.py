@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from thinwire.compressors import Coded, Compressor, cold_start, needs_state, rounded_for
+from thinwire.compressors import Coded, Compressor, Delta, cold_start, needs_state, rounded_for
+from thinwire.plan.contraction import gaussian_lost_share
 from thinwire.plan.filters import Filter
 from thinwire.plan.plan import Plan, Rules
 
@@ -34,13 +35,23 @@ def sharded_plan(shapes: Mapping[str, Sequence[int]], rules: Mapping[Site, Rules
     return Plan(layers, unsuited=unsuited)
 
 
-def for_site(site: Site, layer: str, compressor: Compressor) -> Coded:
-    """The compressor as it is for a site: weights of few bits are rounded to nearest (`rounded_for`).
+def for_site(site: Site, layer: str, compressor: Compressor) -> Coded | Delta:
+    """The compressor as it is for a site: weights of few bits are rounded to nearest (`rounded_for`). That of weights
+    may be a `Delta`, which sends their change since the last gather.
 
     Raises:
         ValueError: what is sent of a layer cannot be sent like this.
     """
     about = f"{site} of {layer}: {compressor}"
+    if site == "weights" and isinstance(compressor, Delta):
+        # What one gather leaves out is part of the next change, as with the residual of a gradient.
+        lost = gaussian_lost_share(for_site("gradients", layer, compressor.coder))
+        if lost >= 1.0:
+            raise ValueError(
+                f"{about} loses {lost:.2f} of the norm of a Gaussian change: what ranks keep would move away from the "
+                "weights. Take more bits, or share a scale among fewer values (bucket=)"
+            )
+        return compressor
     if not isinstance(compressor, Coded) or compressor.traits.bounded or not compressor.traits.plain_sum:
         raise ValueError(
             f"{about} does not become messages of a fixed size that an owner of shards can add up: "

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from thinwire.compressors import Coded, Compressor, Delta, Raw, parse
+from thinwire.compressors import Coded, Compressor, Raw, coder_of, parse
 from thinwire.plan.contraction import gaussian_lost_share
 from thinwire.planner.schedules import SCHEDULES, Schedule, ScheduleName
 from thinwire.planner.simulate import Boundary, LinkCost, Simulated, StageTimes, simulate
@@ -147,7 +147,7 @@ def _choices(compressors: Sequence[str | Compressor]) -> tuple[Choice, ...]:
 
 
 def _coder(compressor: Compressor) -> Coded:
-    coder = compressor.coder if isinstance(compressor, Delta) else compressor
+    coder = coder_of(compressor)
     if not isinstance(coder, Coded):
         raise ValueError(f"{compressor} cannot code what crosses a stage boundary")
     return coder

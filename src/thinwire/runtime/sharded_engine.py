@@ -100,14 +100,15 @@ class ShardedEngine:
 
     @property
     def slot_bytes(self) -> int:
-        """Memory that slots take."""
-        return sum(members.slots.num_bytes for members in self.members())
+        """Memory that slots take, and copies of weights."""
+        return sum(m.slots.num_bytes + (m.replica.num_bytes if m.replica else 0) for m in self.members())
 
     @property
     def foreseen_bytes(self) -> int:
         """The same, by formula."""
         plans = ((m.placement, {name: self.plan[name] for name in m.placement.by_name}) for m in self.members())
-        return sum(residual_bytes(placement, compressors) for placement, compressors in plans)
+        slots = sum(residual_bytes(placement, compressors) for placement, compressors in plans)
+        return slots + sum(4 * m.placement.numel for m in self.weights if m.changing(self.plan))
 
     def value(self, layer: str, slot: Slot, shape: Sequence[int]) -> Tensor:
         """A copy of a slot, flat."""
@@ -132,7 +133,11 @@ class ShardedEngine:
         """
         members, rank = self.weights[unit.index], unit.transport.rank
         draw = self._passes(unit)
-        compressed = draw >= self.start
+        replica = members.replica if draw >= self.start else None
+        whole = replica is not None and not replica.filled
+        if replica is not None:
+            replica.filled = True
+        compressed = draw >= self.start and not whole
         contents = self._contents_of(unit, members, self._plans[unit.index], compressed=compressed)
         since = draw - self.start
         quantised = compressed and not self.master
@@ -142,6 +147,7 @@ class ShardedEngine:
         operation = WeightGather("all_gather", contents, flat.dtype, flat, members, rank)
         operation.draw = draw
         operation.since = since if compressed else None
+        operation.replica, operation.whole = replica, whole
         if quantised:
             operation.kept, operation.keep = unit.kept, keep
         return self._channels[id(unit.transport)].submit(operation)

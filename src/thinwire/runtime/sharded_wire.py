@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import Algorithm, ScatterReduceAllGather, Transport
-from thinwire.compressors import Compressor, Raw, Slot
+from thinwire.compressors import Compressor, Raw, Slot, coder_of
 from thinwire.kernels import FORMAT_VERSION, cpu_level
 from thinwire.plan import Plan, Speeds, at_site, declined
 from thinwire.plan.sites import SITES
@@ -28,6 +28,7 @@ from thinwire.runtime.table import layer_table
 from thinwire.runtime.units import Future, LayerGroup, ShardChannel, Unit
 
 _VERSIONS, _EXCHANGES, _CHECKSUMS = "versions", "exchanges", "counts/checksums"
+_FILLED, _ARRIVED, _ARRIVED_CHECKSUMS = "arrived/units", "arrived", "arrived/checksums"
 _STAGES = [f.name for f in fields(StageSeconds)]
 
 
@@ -299,7 +300,21 @@ class ShardedWire(Handle["ShardedEngine"]):
             for unit, weights, gradients in zip(engine.units, engine.weights, engine.gradients, strict=True)
         ]
         counts = {_VERSIONS: torch.tensor(rows), _EXCHANGES: torch.tensor([engine.gathers, engine.reductions])}
-        return state | checkpoint.sealed(counts, _CHECKSUMS)
+        return state | checkpoint.sealed(counts, _CHECKSUMS) | self._arrived()
+
+    def _arrived(self) -> dict[str, Tensor]:
+        """The weights that have arrived, where only changes are sent: the same on all ranks."""
+        engine = self._engine
+        replicas = [members.replica for members in engine.weights]
+        if not any(replicas):
+            return {}
+        for channel in engine.channels:
+            channel.alone(lambda: None)  # what is under way still adds to them
+        entries = {_FILLED: torch.tensor([bool(replica and replica.filled) for replica in replicas]).to(torch.uint8)}
+        for replica in replicas:
+            names = replica.names if replica is not None else ()
+            entries |= {f"{_ARRIVED}/{name}": replica.value(name).cpu() for name in names if replica is not None}
+        return checkpoint.sealed(entries, _ARRIVED_CHECKSUMS)
 
     def _whole_world(self) -> Transport:
         if self._world is None:
@@ -311,7 +326,40 @@ class ShardedWire(Handle["ShardedEngine"]):
         state = checkpoint.template(plan, self._shapes, world_size)
         versions = torch.zeros(len(self._engine.units), 4, dtype=torch.int64)
         counts = {_VERSIONS: versions, _EXCHANGES: torch.zeros(2, dtype=torch.int64)}
-        return state | checkpoint.sealed(counts, _CHECKSUMS)
+        changing = [name for members in self._engine.weights for name in members.changing(plan)]
+        entries = {f"{_ARRIVED}/{name}": torch.zeros(self._shapes[name]) for name in changing}
+        if changing:
+            entries[_FILLED] = torch.zeros(len(self._engine.units), dtype=torch.uint8)
+            entries = checkpoint.sealed(entries, _ARRIVED_CHECKSUMS)
+        return state | checkpoint.sealed(counts, _CHECKSUMS) | entries
+
+    def _read_arrived(self, state: Mapping[str, Tensor], plan: Plan) -> Callable[[], None]:
+        """Check the weights that had arrived where only changes are sent; what is returned takes them over."""
+        names = [members.changing(plan) for members in self._engine.weights]
+        for now, then in zip([members.changing(self.plan) for members in self._engine.weights], names, strict=True):
+            if now != then:
+                name = sorted({*now} ^ {*then})[0]
+                raise ValueError(
+                    f"{name} is sent {'as a change' if name in then else 'whole'} in the state, and otherwise here: "
+                    "give compress() the weights= that it was saved with, or start without this state"
+                )
+        if not any(names):
+            return lambda: None
+        keys = {name: f"{_ARRIVED}/{name}" for unit in names for name in unit}
+        checkpoint.check_sealed(state, [_FILLED, *keys.values()], _ARRIVED_CHECKSUMS)
+        filled = checkpoint.integers(state, _FILLED, len(names))
+        for name, key in keys.items():
+            if tuple(state[key].shape) != self._shapes[name] or not bool(torch.isfinite(state[key]).all()):
+                raise ValueError(f"{key} in the state is not finite or not of shape {self._shapes[name]}")
+
+        def adopt() -> None:
+            for members, was_filled in zip(self._engine.weights, filled, strict=True):
+                for name in members.replica.names if members.replica is not None else ():
+                    assert members.replica is not None
+                    members.replica.filled = bool(was_filled)
+                    members.replica.load(name, state[keys[name]])
+
+        return adopt
 
     def _read(self, state: Mapping[str, Tensor]) -> Callable[[], None]:
         engine, versions = self._engine, state.get(_VERSIONS)
@@ -331,6 +379,7 @@ class ShardedWire(Handle["ShardedEngine"]):
         integers = checkpoint.integers(state, _VERSIONS, 4 * len(engine.units))
         loaded = checkpoint.read(state, self.plan, self._shapes, self.rank, self._shares, resharded)
         checkpoint.check_sealed(state, (_VERSIONS, _EXCHANGES), _CHECKSUMS)
+        adopt_arrived = self._read_arrived(state, loaded.plan)
         alike = int(state["shares"].numel()) == self.world_size
         if self._adapter is not None and alike:
             self._adapter.saved_algorithm(state)
@@ -338,6 +387,7 @@ class ShardedWire(Handle["ShardedEngine"]):
         def adopt() -> None:
             engine.restart(loaded.plan, step=loaded.step, seed=loaded.seed)
             engine.gathers, engine.reductions = counts
+            adopt_arrived()
             rows = [integers[i : i + 4] for i in range(0, len(integers), 4)]
             for unit, row, *sites in zip(engine.units, rows, engine.weights, engine.gradients, strict=True):
                 unit.reductions, unit.last_step, unit.across = row[0], loaded.step, row[3]
@@ -402,8 +452,10 @@ def declined_plan(engine: ShardedEngine) -> Plan:
         if across and links is None:
             continue
         mine = {name: c for name, c in layers.items() if name.startswith("across/") == across}
-        speeds = slowest_speeds(engine, {c for c in mine.values() if not isinstance(c, Raw)}, links)
+        coders = {name: coder_of(c) for name, c in mine.items()}
+        speeds = slowest_speeds(engine, {c for c in coders.values() if not isinstance(c, Raw)}, links)
         if speeds is not None:
             # What it is weighed against goes by the same messages.
-            layers |= declined(Plan(mine), replace(speeds, native=0.0)).layers
+            fast = declined(Plan(coders), replace(speeds, native=0.0)).layers
+            layers |= {name: Raw() if isinstance(fast[name], Raw) else c for name, c in mine.items()}
     return replace(engine.plan, layers=layers)

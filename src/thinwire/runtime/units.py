@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import DeviceTransport, Transport
-from thinwire.compressors import Coded, State, rounded_for
+from thinwire.compressors import Coded, Delta, State, coder_of, rounded_for
 from thinwire.plan import Plan, Site, at_site
 from thinwire.runtime.channel import Channel, Operation
 from thinwire.runtime.placement import Placement, ShardedLayer
+from thinwire.runtime.replica import Replica
 from thinwire.runtime.sharded_slots import ShardedSlots
 from thinwire.runtime.stats import TrafficStats
 
@@ -25,17 +26,27 @@ class LayerGroup:
         self.names = tuple(layer.name for layer in layers)
         num_ranks = layers[0].num_ranks if layers else 1
         self.placement = Placement([replace(layer, name=at_site(site, layer.name)) for layer in layers], num_ranks)
-        device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
-        self.slots = ShardedSlots(self.placement, transport.rank, device, sends_all=site == "gradients")
+        self._rank = transport.rank
+        self._device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
+        self.slots = ShardedSlots(self.placement, transport.rank, self._device, sends_all=site == "gradients")
+        self.replica: Replica | None = None
+        """Of the layers whose changes are sent; None if there are none."""
 
     def follow(self, plan: Plan) -> None:
         self.slots.follow(self.compressors(plan))
+        changing = self.changing(plan)
+        if changing != (self.replica.names if self.replica is not None else ()):
+            self.replica = Replica(self.placement, changing, self._rank, self._device) if changing else None
+
+    def changing(self, plan: Plan) -> tuple[str, ...]:
+        """The layers whose changes are sent."""
+        return tuple(name for name in self.placement.by_name if isinstance(plan[name], Delta))
 
     def compressors(self, plan: Plan) -> dict[str, Coded]:
         """Return the compressor of each layer by its name in the plan, which `sharded_plan` has checked."""
         compressors = {}
         for name in self.placement.by_name:
-            compressor = plan[name]
+            compressor = coder_of(plan[name])
             assert isinstance(compressor, Coded)
             # A policy may have chosen fewer bits than the rules.
             compressors[name] = rounded_for("weights", compressor) if self.site == "weights" else compressor
@@ -78,8 +89,14 @@ class WeightGather(Operation):
     """Steps since the first compressed one; None before it."""
     keep: Callable[[Tensor], object] | None = None
     """Called with this rank's part as it was sent, which takes the place of its weights (``master=False``)."""
+    replica: Replica | None = None
+    """To which the message is a change."""
+    whole: bool = False
+    """Whether weights are sent in place of their change."""
 
     def buffer(self) -> Tensor:
+        if self.replica is not None and not self.whole:
+            self.replica.subtract(self.flat)
         return self.flat
 
     def state(self, x: Tensor) -> State | None:
@@ -87,6 +104,8 @@ class WeightGather(Operation):
 
     def finish(self, x: Tensor) -> None:
         self.members.slots.close(self.draw or 0)
+        if self.replica is not None:
+            self.replica.add(x, whole=self.whole)
         if self.keep is not None:
             self.keep(self.members.placement.part(x, self.rank))
 

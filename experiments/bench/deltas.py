@@ -1,0 +1,85 @@
+"""``python -m experiments bench deltas``: sharded weights sent as changes (SDP4Bit), beside weights in as many bits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, replace
+from statistics import fmean, median
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from experiments.papers.qsdp.methods import Method
+from experiments.papers.qsdp.sizes import SIZES, SIZES_SMOKE
+from experiments.papers.qsdp.trainings import Trained, Trainings
+from thinwire.compare.statistics import estimate, relative_differences
+from thinwire.results import OutputFile, Results
+
+
+def _method(name: str, weights: str = "raw", gradients: str = "raw") -> Method:
+    return Method(name, name, "", weights=weights, gradients=gradients, keeps=True)
+
+
+FP32, ALONE = _method("fp32"), _method("alone")
+_G8 = "minmax(bits=8, bucket=1024)"
+METHODS = (
+    FP32,
+    _method("W8 G8", "minmax(bits=8, bucket=1024)", _G8),
+    _method("W4 G8", "minmax(bits=4, bucket=1024)", _G8),
+    _method("W4 as changes, G8", "delta(minmax(bits=4, bucket=1024))", _G8),
+    _method("W4 as changes, G4", "delta(minmax(bits=4, bucket=1024))", "minmax(bits=4, bucket=128)"),
+    _method("W2 as changes, G8", "delta(minmax(bits=2, bucket=1024))", _G8),
+    _method("W1 as changes, G8", "delta(onebit(bucket=1024))", _G8),
+    _method("W2 G8", "minmax(bits=2, bucket=1024)", _G8),
+    ALONE,
+)
+"""All gather weights once a step. The last two must be worse."""
+
+
+def deltas(*, ranks: int = 2, steps: int = 300, seeds: int = 3, smoke: bool = False, json: OutputFile = None) -> int:
+    """Train a small GPT under FSDP2 whose weights are gathered in few bits, as they are and as changes.
+
+    A change is what weights differ by from what has arrived of them before (SDP4Bit, Jia et al. 2024). Held-out losses
+    are of the network that ranks compute with, and compared with fp32's, seed by seed.
+
+    Examples:
+      python -m experiments bench deltas
+      python -m experiments bench deltas --ranks 4 --seeds 5 --json benchmarks/deltas.json
+
+    Args:
+        ranks: processes of this machine, over gloo.
+        steps: training steps of each run.
+        seeds: runs of each method: initial weights and batches.
+        smoke: a tiny model and few steps: the same path, no figures worth keeping.
+        json: write the figures to this file.
+    """
+    size = (SIZES_SMOKE if smoke else SIZES)[1]
+    task = size.task if smoke else replace(size.task, steps=steps)
+    about = {"ranks": ranks, "seeds": seeds, "task": asdict(task), "parameters": size.num_parameters, "smoke": smoke}
+    results = Results("python -m experiments bench deltas", about=about)
+    console, losses = Console(highlight=False), dict[str, list[float]]()
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for column in ("weights and gradients", "sent per step", "held-out loss", "against fp32"):
+        table.add_column(column, no_wrap=True)
+    with Trainings(ranks) as together, Trainings(1) as alone, console.status("training ...") as status:
+        for method in METHODS:
+            runs: list[Trained] = []
+            for seed in range(seeds):
+                status.update(f"training: {method.title}, seed {seed + 1} of {seeds}", spinner=None)
+                runs.append((alone if method is ALONE else together).train(task, method, seed, lambda *_: None))
+            losses[method.name] = [math.log(run.perplexity) for run in runs]
+            sent = median(runs[0].step_bytes[1:])
+            results.add(f"loss/{method.name}", fmean(losses[method.name]), "nats/byte", losses=losses[method.name])
+            results.add(f"sent_bytes/{method.name}", sent, "B/step")
+            row = [method.title, f"{sent / 1e3:,.0f} kB", f"{fmean(losses[method.name]):.4f}"]
+            if method is not FP32 and seeds > 1:
+                both = estimate(relative_differences(losses[method.name], losses[FP32.name]))
+                results.add(f"difference/{method.name}", both.mean, "", lower=both.lower, upper=both.upper)
+                row.append(f"{both.mean:+.2%} ({both.lower:+.2%} to {both.upper:+.2%})")
+            table.add_row(*row)
+    console.print(table)
+    if json:
+        results.write(json)
+        console.print(f"Figures: {json}", soft_wrap=True, markup=False)
+    return 0

@@ -1,0 +1,278 @@
+"""FSDP2 with ``weights="delta(...)"``: what is sent of weights is how they differ from what has arrived before."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import thinwire
+from harness import run_ranks
+from sharded import Net, batch, build, compress, same, train, whole
+from thinwire.compressors import parse
+from thinwire.integrations.fsdp import QuantisedAllGather
+from thinwire.runtime.placement import Placement
+
+CHANGES = "delta(minmax(bits=4, bucket=64))"
+ONE_LAYER = "blocks.0.up.weight"
+
+
+def kept(**options: Any) -> Any:
+    return build(reshard_after_forward=False, **options)
+
+
+def _gathers(rank: int, size: int, spec: str, policy: dict[str, torch.dtype], steps: int) -> list[dict[str, Any]]:
+    """By gather of the first block: this rank's weights, and all weights as they arrived."""
+    model = kept(mp_policy=MixedPrecisionPolicy(**policy))
+    wire = compress(model, spec, "raw")
+    seen: list[dict[str, Any]] = []
+    original = QuantisedAllGather.__call__
+
+    def gather(self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **rest: Any) -> Any:
+        mine, sent = input_tensor.clone(), wire.stats.payload_sent_bytes
+        work = original(self, output_tensor, input_tensor, **rest)
+        work.wait()
+        if self.attached.unit.name == "blocks.0":
+            placement = Placement(self.attached.unit.layers, size)
+            shard = placement.local(mine, ONE_LAYER, rank)
+            arrived = placement.shard(output_tensor, ONE_LAYER, rank)
+            bytes_now = wire.stats.payload_sent_bytes - sent
+            seen.append({"mine": shard, "arrived": arrived.clone(), "all": output_tensor.clone(), "bytes": bytes_now})
+        return work
+
+    QuantisedAllGather.__call__ = gather  # type: ignore[method-assign] # pyright: ignore[reportAttributeAccessIssue]
+    train(model, steps)
+    return seen
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_what_arrives_is_what_had_arrived_and_the_quantised_change(num_ranks: int) -> None:
+    answers = run_ranks(_gathers, num_ranks, num_ranks, CHANGES, {}, 6)
+    coder = parse("minmax(bits=4, bucket=64, rounding=nearest)")
+    for gathers in answers:
+        assert len(gathers) == 6, "once a step"
+        assert torch.equal(gathers[0]["arrived"], gathers[0]["mine"]), "the first time weights are sent whole"
+        for before, now in pairwise(gathers):
+            change = (now["mine"] - before["arrived"]).reshape(-1)
+            expected = before["arrived"].reshape(-1) + coder.roundtrip(change)
+            assert torch.equal(now["arrived"].reshape(-1), expected)
+            assert 4 * now["bytes"] < gathers[0]["bytes"], "norms and biases are sent whole"
+    for gather in range(6):
+        assert all(torch.equal(a[gather]["all"], answers[0][gather]["all"]) for a in answers), "ranks differ"
+
+
+def test_it_costs_a_tenth_of_the_error_of_quantised_weights() -> None:
+    def error(spec: str) -> float:
+        gathers = run_ranks(_gathers, 2, 2, spec, {}, 8)[0]
+        return float(torch.stack([(g["arrived"] - g["mine"]).norm() for g in gathers[4:]]).mean())
+
+    assert error(CHANGES) < 0.1 * error("minmax(bits=4, bucket=64)")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits(dtype: torch.dtype) -> None:
+    answers = run_ranks(_gathers, 2, 2, CHANGES, {"param_dtype": dtype}, 8)
+    for first, second in zip(*answers, strict=True):
+        assert torch.equal(first["all"], second["all"])
+    last = answers[0][-1]
+    assert float((last["arrived"].float() - last["mine"].float()).abs().max()) < 0.02
+
+
+def _settles(rank: int, size: int) -> list[float]:
+    """Losses of evaluations without a step between them, and that of weights in full precision."""
+    model = kept()
+    wire = compress(model, CHANGES, "raw")
+    train(model, 4)
+    x, y = batch(9, 0)
+    losses = []
+    for _ in range(8):
+        with torch.no_grad():
+            losses.append(float((model(x) - y).square().mean()))
+        model.reshard()
+        for block in model.blocks:
+            block.reshard()
+    wire.detach()
+    with torch.no_grad():
+        return [*losses, float((model(x) - y).square().mean())]
+
+
+def test_weights_that_rest_arrive_ever_closer() -> None:
+    for *losses, exact in run_ranks(_settles, 2, 2):
+        assert abs(losses[0] - exact) > 1e-5
+        assert losses[-1] == pytest.approx(exact, rel=1e-5)
+
+
+def _mended(rank: int, size: int) -> dict[str, Any]:
+    model = kept()
+    compress(model, CHANGES, "raw")
+    train(model, 2)
+    x, y = batch(9, rank)
+    held = model.blocks[0].up.weight.to_local().detach().clone()
+
+    def loss() -> float:
+        value = (model(x) - y).square().mean()
+        value.backward()
+        model.zero_grad()
+        return float(value.detach())
+
+    before = loss()
+    with torch.no_grad():
+        model.blocks[0].up.weight.to_local().fill_(float("nan"))
+    damaged = loss()
+    with torch.no_grad():
+        model.blocks[0].up.weight.to_local().copy_(held)
+    return {"before": before, "damaged": damaged, "after": [loss() for _ in range(8)][-1]}
+
+
+def test_weights_that_were_not_finite_arrive_again_once_they_are() -> None:
+    for answer in run_ranks(_mended, 2, 2):
+        assert answer["damaged"] != answer["damaged"]
+        assert answer["after"] == pytest.approx(answer["before"], rel=0.02)
+
+
+def _remembers(rank: int, size: int) -> dict[str, Any]:
+    model = kept(net=lambda: Net(width=400, depth=1))
+    with pytest.warns(UserWarning, match="all weights; leave them out") as told:
+        wire = compress(model, CHANGES, "raw")
+    before = wire.memory
+    train(model, 1)
+    layers = sum(p.numel() for p in model.parameters())
+    return {"told": str(told[0].message), "before": before, "held": wire.stats.slot_bytes, "whole": 4 * layers}
+
+
+def test_its_memory_is_told_before_training() -> None:
+    for answer in run_ranks(_remembers, 2, 2):
+        assert answer["whole"] <= answer["before"] == answer["held"] < 1.02 * answer["whole"]
+        assert "MiB on each rank" in answer["told"]
+
+
+def _resumes(rank: int, size: int, folder: str) -> dict[str, Any]:
+    def fresh() -> tuple[Any, torch.optim.Optimizer, thinwire.ShardedWire]:
+        model = kept()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2), compress(model, CHANGES, "minmax(bits=8)")
+
+    model, optimizer, wire = fresh()
+    train(model, 4, optimizer=optimizer)
+    weights, of_optimizer = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": of_optimizer, "wire": wire.state_dict()}, checkpoint_id=folder)
+    gathered = wire.gather_state_dict()
+    going_on = train(model, 4, first=4, optimizer=optimizer)
+
+    model, optimizer, wire = fresh()
+    train(model, 1, first=20, optimizer=optimizer)  # from somewhere else
+    weights, of_optimizer = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": of_optimizer, "wire": wire.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    wire.load_state_dict(state["wire"])
+    resumed = train(model, 4, first=4, optimizer=optimizer)
+
+    plain = compress(kept(), "minmax(bits=4)", "minmax(bits=8)")
+    with pytest.raises(ValueError, match=r"is sent as a change in the state, and otherwise here") as other:
+        plain.load_state_dict(gathered)
+    damaged = {**gathered, f"arrived/weights/{ONE_LAYER}": gathered[f"arrived/weights/{ONE_LAYER}"] + 1.0}
+    with pytest.raises(ValueError, match=f"arrived/weights/{ONE_LAYER} in the state is not what was saved"):
+        wire.load_state_dict(damaged)
+    return {"going on": going_on, "resumed": resumed, "other": str(other.value)}
+
+
+def test_a_run_that_resumes_goes_on_bit_for_bit() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for answer in run_ranks(_resumes, 2, 2, str(Path(folder) / "saved")):
+            assert answer["resumed"] == answer["going on"]
+
+
+def _arrived(wire: thinwire.ShardedWire) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in wire.state_dict().items() if key.startswith("arrived/weights")}
+
+
+def _saves(rank: int, size: int, folder: str) -> dict[str, torch.Tensor]:
+    model = kept()
+    wire = compress(model, CHANGES, "raw")
+    train(model, 3)
+    dcp.save({"wire": wire.state_dict()}, checkpoint_id=folder)
+    return _arrived(wire)
+
+
+def _loads(rank: int, size: int, folder: str, old_size: int) -> dict[str, torch.Tensor]:
+    wire = compress(kept(), CHANGES, "raw")
+    state = {"wire": wire.state_dict_of(old_size)}
+    dcp.load(state, checkpoint_id=folder)
+    wire.load_state_dict(state["wire"])
+    return _arrived(wire)
+
+
+def test_another_number_of_ranks_has_the_same_weights() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        saved = run_ranks(_saves, 2, 2, str(Path(folder) / "saved"))
+        loaded = run_ranks(_loads, 3, 3, str(Path(folder) / "saved"), 2)
+    assert saved[0]
+    assert same([*saved, *loaded])
+
+
+def _refusals(rank: int, size: int) -> dict[str, str]:
+    texts: dict[str, str] = {}
+
+    def refused(about: str, model: Any, *specs: str, **options: Any) -> None:
+        with pytest.raises(ValueError) as error:
+            compress(model, *specs, **options)
+        texts[about] = str(error.value)
+
+    refused("freed", build(), CHANGES, "raw")
+    refused("master", kept(), CHANGES, "raw", master=False)
+    refused("policy", kept(), CHANGES, "raw", adapt="lgreco(every=5)")
+    refused("gradients", kept(), "raw", CHANGES)
+    refused("run away", kept(), "delta(minmax(bits=1, bucket=1024))", "raw")
+    compress(build(reshard_after_forward=2), CHANGES, "raw")
+    return texts
+
+
+def test_what_it_does_not_go_with_is_refused() -> None:
+    for texts in run_ranks(_refusals, 4, 4):
+        assert "blocks.0 frees its weights after forward, and delta(...) keeps a copy of all weights" in texts["freed"]
+        assert "reshard_after_forward=False" in texts["freed"]
+        assert "master=False is for weights: leave it out" in texts["master"]
+        assert "adapt= is for weights: leave it out" in texts["policy"]
+        assert "gradients of stem.weight: delta(" in texts["gradients"]
+        assert "loses 2.58 of the norm of a Gaussian change" in texts["run away"]
+
+
+def _recipe(rank: int, size: int, recipe: bool) -> dict[str, Any]:
+    """SDP4Bit's (Jia et al. 2024), on two nodes of two ranks; else full precision."""
+    os.environ["THINWIRE_NODE"] = f"node {rank // 2}"
+    model = kept()
+    network = thinwire.Network(algorithm="hierarchical(inside=minmax(bits=8, bucket=512))", transport="group")
+    specs = ("delta(minmax(bits=4, bucket=128))", "minmax(bits=4, bucket=128)") if recipe else ()
+    wire = compress(model, *specs, network=network)
+    losses = train(model, 20)
+    return {"losses": losses, "whole": whole(model), "sent": wire.stats.payload_sent_bytes}
+
+
+def test_with_gradients_in_four_bits_between_nodes_and_eight_inside() -> None:
+    answers, plain = (run_ranks(_recipe, 4, 4, recipe) for recipe in (True, False))
+    assert same([answer["whole"] for answer in answers])
+    for answer, full in zip(answers, plain, strict=True):
+        assert answer["losses"][-1] == pytest.approx(full["losses"][-1], rel=0.1)
+        assert 2 * answer["sent"] < full["sent"]
+
+
+def _may_decline(rank: int, size: int) -> dict[str, Any]:
+    model = kept()
+    wire = compress(model, CHANGES, "raw", skip_if_slower=True)
+    train(model, 3)
+    return {"spec": str(wire.plan[f"weights/{ONE_LAYER}"]), "whole": whole(model)}
+
+
+def test_it_is_weighed_against_full_precision() -> None:
+    answers = run_ranks(_may_decline, 2, 2)
+    assert answers[0]["spec"] == answers[1]["spec"]
+    assert answers[0]["spec"] in (CHANGES, "raw()")
+    assert same([answer["whole"] for answer in answers])
