@@ -85,8 +85,8 @@ TASKS = (
     Task("split learning on digits", "loss", "repro-fullstack", "figure 10/loss/*", "figure 10/loss/direct"),
     Task("GPT under DDP", "held-out loss", "repro-cgx-quality", "3.5/lost/gpt/*"),
     Task("CNN under DDP", "accuracy", "repro-cgx-quality", "3.5/lost/cnn/*"),
-    Task("GPT, layerwise", "held-out loss", "repro-lgreco-policies", "table 4.3/lost/gpt/*"),
-    Task("CNN, layerwise", "held-out loss", "repro-lgreco-policies", "table 4.2/lost/cnn/*"),
+    Task("GPT, layerwise", "held-out loss", "repro-lgreco-quality", "table 4.3/lost/gpt/*"),
+    Task("CNN, layerwise", "held-out loss", "repro-lgreco-quality", "table 4.2/lost/cnn/*"),
     Task(
         "GPT under FSDP2",
         "perplexity",
