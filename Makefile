@@ -70,7 +70,7 @@ cuda: .venv/ready
 	$(BIN)/python -m pytest tests/kernels/test_cuda.py tests/kernels/test_triton*.py
 	$(BIN)/thinwire bench cuda --json benchmarks/cuda.json
 
-# Every benchmark of the library, for the figures of README.md and docs/.
+# Benchmarks of speed, for the figures of README.md and docs/. Those of trainings are named where their figures stand.
 bench: .venv/ready
 	mkdir -p benchmarks
 	$(BIN)/thinwire bench kernels --threads 1 --json benchmarks/kernels-1.json
@@ -80,6 +80,9 @@ bench: .venv/ready
 	  --algorithm sra ring tree allgather parameter_server --json benchmarks/allreduce-small.json
 	$(BIN)/thinwire bench allreduce --ranks 4 --rate 1gbit --rtt 20ms --size-mb 25 --repeats 9 \
 	  --algorithm sra ring tree allgather parameter_server --json benchmarks/allreduce-long.json
+	$(BIN)/python -m experiments bench streams --json benchmarks/streams.json
+	$(BIN)/python -m experiments bench instrument --json benchmarks/instrument.json
+	$(BIN)/python -m experiments bench optimizer --json benchmarks/optimizer.json
 	$(BIN)/python -m experiments bench blob --json benchmarks/blob.json
 	$(BIN)/thinwire bench step --rate 1gbit --json benchmarks/step-1gbit.json
 	$(BIN)/thinwire bench step --rate none --skip-if-slower --target 0 --batches 8 --json benchmarks/step-loopback.json

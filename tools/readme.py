@@ -658,7 +658,18 @@ def masks() -> str:
 
 
 def deltas() -> str:
-    figures = Figures(BENCHMARKS / "deltas.json")
+    return changes_of_weights(
+        "deltas.json", "weights are gathered once a step, in buckets of 1024. *alone* is one rank without communication"
+    )
+
+
+def deltas_nodes() -> str:
+    text = "on two nodes. Bytes are those that rank 0 sends, inside its node and to the other one"
+    return changes_of_weights("deltas-nodes.json", text)
+
+
+def changes_of_weights(file: str, what: str) -> str:
+    figures = Figures(BENCHMARKS / file)
     about, full = figures.record["about"], figures.get("sent_bytes/fp32") or 0.0
     rows = []
     for name in (name.removeprefix("loss/") for name in figures.rows if name.startswith("loss/")):
@@ -667,11 +678,12 @@ def deltas() -> str:
         fewer = f"{full / sent:.1f}x" if sent else ""
         rows.append([name, f"{sent / 1e3:,.0f} kB", fewer, f"{loss:.4f}", figures.bounded(f"difference/{name}")])
     head = ["weights and gradients", "sent per step", "fewer", "held-out loss (nats/byte)", "against fp32"]
+    options = f" --ranks {about['ranks']} --ranks-per-node 2" if about["ranks"] > 2 else ""
     return (
-        f"`python -m experiments bench deltas`: a byte-level GPT of {about['parameters'] / 1e6:.1f}M parameters under "
-        f"FSDP2, {about['ranks']} ranks, {about['task']['steps']} steps, {about['seeds']} seeds; weights are gathered "
-        "once a step, in buckets of 1024. In brackets, bounds that the true difference keeps with 95 % each. *alone* "
-        f"is one rank without any communication.\n\n{table(head, rows)}\n\n{figures.machine}."
+        f"`python -m experiments bench deltas{options}`: a byte-level GPT of {about['parameters'] / 1e6:.1f}M "
+        f"parameters under FSDP2, {about['ranks']} ranks, {about['task']['steps']} steps, {about['seeds']} seeds; "
+        f"{what}. In brackets, bounds that the true difference keeps with 95 % each.\n\n"
+        f"{table(head, rows)}\n\n{figures.machine}."
     )
 
 
@@ -1086,7 +1098,7 @@ PAGES = {
     "docs/pipeline-plans.md": {"pipelines": pipelines},
     "docs/tensor-parallel.md": {"sums": sums},
     "docs/failures.md": {"chaos": chaos, "soak": soak, "fuzz": fuzz},
-    "docs/fsdp.md": {"sharded": sharded, "deltas": deltas},
+    "docs/fsdp.md": {"sharded": sharded, "deltas": deltas, "deltas-nodes": deltas_nodes},
     "docs/integers.md": {"integers": integers},
     "docs/compressed-adamw.md": {
         "optimizer": optimizer,

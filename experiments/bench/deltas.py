@@ -17,8 +17,8 @@ from thinwire.compare.statistics import estimate, relative_differences
 from thinwire.results import OutputFile, Results
 
 
-def _method(name: str, weights: str = "raw", gradients: str = "raw") -> Method:
-    return Method(name, name, "", weights=weights, gradients=gradients, keeps=True)
+def _method(name: str, weights: str = "raw", gradients: str = "raw", algorithm: str = "sra") -> Method:
+    return Method(name, name, "", weights=weights, gradients=gradients, algorithm=algorithm, keeps=True)
 
 
 FP32, ALONE = _method("fp32"), _method("alone")
@@ -35,9 +35,29 @@ METHODS = (
     ALONE,
 )
 """All gather weights once a step. The last two must be worse."""
+NODES = (
+    FP32,
+    _method("W8 G8", "minmax(bits=8, bucket=1024)", _G8, "hierarchical(inside=same)"),
+    _method(
+        "W4 as changes, G4, 8 bits inside",
+        "delta(minmax(bits=4, bucket=1024))",
+        "minmax(bits=4, bucket=128)",
+        "hierarchical(inside=minmax(bits=8, bucket=512))",
+    ),
+    ALONE,
+)
+"""Of several ranks a node: SDP4Bit's recipe, its rotation left out."""
 
 
-def deltas(*, ranks: int = 2, steps: int = 300, seeds: int = 3, smoke: bool = False, json: OutputFile = None) -> int:
+def deltas(
+    *,
+    ranks: int = 2,
+    ranks_per_node: int = 1,
+    steps: int = 300,
+    seeds: int = 3,
+    smoke: bool = False,
+    json: OutputFile = None,
+) -> int:
     """Train a small GPT under FSDP2 whose weights are gathered in few bits, as they are and as changes.
 
     A change is what weights differ by from what has arrived of them before (SDP4Bit, Jia et al. 2024). Held-out losses
@@ -45,10 +65,12 @@ def deltas(*, ranks: int = 2, steps: int = 300, seeds: int = 3, smoke: bool = Fa
 
     Examples:
       python -m experiments bench deltas
-      python -m experiments bench deltas --ranks 4 --seeds 5 --json benchmarks/deltas.json
+      python -m experiments bench deltas --seeds 5 --json benchmarks/deltas.json
+      python -m experiments bench deltas --ranks 4 --ranks-per-node 2   # gradients have 8 bits inside nodes
 
     Args:
         ranks: processes of this machine, over gloo.
+        ranks_per_node: how many of them take each other to be on one node.
         steps: training steps of each run.
         seeds: runs of each method: initial weights and batches.
         smoke: a tiny model and few steps: the same path, no figures worth keeping.
@@ -56,24 +78,27 @@ def deltas(*, ranks: int = 2, steps: int = 300, seeds: int = 3, smoke: bool = Fa
     """
     size = (SIZES_SMOKE if smoke else SIZES)[1]
     task = size.task if smoke else replace(size.task, steps=steps)
-    about = {"ranks": ranks, "seeds": seeds, "task": asdict(task), "parameters": size.num_parameters, "smoke": smoke}
+    methods = METHODS if ranks_per_node == 1 else [replace(m, ranks_per_node=ranks_per_node) for m in NODES]
+    about = {"ranks": ranks, "ranks_per_node": ranks_per_node, "seeds": seeds, "smoke": smoke}
+    about |= {"task": asdict(task), "parameters": size.num_parameters}
     results = Results("python -m experiments bench deltas", about=about)
     console, losses = Console(highlight=False), dict[str, list[float]]()
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for column in ("weights and gradients", "sent per step", "held-out loss", "against fp32"):
-        table.add_column(column, no_wrap=True)
+    for column in ("weights and gradients", "a step", "held-out loss", "against fp32"):
+        table.add_column(column, no_wrap=column != "weights and gradients")
     with Trainings(ranks) as together, Trainings(1) as alone, console.status("training ...") as status:
-        for method in METHODS:
+        for method in methods:
             runs: list[Trained] = []
+            trainings = alone if method.name == ALONE.name else together
             for seed in range(seeds):
                 status.update(f"training: {method.title}, seed {seed + 1} of {seeds}", spinner=None)
-                runs.append((alone if method is ALONE else together).train(task, method, seed, lambda *_: None))
+                runs.append(trainings.train(task, method, seed, lambda *_: None))
             losses[method.name] = [math.log(run.perplexity) for run in runs]
             sent = median(runs[0].step_bytes[1:])
             results.add(f"loss/{method.name}", fmean(losses[method.name]), "nats/byte", losses=losses[method.name])
             results.add(f"sent_bytes/{method.name}", sent, "B/step")
             row = [method.title, f"{sent / 1e3:,.0f} kB", f"{fmean(losses[method.name]):.4f}"]
-            if method is not FP32 and seeds > 1:
+            if method.name != FP32.name and seeds > 1:
                 both = estimate(relative_differences(losses[method.name], losses[FP32.name]))
                 results.add(f"difference/{method.name}", both.mean, "", lower=both.lower, upper=both.upper)
                 row.append(f"{both.mean:+.2%} ({both.lower:+.2%} to {both.upper:+.2%})")

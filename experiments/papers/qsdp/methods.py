@@ -3,10 +3,12 @@
 # No `from __future__ import annotations` here: rank processes make methods of plain values.
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch.distributed as dist
 from torch import nn
 
 import thinwire
@@ -48,6 +50,8 @@ class Method:
     """The policy that gives layers compressors of their own while training."""
     keeps: bool = False
     """Whether weights stay from forward to backward."""
+    ranks_per_node: int = 0
+    """As ranks are to take it; 0: they find out."""
 
     @property
     def exact(self) -> bool:
@@ -60,6 +64,8 @@ class Method:
             if not self.exact:
                 cut_short(model, self.weights_ratio, self.gradients_ratio)
             return None
+        if self.ranks_per_node:
+            os.environ["THINWIRE_NODE"] = str(dist.get_rank() // self.ranks_per_node)
         return thinwire.compress(
             model,
             weights=self.weights,
