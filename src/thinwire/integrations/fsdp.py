@@ -359,11 +359,12 @@ def _check_changes(
     changing = [any(isinstance(plan[at_site("weights", layer.name)], Delta) for layer in u.layers) for u in units]
     if not any(changing):
         return
-    if not options.master or options.adapt is not None:
-        left_out = "master=False" if not options.master else "adapt="
-        raise ValueError(f'weights="delta(...)" sends changes of weights, and {left_out} is for weights: leave it out')
+    if not options.master:
+        raise ValueError('weights="delta(...)" sends changes to full-precision shards: leave out master=False')
+    if options.adapt is not None:
+        raise ValueError('adapt= weighs what is lost of weights, and weights="delta(...)" sends changes: leave it out')
     for (path, group), here in zip(groups, changing, strict=True):
-        is_root = not any(path != other and (not other or path.startswith(f"{other}.")) for other, _ in groups)
+        is_root = not any(not other or path.startswith(f"{other}.") for other, _ in groups if other != path)
         if here and group.frees and not (is_root and group.frees_by_default):
             raise ValueError(
                 f"{path or 'the root module'} frees its weights after forward, and delta(...) keeps a copy of all "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import Algorithm, ScatterReduceAllGather, Transport
-from thinwire.compressors import Compressor, Raw, Slot, coder_of
+from thinwire.compressors import Compressor, Delta, Raw, Slot, coder_of
 from thinwire.kernels import FORMAT_VERSION, cpu_level
 from thinwire.plan import Plan, Speeds, at_site, declined
 from thinwire.plan.sites import SITES
@@ -304,16 +304,15 @@ class ShardedWire(Handle["ShardedEngine"]):
 
     def _arrived(self) -> dict[str, Tensor]:
         """The weights that have arrived, where only changes are sent: the same on all ranks."""
-        engine = self._engine
-        replicas = [members.replica for members in engine.weights]
-        if not any(replicas):
+        replicas = [members.replica for members in self._engine.weights]
+        if not any(replica is not None for replica in replicas):
             return {}
-        for channel in engine.channels:
+        for channel in self._engine.channels:
             channel.alone(lambda: None)  # what is under way still adds to them
-        entries = {_FILLED: torch.tensor([bool(replica and replica.filled) for replica in replicas]).to(torch.uint8)}
-        for replica in replicas:
-            names = replica.names if replica is not None else ()
-            entries |= {f"{_ARRIVED}/{name}": replica.value(name).cpu() for name in names if replica is not None}
+        filled = [replica is not None and replica.filled for replica in replicas]
+        entries = {_FILLED: torch.tensor(filled, dtype=torch.uint8)}
+        for replica in filter(None, replicas):
+            entries |= {f"{_ARRIVED}/{name}": replica.value(name).cpu() for name in replica.names}
         return checkpoint.sealed(entries, _ARRIVED_CHECKSUMS)
 
     def _whole_world(self) -> Transport:
@@ -335,29 +334,27 @@ class ShardedWire(Handle["ShardedEngine"]):
 
     def _read_arrived(self, state: Mapping[str, Tensor], plan: Plan) -> Callable[[], None]:
         """Check the weights that had arrived where only changes are sent; what is returned takes them over."""
-        names = [members.changing(plan) for members in self._engine.weights]
-        for now, then in zip([members.changing(self.plan) for members in self._engine.weights], names, strict=True):
-            if now != then:
-                name = sorted({*now} ^ {*then})[0]
-                raise ValueError(
-                    f"{name} is sent {'as a change' if name in then else 'whole'} in the state, and otherwise here: "
-                    "give compress() the weights= that it was saved with, or start without this state"
-                )
-        if not any(names):
+        keys = {name: f"{_ARRIVED}/{name}" for members in self._engine.weights for name in members.changing(plan)}
+        if not keys:
             return lambda: None
-        keys = {name: f"{_ARRIVED}/{name}" for unit in names for name in unit}
+        for name in keys:
+            if not isinstance(self._asked[name], Delta):
+                raise ValueError(
+                    f"{name} is sent as {plan[name]} in the state, and as {self._asked[name]} here: give compress() "
+                    "the weights= that it was saved with, or start without this state"
+                )
         checkpoint.check_sealed(state, [_FILLED, *keys.values()], _ARRIVED_CHECKSUMS)
-        filled = checkpoint.integers(state, _FILLED, len(names))
+        filled = checkpoint.integers(state, _FILLED, len(self._engine.units))
         for name, key in keys.items():
             if tuple(state[key].shape) != self._shapes[name] or not bool(torch.isfinite(state[key]).all()):
                 raise ValueError(f"{key} in the state is not finite or not of shape {self._shapes[name]}")
 
         def adopt() -> None:
             for members, was_filled in zip(self._engine.weights, filled, strict=True):
-                for name in members.replica.names if members.replica is not None else ():
-                    assert members.replica is not None
+                if members.replica is not None:
                     members.replica.filled = bool(was_filled)
-                    members.replica.load(name, state[keys[name]])
+                    for name in members.replica.names:
+                        members.replica.load(name, state[keys[name]])
 
         return adopt
 
