@@ -96,8 +96,8 @@ TASKS = (
         baseline="table 5.1/lost/small/2 ranks",
     ),
     Task("ConvNet on digits, FFT", "accuracy", "repro-fft-quality", "13/accuracy/*", "13/accuracy/control"),
-    Task("ResNet on digits, IntSGD", "accuracy", "repro-intsgd", "2/quality/*", "2/quality/heuristic"),
-    Task("LSTM, IntSGD", "perplexity", "repro-intsgd", "3/quality/*", "3/quality/heuristic"),
+    Task("ResNet on digits, IntSGD", "accuracy", "repro-intsgd-quality", "2/quality/*", "2/quality/heuristic"),
+    Task("LSTM, IntSGD", "perplexity", "repro-intsgd-quality", "3/quality/*", "3/quality/heuristic"),
     Task(
         "GPT under AdamW, 150 steps, every compressor",
         "held-out loss",
