@@ -89,7 +89,7 @@ CAPTIONS: dict[str, dict[str, Caption]] = {
         "lgreco-equal-bytes": Caption(
             "L-GreCo and uniform compression at equal bytes: held-out loss beyond that of fp32", "The GPT at equal"
         ),
-        "lgreco-B.2": Caption("Figure B.2: ratio to uniform during training, L-GreCo with PowerSGD, three seeds"),
+        "lgreco-B.2": Caption("Figure B.2: ratio to uniform during training, L-GreCo with PowerSGD, five seeds"),
         "lgreco-B.3": Caption("Figure B.3: parts of a step's time under PowerSGD, over two links"),
         "lgreco-B.6a": Caption("Figure B.6a: loss beyond the uncompressed one against the squared compression error"),
     },
