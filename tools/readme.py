@@ -678,7 +678,8 @@ def changes_of_weights(file: str, what: str) -> str:
         fewer = f"{full / sent:.1f}x" if sent else ""
         rows.append([name, f"{sent / 1e3:,.0f} kB", fewer, f"{loss:.4f}", figures.bounded(f"difference/{name}")])
     head = ["weights and gradients", "sent per step", "fewer", "held-out loss (nats/byte)", "against fp32"]
-    options = f" --ranks {about['ranks']} --ranks-per-node 2" if about["ranks"] > 2 else ""
+    per_node = about.get("ranks_per_node", 1)
+    options = f" --ranks {about['ranks']} --ranks-per-node {per_node}" if per_node > 1 else ""
     return (
         f"`python -m experiments bench deltas{options}`: a byte-level GPT of {about['parameters'] / 1e6:.1f}M "
         f"parameters under FSDP2, {about['ranks']} ranks, {about['task']['steps']} steps, {about['seeds']} seeds; "

@@ -13,11 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import thinwire
 from harness import run_ranks
-from sharded import Net, batch, build, compress, same, train, whole
+from sharded import Net, batch, build, compress, same, train, train_and_resume, whole
 from thinwire.compressors import RESIDUAL
 from thinwire.runtime.placement import Placement, ShardedLayer
 from thinwire.runtime.sharded_slots import reshard_residual
@@ -99,21 +98,8 @@ def _resumes(rank: int, size: int, folder: str) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         return model, optimizer, thinwire.compress(model, skip_if_slower=False, min_numel=64, **MANY)
 
-    model, optimizer, wire = fresh()
-    train(model, 4, optimizer=optimizer)
-    weights, of_optimizer = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": of_optimizer, "wire": wire.state_dict()}, checkpoint_id=folder)
-    going_on = train(model, 4, first=4, optimizer=optimizer)
-
-    model, optimizer, wire = fresh()
-    train(model, 1, first=20, optimizer=optimizer)  # from somewhere else
-    weights, of_optimizer = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": of_optimizer, "wire": wire.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    wire.load_state_dict(state["wire"])
-    resumed = train(model, 4, first=4, optimizer=optimizer)
-    return {"going on": going_on, "resumed": resumed, "learn_s": wire.stats.learn_s}
+    going_on, after, wire = train_and_resume(fresh, folder)
+    return {"going on": going_on, "resumed": after, "learn_s": wire.stats.learn_s}
 
 
 def test_a_run_that_resumes_from_a_distributed_checkpoint_goes_on_bit_for_bit() -> None:

@@ -43,29 +43,32 @@ def for_site(site: Site, layer: str, compressor: Compressor) -> Coded | Delta:
         ValueError: what is sent of a layer cannot be sent like this.
     """
     about = f"{site} of {layer}: {compressor}"
-    if site == "weights" and isinstance(compressor, Delta):
-        # What one gather leaves out is part of the next change, as with the residual of a gradient.
-        lost = gaussian_lost_share(for_site("gradients", layer, compressor.coder))
+    changes = compressor if site == "weights" and isinstance(compressor, Delta) else None
+    coder = compressor if changes is None else changes.coder
+    if not isinstance(coder, Coded) or coder.traits.bounded or not coder.traits.plain_sum:
+        raise ValueError(
+            f"{about} does not become messages of a fixed size that an owner of shards can add up: "
+            "use a quantiser such as minmax, maxabs, qsgd, lattice or levels"
+        )
+    # What a change leaves out is part of the next one.
+    whole = site == "weights" and changes is None
+    if whole and (coder.traits.wants_feedback or any(slot.shape is None for slot in coder.slots)):
+        raise ValueError(
+            f"{about} leaves out too much of the weights, or sends it later: weights must arrive in every step"
+        )
+    if site == "across" and needs_state(coder):
+        raise ValueError(f"{about} keeps state, which sums across replicas have no room for: use one without")
+    if (
+        any(slot.shape is not None and not (slot.learned or slot.optional) for slot in coder.slots)
+        or cold_start(coder) is not None
+    ):
+        raise ValueError(f"{about} needs whole layers, and ranks have shards: use a quantiser")
+    if changes is not None:
+        lost = gaussian_lost_share(coder)
         if lost >= 1.0:
             raise ValueError(
                 f"{about} loses {lost:.2f} of the norm of a Gaussian change: what ranks keep would move away from the "
                 "weights. Take more bits, or share a scale among fewer values (bucket=)"
             )
-        return compressor
-    if not isinstance(compressor, Coded) or compressor.traits.bounded or not compressor.traits.plain_sum:
-        raise ValueError(
-            f"{about} does not become messages of a fixed size that an owner of shards can add up: "
-            "use a quantiser such as minmax, maxabs, qsgd, lattice or levels"
-        )
-    if site == "weights" and (compressor.traits.wants_feedback or any(slot.shape is None for slot in compressor.slots)):
-        raise ValueError(
-            f"{about} leaves out too much of the weights, or sends it later: weights must arrive in every step"
-        )
-    if site == "across" and needs_state(compressor):
-        raise ValueError(f"{about} keeps state, which sums across replicas have no room for: use one without")
-    if (
-        any(slot.shape is not None and not (slot.learned or slot.optional) for slot in compressor.slots)
-        or cold_start(compressor) is not None
-    ):
-        raise ValueError(f"{about} needs whole layers, and ranks have shards: use a quantiser")
-    return rounded_for("weights", compressor) if site == "weights" else compressor
+        return changes
+    return rounded_for("weights", coder) if whole else coder
