@@ -259,6 +259,7 @@ PyCFunction method(Function function) {
 }
 
 #include "adam_binding.h"
+#include "factors_binding.h"
 #include "floats_binding.h"
 #include "shared_binding.h"
 #include "sparse_binding.h"
@@ -266,6 +267,7 @@ PyCFunction method(Function function) {
 
 PyMethodDef methods[] = {
     THINWIRE_ADAM_METHODS,
+    THINWIRE_FACTOR_METHODS,
     THINWIRE_FLOAT_METHODS,
     THINWIRE_SPARSE_METHODS,
     THINWIRE_SPECTRUM_METHODS,

@@ -74,6 +74,7 @@ struct Wide {
 };
 
 struct AdamKernels;
+struct FactorKernels;
 struct FloatKernels;
 struct SparseKernels;
 struct SpectrumKernels;
@@ -81,6 +82,7 @@ struct SpectrumKernels;
 struct Kernels {
   const char* level;
   const AdamKernels* adam;
+  const FactorKernels* factors;
   const FloatKernels* floats;
   const SparseKernels* sparse;
   const SpectrumKernels* spectrum;

@@ -156,5 +156,6 @@ Status adam_apply(const Machine& machine, const Apply* layers, int64_t count) {
 #include "floats_dispatch.h"
 #include "sparse_dispatch.h"
 #include "spectrum_dispatch.h"
+#include "factors_dispatch.h"
 
 } // namespace thinwire

@@ -2,6 +2,7 @@
 #pragma once
 #include "adam_core.h"
 #include "core.h"
+#include "factors_core.h"
 #include "floats_core.h"
 #include "sparse_core.h"
 #include "spectrum_core.h"
@@ -31,6 +32,11 @@ Status checksum(const Machine&, const uint8_t* message, int64_t num_bytes, uint6
 
 Status adam_normalise(const Machine&, const Normalise* layers, int64_t count);
 Status adam_apply(const Machine&, const Apply* layers, int64_t count);
+
+// factors_dispatch.h
+Status factor_rows(const Machine&, const Factored&);
+Status factor_columns(const Machine&, const Factored&);
+Status factor_product(const Machine&, const Factored&);
 
 // floats_dispatch.h
 Status natural_encode(const Machine&, const FloatJob&);

@@ -2,6 +2,7 @@
 // The arithmetic is normative (thinwire/kernels/reference.py): no contraction, one rounding per operation.
 #include "adam_core.h"
 #include "core.h"
+#include "factors_core.h"
 #include "floats_core.h"
 #include "sparse_core.h"
 #include "spectrum_core.h"
@@ -32,8 +33,10 @@ namespace {
 #include "sparse.h"
 #include "spectrum.h"
 #include "adam.h"
+#include "factors.h"
 
 const AdamKernels adam_kernels = {normalise, apply};
+const FactorKernels factor_kernels = {factor_rows, factor_columns, factor_product};
 const FloatKernels float_kernels = {
     natural_encode, natural_decode, range_encode, range_decode, levels_decode, int_round, int_decode, levels_encode,
     magnitudes_encode, magnitudes_decode,
@@ -44,8 +47,8 @@ const SpectrumKernels spectrum_kernels = {sample_spectra, collect_spectra, resto
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    THINWIRE_LEVEL_NAME, &adam_kernels, &float_kernels, &sparse_kernels, &spectrum_kernels, encode_blocks, wide_extrema,
-    wide_sums, wide_scales, wide_codes, decode_tiles, sum_tiles, checksum,
+    THINWIRE_LEVEL_NAME, &adam_kernels, &factor_kernels, &float_kernels, &sparse_kernels, &spectrum_kernels,
+    encode_blocks, wide_extrema, wide_sums, wide_scales, wide_codes, decode_tiles, sum_tiles, checksum,
 };
 } // namespace THINWIRE_LEVEL
 } // namespace thinwire

@@ -10,17 +10,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.compressors._core.matrices import (
-    SummedMatrices,
-    matrix_shape,
-    narrow_product,
-    normal_matrix,
-    scaled_to_one,
-)
+from thinwire.compressors._core.matrices import SummedMatrices, matrix_shape, normal_matrix, scaled_to_one
 from thinwire.compressors._core.mixins import Scheduled
 from thinwire.compressors._core.schedule import Rank, check_rank, rank_at
 from thinwire.compressors._core.slots import Slot
 from thinwire.compressors._core.traits import Traits
+from thinwire.kernels import narrow_product
 
 
 @dataclass(frozen=True)

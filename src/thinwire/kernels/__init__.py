@@ -1,6 +1,7 @@
 """Kernels: tensors in, bytes out. The PyTorch reference, the native CPU core and Triton produce the same bytes."""
 
 from thinwire.kernels.adam import AdamGradient, AdamStep, Moving, adam_apply, adam_normalise
+from thinwire.kernels.factors import narrow_product, set_product, subtract_product
 from thinwire.kernels.floats import (
     int_decode,
     int_round,
@@ -91,6 +92,7 @@ __all__ = [
     "magnitudes_bytes",
     "magnitudes_decode",
     "magnitudes_encode",
+    "narrow_product",
     "natural_bytes",
     "natural_decode",
     "natural_encode",
@@ -113,12 +115,14 @@ __all__ = [
     "sample_indices",
     "select_threshold",
     "select_topk",
+    "set_product",
     "site_id",
     "sparse_add",
     "sparse_zero",
     "spectrum",
     "spectrum_pick",
     "spectrum_sum",
+    "subtract_product",
     "to_device",
     "unpack_indices",
 ]

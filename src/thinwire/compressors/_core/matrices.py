@@ -15,7 +15,7 @@ from thinwire.compressors._core.calls import SumCall
 from thinwire.compressors._core.compressor import Compressor, Unsuited
 from thinwire.compressors._core.segments import Part
 from thinwire.compressors._core.summed import Subtract, Summed, SumShape
-from thinwire.kernels import site_id
+from thinwire.kernels import set_product, site_id, subtract_product
 
 _LEAST_RATIO = 2
 """A layer is compressed if its factors have at most one element for so many of its own."""
@@ -118,14 +118,10 @@ class _Batch:
 
     def set(self, y: Tensor) -> None:
         """Set the layers of ``y`` to the result, and their slots of the next step."""
-        low, high = self._total.flatten(-2).aminmax(dim=-1)
-        # NaN in the small factor spreads over the whole product.
-        right = self._total + (low * 0.0 + high * 0.0)[..., None, None]
+        # What is not finite in the small factor makes the whole product NaN.
+        right = self._total + (self._total * 0.0).sum((-2, -1), keepdim=True)
         for out, left, of_layer in self._products(y, right):
-            if out.dtype is left.dtype:
-                torch.mm(left, of_layer.mT, out=out)
-            else:
-                out.copy_(left @ of_layer.mT)
+            set_product(out, left, of_layer)
         for name, value in vars(self._slot).items():
             for slots, layer in zip(self._slots, self._layers(value), strict=True):
                 slots.next[name].copy_(layer)
@@ -133,7 +129,7 @@ class _Batch:
     def subtract(self, rest: Tensor) -> None:
         """Subtract this rank's part of the result from the layers of ``rest`` (fp32), in one pass."""
         for out, left, right in self._products(rest, self._mine):
-            out.addmm_(left, right.mT, alpha=-1.0)
+            subtract_product(out, left, right)
 
     def _products(self, flat: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """The matrix of each layer in ``flat``, and its two factors."""
@@ -163,15 +159,6 @@ def normal_matrix(shape: Callable[[Sequence[int]], tuple[int, int]]) -> Callable
         return torch.randn(shape(layer), generator=torch.Generator().manual_seed(site_id(name)))
 
     return initial
-
-
-def narrow_product(m: Tensor, narrow: Tensor) -> Tensor:
-    """Return ``m @ narrow``, [..., rows, few], where ``narrow`` has few columns.
-
-    It is computed from the transposed factors: with the narrow one on the left, a CPU's BLAS reads ``m`` row by row and
-    takes a fourth to a tenth of the time.
-    """
-    return (narrow.mT.contiguous() @ m.mT).mT
 
 
 def scaled_to_one(m: Tensor) -> Tensor:

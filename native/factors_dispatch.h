@@ -1,0 +1,56 @@
+// Products of matrices with narrow ones, for dispatch.cpp.
+
+namespace {
+
+// `job` for one of its matrices.
+Factored one_of(const Factored& job, int64_t which) {
+  Factored one = job;
+  one.matrix += which * job.rows * job.columns;
+  if (one.left) one.left += which * job.rows * job.rank;
+  if (one.right) one.right += which * job.columns * job.rank;
+  return one;
+}
+
+// Runs work(job of a matrix, its right factor transposed and padded with zeros) for every matrix.
+template <class Work>
+Status with_wide(const Factored& job, Work work) {
+  const Memory memory(4 * job.padded() * job.columns);
+  if (!memory.at) return kNoMemory;
+  float* const wide = memory.as<float>();
+  std::fill(wide, wide + job.padded() * job.columns, 0.0f);
+  for (int64_t which = 0; which < job.count; which++) {
+    const Factored one = one_of(job, which);
+    for (int64_t c = 0; c < job.columns; c++) {
+      for (int64_t k = 0; k < job.rank; k++) wide[k * job.columns + c] = one.right[c * job.rank + k];
+    }
+    if (!work(one, which, wide)) return kThreadsFailed;
+  }
+  return kDone;
+}
+
+} // namespace
+
+Status factor_rows(const Machine& machine, const Factored& job) {
+  return with_wide(job, [&](Factored one, int64_t which, const float* wide) {
+    one.out += which * job.rows * job.rank;
+    auto work = [&](int64_t begin, int64_t end) { machine.kernels->factors->rows(one, wide, begin, end); };
+    return run(machine, job.rows, job.rows * job.columns, work);
+  });
+}
+
+Status factor_columns(const Machine& machine, const Factored& job) {
+  for (int64_t which = 0; which < job.count; which++) {
+    Factored one = one_of(job, which);
+    one.out += which * job.columns * job.rank;
+    auto work = [&](int64_t begin, int64_t end) { machine.kernels->factors->columns(one, begin, end); };
+    if (!run(machine, ceil_div(job.columns, kBlockColumns), job.rows * job.columns, work)) return kThreadsFailed;
+  }
+  return kDone;
+}
+
+Status factor_product(const Machine& machine, const Factored& job) {
+  return with_wide(job, [&](const Factored& one, int64_t, const float* wide) {
+    auto work = [&](int64_t begin, int64_t end) { machine.kernels->factors->product(one, wide, begin, end); };
+    return run(machine, job.rows, job.rows * job.columns, work);
+  });
+}

@@ -1,0 +1,92 @@
+"""Products of matrices with narrow ones: against fp64, and the native core's bits at every level and on any threads."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_levels import LEVELS, at, is_same, needs_native
+from thinwire.kernels import narrow_product, set_product, subtract_product
+
+SHAPES = ((1, 1), (7, 5), (40, 16), (33, 257), (256, 768), (3, 33, 17), (0, 4), (4, 0), (600, 700))
+"""The last one is enough work for several threads."""
+RANKS = (1, 3, 4, 5, 16)
+
+
+def _drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(math.prod(shape) + len(shape)))
+
+
+def _factors(shape: tuple[int, ...], rank: int) -> tuple[Tensor, Tensor]:
+    """A left factor whose memory has its columns one after the other, as QR leaves it, and a right one."""
+    *batch, rows, columns = shape
+    return _drawn(*batch, rank, rows).mT, _drawn(*batch, columns, rank)
+
+
+def _close(found: Tensor, expected: Tensor, terms: int) -> None:
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=1e-6 * (1 + terms))
+
+
+@pytest.mark.parametrize("rank", [*RANKS, 40])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_are_those_of_fp64(shape: tuple[int, ...], rank: int) -> None:
+    m, (left, right) = _drawn(*shape), _factors(shape, rank)
+    product = left.double() @ right.double().mT
+
+    _close(narrow_product(m, right), m.double() @ right.double(), shape[-1])
+    _close(narrow_product(m.mT, left), m.double().mT @ left.double(), shape[-2])
+    out = torch.full(shape, 7.0)
+    set_product(out, left, right)
+    _close(out, product, rank)
+    if len(shape) == 2:
+        rest = m.clone()
+        subtract_product(rest, left, right)
+        _close(rest, m.double() - product, rank)
+
+
+@needs_native
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_levels_and_threads_change_no_bit(shape: tuple[int, ...]) -> None:
+    m, (left, right) = _drawn(*shape), _factors(shape, 5)
+
+    def run() -> list[Tensor]:
+        out, rest = torch.full(shape, 7.0), m.clone()
+        set_product(out, left, right)
+        if len(shape) == 2:
+            subtract_product(rest, left, right)
+        return [narrow_product(m, right), narrow_product(m.mT, left), out, rest]
+
+    with at(LEVELS[0]):
+        wanted = run()
+    for level in LEVELS:
+        for threads in (1, 4):
+            with at(level, threads):
+                assert all(is_same(*pair) for pair in zip(run(), wanted, strict=True)), (level, threads)
+
+
+@pytest.mark.parametrize("where", [(0, 0), (30, 255), (32, 256)], ids=str)
+def test_what_is_not_finite_reaches_its_row_and_its_column_alone(where: tuple[int, int]) -> None:
+    m, (left, right) = _drawn(33, 257), _factors((33, 257), 3)
+    m[where] = math.nan
+    rows, columns = narrow_product(m, right).isnan(), narrow_product(m.mT, left).isnan()
+    assert rows.any(1).nonzero().flatten().tolist() == [where[0]]
+    assert rows[where[0]].all()
+    assert columns.any(1).nonzero().flatten().tolist() == [where[1]]
+    assert columns[where[1]].all()
+
+
+def test_gradients_of_16_bits_are_set_as_well() -> None:
+    left, right = _factors((12, 20), 2)
+    out = torch.empty(12, 20, dtype=torch.bfloat16)
+    set_product(out, left, right)
+    assert torch.equal(out, (left @ right.mT).bfloat16())
+
+
+def test_a_matrix_that_is_not_contiguous_is_multiplied_too() -> None:
+    m = _drawn(24, 36)[::2, ::3]
+    _, right = _factors((12, 12), 2)
+    _close(narrow_product(m, right), m.double() @ right.double(), 12)
