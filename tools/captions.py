@@ -99,6 +99,7 @@ CAPTIONS: dict[str, dict[str, Caption]] = {
         "qsdp-5.2-time": Caption("Figure 5.2: perplexity against seconds of training", "Figure 5.3"),
         "qsdp-5.3": Caption("Table 5.3: perplexity of uniform and of learned levels", "Tables 5.3"),
         "qsdp-5.3-bandwidth": Caption("Figure 5.3: step time by the rate of each link", "Figure 5.3"),
+        "qsdp-5.7.1": Caption("Section 5.7.1: perplexity of a GPT of words, with and without buckets", "Table 5.1"),
         "qsdp-C.1": Caption("Figure C.1: step time if only a part of weights, gradients or both is sent", "Table C.2"),
         "qsdp-C.2-C.3": Caption("Figures C.2 and C.3: error of uniform and learned levels during training"),
         "qsdp-C.4": Caption("Figure C.4: perplexity with and without buckets"),

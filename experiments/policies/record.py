@@ -10,8 +10,9 @@ from typing import Any
 from rich.console import Console
 
 from experiments.papers.lgreco.gradients import NUM_RANKS, along
-from experiments.papers.lgreco.tasks import PICTURES, PICTURES_SMOKE, WORDS, WORDS_SMOKE
+from experiments.papers.lgreco.tasks import PICTURES, PICTURES_SMOKE
 from experiments.policies.recording import BadRecording, Recording, Training, layers_of
+from experiments.tasks.words import WORDS, WORDS_SMOKE
 from thinwire.exits import ends_command
 
 TITLES = {"gpt": "GPT of words", "cnn": "small ResNet"}

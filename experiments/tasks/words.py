@@ -1,12 +1,13 @@
-"""What part (b) trains, two sizes smaller than the paper: a residual network on images, a 3-layer LSTM on words."""
+"""The standard library's source as words: what IntSGD's 3-layer LSTM learns, beside its residual network, and a GPT."""
 
 # No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
 
 import functools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -16,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from experiments.tasks.resnet import ImageTask
 from thinwire.compare.data import draw_offsets, even_offsets, standard_library, windows
+from thinwire.compare.gpt import GPT, GPTConfig
+from thinwire.compare.tasks import GPTTask
 
 _WARM_UP_EPOCHS, _EPOCHS = 5, 20
 _DROPS = (0.5, 5 / 6)
@@ -180,3 +183,50 @@ class LanguageTask:
             right += int((logits.argmax(1) == targets.flatten()).sum())
         model.train()
         return total, right, len(starts) * self.context
+
+
+class WordsGPT(GPT):
+    """A `GPT` with the tied embedding of PaLM (Chowdhery et al. 2022, section 2): of variance one, and logits divided
+    by the root of the width. The gradient of so many words is small then, for its size, beside that of the blocks."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        nn.init.normal_(self.embedding.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) / math.sqrt(self.config.width)
+
+
+@dataclass(frozen=True)
+class WordsTask(GPTTask):
+    """A GPT that learns the standard library's source word by word: as in the thesis's Transformer-XL, the embedding is
+    by far the largest layer, and the one that sends last."""
+
+    model: GPTConfig = field(default_factory=lambda: GPTConfig(vocabulary=6144, context=32, width=128, layers=2))
+    steps: int = 280
+    batch: int = 8
+    learning_rate: float = 0.01
+    bucket_cap_mb: float = 0.5
+    held_out_windows: int = 640
+    probe_windows: int = 64
+    probe_every: int = 40
+
+    @property
+    def text(self) -> Words:
+        return words_of_library(self.model.vocabulary)
+
+    def build(self, seed: int) -> GPT:
+        torch.manual_seed(seed)
+        return WordsGPT(self.model)
+
+
+WORDS = WordsTask()
+WORDS_SMOKE = WordsTask(
+    model=GPTConfig(vocabulary=512, context=16, width=64, layers=1, heads=2),
+    steps=12,
+    batch=2,
+    bucket_cap_mb=0.05,
+    held_out_windows=32,
+    probe_windows=16,
+    probe_every=4,
+)

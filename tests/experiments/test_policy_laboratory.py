@@ -15,12 +15,12 @@ from experiments.__main__ import main as experiments_main
 from experiments.framework.claims import Row, judge
 from experiments.papers.lgreco import laboratory
 from experiments.papers.lgreco.gradients import Snapshot
-from experiments.papers.lgreco.tasks import WORDS
 from experiments.policies import command, replay
 from experiments.policies.candidates import FAMILIES, Point, Table
 from experiments.policies.frontier import Line, against, curve, fewer_bytes, less_error, uniform_curve
 from experiments.policies.methods import METHODS, Method
 from experiments.policies.recording import MANIFEST, BadRecording, Recording, Training, layers_of
+from experiments.tasks.words import WORDS
 from thinwire.compressors import Raw, TopK
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

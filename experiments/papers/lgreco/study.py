@@ -12,12 +12,13 @@ from experiments.framework.replay import Compute
 from experiments.framework.study import Progress, Scale, Study
 from experiments.framework.timing import Times, shown_rate
 from experiments.papers.lgreco.gradients import Snapshot, along
-from experiments.papers.lgreco.tasks import PICTURES, PICTURES_SMOKE, WORDS, WORDS_SMOKE, Name, WordsTask, timed
+from experiments.papers.lgreco.tasks import PICTURES, PICTURES_SMOKE, Name, timed
 from experiments.policies.record import SMOKE as RECORDED_SMOKE
 from experiments.policies.record import Extent, recorded_once
 from experiments.policies.recording import Recording
 from experiments.tasks.models import Model
 from experiments.tasks.resnet import ImageTask
+from experiments.tasks.words import WORDS, WORDS_SMOKE, WordsTask
 from thinwire.compare.comparison import Comparison
 from thinwire.compare.data import standard_library
 from thinwire.compare.paired import Runs, compare_runs

@@ -42,7 +42,7 @@ from experiments.papers.qsdp.methods import (
     shortened,
     uniform,
 )
-from experiments.papers.qsdp.sizes import SIZES, TIMED, Size, SizeName, timed
+from experiments.papers.qsdp.sizes import SIZES, TIMED, WORDS, Size, SizeName, timed
 from experiments.papers.qsdp.timing import ShardedTiming
 from experiments.papers.qsdp.trainings import Trained, Trainings
 from experiments.tasks.models import Model
@@ -79,6 +79,7 @@ class QSDPScale(Scale):
     takes the place of ``rates``."""
 
     sizes: tuple[Size, ...] = SIZES
+    words: Size = WORDS
     timed: GPTTask = TIMED
     num_micro: int = 4
     """Micro-batches of a step that is timed: 5 weight exchanges to one gradient exchange."""
@@ -108,11 +109,14 @@ class QSDPScale(Scale):
         except ImportError as error:
             raise ImportError("the regression's data take scikit-learn: pip install 'thinwire[repro]'") from error
         standard_library()
-        sizes = {size.name: {"parameters": size.num_parameters, "learn_at": size.learn_at} for size in self.sizes}
+        sizes = {
+            size.name: {"parameters": size.num_parameters, "learn_at": size.learn_at}
+            for size in (*self.sizes, self.words)
+        }
         return {"trained": sizes, "num_ranks": NUM_RANKS, "margin": MARGIN, "control": CONTROL.weights}
 
     def size(self, name: SizeName) -> Size:
-        return next(size for size in self.sizes if size.name == name)
+        return next(size for size in (*self.sizes, self.words) if size.name == name)
 
     def steps(self, name: SizeName, num_methods: int) -> int:
         """Of so many methods' trainings."""
@@ -229,6 +233,23 @@ def table_5_1(study: QSDPStudy) -> list[Row]:
         lost_row("section 5.7.1", "unbucketed/8", naive[8], base, spec=specs[8], beside=mean_perplexity(bucketed[8])),
         lost_row("section 5.7.1", "unbucketed/4", naive[4], bucketed[4], spec=specs[4], beside=mean_perplexity(base)),
         lost_row("table 5.1", "control", naive[4], base, spec=specs[4]),
+    ]
+
+
+def words_steps(scale: QSDPScale) -> int:
+    return scale.steps("words", 3)
+
+
+def of_words(study: QSDPStudy) -> list[Row]:
+    """8 bits with buckets and without, of words."""
+    base, bucketed, naive = (study.train("words", method) for method in (FP16, W8G8, NAIVE[8]))
+    figure, panels = plots.canvas(1, titles=[study.scale.words.title], x="step", y="perplexity")
+    for method, runs in ((FP16, base), (W8G8, bucketed), (replace(NAIVE[8], colour="#c0392b"), naive)):
+        _line(panels[0], runs, method.colour, method.title)
+    plots.save(figure, study.picture("5.7.1"))
+    return [
+        lost_row("section 5.7.1", "unbucketed/words", naive, base, beside=mean_perplexity(bucketed)),
+        lost_row("section 5.7.1", "bucketed/words", bucketed, base),
     ]
 
 

@@ -56,7 +56,7 @@ from experiments.papers.qsdp.methods import (
     W8G8,
     Method,
 )
-from experiments.papers.qsdp.sizes import SIZES, SIZES_SMOKE, TIMED_SMOKE, Size
+from experiments.papers.qsdp.sizes import SIZES, SIZES_SMOKE, TIMED_SMOKE, WORDS, WORDS_SMOKE, Size
 from thinwire.compare.statistics import Estimate, estimate, relative_differences
 
 _THESIS_COST = 9 / (5 * 60)
@@ -155,6 +155,22 @@ def _quality() -> Iterator[Claim]:
         worse=True,
         effect=_UNBUCKETED,
         template="{}; with buckets {beside:.3f}",
+    )
+    yield _lost(
+        "section 5.7.1",
+        "unbucketed/words",
+        f"{WORDS.title}: without buckets 8 bits are clearly worse than the baseline (more than 2 units of perplexity, "
+        "GPT 125M)",
+        worse=True,
+        effect=_UNBUCKETED,
+        template="{}; with buckets {beside:.3f}",
+    )
+    yield _lost(
+        "section 5.7.1",
+        "bucketed/words",
+        f"{WORDS.title}, buckets of {BUCKET}: W8G8's perplexity is within {MARGIN:.0%} of the baseline's ({WORDS.qsdp} "
+        f"against {WORDS.baseline}, {WORDS.thesis})",
+        within=MARGIN,
     )
     yield _lost(
         "section 5.7.1",
@@ -621,6 +637,7 @@ PAPER = Paper(
     "QSDP, chapter 5 and appendix C of the thesis, as found here",
     {
         "5.1": Part("table 5.1: baseline and W8G8", measurements.table_5_1, measurements.recovery_steps, 0.05, 5.0),
+        "words": Part("section 5.7.1: buckets, of words", measurements.of_words, measurements.words_steps, 0.07, 5.0),
         "5.2": Part("table 5.2: bits", measurements.table_5_2, measurements.grid_steps, 0.035, 5.0),
         "rounding": Part(
             "rounding of weights", measurements.rounding_of_weights, measurements.rounding_steps, 0.035, 5.0
@@ -640,6 +657,7 @@ PAPER = Paper(
     scale=QSDPScale(),
     smoke=QSDPScale(
         sizes=SIZES_SMOKE,
+        words=WORDS_SMOKE,
         timed=TIMED_SMOKE,
         num_micro=2,
         seeds=1,

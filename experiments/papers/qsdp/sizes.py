@@ -6,12 +6,13 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from experiments.tasks import words
 from experiments.tasks.models import Model
 from thinwire.compare.gpt import GPTConfig
 from thinwire.compare.tasks import SIZES as TASKS
 from thinwire.compare.tasks import GPTTask
 
-SizeName = Literal["small", "medium", "large"]
+SizeName = Literal["small", "medium", "large", "words"]
 
 _LEARN_SHARES = (400 / 4800, 1900 / 4800, 3800 / 4800)
 """Of a training, after which the thesis learns levels (section 5.7.1, of 4800 steps: C.1)."""
@@ -34,7 +35,8 @@ class Size:
 
     @property
     def title(self) -> str:
-        return f"GPT of {self.num_parameters / 1e6:.1f}M"
+        kind = "GPT of words," if isinstance(self.task, words.WordsTask) else "GPT of"
+        return f"{kind} {self.num_parameters / 1e6:.1f}M"
 
     @property
     def learn_at(self) -> tuple[int, ...]:
@@ -55,6 +57,9 @@ SIZES = (
     _size("large", "GPT 1.3B", 18.00, 18.34, 192, 4e-3, 140),
 )
 
+WORDS = Size("words", "GPT 125M", 35.81, 35.58, words.WORDS)
+"""Most words are in no batch: beside rows of large gradients, the embedding has many of small ones or none."""
+
 _SMOKE_TASK = replace(TASKS["smoke"], steps=8, batch=2, probe_every=4, held_out_windows=32, probe_windows=16)
 SIZES_SMOKE = tuple(
     replace(size, task=replace(_SMOKE_TASK, model=GPTConfig(context=32, width=width, layers=1, heads=2)))
@@ -65,6 +70,9 @@ SIZES_SMOKE = tuple(
 def timed(task: GPTTask) -> Model:
     """The network whose steps are timed, as timings take it."""
     return Model("gpt", "GPT", "GPT 1.3B", task, task.batch * task.model.context, "tokens/s", 0)
+
+
+WORDS_SMOKE = replace(WORDS, task=replace(words.WORDS_SMOKE, steps=8))
 
 
 TIMED = GPTTask(model=GPTConfig(width=192, layers=4), batch=8)
