@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import thinwire
-from experiments.papers.qsdp.sharding import cut_short
+from experiments.papers.qsdp.sharding import cut_short, quantise_flat
+from thinwire.compressors import parse
 
 BUCKET = 1024
 """The thesis's universal choice (section 5.6.1)."""
@@ -32,13 +33,14 @@ class Method:
     """How weights and gradients are sent.
 
     ``stock``: as FSDP2 sends them, with gradients in fp16 if ``half``; with ratios above 1 only so many times
-    fewer elements do, and with infinite ones none. ``thinwire``: as the specs ``weights`` and ``gradients`` say.
+    fewer elements do, and with infinite ones none. ``flat``: each buffer of FSDP2's as the spec ``weights`` says,
+    which is that of gradients, too. ``thinwire``: layer by layer as the specs ``weights`` and ``gradients`` say.
     """
 
     name: str
     title: str
     colour: str
-    kind: Literal["stock", "thinwire"] = "thinwire"
+    kind: Literal["stock", "flat", "thinwire"] = "thinwire"
     weights: str = "raw"
     gradients: str = "raw"
     half: bool = False
@@ -63,6 +65,9 @@ class Method:
         if self.kind == "stock":
             if not self.exact:
                 cut_short(model, self.weights_ratio, self.gradients_ratio)
+            return None
+        if self.kind == "flat":
+            quantise_flat(model, parse(self.weights), seed)
             return None
         if self.ranks_per_node:
             os.environ["THINWIRE_NODE"] = str(dist.get_rank() // self.ranks_per_node)
@@ -145,6 +150,9 @@ LGRECO = replace(W4G4, name="W4G4 lgreco", title="L-GreCo, reference W4G4", adap
 """Trainings of other than 140 steps decide as often (`measurements.lgreco_over_qsdp`)."""
 
 NAIVE = {bits: uniform(bits, bits, bucket=UNBUCKETED) for bits in (8, 4)}
+BLOCKWISE = Method("blockwise", "W8G8, one scale a block", "#c0392b", kind="flat", weights=_minmax(8, UNBUCKETED, None))
+"""8 bits without buckets of flat buffers, in which FSDP had all weights of a block, norms and biases included, when the
+thesis was written."""
 CONTROL = NAIVE[4]
 """Must fail: where it does not, a training forgives everything."""
 LARGE = {bits: uniform(bits, bits, bucket=LARGE_BUCKET) for bits in (8, 4)}

@@ -1,9 +1,10 @@
-"""A GPT under FSDP2 as all parts train it: how it is sharded, micro-batches, exchanges that are cut short."""
+"""A GPT under FSDP2 as all parts train it: how it is sharded, micro-batches, exchanges cut short or quantised flat."""
 
 # No `from __future__ import annotations` here: PyTorch looks at what its custom collectives take.
 
 import math
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import thinwire
 from thinwire.compare.gpt import GPT
 from thinwire.compare.tasks import GPTTask
+from thinwire.compressors import Compressor
+from thinwire.kernels import derive_key
 
 Batch = tuple[Tensor, Tensor]
 
@@ -65,12 +68,53 @@ def cut_short(model: nn.Module, weights_ratio: float, gradients_ratio: float) ->
             module.set_custom_reduce_scatter(reduce)
 
 
-class _Short:
-    def __init__(self, ratio: float) -> None:
-        self._ratio = ratio
+def quantise_flat(model: nn.Module, compressor: Compressor, seed: int) -> None:
+    """Have stock collectives carry each rank's flat buffers as ``compressor`` decodes them: all weights of a block, its
+    norms' included, as one tensor."""
+    gather: Any = _QuantisedGather(compressor, derive_key(seed, 0))
+    reduce: Any = _QuantisedReduce(compressor, derive_key(seed, 1))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(gather)
+            module.set_custom_reduce_scatter(reduce)
+
+
+class _Flat:
+    """Allocates as PyTorch's own collectives do."""
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Quantised(_Flat):
+    def __init__(self, compressor: Compressor, seed: int) -> None:
+        self._compressor, self._seed, self._calls = compressor, seed, count()
+
+    def decoded(self, part: Tensor, rank: int) -> Tensor:
+        """What arrives of a part that ``rank`` sends."""
+        return self._compressor.roundtrip(part, derive_key(self._seed, next(self._calls), rank))
+
+
+class _QuantisedGather(_Quantised):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        dist.all_gather_into_tensor(output_tensor, self.decoded(input_tensor, group.rank()), group=group)
+
+
+class _QuantisedReduce(_Quantised):
+    """Every owner is sent a part with a scale of its own."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        parts = [self.decoded(part, group.rank()) for part in input_tensor.chunk(group.size())]
+        dist.reduce_scatter_tensor(output_tensor, torch.cat(parts), op=op, group=group)
+
+
+class _Short(_Flat):
+    def __init__(self, ratio: float) -> None:
+        self._ratio = ratio
 
     def sent(self, numel: int) -> int:
         """Of a part of so many elements, those that are sent."""
