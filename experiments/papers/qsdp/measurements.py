@@ -247,8 +247,8 @@ def of_words(study: QSDPStudy) -> list[Row]:
     figure, panels = plots.canvas(1, titles=[study.scale.words.title], x="step", y="perplexity")
     _line(panels[0], base, FP16.colour, FP16.title)
     _line(panels[0], bucketed, W8G8.colour, W8G8.title)
-    _line(panels[0], naive, "#1f6fb2", f"{NAIVE[8].title}, a scale for each layer", "--")
-    _line(panels[0], blockwise, BLOCKWISE.colour, f"{BLOCKWISE.title}, a scale for each block")
+    _line(panels[0], naive, "#1f6fb2", "W8G8, one scale a layer", "--")
+    _line(panels[0], blockwise, BLOCKWISE.colour, BLOCKWISE.title)
     plots.save(figure, study.picture("5.7.1"))
     beside = mean_perplexity(bucketed)
     return [
