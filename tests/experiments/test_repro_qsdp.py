@@ -15,9 +15,11 @@ from experiments.framework.claims import judge
 from experiments.papers.qsdp import errors, measurements, regression
 from experiments.papers.qsdp.measurements import MORE_RANKS, QSDPStudy, curve, lost_row
 from experiments.papers.qsdp.methods import (
+    BLOCKWISE,
     FP16,
     FP32,
     LGRECO,
+    NAIVE,
     NOTHING,
     RAW,
     UNBUCKETED,
@@ -37,7 +39,7 @@ from small_versions import Small, small_version
 from thinwire import lab, parse
 
 SMOKE = PAPER.smoke
-PICTURES = ("5.1", "5.2", "5.3", "C.2-C.3", "C.4", "C.5", "5.3-bandwidth", "5.2-time", "C.1")
+PICTURES = ("5.1", "5.7.1", "5.2", "5.3", "C.2-C.3", "C.4", "C.5", "5.3-bandwidth", "5.2-time", "C.1")
 
 
 # --- the command
@@ -173,6 +175,16 @@ def test_with_nothing_sent_a_rank_has_its_own_gradient_twice() -> None:
     (whole, _, loss), _ = run_ranks(_gradients, 2, replace(shortened(1.5, 1.5), name="some"), 2)
     assert math.isfinite(loss)
     assert all(torch.isfinite(value).all() for value in whole)
+
+
+def test_the_more_one_scale_serves_the_more_is_lost() -> None:
+    exact = torch.cat([g.flatten() for g in run_ranks(_gradients, 2, FP32, 1)[0][0]])
+    errors_of = {}
+    for method in (W8G8, NAIVE[8], BLOCKWISE):
+        (found, _, _), (others, _, _) = run_ranks(_gradients, 2, method, 1)
+        assert all(map(torch.equal, found, others))
+        errors_of[method.name] = float((torch.cat([g.flatten() for g in found]) - exact).norm() / exact.norm())
+    assert errors_of[W8G8.name] < errors_of[NAIVE[8].name] < errors_of[BLOCKWISE.name] < 0.5
 
 
 # --- judgements

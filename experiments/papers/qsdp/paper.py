@@ -628,6 +628,8 @@ _DIFFERS = (
     "to 6 bits to the nearest and all else stochastically, unless it is said otherwise; bits above 6 stay uniform",
     "figures C.2 and C.3 take weights and gradients along a training that is not compressed itself, with uniform "
     "levels rounded to the nearest, so that only levels differ; the LM head is tied to the embedding",
+    "8 bits without buckets have one scale for each layer, which FSDP2 keeps apart, or for each block, of which FSDP "
+    "made one flat parameter, norms and biases included",
     "figure C.4 is of a network whose layers are larger than its buckets, and 4 bits are added",
     "figure C.5 is of scikit-learn's diabetes set and of data made with the 90 features of YearPredictionMSD, which is "
     "not shipped with anything; gradients have QSGD in all methods",
