@@ -65,14 +65,12 @@ SIZES_SMOKE = tuple(
     replace(size, task=replace(_SMOKE_TASK, model=GPTConfig(context=32, width=width, layers=1, heads=2)))
     for size, width in zip(SIZES, (32, 40, 48), strict=True)
 )
+WORDS_SMOKE = replace(WORDS, task=replace(words.WORDS_SMOKE, steps=8))
 
 
 def timed(task: GPTTask) -> Model:
     """The network whose steps are timed, as timings take it."""
     return Model("gpt", "GPT", "GPT 1.3B", task, task.batch * task.model.context, "tokens/s", 0)
-
-
-WORDS_SMOKE = replace(WORDS, task=replace(words.WORDS_SMOKE, steps=8))
 
 
 TIMED = GPTTask(model=GPTConfig(width=192, layers=4), batch=8)
