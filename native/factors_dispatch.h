@@ -1,4 +1,4 @@
-// Products of matrices with narrow ones, for dispatch.cpp.
+// Products of matrices with narrow ones, as the binding calls them. Included in dispatch.cpp, after sparse_dispatch.h.
 
 namespace {
 

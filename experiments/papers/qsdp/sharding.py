@@ -60,19 +60,17 @@ def backward(task: GPTTask, model: GPT, batch: Batch, num_micro: int = 1) -> flo
 
 def cut_short(model: nn.Module, weights_ratio: float, gradients_ratio: float) -> None:
     """Have stock collectives carry only the first of so many elements of each buffer: thesis, C.2."""
-    gather: Any = _ShortGather(weights_ratio)
-    reduce: Any = _ShortReduce(gradients_ratio)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(gather)
-            module.set_custom_reduce_scatter(reduce)
+    _set_collectives(model, _ShortGather(weights_ratio), _ShortReduce(gradients_ratio))
 
 
 def quantise_flat(model: nn.Module, compressor: Compressor, seed: int) -> None:
     """Have stock collectives carry each rank's flat buffers as ``compressor`` decodes them: all weights of a block, its
     norms' included, as one tensor."""
-    gather: Any = _QuantisedGather(compressor, derive_key(seed, 0))
-    reduce: Any = _QuantisedReduce(compressor, derive_key(seed, 1))
+    gather = _QuantisedGather(compressor, derive_key(seed, 0))
+    _set_collectives(model, gather, _QuantisedReduce(compressor, derive_key(seed, 1)))
+
+
+def _set_collectives(model: nn.Module, gather: Any, reduce: Any) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(gather)
