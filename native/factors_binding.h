@@ -1,9 +1,9 @@
 // The Python functions of products with narrow matrices. Included by binding.cpp.
 
-// matrix, count, rows, columns, rank
+// matrix, count, stride, rows, columns, rank
 Factored read_factored(Arguments& in) {
   Factored job;
-  job.matrix = in.address<float>(), job.count = in.integer();
+  job.matrix = in.address<float>(), job.count = in.integer(), job.stride = in.integer();
   job.rows = in.integer(), job.columns = in.integer(), job.rank = in.integer();
   in.require(job.count >= 0 && job.rows >= 0 && job.columns >= 0 && job.rank >= 1, "sizes are at least 0, ranks 1");
   return job;
@@ -14,7 +14,7 @@ PyObject* on_matrices(const Factored& job, Status (*work)(const Machine&, const 
   return none_if(call(elements, [&](const Machine& now) { return work(now, job); }));
 }
 
-// factor_rows(matrix, count, rows, columns, rank, right, out)
+// factor_rows(matrix, count, stride, rows, columns, rank, right, out)
 PyObject* py_factor_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments in(args, count);
   Factored job = read_factored(in);
@@ -22,7 +22,7 @@ PyObject* py_factor_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return in.failed() ? nullptr : on_matrices(job, factor_rows);
 }
 
-// factor_columns(matrix, count, rows, columns, rank, left, out)
+// factor_columns(matrix, count, stride, rows, columns, rank, left, out)
 PyObject* py_factor_columns(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments in(args, count);
   Factored job = read_factored(in);
@@ -30,7 +30,7 @@ PyObject* py_factor_columns(PyObject*, PyObject* const* args, Py_ssize_t count) 
   return in.failed() ? nullptr : on_matrices(job, factor_columns);
 }
 
-// factor_product(matrix, count, rows, columns, rank, left, right, scale, add)
+// factor_product(matrix, count, stride, rows, columns, rank, left, right, scale, add)
 PyObject* py_factor_product(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments in(args, count);
   Factored job = read_factored(in);

@@ -7,9 +7,9 @@ namespace thinwire {
 constexpr int kTogetherColumns = 4;     // of a narrow matrix
 constexpr int64_t kBlockColumns = 256;  // of a matrix that one piece of work adds up
 
-// `count` matrices of rows x columns, one behind another, and what they are multiplied with.
+// `count` matrices of rows x columns, `stride` elements apart, and what they are multiplied with.
 struct Factored {
-  int64_t count = 0, rows = 0, columns = 0, rank = 0;
+  int64_t count = 0, stride = 0, rows = 0, columns = 0, rank = 0;
   float* matrix = nullptr;      // [count, rows, columns]
   const float* left = nullptr;  // [count, rows, rank]
   const float* right = nullptr; // [count, columns, rank]

@@ -5,7 +5,7 @@ namespace {
 // `job` for one of its matrices.
 Factored one_of(const Factored& job, int64_t which) {
   Factored one = job;
-  one.matrix += which * job.rows * job.columns;
+  one.matrix += which * job.stride;
   if (one.left) one.left += which * job.rows * job.rank;
   if (one.right) one.right += which * job.columns * job.rank;
   return one;

@@ -11,6 +11,9 @@ from thinwire import Plan, Wire, parse
 from thinwire.compressors import Compressor
 from thinwire.plan import Filter
 
+BLOCKS = {"0.a": (24, 16), "0.b": (16, 32), "1.a": (24, 16), "1.b": (16, 32), "last": (24, 16), "2.a": (24, 16)}
+"""Layers of blocks, and one that is out of line, which cannot be compressed together with those of its shape."""
+
 SHAPE, NAME, RANKS, STEPS = (40, 24), "w", 3, 6
 
 
@@ -68,3 +71,56 @@ def test_ranks_receive_what_the_algorithm_gives(rank: int) -> None:
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-3, atol=1e-3)
     exact = torch.stack([gradient(i, STEPS - 1).double() for i in range(RANKS)]).mean(0)
     assert float((expected[-1] - exact).norm() / exact.norm()) > 0.05, "it was compressed"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_layers_of_blocks_are_received_as_each_alone(dtype: str) -> None:
+    """The layers of one shape are compressed together, which changes no bit of theirs."""
+    generator = torch.Generator().manual_seed(1)
+    values = {name: torch.randn(shape, generator=generator) for name, shape in BLOCKS.items()}
+    plan = Plan.build(BLOCKS, f"ef(powersgd(rank=2, dtype={dtype}))", Filter(min_numel=0))
+
+    def run(transport) -> list[Tensor]:
+        together, apart = Wire(plan, BLOCKS, transport), Wire(plan, BLOCKS, transport)
+        received = []
+        for step in range(3):
+            together.begin_step()
+            apart.begin_step()
+            mine = {name: x * (1 + transport.rank + step) for name, x in values.items()}
+            flat = torch.cat([x.view(-1) for x in mine.values()])
+            received.append(together.reduce(flat, tuple(BLOCKS.items())).wait().clone())
+            alone = [apart.reduce(x.view(-1).clone(), ((n, BLOCKS[n]),)).wait().view(-1) for n, x in mine.items()]
+            assert torch.equal(received[-1], torch.cat(alone))
+        together.detach()
+        apart.detach()
+        return received
+
+    first, second = run_threads(run, 2)
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+def test_factors_of_16_bits_take_half_the_bytes_and_what_they_lose_is_sent_later() -> None:
+    """A gradient of rank 1 that does not change: its factors in bf16 are off by rounding, their mean over steps not."""
+    whole, half = parse("powersgd(rank=1)"), parse("powersgd(rank=1, dtype=bf16)")
+    assert whole.wire_bytes(SHAPE) == 2 * half.wire_bytes(SHAPE)
+    assert str(half) == "powersgd(rank=1, dtype=bf16)"
+    constant = gradient(0, 0)[:, :1] @ gradient(0, 1)[:1]
+
+    def error(spec: str, steps: int) -> float:
+        def run(transport) -> float:
+            wire = Wire(Plan.build({NAME: SHAPE}, spec, Filter(min_numel=0)), {NAME: SHAPE}, transport)
+            total = torch.zeros(SHAPE, dtype=torch.float64)
+            for _ in range(steps):
+                wire.begin_step()
+                total += wire.reduce(constant.view(-1).clone(), ((NAME, SHAPE),)).wait().view(SHAPE).double()
+            wire.detach()
+            return float((total / steps - constant).norm() / constant.norm())
+
+        return max(run_threads(run, 2))
+
+    kept = error("ef(powersgd(rank=1, dtype=bf16))", 20)
+    lost = error("powersgd(rank=1, dtype=bf16, feedback=False)", 20)
+    assert kept < 3e-4 < 5e-4 < lost
+    assert error("ef(powersgd(rank=1))", 20) < 1e-5
+    with pytest.raises(ValueError, match="dtype must be fp32 or bf16, not 'fp16'"):
+        parse("powersgd(rank=1, dtype=fp16)")

@@ -11,7 +11,10 @@ from torch import Tensor
 from kernel_levels import LEVELS, at, is_same, needs_native
 from thinwire.kernels import narrow_product, set_product, subtract_product
 
-SHAPES = ((1, 1), (7, 5), (40, 16), (33, 257), (256, 768), (3, 33, 17), (0, 4), (4, 0), (600, 700))
+SHAPES = (
+    *((1, 1, 1), (1, 7, 5), (2, 40, 16), (1, 33, 257), (1, 256, 768), (3, 33, 17), (2, 0, 4), (1, 4, 0)),
+    (1, 600, 700),
+)
 """The last one is enough work for several threads."""
 RANKS = (1, 3, 4, 5, 16)
 
@@ -22,8 +25,8 @@ def _drawn(*shape: int) -> Tensor:
 
 def _factors(shape: tuple[int, ...], rank: int) -> tuple[Tensor, Tensor]:
     """A left factor whose memory has its columns one after the other, as QR leaves it, and a right one."""
-    *batch, rows, columns = shape
-    return _drawn(*batch, rank, rows).mT, _drawn(*batch, columns, rank)
+    count, rows, columns = shape
+    return _drawn(count, rank, rows).mT, _drawn(count, columns, rank)
 
 
 def _close(found: Tensor, expected: Tensor, terms: int) -> None:
@@ -42,10 +45,29 @@ def test_products_are_those_of_fp64(shape: tuple[int, ...], rank: int) -> None:
     out = torch.full(shape, 7.0)
     set_product(out, left, right)
     _close(out, product, rank)
-    if len(shape) == 2:
-        rest = m.clone()
-        subtract_product(rest, left, right)
-        _close(rest, m.double() - product, rank)
+    rest = m.clone()
+    subtract_product(rest, left, right)
+    _close(rest, m.double() - product, rank)
+
+
+@pytest.mark.parametrize("few", [3, 40])
+def test_matrices_lie_anywhere_and_what_is_between_them_stays(few: int) -> None:
+    count, rows, columns, step, lead = 3, 6, 11, 100, 5
+    flat = _drawn(lead + count * step)
+    m = flat[lead:].as_strided((count, rows, columns), (step, columns, 1))
+    left, right = _factors((count, rows, columns), few)
+    assert torch.equal(narrow_product(m, right), narrow_product(m.contiguous(), right))
+    assert torch.equal(narrow_product(m.mT, left), narrow_product(m.contiguous().mT, left))
+
+    before, rest = flat.clone(), m.clone()
+    subtract_product(m, left, right)
+    subtract_product(rest, left, right)
+    assert torch.equal(m, rest)
+    set_product(m, left, right)
+    _close(m, left.double() @ right.double().mT, few)
+    between = torch.ones_like(flat, dtype=torch.bool)
+    between[lead:].as_strided((count, rows, columns), (step, columns, 1)).fill_(False)
+    assert torch.equal(flat[between], before[between])
 
 
 @needs_native
@@ -56,8 +78,7 @@ def test_levels_and_threads_change_no_bit(shape: tuple[int, ...]) -> None:
     def run() -> list[Tensor]:
         out, rest = torch.full(shape, 7.0), m.clone()
         set_product(out, left, right)
-        if len(shape) == 2:
-            subtract_product(rest, left, right)
+        subtract_product(rest, left, right)
         return [narrow_product(m, right), narrow_product(m.mT, left), out, rest]
 
     with at(LEVELS[0]):
@@ -70,9 +91,9 @@ def test_levels_and_threads_change_no_bit(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("where", [(0, 0), (30, 255), (32, 256)], ids=str)
 def test_what_is_not_finite_reaches_its_row_and_its_column_alone(where: tuple[int, int]) -> None:
-    m, (left, right) = _drawn(33, 257), _factors((33, 257), 3)
-    m[where] = math.nan
-    rows, columns = narrow_product(m, right).isnan(), narrow_product(m.mT, left).isnan()
+    m, (left, right) = _drawn(1, 33, 257), _factors((1, 33, 257), 3)
+    m[0][where] = math.nan
+    rows, columns = narrow_product(m, right)[0].isnan(), narrow_product(m.mT, left)[0].isnan()
     assert rows.any(1).nonzero().flatten().tolist() == [where[0]]
     assert rows[where[0]].all()
     assert columns.any(1).nonzero().flatten().tolist() == [where[1]]
@@ -80,13 +101,13 @@ def test_what_is_not_finite_reaches_its_row_and_its_column_alone(where: tuple[in
 
 
 def test_gradients_of_16_bits_are_set_as_well() -> None:
-    left, right = _factors((12, 20), 2)
-    out = torch.empty(12, 20, dtype=torch.bfloat16)
+    left, right = _factors((1, 12, 20), 2)
+    out = torch.empty(1, 12, 20, dtype=torch.bfloat16)
     set_product(out, left, right)
     assert torch.equal(out, (left @ right.mT).bfloat16())
 
 
 def test_a_matrix_that_is_not_contiguous_is_multiplied_too() -> None:
-    m = _drawn(24, 36)[::2, ::3]
-    _, right = _factors((12, 12), 2)
+    m = _drawn(2, 24, 36)[:, ::2, ::3]
+    _, right = _factors((2, 12, 12), 2)
     _close(narrow_product(m, right), m.double() @ right.double(), 12)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from thinwire.compressors._core.checks import check_choice
 from thinwire.compressors._core.matrices import SummedMatrices, matrix_shape, normal_matrix, scaled_to_one
 from thinwire.compressors._core.mixins import Scheduled
 from thinwire.compressors._core.schedule import Rank, check_rank, rank_at
@@ -24,7 +25,10 @@ class PowerSGD(SummedMatrices, Scheduled):
 
     ``P = mean(M Q)`` is made orthonormal, then ``Q = mean(Mᵀ P)``, and ``P Qᵀ`` is received. Q is kept for the next
     step. Biased; a plan adds error feedback unless ``feedback=False``. Layers with fewer than two axes, or whose
-    factors would take more than half of their size, are sent raw. Costs ``(n + m) · rank`` fp32 values in two rounds.
+    factors would take more than half of their size, are sent raw. Costs ``(n + m) · rank`` values in two rounds.
+
+    ``dtype=bf16`` sends and adds both factors in 16 bits, half of the bytes. What rounding takes from a rank's own
+    factor goes into its residual.
 
     ``rank`` may be a schedule, ``((0, 8), (1000, 4))``: columns of Q that a stage shares with the one before it stay.
     A layer has to suit the first of its ranks.
@@ -39,9 +43,15 @@ class PowerSGD(SummedMatrices, Scheduled):
 
     rank: Rank = field(default=4, metadata={"shown": True})
     feedback: bool = True
+    dtype: Literal["fp32", "bf16"] = "fp32"
 
     def __post_init__(self) -> None:
         check_rank(self.rank)
+        check_choice("dtype", self.dtype, ("fp32", "bf16"))
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.dtype == "bf16" else torch.float32
 
     @property
     def traits(self) -> Traits:

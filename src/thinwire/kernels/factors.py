@@ -1,12 +1,10 @@
-"""Products of matrices with narrow ones, of a few columns, in one pass over the matrix.
+"""Products of matrices with narrow ones, of a few columns, in one pass over the matrices.
 
 The native core adds in an order of its own, the same at every instruction-set level and for any number of threads;
 PyTorch's matrix products, which take all other tensors, add in theirs.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
@@ -18,25 +16,25 @@ _MOST_COLUMNS = 16
 
 
 def narrow_product(m: Tensor, narrow: Tensor) -> Tensor:
-    """Return ``m @ narrow``, [..., rows, few], where ``narrow`` [..., columns, few] has few columns.
+    """Return ``m @ narrow``, [count, rows, few], where ``narrow`` [count, columns, few] has few columns.
 
     Args:
-        m: [..., rows, columns]; it or its transpose is contiguous.
+        m: [count, rows, columns]; each matrix or its transpose is contiguous, wherever the next one begins.
     """
-    if not _computed_natively(m, narrow):
+    by_columns = not _are_contiguous(m)
+    wide = m.mT if by_columns else m
+    if not _computed_natively(wide, narrow):
         # With the narrow one on the left, a CPU's BLAS reads m row by row and takes a fourth to a tenth of the time.
         return (narrow.mT.contiguous() @ m.mT).mT
-    few, out = narrow.contiguous(), m.new_empty(*m.shape[:-1], narrow.shape[-1])
-    if m.is_contiguous():
-        native.core().factor_rows(*_sizes(m, few), few.data_ptr(), out.data_ptr())
-    else:
-        native.core().factor_columns(*_sizes(m.mT, few), few.data_ptr(), out.data_ptr())
+    few, out = narrow.contiguous(), m.new_empty(*m.shape[:2], narrow.shape[-1])
+    run = native.core().factor_columns if by_columns else native.core().factor_rows
+    run(*_sizes(wide, few), few.data_ptr(), out.data_ptr())
     return out
 
 
 def set_product(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Set ``out`` to ``left @ right.mT``, where both have few columns."""
-    if _computed_natively(out, left, right) and out.is_contiguous():
+    """Set ``out`` [count, rows, columns] to ``left @ right.mT``, where both have few columns."""
+    if _computed_natively(out, left, right):
         _multiply(out, left, right, scale=1.0, add=False)
     elif out.dtype is left.dtype:
         torch.matmul(left, right.mT, out=out)
@@ -45,11 +43,11 @@ def set_product(out: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def subtract_product(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Subtract ``left @ right.mT`` from ``out``, where both have few columns."""
-    if _computed_natively(out, left, right) and out.is_contiguous():
+    """Subtract ``left @ right.mT`` from ``out`` [count, rows, columns], where both have few columns."""
+    if _computed_natively(out, left, right):
         _multiply(out, left, right, scale=-1.0, add=True)
     else:
-        out.addmm_(left, right.mT, alpha=-1.0)
+        out.baddbmm_(left, right.mT, alpha=-1.0)
 
 
 def _multiply(out: Tensor, left: Tensor, right: Tensor, *, scale: float, add: bool) -> None:
@@ -58,12 +56,17 @@ def _multiply(out: Tensor, left: Tensor, right: Tensor, *, scale: float, add: bo
     native.core().factor_product(*_sizes(out, left), *factors, scale, add)
 
 
-def _sizes(m: Tensor, narrow: Tensor) -> tuple[int, int, int, int, int]:
-    rows, columns = m.shape[-2:]
-    return m.data_ptr(), math.prod(m.shape[:-2]), rows, columns, narrow.shape[-1]
+def _sizes(m: Tensor, narrow: Tensor) -> tuple[int, int, int, int, int, int]:
+    count, rows, columns = m.shape
+    return m.data_ptr(), count, m.stride(0), rows, columns, narrow.shape[-1]
 
 
 def _computed_natively(m: Tensor, *narrow: Tensor) -> bool:
-    if not native.computes(m) or not (m.is_contiguous() or m.mT.is_contiguous()):
+    if not native.computes(m) or not _are_contiguous(m):
         return False
     return all(t.dtype is torch.float32 for t in (m, *narrow)) and narrow[0].shape[-1] <= _MOST_COLUMNS
+
+
+def _are_contiguous(m: Tensor) -> bool:
+    """Whether each matrix is."""
+    return m.stride()[1:] == (m.shape[2], 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -23,13 +23,10 @@ _LEAST_RATIO = 2
 _LARGEST_EXPONENT = 100
 """Of powers of two that fp32 holds, and so do their inverses."""
 
-_SMALL = 1 << 14
-"""Elements of a matrix up to which matrices are batched: copying them then costs less than a call for each."""
-
 
 @dataclass(frozen=True)
 class SummedMatrices(Summed):
-    """A `Summed` compressor that is written for one matrix, as in papers, and runs on batches of matrices of one shape.
+    """A `Summed` compressor that is written as in papers, for a matrix, and runs on batches of matrices of one shape.
 
     A layer's matrix has its first axis as rows and all others as columns.
     """
@@ -38,16 +35,21 @@ class SummedMatrices(Summed):
     def factor_shapes(self, rows: int, columns: int) -> tuple[tuple[int, int], ...]:
         """Return the shape of what a matrix of ``rows`` x ``columns`` adds in each round."""
 
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype in which ranks' parts are sent and added."""
+        return torch.float32
+
     @abstractmethod
     def factors(self, m: Tensor, slot: SimpleNamespace) -> Generator[Tensor, Tensor, Tensor]:
         """Yield this rank's part of a round and receive its mean over all ranks; after the last, return ``left``.
 
-        The result is ``left @ right.mT``, [..., rows, columns], where ``right`` is the mean of the last round; this
+        The result is ``left @ right.mT``, [count, rows, columns], where ``right`` is the mean of the last round; this
         rank's part of it gives this rank's part of the result.
 
         Args:
-            m: [..., rows, columns], fp32.
-            slot: the layers' slots by name, [..., *shape]. What is assigned is their value in the next step.
+            m: [count, rows, columns], fp32; each matrix is contiguous, wherever the next one begins.
+            slot: the layers' slots by name, [count, *shape]. What is assigned is their value in the next step.
         """
 
     def fit(self, shape: Sequence[int]) -> Compressor:
@@ -58,10 +60,10 @@ class SummedMatrices(Summed):
         return self
 
     def sums(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[SumShape, ...]:
-        return tuple(SumShape(math.prod(part), torch.float32) for part in self.factor_shapes(*matrix_shape(shape)))
+        return tuple(SumShape(math.prod(part), self.sum_dtype) for part in self.factor_shapes(*matrix_shape(shape)))
 
     def rounds(self, x: Tensor, y: Tensor, call: SumCall) -> Generator[None, None, Subtract]:
-        batches = [_Batch(self, x, batch, call) for batch in _batches(call.parts[0], x)]
+        batches = [_Batch(self, x, batch, call) for batch in _batches(call.parts)]
         for number in range(len(call.buffers)):
             for batch in batches:
                 batch.put(number)
@@ -79,72 +81,89 @@ class SummedMatrices(Summed):
 
 
 class _Batch:
-    """Matrices of one shape, compressed together."""
+    """Evenly spaced matrices of one shape, compressed together. Here they are [count, rows, columns]."""
 
-    def __init__(self, compressor: SummedMatrices, x: Tensor, indices: Sequence[int], call: SumCall) -> None:
-        self._indices, self._call = indices, call
-        self._pieces = [call.parts[0][i].piece for i in indices]
+    def __init__(self, compressor: SummedMatrices, x: Tensor, parts: Sequence[Sequence[Part]], call: SumCall) -> None:
+        self._parts, self._call = parts, call
+        self._pieces = [part.piece for part in parts[0]]
+        self._shape = matrix_shape(self._pieces[0].shape)
+        self._starts = [piece.start for piece in self._pieces]
         self._slots = [call.slots(piece.name) for piece in self._pieces]
         names = [slot.name for slot in compressor.slots if slot.shape is not None]
-        self._slot = SimpleNamespace(**{name: self._joined([s.now[name] for s in self._slots]) for name in names})
-        shape = matrix_shape(self._pieces[0].shape)
-        m = self._joined([x[piece.elements].view(shape).float() for piece in self._pieces])
+        self._slot = SimpleNamespace(**{name: torch.stack([s.now[name] for s in self._slots]) for name in names})
+        m = _evenly_spaced(x, self._starts, self._shape).float()
         self._factors = compressor.factors(m, self._slot)
         self._mine = next(self._factors)
         self._total = self._mine
         self._left: Tensor | None = None
 
-    @staticmethod
-    def _joined(matrices: Sequence[Tensor]) -> Tensor:
-        return matrices[0] if len(matrices) == 1 else torch.stack(tuple(matrices))
-
-    def _layers(self, joined: Tensor) -> Sequence[Tensor]:
-        return [joined] if len(self._pieces) == 1 else joined.unbind()
-
     def put(self, number: int) -> None:
         """Write this rank's part of a round into its buffer."""
-        for i, part in zip(self._indices, self._layers(self._mine), strict=True):
-            where = self._call.parts[number][i].where
-            torch.mul(part, self._call.scale, out=self._call.buffers[number][where].view(part.shape))
+        sent = self._in_buffer(number)
+        torch.mul(self._mine, self._call.scale, out=sent)
+        if sent.dtype is not self._mine.dtype:
+            self._mine = sent.float() / self._call.scale  # what rounding loses, the residual keeps
 
     def take(self, number: int) -> None:
         """Go on with the mean of a round."""
-        buffer, shape = self._call.buffers[number], self._mine.shape[-2:]
-        self._total = self._joined([buffer[self._call.parts[number][i].where].view(shape) for i in self._indices])
+        self._total = self._in_buffer(number).float()
         try:
             self._mine = self._factors.send(self._total)
         except StopIteration as end:
             self._left = end.value
 
+    def _in_buffer(self, number: int) -> Tensor:
+        starts = [part.where.start for part in self._parts[number]]
+        return _evenly_spaced(self._call.buffers[number], starts, self._mine.shape[-2:])
+
     def set(self, y: Tensor) -> None:
         """Set the layers of ``y`` to the result, and their slots of the next step."""
+        assert self._left is not None
         # What is not finite in the small factor makes the whole product NaN.
         right = self._total + (self._total * 0.0).sum((-2, -1), keepdim=True)
-        for out, left, of_layer in self._products(y, right):
-            set_product(out, left, of_layer)
+        set_product(_evenly_spaced(y, self._starts, self._shape), self._left, right)
         for name, value in vars(self._slot).items():
-            for slots, layer in zip(self._slots, self._layers(value), strict=True):
+            for slots, layer in zip(self._slots, value, strict=True):
                 slots.next[name].copy_(layer)
 
     def subtract(self, rest: Tensor) -> None:
         """Subtract this rank's part of the result from the layers of ``rest`` (fp32), in one pass."""
-        for out, left, right in self._products(rest, self._mine):
-            subtract_product(out, left, right)
-
-    def _products(self, flat: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """The matrix of each layer in ``flat``, and its two factors."""
         assert self._left is not None
-        for piece, left, of_layer in zip(self._pieces, self._layers(self._left), self._layers(right), strict=True):
-            yield flat[piece.elements].view(matrix_shape(piece.shape)), left, of_layer
+        subtract_product(_evenly_spaced(rest, self._starts, self._shape), self._left, self._mine)
 
 
-def _batches(parts: Sequence[Part], x: Tensor) -> list[list[int]]:
-    """Indices of parts whose matrices go together."""
-    batches: dict[object, list[int]] = {}
-    for i, (piece, _) in enumerate(parts):
-        together = piece.numel <= _SMALL or not x.is_cpu
-        batches.setdefault((matrix_shape(piece.shape), None if together else i), []).append(i)
-    return list(batches.values())
+def _batches(rounds: Sequence[Sequence[Part]]) -> list[list[list[Part]]]:
+    """Layers that go together, each batch by round: those of one shape that lie evenly spaced, in ``x`` and in all
+    buffers, as the layers of repeated blocks do. They are then one strided tensor, and nothing is copied."""
+    by_shape: dict[tuple[int, int], list[tuple[Part, ...]]] = {}
+    for layer in zip(*rounds, strict=True):
+        by_shape.setdefault(matrix_shape(layer[0].piece.shape), []).append(layer)
+    batches: list[list[tuple[Part, ...]]] = []
+    for layers in by_shape.values():
+        batch: list[tuple[Part, ...]] = []
+        for layer in sorted(layers, key=_places):
+            step = _steps(batch[-1], layer) if batch else None
+            if step is None or min(step) < 0 or (len(batch) > 1 and step != _steps(batch[0], batch[1])):
+                batch = []
+                batches.append(batch)
+            batch.append(layer)
+    return [[list(part) for part in zip(*batch, strict=True)] for batch in batches]
+
+
+def _places(layer: Sequence[Part]) -> tuple[int, ...]:
+    """Where a layer starts, in ``x`` and in the buffer of each round."""
+    return layer[0].piece.start, *(part.where.start for part in layer)
+
+
+def _steps(one: Sequence[Part], other: Sequence[Part]) -> list[int]:
+    return [b - a for a, b in zip(_places(one), _places(other), strict=True)]
+
+
+def _evenly_spaced(flat: Tensor, starts: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """The matrices of ``shape`` that begin at ``starts``, [count, rows, columns], in the memory of ``flat``."""
+    rows, columns = shape
+    step = starts[1] - starts[0] if len(starts) > 1 else rows * columns
+    return flat[starts[0] :].as_strided((len(starts), rows, columns), (step, columns, 1))
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
