@@ -82,7 +82,7 @@ TASKS = (
         "labels of text, 2 stages", "loss", "repro-aqsgd-more", "figure 3 (a, b)/*", "figure 3 (a, b)/direct/*fw2 bw4"
     ),
     Task("GPT, tensor parallel", "loss", "repro-fullstack", "appendix F/*", "appendix F/direct/3"),
-    Task("split learning on digits", "loss", "repro-fullstack", "figure 10/loss/*", "figure 10/loss/direct"),
+    Task("split learning on digits", "loss", "repro-fullstack-split", "figure 10/loss/*", "figure 10/loss/direct"),
     Task("GPT under DDP", "held-out loss", "repro-cgx-quality", "3.5/lost/gpt/*"),
     Task("CNN under DDP", "accuracy", "repro-cgx-quality", "3.5/lost/cnn/*"),
     Task("GPT, layerwise", "held-out loss", "repro-lgreco-quality", "table 4.3/lost/gpt/*"),
@@ -216,9 +216,14 @@ def cells(one: Power) -> list[str]:
         control = "none recorded"
     else:
         control = share(one.control) + ("" if one.control_fails else ": not clearly worse")
-    least = "none" if math.isinf(one.least) else f"{100 * one.least:.2g} %"
-    seen = [f"{100 * one.visible(number):.2g} %" for number in _SEEDS]
+    least = "none" if math.isinf(one.least) else _percent(one.least)
+    seen = [_percent(one.visible(number)) for number in _SEEDS]
     return [one.task.title, one.task.metric, f"{one.num_methods}, {one.num_seeds}", *seen, least, control]
+
+
+def _percent(share: float) -> str:
+    """In two digits, or in whole percents."""
+    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
 
 
 def _record(tasks: Sequence[Power]) -> Results:

@@ -200,11 +200,18 @@ def curve(runs: Sequence[Trained]) -> tuple[list[int], list[float]]:
     return [step for step, _ in shown], [mean for _, mean in shown]
 
 
+def _log_scale(axes: Any) -> None:
+    """Perplexities on a log scale, with plain numbers at its ticks."""
+    axes.set_yscale("log")
+    for of_ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        of_ticks("{x:g}")
+
+
 def _line(axes: Any, runs: Sequence[Trained], colour: str, title: str, style: str = "-") -> None:
     # Without the start, where nothing is learnt.
     steps, means = curve(runs)
     axes.plot(steps[1:], means[1:], style, color=colour, label=title)
-    axes.set_yscale("log")
+    _log_scale(axes)
 
 
 def recovery_steps(scale: QSDPScale) -> int:
@@ -612,7 +619,7 @@ def figure_5_2(study: QSDPStudy) -> list[Row]:
     figure, (axes,) = plots.canvas(1, titles=[title], x="seconds of training", y="perplexity")
     for name, method in IN_TIME.items():
         found[name].draw(axes, times.rounds, color=method.colour, label=method.title)
-    axes.set_yscale("log")
+    _log_scale(axes)
     plots.save(figure, study.picture("5.2-time"))
     data = {
         "title": title,
