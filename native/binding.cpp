@@ -261,6 +261,7 @@ PyCFunction method(Function function) {
 #include "adam_binding.h"
 #include "factors_binding.h"
 #include "floats_binding.h"
+#include "norms_binding.h"
 #include "shared_binding.h"
 #include "sparse_binding.h"
 #include "spectrum_binding.h"
@@ -269,6 +270,7 @@ PyMethodDef methods[] = {
     THINWIRE_ADAM_METHODS,
     THINWIRE_FACTOR_METHODS,
     THINWIRE_FLOAT_METHODS,
+    THINWIRE_NORM_METHODS,
     THINWIRE_SPARSE_METHODS,
     THINWIRE_SPECTRUM_METHODS,
     THINWIRE_SHARED_METHODS,

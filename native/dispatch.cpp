@@ -157,5 +157,6 @@ Status adam_apply(const Machine& machine, const Apply* layers, int64_t count) {
 #include "sparse_dispatch.h"
 #include "spectrum_dispatch.h"
 #include "factors_dispatch.h"
+#include "norms_dispatch.h"
 
 } // namespace thinwire

@@ -4,6 +4,7 @@
 #include "core.h"
 #include "factors_core.h"
 #include "floats_core.h"
+#include "norms_core.h"
 #include "sparse_core.h"
 #include "spectrum_core.h"
 
@@ -37,6 +38,10 @@ Status adam_apply(const Machine&, const Apply* layers, int64_t count);
 Status factor_rows(const Machine&, const Factored&);
 Status factor_columns(const Machine&, const Factored&);
 Status factor_product(const Machine&, const Factored&);
+
+// norms_dispatch.h
+Status square_sum(const Machine&, const float* x, int64_t numel, int64_t lanes, double& sum);
+Status sketch(const Machine&, const Sketch&);
 
 // floats_dispatch.h
 Status natural_encode(const Machine&, const FloatJob&);

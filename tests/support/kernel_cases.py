@@ -72,7 +72,7 @@ def message(spans: Table, form: Format, *, fill: int = 0xAB) -> Tensor:
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Whether all bits are equal, where a NaN equals any NaN."""
-    integer = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[a.element_size()]
+    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[a.element_size()]
     if not a.is_floating_point():
         return torch.equal(a, b)
     nan = torch.isnan(a)

@@ -220,11 +220,7 @@ def _one_bit_adam(task: Task, model: nn.Module) -> torch.optim.Optimizer:
 def _low_rank(ddp: DistributedDataParallel, replica: "Replica") -> Attached:
     return _Thinwire(
         thinwire.compress(
-            ddp,
-            f"powersgd(rank={POWERSGD_RANK}, dtype=bf16)",
-            seed=replica.task.seed,
-            skip_if_slower=False,
-            start=_POWERSGD_START,
+            ddp, f"powersgd(rank={POWERSGD_RANK})", seed=replica.task.seed, skip_if_slower=False, start=_POWERSGD_START
         )
     )
 

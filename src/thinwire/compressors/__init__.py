@@ -24,7 +24,7 @@ from thinwire.compressors._core.mixins import (
     for_world,
     learns_at,
 )
-from thinwire.compressors._core.norms import integer_square_sum, square_sum
+from thinwire.compressors._core.norms import integer_square_sum
 from thinwire.compressors._core.packed import Packed
 from thinwire.compressors._core.rounding import rounded_for
 from thinwire.compressors._core.segments import Key, Part, Piece, Segments
@@ -160,7 +160,6 @@ __all__ = [
     "register",
     "registered",
     "rounded_for",
-    "square_sum",
     "sum_alone",
     "unwrap",
     "used_bytes",

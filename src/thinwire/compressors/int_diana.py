@@ -13,12 +13,12 @@ from torch import Tensor
 from thinwire.compressors._core.calls import SumCall
 from thinwire.compressors._core.compressor import Compressor
 from thinwire.compressors._core.integers import fp32
-from thinwire.compressors._core.norms import square_sum
 from thinwire.compressors._core.segments import Part
 from thinwire.compressors._core.slots import Slot
 from thinwire.compressors._core.summed import Subtract
 from thinwire.compressors._core.traits import Traits
 from thinwire.compressors.intsgd import Exact, IntSGD
+from thinwire.kernels import square_sum
 
 _SHIFT, _MEAN = "shift", "mean_shift"
 

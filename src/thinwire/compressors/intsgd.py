@@ -16,12 +16,13 @@ from thinwire.compressors._core.checks import check_choice, not_finite
 from thinwire.compressors._core.compressor import Compressor
 from thinwire.compressors._core.integers import Integers, fp32, slots_of
 from thinwire.compressors._core.mixins import ColdStart, FollowsOptimizer, Scheduled, StepEnd
-from thinwire.compressors._core.norms import integer_square_sum, square_sum
+from thinwire.compressors._core.norms import integer_square_sum
 from thinwire.compressors._core.plain import Plain
 from thinwire.compressors._core.segments import Part
 from thinwire.compressors._core.slots import LayerState, Slot, State
 from thinwire.compressors._core.summed import Subtract, SumShape
 from thinwire.compressors._core.traits import Traits
+from thinwire.kernels import square_sum
 
 _UNSET = -1.0
 _NORM, _ALL = "r", "r_all"

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.compressors import Coded, Raw, Wrapper, ef, square_sum
+from thinwire.compressors import Coded, Raw, Wrapper, ef
 from thinwire.integrations.norm_sketch import mean_norms, norm_sketch
 from thinwire.integrations.optimizer_pairing import check_holds_all
-from thinwire.kernels import site_id
+from thinwire.kernels import site_id, square_sum
 from thinwire.optim import QuantizedAdam
 from thinwire.plan import Plan
 from thinwire.runtime import Wire

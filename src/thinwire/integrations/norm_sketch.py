@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from thinwire.kernels import derive_key
+from thinwire.kernels import derive_key, power_of_two, signed_sums
 
 _LANES = 1 << 18
 """Elements that are added up before they are mixed: as many fp32 values stay in a core's cache."""
@@ -28,22 +28,8 @@ def norm_sketch(vector: Tensor, *key: int) -> Tensor:
     values are exact in fp64, in whichever order a collective adds them.
     """
     size, numel = sketch_size(vector.numel()), vector.numel()
-    count = max(size, 1 << (min(numel, _LANES) - 1).bit_length())
-    lanes = torch.zeros(count, dtype=torch.float32, device=vector.device)
-    runs = vector.split(count)
-    draws = torch.Generator().manual_seed(derive_key(*key) >> 1)
-    signs = (torch.randint(0, 2, (len(runs),), generator=draws) * 2 - 1).tolist()
-    shifts = torch.randint(0, count, (len(runs),), generator=draws).tolist()
-    for run, sign, shift in zip(runs, signs, shifts, strict=True):
-        first = min(run.numel(), count - shift)
-        lanes[shift : shift + first].add_(run[:first], alpha=sign)
-        lanes[: run.numel() - first].add_(run[first:], alpha=sign)
-    order, sign = _mix(count, vector.device)
-    lanes = lanes.mul_(sign)[order]
-    while count > size:
-        count //= 2
-        lanes = lanes[:count] + lanes[count : 2 * count]
-    return lanes.double()
+    lanes = max(size, power_of_two(min(numel, _LANES)))
+    return signed_sums(vector, _runs(key, numel, lanes), *_mix(lanes, vector.device), size)
 
 
 def mean_norms(sketches: Tensor, received: Tensor, squares: Tensor) -> Tensor:
@@ -66,6 +52,13 @@ def _square_sums(rows: Tensor) -> Tensor:
     while (half := squares.shape[1] // 2) > 0:
         squares = squares[:, :half] + squares[:, half:]
     return squares[:, 0]
+
+
+def _runs(key: tuple[int, ...], numel: int, lanes: int) -> Tensor:
+    """A sign of every run of so many elements, and the lane of its first one."""
+    draws = [derive_key(*key, run) for run in range(-(-numel // lanes))]
+    runs = [(1 if draw >> 32 & 1 else -1, draw % lanes) for draw in draws]
+    return torch.tensor(runs, dtype=torch.int64).reshape(len(runs), 2)
 
 
 @lru_cache(maxsize=64)

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from thinwire.compressors import FollowsOptimizer, find_mixin, square_sum
+from thinwire.compressors import FollowsOptimizer, find_mixin
+from thinwire.kernels import square_sum
 from thinwire.plan import Plan
 from thinwire.runtime import Wire
 

@@ -21,6 +21,7 @@ from thinwire.kernels.floats import (
 )
 from thinwire.kernels.format import Format, Residual, align, before_sum, bucketed_bytes, bucketed_grain
 from thinwire.kernels.native import CORE, asynchronous, cpu_level, to_device
+from thinwire.kernels.norms import power_of_two, signed_sums, square_sum
 from thinwire.kernels.ops import bucketed_decode, bucketed_encode, bucketed_reduce, bucketed_sum, checksum
 from thinwire.kernels.rng import derive_key, site_id
 from thinwire.kernels.rows import raw_decode, raw_encode, raw_sum, rows_add, rows_scale
@@ -98,6 +99,7 @@ __all__ = [
     "natural_encode",
     "num_components",
     "pack_indices",
+    "power_of_two",
     "rangefloat_bytes",
     "rangefloat_decode",
     "rangefloat_encode",
@@ -116,12 +118,14 @@ __all__ = [
     "select_threshold",
     "select_topk",
     "set_product",
+    "signed_sums",
     "site_id",
     "sparse_add",
     "sparse_zero",
     "spectrum",
     "spectrum_pick",
     "spectrum_sum",
+    "square_sum",
     "subtract_product",
     "to_device",
     "unpack_indices",

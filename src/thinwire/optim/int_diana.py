@@ -14,8 +14,7 @@ from torch import Tensor
 
 from thinwire.collectives import LoopbackTransport, ProcessGroupTransport, Transport, ring_bytes
 from thinwire.compat import group_timeout
-from thinwire.compressors import square_sum
-from thinwire.kernels import derive_key
+from thinwire.kernels import derive_key, square_sum
 from thinwire.optim.integers import IntegerStats, IntegerSum
 
 Estimator = Literal["gd", "minibatch", "lsvrg"]

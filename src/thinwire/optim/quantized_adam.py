@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.compressors import square_sum
+from thinwire.kernels import square_sum
 from thinwire.optim.shards import local, over_shards
 
 _STABLE = 0.96

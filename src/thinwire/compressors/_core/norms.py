@@ -1,34 +1,15 @@
-"""Norms with the same bits on every machine."""
+"""Norms of integers with the same bits on every machine."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-_LANES = 1 << 16
-"""Elements that are summed side by side: so many fp64 values, twice, fit into the cache of a core."""
 _RUN = 1 << 18
+_SHORT = 1 << 16
+"""Fewer elements are added up in one call, in int64."""
 _EXACT = 1 << 10
 """So many squares of int8 values add up to less than 2^24, which fp32 holds exactly."""
-
-
-def square_sum(x: Tensor) -> Tensor:
-    """``‖x‖²`` in fp64, a scalar on the device of ``x``.
-
-    Products and sums are separate operations in an order that depends only on the number of elements, not on threads,
-    vector width or a BLAS.
-    """
-    flat = x.reshape(-1)
-    count = 1 << max(0, min(flat.numel(), _LANES) - 1).bit_length()
-    lanes = torch.zeros(count, dtype=torch.float64, device=x.device)
-    wide = torch.empty_like(lanes)
-    for run in flat.split(count):
-        square = wide[: run.numel()].copy_(run)
-        lanes[: run.numel()].add_(square.mul_(square))
-    while count > 1:
-        count //= 2
-        lanes[:count] += lanes[count : 2 * count]
-    return lanes[0]
 
 
 def integer_square_sum(q: Tensor) -> Tensor:
@@ -48,7 +29,7 @@ def integer_square_sum(q: Tensor) -> Tensor:
 def _int8_square_sum(q: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=q.device)
     for run in q.split(_RUN):
-        if run.numel() < _LANES:
+        if run.numel() < _SHORT:
             wide = run.to(torch.int32)
             total += wide.mul_(wide).sum()
             continue

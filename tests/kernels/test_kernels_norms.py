@@ -1,0 +1,75 @@
+"""Norms and sketches: against fp64, and the native core beside PyTorch's operations, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_levels import check, needs_native
+from thinwire.kernels import power_of_two, signed_sums, square_sum
+
+SIZES = (0, 1, 5, 64, 1000, 1 << 16, (1 << 16) + 3, 300_001)
+
+
+def _drawn(numel: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 3.0
+
+
+def _sketch(vector: Tensor, lanes: int, size: int) -> Tensor:
+    """With signs, shifts and an order that are drawn."""
+    draws = torch.Generator().manual_seed(lanes + size)
+    count = -(-vector.numel() // lanes)
+    runs = torch.stack(
+        [torch.randint(0, 2, (count,), generator=draws) * 2 - 1, torch.randint(0, lanes, (count,), generator=draws)], 1
+    )
+    signs = (torch.randint(0, 2, (lanes,), generator=draws) * 2 - 1).float()
+    return signed_sums(vector, runs, torch.randperm(lanes, generator=draws), signs, size)
+
+
+@pytest.mark.parametrize("numel", SIZES)
+def test_the_square_sum_is_that_of_fp64(numel: int) -> None:
+    x = _drawn(numel)
+    exact = float(x.double().square().sum())
+    assert float(square_sum(x)) == pytest.approx(exact, rel=1e-14)
+    assert square_sum(x).dtype is torch.float64
+    assert float(square_sum(x.bfloat16())) == pytest.approx(float(x.bfloat16().double().square().sum()), rel=1e-14)
+
+
+@pytest.mark.parametrize("numel", SIZES)
+def test_a_sketch_adds_every_element_once_with_its_sign(numel: int) -> None:
+    """Of 32 sums, of a vector of whole numbers: their parity and their largest possible sum are known."""
+    ones = torch.ones(numel)
+    sums = _sketch(ones, power_of_two(max(32, min(numel, 1024))), 32)
+    assert sums.shape == (32,)
+    assert int(sums.sum()) % 2 == numel % 2
+    assert float(sums.abs().sum()) <= numel
+    # Linear: the sketch of a sum is the sum of the sketches, exactly of small whole numbers.
+    whole = (_drawn(numel) * 4).round()
+    lanes = power_of_two(max(32, min(numel, 1024)))
+    assert torch.equal(_sketch(whole + ones, lanes, 32), _sketch(whole, lanes, 32) + sums)
+
+
+def test_the_mean_square_of_sketches_is_the_squared_length() -> None:
+    x = _drawn(1000)
+    lengths = []
+    for size in (32, 64, 128, 256, 512):
+        for lanes in (1024, 2048, 4096):
+            lengths.append(float(_sketch(x, lanes, size).square().sum()))
+    assert sum(lengths) / len(lengths) == pytest.approx(float(x.double().square().sum()), rel=0.15)
+
+
+@needs_native
+@pytest.mark.parametrize("numel", SIZES)
+def test_the_native_core_has_the_bits_of_pytorch(numel: int) -> None:
+    x = _drawn(numel)
+    for lanes, size in ((32, 32), (1024, 64), (1 << 15, 256)):
+        check(lambda lanes=lanes, size=size: {"sketch": _sketch(x, lanes, size), "square": square_sum(x)})
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_in_the_result(bad: float) -> None:
+    x = _drawn(1000)
+    x[617] = bad
+    assert not square_sum(x).isfinite()
+    assert not _sketch(x, 1024, 32).isfinite().all()
