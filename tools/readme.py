@@ -841,6 +841,7 @@ _MORE = {
     "overlapped": "local updates, 1 step late",
     "streaming": "local updates in 2 fragments, 3 steps late, mixed by half",
     "muloco-streaming": "local updates with Muon in 2 fragments, 2 steps late",
+    "low-rank-bf16": "thinwire's PowerSGD, rank 4, factors in bf16",
     "in-optimizer": "**2 bits in `CompressedAdamW`**, buckets of 64",
     "one-bit-adam": "1-bit Adam, the first 15 % of the steps in fp32",
 }
@@ -853,6 +854,10 @@ def local() -> str:
 
 def in_optimizer() -> str:
     return _same_loss("in-optimizer", "the demo's GPT, 2 ranks, {steps} steps,")
+
+
+def low_rank() -> str:
+    return _same_loss("low-rank", "the demo's GPT, 2 ranks, {steps} steps,")
 
 
 def _same_loss(file: str, setting: str) -> str:
@@ -1086,7 +1091,7 @@ def _ratio(ratio: dict[str, float] | None) -> str:
 
 PAGES = {
     "README.md": {"headline": headline, "demo": demo, "longer": longer},
-    "docs/compressors.md": {"compressors": compressors, "formats": formats},
+    "docs/compressors.md": {"compressors": compressors, "formats": formats, "low-rank": low_rank},
     "docs/speed.md": {"allreduce": allreduce, "allreduce-long": allreduce_long, "step": step, "streams": streams},
     "docs/process-group.md": {"blob": blob, "conformance": conformance},
     "docs/pipelines.md": {

@@ -217,12 +217,9 @@ def _one_bit_adam(task: Task, model: nn.Module) -> torch.optim.Optimizer:
     return QuantizedAdam(model.parameters(), task.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY, warmup=warm_up)
 
 
-def _low_rank(ddp: DistributedDataParallel, replica: "Replica") -> Attached:
-    return _Thinwire(
-        thinwire.compress(
-            ddp, f"powersgd(rank={POWERSGD_RANK})", seed=replica.task.seed, skip_if_slower=False, start=_POWERSGD_START
-        )
-    )
+def _low_rank(ddp: DistributedDataParallel, replica: "Replica", *, dtype: str = "fp32") -> Attached:
+    spec = f"powersgd(rank={POWERSGD_RANK}, dtype={dtype})"
+    return _Thinwire(thinwire.compress(ddp, spec, seed=replica.task.seed, skip_if_slower=False, start=_POWERSGD_START))
 
 
 def _control(ddp: DistributedDataParallel, replica: "Replica") -> Attached:
@@ -263,6 +260,7 @@ VARIANTS = {
     "powersgd": Variant("torch PowerSGD", _powersgd, one_bucket=True),
     "thinwire": Variant("thinwire 4-bit", _compressed),
     "low-rank": Variant(f"thinwire rank {POWERSGD_RANK}", _low_rank),
+    "low-rank-bf16": Variant(f"thinwire rank {POWERSGD_RANK}, bf16", partial(_low_rank, dtype="bf16")),
     "in-optimizer": Variant(
         "2 bits in AdamW",
         partial(_in_optimizer, compressor="gaussian(bits=2, bucket=64)"),
