@@ -82,7 +82,7 @@ TASKS = (
         "labels of text, 2 stages", "loss", "repro-aqsgd-more", "figure 3 (a, b)/*", "figure 3 (a, b)/direct/*fw2 bw4"
     ),
     Task("GPT, tensor parallel", "loss", "repro-fullstack", "appendix F/*", "appendix F/direct/3"),
-    Task("split learning on digits", "loss", "repro-fullstack-split", "figure 10/loss/*", "figure 10/loss/direct"),
+    Task("split learning on digits", "loss", "repro-fullstack", "figure 10/loss/*", "figure 10/loss/direct"),
     Task("GPT under DDP", "held-out loss", "repro-cgx-quality", "3.5/lost/gpt/*"),
     Task("CNN under DDP", "accuracy", "repro-cgx-quality", "3.5/lost/cnn/*"),
     Task("GPT, layerwise", "held-out loss", "repro-lgreco-quality", "table 4.3/lost/gpt/*"),

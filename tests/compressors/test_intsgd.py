@@ -29,8 +29,8 @@ from thinwire.compressors import (
     for_world,
     integer_square_sum,
     parse,
-    square_sum,
 )
+from thinwire.kernels import square_sum
 from thinwire.runtime.stats import ClippingMonitor
 
 LAYERS = {"a": (40, 30), "b": (7,), "c": (1000,)}
