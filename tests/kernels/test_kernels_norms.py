@@ -39,14 +39,13 @@ def test_the_square_sum_is_that_of_fp64(numel: int) -> None:
 @pytest.mark.parametrize("numel", SIZES)
 def test_a_sketch_adds_every_element_once_with_its_sign(numel: int) -> None:
     """Of 32 sums, of a vector of whole numbers: their parity and their largest possible sum are known."""
-    ones = torch.ones(numel)
-    sums = _sketch(ones, power_of_two(max(32, min(numel, 1024))), 32)
+    ones, lanes = torch.ones(numel), power_of_two(max(32, min(numel, 1024)))
+    sums = _sketch(ones, lanes, 32)
     assert sums.shape == (32,)
     assert int(sums.sum()) % 2 == numel % 2
     assert float(sums.abs().sum()) <= numel
     # Linear: the sketch of a sum is the sum of the sketches, exactly of small whole numbers.
     whole = (_drawn(numel) * 4).round()
-    lanes = power_of_two(max(32, min(numel, 1024)))
     assert torch.equal(_sketch(whole + ones, lanes, 32), _sketch(whole, lanes, 32) + sums)
 
 

@@ -17,7 +17,7 @@ _LEAST, _MOST = 32, 256
 def sketch_size(numel: int) -> int:
     """Values of the sketch of a vector of ``numel`` elements: its length errs by ``√(1/(2·size))`` of it, 4 % to 12 %,
     and that of many layers together by less."""
-    return min(_MOST, max(_LEAST, 1 << (max(1, numel // 256) - 1).bit_length()))
+    return min(_MOST, max(_LEAST, power_of_two(numel // 256)))
 
 
 def norm_sketch(vector: Tensor, *key: int) -> Tensor:

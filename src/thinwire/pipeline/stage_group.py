@@ -15,6 +15,7 @@ from thinwire.collectives import CommunicationError, FailureDetector, PeerFailed
 from thinwire.collectives.transport import Failing
 from thinwire.compat import group_timeout
 from thinwire.integrations.transports import detector_of
+from thinwire.kernels import power_of_two
 from thinwire.pipeline.beside import Beside
 from thinwire.pipeline.boundary import UNSEEN, BoundarySide
 from thinwire.pipeline.boundary_tensors import chunk_sizes
@@ -228,7 +229,7 @@ class StageGroup:
             with self.failing("the broadcast of the samples", root):
                 dist.broadcast(rest, group=self.group, group_src=root)
             received += rest.tolist()
-        self._room = 1 << (total - 1).bit_length()
+        self._room = power_of_two(total)
         return StepAnnouncement.from_words(received)
 
     def _prepare(self, stage: StageCompression, first_micro_batch: int | None) -> StepAnnouncement:

@@ -85,10 +85,10 @@ class _Batch:
 
     def __init__(self, compressor: SummedMatrices, x: Tensor, parts: Sequence[Sequence[Part]], call: SumCall) -> None:
         self._parts, self._call = parts, call
-        self._pieces = [part.piece for part in parts[0]]
-        self._shape = matrix_shape(self._pieces[0].shape)
-        self._starts = [piece.start for piece in self._pieces]
-        self._slots = [call.slots(piece.name) for piece in self._pieces]
+        pieces = [part.piece for part in parts[0]]
+        self._shape = matrix_shape(pieces[0].shape)
+        self._starts = [piece.start for piece in pieces]
+        self._slots = [call.slots(piece.name) for piece in pieces]
         names = [slot.name for slot in compressor.slots if slot.shape is not None]
         self._slot = SimpleNamespace(**{name: torch.stack([s.now[name] for s in self._slots]) for name in names})
         m = _evenly_spaced(x, self._starts, self._shape).float()
