@@ -40,8 +40,8 @@ Status factor_columns(const Machine&, const Factored&);
 Status factor_product(const Machine&, const Factored&);
 
 // norms_dispatch.h
-Status square_sum(const Machine&, const float* x, int64_t numel, int64_t lanes, double& sum);
-Status sketch(const Machine&, const Sketch&);
+Status square_sums(const Machine&, const SquareSum* vectors, int64_t count);
+Status sketches(const Machine&, const Sketch* vectors, int64_t count);
 
 // floats_dispatch.h
 Status natural_encode(const Machine&, const FloatJob&);

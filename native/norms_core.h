@@ -1,8 +1,18 @@
-// The arguments of sketches of vectors. Included after core.h.
+// The arguments of norms and sketches of vectors. Included after core.h.
 #pragma once
 #include "core.h"
 
 namespace thinwire {
+
+constexpr int64_t kMostSquareLanes = 1 << 16;
+
+// The sum of a vector's squares, in so many lanes: see thinwire.kernels.norms.
+struct SquareSum {
+  const float* vector = nullptr;
+  int64_t numel = 0;
+  int64_t lanes = 0; // a power of two, up to kMostSquareLanes
+  double* out = nullptr;
+};
 
 // Random signs of a vector's elements, added up: see thinwire.kernels.norms.
 struct Sketch {

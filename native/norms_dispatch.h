@@ -3,6 +3,10 @@
 
 namespace {
 
+constexpr int64_t kChunkLanes = 512; // that are added up at a time, in the cache
+constexpr int kMostWaiting = 8;      // sums of chunks: one for each bit of a chunk's number, and the next chunk
+static_assert(kChunkLanes << (kMostWaiting - 1) == kMostSquareLanes);
+
 // The sum of `count` lanes, a power of two, halves upon halves, until `size` are left.
 template <class Float>
 void fold(Float* lanes, int64_t count, int64_t size) {
@@ -12,31 +16,39 @@ void fold(Float* lanes, int64_t count, int64_t size) {
   }
 }
 
-} // namespace
-
-Status square_sum(const Machine&, const float* x, int64_t numel, int64_t count, double& sum) {
-  const Memory memory(8 * count);
-  if (!memory.at) return kNoMemory;
-  [[maybe_unused]] const FloatMode mode;
-  double* const lanes = memory.as<double>();
+// The squares in lanes [first, first + count).
+void add_squares(const SquareSum& job, int64_t first, int64_t count, double* lanes) {
   std::fill(lanes, lanes + count, 0.0);
-  for (int64_t begin = 0; begin < numel; begin += count) {
-    const int64_t run = std::min(count, numel - begin);
+  for (int64_t begin = first; begin < job.numel; begin += job.lanes) {
+    const int64_t run = std::min(count, job.numel - begin);
     for (int64_t i = 0; i < run; i++) {
-      const double value = x[begin + i];
+      const double value = job.vector[begin + i];
       lanes[i] += value * value; // exact products: fused or not, the same bits
     }
   }
-  fold(lanes, count, 1);
-  sum = lanes[0];
-  return kDone;
 }
 
-Status sketch(const Machine&, const Sketch& job) {
-  const Memory memory(8 * job.lanes);
-  if (!memory.at) return kNoMemory;
-  [[maybe_unused]] const FloatMode mode;
-  float *const sums = memory.as<float>(), *const mixed = sums + job.lanes;
+void add_squares(const SquareSum& job) {
+  // Folding pairs a chunk of lanes with the one half of them further on, so that in the order of their numbers' bits
+  // read backwards neighbours are added, neighbours of sums, and so on: as many sums wait as a number has bits.
+  double waiting[kMostWaiting][kChunkLanes];
+  const int64_t lanes = std::min(job.lanes, kChunkLanes), chunks = job.lanes / lanes;
+  int depth = 0;
+  for (int64_t k = 0; k < chunks; k++) {
+    int64_t chunk = 0;
+    for (int64_t bit = 1, reversed = chunks / 2; bit < chunks; bit *= 2, reversed /= 2)
+      if (k & bit) chunk |= reversed;
+    add_squares(job, chunk * lanes, lanes, waiting[depth++]);
+    for (int64_t done = k; done & 1; done >>= 1) {
+      depth--;
+      for (int64_t i = 0; i < lanes; i++) waiting[depth - 1][i] += waiting[depth][i];
+    }
+  }
+  fold(waiting[0], lanes, 1);
+  *job.out = waiting[0][0];
+}
+
+void add_signed(const Sketch& job, float* sums, float* mixed) {
   std::fill(sums, sums + job.lanes, 0.0f);
   for (int64_t r = 0; r < job.num_runs(); r++) {
     const float* run = job.vector + r * job.lanes;
@@ -49,5 +61,23 @@ Status sketch(const Machine&, const Sketch& job) {
   for (int64_t i = 0; i < job.lanes; i++) mixed[i] = sums[job.order[i]] * job.signs[job.order[i]];
   fold(mixed, job.lanes, job.size);
   std::copy(mixed, mixed + job.size, job.out);
+}
+
+} // namespace
+
+Status square_sums(const Machine&, const SquareSum* vectors, int64_t count) {
+  [[maybe_unused]] const FloatMode mode;
+  for (int64_t i = 0; i < count; i++) add_squares(vectors[i]);
+  return kDone;
+}
+
+Status sketches(const Machine&, const Sketch* vectors, int64_t count) {
+  int64_t lanes = 0;
+  for (int64_t i = 0; i < count; i++) lanes = std::max(lanes, vectors[i].lanes);
+  const Memory memory(8 * lanes);
+  if (!memory.at) return kNoMemory;
+  [[maybe_unused]] const FloatMode mode;
+  float* const sums = memory.as<float>();
+  for (int64_t i = 0; i < count; i++) add_signed(vectors[i], sums, sums + lanes);
   return kDone;
 }

@@ -30,7 +30,7 @@ from thinwire.compressors import (
     integer_square_sum,
     parse,
 )
-from thinwire.kernels import square_sum
+from thinwire.kernels import square_sums
 from thinwire.runtime.stats import ClippingMonitor
 
 LAYERS = {"a": (40, 30), "b": (7,), "c": (1000,)}
@@ -170,11 +170,11 @@ def test_scales_are_alike_on_all_ranks_and_other_machines() -> None:
     found = set()
     for number in (1, 2, 3):
         torch.set_num_threads(number)
-        found.add(float(square_sum(x)))
+        found.add(float(square_sums([x])))
     torch.set_num_threads(threads)
     assert len(found) == 1
     assert found.pop() == pytest.approx(math.fsum(float(v) ** 2 for v in x.double()), rel=1e-14)
-    assert float(square_sum(torch.zeros(0))) == 0.0
+    assert float(square_sums([torch.zeros(0)])) == 0.0
     for dtype, least, most in ((torch.int8, -128, 127), (torch.int32, -(2**31), 2**31 - 1)):
         for numel in (0, 1, 1000, 70_001, 600_003):
             q = torch.randint(least, most + 1, (numel,), generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernel_levels import check, needs_native
-from thinwire.kernels import power_of_two, signed_sums, square_sum
+from thinwire.kernels import SignedSum, power_of_two, signed_sums, square_sums
 
 SIZES = (0, 1, 5, 64, 1000, 1 << 16, (1 << 16) + 3, 300_001)
 
@@ -16,24 +16,32 @@ def _drawn(numel: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 3.0
 
 
-def _sketch(vector: Tensor, lanes: int, size: int) -> Tensor:
-    """With signs, shifts and an order that are drawn."""
+def _drawn_way(numel: int, lanes: int, size: int) -> SignedSum:
+    """Signs, shifts and an order that are drawn."""
     draws = torch.Generator().manual_seed(lanes + size)
-    count = -(-vector.numel() // lanes)
-    runs = torch.stack(
-        [torch.randint(0, 2, (count,), generator=draws) * 2 - 1, torch.randint(0, lanes, (count,), generator=draws)], 1
-    )
+    count = -(-numel // lanes)
+    run_signs = torch.randint(0, 2, (count,), generator=draws) * 2 - 1
+    shifts = torch.randint(0, lanes, (count,), generator=draws)
     signs = (torch.randint(0, 2, (lanes,), generator=draws) * 2 - 1).float()
-    return signed_sums(vector, runs, torch.randperm(lanes, generator=draws), signs, size)
+    runs = list(zip(run_signs.tolist(), shifts.tolist(), strict=True))
+    return SignedSum(runs, torch.randperm(lanes, generator=draws), signs, size)
+
+
+def _sketch(vector: Tensor, lanes: int, size: int) -> Tensor:
+    return signed_sums([vector], [_drawn_way(vector.numel(), lanes, size)])
+
+
+def _square_sum(x: Tensor) -> Tensor:
+    return square_sums([x])[0]
 
 
 @pytest.mark.parametrize("numel", SIZES)
 def test_the_square_sum_is_that_of_fp64(numel: int) -> None:
     x = _drawn(numel)
     exact = float(x.double().square().sum())
-    assert float(square_sum(x)) == pytest.approx(exact, rel=1e-14)
-    assert square_sum(x).dtype is torch.float64
-    assert float(square_sum(x.bfloat16())) == pytest.approx(float(x.bfloat16().double().square().sum()), rel=1e-14)
+    assert float(_square_sum(x)) == pytest.approx(exact, rel=1e-14)
+    assert square_sums([x]).dtype is torch.float64
+    assert float(_square_sum(x.bfloat16())) == pytest.approx(float(x.bfloat16().double().square().sum()), rel=1e-14)
 
 
 @pytest.mark.parametrize("numel", SIZES)
@@ -63,12 +71,28 @@ def test_the_mean_square_of_sketches_is_the_squared_length() -> None:
 def test_the_native_core_has_the_bits_of_pytorch(numel: int) -> None:
     x = _drawn(numel)
     for lanes, size in ((32, 32), (1024, 64), (1 << 15, 256)):
-        check(lambda lanes=lanes, size=size: {"sketch": _sketch(x, lanes, size), "square": square_sum(x)})
+        check(lambda lanes=lanes, size=size: {"sketch": _sketch(x, lanes, size), "square": square_sums([x])})
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_in_the_result(bad: float) -> None:
     x = _drawn(1000)
     x[617] = bad
-    assert not square_sum(x).isfinite()
+    assert not _square_sum(x).isfinite()
     assert not _sketch(x, 1024, 32).isfinite().all()
+
+
+def test_many_vectors_at_once_are_each_for_itself() -> None:
+    vectors = [_drawn(numel) for numel in (5, 300, 0, 70_000)]
+    sizes = ((32, 32), (64, 64), (32, 32), (4096, 256))
+    ways = [_drawn_way(x.numel(), *size) for x, size in zip(vectors, sizes, strict=True)]
+    each = [signed_sums([x], [way]) for x, way in zip(vectors, ways, strict=True)]
+    assert torch.equal(signed_sums(vectors, ways), torch.cat(each))
+    assert torch.equal(square_sums(vectors), torch.cat([square_sums([x]) for x in vectors]))
+    # Beside one that the native core does not take.
+    mixed = [*vectors, _drawn(7).bfloat16()]
+    assert torch.equal(square_sums(mixed)[:4], square_sums(vectors))
+
+
+def test_of_no_vectors_nothing_is_returned() -> None:
+    assert square_sums([]).shape == signed_sums([], []).shape == (0,)

@@ -18,7 +18,7 @@ from thinwire.compressors._core.mixins import Indexed
 from thinwire.compressors._core.segments import Piece
 from thinwire.compressors._core.sparsifier import check_place
 from thinwire.compressors._core.traits import Traits
-from thinwire.kernels import square_sum
+from thinwire.kernels import square_sums
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class ChunkTopK(Coded, Indexed):
             check_place(message, pieces, y, self.payload_bytes)
         for piece in pieces:
             received = [self._received(message, piece) for message in messages]
-            norms = torch.stack([square_sum(values) for values in received]).sqrt()
+            norms = square_sums(received).sqrt()
             ordered = norms.sort().values
             median = (ordered[(len(messages) - 1) // 2] + ordered[len(messages) // 2]) / 2
             factors = torch.where(norms <= median, 1.0, median / norms).float()

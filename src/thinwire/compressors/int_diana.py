@@ -18,7 +18,7 @@ from thinwire.compressors._core.slots import Slot
 from thinwire.compressors._core.summed import Subtract
 from thinwire.compressors._core.traits import Traits
 from thinwire.compressors.intsgd import Exact, IntSGD
-from thinwire.kernels import square_sum
+from thinwire.kernels import square_sums
 
 _SHIFT, _MEAN = "shift", "mean_shift"
 
@@ -79,7 +79,7 @@ class IntDIANA(IntSGD):
         means = [call.slots(piece.name).next[_MEAN].view(-1) for piece, _ in parts]
         for (piece, _), mean, good in zip(parts, means, finite, strict=True):
             y[piece.elements] = torch.where(good, mean * call.state.loss_scale, math.nan)
-        return torch.stack([square_sum(mean) for mean in means])
+        return square_sums(means)
 
     @staticmethod
     def _move(slot: str, factors: Tensor, parts: Sequence[Part], call: SumCall) -> None:

@@ -22,7 +22,7 @@ from thinwire.compressors._core.segments import Part
 from thinwire.compressors._core.slots import LayerState, Slot, State
 from thinwire.compressors._core.summed import Subtract, SumShape
 from thinwire.compressors._core.traits import Traits
-from thinwire.kernels import square_sum
+from thinwire.kernels import square_sums
 
 _UNSET = -1.0
 _NORM, _ALL = "r", "r_all"
@@ -94,7 +94,7 @@ class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
         return self
 
     def follow(self, mean: Tensor, layer: str, state: State) -> None:
-        self._follow((square_sum(mean) / state.loss_scale**2).view(1), [layer], state)
+        self._follow(square_sums([mean]) / state.loss_scale**2, [layer], state)
 
     def _follow(self, norms: Tensor, layers: Sequence[str], state: State, least: Tensor | None = None) -> None:
         """Set r of the next step; ``norms`` (layers,) fp64 are ``‖g̃‖²``, and ``least`` what r must be at least."""

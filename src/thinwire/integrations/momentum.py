@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from thinwire.compressors import Coded, Raw, Wrapper, ef
-from thinwire.integrations.norm_sketch import mean_norms, norm_sketch
+from thinwire.integrations.norm_sketch import mean_norms, norm_sketches
 from thinwire.integrations.optimizer_pairing import check_holds_all
-from thinwire.kernels import site_id, square_sum
+from thinwire.kernels import AdamStep, adam_apply, site_id, square_sums
 from thinwire.optim import QuantizedAdam
 from thinwire.plan import Plan
 from thinwire.runtime import Wire
@@ -88,32 +88,36 @@ class Momentum:
         wire = self._wire()
         if wire is None or wire.world_size == 1:
             return None
-        sketches = [
-            norm_sketch(part.gradient, wire.step, site_id(part.name)) for part in self._compressed(flat, layers)
-        ]
-        return torch.cat(sketches) if sketches else None
+        compressed = self._compressed(flat, layers)
+        return _sketches(compressed, wire.step) if compressed else None
 
     def make(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> None:
         """``g ← β1·m + (1 − β1)·g``, in the gradients' units."""
-        for part in self._parts(flat, layers):
-            part.gradient.mul_(1 - part.beta)
-            if part.momentum is not None:
-                part.gradient.add_(part.momentum, alpha=part.beta * loss_scale)
+        # The kernel of weights' steps, w ← kept·w − size·u, for all layers of the bucket at once.
+        steps = []
+        for _, gradient, momentum, beta in self._parts(flat, layers):
+            if momentum is None:
+                gradient.mul_(1 - beta)
+            else:
+                steps.append(AdamStep(gradient, momentum, None, 1 - beta, -beta * loss_scale))
+        adam_apply(steps)
 
     def undo(self, flat: Tensor, layers: BucketLayers, loss_scale: float, sketches: Tensor | None = None) -> Tensor:
         """``g ← γ·(g − β1·m) / (1 − β1)``: the gradient that makes the momentum which has arrived, as long as the mean
         of all ranks' gradients, whose `sketches` are given. What is not compressed has a γ of 1."""
-        for part in self._parts(flat, layers):
-            if part.momentum is not None:
-                part.gradient.sub_(part.momentum, alpha=part.beta * loss_scale)
-            part.gradient.div_(1 - part.beta)
+        steps = []
+        for _, gradient, momentum, beta in self._parts(flat, layers):
+            if momentum is None:
+                gradient.div_(1 - beta)
+            else:
+                steps.append(AdamStep(gradient, momentum, None, 1 / (1 - beta), beta / (1 - beta) * loss_scale))
+        adam_apply(steps)
         wire, compressed = self._wire(), self._compressed(flat, layers)
         if sketches is None or wire is None or not compressed:
             return flat
-        squares = torch.stack([square_sum(part.gradient) for part in compressed])
-        received = [norm_sketch(part.gradient, wire.step, site_id(part.name)) for part in compressed]
-        widths = [sketch.numel() for sketch in received]
-        lengths = mean_norms(_rows(sketches.split(widths)), _rows(received), squares)
+        squares = square_sums([part.gradient for part in compressed])
+        numels = tuple(part.gradient.numel() for part in compressed)
+        lengths = mean_norms(sketches, _sketches(compressed, wire.step), numels, squares)
         factors = lengths / squares.sqrt()
         factors = torch.where(torch.isfinite(factors) & (factors > 0), factors, 1.0)
         lengths = factors * squares.sqrt() / loss_scale
@@ -129,18 +133,20 @@ class Momentum:
         Before the optimizer's step; or in place of it, before gradients are added to or computed anew. Returns what
         takes it back.
         """
-        changes, shares = [], {}
-        for name, handed in self._handed_over.items():
-            gradient = self._parameters[name].grad
-            if gradient is None:
-                shares[name] = torch.zeros_like(handed.length)
-                continue
-            share = torch.where(handed.length > 0, square_sum(gradient).sqrt() / handed.length, 1.0)
+        changes: list[_Change] = []
+        handed_over, self._handed_over = self._handed_over, {}
+        gradients = {name: g for name in handed_over if (g := self._parameters[name].grad) is not None}
+        shares = {name: torch.zeros_like(handed.length) for name, handed in handed_over.items()}
+        if gradients:
+            lengths = torch.stack([handed_over[name].length for name in gradients])
+            present = torch.where(lengths > 0, square_sums(list(gradients.values())).sqrt() / lengths, 1.0)
             # A longer one is in other units, or has had something added to it: all that arrived is in it.
-            shares[name] = torch.where(share > 1 - _ROUNDING, 1.0, share)
-            gradient.div_(handed.shortened)
-            changes.append((gradient, handed.shortened))
-        self._handed_over = {}
+            present = torch.where(present > 1 - _ROUNDING, 1.0, present)
+            shares |= dict(zip(gradients, present.unbind(), strict=True))
+        for name, gradient in gradients.items():
+            shortened = handed_over[name].shortened
+            gradient.div_(shortened)
+            changes.append((gradient, shortened))
         wire = self._wire()
         if wire is None or not wire.attached:
             for hook in self._hooks:
@@ -163,9 +169,8 @@ class Momentum:
         return parts
 
 
-def _rows(sketches: Sequence[Tensor]) -> Tensor:
-    """One row for each, with zeros behind the shorter ones."""
-    return torch.nn.utils.rnn.pad_sequence(list(sketches), batch_first=True)
+def _sketches(parts: Sequence[_Part], step: int) -> Tensor:
+    return norm_sketches([part.gradient for part in parts], [(step, site_id(part.name)) for part in parts])
 
 
 _Change = tuple[Tensor, Tensor]

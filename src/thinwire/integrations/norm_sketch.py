@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from thinwire.kernels import derive_key, power_of_two, signed_sums
+from thinwire.kernels import SignedSum, derive_key, power_of_two, signed_sums
 
-_LANES = 1 << 18
-"""Elements that are added up before they are mixed: as many fp32 values stay in a core's cache."""
 _LEAST, _MOST = 32, 256
+_LANES_PER_ROOT = 16
+"""Lanes, for each unit of the root of the number of elements: few enough for a cache, and not many runs of them."""
 
 
 def sketch_size(numel: int) -> int:
@@ -20,45 +23,61 @@ def sketch_size(numel: int) -> int:
     return min(_MOST, max(_LEAST, power_of_two(numel // 256)))
 
 
-def norm_sketch(vector: Tensor, *key: int) -> Tensor:
-    """``S·x``, fp64, with a random S of signs: ``E‖S·x‖² = ‖x‖²`` (a count sketch, Charikar et al. 2002).
+def norm_sketches(vectors: Sequence[Tensor], keys: Sequence[tuple[int, ...]]) -> Tensor:
+    """``S·x`` of each vector, fp64, end to end, with random S of signs: ``E‖S·x‖² = ‖x‖²`` (count sketches, Charikar et
+    al. 2002).
 
-    S depends on ``key`` and the number of elements alone, so that the mean of ranks' sketches is the sketch of their
-    mean. Every operation is element-wise, so that equal vectors have the same bits on every machine; means of fp32
-    values are exact in fp64, in whichever order a collective adds them.
+    S depends on the vector's key and number of elements alone, so that the mean of ranks' sketches is the sketch of
+    their mean. Every operation is element-wise, so that equal vectors have the same bits on every machine; means of
+    fp32 values are exact in fp64, in whichever order a collective adds them.
     """
-    size, numel = sketch_size(vector.numel()), vector.numel()
-    lanes = max(size, power_of_two(min(numel, _LANES)))
-    return signed_sums(vector, _runs(key, numel, lanes), *_mix(lanes, vector.device), size)
+    return signed_sums(vectors, [_way(x.numel(), x.device, key) for x, key in zip(vectors, keys, strict=True)])
 
 
-def mean_norms(sketches: Tensor, received: Tensor, squares: Tensor) -> Tensor:
-    """``‖x‖`` of vectors with these ``sketches`` of which disturbed copies arrived: (vectors,), fp64.
+def mean_norms(sketches: Tensor, received: Tensor, numels: tuple[int, ...], squares: Tensor) -> Tensor:
+    """``‖x‖`` of vectors of so many elements, with these ``sketches``, of which disturbed copies arrived: (vectors,),
+    fp64.
 
-    ``received`` (vectors, values) are the sketches of those copies, ``squares`` (vectors,) their squared lengths. The
-    error of a copy's sketch is known and estimates that of the vector's, the better the closer they are (a control
-    variate): of an exact copy the norm is exact.
+    ``received`` are the sketches of those copies, ``squares`` (vectors,) their squared lengths. The error of a copy's
+    sketch is known and estimates that of the vector's, the better the closer they are (a control variate): of an exact
+    copy the norm is exact.
     """
-    own, other = _square_sums(sketches), _square_sums(received)
-    product = _square_sums(sketches + received) - own - other
+    nothing = sketches.new_zeros(1)
+    ends = [torch.cat([values, nothing]) for values in (sketches, received, sketches + received)]
+    own, other, both = _square_sums(torch.stack(ends)[:, _places(numels, sketches.device)])
+    product = both - own - other
     likeness = torch.where(other > 0, product / (2 * other), 0.0).square().clamp(max=1.0)
     estimates = own + likeness * (squares - other)
     return torch.where(estimates > 0, estimates, own).sqrt()
 
 
 def _square_sums(rows: Tensor) -> Tensor:
-    """``Σ x²`` of each of ``rows``, whose width is a power of two, in a fixed order."""
+    """``Σ x²`` over the last dimension, whose size is a power of two, in a fixed order."""
     squares = rows.square()
-    while (half := squares.shape[1] // 2) > 0:
-        squares = squares[:, :half] + squares[:, half:]
-    return squares[:, 0]
+    while (half := squares.shape[-1] // 2) > 0:
+        squares = squares[..., :half] + squares[..., half:]
+    return squares[..., 0]
 
 
-def _runs(key: tuple[int, ...], numel: int, lanes: int) -> Tensor:
-    """A sign of every run of so many elements, and the lane of its first one."""
-    draws = [derive_key(*key, run) for run in range(-(-numel // lanes))]
+@lru_cache(maxsize=64)
+def _places(numels: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where the values of each vector's sketch are, (vectors, values); what a shorter one lacks is at the end."""
+    sizes = [sketch_size(numel) for numel in numels]
+    places = torch.full((len(sizes), max(sizes)), sum(sizes))
+    for row, begin, size in zip(places, accumulate(sizes, initial=0), sizes, strict=False):
+        row[:size] = torch.arange(begin, begin + size)
+    return places.to(device)
+
+
+@lru_cache(maxsize=1024)
+def _way(numel: int, device: torch.device, key: tuple[int, ...]) -> SignedSum:
+    """Kept, as every vector has two sketches of one key."""
+    size = sketch_size(numel)
+    lanes = max(size, power_of_two(min(numel, round(_LANES_PER_ROOT * math.sqrt(numel)))))
+    seed = derive_key(*key)
+    draws = [derive_key(seed, run) for run in range(-(-numel // lanes))]
     runs = [(1 if draw >> 32 & 1 else -1, draw % lanes) for draw in draws]
-    return torch.tensor(runs, dtype=torch.int64).reshape(len(runs), 2)
+    return SignedSum(runs, *_mix(lanes, device), size)
 
 
 @lru_cache(maxsize=64)

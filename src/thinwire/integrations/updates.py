@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.compressors import FollowsOptimizer, find_mixin
-from thinwire.kernels import square_sum
+from thinwire.kernels import square_sums
 from thinwire.plan import Plan
 from thinwire.runtime import Wire
 
@@ -89,7 +89,7 @@ class Updates:
     @torch.no_grad()
     def _report(self) -> None:
         # In place: the next step overwrites what was kept anyway.
-        changes = {name: square_sum(kept.sub_(self._parameters[name])) for name, kept in self._before.items()}
+        changes = {name: square_sums([kept.sub_(self._parameters[name])]) for name, kept in self._before.items()}
         wire = self._wire()
         if wire is not None and changes:
             wire.on_optimizer_step({name: float(change) for name, change in changes.items()})

@@ -21,7 +21,7 @@ from thinwire.kernels.floats import (
 )
 from thinwire.kernels.format import Format, Residual, align, before_sum, bucketed_bytes, bucketed_grain
 from thinwire.kernels.native import CORE, asynchronous, cpu_level, to_device
-from thinwire.kernels.norms import power_of_two, signed_sums, square_sum
+from thinwire.kernels.norms import SignedSum, power_of_two, signed_sums, square_sums
 from thinwire.kernels.ops import bucketed_decode, bucketed_encode, bucketed_reduce, bucketed_sum, checksum
 from thinwire.kernels.rng import derive_key, site_id
 from thinwire.kernels.rows import raw_decode, raw_encode, raw_sum, rows_add, rows_scale
@@ -65,6 +65,7 @@ __all__ = [
     "Format",
     "Moving",
     "Residual",
+    "SignedSum",
     "Table",
     "Word",
     "abs_histogram",
@@ -125,7 +126,7 @@ __all__ = [
     "spectrum",
     "spectrum_pick",
     "spectrum_sum",
-    "square_sum",
+    "square_sums",
     "subtract_product",
     "to_device",
     "unpack_indices",

@@ -6,23 +6,77 @@ vector width or a BLAS. The native core and PyTorch's operations agree bit for b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from thinwire.kernels import native
 
 _SQUARE_LANES = 1 << 16
-"""Elements that are summed side by side: so many fp64 values, twice, fit into the cache of a core."""
+"""Elements that are summed side by side, with few operations for many elements: 8 bytes each, twice."""
 
 
-def square_sum(x: Tensor) -> Tensor:
-    """Return ``‖x‖²`` in fp64, a scalar on the device of ``x``."""
-    flat = x.reshape(-1)
+class SignedSum(NamedTuple):
+    """How :func:`signed_sums` adds up the elements of a vector."""
+
+    runs: Sequence[tuple[int, int]]
+    """Of every run of as many elements as there are lanes, a sign, and the lane of its first element: the next ones are
+    in the next lanes, and after the last comes the first one."""
+    order: Tensor
+    """int64, the lanes as they are halved until ``size`` are left: a power of two, as ``size`` is."""
+    signs: Tensor
+    """fp32, of each lane."""
+    size: int
+
+
+def square_sums(vectors: Sequence[Tensor]) -> Tensor:
+    """Return ``‖x‖²`` of tensors of any shape on one device: [tensors], fp64."""
+    flat = [x.reshape(-1) for x in vectors]
+    if not flat or not _computed_natively(flat):
+        return torch.stack([_square_sum(x) for x in flat]) if flat else torch.zeros(0, dtype=torch.float64)
+    out = torch.empty(len(flat), dtype=torch.float64)
+    arguments: list[int] = []
+    for i, x in enumerate(flat):
+        numel = x.numel()
+        arguments += (x.data_ptr(), numel, power_of_two(min(numel, _SQUARE_LANES)), out.data_ptr() + 8 * i)
+    native.core().square_sums(*arguments)
+    return out
+
+
+def signed_sums(vectors: Sequence[Tensor], ways: Sequence[SignedSum]) -> Tensor:
+    """Return the sums of the elements of flat vectors, each element with a sign: count sketches, end to end, fp64.
+
+    Each vector is added up in fp32, in its own way; its sketch has ``size`` values.
+    """
+    if not vectors or not _computed_natively(vectors):
+        sums = [_signed_sum(vector, way) for vector, way in zip(vectors, ways, strict=True)]
+        return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.float64)
+    out = torch.empty(sum(way.size for way in ways), dtype=torch.float64)
+    runs = torch.tensor([run for way in ways for run in way.runs], dtype=torch.int64)
+    arguments: list[int] = []
+    to, of_runs = out.data_ptr(), runs.data_ptr()
+    for vector, way in zip(vectors, ways, strict=True):
+        tables = of_runs, way.order.data_ptr(), way.signs.data_ptr()
+        arguments += (vector.data_ptr(), vector.numel(), len(way.order), way.size, *tables, to)
+        to, of_runs = to + 8 * way.size, of_runs + 16 * len(way.runs)
+    native.core().sketches(*arguments)
+    return out
+
+
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least ``number``."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _computed_natively(vectors: Sequence[Tensor]) -> bool:
+    return all(x.dtype is torch.float32 and x.is_contiguous() for x in vectors) and native.computes(vectors[0])
+
+
+def _square_sum(flat: Tensor) -> Tensor:
     count = power_of_two(min(flat.numel(), _SQUARE_LANES))
-    if flat.dtype is torch.float32 and native.computes(flat):
-        total = native.core().square_sum(flat.data_ptr(), flat.numel(), count)
-        return torch.tensor(total, dtype=torch.float64)
-    lanes = torch.zeros(count, dtype=torch.float64, device=x.device)
+    lanes = torch.zeros(count, dtype=torch.float64, device=flat.device)
     wide = torch.empty_like(lanes)
     for run in flat.split(count):
         square = wide[: run.numel()].copy_(run)
@@ -33,35 +87,16 @@ def square_sum(x: Tensor) -> Tensor:
     return lanes[0]
 
 
-def signed_sums(vector: Tensor, runs: Tensor, order: Tensor, signs: Tensor, size: int) -> Tensor:
-    """Return ``size`` sums of the elements of a flat ``vector``, each with a sign, in fp64: a count sketch.
-
-    Args:
-        vector: fp32, bf16 or fp16. It is added up in as many lanes as ``order`` has, in fp32.
-        runs: int64 on the CPU, [runs, 2]: of every run of so many elements a sign and the lane of its first element;
-            the next elements are in the next lanes, and after the last comes the first one.
-        order: int64, the lanes as they are halved until ``size`` are left; a power of two, as ``size`` is.
-        signs: fp32, of each lane.
-    """
-    lanes = len(order)
-    if vector.dtype is torch.float32 and vector.is_contiguous() and native.computes(vector):
-        out = torch.empty(min(size, lanes), dtype=torch.float64)
-        tables = runs.data_ptr(), order.data_ptr(), signs.data_ptr()
-        native.core().sketch(vector.data_ptr(), vector.numel(), lanes, len(out), *tables, out.data_ptr())
-        return out
+def _signed_sum(vector: Tensor, way: SignedSum) -> Tensor:
+    lanes = len(way.order)
     sums = torch.zeros(lanes, dtype=torch.float32, device=vector.device)
-    for number, (sign, shift) in enumerate(runs.tolist()):
+    for number, (sign, shift) in enumerate(way.runs):
         run = vector[number * lanes : (number + 1) * lanes]
         first = min(run.numel(), lanes - shift)
         sums[shift : shift + first].add_(run[:first], alpha=sign)
         sums[: run.numel() - first].add_(run[first:], alpha=sign)
-    mixed = sums.mul_(signs)[order]
-    while lanes > size:
+    mixed = sums.mul_(way.signs)[way.order]
+    while lanes > way.size:
         lanes //= 2
         mixed = mixed[:lanes] + mixed[lanes : 2 * lanes]
     return mixed.double()
-
-
-def power_of_two(number: int) -> int:
-    """Return the smallest power of two that is at least ``number``."""
-    return 1 << max(0, number - 1).bit_length()

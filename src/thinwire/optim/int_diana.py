@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.collectives import LoopbackTransport, ProcessGroupTransport, Transport, ring_bytes
 from thinwire.compat import group_timeout
-from thinwire.kernels import derive_key, square_sum
+from thinwire.kernels import derive_key, square_sums
 from thinwire.optim.integers import IntegerStats, IntegerSum
 
 Estimator = Literal["gd", "minibatch", "lsvrg"]
@@ -301,7 +301,7 @@ class IntDIANA(torch.optim.Optimizer):
         beta = options["beta"] if options["step"] else 0.0
         # Summed in an order that no machine changes: all ranks must have the same α.
         each = options["block"] == "coordinate"
-        squares = [e.double().square() if each else square_sum(e) for e in estimates]
+        squares = [e.double().square() for e in estimates] if each else list(square_sums(estimates))
         if options["block"] == "global":
             # Exactly rounded, so that it is the same on every machine.
             squares = [torch.tensor(math.fsum(map(float, squares)), dtype=torch.float64)] * len(squares)

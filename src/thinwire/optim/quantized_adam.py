@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.kernels import square_sum
+from thinwire.kernels import AdamGradient, AdamStep, Moving, adam_apply, adam_normalise, square_sums
 from thinwire.optim.shards import local, over_shards
 
 _STABLE = 0.96
 """The variance is stable once its norm keeps this share over 1/(1 − β2) steps (1-bit Adam, section 7.1)."""
+_AT_ONCE = 1 << 22
+"""Elements after which pending steps are taken: the gradients of those are copied."""
 
 
 class QuantizedAdam(torch.optim.Optimizer):
@@ -115,11 +117,15 @@ class QuantizedAdam(torch.optim.Optimizer):
                 loss = closure()
         steps = self.param_groups[0]["steps"] + 1
         self._note_first_gradients()
+        due: list[tuple[AdamGradient, AdamStep]] = []
         for group in self.param_groups:
             group["steps"] = steps
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
+                    due.append(self._update(parameter, parameter.grad, group))
+                if sum(step.update.numel() for _, step in due) >= _AT_ONCE:
+                    _take(due)
+        _take(due)
         if not self.frozen and self._is_stable(steps):
             for group in self.param_groups:
                 group["frozen_at"] = steps
@@ -168,7 +174,7 @@ class QuantizedAdam(torch.optim.Optimizer):
         if not ready:
             return
         # Summed in a fixed order: the floor must be the same on all ranks.
-        sums = torch.stack([square_sum(local(self.state[p]["exp_avg_sq"]).sqrt()) for p, _ in ready])
+        sums = square_sums([local(self.state[p]["exp_avg_sq"]).sqrt() for p, _ in ready])
         totals = over_shards(sums, [p for p, _ in ready], dist.ReduceOp.SUM).tolist()
         for (parameter, floor), total in zip(ready, totals, strict=True):
             state = self.state[parameter]
@@ -176,20 +182,26 @@ class QuantizedAdam(torch.optim.Optimizer):
             mean = math.sqrt(total) / math.sqrt(max(1, parameter.numel()))
             local(state["exp_avg_sq"]).clamp_(min=(floor * mean) ** 2)
 
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> tuple[AdamGradient, AdamStep]:
+        """What a copy of a gradient becomes, and the step that is taken with it."""
+        state, lr = self.state[parameter], group["lr"]
         beta1, beta2 = group["betas"]
-        weights, gradient = local(parameter), local(gradient)
+        weights = local(parameter)
+        update = local(gradient).to(weights.dtype, memory_format=torch.contiguous_format, copy=True)
         momentum, variance = local(state["exp_avg"]), local(state["exp_avg_sq"])
         state["step"] += 1
-        momentum.lerp_(gradient.to(weights.dtype), 1 - beta1)
-        if not state["frozen_at"]:
-            variance.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            state["seen"] += 1
-        weights.mul_(1 - group["lr"] * group["weight_decay"])
-        corrected = 1 - beta2 ** (state["frozen_at"] or state["step"])
-        divisor = variance.sqrt().div_(math.sqrt(corrected)).add_(group["eps"])
-        weights.addcdiv_(momentum, divisor, value=-group["lr"] / (1 - beta1 ** state["step"]))
+        state["seen"] += not state["frozen_at"]
+        kept = 1.0 if state["frozen_at"] else beta2
+        # x / (√(v / c²) + eps) = c·x / (√v + c·eps): an operation less for each element.
+        correction = math.sqrt(1 - beta2 ** (state["frozen_at"] or state["step"]))
+        normalised = AdamGradient(
+            update,
+            Moving(variance, variance, kept),
+            Moving(momentum, momentum, beta1),
+            correction * group["eps"],
+            correction / (1 - beta1 ** state["step"]),
+        )
+        return normalised, AdamStep(weights, update, None, 1 - lr * group["weight_decay"], lr)
 
     def _is_stable(self, steps: int) -> bool:
         """Whether the variance is to be frozen in this step. The same on all ranks, whose variances are equal."""
@@ -205,13 +217,20 @@ class QuantizedAdam(torch.optim.Optimizer):
         held = [p for g in self.param_groups for p in g["params"] if self.state.get(p)]
         if not held:
             return False
-        sums = torch.stack([square_sum(local(self.state[p]["exp_avg_sq"])) for p in held])
+        sums = square_sums([local(self.state[p]["exp_avg_sq"]) for p in held])
         now = math.sqrt(math.fsum(over_shards(sums, held, dist.ReduceOp.SUM).tolist()))
         now /= 1 - group["betas"][1] ** steps
         before = group["variance"]
         for each in self.param_groups:
             each["variance"] = now
         return before > 0 and _STABLE <= now / before <= 1 / _STABLE
+
+
+def _take(due: list[tuple[AdamGradient, AdamStep]]) -> None:
+    """Take these steps, and forget them."""
+    adam_normalise([gradient for gradient, _ in due])
+    adam_apply([step for _, step in due])
+    due.clear()
 
 
 def _check(
