@@ -81,8 +81,22 @@ TASKS = (
     Task(
         "labels of text, 2 stages", "loss", "repro-aqsgd-more", "figure 3 (a, b)/*", "figure 3 (a, b)/direct/*fw2 bw4"
     ),
-    Task("GPT, tensor parallel", "loss", "repro-fullstack", "appendix F/*", "appendix F/direct/3"),
-    Task("split learning on digits", "loss", "repro-fullstack", "figure 10/loss/*", "figure 10/loss/direct"),
+    Task(
+        "GPT, tensor parallel",
+        "loss",
+        "repro-fullstack-appendices",
+        "appendix F/table/loss/*",
+        "appendix F/table/loss/direct3",
+        baseline="appendix F/table/loss/fp32",
+    ),
+    Task(
+        "split learning on digits",
+        "loss",
+        "repro-fullstack-split",
+        "figure 10/table/loss/*",
+        "figure 10/table/loss/direct",
+        baseline="figure 10/table/loss/fp32",
+    ),
     Task("GPT under DDP", "held-out loss", "repro-cgx-quality", "3.5/lost/gpt/*"),
     Task("CNN under DDP", "accuracy", "repro-cgx-quality", "3.5/lost/cnn/*"),
     Task("GPT, layerwise", "held-out loss", "repro-lgreco-quality", "table 4.3/lost/gpt/*"),
@@ -153,10 +167,22 @@ def powers(folder: Path) -> list[Power]:
     measured_powers = []
     for task in TASKS:
         path = folder / f"{task.file}.json"
-        rows = json_format.loads(path.read_text())["results"] if path.exists() else []
-        if (one := measured(task, {row["name"]: row for row in rows})) is not None:
+        results = json_format.loads(path.read_text())["results"] if path.exists() else []
+        if (one := measured(task, by_name(results))) is not None:
             measured_powers.append(one)
     return measured_powers
+
+
+def by_name(results: Sequence[Mapping[str, Any]]) -> Rows:
+    """The rows by name. What a row has of several methods, ``{method: [value of each seed]}``, are rows as well:
+    ``ROW/KEY/METHOD``."""
+    rows = {row["name"]: row for row in results}
+    for row in results:
+        for key, methods in row.items():
+            if isinstance(methods, Mapping):
+                own = {m: {"by_seed": values} for m, values in methods.items() if isinstance(values, list)}
+                rows |= {f"{row['name']}/{key}/{method}": values for method, values in own.items()}
+    return rows
 
 
 def measured(task: Task, rows: Rows) -> Power | None:

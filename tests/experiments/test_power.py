@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.framework.power import TASKS, Task, cells, differences, measured, power, powers
+from experiments.framework.power import TASKS, Task, by_name, cells, differences, measured, power, powers
 from thinwire.compare.statistics import estimate
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -62,6 +62,14 @@ def test_accuracies_are_points_lost_and_one_seed_says_nothing() -> None:
     assert differences(accuracy, {"own": [0.9, 0.8], "fp32": [0.95, 0.9]}, {}) == pytest.approx([0.05, 0.1])
     assert measured(TASK, {"loss/a": row([1.0], [2.0])}) is None
     assert measured(TASK, {}) is None
+
+
+def test_a_row_of_several_methods_is_a_row_of_each() -> None:
+    table = {"name": "table", "loss": {"fp32": [1.0, 2.0], "a": [1.1, 2.4]}, "counts": {"clients": 16}}
+    rows = by_name([table])
+    assert set(rows) == {"table", "table/loss/fp32", "table/loss/a"}
+    task = Task("task", "loss", "file", "table/loss/*", baseline="table/loss/fp32")
+    assert differences(task, rows["table/loss/a"], rows) == pytest.approx([0.1, 0.2])
 
 
 def test_every_task_and_control_is_in_the_recorded_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

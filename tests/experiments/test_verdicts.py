@@ -107,7 +107,7 @@ _TWICE = {
         ("aqsgd-earlier", "aqsgd-earlier-timed", "aqsgd-earlier-links", "repro-aqsgd-wire"),
         (0, -1),
     ),
-    "fullstack": ("figure 5/throughput", ("repro-fullstack", "repro-fullstack-timed"), (0, -1)),
+    "fullstack": ("figure 5/throughput", ("repro-fullstack", "fullstack-earlier-timed"), (0, -1)),
     "qsdp": ("figure 5.3/step_s", ("repro-qsdp", "repro-qsdp-links"), (0, 1, 2, 3)),
 }
 """By paper: the row that several files hold, the files, and which of its links."""
