@@ -76,7 +76,8 @@ class _Hook:
         self.parity = 0
         self.resync = 0
         self._error: Exception | None = None
-        self._raises = False
+        self._ends = False
+        self._mean_sketches: Reduced | None = None
         self._passes = 0
         self._resynced = -1
         self._loss_scale = 1.0
@@ -87,14 +88,18 @@ class _Hook:
         return _Hook, ()
 
     def __call__(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Start reducing a bucket. The future holds its gradients even if that fails: see `_raise_error`."""
+        """Start reducing a bucket. The future holds its gradients even if that fails: see `_end_backward`."""
         flat = bucket.buffer()
         if bucket.index() == 0:
             self._error = None
+            if self.momentum is not None:
+                self.momentum.forget_sketches()
             # Two levels: DDP's own callback, which reads the futures, is queued after the first and before the second.
-            self._raises = at_end_of_backward(lambda: at_end_of_backward(self._raise_error))
+            self._ends = at_end_of_backward(lambda: at_end_of_backward(self._end_backward))
         try:
             future, finish = self._start(bucket)
+            if bucket.is_last() and self._ends:
+                self._mean_sketches = self._mean_of_sketches()
         except Exception as error:  # noqa: BLE001 - raised at the end of backward
             future = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
             future.set_exception(error)  # pyright: ignore[reportArgumentType]
@@ -105,21 +110,31 @@ class _Hook:
         try:
             return finish(reduced.value())
         except Exception as error:
-            if not self._raises:
+            if not self._ends:
                 raise
             self._error = self._error or error
             return flat
 
-    def _raise_error(self) -> None:
-        """Raise what went wrong in this backward pass, once it is over for DDP.
+    def _end_backward(self) -> None:
+        """Raise what went wrong in this backward pass, once it is over for DDP, or give gradients their lengths.
 
         What a hook raises leaves DDP's reducer unusable, and an error in its future reaches ``backward()`` as a
         ``RuntimeError`` with the text alone: the reducer is C++ and knows no Python exceptions. What a callback of the
         autograd engine raises at the end of backward keeps its type, and comes before any optimizer can step.
         """
         error, self._error = self._error, None
+        sketches, self._mean_sketches = self._mean_sketches, None
         if error is not None:
             raise error
+        if sketches is not None and self.momentum is not None and self.wire is not None:
+            mean = sketches.wait()
+            self.wire.count_beside(mean.nbytes)
+            self.momentum.set_lengths(mean, self._loss_scale)
+
+    def _mean_of_sketches(self) -> Reduced | None:
+        """Start the mean of the sketches of all buckets: one all-reduce, beside that of the last bucket."""
+        sketches = self.momentum.sketches() if self.momentum is not None else None
+        return None if sketches is None else self._follower.mean(sketches, self.group)
 
     def _start(self, bucket: GradBucket) -> tuple[Reduced, Finish]:
         """The future of the mean, and what is still to be done with it."""
@@ -149,20 +164,11 @@ class _Hook:
     def _send_momentum(
         self, momentum: "Momentum", flat: torch.Tensor, layers: BucketLayers, wire: Wire
     ) -> tuple[Reduced, Finish]:
-        scale, sketches = self._loss_scale, momentum.sketches(flat, layers)
-        mean_sketches = None if sketches is None else self._follower.mean(sketches, self.group)
+        scale = self._loss_scale
+        momentum.sketch(flat, layers)
         momentum.make(flat, layers, scale)
         future, finish = self._reduce(flat, layers, wire)
-
-        def undone(mean: torch.Tensor) -> torch.Tensor:
-            mean = finish(mean)
-            if mean_sketches is None:
-                return momentum.undo(mean, layers, scale)
-            arrived = mean_sketches.wait()
-            wire.count_beside(arrived.nbytes)
-            return momentum.undo(mean, layers, scale, arrived)
-
-        return future, undone
+        return future, lambda mean: momentum.undo(finish(mean), layers, scale)
 
     def _reduce(self, flat: torch.Tensor, layers: BucketLayers, wire: Wire) -> tuple[Reduced, Finish]:
         if flat.is_sparse:

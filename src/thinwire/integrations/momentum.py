@@ -33,6 +33,20 @@ class _HandedOver:
     """Its norm, in unscaled units."""
 
 
+@dataclass
+class _Sketched:
+    """The compressed layers of a bucket in this backward pass, from which lengths of mean gradients are estimated."""
+
+    names: tuple[str, ...]
+    numels: tuple[int, ...]
+    sent: Tensor
+    """Sketches of this rank's gradients."""
+    received: Tensor
+    """Sketches of the gradients that have arrived."""
+    squares: Tensor
+    """The squared lengths of those."""
+
+
 class _Part(NamedTuple):
     """A layer in a bucket."""
 
@@ -47,7 +61,7 @@ class Momentum:
 
     The gradient ``h = (m' − β1·m) / (1 − β1)`` that makes the received momentum m' has the quantisation error of m',
     ``1 / (1 − β1)`` times enlarged, in it, so that its norm is far from that of the true mean. The training loop gets
-    ``γ·h``, which is as long as the mean (`norm_sketch`), and the optimizer ``c·h`` for the ``c·γ·h`` that clipping
+    ``γ·h``, which is as long as the mean (`norm_sketches`), and the optimizer ``c·h`` for the ``c·γ·h`` that clipping
     made of it. Error feedback then counts ``c`` of what it sent as arrived, and keeps the rest.
     """
 
@@ -62,6 +76,7 @@ class Momentum:
         self._parameters = dict(parameters)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._beta = {n: optimizer.beta1(p) for n, p in parameters.items() if id(p) in held}
+        self._sketched: dict[BucketLayers, _Sketched] = {}
         self._handed_over: dict[str, _HandedOver] = {}
         self._wire: Callable[[], Wire | None] = lambda: None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -80,16 +95,20 @@ class Momentum:
         """Whether momenta are sent by now: the warm-up is over."""
         return self._optimizer.frozen
 
-    def sketches(self, flat: Tensor, layers: BucketLayers) -> Tensor | None:
-        """Sketches from which norms of mean gradients are estimated (`norm_sketch`), of compressed layers end to end.
+    def sketch(self, flat: Tensor, layers: BucketLayers) -> None:
+        """Sketch this rank's gradients of a bucket, which `make` will replace."""
+        wire, compressed = self._wire(), self._compressed(flat, layers)
+        if wire is None or wire.world_size == 1 or not compressed:
+            return
+        names = tuple(part.name for part in compressed)
+        numels = tuple(part.gradient.numel() for part in compressed)
+        nothing = torch.empty(0)
+        self._sketched[layers] = _Sketched(names, numels, _sketches(compressed, wire.step), nothing, nothing)
 
-        None if there are none.
-        """
-        wire = self._wire()
-        if wire is None or wire.world_size == 1:
-            return None
-        compressed = self._compressed(flat, layers)
-        return _sketches(compressed, wire.step) if compressed else None
+    def sketches(self) -> Tensor | None:
+        """The sketches of all buckets of this backward pass, whose mean over the ranks `set_lengths` takes; None if
+        there are none."""
+        return torch.cat([one.sent for one in self._sketched.values()]) if self._sketched else None
 
     def make(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> None:
         """``g ← β1·m + (1 − β1)·g``, in the gradients' units."""
@@ -102,9 +121,8 @@ class Momentum:
                 steps.append(AdamStep(gradient, momentum, None, 1 - beta, -beta * loss_scale))
         adam_apply(steps)
 
-    def undo(self, flat: Tensor, layers: BucketLayers, loss_scale: float, sketches: Tensor | None = None) -> Tensor:
-        """``g ← γ·(g − β1·m) / (1 − β1)``: the gradient that makes the momentum which has arrived, as long as the mean
-        of all ranks' gradients, whose `sketches` are given. What is not compressed has a γ of 1."""
+    def undo(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> Tensor:
+        """``g ← (g − β1·m) / (1 − β1)``: the gradient that makes the momentum which has arrived."""
         steps = []
         for _, gradient, momentum, beta in self._parts(flat, layers):
             if momentum is None:
@@ -112,19 +130,34 @@ class Momentum:
             else:
                 steps.append(AdamStep(gradient, momentum, None, 1 / (1 - beta), beta / (1 - beta) * loss_scale))
         adam_apply(steps)
-        wire, compressed = self._wire(), self._compressed(flat, layers)
-        if sketches is None or wire is None or not compressed:
-            return flat
-        squares = square_sums([part.gradient for part in compressed])
-        numels = tuple(part.gradient.numel() for part in compressed)
-        lengths = mean_norms(sketches, _sketches(compressed, wire.step), numels, squares)
+        wire, sketched = self._wire(), self._sketched.get(layers)
+        if wire is not None and sketched is not None:
+            compressed = self._compressed(flat, layers)
+            sketched.received = _sketches(compressed, wire.step)
+            sketched.squares = square_sums([part.gradient for part in compressed])
+        return flat
+
+    @torch.no_grad()
+    def set_lengths(self, mean_sketches: Tensor, loss_scale: float) -> None:
+        """``g ← γ·g`` of compressed layers, once all that has arrived is in the parameters' ``grad``: as long as the
+        mean of all ranks' gradients. Layers that are not compressed have a γ of 1."""
+        sketched = list(self._sketched.values())
+        self.forget_sketches()
+        names = [name for one in sketched for name in one.names]
+        numels = tuple(numel for one in sketched for numel in one.numels)
+        squares = torch.cat([one.squares for one in sketched])
+        lengths = mean_norms(mean_sketches, torch.cat([one.received for one in sketched]), numels, squares)
         factors = lengths / squares.sqrt()
         factors = torch.where(torch.isfinite(factors) & (factors > 0), factors, 1.0)
         lengths = factors * squares.sqrt() / loss_scale
-        for part, factor, length in zip(compressed, factors, lengths, strict=True):
-            part.gradient.mul_(factor)
-            self._handed_over[part.name] = _HandedOver(factor, length)
-        return flat
+        for name, factor, length in zip(names, factors, lengths, strict=True):
+            if (gradient := self._parameters[name].grad) is not None:
+                gradient.mul_(factor)
+            self._handed_over[name] = _HandedOver(factor, length)
+
+    def forget_sketches(self) -> None:
+        """Before the next backward pass."""
+        self._sketched = {}
 
     @torch.no_grad()
     def lengthen(self) -> list[_Change]:
