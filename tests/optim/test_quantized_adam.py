@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import thinwire
 from harness import run_ranks
+from nets import DDP_OPTIONS, loss_of, make, trained
 from nets import batch as batch_of
-from nets import loss_of, make, trained
 from thinwire.collectives import owned_parts
 from thinwire.compressors import parse
 from thinwire.optim import QuantizedAdam
@@ -206,8 +206,8 @@ def test_the_residual_is_all_that_is_missing() -> None:
 class _Recorded:
     """A model trained with clipping, beside the gradients that ranks would have averaged exactly."""
 
-    def __init__(self, rank: int, spec: str, max_norm: float, steps: int) -> None:
-        model, plain = make(rank), make(rank)
+    def __init__(self, rank: int, spec: str, max_norm: float, steps: int, ddp: str = "default") -> None:
+        model, plain = make(rank, **DDP_OPTIONS[ddp]), make(rank, **DDP_OPTIONS[ddp])
         self.parameters = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
         optimizer = QuantizedAdam(self.parameters.values(), lr=0.0, betas=(0.9, 0.99), warmup=1)
         wire = thinwire.compress(model, spec, **_options(optimizer))
@@ -217,23 +217,28 @@ class _Recorded:
         for step in range(steps):
             plain.zero_grad()
             loss_of(plain, batch_of(rank, step)).backward()
-            self.mine.append({n: p.grad.clone() for n, p in plain.module.named_parameters() if p.requires_grad})
+            gradients = {n: p.grad for n, p in plain.module.named_parameters() if p.requires_grad}
+            self.mine.append({n: torch.zeros(0) if g is None else g.clone() for n, g in gradients.items()})
             optimizer.zero_grad()
             loss_of(model, batch_of(rank, step)).backward()
             seen = float(nn.utils.clip_grad_norm_(trained(model), max_norm))
             self.norms.append((seen, math.sqrt(sum(float(g.square().sum()) for g in self.mine[-1].values()))))
             optimizer.step()
-            self.momenta.append({n: optimizer.momentum(p).clone() for n, p in self.parameters.items()})
+            momenta = {n: optimizer.momentum(p) for n, p in self.parameters.items()}
+            self.momenta.append({n: m.clone() for n, m in momenta.items() if m is not None})
         self.state = {key: value for key, value in wire.state_dict().items() if "residual" in key}
 
 
-def _norms(rank: int, size: int, spec: str) -> list[tuple[float, float]]:
-    return _Recorded(rank, spec, 1e9, 6).norms
+def _norms(rank: int, size: int, spec: str, ddp: str) -> list[tuple[float, float]]:
+    return _Recorded(rank, spec, 1e9, 6, ddp).norms
 
 
-@pytest.mark.parametrize("spec", ["minmax(bits=4, bucket=128)", "minmax(bits=2, bucket=128)"])
-def test_clipping_sees_the_norm_of_the_mean_gradient(spec: str) -> None:
-    for seen, true in run_ranks(_norms, 4, 4, spec)[0][1:]:
+@pytest.mark.parametrize(
+    ("spec", "ddp"),
+    [(FOUR_BITS, "default"), *(("minmax(bits=2, bucket=128)", ddp) for ddp in DDP_OPTIONS if ddp != "bf16 model")],
+)
+def test_clipping_sees_the_norm_of_the_mean_gradient(spec: str, ddp: str) -> None:
+    for seen, true in run_ranks(_norms, 4, 4, spec, ddp)[0][1:]:
         assert seen == pytest.approx(true, rel=0.1)
 
 

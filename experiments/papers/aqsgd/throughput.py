@@ -241,7 +241,7 @@ def _draw_4(study: AQSGDStudy, found: Mapping[str, Course], rows: Sequence[Row])
 
 
 def _draw_links(study: AQSGDStudy, trained: Mapping[str, Sequence[Trained]]) -> None:
-    titles = [f"{MORE_STAGES} stages, the last link at {_SLOW}"]
+    titles = [f"{MORE_STAGES} stages, the last link at {shown_rate(_SLOW)}"]
     figure, (axes,) = plots.canvas(1, titles=titles, x="seconds of training", y="loss")
     for method in UNEVEN:
         run = trained[method.name][0]
