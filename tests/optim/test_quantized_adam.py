@@ -238,8 +238,10 @@ def _norms(rank: int, size: int, spec: str, ddp: str) -> list[tuple[float, float
     [(FOUR_BITS, "default"), *(("minmax(bits=2, bucket=128)", ddp) for ddp in DDP_OPTIONS if ddp != "bf16 model")],
 )
 def test_clipping_sees_the_norm_of_the_mean_gradient(spec: str, ddp: str) -> None:
-    for seen, true in run_ranks(_norms, 4, 4, spec, ddp)[0][1:]:
-        assert seen == pytest.approx(true, rel=0.1)
+    norms = run_ranks(_norms, 4, 4, spec, ddp)[0][1:]
+    # A layer's length errs by 8 to 12 %. Without lengths all norms are too long: 12 % in sum in 4 bits, threefold in 2.
+    assert all(seen == pytest.approx(true, rel=0.2) for seen, true in norms)
+    assert sum(seen for seen, _ in norms) == pytest.approx(sum(true for _, true in norms), rel=0.05)
 
 
 def _clipped(rank: int, size: int) -> tuple[Any, ...]:

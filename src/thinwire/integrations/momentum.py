@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from thinwire.kernels import AdamStep, adam_apply, site_id, square_sums
 from thinwire.optim import QuantizedAdam
 from thinwire.plan import Plan
 from thinwire.runtime import Wire
-from thinwire.runtime.channel import BucketLayers, bucket_parts
+from thinwire.runtime.channel import BucketLayers
 
 _ROUNDING = 1e-4
 """Lengths that differ by less are the same: what a loss scale or a sum in fp16 changes of them."""
@@ -97,8 +98,8 @@ class Momentum:
 
     def sketch(self, flat: Tensor, layers: BucketLayers) -> None:
         """Sketch this rank's gradients of a bucket, which `make` will replace."""
-        wire, compressed = self._wire(), self._compressed(flat, layers)
-        if wire is None or wire.world_size == 1 or not compressed:
+        wire = self._wire()
+        if wire is None or wire.world_size == 1 or not (compressed := _compressed(self._parts(flat, layers), wire)):
             return
         names = tuple(part.name for part in compressed)
         numels = tuple(part.gradient.numel() for part in compressed)
@@ -123,8 +124,8 @@ class Momentum:
 
     def undo(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> Tensor:
         """``g ← (g − β1·m) / (1 − β1)``: the gradient that makes the momentum which has arrived."""
-        steps = []
-        for _, gradient, momentum, beta in self._parts(flat, layers):
+        parts, steps = self._parts(flat, layers), []
+        for _, gradient, momentum, beta in parts:
             if momentum is None:
                 gradient.div_(1 - beta)
             else:
@@ -132,7 +133,7 @@ class Momentum:
         adam_apply(steps)
         wire, sketched = self._wire(), self._sketched.get(layers)
         if wire is not None and sketched is not None:
-            compressed = self._compressed(flat, layers)
+            compressed = _compressed(parts, wire)
             sketched.received = _sketches(compressed, wire.step)
             sketched.squares = square_sums([part.gradient for part in compressed])
         return flat
@@ -188,18 +189,17 @@ class Momentum:
             wire.on_partial_use(shares)
         return changes
 
-    def _compressed(self, flat: Tensor, layers: BucketLayers) -> list[_Part]:
-        wire = self._wire()
-        plan = wire.plan.layers if wire is not None else {}
-        return [part for part in self._parts(flat, layers) if not isinstance(plan.get(part.name), Raw | None)]
-
     def _parts(self, flat: Tensor, layers: BucketLayers) -> list[_Part]:
+        pieces = flat.detach().split([math.prod(shape) for _, shape in layers])
         parts = []
-        for name, gradient in bucket_parts(flat.detach(), layers):
+        for (name, _), gradient in zip(layers, pieces, strict=True):
             momentum = self._optimizer.momentum(self._parameters[name])
-            flattened = None if momentum is None else momentum.detach().reshape(-1)
-            parts.append(_Part(name, gradient.view(-1), flattened, self._beta[name]))
+            parts.append(_Part(name, gradient, None if momentum is None else momentum.reshape(-1), self._beta[name]))
         return parts
+
+
+def _compressed(parts: Sequence[_Part], wire: Wire) -> list[_Part]:
+    return [part for part in parts if not isinstance(wire.plan.layers.get(part.name), Raw | None)]
 
 
 def _sketches(parts: Sequence[_Part], step: int) -> Tensor:

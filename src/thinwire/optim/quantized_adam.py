@@ -118,13 +118,17 @@ class QuantizedAdam(torch.optim.Optimizer):
         steps = self.param_groups[0]["steps"] + 1
         self._note_first_gradients()
         due: list[tuple[AdamGradient, AdamStep]] = []
+        pending = 0
         for group in self.param_groups:
             group["steps"] = steps
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    due.append(self._update(parameter, parameter.grad, group))
-                if sum(step.update.numel() for _, step in due) >= _AT_ONCE:
+                if parameter.grad is None:
+                    continue
+                due.append(self._update(parameter, parameter.grad, group))
+                pending += parameter.grad.numel()
+                if pending >= _AT_ONCE:
                     _take(due)
+                    pending = 0
         _take(due)
         if not self.frozen and self._is_stable(steps):
             for group in self.param_groups:
