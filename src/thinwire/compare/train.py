@@ -259,8 +259,8 @@ VARIANTS = {
     "bf16": Variant("DDP bf16", _bf16),
     "powersgd": Variant("torch PowerSGD", _powersgd, one_bucket=True),
     "thinwire": Variant("thinwire 4-bit", _compressed),
-    "low-rank": Variant(f"thinwire rank {POWERSGD_RANK}", _low_rank),
-    "low-rank-bf16": Variant(f"thinwire rank {POWERSGD_RANK}, bf16", partial(_low_rank, dtype="bf16")),
+    "low-rank": Variant(f"thinwire rank {POWERSGD_RANK}", _low_rank, one_bucket=True),
+    "low-rank-bf16": Variant(f"thinwire rank {POWERSGD_RANK}, bf16", partial(_low_rank, dtype="bf16"), one_bucket=True),
     "in-optimizer": Variant(
         "2 bits in AdamW",
         partial(_in_optimizer, compressor="gaussian(bits=2, bucket=64)"),

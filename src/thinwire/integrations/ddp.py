@@ -24,7 +24,7 @@ from thinwire.collectives import (
     with_shared_memory,
 )
 from thinwire.compat import at_end_of_backward, group_timeout
-from thinwire.compressors import GRADIENT_DTYPES, Raw, Summed, Wrapper
+from thinwire.compressors import GRADIENT_DTYPES, Raw, Summed, SummedMatrices, Wrapper, find_mixin
 from thinwire.integrations.devices import device_of, on_device, trained
 from thinwire.integrations.options import (
     Checks,
@@ -250,7 +250,9 @@ class _Hook:
         if self._passes != 4 or wire.world_size == 1 or not bucket.is_last():
             return
         num_bytes = flat.numel() * flat.element_size()
-        if num_bytes >= _BIG_BUCKET_BYTES:
+        # Factors are a few messages whose number counts, not their size: another bucket would double them.
+        factored = any(find_mixin(compressor, SummedMatrices) is not None for compressor in wire.plan.layers.values())
+        if num_bytes >= _BIG_BUCKET_BYTES and not factored:
             cap_mb = max(1, round(num_bytes / 5 / 2**20))
             warnings.warn(
                 f"all gradients ({num_bytes / 2**20:.0f} MB) are in one DDP bucket, so communication does not overlap "
