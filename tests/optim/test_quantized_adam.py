@@ -19,6 +19,7 @@ from nets import DDP_OPTIONS, loss_of, make, trained
 from nets import batch as batch_of
 from thinwire.collectives import owned_parts
 from thinwire.compressors import parse
+from thinwire.integrations.momentum import Momentum
 from thinwire.optim import QuantizedAdam
 
 FOUR_BITS = "minmax(bits=4, bucket=128)"
@@ -227,6 +228,23 @@ class _Recorded:
             momenta = {n: optimizer.momentum(p) for n, p in self.parameters.items()}
             self.momenta.append({n: m.clone() for n, m in momenta.items() if m is not None})
         self.state = {key: value for key, value in wire.state_dict().items() if "residual" in key}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_a_gradient_becomes_a_momentum_and_itself_again(dtype: torch.dtype) -> None:
+    """Also one that is larger than (1 − β1) times the largest of its dtype."""
+    parameter = torch.zeros(64, dtype=dtype).requires_grad_()
+    optimizer = QuantizedAdam([parameter], lr=0.0, warmup=1)
+    gradient = torch.linspace(20_000, 30_000, 64).to(dtype)
+    for _ in range(30):
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    sender, layers, bucket = Momentum(optimizer, {"w": parameter}), (("w", (64,)),), gradient.clone()
+    sender.make(bucket, layers, 1.0)
+    mixed = 0.9 * optimizer.momentum(parameter).double() + 0.1 * gradient.double()
+    torch.testing.assert_close(bucket.double(), mixed, rtol=4 * torch.finfo(dtype).eps, atol=0.0)
+    sender.undo(bucket, layers, 1.0)
+    torch.testing.assert_close(bucket, gradient, rtol=20 * torch.finfo(dtype).eps, atol=0.0)
 
 
 def _norms(rank: int, size: int, spec: str, ddp: str) -> list[tuple[float, float]]:

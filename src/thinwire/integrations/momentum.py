@@ -124,13 +124,10 @@ class Momentum:
 
     def undo(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> Tensor:
         """``g ← (g − β1·m) / (1 − β1)``: the gradient that makes the momentum which has arrived."""
-        parts, steps = self._parts(flat, layers), []
-        for _, gradient, momentum, beta in parts:
-            if momentum is None:
-                gradient.div_(1 - beta)
-            else:
-                steps.append(AdamStep(gradient, momentum, None, 1 / (1 - beta), beta / (1 - beta) * loss_scale))
-        adam_apply(steps)
+        parts = self._parts(flat, layers)
+        adam_apply([AdamStep(g, m, None, 1.0, beta * loss_scale) for _, g, m, beta in parts if m is not None])
+        for _, gradient, _, beta in parts:
+            gradient.div_(1 - beta)  # of the small difference: 1 / (1 − β1) times the momentum may be too much for fp16
         wire, sketched = self._wire(), self._sketched.get(layers)
         if wire is not None and sketched is not None:
             compressed = _compressed(parts, wire)
