@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from harness import run_ranks
 from thinwire.optim import Muon
-from thinwire.optim.polar import newton_schulz, polar_factors
+from thinwire.optim.polar import iteration_dtype, newton_schulz, polar_factors
 from thinwire.optim.shards import as_whole
 
 
@@ -148,6 +148,20 @@ def test_matrices_are_divided_by_their_work() -> None:
             assert part.shape == matrix.shape
             torch.testing.assert_close(part, factor, rtol=0, atol=2e-2)
     assert polar_factors([]) == []
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [("AVX2", torch.float32), ("AVX512", torch.bfloat16)])
+def test_a_cpu_iterates_in_the_dtype_that_it_is_fast_in(
+    capability: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert iteration_dtype(torch.device("cpu")) is dtype
+    assert iteration_dtype(torch.device("cuda")) is torch.bfloat16
+    matrix = torch.randn(24, 40, generator=torch.Generator().manual_seed(0))
+    (factor,) = polar_factors([matrix])
+    assert factor.dtype is torch.bfloat16
+    exact = newton_schulz(matrix[None])[0]
+    assert float(nn.functional.cosine_similarity(factor.float().flatten(), exact.flatten(), 0)) > 0.999
 
 
 def _factors(rank: int, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
