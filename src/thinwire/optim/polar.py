@@ -66,12 +66,12 @@ def polar_factors(matrices: Sequence[Tensor], group: dist.ProcessGroup | None = 
 
 def _by_shape(matrices: Sequence[Tensor]) -> list[Tensor]:
     wide = [m.bfloat16() if m.shape[0] <= m.shape[1] else m.bfloat16().mT for m in matrices]
-    dtype = iteration_dtype(matrices[0].device) if matrices else torch.bfloat16
     alike: dict[torch.Size, list[int]] = {}
     for index, matrix in enumerate(wide):
         alike.setdefault(matrix.shape, []).append(index)
     for indices in alike.values():
-        factors = newton_schulz(torch.stack([wide[i] for i in indices]).to(dtype)).bfloat16()
+        stacked = torch.stack([wide[i] for i in indices])
+        factors = newton_schulz(stacked.to(iteration_dtype(stacked.device))).bfloat16()
         for index, factor in zip(indices, factors, strict=True):
             wide[index] = factor
     return [w if m.shape[0] <= m.shape[1] else w.mT for m, w in zip(matrices, wide, strict=True)]
