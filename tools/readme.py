@@ -149,6 +149,8 @@ def allreduce_long() -> str:
         head += [f"{figures.record['about']['size_mb']:g} MB", "against gloo", "against bare messages"]
         gloo = figures.get("seconds/gloo") or math.nan
         rows.setdefault("gloo fp32", []).extend((f"{1e3 * gloo:.1f} ms", "1.00x", ""))
+        if (fp32 := figures.get("seconds/fp32")) is not None:
+            rows["thinwire, fp32"] = [f"{1e3 * fp32:.1f} ms", f"{gloo / fp32:.2f}x", ""]
         for name in (name.removeprefix("times_bare/") for name in figures.rows if name.startswith("times_bare/")):
             seconds, times_bare = (figures.get(f"{what}/{name}") or math.nan for what in ("seconds", "times_bare"))
             shown = (f"{1e3 * seconds:.1f} ms", f"{gloo / seconds:.2f}x", f"{times_bare:.2f}x")
@@ -156,7 +158,8 @@ def allreduce_long() -> str:
     return (
         f"`thinwire bench allreduce`: all-reduces among {about['ranks']} ranks in 4 bits, over {RATES[about['rate']]} "
         f"with a round-trip time of {about['rtt'].replace('ms', ' ms')}.\n\n"
-        f"{table(head, [[name, *cells] for name, cells in rows.items()])}\n\n{runs[0].machine}."
+        f"{table(head, [[name, *cells, *[''] * (len(head) - 1 - len(cells))] for name, cells in rows.items()])}\n\n"
+        f"{runs[0].machine}."
     )
 
 

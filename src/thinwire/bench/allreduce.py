@@ -119,6 +119,8 @@ def add(results: Results, answer: dict[str, Any], prefix: str = "") -> None:
     for name, value in seconds.items():
         results.add(f"{prefix}seconds/{name}", value, "s", all=answer["all"][name])
     results.add(f"{prefix}payload_bytes/gloo", answer["gloo_bytes"], "B")
+    if "fp32" in seconds:
+        results.add(f"{prefix}speedup_over_gloo/fp32", seconds["gloo"] / seconds["fp32"], "x")
     for name, about in answer["about"].items():
         results.add(f"{prefix}speedup_over_gloo/{name}", seconds["gloo"] / seconds[name], "x")
         if (bare := seconds.get(f"bare/{name}")) is not None:
@@ -136,6 +138,9 @@ def _table(answer: dict[str, Any]) -> Table:
     seconds, times = answer["seconds"], answer["all"]
     gloo = seconds["gloo"]
     table.add_row("gloo, fp32", *_times(gloo, times["gloo"]), f"{answer['gloo_bytes'] / 1e6:.2f}", "1.00x")
+    if (fp32 := seconds.get("fp32")) is not None:
+        size = f"{answer['gloo_bytes'] / 1e6:.2f}"
+        table.add_row("thinwire, fp32", *_times(fp32, times["fp32"]), size, f"{gloo / fp32:.2f}x")
     for name, about in answer["about"].items():
         bare = seconds.get(f"bare/{name}")
         table.add_row(

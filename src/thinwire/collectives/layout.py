@@ -193,7 +193,7 @@ class Layout:
         """Elements that a rank encodes in a step: those of coded layers, each once, as worker or as owner."""
         return sum(layer.numel for layer in self.layers if isinstance(layer.compressor, Coded))
 
-    @property
+    @cached_property
     def slots(self) -> tuple[Slot, ...]:
         """The state that its layers need."""
         return tuple(dict.fromkeys(slot for layer in self.layers for slot in layer.compressor.slots))

@@ -295,6 +295,9 @@ class SharedMemoryTransport(Transport):
     def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
         return self._inner._start_all_reduce(x, lane, op)
 
+    def _start_native(self, x: Tensor, lane: int, op: Reduction) -> Pending:
+        return self._inner._start_native(x, lane, op)
+
     def close(self) -> None:
         super().close()
         self._inner.close()

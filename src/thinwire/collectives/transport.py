@@ -11,6 +11,7 @@ into ahead: once nothing is under way, the receives of their next exchange are p
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import threading
 import weakref
@@ -27,11 +28,15 @@ from torch import Tensor
 
 from thinwire.collectives.errors import CommunicationError, TransportError
 from thinwire.collectives.failures import FailureDetector
+from thinwire.collectives.small_reduction import SMALL_BYTES, SmallReduction
 from thinwire.collectives.traffic import Outgoing, Traffic, arriving, num_phases
 from thinwire.compat import missing_member
 from thinwire.compressors import Reduction
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+_SMALL_REDUCTIONS = 256
+"""Of a lane, at most so many are under way."""
 
 _LEAST_PART = 1 << 14
 """Bytes of a message that one of several streams gets at least: about what a new TCP connection sends at once."""
@@ -100,8 +105,8 @@ class Transport(ABC):
     """Sends uint8 tensors between ranks, and counts bytes.
 
     Sends and receives may be called from several threads. All-reduces have two lanes: those of a lane are called in the
-    same order on every rank, independently of the other lane. The other native collectives have no lane and must not
-    run beside any other operation.
+    same order on every rank, independently of the other lane, and a thread awaits its own in the same order on every
+    rank, too. The other native collectives have no lane and must not run beside any other operation.
     """
 
     rank: int
@@ -257,6 +262,12 @@ class Transport(ABC):
         """`start_all_reduce`, and wait for it."""
         self.start_all_reduce(x, lane=lane, op=op).wait()
 
+    def native_all_reduce(self, x: Tensor) -> None:
+        """Replace ``x`` by its sum as training without thinwire does it, whatever its size; for measurements."""
+        num_bytes = ring_bytes(x.nbytes, self.world_size)
+        self._count(num_bytes, num_bytes)
+        self._start_native(x, 0, "sum").wait()
+
     def all_reduce_bytes(self, numel: int, dtype: torch.dtype, limit: int = 0) -> int:
         """Bytes that a rank sends, and receives, in an all-reduce; one way, of integers that an aggregator gets packed
         as magnitudes up to ``limit``."""
@@ -278,6 +289,9 @@ class Transport(ABC):
 
     @abstractmethod
     def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending: ...
+
+    def _start_native(self, x: Tensor, lane: int, op: Reduction) -> Pending:
+        return self._start_all_reduce(x, lane, op)
 
     @abstractmethod
     def broadcast(self, x: Tensor) -> None:
@@ -440,6 +454,8 @@ class ProcessGroupTransport(Transport):
         self.timeout = timeout
         self.rank = group.rank()
         self.world_size = group.size()
+        # By lane, the tags of small all-reduces: pairs that are used again and again.
+        self._tags = tuple(itertools.cycle([self.new_tag(2) for _ in range(_SMALL_REDUCTIONS)]) for _ in self._lanes)
 
     def add_streams(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Send messages in parts over further groups of the same ranks, too, which this transport owns as it owns its
@@ -474,6 +490,21 @@ class ProcessGroupTransport(Transport):
         return list(zip(self._streams, message.chunk(num), strict=False))
 
     def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
+        if self.world_size == 1 or x.nbytes > SMALL_BYTES or not x.is_contiguous():
+            return self._start_native(x, lane, op)
+        self._advance()
+        # Ranks begin those of a lane in one order, so all of them take the same tags.
+        tag = next(self._tags[lane])
+        return SmallReduction(
+            x,
+            op,
+            rank=self.rank,
+            num_ranks=self.world_size,
+            send=lambda message, peer, phase: self._send(message, peer, tag + phase),
+            receive=lambda message, peer, phase: self._receive(message, peer, tag + phase),
+        )
+
+    def _start_native(self, x: Tensor, lane: int, op: Reduction) -> Pending:
         self._advance()
         return self._start("the all-reduce", lambda: self._lanes[lane].allreduce([x], _OPS[op]))
 

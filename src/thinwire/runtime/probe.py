@@ -101,7 +101,7 @@ def measure_native(transport: Transport) -> float:
     while True:
         x = torch.zeros(num_bytes // 4, device=device)
         transport.all_gather(torch.zeros(1))
-        took = median(elapsed(lambda x=x: transport.all_reduce(x), device) for _ in range(_REPEATS))
+        took = median(elapsed(lambda x=x: transport.native_all_reduce(x), device) for _ in range(_REPEATS))
         took = float(transport.all_gather(torch.tensor([took], dtype=torch.float64)).max())
         if took >= _LONG_ENOUGH_S or num_bytes >= _LAST_PROBE_BYTES:
             return transport.all_reduce_bytes(x.numel(), x.dtype) / max(took, 1e-6)
@@ -182,7 +182,7 @@ def _links(transport: Transport, long_s: float, world: World | None) -> Links:
         x = torch.zeros(num_bytes // 4, device=device)
         transport.all_gather(torch.zeros(1))
         before = time.process_time()
-        seconds = elapsed(lambda: transport.all_reduce(x), device)
+        seconds = elapsed(lambda: transport.native_all_reduce(x), device)
         return _Took(seconds, time.process_time() - before)
 
     native, native_cpu = _curve(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from thinwire.compressors import Coded, Compressor, Raw, RawSum, Summed, cold_start, learns_at
+from thinwire.compressors import Coded, Compressor, Raw, RawSum, Summed, at_step, cold_start, learns_at
 from thinwire.plan import Plan
 from thinwire.runtime.slots import Slots
 
@@ -17,6 +17,10 @@ class StepPlan:
         self._num_ranks, self._shapes, self._slots = num_ranks, shapes, slots
         self._known: dict[str, int] = {}
         self._begun: set[str] = set()
+        self._followed: Plan | None = None
+        self._distinct: tuple[Compressor, ...] = ()
+        self._in_step: tuple[Compressor, ...] = ()
+        self._awaits_begin = False
         self._present = Plan({})
         self._raw_is_summed = False
         self.number = 0
@@ -27,10 +31,21 @@ class StepPlan:
         """Start anew: from another plan, with other slots."""
         self._known.clear()
         self._begun.clear()
+        self._followed = None
 
     def follow(self, plan: Plan, step: int, learning_rate: float | None) -> None:
         """Take the form of ``step``, counted from the first compressed one."""
+        # A few compressors serve all layers, and most of them have no schedule: then nothing is done for each layer.
+        if plan is not self._followed:
+            self._followed, self._distinct, self._in_step = plan, tuple(dict.fromkeys(plan.layers.values())), ()
+        in_step = tuple(at_step(compressor, step, learning_rate) for compressor in self._distinct)
+        if in_step == self._in_step and not self._awaits_begin:
+            return
+        self._in_step = in_step
         present = self._form_of(plan, step, learning_rate)
+        self._awaits_begin = any(
+            cold_start(compressor) is not None for name, compressor in plan.layers.items() if name not in self._begun
+        )
         if present.layers == self._present.layers and self._known:
             return
         self._present = present

@@ -28,7 +28,8 @@ class Plain(Summed):
     def rounds(self, x: Tensor, y: Tensor, call: SumCall) -> Generator[None, None, Subtract]:
         (parts,), (buffer,) = call.parts, call.buffers
         for piece, where in parts:
-            buffer[where].copy_(x[piece.elements].float() * call.scale)
+            values = x[piece.elements]
+            torch.mul(values if values.dtype is buffer.dtype else values.float(), call.scale, out=buffer[where])
         yield
         for piece, where in parts:
             y[piece.elements].copy_(buffer[where])

@@ -1,0 +1,120 @@
+"""All-reduces of small tensors by messages: the sums of a native all-reduce, the same bits on every rank."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness import run_ranks
+from thinwire.collectives import ProcessGroupTransport, ring_bytes
+from thinwire.collectives.small_reduction import SMALL_BYTES, SmallReduction
+
+TIMEOUT = timedelta(seconds=20)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int32)
+
+
+def _transport() -> ProcessGroupTransport:
+    first, second = (dist.new_group(timeout=TIMEOUT) for _ in range(2))
+    assert isinstance(first, dist.ProcessGroup)
+    assert isinstance(second, dist.ProcessGroup)
+    return ProcessGroupTransport(first, TIMEOUT, second, owned=True)
+
+
+def _whole(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.randint(-20, 20, (numel,), generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def _check_sums(rank: int, num_ranks: int) -> None:
+    transport = _transport()
+    numels = (1, 2, 3, 5, 1000, SMALL_BYTES // 4, SMALL_BYTES // 4 + 1)
+    for dtype in DTYPES:
+        for numel in numels if dtype is torch.float32 else numels[:5]:
+            of_ranks = torch.stack([_whole(r, numel, dtype).double() for r in range(num_ranks)])
+            for op, expected in (("sum", of_ranks.sum(0)), ("max", of_ranks.amax(0))):
+                x = _whole(rank, numel, dtype)
+                transport.all_reduce(x, op=op)  # pyright: ignore[reportArgumentType]
+                assert torch.equal(x.double(), expected), (op, dtype, numel)
+    x = torch.randn(4, 333, generator=torch.Generator().manual_seed(rank))
+    transport.all_reduce(x)
+    assert len({bytes(row.numpy().tobytes()) for row in transport.all_gather(x)}) == 1, "ranks have different bits"
+    part = torch.full((3, 2), float(rank)).mT
+    transport.all_reduce(part)
+    assert part.eq(sum(range(num_ranks))).all(), "not contiguous"
+    transport.close()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_sums_and_maxima_are_exact_and_alike_on_all_ranks(num_ranks: int) -> None:
+    run_ranks(_check_sums, num_ranks, num_ranks)
+
+
+def _check_under_way(rank: int, num_ranks: int) -> None:
+    transport = _transport()
+    sums = [torch.full((size,), float(rank + size)) for size in range(1, 9)]
+    started = [transport.start_all_reduce(x, lane=i % 2) for i, x in enumerate(sums)]
+    for pending in reversed(started):
+        pending.wait()
+    for x in sums:
+        assert x.eq(sum(rank + x.numel() for rank in range(num_ranks))).all()
+    # More, one after another, than there are tags.
+    for _ in range(600):
+        x = torch.ones(2)
+        transport.all_reduce(x)
+        assert x.eq(num_ranks).all()
+    transport.close()
+
+
+def test_several_are_under_way_and_awaited_in_any_order() -> None:
+    """Between two ranks nothing is left to send when one is awaited, so the order in which they are does not matter."""
+    run_ranks(_check_under_way, 2, 2)
+
+
+def _check_rounding(rank: int) -> None:
+    transport = _transport()
+    x = torch.tensor([256.0 if rank == 0 else 1.0], dtype=torch.bfloat16)
+    transport.all_reduce(x)
+    assert float(x) == 260.0, "259 is half way between 258 and 260; rounded after each rank it would be 256"
+    transport.close()
+
+
+def test_a_sum_in_16_bits_is_rounded_once() -> None:
+    run_ranks(_check_rounding, 4)
+
+
+class _Nothing:
+    def wait(self) -> None:
+        return
+
+
+@pytest.mark.parametrize(("num_ranks", "numel"), [(2, 1000), (4, 1000), (8, 1000), (4, 2)])
+def test_messages_are_few_and_have_the_bytes_of_a_ring(num_ranks: int, numel: int) -> None:
+    """One message after another in a ring: 2(n−1). Here: one between two ranks, two between more."""
+    sent: dict[int, list[tuple[int, int, int]]] = {rank: [] for rank in range(num_ranks)}
+    received: dict[int, list[tuple[int, int, int]]] = {rank: [] for rank in range(num_ranks)}
+    for rank in range(num_ranks):
+
+        def post(into: list[tuple[int, int, int]], message: Tensor, peer: int, phase: int) -> _Nothing:
+            into.append((phase, peer, message.numel()))
+            return _Nothing()
+
+        reduction = SmallReduction(
+            torch.zeros(numel),
+            "sum",
+            rank=rank,
+            num_ranks=num_ranks,
+            send=lambda *given, into=sent[rank], post=post: post(into, *given),
+            receive=lambda *given, into=received[rank], post=post: post(into, *given),
+        )
+        reduction.wait()
+    assert {phase for messages in sent.values() for phase, _, _ in messages} == ({0} if num_ranks == 2 else {0, 1})
+    total = sum(size for messages in sent.values() for _, _, size in messages)
+    assert total == num_ranks * ring_bytes(4 * numel, num_ranks)
+    assert min(size for messages in sent.values() for _, _, size in messages) > 0, "nothing is sent for empty parts"
+    for rank, messages in sent.items():
+        for phase, peer, size in messages:
+            assert received[peer].count((phase, rank, size)) == 1, "every message is expected by its receiver"
+    assert sum(map(len, sent.values())) == sum(map(len, received.values()))
