@@ -5,6 +5,7 @@ local updates under `thinwire.local`, and where pipelines keep messages under `t
 """
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -109,6 +110,8 @@ def __getattr__(name: str) -> Any:
         return import_module(f"thinwire.{name}")
     if name in _LATE:
         return getattr(import_module(_LATE[name]), name)
+    if name == "__version__":
+        return version("thinwire")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

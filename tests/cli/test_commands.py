@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import thinwire
 import thinwire_cli as cli
 from experiments.__main__ import EXPERIMENTS
 from experiments.__main__ import main as experiments_main
@@ -76,7 +77,8 @@ def test_an_unknown_command_names_the_known_ones(capsys) -> None:
 
 def test_version(capsys) -> None:
     assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("thinwire 0.")
+    assert capsys.readouterr().out == f"thinwire {thinwire.__version__}\n"
+    assert thinwire.__version__.startswith("0.")
 
 
 def figures(path: Path) -> dict[str, float]:

@@ -19,7 +19,7 @@ class StepPlan:
         self._begun: set[str] = set()
         self._followed: Plan | None = None
         self._distinct: tuple[Compressor, ...] = ()
-        self._in_step: tuple[Compressor, ...] = ()
+        self._in_step: tuple[Compressor, ...] | None = None
         self._awaits_begin = False
         self._present = Plan({})
         self._raw_is_summed = False
@@ -37,7 +37,7 @@ class StepPlan:
         """Take the form of ``step``, counted from the first compressed one."""
         # A few compressors serve all layers, and most of them have no schedule: then nothing is done for each layer.
         if plan is not self._followed:
-            self._followed, self._distinct, self._in_step = plan, tuple(dict.fromkeys(plan.layers.values())), ()
+            self._followed, self._distinct, self._in_step = plan, tuple(dict.fromkeys(plan.layers.values())), None
         in_step = tuple(at_step(compressor, step, learning_rate) for compressor in self._distinct)
         if in_step == self._in_step and not self._awaits_begin:
             return
