@@ -134,7 +134,9 @@ def test_bench_algorithms(tmp_path: Path) -> None:
     across = "crossing_bytes/hierarchical(inside=dense, across=leaders)/auto"
     assert found[nested + across] == pytest.approx(found[f"{nested}crossing_bytes/sra/auto"] / 2, rel=0.1)
     assert found[f"{one}crossing_bytes/sra/shared"] == 0
-    timed = [name for name in found if "/seconds/" in name and "/bare/" not in name and not name.endswith("/gloo")]
+    timed = [name for name in found if "/seconds/" in name and "/bare/" not in name]
+    assert sum(name.endswith(("/gloo", "/fp32")) for name in timed) == 2 * 3
+    timed = [name for name in timed if not name.endswith(("/gloo", "/fp32"))]
     assert len(timed) == 5 + 8 + 6
     for name in timed:
         bare = found[name.replace("/seconds/", "/seconds/bare/")]
