@@ -83,6 +83,9 @@ class DeviceGroupTransport(DeviceTransport):
         self._run("all-gather", lambda: all_gather_single(out, x, self.group))
 
     def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
+        if self.device.type == "cpu":
+            # Added in the host's order, so that both ways give the same bits.
+            return self.host._start_all_reduce(x, lane, op)
         work = self._run("all-reduce", lambda: dist.all_reduce(x, _OPS[op], group=self.group, async_op=True))
         if work is None:
             raise TransportError("the all-reduce failed: this process is not in the group")
