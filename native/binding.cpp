@@ -203,6 +203,69 @@ PyObject* py_reduce(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return none_if(call(num_elements(job), [&](const Machine& now) { return encode(now, job); }));
 }
 
+// raw_encode(x, dtype, rows, num_rows, message)
+PyObject* py_raw_encode(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments in(args, count);
+  Job job;
+  job.own = in.address<const void>(), job.own_dtype = in.dtype();
+  in.rows(job);
+  job.out = in.address<uint8_t>();
+  if (in.failed()) return nullptr;
+  return none_if(call(num_elements(job), [&](const Machine& now) { return raw_encode(now, job); }));
+}
+
+// raw_decode(message, rows, num_rows, y, dtype, add, scale)
+PyObject* py_raw_decode(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments in(args, count);
+  Job job;
+  const uint8_t* message = in.address<const uint8_t>();
+  job.messages = &message, job.num_messages = 1;
+  in.rows(job);
+  job.y = in.address<void>(), job.y_dtype = in.dtype();
+  job.add = in.flag(), job.scale = in.real();
+  if (in.failed()) return nullptr;
+  return none_if(call(num_elements(job), [&](const Machine& now) { return raw_decode(now, job); }));
+}
+
+// raw_sum(own, dtype, rows, num_rows, y, dtype, out_message or 0, scale, *messages)
+PyObject* py_raw_sum(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments in(args, count);
+  Job job;
+  const uint8_t* messages[kMaxMessages];
+  job.own = in.address<const void>(), job.own_dtype = in.dtype();
+  in.rows(job);
+  job.y = in.address<void>(), job.y_dtype = in.dtype();
+  job.out = in.address<uint8_t>(), job.scale = in.real();
+  in.messages(job, messages);
+  if (in.failed()) return nullptr;
+  return none_if(call(num_elements(job), [&](const Machine& now) { return raw_sum(now, job); }));
+}
+
+// rows_add(x, dtype, rows, num_rows, other, dtype, out, dtype, alpha)
+PyObject* py_rows_add(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments in(args, count);
+  RowJob job;
+  job.own = in.address<const void>(), job.own_dtype = in.dtype();
+  in.rows(job);
+  job.other = in.address<const void>(), job.other_dtype = in.dtype();
+  job.y = in.address<void>(), job.y_dtype = in.dtype();
+  job.by = in.real();
+  if (in.failed()) return nullptr;
+  return none_if(call(num_elements(job), [&](const Machine& now) { return rows_add(now, job); }));
+}
+
+// rows_scale(x, dtype, rows, num_rows, out, dtype, by, over)
+PyObject* py_rows_scale(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments in(args, count);
+  RowJob job;
+  job.own = in.address<const void>(), job.own_dtype = in.dtype();
+  in.rows(job);
+  job.y = in.address<void>(), job.y_dtype = in.dtype();
+  job.by = in.real(), job.over = in.real();
+  if (in.failed()) return nullptr;
+  return none_if(call(num_elements(job), [&](const Machine& now) { return rows_scale(now, job); }));
+}
+
 // checksum(message, num_bytes) -> int
 PyObject* py_checksum(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments in(args, count);
@@ -278,6 +341,11 @@ PyMethodDef methods[] = {
     {"decode", method(py_decode), METH_FASTCALL, nullptr},
     {"sum", method(py_sum), METH_FASTCALL, nullptr},
     {"reduce", method(py_reduce), METH_FASTCALL, nullptr},
+    {"raw_encode", method(py_raw_encode), METH_FASTCALL, nullptr},
+    {"raw_decode", method(py_raw_decode), METH_FASTCALL, nullptr},
+    {"raw_sum", method(py_raw_sum), METH_FASTCALL, nullptr},
+    {"rows_add", method(py_rows_add), METH_FASTCALL, nullptr},
+    {"rows_scale", method(py_rows_scale), METH_FASTCALL, nullptr},
     {"checksum", method(py_checksum), METH_FASTCALL, nullptr},
     {"levels", py_levels, METH_NOARGS, nullptr},
     {"level", py_level, METH_NOARGS, nullptr},

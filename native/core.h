@@ -63,6 +63,13 @@ struct Job {
   float loss_scale = 1.0f;
 };
 
+// Arithmetic on the rows of flat tensors: y = own + by * other, or y = own * by / over.
+struct RowJob : Job {
+  const void* other = nullptr;
+  Dtype other_dtype = kFloat32;
+  float by = 1.0f, over = 1.0f;
+};
+
 // For the buckets of a row that is too wide for one block: extrema or sums, accumulated piece by piece; then the
 // scales.
 struct Wide {
@@ -97,6 +104,11 @@ struct Kernels {
   // Tiles [begin, end) of kTile elements of all rows, in table order.
   void (*decode_tiles)(const Job&, int64_t begin, int64_t end);
   void (*sum_tiles)(const Job&, int64_t begin, int64_t end);
+  void (*raw_encode_tiles)(const Job&, int64_t begin, int64_t end);
+  void (*raw_decode_tiles)(const Job&, int64_t begin, int64_t end);
+  void (*raw_sum_tiles)(const Job&, int64_t begin, int64_t end);
+  void (*add_tiles)(const RowJob&, int64_t begin, int64_t end);
+  void (*scale_tiles)(const RowJob&, int64_t begin, int64_t end);
   // Partial checksum of the 32-bit words [begin, end).
   uint64_t (*checksum)(const uint8_t* message, int64_t begin, int64_t end);
 };

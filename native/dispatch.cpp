@@ -81,6 +81,13 @@ struct Size {
   explicit Size(const Job& job) : Size(job.rows, job.num_rows) {}
 };
 
+template <class Work>
+Status on_tiles(const Machine& machine, const Work& job, void (*kernel)(const Work&, int64_t, int64_t)) {
+  const Size size(job);
+  auto work = [&](int64_t begin, int64_t end) { kernel(job, begin, end); };
+  return run(machine, size.tiles, size.elements, work) ? kDone : kThreadsFailed;
+}
+
 } // namespace
 
 const Kernels* const* levels() {
@@ -118,16 +125,24 @@ Status encode(const Machine& machine, const Job& job) {
   return run(machine, pieces, elements, work) ? kDone : kThreadsFailed;
 }
 
-Status decode(const Machine& machine, const Job& job) {
-  const Size size(job);
-  auto work = [&](int64_t begin, int64_t end) { machine.kernels->decode_tiles(job, begin, end); };
-  return run(machine, size.tiles, size.elements, work) ? kDone : kThreadsFailed;
+Status decode(const Machine& machine, const Job& job) { return on_tiles(machine, job, machine.kernels->decode_tiles); }
+
+Status sum(const Machine& machine, const Job& job) { return on_tiles(machine, job, machine.kernels->sum_tiles); }
+
+Status raw_encode(const Machine& machine, const Job& job) {
+  return on_tiles(machine, job, machine.kernels->raw_encode_tiles);
 }
 
-Status sum(const Machine& machine, const Job& job) {
-  const Size size(job);
-  auto work = [&](int64_t begin, int64_t end) { machine.kernels->sum_tiles(job, begin, end); };
-  return run(machine, size.tiles, size.elements, work) ? kDone : kThreadsFailed;
+Status raw_decode(const Machine& machine, const Job& job) {
+  return on_tiles(machine, job, machine.kernels->raw_decode_tiles);
+}
+
+Status raw_sum(const Machine& machine, const Job& job) { return on_tiles(machine, job, machine.kernels->raw_sum_tiles); }
+
+Status rows_add(const Machine& machine, const RowJob& job) { return on_tiles(machine, job, machine.kernels->add_tiles); }
+
+Status rows_scale(const Machine& machine, const RowJob& job) {
+  return on_tiles(machine, job, machine.kernels->scale_tiles);
 }
 
 Status checksum(const Machine& machine, const uint8_t* message, int64_t num_bytes, uint64_t& result) {

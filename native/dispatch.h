@@ -29,6 +29,12 @@ struct Machine {
 Status encode(const Machine&, const Job&);
 Status decode(const Machine&, const Job&);
 Status sum(const Machine&, const Job&);
+// The same without a code: payloads hold values of the dtype of `own` (raw_encode) or of `y`.
+Status raw_encode(const Machine&, const Job&);
+Status raw_decode(const Machine&, const Job&);
+Status raw_sum(const Machine&, const Job&);
+Status rows_add(const Machine&, const RowJob&);
+Status rows_scale(const Machine&, const RowJob&);
 Status checksum(const Machine&, const uint8_t* message, int64_t num_bytes, uint64_t& result);
 
 Status adam_normalise(const Machine&, const Normalise* layers, int64_t count);

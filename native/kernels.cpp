@@ -24,6 +24,7 @@ namespace {
 #include "scales.h"
 #include "sums.h"
 #include "decode.h"
+#include "rows.h"
 #include "encode.h"
 #include "wide.h"
 #include "masks.h"
@@ -48,7 +49,8 @@ const SpectrumKernels spectrum_kernels = {sample_spectra, collect_spectra, resto
 extern const Kernels kernels;
 const Kernels kernels = {
     THINWIRE_LEVEL_NAME, &adam_kernels, &factor_kernels, &float_kernels, &sparse_kernels, &spectrum_kernels,
-    encode_blocks, wide_extrema, wide_sums, wide_scales, wide_codes, decode_tiles, sum_tiles, checksum,
+    encode_blocks, wide_extrema, wide_sums, wide_scales, wide_codes, decode_tiles, sum_tiles, raw_encode_tiles,
+    raw_decode_tiles, raw_sum_tiles, add_tiles, scale_tiles, checksum,
 };
 } // namespace THINWIRE_LEVEL
 } // namespace thinwire

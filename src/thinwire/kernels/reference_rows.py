@@ -19,9 +19,10 @@ def raw_encode(x: Tensor, table: Table, message: Tensor) -> None:
 
 def raw_decode(message: Tensor, table: Table, y: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
     """See :func:`thinwire.kernels.raw_decode`."""
+    wide = torch.promote_types(y.dtype, torch.float32)
     for values, payload in _views(y, table, message):
         if add:
-            values.add_(payload, alpha=scale)
+            values.copy_(values.to(wide) + payload.to(wide) * scale)
         elif scale == 1.0:
             values.copy_(payload)
         else:
@@ -38,7 +39,7 @@ def raw_sum(
     for i, span in enumerate(_spans(table)):
         total = own[span].to(wide, copy=True).mul_(before)
         for received in payloads:
-            total.add_(received[i], alpha=before)
+            total.add_(received[i].to(wide) * before)
         y[span].copy_(total.mul_(scale / before))
     if out_message is not None:
         raw_encode(y, table, out_message)
@@ -46,8 +47,10 @@ def raw_sum(
 
 def rows_add(x: Tensor, other: Tensor, table: Table, out: Tensor, *, alpha: float = 1.0) -> None:
     """See :func:`thinwire.kernels.rows_add`."""
+    wide = torch.promote_types(torch.promote_types(x.dtype, other.dtype), torch.float32)
     for span in _spans(table):
-        torch.add(x[span], other[span], alpha=alpha, out=out[span])
+        # Rounded twice: with alpha=, an addition of PyTorch's may be fused with the product.
+        out[span] = x[span].to(wide) + other[span].to(wide) * alpha
 
 
 def rows_scale(x: Tensor, table: Table, out: Tensor, *, by: float = 1.0, over: float = 1.0) -> None:
@@ -57,7 +60,7 @@ def rows_scale(x: Tensor, table: Table, out: Tensor, *, by: float = 1.0, over: f
             torch.mul(x[span].to(torch.float32), by, out=out[span])
         elif over != 1.0:
             torch.div(x[span], over, out=out[span])
-        elif out is not x:
+        else:
             out[span] = x[span]
 
 

@@ -1,6 +1,7 @@
 """Values of a table's segments without a code: into messages, out of them, and their sums.
 
-On a CPU segments are processed one by one; on a GPU by one launch, because a DDP bucket has many small layers.
+A DDP bucket has many small layers, and an operation for each would take most of the time: payloads are copied and summed
+by one call of the native core, and on a GPU by one launch.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import native, reference_rows
+from thinwire.kernels.native import CODES
 from thinwire.kernels.ops import DTYPES
 from thinwire.kernels.table import Table
 
@@ -23,7 +25,10 @@ def raw_encode(x: Tensor, table: Table, message: Tensor) -> None:
     the message and ``ValueError`` where a payload or a segment lies outside its tensor.
     """
     _check(x, table, message)
-    torch_or_triton(x).raw_encode(x, table, message)
+    if not _computes(x, message):
+        torch_or_triton(x).raw_encode(x, table, message)
+        return
+    native.core().raw_encode(*native.source(x, table), message.data_ptr())
 
 
 def raw_decode(message: Tensor, table: Table, y: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
@@ -32,7 +37,10 @@ def raw_decode(message: Tensor, table: Table, y: Tensor, *, add: bool = False, s
     Shapes and errors are those of :func:`raw_encode`.
     """
     _check(y, table, message)
-    torch_or_triton(y).raw_decode(message, table, y, add=add, scale=scale)
+    if not _computes(y, message):
+        torch_or_triton(y).raw_decode(message, table, y, add=add, scale=scale)
+        return
+    native.core().raw_decode(message.data_ptr(), *native.target(table, y), add, scale)
 
 
 def raw_sum(
@@ -43,27 +51,59 @@ def raw_sum(
     ``y`` may be ``own``, which may be of a wider dtype; messages have that of ``y``. Shapes and errors are those of
     :func:`raw_encode`.
     """
-    for message in messages if out_message is None else (*messages, out_message):
+    payloads = messages if out_message is None else (*messages, out_message)
+    for message in payloads:
         _check(y, table, message)
-    torch_or_triton(y).raw_sum(messages, own, table, y, scale=scale, out_message=out_message)
+    for values in (own, y):
+        _check_reach(values, table)
+    if not _computes(own, y, *payloads):
+        torch_or_triton(y).raw_sum(messages, own, table, y, scale=scale, out_message=out_message)
+        return
+    out = 0 if out_message is None else out_message.data_ptr()
+    received = (message.data_ptr() for message in messages)
+    native.core().raw_sum(*native.source(own, table), y.data_ptr(), CODES[y.dtype], out, scale, *received)
 
 
 def rows_add(x: Tensor, other: Tensor, table: Table, out: Tensor, *, alpha: float = 1.0) -> None:
-    """``out = x + alpha · other`` on the table's segments; ``out`` may be either. Flat, fp32 or narrower."""
-    torch_or_triton(out).rows_add(x, other, table, out, alpha=alpha)
+    """``out = x + alpha · other`` on the table's segments, in fp32; ``out`` may be either. Flat, fp32 or narrower.
+
+    Raises ``ValueError`` where a segment lies outside a tensor.
+    """
+    for values in (x, other, out):
+        _check_reach(values, table)
+    if not _computes(x, other, out):
+        torch_or_triton(out).rows_add(x, other, table, out, alpha=alpha)
+        return
+    given = other.data_ptr(), CODES[other.dtype], out.data_ptr(), CODES[out.dtype]
+    native.core().rows_add(*native.source(x, table), *given, alpha)
 
 
 def rows_scale(x: Tensor, table: Table, out: Tensor, *, by: float = 1.0, over: float = 1.0) -> None:
     """``out = x · by / over`` on the table's segments; ``out`` may be ``x``. One of the two factors is 1. Products are
-    taken in fp32; ``x`` is fp32 where ``over`` is not 1."""
-    torch_or_triton(out).rows_scale(x, table, out, by=by, over=over)
+    taken in fp32; ``x`` is fp32 where ``over`` is not 1. Errors are those of :func:`rows_add`."""
+    if out is x and by == over == 1.0:
+        return
+    for values in (x, out):
+        _check_reach(values, table)
+    if not _computes(x, out):
+        torch_or_triton(out).rows_scale(x, table, out, by=by, over=over)
+        return
+    native.core().rows_scale(*native.source(x, table), out.data_ptr(), CODES[out.dtype], by, over)
 
 
 def torch_or_triton(tensor: Tensor) -> ModuleType:
-    """The implementation for a tensor; there is none in the native core, as PyTorch's copies are as fast."""
+    """The implementation for a tensor that the native core does not process."""
     # Only `raw` takes fp64, whose scalars would lose half of their digits as arguments of a kernel.
     takes = tensor.dtype in DTYPES
     return native.torch_or_triton(reference_rows, "gpu_rows", tensor) if takes else reference_rows
+
+
+def _computes(*tensors: Tensor) -> bool:
+    """Whether the native core takes these values and messages."""
+    return all(
+        native.computes(tensor) and tensor.is_contiguous() and (tensor.dtype in DTYPES or tensor.dtype is torch.uint8)
+        for tensor in tensors
+    )
 
 
 def _check(values: Tensor, table: Table, message: Tensor) -> None:
@@ -73,5 +113,9 @@ def _check(values: Tensor, table: Table, message: Tensor) -> None:
     num_bytes = table.message_bytes(("raw", size), lambda numel: numel * size)
     if num_bytes > message.numel():
         raise ValueError(f"a message of {message.numel()} bytes is too short: its payloads end at byte {num_bytes}")
+    _check_reach(values, table)
+
+
+def _check_reach(values: Tensor, table: Table) -> None:
     if table.num_elements > values.numel():
         raise ValueError(f"segments reach to element {table.num_elements} of a tensor of {values.numel()}")
