@@ -43,7 +43,9 @@ const FloatKernels float_kernels = {
     magnitudes_encode, magnitudes_decode,
 };
 const SparseKernels sparse_kernels = {sample, collect, histogram, find, gather, scatter};
-const SpectrumKernels spectrum_kernels = {sample_spectra, collect_spectra, restore};
+const SpectrumKernels spectrum_kernels = {
+    sample_spectra, collect_spectra, store_spectra, split_spectra, count_chosen, choose_stored, restore,
+};
 } // namespace
 
 extern const Kernels kernels;

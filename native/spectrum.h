@@ -190,6 +190,103 @@ static void collect_spectra(const Blocked& job, Candidates& to, float* parts, in
   if (bad) __atomic_store_n(&to.nonfinite, 1, __ATOMIC_RELAXED);
 }
 
+// Calls visit(block) for the blocks of pieces [begin, end).
+template <class Visit>
+static void for_blocks(const Blocked& job, int64_t begin, int64_t end, Visit visit) {
+  const int64_t last = end * kTogether < job.blocks() ? end * kTogether : job.blocks();
+  for (int64_t b = begin * kTogether; b < last; b++) visit(b);
+}
+
+static bool store_spectra(const Blocked& job, const Stored& to, int64_t begin, int64_t end, void* scratch) {
+  Spectra s(job, scratch);
+  Words seen = {};
+  const int64_t last = end * kTogether < job.blocks() ? end * kTogether : job.blocks();
+  for (int64_t first = begin * kTogether; first < last; first += kLanes) {
+    const int lanes = last - first < kLanes ? (int)(last - first) : kLanes;
+    analyse(job, first, 1, lanes, s);
+    for (int lane = 0; lane < lanes; lane++) {
+      const float *re = s.row(lane), *im = re + s.second;
+      float *real = to.real(first + lane), *imaginary = to.imaginary(first + lane), *squares = to.squares(first + lane);
+      for (int64_t t = 0; t < s.half; t += kLanes) {
+        const Floats a = load<Floats>(re + t), b = load<Floats>(im + t), square = a * a + b * b;
+        store(real + t, a), store(imaginary + t, b), store(squares + t, square);
+        seen |= (bits_of<Words>(square) & 0x7FFFFFFF) + 0x00800000; // of Inf and NaN, the sign bit
+      }
+      const float a = re[s.half], b = im[s.half], square = a * a + b * b;
+      real[s.half] = a, imaginary[s.half] = b, squares[s.half] = square;
+      seen |= splat(key_of(square)) + 0x00800000;
+    }
+  }
+  uint32_t bad = 0;
+  for (int i = 0; i < kLanes; i++) bad |= seen[i] >> 31;
+  return !bad;
+}
+
+static void split_spectra(const Blocked& job, const Stored& from, Split& split, int64_t begin, int64_t end,
+                          void* scratch) {
+  Spectra s(job, scratch);
+  Words seen = {};
+  int64_t above = 0;
+  for_blocks(job, begin, end, [&](int64_t b) {
+    const int64_t found = compact(from.squares(b), s.half + 1, split.low, 0, s.indices, s.values, nullptr, seen);
+    int64_t between = 0;
+    for (int64_t j = 0; j < found; j++) {
+      const uint32_t key = key_of(s.values[j]);
+      s.indices[between] = key;
+      between += key < split.high;
+    }
+    above += found - between;
+    const int64_t place = __atomic_fetch_add(&split.used, between, __ATOMIC_RELAXED);
+    std::memcpy(split.keys + place, s.indices, 4 * between);
+  });
+  __atomic_fetch_add(&split.above, above, __ATOMIC_RELAXED);
+}
+
+static void count_chosen(const Blocked& job, const Stored& from, const Chosen& chosen, int64_t begin, int64_t end) {
+  const Ints kth = (Ints)splat(chosen.kth);
+  for_blocks(job, begin, end, [&](int64_t b) {
+    const float* squares = from.squares(b);
+    const int64_t half = job.block / 2;
+    Ints greater = {}, equal = {};
+    for (int64_t t = 0; t < half; t += kLanes) {
+      const Ints key = (Ints)least(load<Words>(squares + t) & 0x7FFFFFFF, splat(kNanKey));
+      greater -= key > kth, equal -= key == kth;
+    }
+    const uint32_t last = key_of(squares[half]);
+    int64_t above = last > chosen.kth, same = last == chosen.kth;
+    for (int i = 0; i < kLanes; i++) above += greater[i], same += equal[i];
+    chosen.above[b] = above, chosen.ties[b] = same;
+  });
+}
+
+static void choose_stored(const Blocked& job, const Stored& from, const Chosen& chosen, int64_t begin, int64_t end,
+                          void* scratch) {
+  Spectra s(job, scratch);
+  Words seen = {};
+  for_blocks(job, begin, end, [&](int64_t b) {
+    const float *real = from.real(b), *imaginary = from.imaginary(b), *squares = from.squares(b);
+    const int64_t base = b * job.components();
+    int64_t ties = chosen.ties[b];
+    const uint32_t least = ties ? chosen.kth : chosen.kth + 1;
+    const int64_t found = compact(squares, s.half + 1, least, 0, s.indices, s.values, nullptr, seen);
+    int64_t n = found;
+    if (found > chosen.above[b] + ties) { // fewer than have it
+      n = 0;
+      for (int64_t j = 0; j < found; j++) {
+        const bool tie = key_of(s.values[j]) == chosen.kth;
+        s.indices[n] = s.indices[j];
+        n += !tie || ties > 0, ties -= tie && ties > 0;
+      }
+    }
+    int32_t* const indices = chosen.indices + chosen.start[b];
+    float* const parts = chosen.parts + 2 * chosen.start[b];
+    for (int64_t j = 0; j < n; j++) {
+      const uint32_t at = s.indices[j];
+      indices[j] = (int32_t)(base + at), parts[2 * j] = real[at], parts[2 * j + 1] = imaginary[at];
+    }
+  });
+}
+
 // From the rows of components to blocks of y: the transform of conjugates, conjugated.
 static void synthesise(const Blocked& job, int64_t first, int lanes, float scale, bool add, Spectra& s) {
   const float factor = scale / std::sqrt((float)job.block);

@@ -22,6 +22,35 @@ struct Blocked {
   int64_t scratch() const { return 64 + 4 * (32 * block + 16 * kTogether * 4) + 16 * (block / 2 + 64); }
 };
 
+// The spectra of all blocks of a small job, and the squares of their magnitudes: three rows a block, of the components and
+// some room.
+struct Stored {
+  float* rows;
+  int64_t pitch;
+
+  static int64_t pitch_of(const Blocked& job) { return job.block / 2 + 16; }
+  static int64_t bytes(const Blocked& job) { return 64 + 12 * pitch_of(job) * job.blocks(); }
+  float* real(int64_t block) const { return rows + 3 * pitch * block; }
+  float* imaginary(int64_t block) const { return real(block) + pitch; }
+  float* squares(int64_t block) const { return real(block) + 2 * pitch; }
+};
+
+// Keys of at least `low` and below `high`, and the number of those from `high` on.
+struct Split {
+  uint32_t low, high;
+  uint32_t* keys; // with room for all
+  int64_t used, above; // merged atomically
+};
+
+// The components that are chosen: all whose key is above `kth`, and of each block the first `ties` that have it.
+struct Chosen {
+  uint32_t kth;
+  int64_t *above, *ties; // of each block: how many of either there are
+  int64_t* start;        // where its components begin
+  int32_t* indices;
+  float* parts;
+};
+
 // A message's components: ascending indices, each with its real and imaginary part.
 struct Sent {
   const int32_t* indices;
@@ -34,6 +63,12 @@ struct SpectrumKernels {
   void (*sample)(const Blocked&, int64_t stride, int64_t count, uint32_t* keys, void* scratch);
   // Candidates by squared magnitude, a place for each block, and their parts: pieces [begin, end).
   void (*collect)(const Blocked&, Candidates&, float* parts, int64_t begin, int64_t end, void* scratch);
+  // The same for a job whose spectra are stored, blocks of pieces [begin, end): storing them, returning whether all are
+  // finite; splitting by key; counting what is chosen; writing it.
+  bool (*store)(const Blocked&, const Stored&, int64_t begin, int64_t end, void* scratch);
+  void (*split)(const Blocked&, const Stored&, Split&, int64_t begin, int64_t end, void* scratch);
+  void (*count)(const Blocked&, const Stored&, const Chosen&, int64_t begin, int64_t end);
+  void (*choose)(const Blocked&, const Stored&, const Chosen&, int64_t begin, int64_t end, void* scratch);
   // y = scale * signal of the sum of messages, or y += that: pieces [begin, end).
   void (*restore)(const Blocked&, const Sent*, int64_t messages, float scale, bool add, int64_t begin, int64_t end,
                   void* scratch);

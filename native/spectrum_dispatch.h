@@ -2,7 +2,8 @@
 
 namespace {
 
-constexpr int64_t kSampledBlocks = 48, kFewBlocks = 96;
+constexpr int64_t kSampledBlocks = 48, kSampledKeys = 4096;
+constexpr int64_t kStoredElements = int64_t(1) << 20; // of a job whose spectra stay in a cache
 
 // Runs work(begin, end, scratch) over pieces of blocks, with memory for each call.
 template <class Work>
@@ -80,13 +81,81 @@ Status emit_components(const Machine& machine, const Blocked& job, const Compone
   return run(machine, blocks, some.total, fill) ? kDone : kThreadsFailed;
 }
 
+// The key of the k-th largest component, k > 0, and how many components with that key belong to the k largest. A sample
+// says between which keys it lies, all but certainly; what lies there is sorted.
+Status stored_kth_key(const Machine& machine, const Blocked& job, const Stored& stored, int64_t k, uint32_t* keys,
+                      uint32_t& kth, int64_t& ties) {
+  const int64_t total = job.total(), width = job.components(), num = std::min(total, kSampledKeys);
+  for (int64_t i = 0; i < num; i++) {
+    const int64_t at = i * total / num;
+    keys[i] = key_of(stored.squares(at / width)[at % width]);
+  }
+  const double expected = (double)k * (double)num / (double)total, margin = 4.0 * std::sqrt(expected) + 4.0;
+  const int64_t first = (int64_t)(expected - margin), last = (int64_t)(expected + margin);
+  Split split{0, kNanKey + 1, keys, 0, 0};
+  if (first > 0) std::nth_element(keys, keys + first, keys + num, std::greater<uint32_t>()), split.high = keys[first];
+  if (last < num) {
+    std::nth_element(keys + std::max<int64_t>(first, 0), keys + last, keys + num, std::greater<uint32_t>());
+    split.low = keys[last];
+  }
+  auto work = [&](int64_t begin, int64_t end, void* scratch) {
+    machine.kernels->spectrum->split(job, stored, split, begin, end, scratch);
+  };
+  if (const Status status = run_spectra(machine, job, work); status != kDone) return status;
+  if (split.above >= k || split.above + split.used < k) {
+    split = Split{0, kNanKey + 1, keys, 0, 0};
+    if (const Status status = run_spectra(machine, job, work); status != kDone) return status;
+  }
+  ties = k - split.above;
+  std::nth_element(keys, keys + (ties - 1), keys + split.used, std::greater<uint32_t>());
+  kth = keys[ties - 1];
+  int64_t greater = 0;
+  for (int64_t i = 0; i < split.used; i++) greater += keys[i] > kth;
+  ties -= greater;
+  return kDone;
+}
+
+// The k largest components, of spectra that are computed once and stored.
+Status pick_stored(const Machine& machine, const Blocked& job, int64_t k, int32_t* indices, float* parts,
+                   bool& finite) {
+  const int64_t blocks = job.blocks(), total = job.total();
+  const Memory spectra(Stored::bytes(job)), table(24 * blocks), memory(4 * std::max(total, kSampledKeys));
+  if (!spectra.at || !table.at || !memory.at) return kNoMemory;
+  const Stored stored{reinterpret_cast<float*>(((uintptr_t)spectra.at + 63) / 64 * 64), Stored::pitch_of(job)};
+  int32_t bad = 0;
+  auto work = [&](int64_t begin, int64_t end, void* scratch) {
+    if (!machine.kernels->spectrum->store(job, stored, begin, end, scratch)) __atomic_store_n(&bad, 1, __ATOMIC_RELAXED);
+  };
+  if (const Status status = run_spectra(machine, job, work); status != kDone) return status;
+  finite = !bad;
+  if (!k) return kDone;
+  int64_t* const counts = table.as<int64_t>();
+  Chosen chosen{0, counts, counts + blocks, counts + 2 * blocks, indices, parts};
+  int64_t ties = total;
+  if (k < total) {
+    const Status status = stored_kth_key(machine, job, stored, k, memory.as<uint32_t>(), chosen.kth, ties);
+    if (status != kDone) return status;
+  }
+  auto count = [&](int64_t begin, int64_t end) { machine.kernels->spectrum->count(job, stored, chosen, begin, end); };
+  if (!run(machine, job.pieces(), job.span.numel, count)) return kThreadsFailed;
+  int64_t n = 0;
+  for (int64_t b = 0; b < blocks; b++) {
+    const int64_t same = std::min(chosen.ties[b], ties);
+    chosen.start[b] = n, n += chosen.above[b] + same, ties -= same, chosen.ties[b] = same;
+  }
+  return run_spectra(machine, job, [&](int64_t begin, int64_t end, void* scratch) {
+    machine.kernels->spectrum->choose(job, stored, chosen, begin, end, scratch);
+  });
+}
+
 } // namespace
 
 Status pick_components(const Machine& machine, const Blocked& job, int64_t k, int32_t* indices, float* parts,
                        bool& finite) {
   const int64_t total = job.total();
+  if (job.span.numel <= kStoredElements) return pick_stored(machine, job, k, indices, parts, finite);
   uint32_t least = 0;
-  if (k < total && job.blocks() >= kFewBlocks) {
+  if (k < total && job.blocks() >= 2 * kSampledBlocks) {
     const int64_t num = kSampledBlocks * job.components();
     const double expected = (double)k * (double)num / (double)total;
     const int64_t rank = (int64_t)(1.02 * expected + 4.0 * std::sqrt(expected)) + 8;

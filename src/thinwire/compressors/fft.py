@@ -17,12 +17,12 @@ from thinwire.compressors._core.coded import Coded
 from thinwire.compressors._core.compressor import Compressor
 from thinwire.compressors._core.mixins import Indexed, Scheduled
 from thinwire.compressors._core.schedule import stage_at, stages
-from thinwire.compressors._core.segments import Piece, bytes_in_chunks
+from thinwire.compressors._core.segments import Piece, Segments, bytes_in_chunks
 from thinwire.compressors._core.slots import LayerState, Slot
 from thinwire.compressors._core.sparsifier import HEADER, check_place, header_of, put_floats, put_header
 from thinwire.compressors._core.traits import Traits
 from thinwire.compressors.rangefloat import best_mantissa
-from thinwire.kernels import Table, derive_key, site_id
+from thinwire.kernels import derive_key, site_id
 
 _FP32 = 32
 _GRID = 64
@@ -133,9 +133,27 @@ class FFT(Coded, Scheduled, Indexed):
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return bytes_in_chunks(numel, self.grain, self._chunk_bytes)
 
-    def _chunks(self, pieces: Sequence[Piece]) -> list[Piece]:
+    def _chunks(self, segments: Segments) -> tuple[Piece, ...]:
         """Return the pieces whose components are chosen together, one for each payload."""
-        return [c for piece in pieces if piece.numel for c in piece.in_chunks(self.grain, self._chunk_bytes)]
+        return segments.table.kept(
+            (self, "chunks"),
+            lambda: tuple(
+                c for piece in segments.pieces if piece.numel for c in piece.in_chunks(self.grain, self._chunk_bytes)
+            ),
+        )
+
+    def _parts(self, segments: Segments) -> Segments:
+        """Return where the parts of the kept components lie: end to end in a flat tensor, and in the message."""
+
+        def build() -> Segments:
+            placed, start = [], 0
+            for piece in self._chunks(segments):
+                count = 2 * self._sizes(piece.numel)[1]
+                placed.append(Piece(piece.site, start, count, 0, self._values_at(piece)))
+                start += count
+            return Segments.build(placed)
+
+        return segments.table.kept((self, "parts"), build)
 
     def _chunk_bytes(self, numel: int) -> int:
         if not numel:
@@ -152,30 +170,36 @@ class FFT(Coded, Scheduled, Indexed):
         return kernels.index_bytes(components, kept)
 
     def index_bytes(self, message: Tensor, piece: Piece) -> int:
-        return sum(self._index_bytes(chunk.numel) for chunk in self._chunks([piece]))
+        return sum(self._index_bytes(chunk.numel) for chunk in self._chunks(Segments.build([piece])))
 
     def spectrum(self, x: Tensor) -> Tensor:
         """Return the components of a flat layer, block by block, as complex64."""
         return kernels.spectrum(x.to(torch.float16) if self.cast else x, self._block(x.numel()))
 
     def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
-        for piece in self._chunks(call.pieces):
+        places = self._parts(call.segments)
+        parts, formats = torch.empty(places.table.num_elements, device=x.device), []
+        for piece, place in zip(self._chunks(call.segments), places.pieces, strict=True):
             values, start = (x[piece.elements].to(torch.float16), 0) if self.cast else (x, piece.start)
             count, kept = self._sizes(piece.numel)
+            span, own = (start, piece.numel, self._block(piece.numel)), parts[place.elements]
             draw = derive_key(call.key.own, site_id(piece.site))
-            picked, finite = kernels.spectrum_pick(values, start, piece.numel, self._block(piece.numel), kept, key=draw)
+            picked, finite = kernels.spectrum_pick(values, *span, kept, key=draw, parts=own.view(-1, 2))
             put_header(message, piece, [int(not finite)])
             kernels.pack_indices(picked.indices, count, kept, message, piece.payload + HEADER)
-            parts, at = picked.parts.view(-1), self._values_at(piece)
             if self.bits == _FP32:
-                put_floats(message, at, parts, parts.numel())
-                continue
-            low, high = (float(end) for end in parts.aminmax())
-            top = max(-low, high, _LEAST_RANGE) if finite else 1.0
-            mantissa = self._mantissa(parts, top, finite, call.state and call.state.layers.get(piece.name))
-            params = torch.tensor([[top, float(mantissa)]], device=x.device)
-            table = Table(torch.tensor([[0, parts.numel(), 0, at, 0]]))
+                put_floats(message, place.payload, own, own.numel())
+            else:
+                formats.append(self._format(own, finite, call.state and call.state.layers.get(piece.name)))
+        if formats:
+            table, params = places.table, torch.tensor(formats, device=x.device)
             kernels.rangefloat_encode(parts, table, message, params, bits=self.bits, rounding="nearest", key=0)
+
+    def _format(self, parts: Tensor, finite: bool, layer: LayerState | None) -> tuple[float, float]:
+        """Return the range and the bits of mantissa for the parts of a piece."""
+        low, high = (float(end) for end in parts.aminmax())
+        top = max(-low, high, _LEAST_RANGE) if finite else 1.0
+        return top, float(self._mantissa(parts, top, finite, layer))
 
     def _mantissa(self, values: Tensor, top: float, finite: bool, layer: LayerState | None) -> int:
         if self.mantissa != "auto":
@@ -199,22 +223,24 @@ class FFT(Coded, Scheduled, Indexed):
 
     def _restore(self, messages: Sequence[Tensor], y: Tensor, call: CodecCall, *, add: bool) -> None:
         """Set layers to the scaled sum of ``messages``, which are added in the frequency domain, or add that."""
-        for piece in self._chunks(call.pieces):
+        places = self._parts(call.segments)
+        received = [self._received(message, places) for message in messages]
+        for piece, place in zip(self._chunks(call.segments), places.pieces, strict=True):
             if any(header_of(message, piece)[0] for message in messages):
                 y[piece.elements] = math.nan
                 continue
-            sent = [self._components(message, piece) for message in messages]
+            sent = []
+            for message, parts in zip(messages, received, strict=True):
+                indices = kernels.unpack_indices(message, piece.payload + HEADER, *self._sizes(piece.numel))
+                sent.append(kernels.Components(indices, parts[place.elements].view(-1, 2)[: indices.numel()]))
             where = piece.start, piece.numel, self._block(piece.numel)
             kernels.spectrum_sum(sent, y, *where, add=add, scale=call.scale)
 
-    def _components(self, message: Tensor, piece: Piece) -> kernels.Components:
-        """Return what a message holds of a layer's spectrum."""
-        count, kept = self._sizes(piece.numel)
-        at = self._values_at(piece)
+    def _received(self, message: Tensor, places: Segments) -> Tensor:
+        """Return the parts that a message holds."""
+        parts = torch.empty(places.table.num_elements, device=message.device)
         if self.bits == _FP32:
-            values = message[at : at + 8 * kept].clone().view(torch.float32)
+            kernels.raw_decode(message, places.table, parts)
         else:
-            values, table = torch.empty(2 * kept, device=message.device), Table(torch.tensor([[0, 2 * kept, 0, at, 0]]))
-            kernels.rangefloat_decode(message, table, values, bits=self.bits)
-        indices = kernels.unpack_indices(message, piece.payload + HEADER, count, kept)
-        return kernels.Components(indices, values.view(-1, 2)[: indices.numel()])
+            kernels.rangefloat_decode(message, places.table, parts, bits=self.bits)
+        return parts

@@ -44,14 +44,17 @@ def signal(components: Tensor, numel: int, block: int) -> Tensor:
     return torch.fft.irfft(blocks, n=block, norm="ortho").view(-1)[:numel]
 
 
-def spectrum_pick(x: Tensor, start: int, numel: int, block: int, k: int, *, key: int = 0) -> tuple[Components, bool]:
+def spectrum_pick(
+    x: Tensor, start: int, numel: int, block: int, k: int, *, key: int = 0, parts: Tensor | None = None
+) -> tuple[Components, bool]:
     """Return the k components of largest magnitude of ``x[start : start + numel]``, and whether all are finite.
 
     Values are cut into blocks of ``block`` elements, the last completed with zeros, each transformed by an orthonormal
     real FFT. Of equal magnitudes the lower index is chosen. Implementations round transforms differently. ``key`` says
-    which components are sampled where that saves time; it does not change the result.
+    which components are sampled where that saves time; it does not change the result. The components' parts are
+    written into ``parts``, by default into a new tensor.
 
-    Shapes: ``x`` (elements,) fp32, bf16 or fp16, contiguous. Raises ``TypeError`` for a wrong dtype and ``ValueError``
+    Shapes: ``x`` (elements,) fp32, bf16 or fp16, contiguous; ``parts`` (k, 2) fp32, contiguous. Raises ``TypeError`` for a wrong dtype and ``ValueError``
     for elements that ``x`` lacks, a block below 2, and k that is not 0 to the number of components.
     """
     _check_span("x", x, start, numel)
@@ -59,16 +62,19 @@ def spectrum_pick(x: Tensor, start: int, numel: int, block: int, k: int, *, key:
     total = num_components(numel, block)
     if not 0 <= k <= total:
         raise ValueError(f"k must be 0 to {total}, not {k}")
+    parts = torch.empty(k, 2, device=x.device) if parts is None else parts
+    _check_parts(parts, k, x)
     if _transforms(x, numel, block):
-        made = Components(torch.empty(k, dtype=torch.int32), torch.empty(k, 2))
-        where = made.indices.data_ptr(), made.parts.data_ptr()
-        return made, native.core().spectrum_pick(*_span(x, start, numel, block), k, *where)
-    parts = torch.view_as_real(spectrum(x[start : start + numel], block))
-    real, imaginary = parts[:, 0], parts[:, 1]
+        indices = torch.empty(k, dtype=torch.int32)
+        where = indices.data_ptr(), parts.data_ptr()
+        finite = native.core().spectrum_pick(*_span(x, start, numel, block), k, *where)
+        return Components(indices, parts), finite
+    components = torch.view_as_real(spectrum(x[start : start + numel], block))
+    real, imaginary = components[:, 0], components[:, 1]
     # Summing the squares over axis 1 takes ten times as long.
     magnitude = torch.mul(real, real).addcmul_(imaginary, imaginary)
     indices, _, finite = select_topk(magnitude, 0, total, k, key=key)
-    return Components(indices, parts.index_select(0, indices)), finite
+    return Components(indices, torch.index_select(components, 0, indices, out=parts)), finite
 
 
 def spectrum_sum(
@@ -86,12 +92,8 @@ def spectrum_sum(
     _check_block(block)
     total = num_components(numel, block)
     for indices, parts in sent:
-        if parts.shape != (indices.numel(), 2) or not parts.is_contiguous():
-            raise ValueError(f"parts must be ({indices.numel()}, 2) and contiguous, not {tuple(parts.shape)}")
         _check_picks(indices, y)
-        _check_span("parts", parts.view(-1), 0, parts.numel())
-        if parts.dtype is not torch.float32 or parts.device != y.device:
-            raise ValueError(f"parts must be float32 on {y.device}, not {parts.dtype} on {parts.device}")
+        _check_parts(parts, indices.numel(), y)
     if _transforms(y, numel, block):
         messages = [n for c in sent for n in (c.indices.data_ptr(), c.parts.data_ptr(), c.indices.numel())]
         good = native.core().spectrum_sum(*_span(y, start, numel, block), add, scale, *messages)
@@ -107,6 +109,13 @@ def spectrum_sum(
         sums.index_add_(0, indices, torch.view_as_complex(parts))
     received, out = signal(sums, numel, block).mul_(scale).to(y.dtype), y[start : start + numel]
     out.copy_(out + received if add else received)
+
+
+def _check_parts(parts: Tensor, count: int, like: Tensor) -> None:
+    if parts.shape != (count, 2) or not parts.is_contiguous():
+        raise ValueError(f"parts must be ({count}, 2) and contiguous, not {tuple(parts.shape)}")
+    if parts.dtype is not torch.float32 or parts.device != like.device:
+        raise ValueError(f"parts must be float32 on {like.device}, not {parts.dtype} on {parts.device}")
 
 
 def _check_block(block: int) -> None:
