@@ -241,9 +241,16 @@ def step() -> str:
         shares = [f"{figures.get(f'share_of_ceiling/{method}'):.0%}" for method in ("fp32", "thinwire")]
         rows.append([where, str(batch), *shares, f"{figures.get('speedup_over_fp32'):.2f}x"])
     head = ["2 ranks", "windows per rank", "stock DDP", "thinwire", "thinwire against stock"]
+    figures = Figures(BENCHMARKS / "step-1gbit.json")
+    batch = figures.rows["share_of_ceiling/thinwire"]["batch"]
+    taken = figures.get(f"step_s/thinwire/batch{batch}") - figures.get(f"step_s/noop/batch{batch}")
+    worked = figures.get("processor_s/thinwire") - figures.get("processor_s/noop")
     return (
         "`thinwire bench step`: training steps of the same GPT, as a share of the speed with nothing sent. Over "
-        f"loopback, with declining on, as it is by default.\n\n{table(head, rows)}\n\n{machine}."
+        f"loopback, with declining on, as it is by default.\n\n{table(head, rows)}\n\n"
+        f"Of the {1e3 * taken:.0f} ms that a step over 1 Gbit/s takes longer than with nothing sent, "
+        f"{1e3 * worked:.0f} ms are processor time of a rank, whose threads here share one core with its training: cores that training "
+        f"leaves idle would take it.\n\n{machine}."
     )
 
 

@@ -148,7 +148,9 @@ def test_bench_step_over_loopback(tmp_path: Path) -> None:
     path = tmp_path / "step.json"
     options = ["--rate", "none", "--skip-if-slower", "--target", "0", "--rounds", "1", "--steps", "1", "--batches", "1"]
     assert cli.main(["bench", "step", *options, "--json", str(path)]) == 0
-    assert figures(path)["share_of_ceiling/thinwire"] > 0.2
+    found = figures(path)
+    assert found["share_of_ceiling/thinwire"] > 0.2
+    assert all(found[f"processor_s/{name}"] > 0 for name in ("fp32", "thinwire", "noop"))
 
 
 def test_bench_blob_over_loopback(tmp_path: Path) -> None:

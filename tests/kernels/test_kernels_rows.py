@@ -60,7 +60,9 @@ def _all(run: ModuleType, spans: Table, num_bytes: int, x: Tensor, others: list[
     return made
 
 
-def _check(sizes: list[int], dtype: torch.dtype, make, seed: int, gap: int = 1, levels=LEVELS, threads: int = 1) -> None:
+def _check(
+    sizes: list[int], dtype: torch.dtype, make, seed: int, gap: int = 1, levels=LEVELS, threads: int = 1
+) -> None:
     spans, num_bytes = _table(sizes, dtype.itemsize, gap)
     x, *others = (make(spans.num_elements + 3, seed + i, dtype) for i in range(3))
     wide = make(spans.num_elements, seed + 9, torch.float32)
@@ -138,5 +140,5 @@ def test_sizes_are_checked() -> None:
         lambda: rows_add(x, x[:20], spans, x),
         lambda: rows_scale(x, spans, x[:20], by=2.0),
     ):
-        with pytest.raises(ValueError, match="elements|bytes|segments"):
+        with pytest.raises(ValueError, match=r"elements|bytes|segments"):
             call()

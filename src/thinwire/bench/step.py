@@ -87,7 +87,15 @@ def step(
         for name in ("fp32", "thinwire", "noop"):
             results.add(f"step_s/{name}/batch{row['batch']}", seconds[name], "s", all=row["all"][name])
     console.print(table)
-    last = answer["measured"][-1]
+    last, processor = answer["measured"][-1], answer["processor_s"]
+    for name, seconds in processor.items():
+        results.add(f"processor_s/{name}", seconds, "s", batch=last["batch"])
+    taken, worked = (1e3 * (by_name["thinwire"] - by_name["noop"]) for by_name in (last["seconds"], processor))
+    console.print(
+        f"Of the {taken:.0f} ms that thinwire takes beyond the ceiling at batch {last['batch']}, {worked:.0f} ms are "
+        "processor time of rank 0: cores that training leaves idle would take it.",
+        soft_wrap=True,
+    )
     results.add("share_of_ceiling/fp32", last["share"]["fp32"], "", batch=last["batch"])
     results.add("share_of_ceiling/thinwire", last["share"]["thinwire"], "", batch=last["batch"])
     results.add("speedup_over_fp32", last["over_fp32"], "x", batch=last["batch"])

@@ -43,7 +43,7 @@ def measure(
 ) -> dict[str, Any]:
     """Measure with growing batches until stock DDP reaches ``target`` of the ceiling (0: the first batch alone)."""
     contest = Contest(cap_mb, spec, skip_if_slower)
-    measured = []
+    measured, batch = [], batches[0]
     for batch in batches:
         measured.append(_measure(contest, batch, rounds, steps))
         reached = torch.tensor(measured[-1]["share"]["fp32"])
@@ -52,6 +52,7 @@ def measure(
             break
     return {
         "measured": measured,
+        "processor_s": contest.processor_seconds(token_batch(batch), 3, steps),
         "declined_layers": contest.wire.stats.declined_layers,
         "bytes_per_step": contest.wire.wire_bytes_per_step(),
         "stats": contest.wire.stats.to_dict(),

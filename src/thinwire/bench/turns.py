@@ -52,6 +52,18 @@ class Turns:
                 by_round.append(self._turn(name, tokens, steps))
         return times
 
+    def processor_seconds(self, tokens: Tensor, rounds: int, steps: int) -> dict[str, float]:
+        """By model, the processor time of a step of this process, all its threads together; run `seconds` before."""
+        taken = dict.fromkeys(self.models, 0.0)
+        for _ in range(rounds):
+            for name in taken:
+                dist.barrier()
+                started = time.process_time()
+                for _ in range(steps):
+                    self.step(name, tokens)
+                taken[name] += (time.process_time() - started) / (rounds * steps)
+        return taken
+
     def _turn(self, name: str, tokens: Tensor, steps: int) -> float:
         dist.barrier()
         started = time.perf_counter()

@@ -1,7 +1,7 @@
 """Values of a table's segments without a code: into messages, out of them, and their sums.
 
-A DDP bucket has many small layers, and an operation for each would take most of the time: payloads are copied and summed
-by one call of the native core, and on a GPU by one launch.
+A DDP bucket has many small layers, and an operation for each would take most of the time: payloads are copied and
+summed by one call of the native core, and on a GPU by one launch.
 """
 
 from __future__ import annotations

@@ -54,8 +54,9 @@ def spectrum_pick(
     which components are sampled where that saves time; it does not change the result. The components' parts are
     written into ``parts``, by default into a new tensor.
 
-    Shapes: ``x`` (elements,) fp32, bf16 or fp16, contiguous; ``parts`` (k, 2) fp32, contiguous. Raises ``TypeError`` for a wrong dtype and ``ValueError``
-    for elements that ``x`` lacks, a block below 2, and k that is not 0 to the number of components.
+    Shapes: ``x`` (elements,) fp32, bf16 or fp16, contiguous; ``parts`` (k, 2) fp32, contiguous. Raises ``TypeError``
+    for a wrong dtype and ``ValueError`` for elements that ``x`` lacks, a block below 2, k that is not 0 to the number
+    of components, and other ``parts``.
     """
     _check_span("x", x, start, numel)
     _check_block(block)

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from thinwire.compressors import Compressor, Raw, Unsuited, at_step, cold_start, ef, for_world, parse
 from thinwire.plan.filters import Filter, check_pattern, matches
@@ -112,7 +113,7 @@ class Plan:
     def __len__(self) -> int:
         return len(self.layers)
 
-    @property
+    @cached_property
     def has_slots(self) -> bool:
         """Whether any of its compressors keeps state."""
         return any(compressor.slots for compressor in self.layers.values())
