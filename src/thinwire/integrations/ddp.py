@@ -25,7 +25,7 @@ from thinwire.collectives import (
 )
 from thinwire.compat import at_end_of_backward, group_timeout
 from thinwire.compressors import GRADIENT_DTYPES, Raw, Summed, SummedMatrices, Wrapper, find_mixin
-from thinwire.integrations.devices import device_of, on_device, trained
+from thinwire.integrations.devices import device_of, on_device, replicated, trained
 from thinwire.integrations.options import (
     Checks,
     CommonOptions,
@@ -64,10 +64,18 @@ class _Hook:
 
     group: dist.ProcessGroup
 
-    def __init__(self, group: dist.ProcessGroup | None = None, names: Mapping[torch.Tensor, str] | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        names: Mapping[torch.Tensor, str] | None = None,
+        *,
+        finds_unused: bool = False,
+    ) -> None:
+        """``finds_unused``: whether layers may be left out of a backward pass."""
         if group is not None:
             self.group = group
         self.names = dict(names or {})
+        self._finds_unused = finds_unused
         self.wire: Wire | None = None
         self.grad_scaler: torch.amp.GradScaler | None = None
         self.updates: Updates | None = None
@@ -126,10 +134,19 @@ class _Hook:
         sketches, self._mean_sketches = self._mean_sketches, None
         if error is not None:
             raise error
+        self._keep_unused()
         if sketches is not None and self.momentum is not None and self.wire is not None:
             mean = sketches.wait()
             self.wire.count_beside(mean.nbytes)
             self.momentum.set_lengths(mean, self._loss_scale)
+
+    def _keep_unused(self) -> None:
+        """Keep what residuals have sent of layers that no rank used: DDP leaves their gradients as they are, None after
+        ``zero_grad()``, whatever has arrived for them."""
+        if not self._finds_unused or self.wire is None or not self.wire.attached or self.momentum is not None:
+            return
+        nothing = torch.zeros(())
+        self.wire.on_partial_use({name: nothing for p, name in self.names.items() if p.grad is None})
 
     def _mean_of_sketches(self) -> Reduced | None:
         """Start the mean of the sketches of all buckets: one all-reduce, beside that of the last bucket."""
@@ -325,7 +342,8 @@ def _attach(model: DistributedDataParallel, options: Options) -> Wire:
         raise RuntimeError("this model is compressed already: call detach() on its Wire first, on every rank")
     if hook is None:
         assert isinstance(model.process_group, dist.ProcessGroup), "DDP has a process group once it is built"
-        hook = _Hook(model.process_group, {p: name for name, p in model.module.named_parameters()})
+        names = {p: name for name, p in replicated(model).items()}
+        hook = _Hook(model.process_group, names, finds_unused=model.find_unused_parameters or model.static_graph)
     parameters = {name: p for p, name in hook.names.items()}
     timeout = options.network.timeout or group_timeout(hook.group)
     # Process groups of our own: DDP uses its own group from the main thread while ours are busy in the worker.
@@ -484,8 +502,8 @@ def _register(model: DistributedDataParallel, hook: _Hook, wire: Wire) -> None:
 
 
 def _check_dtypes(model: DistributedDataParallel, plan: Plan) -> None:
-    for name, parameter in model.module.named_parameters():
-        if name in plan.layers and not isinstance(plan[name], Raw) and parameter.dtype not in GRADIENT_DTYPES:
+    for name, parameter in trained(model).items():
+        if not isinstance(plan[name], Raw) and parameter.dtype not in GRADIENT_DTYPES:
             raise TypeError(
                 f"{name} is {parameter.dtype}, and {plan[name]} takes float32, bfloat16 or float16: "
                 f"leave it raw with exclude=[{name!r}], or train it in one of these"

@@ -14,9 +14,15 @@ from thinwire.collectives import DeviceGroupTransport, Transport
 from thinwire.integrations.options import Network
 
 
+def replicated(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """The parameters that are the same on all ranks, by their names in the module inside DDP: not those that DDP was
+    told to ignore, as each rank's own experts are."""
+    return {name: p for name, p in model.module.named_parameters() if name not in model.parameters_to_ignore}
+
+
 def trained(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
-    """The parameters that get gradients, by their names in the module inside DDP."""
-    return {name: p for name, p in model.module.named_parameters() if p.requires_grad}
+    """Those that get gradients."""
+    return {name: p for name, p in replicated(model).items() if p.requires_grad}
 
 
 def device_of(model: DistributedDataParallel, group: dist.ProcessGroup, as_device: bool) -> torch.device | None:

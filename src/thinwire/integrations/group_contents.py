@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.collectives import Layer
 from thinwire.compat import ddp_ready_order
 from thinwire.compressors import GRADIENT_DTYPES, Coded, Compressor, Raw, Summed, Unsuited
+from thinwire.integrations.devices import replicated
 from thinwire.integrations.group_options import ProcessGroupOptions, stateless
 from thinwire.plan import Filter, Plan, Rules
 from thinwire.runtime import Contents, GroupStats, Kind, NamedShape, Registered, Walk, dense_bytes
@@ -124,7 +125,8 @@ def _walks(model: nn.Module) -> tuple[dict[torch.dtype, Walk], list[NamedShape]]
     from torch.distributed.tensor import DTensor  # imported here because it takes a second
 
     ddp = model if isinstance(model, DistributedDataParallel) else None
-    trained = [(n, p) for n, p in (ddp.module if ddp else model).named_parameters() if p.requires_grad]
+    parameters = replicated(ddp) if ddp else dict(model.named_parameters())
+    trained = [(n, p) for n, p in parameters.items() if p.requires_grad]
     if any(isinstance(p, DTensor) for _, p in trained):
         raise TypeError("this model is sharded, and its buffers interleave shards: no run of layers is in them")
     rebuilds = ddp is None or not ddp.find_unused_parameters or ddp.static_graph

@@ -80,16 +80,16 @@ class Momentum:
         self._sketched: dict[BucketLayers, _Sketched] = {}
         self._handed_over: dict[str, _HandedOver] = {}
         self._wire: Callable[[], Wire | None] = lambda: None
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def attach(self, wire: Wire) -> None:
         """Follow the optimizer's steps, as long as ``wire`` is attached."""
         self._wire = weakref.ref(wire)
         lengthened: list[_Change] = []
-        self._hooks = [
-            self._optimizer.register_step_pre_hook(lambda *_: lengthened.extend(self.lengthen())),
-            self._optimizer.register_step_post_hook(lambda *_: _undo(lengthened)),
-        ]
+        before = self._optimizer.register_step_pre_hook(lambda *_: lengthened.extend(self.lengthen()))
+        after = self._optimizer.register_step_post_hook(lambda *_: _undo(lengthened))
+        # What no step has taken is lengthened for good.
+        for call in (self.lengthen, before.remove, after.remove):
+            wire.at_detach(call)
 
     @property
     def active(self) -> bool:
@@ -179,10 +179,7 @@ class Momentum:
             gradient.div_(shortened)
             changes.append((gradient, shortened))
         wire = self._wire()
-        if wire is None or not wire.attached:
-            for hook in self._hooks:
-                hook.remove()
-        elif shares:
+        if wire is not None and wire.attached and shares:
             wire.on_partial_use(shares)
         return changes
 

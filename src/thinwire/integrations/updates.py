@@ -27,10 +27,9 @@ class Updates:
         self._parameters = parameters
         self._before: dict[str, Tensor] = {}
         self._rates: dict[str, float] = {}
-        self._hooks = (
-            optimizer.register_step_pre_hook(lambda *_: self._keep()),
-            optimizer.register_step_post_hook(lambda *_: self._report()),
-        )
+        # Not removed by themselves: PyTorch goes through the hooks of a step while it calls them.
+        wire.at_detach(optimizer.register_step_pre_hook(lambda *_: self._keep()).remove)
+        wire.at_detach(optimizer.register_step_post_hook(lambda *_: self._report()).remove)
 
     @staticmethod
     def check(plan: Plan, optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, Tensor]) -> bool:
@@ -70,11 +69,7 @@ class Updates:
 
     def _followers(self) -> list[str]:
         wire = self._wire()
-        if wire is None or not wire.attached:
-            for hook in self._hooks:
-                hook.remove()
-            return []
-        return followers(wire.plan)
+        return [] if wire is None else followers(wire.plan)
 
     @torch.no_grad()
     def _keep(self) -> None:

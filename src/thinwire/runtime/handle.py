@@ -57,6 +57,7 @@ class Handle(ABC, Generic[E]):
         self.rank, self.world_size = rank, world_size
         self._asked = plan
         self._attached = True
+        self._at_detach: list[Callable[[], object]] = []
         self._adapter: Adapter | None = None
         self.moments: checkpoint.Moments | None = None
         """The moments of an optimizer that differ between ranks, which checkpoints hold; None if there are none."""
@@ -212,8 +213,15 @@ class Handle(ABC, Generic[E]):
         `load_state_dict` do, raises ``RuntimeError``; statistics and the plan can still be read.
         """
         if self._attached:
+            for call in self._at_detach:
+                call()
+            self._at_detach.clear()
             self._attached = False
             self._close()
+
+    def at_detach(self, call: Callable[[], object]) -> None:
+        """Have `detach` call this first."""
+        self._at_detach.append(call)
 
     @abstractmethod
     def _close(self) -> None:

@@ -1,0 +1,114 @@
+"""Models of which DDP reduces only a part: layers that a step does not use, and those that it was told to ignore."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import thinwire
+from harness import run_ranks
+from thinwire.integrations.devices import trained
+
+_WIDTH = 32
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(_WIDTH, _WIDTH, bias=False)
+        self.expert = nn.Linear(_WIDTH, _WIDTH, bias=False)
+
+    def forward(self, x: Tensor, whole: bool = True) -> Tensor:
+        y = self.shared(x)
+        return self.expert(y) if whole else y
+
+
+def _gradient(rank: int, step: int) -> Tensor:
+    """The gradient that a rank has of the expert in a step."""
+    torch.manual_seed(0)
+    model = Experts()
+    model(_batch(rank, step)).mean().backward()
+    assert model.expert.weight.grad is not None
+    return model.expert.weight.grad
+
+
+def _batch(rank: int, step: int) -> Tensor:
+    return torch.randn(8, _WIDTH, generator=torch.Generator().manual_seed(2 * step + rank))
+
+
+def _unused_every_second_step(rank: int, bucket_view: bool) -> float:
+    torch.manual_seed(0)
+    model = DDP(Experts(), find_unused_parameters=True, gradient_as_bucket_view=bucket_view)
+    wire = thinwire.compress(model, "ef(topk(density=0.02))", skip_if_slower=False, min_numel=0)
+    given, arrived = torch.zeros(_WIDTH, _WIDTH), torch.zeros(_WIDTH, _WIDTH)
+    for step in range(12):
+        model.zero_grad()
+        model(_batch(rank, step), step % 2 == 0).mean().backward()
+        if step % 2 == 0:
+            given += sum(_gradient(r, step) for r in range(2)) / 2
+        if (got := model.module.expert.weight.grad) is not None:
+            arrived += got
+    state = wire.state_dict()
+    residuals = [value for key, value in state.items() if "residual" in key and "expert" in key]
+    unsent = torch.stack(residuals).sum(0).view(_WIDTH, _WIDTH)
+    dist.all_reduce(unsent.div_(2))
+    return float((given - arrived - unsent).norm() / given.norm())
+
+
+@pytest.mark.parametrize("bucket_view", [False, True])
+def test_what_a_residual_sends_of_a_layer_that_no_rank_used_is_kept(bucket_view: bool) -> None:
+    for lost in run_ranks(_unused_every_second_step, 2, bucket_view):
+        assert lost < 1e-5
+
+
+def _ignored(rank: int, checks: thinwire.Checks) -> tuple[bool, bool, list[str]]:
+    torch.manual_seed(rank)
+    module = Experts()
+    DDP._set_params_and_buffers_to_ignore_for_model(module, ["expert.weight"])
+    model = DDP(module)
+    own, shared = module.expert.weight.detach().clone(), module.shared.weight.detach().clone()
+    wire = thinwire.compress(model, "minmax(bits=4)", skip_if_slower=False, min_numel=0, checks=checks)
+    optimizer = torch.optim.SGD(module.shared.parameters(), lr=0.1)
+    for step in range(3):
+        model.zero_grad()
+        model(_batch(rank, step)).square().mean().backward()
+        optimizer.step()
+    assert list(trained(model)) == list(wire.plan.layers)
+    return torch.equal(own, module.expert.weight), torch.equal(shared, module.shared.weight), list(wire.plan.layers)
+
+
+@pytest.mark.parametrize("checks", [thinwire.Checks(parity_every=1), thinwire.Checks(resync_every=1)])
+def test_layers_that_ddp_ignores_belong_to_their_rank(checks: thinwire.Checks) -> None:
+    for own_kept, shared_kept, layers in run_ranks(_ignored, 2, checks):
+        assert (own_kept, shared_kept, layers) == (True, False, ["shared.weight"])
+
+
+def _detached(rank: int, kind: str) -> list[bool]:
+    torch.manual_seed(0)
+    model = DDP(nn.Linear(_WIDTH, _WIDTH))
+    if kind == "sgd":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        spec = "intsgd(scale=params)"
+    else:
+        optimizer, spec = thinwire.optim.QuantizedAdam(model.parameters(), lr=1e-3, warmup=1), "minmax(bits=4)"
+    moved = []
+    for _ in range(2):
+        wire = thinwire.compress(model, spec, optimizer=optimizer, skip_if_slower=False, min_numel=0)
+        optimizer.register_step_pre_hook(lambda *_: None)  # a user's, behind ours
+        for attached in (True, True, True, False):
+            if not attached:
+                wire.detach()
+            before = model.module.weight.detach().clone()
+            optimizer.zero_grad()
+            model(_batch(rank, 0)).square().mean().backward()
+            optimizer.step()
+            moved.append(not torch.equal(before, model.module.weight))
+    return moved
+
+
+@pytest.mark.parametrize("kind", ["sgd", "quantized adam"])
+def test_an_optimizer_outlives_what_followed_its_steps(kind: str) -> None:
+    assert run_ranks(_detached, 2, kind) == [[True] * 8] * 2
