@@ -279,6 +279,9 @@ PyObject* py_checksum(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return PyLong_FromUnsignedLongLong(result);
 }
 
+// interface() -> the hash of _native.pyi as it was when this was built
+PyObject* py_interface(PyObject*, PyObject*) { return PyUnicode_FromString(THINWIRE_INTERFACE); }
+
 // levels() -> list of the instruction-set levels of this machine and build, best first
 PyObject* py_levels(PyObject*, PyObject*) {
   PyObject* list = PyList_New(0);
@@ -347,6 +350,7 @@ PyMethodDef methods[] = {
     {"rows_add", method(py_rows_add), METH_FASTCALL, nullptr},
     {"rows_scale", method(py_rows_scale), METH_FASTCALL, nullptr},
     {"checksum", method(py_checksum), METH_FASTCALL, nullptr},
+    {"interface", py_interface, METH_NOARGS, nullptr},
     {"levels", py_levels, METH_NOARGS, nullptr},
     {"level", py_level, METH_NOARGS, nullptr},
     {"set_level", py_set_level, METH_O, nullptr},

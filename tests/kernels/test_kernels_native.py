@@ -284,3 +284,18 @@ def test_a_forked_child_can_encode() -> None:
         child.kill()
         child.join()
         torch.set_num_threads(before)
+
+
+class _Stale(ModuleType):
+    """A core that was built before a function was added."""
+
+
+@pytest.mark.parametrize("interface", [None, "of other sources"])
+def test_a_core_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch, interface: str | None) -> None:
+    stale = _Stale("stale")
+    if interface is not None:
+        vars(stale)["interface"] = lambda: interface
+    monkeypatch.delenv(native.VARIABLE, raising=False)
+    monkeypatch.setattr(native, "import_module", lambda name: stale)
+    with pytest.warns(RuntimeWarning, match="built from other sources"):
+        assert native.load() is None

@@ -342,7 +342,7 @@ def _attach(model: DistributedDataParallel, options: Options) -> Wire:
         raise RuntimeError("this model is compressed already: call detach() on its Wire first, on every rank")
     if hook is None:
         assert isinstance(model.process_group, dist.ProcessGroup), "DDP has a process group once it is built"
-        names = {p: name for name, p in replicated(model).items()}
+        names: dict[torch.Tensor, str] = {p: name for name, p in replicated(model).items()}
         hook = _Hook(model.process_group, names, finds_unused=model.find_unused_parameters or model.static_graph)
     parameters = {name: p for p, name in hook.names.items()}
     timeout = options.network.timeout or group_timeout(hook.group)

@@ -6,9 +6,11 @@ instead of the best that this CPU has, or ``reference`` for the torch operations
 
 from __future__ import annotations
 
+import hashlib
 import os
 import warnings
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -30,6 +32,12 @@ MISSING = (
 )
 """The warning of :func:`load`."""
 
+STALE = (
+    "thinwire's native CPU core was built from other sources than these, so its kernels run as torch operations, many "
+    "times slower. Build it again: python -m pip install -e . in thinwire's checkout"
+)
+"""Its warning where sources have changed since."""
+
 
 def load() -> ModuleType | None:
     """Load the native core. Return None, with a warning unless the user asked for the reference, if there is none."""
@@ -41,12 +49,21 @@ def load() -> ModuleType | None:
     except ImportError as missing:
         warnings.warn(f"{MISSING} ({missing})", RuntimeWarning, stacklevel=2)
         return None
+    if not _fits(core):
+        warnings.warn(STALE, RuntimeWarning, stacklevel=2)
+        return None
     if wanted:
         choose(core, wanted)
     core.set_parallel_for(compat.parallel_for_address() or 0)
     # OpenMP threads do not survive a fork, and a child would wait for them for ever.
     os.register_at_fork(after_in_child=lambda: core.set_parallel_for(0))
     return core
+
+
+def _fits(core: ModuleType) -> bool:
+    """Whether a core has the functions, with the arguments, that this package calls: those of ``_native.pyi``."""
+    interface = hashlib.sha256(Path(__file__).with_name("_native.pyi").read_bytes()).hexdigest()
+    return hasattr(core, "interface") and core.interface() == interface
 
 
 def choose(core: ModuleType, level: str) -> None:
