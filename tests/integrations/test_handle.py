@@ -56,6 +56,24 @@ def test_a_wire_that_compresses_nothing_warns_unless_it_was_asked_to() -> None:
         assert none == []
 
 
+def _resumed(rank: int, spec: str) -> tuple[list[str], str]:
+    saved = thinwire.compress(make(rank), "minmax(bits=4)", skip_if_slower=False).gather_state_dict()
+    wire = thinwire.compress(make(rank), spec, skip_if_slower=False)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        wire.load_state_dict(saved)
+    return [f"{each.filename.rsplit('/', 1)[-1]}: {each.message}" for each in seen], str(wire.plan["embed.weight"])
+
+
+def test_a_checkpoint_with_other_compressors_says_so() -> None:
+    for (warning,), loaded in run_ranks(_resumed, 2, "minmax(bits=2)"):
+        assert warning.startswith("test_handle.py: load_state_dict() continues with the compressors of the checkpoint")
+        assert "minmax(bits=4" in warning
+        assert loaded.startswith("minmax(bits=4")
+    for warned, _ in run_ranks(_resumed, 2, "minmax(bits=4)"):
+        assert warned == []
+
+
 def _sharded(rank: int, size: int) -> str:
     return repr(compress(build(), "minmax(bits=8)", "minmax(bits=4)"))
 

@@ -197,6 +197,7 @@ MANY = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:load_state_dict.. continues with the compressors of the checkpoint")
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize(
     "rules", [MIXED, MANY, "fft(theta=((0, 0.9), (4, 0.5)))", "ef(rangefloat(bits=8, learn_at=(0, 4)))"], ids=str

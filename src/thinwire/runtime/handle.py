@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -149,6 +150,8 @@ class Handle(ABC, Generic[E]):
 
         A gathered state loads into a world of any size: with another number of ranks the mean residual is preserved
         (`thinwire.runtime.slots.reshard`). A `state_dict` loads on the rank that saved it, in a world of the same size.
+        The plan is the state's, whose residuals are those of its compressors; a warning says which layers were to have
+        another compressor.
 
         Raises:
             ValueError: the state is of another wire format or of a model with other layers, or lacks the slots of some
@@ -166,8 +169,22 @@ class Handle(ABC, Generic[E]):
         self._alone(lambda: raise_together(error, self._whole_world(), "load_state_dict()"))
         assert adopt is not None
         adopt()
+        self._warn_of_other_compressors()
         if self.moments is not None and moments is not None:
             self.moments.load(moments)
+
+    def _warn_of_other_compressors(self) -> None:
+        """Say which layers of a loaded plan have another compressor than was asked for, unless a policy chooses it."""
+        pairs = [(name, self._asked.layers.get(name), loaded) for name, loaded in self.plan.layers.items()]
+        # What was not worth compressing then stays raw, until `compress` measures again.
+        other = [f"{n}: {loaded}, not {asked}" for n, asked, loaded in pairs if loaded not in (asked, Raw())]
+        if other and self._adapter is None:
+            warnings.warn(
+                "load_state_dict() continues with the compressors of the checkpoint, which differ from those that "
+                f"compress() was given for {len(other)} layers ({other[0]}). To change them, load the model and the "
+                "optimizer but not this state: residuals then start at zero",
+                stacklevel=3,
+            )
 
     @abstractmethod
     def _read(self, state: Mapping[str, Tensor]) -> Callable[[], None]:
