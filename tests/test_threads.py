@@ -50,6 +50,22 @@ from thinwire.store.background import Background
 background = Background()
 background.submit(lambda: (time.sleep(0.3), print("written", flush=True)))
 """
+_STARTS_ANOTHER = """
+from thinwire import threads
+
+class Held:
+    def __del__(self):
+        # As a handle that is dropped by its own thread: what is left to close is closed in a thread of its own.
+        threads.start(lambda: (time.sleep(0.3), print("closed", flush=True)), name="release", end=lambda: None)
+
+def job(held):
+    time.sleep(0.1)
+    return torch.ones(1)
+    yield
+
+worker = ThreadExecutor("test")
+worker.submit(job(Held()))
+"""
 _WAITS_FOR_EVER = """
 def job():
     time.sleep(100)
@@ -65,12 +81,14 @@ def _ended(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("script", [_FOLLOWER, _WORKER, _STORE], ids=["follower", "worker", "store"])
+@pytest.mark.parametrize(
+    "script", [_FOLLOWER, _WORKER, _STORE, _STARTS_ANOTHER], ids=["follower", "worker", "store", "another"]
+)
 def test_a_program_that_ends_at_once_ends_well(script: str) -> None:
     done = _ended(script)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert done.stdout == ("written\n" if script is _STORE else "")
+    assert done.stdout == {_STORE: "written\n", _STARTS_ANOTHER: "closed\n"}.get(script, "")
 
 
 def test_what_waits_for_ever_is_left_behind() -> None:

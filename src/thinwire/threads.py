@@ -46,10 +46,13 @@ def start(
 
 @atexit.register
 def _end_all() -> None:
-    # In a child that was forked, its parent's threads are not alive.
-    alive = [(thread, end) for thread, end in list(_started.items()) if thread.is_alive()]
-    now = time.monotonic()
-    for _, end in alive:
-        end.tell()
-    for thread, end in alive:
-        thread.join(max(0.0, now + end.within_s - time.monotonic()))
+    # In a child that was forked, its parent's threads are not alive. One that ends may start another: the last to hold
+    # a handle closes its connections in a thread of their own.
+    told: set[threading.Thread] = set()
+    while alive := [(t, end) for t, end in list(_started.items()) if t.is_alive() and t not in told]:
+        now = time.monotonic()
+        for thread, end in alive:
+            end.tell()
+            told.add(thread)
+        for thread, end in alive:
+            thread.join(max(0.0, now + end.within_s - time.monotonic()))

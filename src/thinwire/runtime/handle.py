@@ -168,20 +168,23 @@ class Handle(ABC, Generic[E]):
             error = invalid
         self._alone(lambda: raise_together(error, self._whole_world(), "load_state_dict()"))
         assert adopt is not None
+        before = self.plan
         adopt()
-        self._warn_of_other_compressors()
+        self._warn_of_other_compressors(before)
         if self.moments is not None and moments is not None:
             self.moments.load(moments)
 
-    def _warn_of_other_compressors(self) -> None:
+    def _warn_of_other_compressors(self, before: Plan) -> None:
         """Say which layers of a loaded plan have another compressor than was asked for, unless a policy chooses it."""
-        pairs = [(name, self._asked.layers.get(name), loaded) for name, loaded in self.plan.layers.items()]
-        # What was not worth compressing then stays raw, until `compress` measures again.
-        other = [f"{n}: {loaded}, not {asked}" for n, asked, loaded in pairs if loaded not in (asked, Raw())]
+        other = [
+            f"{name}: {loaded}, not {before.layers.get(name)}"
+            for name, loaded in self.plan.layers.items()
+            if loaded not in (before.layers.get(name), self._asked.layers.get(name))
+        ]
         if other and self._adapter is None:
             warnings.warn(
                 "load_state_dict() continues with the compressors of the checkpoint, which differ from those that "
-                f"compress() was given for {len(other)} layers ({other[0]}). To change them, load the model and the "
+                f"compress() chose for {len(other)} layers ({other[0]}). To change them, load the model and the "
                 "optimizer but not this state: residuals then start at zero",
                 stacklevel=3,
             )
