@@ -109,7 +109,7 @@ def compress_ddp(
             ``min_numel`` elements do in any case, unless a pattern is their full name, or the compressor takes every
             layer (``intsgd``, so that no float is sent).
         min_numel: elements below which a layer stays raw.
-        start: steps at the beginning that stay uncompressed; the thesis (section 4.6.1) turns compression on after the
+        start: steps at the beginning that stay uncompressed; Markov's thesis of 2024 (section 4.6.1) turns compression on after the
             learning rate's warm-up.
         seed: of the random draws of stochastic rounding. They depend on it, on the step, the rank, the layer and the
             element only: no global generator is touched.
@@ -182,7 +182,7 @@ def compress_fsdp(
     skip_if_slower: bool = True,
     network: Network = Network(),
 ) -> ShardedWire:
-    """Compress the weights and gradients that a model under FSDP2 sends: QSDP (thesis, chapter 5).
+    """Compress the weights and gradients that a model under FSDP2 sends: QSDP (Markov's thesis of 2024, chapter 5).
 
     Args:
         model: a model on which ``torch.distributed.fsdp.fully_shard`` was called, on the CPU or on CUDA.
@@ -196,7 +196,7 @@ def compress_fsdp(
         replicas: for ``fully_shard`` on the shards' own mesh dimension alone: the process group of the other one. Means
             over replicas are then taken here, compressed by ``across``.
         across: see ``replicas``; ``raw`` by default.
-        master: False: of its own shard a rank keeps only what it has sent of it (equation 5.2).
+        master: False: of its own shard a rank keeps only what it has sent of it (equation 5.2 there).
         overlap: on the CPU. Reductions go on while backward computes, and gradients are complete when it ends. False
             waits for each, for code that reads gradients within backward by other means than
             ``register_post_accumulate_grad_hook`` or a module's backward hooks, which are seen.

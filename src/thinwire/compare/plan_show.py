@@ -49,7 +49,7 @@ def plan_show(
 
     The file is what wire.plan_record().write("plan.json") wrote; rank 0's has the errors. Bytes are those that a rank
     sends in a step, of fp32 gradients; errors are squared L2 norms on the gradients that the plan was chosen for. The
-    picture is the thesis's Figure 4.1: bars are sizes, lines are what the rules name and what was chosen.
+    picture is Figure 4.1 of Markov's thesis of 2024: bars are sizes, lines are what the rules name and what was chosen.
 
     Examples:
       thinwire plan show plan.json
