@@ -162,6 +162,24 @@ def test_a_model_that_is_dropped_leaves_no_threads_and_no_connections(kind: str)
         assert all(a <= b + 1 for a, b in zip(late, early, strict=True)), (early, late)
 
 
+def _refused(rank: int) -> list[tuple[int, int, int]]:
+    """The counts after calls that fail for a sharded model: because of an argument, and because ranks disagree."""
+    model, counts = sharded.build(), []
+    for i in range(6):
+        with pytest.raises(ValueError, match="weights must arrive in every step"):
+            sharded.compress(model, "topk(density=0.1)", "raw")
+        with pytest.raises(thinwire.DisagreementError):
+            sharded.compress(model, f"minmax(bits={4 + rank}, bucket=64)", "raw")
+        if i == 1:
+            counts.append(_settled(None))
+    return [*counts, _settled(counts[0])]
+
+
+def test_calls_that_are_refused_for_a_sharded_model_leave_no_threads_and_no_connections() -> None:
+    for early, late in run_ranks(_refused, 2, timeout_s=60.0):
+        assert all(a <= b + 1 for a, b in zip(late, early, strict=True)), (early, late)
+
+
 def _cycles(rank: int) -> tuple[list[tuple[int, int, int]], list[int]]:
     """The counts after 20 and after 200 times of compressing, training and detaching one model, and its memory."""
     model, counts, memory = linear(), [], []
