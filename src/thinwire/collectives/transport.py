@@ -527,7 +527,8 @@ class ProcessGroupTransport(Transport):
             return
         del self.group
         for group in dict.fromkeys(groups):
-            # The default group may have been destroyed before, and the group may be broken.
+            # The default group may have been destroyed before, and the group may be broken, or not listed: then it ends
+            # when nobody holds it.
             with contextlib.suppress(ValueError, RuntimeError, AssertionError):
                 dist.destroy_process_group(group)
 
