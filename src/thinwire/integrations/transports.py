@@ -101,8 +101,12 @@ def _detector(meeting: _Meeting, group: dist.ProcessGroup, timeout: timedelta) -
 
 
 @contextmanager
-def failing_before_meeting() -> Iterator[None]:
-    """Let the other ranks fail, too, if the body fails on this one before it has met them in `bare_transport`."""
+def failing_before_meeting(group: object = None) -> Iterator[None]:
+    """Let the other ranks fail, too, if the body fails on this one before it has met them in `bare_transport`.
+
+    ``group``: the process group that the body will meet; all ranks meet where it is none. One such context may be
+    inside another: the inner one announces the failure, and the outer one does not.
+    """
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None or dist.get_world_size() == 1:
         yield
@@ -112,8 +116,9 @@ def failing_before_meeting() -> Iterator[None]:
         yield
     except Exception as error:
         if _meetings[world].total() == before:
-            store, key, _ = _meeting(range(dist.get_world_size()))
-            announce_error(store, key, dist.get_rank(), error)
+            met = group if isinstance(group, dist.ProcessGroup) else world
+            store, key, ranks = _meeting(dist.get_process_group_ranks(met))
+            announce_error(store, key, ranks.index(dist.get_rank()), error)
         raise
 
 
