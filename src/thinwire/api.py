@@ -65,8 +65,8 @@ def compress(model: Any, compressor: Any = None, **options: Any) -> Wire | Shard
     Raises:
         TypeError: the model is none of these, or an argument is another function's, which the message names.
     """
-    with failing_before_meeting():
-        model = uncompiled(model)
+    model = uncompiled(model)
+    with failing_before_meeting(_group_of(model)):
         function = _function_for(model)
         if compressor is not None:
             options["compressor"] = compressor
@@ -142,25 +142,26 @@ def compress_ddp(
         DisagreementError: the ranks gave different arguments; the message names the first.
         SharedMemoryError: ``Network(transport="shared")``, and ranks cannot share memory.
     """
-    options = Options(
-        compressor=compressor,
-        exclude=exclude,
-        min_numel=min_numel,
-        start=start,
-        seed=seed,
-        adapt=adapt,
-        optimizer=optimizer,
-        grad_scaler=grad_scaler,
-        skip_if_slower=skip_if_slower,
-        network=network,
-        checks=checks,
-        simulate=simulate,
-    )
-    if isinstance(model, DistributedDataParallel):
-        return attach_ddp(model, options)
-    if isinstance(model, nn.Module) and is_alone():
-        return attach_alone(model, options)
-    raise TypeError(_unwrapped("compress_ddp", model))
+    with failing_before_meeting(_group_of(model)):
+        options = Options(
+            compressor=compressor,
+            exclude=exclude,
+            min_numel=min_numel,
+            start=start,
+            seed=seed,
+            adapt=adapt,
+            optimizer=optimizer,
+            grad_scaler=grad_scaler,
+            skip_if_slower=skip_if_slower,
+            network=network,
+            checks=checks,
+            simulate=simulate,
+        )
+        if isinstance(model, DistributedDataParallel):
+            return attach_ddp(model, options)
+        if isinstance(model, nn.Module) and is_alone():
+            return attach_alone(model, options)
+        raise TypeError(_unwrapped("compress_ddp", model))
 
 
 def compress_fsdp(
@@ -211,28 +212,36 @@ def compress_fsdp(
     Raises:
         As `compress_ddp`.
     """
-    from thinwire.integrations.fsdp import ShardedOptions, attach_fsdp
+    with failing_before_meeting():
+        from thinwire.integrations.fsdp import ShardedOptions, attach_fsdp
 
-    options = ShardedOptions(
-        weights=weights,
-        gradients=gradients,
-        replicas=replicas,
-        across=across,
-        master=master,
-        overlap=overlap,
-        exclude=exclude,
-        min_numel=min_numel,
-        start=start,
-        seed=seed,
-        adapt=adapt,
-        optimizer=optimizer,
-        grad_scaler=grad_scaler,
-        skip_if_slower=skip_if_slower,
-        network=network,
-    )
-    if not isinstance(model, nn.Module):
-        raise TypeError(_unwrapped("compress_fsdp", model))
-    return attach_fsdp(model, options)
+        options = ShardedOptions(
+            weights=weights,
+            gradients=gradients,
+            replicas=replicas,
+            across=across,
+            master=master,
+            overlap=overlap,
+            exclude=exclude,
+            min_numel=min_numel,
+            start=start,
+            seed=seed,
+            adapt=adapt,
+            optimizer=optimizer,
+            grad_scaler=grad_scaler,
+            skip_if_slower=skip_if_slower,
+            network=network,
+        )
+        if not isinstance(model, nn.Module):
+            raise TypeError(_unwrapped("compress_fsdp", model))
+        return attach_fsdp(model, options)
+
+
+def _group_of(model: object) -> object:
+    """The process group of a DistributedDataParallel model or of a stage; None, for all ranks, of anything else."""
+    if isinstance(model, DistributedDataParallel):
+        return model.process_group
+    return None if isinstance(model, nn.Module) else getattr(model, "group", None)
 
 
 def _function_for(model: object) -> Callable[..., Any]:

@@ -80,14 +80,15 @@ def missing_member(error: RuntimeError) -> int | None:
 
     None where the error is another one, or where this PyTorch words it differently.
     """
-    match = re.search(r"wait timeout after .* keys: \S*//cpu//\d+/(\d+)(?!\S)", str(error))
+    match = re.search(r"wait timeout after .* keys: .*//cpu//\d+/(\d+)(?!\S)", str(error))
     return int(match[1]) if match else None
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """A gloo process group of its own, which ``torch.distributed`` does not list; it ends when nobody holds it."""
     group = torch.distributed.ProcessGroup(store, rank, size)
-    register_gloo(group, gloo_backend(store, rank, size, timeout))
+    # Under the name of the device, as in groups that it lists: see `missing_member`.
+    register_gloo(group, gloo_backend(prefixed("cpu", store), rank, size, timeout))
     return group
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import time
 from dataclasses import fields
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.nn.parallel import DistributedDataParallel
 
 import sharded
 import thinwire
 from harness import run_ranks
-from nets import make
+from nets import Net, make
+from thinwire.local import DiLoCo
 from thinwire.pipeline.stage import compress_stage
 
 NETWORK: dict[str, Any] = {
@@ -160,6 +164,44 @@ def test_a_rank_that_cannot_compress_its_model_stops_the_others() -> None:
     assert (kind, own_kind) == ("PeerFailedError", "TypeError")
     assert own.startswith("layers.0.weight is torch.float64")
     assert other == f"thinwire.compress() failed on rank 1: TypeError: {own}"
+
+
+def _local(group: Any = None, **options: Any) -> DiLoCo:
+    model = nn.Linear(4, 4)
+    return DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), total_steps=100, group=group, **options)
+
+
+def one_is_refused(rank: int) -> list[tuple[str, int | None, bool]]:
+    """What each function raises if rank 1 alone gives it a wrong argument, by which rank, and whether at once."""
+    part = dist.new_group([1, 2])
+    over_a_part = DistributedDataParallel(Net(), process_group=part) if rank else None
+    calls: dict[str, tuple[Any, dict[str, Any]]] = {
+        "compress": (partial(thinwire.compress, make(rank)), {"network": 5}),
+        "compress_ddp": (partial(thinwire.compress_ddp, make(rank)), {"network": 5}),
+        "compress_ddp of a part": (partial(thinwire.compress_ddp, over_a_part), {"network": 5}),
+        "compress_fsdp": (partial(thinwire.compress_fsdp, sharded.build()), {"network": 5}),
+        "DiLoCo": (_local, {"every": 0}),
+        "DiLoCo of a part": (partial(_local, part), {"every": 0}),
+    }
+    found = []
+    for name, (call, wrong) in calls.items():
+        if name.endswith("of a part") and rank == 0:
+            continue
+        started = time.monotonic()
+        with pytest.raises((TypeError, ValueError, thinwire.PeerFailedError)) as error:
+            call(**wrong if rank == 1 else {})
+        found.append((type(error.value).__name__, getattr(error.value, "rank", None), time.monotonic() - started < 5.0))
+    # Ranks have counted alike, and meet.
+    thinwire.compress(make(rank))
+    _local()
+    return found
+
+
+def test_an_argument_that_is_wrong_on_one_rank_stops_the_others_in_every_function() -> None:
+    others, own, third = run_ranks(one_is_refused, 3, group_timeout_s=10.0, timeout_s=60.0)
+    assert own == [(kind, None, True) for kind in ("TypeError",) * 4 + ("ValueError",) * 2]
+    assert others == [("PeerFailedError", 1, True)] * 4
+    assert third == [("PeerFailedError", 1, True)] * 6
 
 
 @pytest.mark.parametrize(

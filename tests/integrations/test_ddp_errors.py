@@ -16,6 +16,7 @@ from torch import nn
 import thinwire
 from harness import run_ranks
 from nets import batch, loss_of, make, train
+from thinwire.integrations import transports
 from thinwire.lab import free_port
 
 _VICTIM = 1
@@ -60,7 +61,7 @@ def _stuck_after_meeting(rank: int, port: int) -> tuple[int | None, str]:
     model = make(rank)
     if rank == _VICTIM:
         stuck = threading.Event()
-        dist.new_group = lambda *args, **options: stuck.wait(15.0) or os._exit(1)
+        transports.gloo_group = lambda *args: stuck.wait(15.0) or os._exit(1)
     with pytest.raises(thinwire.TransportError) as error:
         thinwire.compress(model, "minmax(bits=4)", skip_if_slower=False)
     return error.value.rank, str(error.value)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -23,9 +24,9 @@ import thinwire
 from harness import run_ranks
 
 
-def linear() -> DistributedDataParallel:
+def linear(group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
     torch.manual_seed(0)
-    return DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+    return DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), process_group=group)
 
 
 def backward(model: nn.Module, rank: int, step: int = 0) -> list[torch.Tensor]:
@@ -159,6 +160,43 @@ def _settled(wanted: tuple[int, int, int] | None) -> tuple[int, int, int]:
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_model_that_is_dropped_leaves_no_threads_and_no_connections(kind: str) -> None:
     for early, late in run_ranks(_dropped, 2, kind):
+        assert all(a <= b + 1 for a, b in zip(late, early, strict=True)), (early, late)
+
+
+def _refused(rank: int) -> list[tuple[int, int, int]]:
+    """The counts after calls that fail for a sharded model: because of an argument, and because ranks disagree."""
+    model, counts = sharded.build(), []
+    for i in range(6):
+        with pytest.raises(ValueError, match="weights must arrive in every step"):
+            sharded.compress(model, "topk(density=0.1)", "raw")
+        with pytest.raises(thinwire.DisagreementError):
+            sharded.compress(model, f"minmax(bits={4 + rank}, bucket=64)", "raw")
+        if i == 1:
+            counts.append(_settled(None))
+    return [*counts, _settled(counts[0])]
+
+
+def test_calls_that_are_refused_for_a_sharded_model_leave_no_threads_and_no_connections() -> None:
+    for early, late in run_ranks(_refused, 2, timeout_s=60.0):
+        assert all(a <= b + 1 for a, b in zip(late, early, strict=True)), (early, late)
+
+
+def _over_a_part(rank: int) -> list[tuple[int, int, int]]:
+    """The counts after models over two of three ranks were compressed and detached."""
+    group, counts = dist.new_group([0, 1]), []
+    for i in range(12 if rank < 2 else 0):
+        model = linear(group)
+        network = thinwire.Network(streams=2)
+        wire = thinwire.compress(model, "minmax(bits=4)", skip_if_slower=False, network=network)
+        backward(model, rank)
+        wire.detach()
+        if i in (1, 11):
+            counts.append(_settled(counts[0] if counts else None))
+    return counts
+
+
+def test_models_over_a_part_of_the_world_that_are_detached_leave_nothing() -> None:
+    for early, late in run_ranks(_over_a_part, 3, timeout_s=60.0)[:2]:
         assert all(a <= b + 1 for a, b in zip(late, early, strict=True)), (early, late)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from experiments.papers.intsgd import world
@@ -294,6 +295,34 @@ def test_replicas_over_gloo_are_identical_and_resume_bit_for_bit(estimator: str)
     assert first[1] == 8 * 4 + 29 * (64 + 64 + 2)
     if estimator == "gd":
         assert first[2] < 1e-2
+
+
+def _beside_a_message(rank: int) -> tuple[list[float], list[float]]:
+    """What arrives of a message that is under way in the same process group while steps are made, and the weights."""
+    note = torch.full((64,), 5.0 * rank)
+    sending = dist.isend(note, 0) if rank == 1 else None
+    parameters = _parameters(0)
+    optimizer = IntDIANA(parameters, lr=0.1)
+
+    def closure() -> float:
+        loss = sum((p - rank).square().sum() for p in parameters)
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        return float(loss.detach())
+
+    for _ in range(3):
+        optimizer.step(closure)
+    if sending is None:
+        dist.recv(note, 1)
+    else:
+        sending.wait()
+    return note.tolist(), _point(parameters).tolist()
+
+
+def test_a_message_of_the_user_in_the_same_group_is_left_alone() -> None:
+    (note, weights), (_, others) = run_ranks(_beside_a_message, 2, group_timeout_s=8.0)
+    assert note == [5.0] * 64
+    assert weights == others
 
 
 def test_a_world_of_one() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -133,6 +134,28 @@ def chooses_again(rank: int) -> list[int]:
 
 def test_links_are_measured_again() -> None:
     assert run_ranks(chooses_again, 2) == [[-1, 1, 1, 3, 3, 5]] * 2
+
+
+def measures_beside_a_message(rank: int) -> tuple[list[float], bool]:
+    """What arrives of a message that is under way in the pipeline's group while links are measured."""
+    adapt = thinwire.policies.ByLink(after=1)
+    pipe = Pipe(rank, 2, forward="delta(maxabs(bits=3))", backward="maxabs(bits=6)", adapt=adapt)
+    x, y = samples()
+    pipe.step(x[:BATCH], y[:BATCH], range(BATCH))
+    note = torch.full((64,), 5.0 * (rank == 0))
+    tag = 1024  # of the first message of a transport: those of its small all-reduces come before
+    sending = dist.isend(note, 1, tag=tag) if rank == 0 else None
+    pipe.step(x[:BATCH], y[:BATCH], range(BATCH))
+    if sending is None:
+        dist.recv(note, 0, tag=tag)
+    else:
+        sending.wait()
+    return note.tolist(), bool(pipe.stages[0].links)
+
+
+def test_a_message_of_the_user_in_the_pipelines_group_is_left_alone() -> None:
+    answers = run_ranks(measures_beside_a_message, 2, group_timeout_s=8.0)
+    assert answers == [([5.0] * 64, True)] * 2
 
 
 def over_uneven_links(rank: int) -> list[dict[str, tuple[str, float]]]:

@@ -75,7 +75,7 @@ def run_ranks(
 def _never_met(error: str) -> bool:
     """Whether gloo could not join the ranks: on a busy machine one now and then waits in vain for another's address."""
     waited = "ait timeout" in error and "ProcessGroupGloo(" in error
-    connecting = re.search(r"\(most recent call first\):\n.*in _new_process_group_helper", error)
+    connecting = re.search(r"\(most recent call first\):\n.*in (?:_new_process_group_helper|gloo_backend)", error)
     return waited or connecting is not None or "Gloo connectFullMesh failed" in error
 
 

@@ -43,6 +43,7 @@ from thinwire.collectives.summed import SumRounds, sum_buffers, summed_all_reduc
 from thinwire.collectives.traffic import Outgoing, Traffic, sent_bytes
 from thinwire.collectives.transport import (
     Buffers,
+    ForeignGroupTransport,
     LoopbackTransport,
     Pending,
     PendingWork,
@@ -68,6 +69,7 @@ __all__ = [
     "DeviceTransport",
     "Exchange",
     "FailureDetector",
+    "ForeignGroupTransport",
     "Hierarchical",
     "Layer",
     "Layout",

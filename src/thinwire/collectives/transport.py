@@ -527,7 +527,8 @@ class ProcessGroupTransport(Transport):
             return
         del self.group
         for group in dict.fromkeys(groups):
-            # The default group may have been destroyed before, and the group may be broken.
+            # The default group may have been destroyed before, and the group may be broken, or not listed: then it ends
+            # when nobody holds it.
             with contextlib.suppress(ValueError, RuntimeError, AssertionError):
                 dist.destroy_process_group(group)
 
@@ -538,6 +539,27 @@ class ProcessGroupTransport(Transport):
     def _start(self, doing: str, operation: Callable[[], dist.Work], peer: int | None = None) -> Pending:
         with Failing(doing, self.timeout, peer, self.detector):
             return PendingWork(operation(), doing, self.timeout, peer, self.detector)
+
+
+class ForeignGroupTransport(ProcessGroupTransport):
+    """Collectives of CPU tensors over a process group (gloo) that others use, too.
+
+    It has native collectives alone. gloo knows single messages by their tags, and those of others may have the same.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, timeout: timedelta, *, detector: FailureDetector | None = None
+    ) -> None:
+        super().__init__(group, timeout, detector=detector)
+
+    def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
+        return self._start_native(x, lane, op)
+
+    def _send(self, message: Tensor, peer: int, tag: int) -> Pending:
+        raise TypeError("a process group that others use carries collectives, and no single messages")
+
+    def _receive(self, message: Tensor, peer: int, tag: int) -> Pending:
+        return self._send(message, peer, tag)
 
 
 class LoopbackTransport(Transport):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -255,76 +256,112 @@ class QuantisedReduceScatter(_Comm):
         return None
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """The plan and the units of `attach_fsdp`, for one model and its checked arguments."""
+
+    plan: Plan
+    units: Sequence[Unit]
+    preconditioned: Preconditioned | None
+
+
 def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
     """See `thinwire.compress_fsdp`."""
     former = _attached.get(model)
     if former is not None and former.attached:
         raise RuntimeError("this model is compressed already: call detach() on its Wire first, on every rank")
+    sharded = _sharded(model, options)
+    groups = {_ranks(group): group.process_group for _, group, _ in sharded}
+    # The Wire closes its transports. What fails before there is one closes them here.
+    with ExitStack() as without_wire:
+        hosts = {ranks: without_wire.enter_context(closing(_host(group, options))) for ranks, group in groups.items()}
+        across = None
+        if options.replicas is not None:
+            across = without_wire.enter_context(closing(_host(options.replicas, options)))
+        with failing_together(hosts.values(), "thinwire.compress()"):
+            policy = _policy(options)
+            device = _device(model, [group for _, group, _ in sharded], options)
+        transports = {ranks: _transport(host, groups[ranks], options, device) for ranks, host in hosts.items()}
+        replicas = None
+        if across is not None and options.replicas is not None:
+            replicas = _transport(across, options.replicas, options, device)
+        with failing_together(hosts.values(), "thinwire.compress()"):
+            prepared = _prepare(model, sharded, transports, options)
+        wire = ShardedWire(
+            prepared.plan,
+            prepared.units,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            make_world=partial(_whole_world, options.network.timeout),
+            seed=options.seed,
+            start=max(options.start, policy.warmup if policy else 0),
+            master=options.master,
+            skip_if_slower=options.skip_if_slower,
+            algorithm=options.algorithm,
+            adapt=policy,
+            replicas=replicas,
+        )
+        without_wire.pop_all()
+    for (module, group, _), unit in zip(sharded, prepared.units, strict=True):
+        _attach(module, Attached(wire, unit, group, options, prepared.preconditioned), options)
+    _attached[model] = wire
+    wire.moments = prepared.preconditioned
+    _warn_of_memory(wire, prepared.preconditioned)
+    if isinstance(options.optimizer, QuantizedAdam):
+        optimizer = options.optimizer
+        wire.keep_gradients_raw(until=lambda: optimizer.frozen)
+    return wire
+
+
+def _prepare(
+    model: nn.Module,
+    sharded: Sequence[tuple[FSDPModule, FSDPGroup, str]],
+    transports: Mapping[tuple[int, ...], Transport],
+    options: ShardedOptions,
+) -> _Prepared:
+    """Raises whatever is wrong with the arguments for this model."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    units = [_unit(path, group, transports[_ranks(group)], names, _ranks(group)[0]) for _, group, path in sharded]
+    shapes = {layer.name: layer.shape for unit in units for layer in unit.layers}
+    plan = sharded_plan(shapes, options.rules(), options.filter)
+    # Of a schedule only the first stage would ever be used.
+    if plan.at_step(0, None) is not plan:
+        raise ValueError("schedules are for DistributedDataParallel models: give density, rank or theta a number")
+    _check_changes(plan, [(path, group) for _, group, path in sharded], units, options)
+    if isinstance(options.optimizer, QuantizedAdam):
+        # Its momentum is linear in the gradients: error feedback of these is error feedback of the momentum.
+        plan = with_feedback(plan, "gradients/")
+    preconditioned = None
+    if isinstance(options.optimizer, CompressedAdamW):
+        # Parameters of the model as the optimizer has them, by the names of the units' layers.
+        named = {name: p for name, p in model.named_parameters() if name in shapes}
+        preconditioned, plan = Preconditioned(options.optimizer, named), with_feedback(plan, "gradients/")
+    warn_of_pairing(plan, options.optimizer)
+    return _Prepared(plan, units, preconditioned)
+
+
+def _sharded(model: nn.Module, options: ShardedOptions) -> list[tuple[FSDPModule, FSDPGroup, str]]:
+    """The groups of parameters that FSDP communicates together, each with its module and that module's path."""
     sharded: dict[int, tuple[FSDPModule, FSDPGroup, str]] = {}
     for path, module in _modules(model):
         for group in _checked(path, module, options):
             sharded.setdefault(id(group.identity), (module, group, path))
-    groups = {tuple(dist.get_process_group_ranks(g.process_group)): g.process_group for _, g, _ in sharded.values()}
-    hosts = {ranks: _host(group, options) for ranks, group in groups.items()}
-    across = _host(options.replicas, options) if options.replicas is not None else None
-    with failing_together(hosts.values(), "thinwire.compress()"):
-        policy = _policy(options)
-        device = _device(model, [group for _, group, _ in sharded.values()], options)
-    transports = {ranks: _transport(host, groups[ranks], options, device) for ranks, host in hosts.items()}
-    replicas = None
-    if across is not None and options.replicas is not None:
-        replicas = _transport(across, options.replicas, options, device)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    units: list[Unit] = []
-    with failing_together(hosts.values(), "thinwire.compress()"):
-        for _, group, path in sharded.values():
-            ranks = tuple(dist.get_process_group_ranks(group.process_group))
-            units.append(_unit(path, group, transports[ranks], names, ranks[0]))
-        shapes = {layer.name: layer.shape for unit in units for layer in unit.layers}
-        keep = options.filter
-        plan = sharded_plan(shapes, options.rules(), keep)
-        # Of a schedule only the first stage would ever be used.
-        if plan.at_step(0, None) is not plan:
-            raise ValueError("schedules are for DistributedDataParallel models: give density, rank or theta a number")
-        _check_changes(plan, [(path, group) for _, group, path in sharded.values()], units, options)
-        if isinstance(options.optimizer, QuantizedAdam):
-            # Its momentum is linear in the gradients: error feedback of these is error feedback of the momentum.
-            plan = with_feedback(plan, "gradients/")
-        preconditioned = None
-        if isinstance(options.optimizer, CompressedAdamW):
-            # Parameters of the model as the optimizer has them, by the names of the units' layers.
-            named = {name: p for name, p in model.named_parameters() if name in shapes}
-            preconditioned, plan = Preconditioned(options.optimizer, named), with_feedback(plan, "gradients/")
-    wire = ShardedWire(
-        plan,
-        units,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        make_world=partial(_whole_world, options.network.timeout),
-        seed=options.seed,
-        start=max(options.start, policy.warmup if policy else 0),
-        master=options.master,
-        skip_if_slower=options.skip_if_slower,
-        algorithm=options.algorithm,
-        adapt=policy,
-        replicas=replicas,
-    )
-    for (module, group, _), unit in zip(sharded.values(), units, strict=True):
-        _attach(module, Attached(wire, unit, group, options, preconditioned), options)
-    _attached[model] = wire
-    wire.moments = preconditioned
-    warn_of_pairing(plan, options.optimizer)
+    return list(sharded.values())
+
+
+def _ranks(group: FSDPGroup) -> tuple[int, ...]:
+    """The ranks, in the default process group, among which parameters are sharded."""
+    return tuple(dist.get_process_group_ranks(group.process_group))
+
+
+def _warn_of_memory(wire: ShardedWire, preconditioned: Preconditioned | None) -> None:
     state_bytes = wire.memory + (preconditioned.num_bytes if preconditioned is not None else 0)
-    if isinstance(options.optimizer, QuantizedAdam):
-        optimizer = options.optimizer
-        wire.keep_gradients_raw(until=lambda: optimizer.frozen)
     if state_bytes >= 1 << 20:
         warn_caller(
             f"the compressors' state takes {state_bytes / 2**20:,.0f} MiB on each rank: error feedback keeps a "
             "residual of the whole model, not of its shard, on every rank, CompressedAdamW keeps second moments of it, "
             'and weights="delta(...)" all weights; leave them out where memory is short'
         )
-    return wire
 
 
 def _policy(options: ShardedOptions) -> Policy | None:
@@ -465,7 +502,11 @@ def _whole_world(timeout: timedelta | None) -> Transport:
 def _host(group: dist.ProcessGroup, options: ShardedOptions) -> ProcessGroupTransport:
     """Process groups of our own among the ranks of ``group``, which are known to have the same options."""
     host = bare_transport(group, options.network.timeout or group_timeout(group))
-    agree(record_of(options), host)
+    try:
+        agree(record_of(options), host)
+    except BaseException:
+        host.close()
+        raise
     return host
 
 

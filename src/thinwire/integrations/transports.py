@@ -7,14 +7,39 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from thinwire.collectives import FailureDetector, ProcessGroupTransport, Transport, announce_error, with_shared_memory
 from thinwire.collectives.transport import Failing
+from thinwire.compat import gloo_group, prefixed
 from thinwire.integrations.options import Network
 from thinwire.runtime import agree
+
+
+class _Meeting(NamedTuple):
+    """Where some ranks find each other, once."""
+
+    store: Any
+    key: str
+    """A prefix in the store that nothing else uses."""
+    ranks: Sequence[int]
+    """In the default process group."""
+
+
+_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+"""By the default process group and ranks, how often they have met. A new default group has a new store."""
+
+
+def _meeting(ranks: Sequence[int]) -> _Meeting:
+    """The next meeting of ``ranks``, which all count alike."""
+    world = dist.group.WORLD
+    assert world is not None, "there is a process group"
+    met = _meetings.setdefault(world, Counter())
+    number = met[tuple(ranks)]
+    met[tuple(ranks)] += 1
+    return _Meeting(world.get_group_store(), f"thinwire meeting {number} of {'-'.join(map(str, ranks))}", ranks)
 
 
 def bare_transport(group: dist.ProcessGroup, timeout: timedelta) -> ProcessGroupTransport:
@@ -24,17 +49,16 @@ def bare_transport(group: dist.ProcessGroup, timeout: timedelta) -> ProcessGroup
         TransportError: A rank did not come in time, or is gone.
         PeerFailedError: A rank failed in `failing_before_meeting`.
     """
+    meeting = _meeting(dist.get_process_group_ranks(group))
     # Before gloo's groups, which wait for a rank that does not come without naming it.
-    detector = detector_of(group, timeout)
+    detector = _detector(meeting, group, timeout)
     try:
-        mine, second = _new_groups(group, timeout, detector, 2)
+        mine, second = _new_groups(meeting, group, timeout, detector, 2)
     except BaseException:
         if detector is not None:
             detector.close()
         raise
-    # PyTorch names a group of a part of the world by its ranks and by how many such groups there are: a name that comes
-    # again, after one of them is destroyed, finds the addresses of the group that had it.
-    return ProcessGroupTransport(mine, timeout, second, owned=not _is_part(group), detector=detector)
+    return ProcessGroupTransport(mine, timeout, second, owned=True, detector=detector)
 
 
 def add_streams(transport: ProcessGroupTransport, group: dist.ProcessGroup, streams: int) -> None:
@@ -45,23 +69,21 @@ def add_streams(transport: ProcessGroupTransport, group: dist.ProcessGroup, stre
     Raises:
         TransportError: A rank did not come in time, or is gone.
     """
-    transport.add_streams(_new_groups(group, transport.timeout, transport.detector, streams - 1))
+    meeting = _meeting(dist.get_process_group_ranks(group))
+    transport.add_streams(_new_groups(meeting, group, transport.timeout, transport.detector, streams - 1))
 
 
 def _new_groups(
-    group: dist.ProcessGroup, timeout: timedelta, detector: FailureDetector | None, num: int
+    meeting: _Meeting, group: dist.ProcessGroup, timeout: timedelta, detector: FailureDetector | None, num: int
 ) -> list[dist.ProcessGroup]:
-    ranks, part, made = dist.get_process_group_ranks(group), _is_part(group), []
+    """Among the ranks of ``group``, over gloo. ``torch.distributed`` does not list them.
+
+    It names a group of a part of the world by its ranks and by how many such groups there are: a name that comes again,
+    after one of them was destroyed, would find the addresses of the group that had it.
+    """
     with Failing("making process groups", timeout, detector=detector):
-        for _ in range(num):
-            one = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=part)
-            assert isinstance(one, dist.ProcessGroup)
-            made.append(one)
-    return made
-
-
-def _is_part(group: dist.ProcessGroup) -> bool:
-    return group.size() != dist.get_world_size()
+        stores = [prefixed(f"{meeting.key}, group {i}", meeting.store) for i in range(num)]
+        return [gloo_group(store, group.rank(), group.size(), timeout) for store in stores]
 
 
 def detector_of(group: dist.ProcessGroup, timeout: timedelta) -> FailureDetector | None:
@@ -71,28 +93,20 @@ def detector_of(group: dist.ProcessGroup, timeout: timedelta) -> FailureDetector
         TransportError: A rank did not come in time.
         PeerFailedError: A rank failed in `failing_before_meeting`.
     """
-    if group.size() == 1:
-        return None
-    return FailureDetector.connect(*_meeting(dist.get_process_group_ranks(group)), group.rank(), timeout)
+    return _detector(_meeting(dist.get_process_group_ranks(group)), group, timeout)
 
 
-_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
-"""By the default process group and ranks, how often they have met. A new default group has a new store."""
-
-
-def _meeting(ranks: Sequence[int]) -> tuple[Any, str, Sequence[int]]:
-    """Store, key and ranks of a meeting of ``ranks``; counts it."""
-    world = dist.group.WORLD
-    assert world is not None, "there is a process group"
-    met = _meetings.setdefault(world, Counter())
-    number = met[tuple(ranks)]
-    met[tuple(ranks)] += 1
-    return world.get_group_store(), f"thinwire meeting {number} of {'-'.join(map(str, ranks))}", ranks
+def _detector(meeting: _Meeting, group: dist.ProcessGroup, timeout: timedelta) -> FailureDetector | None:
+    return FailureDetector.connect(*meeting, group.rank(), timeout) if group.size() > 1 else None
 
 
 @contextmanager
-def failing_before_meeting() -> Iterator[None]:
-    """Let the other ranks fail, too, if the body fails on this one before it has met them in `bare_transport`."""
+def failing_before_meeting(group: object = None) -> Iterator[None]:
+    """Let the other ranks fail, too, if the body fails on this one before it has met them in `bare_transport`.
+
+    ``group``: the process group that the body will meet; all ranks meet where it is none. One such context may be
+    inside another: the inner one announces the failure, and the outer one does not.
+    """
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None or dist.get_world_size() == 1:
         yield
@@ -102,8 +116,9 @@ def failing_before_meeting() -> Iterator[None]:
         yield
     except Exception as error:
         if _meetings[world].total() == before:
-            store, key, _ = _meeting(range(dist.get_world_size()))
-            announce_error(store, key, dist.get_rank(), error)
+            met = group if isinstance(group, dist.ProcessGroup) else world
+            store, key, ranks = _meeting(dist.get_process_group_ranks(met))
+            announce_error(store, key, ranks.index(dist.get_rank()), error)
         raise
 
 

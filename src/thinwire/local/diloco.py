@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.compat import group_timeout
 from thinwire.compressors import Compressor, check_int
 from thinwire.integrations.options import Network
-from thinwire.integrations.transports import host_transport
+from thinwire.integrations.transports import failing_before_meeting, host_transport
 from thinwire.local.fragments import (
     FEW_BITS,
     Fragment,
@@ -113,24 +113,28 @@ class DiLoCo:
         outer_device: torch.device | str | None = None,
         total_steps: int | None = None,
     ) -> None:
-        check_int("every", every, 1)
-        exchanges = None if total_steps is None else total_steps / every
-        self.outer = default_outer(exchanges) if outer is None else outer
-        self.every, self.overlap, self.weighted = every, overlap, weighted
-        self.mix: Literal["keep"] | float = mix
-        self.group = group
-        self._module = model.module if isinstance(model, DistributedDataParallel) else model
-        parameters = trained_parameters(self._module, inner_optimizer)
-        self._check(parameters, fragments)
-        warn_of_few_exchanges(self.outer, every, exchanges)
+        # Workers meet, and agree, before anything is sent over the user's group.
+        with failing_before_meeting(group):
+            check_int("every", every, 1)
+            exchanges = None if total_steps is None else total_steps / every
+            self.outer = default_outer(exchanges) if outer is None else outer
+            self.every, self.overlap, self.weighted = every, overlap, weighted
+            self.mix: Literal["keep"] | float = mix
+            self.group = group
+            self._module = model.module if isinstance(model, DistributedDataParallel) else model
+            parameters = trained_parameters(self._module, inner_optimizer)
+            self._check(parameters, fragments)
+            warn_of_few_exchanges(self.outer, every, exchanges)
+            shapes = sent_shapes(parameters)
+            plan = exchange_plan(shapes, compressor, feedback=feedback)
+            names = balanced_fragments({name: math.prod(shape) for name, shape in shapes.items()}, fragments)
+            device = None if outer_device is None else torch.device(outer_device)
+            self.wire = _open_wire(plan, shapes, group, network, seed, self._arguments(fragments))
+            """The handle of the exchanges: ``wire.stats``, ``wire.plan``."""
         self._buffers = [b for b in self._module.buffers() if b.is_floating_point()]
         with torch.no_grad():
             for tensor in (*parameters.values(), *self._module.buffers()):
                 dist.broadcast(local_values(tensor), group=group, group_src=0)
-        shapes = sent_shapes(parameters)
-        plan = exchange_plan(shapes, compressor, feedback=feedback)
-        names = balanced_fragments({name: math.prod(shape) for name, shape in shapes.items()}, fragments)
-        device = None if outer_device is None else torch.device(outer_device)
         self._fragments = [
             Fragment({name: parameters[name] for name in part}, keeps=self._keeps, device=device) for part in names
         ]
@@ -140,8 +144,6 @@ class DiLoCo:
         self._pending: _Exchange | None = None
         self.skipped_rounds = 0
         """Exchanges that were dropped because some worker's weights were not finite."""
-        self.wire = _open_wire(plan, shapes, group, network, seed, self._arguments(fragments))
-        """The handle of the exchanges: ``wire.stats``, ``wire.plan``."""
 
     def _check(self, parameters: Mapping[str, nn.Parameter], fragments: int) -> None:
         check_int("fragments", fragments, 1)

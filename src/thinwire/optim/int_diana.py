@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives import LoopbackTransport, ProcessGroupTransport, Transport, ring_bytes
+from thinwire.collectives import ForeignGroupTransport, LoopbackTransport, Transport, ring_bytes
 from thinwire.compat import group_timeout
 from thinwire.kernels import derive_key, square_sums
 from thinwire.optim.integers import IntegerStats, IntegerSum
@@ -380,4 +380,4 @@ def _transport(group: dist.ProcessGroup | None) -> Transport:
             return LoopbackTransport.world(1)[0]
         group = dist.group.WORLD
     assert group is not None
-    return ProcessGroupTransport(group, group_timeout(group))
+    return ForeignGroupTransport(group, group_timeout(group))

@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from thinwire.collectives import PeerFailedError
 from thinwire.compressors import Compressor
+from thinwire.integrations.transports import failing_before_meeting
 from thinwire.pipeline.boundary_tensors import Direction
 from thinwire.pipeline.options import PipelineOptions, Specs
 from thinwire.pipeline.schedule_step import Batch, Corners, Ids
@@ -259,25 +260,27 @@ def compress_stage(
         NotImplementedError: the process group cannot move what is on the host.
         DisagreementError: in the first step, ranks were given different options.
     """
-    if not isinstance(stage, PipelineStage):
-        raise TypeError(
-            f"compress_stage() takes a torch.distributed.pipelining.PipelineStage, not {type(stage).__name__}"
+    # Ranks meet in the first step.
+    with failing_before_meeting(getattr(stage, "group", None)):
+        if not isinstance(stage, PipelineStage):
+            raise TypeError(
+                f"compress_stage() takes a torch.distributed.pipelining.PipelineStage, not {type(stage).__name__}"
+            )
+        if isinstance(stage, CompressedStage):
+            raise RuntimeError("this stage is compressed already")
+        options = PipelineOptions(
+            forward=forward,
+            backward=backward,
+            store=Memory() if store is None else store,
+            precision=precision,
+            seed=seed,
+            warmup_epochs=warmup_epochs,
+            check_every=check_every,
+            evaluation=evaluation,
+            max_length=max_length,
+            adapt=adapt,
         )
-    if isinstance(stage, CompressedStage):
-        raise RuntimeError("this stage is compressed already")
-    options = PipelineOptions(
-        forward=forward,
-        backward=backward,
-        store=Memory() if store is None else store,
-        precision=precision,
-        seed=seed,
-        warmup_epochs=warmup_epochs,
-        check_every=check_every,
-        evaluation=evaluation,
-        max_length=max_length,
-        adapt=adapt,
-    )
-    return _compressed(type(stage))(stage, options)
+        return _compressed(type(stage))(stage, options)
 
 
 @lru_cache

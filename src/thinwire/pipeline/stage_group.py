@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
-from thinwire.collectives import CommunicationError, FailureDetector, PeerFailedError, ProcessGroupTransport
+from thinwire.collectives import CommunicationError, FailureDetector, ForeignGroupTransport, PeerFailedError
 from thinwire.collectives.transport import Failing
 from thinwire.compat import group_timeout
-from thinwire.integrations.transports import detector_of
+from thinwire.integrations.transports import bare_transport, detector_of
 from thinwire.kernels import power_of_two
 from thinwire.pipeline.beside import Beside
 from thinwire.pipeline.boundary import UNSEEN, BoundarySide
@@ -179,9 +180,6 @@ class StageGroup:
         """``error`` with the rank that was the first to fail."""
         return error if self.detector is None else self.detector.attribute(error)
 
-    def _transport(self) -> ProcessGroupTransport:
-        return ProcessGroupTransport(self.group, group_timeout(self.group), detector=self.detector)
-
     def give_up(self) -> None:
         """Send failed messages to all neighbours of this rank's stages, so that none waits for this step."""
         moving, self._moving = self._moving, []
@@ -196,7 +194,9 @@ class StageGroup:
             step.training_step, self._timed, after=adapt.after, every=adapt.every
         ):
             return
-        choose(stages, self._transport(), step.training_step)
+        # Not over the pipeline's group, in which messages of others may be under way.
+        with closing(bare_transport(self.group, group_timeout(self.group))) as transport:
+            choose(stages, transport, step.training_step)
 
     def _agree_on_options(self, stages: list[StageCompression]) -> None:
         records = [stage.options.record(stage.num_stages) for stage in stages]
@@ -204,7 +204,7 @@ class StageGroup:
             if record != records[0]:
                 raise ValueError(f"stage {stage.index} was given other options than stage {stages[0].index}")
         if self._agreed != records[0]:
-            agree(records[0], self._transport())
+            agree(records[0], ForeignGroupTransport(self.group, group_timeout(self.group), detector=self.detector))
             self._agreed = records[0]
 
     def _announce(self, stages: list[StageCompression], first_micro_batch: int | None) -> StepAnnouncement:

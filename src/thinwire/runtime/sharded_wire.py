@@ -426,8 +426,8 @@ def _record(plan: Plan, units: Sequence[Unit], options: Mapping[str, object]) ->
 def slowest_speeds(
     engine: ShardedEngine, compressors: Collection[Compressor], channel: ShardChannel | None = None
 ) -> Speeds | None:
-    """Of the links of ``of`` (by default those among which the first unit is sharded), on the slowest of all ranks;
-    None if there is nothing to measure."""
+    """Of the links of ``channel`` (by default those among which the first unit is sharded), on the slowest rank; None
+    if there is nothing to measure."""
     links = channel or engine.channels[0]
     if links.transport.world_size == 1 or not compressors:
         return None
