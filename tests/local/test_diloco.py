@@ -214,6 +214,45 @@ def test_two_workers_gather_each_others_messages(workers: int) -> None:
         assert torch.equal(with_transport, default)
 
 
+class Strided(nn.Module):
+    """A layer with buffers that are not in one piece, or not in the order of their indices. On rank 1 all are larger
+    by ten, and one lies otherwise in memory."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        values = torch.arange(8.0).view(4, 2) + 10 * rank
+        self.table = torch.full((4, 4), 7.0)
+        self.table[:, :2] = values
+        self.register_buffer("slice", self.table[:, :2])
+        self.register_buffer("expanded", values[:1].expand(4096, 2))
+        self.register_buffer("transposed", values.t().contiguous().t() if rank else values.clone())
+        self.register_buffer("complex", torch.complex(values, -values).t())
+
+
+def _strided(rank: int) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor]:
+    model = Strided(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = _quiet(model, optimizer, every=2, compressor="raw")
+    states = [copy.deepcopy(dict(model.named_buffers()))]
+    model.slice.add_(4.0 * rank)
+    model.expanded[:1].add_(4.0 * rank)
+    model.transposed.add_(4.0 * rank)
+    for _ in range(2):
+        local.step()
+    local.close()
+    return [*states, dict(model.named_buffers())], model.table
+
+
+def test_buffers_of_any_strides_start_from_rank_0s_and_are_averaged() -> None:
+    expected = dict(Strided(0).named_buffers())
+    for (start, end), table in run_ranks(_strided, 2):
+        for name, buffer in expected.items():
+            torch.testing.assert_close(start[name], buffer, rtol=0, atol=0)
+            torch.testing.assert_close(end[name], buffer if buffer.is_complex() else buffer + 2.0, rtol=0, atol=0)
+        assert bool((table[:, 2:] == 7.0).all())
+
+
 def _bytes(rank: int) -> tuple[int, float, int, int]:
     training = Training(rank, every=10, compressor="minmax(bits=4)")
     training.run(40)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.collectives import contiguous_values
 from thinwire.compat import group_timeout
 from thinwire.compressors import Compressor, check_int
 from thinwire.integrations.options import Network
@@ -126,7 +127,8 @@ class DiLoCo:
         self._buffers = [b for b in self._module.buffers() if b.is_floating_point()]
         with torch.no_grad():
             for tensor in (*parameters.values(), *self._module.buffers()):
-                dist.broadcast(local_values(tensor), group=group, group_src=0)
+                with contiguous_values(local_values(tensor)) as values:
+                    dist.broadcast(values, group=group, group_src=0)
         shapes = sent_shapes(parameters)
         plan = exchange_plan(shapes, compressor, feedback=feedback)
         names = balanced_fragments({name: math.prod(shape) for name, shape in shapes.items()}, fragments)
@@ -274,8 +276,9 @@ class DiLoCo:
 
     def _average_buffers(self) -> None:
         for buffer in self._buffers:
-            dist.all_reduce(buffer, group=self.group)
-            buffer.div_(self.wire.world_size)
+            with contiguous_values(local_values(buffer)) as values:
+                dist.all_reduce(values, group=self.group)
+                values.div_(self.wire.world_size)
 
     def state_dict(self) -> dict[str, Tensor]:
         """This worker's state, for its own checkpoint beside the model's and the inner optimizer's.
