@@ -214,9 +214,9 @@ class CompressedAdamW(torch.optim.Optimizer):
         for parameter, update, group in due:
             if group["clip"] is None:
                 continue
-            total = update.square().sum().reshape(1)
+            total = update.square().sum()
             if update.numel() != parameter.numel():
-                total = over_shards(total, [parameter], dist.ReduceOp.SUM)
+                (total,) = over_shards(total.reshape(1), [parameter], dist.ReduceOp.SUM)
             rms = (total / parameter.numel()).sqrt_()
             update.mul_((group["clip"] / rms).clamp_(max=1.0).mul_(group["lr"]))
 
