@@ -109,8 +109,8 @@ def compress_ddp(
             ``min_numel`` elements do in any case, unless a pattern is their full name, or the compressor takes every
             layer (``intsgd``, so that no float is sent).
         min_numel: elements below which a layer stays raw.
-        start: steps at the beginning that stay uncompressed; Markov's thesis of 2024 (section 4.6.1) turns compression on after the
-            learning rate's warm-up.
+        start: steps at the beginning that stay uncompressed; Markov's thesis of 2024 (section 4.6.1) turns compression
+            on after the learning rate's warm-up.
         seed: of the random draws of stochastic rounding. They depend on it, on the step, the rank, the layer and the
             element only: no global generator is touched.
         adapt: a policy that chooses each layer's compression anew from time to time while the model trains:

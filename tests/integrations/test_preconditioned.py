@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import thinwire
 from harness import run_ranks
 from nets import assert_replicas_identical, fingerprint, loss_of, make, train, trained
 from nets import batch as batch_of
-from thinwire.optim import CompressedAdamW
+from thinwire.optim import CompressedAdamW, Dion
 
 TWO_BITS = "gaussian(bits=2)"
 LR = 3e-3
@@ -92,6 +93,57 @@ def _resumed(rank: int, size: int, order: Any) -> None:
 @pytest.mark.parametrize("order", ["pre", "update"])
 def test_one_checkpoint_resumes_bit_for_bit_on_every_rank(order: str) -> None:
     run_ranks(_resumed, 2, 2, order)
+
+
+class Strided(nn.Module):
+    """Parameters whose elements do not lie in memory in the order of their indices; one of them has gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(torch.randn(12, 8).t())
+        self.gaps = nn.Parameter(torch.randn(8, 24)[:, :12])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).square().mean() + (x.flatten(1)[:, :8] @ (self.transposed + 2 * self.gaps)).pow(4).mean()
+
+
+STEPPING: dict[str, Callable[[nn.Module], Any]] = {
+    "pre": lambda model: CompressedAdamW(model.parameters(), lr=LR),
+    "update": lambda model: CompressedAdamW(model.parameters(), lr=LR, order="update", clip=0.5),
+    "dion": lambda model: Dion(model, lr=LR),
+}
+
+
+def _strided(rank: int, kind: str) -> None:
+    torch.manual_seed(0)
+    alone = Strided()
+    model = copy.deepcopy(alone)
+    ours, theirs = STEPPING[kind](model), STEPPING[kind](alone)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    wire = thinwire.compress(ddp, "raw", optimizer=ours, skip_if_slower=False)
+    for step in range(10):
+        if step == 5:
+            saved = wire.gather_state_dict()
+            wire.load_state_dict(saved)
+            for (name, mine), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+                for moment, values in theirs.local_state(other).items():
+                    torch.testing.assert_close(saved[f"rank{rank}/{moment}/{name}"], values)
+                    torch.testing.assert_close(ours.state[mine][moment].flatten(), values)
+        if step == 7:
+            wire.detach()
+        for net, optimizer in ((ddp, ours), (alone, theirs)):
+            optimizer.zero_grad()
+            net(torch.randn(3, 4, 5, 5, generator=torch.Generator().manual_seed(step))).backward()
+            optimizer.step()
+        for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("kind", STEPPING)
+def test_ranks_step_as_one_does_whatever_the_order_of_parameters_in_memory(kind: str) -> None:
+    """Ranks of the same data; DDP's buckets hold gradients as their parameters lie in memory."""
+    run_ranks(_strided, 2, kind)
 
 
 def _saved(rank: int, size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

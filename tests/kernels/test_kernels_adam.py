@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -92,6 +92,29 @@ def test_a_step_is_the_formula_also_of_weights_in_another_layout() -> None:
         momentum = m.clone()
         adam_apply([AdamStep(weights, d, Moving(momentum, momentum, 0.9), 0.99, 2.0)])
         torch.testing.assert_close(weights, expected)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": Tensor.clone,
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(0, 2).contiguous().transpose(0, 2),
+    "with gaps": lambda x: torch.stack([x, x], -1)[..., 0],
+}
+
+
+@pytest.mark.parametrize("weights", LAYOUTS)
+@pytest.mark.parametrize("moments", LAYOUTS)
+def test_how_tensors_lie_in_memory_changes_no_bit(weights: str, moments: str) -> None:
+    w, g, v, m = (torch.randn(4, 6, 5, 3).abs() for _ in range(4))
+    found = []
+    for first, second in ((weights, moments), ("contiguous", "contiguous")):
+        values, gradient = (LAYOUTS[first](x) for x in (w, g))
+        square, momentum = (LAYOUTS[second](x) for x in (v, m))
+        moving = Moving(momentum, momentum, 0.9)
+        adam_normalise([AdamGradient(gradient, Moving(square, square, 0.99), moving, 1e-3, 0.5)])
+        adam_apply([AdamStep(values, gradient, moving, 0.99, 2.0)])
+        found.append((values, gradient, square, momentum))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_autograd_notices_a_step_between_forward_and_backward() -> None:

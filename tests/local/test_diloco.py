@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +22,7 @@ import thinwire
 from harness import run_ranks
 from thinwire.local import DiLoCo, Nesterov
 from thinwire.local.fragments import balanced_fragments, exchange_plan
+from thinwire.runtime.checkpoint import sealed
 
 AVERAGING = Nesterov(lr=1.0, momentum=0.0)
 
@@ -214,6 +216,45 @@ def test_two_workers_gather_each_others_messages(workers: int) -> None:
         assert torch.equal(with_transport, default)
 
 
+class Strided(nn.Module):
+    """A layer with buffers that are not in one piece, or not in the order of their indices. On rank 1 all are larger
+    by ten, and one lies otherwise in memory."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        values = torch.arange(8.0).view(4, 2) + 10 * rank
+        self.table = torch.full((4, 4), 7.0)
+        self.table[:, :2] = values
+        self.register_buffer("slice", self.table[:, :2])
+        self.register_buffer("expanded", values[:1].expand(4096, 2))
+        self.register_buffer("transposed", values.t().contiguous().t() if rank else values.clone())
+        self.register_buffer("complex", torch.complex(values, -values).t())
+
+
+def _strided(rank: int) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor]:
+    model = Strided(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = _quiet(model, optimizer, every=2, compressor="raw")
+    states = [copy.deepcopy(dict(model.named_buffers()))]
+    model.slice.add_(4.0 * rank)
+    model.expanded[:1].add_(4.0 * rank)
+    model.transposed.add_(4.0 * rank)
+    for _ in range(2):
+        local.step()
+    local.close()
+    return [*states, dict(model.named_buffers())], model.table
+
+
+def test_buffers_of_any_strides_start_from_rank_0s_and_are_averaged() -> None:
+    expected = dict(Strided(0).named_buffers())
+    for (start, end), table in run_ranks(_strided, 2):
+        for name, buffer in expected.items():
+            torch.testing.assert_close(start[name], buffer, rtol=0, atol=0)
+            torch.testing.assert_close(end[name], buffer if buffer.is_complex() else buffer + 2.0, rtol=0, atol=0)
+        assert bool((table[:, 2:] == 7.0).all())
+
+
 def _bytes(rank: int) -> tuple[int, float, int, int]:
     training = Training(rank, every=10, compressor="minmax(bits=4)")
     training.run(40)
@@ -299,6 +340,51 @@ def _resumed(rank: int, options: dict, at: int, steps: int) -> tuple[torch.Tenso
 def test_a_resumed_training_continues_bit_for_bit(options: dict, at: int) -> None:
     for straight, again in run_ranks(_resumed, 2, options, at, 37):
         assert torch.equal(straight, again)
+
+
+State = dict[str, torch.Tensor]
+
+
+def _sealed_again(state: State, added: State, without: str = "") -> State:
+    """A state with other entries than it was saved with, and their checksums."""
+    wires = {key: value for key, value in state.items() if key.startswith("wire/")}
+    own = {key: value for key, value in state.items() if key not in (*wires, "checksums", without)}
+    return wires | sealed(own | added)
+
+
+DAMAGES: dict[str, Callable[[State], State]] = {
+    "changed": lambda state: state | {"anchor/first.weight": state["anchor/first.weight"] + 1.0},
+    "missing": lambda state: _sealed_again(state, {}, without="momentum/last.bias"),
+    "of more fragments": lambda state: _sealed_again(state, {"sent_at/2": torch.tensor(0)}),
+    "of no number of workers": lambda state: state | {"gathered": torch.tensor([])},
+    "changed residual": lambda state: state | {RESIDUAL: state[RESIDUAL] + 1.0},
+}
+RESIDUAL = "wire/rank1/residual/first.weight"
+
+
+def _damaged(rank: int) -> tuple[list[str], bool]:
+    training = Training(rank, **OPTIONS["streaming"])
+    training.run(13)
+    state = training.local.state_dict()
+    training.run(3, first=13)
+    before, messages = training.local.state_dict(), []
+    for damage in DAMAGES.values():
+        with pytest.raises((ValueError, thinwire.PeerFailedError)) as error:
+            training.local.load_state_dict(damage(state) if rank == 1 else state)
+        messages.append(f"{type(error.value).__name__}: {error.value}")
+    after = training.local.state_dict()
+    training.local.load_state_dict(state)
+    return messages, all(torch.equal(after[key], value) for key, value in before.items())
+
+
+def test_a_state_that_is_damaged_on_one_worker_is_refused_on_all() -> None:
+    (others, same_there), (own, same) = run_ranks(_damaged, 2)
+    for here, there in zip(own, others, strict=True):
+        assert here.startswith("ValueError: ")
+        assert there.startswith("PeerFailedError: ")
+        assert here.removeprefix("ValueError: ") in there
+    assert same
+    assert same_there
 
 
 def _gathered(rank: int, options: dict) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

@@ -107,6 +107,14 @@ def test_clip_limits_the_root_mean_square_of_what_is_sent() -> None:
     assert float(unlimited.param_groups[0]["clip"] or math.inf) == math.inf
 
 
+def test_scalars_take_steps_that_clip_limits() -> None:
+    parameter = torch.nn.Parameter(torch.ones(()))
+    optimizer = CompressedAdamW([parameter], lr=0.1, weight_decay=0.0, clip=0.5)
+    parameter.square().backward()
+    optimizer.step()
+    assert parameter.item() == pytest.approx(1.0 - 0.5 * 0.1)
+
+
 @pytest.mark.parametrize("order", ["pre", "update"])
 def test_it_continues_bit_for_bit_from_its_state(order: Any) -> None:
     parameters, gradients = _problem()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -429,3 +430,22 @@ def test_groups_that_are_added_later_warm_up_by_themselves() -> None:
         optimizer.step()
     assert [optimizer.state[p]["frozen_at"] for p in (first, second)] == [3, 3]
     assert float(second.detach().abs().max()) < 0.02
+
+
+@pytest.mark.parametrize("like", [lambda x: x.t().contiguous().t(), lambda x: torch.stack([x, x], -1)[..., 0]])
+def test_momenta_are_sent_in_the_order_of_gradients_in_a_bucket(like: Callable[[Tensor], Tensor]) -> None:
+    """That of the parameter in memory, if it has no gaps."""
+    parameter = nn.Parameter(like(torch.randn(8, 12)))
+    optimizer = QuantizedAdam([parameter], warmup=1)
+    parameter.grad = torch.randn(8, 12)
+    optimizer.step()
+    momentum = optimizer.momentum(parameter)
+    assert momentum is not None
+    gradient, transposed = torch.randn(8, 12), parameter.t().is_contiguous()
+    flat = (gradient.t() if transposed else gradient).flatten().clone()
+    sender, layers = Momentum(optimizer, {"p": parameter}), (("p", (8, 12)),)
+    sender.make(flat, layers, 1.0)
+    sent = flat.view(12, 8).t() if transposed else flat.view(8, 12)
+    torch.testing.assert_close(sent, 0.9 * momentum + 0.1 * gradient)
+    sender.undo(flat, layers, 1.0)
+    torch.testing.assert_close(sent, gradient, rtol=1e-4, atol=1e-5)

@@ -13,6 +13,7 @@ from thinwire.collectives.algorithms import (
     parse_algorithm,
 )
 from thinwire.collectives.allgather import gather_buffers, gather_mean
+from thinwire.collectives.contiguous import contiguous_values, overwrite
 from thinwire.collectives.device import (
     DeviceBuffers,
     ShardBuffers,
@@ -100,6 +101,7 @@ __all__ = [
     "check_choice",
     "check_star",
     "complete",
+    "contiguous_values",
     "device_all_gather",
     "device_all_reduce",
     "device_reduce_scatter",
@@ -108,6 +110,7 @@ __all__ = [
     "gather_mean",
     "node_identity",
     "number_nodes",
+    "overwrite",
     "owned_parts",
     "packed_sums",
     "parse_address",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire.collectives import LoopbackTransport
-from thinwire.integrations.ddp import Options, rules_of
+from thinwire.integrations.ddp import Options, of_optimizer, rules_of
 from thinwire.plan import Plan
 from thinwire.runtime import Wire
 
@@ -30,9 +30,13 @@ def attach_alone(module: nn.Module, options: Options) -> Wire:
     It attaches nothing to ``module``. Its plan is the one that the arguments ask for, which are checked as ever, and it
     loads and saves checkpoints of worlds of any size. It counts no steps, because nothing is sent in any.
     """
-    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    parameters: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
     shapes = {name: p.shape for name, p in parameters.items()}
-    rules, _ = rules_of(options)
+    rules, policy = rules_of(options)
+    # Several ranks that resume from this one's checkpoint take its plan, and start with its moments.
     plan = Plan.build(shapes, rules, options.filter)
+    _, preconditioned, plan = of_optimizer(plan, policy, parameters, options)
     (transport,) = LoopbackTransport.world(1)
-    return Wire(plan, shapes, transport, seed=options.seed, start=options.start, optimizer=options.optimizer)
+    wire = Wire(plan, shapes, transport, seed=options.seed, start=options.start, optimizer=options.optimizer)
+    wire.moments = preconditioned
+    return wire

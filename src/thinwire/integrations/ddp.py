@@ -394,7 +394,7 @@ def _prepare(
     shapes = {name: p.shape for name, p in trained(model).items()}
     device = None if options.simulate else device_of(model, group, options.as_device)
     plan = Plan.build(shapes, rules, options.filter)
-    momentum, preconditioned, plan = _of_optimizer(plan, policy, parameters, options)
+    momentum, preconditioned, plan = of_optimizer(plan, policy, parameters, options)
     _check_dtypes(model, plan)
     _check_feedback(plan)
     if options.optimizer is not None:
@@ -414,7 +414,7 @@ def _prepare(
     return _Prepared(plan, shapes, device, policy, momentum, preconditioned, follows)
 
 
-def _of_optimizer(
+def of_optimizer(
     plan: Plan, policy: Policy | None, parameters: dict[str, torch.Tensor], options: Options
 ) -> tuple["Momentum | None", "Preconditioned | None", Plan]:
     """What an optimizer of thinwire has sent in the gradients' place, and the plan by which that is sent."""

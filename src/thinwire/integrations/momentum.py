@@ -18,7 +18,7 @@ from thinwire.kernels import AdamStep, adam_apply, site_id, square_sums
 from thinwire.optim import QuantizedAdam
 from thinwire.plan import Plan
 from thinwire.runtime import Wire
-from thinwire.runtime.channel import BucketLayers
+from thinwire.runtime.channel import BucketLayers, in_order_of
 
 _ROUNDING = 1e-4
 """Lengths that differ by less are the same: what a loss scale or a sum in fp16 changes of them."""
@@ -53,6 +53,9 @@ class _Part(NamedTuple):
 
     name: str
     gradient: Tensor
+    """As it lies in the bucket."""
+    ordered: Tensor
+    """The same by the parameter's indices, as those of ``momentum`` are."""
     momentum: Tensor | None
     beta: float
 
@@ -115,19 +118,21 @@ class Momentum:
         """``g ← β1·m + (1 − β1)·g``, in the gradients' units."""
         # The kernel of weights' steps, w ← kept·w − size·u, for all layers of the bucket at once.
         steps = []
-        for _, gradient, momentum, beta in self._parts(flat, layers):
-            if momentum is None:
-                gradient.mul_(1 - beta)
+        for part in self._parts(flat, layers):
+            if part.momentum is None:
+                part.gradient.mul_(1 - part.beta)
             else:
-                steps.append(AdamStep(gradient, momentum, None, 1 - beta, -beta * loss_scale))
+                kept = 1 - part.beta
+                steps.append(AdamStep(part.ordered, part.momentum, None, kept, -part.beta * loss_scale))
         adam_apply(steps)
 
     def undo(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> Tensor:
         """``g ← (g − β1·m) / (1 − β1)``: the gradient that makes the momentum which has arrived."""
         parts = self._parts(flat, layers)
-        adam_apply([AdamStep(g, m, None, 1.0, beta * loss_scale) for _, g, m, beta in parts if m is not None])
-        for _, gradient, _, beta in parts:
-            gradient.div_(1 - beta)  # of the small difference: 1 / (1 − β1) times the momentum may be too much for fp16
+        adam_apply([AdamStep(g, m, None, 1.0, beta * loss_scale) for _, _, g, m, beta in parts if m is not None])
+        for part in parts:
+            # Of the small difference: 1 / (1 − β1) times the momentum may be too much for fp16.
+            part.gradient.div_(1 - part.beta)
         wire, sketched = self._wire(), self._sketched.get(layers)
         if wire is not None and sketched is not None:
             compressed = _compressed(parts, wire)
@@ -187,8 +192,9 @@ class Momentum:
         pieces = flat.detach().split([math.prod(shape) for _, shape in layers])
         parts = []
         for (name, _), gradient in zip(layers, pieces, strict=True):
-            momentum = self._optimizer.momentum(self._parameters[name])
-            parts.append(_Part(name, gradient, None if momentum is None else momentum.reshape(-1), self._beta[name]))
+            parameter = self._parameters[name]
+            momentum, ordered = self._optimizer.momentum(parameter), in_order_of(parameter, gradient)
+            parts.append(_Part(name, gradient, ordered, momentum, self._beta[name]))
         return parts
 
 

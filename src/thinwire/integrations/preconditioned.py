@@ -13,7 +13,7 @@ from thinwire.compressors import PowerSGD, Raw, unwrap
 from thinwire.integrations.optimizer_pairing import check_holds_all
 from thinwire.optim import CompressedAdamW, Dion
 from thinwire.plan import Plan
-from thinwire.runtime.channel import BucketLayers, bucket_parts
+from thinwire.runtime.channel import BucketLayers, bucket_parts, in_order_of
 from thinwire.runtime.checkpoint import check_sealed, sealed
 from thinwire.runtime.placement import Placement
 
@@ -42,8 +42,8 @@ class Preconditioned:
 
     def make(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> None:
         """Replace the gradients of ``layers``, end to end in ``flat`` and ``loss_scale`` times their size, in place."""
-        gradients = [(self._parameters[name], gradient) for name, gradient in bucket_parts(flat, layers)]
-        self._optimizer.outgoing(gradients, loss_scale)
+        parts = [(self._parameters[name], gradient) for name, gradient in bucket_parts(flat, layers)]
+        self._optimizer.outgoing([(p, in_order_of(p, gradient)) for p, gradient in parts], loss_scale)
 
     def make_sharded(self, flat: Tensor, placement: Placement, loss_scale: float) -> None:
         """The same of a flat buffer that has a part for each rank, with its shards of all layers."""

@@ -20,7 +20,7 @@ from thinwire.kernels.floats import (
     rangefloat_eps,
 )
 from thinwire.kernels.format import Format, Residual, align, before_sum, bucketed_bytes, bucketed_grain
-from thinwire.kernels.native import CORE, asynchronous, cpu_level, to_device
+from thinwire.kernels.native import CORE, asynchronous, cpu_level, is_dense, to_device
 from thinwire.kernels.norms import SignedSum, power_of_two, signed_sums, square_sums
 from thinwire.kernels.ops import bucketed_decode, bucketed_encode, bucketed_reduce, bucketed_sum, checksum
 from thinwire.kernels.rng import derive_key, site_id
@@ -87,6 +87,7 @@ __all__ = [
     "index_bytes",
     "int_decode",
     "int_round",
+    "is_dense",
     "levels_bytes",
     "levels_decode",
     "levels_encode",

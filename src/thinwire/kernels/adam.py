@@ -112,11 +112,14 @@ def _root(values: Tensor) -> Tensor:
 
 
 def _computed_natively(tensors: list[Tensor]) -> bool:
-    if not native.computes(tensors[0]):
+    """Whether the core takes these tensors: their elements lie in one order in memory."""
+    first = tensors[0]
+    contiguous = first.is_contiguous()
+    if not native.computes(first) or not (contiguous or native.is_dense(first)):
         return False
-    shape = tensors[0].shape
     for t in tensors:
-        if t.dtype is not torch.float32 or not t.is_cpu or not t.is_contiguous() or t.shape != shape:
+        alike = t.is_contiguous() if contiguous else t.stride() == first.stride()
+        if t.dtype is not torch.float32 or not t.is_cpu or not alike or t.shape != first.shape:
             return False
     return True
 

@@ -84,6 +84,12 @@ def computes(tensor: Tensor) -> bool:
     return CORE is not None and tensor.is_cpu and not asynchronous(tensor)
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements fill a piece of memory without gaps, in whatever order of its dimensions."""
+    # A tensor that is made like another one has its strides only if that one is dense.
+    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
 def torch_or_triton(reference: ModuleType, triton: str, tensor: Tensor) -> ModuleType:
     """The implementation for a tensor that the core does not process: ``reference``, or on a GPU that in ``triton``, a
     module of this package, which is imported then."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.collectives import contiguous_values
 from thinwire.compat import group_timeout
 from thinwire.compressors import Compressor, check_int
 from thinwire.integrations.options import Network
@@ -134,7 +135,8 @@ class DiLoCo:
         self._buffers = [b for b in self._module.buffers() if b.is_floating_point()]
         with torch.no_grad():
             for tensor in (*parameters.values(), *self._module.buffers()):
-                dist.broadcast(local_values(tensor), group=group, group_src=0)
+                with contiguous_values(local_values(tensor)) as values:
+                    dist.broadcast(values, group=group, group_src=0)
         self._fragments = [
             Fragment({name: parameters[name] for name in part}, keeps=self._keeps, device=device) for part in names
         ]
@@ -276,8 +278,9 @@ class DiLoCo:
 
     def _average_buffers(self) -> None:
         for buffer in self._buffers:
-            dist.all_reduce(buffer, group=self.group)
-            buffer.div_(self.wire.world_size)
+            with contiguous_values(local_values(buffer)) as values:
+                dist.all_reduce(values, group=self.group)
+                values.div_(self.wire.world_size)
 
     def state_dict(self) -> dict[str, Tensor]:
         """This worker's state, for its own checkpoint beside the model's and the inner optimizer's.
@@ -314,24 +317,43 @@ class DiLoCo:
         Warns if the state is of another number of workers, as the learning rate may want another value then.
 
         Raises:
-            ValueError: the state is of another model or of another number of fragments.
+            ValueError: the state is of another model or of another number of fragments, or was damaged.
+            PeerFailedError: it is so on another worker. Where either is raised, no worker has taken anything of it.
         """
         self._receive()
-        check_sealed(state, [k for k in state if not k.startswith("wire/") and k not in ("gathered", "checksums")])
-        counts = {name: int(state_entry(state, name, ())) for name in ("steps", "tokens", "next", "pending")}
+        with self.wire.failing_together("DiLoCo.load_state_dict()"):
+            loaded = self._read(state)
         self.wire.load_state_dict({k.removeprefix("wire/"): v for k, v in state.items() if k.startswith("wire/")})
-        for i, fragment in enumerate(self._fragments):
-            fragment.sent_at = int(state_entry(state, f"sent_at/{i}", ()))
-            for name, values in fragment.saved(with_mean=i == counts["pending"]).items():
-                values.copy_(state_entry(state, name, values.shape))
-        self._steps, self._tokens, self._next = counts["steps"], counts["tokens"], counts["next"]
-        if 0 <= counts["pending"] < len(self._fragments):
-            self._pending = _Exchange(counts["pending"])
-        if "gathered" in state:
-            warn_of_other_workers(int(state_entry(state, "gathered", ())), self.wire.world_size)
+        for fragment, sent_at in zip(self._fragments, loaded.sent_at, strict=True):
+            fragment.sent_at = sent_at
+        for own, values in loaded.values:
+            own.copy_(values)
+        self._steps, self._tokens, self._next = loaded.steps, loaded.tokens, loaded.next
+        if loaded.pending >= 0:
+            self._pending = _Exchange(loaded.pending)
+        if loaded.gathered:
+            warn_of_other_workers(loaded.gathered, self.wire.world_size)
             self._receive()
             for fragment in self._fragments:
                 fragment.write(fragment.anchor)
+
+    def _read(self, state: Mapping[str, Tensor]) -> _Loaded:
+        """Check a state but for the Wire's part. Raises ``ValueError``."""
+        check_sealed(state, [k for k in state if not k.startswith("wire/") and k not in ("gathered", "checksums")])
+        fragments = range(len(self._fragments))
+        sent_at = tuple(int(state_entry(state, f"sent_at/{i}", ())) for i in fragments)
+        steps, tokens, following, pending = (
+            int(state_entry(state, name, ())) for name in ("steps", "tokens", "next", "pending")
+        )
+        if f"sent_at/{len(fragments)}" in state or following not in fragments or pending not in (-1, *fragments):
+            raise ValueError(f"the state is of another number of fragments than {len(fragments)}")
+        gathered = int(state_entry(state, "gathered", ())) if "gathered" in state else 0
+        values = [
+            (own, state_entry(state, name, own.shape))
+            for i, fragment in enumerate(self._fragments)
+            for name, own in fragment.saved(with_mean=i == pending).items()
+        ]
+        return _Loaded(steps, tokens, following, pending, gathered, sent_at, values)
 
     def close(self) -> None:
         """End the exchanges' threads and process groups, after `finish`, on every worker."""
@@ -351,6 +373,22 @@ class _Exchange:
         if self.future is not None:
             self.future.wait()
         return self.index
+
+
+@dataclass
+class _Loaded:
+    """A state that was checked."""
+
+    steps: int
+    tokens: int
+    next: int
+    pending: int
+    """The fragment whose exchange had arrived and was not used, or −1."""
+    gathered: int
+    """The number of workers whose states were merged; 0 if it is one worker's own."""
+    sent_at: tuple[int, ...]
+    values: list[tuple[Tensor, Tensor]]
+    """Parts of the outer state here, each with what it becomes."""
 
 
 def _open_wire(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.collectives import CommunicationError, ProcessGroupTransport, parse_algorithm
+from thinwire.collectives import CommunicationError, ProcessGroupTransport, overwrite, parse_algorithm
 from thinwire.compressors import Compressor, check_int
 from thinwire.local.fragments import (
     FEW_BITS,
@@ -236,7 +236,7 @@ class ManagedDiLoCo:
             self.skipped_rounds += 1
             return True
         for buffer, mean in zip(self._buffers, buffers, strict=True):
-            buffer.copy_(mean)
+            overwrite(buffer, mean)
         return True
 
     def _take_shared_state(self, state: Mapping[str, Tensor]) -> None:
@@ -258,6 +258,6 @@ class ManagedDiLoCo:
         for name, values in fragment.saved(with_mean=False).items():
             values.copy_(state_entry(state, name, values.shape))
         for i, buffer in enumerate(self._buffers):
-            buffer.copy_(state_entry(state, f"buffer/{i}", buffer.shape))
+            overwrite(buffer, state_entry(state, f"buffer/{i}", buffer.shape))
         fragment.write(fragment.anchor + learned)
         self._rounds, self._last_exchange, self._steps = rounds, number, steps

@@ -188,7 +188,7 @@ class Members:
     def average(self, values: list[Tensor], weight: float) -> list[Tensor]:
         """The means of ``values`` over the workers, each counted with its ``weight`` from `meet`."""
         assert self._transport is not None
-        means = [value * (weight / self._transport.world_size) for value in values]
+        means = [(value * (weight / self._transport.world_size)).contiguous() for value in values]
         for mean in means:
             self._transport.all_reduce(mean)
         return means

@@ -121,8 +121,8 @@ class CompressedAdamW(torch.optim.Optimizer):
     def outgoing(self, gradients: Sequence[tuple[Tensor, Tensor]], scale: float) -> None:
         """Replace local gradients by what this rank sends of their parameters.
 
-        ``gradients``: parameters, each with its gradient, contiguous, of its shape and ``scale`` times its size, which
-        what is sent is, too. Of a sharded parameter it is that of the whole layer.
+        ``gradients``: parameters, each with its gradient, of its shape and ``scale`` times its size, which what is sent
+        is, too. Of a sharded parameter it is that of the whole layer.
         """
         due = []
         for parameter, gradient in gradients:
@@ -178,7 +178,7 @@ class CompressedAdamW(torch.optim.Optimizer):
                 received.append(Due(parameter, update, group))
                 continue
             # One by one: each takes as much memory as its parameter.
-            own = Due(parameter, update.clone(memory_format=torch.contiguous_format), group)
+            own = Due(parameter, torch.empty_like(local(parameter)).copy_(update), group)
             self._make_updates([own])
             self._advance(parameter)
             self._take([own])
@@ -214,9 +214,9 @@ class CompressedAdamW(torch.optim.Optimizer):
         for parameter, update, group in due:
             if group["clip"] is None:
                 continue
-            total = update.square().sum().reshape(1)
+            total = update.square().sum()
             if update.numel() != parameter.numel():
-                total = over_shards(total, [parameter], dist.ReduceOp.SUM)
+                (total,) = over_shards(total.reshape(1), [parameter], dist.ReduceOp.SUM)
             rms = (total / parameter.numel()).sqrt_()
             update.mul_((group["clip"] / rms).clamp_(max=1.0).mul_(group["lr"]))
 
@@ -252,14 +252,10 @@ class CompressedAdamW(torch.optim.Optimizer):
         names = self.local_moments(parameter)
         if not state:
             state["step"] = 0
-            # As torch.optim.AdamW's: in one piece, so that flat views of them exist.
             for name in dict.fromkeys((*names, *self.shared_moments(parameter))):
-                if whole and name in names:
-                    state[name] = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-                else:
-                    state[name] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+                state[name] = _zeros(parameter, whole=whole and name in names)
         for name, moment in self._loaded.pop(parameter, {}).items():
-            state[name] = moment.to(parameter.device, parameter.dtype, copy=True).view(parameter.shape)
+            state[name] = _zeros(parameter, whole=True).copy_(moment.view(parameter.shape))
         for name in names if is_sharded(parameter) else ():
             state[name] = as_whole(state[name]) if whole else sharded_like(state[name], parameter)
         return state
@@ -268,6 +264,14 @@ class CompressedAdamW(torch.optim.Optimizer):
         if parameter not in self._group_of:
             self._group_of = {p: group for group in self.param_groups for p in group["params"]}
         return self._group_of[parameter]
+
+
+def _zeros(parameter: Tensor, *, whole: bool) -> Tensor:
+    """Zeros for each element of a parameter, which lie in memory as it does; of a sharded one for the whole layer if
+    ``whole``."""
+    if whole and is_sharded(parameter):
+        return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
 def _like(parameter: Tensor, values: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives import ForeignGroupTransport, LoopbackTransport, Transport, ring_bytes
+from thinwire.collectives import ForeignGroupTransport, LoopbackTransport, Transport, contiguous_values, ring_bytes
 from thinwire.compat import group_timeout
 from thinwire.kernels import derive_key, square_sums
 from thinwire.optim.integers import IntegerStats, IntegerSum
@@ -127,7 +127,8 @@ class IntDIANA(torch.optim.Optimizer):
         for parameter in self.param_groups[-1]["params"]:
             _check_parameter(parameter)
             if self._transport.world_size > 1:
-                self._transport.broadcast(parameter.detach())
+                with contiguous_values(parameter) as values:
+                    self._transport.broadcast(values)
         self._sum = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ from thinwire.collectives import (
     summed_all_reduce,
 )
 from thinwire.compressors import Clipping, Coded, Count, Saturating, Segments, State, find_mixin
-from thinwire.kernels import derive_key
+from thinwire.kernels import derive_key, is_dense
 from thinwire.runtime.consistency import agree
 from thinwire.runtime.executor import Executor, Job, StreamExecutor, Then, ThreadExecutor
 from thinwire.runtime.probe import settle
@@ -69,6 +69,17 @@ def bucket_parts(flat: Tensor, layers: BucketLayers) -> Iterator[tuple[str, Tens
         numel = math.prod(shape)
         yield name, flat[start : start + numel].view(shape)
         start += numel
+
+
+def in_order_of(parameter: Tensor, values: Tensor) -> Tensor:
+    """A layer of a DDP bucket by the indices of its parameter, as a view.
+
+    DDP keeps values in the order in which the parameter lies in memory, if that leaves no gaps.
+    """
+    values = values.view(parameter.shape)
+    if parameter.is_contiguous() or not is_dense(parameter):
+        return values
+    return values.as_strided(parameter.shape, parameter.stride(), values.storage_offset())
 
 
 _IN_FLIGHT = 2

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from torch import Tensor
 
-from thinwire.collectives import PeerFailedError, Transport, TransportError
+from thinwire.collectives import PeerFailedError, Transport, TransportError, contiguous_values
 from thinwire.kernels import checksum
 
 _MAX_RECORD_BYTES = 64 << 20
@@ -142,12 +142,8 @@ def check_parity(parameters: Mapping[str, Tensor], transport: Transport, step: i
 def resync(parameters: Mapping[str, Tensor], transport: Transport) -> None:
     """Give every rank the parameters of rank 0."""
     for parameter in parameters.values():
-        values = parameter.detach()
-        values = torch.view_as_real(values) if values.is_complex() else values  # gloo knows no complex numbers
-        whole = values.contiguous()
-        transport.broadcast(whole)
-        if whole.data_ptr() != values.data_ptr():
-            values.copy_(whole)
+        with contiguous_values(parameter) as values:
+            transport.broadcast(values)
 
 
 def signed_checksum(values: Tensor) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -160,14 +161,9 @@ class Handle(ABC, Generic[E]):
             DisagreementError: ranks loaded different states.
         """
         self._check_attached()
-        adopt, moments, error = None, None, None
-        try:
+        with self.failing_together("load_state_dict()"):
             adopt = self._read(state)
             moments = self.moments.read(state, self.rank, self.world_size) if self.moments is not None else None
-        except Exception as invalid:  # noqa: BLE001 - raised on every rank below
-            error = invalid
-        self._alone(lambda: raise_together(error, self._whole_world(), "load_state_dict()"))
-        assert adopt is not None
         before = self.plan
         adopt()
         self._warn_of_other_compressors(before)
@@ -188,6 +184,21 @@ class Handle(ABC, Generic[E]):
                 "optimizer but not this state: residuals then start at zero",
                 stacklevel=3,
             )
+
+    @contextmanager
+    def failing_together(self, doing: str) -> Iterator[None]:
+        """Let all ranks fail where the body fails on one of them, with what ``doing`` says. Every rank runs the body,
+        between steps.
+
+        Raises:
+            PeerFailedError: the body has failed on another rank.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as met:  # noqa: BLE001 - raised on every rank below
+            error = met
+        self._alone(lambda: raise_together(error, self._whole_world(), doing))
 
     @abstractmethod
     def _read(self, state: Mapping[str, Tensor]) -> Callable[[], None]:
