@@ -590,6 +590,15 @@ def test_outer_optimizers_outside_their_range_are_refused(bad: dict) -> None:
         Nesterov(**bad)
 
 
+def test_an_outer_optimizer_of_another_kind_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(
+        TypeError, match=r"^outer must .*not SGD: outer=thinwire.local.Nesterov\(lr=..., momentum=...\)"
+    ):
+        DiLoCo(model, optimizer, outer=optimizer)  # pyright: ignore[reportArgumentType]
+
+
 def _flat(model: nn.Module) -> torch.Tensor:
     values = (p.detach() for p in model.parameters())
     return torch.cat([(p.to_local() if isinstance(p, DTensor) else p).flatten() for p in values])

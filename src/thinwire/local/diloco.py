@@ -29,7 +29,7 @@ from thinwire.local.fragments import (
     state_entry,
     trained_parameters,
 )
-from thinwire.local.outer import Nesterov, default_outer, warn_of_few_exchanges, warn_of_other_workers
+from thinwire.local.outer import Nesterov, chosen_outer, warn_of_few_exchanges, warn_of_other_workers
 from thinwire.optim.shards import is_sharded
 from thinwire.plan import Plan
 from thinwire.runtime import Wire, on_the_host
@@ -90,7 +90,7 @@ class DiLoCo:
 
     Raises:
         ValueError: an argument is outside its range, or the optimizer lacks a parameter.
-        TypeError: the parameters are not floating point.
+        TypeError: the parameters are not floating point, or ``outer`` is no `Nesterov`.
         DisagreementError: workers gave different arguments.
     """
 
@@ -115,7 +115,7 @@ class DiLoCo:
     ) -> None:
         check_int("every", every, 1)
         exchanges = None if total_steps is None else total_steps / every
-        self.outer = default_outer(exchanges) if outer is None else outer
+        self.outer = chosen_outer(outer, exchanges)
         self.every, self.overlap, self.weighted = every, overlap, weighted
         self.mix: Literal["keep"] | float = mix
         self.group = group
