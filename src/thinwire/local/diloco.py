@@ -17,6 +17,7 @@ from thinwire.compat import group_timeout
 from thinwire.compressors import Compressor, check_int
 from thinwire.integrations.options import Network
 from thinwire.integrations.transports import host_transport
+from thinwire.local.alone import warn_of_averaged_gradients
 from thinwire.local.fragments import (
     FEW_BITS,
     Fragment,
@@ -123,6 +124,8 @@ class DiLoCo:
         parameters = trained_parameters(self._module, inner_optimizer)
         self._check(parameters, fragments)
         warn_of_few_exchanges(self.outer, every, exchanges)
+        if isinstance(model, DistributedDataParallel):
+            warn_of_averaged_gradients(model, group)
         self._buffers = [b for b in self._module.buffers() if b.is_floating_point()]
         with torch.no_grad():
             for tensor in (*parameters.values(), *self._module.buffers()):
