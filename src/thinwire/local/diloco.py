@@ -31,6 +31,7 @@ from thinwire.local.fragments import (
     trained_parameters,
 )
 from thinwire.local.outer import Nesterov, chosen_outer, warn_of_few_exchanges, warn_of_other_workers
+from thinwire.optim import CompressedAdamW
 from thinwire.optim.shards import is_sharded
 from thinwire.plan import Plan
 from thinwire.runtime import Wire, on_the_host
@@ -122,6 +123,8 @@ class DiLoCo:
         self.group = group
         self._module = model.module if isinstance(model, DistributedDataParallel) else model
         parameters = trained_parameters(self._module, inner_optimizer)
+        if isinstance(inner_optimizer, CompressedAdamW):
+            inner_optimizer.expect_no_wire()
         self._check(parameters, fragments)
         warn_of_few_exchanges(self.outer, every, exchanges)
         if isinstance(model, DistributedDataParallel):

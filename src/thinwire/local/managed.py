@@ -23,6 +23,7 @@ from thinwire.local.fragments import (
 )
 from thinwire.local.members import Group, Manager, Members
 from thinwire.local.outer import Nesterov, chosen_outer, warn_of_few_exchanges
+from thinwire.optim import CompressedAdamW
 from thinwire.runtime import Wire, agree, on_the_host
 from thinwire.runtime.checkpoint import check_sealed, sealed
 from thinwire.runtime.consistency import signed_checksum
@@ -89,6 +90,8 @@ class ManagedDiLoCo:
         warn_of_few_exchanges(self.outer, every, exchanges)
         module = model.module if isinstance(model, DistributedDataParallel) else model
         parameters = trained_parameters(module, inner_optimizer)
+        if isinstance(inner_optimizer, CompressedAdamW):
+            inner_optimizer.expect_no_wire()
         self._buffers = [b for b in module.buffers() if b.is_floating_point()]
         self._fragment = Fragment(parameters, device=None if outer_device is None else torch.device(outer_device))
         self._steps = 0
