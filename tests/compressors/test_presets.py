@@ -49,6 +49,10 @@ def test_a_preset_is_no_part_of_another_spec() -> None:
         *((written, "ef(minmax(bits=4, bucket=128))") for written in ("ef", "ef=True", "4bit+ef", "ef + 4-bit")),
         ("error_feedback(4bit)", "ef(minmax(bits=4, bucket=128))"),
         ("minmax(bits=3, ef=True)", "ef(minmax(bits=3))"),
+        ("ef()", "ef(minmax(bits=2))"),
+        *((written, "sign") for written in ("signsgd", "signSGD", "sign-sgd")),
+        ("ef(signsgd)", "ef(sign)"),
+        *((written, "dgc(topk(density=0.001))") for written in ("dgc", "DGC()", "dgc(density=0.1%)")),
     ],
 )
 def test_what_users_write_instead_is_understood_in_the_error(written: str, meant: str) -> None:
@@ -56,3 +60,9 @@ def test_what_users_write_instead_is_understood_in_the_error(written: str, meant
         parse(written)
     assert str(error.value).endswith(f"Did you mean {meant!r}?")
     parse(meant)
+
+
+@pytest.mark.parametrize("written", ["auto", "Auto(every=5)", "ef(auto)"])
+def test_auto_is_said_to_go_alone(written: str) -> None:
+    with pytest.raises(ValueError, match=r'auto is no compressor: .* alone .*thinwire.compress\(model, "auto"\)'):
+        parse(written)

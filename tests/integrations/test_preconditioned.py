@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -235,3 +236,25 @@ def _incomplete(rank: int, size: int) -> str:
 
 def test_an_optimizer_that_lacks_a_parameter_is_refused() -> None:
     assert all("CompressedAdamW lacks" in message for message in run_ranks(_incomplete, 2, 2))
+
+
+def _forgotten(rank: int, size: int) -> list[list[str]]:
+    """The files of the warnings of two steps: of an optimizer that no Wire knows, of local updates, and of a Wire."""
+    told = []
+    for attached in ("", "locally", "wire"):
+        model = make(rank)
+        optimizer = CompressedAdamW(trained(model), lr=LR)
+        if attached == "locally":
+            thinwire.local.DiLoCo(model.module, optimizer, compressor="raw")
+        elif attached == "wire":
+            thinwire.compress(model, TWO_BITS, optimizer=optimizer)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                optimizer.step()
+        told.append([w.filename for w in caught if "no Wire is attached to this CompressedAdamW" in str(w.message)])
+    return told
+
+
+def test_a_warning_says_once_that_no_wire_knows_the_optimizer() -> None:
+    assert run_ranks(_forgotten, 2, 2) == [[[__file__], [], []]] * 2

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sharded
 import thinwire
 from harness import run_ranks
-from thinwire.local import DiLoCo, Nesterov
+from thinwire.local import DiLoCo, Nesterov, send_nothing
 from thinwire.local.fragments import balanced_fragments, exchange_plan
 from thinwire.runtime.checkpoint import sealed
 
@@ -676,6 +676,15 @@ def test_outer_optimizers_outside_their_range_are_refused(bad: dict) -> None:
         Nesterov(**bad)
 
 
+def test_an_outer_optimizer_of_another_kind_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(
+        TypeError, match=r"^outer must .*not SGD: outer=thinwire.local.Nesterov\(lr=..., momentum=...\)"
+    ):
+        DiLoCo(model, optimizer, outer=optimizer)  # pyright: ignore[reportArgumentType]
+
+
 def _flat(model: nn.Module) -> torch.Tensor:
     values = (p.detach() for p in model.parameters())
     return torch.cat([(p.to_local() if isinstance(p, DTensor) else p).flatten() for p in values])
@@ -732,6 +741,24 @@ def _in_nodes(rank: int) -> torch.Tensor:
     assert not torch.equal(others[0], others[2])
     local.finish()
     return _flat(model)
+
+
+def _wrapped(rank: int) -> list[bool]:
+    own = [dist.new_group([r]) for r in range(2)][rank]
+    told = []
+    for group, sends in ((None, True), (None, False), (own, True)):
+        model = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
+        if not sends:
+            send_nothing(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), compressor="raw").close()
+        told.append(any("all-reduces the gradients of all workers" in str(w.message) for w in caught))
+    return told
+
+
+def test_a_warning_says_that_ddp_sends_what_local_updates_are_to_save() -> None:
+    assert run_ranks(_wrapped, 2) == [[True, False, False]] * 2
 
 
 def test_workers_of_a_node_average_gradients_and_nodes_exchange_progress() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -103,6 +104,18 @@ def test_rules_by_name() -> None:
     assert str(plan["layers.0.bn.weight"]) == "minmax(bits=8, bucket=128)", "a full name overrides the size filter"
     assert str(plan["layers.0.linear.weight"]) == "raw()"
     assert str(Plan.build(SHAPES, {"embed.*": "minmax"})["layers.0.linear.weight"]) == "raw()"
+
+
+@pytest.mark.parametrize("patterns", [("*", "embed.*"), ("linear", "layers.0.linear.*")])
+def test_a_pattern_whose_layers_an_earlier_one_takes_is_refused(patterns: tuple[str, str]) -> None:
+    wide, narrow = patterns
+    with pytest.raises(ValueError, match=re.escape(f"{narrow!r} is never used: {wide!r} before it")):
+        Plan.build(SHAPES, {wide: "minmax(bits=4)", narrow: "minmax(bits=2)"})
+
+
+@pytest.mark.parametrize("patterns", [("embed.*", "*"), ("*", "embed.weight"), ("weight", "bias", "*"), ("bn", "0")])
+def test_a_full_name_a_fallback_and_what_is_taken_in_part_are_not(patterns: tuple[str, ...]) -> None:
+    Plan.build(SHAPES, dict.fromkeys(patterns, "minmax(bits=4)"))
 
 
 def test_a_plan_survives_json_and_its_hash_tells_plans_apart() -> None:

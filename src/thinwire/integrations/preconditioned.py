@@ -31,6 +31,7 @@ class Preconditioned:
             ValueError: the optimizer has not all of them that are trained.
         """
         check_holds_all(optimizer, parameters)
+        optimizer.expect_no_wire()
         self._optimizer = optimizer
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
 

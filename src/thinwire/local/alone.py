@@ -2,13 +2,29 @@
 
 # No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
 
+import warnings
+
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 
 def send_nothing(ddp: DistributedDataParallel) -> None:
     """Have ``ddp`` leave each rank its own gradients. It must have no communication hook yet."""
     ddp.register_comm_hook(None, _keep)
+
+
+def warn_of_averaged_gradients(ddp: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
+    """Warn where ``ddp`` averages the gradients of all workers of ``group``, who are to train alone."""
+    workers, averaged = (set(dist.get_process_group_ranks(g)) for g in (group, ddp.process_group))
+    if len(workers) == 1 or not workers <= averaged or any(hook is _keep for hook, _ in ddp._comm_hooks):
+        return
+    warnings.warn(
+        "DistributedDataParallel all-reduces the gradients of all workers in every step, which local updates are to "
+        "save: train the module unwrapped, and pass that, or call thinwire.local.send_nothing(model) first. For "
+        "workers of a node that average gradients, wrap the model over the node's ranks: process_group=",
+        stacklevel=3,
+    )
 
 
 def _keep(state, bucket):

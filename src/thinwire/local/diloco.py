@@ -18,6 +18,7 @@ from thinwire.compat import group_timeout
 from thinwire.compressors import Compressor, check_int
 from thinwire.integrations.options import Network
 from thinwire.integrations.transports import failing_before_meeting, host_transport
+from thinwire.local.alone import warn_of_averaged_gradients
 from thinwire.local.fragments import (
     FEW_BITS,
     Fragment,
@@ -30,7 +31,8 @@ from thinwire.local.fragments import (
     state_entry,
     trained_parameters,
 )
-from thinwire.local.outer import Nesterov, default_outer, warn_of_few_exchanges, warn_of_other_workers
+from thinwire.local.outer import Nesterov, chosen_outer, warn_of_few_exchanges, warn_of_other_workers
+from thinwire.optim import CompressedAdamW
 from thinwire.optim.shards import is_sharded
 from thinwire.plan import Plan
 from thinwire.runtime import Wire, on_the_host
@@ -91,7 +93,7 @@ class DiLoCo:
 
     Raises:
         ValueError: an argument is outside its range, or the optimizer lacks a parameter.
-        TypeError: the parameters are not floating point.
+        TypeError: the parameters are not floating point, or ``outer`` is no `Nesterov`.
         DisagreementError: workers gave different arguments.
     """
 
@@ -118,14 +120,18 @@ class DiLoCo:
         with failing_before_meeting(group):
             check_int("every", every, 1)
             exchanges = None if total_steps is None else total_steps / every
-            self.outer = default_outer(exchanges) if outer is None else outer
+            self.outer = chosen_outer(outer, exchanges)
             self.every, self.overlap, self.weighted = every, overlap, weighted
             self.mix: Literal["keep"] | float = mix
             self.group = group
             self._module = model.module if isinstance(model, DistributedDataParallel) else model
             parameters = trained_parameters(self._module, inner_optimizer)
+            if isinstance(inner_optimizer, CompressedAdamW):
+                inner_optimizer.expect_no_wire()
             self._check(parameters, fragments)
             warn_of_few_exchanges(self.outer, every, exchanges)
+            if isinstance(model, DistributedDataParallel):
+                warn_of_averaged_gradients(model, group)
             shapes = sent_shapes(parameters)
             plan = exchange_plan(shapes, compressor, feedback=feedback)
             names = balanced_fragments({name: math.prod(shape) for name, shape in shapes.items()}, fragments)

@@ -22,7 +22,8 @@ from thinwire.local.fragments import (
     trained_parameters,
 )
 from thinwire.local.members import Group, Manager, Members
-from thinwire.local.outer import Nesterov, default_outer, warn_of_few_exchanges
+from thinwire.local.outer import Nesterov, chosen_outer, warn_of_few_exchanges
+from thinwire.optim import CompressedAdamW
 from thinwire.runtime import Wire, agree, on_the_host
 from thinwire.runtime.checkpoint import check_sealed, sealed
 from thinwire.runtime.consistency import signed_checksum
@@ -58,7 +59,7 @@ class ManagedDiLoCo:
 
     Raises:
         ValueError: an argument is outside its range, or the optimizer lacks a parameter.
-        TypeError: the parameters are not floating point, or ``group`` is not torchft's.
+        TypeError: the parameters are not floating point, ``outer`` is no `Nesterov`, or ``group`` is not torchft's.
         DisagreementError: workers gave different arguments.
         CommunicationError: this worker cannot join the others: three attempts have failed, beside those that failed
             because nobody can connect to another one.
@@ -85,10 +86,12 @@ class ManagedDiLoCo:
             raise TypeError(f"group must be the torchft.ProcessGroupGloo of the manager, not {group!r}")
         exchanges = None if total_steps is None else total_steps / every
         self.every, self.weighted = every, weighted
-        self.outer = default_outer(exchanges) if outer is None else outer
+        self.outer = chosen_outer(outer, exchanges)
         warn_of_few_exchanges(self.outer, every, exchanges)
         module = model.module if isinstance(model, DistributedDataParallel) else model
         parameters = trained_parameters(module, inner_optimizer)
+        if isinstance(inner_optimizer, CompressedAdamW):
+            inner_optimizer.expect_no_wire()
         self._buffers = [b for b in module.buffers() if b.is_floating_point()]
         self._fragment = Fragment(parameters, device=None if outer_device is None else torch.device(outer_device))
         self._steps = 0

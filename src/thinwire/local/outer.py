@@ -56,12 +56,22 @@ class Nesterov:
             anchor.sub_(momentum, alpha=self.lr * self.momentum)
 
 
-def default_outer(exchanges: float | None) -> Nesterov:
-    """The outer optimizer for so many exchanges, or for a number that is not known.
+def chosen_outer(outer: Nesterov | None, exchanges: float | None) -> Nesterov:
+    """The outer optimizer that was asked for, or the default for so many exchanges, or for a number that is not known.
 
     A momentum needs exchanges to build up, and what it holds after the last one is lost: below 20 exchanges plain
     averages of the weights, ``Nesterov(lr=1, momentum=0)``, end at a lower loss.
+
+    Raises:
+        TypeError: ``outer`` is another optimizer.
     """
+    if isinstance(outer, Nesterov):
+        return outer
+    if outer is not None:
+        raise TypeError(
+            f"outer must be a thinwire.local.Nesterov, not {type(outer).__name__}: "
+            "outer=thinwire.local.Nesterov(lr=..., momentum=...)"
+        )
     return Nesterov(lr=1.0, momentum=0.0) if exchanges is not None and exchanges < _FEW_EXCHANGES else Nesterov()
 
 

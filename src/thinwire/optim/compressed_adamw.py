@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -109,6 +110,7 @@ class CompressedAdamW(torch.optim.Optimizer):
         if clip is not None and not 0 < clip < math.inf:
             raise ValueError(f"clip must be a number above 0, or None, not {clip}")
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        self._expects_wire = True
         super().__init__(params, defaults | {"order": order, "clip": clip})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -116,6 +118,11 @@ class CompressedAdamW(torch.optim.Optimizer):
         super().__setstate__(state)
         self._next, self._group_of = {}, {}
         self._loaded = getattr(self, "_loaded", {})
+        self._expects_wire = getattr(self, "_expects_wire", True)
+
+    def expect_no_wire(self) -> None:
+        """Do not warn that nothing compresses gradients: a Wire is attached, or ranks train alone by intention."""
+        self._expects_wire = False
 
     @torch.no_grad()
     def outgoing(self, gradients: Sequence[tuple[Tensor, Tensor]], scale: float) -> None:
@@ -161,6 +168,14 @@ class CompressedAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Perform one step with the present gradients; returns what ``closure``, which may compute them, returns."""
+        if self._expects_wire and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self._expects_wire = False
+            kind = type(self).__name__
+            warnings.warn(
+                f"no Wire is attached to this {kind}, and it steps with whatever gradients it finds, uncompressed: "
+                f"thinwire.compress(model, ..., optimizer=optimizer) has it compress what {kind} sends",
+                stacklevel=4,  # PyTorch wraps it twice
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -35,6 +35,26 @@ def check_pattern(pattern: str, names: Iterable[str]) -> None:
         f"the pattern {pattern!r} matches no parameter; close names are {', '.join(close) or '(none)'}. "
         "Names are those of the module inside DDP, without 'module.'; '*' stands for any characters"
     )
+
+
+def check_order(patterns: Sequence[str], names: Collection[str]) -> None:
+    """Raise if a pattern, which matches some layer, is never used, as an earlier one takes all of its layers.
+
+    ``"*"`` may have nothing left, as a rule for whatever layers there are; and a layer's full name holds wherever it
+    stands.
+
+    Raises:
+        ValueError: with the pattern before it.
+    """
+    ordered = [pattern for pattern in patterns if pattern not in names]
+    for i, pattern in enumerate(ordered):
+        own = [name for name in names if matches(pattern, name)]
+        earlier = next((e for e in ordered[:i] if all(matches(e, name) for name in own)), None)
+        if pattern != "*" and earlier is not None:
+            raise ValueError(
+                f"the pattern {pattern!r} is never used: {earlier!r} before it matches all of its layers; put "
+                f"{pattern!r} first, or leave it out"
+            )
 
 
 @dataclass(frozen=True)

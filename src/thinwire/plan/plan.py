@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from thinwire.compressors import Compressor, Raw, Unsuited, at_step, cold_start, ef, for_world, parse
-from thinwire.plan.filters import Filter, check_pattern, matches
+from thinwire.plan.filters import Filter, check_order, check_pattern, matches
 
 Rules = str | Compressor | Mapping[str, str | Compressor]
 """One compressor for all layers, or compressors by name pattern: the first pattern that matches holds."""
@@ -41,7 +41,7 @@ class Plan:
         this shape leaves it raw (`unsuited`).
 
         Raises:
-            ValueError: a pattern matches no parameter, or a spec is wrong.
+            ValueError: a pattern matches no parameter, or an earlier one all of its parameters, or a spec is wrong.
         """
         keep = keep or Filter()
         if isinstance(rules, str | Compressor):
@@ -50,6 +50,7 @@ class Plan:
         if shapes:
             for pattern in (*parsed, *keep.exclude):
                 check_pattern(pattern, shapes)
+            check_order(list(parsed), shapes)
         plan = Plan({}, parsed, keep)
         for name, shape in shapes.items():
             plan = plan.extended(name, shape)

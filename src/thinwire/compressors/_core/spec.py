@@ -71,6 +71,10 @@ _REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
         r"^([A-Za-z_]\w*)\s+(?:(\w+)[\s=]+)?([\d.]+)$",
         lambda call: f"{call[1]}({call[2] or ''}{'=' * bool(call[2])}{call[3]})",
     ),
+    (r"(?i)\bsign[-_ ]?sgd\b", "sign"),
+    (r"(?i)^dgc(?:\(\s*\))?$", "dgc(topk(density=0.001))"),
+    (r"(?i)^dgc\(\s*density\s*=\s*([\d.]+)\s*\)$", r"dgc(topk(density=\1))"),
+    (r"^ef\(\s*\)$", "ef(minmax(bits=2))"),
     (r"^ef(?:\s*=\s*True)?$", f"ef({_EXAMPLE})"),
     (r"^(.+?)\s*[,+]\s*ef(?:\s*=\s*True)?\s*(\)?)$", r"ef(\1\2)"),
     (r"^ef\s*\+\s*(.+)$", r"ef(\1)"),
@@ -194,6 +198,11 @@ class _Reader:
         for point in entry_points(group="thinwire.compressors"):
             if point.name == name:
                 return register(point.load(), name)
+        if name.lower() == "auto":
+            raise ValueError(
+                "auto is no compressor: it chooses those of all layers, and goes alone as the compressor of a "
+                'DistributedDataParallel model, thinwire.compress(model, "auto")'
+            )
         close = _close(name, _registry)
         replaced = self._replaced(node.col_offset, len(name), close)
         raise _Refused(node.col_offset, f"no compressor is called {name!r}", replaced, unknown=not close)
