@@ -261,7 +261,8 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
     if former is not None and former.attached:
         raise RuntimeError("this model is compressed already: call detach() on its Wire first, on every rank")
     sharded: dict[int, tuple[FSDPModule, FSDPGroup, str]] = {}
-    for path, module in _modules(model):
+    modules = _modules(model)
+    for path, module in modules:
         for group in _checked(path, module, options):
             sharded.setdefault(id(group.identity), (module, group, path))
     groups = {tuple(dist.get_process_group_ranks(g.process_group)): g.process_group for _, g, _ in sharded.values()}
@@ -286,7 +287,7 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
         # Of a schedule only the first stage would ever be used.
         if plan.at_step(0, None) is not plan:
             raise ValueError("schedules are for DistributedDataParallel models: give density, rank or theta a number")
-        _check_changes(plan, [(path, group) for _, group, path in sharded.values()], units, options)
+        _check_changes(plan, [g for _, g, _ in sharded.values()], units, [path for path, _ in modules], options)
         if isinstance(options.optimizer, QuantizedAdam):
             # Its momentum is linear in the gradients: error feedback of these is error feedback of the momentum.
             plan = with_feedback(plan, "gradients/")
@@ -353,9 +354,12 @@ def _policy(options: ShardedOptions) -> Policy | None:
 
 
 def _check_changes(
-    plan: Plan, groups: Sequence[tuple[str, FSDPGroup]], units: Sequence[Unit], options: ShardedOptions
+    plan: Plan, groups: Sequence[FSDPGroup], units: Sequence[Unit], paths: Sequence[str], options: ShardedOptions
 ) -> None:
-    """Raise if changes of weights are asked for (``weights="delta(...)"``) where they cannot be sent."""
+    """Raise if changes of weights are asked for (``weights="delta(...)"``) where they cannot be sent.
+
+    ``paths`` are those of all FSDP modules: one without parameters of its own is a root, too.
+    """
     changing = [any(isinstance(plan[at_site("weights", layer.name)], Delta) for layer in u.layers) for u in units]
     if not any(changing):
         return
@@ -363,11 +367,11 @@ def _check_changes(
         raise ValueError('weights="delta(...)" sends changes to full-precision shards: leave out master=False')
     if options.adapt is not None:
         raise ValueError('adapt= weighs what is lost of weights, and weights="delta(...)" sends changes: leave it out')
-    for (path, group), here in zip(groups, changing, strict=True):
-        is_root = not any(not other or path.startswith(f"{other}.") for other, _ in groups if other != path)
+    for group, unit, here in zip(groups, units, changing, strict=True):
+        is_root = not any(not other or unit.name.startswith(f"{other}.") for other in paths if other != unit.name)
         if here and group.frees and not (is_root and group.frees_by_default):
             raise ValueError(
-                f"{path or 'the root module'} frees its weights after forward, and delta(...) keeps a copy of all "
+                f"{unit.name or 'the root module'} frees its weights after forward, and delta(...) keeps a copy of all "
                 'weights on every rank: fully_shard(..., reshard_after_forward=False), or weights="minmax(bits=4)"'
             )
 
