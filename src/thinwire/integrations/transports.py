@@ -84,10 +84,21 @@ def _meeting(ranks: Sequence[int]) -> tuple[Any, str, Sequence[int]]:
     """Store, key and ranks of a meeting of ``ranks``; counts it."""
     world = dist.group.WORLD
     assert world is not None, "there is a process group"
+    _check_backend(world)
     met = _meetings.setdefault(world, Counter())
     number = met[tuple(ranks)]
     met[tuple(ranks)] += 1
     return world.get_group_store(), f"thinwire meeting {number} of {'-'.join(map(str, ranks))}", ranks
+
+
+def _check_backend(world: dist.ProcessGroup) -> None:
+    """Raise if the default process group is thinwire's own, which compresses what it sends and has no store."""
+    if "thinwire" in dist.get_backend_config(world):
+        raise RuntimeError(
+            "the default process group has backend thinwire, which compresses by itself: call "
+            "init_process_group('gloo') for thinwire.compress(model), or keep the backend and call "
+            "thinwire.register_model(model) instead, which compresses layer by layer"
+        )
 
 
 @contextmanager
@@ -97,6 +108,7 @@ def failing_before_meeting() -> Iterator[None]:
     if world is None or dist.get_world_size() == 1:
         yield
         return
+    _check_backend(world)
     before = _meetings.setdefault(world, Counter()).total()
     try:
         yield
