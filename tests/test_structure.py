@@ -57,6 +57,7 @@ PRIVATE_IN_TESTS = {
     "_make_wrapper_subclass": "of PyTorch, for a tensor that pretends to be on another device",
     "_optimizer_step_pre_hooks": "of PyTorch, to see that hooks are gone",
     "_register_backend": "of PyTorch, to build a group as torchft does",
+    "_set_params_and_buffers_to_ignore_for_model": "of PyTorch, as users of DDP call it",
     "_set_default_backend": "of PyTorch, to build a group as torchft does",
     "_Work": "of PyTorch, as torchft's own is",
     "_engine": "a Wire that a broken exchange has closed hands out no state",

@@ -264,6 +264,9 @@ def _unwrapped(function: str, model: object) -> str:
     takes = "a DistributedDataParallel model" + (", or one under fully_shard()," if function == "compress" else ",")
     wrapped = "fully_shard" if function == "compress_fsdp" else "DistributedDataParallel"
     example = f"thinwire.{function}({wrapped}(model))"
+    if isinstance(model, nn.DataParallel):
+        unwrapped = f"thinwire.{function}({wrapped}(model.module))"
+        return f"thinwire.{function}() takes {takes} not DataParallel: unwrap it first: model.module, then {unwrapped}"
     if isinstance(model, nn.Module):
         return f"thinwire.{function}() takes {takes} not {type(model).__name__}: wrap it first, {example}"
     return f"model must be a torch.nn.Module, not {type(model).__name__}: {example}"

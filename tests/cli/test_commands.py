@@ -41,6 +41,7 @@ def test_every_command_has_help_with_examples(command: str, capsys) -> None:
     assert "(default: None)" not in shown
     assert "(default: )" not in shown
     assert "[STR" not in shown
+    assert "``" not in shown
     # Words are not cut in two; examples are lines to copy.
     assert all(len(line) <= 80 for line in shown.splitlines() if "thinwire" not in line)
 

@@ -269,7 +269,7 @@ def test_tuning_goes_on_until_the_best_has_a_neighbour_on_both_sides(power: int)
         ([MINMAX, "--within", "little"], "write 1% or 0.01"),
         ([MINMAX, "--within", "100%"], "margin"),
         ([MINMAX, "--ranks", "1"], "at least 2"),
-        ([MINMAX, "--seeds", "0"], "at least one"),
+        ([MINMAX, "--seeds", "0"], "at least one (--seeds 1)"),
         ([MINMAX, "--steps", "1"], "at least 2"),
         ([MINMAX, "--rate", "fast"], "rate"),
         ([MINMAX, "--control", MINMAX], "another control"),

@@ -89,3 +89,5 @@ def test_a_launched_rank_that_forgot_to_join_does_not_train_alone(monkeypatch: p
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(TypeError, match=r"not Linear: wrap it first, .*DistributedDataParallel\(model\)"):
         thinwire.compress(nn.Linear(64, 64))
+    with pytest.raises(TypeError, match=r"unwrap it first: model.module, then .*DistributedDataParallel\(model.mod"):
+        thinwire.compress(nn.DataParallel(nn.Linear(64, 64)))

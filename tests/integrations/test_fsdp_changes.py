@@ -204,6 +204,12 @@ def test_another_number_of_ranks_has_the_same_weights() -> None:
     assert same([*saved, *loaded])
 
 
+def _only_blocks() -> Net:
+    model = Net()
+    del model.stem, model.head
+    return model
+
+
 def _refusals(rank: int, size: int) -> dict[str, str]:
     texts: dict[str, str] = {}
 
@@ -213,6 +219,7 @@ def _refusals(rank: int, size: int) -> dict[str, str]:
         texts[about] = str(error.value)
 
     refused("freed", build(), CHANGES, "raw")
+    refused("bare root", build(net=_only_blocks), CHANGES, "raw")
     refused("master", kept(), CHANGES, "raw", master=False)
     refused("policy", kept(), CHANGES, "raw", adapt="lgreco(every=5)")
     refused("gradients", kept(), "raw", CHANGES)
@@ -225,6 +232,7 @@ def test_what_it_does_not_go_with_is_refused() -> None:
     for texts in run_ranks(_refusals, 4, 4):
         assert "blocks.0 frees its weights after forward, and delta(...) keeps a copy of all weights" in texts["freed"]
         assert "reshard_after_forward=False" in texts["freed"]
+        assert "blocks.0 frees its weights" in texts["bare root"], "the root has no parameters of its own"
         assert "leave out master=False" in texts["master"]
         assert "adapt= weighs what is lost of weights" in texts["policy"]
         assert "gradients of stem.weight: delta(" in texts["gradients"]

@@ -42,6 +42,7 @@ def _refused(rank: int, size: int) -> dict[str, str]:
     refused("rate", ValueError, lambda: compress(model, "raw", "ef(minmax(bits=2), units=update)"))
     refused("across", ValueError, lambda: compress(model, across="minmax(bits=4, bucket=128)"))
     refused("time", ValueError, lambda: compress(model, "minmax(bits=4, bucket=64)", adapt="lgreco(objective='time')"))
+    refused("meta", RuntimeError, lambda: compress(build(net=lambda: Net().to("meta"))))
     compress(model)
     refused("twice", RuntimeError, lambda: compress(model))
 
@@ -80,11 +81,12 @@ def test_what_cannot_be_is_refused() -> None:
         "topk weights": "weights must arrive in every step",
         "ef weights": "weights must arrive in every step",
         "powersgd": "does not become messages of a fixed size that an owner of shards can add up",
-        "pattern": "the pattern 'nothing.*' matches no parameter",
+        "pattern": "head.weight. Names are those of model.named_parameters(); '*' stands for any characters",
         "schedule": "schedules are for DistributedDataParallel models",
         "rate": "weights residuals by the learning rate",
         "across": "say with replicas= which process group takes them",
         "time": "asks for the time of DDP buckets",
+        "meta": "call model.to_empty(device=...) and initialise them, then thinwire.compress(",
         "twice": "compressed already: call detach()",
         "pooled": "are moved by ProcessGroupAllocAllGather",
         "dtypes": "parameters of several dtypes in one module are sent as bytes",

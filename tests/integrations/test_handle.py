@@ -43,7 +43,9 @@ def _nothing(rank: int) -> list[list[str]]:
     ):
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            attach(make(rank), rules, min_numel=10**9, skip_if_slower=False).detach()
+            wire = attach(make(rank), rules, min_numel=10**9, skip_if_slower=False)
+        assert repr(wire).splitlines()[0].endswith(" bytes a step, uncompressed")
+        wire.detach()
         warned.append([f"{each.filename.rsplit('/', 1)[-1]}: {each.message}" for each in seen])
     return warned
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ReduceOp
 from torch.distributed import _functional_collectives as functional
 
@@ -393,6 +394,10 @@ def _is_the_default_group(rank: int, backend: str, port: int) -> tuple[str, str,
     assert isinstance(dist.group.WORLD, ProcessGroup)
     inherits = dist.new_group()
     assert isinstance(inherits, ProcessGroup)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+    for compress in (thinwire.compress, thinwire.compress_ddp):
+        with pytest.raises(RuntimeError, match=r"call init_process_group\('gloo'\) for .*register_model\(model\)"):
+            compress(model)
     exact = values(0) + values(1)
     dist.barrier()
     dist.destroy_process_group()

@@ -31,7 +31,7 @@ def step(
 ) -> int:
     """Time a training step of a 4.8 M parameter GPT: stock DDP, thinwire, and a hook that sends nothing.
 
-    The batch grows until stock DDP reaches ``--target`` of the ceiling. The three take turns, so a noisy machine is
+    The batch grows until stock DDP reaches --target of the ceiling. The three take turns, so a noisy machine is
     noisy for all alike; shares are medians over rounds.
 
     Examples:

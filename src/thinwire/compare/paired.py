@@ -148,7 +148,7 @@ def _check(
     if not specs:
         raise ValueError("nothing to compare: give at least one spec, as 'minmax(bits=4, bucket=128)'")
     if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0:
-        raise ValueError(f"seeds {list(seeds)}: give at least one, all different and none negative")
+        raise ValueError(f"seeds {list(seeds)}: give at least one (--seeds 1), all different and none negative")
     if not 0 < margin < 1:
         raise ValueError(f"a margin of {margin}: give a share between 0 and 1, as 0.01 for 1 %")
     if num_ranks < 2:

@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.collectives import DeviceGroupTransport, Transport
 from thinwire.integrations.options import Network
 
+_SIMULATE = "; simulate=True studies the effect on accuracy on any device"
+
 
 def replicated(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     """The parameters that are the same on all ranks, by their names in the module inside DDP: not those that DDP was
@@ -30,35 +32,40 @@ def device_of(model: DistributedDataParallel, group: dist.ProcessGroup, as_devic
     devices = {p.device: name for name, p in trained(model).items()}
     if all(device.type == "cpu" for device in devices):
         return torch.device("cpu") if as_device else None
-    return check_device(devices, dist.get_backend_config(group))
+    return check_device(devices, dist.get_backend_config(group), _SIMULATE)
 
 
-def check_device(devices: Mapping[torch.device, str], backends: str) -> torch.device:
+def check_device(devices: Mapping[torch.device, str], backends: str, instead: str = "") -> torch.device:
     """The one device on which a model's parameters are (with the name of one of them), if gradients can leave it.
 
-    ``backends`` are those of the process group, by device, as in ``cpu:gloo,cuda:nccl``.
+    ``backends`` are those of the process group, by device, as in ``cpu:gloo,cuda:nccl``; ``instead`` is
+    what else may be done, at the end of messages.
 
     Raises:
         NotImplementedError: They are on several devices, or on one that is not a GPU.
         RuntimeError: Something is missing; the message names it.
     """
     device, name = next((device, name) for device, name in devices.items() if device.type != "cpu")
-    simulated = "simulate=True studies the effect on accuracy on any device"
+    if device.type == "meta":
+        raise RuntimeError(
+            f"parameters are on meta ({name}): call model.to_empty(device=...) and initialise them, then "
+            "thinwire.compress(model)"
+        )
     if len(devices) > 1 or device.type != "cuda":
         where = ", ".join(str(device) for device in devices)
         raise NotImplementedError(
             f"{name} is on {device}, and parameters are on {where}: thinwire compresses gradients that are all on the "
-            f"CPU (over gloo) or all on one CUDA device of each rank (over NCCL); {simulated}"
+            f"CPU (over gloo) or all on one CUDA device of each rank (over NCCL){instead}"
         )
     if "cuda:nccl" not in backends.split(","):
         raise RuntimeError(
             f"{name} is on {device}, where gradients are sent over NCCL, but the model's process group has {backends}: "
-            f"call init_process_group('nccl'), or 'cpu:gloo,cuda:nccl'; {simulated}"
+            f"call init_process_group('nccl'), or 'cpu:gloo,cuda:nccl'{instead}"
         )
     if find_spec("triton") is None:
         raise RuntimeError(
             f"{name} is on {device}, where Triton compresses, and Triton is not installed: pip install triton, in the "
-            f"version that this PyTorch wants ({torch.__version__}); {simulated}"
+            f"version that this PyTorch wants ({torch.__version__}){instead}"
         )
     return device
 

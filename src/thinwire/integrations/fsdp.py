@@ -343,9 +343,11 @@ def _prepare(
 def _sharded(model: nn.Module, options: ShardedOptions) -> list[tuple[FSDPModule, FSDPGroup, str]]:
     """The groups of parameters that FSDP communicates together, each with its module and that module's path."""
     sharded: dict[int, tuple[FSDPModule, FSDPGroup, str]] = {}
-    for path, module in _modules(model):
+    modules = _modules(model)
+    for path, module in modules:
         for group in _checked(path, module, options):
             sharded.setdefault(id(group.identity), (module, group, path))
+<<<<<<< HEAD
     return list(sharded.values())
 
 
@@ -355,6 +357,58 @@ def _ranks(group: FSDPGroup) -> tuple[int, ...]:
 
 
 def _warn_of_memory(wire: ShardedWire, preconditioned: Preconditioned | None) -> None:
+=======
+    groups = {tuple(dist.get_process_group_ranks(g.process_group)): g.process_group for _, g, _ in sharded.values()}
+    hosts = {ranks: _host(group, options) for ranks, group in groups.items()}
+    across = _host(options.replicas, options) if options.replicas is not None else None
+    with failing_together(hosts.values(), "thinwire.compress()"):
+        policy = _policy(options)
+        device = _device(model, [group for _, group, _ in sharded.values()], options)
+    transports = {ranks: _transport(host, groups[ranks], options, device) for ranks, host in hosts.items()}
+    replicas = None
+    if across is not None and options.replicas is not None:
+        replicas = _transport(across, options.replicas, options, device)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    units: list[Unit] = []
+    with failing_together(hosts.values(), "thinwire.compress()"):
+        for _, group, path in sharded.values():
+            ranks = tuple(dist.get_process_group_ranks(group.process_group))
+            units.append(_unit(path, group, transports[ranks], names, ranks[0]))
+        shapes = {layer.name: layer.shape for unit in units for layer in unit.layers}
+        keep = options.filter
+        plan = sharded_plan(shapes, options.rules(), keep)
+        # Of a schedule only the first stage would ever be used.
+        if plan.at_step(0, None) is not plan:
+            raise ValueError("schedules are for DistributedDataParallel models: give density, rank or theta a number")
+        _check_changes(plan, [g for _, g, _ in sharded.values()], units, [path for path, _ in modules], options)
+        if isinstance(options.optimizer, QuantizedAdam):
+            # Its momentum is linear in the gradients: error feedback of these is error feedback of the momentum.
+            plan = with_feedback(plan, "gradients/")
+        preconditioned = None
+        if isinstance(options.optimizer, CompressedAdamW):
+            # Parameters of the model as the optimizer has them, by the names of the units' layers.
+            named = {name: p for name, p in model.named_parameters() if name in shapes}
+            preconditioned, plan = Preconditioned(options.optimizer, named), with_feedback(plan, "gradients/")
+    wire = ShardedWire(
+        plan,
+        units,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        make_world=partial(_whole_world, options.network.timeout),
+        seed=options.seed,
+        start=max(options.start, policy.warmup if policy else 0),
+        master=options.master,
+        skip_if_slower=options.skip_if_slower,
+        algorithm=options.algorithm,
+        adapt=policy,
+        replicas=replicas,
+    )
+    for (module, group, _), unit in zip(sharded.values(), units, strict=True):
+        _attach(module, Attached(wire, unit, group, options, preconditioned), options)
+    _attached[model] = wire
+    wire.moments = preconditioned
+    warn_of_pairing(plan, options.optimizer)
+>>>>>>> from-fe
     state_bytes = wire.memory + (preconditioned.num_bytes if preconditioned is not None else 0)
     if state_bytes >= 1 << 20:
         warn_caller(
@@ -390,9 +444,12 @@ def _policy(options: ShardedOptions) -> Policy | None:
 
 
 def _check_changes(
-    plan: Plan, groups: Sequence[tuple[str, FSDPGroup]], units: Sequence[Unit], options: ShardedOptions
+    plan: Plan, groups: Sequence[FSDPGroup], units: Sequence[Unit], paths: Sequence[str], options: ShardedOptions
 ) -> None:
-    """Raise if changes of weights are asked for (``weights="delta(...)"``) where they cannot be sent."""
+    """Raise if changes of weights are asked for (``weights="delta(...)"``) where they cannot be sent.
+
+    ``paths`` are those of all FSDP modules: one without parameters of its own is a root, too.
+    """
     changing = [any(isinstance(plan[at_site("weights", layer.name)], Delta) for layer in u.layers) for u in units]
     if not any(changing):
         return
@@ -400,11 +457,11 @@ def _check_changes(
         raise ValueError('weights="delta(...)" sends changes to full-precision shards: leave out master=False')
     if options.adapt is not None:
         raise ValueError('adapt= weighs what is lost of weights, and weights="delta(...)" sends changes: leave it out')
-    for (path, group), here in zip(groups, changing, strict=True):
-        is_root = not any(not other or path.startswith(f"{other}.") for other, _ in groups if other != path)
+    for group, unit, here in zip(groups, units, changing, strict=True):
+        is_root = not any(not other or unit.name.startswith(f"{other}.") for other in paths if other != unit.name)
         if here and group.frees and not (is_root and group.frees_by_default):
             raise ValueError(
-                f"{path or 'the root module'} frees its weights after forward, and delta(...) keeps a copy of all "
+                f"{unit.name or 'the root module'} frees its weights after forward, and delta(...) keeps a copy of all "
                 'weights on every rank: fully_shard(..., reshard_after_forward=False), or weights="minmax(bits=4)"'
             )
 

@@ -96,8 +96,34 @@ def detector_of(group: dist.ProcessGroup, timeout: timedelta) -> FailureDetector
     return _detector(_meeting(dist.get_process_group_ranks(group)), group, timeout)
 
 
+<<<<<<< HEAD
 def _detector(meeting: _Meeting, group: dist.ProcessGroup, timeout: timedelta) -> FailureDetector | None:
     return FailureDetector.connect(*meeting, group.rank(), timeout) if group.size() > 1 else None
+=======
+_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+"""By the default process group and ranks, how often they have met. A new default group has a new store."""
+
+
+def _meeting(ranks: Sequence[int]) -> tuple[Any, str, Sequence[int]]:
+    """Store, key and ranks of a meeting of ``ranks``; counts it."""
+    world = dist.group.WORLD
+    assert world is not None, "there is a process group"
+    _check_backend(world)
+    met = _meetings.setdefault(world, Counter())
+    number = met[tuple(ranks)]
+    met[tuple(ranks)] += 1
+    return world.get_group_store(), f"thinwire meeting {number} of {'-'.join(map(str, ranks))}", ranks
+>>>>>>> from-fe
+
+
+def _check_backend(world: dist.ProcessGroup) -> None:
+    """Raise if the default process group is thinwire's own, which compresses what it sends and has no store."""
+    if "thinwire" in dist.get_backend_config(world):
+        raise RuntimeError(
+            "the default process group has backend thinwire, which compresses by itself: call "
+            "init_process_group('gloo') for thinwire.compress(model), or keep the backend and call "
+            "thinwire.register_model(model) instead, which compresses layer by layer"
+        )
 
 
 @contextmanager
@@ -111,6 +137,7 @@ def failing_before_meeting(group: object = None) -> Iterator[None]:
     if world is None or dist.get_world_size() == 1:
         yield
         return
+    _check_backend(world)
     before = _meetings.setdefault(world, Counter()).total()
     try:
         yield

@@ -19,8 +19,10 @@ def matches(pattern: str, name: str) -> bool:
     return pattern in name
 
 
-def check_pattern(pattern: str, names: Iterable[str]) -> None:
+def check_pattern(pattern: str, names: Iterable[str], names_are: str) -> None:
     """Raise if a pattern matches no parameter: a rule that does nothing is a mistake.
+
+    ``names_are`` says in the message whose names they are.
 
     Raises:
         ValueError: with the names that come closest.
@@ -33,7 +35,7 @@ def check_pattern(pattern: str, names: Iterable[str]) -> None:
     close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
     raise ValueError(
         f"the pattern {pattern!r} matches no parameter; close names are {', '.join(close) or '(none)'}. "
-        "Names are those of the module inside DDP, without 'module.'; '*' stands for any characters"
+        f"Names are those of {names_are}; '*' stands for any characters"
     )
 
 

@@ -31,7 +31,13 @@ class Plan:
     """Layers that the rules' compressor cannot take and that are raw therefore, and why."""
 
     @staticmethod
-    def build(shapes: Mapping[str, Sequence[int]], rules: Rules = DEFAULT_RULES, keep: Filter | None = None) -> Plan:
+    def build(
+        shapes: Mapping[str, Sequence[int]],
+        rules: Rules = DEFAULT_RULES,
+        keep: Filter | None = None,
+        *,
+        names_are: str = "the module inside DDP, without 'module.'",
+    ) -> Plan:
         """Give each layer of ``shapes`` (parameter name to shape) the compressor that the rules name for it.
 
         Layers that ``keep`` filters, and layers that no rule matches, are raw; a compressor that takes every layer
@@ -39,6 +45,8 @@ class Plan:
         name holds even for a layer that would be filtered for its size or dimensions. A compressor that drops or
         distorts much gets error feedback around it, unless it has ``feedback=False``; one that cannot take a layer of
         this shape leaves it raw (`unsuited`).
+
+        ``names_are`` says in the message about a pattern that matches none whose names they are.
 
         Raises:
             ValueError: a pattern matches no parameter, or an earlier one all of its parameters, or a spec is wrong.
@@ -49,7 +57,7 @@ class Plan:
         parsed = {pattern: parse(spec) for pattern, spec in rules.items()}
         if shapes:
             for pattern in (*parsed, *keep.exclude):
-                check_pattern(pattern, shapes)
+                check_pattern(pattern, shapes, names_are)
             check_order(list(parsed), shapes)
         plan = Plan({}, parsed, keep)
         for name, shape in shapes.items():

@@ -28,7 +28,7 @@ def sharded_plan(shapes: Mapping[str, Sequence[int]], rules: Mapping[Site, Rules
     layers: dict[str, Compressor] = {}
     unsuited: dict[str, str] = {}
     for site, asked in rules.items():
-        plan = Plan.build(shapes, asked, keep)
+        plan = Plan.build(shapes, asked, keep, names_are="model.named_parameters()")
         for name, compressor in plan.layers.items():
             layers[at_site(site, name)] = for_site(site, name, compressor)
         unsuited |= {at_site(site, name): why for name, why in plan.unsuited.items()}

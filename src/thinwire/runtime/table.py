@@ -45,6 +45,7 @@ def layer_table(
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
     ratio = f", {total_raw / total:.1f} times less than fp32" if total else ""
+    ratio = ratio if compressed else ", uncompressed"
     summary = f"{title}: {compressed} of {len(plan.layers)} layers compressed, {total:,.0f} {unit}{ratio}"
     return "\n".join([summary, *(f"  {line.rstrip()}" for line in lines)])
 
