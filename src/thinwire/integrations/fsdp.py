@@ -327,7 +327,7 @@ def _prepare(
     # Of a schedule only the first stage would ever be used.
     if plan.at_step(0, None) is not plan:
         raise ValueError("schedules are for DistributedDataParallel models: give density, rank or theta a number")
-    _check_changes(plan, [(path, group) for _, group, path in sharded], units, options)
+    _check_changes(plan, [g for _, g, _ in sharded], units, [path for path, _ in _modules(model)], options)
     if isinstance(options.optimizer, QuantizedAdam):
         # Its momentum is linear in the gradients: error feedback of these is error feedback of the momentum.
         plan = with_feedback(plan, "gradients/")
@@ -343,11 +343,9 @@ def _prepare(
 def _sharded(model: nn.Module, options: ShardedOptions) -> list[tuple[FSDPModule, FSDPGroup, str]]:
     """The groups of parameters that FSDP communicates together, each with its module and that module's path."""
     sharded: dict[int, tuple[FSDPModule, FSDPGroup, str]] = {}
-    modules = _modules(model)
-    for path, module in modules:
+    for path, module in _modules(model):
         for group in _checked(path, module, options):
             sharded.setdefault(id(group.identity), (module, group, path))
-<<<<<<< HEAD
     return list(sharded.values())
 
 
@@ -357,58 +355,6 @@ def _ranks(group: FSDPGroup) -> tuple[int, ...]:
 
 
 def _warn_of_memory(wire: ShardedWire, preconditioned: Preconditioned | None) -> None:
-=======
-    groups = {tuple(dist.get_process_group_ranks(g.process_group)): g.process_group for _, g, _ in sharded.values()}
-    hosts = {ranks: _host(group, options) for ranks, group in groups.items()}
-    across = _host(options.replicas, options) if options.replicas is not None else None
-    with failing_together(hosts.values(), "thinwire.compress()"):
-        policy = _policy(options)
-        device = _device(model, [group for _, group, _ in sharded.values()], options)
-    transports = {ranks: _transport(host, groups[ranks], options, device) for ranks, host in hosts.items()}
-    replicas = None
-    if across is not None and options.replicas is not None:
-        replicas = _transport(across, options.replicas, options, device)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    units: list[Unit] = []
-    with failing_together(hosts.values(), "thinwire.compress()"):
-        for _, group, path in sharded.values():
-            ranks = tuple(dist.get_process_group_ranks(group.process_group))
-            units.append(_unit(path, group, transports[ranks], names, ranks[0]))
-        shapes = {layer.name: layer.shape for unit in units for layer in unit.layers}
-        keep = options.filter
-        plan = sharded_plan(shapes, options.rules(), keep)
-        # Of a schedule only the first stage would ever be used.
-        if plan.at_step(0, None) is not plan:
-            raise ValueError("schedules are for DistributedDataParallel models: give density, rank or theta a number")
-        _check_changes(plan, [g for _, g, _ in sharded.values()], units, [path for path, _ in modules], options)
-        if isinstance(options.optimizer, QuantizedAdam):
-            # Its momentum is linear in the gradients: error feedback of these is error feedback of the momentum.
-            plan = with_feedback(plan, "gradients/")
-        preconditioned = None
-        if isinstance(options.optimizer, CompressedAdamW):
-            # Parameters of the model as the optimizer has them, by the names of the units' layers.
-            named = {name: p for name, p in model.named_parameters() if name in shapes}
-            preconditioned, plan = Preconditioned(options.optimizer, named), with_feedback(plan, "gradients/")
-    wire = ShardedWire(
-        plan,
-        units,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        make_world=partial(_whole_world, options.network.timeout),
-        seed=options.seed,
-        start=max(options.start, policy.warmup if policy else 0),
-        master=options.master,
-        skip_if_slower=options.skip_if_slower,
-        algorithm=options.algorithm,
-        adapt=policy,
-        replicas=replicas,
-    )
-    for (module, group, _), unit in zip(sharded.values(), units, strict=True):
-        _attach(module, Attached(wire, unit, group, options, preconditioned), options)
-    _attached[model] = wire
-    wire.moments = preconditioned
-    warn_of_pairing(plan, options.optimizer)
->>>>>>> from-fe
     state_bytes = wire.memory + (preconditioned.num_bytes if preconditioned is not None else 0)
     if state_bytes >= 1 << 20:
         warn_caller(

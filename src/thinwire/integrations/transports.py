@@ -36,6 +36,7 @@ def _meeting(ranks: Sequence[int]) -> _Meeting:
     """The next meeting of ``ranks``, which all count alike."""
     world = dist.group.WORLD
     assert world is not None, "there is a process group"
+    _check_backend(world)
     met = _meetings.setdefault(world, Counter())
     number = met[tuple(ranks)]
     met[tuple(ranks)] += 1
@@ -96,24 +97,8 @@ def detector_of(group: dist.ProcessGroup, timeout: timedelta) -> FailureDetector
     return _detector(_meeting(dist.get_process_group_ranks(group)), group, timeout)
 
 
-<<<<<<< HEAD
 def _detector(meeting: _Meeting, group: dist.ProcessGroup, timeout: timedelta) -> FailureDetector | None:
     return FailureDetector.connect(*meeting, group.rank(), timeout) if group.size() > 1 else None
-=======
-_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
-"""By the default process group and ranks, how often they have met. A new default group has a new store."""
-
-
-def _meeting(ranks: Sequence[int]) -> tuple[Any, str, Sequence[int]]:
-    """Store, key and ranks of a meeting of ``ranks``; counts it."""
-    world = dist.group.WORLD
-    assert world is not None, "there is a process group"
-    _check_backend(world)
-    met = _meetings.setdefault(world, Counter())
-    number = met[tuple(ranks)]
-    met[tuple(ranks)] += 1
-    return world.get_group_store(), f"thinwire meeting {number} of {'-'.join(map(str, ranks))}", ranks
->>>>>>> from-fe
 
 
 def _check_backend(world: dist.ProcessGroup) -> None:
