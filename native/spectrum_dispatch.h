@@ -5,16 +5,19 @@ namespace {
 constexpr int64_t kSampledBlocks = 48, kSampledKeys = 4096;
 constexpr int64_t kStoredElements = int64_t(1) << 20; // of a job whose spectra stay in a cache
 
-// Runs work(begin, end, scratch) over pieces of blocks, with memory for each call.
+constexpr int64_t kCheapness = 16; // of a pass over a stored spectrum, beside a transform
+
+// Runs work(begin, end, scratch) over pieces of blocks, with memory for each call. It costs as much as transforms of
+// `elements`: threads are not woken for little.
 template <class Work>
-Status run_spectra(const Machine& machine, const Blocked& job, Work work) {
+Status run_spectra(const Machine& machine, const Blocked& job, int64_t elements, Work work) {
   int32_t failed = 0;
   auto with_memory = [&](int64_t begin, int64_t end) {
     const Memory scratch(job.scratch());
     if (scratch.at) return work(begin, end, scratch.at);
     __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
   };
-  if (!run(machine, job.pieces(), job.span.numel, with_memory)) return kThreadsFailed;
+  if (!run(machine, job.pieces(), elements, with_memory)) return kThreadsFailed;
   return failed ? kNoMemory : kDone;
 }
 
@@ -34,7 +37,7 @@ struct Components {
 
 Status collect(const Machine& machine, const Blocked& job, Components& into) {
   if (!into.memory.at || !into.table.at) return kNoMemory;
-  return run_spectra(machine, job, [&](int64_t begin, int64_t end, void* scratch) {
+  return run_spectra(machine, job, job.span.numel, [&](int64_t begin, int64_t end, void* scratch) {
     machine.kernels->spectrum->collect(job, into.some, into.parts, begin, end, scratch);
   });
 }
@@ -87,7 +90,9 @@ Status stored_kth_key(const Machine& machine, const Blocked& job, const Stored& 
                       uint32_t& kth, int64_t& ties) {
   const int64_t total = job.total(), width = job.components(), num = std::min(total, kSampledKeys);
   for (int64_t i = 0; i < num; i++) {
-    const int64_t at = i * total / num;
+    // Anywhere in its part: spectra have periods, of rows of a matrix for instance, that even steps would meet or miss.
+    const int64_t jitter = (int64_t)((uint32_t)i * 2654435761u >> 8) % (total / num);
+    const int64_t at = i * total / num + jitter;
     keys[i] = key_of(stored.squares(at / width)[at % width]);
   }
   const double expected = (double)k * (double)num / (double)total, margin = 4.0 * std::sqrt(expected) + 4.0;
@@ -101,10 +106,10 @@ Status stored_kth_key(const Machine& machine, const Blocked& job, const Stored& 
   auto work = [&](int64_t begin, int64_t end, void* scratch) {
     machine.kernels->spectrum->split(job, stored, split, begin, end, scratch);
   };
-  if (const Status status = run_spectra(machine, job, work); status != kDone) return status;
+  if (const Status status = run_spectra(machine, job, job.span.numel / kCheapness, work); status != kDone) return status;
   if (split.above >= k || split.above + split.used < k) {
     split = Split{0, kNanKey + 1, keys, 0, 0};
-    if (const Status status = run_spectra(machine, job, work); status != kDone) return status;
+    if (const Status status = run_spectra(machine, job, job.span.numel / kCheapness, work); status != kDone) return status;
   }
   ties = k - split.above;
   std::nth_element(keys, keys + (ties - 1), keys + split.used, std::greater<uint32_t>());
@@ -126,7 +131,7 @@ Status pick_stored(const Machine& machine, const Blocked& job, int64_t k, int32_
   auto work = [&](int64_t begin, int64_t end, void* scratch) {
     if (!machine.kernels->spectrum->store(job, stored, begin, end, scratch)) __atomic_store_n(&bad, 1, __ATOMIC_RELAXED);
   };
-  if (const Status status = run_spectra(machine, job, work); status != kDone) return status;
+  if (const Status status = run_spectra(machine, job, job.span.numel, work); status != kDone) return status;
   finite = !bad;
   if (!k) return kDone;
   int64_t* const counts = table.as<int64_t>();
@@ -137,13 +142,13 @@ Status pick_stored(const Machine& machine, const Blocked& job, int64_t k, int32_
     if (status != kDone) return status;
   }
   auto count = [&](int64_t begin, int64_t end) { machine.kernels->spectrum->count(job, stored, chosen, begin, end); };
-  if (!run(machine, job.pieces(), job.span.numel, count)) return kThreadsFailed;
+  if (!run(machine, job.pieces(), job.span.numel / kCheapness, count)) return kThreadsFailed;
   int64_t n = 0;
   for (int64_t b = 0; b < blocks; b++) {
     const int64_t same = std::min(chosen.ties[b], ties);
     chosen.start[b] = n, n += chosen.above[b] + same, ties -= same, chosen.ties[b] = same;
   }
-  return run_spectra(machine, job, [&](int64_t begin, int64_t end, void* scratch) {
+  return run_spectra(machine, job, job.span.numel / kCheapness, [&](int64_t begin, int64_t end, void* scratch) {
     machine.kernels->spectrum->choose(job, stored, chosen, begin, end, scratch);
   });
 }
@@ -192,7 +197,7 @@ bool ascend_within(const Sent& message, int64_t total) {
 
 Status restore_signal(const Machine& machine, const Blocked& job, const Sent* messages, int64_t count, float scale,
                       bool add) {
-  return run_spectra(machine, job, [&](int64_t begin, int64_t end, void* scratch) {
+  return run_spectra(machine, job, job.span.numel, [&](int64_t begin, int64_t end, void* scratch) {
     machine.kernels->spectrum->restore(job, messages, count, scale, add, begin, end, scratch);
   });
 }
