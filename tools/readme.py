@@ -248,9 +248,9 @@ def step() -> str:
     return (
         "`thinwire bench step`: training steps of the same GPT, as a share of the speed with nothing sent. Over "
         f"loopback, with declining on, as it is by default.\n\n{table(head, rows)}\n\n"
-        f"Over 1 Gbit/s a step takes {1e3 * taken:.0f} ms longer than with nothing sent, and {1e3 * worked:.0f} ms more "
-        "processor time of a rank, whose threads share one core with its training here: cores that training leaves "
-        f"idle would take it.\n\n{machine}."
+        f"Over 1 Gbit/s a step takes {1e3 * taken:.0f} ms longer than with nothing sent, and {1e3 * worked:.0f} ms "
+        "more processor time of a rank, whose threads share one core with its training here: cores that training "
+        f"leaves idle would take it.\n\n{machine}."
     )
 
 

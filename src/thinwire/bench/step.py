@@ -92,8 +92,8 @@ def step(
         results.add(f"processor_s/{name}", seconds, "s", batch=last["batch"])
     taken, worked = (1e3 * (by_name["thinwire"] - by_name["noop"]) for by_name in (last["seconds"], processor))
     console.print(
-        f"At batch {last['batch']} a step takes {taken:.0f} ms longer than the ceiling, and {worked:.0f} ms more processor "
-        "time of rank 0, which cores that training leaves idle would take.",
+        f"At batch {last['batch']} a step takes {taken:.0f} ms longer than the ceiling, and {worked:.0f} ms more "
+        "processor time of rank 0, which cores that training leaves idle would take.",
         soft_wrap=True,
     )
     results.add("share_of_ceiling/fp32", last["share"]["fp32"], "", batch=last["batch"])
