@@ -3,21 +3,26 @@
 # No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
 
 import warnings
+import weakref
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+_silent: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+"""Models that send nothing."""
+
 
 def send_nothing(ddp: DistributedDataParallel) -> None:
     """Have ``ddp`` leave each rank its own gradients. It must have no communication hook yet."""
     ddp.register_comm_hook(None, _keep)
+    _silent.add(ddp)
 
 
 def warn_of_averaged_gradients(ddp: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
     """Warn where ``ddp`` averages the gradients of all workers of ``group``, who are to train alone."""
     workers, averaged = (set(dist.get_process_group_ranks(g)) for g in (group, ddp.process_group))
-    if len(workers) == 1 or not workers <= averaged or any(hook is _keep for hook, _ in ddp._comm_hooks):
+    if len(workers) == 1 or not workers <= averaged or ddp in _silent:
         return
     warnings.warn(
         "DistributedDataParallel all-reduces the gradients of all workers in every step, which local updates are to "
