@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -74,19 +75,25 @@ def test_a_rank_that_is_stuck_before_groups_are_made_is_named() -> None:
         assert blamed == _VICTIM, text
 
 
-def _loads_alone(rank: int) -> tuple[int | None, str | None]:
+def _calls_alone(rank: int, call: str) -> tuple[int | None, str | None]:
     model = make(rank)
     wire = thinwire.compress(model, "minmax(bits=4)", skip_if_slower=False)
     train(model, rank, 3)
+    alone = {
+        "load_state_dict": lambda: wire.load_state_dict(wire.state_dict()),
+        "gather_state_dict": wire.gather_state_dict,
+    }
+    act = alone[call] if rank == 1 else partial(train, model, rank, 3, first=3)
     with pytest.raises(thinwire.TransportError) as error:
-        wire.load_state_dict(wire.state_dict()) if rank == 1 else train(model, rank, 3, first=3)
+        act()
     return error.value.rank, error.value.reason
 
 
-def test_a_state_that_one_rank_loads_alone_is_an_error_that_names_it_and_the_call() -> None:
-    answers = run_ranks(_loads_alone, 3, group_timeout_s=5.0, timeout_s=100.0)
+@pytest.mark.parametrize("call", ["load_state_dict", "gather_state_dict"])
+def test_a_call_that_one_rank_makes_alone_is_an_error_that_names_it_and_the_call(call: str) -> None:
+    answers = run_ranks(_calls_alone, 3, call, group_timeout_s=5.0, timeout_s=100.0)
     assert [rank for rank, _ in answers] == [1, 1, 1]
-    assert "it is in load_state_dict(), which all ranks must call, and rank 0, 2 has not" in [why for _, why in answers]
+    assert f"it is in {call}(), which all ranks must call, and rank 0, 2 has not" in [why for _, why in answers]
 
 
 class Fails(thinwire.compressors.MinMax):

@@ -213,9 +213,10 @@ class Handle(ABC, Generic[E]):
 
         A collective call of all ranks, between steps. `load_state_dict` takes it on every rank of a world of any size.
         """
-        state = self.state_dict()
-        if self._adapter is not None:
-            state |= self._adapter.state(on_every_rank=True)
+        with self.failing_together("gather_state_dict()"):
+            state = self.state_dict()
+            if self._adapter is not None:
+                state |= self._adapter.state(on_every_rank=True)
         return self._alone(lambda: checkpoint.gather(state, self._whole_world()))
 
     def _alone(self, job: Callable[[], _T]) -> _T:
