@@ -41,7 +41,7 @@ if sys.argv[1:]:
 
     sys.exit(main(sys.argv[1:]))
 # --capture=sys: what the sanitizers write before they end the process must not be swallowed.
-tests = ["native", "adam", "factors", "floats", "norms", "sparse", "spectrum", "shared"]
+tests = ["native", "adam", "factors", "floats", "norms", "rows", "sparse", "spectrum", "shared"]
 # Of autograd: an exception of PyTorch's, which the sanitizers do not let pass.
 which = [*(f"tests/kernels/test_kernels_{name}.py" for name in tests), "-k", "not interpreter and not forked and not faster_than and not autograd"]
 which.append("tests/test_fuzz.py::test_damaged_messages_decode_inside_their_buffers")
