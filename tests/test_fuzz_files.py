@@ -152,6 +152,7 @@ def test_a_changed_state_of_a_store_is_refused_or_readable(whole: Path, data: st
         store.close()
 
 
+@pytest.mark.filterwarnings("ignore:load_state_dict.. continues with the compressors of the checkpoint")
 def test_a_changed_checkpoint_is_refused_or_goes_on() -> None:
     def run(transport) -> None:
         wire = make_wire(transport, MIXED)
