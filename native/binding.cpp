@@ -142,18 +142,38 @@ PyObject* none_if(bool done) {
   return Py_None;
 }
 
+// x, dtype, rows, num_rows
+void read_source(Arguments& in, Job& job) {
+  job.own = in.address<const void>(), job.own_dtype = in.dtype();
+  in.rows(job);
+}
+
+// y, dtype
+void read_values(Arguments& in, Job& job) { job.y = in.address<void>(), job.y_dtype = in.dtype(); }
+
+// rows, num_rows, y, dtype
+void read_target(Arguments& in, Job& job) {
+  in.rows(job);
+  read_values(in, job);
+}
+
+// The last argument has been read: runs function(machine, job) if all were right.
+template <class AnyJob>
+PyObject* run_job(Arguments& in, const AnyJob& job, Status (*function)(const Machine&, const AnyJob&)) {
+  if (in.failed()) return nullptr;
+  return none_if(call(num_elements(job), [&](const Machine& now) { return function(now, job); }));
+}
+
 // encode(x, dtype, rows, num_rows, message, *format, key, *residual)
 PyObject* py_encode(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments in(args, count);
   Job job;
-  job.own = in.address<const void>(), job.own_dtype = in.dtype();
-  in.rows(job);
+  read_source(in, job);
   job.out = in.address<uint8_t>();
   in.format(job);
   job.key = in.bits64();
   in.residual(job);
-  if (in.failed()) return nullptr;
-  return none_if(call(num_elements(job), [&](const Machine& now) { return encode(now, job); }));
+  return run_job(in, job, encode);
 }
 
 // decode(message, rows, num_rows, y, dtype, *format, add, scale)
@@ -162,12 +182,10 @@ PyObject* py_decode(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Job job;
   const uint8_t* message = in.address<const uint8_t>();
   job.messages = &message, job.num_messages = 1;
-  in.rows(job);
-  job.y = in.address<void>(), job.y_dtype = in.dtype();
+  read_target(in, job);
   in.format(job);
   job.add = in.flag(), job.scale = in.real();
-  if (in.failed()) return nullptr;
-  return none_if(call(num_elements(job), [&](const Machine& now) { return decode(now, job); }));
+  return run_job(in, job, decode);
 }
 
 // sum(own or 0, dtype, rows, num_rows, y, dtype, *format, scale, *messages)
@@ -175,14 +193,11 @@ PyObject* py_sum(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments in(args, count);
   Job job;
   const uint8_t* messages[kMaxMessages];
-  job.own = in.address<const void>(), job.own_dtype = in.dtype();
-  in.rows(job);
-  job.y = in.address<void>(), job.y_dtype = in.dtype();
+  read_source(in, job), read_values(in, job);
   in.format(job);
   job.scale = in.real();
   in.messages(job, messages);
-  if (in.failed()) return nullptr;
-  return none_if(call(num_elements(job), [&](const Machine& now) { return sum(now, job); }));
+  return run_job(in, job, sum);
 }
 
 // reduce(own, dtype, rows, num_rows, out_message, y, dtype, *format, scale, key, *residual, *messages)
@@ -190,28 +205,24 @@ PyObject* py_reduce(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments in(args, count);
   Job job;
   const uint8_t* messages[kMaxMessages];
-  job.own = in.address<const void>(), job.own_dtype = in.dtype();
-  in.rows(job);
+  read_source(in, job);
   job.out = in.address<uint8_t>();
-  job.y = in.address<void>(), job.y_dtype = in.dtype();
+  read_values(in, job);
   in.format(job);
   job.scale = in.real();
   job.key = in.bits64();
   in.residual(job);
   in.messages(job, messages);
-  if (in.failed()) return nullptr;
-  return none_if(call(num_elements(job), [&](const Machine& now) { return encode(now, job); }));
+  return run_job(in, job, encode);
 }
 
 // raw_encode(x, dtype, rows, num_rows, message)
 PyObject* py_raw_encode(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments in(args, count);
   Job job;
-  job.own = in.address<const void>(), job.own_dtype = in.dtype();
-  in.rows(job);
+  read_source(in, job);
   job.out = in.address<uint8_t>();
-  if (in.failed()) return nullptr;
-  return none_if(call(num_elements(job), [&](const Machine& now) { return raw_encode(now, job); }));
+  return run_job(in, job, raw_encode);
 }
 
 // raw_decode(message, rows, num_rows, y, dtype, add, scale)
@@ -220,11 +231,9 @@ PyObject* py_raw_decode(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Job job;
   const uint8_t* message = in.address<const uint8_t>();
   job.messages = &message, job.num_messages = 1;
-  in.rows(job);
-  job.y = in.address<void>(), job.y_dtype = in.dtype();
+  read_target(in, job);
   job.add = in.flag(), job.scale = in.real();
-  if (in.failed()) return nullptr;
-  return none_if(call(num_elements(job), [&](const Machine& now) { return raw_decode(now, job); }));
+  return run_job(in, job, raw_decode);
 }
 
 // raw_sum(own, dtype, rows, num_rows, y, dtype, out_message or 0, scale, *messages)
@@ -232,38 +241,30 @@ PyObject* py_raw_sum(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments in(args, count);
   Job job;
   const uint8_t* messages[kMaxMessages];
-  job.own = in.address<const void>(), job.own_dtype = in.dtype();
-  in.rows(job);
-  job.y = in.address<void>(), job.y_dtype = in.dtype();
+  read_source(in, job), read_values(in, job);
   job.out = in.address<uint8_t>(), job.scale = in.real();
   in.messages(job, messages);
-  if (in.failed()) return nullptr;
-  return none_if(call(num_elements(job), [&](const Machine& now) { return raw_sum(now, job); }));
+  return run_job(in, job, raw_sum);
 }
 
 // rows_add(x, dtype, rows, num_rows, other, dtype, out, dtype, alpha)
 PyObject* py_rows_add(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments in(args, count);
   RowJob job;
-  job.own = in.address<const void>(), job.own_dtype = in.dtype();
-  in.rows(job);
+  read_source(in, job);
   job.other = in.address<const void>(), job.other_dtype = in.dtype();
-  job.y = in.address<void>(), job.y_dtype = in.dtype();
+  read_values(in, job);
   job.by = in.real();
-  if (in.failed()) return nullptr;
-  return none_if(call(num_elements(job), [&](const Machine& now) { return rows_add(now, job); }));
+  return run_job(in, job, rows_add);
 }
 
 // rows_scale(x, dtype, rows, num_rows, out, dtype, by, over)
 PyObject* py_rows_scale(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments in(args, count);
   RowJob job;
-  job.own = in.address<const void>(), job.own_dtype = in.dtype();
-  in.rows(job);
-  job.y = in.address<void>(), job.y_dtype = in.dtype();
+  read_source(in, job), read_values(in, job);
   job.by = in.real(), job.over = in.real();
-  if (in.failed()) return nullptr;
-  return none_if(call(num_elements(job), [&](const Machine& now) { return rows_scale(now, job); }));
+  return run_job(in, job, rows_scale);
 }
 
 // checksum(message, num_bytes) -> int

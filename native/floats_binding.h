@@ -1,17 +1,5 @@
 // The Python functions of the element-wise formats. Included by binding.cpp.
 
-// x, dtype, rows, num_rows
-void read_source(Arguments& in, FloatJob& job) {
-  job.own = in.address<const void>(), job.own_dtype = in.dtype();
-  in.rows(job);
-}
-
-// rows, num_rows, y, dtype
-void read_target(Arguments& in, FloatJob& job) {
-  in.rows(job);
-  job.y = in.address<void>(), job.y_dtype = in.dtype();
-}
-
 void read_bits(Arguments& in, FloatJob& job, int low, int high) {
   const int64_t bits = in.integer();
   in.require(bits >= low && bits <= high, "bits out of range");
@@ -29,20 +17,13 @@ void read_width(Arguments& in, FloatJob& job) {
   job.width = static_cast<int>(width);
 }
 
-using FloatCall = Status (*)(const Machine&, const FloatJob&);
-
-PyObject* run_floats(Arguments& in, const FloatJob& job, FloatCall function) {
-  if (in.failed()) return nullptr;
-  return none_if(call(num_elements(job), [&](const Machine& now) { return function(now, job); }));
-}
-
 // natural_encode(x, dtype, rows, num_rows, message, key)
 PyObject* py_natural_encode(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments in(args, count);
   FloatJob job;
   read_source(in, job);
   job.out = in.address<uint8_t>(), job.key = in.bits64();
-  return run_floats(in, job, natural_encode);
+  return run_job(in, job, natural_encode);
 }
 
 // natural_decode(message, rows, num_rows, y, dtype, add, scale)
@@ -53,7 +34,7 @@ PyObject* py_natural_decode(PyObject*, PyObject* const* args, Py_ssize_t count) 
   job.messages = &message;
   read_target(in, job);
   job.add = in.flag(), job.scale = in.real();
-  return run_floats(in, job, natural_decode);
+  return run_job(in, job, natural_decode);
 }
 
 // rangefloat_encode(x, dtype, rows, num_rows, message, params, bits, rounding, key)
@@ -67,7 +48,7 @@ PyObject* py_range_encode(PyObject*, PyObject* const* args, Py_ssize_t count) {
   in.require(rounding >= 0 && rounding <= 2, "rounding must be 0, 1 or 2");
   job.rounding = static_cast<FloatRounding>(rounding);
   job.key = in.bits64();
-  return run_floats(in, job, range_encode);
+  return run_job(in, job, range_encode);
 }
 
 // rangefloat_decode(message, rows, num_rows, y, dtype, bits, add, scale)
@@ -79,7 +60,7 @@ PyObject* py_range_decode(PyObject*, PyObject* const* args, Py_ssize_t count) {
   read_target(in, job);
   read_bits(in, job, 3, 15);
   job.add = in.flag(), job.scale = in.real();
-  return run_floats(in, job, range_decode);
+  return run_job(in, job, range_decode);
 }
 
 // levels_encode(x, dtype, rows, num_rows, message, levels, bits, bucket)
@@ -90,7 +71,7 @@ PyObject* py_levels_encode(PyObject*, PyObject* const* args, Py_ssize_t count) {
   job.out = in.address<uint8_t>(), job.params = in.address<const float>();
   read_bits(in, job, 1, 8);
   read_bucket(in, job);
-  return run_floats(in, job, levels_encode);
+  return run_job(in, job, levels_encode);
 }
 
 // levels_decode(message, rows, num_rows, y, dtype, bits, bucket, add, scale)
@@ -103,7 +84,7 @@ PyObject* py_levels_decode(PyObject*, PyObject* const* args, Py_ssize_t count) {
   read_bits(in, job, 1, 8);
   read_bucket(in, job);
   job.add = in.flag(), job.scale = in.real();
-  return run_floats(in, job, levels_decode);
+  return run_job(in, job, levels_decode);
 }
 
 // magnitudes_encode(x, dtype, rows, num_rows, message, magnitudes, bits, bucket, now, next, loss_scale)
@@ -115,7 +96,7 @@ PyObject* py_magnitudes_encode(PyObject*, PyObject* const* args, Py_ssize_t coun
   read_bits(in, job, 1, 4);
   read_bucket(in, job);
   in.residual(job);
-  return run_floats(in, job, magnitudes_encode);
+  return run_job(in, job, magnitudes_encode);
 }
 
 // magnitudes_decode(message, rows, num_rows, y, dtype, magnitudes, bits, bucket, add, scale)
@@ -129,7 +110,7 @@ PyObject* py_magnitudes_decode(PyObject*, PyObject* const* args, Py_ssize_t coun
   read_bits(in, job, 1, 4);
   read_bucket(in, job);
   job.add = in.flag(), job.scale = in.real();
-  return run_floats(in, job, magnitudes_decode);
+  return run_job(in, job, magnitudes_decode);
 }
 
 // int_round(x, dtype, rows, num_rows, alphas, out, width, clip, key, nearest, clipped)
@@ -153,7 +134,7 @@ PyObject* py_int_decode(PyObject*, PyObject* const* args, Py_ssize_t count) {
   read_width(in, job);
   read_target(in, job);
   job.params = in.address<const float>();
-  return run_floats(in, job, int_decode);
+  return run_job(in, job, int_decode);
 }
 
 #define THINWIRE_FLOAT_METHODS                                                                                         \

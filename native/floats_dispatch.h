@@ -21,12 +21,6 @@ void put_headers(const FloatJob& job, bool params) {
 
 using FloatWork = void (*)(const FloatJob&, int64_t, int64_t);
 
-bool run_tiles(const Machine& machine, const FloatJob& job, FloatWork kernel) {
-  const Size size(job);
-  auto work = [&](int64_t begin, int64_t end) { kernel(job, begin, end); };
-  return run(machine, size.tiles, size.elements, work);
-}
-
 // Blocks of whole buckets, which are measured before they are coded.
 Status run_blocks(const Machine& machine, const FloatJob& job, FloatWork kernel) {
   int64_t blocks = 0, elements = 0;
@@ -44,14 +38,14 @@ Status run_counted(const Machine& machine, FloatJob job, FloatWork kernel, bool 
   void* memory = job.num_rows <= 16 ? nullptr : std::calloc(job.num_rows, sizeof(Found));
   if (job.num_rows > 16 && !memory) return kNoMemory;
   job.found = memory ? static_cast<Found*>(memory) : few;
-  const bool done = run_tiles(machine, job, kernel);
+  const Status status = on_tiles(machine, job, kernel);
   if (clipped) {
     for (int64_t r = 0; r < job.num_rows; r++) clipped[r] = job.found[r].saturated;
   } else {
     put_headers(job, params);
   }
   std::free(memory);
-  return done ? kDone : kThreadsFailed;
+  return status;
 }
 
 } // namespace
@@ -69,23 +63,23 @@ Status int_round(const Machine& machine, const FloatJob& job, int64_t* clipped) 
 }
 
 Status natural_decode(const Machine& machine, const FloatJob& job) {
-  return run_tiles(machine, job, machine.kernels->floats->natural_decode) ? kDone : kThreadsFailed;
+  return on_tiles(machine, job, machine.kernels->floats->natural_decode);
 }
 
 Status range_decode(const Machine& machine, const FloatJob& job) {
-  return run_tiles(machine, job, machine.kernels->floats->range_decode) ? kDone : kThreadsFailed;
+  return on_tiles(machine, job, machine.kernels->floats->range_decode);
 }
 
 Status int_decode(const Machine& machine, const FloatJob& job) {
-  return run_tiles(machine, job, machine.kernels->floats->int_decode) ? kDone : kThreadsFailed;
+  return on_tiles(machine, job, machine.kernels->floats->int_decode);
 }
 
 Status levels_decode(const Machine& machine, const FloatJob& job) {
-  return run_tiles(machine, job, machine.kernels->floats->levels_decode) ? kDone : kThreadsFailed;
+  return on_tiles(machine, job, machine.kernels->floats->levels_decode);
 }
 
 Status magnitudes_decode(const Machine& machine, const FloatJob& job) {
-  return run_tiles(machine, job, machine.kernels->floats->magnitudes_decode) ? kDone : kThreadsFailed;
+  return on_tiles(machine, job, machine.kernels->floats->magnitudes_decode);
 }
 
 Status levels_encode(const Machine& machine, const FloatJob& job) {
