@@ -57,7 +57,7 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", prose):
@@ -89,7 +89,7 @@ def test_every_page_is_in_the_navigation_and_every_public_name_in_the_reference(
 
 def test_names_and_specs_that_pages_mention_exist() -> None:
     known = set(registered())
-    for page in PAGES:
+    for page in [*PAGES, ROOT / "CHANGELOG.md"]:
         text = text_of(page)
         for name in re.findall(r"(?<![\w./-])thinwire\.([a-zA-Z_]\w*)(?!\.\w*\.org)", text):
             if name not in ("compressors", "org", "adapt"):  # the last is a logger
