@@ -6,6 +6,7 @@ seconds: help and version should not wait for that.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -31,12 +32,14 @@ class Command:
         summary: what it does, in a line of help.
         takes_script: whether what follows ``--`` is a program to run, passed to the function as its first argument.
         with_script: the function in place of ``target`` where a program follows ``--``, if that is another.
+        forms: where there is such a function, what the command is for without a program, and with one.
     """
 
     target: str
     summary: str
     takes_script: bool = False
     with_script: str | None = None
+    forms: tuple[str, str] | None = None
 
     def load(self, *, script: bool = False) -> Callable[..., Any]:
         """Import the function: the one for a program, if ``script``."""
@@ -125,15 +128,64 @@ class Program:
     def _call(self, words: str, command: Command, args: list[str]) -> int:
         import tyro
 
-        function = command.load(script="--" in args)
-        # The docstring without its arguments, which tyro shows as options; by itself tyro would drop the examples.
-        about = inspect.cleandoc(function.__doc__ or "").split("\nArgs:")[0].strip()
-        if command.takes_script and "--" in args:
-            split = args.index("--")
-            function, args = functools.partial(function, args[split + 1 :]), args[:split]
+        split = args.index("--") if "--" in args else len(args)
+        given = args[:split]
+        if command.forms is not None:
+            if split == len(args) and ("-h" in given or "--help" in given):
+                return self._print_forms(words, command)
+            if misplaced := _of_the_other_form(command, given, script=split < len(args)):
+                form = command.forms[split == len(args)]
+                return self._usage(words, f"{misplaced} is an option for {form} only")
+        function = command.load(script=split < len(args))
+        about = _description(function)
+        if command.takes_script and split < len(args):
+            function = functools.partial(function, args[split + 1 :])
         function = _with_plain_help(function)
-        code = tyro.cli(function, prog=f"{self.name} {words}", args=args, description=_wrapped(about))
+        code = tyro.cli(function, prog=f"{self.name} {words}", args=given, description=about)
         return code if isinstance(code, int) else 0
+
+    def _usage(self, words: str, what: str) -> int:
+        Console(stderr=True, highlight=False).print(
+            f"{self.name} {words}: {what}. See: {self.name} {words} --help", markup=False, soft_wrap=True
+        )
+        return 2
+
+    def _print_forms(self, words: str, command: Command) -> int:
+        """The help of a command that does one thing without a program and another with one."""
+        import tyro
+
+        assert command.forms is not None
+        console = Console(highlight=False)
+        calls = [f"{self.name} {words} [OPTIONS] [SPEC ...]"]
+        calls += [f"{calls[0]} -- SCRIPT ..."]
+        width = max(map(len, calls))
+        console.print(f"[bold]{self.name} {words}[/] has two forms, each with options of its own:\n")
+        for call, form in zip(calls, command.forms, strict=True):
+            console.print(f"  {call:{width}}  {form}", markup=False, soft_wrap=True)
+        for script, form in enumerate(command.forms):
+            console.print(f"\n[bold]For {form}[/]\n")
+            function = command.load(script=bool(script))
+            about = _description(function)
+            with contextlib.suppress(SystemExit):  # how tyro ends after help
+                tyro.cli(_with_plain_help(function), prog=f"{self.name} {words}", args=["--help"], description=about)
+        return 0
+
+
+def _of_the_other_form(command: Command, args: Sequence[str], *, script: bool) -> str | None:
+    """The first of ``args`` that is an option of the form that was not called alone, if there is one."""
+    options = [arg.partition("=")[0] for arg in args if arg.startswith("--")]
+    if not options:
+        return None
+    mine, other = (
+        {f"--{name.replace('_', '-')}" for name in inspect.signature(command.load(script=form)).parameters}
+        for form in (script, not script)
+    )
+    return next((option for option in options if option in other - mine), None)
+
+
+def _description(function: Callable[..., Any]) -> str:
+    """The docstring without its arguments, which tyro shows as options; by itself tyro would drop the examples."""
+    return _wrapped(inspect.cleandoc(function.__doc__ or "").split("\nArgs:")[0].strip())
 
 
 def _wrapped(text: str) -> str:
@@ -174,8 +226,14 @@ def _with_plain_help(function: Callable[..., Any]) -> Callable[..., Any]:
 
     del call.__wrapped__  # type hints are looked for there first
     call.__annotations__ = hints
-    call.__signature__ = inspect.signature(function)  # pyright: ignore[reportAttributeAccessIssue]
+    # A program comes last on the command line.
+    parameters = sorted(inspect.signature(function).parameters.values(), key=_comes_last)
+    call.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
     return call
+
+
+def _comes_last(parameter: inspect.Parameter) -> tuple[bool, bool]:
+    return parameter.kind is parameter.KEYWORD_ONLY, parameter.name == "script"
 
 
 _METAVARS = {"str": "TEXT", "float": "NUMBER"}
@@ -195,6 +253,7 @@ THINWIRE = Program(
                 "do these compressors keep the loss? paired runs",
                 takes_script=True,
                 with_script="thinwire.compare.script:compare_script",
+                forms=("a small GPT of its own", "your own script"),
             ),
             "compare every": Command("thinwire.compare.every:every", "the same for every compressor"),
             "plan show": Command("thinwire.compare.plan_show:plan_show", "the compressor of each layer in a plan"),

@@ -30,9 +30,11 @@ def test_help_names_every_command(capsys) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_examples(command: str, capsys) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main([*command.split(), "--help"])
-    assert end.value.code == 0
+    try:
+        code = cli.main([*command.split(), "--help"])
+    except SystemExit as end:  # how tyro ends
+        code = end.code
+    assert code == 0
     shown = capsys.readouterr().out
     assert "thinwire " + command in shown
     assert "Examples" in shown
@@ -44,6 +46,20 @@ def test_every_command_has_help_with_examples(command: str, capsys) -> None:
     assert "``" not in shown
     # Words are not cut in two; examples are lines to copy.
     assert all(len(line) <= 80 for line in shown.splitlines() if "thinwire" not in line)
+
+
+def test_help_of_compare_shows_both_forms_and_an_option_of_the_other_form_says_so(capsys) -> None:
+    assert cli.main(["compare", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "thinwire compare [OPTIONS] [SPEC ...] -- SCRIPT ..." in shown
+    assert "usage: thinwire compare [-h] [OPTIONS] SPEC ... -- SCRIPT ..." in shown
+    assert all(f"{option} " in shown for option in ("--size", "--tune,", "--plot", "--pattern"))
+    assert "thinwire compare --smoke" in shown
+    assert "--plot curves.svg -- train.py" in shown
+    assert cli.main(["compare", "--plot", "curves.svg"]) == 2
+    assert "--plot is an option for your own script only" in capsys.readouterr().err
+    assert cli.main(["compare", "--tune", "--", "train.py"]) == 2
+    assert "--tune is an option for a small GPT of its own only" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
