@@ -88,6 +88,24 @@ def test_ids_that_cannot_be_are_an_error_on_every_rank(case: str, first: str, se
         assert list(answers[0][2].values()) == list(answers[1][2].values())
 
 
+def given_twice(rank: int, where: int) -> str:
+    """The error of each rank, where ``where`` is given an id twice for the very first step."""
+    pipe = Pipe(rank, 3, **FW3_BW6)
+    if rank == where:
+        return error_of(lambda: pipe.stages[0].set_sample_ids([0, 1, 2, 3, 4, 5, 6, 3]))
+    x, y = samples()
+    return error_of(lambda: pipe.step(x[:BATCH], y[:BATCH], range(BATCH)))
+
+
+@pytest.mark.parametrize("where", [0, 2])
+def test_an_id_given_twice_before_the_first_step_is_an_error_on_every_rank(where: int) -> None:
+    for rank, error in enumerate(run_ranks(given_twice, 3, where)):
+        expected = "ValueError" if rank == where else f"PeerFailedError: rank {where} on "
+        assert error.startswith(expected)
+        assert "sample 3 is in the batch twice" in error
+        assert "give every sample of a batch an id of its own" in error
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -41,7 +41,10 @@ class Batch:
             raise ValueError("a step needs at least one sample id")
         if len(set(ids)) != len(ids):
             twice = next(sample for i, sample in enumerate(ids) if sample in ids[:i])
-            raise ValueError(f"sample {twice} is in the batch twice: each sample has one message, so once in a step")
+            raise ValueError(
+                f"sample {twice} is in the batch twice, and one message is kept of each: give every sample of a batch "
+                "an id of its own, as thinwire.data.Indexed does, and draw samples without replacement"
+            )
         listed_lengths = None if lengths is None else _integers("lengths", lengths)
         if listed_lengths is not None and len(listed_lengths) != len(ids):
             raise ValueError(f"{len(listed_lengths)} lengths are given for {len(ids)} samples")

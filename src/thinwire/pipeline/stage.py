@@ -76,7 +76,8 @@ class CompressedStage(PipelineStage):
         Raises:
             TypeError, ValueError: these are no ids, lengths or corners.
         """
-        self._compression.give_batch(Batch.from_ids(ids, length, lengths, upcoming, corners))
+        with self._stage_group.failing_where_given():
+            self._compression.give_batch(Batch.from_ids(ids, length, lengths, upcoming, corners))
 
     @property
     def stats(self) -> PipelineStats:

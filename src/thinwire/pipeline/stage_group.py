@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from thinwire.collectives import CommunicationError, FailureDetector, ForeignGroupTransport, PeerFailedError
 from thinwire.collectives.transport import Failing
 from thinwire.compat import group_timeout
-from thinwire.integrations.transports import bare_transport, detector_of
+from thinwire.integrations.transports import bare_transport, detector_of, failing_before_meeting
 from thinwire.kernels import power_of_two
 from thinwire.pipeline.beside import Beside
 from thinwire.pipeline.boundary import UNSEEN, BoundarySide
@@ -125,7 +125,17 @@ class StageGroup:
         return group
 
     def note(self, stage: StageCompression) -> None:
-        """Called by each stage that is about to begin a step: by all stages of a rank, before the first one moves."""
+        """Called by each stage that is about to begin a step: by all stages of a rank, before the first one moves.
+
+        The first call meets the other ranks, before PyTorch's own first messages: those would fail without a cause
+        where another rank cannot take the step.
+
+        Raises:
+            PeerFailedError: Another rank failed before its first step.
+            TransportError: Another rank did not come in time, or is gone.
+        """
+        if self.detector is None:
+            self.detector = detector_of(self.group, group_timeout(self.group))
         if not self._due:
             self._due, self._present = True, {}
         self._present[stage.index] = stage
@@ -145,9 +155,7 @@ class StageGroup:
         self._due = False
         stages = [self._present[index] for index in sorted(self._present)]
         self._present = {}  # the stage group lives as long as its process group, and must not keep models alive
-        if self.detector is None:
-            self.detector = detector_of(self.group, group_timeout(self.group))
-        else:
+        if self.detector is not None:
             self.detector.advance()
         with stages[0].stats.timed("agree"):
             self._agree_on_options(stages)
@@ -166,6 +174,11 @@ class StageGroup:
                 stage.post_receives(announcement.step, self.failing)
             stage.stats.steps += announcement.step.training
             stage.stats.evaluations += not announcement.step.training
+
+    def failing_where_given(self) -> AbstractContextManager[None]:
+        """A context in which an error ends the other ranks' first step, too, where they have not met yet. Later, they
+        learn of an error that ends this rank's program, and of none that it goes on after."""
+        return failing_before_meeting(self.group) if self.detector is None else nullcontext()
 
     def failing(self, doing: str, peer: int | None = None) -> Failing:
         """A context in which a failure of communication, with ``peer`` in the group, becomes a `TransportError`."""
