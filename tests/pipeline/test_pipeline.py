@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from typing import Any
 
 import pytest
@@ -473,3 +475,37 @@ def _by_compress(rank: int, num_ranks: int) -> str:
 def test_compress_takes_a_stage() -> None:
     for text in run_ranks(_by_compress, 2, 2):
         assert "skip_if_slower= is an argument of thinwire.compress_ddp() (DistributedDataParallel) and" in text
+
+
+def _trains_the_stage_that_it_gave(rank: int, case: str) -> tuple[list[str], int]:
+    """What is warned of in two steps and an evaluation, and the steps of the compressed stage that was kept."""
+    kept: list[Any] = []
+
+    def compress(stage: TorchStage) -> Any:
+        kept.append(thinwire.compress_stage(stage, forward="maxabs(bits=4)"))
+        if case == "thrown away":
+            kept.clear()
+            gc.collect()
+        elif case == "compressed twice":
+            kept[:] = [thinwire.compress_stage(stage, forward="maxabs(bits=8)")]
+        return stage if case in ("thrown away", "plain", "evaluated") else kept[0]
+
+    pipe = Pipe(rank, 2, compress=compress)
+    x, y = samples()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        if case != "evaluated":
+            for _ in range(2):
+                pipe.step(x[:BATCH], y[:BATCH], None)
+        pipe.eval(x[:BATCH], y[:BATCH])
+    return [str(warning.message) for warning in warned], sum(stage.stats.steps for stage in kept)
+
+
+@pytest.mark.parametrize("case", ["thrown away", "plain", "evaluated", "compressed", "compressed twice"])
+def test_training_the_plain_stage_in_place_of_the_compressed_one_is_warned_of(case: str) -> None:
+    for rank, (warned, steps) in enumerate(run_ranks(_trains_the_stage_that_it_gave, 2, case)):
+        assert steps == (2 if case.startswith("compressed") else 0)
+        assert len(warned) == (case in ("thrown away", "plain"))
+        for text in warned:
+            assert text.startswith(f"stage {rank} trains without compression: ")
+            assert "stage = thinwire.compress_stage(stage, ...)" in text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -24,6 +26,31 @@ from thinwire.pipeline.stats import PipelineStats
 from thinwire.policies import ByLink, LinkChoice
 from thinwire.store import Memory, Place, Store
 
+_BEGIN = "clear_runtime_states"
+"""The method of a stage with which schedules begin a run."""
+
+
+class _Replaced:
+    """Stands in for the method with which a plain stage begins a run, and warns where that is a mistake: it trains, and
+    the compressed stage that was made of it has never run."""
+
+    def __init__(self, stage: PipelineStage) -> None:
+        self._stage = weakref.ref(stage)
+        self.needs_warning = True
+
+    def __call__(self) -> None:
+        stage = self._stage()
+        assert stage is not None, "its own method was called"
+        if self.needs_warning and stage.has_backward:
+            self.needs_warning = False
+            warnings.warn(
+                f"stage {stage.stage_index} trains without compression: thinwire.compress_stage() leaves the stage "
+                "that it is given as it is, and the stage that it returned has not run. Give that one to the schedule: "
+                "stage = thinwire.compress_stage(stage, ...)",
+                stacklevel=3,
+            )
+        type(stage).clear_runtime_states(stage)
+
 
 class CompressedStage(PipelineStage):
     """A stage of a pipeline whose messages to its neighbours are compressed: made by `thinwire.compress_stage`.
@@ -38,6 +65,8 @@ class CompressedStage(PipelineStage):
     def __init__(self, stage: PipelineStage, options: PipelineOptions) -> None:
         # It takes the place of a stage that was set up already, whoever did it and with which arguments.
         vars(self).update(vars(stage))
+        if isinstance(vars(self).get(_BEGIN), _Replaced):  # compressed before, by a stage that this one replaces
+            del vars(self)[_BEGIN]
         backends = dist.get_backend_config(self.group)
         if "cpu:" not in backends:
             raise NotImplementedError(
@@ -47,6 +76,8 @@ class CompressedStage(PipelineStage):
         options.check(self.num_stages)
         self._stage_group = stage_group_of(self.group)
         self._compression = StageCompression(self, options, self._stage_group.beside)
+        self._replaced = _Replaced(stage)
+        setattr(stage, _BEGIN, self._replaced)
 
     def set_sample_ids(
         self,
@@ -120,6 +151,7 @@ class CompressedStage(PipelineStage):
     def clear_runtime_states(self) -> None:
         # A schedule begins each run with this, of all its stages before any moves.
         super().clear_runtime_states()
+        self._replaced.needs_warning = False
         self._stage_group.note(self._compression)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -232,7 +264,8 @@ def compress_stage(
     tensors over, and nothing is kept between them.
 
     Args:
-        stage: as PyTorch, or a framework, made it. The stage that is returned takes its place.
+        stage: as PyTorch, or a framework, made it. It is left as it is, and the stage that is returned takes its place:
+            a warning says so where a schedule trains this one, and the one that is returned has not run.
         forward: ``delta(...)`` sends the change of each sample's activation since its last visit (Algorithm 1); any
             other compressor, or ``direct(...)`` of one, sends the activation itself (DirectQ); ``raw`` as it is.
             A list has one for each boundary, the first stage's first.
