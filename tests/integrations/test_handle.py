@@ -76,6 +76,26 @@ def test_a_checkpoint_with_other_compressors_says_so() -> None:
         assert warned == []
 
 
+def _declined_elsewhere(rank: int) -> tuple[dict[str, str], str]:
+    """What is declined once a checkpoint is loaded, in which one layer is raw, and how it is shown."""
+    spec, raw = "minmax(bits=4)", {"embed.weight": "raw", "*": "minmax(bits=4)"}
+    saved = thinwire.compress(make(rank), raw, skip_if_slower=False).gather_state_dict()
+    wire = thinwire.compress(make(rank), spec, skip_if_slower=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wire.load_state_dict(saved)
+        wire.load_state_dict(wire.gather_state_dict())
+    return wire.declined, repr(wire)
+
+
+def test_a_layer_that_is_raw_because_of_the_checkpoint_is_shown_so() -> None:
+    for declined, text in run_ranks(_declined_elsewhere, 2):
+        assert declined == {"embed.weight": "minmax(bits=4, bucket=128)"}
+        (line,) = (line for line in text.splitlines() if line.split()[0] == "embed.weight")
+        assert "raw: taken from the checkpoint, in place of minmax(bits=4, bucket=128)" in line
+        assert "would be slower here" not in text
+
+
 def _sharded(rank: int, size: int) -> str:
     return repr(compress(build(), "minmax(bits=8)", "minmax(bits=4)"))
 

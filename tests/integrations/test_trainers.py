@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,6 +85,27 @@ def hugging_face_on(rank: int, folder: str) -> tuple[bool, list[str], str, str]:
         unwrapped.on_step_end(arguments, SimpleNamespace(global_step=1), None, model=nn.Linear(2, 2))
     unwrapped.on_train_end(arguments, None, None)
     return same, [path.name for path in Path(folder).rglob("*.pt")], str(lost.value), str(refused.value)
+
+
+def hugging_face_with_another_compressor_on(rank: int, folder: str) -> list[str]:
+    arguments = SimpleNamespace(output_dir=folder, should_save=rank == 0)
+    for step, spec in ((0, "ef(minmax(bits=2))"), (3, "minmax(bits=4)")):
+        callback = thinwire.trainer_callback(spec, skip_if_slower=False)
+        callback.on_train_begin(arguments, SimpleNamespace(global_step=step), None, model=nn.Linear(64, 64))
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            train(model(), rank, 1)
+        callback.on_save(arguments, SimpleNamespace(global_step=3), None)
+        dist.barrier()
+    return [str(each.message) for each in seen]
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.timeout(120)
+def test_a_checkpoint_of_another_compressor_says_so(tmp_path: Path) -> None:
+    for warned in run_ranks(hugging_face_with_another_compressor_on, 2, str(tmp_path), timeout_s=90):
+        (text,) = (text for text in warned if text.startswith("load_state_dict()"))
+        assert "ef(minmax(bits=2, bucket=128)), not minmax(bits=4, bucket=128)" in text
 
 
 def stop(module: nn.Module, inputs: object) -> None:

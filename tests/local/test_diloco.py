@@ -271,6 +271,32 @@ def test_bytes_are_sent_in_few_rounds_and_said_beforehand() -> None:
         assert sent < 40 * 4 * numel / 40  # gradients in fp32 would take forty times 4 bytes an element
 
 
+def _shown(rank: int, options: dict) -> tuple[str, int, list[int]]:
+    local = Training(rank, **options).local
+    return repr(local), round(local.bytes_per_step * local.every), [len(names) for names in local.fragments]
+
+
+def test_local_updates_are_shown_with_workers_steps_compressors_and_bytes() -> None:
+    for text, sent, _ in run_ranks(_shown, 2, {"every": 10, "compressor": "ef(minmax(bits=4))"}):
+        head, *rows = text.splitlines()
+        assert head.startswith(f"DiLoCo of 2 workers: exchange of the model every 10 steps, {sent:,} bytes a round, ")
+        assert 5 < float(head.split()[-5]) < 8, "times less than fp32"
+        assert rows[0] == "  compressor  ef(minmax(bits=4, bucket=128)), 5 of 6 layers"
+        assert rows[1] == "              raw, 1 of 6 layers"
+        assert rows[2] == "  outer       Nesterov(lr=0.7, momentum=0.5)"
+        assert len(rows) == 3
+    for text, sent, counts in run_ranks(_shown, 2, OPTIONS["streaming"] | {"weighted": True}):
+        rows = text.splitlines()
+        assert rows[-4].endswith("Nesterov(lr=0.7, momentum=0.5), workers weighted by their tokens")
+        assert rows[-3] == "  fragments   2, one every 5 steps, used 2 steps after it is sent"
+        assert [int(row.split()[2]) for row in rows[-2:]] == counts
+        assert sum(int(row.split()[-2].replace(",", "")) for row in rows[-2:]) == pytest.approx(sent, abs=2)
+    (alone,) = run_ranks(_shown, 1, {"every": 10})
+    assert alone[0].startswith(
+        "DiLoCo of one worker, which sends nothing: exchange of the model every 10 steps, 0 bytes a round"
+    )
+
+
 BEFORE = {"hidden": (64, 64), "bias": (64,), "scale": (8,), "small": (16, 16)}
 """A layer, and three that gradients leave raw."""
 
@@ -340,6 +366,21 @@ def _resumed(rank: int, options: dict, at: int, steps: int) -> tuple[torch.Tenso
 def test_a_resumed_training_continues_bit_for_bit(options: dict, at: int) -> None:
     for straight, again in run_ranks(_resumed, 2, options, at, 37):
         assert torch.equal(straight, again)
+
+
+def _of_other_compressors(rank: int) -> list[str]:
+    saved = Training(rank, every=10, compressor="minmax(bits=4)").local.gather_state_dict()
+    local = Training(rank, every=10, compressor="minmax(bits=8)").local
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        local.load_state_dict(saved)
+    return [f"{each.filename.rsplit('/', 1)[-1]}: {each.message}" for each in seen]
+
+
+def test_a_state_of_other_compressors_says_so() -> None:
+    for (warned,) in run_ranks(_of_other_compressors, 2):
+        assert warned.startswith("test_diloco.py: load_state_dict() continues with the compressors of the checkpoint")
+        assert "minmax(bits=4, bucket=128)), not ef(minmax(bits=8" in warned
 
 
 State = dict[str, torch.Tensor]

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,22 @@ def test_the_model_that_trains_is_compressed_and_its_state_goes_on(tmp_path: Pat
     assert int(torch.load(path, weights_only=True)["step"]) == 9
     assert run_ranks(attached_on, 2, str(path), 3) == [(12, 3, True)] * 2
     assert not list(path.parent.glob("*.part"))
+
+
+def resumed_with_another_compressor_on(rank: int, state: str) -> list[str]:
+    for spec in ("ef(minmax(bits=2))", "minmax(bits=4)"):
+        with warnings.catch_warnings(record=True) as seen, Attachment(spec, ALWAYS, Path(state), 1):
+            warnings.simplefilter("always")
+            train(2, 0.0)
+        if spec.startswith("ef("):
+            assert seen == []
+    return [str(each.message) for each in seen]
+
+
+def test_a_state_of_another_compressor_says_so(tmp_path: Path) -> None:
+    for (warned,) in run_ranks(resumed_with_another_compressor_on, 2, str(tmp_path / "thinwire.pt")):
+        assert warned.startswith("load_state_dict() continues with the compressors of the checkpoint")
+        assert "ef(minmax(bits=2, bucket=128)), not minmax(bits=4, bucket=128)" in warned
 
 
 def sharded_on(rank: int) -> tuple[str, int]:

@@ -23,9 +23,11 @@ from thinwire.local.fragments import (
     FEW_BITS,
     Fragment,
     balanced_fragments,
+    described,
     exchange_algorithm,
     exchange_plan,
     local_values,
+    sent_in_exchange,
     sent_shapes,
     shared_weights,
     state_entry,
@@ -173,6 +175,19 @@ class DiLoCo:
         names = ("every", "outer", "overlap", "mix", "weighted")
         return {name: str(getattr(self, name)) for name in names} | {"fragments": str(fragments)}
 
+    def __repr__(self) -> str:
+        """Workers, steps between exchanges, compressors, bytes, and the fragments if there are several."""
+        return described(
+            type(self).__name__,
+            self._fragments,
+            self.wire.plan,
+            self.wire.world_size,
+            self.every,
+            self.outer,
+            overlap=self.overlap,
+            weighted=self.weighted,
+        )
+
     @property
     def _keeps(self) -> bool:
         return self.overlap > 0 and self.mix == "keep"
@@ -203,9 +218,7 @@ class DiLoCo:
         return sum(self._exchange_bytes(fragment) for fragment in self._fragments) / self.every
 
     def _exchange_bytes(self, fragment: Fragment) -> int:
-        n, plan = self.wire.world_size, self.wire.plan
-        payloads = sum(plan[name].wire_bytes(shape) for name, shape in fragment.layers)
-        return math.ceil(payloads * 2 * (n - 1) / n)
+        return sent_in_exchange(fragment, self.wire.plan, self.wire.world_size)
 
     def step(self, tokens: int | None = None) -> None:
         """Count an inner step, and exchange a fragment if it is time. Call it after the inner optimizer's step.

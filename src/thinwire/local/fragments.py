@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -174,6 +176,44 @@ def exchange_plan(
         small = [name for name, shape in shapes.items() if Filter().keeps_raw(name, shape)]
         rules |= {name: chosen for name in small if chosen.wire_bytes(shapes[name]) < Raw().wire_bytes(shapes[name])}
     return Plan.build(shapes, rules)
+
+
+def sent_in_exchange(fragment: Fragment, plan: Plan, num_workers: int) -> int:
+    """Bytes that a worker sends in an exchange of a fragment, by formula."""
+    payloads = sum(plan[name].wire_bytes(shape) for name, shape in fragment.layers)
+    return math.ceil(payloads * 2 * (num_workers - 1) / num_workers)
+
+
+def described(
+    kind: str,
+    fragments: Sequence[Fragment],
+    plan: Plan,
+    num_workers: int,
+    every: int,
+    outer: Nesterov,
+    *,
+    overlap: int = 0,
+    weighted: bool = False,
+) -> str:
+    """What ``print`` shows of local updates: who exchanges what, how often, and the bytes of it."""
+    raw = Plan(dict.fromkeys(plan.layers, Raw()))
+    now, fp32 = (sum(sent_in_exchange(f, p, num_workers) for f in fragments) for p in (plan, raw))
+    who = "one worker, which sends nothing" if num_workers == 1 else f"{num_workers} workers"
+    ratio = f", {fp32 / now:.1f} times less than fp32" if now else ""
+    lines = [f"{kind} of {who}: exchange of the model every {every} steps, {now:,} bytes a round{ratio}"]
+    specs = Counter("raw" if isinstance(c, Raw) else str(c) for c in plan.layers.values())
+    for spec, count in specs.most_common():
+        what = "compressor" if len(lines) == 1 else ""
+        lines.append(f"  {what:10}  {spec}, {count} of {len(plan.layers)} layers")
+    lines.append(f"  {'outer':10}  {outer}" + (", workers weighted by their tokens" if weighted else ""))
+    if len(fragments) > 1 or overlap:
+        used = f", used {overlap} steps after it is sent" if overlap else ""
+        lines.append(f"  {'fragments':10}  {len(fragments)}, one every {every // len(fragments)} steps{used}")
+    for number, fragment in enumerate(fragments if len(fragments) > 1 else ()):
+        sent = sent_in_exchange(fragment, plan, num_workers)
+        numel = sum(math.prod(shape) for _, shape in fragment.layers)
+        lines.append(f"  {f'fragment {number}':10}  {len(fragment.layers)} layers, {numel:,} elements, {sent:,} bytes")
+    return "\n".join(lines)
 
 
 def exchange_algorithm(num_workers: int) -> str:

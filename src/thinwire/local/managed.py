@@ -14,6 +14,7 @@ from thinwire.compressors import Compressor, check_int
 from thinwire.local.fragments import (
     FEW_BITS,
     Fragment,
+    described,
     exchange_algorithm,
     exchange_plan,
     sent_shapes,
@@ -120,6 +121,19 @@ class ManagedDiLoCo:
         self.members = Members(manager, group, open_wire=open_wire, save=self.state_dict, load=self._take_shared_state)
         """Who takes part: ``members.names``, and counts of who ``came`` and ``left``."""
         self._join()
+
+    def __repr__(self) -> str:
+        """The workers of the last exchange, steps between exchanges, compressors and bytes."""
+        wire = self.wire
+        return described(
+            type(self).__name__,
+            [self._fragment],
+            wire.plan,
+            wire.world_size,
+            self.every,
+            self.outer,
+            weighted=self.weighted,
+        )
 
     def _join(self) -> None:
         """Take the others' shared weights, in an exchange to which this worker has nothing to add."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -58,6 +59,8 @@ class Handle(ABC, Generic[E]):
             raise ValueError(f"seed must be between 0 and 2**63 - 1, not {seed}")
         self.rank, self.world_size = rank, world_size
         self._asked = plan
+        self._loaded: tuple[Plan, frozenset[str]] | None = None
+        """The plan that was loaded, and the layers that are raw in it and were not before."""
         self._attached = True
         self._at_detach: list[Callable[[], object]] = []
         self._adapter: Adapter | None = None
@@ -72,7 +75,8 @@ class Handle(ABC, Generic[E]):
 
     @property
     def declined(self) -> dict[str, str]:
-        """Layers that stay raw because compressing them would have been slower, and the compressor they would have."""
+        """Layers that stay raw because compressing them would have been slower, here or where the checkpoint that was
+        loaded was written, and the compressor they would have."""
         asked = self._asked.layers
         return {
             name: str(asked[name])
@@ -164,11 +168,24 @@ class Handle(ABC, Generic[E]):
         with self.failing_together("load_state_dict()"):
             adopt = self._read(state)
             moments = self.moments.read(state, self.rank, self.world_size) if self.moments is not None else None
-        before = self.plan
+        before, known = self.plan, self._raw_in_checkpoint()
         adopt()
+        self._note_loaded(before, known)
         self._warn_of_other_compressors(before)
         if self.moments is not None and moments is not None:
             self.moments.load(moments)
+
+    def _raw_in_checkpoint(self) -> frozenset[str]:
+        """The `declined` layers that were not measured to be slower here, but raw in the checkpoint."""
+        if self._loaded is None or (self._adapter is not None and self._loaded[0] is not self.plan):
+            return frozenset()  # nothing was loaded, or a policy has changed the plan since
+        return self._loaded[1] & self.declined.keys()
+
+    def _note_loaded(self, before: Plan, known: frozenset[str]) -> None:
+        """Keep which layers the plan that was just loaded leaves raw. ``known``: those of an earlier one."""
+        raw = {name for name, compressor in self.plan.layers.items() if isinstance(compressor, Raw)}
+        chosen_here = {name for name in raw - known if isinstance(before.layers.get(name), Raw)}
+        self._loaded = self.plan, frozenset(raw - chosen_here)
 
     def _warn_of_other_compressors(self, before: Plan) -> None:
         """Say which layers of a loaded plan have another compressor than was asked for, unless a policy chooses it."""
@@ -180,9 +197,9 @@ class Handle(ABC, Generic[E]):
         if other and self._adapter is None:
             warnings.warn(
                 "load_state_dict() continues with the compressors of the checkpoint, which differ from those that "
-                f"compress() chose for {len(other)} layers ({other[0]}). To change them, load the model and the "
-                "optimizer but not this state: residuals then start at zero",
-                stacklevel=3,
+                f"were asked for here in {len(other)} layers ({other[0]}). To train with these, start without this "
+                "state: residuals then begin at zero",
+                stacklevel=_outside(),
             )
 
     @contextmanager
@@ -269,6 +286,15 @@ class Handle(ABC, Generic[E]):
     def _check_attached(self) -> None:
         if not self._attached:
             raise RuntimeError(CLOSED)
+
+
+def _outside() -> int:
+    """The ``stacklevel`` of a warning of the caller's that shows the line of the user's, also where another part of
+    thinwire lies between."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("thinwire."):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _release(executors: Sequence[Executor], transports: Sequence[Transport]) -> None:

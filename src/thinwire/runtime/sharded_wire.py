@@ -123,7 +123,8 @@ class ShardedWire(Handle["ShardedEngine"]):
             return crossings[name] * compressor.wire_bytes(shapes[name], torch.float32)
 
         title = f"ShardedWire of {self.world_size} ranks"
-        return layer_table(title, self.plan, shapes, self.declined, sent, unit="bytes each time")
+        loaded = self._raw_in_checkpoint()
+        return layer_table(title, self.plan, shapes, self.declined, loaded, sent, unit="bytes each time")
 
     @property
     def step(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from thinwire.compressors import Compressor, Raw
 from thinwire.plan import Plan
@@ -16,6 +16,7 @@ def layer_table(
     plan: Plan,
     shapes: Mapping[str, Sequence[int]],
     skipped: Mapping[str, str],
+    loaded: Collection[str],
     sent: Callable[[str, Compressor], float],
     *,
     unit: str = "bytes a step",
@@ -27,6 +28,7 @@ def layer_table(
         plan: The present plan.
         shapes: Shapes of its layers.
         skipped: Layers that are raw because compressing them would be slower, and the compressor that they would have.
+        loaded: Those of them that are raw because they were so in the checkpoint that was loaded.
         sent: The bytes that a rank sends for a layer with a compressor, by formula.
         unit: What these bytes are.
     """
@@ -35,7 +37,7 @@ def layer_table(
         shape = shapes[name]
         now, raw = sent(name, compressor), sent(name, Raw())
         total, total_raw = total + now, total_raw + raw
-        what = _why_raw(plan, name, shape, skipped) if isinstance(compressor, Raw) else str(compressor)
+        what = _why_raw(plan, name, shape, skipped, loaded) if isinstance(compressor, Raw) else str(compressor)
         rows.append((name, f"{math.prod(shape):,}", what, f"{now:,.0f}", f"{raw / now:.1f}x" if now else ""))
     compressed = sum(not isinstance(compressor, Raw) for compressor in plan.layers.values())
     left_out = len(rows) - _MOST_ROWS
@@ -50,7 +52,9 @@ def layer_table(
     return "\n".join([summary, *(f"  {line.rstrip()}" for line in lines)])
 
 
-def _why_raw(plan: Plan, name: str, shape: Sequence[int], skipped: Mapping[str, str]) -> str:
+def _why_raw(plan: Plan, name: str, shape: Sequence[int], skipped: Mapping[str, str], loaded: Collection[str]) -> str:
+    if name in loaded:
+        return f"raw: taken from the checkpoint, in place of {skipped[name]}"
     if name in skipped:
         return f"raw: {skipped[name]} would be slower here"
     if name in plan.unsuited:

@@ -100,7 +100,12 @@ class Wire(Handle["Engine"]):
         title = "Wire of one rank, which sends nothing" if self.world_size == 1 else f"Wire of {self.world_size} ranks"
         shapes = self._engine.shapes
         return layer_table(
-            title, self.plan, shapes, self.declined, lambda name, c: sent_bytes(c, shapes[name], self.world_size)
+            title,
+            self.plan,
+            shapes,
+            self.declined,
+            self._raw_in_checkpoint(),
+            lambda name, c: sent_bytes(c, shapes[name], self.world_size),
         )
 
     @property
