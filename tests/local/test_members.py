@@ -263,10 +263,12 @@ def test_a_single_worker_goes_on_alone() -> None:
     start = a.anchor()
     _until(20, a)
     assert not torch.equal(a.anchor(), start)
+    assert repr(a.local).startswith("ManagedDiLoCo of one worker, which sends nothing: exchange of the model every ")
     lighthouse.add("b")
     _together(lambda: a.train(30), lambda: b.train(30))
     _together(lambda: a.train(40), lambda: b.train(40))
     _assert_same(a, b)
+    assert repr(a.local).startswith("ManagedDiLoCo of 2 workers: exchange of the model every ")
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4), (2, 1), (1, 2)])
