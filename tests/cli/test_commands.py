@@ -58,6 +58,8 @@ def test_help_of_compare_shows_both_forms_and_an_option_of_the_other_form_says_s
     assert "--plot curves.svg -- train.py" in shown
     assert cli.main(["compare", "--plot", "curves.svg"]) == 2
     assert "--plot is an option for your own script only" in capsys.readouterr().err
+    assert cli.main(["compare", "4bit", "train.py"]) == os.EX_USAGE
+    assert 'a script comes after two dashes: thinwire compare "4bit" -- train.py' in capsys.readouterr().err
     assert cli.main(["compare", "--tune", "--", "train.py"]) == 2
     assert "--tune is an option for a small GPT of its own only" in capsys.readouterr().err
 

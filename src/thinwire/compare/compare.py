@@ -76,6 +76,9 @@ def compare(
     console = Console(highlight=False)
     tuning: Tune = "each" if tune_each else "baseline" if tune else "no"
     with ends_command(ValueError, ImportError), ends_command(ParityError, code=FAILED):
+        if script := next((text for text in variants if text.endswith(".py")), None):
+            before = "".join(f'"{text}" ' for text in variants[: variants.index(script)])
+            raise ValueError(f"a script comes after two dashes: thinwire compare {before}-- {script}")
         task = _task("smoke" if smoke else size, steps, learning_rate)
         with Bar(console, task.steps) as bar:
             comparison = compare_training(
