@@ -68,11 +68,11 @@ bool are_inside(const int32_t* indices, int64_t count, int64_t numel);
 void scatter(const Machine&, void* y, Dtype, int64_t start, const int32_t* indices, const void* values, int64_t count,
              float scale);
 bool pack_indices(const int32_t* indices, int64_t count, const IndexList&, uint8_t* bytes); // false: not ascending
+void put_indices(const int32_t* indices, int64_t count, const IndexList&, uint8_t* bytes);  // that are known to ascend
 int64_t unpack_indices(const uint8_t* bytes, const IndexList&, int32_t* indices);
 
 // spectrum_dispatch.h
-Status pick_components(const Machine&, const Blocked&, int64_t k, int32_t* indices, float* parts, bool& finite);
-bool ascend_within(const Sent&, int64_t total);
-Status restore_signal(const Machine&, const Blocked&, const Sent* messages, int64_t count, float scale, bool add);
+Status spectrum_encode(const Machine&, const SpectrumJob&);
+Status spectrum_decode(const Machine&, const SpectrumJob&);
 
 } // namespace thinwire

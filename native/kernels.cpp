@@ -32,6 +32,7 @@ namespace {
 #include "levels.h"
 #include "magnitudes.h"
 #include "sparse.h"
+#include "fourier.h"
 #include "spectrum.h"
 #include "adam.h"
 #include "factors.h"
@@ -44,7 +45,7 @@ const FloatKernels float_kernels = {
 };
 const SparseKernels sparse_kernels = {sample, collect, histogram, find, gather, scatter};
 const SpectrumKernels spectrum_kernels = {
-    sample_spectra, collect_spectra, store_spectra, split_spectra, count_chosen, choose_stored, restore,
+    scratch_bytes, store_spectra, split_spectra, choose_components, restore,
 };
 } // namespace
 

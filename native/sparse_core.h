@@ -62,6 +62,10 @@ struct IndexList {
   bool bitmap;
   int64_t blocks() const { return (numel + kIndexBlock - 1) / kIndexBlock; }
   int64_t num_bytes() const { return ((bitmap ? (numel + 7) / 8 : 4 * blocks() + 2 * k) + 63) / 64 * 64; }
+  static IndexList shorter(int64_t numel, int64_t k) {
+    const IndexList bits{numel, k, true}, offsets{numel, k, false};
+    return bits.num_bytes() <= offsets.num_bytes() ? bits : offsets;
+  }
 };
 
 struct SparseKernels {

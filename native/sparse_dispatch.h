@@ -50,8 +50,23 @@ void for_candidates(const Candidates& from, int64_t blocks, Visit visit) {
   }
 }
 
-// The key of the k-th largest candidate, and how many candidates with that key belong to the k largest. `keys` has room
-// for all candidates.
+// The key of the rank-th largest of the candidates whose keys are at least `low` and below `high`, and how many of those
+// that have it are among them. `keys` has room for all candidates.
+uint32_t kth_between(const Candidates& from, int64_t blocks, uint32_t low, uint32_t high, int64_t rank, uint32_t* keys,
+                     int64_t& ties) {
+  int64_t count = 0;
+  for_candidates(from, blocks, [&](uint32_t, float v) {
+    keys[count] = key_of(v);
+    count += keys[count] >= low && keys[count] < high;
+  });
+  std::nth_element(keys, keys + (rank - 1), keys + count, std::greater<uint32_t>());
+  const uint32_t kth = keys[rank - 1];
+  ties = rank;
+  for (int64_t i = 0; i < count; i++) ties -= keys[i] > kth;
+  return kth;
+}
+
+// The key of the k-th largest candidate, as above.
 uint32_t kth_key(const Candidates& from, int64_t blocks, int64_t k, uint32_t* keys, int64_t& ties) {
   uint32_t most = from.least;
   for_candidates(from, blocks, [&](uint32_t, float v) { most = std::max(most, key_of(v)); });
@@ -59,17 +74,9 @@ uint32_t kth_key(const Candidates& from, int64_t blocks, int64_t k, uint32_t* ke
   while ((most - from.least) >> shift >= (uint32_t)kBins) shift++;
   int32_t counts[kBins] = {};
   for_candidates(from, blocks, [&](uint32_t, float v) { counts[(key_of(v) - from.least) >> shift]++; });
-  int64_t rank = k, count = 0;
-  const uint32_t bin = (uint32_t)bin_of(counts, rank);
-  for_candidates(from, blocks, [&](uint32_t, float v) {
-    keys[count] = key_of(v);
-    count += (keys[count] - from.least) >> shift == bin;
-  });
-  std::nth_element(keys, keys + (rank - 1), keys + count, std::greater<uint32_t>());
-  const uint32_t kth = keys[rank - 1];
-  ties = rank;
-  for (int64_t i = 0; i < count; i++) ties -= keys[i] > kth;
-  return kth;
+  int64_t rank = k;
+  const uint32_t low = from.least + ((uint32_t)bin_of(counts, rank) << shift);
+  return kth_between(from, blocks, low, low + (1u << shift), rank, keys, ties);
 }
 
 // Writes the candidates above `kth`, and the first `ties` of those that have it.
@@ -203,11 +210,21 @@ void scatter(const Machine& machine, void* y, Dtype dtype, int64_t start, const 
 bool pack_indices(const int32_t* indices, int64_t count, const IndexList& to, uint8_t* bytes) {
   bool bad = count && (indices[0] < 0 || indices[count - 1] >= to.numel);
   for (int64_t i = 1; i < count; i++) bad |= indices[i] <= indices[i - 1];
-  if (bad) return false;
+  if (!bad) put_indices(indices, count, to, bytes);
+  return !bad;
+}
+
+void put_indices(const int32_t* indices, int64_t count, const IndexList& to, uint8_t* bytes) {
   if (to.bitmap) {
     std::memset(bytes, 0, to.num_bytes());
-    for (int64_t i = 0; i < count; i++) bytes[indices[i] >> 3] |= (uint8_t)(1u << (indices[i] & 7));
-    return true;
+    uint64_t bits = 0;
+    int32_t word = -1;
+    for (int64_t i = 0; i < count; i++) { // without a branch or a load of what has been stored
+      const int32_t own = indices[i] >> 6;
+      bits = (own == word ? bits : 0) | uint64_t(1) << (indices[i] & 63), word = own;
+      std::memcpy(bytes + 8 * (int64_t)word, &bits, 8);
+    }
+    return;
   }
   uint8_t* offsets = bytes + 4 * to.blocks();
   int64_t i = 0;
@@ -221,7 +238,6 @@ bool pack_indices(const int32_t* indices, int64_t count, const IndexList& to, ui
     std::memcpy(bytes + 4 * b, &in, 4);
   }
   std::memset(offsets + 2 * count, 0, to.num_bytes() - 4 * to.blocks() - 2 * count);
-  return true;
 }
 
 int64_t unpack_indices(const uint8_t* bytes, const IndexList& from, int32_t* indices) {

@@ -1,58 +1,45 @@
 // The Python functions of spectra. Included by binding.cpp.
 
-// x, dtype, start, numel, block, roots
-Blocked read_blocked(Arguments& in) {
-  Blocked job;
-  job.span = read_span(in);
+// block, roots, kept, tops
+void read_spectra(Arguments& in, SpectrumJob& job) {
   job.block = in.integer(), job.roots = in.address<const float>();
+  job.kept = in.address<const int64_t>(), job.tops = in.address<float>();
   in.require(job.block >= kLeastBlock && job.block <= kMostBlock && !(job.block & (job.block - 1)),
              "a block has a power of two of elements, 64 to 16384");
-  if (!in.is_bad()) in.require(job.total() <= kMaxIndex, "there are at most 2**31 - 1 components");
-  return job;
+  for (int64_t r = 0; r < job.num_rows && !in.is_bad(); r++) {
+    const int64_t total = job.blocked(r, nullptr, kFloat32).total();
+    in.require(total <= kMaxIndex, "there are at most 2**31 - 1 components");
+    in.require(job.kept[r] >= 0 && job.kept[r] <= total, "of a row's components 0 to all are kept");
+  }
 }
 
-// spectrum_pick(x, dtype, start, numel, block, roots, k, indices, parts) -> finite
-PyObject* py_spectrum_pick(PyObject*, PyObject* const* args, Py_ssize_t count) {
+// spectrum_encode(x, dtype, rows, num_rows, message, parts, block, roots, kept, tops)
+PyObject* py_spectrum_encode(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments in(args, count);
-  const Blocked job = read_blocked(in);
-  const int64_t k = in.integer();
-  int32_t* indices = in.address<int32_t>();
-  float* parts = in.address<float>();
-  if (in.failed()) return nullptr;
-  in.require(k >= 0 && k <= job.total(), "k is 0 to the number of components");
-  if (in.failed()) return nullptr;
-  bool finite = true;
-  const auto work = [&](const Machine& now) { return pick_components(now, job, k, indices, parts, finite); };
-  return call(job.span.numel, work) ? PyBool_FromLong(finite) : nullptr;
+  SpectrumJob job;
+  read_source(in, job);
+  job.out = in.address<uint8_t>(), job.parts = in.address<float>();
+  read_spectra(in, job);
+  return run_job(in, job, spectrum_encode);
 }
 
-// spectrum_sum(y, dtype, start, numel, block, roots, add, scale, *(indices, parts, count)) -> whether indices ascended
-PyObject* py_spectrum_sum(PyObject*, PyObject* const* args, Py_ssize_t count) {
+// spectrum_decode(rows, num_rows, y, dtype, block, roots, kept, tops, add, scale, *(message, parts))
+PyObject* py_spectrum_decode(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments in(args, count);
-  const Blocked job = read_blocked(in);
-  const bool add = in.flag();
-  const float scale = in.real();
-  const int64_t num = (count - 8) / 3;
-  in.require(count >= 8 && (count - 8) % 3 == 0 && num <= kMaxMessages, "up to 4096 messages of three arguments");
-  if (in.is_bad()) return nullptr;
-  Sent* messages = static_cast<Sent*>(PyMem_Malloc(sizeof(Sent) * (num + 1)));
-  if (!messages) return PyErr_NoMemory();
-  for (int64_t m = 0; m < num; m++) {
-    messages[m].indices = in.address<const int32_t>(), messages[m].parts = in.address<const float>();
-    messages[m].count = in.integer();
+  SpectrumJob job;
+  const uint8_t* messages[kMaxMessages];
+  const float* received[kMaxMessages];
+  read_target(in, job);
+  read_spectra(in, job);
+  job.add = in.flag(), job.scale = in.real();
+  job.messages = messages, job.received = received, job.num_messages = (count - 10) / 2;
+  in.require(count >= 10 && count % 2 == 0 && job.num_messages <= kMaxMessages, "up to 4096 messages and their parts");
+  for (int64_t m = 0; m < job.num_messages && !in.is_bad(); m++) {
+    messages[m] = in.address<const uint8_t>(), received[m] = in.address<const float>();
   }
-  bool good = true;
-  bool done = !in.failed();
-  if (done) {
-    done = call(job.span.numel, [&](const Machine& now) {
-      for (int64_t m = 0; m < num; m++) good = good && ascend_within(messages[m], job.total());
-      return good ? restore_signal(now, job, messages, num, scale, add) : kDone;
-    });
-  }
-  PyMem_Free(messages);
-  return done ? PyBool_FromLong(good) : nullptr;
+  return run_job(in, job, spectrum_decode);
 }
 
 #define THINWIRE_SPECTRUM_METHODS                                                                                      \
-  {"spectrum_pick", method(py_spectrum_pick), METH_FASTCALL, nullptr},                                                 \
-      {"spectrum_sum", method(py_spectrum_sum), METH_FASTCALL, nullptr}
+  {"spectrum_encode", method(py_spectrum_encode), METH_FASTCALL, nullptr},                                             \
+      {"spectrum_decode", method(py_spectrum_decode), METH_FASTCALL, nullptr}

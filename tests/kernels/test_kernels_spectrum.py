@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.kernels import Components, native
+from thinwire.kernels import Received, Table, native
 
 pytestmark = pytest.mark.skipif(not kernels.HAVE_NATIVE, reason="there is no native core")
 
@@ -21,6 +21,26 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
     native.core().set_level(request.param)
     yield request.param
     native.core().set_level(before)
+
+
+class Sent:
+    """The k largest components of ``x[start : start + numel]``: a message of one segment and their parts."""
+
+    def __init__(self, x: Tensor, start: int, numel: int, block: int, k: int) -> None:
+        self.table, self.block, self.kept = Table(torch.tensor([[start, numel, 0, 64, 0]])), block, (k,)
+        self.total = kernels.num_components(numel, block)
+        self.message = torch.full((128 + kernels.index_bytes(self.total, k),), 255, dtype=torch.uint8)
+        self.parts = torch.full((2 * k,), math.nan)
+        how = {"block": block, "kept": self.kept}
+        self.top = kernels.spectrum_encode(x, self.table, self.message, self.parts, **how)[0]
+
+    @property
+    def indices(self) -> Tensor:
+        return kernels.unpack_indices(self.message, 128, self.total, *self.kept)
+
+    @property
+    def received(self) -> Received:
+        return Received(self.message, self.parts)
 
 
 def values(numel: int) -> Tensor:
@@ -42,13 +62,13 @@ def chosen(x: Tensor, block: int, k: int) -> tuple[Tensor, Tensor]:
 def test_the_largest_components_are_those_of_pytorch(level: str, block: int, numel: int, share: float) -> None:
     x = values(numel + 5)
     k = math.ceil(share * kernels.num_components(numel, block))
-    (indices, parts), finite = kernels.spectrum_pick(x, 5, numel, block, k)
+    sent = Sent(x, 5, numel, block, k)
     expected, components = chosen(x[5:], block, k)
-    assert finite
-    assert indices.numel() == k
-    assert bool((indices.diff() > 0).all())
-    ours = torch.view_as_complex(parts.double())
-    torch.testing.assert_close(ours, components[indices.long()], rtol=1e-5, atol=2e-6)
+    assert sent.indices.numel() == k
+    ours = torch.view_as_complex(sent.parts.view(-1, 2).double())
+    torch.testing.assert_close(ours, components[sent.indices.long()], rtol=1e-5, atol=2e-6)
+    assert sent.top == float(sent.parts.abs().max() if k else 0)
+    assert sent.message[64:128].tolist() == [0] * 64
     # Rounding may swap components of nearly the same magnitude, and no others.
     if 0 < k < components.numel():
         assert float(ours.abs().min()) >= float(components[expected].abs().min()) * (1 - 1e-5)
@@ -59,13 +79,15 @@ def test_the_largest_components_are_those_of_pytorch(level: str, block: int, num
 def test_a_sum_of_components_gives_the_signal_of_the_sum(level: str, dtype: torch.dtype, add: bool) -> None:
     block, numel = 256, 30 * 256 - 100
     x = [values(numel), values(numel + 7)[7:].contiguous()]
-    sent = [kernels.spectrum_pick(v, 0, numel, block, 2000)[0] for v in x]
+    sent = [Sent(v, 0, numel, block, 2000) for v in x]
     before = torch.randn(numel + 9, generator=torch.Generator().manual_seed(1)).to(dtype)
     y = before.clone()
-    kernels.spectrum_sum(sent, y, 4, numel, block, add=add, scale=0.5)
+    table = Table(torch.tensor([[4, numel, 0, 64, 0]]))
+    how = {"block": block, "kept": (2000,), "add": add, "scale": 0.5}
+    kernels.spectrum_decode([s.received for s in sent], table, y, **how)
     sums = torch.zeros(kernels.num_components(numel, block), dtype=torch.complex128)
-    for indices, parts in sent:
-        sums[indices.long()] += torch.view_as_complex(parts.double())
+    for s in sent:
+        sums[s.indices.long()] += torch.view_as_complex(s.parts.view(-1, 2).double())
     expected = torch.fft.irfft(sums.view(-1, block // 2 + 1), n=block, norm="ortho").view(-1)[:numel] * 0.5
     expected = (expected + (before[4:-5].double() if add else 0.0)).to(dtype)
     torch.testing.assert_close(y[4:-5], expected)
@@ -73,45 +95,101 @@ def test_a_sum_of_components_gives_the_signal_of_the_sum(level: str, dtype: torc
     assert torch.equal(y[-5:], before[-5:])
 
 
-def test_levels_give_the_same_bits() -> None:
-    x, signals, picks = values(50 * 512), [], []
+@pytest.mark.parametrize("block", [64, 256, 512, 1024, 16384])
+def test_levels_give_the_same_bits(block: int) -> None:
+    x, signals, sent = values(50 * block), [], []
     for name in native.core().levels():
         native.core().set_level(name)
-        picks.append(kernels.spectrum_pick(x, 0, x.numel(), 512, 3000)[0])
+        sent.append(Sent(x, 0, x.numel(), block, 3 * block))
         signals.append(torch.zeros_like(x))
-        kernels.spectrum_sum(picks[-1:], signals[-1], 0, x.numel(), 512)
+        kernels.spectrum_decode([sent[-1].received], sent[-1].table, signals[-1], block=block, kept=sent[-1].kept)
     native.core().set_level(native.core().levels()[0])
-    for pick, signal in zip(picks[1:], signals[1:], strict=True):
-        assert torch.equal(pick.indices, picks[0].indices)
-        assert torch.equal(pick.parts, picks[0].parts)
+    for one, signal in zip(sent[1:], signals[1:], strict=True):
+        assert torch.equal(one.message[64:], sent[0].message[64:])
+        assert torch.equal(one.parts, sent[0].parts)
         assert torch.equal(signal, signals[0])
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
-def test_what_is_not_finite_is_told(bad: float) -> None:
-    x = values(20 * 128)
-    x[1000] = bad
-    assert not kernels.spectrum_pick(x, 0, x.numel(), 128, 100)[1]
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, 1e30])
+def test_a_segment_that_is_not_finite_becomes_nan(level: str, bad: float) -> None:
+    x = values(60 * 128)
+    x[20 * 128 + 1000] = bad
+    table = Table(torch.tensor([[i * 2560, 2560, 0, i * 4096, i] for i in range(3)]))
+    message, parts = torch.zeros(3 * 4096, dtype=torch.uint8), torch.zeros(600)
+    how = {"block": 128, "kept": (100,) * 3}
+    tops = kernels.spectrum_encode(x, table, message, parts, **how)
+    assert [math.isnan(top) for top in tops] == [False, True, False]
+    y = torch.zeros_like(x)
+    kernels.spectrum_decode([Received(message, parts)], table, y, **how)
+    assert bool(y[2560:5120].isnan().all())
+    assert bool(y[:2560].isfinite().all() & y[5120:].isfinite().all())
 
 
-def test_blocks_unlike_those_sampled_do_not_change_the_choice() -> None:
-    """Large values lie where no block is sampled: too many components then reach the threshold, or too few."""
-    block = 64
-    for loud in (1e-6, 1e3):
-        x = torch.full((960 * block,), 1.0) * torch.randn(960 * block, generator=torch.Generator().manual_seed(2))
-        x.view(-1, 20, block)[:, 1:] *= loud
-        k = 5000
-        expected, components = chosen(x, block, k)
-        (indices, _), _ = kernels.spectrum_pick(x, 0, x.numel(), block, k)
-        smallest = float(components[indices.long()].abs().min())
-        assert smallest >= float(components[expected].abs().min()) * (1 - 1e-5)
+@pytest.mark.parametrize("loud", [1e-6, 1e3, 0.0])
+def test_components_unlike_those_sampled_do_not_change_the_choice(level: str, loud: float) -> None:
+    """What is sampled is louder or quieter than the rest: too many components then reach the threshold, or too few."""
+    block, blocks = 512, 64
+    spectra = torch.randn(blocks, block // 2 + 1, dtype=torch.complex64, generator=torch.Generator().manual_seed(2))
+    for b in range(blocks):
+        runs = torch.arange(block // 2 + 1) // 16 % 8
+        spectra[b, runs != b * 5 % 8] *= loud
+    x, k = torch.fft.irfft(spectra, n=block, norm="ortho").flatten(), 3000
+    expected, components = chosen(x, block, k)
+    smallest = float(components[Sent(x, 0, x.numel(), block, k).indices.long()].abs().min())
+    assert smallest >= float(components[expected].abs().min()) * (1 - 1e-5) - 1e-7
 
 
-@pytest.mark.parametrize("indices", [[3, 2], [-1, 4], [0, 10**6], [5, 5]])
-def test_indices_that_do_not_ascend_are_refused_and_nothing_is_written(indices: list[int]) -> None:
-    for block in (128, 100):
-        y = torch.ones(20 * block)
-        sent = Components(torch.tensor(indices, dtype=torch.int32), torch.ones(2, 2))
-        with pytest.raises(ValueError, match="ascend"):
-            kernels.spectrum_sum([sent], y, 0, y.numel(), block)
-        assert bool((y == 1).all())
+@pytest.mark.parametrize("sizes", [[40000] * 12, [1 << 21, 5000, 300], [100, 4096, 70000, 0, 8191]])
+def test_segments_are_what_they_are_alone(level: str, sizes: list[int]) -> None:
+    """Whether threads share a segment or have one each, and where some are too short for a block."""
+    x, block = values(sum(sizes)), 4096
+    kept = tuple(kernels.num_components(n, block) // 7 if n else 0 for n in sizes)
+    rows, start, payload = [], 0, 0
+    for n, k in zip(sizes, kept, strict=True):
+        rows.append([start, n, 0, payload, 0])
+        start, payload = start + n, payload + 64 + (kernels.index_bytes(kernels.num_components(n, block), k) if n else 0)
+    table = Table(torch.tensor(rows))
+    message, parts = torch.zeros(payload, dtype=torch.uint8), torch.zeros(2 * sum(kept))
+    tops = kernels.spectrum_encode(x, table, message, parts, block=block, kept=kept)
+    y = torch.full_like(x, math.nan)
+    kernels.spectrum_decode([Received(message, parts)], table, y, block=block, kept=kept)
+    first = 0
+    for row, k, top in zip(table.segments, kept, tops, strict=True):
+        if not row.numel:
+            continue
+        alone = Sent(x, row.start, row.numel, block, k)
+        assert alone.top == top
+        assert torch.equal(alone.message[64:], message[row.payload : row.payload + alone.message.numel() - 64])
+        assert torch.equal(alone.parts, parts[first : first + 2 * k])
+        signal = torch.zeros_like(x)
+        kernels.spectrum_decode([alone.received], alone.table, signal, block=block, kept=(k,))
+        part = slice(row.start, row.start + row.numel)
+        assert torch.equal(signal[part], y[part])
+        first += 2 * k
+
+
+@pytest.mark.parametrize("block", [128, 100])
+def test_any_bytes_are_decoded(level: str, block: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    sent = Sent(values(20 * block), 0, 20 * block, block, 300)
+    for _ in range(20):
+        message = torch.randint(0, 256, sent.message.shape, generator=generator, dtype=torch.uint8)
+        message[64:128] = 0
+        y = torch.zeros(20 * block)
+        kernels.spectrum_decode([Received(message, sent.parts)], sent.table, y, block=block, kept=(300,))
+        assert bool(y.isfinite().all())
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    sent = Sent(values(2560), 0, 2560, 128, 300)
+    y, how = torch.zeros(2560), {"block": 128, "kept": (300,)}
+    with pytest.raises(ValueError, match="parts"):
+        kernels.spectrum_decode([Received(sent.message, sent.parts[:-2])], sent.table, y, **how)
+    with pytest.raises(TypeError, match="float32"):
+        kernels.spectrum_decode([Received(sent.message, sent.parts.double())], sent.table, y, **how)
+    with pytest.raises(ValueError, match="message"):
+        kernels.spectrum_decode([Received(sent.message[:-64], sent.parts)], sent.table, y, **how)
+    with pytest.raises(ValueError, match="block"):
+        kernels.spectrum_decode([sent.received], sent.table, y, block=1, kept=(300,))
+    with pytest.raises(ValueError, match="k must be"):
+        kernels.spectrum_encode(y, sent.table, sent.message, torch.zeros(10**5), block=128, kept=(50000,))

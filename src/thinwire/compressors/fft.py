@@ -19,12 +19,13 @@ from thinwire.compressors._core.mixins import Indexed, Scheduled
 from thinwire.compressors._core.schedule import stage_at, stages
 from thinwire.compressors._core.segments import Piece, Segments, bytes_in_chunks
 from thinwire.compressors._core.slots import LayerState, Slot
-from thinwire.compressors._core.sparsifier import HEADER, check_place, header_of, put_floats, put_header
+from thinwire.compressors._core.sparsifier import HEADER, check_place, put_floats
 from thinwire.compressors._core.traits import Traits
 from thinwire.compressors.rangefloat import best_mantissa
-from thinwire.kernels import derive_key, site_id
 
 _FP32 = 32
+_WHOLE = 2**31
+"""A block that no layer fills."""
 _GRID = 64
 _LEAST_RANGE = 2.0**-60
 _SEARCH_EVERY = 50
@@ -121,39 +122,42 @@ class FFT(Coded, Scheduled, Indexed):
         share = math.sqrt(self.lipschitz * learning_rate)
         return replace(self, theta=min(math.floor(share * _GRID), _GRID - 1) / _GRID)
 
+    @property
+    def _block(self) -> int:
+        return _WHOLE if self.block == "whole" else self.block
+
     def _sizes(self, numel: int) -> tuple[int, int]:
         """Return the number of components of a layer of ``numel`` elements, and how many are kept."""
-        block = self._block(numel)
-        components = kernels.num_components(numel, block)
+        components = kernels.num_components(numel, self._block)
         return components, max(1, math.ceil((1 - self._stages[0][1]) * components - 1e-9))
-
-    def _block(self, numel: int) -> int:
-        return max(2, numel if self.block == "whole" else min(self.block, numel))
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return bytes_in_chunks(numel, self.grain, self._chunk_bytes)
 
-    def _chunks(self, segments: Segments) -> tuple[Piece, ...]:
+    def _chunks(self, segments: Segments) -> Segments:
         """Return the pieces whose components are chosen together, one for each payload."""
-        return segments.table.kept(
-            (self, "chunks"),
-            lambda: tuple(
-                c for piece in segments.pieces if piece.numel for c in piece.in_chunks(self.grain, self._chunk_bytes)
-            ),
-        )
 
-    def _parts(self, segments: Segments) -> Segments:
+        def build() -> Segments:
+            pieces = [p.in_chunks(self.grain, self._chunk_bytes) for p in segments.pieces if p.numel]
+            return Segments.build([chunk for chunks in pieces for chunk in chunks])
+
+        return segments.table.kept((self, "chunks"), build)
+
+    def _kept(self, chunks: Segments) -> tuple[int, ...]:
+        """Return how many components are kept of each chunk."""
+        return chunks.table.kept((self, "kept"), lambda: tuple(self._sizes(piece.numel)[1] for piece in chunks.pieces))
+
+    def _parts(self, chunks: Segments) -> Segments:
         """Return where the parts of the kept components lie: end to end in a flat tensor, and in the message."""
 
         def build() -> Segments:
             placed, start = [], 0
-            for piece in self._chunks(segments):
-                count = 2 * self._sizes(piece.numel)[1]
-                placed.append(Piece(piece.site, start, count, 0, self._values_at(piece)))
-                start += count
+            for piece, kept in zip(chunks.pieces, self._kept(chunks), strict=True):
+                placed.append(Piece(piece.site, start, 2 * kept, 0, self._values_at(piece)))
+                start += 2 * kept
             return Segments.build(placed)
 
-        return segments.table.kept((self, "parts"), build)
+        return chunks.table.kept((self, "parts"), build)
 
     def _chunk_bytes(self, numel: int) -> int:
         if not numel:
@@ -170,35 +174,35 @@ class FFT(Coded, Scheduled, Indexed):
         return kernels.index_bytes(components, kept)
 
     def index_bytes(self, message: Tensor, piece: Piece) -> int:
-        return sum(self._index_bytes(chunk.numel) for chunk in self._chunks(Segments.build([piece])))
+        return sum(self._index_bytes(chunk.numel) for chunk in self._chunks(Segments.build([piece])).pieces)
 
     def spectrum(self, x: Tensor) -> Tensor:
         """Return the components of a flat layer, block by block, as complex64."""
-        return kernels.spectrum(x.to(torch.float16) if self.cast else x, self._block(x.numel()))
+        block = kernels.block_of(x.numel(), self._block)
+        return kernels.spectrum(x.to(torch.float16) if self.cast else x, block)
 
     def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
-        places = self._parts(call.segments)
-        parts, formats = torch.empty(places.table.num_elements, device=x.device), []
-        for piece, place in zip(self._chunks(call.segments), places.pieces, strict=True):
-            values, start = (x[piece.elements].to(torch.float16), 0) if self.cast else (x, piece.start)
-            count, kept = self._sizes(piece.numel)
-            span, own = (start, piece.numel, self._block(piece.numel)), parts[place.elements]
-            draw = derive_key(call.key.own, site_id(piece.site))
-            picked, finite = kernels.spectrum_pick(values, *span, kept, key=draw, parts=own.view(-1, 2))
-            put_header(message, piece, [int(not finite)])
-            kernels.pack_indices(picked.indices, count, kept, message, piece.payload + HEADER)
-            if self.bits == _FP32:
-                put_floats(message, place.payload, own, own.numel())
-            else:
-                formats.append(self._format(own, finite, call.state and call.state.layers.get(piece.name)))
+        chunks = self._chunks(call.segments)
+        places = self._parts(chunks)
+        parts = torch.empty(places.table.num_elements, device=x.device)
+        values, kept = x.to(torch.float16) if self.cast else x, self._kept(chunks)
+        tops = kernels.spectrum_encode(values, chunks.table, message, parts, block=self._block, kept=kept)
+        if self.bits == _FP32:
+            for place in places.pieces:
+                put_floats(message, place.payload, parts[place.elements], place.numel)
+            return
+        formats = []
+        for piece, place, top in zip(chunks.pieces, places.pieces, tops, strict=True):
+            layer = call.state and call.state.layers.get(piece.name)
+            formats.append(self._format(parts[place.elements], top, layer))
         if formats:
-            table, params = places.table, torch.tensor(formats, device=x.device)
-            kernels.rangefloat_encode(parts, table, message, params, bits=self.bits, rounding="nearest", key=0)
+            params = torch.tensor(formats, device=x.device)
+            kernels.rangefloat_encode(parts, places.table, message, params, bits=self.bits, rounding="nearest", key=0)
 
-    def _format(self, parts: Tensor, finite: bool, layer: LayerState | None) -> tuple[float, float]:
-        """Return the range and the bits of mantissa for the parts of a piece."""
-        low, high = (float(end) for end in parts.aminmax())
-        top = max(-low, high, _LEAST_RANGE) if finite else 1.0
+    def _format(self, parts: Tensor, top: float, layer: LayerState | None) -> tuple[float, float]:
+        """Return the range and the bits of mantissa for parts of at most ``top``; NaN: not all of them are finite."""
+        finite = not math.isnan(top)
+        top = max(top, _LEAST_RANGE) if finite else 1.0
         return top, float(self._mantissa(parts, top, finite, layer))
 
     def _mantissa(self, values: Tensor, top: float, finite: bool, layer: LayerState | None) -> int:
@@ -223,18 +227,10 @@ class FFT(Coded, Scheduled, Indexed):
 
     def _restore(self, messages: Sequence[Tensor], y: Tensor, call: CodecCall, *, add: bool) -> None:
         """Set layers to the scaled sum of ``messages``, which are added in the frequency domain, or add that."""
-        places = self._parts(call.segments)
-        received = [self._received(message, places) for message in messages]
-        for piece, place in zip(self._chunks(call.segments), places.pieces, strict=True):
-            if any(header_of(message, piece)[0] for message in messages):
-                y[piece.elements] = math.nan
-                continue
-            sent = []
-            for message, parts in zip(messages, received, strict=True):
-                indices = kernels.unpack_indices(message, piece.payload + HEADER, *self._sizes(piece.numel))
-                sent.append(kernels.Components(indices, parts[place.elements].view(-1, 2)[: indices.numel()]))
-            where = piece.start, piece.numel, self._block(piece.numel)
-            kernels.spectrum_sum(sent, y, *where, add=add, scale=call.scale)
+        chunks = self._chunks(call.segments)
+        received = [kernels.Received(message, self._received(message, self._parts(chunks))) for message in messages]
+        how = {"block": self._block, "kept": self._kept(chunks), "add": add, "scale": call.scale}
+        kernels.spectrum_decode(received, chunks.table, y, **how)
 
     def _received(self, message: Tensor, places: Segments) -> Tensor:
         """Return the parts that a message holds."""

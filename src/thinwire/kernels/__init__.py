@@ -46,7 +46,7 @@ from thinwire.kernels.sparse_rows import (
     rows_unpack,
     rows_zero_at,
 )
-from thinwire.kernels.spectrum import Components, num_components, spectrum, spectrum_pick, spectrum_sum
+from thinwire.kernels.spectrum import Received, block_of, num_components, spectrum, spectrum_decode, spectrum_encode
 from thinwire.kernels.table import Table
 
 FORMAT_VERSION: int = 3
@@ -61,9 +61,9 @@ __all__ = [
     "LINE_BYTES",
     "AdamGradient",
     "AdamStep",
-    "Components",
     "Format",
     "Moving",
+    "Received",
     "Residual",
     "SignedSum",
     "Table",
@@ -74,6 +74,7 @@ __all__ = [
     "align",
     "asynchronous",
     "before_sum",
+    "block_of",
     "bucketed_bytes",
     "bucketed_decode",
     "bucketed_encode",
@@ -125,8 +126,8 @@ __all__ = [
     "sparse_add",
     "sparse_zero",
     "spectrum",
-    "spectrum_pick",
-    "spectrum_sum",
+    "spectrum_decode",
+    "spectrum_encode",
     "square_sums",
     "subtract_product",
     "to_device",

@@ -172,12 +172,33 @@ def unpack_indices(bytes: int, numel: int, k: int, bitmap: bool, indices: int, /
 def sparse_scatter(
     y: int, dtype: int, start: int, numel: int, indices: int, values: int, count: int, scale: float, /
 ) -> bool: ...
-def spectrum_pick(
-    x: int, dtype: int, start: int, numel: int, block: int, roots: int, k: int, indices: int, parts: int, /
-) -> bool: ...
-def spectrum_sum(
-    y: int, dtype: int, start: int, numel: int, block: int, roots: int, add: bool, scale: float, /, *messages: int
-) -> bool: ...
+def spectrum_encode(
+    x: int,
+    dtype: int,
+    rows: int,
+    num_rows: int,
+    message: int,
+    parts: int,
+    block: int,
+    roots: int,
+    kept: int,
+    tops: int,
+    /,
+) -> None: ...
+def spectrum_decode(
+    rows: int,
+    num_rows: int,
+    y: int,
+    dtype: int,
+    block: int,
+    roots: int,
+    kept: int,
+    tops: int,
+    add: bool,
+    scale: float,
+    /,
+    *messages: int,
+) -> None: ...
 def shared_post(word: int, value: int, /) -> None: ...
 def shared_read(word: int, /) -> int: ...
 def shared_wait(word: int, value: int, timeout_ns: int, spin_ns: int, /) -> bool: ...

@@ -1,9 +1,9 @@
-"""Spectra of blocks: their largest components, and the signal that a sum of components gives."""
+"""Spectra of blocks: messages of their largest components, and the signal that a sum of messages gives."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,25 +11,32 @@ from torch import Tensor
 
 from thinwire.kernels import native
 from thinwire.kernels.native import CODES
-from thinwire.kernels.sparse import _check_picks, _check_span, select_topk
+from thinwire.kernels.ops import _check_message, _check_values
+from thinwire.kernels.reference_floats import HEADER
+from thinwire.kernels.sparse import MAX_NUMEL, index_bytes, pack_indices, select_topk, unpack_indices
+from thinwire.kernels.table import Row, Table
 
 _LEAST_BLOCK, _MOST_BLOCK = 64, 16384
-_FEWEST = 8
-"""Blocks of which the native core transforms up to 16 together; fewer are faster one by one."""
 _ROOTS: dict[int, Tensor] = {}
 """Roots of unity by the size of a block, one of the few powers of two that the core transforms."""
 
 
-class Components(NamedTuple):
-    """Components of a spectrum: ``indices`` (kept,) int32, ascending, and ``parts`` (kept, 2) fp32."""
+class Received(NamedTuple):
+    """A message of :func:`spectrum_encode`, and the parts of its components: flat fp32, as they were encoded."""
 
-    indices: Tensor
+    message: Tensor
     parts: Tensor
 
 
+def block_of(numel: int, block: int) -> int:
+    """Return the elements of the blocks of a segment: ``block``, or all of a shorter segment, and at least 2."""
+    return max(2, min(block, numel))
+
+
 def num_components(numel: int, block: int) -> int:
-    """Return how many components the blocks of ``numel`` elements have, block // 2 + 1 each."""
-    return -(-numel // block) * (block // 2 + 1)
+    """Return how many components a segment of ``numel`` elements has: of each of its blocks half as many and one."""
+    own = block_of(numel, block)
+    return -(-numel // own) * (own // 2 + 1)
 
 
 def spectrum(x: Tensor, block: int) -> Tensor:
@@ -44,94 +51,128 @@ def signal(components: Tensor, numel: int, block: int) -> Tensor:
     return torch.fft.irfft(blocks, n=block, norm="ortho").view(-1)[:numel]
 
 
-def spectrum_pick(
-    x: Tensor, start: int, numel: int, block: int, k: int, *, key: int = 0, parts: Tensor | None = None
-) -> tuple[Components, bool]:
-    """Return the k components of largest magnitude of ``x[start : start + numel]``, and whether all are finite.
+def spectrum_encode(
+    x: Tensor, table: Table, message: Tensor, parts: Tensor, *, block: int, kept: Sequence[int]
+) -> list[float]:
+    """Write the largest components of each segment of ``x``: which they are into ``message``, themselves into ``parts``.
 
-    Values are cut into blocks of ``block`` elements, the last completed with zeros, each transformed by an orthonormal
-    real FFT. Of equal magnitudes the lower index is chosen. Implementations round transforms differently. ``key`` says
-    which components are sampled where that saves time; it does not change the result. The components' parts are
-    written into ``parts``, by default into a new tensor.
+    A segment is cut into blocks of ``block`` elements (a shorter one is a block of its own), the last completed with
+    zeros, and each is transformed by an orthonormal real FFT. Of segment i the ``kept[i]`` components of largest
+    magnitude are chosen; of equal ones those with the lower index. Its payload is a header of 64 bytes (u32 1 if a
+    component is not finite, zeros) and the indices (`pack_indices`); their real and imaginary parts lie in ``parts``,
+    segment by segment. Implementations round transforms differently.
 
-    Shapes: ``x`` (elements,) fp32, bf16 or fp16, contiguous; ``parts`` (k, 2) fp32, contiguous. Raises ``TypeError``
-    for a wrong dtype and ``ValueError`` for elements that ``x`` lacks, a block below 2, k that is not 0 to the number
-    of components, and other ``parts``.
+    Returns for each segment the largest magnitude among its parts, NaN where a component is not finite.
+
+    Shapes: ``x`` (elements,) fp32, bf16 or fp16; ``message`` (bytes,) uint8; ``parts`` (2 · Σ kept,) fp32; contiguous.
+    Raises ``TypeError`` for a wrong dtype and ``ValueError`` for a size or device, a block below 2, or a segment of
+    2^31 components or more.
     """
-    _check_span("x", x, start, numel)
-    _check_block(block)
-    total = num_components(numel, block)
-    if not 0 <= k <= total:
-        raise ValueError(f"k must be 0 to {total}, not {k}")
-    parts = torch.empty(k, 2, device=x.device) if parts is None else parts
-    _check_parts(parts, k, x)
-    if _transforms(x, numel, block):
-        indices = torch.empty(k, dtype=torch.int32)
-        where = indices.data_ptr(), parts.data_ptr()
-        finite = native.core().spectrum_pick(*_span(x, start, numel, block), k, *where)
-        return Components(indices, parts), finite
-    components = torch.view_as_real(spectrum(x[start : start + numel], block))
-    real, imaginary = components[:, 0], components[:, 1]
-    # Summing the squares over axis 1 takes ten times as long.
-    magnitude = torch.mul(real, real).addcmul_(imaginary, imaginary)
-    indices, _, finite = select_topk(magnitude, 0, total, k, key=key)
-    return Components(indices, torch.index_select(components, 0, indices, out=parts)), finite
+    _check_values("x", x, table, x)
+    _check_received(table, Received(message, parts), x, block, tuple(kept))
+    tops = torch.zeros(len(table.segments))
+    if native.computes(x) and _transforms(block):
+        where = message.data_ptr(), parts.data_ptr(), *_blocks(table, block, kept)
+        native.core().spectrum_encode(*native.source(x, table), *where, tops.data_ptr())
+    for i, row, own in _others(x, table, block, kept):
+        components = torch.view_as_real(spectrum(x[row.start : row.start + row.numel], block_of(row.numel, block)))
+        real, imaginary = components[:, 0], components[:, 1]
+        # Summing the squares over axis 1 takes ten times as long.
+        magnitude = torch.mul(real, real).addcmul_(imaginary, imaginary)
+        indices, _, finite = select_topk(magnitude, 0, magnitude.numel(), kept[i])
+        picked = torch.index_select(components, 0, indices, out=parts[own].view(-1, 2))
+        message[row.payload : row.payload + HEADER] = 0
+        message[row.payload] = not finite
+        pack_indices(indices, magnitude.numel(), kept[i], message, row.payload + HEADER)
+        tops[i] = (picked.abs().max() if kept[i] else 0.0) if finite else math.nan
+    return tops.tolist()
 
 
-def spectrum_sum(
-    sent: Sequence[Components], y: Tensor, start: int, numel: int, block: int, *, add: bool = False, scale: float = 1.0
+def spectrum_decode(
+    received: Sequence[Received],
+    table: Table,
+    y: Tensor,
+    *,
+    block: int,
+    kept: Sequence[int],
+    add: bool = False,
+    scale: float = 1.0,
 ) -> None:
-    """Set ``y[start : start + numel]`` to ``scale`` times the signal of the sum of components, or add that.
+    """Set each segment of ``y`` to ``scale`` times the signal of the sum of messages, or add that.
 
     Components are added before one inverse transform. The imaginary parts of the first and the last component of a
-    block are ignored, as of real values.
+    block are ignored, as of real values. A segment becomes NaN where a message says that it was not finite. Every
+    content of the messages is accepted.
 
-    Errors are those of :func:`spectrum_pick`; ``ValueError`` also for indices that do not ascend within the
-    components, before anything is written.
+    Shapes and errors are those of :func:`spectrum_encode`.
     """
-    _check_span("y", y, start, numel)
-    _check_block(block)
-    total = num_components(numel, block)
-    for indices, parts in sent:
-        _check_picks(indices, y)
-        _check_parts(parts, indices.numel(), y)
-    if _transforms(y, numel, block):
-        messages = [n for c in sent for n in (c.indices.data_ptr(), c.parts.data_ptr(), c.indices.numel())]
-        good = native.core().spectrum_sum(*_span(y, start, numel, block), add, scale, *messages)
-    else:
-        ends = [c.indices for c in sent if c.indices.numel()]
-        good = all(bool((i[0] >= 0) & (i[-1] < total) & (i.diff() > 0).all()) for i in ends)
-    if not good:
-        raise ValueError(f"indices must ascend, between 0 and {total - 1}")
-    if _transforms(y, numel, block):
+    _check_values("y", y, table, y)
+    for sent in received:
+        _check_received(table, sent, y, block, tuple(kept))
+    tops = torch.zeros(len(table.segments))
+    if native.computes(y) and _transforms(block):
+        messages = (pointer for sent in received for pointer in (sent.message.data_ptr(), sent.parts.data_ptr()))
+        where = *_blocks(table, block, kept), tops.data_ptr()
+        native.core().spectrum_decode(*native.target(table, y), *where, add, scale, *messages)
+    for i, row, own in _others(y, table, block, kept):
+        total, size = num_components(row.numel, block), block_of(row.numel, block)
+        sums = torch.zeros(total, dtype=torch.complex64, device=y.device)
+        for message, parts in received:
+            indices = unpack_indices(message, row.payload + HEADER, total, kept[i])
+            sums.index_add_(0, indices, torch.view_as_complex(parts[own].view(-1, 2)[: indices.numel()]))
+            if bool(message[row.payload : row.payload + 4].any()):
+                tops[i] = math.nan
+        signals, out = signal(sums, row.numel, size).mul_(scale).to(y.dtype), y[row.start : row.start + row.numel]
+        out.copy_(out + signals if add else signals)
+    for i in tops.isnan().nonzero().flatten().tolist():
+        row = table.segments[i]
+        y[row.start : row.start + row.numel] = math.nan
+
+
+def _others(x: Tensor, table: Table, block: int, kept: Sequence[int]) -> Iterator[tuple[int, Row, slice]]:
+    """Yield the segments that the native core leaves out: their number, their row, and where their parts lie."""
+    natively = native.computes(x) and _transforms(block)
+    if natively and all(row.numel >= block or not row.numel for row in table.segments):
         return
-    sums = torch.zeros(total, dtype=torch.complex64, device=y.device)
-    for indices, parts in sent:
-        sums.index_add_(0, indices, torch.view_as_complex(parts))
-    received, out = signal(sums, numel, block).mul_(scale).to(y.dtype), y[start : start + numel]
-    out.copy_(out + received if add else received)
+    start = 0
+    for i, row in enumerate(table.segments):
+        own = slice(start, start + 2 * kept[i])
+        start = own.stop
+        if row.numel and not (natively and row.numel >= block):
+            yield i, row, own
 
 
-def _check_parts(parts: Tensor, count: int, like: Tensor) -> None:
-    if parts.shape != (count, 2) or not parts.is_contiguous():
-        raise ValueError(f"parts must be ({count}, 2) and contiguous, not {tuple(parts.shape)}")
-    if parts.dtype is not torch.float32 or parts.device != like.device:
-        raise ValueError(f"parts must be float32 on {like.device}, not {parts.dtype} on {parts.device}")
+def _check_received(table: Table, received: Received, like: Tensor, block: int, kept: tuple[int, ...]) -> None:
+    """Raise an error unless the payloads lie inside the message, and the parts inside theirs."""
+
+    def num_bytes() -> int:
+        if not isinstance(block, int) or block < 2:
+            raise ValueError(f"block must be an int of at least 2, not {block!r}")
+        ends = [0]
+        for row, count in zip(table.segments, kept, strict=True):
+            if row.numel > MAX_NUMEL // 2:
+                raise ValueError(f"a segment of {row.numel} elements has too many components: cut it")
+            if row.numel:
+                ends.append(row.payload + HEADER + index_bytes(num_components(row.numel, block), count))
+        return max(ends)
+
+    message, parts = received
+    _check_message("message", message, table.kept(("spectrum", block, kept), num_bytes), like)
+    if parts.dtype is not torch.float32 or parts.device != like.device or not parts.is_contiguous():
+        raise TypeError(f"parts must be contiguous, float32, on {like.device}; not {parts.dtype} on {parts.device}")
+    if parts.shape != (2 * sum(kept),):
+        raise ValueError(f"{sum(kept)} components have {2 * sum(kept)} parts, not {tuple(parts.shape)}")
 
 
-def _check_block(block: int) -> None:
-    if not isinstance(block, int) or block < 2:
-        raise ValueError(f"block must be an int of at least 2, not {block!r}")
+def _transforms(block: int) -> bool:
+    """Whether the native core transforms such blocks: those of a power of two."""
+    return _LEAST_BLOCK <= block <= _MOST_BLOCK and math.log2(block).is_integer()
 
 
-def _transforms(x: Tensor, numel: int, block: int) -> bool:
-    """Whether the native core transforms such blocks: of a power of two, and several of them."""
-    suits = _LEAST_BLOCK <= block <= _MOST_BLOCK and math.log2(block).is_integer()
-    return suits and numel >= _FEWEST * block and native.computes(x)
-
-
-def _span(x: Tensor, start: int, numel: int, block: int) -> tuple[int, int, int, int, int, int]:
-    return x.data_ptr(), CODES[x.dtype], start, numel, block, _roots(block).data_ptr()
+def _blocks(table: Table, block: int, kept: Sequence[int]) -> tuple[int, int, int]:
+    """Return the native core's arguments: the size of blocks, their roots of unity, and how many components are kept."""
+    counts = table.kept(("counts", *kept), lambda: torch.tensor(kept, dtype=torch.int64))
+    return block, _roots(block).data_ptr(), counts.data_ptr()
 
 
 def _roots(block: int) -> Tensor:
