@@ -7,12 +7,10 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from thinwire import threads
 from thinwire.collectives import Transport
 from thinwire.compressors import Raw
 from thinwire.plan import Plan
@@ -20,9 +18,7 @@ from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter, Decision
 from thinwire.runtime.checkpoint import Checkpointable
 from thinwire.runtime.consistency import raise_together
-from thinwire.runtime.executor import CLOSED, Executor
-
-_RELEASE_S = 1.0
+from thinwire.runtime.executor import CLOSED
 
 
 class Engine(Protocol):
@@ -60,6 +56,7 @@ class Handle(ABC, Generic[E]):
         self._asked = plan
         self._attached = True
         self._at_detach: list[Callable[[], object]] = []
+        self._at_end: list[Callable[[], object]] = []
         self._adapter: Adapter | None = None
         self.moments: checkpoint.Moments | None = None
         """The moments of an optimizer that differ between ranks, which checkpoints hold; None if there are none."""
@@ -213,6 +210,7 @@ class Handle(ABC, Generic[E]):
 
         A collective call of all ranks, between steps. `load_state_dict` takes it on every rank of a world of any size.
         """
+        self._check_attached()
         with self.failing_together("gather_state_dict()"):
             state = self.state_dict()
             if self._adapter is not None:
@@ -249,40 +247,22 @@ class Handle(ABC, Generic[E]):
                 call()
             self._at_detach.clear()
             self._attached = False
-            self._close()
+            for close in self._at_end:
+                close()
 
     def at_detach(self, call: Callable[[], object]) -> None:
         """Have `detach` call this first."""
         self._at_detach.append(call)
 
-    @abstractmethod
-    def _close(self) -> None:
-        """End what communicates."""
+    def _close_at_end(self, close: Callable[[], object]) -> None:
+        """Have `detach` call ``close``, which may be called again: when nobody holds the handle any more.
 
-    def _release_when_dropped(self, executors: Sequence[Executor], transports: Sequence[Transport]) -> None:
-        """End threads and close connections when nobody holds the handle any more, as `detach` does.
-
-        A model that is dropped takes its handle along. When the interpreter ends, the operating system closes them.
+        A model that is dropped takes its handle along. When the interpreter ends, the operating system closes
+        connections.
         """
-        weakref.finalize(self, _release, tuple(executors), tuple(transports)).atexit = False
+        self._at_end.append(close)
+        weakref.finalize(self, close).atexit = False
 
     def _check_attached(self) -> None:
         if not self._attached:
             raise RuntimeError(CLOSED)
-
-
-def _release(executors: Sequence[Executor], transports: Sequence[Transport]) -> None:
-    for executor in executors:
-        executor.close()
-    if any(executor.runs_here for executor in executors):
-        # The last bucket's future held the handle: this thread has to end first.
-        threads.start(partial(_close_after, executors, transports), name="thinwire release", end=lambda: None)
-    else:
-        _close_after(executors, transports)
-
-
-def _close_after(executors: Sequence[Executor], transports: Sequence[Transport]) -> None:
-    # One that still waits for a dead rank keeps its connections.
-    if all(executor.join(_RELEASE_S) for executor in executors):
-        for transport in transports:
-            transport.close()

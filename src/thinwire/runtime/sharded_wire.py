@@ -71,8 +71,8 @@ class ShardedWire(Handle["ShardedEngine"]):
             record=_record(plan, units, {"seed": seed, "start": start, "master": master, "adapt": adapt}),
             replicas=replicas,
         )
-        channels = self._engine.all_channels
-        self._release_when_dropped([c.executor for c in channels], [c.transport for c in channels])
+        for channel in self._engine.all_channels:
+            self._close_at_end(channel.close)
         if skip_if_slower:
             self._engine.take(declined_plan(self._engine))
         self._adapter = self._adapter_of(adapt) if adapt is not None else None
@@ -318,7 +318,7 @@ class ShardedWire(Handle["ShardedEngine"]):
     def _whole_world(self) -> Transport:
         if self._world is None:
             self._world = self._make_world()
-            self._release_when_dropped((), [self._world])
+            self._close_at_end(self._world.close)
         return self._world
 
     def _template(self, plan: Plan, world_size: int) -> dict[str, Tensor]:
@@ -401,14 +401,6 @@ class ShardedWire(Handle["ShardedEngine"]):
                 self._adapter.load(state if alike else {}, self.plan, None)
 
         return adopt
-
-    def _close(self) -> None:
-        for flat in self._engine.all_channels:
-            flat.close()
-            flat.transport.close()
-        if self._world is not None:
-            self._world.close()
-            self._world = None
 
 
 def _record(plan: Plan, units: Sequence[Unit], options: Mapping[str, object]) -> dict[str, str]:

@@ -71,7 +71,7 @@ class Wire(Handle["Engine"]):
         self._executor = ThreadExecutor("thinwire") if self.device is None else StreamExecutor(self.device)
         channel = Channel(transport, self._executor, TrafficStats(), algorithm=algorithm, world=world, seed=seed)
         self._engine = Engine(plan, shapes, channel, start=start, simulated=simulated, measure=measure)
-        self._release_when_dropped([self._executor], [transport])
+        self._close_at_end(channel.close)
         self._step = -1
         self._speeds: Speeds | None = None
         agree(self._engine.record(self._step) | {"adapt": str(adapt)}, transport)
@@ -363,7 +363,3 @@ class Wire(Handle["Engine"]):
 
     def _whole_world(self) -> Transport:
         return self._engine.transport
-
-    def _close(self) -> None:
-        self._executor.close()
-        self._engine.transport.close()
