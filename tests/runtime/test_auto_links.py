@@ -14,7 +14,7 @@ from torch import Tensor
 
 import thinwire
 from experiments.__main__ import main as experiments_main
-from experiments.bench.auto import Place
+from experiments.bench.auto import NetworkSpec
 from harness import run_threads
 from thinwire import lab
 from thinwire.bench.ranks import run_ranks as run_in
@@ -330,7 +330,7 @@ def test_bench_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("text", ["2x1", "2@100mbit", "twox1@1gbit", "@", "2x@1gbit"])
 def test_networks_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match="2x4@1gbit for two nodes"):
-        Place.parse(text)
+        NetworkSpec.parse(text)
     assert experiments_main(["bench", "auto", "--links", text]) == 2
 
 

@@ -26,7 +26,7 @@ from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter, StepClock
 from thinwire.runtime.channel import BucketLayers, Channel
 from thinwire.runtime.consistency import agree, resync
-from thinwire.runtime.engine import Engine
+from thinwire.runtime.engine import BucketEngine
 from thinwire.runtime.executor import StreamExecutor, ThreadExecutor
 from thinwire.runtime.handle import Handle
 from thinwire.runtime.probe import measure_speeds, settle
@@ -37,7 +37,7 @@ from thinwire.runtime.timeline import Timeline, rank_path
 _T = TypeVar("_T")
 
 
-class Wire(Handle["Engine"]):
+class Wire(Handle["BucketEngine"]):
     """Compressed communication of one model: its plan, its state, its statistics.
 
     ``state_dict()`` holds tensors only and belongs into every checkpoint: random draws depend on the step, and error
@@ -70,7 +70,7 @@ class Wire(Handle["Engine"]):
         algorithm, world = settle(algorithm or ScatterReduceAllGather(), transport, nodes_too=nodes_too)
         self._executor = ThreadExecutor("thinwire") if self.device is None else StreamExecutor(self.device)
         channel = Channel(transport, self._executor, TrafficStats(), algorithm=algorithm, world=world, seed=seed)
-        self._engine = Engine(plan, shapes, channel, start=start, simulated=simulated, measure=measure)
+        self._engine = BucketEngine(plan, shapes, channel, start=start, simulated=simulated, measure=measure)
         self._close_at_end(channel.close)
         self._step = -1
         self._speeds: Speeds | None = None
