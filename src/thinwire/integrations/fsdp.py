@@ -349,6 +349,12 @@ def _sharded(model: nn.Module, options: ShardedOptions) -> list[tuple[FSDPModule
     return list(sharded.values())
 
 
+def first_group(model: nn.Module) -> dist.ProcessGroup | None:
+    """The process group that `attach_fsdp` meets first; None if no module has parameters of its own."""
+    groups = (group for _, module in _modules(model) for group in fsdp_groups(module) if group.parameters)
+    return next((group.process_group for group in groups), None)
+
+
 def _ranks(group: FSDPGroup) -> tuple[int, ...]:
     """The ranks, in the default process group, among which parameters are sharded."""
     return tuple(dist.get_process_group_ranks(group.process_group))
