@@ -190,18 +190,17 @@ class ManagedDiLoCo:
             "exchange": torch.tensor(self._last_exchange),
             "steps": torch.tensor(self._steps),
         }
-        state |= {f"buffer/{i}": buffer.detach().clone() for i, buffer in enumerate(self._buffers)}
-        return sealed(state | {name: v.clone() for name, v in self._fragment.saved(with_mean=False).items()})
+        return sealed(state | {name: value.detach().clone() for name, value in self._shared().items()})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a state, on every worker, after the model's and the inner optimizer's were loaded.
 
         Raises:
-            ValueError: the state is of another model.
+            ValueError: the state is of another model, or was damaged; nothing of it was taken.
         """
+        self._load(state)
         self._work, self._unsettled = 0, None
         self._fragment.write(self._fragment.anchor)
-        self._take_shared_state(state)
 
     def close(self) -> None:
         """End the exchanges' threads and connections, after `finish`."""
@@ -248,19 +247,26 @@ class ManagedDiLoCo:
         What this worker has learned since its last exchange goes into the next one if it has missed one at most, and is
         dropped if it was away for longer. Where the one it missed has its message, only what came later is left.
         """
-        fragment = self._fragment
-        check_sealed(state, [key for key in state if key != "checksums"])
-        rounds, number, steps = (int(state_entry(state, name, ())) for name in ("rounds", "exchange", "steps"))
-        base = fragment.anchor
-        if self._unsettled is not None and self._unsettled[0] == number:
+        fragment, rounds = self._fragment, self._rounds
+        weights, base = fragment.read(), fragment.anchor.clone()
+        self._load(state)
+        if self._unsettled is not None and self._unsettled[0] == self._last_exchange:
             _, base, sent = self._unsettled
             self._unsettled, self._work = None, self._work - sent
-        elif rounds > self._rounds + 1:
-            base, self._work = fragment.read(), 0
-        learned = fragment.read() - base
-        for name, values in fragment.saved(with_mean=False).items():
-            values.copy_(state_entry(state, name, values.shape))
-        for i, buffer in enumerate(self._buffers):
-            overwrite(buffer, state_entry(state, f"buffer/{i}", buffer.shape))
-        fragment.write(fragment.anchor + learned)
+        elif self._rounds > rounds + 1:
+            base, self._work = weights, 0
+        fragment.write(fragment.anchor + (weights - base))
+
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a shared state, but for the worker's own weights; nothing of it if it raises ``ValueError``."""
+        check_sealed(state, [key for key in state if key != "checksums"])
+        rounds, number, steps = (int(state_entry(state, name, ())) for name in ("rounds", "exchange", "steps"))
+        values = [(own, state_entry(state, name, own.shape)) for name, own in self._shared().items()]
+        for own, value in values:
+            overwrite(own, value)
         self._rounds, self._last_exchange, self._steps = rounds, number, steps
+
+    def _shared(self) -> dict[str, Tensor]:
+        """The tensors that are alike on all workers."""
+        buffers = {f"buffer/{i}": buffer for i, buffer in enumerate(self._buffers)}
+        return buffers | self._fragment.saved(with_mean=False)
