@@ -141,8 +141,8 @@ class _Hook:
             self.momentum.set_lengths(mean, self._loss_scale)
 
     def _keep_unused(self) -> None:
-        """Keep what residuals have sent of layers that no rank used: DDP leaves their gradients as they are, None after
-        ``zero_grad()``, whatever has arrived for them."""
+        """Keep what residuals, and momenta of `DGC`, have sent of layers that no rank used: DDP leaves their gradients
+        as they are, None after ``zero_grad()``, whatever has arrived for them."""
         if not self._finds_unused or self.wire is None or not self.wire.attached or self.momentum is not None:
             return
         nothing = torch.zeros(())

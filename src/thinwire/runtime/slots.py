@@ -79,7 +79,7 @@ class Slots:
         return None if key is None else self._places[key].shaped.get(name)
 
     def keep_rest(self, used: Mapping[str, Tensor]) -> None:
-        """Correct the residuals of layers of whose last message only a share was used.
+        """Correct what the layers keep of whose last message only a share was used: residuals, momenta, velocities.
 
         With the residual ``e`` before and ``e'`` after a step, the message has delivered ``e − e'``. If a share c of it
         was used, the residual is ``c·e' + (1 − c)·e``. ``used`` maps layer names to scalar tensors c.
@@ -90,12 +90,11 @@ class Slots:
                 continue
             place = self._places[key]
             layer = next(layer for layer in place.layers if layer.name == name)
-            if RESIDUAL in layer.compressor.slots:
-                at = slice(layer.start, layer.start + layer.numel)
-                residual = place.flat[RESIDUAL.name]
-                before, after = residual.read(), residual.read(after=True)
+            at = slice(layer.start, layer.start + layer.numel)
+            for slot in (place.flat[slot.name] for slot in layer.compressor.slots if slot.shape is None):
+                before, after = slot.read(), slot.read(after=True)
                 torch.lerp(before[at], after[at], share.to(before), out=after[at])
-                residual.write(after, after=True)
+                slot.write(after, after=True)
 
     def commit(self) -> None:
         """Make the values that were written since the last commit the present ones."""
