@@ -21,6 +21,7 @@ from thinwire.collectives import (
 )
 from thinwire.compressors import Raw
 from thinwire.plan import Plan, PlanRecord, Speeds, declined, sent_bytes
+from thinwire.plan.record import layer_rows, printable
 from thinwire.policies import Policy, Sync
 from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter, StepClock
@@ -123,19 +124,13 @@ class Wire(Handle["BucketEngine"]):
 
         Errors are those of the last decision; only rank 0, which decides, has them.
         """
+        buckets = [[layer.name for layer in route.layout.layers] for route in self._engine.present_routes()]
         last = self.decisions[-1] if self.decisions else None
-        return PlanRecord.from_plan(
-            self.plan.layers,
-            self._asked.layers,
-            self._engine.shapes,
-            [[layer.name for layer in route.layout.layers] for route in self._engine.present_routes()],
-            self.world_size,
-            last.errors if last else {},
-            last.reference_errors if last else {},
-            self._step,
-            str(self._adapter.policy) if self._adapter else "",
-            last.note if last else "",
-        )
+        errors = (last.errors, last.reference_errors) if last else ({}, {})
+        asked, shapes = self._asked.layers, self._engine.shapes
+        rows = layer_rows(self.plan.layers, asked, shapes, buckets, self.world_size, *errors)
+        policy = str(self._adapter.policy) if self._adapter else ""
+        return PlanRecord(rows, self.world_size, self._step, policy, printable(last.note) if last else "")
 
     @property
     def step(self) -> int:
