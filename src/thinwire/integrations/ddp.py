@@ -357,15 +357,10 @@ def _attach(model: DistributedDataParallel, options: Options) -> Wire:
             prepared.plan,
             prepared.shapes,
             _transport(host, hook.group, timeout, options, prepared.device),
-            seed=options.seed,
-            start=max(options.start, prepared.policy.warmup if prepared.policy else 0),
-            # What pays is for `Auto` to decide, again and again.
-            skip_if_slower=options.skip_if_slower and not isinstance(prepared.policy, Auto),
+            options.settings(prepared.policy),
             simulated=options.simulate,
             measure=options.checks.measure_every,
             optimizer=options.optimizer,
-            algorithm=options.algorithm,
-            adapt=prepared.policy,
         )
     except Exception:
         host.close()

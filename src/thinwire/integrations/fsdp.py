@@ -290,15 +290,11 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
         wire = ShardedWire(
             prepared.plan,
             prepared.units,
+            options.settings(policy),
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             make_world=partial(_whole_world, options.network.timeout),
-            seed=options.seed,
-            start=max(options.start, policy.warmup if policy else 0),
             master=options.master,
-            skip_if_slower=options.skip_if_slower,
-            algorithm=options.algorithm,
-            adapt=policy,
             replicas=replicas,
         )
         without_wire.pop_all()

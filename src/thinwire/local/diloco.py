@@ -35,7 +35,7 @@ from thinwire.local.outer import Nesterov, chosen_outer, warn_of_few_exchanges, 
 from thinwire.optim import CompressedAdamW
 from thinwire.optim.shards import is_sharded
 from thinwire.plan import Plan
-from thinwire.runtime import Wire, on_the_host
+from thinwire.runtime import Wire, WireSettings, on_the_host
 from thinwire.runtime.checkpoint import check_sealed, sealed
 
 
@@ -414,7 +414,7 @@ def _open_wire(
     with on_the_host():
         transport = host_transport(group, timeout, network, arguments)
         try:
-            return Wire(plan, shapes, transport, seed=seed, algorithm=algorithm)
+            return Wire(plan, shapes, transport, WireSettings(seed=seed, algorithm=algorithm))
         except Exception:
             transport.close()
             raise

@@ -24,7 +24,7 @@ from thinwire.local.fragments import (
 from thinwire.local.members import Group, Manager, Members
 from thinwire.local.outer import Nesterov, chosen_outer, warn_of_few_exchanges
 from thinwire.optim import CompressedAdamW
-from thinwire.runtime import Wire, agree, on_the_host
+from thinwire.runtime import Wire, WireSettings, agree, on_the_host
 from thinwire.runtime.checkpoint import check_sealed, sealed
 from thinwire.runtime.consistency import signed_checksum
 
@@ -115,7 +115,7 @@ class ManagedDiLoCo:
                 agree(arguments | {"round": str(self._rounds)}, transport)
                 own_seed = (seed + self._rounds) % 2**63
                 algorithm = parse_algorithm(exchange_algorithm(transport.world_size))
-                return Wire(plan, shapes, transport, seed=own_seed, algorithm=algorithm)
+                return Wire(plan, shapes, transport, WireSettings(seed=own_seed, algorithm=algorithm))
 
         self.members = Members(manager, group, open_wire=open_wire, save=self.state_dict, load=self._take_shared_state)
         """Who takes part: ``members.names``, and counts of who ``came`` and ``left``."""

@@ -45,13 +45,9 @@ class Handle(ABC, Generic[E]):
 
     _engine: E
 
-    def __init__(self, plan: Plan, *, rank: int, world_size: int, seed: int, start: int) -> None:
+    def __init__(self, plan: Plan, *, rank: int, world_size: int) -> None:
         """``plan``: the compressors that the rules give each layer, before ``skip_if_slower`` and policies. ``rank``
         and ``world_size`` index this process's part of a checkpoint."""
-        if start < 0:
-            raise ValueError(f"start must not be negative, not {start}: it is the number of steps that stay raw")
-        if not 0 <= seed < 2**63:
-            raise ValueError(f"seed must be between 0 and 2**63 - 1, not {seed}")
         self.rank, self.world_size = rank, world_size
         self._asked = plan
         self._attached = True
