@@ -14,6 +14,7 @@ from thinwire.compressors import Compressor, check_int
 from thinwire.local.fragments import (
     FEW_BITS,
     Fragment,
+    check_tokens,
     exchange_algorithm,
     exchange_plan,
     sent_shapes,
@@ -22,8 +23,7 @@ from thinwire.local.fragments import (
     trained_parameters,
 )
 from thinwire.local.members import Group, Manager, Members
-from thinwire.local.outer import Nesterov, chosen_outer, warn_of_few_exchanges
-from thinwire.optim import CompressedAdamW
+from thinwire.local.outer import Nesterov, chosen_outer
 from thinwire.runtime import Wire, WireSettings, agree, on_the_host
 from thinwire.runtime.checkpoint import check_sealed, sealed
 from thinwire.runtime.consistency import signed_checksum
@@ -84,14 +84,10 @@ class ManagedDiLoCo:
         check_int("every", every, 1)
         if not hasattr(type(group), "parent"):
             raise TypeError(f"group must be the torchft.ProcessGroupGloo of the manager, not {group!r}")
-        exchanges = None if total_steps is None else total_steps / every
         self.every, self.weighted = every, weighted
-        self.outer = chosen_outer(outer, exchanges)
-        warn_of_few_exchanges(self.outer, every, exchanges)
+        self.outer = chosen_outer(outer, every, total_steps)
         module = model.module if isinstance(model, DistributedDataParallel) else model
         parameters = trained_parameters(module, inner_optimizer)
-        if isinstance(inner_optimizer, CompressedAdamW):
-            inner_optimizer.expect_no_wire()
         self._buffers = [b for b in module.buffers() if b.is_floating_point()]
         self._fragment = Fragment(parameters, device=None if outer_device is None else torch.device(outer_device))
         self._steps = 0
@@ -158,9 +154,7 @@ class ManagedDiLoCo:
             ValueError: ``tokens`` is missing with ``weighted=True``, or given without.
             Exception: torchft's lighthouse does not answer, or not enough workers are there in time.
         """
-        if (tokens is None) == self.weighted:
-            needed = "step(tokens=...) is needed" if self.weighted else "step() takes no tokens"
-            raise ValueError(f"{needed} with weighted={self.weighted}")
+        check_tokens(tokens, weighted=self.weighted)
         self._steps += 1
         self._work += 1 if tokens is None else tokens
         if self._steps % self.every == 0:

@@ -6,7 +6,7 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -51,8 +51,7 @@ class Handle(ABC, Generic[E]):
         self.rank, self.world_size = rank, world_size
         self._asked = plan
         self._attached = True
-        self._at_detach: list[Callable[[], object]] = []
-        self._at_end: list[Callable[[], object]] = []
+        self._at_detach = ExitStack()
         self._adapter: Adapter | None = None
         self.moments: checkpoint.Moments | None = None
         """The moments of an optimizer that differ between ranks, which checkpoints hold; None if there are none."""
@@ -239,24 +238,20 @@ class Handle(ABC, Generic[E]):
         `load_state_dict` do, raises ``RuntimeError``; statistics and the plan can still be read.
         """
         if self._attached:
-            for call in self._at_detach:
-                call()
-            self._at_detach.clear()
+            self._at_detach.close()
             self._attached = False
-            for close in self._at_end:
-                close()
 
     def at_detach(self, call: Callable[[], object]) -> None:
-        """Have `detach` call this first."""
-        self._at_detach.append(call)
+        """Have `detach` call this, before what it was told earlier."""
+        self._at_detach.callback(call)
 
     def _close_at_end(self, close: Callable[[], object]) -> None:
-        """Have `detach` call ``close``, which may be called again: when nobody holds the handle any more.
+        """Have ``close`` called by `detach`, and again when nobody holds the handle any more.
 
         A model that is dropped takes its handle along. When the interpreter ends, the operating system closes
         connections.
         """
-        self._at_end.append(close)
+        self.at_detach(close)
         weakref.finalize(self, close).atexit = False
 
     def _check_attached(self) -> None:
