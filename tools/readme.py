@@ -14,7 +14,7 @@ from pathlib import Path
 from experiment_pages import RATIOS, experiment, sharded
 from figures import BENCHMARKS, ROOT, Figures, bullets, table
 
-from experiments.bench.auto import Place
+from experiments.bench.auto import NetworkSpec
 from experiments.bench.formats import BITS, FORMATS, KINDS, TREATMENTS
 from experiments.framework import power as power_tables
 from experiments.framework import results_page
@@ -578,7 +578,7 @@ def auto() -> str:
 
 
 def _network(cell: str) -> str:
-    place = Place.parse(cell)
+    place = NetworkSpec.parse(cell)
     rates = (place.rate or "no limit").replace("mbit", " Mbit/s").replace("gbit", " Gbit/s").replace(",", ", ")
     beside = "a rank on each" if place.ranks == 1 else f"{place.ranks} ranks on each"
     return f"{place.nodes} nodes, {beside}, {rates}"

@@ -25,7 +25,7 @@ _LINKS = (
 )
 
 
-class Place(NamedTuple):
+class NetworkSpec(NamedTuple):
     """A network: how many nodes, how many ranks on each, and the rates of the nodes' links."""
 
     nodes: int
@@ -33,13 +33,13 @@ class Place(NamedTuple):
     rate: str | None
 
     @staticmethod
-    def parse(text: str) -> Place:
+    def parse(text: str) -> NetworkSpec:
         """``2x4@1gbit``: two nodes of four ranks. Raises ``ValueError`` if it is none."""
         shape, at, rate = text.partition("@")
         nodes, times, ranks = shape.partition("x")
         if not (at and times and nodes.isdigit() and ranks.isdigit()):
             raise ValueError(f"{text!r} is no network: write 2x4@1gbit for two nodes of four ranks, or 2x1@none")
-        return Place(int(nodes), int(ranks), None if rate == "none" else rate)
+        return NetworkSpec(int(nodes), int(ranks), None if rate == "none" else rate)
 
 
 def auto(
@@ -74,7 +74,7 @@ def auto(
     console = Console(highlight=False)
     lab.need_network()
     try:
-        places = {text: Place.parse(text) for text in links}
+        places = {text: NetworkSpec.parse(text) for text in links}
     except ValueError as error:
         Console(stderr=True, highlight=False).print(str(error))
         return 2

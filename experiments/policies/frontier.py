@@ -37,17 +37,22 @@ def _exp(value: float) -> float:
     return math.exp(value) if value < 700 else math.inf
 
 
-Place = tuple[int, int, int]
+DecisionPlace = tuple[int, int, int]
 """Training, step and level of a decision."""
 
 
-def places(bench: Bench, method: str) -> frozenset[Place]:
+def places(bench: Bench, method: str) -> frozenset[DecisionPlace]:
     """Where a policy decided: `Method.sparse` ones at fewer places than others."""
     return frozenset((one.training, one.step, one.level) for one in bench.replayed[method].decisions)
 
 
 def fewer_bytes(
-    bench: Bench, method: str, *, later: bool = False, measure: Measure = "error", at: frozenset[Place] | None = None
+    bench: Bench,
+    method: str,
+    *,
+    later: bool = False,
+    measure: Measure = "error",
+    at: frozenset[DecisionPlace] | None = None,
 ) -> Ratio | None:
     """How many times fewer bytes than uniform compression of the same error a policy sends: the geometric mean over
     levels and snapshots of each training. ``later``: on the snapshot after the one that a plan was made on; ``at``:
@@ -60,7 +65,12 @@ def fewer_bytes(
 
 
 def less_error(
-    bench: Bench, method: str, *, later: bool = False, measure: Measure = "error", at: frozenset[Place] | None = None
+    bench: Bench,
+    method: str,
+    *,
+    later: bool = False,
+    measure: Measure = "error",
+    at: frozenset[DecisionPlace] | None = None,
 ) -> Ratio | None:
     """How many times less error than uniform compression of the same bytes a policy has."""
 
@@ -117,7 +127,7 @@ def _between(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
 
 
 def _over_trainings(
-    bench: Bench, method: str, later: bool, at: frozenset[Place] | None, ratio: Callable[[Point, Line], float]
+    bench: Bench, method: str, later: bool, at: frozenset[DecisionPlace] | None, ratio: Callable[[Point, Line], float]
 ) -> Ratio | None:
     means, decisions = [], bench.replayed[method].decisions
     if at is not None:

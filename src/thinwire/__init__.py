@@ -5,7 +5,6 @@ local updates under `thinwire.local`, and where pipelines keep messages under `t
 """
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -33,6 +32,7 @@ from thinwire.runtime import (
     Wire,
     merge_timelines,
 )
+from thinwire.runtime.consistency import library_version
 
 if TYPE_CHECKING:
     from thinwire import data, local, optim, policies, store
@@ -111,7 +111,7 @@ def __getattr__(name: str) -> Any:
     if name in _LATE:
         return getattr(import_module(_LATE[name]), name)
     if name == "__version__":
-        return version("thinwire")
+        return library_version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -6,7 +6,7 @@ import difflib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeGuard, overload
 
 import torch
 import torch.distributed as dist
@@ -212,7 +212,7 @@ def compress_fsdp(
     Raises:
         As `compress_ddp`.
     """
-    with failing_before_meeting():
+    with failing_before_meeting(_group_of(model)):
         from thinwire.integrations.fsdp import ShardedOptions, attach_fsdp
 
         options = ShardedOptions(
@@ -238,22 +238,32 @@ def compress_fsdp(
 
 
 def _group_of(model: object) -> object:
-    """The process group of a DistributedDataParallel model or of a stage; None, for all ranks, of anything else."""
+    """The process group that compressing ``model`` meets first; None, for all ranks, where it meets none."""
     if isinstance(model, DistributedDataParallel):
         return model.process_group
+    if _is_sharded(model):
+        from thinwire.integrations.fsdp import first_group
+
+        return first_group(model)
     return None if isinstance(model, nn.Module) else getattr(model, "group", None)
+
+
+def _is_sharded(model: object) -> TypeGuard[nn.Module]:
+    """Whether `fully_shard` was called on the model, or on a module in it."""
+    # What nobody has imported, nobody has made a model of: it takes long to import.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules)
 
 
 def _function_for(model: object) -> Callable[..., Any]:
     if isinstance(model, DistributedDataParallel):
         return compress_ddp
-    # What nobody has imported, nobody has made a model of: both take long to import.
+    # As in `_is_sharded`.
     pipelining = sys.modules.get("torch.distributed.pipelining")
     if pipelining is not None and isinstance(model, pipelining.PipelineStage):
         return _stage_function()
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules):
+    if _is_sharded(model):
         return compress_fsdp
     if isinstance(model, nn.Module) and is_alone():
         return compress_ddp

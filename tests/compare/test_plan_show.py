@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 import thinwire_cli as cli
 from thinwire import parse
+from thinwire.compressors import Compressor
 from thinwire.plan import LayerRow, PlanRecord, sent_bytes
+from thinwire.plan.record import layer_rows, printable
 
 SHAPES = {
     "net.embed.weight": (4000, 64),
@@ -31,23 +34,27 @@ CHOSEN = {
 ERRORS = {"net.embed.weight": 1.0, "net.0.up.weight": 6.0, "net.0.down.weight": 2.0, "net.1.up.weight": 1.0}
 
 
-def record(chosen: dict[str, str] | None = None, reference: str = REFERENCE, **more) -> PlanRecord:
+def record(
+    chosen: dict[str, str] | None = None,
+    reference: str = REFERENCE,
+    *,
+    num_ranks: int = 4,
+    errors: Mapping[str, float] = ERRORS,
+    reference_errors: Mapping[str, float] = dict.fromkeys(ERRORS, 4.0),
+    step: int = 500,
+    policy: str = "lgreco(every=100)",
+    note: str = "",
+) -> PlanRecord:
     chosen = CHOSEN if chosen is None else chosen
-    values = {
-        "num_ranks": 4,
-        "errors": ERRORS,
-        "reference_errors": dict.fromkeys(ERRORS, 4.0),
-        "step": 500,
-        "policy": "lgreco(every=100)",
-        "note": "",
-    }
-    return PlanRecord.from_plan(
-        {name: parse(chosen.get(name, "raw")) for name in SHAPES},
-        {name: parse(reference if name in CHOSEN else "raw") for name in SHAPES},
-        SHAPES,
-        BUCKETS,
-        **{**values, **more},
-    )
+    plan = {name: parse(chosen.get(name, "raw")) for name in SHAPES}
+    rules = {name: parse(reference if name in CHOSEN else "raw") for name in SHAPES}
+    rows = layer_rows(plan, rules, SHAPES, BUCKETS, num_ranks, errors, reference_errors)
+    return PlanRecord(rows, num_ranks, step, policy, printable(note))
+
+
+def of_rules(plan: dict[str, Compressor], buckets: Sequence[Sequence[str]] = (), note: str = "") -> PlanRecord:
+    rows = layer_rows(plan, {}, dict.fromkeys(plan, (64, 64)), buckets, 2, {}, {})
+    return PlanRecord(rows, 2, 3, "", note)
 
 
 @pytest.fixture
@@ -79,12 +86,12 @@ def test_a_record_is_in_the_order_of_communication() -> None:
 def test_layers_of_no_bucket_come_last() -> None:
     plan = {name: parse(REFERENCE) for name in ("a", "b", "c")}
     shapes = dict.fromkeys(plan, (64, 64))
-    found = PlanRecord.from_plan(plan, {}, shapes, [["b", "unknown"]], 1, {"a": float("nan")}, {}, -1, "", "two\nlines")
-    assert [(row.name, row.bucket) for row in found.rows] == [("b", 0), ("a", 1), ("c", 1)]
-    assert found.rows[0].sent_bytes == found.rows[0].reference_bytes > 0, "a world of one is taken for one of two"
-    assert found.rows[1].error is None
-    assert found.note == "two lines"
-    assert {row.bucket for row in PlanRecord.from_plan(plan, {}, shapes, [], 2, {}, {}, -1, "", "").rows} == {0}
+    found = layer_rows(plan, {}, shapes, [["b", "unknown"]], 1, {"a": float("nan")}, {})
+    assert [(row.name, row.bucket) for row in found] == [("b", 0), ("a", 1), ("c", 1)]
+    assert found[0].sent_bytes == found[0].reference_bytes > 0, "a world of one is taken for one of two"
+    assert found[1].error is None
+    assert printable("two\nlines") == "two lines"
+    assert {row.bucket for row in layer_rows(plan, {}, shapes, [], 2, {}, {})} == {0}
 
 
 def test_a_record_survives_its_file(path: Path) -> None:
@@ -226,10 +233,7 @@ def test_the_table_fits_any_terminal(columns: int, path: Path, capsys, monkeypat
 
 def test_long_plans_are_shown_whole(tmp_path: Path, capsys, monkeypatch) -> None:
     plan = {f"layers.{i}.weight": parse("minmax(bits=4)") for i in range(500)}
-    of = PlanRecord.from_plan(
-        plan, {}, dict.fromkeys(plan, (64, 64)), [list(plan)], 2, {}, {}, 3, "", "kept [bold]all[/]"
-    )
-    of.write(tmp_path / "plan.json")
+    of_rules(plan, [list(plan)], "kept [bold]all[/]").write(tmp_path / "plan.json")
     out = shown(capsys, monkeypatch, tmp_path / "plan.json")
     assert all(f" {name} " in out for name in plan)
     assert "as many bytes" in out
@@ -316,16 +320,10 @@ def test_pictures_of_other_parameters(chosen, reference: str, text: str, tmp_pat
 def test_names_are_no_formulas_and_many_layers_are_numbered(tmp_path: Path, capsys, monkeypatch) -> None:
     pytest.importorskip("matplotlib")
     strange = {"a$\\frac$.weight": parse("minmax(bits=3)"), "b<script>.weight": parse("minmax(bits=4)")}
-    of = PlanRecord.from_plan(strange, {}, dict.fromkeys(strange, (64, 64)), [], 2, {}, {}, 3, "", "")
-    svg = drawn(of, tmp_path, capsys, monkeypatch)
+    svg = drawn(of_rules(strange), tmp_path, capsys, monkeypatch)
     assert "<script>" not in re.sub(r"<!--.*?-->", "", svg)
     many = {f"layers.{i}.weight": parse("minmax(bits=4)") for i in range(120)}
-    svg = drawn(
-        PlanRecord.from_plan(many, {}, dict.fromkeys(many, (64, 64)), [], 2, {}, {}, 3, "", ""),
-        tmp_path,
-        capsys,
-        monkeypatch,
-    )
+    svg = drawn(of_rules(many), tmp_path, capsys, monkeypatch)
     assert "<!-- 100 -->" in svg
     assert "layers.7" not in svg
 

@@ -16,6 +16,7 @@ from thinwire import Plan, Wire, parse
 from thinwire.collectives import CollectiveCall, Layer, Layout, World, all_reduce, complete, parse_algorithm
 from thinwire.compressors import RESIDUAL, Clipping, Coded, Saturating, State, find_mixin
 from thinwire.plan import Filter
+from thinwire.runtime import WireSettings
 
 LARGE = 1e38
 RANKS, STEPS, LARGE_AT = 4, 9, 2
@@ -38,7 +39,7 @@ def means(spec: str, algorithm: str, largest: list[float]) -> tuple[list[list[Te
 
     def run(transport) -> tuple[list[Tensor], int]:
         plan = Plan.build({"w": SHAPE}, spec, Filter(min_numel=0))
-        wire = Wire(plan, {"w": SHAPE}, transport, algorithm=parse_algorithm(algorithm))
+        wire = Wire(plan, {"w": SHAPE}, transport, WireSettings(algorithm=parse_algorithm(algorithm)))
         received = []
         for step, most in enumerate(largest):
             wire.begin_step()

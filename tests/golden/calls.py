@@ -57,6 +57,7 @@ from thinwire.plan import Filter, Speeds
 from thinwire.plan.forecast.ddp import Bucket, Pace
 from thinwire.plan.forecast.links import Curve, Links
 from thinwire.policies import Evidence, StepTime, Sync, choose_by_link, family, parse_policy
+from thinwire.runtime import WireSettings
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPE = (48, 70)
@@ -359,7 +360,7 @@ def trained(spec: str, algorithm: str, num_ranks: int) -> dict[str, Any]:
 
     def run(transport: LoopbackTransport) -> tuple[list[Tensor], int, dict[str, Tensor]]:
         plan = Plan.build(SHAPES, spec, Filter())
-        wire = Wire(plan, SHAPES, transport, seed=5, algorithm=parse_algorithm(algorithm))
+        wire = Wire(plan, SHAPES, transport, WireSettings(seed=5, algorithm=parse_algorithm(algorithm)))
         means: list[Tensor] = []
         for step in range(_STEPS + 1):
             wire.begin_step()

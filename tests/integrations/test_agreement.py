@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
@@ -175,11 +176,15 @@ def one_is_refused(rank: int) -> list[tuple[str, int | None, bool]]:
     """What each function raises if rank 1 alone gives it a wrong argument, by which rank, and whether at once."""
     part = dist.new_group([1, 2])
     over_a_part = DistributedDataParallel(Net(), process_group=part) if rank else None
+    mesh = DeviceMesh("cpu", [1, 2])  # a collective call of all ranks
+    sharded_over_a_part = sharded.build(mesh) if rank else None
     calls: dict[str, tuple[Any, dict[str, Any]]] = {
         "compress": (partial(thinwire.compress, make(rank)), {"network": 5}),
         "compress_ddp": (partial(thinwire.compress_ddp, make(rank)), {"network": 5}),
         "compress_ddp of a part": (partial(thinwire.compress_ddp, over_a_part), {"network": 5}),
         "compress_fsdp": (partial(thinwire.compress_fsdp, sharded.build()), {"network": 5}),
+        "compress_fsdp of a part": (partial(thinwire.compress_fsdp, sharded_over_a_part), {"network": 5}),
+        "compress of a part": (partial(thinwire.compress, sharded_over_a_part), {"network": 5}),
         "DiLoCo": (_local, {"every": 0}),
         "DiLoCo of a part": (partial(_local, part), {"every": 0}),
     }
@@ -199,9 +204,9 @@ def one_is_refused(rank: int) -> list[tuple[str, int | None, bool]]:
 
 def test_an_argument_that_is_wrong_on_one_rank_stops_the_others_in_every_function() -> None:
     others, own, third = run_ranks(one_is_refused, 3, group_timeout_s=10.0, timeout_s=60.0)
-    assert own == [(kind, None, True) for kind in ("TypeError",) * 4 + ("ValueError",) * 2]
+    assert own == [(kind, None, True) for kind in ("TypeError",) * 6 + ("ValueError",) * 2]
     assert others == [("PeerFailedError", 1, True)] * 4
-    assert third == [("PeerFailedError", 1, True)] * 6
+    assert third == [("PeerFailedError", 1, True)] * 8
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,31 @@ def test_what_a_residual_sends_of_a_layer_that_no_rank_used_is_kept(bucket_view:
         assert lost < 1e-5
 
 
+def _momenta_of_an_unused_layer(rank: int) -> tuple[set[str], bool, bool]:
+    """Names of what is kept of the expert, whether a step without it leaves it alone, and whether one with it does."""
+    torch.manual_seed(0)
+    model = DDP(Experts(), find_unused_parameters=True)
+    wire = thinwire.compress(model, "dgc(topk(density=0.02))", skip_if_slower=False, min_numel=0)
+
+    def kept(step: int, whole: bool) -> dict[str, Tensor]:
+        model.zero_grad()
+        model(_batch(rank, step), whole).mean().backward()
+        return {key: value for key, value in wire.state_dict().items() if key.endswith("expert.weight")}
+
+    first, unused, used = kept(0, whole=True), kept(1, whole=False), kept(2, whole=True)
+    same = [
+        all(torch.equal(before[key], after[key]) for key in before)
+        for before, after in ((first, unused), (unused, used))
+    ]
+    return {key.split("/")[1] for key in first}, same[0], same[1]
+
+
+def test_momentum_and_velocity_of_a_layer_that_no_rank_used_are_kept() -> None:
+    for names, left_alone, left_alone_when_used in run_ranks(_momenta_of_an_unused_layer, 2):
+        assert names == {"momentum", "velocity"}
+        assert (left_alone, left_alone_when_used) == (True, False)
+
+
 def _ignored(rank: int, checks: thinwire.Checks) -> tuple[bool, bool, list[str]]:
     torch.manual_seed(rank)
     module = Experts()

@@ -236,7 +236,7 @@ def steps_of_wires(spec: str, num_steps: int, poison: int = -1, strict: bool = T
 
     def run(transport) -> tuple[int, list]:
         torch.cuda.set_device(gpu())
-        wire = Wire(Plan.build(shapes, spec), shapes, devices[transport.rank], skip_if_slower=False)
+        wire = Wire(Plan.build(shapes, spec), shapes, devices[transport.rank])
         found = []
         for step in range(num_steps):
             flats = []

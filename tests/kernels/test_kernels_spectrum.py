@@ -147,7 +147,10 @@ def test_segments_are_what_they_are_alone(level: str, sizes: list[int]) -> None:
     rows, start, payload = [], 0, 0
     for n, k in zip(sizes, kept, strict=True):
         rows.append([start, n, 0, payload, 0])
-        start, payload = start + n, payload + 64 + (kernels.index_bytes(kernels.num_components(n, block), k) if n else 0)
+        start, payload = (
+            start + n,
+            payload + 64 + (kernels.index_bytes(kernels.num_components(n, block), k) if n else 0),
+        )
     table = Table(torch.tensor(rows))
     message, parts = torch.zeros(payload, dtype=torch.uint8), torch.zeros(2 * sum(kept))
     tops = kernels.spectrum_encode(x, table, message, parts, block=block, kept=kept)

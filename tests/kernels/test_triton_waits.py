@@ -73,7 +73,7 @@ def steps(spec: str, transport, num_steps: int, poison: int = -1) -> tuple[int, 
     """
     with Pretend() as mode:
         plan = Plan.build(SHAPES, spec)
-        wire = Wire(plan, SHAPES, transport, skip_if_slower=False)
+        wire = Wire(plan, SHAPES, transport)
         found = []
         for step in range(num_steps):
             mode.strict = _thread.strict = step >= 2

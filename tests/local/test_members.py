@@ -15,6 +15,7 @@ from members import Group, Lighthouse, Manager
 from thinwire.collectives import owned_parts
 from thinwire.compressors import Coded, parse
 from thinwire.local import ManagedDiLoCo, Nesterov
+from thinwire.runtime.checkpoint import sealed
 from thinwire.runtime.slots import moved_residual
 
 
@@ -115,6 +116,35 @@ def test_a_worker_leaves_and_another_joins(compressor: str) -> None:
     assert sorted(c.shared) == [5, 10]
     assert all(torch.equal(c.shared[step], a.shared[step]) for step in (5, 10))
     assert torch.isfinite(a.anchor()).all()
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing", "of another shape"])
+@pytest.mark.parametrize("way", ["load_state_dict", "torchft"])
+def test_a_damaged_state_leaves_the_worker_as_it_was(damage: str, way: str) -> None:
+    lighthouse = Lighthouse("a")
+    a = Worker(lighthouse, "a")
+    a.begin()
+    a.train(5)
+    state = a.local.state_dict()
+    a.train(13)
+    last = "momentum/2.bias"
+    damaged = {key: value for key, value in state.items() if key != "checksums"}
+    if damage == "changed":
+        damaged = state | {last: state[last] + 1.0}
+    elif damage == "missing":
+        damaged = sealed({key: value for key, value in damaged.items() if key != last})
+    else:
+        damaged = sealed(damaged | {last: torch.zeros(3)})
+    before, weights = a.local.state_dict(), a.weights()
+    load = a.local.load_state_dict if way == "load_state_dict" else a.manager.load
+    with pytest.raises(ValueError, match="state"):
+        load(damaged)
+    after = a.local.state_dict()
+    assert torch.equal(a.weights(), weights)
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    a.local.load_state_dict(state)
+    assert a.local.steps == 5
+    assert torch.equal(a.anchor(), a.shared[5])
 
 
 def test_a_worker_whose_first_exchange_fails_counts_the_others_steps() -> None:

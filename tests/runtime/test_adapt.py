@@ -18,7 +18,7 @@ from harness import run_ranks, run_threads
 from nets import assert_replicas_identical, batch, fingerprint, loss_of, make, train, trained
 from thinwire.plan import Plan
 from thinwire.policies import Evidence, Policy, Proposal
-from thinwire.runtime import DisagreementError, Wire
+from thinwire.runtime import DisagreementError, Wire, WireSettings
 from thinwire.runtime.slots import Slots
 
 SHAPES = {"w": (64, 48), "v": (48, 48), "b": (10,)}
@@ -48,7 +48,7 @@ def wires(policy: Policy, spec: str, steps: int, *, start: int = 0, num_ranks: i
     seen.clear()
 
     def run(transport):
-        wire = Wire(Plan.build(SHAPES, spec), SHAPES, transport, adapt=policy, start=start)
+        wire = Wire(Plan.build(SHAPES, spec), SHAPES, transport, WireSettings(adapt=policy, start=start))
         arrived = []
         for step in range(steps):
             wire.begin_step()
@@ -92,7 +92,7 @@ def test_sums_are_the_same_however_buckets_are_formed() -> None:
         seen.clear()
 
         def run(transport, formed=formed):
-            wire = Wire(Plan.build(SHAPES), SHAPES, transport, adapt=Scripted(every=5, window=4, lag=1))
+            wire = Wire(Plan.build(SHAPES), SHAPES, transport, WireSettings(adapt=Scripted(every=5, window=4, lag=1)))
             for step in range(6):
                 wire.begin_step()
                 gradients = {
@@ -131,7 +131,7 @@ def test_a_nonfinite_gradient_is_left_out_of_the_sum() -> None:
     seen.clear()
 
     def run(transport):
-        wire = Wire(Plan.build(SHAPES), SHAPES, transport, adapt=Scripted(every=4, window=3, lag=1))
+        wire = Wire(Plan.build(SHAPES), SHAPES, transport, WireSettings(adapt=Scripted(every=4, window=3, lag=1)))
         for step in range(4):
             wire.begin_step()
             flat = torch.full((NUMEL,), 1.0 if step != 1 else float("inf"))
@@ -162,7 +162,12 @@ def test_what_rank_0_sends_is_read_and_not_trusted(told: str, monkeypatch: pytes
 
 def test_ranks_with_different_policies_are_reported_before_training() -> None:
     def run(transport):
-        return Wire(Plan.build(SHAPES), SHAPES, transport, adapt=thinwire.policies.LGreco(every=10 + transport.rank))
+        return Wire(
+            Plan.build(SHAPES),
+            SHAPES,
+            transport,
+            WireSettings(adapt=thinwire.policies.LGreco(every=10 + transport.rank)),
+        )
 
     with pytest.raises(DisagreementError, match="every=11"):
         run_threads(run, 2)
@@ -202,7 +207,7 @@ def test_the_residual_stays(old: str, new: str, num_ranks: int) -> None:
     shapes = {"w": (64, 48)}
 
     def run(transport):
-        wire = Wire(Plan.build(shapes, old), shapes, transport, adapt=policy)
+        wire = Wire(Plan.build(shapes, old), shapes, transport, WireSettings(adapt=policy))
         arrived, sent = _sums(wire, shapes, 7)
         assert wire.plan["w"] == thinwire.parse(new)
         # One more change, back to what every rank has a residual of its own for: it holds what this rank has not sent.
@@ -237,7 +242,7 @@ def test_another_family_is_handed_the_mean_residual_and_not_how_ranks_differ() -
     shared, apart = torch.randn(2, 64 * 48, generator=draw)
 
     def run(transport):
-        wire = Wire(Plan.build(shapes, policy.specs[0]), shapes, transport, adapt=policy)
+        wire = Wire(Plan.build(shapes, policy.specs[0]), shapes, transport, WireSettings(adapt=policy))
         unsent = torch.zeros(64 * 48)
         while True:
             wire.begin_step()
@@ -259,7 +264,7 @@ def test_a_layer_that_turns_raw_sends_its_residual_first() -> None:
     policy = Scripted(every=4, window=1, lag=1, specs=("ef(topk(density=0.1))", "ef(raw)", "raw"))
 
     def run(transport):
-        wire = Wire(Plan.build(shapes, policy.specs[0]), shapes, transport, adapt=policy)
+        wire = Wire(Plan.build(shapes, policy.specs[0]), shapes, transport, WireSettings(adapt=policy))
         arrived, sent = _sums(wire, shapes, 10)
         assert wire.plan["w"] == thinwire.compressors.Raw()
         return arrived, sent
@@ -338,7 +343,7 @@ def test_a_layer_that_the_rank_does_not_suit_gets_a_lower_one() -> None:
         plan = Plan.build(shapes, "powersgd(rank=16)")
         assert plan["conv"] == thinwire.compressors.Raw()
         policy = thinwire.policies.LGreco(every=4, window=2, lag=1, alpha=2.0)
-        wire = Wire(plan, shapes, transport, adapt=policy)
+        wire = Wire(plan, shapes, transport, WireSettings(adapt=policy))
         for step in range(6):
             wire.begin_step()
             draw = torch.Generator().manual_seed(10 * step + wire.rank)
@@ -361,7 +366,7 @@ def test_low_rank_factors_keep_their_columns() -> None:
     columns = []
 
     def run(transport):
-        wire = Wire(Plan.build({"w": (64, 48)}, first), {"w": (64, 48)}, transport, adapt=policy)
+        wire = Wire(Plan.build({"w": (64, 48)}, first), {"w": (64, 48)}, transport, WireSettings(adapt=policy))
         before = torch.empty(0)
         for step in range(9):
             wire.begin_step()
@@ -504,7 +509,7 @@ def test_a_run_that_resumes_decides_as_it_would_have(spec: str, policy: str, at:
 
 def test_a_state_without_sums_is_reported(tmp_path: Path) -> None:
     def run(transport):
-        wire = Wire(Plan.build(SHAPES), SHAPES, transport, adapt=Scripted(every=4, window=2, lag=1))
+        wire = Wire(Plan.build(SHAPES), SHAPES, transport, WireSettings(adapt=Scripted(every=4, window=2, lag=1)))
         state = wire.state_dict()
         del state["adapt/sum/w"]
         wire.load_state_dict(state)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import thinwire
 from experiments.__main__ import main as experiments_main
-from experiments.bench.auto import Place
+from experiments.bench.auto import NetworkSpec
 from harness import run_threads
 from thinwire import lab
 from thinwire.bench.ranks import run_ranks as run_in
@@ -23,7 +23,7 @@ from thinwire.plan import Plan
 from thinwire.plan.forecast.ddp import Bucket, Pace, coded_transfer
 from thinwire.plan.forecast.links import Curve, Legs, Links
 from thinwire.policies import Evidence, Policy, Proposal, StepTime
-from thinwire.runtime import DisagreementError, Wire
+from thinwire.runtime import DisagreementError, Wire, WireSettings
 from thinwire.runtime.checkpoint import sealed
 from thinwire.runtime.probe import measure_links
 
@@ -158,7 +158,12 @@ def run(
     shapes = {"w": (96, 64)}
 
     def rank(transport: Any) -> tuple[Tensor, Tensor, Any]:
-        wire = Wire(Plan.build(shapes, spec), shapes, transport, adapt=Wandering(every=3, lag=1, algorithms=algorithms))
+        wire = Wire(
+            Plan.build(shapes, spec),
+            shapes,
+            transport,
+            WireSettings(adapt=Wandering(every=3, lag=1, algorithms=algorithms)),
+        )
         arrived, sent = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
         for step in range(steps):
             wire.begin_step()
@@ -285,7 +290,7 @@ def test_rank_0_cannot_send_what_this_world_cannot_have(monkeypatch: pytest.Monk
     def rank(transport: Any) -> None:
         shapes = {"w": (96, 64)}
         policy = thinwire.policies.LGreco(every=2, window=1, lag=1)
-        wire = Wire(Plan.build(shapes, "minmax(bits=4)"), shapes, transport, adapt=policy)
+        wire = Wire(Plan.build(shapes, "minmax(bits=4)"), shapes, transport, WireSettings(adapt=policy))
         for _ in range(4):
             wire.begin_step()
 
@@ -330,7 +335,7 @@ def test_bench_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("text", ["2x1", "2@100mbit", "twox1@1gbit", "@", "2x@1gbit"])
 def test_networks_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match="2x4@1gbit for two nodes"):
-        Place.parse(text)
+        NetworkSpec.parse(text)
     assert experiments_main(["bench", "auto", "--links", text]) == 2
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from harness import run_threads
 from thinwire import PeerFailedError, Plan, Wire
+from thinwire.runtime import WireSettings
 from thinwire.runtime.checkpoint import check_sealed, sealed
 
 SHAPES = {"a.weight": (40, 100), "a.bias": (40,), "b.weight": (64, 64)}
@@ -18,7 +19,7 @@ RULES = {"b.weight": "ef(powersgd(rank=2))", "*": "ef(minmax(bits=2))"}
 
 
 def make(transport) -> Wire:
-    return Wire(Plan.build(SHAPES, RULES), SHAPES, transport, seed=3)
+    return Wire(Plan.build(SHAPES, RULES), SHAPES, transport, WireSettings(seed=3))
 
 
 def trained_state() -> dict[str, Tensor]:

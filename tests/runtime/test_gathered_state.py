@@ -17,6 +17,7 @@ import thinwire
 from harness import run_ranks, run_threads
 from nets import fingerprint, make, train
 from thinwire.plan import Plan
+from thinwire.runtime import WireSettings
 
 FEEDBACK = "ef(minmax(bits=2))"
 RESIDUAL = "residual/layers.0.weight"
@@ -150,7 +151,7 @@ def test_what_a_policy_has_seen_is_in_the_gathered_state_of_every_rank() -> None
     def gathers(transport: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         plan = Plan.build({"weight": (64, 64)}, "topk(density=0.1)")
         policy = thinwire.policies.parse_policy("lgreco(every=4, warmup=1)")
-        wire = thinwire.Wire(plan, {"weight": (64, 64)}, transport, adapt=policy)
+        wire = thinwire.Wire(plan, {"weight": (64, 64)}, transport, WireSettings(adapt=policy))
         for step in range(3):
             wire.begin_step()
             flat = torch.randn(64 * 64, generator=torch.Generator().manual_seed(10 * step + transport.rank))

@@ -14,6 +14,7 @@ from thinwire import Plan, Wire
 from thinwire.collectives import Transport
 from thinwire.compressors import parse
 from thinwire.plan import Filter
+from thinwire.runtime import WireSettings
 
 SHAPES = {"a.weight": (60, 101), "b.weight": (64, 64)}
 LAYERS = tuple(SHAPES.items())
@@ -23,7 +24,7 @@ PACKED = "ef(topk(density=0.02), bits=8)"
 
 
 def _wire(transport: Transport, rules: object = PACKED) -> Wire:
-    return Wire(Plan.build(SHAPES, rules, Filter(min_numel=0)), SHAPES, transport, seed=3)
+    return Wire(Plan.build(SHAPES, rules, Filter(min_numel=0)), SHAPES, transport, WireSettings(seed=3))
 
 
 def _reduce(wire: Wire, step: int, *, one_bucket: bool = True) -> Tensor:

@@ -13,6 +13,7 @@ from harness import run_ranks, run_threads
 from sharded import batch, build, compress
 from thinwire import Plan, Wire
 from thinwire.plan import Filter
+from thinwire.runtime import WireSettings
 from thinwire.runtime.checkpoint import sealed
 
 SHAPES = {"w": (64, 48)}
@@ -26,7 +27,7 @@ def trained(spec: str, large: float, *, nan_from: int = STEPS, simulated: bool =
 
     def run(transport) -> tuple[list[bool], int]:
         plan = Plan.build(SHAPES, spec, Filter(min_numel=0))
-        wire = Wire(plan, SHAPES, transport, seed=1, simulated=simulated)
+        wire = Wire(plan, SHAPES, transport, WireSettings(seed=1), simulated=simulated)
         generator = torch.Generator().manual_seed(7 + transport.rank)
         finite: list[bool] = []
         for step in range(STEPS):

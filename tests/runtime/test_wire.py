@@ -13,14 +13,15 @@ from harness import run_threads
 from states import resealed
 from thinwire import DisagreementError, Plan, TransportError, Wire
 from thinwire.plan import Filter
+from thinwire.runtime import WireSettings
 
 SHAPES = {"a.weight": (40, 100), "a.bias": (40,), "b.weight": (64, 64), "c.weight": (30, 70), "scalar": ()}
 MIXED = {"a.weight": "ef(minmax(bits=2))", "b.weight": "ef(randk(density=0.2))", "c.*": "cast(bf16)", "scalar": "raw"}
 BUCKETS = (("scalar", "c.weight"), ("b.weight", "a.bias", "a.weight"))
 
 
-def make(transport, rules, **options) -> Wire:
-    return Wire(Plan.build(SHAPES, rules, Filter()), SHAPES, transport, **options)
+def make(transport, rules, **settings) -> Wire:
+    return Wire(Plan.build(SHAPES, rules, Filter()), SHAPES, transport, WireSettings(**settings))
 
 
 def gradients(rank: int, step: int, poison: float | None = None) -> dict[str, torch.Tensor]:

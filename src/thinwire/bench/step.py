@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from thinwire import lab
 from thinwire.bench.ranks import run_ranks
@@ -14,6 +17,7 @@ from thinwire.exits import ends_command
 from thinwire.results import OutputFile, Results
 
 _BATCHES = "2,4,6,8,12,16,24,32"
+_KINDS = ("fp32", "thinwire", "noop")
 
 
 def step(
@@ -74,40 +78,52 @@ def step(
         where = rate if shaped else "loopback"
         stack.enter_context(console.status(f"{ranks} ranks, {where}: {rounds} turns for each batch size ..."))
         answer = run_ranks("thinwire.bench.step_rank", config, ranks, network)
-    results = Results("thinwire bench step", about={"link": about, "compressor": compressor, "ranks": ranks})
     console.print(f"A training step, {ranks} ranks, {where}, {compressor}")
+    console.print(_table(answer["measured"]))
+    for line in _remarks(answer):
+        console.print(line, soft_wrap=True)
+    if json:
+        about = {"link": about, "compressor": compressor, "ranks": ranks}
+        _results(answer, about).write(json)
+    return 0
+
+
+def _table(measured: Sequence[Mapping[str, Any]]) -> Table:
     milliseconds = [f"{name}\nms" for name in ("fp32", "thinwire", "ceiling")]
     shares = [f"{name},\nof ceiling" for name in ("fp32", "thinwire")]
     table = figures_table("batch", (*milliseconds, *shares, "against\nfp32"))
-    for row in answer["measured"]:
-        seconds, share = row["seconds"], row["share"]
-        times = [f"{seconds[name] * 1e3:.0f}" for name in ("fp32", "thinwire", "noop")]
-        shares = [f"{share['fp32']:.0%}", f"{share['thinwire']:.0%}"]
+    for row in measured:
+        times = [f"{row['seconds'][name] * 1e3:.0f}" for name in _KINDS]
+        shares = [f"{row['share'][name]:.0%}" for name in ("fp32", "thinwire")]
         table.add_row(str(row["batch"]), *times, *shares, f"{row['over_fp32']:.2f}x")
-        for name in ("fp32", "thinwire", "noop"):
-            results.add(f"step_s/{name}/batch{row['batch']}", seconds[name], "s", all=row["all"][name])
-    console.print(table)
-    last, processor = answer["measured"][-1], answer["processor_s"]
-    for name, seconds in processor.items():
-        results.add(f"processor_s/{name}", seconds, "s", batch=last["batch"])
-    taken, worked = (1e3 * (by_name["thinwire"] - by_name["noop"]) for by_name in (last["seconds"], processor))
-    console.print(
+    return table
+
+
+def _remarks(answer: Mapping[str, Any]) -> Iterator[str]:
+    """What compressing costs in a step of the largest batch, and whether thinwire compressed at all."""
+    last = answer["measured"][-1]
+    taken, worked = (1e3 * (by["thinwire"] - by["noop"]) for by in (last["seconds"], answer["processor_s"]))
+    yield (
         f"At batch {last['batch']} a step takes {taken:.0f} ms longer than the ceiling, and {worked:.0f} ms more "
-        "processor time of rank 0, which cores that training leaves idle would take.",
-        soft_wrap=True,
+        "processor time of rank 0, which cores that training leaves idle would take."
     )
-    results.add("share_of_ceiling/fp32", last["share"]["fp32"], "", batch=last["batch"])
-    results.add("share_of_ceiling/thinwire", last["share"]["thinwire"], "", batch=last["batch"])
+    if answer["declined_layers"]:
+        yield f"thinwire declined to compress {answer['declined_layers']} layers: it would not have been faster."
+
+
+def _results(answer: Mapping[str, Any], about: Mapping[str, object]) -> Results:
+    results = Results("thinwire bench step", about=dict(about))
+    for row in answer["measured"]:
+        for name in _KINDS:
+            results.add(f"step_s/{name}/batch{row['batch']}", row["seconds"][name], "s", all=row["all"][name])
+    last, stats = answer["measured"][-1], answer["stats"]
+    for name, seconds in answer["processor_s"].items():
+        results.add(f"processor_s/{name}", seconds, "s", batch=last["batch"])
+    for name in ("fp32", "thinwire"):
+        results.add(f"share_of_ceiling/{name}", last["share"][name], "", batch=last["batch"])
     results.add("speedup_over_fp32", last["over_fp32"], "x", batch=last["batch"])
     results.add("declined_layers", answer["declined_layers"], "layers")
     results.add("payload_bytes_per_step", answer["bytes_per_step"], "B")
-    stats = answer["stats"]
     for stage in ("encode", "wire", "reduce", "decode"):
         results.add(f"stage_s/{stage}", stats[f"{stage}_s"] / stats["steps"], "s")
-    if answer["declined_layers"]:
-        console.print(
-            f"thinwire declined to compress {answer['declined_layers']} layers: it would not have been faster."
-        )
-    if json:
-        results.write(json)
-    return 0
+    return results

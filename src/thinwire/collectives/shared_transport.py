@@ -87,7 +87,7 @@ class _Neighbour:
             )
 
 
-class _Place(NamedTuple):
+class _MessagePlace(NamedTuple):
     """The place of a message in the memory of its sender, in bytes."""
 
     published: int
@@ -96,7 +96,7 @@ class _Place(NamedTuple):
     payload: int
 
 
-def places_of(messages: Sequence[Outgoing], neighbours: frozenset[int]) -> tuple[dict[int, _Place], int]:
+def places_of(messages: Sequence[Outgoing], neighbours: frozenset[int]) -> tuple[dict[int, _MessagePlace], int]:
     """Return the places of a rank's messages to its ``neighbours`` by phase, and the bytes of all of them.
 
     Every rank computes this for every rank of its node, so nothing about it is sent.
@@ -107,7 +107,7 @@ def places_of(messages: Sequence[Outgoing], neighbours: frozenset[int]) -> tuple
         if receivers:
             consumed = {rank: at + LINE_BYTES * (i + 1) for i, rank in enumerate(receivers)}
             payload = at + LINE_BYTES * (len(receivers) + 1)
-            places[message.phase] = _Place(at, consumed, payload)
+            places[message.phase] = _MessagePlace(at, consumed, payload)
             at = payload + align(message.num_bytes)
     return places, at
 
@@ -317,5 +317,5 @@ class _Publication:
         self._transport._await(self._word, self._generation, self._peer, "receiving from")
 
 
-def _payload(memory: Tensor, place: _Place, message: Outgoing) -> Tensor:
+def _payload(memory: Tensor, place: _MessagePlace, message: Outgoing) -> Tensor:
     return memory[place.payload : place.payload + message.num_bytes]

@@ -74,6 +74,13 @@ class Feedback(Wrapper):
     decay: float
     bits: int
 
+    def around(self, inner: Compressor) -> Compressor:
+        return ef(inner, self.units, self.decay, self.bits)
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return (*self.inner.slots, replace(RESIDUAL, bits=self.bits))
+
     def check_rate(self, learning_rate: float | None) -> None:
         if self.units == "update" and learning_rate is None:
             raise ValueError(f"{self} weights residuals by the learning rate: pass optimizer= to thinwire.compress()")
@@ -118,13 +125,6 @@ class EfCoded(Feedback, CodedWrapper):
     decay: float = 1.0
     bits: int = 32
 
-    def around(self, inner: Compressor) -> Compressor:
-        return ef(inner, self.units, self.decay, self.bits)
-
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        return (*self.inner.slots, replace(RESIDUAL, bits=self.bits))
-
     def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
         e = self.residual(call.state)
         if isinstance(self.inner, OnePass):
@@ -164,13 +164,6 @@ class EfSummed(Feedback, Summed):
     units: Units = "gradient"
     decay: float = 1.0
     bits: int = 32
-
-    def around(self, inner: Compressor) -> Compressor:
-        return ef(inner, self.units, self.decay, self.bits)
-
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        return (*self.inner.slots, replace(RESIDUAL, bits=self.bits))
 
     def sums(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[SumShape, ...]:
         return self.inner.sums(shape, dtype)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from thinwire.collectives import LoopbackTransport
 from thinwire.integrations.ddp import Options, of_optimizer, rules_of
 from thinwire.plan import Plan
-from thinwire.runtime import Wire
+from thinwire.runtime import Wire, WireSettings
 
 
 def is_alone() -> bool:
@@ -37,6 +37,7 @@ def attach_alone(module: nn.Module, options: Options) -> Wire:
     plan = Plan.build(shapes, rules, options.filter)
     _, preconditioned, plan = of_optimizer(plan, policy, parameters, options)
     (transport,) = LoopbackTransport.world(1)
-    wire = Wire(plan, shapes, transport, seed=options.seed, start=options.start, optimizer=options.optimizer)
+    settings = WireSettings(seed=options.seed, start=options.start)
+    wire = Wire(plan, shapes, transport, settings, optimizer=options.optimizer)
     wire.moments = preconditioned
     return wire

@@ -141,8 +141,8 @@ class _Hook:
             self.momentum.set_lengths(mean, self._loss_scale)
 
     def _keep_unused(self) -> None:
-        """Keep what residuals have sent of layers that no rank used: DDP leaves their gradients as they are, None after
-        ``zero_grad()``, whatever has arrived for them."""
+        """Keep what residuals, and momenta of `DGC`, have sent of layers that no rank used: DDP leaves their gradients
+        as they are, None after ``zero_grad()``, whatever has arrived for them."""
         if not self._finds_unused or self.wire is None or not self.wire.attached or self.momentum is not None:
             return
         nothing = torch.zeros(())
@@ -357,15 +357,10 @@ def _attach(model: DistributedDataParallel, options: Options) -> Wire:
             prepared.plan,
             prepared.shapes,
             _transport(host, hook.group, timeout, options, prepared.device),
-            seed=options.seed,
-            start=max(options.start, prepared.policy.warmup if prepared.policy else 0),
-            # What pays is for `Auto` to decide, again and again.
-            skip_if_slower=options.skip_if_slower and not isinstance(prepared.policy, Auto),
+            options.settings(prepared.policy),
             simulated=options.simulate,
             measure=options.checks.measure_every,
             optimizer=options.optimizer,
-            algorithm=options.algorithm,
-            adapt=prepared.policy,
         )
     except Exception:
         host.close()

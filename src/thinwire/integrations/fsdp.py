@@ -290,15 +290,11 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
         wire = ShardedWire(
             prepared.plan,
             prepared.units,
+            options.settings(policy),
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             make_world=partial(_whole_world, options.network.timeout),
-            seed=options.seed,
-            start=max(options.start, policy.warmup if policy else 0),
             master=options.master,
-            skip_if_slower=options.skip_if_slower,
-            algorithm=options.algorithm,
-            adapt=policy,
             replicas=replicas,
         )
         without_wire.pop_all()
@@ -347,6 +343,12 @@ def _sharded(model: nn.Module, options: ShardedOptions) -> list[tuple[FSDPModule
         for group in _checked(path, module, options):
             sharded.setdefault(id(group.identity), (module, group, path))
     return list(sharded.values())
+
+
+def first_group(model: nn.Module) -> dist.ProcessGroup | None:
+    """The process group that `attach_fsdp` meets first; None if no module has parameters of its own."""
+    groups = (group for _, module in _modules(model) for group in fsdp_groups(module) if group.parameters)
+    return next((group.process_group for group in groups), None)
 
 
 def _ranks(group: FSDPGroup) -> tuple[int, ...]:

@@ -16,7 +16,8 @@ from thinwire.collectives import AggregatorAddress, Algorithm, TransportChoice, 
 from thinwire.collectives.shared_transport import check_choice
 from thinwire.compressors import Compressor, check_int, parse
 from thinwire.plan import Filter
-from thinwire.policies import Policy, parse_policy
+from thinwire.policies import Auto, Policy, parse_policy
+from thinwire.runtime import WireSettings
 from thinwire.runtime.consistency import library_version
 
 
@@ -136,6 +137,17 @@ class CommonOptions:
     def algorithm(self) -> Algorithm:
         """The collective algorithm."""
         return self.network.chosen_algorithm("sra")
+
+    def settings(self, policy: Policy | None) -> WireSettings:
+        """What a handle is told of these arguments; ``policy`` is the one that they name."""
+        return WireSettings(
+            seed=self.seed,
+            start=max(self.start, policy.warmup if policy else 0),
+            # What pays is for `Auto` to decide, again and again.
+            skip_if_slower=self.skip_if_slower and not isinstance(policy, Auto),
+            algorithm=self.algorithm,
+            adapt=policy,
+        )
 
     @property
     def filter(self) -> Filter:

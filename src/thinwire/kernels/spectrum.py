@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import native
-from thinwire.kernels.native import CODES
 from thinwire.kernels.ops import _check_message, _check_values
 from thinwire.kernels.reference_floats import HEADER
 from thinwire.kernels.sparse import MAX_NUMEL, index_bytes, pack_indices, select_topk, unpack_indices
@@ -54,7 +53,7 @@ def signal(components: Tensor, numel: int, block: int) -> Tensor:
 def spectrum_encode(
     x: Tensor, table: Table, message: Tensor, parts: Tensor, *, block: int, kept: Sequence[int]
 ) -> list[float]:
-    """Write the largest components of each segment of ``x``: which they are into ``message``, themselves into ``parts``.
+    """Write which components of each segment of ``x`` are the largest into ``message``, and themselves into ``parts``.
 
     A segment is cut into blocks of ``block`` elements (a shorter one is a block of its own), the last completed with
     zeros, and each is transformed by an orthonormal real FFT. Of segment i the ``kept[i]`` components of largest
@@ -170,7 +169,7 @@ def _transforms(block: int) -> bool:
 
 
 def _blocks(table: Table, block: int, kept: Sequence[int]) -> tuple[int, int, int]:
-    """Return the native core's arguments: the size of blocks, their roots of unity, and how many components are kept."""
+    """Return arguments of the native core: the size of blocks, their roots of unity, how many components are kept."""
     counts = table.kept(("counts", *kept), lambda: torch.tensor(kept, dtype=torch.int64))
     return block, _roots(block).data_ptr(), counts.data_ptr()
 

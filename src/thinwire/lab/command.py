@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from thinwire.exits import ends_command
-from thinwire.lab.launch import launch
+from thinwire.lab.launch import Outcome, launch
 from thinwire.lab.schedule import Event, Kind, read_schedule
 from thinwire.lab.units import parse_time
 from thinwire.results import OutputFile, Results
@@ -100,17 +101,21 @@ def lab(
             possible=possible,
         )
     if json is not None:
-        results = Results("lab", about={"command": list(command), "link": outcome.link})
-        results.add("exit_code", outcome.exit_code, "")
-        results.add("seconds", outcome.seconds, "s")
-        results.add("rank_seconds", outcome.rank_seconds, "s")
-        if outcome.counted is not None:
-            results.add("counted", outcome.counted, "")
-        for name, value in outcome.goodput.items():
-            results.add(f"goodput/{name}", value, "")
-        whose = "rank" if ranks_per_node == 1 else "node"
-        for number, (sent, received) in enumerate(outcome.link_bytes):
-            results.add(f"sent_bytes/{whose}{number}", sent, "B")
-            results.add(f"received_bytes/{whose}{number}", received, "B")
-        results.write(json)
+        _results(outcome, command, "rank" if ranks_per_node == 1 else "node").write(json)
     return outcome.exit_code
+
+
+def _results(outcome: Outcome, command: Sequence[str], whose: str) -> Results:
+    """All figures, for ``--json``. ``whose``: what has a link, a rank or a node."""
+    results = Results("lab", about={"command": list(command), "link": outcome.link})
+    results.add("exit_code", outcome.exit_code, "")
+    results.add("seconds", outcome.seconds, "s")
+    results.add("rank_seconds", outcome.rank_seconds, "s")
+    if outcome.counted is not None:
+        results.add("counted", outcome.counted, "")
+    for name, value in outcome.goodput.items():
+        results.add(f"goodput/{name}", value, "")
+    for number, (sent, received) in enumerate(outcome.link_bytes):
+        results.add(f"sent_bytes/{whose}{number}", sent, "B")
+        results.add(f"received_bytes/{whose}{number}", received, "B")
+    return results

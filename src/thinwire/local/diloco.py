@@ -23,6 +23,7 @@ from thinwire.local.fragments import (
     FEW_BITS,
     Fragment,
     balanced_fragments,
+    check_tokens,
     described,
     exchange_algorithm,
     exchange_plan,
@@ -33,11 +34,10 @@ from thinwire.local.fragments import (
     state_entry,
     trained_parameters,
 )
-from thinwire.local.outer import Nesterov, chosen_outer, warn_of_few_exchanges, warn_of_other_workers
-from thinwire.optim import CompressedAdamW
+from thinwire.local.outer import Nesterov, chosen_outer, warn_of_other_workers
 from thinwire.optim.shards import is_sharded
 from thinwire.plan import Plan
-from thinwire.runtime import Wire, on_the_host
+from thinwire.runtime import Wire, WireSettings, on_the_host
 from thinwire.runtime.checkpoint import check_sealed, sealed
 
 
@@ -121,17 +121,13 @@ class DiLoCo:
         # Workers meet, and agree, before anything is sent over the user's group.
         with failing_before_meeting(group):
             check_int("every", every, 1)
-            exchanges = None if total_steps is None else total_steps / every
-            self.outer = chosen_outer(outer, exchanges)
+            self.outer = chosen_outer(outer, every, total_steps)
             self.every, self.overlap, self.weighted = every, overlap, weighted
             self.mix: Literal["keep"] | float = mix
             self.group = group
             self._module = model.module if isinstance(model, DistributedDataParallel) else model
             parameters = trained_parameters(self._module, inner_optimizer)
-            if isinstance(inner_optimizer, CompressedAdamW):
-                inner_optimizer.expect_no_wire()
             self._check(parameters, fragments)
-            warn_of_few_exchanges(self.outer, every, exchanges)
             if isinstance(model, DistributedDataParallel):
                 warn_of_averaged_gradients(model, group)
             shapes = sent_shapes(parameters)
@@ -230,9 +226,7 @@ class DiLoCo:
             ValueError: ``tokens`` is missing with ``weighted=True``, or given without.
             TransportError, PeerFailedError: an exchange failed.
         """
-        if (tokens is None) == self.weighted:
-            needed = "step(tokens=...) is needed" if self.weighted else "step() takes no tokens"
-            raise ValueError(f"{needed} with weighted={self.weighted}")
+        check_tokens(tokens, weighted=self.weighted)
         self._steps += 1
         self._tokens += tokens or 0
         if (self._steps + self.overlap) % self.interval == 0:
@@ -427,7 +421,7 @@ def _open_wire(
     with on_the_host():
         transport = host_transport(group, timeout, network, arguments)
         try:
-            return Wire(plan, shapes, transport, seed=seed, algorithm=algorithm)
+            return Wire(plan, shapes, transport, WireSettings(seed=seed, algorithm=algorithm))
         except Exception:
             transport.close()
             raise

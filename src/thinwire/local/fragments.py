@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from thinwire.compressors import Compressor, OnePass, Raw, Wrapper, ef, parse, unwrap
 from thinwire.local.outer import Nesterov
+from thinwire.optim import CompressedAdamW
 from thinwire.optim.shards import local
 from thinwire.plan import Filter, Plan
 
@@ -141,6 +142,8 @@ def local_values(parameter: Tensor) -> Tensor:
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     """The parameters of ``model`` that are exchanged: those that are trained, and of which this rank has values.
 
+    A `CompressedAdamW` is told that no Wire will send what it makes of gradients.
+
     Raises:
         TypeError: a parameter is not floating point.
         ValueError: the optimizer lacks a parameter.
@@ -152,6 +155,8 @@ def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
             raise TypeError(f"{name} is {parameter.dtype}, and pseudo-gradients are floating point")
         if id(parameter) not in held:
             raise ValueError(f"the inner optimizer does not hold {name}: make it after the model is wrapped")
+    if isinstance(optimizer, CompressedAdamW):
+        optimizer.expect_no_wire()
     return parameters
 
 
@@ -235,6 +240,13 @@ def shared_weights(fragments: Sequence[Fragment]) -> Iterator[None]:
     finally:
         for fragment, weights in zip(fragments, own, strict=True):
             fragment.write(weights)
+
+
+def check_tokens(tokens: int | None, *, weighted: bool) -> None:
+    """Raise ``ValueError`` unless ``step(tokens=...)`` was given them where they count, and there alone."""
+    if (tokens is None) == weighted:
+        needed = "step(tokens=...) is needed" if weighted else "step() takes no tokens"
+        raise ValueError(f"{needed} with weighted={weighted}")
 
 
 def state_entry(state: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> Tensor:

@@ -14,6 +14,7 @@ from thinwire.compressors import Compressor, check_int
 from thinwire.local.fragments import (
     FEW_BITS,
     Fragment,
+    check_tokens,
     described,
     exchange_algorithm,
     exchange_plan,
@@ -23,9 +24,8 @@ from thinwire.local.fragments import (
     trained_parameters,
 )
 from thinwire.local.members import Group, Manager, Members
-from thinwire.local.outer import Nesterov, chosen_outer, warn_of_few_exchanges
-from thinwire.optim import CompressedAdamW
-from thinwire.runtime import Wire, agree, on_the_host
+from thinwire.local.outer import Nesterov, chosen_outer
+from thinwire.runtime import Wire, WireSettings, agree, on_the_host
 from thinwire.runtime.checkpoint import check_sealed, sealed
 from thinwire.runtime.consistency import signed_checksum
 
@@ -85,14 +85,10 @@ class ManagedDiLoCo:
         check_int("every", every, 1)
         if not hasattr(type(group), "parent"):
             raise TypeError(f"group must be the torchft.ProcessGroupGloo of the manager, not {group!r}")
-        exchanges = None if total_steps is None else total_steps / every
         self.every, self.weighted = every, weighted
-        self.outer = chosen_outer(outer, exchanges)
-        warn_of_few_exchanges(self.outer, every, exchanges)
+        self.outer = chosen_outer(outer, every, total_steps)
         module = model.module if isinstance(model, DistributedDataParallel) else model
         parameters = trained_parameters(module, inner_optimizer)
-        if isinstance(inner_optimizer, CompressedAdamW):
-            inner_optimizer.expect_no_wire()
         self._buffers = [b for b in module.buffers() if b.is_floating_point()]
         self._fragment = Fragment(parameters, device=None if outer_device is None else torch.device(outer_device))
         self._steps = 0
@@ -116,7 +112,7 @@ class ManagedDiLoCo:
                 agree(arguments | {"round": str(self._rounds)}, transport)
                 own_seed = (seed + self._rounds) % 2**63
                 algorithm = parse_algorithm(exchange_algorithm(transport.world_size))
-                return Wire(plan, shapes, transport, seed=own_seed, algorithm=algorithm)
+                return Wire(plan, shapes, transport, WireSettings(seed=own_seed, algorithm=algorithm))
 
         self.members = Members(manager, group, open_wire=open_wire, save=self.state_dict, load=self._take_shared_state)
         """Who takes part: ``members.names``, and counts of who ``came`` and ``left``."""
@@ -172,9 +168,7 @@ class ManagedDiLoCo:
             ValueError: ``tokens`` is missing with ``weighted=True``, or given without.
             Exception: torchft's lighthouse does not answer, or not enough workers are there in time.
         """
-        if (tokens is None) == self.weighted:
-            needed = "step(tokens=...) is needed" if self.weighted else "step() takes no tokens"
-            raise ValueError(f"{needed} with weighted={self.weighted}")
+        check_tokens(tokens, weighted=self.weighted)
         self._steps += 1
         self._work += 1 if tokens is None else tokens
         if self._steps % self.every == 0:
@@ -204,18 +198,17 @@ class ManagedDiLoCo:
             "exchange": torch.tensor(self._last_exchange),
             "steps": torch.tensor(self._steps),
         }
-        state |= {f"buffer/{i}": buffer.detach().clone() for i, buffer in enumerate(self._buffers)}
-        return sealed(state | {name: v.clone() for name, v in self._fragment.saved(with_mean=False).items()})
+        return sealed(state | {name: value.detach().clone() for name, value in self._shared().items()})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a state, on every worker, after the model's and the inner optimizer's were loaded.
 
         Raises:
-            ValueError: the state is of another model.
+            ValueError: the state is of another model, or was damaged; nothing of it was taken.
         """
+        self._load(state)
         self._work, self._unsettled = 0, None
         self._fragment.write(self._fragment.anchor)
-        self._take_shared_state(state)
 
     def close(self) -> None:
         """End the exchanges' threads and connections, after `finish`."""
@@ -262,19 +255,26 @@ class ManagedDiLoCo:
         What this worker has learned since its last exchange goes into the next one if it has missed one at most, and is
         dropped if it was away for longer. Where the one it missed has its message, only what came later is left.
         """
-        fragment = self._fragment
-        check_sealed(state, [key for key in state if key != "checksums"])
-        rounds, number, steps = (int(state_entry(state, name, ())) for name in ("rounds", "exchange", "steps"))
-        base = fragment.anchor
-        if self._unsettled is not None and self._unsettled[0] == number:
+        fragment, rounds = self._fragment, self._rounds
+        weights, base = fragment.read(), fragment.anchor.clone()
+        self._load(state)
+        if self._unsettled is not None and self._unsettled[0] == self._last_exchange:
             _, base, sent = self._unsettled
             self._unsettled, self._work = None, self._work - sent
-        elif rounds > self._rounds + 1:
-            base, self._work = fragment.read(), 0
-        learned = fragment.read() - base
-        for name, values in fragment.saved(with_mean=False).items():
-            values.copy_(state_entry(state, name, values.shape))
-        for i, buffer in enumerate(self._buffers):
-            overwrite(buffer, state_entry(state, f"buffer/{i}", buffer.shape))
-        fragment.write(fragment.anchor + learned)
+        elif self._rounds > rounds + 1:
+            base, self._work = weights, 0
+        fragment.write(fragment.anchor + (weights - base))
+
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a shared state, but for the worker's own weights; nothing of it if it raises ``ValueError``."""
+        check_sealed(state, [key for key in state if key != "checksums"])
+        rounds, number, steps = (int(state_entry(state, name, ())) for name in ("rounds", "exchange", "steps"))
+        values = [(own, state_entry(state, name, own.shape)) for name, own in self._shared().items()]
+        for own, value in values:
+            overwrite(own, value)
         self._rounds, self._last_exchange, self._steps = rounds, number, steps
+
+    def _shared(self) -> dict[str, Tensor]:
+        """The tensors that are alike on all workers."""
+        buffers = {f"buffer/{i}": buffer for i, buffer in enumerate(self._buffers)}
+        return buffers | self._fragment.saved(with_mean=False)

@@ -56,27 +56,25 @@ class Nesterov:
             anchor.sub_(momentum, alpha=self.lr * self.momentum)
 
 
-def chosen_outer(outer: Nesterov | None, exchanges: float | None) -> Nesterov:
-    """The outer optimizer that was asked for, or the default for so many exchanges, or for a number that is not known.
+def chosen_outer(outer: Nesterov | None, every: int, total_steps: int | None) -> Nesterov:
+    """The outer optimizer that was asked for, or the default for an exchange ``every`` so many of ``total_steps``.
 
     A momentum needs exchanges to build up, and what it holds after the last one is lost: below 20 exchanges plain
-    averages of the weights, ``Nesterov(lr=1, momentum=0)``, end at a lower loss.
+    averages of the weights, ``Nesterov(lr=1, momentum=0)``, end at a lower loss. Warns the caller's caller where
+    exchanges are too few for the optimizer, or for learning at all.
 
     Raises:
         TypeError: ``outer`` is another optimizer.
     """
-    if isinstance(outer, Nesterov):
-        return outer
-    if outer is not None:
+    exchanges = None if total_steps is None else total_steps / every
+    if outer is None:
+        few = exchanges is not None and exchanges < _FEW_EXCHANGES
+        outer = Nesterov(lr=1.0, momentum=0.0) if few else Nesterov()
+    if not isinstance(outer, Nesterov):
         raise TypeError(
             f"outer must be a thinwire.local.Nesterov, not {type(outer).__name__}: "
             "outer=thinwire.local.Nesterov(lr=..., momentum=...)"
         )
-    return Nesterov(lr=1.0, momentum=0.0) if exchanges is not None and exchanges < _FEW_EXCHANGES else Nesterov()
-
-
-def warn_of_few_exchanges(outer: Nesterov, every: int, exchanges: float | None) -> None:
-    """Warn where so many exchanges (None: not known) are too few for ``outer``, or for learning at all."""
     if outer.gain > _HIGH_GAIN and (exchanges is None or exchanges < _FEW_FOR_A_HIGH_GAIN):
         warnings.warn(
             f"outer={outer} has a gain lr / (1 - momentum) of {outer.gain:.1f}, which suits thousands of rounds; with "
@@ -85,10 +83,11 @@ def warn_of_few_exchanges(outer: Nesterov, every: int, exchanges: float | None) 
         )
     if exchanges is not None and exchanges < 2:
         warnings.warn(
-            f"every={every} leaves {exchanges:.1f} exchanges in {exchanges * every:.0f} steps: workers hardly learn "
+            f"every={every} leaves {exchanges:.1f} exchanges in {total_steps} steps: workers hardly learn "
             "from each other; exchange more often",
             stacklevel=3,
         )
+    return outer
 
 
 def warn_of_other_workers(before: int, now: int) -> None:

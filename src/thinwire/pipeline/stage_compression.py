@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from datetime import timedelta
 from statistics import median
 from typing import Any
@@ -338,15 +337,7 @@ class StageCompression:
     def present_stats(self) -> PipelineStats:
         """A copy of the statistics, with what the stores hold now."""
         self._beside.wait()
-        stores = [side.store for side in self.sides if side.store is not None]
-        return replace(
-            self.stats,
-            epochs=[replace(epoch) for epoch in self.stats.epochs],
-            evicted=sum(store.counts.evicted for store in stores),
-            turned_away=sum(store.counts.turned_away for store in stores),
-            kept_samples=sum(len(store) for store in stores),
-            store_bytes=sum(store.num_bytes for store in stores),
-        )
+        return self.stats.holding([side.store for side in self.sides if side.store is not None])
 
     def state_dict(self, step: int, run: int) -> dict[str, Tensor]:
         """The step, the run, and the records of both sides (those on disk: which ones they are), as tensors."""

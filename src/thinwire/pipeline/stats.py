@@ -6,7 +6,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+
+from thinwire.store import Store
 
 _adding = threading.Lock()
 """Held while something is added: several threads do."""
@@ -60,6 +62,17 @@ class PipelineStats:
     """Bytes that these stores take now."""
     epochs: list[EpochMeans] = field(default_factory=list)
     """By visit, the first one first."""
+
+    def holding(self, stores: Sequence[Store]) -> PipelineStats:
+        """A copy, with what these stores hold now."""
+        return replace(
+            self,
+            epochs=[replace(epoch) for epoch in self.epochs],
+            evicted=sum(store.counts.evicted for store in stores),
+            turned_away=sum(store.counts.turned_away for store in stores),
+            kept_samples=sum(len(store) for store in stores),
+            store_bytes=sum(store.num_bytes for store in stores),
+        )
 
     @property
     def sent_bytes(self) -> int:

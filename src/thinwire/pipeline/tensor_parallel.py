@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -103,15 +102,7 @@ class CompressedRowwiseParallel(RowwiseParallel):
     @property
     def stats(self) -> PipelineStats:
         """What this rank sent for all layers of this style. ``dense_bytes`` are those of ring all-reduces in fp32."""
-        stores = [layer.sum.store for layer in self._layers if layer.sum.store is not None]
-        return replace(
-            self._stats,
-            epochs=[],
-            evicted=sum(store.counts.evicted for store in stores),
-            turned_away=sum(store.counts.turned_away for store in stores),
-            kept_samples=sum(len(store) for store in stores),
-            store_bytes=sum(store.num_bytes for store in stores),
-        )
+        return self._stats.holding([layer.sum.store for layer in self._layers if layer.sum.store is not None])
 
     def state_dict(self) -> dict[str, Tensor]:
         """Tensors from which the style of the same rank, given for the same layers, goes on bit by bit."""

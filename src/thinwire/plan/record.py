@@ -108,60 +108,6 @@ class PlanRecord:
             if row.bucket < before.bucket:
                 raise ValueError(f"layer {row.name!r} of bucket {row.bucket} comes after bucket {before.bucket}")
 
-    @classmethod
-    def from_plan(
-        cls,
-        plan_layers: Mapping[str, Compressor],
-        reference_layers: Mapping[str, Compressor],
-        shapes: Mapping[str, Sequence[int]],
-        bucket_order: Iterable[Iterable[str]],
-        num_ranks: int,
-        errors: Mapping[str, float],
-        reference_errors: Mapping[str, float],
-        step: int,
-        policy: str,
-        note: str,
-    ) -> PlanRecord:
-        """The record of a plan. Bytes are those of fp32 gradients; a world of one is taken for one of two.
-
-        Args:
-            plan_layers: what each layer has.
-            reference_layers: what the rules name; a layer that is not in it has its own compressor for reference.
-            shapes: of the layers.
-            bucket_order: names of the layers of each bucket, as they leave. Layers in none of them, all of them before
-                the first step, come last, in a bucket of their own.
-            num_ranks: of the world.
-            errors: by layer, squared L2 errors of the plan.
-            reference_errors: by layer, those of the reference.
-            step: the last one that communicated.
-            policy: spec of what chose the plan.
-            note: what it said.
-        """
-        places: dict[str, int] = {}
-        after = 0
-        for bucket, names in enumerate(bucket_order):
-            after = bucket + 1
-            places |= {name: bucket for name in names if name in plan_layers and name not in places}
-        places |= {name: after for name in plan_layers if name not in places}
-        rows = []
-        for name, bucket in places.items():
-            chosen, shape = plan_layers[name], tuple(shapes[name])
-            reference = reference_layers.get(name, chosen)
-            rows.append(
-                LayerRow(
-                    name,
-                    shape,
-                    bucket,
-                    str(chosen),
-                    str(reference),
-                    sent_bytes(chosen, shape, max(2, num_ranks)),
-                    sent_bytes(reference, shape, max(2, num_ranks)),
-                    _finite(errors.get(name)),
-                    _finite(reference_errors.get(name)),
-                )
-            )
-        return cls(tuple(rows), num_ranks, step, policy, _printable(note))
-
     @property
     def sent_bytes(self) -> float:
         """Bytes of all layers in a step."""
@@ -214,6 +160,53 @@ class PlanRecord:
                 raise ValueError(f"{what}: shape must be a list, not {_short(shape)}")
             rows.append(LayerRow(**{**layer, "shape": tuple(shape)}))
         return cls(tuple(rows), **{name: content[name] for name in head})
+
+
+def layer_rows(
+    plan: Mapping[str, Compressor],
+    reference: Mapping[str, Compressor],
+    shapes: Mapping[str, Sequence[int]],
+    buckets: Iterable[Iterable[str]],
+    num_ranks: int,
+    errors: Mapping[str, float],
+    reference_errors: Mapping[str, float],
+) -> tuple[LayerRow, ...]:
+    """The rows of a record. Bytes are those of fp32 gradients; a world of one is taken for one of two.
+
+    Args:
+        plan: what each layer has.
+        reference: what the rules name; a layer that is not in it has its own compressor for reference.
+        shapes: of the layers.
+        buckets: names of the layers of each bucket, as they leave. Layers in none of them, all of them before the first
+            step, come last, in a bucket of their own.
+        num_ranks: of the world.
+        errors: by layer, squared L2 errors of the plan.
+        reference_errors: by layer, those of the reference.
+    """
+    places: dict[str, int] = {}
+    after = 0
+    for bucket, names in enumerate(buckets):
+        after = bucket + 1
+        places |= {name: bucket for name in names if name in plan and name not in places}
+    places |= {name: after for name in plan if name not in places}
+    rows = []
+    for name, bucket in places.items():
+        chosen, shape = plan[name], tuple(shapes[name])
+        named = reference.get(name, chosen)
+        rows.append(
+            LayerRow(
+                name,
+                shape,
+                bucket,
+                str(chosen),
+                str(named),
+                sent_bytes(chosen, shape, max(2, num_ranks)),
+                sent_bytes(named, shape, max(2, num_ranks)),
+                _finite(errors.get(name)),
+                _finite(reference_errors.get(name)),
+            )
+        )
+    return tuple(rows)
 
 
 def _json_of(path: Path) -> Any:
@@ -274,7 +267,8 @@ def _finite(error: float | None) -> float | None:
     return error if error is not None and math.isfinite(error) else None
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """The text as a record may hold it: of one line, without what commands a terminal, and not too long."""
     return "".join(c if c.isprintable() else " " for c in text)[:_MOST_TEXT]
 
 

@@ -8,6 +8,7 @@ from thinwire.runtime.channel import Channel, Contents, Kind, Operation, dense_b
 from thinwire.runtime.consistency import DisagreementError, ParityError, agree
 from thinwire.runtime.executor import AsyncReadback, Follower, ThreadExecutor, for_reducer, on_the_host
 from thinwire.runtime.probe import measure_one_way
+from thinwire.runtime.settings import WireSettings
 from thinwire.runtime.stats import GroupStats, ShardedStats, Stats
 from thinwire.runtime.timeline import Timeline, merge_timelines
 from thinwire.runtime.wire import Wire
@@ -42,6 +43,7 @@ __all__ = [
     "Unit",
     "Walk",
     "Wire",
+    "WireSettings",
     "agree",
     "dense_bytes",
     "for_reducer",

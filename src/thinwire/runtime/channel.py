@@ -16,6 +16,7 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from thinwire import threads
 from thinwire.collectives import (
     Algorithm,
     Buffers,
@@ -476,6 +477,13 @@ class Channel(Generic[_S]):
         Those of a channel that still waits for a dead rank stay open.
         """
         self.executor.close()
+        if self.executor.runs_here:
+            # The last bucket's future held who closes the channel: this thread has to end first.
+            threads.start(self._close_transport, name="thinwire release", end=lambda: None)
+        else:
+            self._close_transport()
+
+    def _close_transport(self) -> None:
         if self.executor.join(_CLOSE_S):
             self.transport.close()
 

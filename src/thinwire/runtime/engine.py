@@ -58,7 +58,7 @@ RouteKey = tuple[BucketLayers, torch.dtype, int]
 """Layers and dtype of a bucket, and the number of the plan's variant, where it has a schedule."""
 
 
-class Engine:
+class BucketEngine:
     """Reduces DDP's buckets through a `Channel`; owns their plan, routes, slots and statistics."""
 
     def __init__(
@@ -235,7 +235,7 @@ class Engine:
         if self.unsent:
             self.unsent.keep()
 
-    def succeed(self, former: Engine) -> None:
+    def succeed(self, former: BucketEngine) -> None:
         former._end()
         residuals = {}
         for name, compressor in self.plan.layers.items():

@@ -14,7 +14,7 @@ _PACKED = MaxAbs(bits=_PACKED_BITS, bucket=128, rounding="stochastic")
 _EXACT = MaxAbs(bits=_PACKED_BITS, bucket=128, rounding="nearest")
 """Of the same levels: what was packed once is packed again without an error, as a resumed run needs it."""
 
-Place = tuple[str, int, int]
+LayerSpan = tuple[str, int, int]
 """Name, start and size of a layer, or a part of one, in a flat tensor."""
 
 
@@ -59,7 +59,7 @@ class PackedSlot(FlatSlot):
     are in memory from `open` to `close` only.
     """
 
-    def __init__(self, numel: int, pieces: Iterable[Place], device: torch.device) -> None:
+    def __init__(self, numel: int, pieces: Iterable[LayerSpan], device: torch.device) -> None:
         placed, end = [], 0
         for name, start, count in pieces:
             placed.append(Piece(name, start, count, 0, end, (count,)))
@@ -122,7 +122,7 @@ def is_packed(slot: Slot, compressors: Iterable[Compressor]) -> bool:
 
 
 def flat_slot(
-    slot: Slot, compressors: Sequence[Compressor], numel: int, pieces: Sequence[Place], device: torch.device
+    slot: Slot, compressors: Sequence[Compressor], numel: int, pieces: Sequence[LayerSpan], device: torch.device
 ) -> FlatSlot:
     """Return a slot of zeros for a flat tensor of ``numel`` elements whose ``pieces`` these compressors have."""
     if not is_packed(slot, compressors):

@@ -7,13 +7,11 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from thinwire import threads
 from thinwire.collectives import Transport
 from thinwire.compressors import Raw
 from thinwire.plan import Plan
@@ -21,9 +19,7 @@ from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter, Decision
 from thinwire.runtime.checkpoint import Checkpointable
 from thinwire.runtime.consistency import raise_together
-from thinwire.runtime.executor import CLOSED, Executor
-
-_RELEASE_S = 1.0
+from thinwire.runtime.executor import CLOSED
 
 
 class Engine(Protocol):
@@ -50,19 +46,15 @@ class Handle(ABC, Generic[E]):
 
     _engine: E
 
-    def __init__(self, plan: Plan, *, rank: int, world_size: int, seed: int, start: int) -> None:
+    def __init__(self, plan: Plan, *, rank: int, world_size: int) -> None:
         """``plan``: the compressors that the rules give each layer, before ``skip_if_slower`` and policies. ``rank``
         and ``world_size`` index this process's part of a checkpoint."""
-        if start < 0:
-            raise ValueError(f"start must not be negative, not {start}: it is the number of steps that stay raw")
-        if not 0 <= seed < 2**63:
-            raise ValueError(f"seed must be between 0 and 2**63 - 1, not {seed}")
         self.rank, self.world_size = rank, world_size
         self._asked = plan
         self._loaded: tuple[Plan, frozenset[str]] | None = None
         """The plan that was loaded, and the layers that are raw in it and were not before."""
         self._attached = True
-        self._at_detach: list[Callable[[], object]] = []
+        self._at_detach = ExitStack()
         self._adapter: Adapter | None = None
         self.moments: checkpoint.Moments | None = None
         """The moments of an optimizer that differ between ranks, which checkpoints hold; None if there are none."""
@@ -230,6 +222,7 @@ class Handle(ABC, Generic[E]):
 
         A collective call of all ranks, between steps. `load_state_dict` takes it on every rank of a world of any size.
         """
+        self._check_attached()
         with self.failing_together("gather_state_dict()"):
             state = self.state_dict()
             if self._adapter is not None:
@@ -262,26 +255,21 @@ class Handle(ABC, Generic[E]):
         `load_state_dict` do, raises ``RuntimeError``; statistics and the plan can still be read.
         """
         if self._attached:
-            for call in self._at_detach:
-                call()
-            self._at_detach.clear()
+            self._at_detach.close()
             self._attached = False
-            self._close()
 
     def at_detach(self, call: Callable[[], object]) -> None:
-        """Have `detach` call this first."""
-        self._at_detach.append(call)
+        """Have `detach` call this, before what it was told earlier."""
+        self._at_detach.callback(call)
 
-    @abstractmethod
-    def _close(self) -> None:
-        """End what communicates."""
+    def _close_at_end(self, close: Callable[[], object]) -> None:
+        """Have ``close`` called by `detach`, and again when nobody holds the handle any more.
 
-    def _release_when_dropped(self, executors: Sequence[Executor], transports: Sequence[Transport]) -> None:
-        """End threads and close connections when nobody holds the handle any more, as `detach` does.
-
-        A model that is dropped takes its handle along. When the interpreter ends, the operating system closes them.
+        A model that is dropped takes its handle along. When the interpreter ends, the operating system closes
+        connections.
         """
-        weakref.finalize(self, _release, tuple(executors), tuple(transports)).atexit = False
+        self.at_detach(close)
+        weakref.finalize(self, close).atexit = False
 
     def _check_attached(self) -> None:
         if not self._attached:
@@ -295,20 +283,3 @@ def _outside() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("thinwire."):
         level, frame = level + 1, frame.f_back
     return level
-
-
-def _release(executors: Sequence[Executor], transports: Sequence[Transport]) -> None:
-    for executor in executors:
-        executor.close()
-    if any(executor.runs_here for executor in executors):
-        # The last bucket's future held the handle: this thread has to end first.
-        threads.start(partial(_close_after, executors, transports), name="thinwire release", end=lambda: None)
-    else:
-        _close_after(executors, transports)
-
-
-def _close_after(executors: Sequence[Executor], transports: Sequence[Transport]) -> None:
-    # One that still waits for a dead rank keeps its connections.
-    if all(executor.join(_RELEASE_S) for executor in executors):
-        for transport in transports:
-            transport.close()

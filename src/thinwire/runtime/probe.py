@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -73,11 +73,14 @@ def settle(algorithm: Algorithm, transport: Transport, *, nodes_too: bool = Fals
         nodes = find_nodes(transport)
     world = World(transport.world_size, nodes)
     if isinstance(algorithm, ScatterReduceAllGather) and algorithm.rates == "measured":
-        # Two digits are enough, and the spec stays readable.
-        rates = tuple(float(f"{rate:.2g}") for rate in measure_rates(transport))
-        algorithm = replace(algorithm, rates=rates)
+        algorithm = replace(algorithm, rates=_readable(measure_rates(transport)))
     algorithm.shares(world)
     return algorithm, world
+
+
+def _readable(rates: Iterable[float]) -> tuple[float, ...]:
+    """Two digits of each: enough, and the spec that has them stays readable."""
+    return tuple(float(f"{rate:.2g}") for rate in rates)
 
 
 def find_nodes(transport: Transport) -> tuple[int, ...]:
@@ -193,8 +196,7 @@ def _links(transport: Transport, long_s: float, world: World | None) -> Links:
     rates: tuple[float, ...] = ()
     if world is not None and 2 < world.size <= _MOST_RATED and len(world.members) == world.size:
         measured = measure_rates(transport)
-        # Two digits are enough, and the spec stays readable.
-        rates = tuple(float(f"{rate / max(measured):.2g}") for rate in measured)
+        rates = _readable(rate / max(measured) for rate in measured)
     return Links(native, exchange, transport.world_size, native_cpu, exchange_cpu, legs, rates)
 
 

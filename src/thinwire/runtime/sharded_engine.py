@@ -16,6 +16,7 @@ from thinwire.plan import Plan, Site, at_site
 from thinwire.runtime.channel import Channel, Contents, Kind
 from thinwire.runtime.executor import AsyncReadback
 from thinwire.runtime.poison import PoisonMonitor
+from thinwire.runtime.settings import WireSettings
 from thinwire.runtime.sharded_slots import residual_bytes
 from thinwire.runtime.stats import ShardedStats, TrafficStats
 from thinwire.runtime.units import Future, GradientReduction, LayerGroup, ReplicaMean, ShardChannel, Unit, WeightGather
@@ -28,17 +29,15 @@ class ShardedEngine:
         self,
         plan: Plan,
         units: Sequence[Unit],
+        settings: WireSettings,
         *,
-        algorithm: Algorithm,
-        seed: int,
-        start: int,
         master: bool,
         record: Mapping[str, str],
         replicas: Transport | None,
     ) -> None:
         self.plan = plan
         self.units = tuple(units)
-        self.seed, self.start, self.master = seed, start, master
+        self.seed, self.start, self.master = settings.seed, settings.start, master
         self.stats = ShardedStats()
         self.step = -1
         self.gathers = self.reductions = 0
@@ -49,9 +48,9 @@ class ShardedEngine:
         self._touched: list[LayerGroup] = []
         self._contents: dict[object, Contents] = {}
         transports = list({id(unit.transport): unit.transport for unit in units}.values())
-        self._channels = {id(t): _connect(t, algorithm, seed, record) for t in transports}
+        self._channels = {id(t): _connect(t, settings.algorithm, self.seed, record) for t in transports}
         star = ScatterReduceAllGather()
-        self.across = _connect(replicas, star, seed, record) if replicas is not None else None
+        self.across = _connect(replicas, star, self.seed, record) if replicas is not None else None
         self.weights: list[LayerGroup] = []
         self.gradients: list[LayerGroup] = []
         for index, unit in enumerate(self.units):

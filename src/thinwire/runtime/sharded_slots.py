@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire.compressors import RESIDUAL, Coded, Compressor, LayerState, Learned, Slot, State, find_mixin, learns_at
 from thinwire.kernels import derive_key
-from thinwire.runtime.flat_slots import FlatSlot, Place, flat_slot, is_packed, opened, packed_bytes
+from thinwire.runtime.flat_slots import FlatSlot, LayerSpan, flat_slot, is_packed, opened, packed_bytes
 from thinwire.runtime.placement import Placement
 
 _LEAST_TO_LEARN = 2
@@ -192,7 +192,7 @@ def residual_bytes(placement: Placement, compressors: Mapping[str, Compressor]) 
     return flat + sum(shaped)
 
 
-def _pieces(placement: Placement, compressors: Mapping[str, Compressor], slot: Slot) -> dict[Place, Compressor]:
+def _pieces(placement: Placement, compressors: Mapping[str, Compressor], slot: Slot) -> dict[LayerSpan, Compressor]:
     """Return the shards of layers that have ``slot``, and their compressors."""
     shards = ((rank, placement.by_name[name]) for rank in range(placement.num_ranks) for name in compressors)
     return {

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from thinwire.collectives import Algorithm, ScatterReduceAllGather, Transport
+from thinwire.collectives import Transport
 from thinwire.compressors import Compressor, Delta, Raw, Slot, coder_of
 from thinwire.kernels import FORMAT_VERSION, cpu_level
 from thinwire.plan import Plan, Speeds, at_site, declined
@@ -21,6 +21,7 @@ from thinwire.runtime.adapt import Adapter
 from thinwire.runtime.consistency import library_version
 from thinwire.runtime.handle import Handle
 from thinwire.runtime.probe import measure_speeds
+from thinwire.runtime.settings import WireSettings
 from thinwire.runtime.sharded_engine import ShardedEngine
 from thinwire.runtime.sharded_slots import reshard_residual
 from thinwire.runtime.stats import ShardedStats, StageSeconds
@@ -43,39 +44,27 @@ class ShardedWire(Handle["ShardedEngine"]):
         self,
         plan: Plan,
         units: Sequence[Unit],
+        settings: WireSettings,
         *,
         rank: int,
         world_size: int,
         make_world: Callable[[], Transport],
-        seed: int = 0,
-        start: int = 0,
         master: bool = True,
-        skip_if_slower: bool = False,
-        algorithm: Algorithm | None = None,
-        adapt: Policy | None = None,
         replicas: Transport | None = None,
     ) -> None:
         """``make_world`` connects all ranks: it is called on every rank when states are first gathered or loaded."""
-        super().__init__(plan, rank=rank, world_size=world_size, seed=seed, start=start)
+        super().__init__(plan, rank=rank, world_size=world_size)
         self._make_world = make_world
         self._world: Transport | None = None
         self._waiting: tuple[Callable[[], bool], Plan] | None = None
         self._counted: dict[int, tuple[int, int, int, dict[str, float]]] = {}
-        self._engine = ShardedEngine(
-            plan,
-            units,
-            algorithm=algorithm or ScatterReduceAllGather(),
-            seed=seed,
-            start=start,
-            master=master,
-            record=_record(plan, units, {"seed": seed, "start": start, "master": master, "adapt": adapt}),
-            replicas=replicas,
-        )
-        channels = self._engine.all_channels
-        self._release_when_dropped([c.executor for c in channels], [c.transport for c in channels])
-        if skip_if_slower:
+        record = _record(plan, units, settings, master=master)
+        self._engine = ShardedEngine(plan, units, settings, master=master, record=record, replicas=replicas)
+        for channel in self._engine.all_channels:
+            self._close_at_end(channel.close)
+        if settings.skip_if_slower:
             self._engine.take(declined_plan(self._engine))
-        self._adapter = self._adapter_of(adapt) if adapt is not None else None
+        self._adapter = self._adapter_of(settings.adapt) if settings.adapt is not None else None
         self.reset_stats()
 
     def _adapter_of(self, policy: Policy) -> Adapter:
@@ -319,7 +308,7 @@ class ShardedWire(Handle["ShardedEngine"]):
     def _whole_world(self) -> Transport:
         if self._world is None:
             self._world = self._make_world()
-            self._release_when_dropped((), [self._world])
+            self._close_at_end(self._world.close)
         return self._world
 
     def _template(self, plan: Plan, world_size: int) -> dict[str, Tensor]:
@@ -403,19 +392,12 @@ class ShardedWire(Handle["ShardedEngine"]):
 
         return adopt
 
-    def _close(self) -> None:
-        for flat in self._engine.all_channels:
-            flat.close()
-            flat.transport.close()
-        if self._world is not None:
-            self._world.close()
-            self._world = None
 
-
-def _record(plan: Plan, units: Sequence[Unit], options: Mapping[str, object]) -> dict[str, str]:
+def _record(plan: Plan, units: Sequence[Unit], settings: WireSettings, *, master: bool) -> dict[str, str]:
     """What all ranks must have in common, in the order in which a difference is best reported."""
     record = {"thinwire version": library_version(), "wire format": str(FORMAT_VERSION)}
-    record |= {name: str(value) for name, value in options.items()}
+    record |= {"seed": str(settings.seed), "start": str(settings.start)}
+    record |= {"master": str(master), "adapt": str(settings.adapt)}
     if not all(compressor.traits.exact_bits for compressor in plan.layers.values()):
         record |= {"CPU level": cpu_level(), "threads": str(torch.get_num_threads())}
     for unit in units:

@@ -14,7 +14,7 @@ from thinwire.runtime.flat_slots import FlatSlot, flat_slot, opened
 
 
 @dataclass
-class _Place:
+class _BucketSlots:
     """The slots of one flat tensor: slots with a value for each element are flat, too, the others are kept by layer."""
 
     layers: tuple[Layer, ...]
@@ -31,7 +31,7 @@ class Slots:
     """
 
     def __init__(self) -> None:
-        self._places: dict[Hashable, _Place] = {}
+        self._places: dict[Hashable, _BucketSlots] = {}
         self._place_of: dict[str, Hashable] = {}
         self._kept: dict[tuple[str, str], Tensor] = {}
         self._touched: set[Hashable] = set()
@@ -79,7 +79,7 @@ class Slots:
         return None if key is None else self._places[key].shaped.get(name)
 
     def keep_rest(self, used: Mapping[str, Tensor]) -> None:
-        """Correct the residuals of layers of whose last message only a share was used.
+        """Correct what the layers keep of whose last message only a share was used: residuals, momenta, velocities.
 
         With the residual ``e`` before and ``e'`` after a step, the message has delivered ``e − e'``. If a share c of it
         was used, the residual is ``c·e' + (1 − c)·e``. ``used`` maps layer names to scalar tensors c.
@@ -90,12 +90,11 @@ class Slots:
                 continue
             place = self._places[key]
             layer = next(layer for layer in place.layers if layer.name == name)
-            if RESIDUAL in layer.compressor.slots:
-                at = slice(layer.start, layer.start + layer.numel)
-                residual = place.flat[RESIDUAL.name]
-                before, after = residual.read(), residual.read(after=True)
+            at = slice(layer.start, layer.start + layer.numel)
+            for slot in (place.flat[slot.name] for slot in layer.compressor.slots if slot.shape is None):
+                before, after = slot.read(), slot.read(after=True)
                 torch.lerp(before[at], after[at], share.to(before), out=after[at])
-                residual.write(after, after=True)
+                slot.write(after, after=True)
 
     def commit(self) -> None:
         """Make the values that were written since the last commit the present ones."""
@@ -185,7 +184,7 @@ class Slots:
             self._place_of.pop(layer, None)
 
     @staticmethod
-    def _held(place: _Place, name: str, slot: str) -> Tensor | None:
+    def _held(place: _BucketSlots, name: str, slot: str) -> Tensor | None:
         state = place.shaped.get(name)
         if state is not None and slot in state.now:
             return state.now[slot].reshape(-1)
@@ -229,15 +228,15 @@ class Slots:
                     del self._place_of[layer.name]
                     self._keep(place, layer)
 
-    def _keep(self, place: _Place, layer: Layer) -> None:
+    def _keep(self, place: _BucketSlots, layer: Layer) -> None:
         for slot in layer.compressor.slots:
             held = self._held(place, layer.name, slot.name)
             if held is not None and not slot.scratch:
                 self._kept[layer.name, slot.name] = held.clone()
 
-    def _gather(self, key: Hashable, layout: Layout, device: torch.device) -> _Place:
+    def _gather(self, key: Hashable, layout: Layout, device: torch.device) -> _BucketSlots:
         layers = tuple(layer for layer in layout.layers if layer.compressor.slots)
-        place = self._places.get(key) or _Place(layers)
+        place = self._places.get(key) or _BucketSlots(layers)
         compressors = [layer.compressor for layer in layers]
         pieces = [(layer.name, layer.start, layer.numel) for layer in layers]
         whole = {name: slot.read() for name, slot in place.flat.items()}

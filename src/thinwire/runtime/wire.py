@@ -11,25 +11,20 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.collectives import (
-    Algorithm,
-    DeviceTransport,
-    FailureDetector,
-    ScatterReduceAllGather,
-    Transport,
-    ring_bytes,
-)
+from thinwire.collectives import Algorithm, DeviceTransport, FailureDetector, Transport, ring_bytes
 from thinwire.compressors import Raw
 from thinwire.plan import Plan, PlanRecord, Speeds, declined, sent_bytes
+from thinwire.plan.record import layer_rows, printable
 from thinwire.policies import Policy, Sync
 from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter, StepClock
 from thinwire.runtime.channel import BucketLayers, Channel
 from thinwire.runtime.consistency import agree, resync
-from thinwire.runtime.engine import Engine
+from thinwire.runtime.engine import BucketEngine
 from thinwire.runtime.executor import StreamExecutor, ThreadExecutor
 from thinwire.runtime.handle import Handle
 from thinwire.runtime.probe import measure_speeds, settle
+from thinwire.runtime.settings import WireSettings
 from thinwire.runtime.stats import Stats, TrafficStats
 from thinwire.runtime.table import layer_table
 from thinwire.runtime.timeline import Timeline, rank_path
@@ -37,7 +32,7 @@ from thinwire.runtime.timeline import Timeline, rank_path
 _T = TypeVar("_T")
 
 
-class Wire(Handle["Engine"]):
+class Wire(Handle["BucketEngine"]):
     """Compressed communication of one model: its plan, its state, its statistics.
 
     ``state_dict()`` holds tensors only and belongs into every checkpoint: random draws depend on the step, and error
@@ -49,34 +44,32 @@ class Wire(Handle["Engine"]):
         plan: Plan,
         shapes: Mapping[str, Sequence[int]],
         transport: Transport,
+        settings: WireSettings = WireSettings(),
         *,
-        seed: int = 0,
-        start: int = 0,
-        skip_if_slower: bool = False,
         simulated: bool = False,
         measure: int = 0,
         optimizer: torch.optim.Optimizer | None = None,
-        algorithm: Algorithm | None = None,
-        adapt: Policy | None = None,
     ) -> None:
-        super().__init__(plan, rank=transport.rank, world_size=transport.world_size, seed=seed, start=start)
+        super().__init__(plan, rank=transport.rank, world_size=transport.world_size)
         self._optimizer = optimizer
         # Raises here, not in the first step, where a schedule or a compressor lacks something.
         plan.at_step(0, self._learning_rate()).for_world(transport.world_size, shapes)
         # Between devices the same is done on a stream beside backward's, without threads.
         self.device = transport.device if isinstance(transport, DeviceTransport) else None
         """The device on which gradients are compressed and sent; None if they go over the host."""
+        adapt, start = settings.adapt, settings.start
         nodes_too = adapt is not None and bool(adapt.considers)
-        algorithm, world = settle(algorithm or ScatterReduceAllGather(), transport, nodes_too=nodes_too)
+        algorithm, world = settle(settings.algorithm, transport, nodes_too=nodes_too)
         self._executor = ThreadExecutor("thinwire") if self.device is None else StreamExecutor(self.device)
-        channel = Channel(transport, self._executor, TrafficStats(), algorithm=algorithm, world=world, seed=seed)
-        self._engine = Engine(plan, shapes, channel, start=start, simulated=simulated, measure=measure)
-        self._release_when_dropped([self._executor], [transport])
+        stats, seed = TrafficStats(), settings.seed
+        channel = Channel(transport, self._executor, stats, algorithm=algorithm, world=world, seed=seed)
+        self._engine = BucketEngine(plan, shapes, channel, start=start, simulated=simulated, measure=measure)
+        self._close_at_end(channel.close)
         self._step = -1
         self._speeds: Speeds | None = None
         agree(self._engine.record(self._step) | {"adapt": str(adapt)}, transport)
         if not simulated and self.world_size > 1:
-            self._measure_speeds(adapt, skip_if_slower=skip_if_slower)
+            self._measure_speeds(adapt, skip_if_slower=settings.skip_if_slower)
         if adapt is not None:
             options = {"algorithm": algorithm, "world": world, "start": start, "speeds": self._speeds}
             self._adapter = Adapter(adapt, self.plan, shapes, transport, **options)
@@ -128,19 +121,13 @@ class Wire(Handle["Engine"]):
 
         Errors are those of the last decision; only rank 0, which decides, has them.
         """
+        buckets = [[layer.name for layer in route.layout.layers] for route in self._engine.present_routes()]
         last = self.decisions[-1] if self.decisions else None
-        return PlanRecord.from_plan(
-            self.plan.layers,
-            self._asked.layers,
-            self._engine.shapes,
-            [[layer.name for layer in route.layout.layers] for route in self._engine.present_routes()],
-            self.world_size,
-            last.errors if last else {},
-            last.reference_errors if last else {},
-            self._step,
-            str(self._adapter.policy) if self._adapter else "",
-            last.note if last else "",
-        )
+        errors = (last.errors, last.reference_errors) if last else ({}, {})
+        asked, shapes = self._asked.layers, self._engine.shapes
+        rows = layer_rows(self.plan.layers, asked, shapes, buckets, self.world_size, *errors)
+        policy = str(self._adapter.policy) if self._adapter else ""
+        return PlanRecord(rows, self.world_size, self._step, policy, printable(last.note) if last else "")
 
     @property
     def step(self) -> int:
@@ -368,7 +355,3 @@ class Wire(Handle["Engine"]):
 
     def _whole_world(self) -> Transport:
         return self._engine.transport
-
-    def _close(self) -> None:
-        self._executor.close()
-        self._engine.transport.close()

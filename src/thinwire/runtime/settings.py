@@ -1,0 +1,34 @@
+"""What a handle is told of how to communicate, whatever kind of model it is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from thinwire.collectives import Algorithm, ScatterReduceAllGather
+from thinwire.policies import Policy
+
+
+@dataclass(frozen=True)
+class WireSettings:
+    """How a `Wire` or a `ShardedWire` communicates.
+
+    Raises:
+        ValueError: ``seed`` or ``start`` is out of range.
+    """
+
+    seed: int = 0
+    """Of the random draws."""
+    start: int = 0
+    """Steps at the beginning that stay uncompressed."""
+    skip_if_slower: bool = False
+    """Whether to measure, and leave raw what would not be faster compressed."""
+    algorithm: Algorithm = field(default_factory=ScatterReduceAllGather)
+    """The collective algorithm."""
+    adapt: Policy | None = None
+    """What changes the plan while training."""
+
+    def __post_init__(self) -> None:
+        if self.start < 0:
+            raise ValueError(f"start must not be negative, not {self.start}: it is the number of steps that stay raw")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be between 0 and 2**63 - 1, not {self.seed}")
