@@ -145,11 +145,13 @@ static inline uint32_t reverse_bits(uint32_t v, int bits) {
 struct Fourier {
   const int64_t block, half;
   const float* const roots;
-  float *re, *im;         // half, and the same in the end, in order
-  float *out_re, *out_im; // half, and room for a vector
-  float* factors;
-  uint32_t* order;
+  float *re, *im;         // what is transformed, `half` values
+  float *out_re, *out_im; // the result, in order, with room for a vector more
+  float* factors;         // of all steps, in turn
+  uint32_t* order;        // the short transform that a lane computes
 
+  // Of memory for all of these: four times half a block, factors of twice that, less than half a block of numbers, and
+  // room.
   static int64_t bytes(int64_t block) { return 4 * (5 * block + 256); }
   Fourier(int64_t block, const float* roots, void* memory)
       : block(block), half(block / 2), roots(roots), re(static_cast<float*>(memory)), im(re + half + 16),
@@ -160,7 +162,7 @@ struct Fourier {
     const int64_t transforms = half / last();
     for (int64_t i = 0; i < transforms; i++) order[i] = reverse_bits((uint32_t)i, __builtin_ctzll(transforms));
   }
-  // Lanes that are used: as many short transforms as that must be left in the end.
+  // Lanes that are used: so many short transforms, at least, have to be left in the end.
   int64_t width() const { return block >= 4 * kLanes * kLanes ? kLanes : 4; }
   // The size of these transforms.
   int64_t last() const {
@@ -169,6 +171,7 @@ struct Fourier {
     return n;
   }
 
+  // Calls load_values(i) for the kWidth values from i on, and store_values(i, values) for their transform.
   template <int kWidth, class Load, class Store>
   void run_on(Load load_values, Store store_values) const {
     const float* w = first_step<kWidth>(load_values);

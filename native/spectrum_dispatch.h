@@ -50,7 +50,7 @@ void guess_keys(const int32_t* counts, int64_t total, int64_t k, uint32_t& low, 
   for (int bin = 0; bin < kBins; bin++) num += counts[bin];
   if (num < kFewest) return;
   const double expected = (double)k * (double)num / (double)total, margin = 4.0 * std::sqrt(expected) + 4.0;
-  int64_t first = (int64_t)(expected - margin), last = (int64_t)(expected + margin);
+  int64_t first = (int64_t)(expected - margin), last = (int64_t)(expected + margin); // ranks around that of the k-th
   if (first > 0) high = std::min((uint32_t)(bin_of(counts, first) + 1) << 20, high);
   if (last < num) low = std::min((uint32_t)bin_of(counts, last) << 20, kNanKey);
 }
@@ -75,16 +75,17 @@ Status pick_components(const Machine& machine, const Blocked& job, int64_t k, in
   of.places = reinterpret_cast<Place*>(above + 3 * blocks);
   guess_keys(counts, total, k, of.low, of.high);
   const int64_t elements = job.span.numel / kCheapness;
+  auto split = [&](int64_t begin, int64_t end, void* scratch) {
+    machine.kernels->spectrum->split(job, rows, of, begin, end, scratch);
+  };
   int64_t rank = 0;
-  for (bool found = false; !found; of.low = found ? of.low : 0, of.high = found ? of.high : kNanKey + 1) {
+  while (true) {
     of.used = 0;
-    auto split = [&](int64_t begin, int64_t end, void* scratch) {
-      machine.kernels->spectrum->split(job, rows, of, begin, end, scratch);
-    };
     if (const Status status = run_spectra(machine, job, elements, split); status != kDone) return status;
     rank = k;
     for (int64_t b = 0; b < blocks; b++) rank -= of.above[b];
-    found = !k || (rank > 0 && rank <= of.used);
+    if (!k || (rank > 0 && rank <= of.used)) break;
+    of.low = 0, of.high = kNanKey + 1; // the sample was unlike the rest
   }
   if (k) {
     find_kth(job, of, rank, of.keys + total);
