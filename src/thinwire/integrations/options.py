@@ -139,7 +139,7 @@ class CommonOptions:
         return self.network.chosen_algorithm("sra")
 
     def settings(self, policy: Policy | None) -> WireSettings:
-        """What a handle is told of these arguments; ``policy`` is the one that they name."""
+        """Return the settings of the handle that these arguments ask for, with the given ``policy``."""
         return WireSettings(
             seed=self.seed,
             start=max(self.start, policy.warmup if policy else 0),

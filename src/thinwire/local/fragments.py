@@ -142,7 +142,7 @@ def local_values(parameter: Tensor) -> Tensor:
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     """The parameters of ``model`` that are exchanged: those that are trained, and of which this rank has values.
 
-    A `CompressedAdamW` is told that no Wire will send what it makes of gradients.
+    Where the optimizer is a `CompressedAdamW`, it is marked as one whose updates no Wire sends.
 
     Raises:
         TypeError: a parameter is not floating point.

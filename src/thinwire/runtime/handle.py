@@ -259,7 +259,7 @@ class Handle(ABC, Generic[E]):
             self._attached = False
 
     def at_detach(self, call: Callable[[], object]) -> None:
-        """Have `detach` call this, before what it was told earlier."""
+        """Have `detach` call this, before the callbacks that were registered earlier."""
         self._at_detach.callback(call)
 
     def _close_at_end(self, close: Callable[[], object]) -> None:

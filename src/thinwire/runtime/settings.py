@@ -1,4 +1,4 @@
-"""What a handle is told of how to communicate, whatever kind of model it is for."""
+"""How a handle communicates, whatever kind of model it is for."""
 
 from __future__ import annotations
 
