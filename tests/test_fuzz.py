@@ -103,6 +103,21 @@ def decoded(compressor: Coded, message: Tensor, numel: int, dtype: torch.dtype, 
     return why or into[BEFORE:].clone()
 
 
+def close_blocks(first: Tensor, second: Tensor, block: int = 512) -> bool:
+    """Whether signals are equal but for how transforms round: in each block by its largest magnitude.
+
+    Where components are so large that sums on the way may overflow, both signals must have such values.
+    """
+    eps, limit = torch.finfo(first.dtype).eps, torch.finfo(first.dtype).max / 1024
+    for a, b in zip(first.float().split(block), second.float().split(block), strict=True):
+        extreme = [not bool((values.abs() < limit).all()) for values in (a, b)]
+        if extreme[0] != extreme[1]:
+            return False
+        if not extreme[0] and float((a - b).abs().max()) > 4 * (eps + 1e-6) * float(a.abs().max()):
+            return False
+    return True
+
+
 @pytest.mark.parametrize("spec", CODED)
 @settings(deadline=None, max_examples=6 * TIMES)
 @given(
@@ -129,7 +144,8 @@ def test_damaged_messages_decode_inside_their_buffers(
     first = results[0]
     for other in results[1:]:
         if isinstance(first, Tensor) and isinstance(other, Tensor):
-            assert same(first, other), "the native core and the reference differ"
+            agree = close_blocks if "fft(" in spec else same
+            assert agree(first, other), "the native core and the reference differ"
         else:
             assert type(first) is type(other)
 
