@@ -95,6 +95,8 @@ def parse(spec: str | Compressor) -> Compressor:
     """
     if isinstance(spec, Compressor):
         return spec
+    if not isinstance(spec, str):
+        raise TypeError(f"a compressor's spec must be a string such as 'minmax(bits=4)', not {spec!r}")
     text = PRESETS.get(spec.strip(), spec.strip())
     try:
         tree = _tree(text)
