@@ -14,11 +14,11 @@ PyObject* on_matrices(const Factored& job, Status (*work)(const Machine&, const 
   return none_if(call(elements, [&](const Machine& now) { return work(now, job); }));
 }
 
-// factor_rows(matrix, count, stride, rows, columns, rank, right, out)
+// factor_rows(matrix, count, stride, rows, columns, rank, right, out, normalized)
 PyObject* py_factor_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments in(args, count);
   Factored job = read_factored(in);
-  job.right = in.address<const float>(), job.out = in.address<float>();
+  job.right = in.address<const float>(), job.out = in.address<float>(), job.normalized = in.flag();
   return in.failed() ? nullptr : on_matrices(job, factor_rows);
 }
 

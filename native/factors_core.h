@@ -16,6 +16,7 @@ struct Factored {
   float* out = nullptr;         // [count, rows, rank] or [count, columns, rank]
   float scale = 1.0f;
   bool add = false;
+  bool normalized = false; // whether each right factor is multiplied by a power of two, to about 1 at most
 
   int64_t padded() const { return ceil_div(rank, kTogetherColumns) * kTogetherColumns; }
 };

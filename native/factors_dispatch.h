@@ -11,7 +11,25 @@ Factored one_of(const Factored& job, int64_t which) {
   return one;
 }
 
-// Runs work(job of a matrix, its right factor transposed and padded with zeros) for every matrix.
+// The power of two that makes the largest of so many values about 1, or as much of that as fp32 holds.
+float power_to_one(const float* values, int64_t n) {
+  constexpr int kLargestExponent = 100;
+  float most = 0.0f;
+  for (int64_t i = 0; i < n; i++) most = std::max(most, std::fabs(values[i]));
+  int exponent = 0;
+  if (std::isfinite(most)) std::frexp(most, &exponent);
+  return std::ldexp(1.0f, -std::clamp(exponent, -kLargestExponent, kLargestExponent));
+}
+
+// NaN if any of so many values is not finite, else 0.
+float not_finite(const float* values, int64_t n) {
+  float sum = 0.0f;
+  for (int64_t i = 0; i < n; i++) sum += values[i] * 0.0f;
+  return sum;
+}
+
+// Runs work(job of a matrix, its right factor transposed and padded with zeros) for every matrix. A product that is set
+// is NaN as a whole where a right factor is not finite.
 template <class Work>
 Status with_wide(const Factored& job, Work work) {
   const Memory memory(4 * job.padded() * job.columns);
@@ -20,8 +38,11 @@ Status with_wide(const Factored& job, Work work) {
   std::fill(wide, wide + job.padded() * job.columns, 0.0f);
   for (int64_t which = 0; which < job.count; which++) {
     const Factored one = one_of(job, which);
+    const int64_t values = job.columns * job.rank;
+    const float power = job.normalized ? power_to_one(one.right, values) : 1.0f;
+    const float more = job.out || job.add ? 0.0f : not_finite(one.right, values);
     for (int64_t c = 0; c < job.columns; c++) {
-      for (int64_t k = 0; k < job.rank; k++) wide[k * job.columns + c] = one.right[c * job.rank + k];
+      for (int64_t k = 0; k < job.rank; k++) wide[k * job.columns + c] = one.right[c * job.rank + k] * power + more;
     }
     if (!work(one, which, wide)) return kThreadsFailed;
   }

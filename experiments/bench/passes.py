@@ -18,6 +18,7 @@ from thinwire.compressors import (
     Indexed,
     Key,
     Part,
+    Parts,
     Piece,
     Segments,
     State,
@@ -78,7 +79,7 @@ class _Summed:
 
     compressor: Summed
     segments: Segments
-    rounds: list[tuple[Tensor, list[Part]]]
+    rounds: list[tuple[Tensor, Parts]]
     state: State | None = None
     running: Iterator[None] = field(default_factory=lambda: iter(()))
 
@@ -86,7 +87,7 @@ class _Summed:
         self.state = first_state(self.compressor, x, self.segments)
 
     def encode(self, x: Tensor, y: Tensor, key: Key) -> None:
-        parts, buffers = tuple(tuple(parts) for _, parts in self.rounds), tuple(buffer for buffer, _ in self.rounds)
+        buffers, parts = zip(*self.rounds, strict=True)
         self.running = self.compressor.rounds(x, y, SumCall(parts, buffers, key, self.state))
         for _ in self.rounds:
             next(self.running)
@@ -159,7 +160,7 @@ def _group(compressor: Compressor, layers: Sequence[tuple[str, int, tuple[int, .
             for piece, part in zip(segments.pieces, of_layers, strict=True):
                 start, end = end, end + part.numel
                 parts.append(Part(piece, slice(start, end)))
-            rounds.append((torch.zeros(end, dtype=of_layers[0].dtype), parts))
+            rounds.append((torch.zeros(end, dtype=of_layers[0].dtype), Parts(tuple(parts))))
         return _Summed(compressor, segments, rounds)
     if not isinstance(compressor, Coded):
         raise TypeError(f"{compressor} is neither coded nor summed")

@@ -20,6 +20,7 @@ from thinwire.compressors import (
     Key,
     Levels,
     Part,
+    Parts,
     Piece,
     PowerSGD,
     Segments,
@@ -231,7 +232,7 @@ def _power_steps(layers: dict[str, torch.Tensor], rank: int, steps: int = 1) -> 
                 numel = compressor.sums(piece.layer_shape, torch.float32)[number].numel
                 parts.append(Part(piece, slice(at, at + numel)))
                 at += numel
-            places.append(tuple(parts))
+            places.append(Parts(tuple(parts)))
             buffers.append(torch.zeros(at))
         for _ in compressor.rounds(x, x, SumCall(tuple(places), tuple(buffers), Key.derive(0), state)):
             pass

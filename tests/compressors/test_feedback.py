@@ -14,6 +14,7 @@ from thinwire.compressors import (
     Coded,
     Key,
     Part,
+    Parts,
     Piece,
     Segments,
     State,
@@ -52,7 +53,7 @@ class Ranks:
         assert isinstance(compressor, Summed)
         flats = [x.clone() for x in inputs]
         sums = compressor.sums(SHAPE, torch.float32)
-        parts = tuple((Part(self.piece, slice(0, s.numel)),) for s in sums)
+        parts = tuple(Parts((Part(self.piece, slice(0, s.numel)),)) for s in sums)
         buffers = [torch.zeros(self.num_ranks, s.numel, dtype=s.dtype) for s in sums]
         running = []
         for rank, (x, state) in enumerate(zip(flats, self.states, strict=True)):

@@ -19,6 +19,7 @@ from thinwire.compressors import (
     Key,
     LayerState,
     Part,
+    Parts,
     Piece,
     Segments,
     State,
@@ -73,7 +74,7 @@ class World:
             for piece, part in zip(self.pieces, of_layers, strict=True):
                 parts.append(Part(piece, slice(at, at + part.numel)))
                 at += part.numel
-            places.append(tuple(parts))
+            places.append(Parts(tuple(parts)))
             sums.append((of_layers[0], [torch.zeros(at, dtype=of_layers[0].dtype) for _ in ranks]))
         running = []
         for rank, (x, state) in enumerate(zip(received, self.states, strict=True)):
@@ -256,7 +257,7 @@ def test_ranks_draw_apart_so_that_errors_average_out() -> None:
         total = torch.zeros(1000, dtype=torch.float64)
         for rank in range(16):
             out = torch.zeros(1040, dtype=torch.int32)
-            call = SumCall(((part,),), (out,), Key(1000 * step + rank, step), state, 1 / 16)
+            call = SumCall((Parts((part,)),), (out,), Key(1000 * step + rank, step), state, 1 / 16)
             next(world.compressor.rounds(g, g, call))
             total += out[:1000] - place
         errors.append(total)

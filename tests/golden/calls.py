@@ -44,6 +44,7 @@ from thinwire.compressors import (
     Delta,
     Key,
     Part,
+    Parts,
     Piece,
     Segments,
     State,
@@ -165,7 +166,7 @@ def _summed(compressor: Summed, dtype: torch.dtype) -> dict[str, list[Tensor]]:
     for step in range(_STEPS):
         xs = [_inputs(dtype, step, rank) for rank in range(2)]
         sums = compressor.sums(SHAPE, dtype)
-        parts = tuple((Part(_piece(), slice(0, part.numel)),) for part in sums)
+        parts = tuple(Parts((Part(_piece(), slice(0, part.numel)),)) for part in sums)
         buffers = [[torch.zeros(part.numel, dtype=part.dtype) for part in sums] for _ in range(2)]
         running = []
         for rank in range(2):

@@ -111,3 +111,28 @@ def test_a_matrix_that_is_not_contiguous_is_multiplied_too() -> None:
     m = _drawn(2, 24, 36)[:, ::2, ::3]
     _, right = _factors((2, 12, 12), 2)
     _close(narrow_product(m, right), m.double() @ right.double(), 12)
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-20, 1.0, 3e19, 1e30])
+@pytest.mark.parametrize("few", [3, 40])
+def test_normalized_factors_give_the_same_product_but_for_a_power_of_two(largest: float, few: int) -> None:
+    m, (_, right) = _drawn(2, 33, 257), _factors((2, 33, 257), few)
+    right[1] *= largest / right[1].abs().max()
+    product, unit = narrow_product(m, right, normalized=True), right.double() / max(largest, 1e-38)
+    assert bool(product.isfinite().all())
+    expected = m[1].double() @ unit[1]
+    power = float(product[1].double().abs().max() / expected.abs().max()) if largest else 1.0
+    _close(product[1] / power, expected, 257)
+    assert 0.45 < power <= 1.1
+
+
+@pytest.mark.parametrize("few", [3, 40])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_right_factor_that_is_not_finite_makes_all_of_its_matrix_nan(few: int, value: float) -> None:
+    left, right = _factors((2, 33, 257), few)
+    left[1] = 0.0
+    right[1, 200, 1] = value
+    out = torch.empty(2, 33, 257)
+    set_product(out, left, right)
+    assert bool(out[1].isnan().all())
+    assert bool(out[0].isfinite().all())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -19,7 +19,7 @@ from thinwire.collectives.algorithms import Algorithm, ScatterReduceAllGather, T
 from thinwire.collectives.message import HEADER_BYTES, SIZE_BYTES
 from thinwire.collectives.traffic import Outgoing, Traffic, sent_bytes
 from thinwire.collectives.transport import Transport, ring_bytes
-from thinwire.compressors import Coded, Packed, Part, Piece, Reduction, Segments, Slot, Summed, SumShape
+from thinwire.compressors import Coded, Packed, Part, Parts, Piece, Reduction, Segments, Slot, Summed, SumShape
 from thinwire.kernels import site_id
 
 _LEAST_PIECE = 1024
@@ -70,7 +70,7 @@ class Members(NamedTuple):
     """Layers that share a compressor, and their places in a sum."""
 
     compressor: Summed
-    parts: tuple[Part, ...]
+    parts: Parts
 
 
 @dataclass(frozen=True)
@@ -410,24 +410,28 @@ def _placed(groups: Sequence[tuple[Coded, Sequence[Piece]]], dtype: torch.dtype,
 
 
 def _sums(layers: Sequence[Layer], dtype: torch.dtype) -> tuple[Sum, ...]:
-    members: dict[tuple[int, Reduction, str, str], dict[Summed, list[Part]]] = {}
-    kinds: dict[tuple[int, Reduction, str, str], SumShape] = {}
-    ends: dict[tuple[int, Reduction, str, str], int] = {}
+    places: dict[tuple[int, Reduction, str, str], dict[Summed, list[tuple[Piece, SumShape]]]] = {}
     for layer in layers:
         compressor = layer.compressor
         if not isinstance(compressor, Summed) or not layer.numel:
             continue
         piece = Piece(layer.name, layer.start, layer.numel, 0, 0, layer.shape)
         for round, part in enumerate(compressor.sums(layer.shape, dtype)):
-            place = (round, part.op, str(part.dtype), str(part.packed or ""))
             assert part.packed is None or round == 0, "later rounds have no messages of their own"
-            kinds[place] = part
-            start = ends.get(place, 0)
-            ends[place] = start + part.numel
-            members.setdefault(place, {}).setdefault(compressor, []).append(Part(piece, slice(start, ends[place])))
+            place = (round, part.op, str(part.dtype), str(part.packed or ""))
+            places.setdefault(place, {}).setdefault(compressor, []).append((piece, part))
     # Sorted: all ranks must start all-reduces in the same order, and a round must end before the next one.
-    sums = []
-    for place, end in sorted(ends.items()):
-        kind, parts = kinds[place], tuple(Members(c, tuple(p)) for c, p in members[place].items())
-        sums.append(Sum(place[0], kind.op, kind.dtype, parts, end, kind.packed))
-    return tuple(sums)
+    return tuple(_sum(place[0], members) for place, members in sorted(places.items(), key=lambda item: item[0]))
+
+
+def _sum(round: int, members: Mapping[Summed, Sequence[tuple[Piece, SumShape]]]) -> Sum:
+    """The sum of parts of one operation and dtype. Those of a compressor lie end to end."""
+    end, placed = 0, []
+    for compressor, parts in members.items():
+        own = []
+        for piece, part in parts:
+            own.append(Part(piece, slice(end, end + part.numel)))
+            end += part.numel
+        placed.append(Members(compressor, Parts(tuple(own))))
+    kind = next(iter(members.values()))[0][1]
+    return Sum(round, kind.op, kind.dtype, tuple(placed), end, kind.packed)

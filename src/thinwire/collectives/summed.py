@@ -12,7 +12,7 @@ from thinwire.collectives.layout import Layout, Sum
 from thinwire.collectives.packed import PackedSum
 from thinwire.collectives.stages import CollectiveCall, complete
 from thinwire.collectives.transport import Pending, Transport
-from thinwire.compressors import Part, SumCall, Summed
+from thinwire.compressors import Parts, SumCall, Summed
 
 _NONE: Mapping[int, PackedSum] = {}
 
@@ -81,7 +81,7 @@ class SumRounds:
         self, x: Tensor, layout: Layout, buffers: Sequence[Tensor], call: CollectiveCall, *, rank: int, num_ranks: int
     ) -> None:
         """Replace the layers of ``x``. ``buffers``: one for each sum of the layout, as `sum_buffers` makes them."""
-        places: dict[Summed, list[tuple[tuple[Part, ...], Tensor]]] = {}
+        places: dict[Summed, list[tuple[Parts, Tensor]]] = {}
         for s, buffer in zip(layout.sums, buffers, strict=True):
             for compressor, parts in s.members:
                 places.setdefault(compressor, []).append((parts, buffer))

@@ -27,7 +27,7 @@ from thinwire.compressors._core.mixins import (
 from thinwire.compressors._core.norms import integer_square_sum
 from thinwire.compressors._core.packed import Packed
 from thinwire.compressors._core.rounding import rounded_for
-from thinwire.compressors._core.segments import Key, Part, Piece, Segments
+from thinwire.compressors._core.segments import Key, Part, Parts, Piece, Segments
 from thinwire.compressors._core.slots import LayerState, Slot, State
 from thinwire.compressors._core.sparsifier import Chain, Sparsifier
 from thinwire.compressors._core.spec import PRESETS, expression, parse, register, registered
@@ -111,6 +111,7 @@ __all__ = [
     "OnePass",
     "Packed",
     "Part",
+    "Parts",
     "Piece",
     "PowerSGD",
     "RandK",

@@ -170,13 +170,12 @@ class EfSummed(Feedback, Summed):
 
     def rounds(self, x: Tensor, y: Tensor, call: SumCall) -> Generator[None, None, Subtract]:
         e, p, factor = self.residual(call.state)
-        layers = [piece.elements for piece, _ in call.parts[0]]
-        for at in layers:
-            torch.add(x[at], e[at], alpha=factor, out=p[at])
+        table = call.parts[0].table
+        kernels.rows_add(x, e, table, p, alpha=factor)
         subtract = yield from self.inner.rounds(p, y, call)
         subtract(p)
-        for at in layers if factor != self.decay else ():
-            p[at].div_(factor / self.decay)
+        if factor != self.decay:
+            kernels.rows_scale(p, table, p, over=factor / self.decay)
         return subtract
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.compressors._core.checks import check_choice
-from thinwire.compressors._core.matrices import SummedMatrices, matrix_shape, normal_matrix, scaled_to_one
+from thinwire.compressors._core.matrices import SummedMatrices, matrix_shape, normal_matrix
 from thinwire.compressors._core.mixins import Scheduled
 from thinwire.compressors._core.schedule import Rank, check_rank, rank_at
 from thinwire.compressors._core.slots import Slot
@@ -72,7 +72,7 @@ class PowerSGD(SummedMatrices, Scheduled):
         return self.factor_shapes(*matrix_shape(layer))[1]
 
     def factors(self, m: Tensor, slot: SimpleNamespace) -> Generator[Tensor, Tensor, Tensor]:
-        product = yield narrow_product(m, scaled_to_one(slot.q))
+        product = yield narrow_product(m, slot.q, normalized=True)
         p = torch.linalg.qr(product).Q  # orthonormal even where columns are zero or equal
         slot.q = yield narrow_product(m.mT, p)
         return p

@@ -14,29 +14,44 @@ from thinwire.kernels import native
 _MOST_COLUMNS = 16
 """Of a narrow matrix: with more, a matrix product is bound by its arithmetic, at which PyTorch's is better."""
 
+_LARGEST_EXPONENT = 100
+"""Of powers of two that fp32 holds, and so do their inverses."""
 
-def narrow_product(m: Tensor, narrow: Tensor) -> Tensor:
+
+def narrow_product(m: Tensor, narrow: Tensor, *, normalized: bool = False) -> Tensor:
     """Return ``m @ narrow``, [count, rows, few], where ``narrow`` [count, columns, few] has few columns.
 
     Args:
         m: [count, rows, columns]; each matrix or its transpose is contiguous, wherever the next one begins.
+        normalized: whether each narrow matrix is multiplied by a power of two first, so that its largest element is
+            about 1. The columns of the product span the same space, and where ``narrow`` has elements of 1e19 it does
+            not overflow.
     """
     by_columns = not _are_contiguous(m)
     wide = m.mT if by_columns else m
+    if normalized and (by_columns or not _computed_natively(wide, narrow)):
+        narrow = _scaled_to_one(narrow)
     if not _computed_natively(wide, narrow):
         # With the narrow one on the left, a CPU's BLAS reads m row by row and takes a fourth to a tenth of the time.
         return (narrow.mT.contiguous() @ m.mT).mT
     few, out = narrow.contiguous(), m.new_empty(*m.shape[:2], narrow.shape[-1])
-    run = native.core().factor_columns if by_columns else native.core().factor_rows
-    run(*_sizes(wide, few), few.data_ptr(), out.data_ptr())
+    if by_columns:
+        native.core().factor_columns(*_sizes(wide, few), few.data_ptr(), out.data_ptr())
+    else:
+        native.core().factor_rows(*_sizes(wide, few), few.data_ptr(), out.data_ptr(), normalized)
     return out
 
 
 def set_product(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Set ``out`` [count, rows, columns] to ``left @ right.mT``, where both have few columns."""
+    """Set ``out`` [count, rows, columns] to ``left @ right.mT``, where both have few columns.
+
+    A matrix whose ``right`` is not finite becomes NaN as a whole.
+    """
     if _computed_natively(out, left, right):
         _multiply(out, left, right, scale=1.0, add=False)
-    elif out.dtype is left.dtype:
+        return
+    right = right + (right * 0.0).sum((-2, -1), keepdim=True)
+    if out.dtype is left.dtype:
         torch.matmul(left, right.mT, out=out)
     else:
         out.copy_(left @ right.mT)
@@ -48,6 +63,12 @@ def subtract_product(out: Tensor, left: Tensor, right: Tensor) -> None:
         _multiply(out, left, right, scale=-1.0, add=True)
     else:
         out.baddbmm_(left, right.mT, alpha=-1.0)
+
+
+def _scaled_to_one(m: Tensor) -> Tensor:
+    """Return each matrix of ``m`` times a power of two, so that its largest element is about 1."""
+    _, exponent = torch.frexp(m.abs().amax((-2, -1), keepdim=True))
+    return torch.ldexp(m, -exponent.clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT))
 
 
 def _multiply(out: Tensor, left: Tensor, right: Tensor, *, scale: float, add: bool) -> None:

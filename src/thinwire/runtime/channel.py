@@ -186,7 +186,7 @@ class Route:
             for compressor, parts in s.members:
                 clipping = find_mixin(compressor, Clipping)
                 if clipping is not None and s.round == 0:
-                    clipped += clipping.clipped(parts, state)
+                    clipped += clipping.clipped(parts.parts, state)
                     rounded += sum(part.piece.numel for part in parts)
         return clipped, rounded
 

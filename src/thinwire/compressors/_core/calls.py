@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from thinwire.compressors._core.segments import Key, Part, Piece, Segments
+from thinwire.compressors._core.segments import Key, Parts, Piece, Segments
 from thinwire.compressors._core.slots import LayerState, State
 from thinwire.kernels import Table
 
@@ -47,7 +47,7 @@ class CodecCall(NamedTuple):
 class SumCall(NamedTuple):
     """What belongs to one call of a summed compressor, beside the values. Parts and buffers are listed by round."""
 
-    parts: tuple[tuple[Part, ...], ...]
+    parts: tuple[Parts, ...]
     """Layers, and where their parts lie in the buffer of a round."""
     buffers: tuple[Tensor, ...]
     """The parts of all ranks are added in these, in place."""

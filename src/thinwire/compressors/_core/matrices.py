@@ -6,22 +6,21 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from thinwire.compressors._core.calls import SumCall
 from thinwire.compressors._core.compressor import Compressor, Unsuited
-from thinwire.compressors._core.segments import Part
+from thinwire.compressors._core.segments import Part, Parts
 from thinwire.compressors._core.summed import Subtract, Summed, SumShape
 from thinwire.kernels import set_product, site_id, subtract_product
 
 _LEAST_RATIO = 2
 """A layer is compressed if its factors have at most one element for so many of its own."""
-
-_LARGEST_EXPONENT = 100
-"""Of powers of two that fp32 holds, and so do their inverses."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class SummedMatrices(Summed):
         return tuple(SumShape(math.prod(part), self.sum_dtype) for part in self.factor_shapes(*matrix_shape(shape)))
 
     def rounds(self, x: Tensor, y: Tensor, call: SumCall) -> Generator[None, None, Subtract]:
-        batches = [_Batch(self, x, batch, call) for batch in _batches(call.parts)]
+        batches = [_Batch(self, x, alike, call) for alike in _alike(*call.parts)]
         for number in range(len(call.buffers)):
             for batch in batches:
                 batch.put(number)
@@ -80,22 +79,31 @@ class SummedMatrices(Summed):
         return subtract
 
 
+class _Alike(NamedTuple):
+    """Layers of one shape that lie evenly spaced, in the flat tensor and in the buffers of all rounds."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, int]
+    starts: tuple[int, ...]
+    buffer_starts: tuple[tuple[int, ...], ...]
+    """By round."""
+
+
 class _Batch:
     """Evenly spaced matrices of one shape, compressed together. Here they are [count, rows, columns]."""
 
-    def __init__(self, compressor: SummedMatrices, x: Tensor, parts: Sequence[Sequence[Part]], call: SumCall) -> None:
-        self._parts, self._call = parts, call
-        pieces = [part.piece for part in parts[0]]
-        self._shape = matrix_shape(pieces[0].shape)
-        self._starts = [piece.start for piece in pieces]
-        self._slots = [call.slots(piece.name) for piece in pieces]
+    def __init__(self, compressor: SummedMatrices, x: Tensor, alike: _Alike, call: SumCall) -> None:
+        self._alike, self._call = alike, call
+        self._slots = [call.slots(name) for name in alike.names]
         names = [slot.name for slot in compressor.slots if slot.shape is not None]
         self._slot = SimpleNamespace(**{name: torch.stack([s.now[name] for s in self._slots]) for name in names})
-        m = _evenly_spaced(x, self._starts, self._shape).float()
-        self._factors = compressor.factors(m, self._slot)
+        self._factors = compressor.factors(self._matrices(x).float(), self._slot)
         self._mine = next(self._factors)
         self._total = self._mine
         self._left: Tensor | None = None
+
+    def _matrices(self, flat: Tensor) -> Tensor:
+        return _evenly_spaced(flat, self._alike.starts, self._alike.shape)
 
     def put(self, number: int) -> None:
         """Write this rank's part of a round into its buffer."""
@@ -113,15 +121,13 @@ class _Batch:
             self._left = end.value
 
     def _in_buffer(self, number: int) -> Tensor:
-        starts = [part.where.start for part in self._parts[number]]
+        starts = self._alike.buffer_starts[number]
         return _evenly_spaced(self._call.buffers[number], starts, self._mine.shape[-2:])
 
     def set(self, y: Tensor) -> None:
         """Set the layers of ``y`` to the result, and their slots of the next step."""
         assert self._left is not None
-        # What is not finite in the small factor makes the whole product NaN.
-        right = self._total + (self._total * 0.0).sum((-2, -1), keepdim=True)
-        set_product(_evenly_spaced(y, self._starts, self._shape), self._left, right)
+        set_product(self._matrices(y), self._left, self._total)
         for name, value in vars(self._slot).items():
             for slots, layer in zip(self._slots, value, strict=True):
                 slots.next[name].copy_(layer)
@@ -129,12 +135,13 @@ class _Batch:
     def subtract(self, rest: Tensor) -> None:
         """Subtract this rank's part of the result from the layers of ``rest`` (fp32), in one pass."""
         assert self._left is not None
-        subtract_product(_evenly_spaced(rest, self._starts, self._shape), self._left, self._mine)
+        subtract_product(self._matrices(rest), self._left, self._mine)
 
 
-def _batches(rounds: Sequence[Sequence[Part]]) -> list[list[list[Part]]]:
-    """Layers that go together, each batch by round: those of one shape that lie evenly spaced, in ``x`` and in all
-    buffers, as the layers of repeated blocks do. They are then one strided tensor, and nothing is copied."""
+@lru_cache(maxsize=256)
+def _alike(*rounds: Parts) -> list[_Alike]:
+    """Layers that go together, as the layers of repeated blocks do: they are then one strided tensor, and nothing is
+    copied. They are found once, and not in every step."""
     by_shape: dict[tuple[int, int], list[tuple[Part, ...]]] = {}
     for layer in zip(*rounds, strict=True):
         by_shape.setdefault(matrix_shape(layer[0].piece.shape), []).append(layer)
@@ -147,7 +154,13 @@ def _batches(rounds: Sequence[Sequence[Part]]) -> list[list[list[Part]]]:
                 batch = []
                 batches.append(batch)
             batch.append(layer)
-    return [[list(part) for part in zip(*batch, strict=True)] for batch in batches]
+    return [_of_one_shape(batch) for batch in batches]
+
+
+def _of_one_shape(layers: Sequence[tuple[Part, ...]]) -> _Alike:
+    pieces = [parts[0].piece for parts in layers]
+    starts, *buffer_starts = zip(*map(_places, layers), strict=True)
+    return _Alike(tuple(piece.name for piece in pieces), matrix_shape(pieces[0].shape), starts, tuple(buffer_starts))
 
 
 def _places(layer: Sequence[Part]) -> tuple[int, ...]:
@@ -178,12 +191,3 @@ def normal_matrix(shape: Callable[[Sequence[int]], tuple[int, int]]) -> Callable
         return torch.randn(shape(layer), generator=torch.Generator().manual_seed(site_id(name)))
 
     return initial
-
-
-def scaled_to_one(m: Tensor) -> Tensor:
-    """Return each matrix of ``m`` [..., rows, columns] times a power of two, so that its largest element is about 1.
-
-    The columns span the same space. Without this, a product with what a gradient of 1e19 left in a slot overflows.
-    """
-    _, exponent = torch.frexp(m.abs().amax((-2, -1), keepdim=True))
-    return torch.ldexp(m, -exponent.clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT))

@@ -27,12 +27,17 @@ class Plain(Summed):
 
     def rounds(self, x: Tensor, y: Tensor, call: SumCall) -> Generator[None, None, Subtract]:
         (parts,), (buffer,) = call.parts, call.buffers
-        for piece, where in parts:
-            values = x[piece.elements]
-            torch.mul(values if values.dtype is buffer.dtype else values.float(), call.scale, out=buffer[where])
+        own = buffer[parts.where]
+        if x.dtype is own.dtype:
+            # One operation, not one for each of the many small layers.
+            torch.cat([x[piece.elements] for piece, _ in parts], out=own)
+            own.mul_(call.scale)
+        else:
+            for piece, where in parts:
+                torch.mul(x[piece.elements].float(), call.scale, out=buffer[where])
         yield
-        for piece, where in parts:
-            y[piece.elements].copy_(buffer[where])
+        for (piece, _), values in zip(parts, own.split([piece.numel for piece, _ in parts]), strict=True):
+            y[piece.elements].copy_(values)
 
         def subtract(rest: Tensor) -> None:
             for piece, _ in parts:

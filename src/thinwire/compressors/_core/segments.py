@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -90,6 +91,32 @@ class Part(NamedTuple):
     """Its elements in the tensor that is summed."""
 
 
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The parts of the layers that one compressor has in a sum, end to end. Equal to itself alone, for caches."""
+
+    parts: tuple[Part, ...]
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __getitem__(self, number: int) -> Part:
+        return self.parts[number]
+
+    @cached_property
+    def table(self) -> Table:
+        """The layers in the flat tensor, for kernels."""
+        return _table([part.piece for part in self.parts])
+
+    @property
+    def where(self) -> slice:
+        """All of them in the tensor that is summed."""
+        return slice(self.parts[0].where.start, self.parts[-1].where.stop)
+
+
 @dataclass(frozen=True)
 class Segments:
     """The pieces of layers that one compressor has in a message, for one kernel call."""
@@ -99,9 +126,12 @@ class Segments:
 
     @staticmethod
     def build(pieces: Sequence[Piece]) -> Segments:
-        rows = [(p.start, p.numel, p.index0, p.payload, site_id(p.name)) for p in pieces]
-        table = Table(torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 5))
-        return Segments(tuple(pieces), table)
+        return Segments(tuple(pieces), _table(pieces))
 
     def __len__(self) -> int:
         return len(self.pieces)
+
+
+def _table(pieces: Sequence[Piece]) -> Table:
+    rows = [(p.start, p.numel, p.index0, p.payload, site_id(p.name)) for p in pieces]
+    return Table(torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 5))
