@@ -50,33 +50,30 @@ void for_candidates(const Candidates& from, int64_t blocks, Visit visit) {
   }
 }
 
-// The key of the rank-th largest of the candidates whose keys are at least `low` and below `high`, and how many of those
-// that have it are among them. `keys` has room for all candidates.
-uint32_t kth_between(const Candidates& from, int64_t blocks, uint32_t low, uint32_t high, int64_t rank, uint32_t* keys,
-                     int64_t& ties) {
-  int64_t count = 0;
-  for_candidates(from, blocks, [&](uint32_t, float v) {
-    keys[count] = key_of(v);
-    count += keys[count] >= low && keys[count] < high;
-  });
-  std::nth_element(keys, keys + (rank - 1), keys + count, std::greater<uint32_t>());
-  const uint32_t kth = keys[rank - 1];
+// The rank-th largest of n keys of at least `low` and below `high`, and how many of those that equal it are among the
+// `rank`. `room` is for n keys, and may be `keys` itself.
+uint32_t kth_of(const uint32_t* keys, int64_t n, uint32_t low, uint32_t high, int64_t rank, uint32_t* room,
+                int64_t& ties) {
+  int shift = 0;
+  while ((high - 1 - low) >> shift >= (uint32_t)kBins) shift++;
+  int32_t counts[kBins] = {};
+  for (int64_t i = 0; i < n; i++) counts[(keys[i] - low) >> shift]++;
+  const uint32_t bin = (uint32_t)bin_of(counts, rank);
+  int64_t num = 0;
+  for (int64_t i = 0; i < n; i++) room[num] = keys[i], num += (room[num] - low) >> shift == bin;
+  std::nth_element(room, room + (rank - 1), room + num, std::greater<uint32_t>());
+  const uint32_t kth = room[rank - 1];
   ties = rank;
-  for (int64_t i = 0; i < count; i++) ties -= keys[i] > kth;
+  for (int64_t i = 0; i < num; i++) ties -= room[i] > kth;
   return kth;
 }
 
 // The key of the k-th largest candidate, as above.
 uint32_t kth_key(const Candidates& from, int64_t blocks, int64_t k, uint32_t* keys, int64_t& ties) {
   uint32_t most = from.least;
-  for_candidates(from, blocks, [&](uint32_t, float v) { most = std::max(most, key_of(v)); });
-  int shift = 0;
-  while ((most - from.least) >> shift >= (uint32_t)kBins) shift++;
-  int32_t counts[kBins] = {};
-  for_candidates(from, blocks, [&](uint32_t, float v) { counts[(key_of(v) - from.least) >> shift]++; });
-  int64_t rank = k;
-  const uint32_t low = from.least + ((uint32_t)bin_of(counts, rank) << shift);
-  return kth_between(from, blocks, low, low + (1u << shift), rank, keys, ties);
+  int64_t n = 0;
+  for_candidates(from, blocks, [&](uint32_t, float v) { keys[n] = key_of(v), most = std::max(most, keys[n]), n++; });
+  return kth_of(keys, n, from.least, most + 1, k, keys, ties);
 }
 
 // Writes the candidates above `kth`, and the first `ties` of those that have it.

@@ -22,17 +22,8 @@ Status run_spectra(const Machine& machine, const Blocked& job, int64_t elements,
 // The key of the k-th largest component, `rank` among the keys that were kept, and of each block how many components are
 // above it, how many of those that have it are among the k, and where they begin.
 void find_kth(const Blocked& job, Largest& of, int64_t rank, uint32_t* copy) {
-  int shift = 0;
-  while ((of.high - 1 - of.low) >> shift >= (uint32_t)kBins) shift++;
-  int32_t counts[kBins] = {};
-  for (int64_t i = 0; i < of.used; i++) counts[(of.keys[i] - of.low) >> shift]++;
-  const uint32_t bin = (uint32_t)bin_of(counts, rank);
-  int64_t num = 0;
-  for (int64_t i = 0; i < of.used; i++) copy[num] = of.keys[i], num += (of.keys[i] - of.low) >> shift == bin;
-  std::nth_element(copy, copy + (rank - 1), copy + num, std::greater<uint32_t>());
-  of.kth = copy[rank - 1];
-  int64_t ties = rank, n = 0;
-  for (int64_t i = 0; i < num; i++) ties -= copy[i] > of.kth;
+  int64_t ties = 0, n = 0;
+  of.kth = kth_of(of.keys, of.used, of.low, of.high, rank, copy, ties);
   for (int64_t b = 0; b < job.blocks(); b++) {
     const uint32_t *key = of.keys + of.places[b].at, *end = key + of.places[b].count;
     int64_t same = 0;
