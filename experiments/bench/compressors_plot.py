@@ -34,10 +34,11 @@ _FONT_POINTS = 7.0
 _REACH = (0, 7, -7, 14, -14, 21, -21, 28, -28, 36, -36, 44, -44, 54, -54)
 _NEAR = 14
 _SHADE = 0.72
+_ROUNDING = 2.0**-23
 
 
 def draw(points: Sequence[Point], path: Path, title: str) -> None:
-    """Write the picture to ``path``: SVG, or what its ending says. Points without error are left out.
+    """Write the picture to ``path``: SVG, or what its ending says. Points with no error beyond fp32's rounding are left out.
 
     Raises ``ImportError`` that says how to install matplotlib, ``ValueError`` where there is nothing to draw.
     """
@@ -47,7 +48,7 @@ def draw(points: Sequence[Point], path: Path, title: str) -> None:
         from matplotlib.patheffects import withStroke
     except ImportError as error:
         raise ImportError("--plot takes matplotlib: pip install 'thinwire[plot]'") from error
-    shown = [point for point in points if point.error > 0 and point.bytes_per_element > 0]
+    shown = [point for point in points if point.error > _ROUNDING and point.bytes_per_element > 0]
     if not shown:
         raise ValueError("no compressor has an error to draw")
     figure = Figure(figsize=(12, 8), layout="constrained")
