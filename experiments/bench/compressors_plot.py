@@ -38,7 +38,7 @@ _ROUNDING = 2.0**-23
 
 
 def draw(points: Sequence[Point], path: Path, title: str) -> None:
-    """Write the picture to ``path``: SVG, or what its ending says. Points with no error beyond fp32's rounding are left out.
+    """Write the picture to ``path``: SVG, or what its ending says. Points with no error beyond rounding are left out.
 
     Raises ``ImportError`` that says how to install matplotlib, ``ValueError`` where there is nothing to draw.
     """
