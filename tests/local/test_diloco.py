@@ -488,8 +488,9 @@ def _not_finite(rank: int) -> tuple[int, bool, bool]:
             training.model.first.weight[0, 0] = float("nan")
     for _ in range(4):
         training.local.step()
-    with pytest.warns(UserWarning, match="not finite"):
+    with pytest.warns(UserWarning, match="not finite") as seen:
         training.local.step()
+    assert [each.filename for each in seen] == [__file__], "the line that called step()"
     now = training.local.wire.state_dict()
     same = all(torch.equal(value, now[key]) for key, value in residual.items())
     return training.local.skipped_rounds, torch.equal(training.weights(), shared), bool(residual) and same

@@ -34,7 +34,6 @@ from thinwire.integrations.options import (
     check_compressor,
     policy_of,
     record_of,
-    warn_caller,
 )
 from thinwire.integrations.transports import add_streams, bare_transport
 from thinwire.integrations.updates import Updates
@@ -43,6 +42,7 @@ from thinwire.policies import Auto, Policy, parse_policy
 from thinwire.runtime import AsyncReadback, Follower, Wire, agree, on_the_host
 from thinwire.runtime.channel import BucketLayers
 from thinwire.runtime.consistency import failing_together
+from thinwire.runtime.warning import warn_caller
 
 if TYPE_CHECKING:
     from thinwire.integrations.momentum import Momentum

@@ -36,7 +36,6 @@ from thinwire.integrations.options import (
     check_compressor,
     policy_of,
     record_of,
-    warn_caller,
 )
 from thinwire.integrations.preconditioned import Preconditioned
 from thinwire.integrations.transports import add_streams, bare_transport
@@ -46,6 +45,7 @@ from thinwire.policies import Auto, Policy
 from thinwire.runtime import ShardedLayer, ShardedWire, Unit, agree
 from thinwire.runtime.consistency import failing_together
 from thinwire.runtime.placement import Placement
+from thinwire.runtime.warning import warn_caller
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

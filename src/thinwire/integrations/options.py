@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -279,11 +277,3 @@ def _canonical(text: str, parsers: Sequence[Callable[[str], object]]) -> str:
         except (ValueError, TypeError):
             continue
     return text
-
-
-def warn_caller(text: str) -> None:
-    """Warn of an argument at the line that called thinwire, however many of its own functions lie between."""
-    frame, level = inspect.currentframe(), 1
-    while frame is not None and frame.f_globals["__name__"].partition(".")[0] == "thinwire":
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, stacklevel=level)
