@@ -440,11 +440,6 @@ def rules_of(options: Options) -> tuple[Rules, Policy | None]:
         TypeError, ValueError: an argument is invalid, or does not go with another; the message names it.
     """
     check_arguments(options)
-    if options.optimizer is not None and not isinstance(options.optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, not {type(options.optimizer).__name__}: "
-            "thinwire.compress(model, optimizer=optimizer)"
-        )
     check_bool("simulate", options.simulate)
     compressor = DEFAULT_RULES if options.compressor is None else options.compressor
     automatic = _automatic(compressor)

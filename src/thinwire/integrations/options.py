@@ -171,6 +171,11 @@ def check_arguments(options: CommonOptions) -> None:
     check_bool("skip_if_slower", options.skip_if_slower)
     if options.adapt is not None and not isinstance(options.adapt, str | Policy):
         raise TypeError(f"adapt must be a policy or its spec, not {options.adapt!r}: adapt='lgreco(every=500)'")
+    if options.optimizer is not None and not isinstance(options.optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, not {type(options.optimizer).__name__}: "
+            "thinwire.compress(model, optimizer=optimizer)"
+        )
     if options.grad_scaler is not None and not isinstance(options.grad_scaler, torch.amp.GradScaler):
         raise TypeError(
             f"grad_scaler must be a torch.amp.GradScaler, not {type(options.grad_scaler).__name__}: "

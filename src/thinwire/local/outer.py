@@ -61,8 +61,8 @@ def chosen_outer(outer: Nesterov | None, every: int, total_steps: int | None) ->
     """The outer optimizer that was asked for, or the default for an exchange ``every`` so many of ``total_steps``.
 
     A momentum needs exchanges to build up, and what it holds after the last one is lost: below 20 exchanges plain
-    averages of the weights, ``Nesterov(lr=1, momentum=0)``, end at a lower loss. Warns where
-    exchanges are too few for the optimizer, or for learning at all.
+    averages of the weights, ``Nesterov(lr=1, momentum=0)``, end at a lower loss. Warns where exchanges
+    are too few for the optimizer, or for learning at all.
 
     Raises:
         TypeError: ``outer`` is another optimizer.
