@@ -246,12 +246,14 @@ class ShardedEngine:
 
     def _gradients_of(self, unit: Unit, trained: Sequence[str], before: LayerGroup | None = None) -> LayerGroup:
         """The members of reductions of these layers; they take over the residuals of ``before``."""
-        layers = [layer for layer in unit.layers if layer.name in set(trained)]
+        layers = [layer for layer in unit.layers if layer.name in trained]
         members = LayerGroup("gradients", layers, unit.transport)
         members.follow(self.plan)
-        for name, compressor in members.compressors(self.plan).items() if before is not None else ():
+        if before is None:
+            return members
+        for name, compressor in members.compressors(self.plan).items():
             for slot in compressor.slots:
-                if before is not None and before.slots.has(name, slot):
+                if before.slots.has(name, slot):
                     members.slots.load(name, slot, before.slots.value(name, slot))
         return members
 
