@@ -160,7 +160,7 @@ class ShardedEngine:
         unit.last_step = self.step
         members = self.gradients[unit.index]
         draw = self._passes(unit)
-        compressed = draw >= self.start
+        unit.compressed = compressed = draw >= self.start
         if self._plans[unit.index] is not self.plan:
             # From here on: what was gathered for this backward pass was gathered with the plan before.
             self._plans[unit.index] = self.plan
@@ -191,14 +191,16 @@ class ShardedEngine:
         """Start replacing this rank's part of the gradients by its mean over all replicas."""
         assert self.across is not None
         members = self.gradients[unit.index]
-        compressed = unit.across >= self.start
-        key = ("across", unit.index, members.names, compressed)
+        # As the reduction that it completes: a module that is used twice has several in a step. FSDP2 leaves out those
+        # among shards of one rank.
+        compressed = unit.compressed if unit.transport.world_size > 1 else unit.across >= self.start
+        compressors = [self.plan[at_site("across", name)] if compressed else Raw() for name in members.names]
+        key = ("across", unit.index, members.names, tuple(compressors))
         if key not in self._contents:
             layers = []
-            for name in members.names:
+            for name, compressor in zip(members.names, compressors, strict=True):
                 at = at_site("gradients", name)
                 layer, start = members.placement.by_name[at], members.placement.starts[at]
-                compressor = self.plan[at_site("across", name)] if compressed else Raw()
                 assert isinstance(compressor, Coded)
                 shape = (layer.padded_numel,)
                 layers.append(Layer(at_site("across", name), start, shape, compressor))
