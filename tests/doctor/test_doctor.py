@@ -412,6 +412,7 @@ def test_under_torchrun_the_numbers_stay_as_they_are(tmp_path: Path) -> None:
         (["--samples-per-step", "3", "--tokens-per-step", "3"], "give one of them"),
         (["--rate", "fast"], "is not a rate"),
         (["--ranks-per-node", "2"], "is for an emulated network"),
+        (["--ranks-per-node", "0", "--rate", "1gbit"], "at least 1"),
     ],
 )
 def test_bad_options_say_what_to_do(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,6 +114,40 @@ def _replicas(
     }
 
 
+def _started_late(rank: int, size: int, across: str) -> Tensor:
+    mesh = _mesh(2, 2)
+    model = build(mesh["shard"], net=Shared)
+    compress(model, "raw", "raw", replicas=mesh["replicate"].get_group(), across=across, start=2)
+    train(model, 2, optimizer=torch.optim.SGD(model.parameters(), lr=0.005))
+    return torch.cat([values.reshape(-1) for values in whole(model).values()])
+
+
+def test_means_over_replicas_are_exact_before_the_start_in_modules_that_are_used_twice() -> None:
+    exact, coarse = (run_ranks(_started_late, 4, 4, across)[0] for across in ("raw", W4))
+    assert torch.equal(coarse, exact)
+
+
+def _loaded_between_steps(rank: int, size: int) -> tuple[int, int]:
+    mesh = _mesh(2, 1)
+    replicas = mesh["replicate"].get_group()
+    saved = compress(build(mesh["shard"]), "raw", "raw", replicas=replicas, across=W4).gather_state_dict()
+    model = build(mesh["shard"])
+    wire = compress(model, "raw", "raw", replicas=replicas, across="raw")
+    optimizer, sent = torch.optim.SGD(model.parameters(), lr=0.005), [0]
+    for step in range(2):
+        train(model, 1, first=step, optimizer=optimizer)
+        sent.append(wire.stats.payload_sent_bytes)
+        if step == 0:
+            with pytest.warns(UserWarning, match="compressors of the checkpoint"):
+                wire.load_state_dict(saved)
+    return sent[1], sent[2] - sent[1]
+
+
+def test_a_plan_that_is_loaded_between_steps_holds_for_means_over_replicas() -> None:
+    for raw, coded in run_ranks(_loaded_between_steps, 2, 2):
+        assert coded < raw / 2
+
+
 def test_replicas_stay_alike_after_detaching() -> None:
     answers = run_ranks(_replicas, 4, 4, (2, 2), W4, W4, -1)
     assert same([answer["whole"] for answer in answers])

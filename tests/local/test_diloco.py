@@ -478,6 +478,39 @@ def test_workers_count_by_their_tokens() -> None:
         assert weights == [-2.0, -2.0]
 
 
+def _weighted_to_the_end(rank: int, at: int | None) -> list[float]:
+    """Two steps, each of which exchanges one of two fragments; then what is left. The state is loaded after ``at``."""
+    model = Two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def start() -> DiLoCo:
+        return DiLoCo(
+            model, optimizer, every=2, fragments=2, outer=AVERAGING, compressor="raw", weighted=True, total_steps=99
+        )
+
+    local = start()
+    for step, tokens in enumerate(((100, 300), (300, 100))):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 4.0 * rank)
+        optimizer.step()
+        local.step(tokens=tokens[rank])
+        if step == at:
+            states = copy.deepcopy(model.state_dict()), local.state_dict()
+            local = start()
+            model.load_state_dict(states[0])
+            local.load_state_dict(states[1])
+    local.finish()
+    return [p.item() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("at", [None, 1])
+def test_the_last_exchange_of_a_fragment_is_weighted_by_the_tokens_of_its_steps(at: int | None) -> None:
+    # The first fragment is at -2 after its exchange, and rank 1's last step takes it to -6 with a quarter of the
+    # tokens. The second one's exchange is after both steps, of which rank 1 has -8, with the same weight.
+    for weights in run_ranks(_weighted_to_the_end, 2, at):
+        assert weights == [-3.0, -1.0]
+
+
 def _not_finite(rank: int) -> tuple[int, bool, bool]:
     training = Training(rank, every=5, compressor="minmax(bits=4)")
     training.run(10)
@@ -488,8 +521,9 @@ def _not_finite(rank: int) -> tuple[int, bool, bool]:
             training.model.first.weight[0, 0] = float("nan")
     for _ in range(4):
         training.local.step()
-    with pytest.warns(UserWarning, match="not finite"):
+    with pytest.warns(UserWarning, match="not finite") as seen:
         training.local.step()
+    assert [each.filename for each in seen] == [__file__], "the line that called step()"
     now = training.local.wire.state_dict()
     same = all(torch.equal(value, now[key]) for key, value in residual.items())
     return training.local.skipped_rounds, torch.equal(training.weights(), shared), bool(residual) and same

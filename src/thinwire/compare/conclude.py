@@ -29,7 +29,7 @@ def conclude(console: Console, report: Report, about: dict[str, Any], *, out: Pa
     console.print()
     console.print(report.table())
     in_file = not console.is_terminal  # where lines are searched; a terminal would cut words in two
-    for line in _remarks(report, about):
+    for line in _remarks(report):
         console.print(line, soft_wrap=in_file)
     console.print()
     checks = report.checks()
@@ -51,7 +51,7 @@ def conclude(console: Console, report: Report, about: dict[str, Any], *, out: Pa
     return 1 if wrong or report.failures else 0
 
 
-def _remarks(report: Report, about: dict[str, Any]) -> Iterator[str]:
+def _remarks(report: Report) -> Iterator[str]:
     """How to read the table."""
     task = report.task
     if report.on_interface and report.target is not None:

@@ -53,23 +53,15 @@ class HeuristicIntSGD(Integers):
         return SumShape(1 if numel else 0, self.sum_dtype, "max"), SumShape(self.padded(numel), self.sum_dtype)
 
     def rounds(self, x: Tensor, y: Tensor, call: SumCall) -> Generator[None, None, Subtract]:
-        first, parts = ([part for part in parts if part.piece.numel] for parts in call.parts)
-        largest, integers = call.buffers
-        for piece, where in first:
-            largest[where] = _exponent(x[piece.elements], up=self.exponent == "ceil")
-        yield
-        exponents = torch.cat([largest[where] for _, where in first]) if first else largest[:0]
+        up = self.exponent == "ceil"
+        return self.rounds_after_maxima(x, y, call, lambda values: _exponent(values, up=up), self._scales)
+
+    def _scales(self, exponents: Tensor) -> tuple[Tensor, Tensor]:
         finite = exponents != _NOT_FINITE
-        if self.block == "buffer" and parts:
+        if self.block == "buffer" and len(exponents):
             exponents = torch.where(finite, exponents, _ZERO).amax().expand_as(exponents)
         powers = torch.exp2(exponents.clamp(_LOWEST, _HIGHEST).double())
-        scales = fp32((2 ** (self.bits - 1) - 1) / (powers * self.num_ranks))
-        if parts:
-            self.put(x, parts, scales, integers, call)
-        yield
-        if parts:
-            self.get(integers, y, parts, scales, finite)
-        return lambda rest: self.subtract(rest, parts, scales, call)
+        return fp32((2 ** (self.bits - 1) - 1) / (powers * self.num_ranks)), finite
 
 
 def _exponent(values: Tensor, *, up: bool) -> Tensor:

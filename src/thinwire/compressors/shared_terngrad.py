@@ -51,22 +51,13 @@ class SharedTernGrad(Integers):
         return SumShape(1 if numel else 0, torch.float32, "max"), SumShape(self.padded(numel), self.sum_dtype)
 
     def rounds(self, x: Tensor, y: Tensor, call: SumCall) -> Generator[None, None, Subtract]:
-        first, parts = ([part for part in parts if part.piece.numel] for parts in call.parts)
-        largest, integers = call.buffers
-        for piece, where in first:
-            largest[where] = self._scale(x[piece.elements])
-        yield
-        shared = torch.cat([largest[where] for _, where in first]) if first else largest[:0]
-        finite = torch.isfinite(shared)
-        scales = fp32(1.0 / torch.where(finite, shared, 1.0).double())
-        if parts:
-            self.put(x, parts, scales, integers, call)
-        yield
-        if parts:
-            self.get(integers, y, parts, scales, finite)
-        return lambda rest: self.subtract(rest, parts, scales, call)
+        def scales(largest: Tensor) -> tuple[Tensor, Tensor]:
+            finite = torch.isfinite(largest)
+            return fp32(1.0 / torch.where(finite, largest, 1.0).double()), finite
 
-    def _scale(self, values: Tensor) -> Tensor:
+        return self.rounds_after_maxima(x, y, call, self._largest, scales)
+
+    def _largest(self, values: Tensor) -> Tensor:
         """Return a layer's largest magnitude, at most so many root mean squares; Inf for one that is not finite."""
         low, high = torch.aminmax(values)
         most = torch.maximum(-low, high).float()

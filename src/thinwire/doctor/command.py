@@ -132,6 +132,8 @@ def _examine_here(
     """Start the ranks on this machine, and read what rank 0 wrote."""
     if ranks < 2:
         raise ValueError(f"--ranks {ranks}: at least 2, or nothing is sent")
+    if ranks_per_node < 1:
+        raise ValueError(f"--ranks-per-node {ranks_per_node}: at least 1")
     if ranks_per_node != 1 and rate is None and rtt is None:
         raise ValueError("--ranks-per-node is for an emulated network: give --rate or --rtt, too")
     request = replace(request, progress=True)

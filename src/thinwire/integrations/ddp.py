@@ -34,7 +34,6 @@ from thinwire.integrations.options import (
     check_compressor,
     policy_of,
     record_of,
-    warn_caller,
 )
 from thinwire.integrations.transports import add_streams, bare_transport
 from thinwire.integrations.updates import Updates
@@ -43,6 +42,7 @@ from thinwire.policies import Auto, Policy, parse_policy
 from thinwire.runtime import AsyncReadback, Follower, Wire, agree, on_the_host
 from thinwire.runtime.channel import BucketLayers
 from thinwire.runtime.consistency import failing_together
+from thinwire.runtime.warning import warn_caller
 
 if TYPE_CHECKING:
     from thinwire.integrations.momentum import Momentum
@@ -440,11 +440,6 @@ def rules_of(options: Options) -> tuple[Rules, Policy | None]:
         TypeError, ValueError: an argument is invalid, or does not go with another; the message names it.
     """
     check_arguments(options)
-    if options.optimizer is not None and not isinstance(options.optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, not {type(options.optimizer).__name__}: "
-            "thinwire.compress(model, optimizer=optimizer)"
-        )
     check_bool("simulate", options.simulate)
     compressor = DEFAULT_RULES if options.compressor is None else options.compressor
     automatic = _automatic(compressor)

@@ -36,7 +36,6 @@ from thinwire.integrations.options import (
     check_compressor,
     policy_of,
     record_of,
-    warn_caller,
 )
 from thinwire.integrations.preconditioned import Preconditioned
 from thinwire.integrations.transports import add_streams, bare_transport
@@ -46,6 +45,7 @@ from thinwire.policies import Auto, Policy
 from thinwire.runtime import ShardedLayer, ShardedWire, Unit, agree
 from thinwire.runtime.consistency import failing_together
 from thinwire.runtime.placement import Placement
+from thinwire.runtime.warning import warn_caller
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -377,8 +377,6 @@ def _policy(options: ShardedOptions) -> Policy | None:
         raise ValueError("across= compresses sums over replicas: say with replicas= which process group takes them")
     if options.network.aggregator is not None:
         raise ValueError("Network(aggregator=...) is for DistributedDataParallel: leave it out for a sharded model")
-    if options.optimizer is not None and not isinstance(options.optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(options.optimizer).__name__}")
     if options.adapt is not None and isinstance(options.optimizer, QuantizedAdam):
         raise ValueError(
             "with QuantizedAdam gradients are raw in the warm-up and have error feedback then: leave out adapt="

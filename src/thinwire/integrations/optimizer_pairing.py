@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 
 from thinwire.compressors import DGC, FFT, Chain, Compressor, OneBit, RandK, Sign, Sparsifier, Wrapper
-from thinwire.integrations.options import warn_caller
 from thinwire.optim import CompressedAdamW
 from thinwire.plan import Plan
+from thinwire.runtime.warning import warn_caller
 
 _ADAM_LIKE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
 

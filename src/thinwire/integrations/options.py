@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -173,6 +171,11 @@ def check_arguments(options: CommonOptions) -> None:
     check_bool("skip_if_slower", options.skip_if_slower)
     if options.adapt is not None and not isinstance(options.adapt, str | Policy):
         raise TypeError(f"adapt must be a policy or its spec, not {options.adapt!r}: adapt='lgreco(every=500)'")
+    if options.optimizer is not None and not isinstance(options.optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, not {type(options.optimizer).__name__}: "
+            "thinwire.compress(model, optimizer=optimizer)"
+        )
     if options.grad_scaler is not None and not isinstance(options.grad_scaler, torch.amp.GradScaler):
         raise TypeError(
             f"grad_scaler must be a torch.amp.GradScaler, not {type(options.grad_scaler).__name__}: "
@@ -279,11 +282,3 @@ def _canonical(text: str, parsers: Sequence[Callable[[str], object]]) -> str:
         except (ValueError, TypeError):
             continue
     return text
-
-
-def warn_caller(text: str) -> None:
-    """Warn of an argument at the line that called thinwire, however many of its own functions lie between."""
-    frame, level = inspect.currentframe(), 1
-    while frame is not None and frame.f_globals["__name__"].partition(".")[0] == "thinwire":
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, stacklevel=level)

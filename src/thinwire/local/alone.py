@@ -2,12 +2,13 @@
 
 # No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
 
-import warnings
 import weakref
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.runtime.warning import warn_caller
 
 _silent: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 """Models that send nothing."""
@@ -24,11 +25,10 @@ def warn_of_averaged_gradients(ddp: DistributedDataParallel, group: dist.Process
     workers, averaged = (set(dist.get_process_group_ranks(g)) for g in (group, ddp.process_group))
     if len(workers) == 1 or not workers <= averaged or ddp in _silent:
         return
-    warnings.warn(
+    warn_caller(
         "DistributedDataParallel all-reduces the gradients of all workers in every step, which local updates are to "
         "save: train the module unwrapped, and pass that, or call thinwire.local.send_nothing(model) first. For "
-        "workers of a node that average gradients, wrap the model over the node's ranks: process_group=",
-        stacklevel=3,
+        "workers of a node that average gradients, wrap the model over the node's ranks: process_group="
     )
 
 

@@ -146,6 +146,9 @@ class DiLoCo:
         ]
         self._steps = 0
         self._tokens = 0
+        """This worker's since the last exchange, of whichever fragment."""
+        self._share = 1.0
+        """Its weight in that exchange, 1 on average."""
         self._next = 0
         self._pending: _Exchange | None = None
         self.skipped_rounds = 0
@@ -264,20 +267,25 @@ class DiLoCo:
         weights = fragment.read()
         torch.sub(fragment.anchor, weights, out=fragment.mean)
         if self.weighted:
-            fragment.mean.mul_(self._share())
+            fragment.mean.mul_(self._next_share())
         if fragment.sent is not None:
             fragment.sent.copy_(weights)
         fragment.sent_at = self._steps
         self._pending = _Exchange(index, self.wire.reduce(fragment.mean, fragment.layers))
         self._next = (index + 1) % len(self._fragments)
 
-    def _share(self) -> float:
-        """This worker's weight in the mean, 1 on average: its tokens since the last exchange over the mean."""
+    def _next_share(self) -> float:
+        """This worker's weight in the mean, 1 on average: its tokens since the last exchange over the mean.
+
+        Where there were none, as for the fragments that `finish` exchanges after another one, the last exchange's
+        weight still holds: its tokens are also theirs.
+        """
         total = torch.tensor([float(self._tokens)])
         dist.all_reduce(total, group=self.group)
-        share = self._tokens * self.wire.world_size / float(total) if total > 0 else 1.0
+        if total > 0:
+            self._share = self._tokens * self.wire.world_size / float(total)
         self._tokens = 0
-        return share
+        return self._share
 
     def _receive(self) -> None:
         """Wait for the exchange under way, if there is one, and go on from its result."""
@@ -318,6 +326,8 @@ class DiLoCo:
         pending = -1 if self._pending is None else self._pending.index
         counts = {"steps": self._steps, "tokens": self._tokens, "next": self._next, "pending": pending}
         state = {name: torch.tensor(value) for name, value in counts.items()}
+        if self.weighted:
+            state["share"] = torch.tensor(self._share, dtype=torch.float64)
         for i, fragment in enumerate(self._fragments):
             state[f"sent_at/{i}"] = torch.tensor(fragment.sent_at)
             for name, values in fragment.saved(with_mean=i == pending).items():
@@ -342,6 +352,8 @@ class DiLoCo:
         for own, values in loaded.values:
             own.copy_(values)
         self._steps, self._tokens, self._next = loaded.steps, loaded.tokens, loaded.next
+        # Of a merged state all workers have one worker's, which are not 1 on average.
+        self._share = 1.0 if loaded.gathered else loaded.share
         if loaded.pending >= 0:
             self._pending = _Exchange(loaded.pending)
         if loaded.gathered:
@@ -361,12 +373,13 @@ class DiLoCo:
         if f"sent_at/{len(fragments)}" in state or following not in fragments or pending not in (-1, *fragments):
             raise ValueError(f"the state is of another number of fragments than {len(fragments)}")
         gathered = int(state_entry(state, "gathered", ())) if "gathered" in state else 0
+        share = float(state_entry(state, "share", ())) if "share" in state else 1.0
         values = [
             (own, state_entry(state, name, own.shape))
             for i, fragment in enumerate(self._fragments)
             for name, own in fragment.saved(with_mean=i == pending).items()
         ]
-        return _Loaded(steps, tokens, following, pending, gathered, sent_at, values)
+        return _Loaded(steps, tokens, following, pending, gathered, share, sent_at, values)
 
     def close(self) -> None:
         """End the exchanges' threads and process groups, after `finish`, on every worker."""
@@ -399,6 +412,8 @@ class _Loaded:
     """The fragment whose exchange had arrived and was not used, or −1."""
     gathered: int
     """The number of workers whose states were merged; 0 if it is one worker's own."""
+    share: float
+    """This worker's weight in the last exchange."""
     sent_at: tuple[int, ...]
     values: list[tuple[Tensor, Tensor]]
     """Parts of the outer state here, each with what it becomes."""

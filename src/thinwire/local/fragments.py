@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from thinwire.local.outer import Nesterov
 from thinwire.optim import CompressedAdamW
 from thinwire.optim.shards import local
 from thinwire.plan import Filter, Plan
+from thinwire.runtime.warning import warn_caller
 
 FEW_BITS = "gaussian(bits=2, bucket=256)"
 """What pseudo-gradients are sent in where no compressor was chosen."""
@@ -95,10 +95,9 @@ class Fragment:
         finite = bool(torch.isfinite(self.mean.sum())) or bool(torch.isfinite(self.mean).all())
         if not finite:
             # The same on every worker, and the Wire leaves its residuals alone: as if the round had not been.
-            warnings.warn(
+            warn_caller(
                 f"an exchange at step {step} was dropped: a worker's weights are not finite. All workers "
-                "go on from the shared weights; that worker's optimizer may hold NaN still",
-                stacklevel=5,
+                "go on from the shared weights; that worker's optimizer may hold NaN still"
             )
             self.write(self.anchor)
             return False

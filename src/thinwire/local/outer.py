@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from thinwire.runtime.warning import warn_caller
 
 _FEW_EXCHANGES = 20
 _FEW_FOR_A_HIGH_GAIN = 100
@@ -60,8 +61,8 @@ def chosen_outer(outer: Nesterov | None, every: int, total_steps: int | None) ->
     """The outer optimizer that was asked for, or the default for an exchange ``every`` so many of ``total_steps``.
 
     A momentum needs exchanges to build up, and what it holds after the last one is lost: below 20 exchanges plain
-    averages of the weights, ``Nesterov(lr=1, momentum=0)``, end at a lower loss. Warns the caller's caller where
-    exchanges are too few for the optimizer, or for learning at all.
+    averages of the weights, ``Nesterov(lr=1, momentum=0)``, end at a lower loss. Warns where exchanges
+    are too few for the optimizer, or for learning at all.
 
     Raises:
         TypeError: ``outer`` is another optimizer.
@@ -76,16 +77,14 @@ def chosen_outer(outer: Nesterov | None, every: int, total_steps: int | None) ->
             "outer=thinwire.local.Nesterov(lr=..., momentum=...)"
         )
     if outer.gain > _HIGH_GAIN and (exchanges is None or exchanges < _FEW_FOR_A_HIGH_GAIN):
-        warnings.warn(
+        warn_caller(
             f"outer={outer} has a gain lr / (1 - momentum) of {outer.gain:.1f}, which suits thousands of rounds; with "
-            f"fewer than about {_FEW_FOR_A_HIGH_GAIN}, Nesterov(lr=0.7, momentum=0.5) ends at a lower loss",
-            stacklevel=3,
+            f"fewer than about {_FEW_FOR_A_HIGH_GAIN}, Nesterov(lr=0.7, momentum=0.5) ends at a lower loss"
         )
     if exchanges is not None and exchanges < 2:
-        warnings.warn(
+        warn_caller(
             f"every={every} leaves {exchanges:.1f} exchanges in {total_steps} steps: workers hardly learn "
-            "from each other; exchange more often",
-            stacklevel=3,
+            "from each other; exchange more often"
         )
     return outer
 
@@ -93,8 +92,7 @@ def chosen_outer(outer: Nesterov | None, every: int, total_steps: int | None) ->
 def warn_of_other_workers(before: int, now: int) -> None:
     """Warn where a training goes on with another number of workers than before."""
     if before != now:
-        warnings.warn(
+        warn_caller(
             f"the state is of {before} workers, and now there are {now}: tune the inner learning rate again. The mean "
-            "of more workers is steadier, and suits a higher one",
-            stacklevel=3,
+            "of more workers is steadier, and suits a higher one"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -67,12 +68,10 @@ class Filter:
     min_dim: int = 2
     exclude: tuple[str, ...] = ()
 
-    def excludes(self, name: str, shape: Sequence[int]) -> bool:
+    def excludes(self, name: str) -> bool:
         """Whether a layer was excluded by name."""
         return any(matches(pattern, name) for pattern in self.exclude)
 
     def keeps_raw(self, name: str, shape: Sequence[int]) -> bool:
-        numel = 1
-        for size in shape:
-            numel *= size
-        return len(shape) < self.min_dim or numel < self.min_numel or self.excludes(name, shape)
+        """Whether a layer was excluded, or is too small or of too few dimensions to be compressed."""
+        return len(shape) < self.min_dim or math.prod(shape) < self.min_numel or self.excludes(name)

@@ -69,8 +69,9 @@ class Plan:
         if name in self.rules:
             return self.rules[name]
         asked = next((c for pattern, c in self.rules.items() if matches(pattern, name)), Raw())
-        keeps_raw = self.keep.excludes if asked.traits.takes_every_layer else self.keep.keeps_raw
-        return Raw() if keeps_raw(name, shape) else asked
+        every = asked.traits.takes_every_layer
+        keeps_raw = self.keep.excludes(name) if every else self.keep.keeps_raw(name, shape)
+        return Raw() if keeps_raw else asked
 
     def extended(self, name: str, shape: Sequence[int]) -> Plan:
         """This plan with one more layer."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +18,7 @@ from thinwire.runtime.adapt import Adapter, Decision
 from thinwire.runtime.checkpoint import Checkpointable
 from thinwire.runtime.consistency import raise_together
 from thinwire.runtime.executor import CLOSED
+from thinwire.runtime.warning import warn_caller
 
 
 class Engine(Protocol):
@@ -187,11 +186,10 @@ class Handle(ABC, Generic[E]):
             if loaded not in (before.layers.get(name), self._asked.layers.get(name))
         ]
         if other and self._adapter is None:
-            warnings.warn(
+            warn_caller(
                 "load_state_dict() continues with the compressors of the checkpoint, which differ from those that "
                 f"were asked for here in {len(other)} layers ({other[0]}). To train with these, start without this "
-                "state: residuals then begin at zero",
-                stacklevel=_outside(),
+                "state: residuals then begin at zero"
             )
 
     @contextmanager
@@ -274,12 +272,3 @@ class Handle(ABC, Generic[E]):
     def _check_attached(self) -> None:
         if not self._attached:
             raise RuntimeError(CLOSED)
-
-
-def _outside() -> int:
-    """The ``stacklevel`` of a warning of the caller's that shows the line of the user's, also where another part of
-    thinwire lies between."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("thinwire."):
-        level, frame = level + 1, frame.f_back
-    return level

@@ -160,7 +160,7 @@ class ShardedEngine:
         unit.last_step = self.step
         members = self.gradients[unit.index]
         draw = self._passes(unit)
-        compressed = draw >= self.start
+        unit.compressed = compressed = draw >= self.start
         if self._plans[unit.index] is not self.plan:
             # From here on: what was gathered for this backward pass was gathered with the plan before.
             self._plans[unit.index] = self.plan
@@ -191,14 +191,16 @@ class ShardedEngine:
         """Start replacing this rank's part of the gradients by its mean over all replicas."""
         assert self.across is not None
         members = self.gradients[unit.index]
-        compressed = unit.across >= self.start
-        key = ("across", unit.index, members.names, compressed)
+        # As the reduction that it completes: a module that is used twice has several in a step. FSDP2 leaves out those
+        # among shards of one rank.
+        compressed = unit.compressed if unit.transport.world_size > 1 else unit.across >= self.start
+        compressors = [self.plan[at_site("across", name)] if compressed else Raw() for name in members.names]
+        key = ("across", unit.index, members.names, tuple(compressors))
         if key not in self._contents:
             layers = []
-            for name in members.names:
+            for name, compressor in zip(members.names, compressors, strict=True):
                 at = at_site("gradients", name)
                 layer, start = members.placement.by_name[at], members.placement.starts[at]
-                compressor = self.plan[at_site("across", name)] if compressed else Raw()
                 assert isinstance(compressor, Coded)
                 shape = (layer.padded_numel,)
                 layers.append(Layer(at_site("across", name), start, shape, compressor))
@@ -246,12 +248,14 @@ class ShardedEngine:
 
     def _gradients_of(self, unit: Unit, trained: Sequence[str], before: LayerGroup | None = None) -> LayerGroup:
         """The members of reductions of these layers; they take over the residuals of ``before``."""
-        layers = [layer for layer in unit.layers if layer.name in set(trained)]
+        layers = [layer for layer in unit.layers if layer.name in trained]
         members = LayerGroup("gradients", layers, unit.transport)
         members.follow(self.plan)
-        for name, compressor in members.compressors(self.plan).items() if before is not None else ():
+        if before is None:
+            return members
+        for name, compressor in members.compressors(self.plan).items():
             for slot in compressor.slots:
-                if before is not None and before.slots.has(name, slot):
+                if before.slots.has(name, slot):
                     members.slots.load(name, slot, before.slots.value(name, slot))
         return members
 

@@ -59,7 +59,7 @@ def _why_raw(plan: Plan, name: str, shape: Sequence[int], skipped: Mapping[str, 
         return f"raw: {skipped[name]} would be slower here"
     if name in plan.unsuited:
         return f"raw: {plan.unsuited[name]}"
-    if plan.keep.excludes(name, shape):
+    if plan.keep.excludes(name):
         return "raw: excluded"
     if len(shape) < plan.keep.min_dim:
         dimensions = "1 dimension" if len(shape) == 1 else f"{len(shape)} dimensions"

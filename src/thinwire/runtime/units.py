@@ -71,6 +71,9 @@ class Unit:
     across: int = 0
     """Sums over replicas so far."""
     last_step: int = -1
+    """The step of its last reduction."""
+    compressed: bool = False
+    """Whether that was compressed: ``start`` is over."""
     kept: dict[int, Tensor] = field(default_factory=dict)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import ClassVar, Literal, Self
@@ -19,7 +19,7 @@ from thinwire.compressors._core.mixins import Clipping, WorldSized
 from thinwire.compressors._core.packed import Packed
 from thinwire.compressors._core.segments import Part
 from thinwire.compressors._core.slots import Slot, State
-from thinwire.compressors._core.summed import Summed, SumShape
+from thinwire.compressors._core.summed import Subtract, Summed, SumShape
 from thinwire.compressors._core.traits import Traits
 from thinwire.kernels import Table, align, int_decode, int_round, site_id
 
@@ -116,6 +116,35 @@ class Integers(Summed, WorldSized, Clipping):
         """Set the layers of ``x`` to ``total / (n·scale)``, or to NaN where not ``finite`` (bool [parts])."""
         factors = fp32(1.0 / (scales.double() * self.num_ranks))
         int_decode(total, _table(parts, total.element_size()), x, torch.where(finite, factors, math.nan))
+
+    def rounds_after_maxima(
+        self,
+        x: Tensor,
+        y: Tensor,
+        call: SumCall,
+        measure: Callable[[Tensor], Tensor],
+        scale: Callable[[Tensor], tuple[Tensor, Tensor]],
+    ) -> Generator[None, None, Subtract]:
+        """The `rounds` of a compressor whose scales follow from all ranks' layers: maxima first, then integers.
+
+        Args:
+            x, y, call: as of `rounds`.
+            measure: what a layer's values (flat) add to the maxima, a scalar.
+            scale: from the maxima over all ranks [parts], the scales (fp32) and whether layers are finite (bool), both
+                [parts].
+        """
+        first, parts = ([part for part in parts if part.piece.numel] for parts in call.parts)
+        maxima, integers = call.buffers
+        for piece, where in first:
+            maxima[where] = measure(x[piece.elements])
+        yield
+        scales, finite = scale(torch.cat([maxima[where] for _, where in first]) if first else maxima[:0])
+        if parts:
+            self.put(x, parts, scales, integers, call)
+        yield
+        if parts:
+            self.get(integers, y, parts, scales, finite)
+        return lambda rest: self.subtract(rest, parts, scales, call)
 
     def subtract(self, rest: Tensor, parts: Sequence[Part], scales: Tensor, call: SumCall) -> None:
         """Subtract ``Int(scale·rest) / scale`` from the layers of ``rest``, with the integers of `put`."""
