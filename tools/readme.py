@@ -35,7 +35,7 @@ TITLES = {
     "muloco": "**local updates with Muon**, every 8 steps in 2 bits",
     "muon": "control: DDP, fp32, with Muon",
     "noop": "nothing sent (the ceiling)",
-    "alone": "training alone: nothing sent",
+    "alone": "training alone (no communication)",
     "control": "control: 1 bit, no error feedback",
 }
 
@@ -78,8 +78,8 @@ def longer() -> str:
         f"This is one seed of {short.record['about']['task']['steps']} steps, too short to judge the loss at the end: "
         f"even ranks that send nothing end only {100 * nothing:.1f} % above fp32. Over "
         f"{about['task']['steps']} steps and {about['seeds']} seeds, against fp32, 4 bits end at {ours}, local updates "
-        f"at {plain}, with Muon at {muon}, and training alone at {alone}; in brackets, bounds that the true difference "
-        "keeps with 95 % each ([measured](docs/local.md#measured)). Use local updates where the link is too slow for 4 "
+        f"at {plain}, with Muon at {muon}, and training alone at {alone}; in brackets, 90 % confidence "
+        "intervals ([measured](docs/local.md#measured)). Use local updates where the link is too slow for 4 "
         f"bits per step: over 10 Mbit/s, those with Muon are at fp32's loss in {seconds[0]:.0f} s, and 4 bits in "
         f"{seconds[1]:.0f} s. Muon in fp32, their control, ends at {long.bounded('val_loss_above_fp32/muon')}."
     )
@@ -321,7 +321,7 @@ def compressors() -> str:
             ]
         )
     if (alone := trained.get("difference/mean/alone")) is not None:
-        rows.append(["training alone: nothing sent", "0.00", "", "", "", "", f"{100 * alone:+.2f} %", "", ""])
+        rows.append(["training alone (no communication)", "0.00", "", "", "", "", f"{100 * alone:+.2f} %", "", ""])
     head = ["", "bits per element", "error", "encode", "decode", "unbiased", "held-out loss", "without EF", "alpha"]
     return (
         "`python -m experiments bench compressors`: relative error of one message of a real gradient, all bytes "
@@ -477,7 +477,7 @@ def owners() -> str:
     return (
         f"`python -m experiments bench owners`: {about['size_mb']:g} MB, {about['ranks']} ranks over "
         f"{RATES[about['rate']]} links.\n\n{timed}\n\n"
-        "What is trained with them, chosen from chunks of 16384 (bounds: one-sided, 95 %):\n\n"
+        "What is trained with them, chosen from chunks of 16384 (in brackets, 90 % confidence intervals):\n\n"
         f"{_trained('owners-digits.json', 'a ResNet of digits, momentum SGD')}\n\n"
         f"{_trained('owners-gpt.json', 'a small GPT, AdamW')}\n\n{figures.machine}."
     )
@@ -499,7 +499,7 @@ def integers() -> str:
         f"`python -m experiments bench integers`: {about['size_mb']:g} MB, {about['ranks']} ranks over "
         f"{RATES[about['rate']]} links, medians of {len(figures.rows['seconds/fp32']['all'])}.\n\n"
         f"{table(head, rows)}\n\n"
-        "What is trained with them (bounds: one-sided, 95 %):\n\n"
+        "What is trained with them (in brackets, 90 % confidence intervals):\n\n"
         f"{_trained('integers.json', 'a small GPT, AdamW')}\n\n{figures.machine}."
     )
 
@@ -553,7 +553,7 @@ def stores() -> str:
     return (
         f"`python -m experiments bench stores`: {about['ranks']} ranks, {about['micro_batches']} micro-batches, two "
         f"layers per rank of {forward:g} ms forward and {backward:g} ms backward, 3 bits forward and 6 back; medians "
-        f"and bounds (one-sided, 95 %) of {about['rounds']} runs in turn.\n\n"
+        f"and 90 % confidence intervals of {about['rounds']} runs in turn.\n\n"
         f"{table(['links', 'schedule', 'messages kept', 'a step', 'against nothing kept'], rows)}\n\n{figures.machine}."
     )
 
@@ -693,7 +693,7 @@ def changes_of_weights(file: str, what: str) -> str:
     return (
         f"`python -m experiments bench deltas{options}`: a byte-level GPT of {about['parameters'] / 1e6:.1f}M "
         f"parameters under FSDP2, {about['ranks']} ranks, {about['task']['steps']} steps, {about['seeds']} seeds; "
-        f"{what}. In brackets, bounds that the true difference keeps with 95 % each.\n\n"
+        f"{what}. In brackets, 90 % confidence intervals.\n\n"
         f"{table(head, rows)}\n\n{figures.machine}."
     )
 
@@ -722,8 +722,8 @@ def trainings(figures: Figures, command: str, workers: str) -> str:
     return (
         f"`python -m experiments {command}`: a byte-level GPT of width {about['task']['model']['width']}, "
         f"{about['workers']} {workers}, {about['steps']} steps, {about['seeds']} seeds, each method at the best "
-        f"learning rate of those tried, {min(tried):g} to {max(tried):g}. In brackets, bounds that the true "
-        "difference keeps with 95 % each. *alone* is one worker without any communication: a method that ends above it "
+        f"learning rate of those tried, {min(tried):g} to {max(tried):g}. In brackets, 90 % confidence "
+        "intervals. *alone* is one worker without any communication: a method that ends above it "
         f"is worse than sending nothing.\n\n{table(head, rows)}\n\n{figures.machine}."
     )
 
@@ -901,8 +901,8 @@ def _same_loss(file: str, setting: str) -> str:
     ]
     return (
         f"`{figures.record['command']}`: {setting.format(steps=about['task']['steps'], every=about['every'])} "
-        f"{about['seeds']} seeds; in brackets, bounds that the true difference "
-        "keeps with 95 % each. Methods take turns; speeds are medians over turns of the first seed, and the same loss "
+        f"{about['seeds']} seeds; in brackets, 90 % confidence intervals. "
+        "Methods take turns; speeds are medians over turns of the first seed, and the same loss "
         "is 1.01 times fp32's last. A free network would take fp32's steps at the speed of training alone.\n\n"
         f"{table(head, rows)}\n\n{figures.machine}."
     )
@@ -957,7 +957,7 @@ def peers() -> str:
         f"`python -m experiments bench peers`: a byte-level GPT of width {task['model']['width']}, 2 workers, "
         f"{task['steps']} steps of AdamW, an exchange every {about['every']}, the same outer optimizer, "
         f"{about['seeds']} seeds. Times are medians of the steps after the first exchange, ratios medians over seeds; "
-        "in brackets, bounds that the true difference keeps with 95 % each.\n\n"
+        "in brackets, 90 % confidence intervals.\n\n"
         f"{table(head, rows)}\n\n{figures.machine}."
     )
 
@@ -1087,7 +1087,7 @@ def policies() -> str:
     snapshots = " and ".join(str(count) for count in sorted(set(recording["snapshots"].values())))
     about = (
         f"{seeds} trainings of each task, {snapshots} snapshots of each, sums over {recording['window']} steps, "
-        f"{recording['bytes'] / 1e6:.0f} MB. In brackets, bounds that the mean over trainings keeps with 95 % each."
+        f"{recording['bytes'] / 1e6:.0f} MB. In brackets, 90 % confidence intervals of the mean over trainings."
     )
     caption = (
         "Error of the gradient against bytes of a step, by policy, for two networks and three kinds of compression"
