@@ -138,7 +138,7 @@ class _Batch:
         subtract_product(self._matrices(rest), self._left, self._mine)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def _alike(*rounds: Parts) -> list[_Alike]:
     """Layers that go together, as the layers of repeated blocks do: they are then one strided tensor, and nothing is
     copied. They are found once, and not in every step."""
