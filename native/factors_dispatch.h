@@ -40,9 +40,10 @@ Status with_wide(const Factored& job, Work work) {
     const Factored one = one_of(job, which);
     const int64_t values = job.columns * job.rank;
     const float power = job.normalized ? power_to_one(one.right, values) : 1.0f;
-    const float more = job.out || job.add ? 0.0f : not_finite(one.right, values);
+    const bool is_set = !job.out && !job.add;
+    const float poison = is_set ? not_finite(one.right, values) : 0.0f;
     for (int64_t c = 0; c < job.columns; c++) {
-      for (int64_t k = 0; k < job.rank; k++) wide[k * job.columns + c] = one.right[c * job.rank + k] * power + more;
+      for (int64_t k = 0; k < job.rank; k++) wide[k * job.columns + c] = one.right[c * job.rank + k] * power + poison;
     }
     if (!work(one, which, wide)) return kThreadsFailed;
   }

@@ -17,7 +17,6 @@ from thinwire.compressors import (
     Compressor,
     Indexed,
     Key,
-    Part,
     Parts,
     Piece,
     Segments,
@@ -156,11 +155,8 @@ def _group(compressor: Compressor, layers: Sequence[tuple[str, int, tuple[int, .
         rounds = []
         sums = [compressor.sums(piece.shape, torch.float32) for piece in segments.pieces]
         for of_layers in zip(*sums, strict=True):
-            parts, end = [], 0
-            for piece, part in zip(segments.pieces, of_layers, strict=True):
-                start, end = end, end + part.numel
-                parts.append(Part(piece, slice(start, end)))
-            rounds.append((torch.zeros(end, dtype=of_layers[0].dtype), Parts(tuple(parts))))
+            parts = Parts.build(zip(segments.pieces, (part.numel for part in of_layers), strict=True))
+            rounds.append((torch.zeros(parts.where.stop, dtype=of_layers[0].dtype), parts))
         return _Summed(compressor, segments, rounds)
     if not isinstance(compressor, Coded):
         raise TypeError(f"{compressor} is neither coded nor summed")

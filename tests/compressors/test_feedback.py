@@ -13,7 +13,6 @@ from thinwire.compressors import (
     CodecCall,
     Coded,
     Key,
-    Part,
     Parts,
     Piece,
     Segments,
@@ -53,7 +52,7 @@ class Ranks:
         assert isinstance(compressor, Summed)
         flats = [x.clone() for x in inputs]
         sums = compressor.sums(SHAPE, torch.float32)
-        parts = tuple(Parts((Part(self.piece, slice(0, s.numel)),)) for s in sums)
+        parts = tuple(Parts.build([(self.piece, s.numel)]) for s in sums)
         buffers = [torch.zeros(self.num_ranks, s.numel, dtype=s.dtype) for s in sums]
         running = []
         for rank, (x, state) in enumerate(zip(flats, self.states, strict=True)):

@@ -43,7 +43,6 @@ from thinwire.compressors import (
     Compressor,
     Delta,
     Key,
-    Part,
     Parts,
     Piece,
     Segments,
@@ -166,7 +165,7 @@ def _summed(compressor: Summed, dtype: torch.dtype) -> dict[str, list[Tensor]]:
     for step in range(_STEPS):
         xs = [_inputs(dtype, step, rank) for rank in range(2)]
         sums = compressor.sums(SHAPE, dtype)
-        parts = tuple(Parts((Part(_piece(), slice(0, part.numel)),)) for part in sums)
+        parts = tuple(Parts.build([(_piece(), part.numel)]) for part in sums)
         buffers = [[torch.zeros(part.numel, dtype=part.dtype) for part in sums] for _ in range(2)]
         running = []
         for rank in range(2):

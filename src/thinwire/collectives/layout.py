@@ -19,7 +19,7 @@ from thinwire.collectives.algorithms import Algorithm, ScatterReduceAllGather, T
 from thinwire.collectives.message import HEADER_BYTES, SIZE_BYTES
 from thinwire.collectives.traffic import Outgoing, Traffic, sent_bytes
 from thinwire.collectives.transport import Transport, ring_bytes
-from thinwire.compressors import Coded, Packed, Part, Parts, Piece, Reduction, Segments, Slot, Summed, SumShape
+from thinwire.compressors import Coded, Packed, Parts, Piece, Reduction, Segments, Slot, Summed, SumShape
 from thinwire.kernels import site_id
 
 _LEAST_PIECE = 1024
@@ -428,10 +428,8 @@ def _sum(round: int, members: Mapping[Summed, Sequence[tuple[Piece, SumShape]]])
     """The sum of parts of one operation and dtype. Those of a compressor lie end to end."""
     end, placed = 0, []
     for compressor, parts in members.items():
-        own = []
-        for piece, part in parts:
-            own.append(Part(piece, slice(end, end + part.numel)))
-            end += part.numel
-        placed.append(Members(compressor, Parts(tuple(own))))
+        own = Parts.build([(piece, part.numel) for piece, part in parts], end)
+        end = own.where.stop
+        placed.append(Members(compressor, own))
     kind = next(iter(members.values()))[0][1]
     return Sum(round, kind.op, kind.dtype, tuple(placed), end, kind.packed)

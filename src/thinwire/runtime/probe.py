@@ -32,7 +32,6 @@ from thinwire.compressors import (
     Compressor,
     Key,
     Packed,
-    Part,
     Parts,
     Piece,
     Segments,
@@ -361,7 +360,7 @@ def codec_passes(compressor: Compressor, device: torch.device) -> dict[str, floa
         y = x.clone()
         sums = compressor.sums(_SHAPE, x.dtype)
         buffers = tuple(torch.zeros(s.numel, dtype=s.dtype, device=device) for s in sums)
-        parts = tuple(Parts((Part(piece, slice(0, s.numel)),)) for s in sums)
+        parts = tuple(Parts.build([(piece, s.numel)]) for s in sums)
         call = SumCall(parts, buffers, Key.derive(1), state)
 
         def run() -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -96,6 +96,15 @@ class Parts:
     """The parts of the layers that one compressor has in a sum, end to end. Equal to itself alone, for caches."""
 
     parts: tuple[Part, ...]
+
+    @staticmethod
+    def build(sizes: Iterable[tuple[Piece, int]], start: int = 0) -> Parts:
+        """Return the parts of layers that have so many elements each in the sum, from element ``start`` on."""
+        parts = []
+        for piece, numel in sizes:
+            parts.append(Part(piece, slice(start, start + numel)))
+            start += numel
+        return Parts(tuple(parts))
 
     def __iter__(self) -> Iterator[Part]:
         return iter(self.parts)

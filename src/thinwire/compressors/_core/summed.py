@@ -16,7 +16,7 @@ from thinwire.compressors._core.checks import check_dtype
 from thinwire.compressors._core.compressor import Compressor, Unsuited
 from thinwire.compressors._core.mixins import first_state
 from thinwire.compressors._core.packed import Packed, message_bytes
-from thinwire.compressors._core.segments import Key, Part, Parts, Piece, Segments
+from thinwire.compressors._core.segments import Key, Parts, Piece, Segments
 from thinwire.compressors._core.slots import State
 
 Reduction = Literal["sum", "max"]
@@ -94,6 +94,6 @@ def sum_alone(
     """Replace the layer in ``x`` by what a world of one rank receives of it, running all rounds."""
     sums = compressor.sums(piece.shape, dtype)
     buffers = tuple(torch.zeros(s.numel, dtype=s.dtype, device=x.device) for s in sums)
-    parts = tuple(Parts((Part(piece, slice(0, s.numel)),)) for s in sums)
+    parts = tuple(Parts.build([(piece, s.numel)]) for s in sums)
     for _ in compressor.rounds(x, x, SumCall(parts, buffers, key, state)):
         pass
