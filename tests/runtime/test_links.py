@@ -33,9 +33,9 @@ def test_links_are_the_same_on_every_rank() -> None:
     assert [(pair.first, pair.second) for pair in pairs] == [(0, 1), (0, 2), (1, 2)]
     assert all(pair.bandwidth > 0 and pair.latency_s >= 0 for pair in pairs)
     assert links[0].num_ranks == 3
-    assert [size for size, _ in links[0].native.points][:2] == [
-        pytest.approx(4 / 3 * size, abs=8) for size in (4096, 16384)
-    ]
+    # A machine that is slow at the time measures no more than the first size.
+    sizes = [size for size, _ in links[0].native.points]
+    assert sizes == [pytest.approx(4 / 3 * 4096 * 4**i, abs=8) for i in range(len(sizes))] != []
     assert moved == 0 < after
 
 
