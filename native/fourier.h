@@ -159,15 +159,16 @@ struct Fourier {
     float* end = factors;
     for (int64_t n = half; n >= 4; n /= 4) end = fill_factors(end, roots, block, n);
     order = reinterpret_cast<uint32_t*>(end);
-    const int64_t transforms = half / last();
+    const int64_t transforms = half / last(width());
     for (int64_t i = 0; i < transforms; i++) order[i] = reverse_bits((uint32_t)i, __builtin_ctzll(transforms));
   }
   // Lanes that are used: so many short transforms, at least, have to be left in the end.
-  int64_t width() const { return block >= 4 * kLanes * kLanes ? kLanes : 4; }
+  static constexpr int kHalf = kLanes > 8 ? 8 : kLanes;
+  int64_t width() const { return half >= kLanes * last(kLanes) ? kLanes : half >= kHalf * last(kHalf) ? kHalf : 4; }
   // The size of these transforms.
-  int64_t last() const {
+  int64_t last(int64_t lanes) const {
     int64_t n = half;
-    while (n / 4 >= width()) n /= 4;
+    while (n / 4 >= lanes) n /= 4;
     return n;
   }
 
@@ -240,7 +241,7 @@ struct Fourier {
   void analyse_on(const float* x, float* real, float* imaginary) const {
     using C = typename Lanes<kWidth>::Complex;
     const Places out = {out_re, out_im};
-    const int64_t ahead = block;
+    const int64_t ahead = 1024; // of blocks that follow
     const auto load_values = [=](int64_t i) {
       for (int at = 0; at < 2 * kWidth; at += 16) __builtin_prefetch(x + ahead + 2 * i + at, 0, 3); // of the next block
       return load_pairs<kWidth>(x + 2 * i);
@@ -259,7 +260,9 @@ struct Fourier {
     real[end] = (out.re[0] - out.im[0]) * (2.0f * scale), imaginary[end] = 0.0f;
   }
   void analyse(const float* x, float* real, float* imaginary) const {
-    width() == 4 ? analyse_on<4>(x, real, imaginary) : analyse_on<kLanes>(x, real, imaginary);
+    const int64_t lanes = width();
+    if (lanes == kLanes) return analyse_on<kLanes>(x, real, imaginary);
+    lanes == kHalf ? analyse_on<kHalf>(x, real, imaginary) : analyse_on<4>(x, real, imaginary);
   }
 
   // From components to `scale` times the block's values: the transform of conjugates, conjugated.
@@ -282,6 +285,8 @@ struct Fourier {
         [x](int64_t i, C v) { store_pairs<kWidth>(x + 2 * i, C{v.re, Real{} - v.im}); });
   }
   void synthesise(const float* real, const float* imaginary, float scale, float* x) const {
-    width() == 4 ? synthesise_on<4>(real, imaginary, scale, x) : synthesise_on<kLanes>(real, imaginary, scale, x);
+    const int64_t lanes = width();
+    if (lanes == kLanes) return synthesise_on<kLanes>(real, imaginary, scale, x);
+    lanes == kHalf ? synthesise_on<kHalf>(real, imaginary, scale, x) : synthesise_on<4>(real, imaginary, scale, x);
   }
 };

@@ -45,7 +45,7 @@ const FloatKernels float_kernels = {
 };
 const SparseKernels sparse_kernels = {sample, collect, histogram, find, gather, scatter};
 const SpectrumKernels spectrum_kernels = {
-    scratch_bytes, store_spectra, split_spectra, choose_components, restore,
+    scratch_bytes, sample_spectra, collect_spectra, choose_components, restore,
 };
 } // namespace
 

@@ -175,11 +175,11 @@ template <bool kFew>
 struct LevelCoder {
   const FloatJob& job;
   LevelScratch& s;
-  Lookup<kFew> middles;
-  const float* levels;
-  uint8_t *payload, *scales;
-  int64_t buckets;
-  float three[3];
+  Lookup<kFew> middles{};
+  const float* levels = nullptr;
+  uint8_t *payload = nullptr, *scales = nullptr;
+  int64_t buckets = 0;
+  float three[3] = {};
 
   uint8_t* open(const Row& row) {
     levels = job.params + ((&row - job.rows) << job.bits);

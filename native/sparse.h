@@ -26,6 +26,22 @@ static void sample(const Span& span, int64_t offset, int64_t stride, int64_t cou
   }
 }
 
+#if !defined(__AVX512F__)
+// The lanes, as bits, whose key is above another.
+static inline uint32_t lanes_above(Words key, Words other) {
+  const Words is = (Words)((Ints)key > (Ints)other);
+#if defined(__AVX2__)
+  return (uint32_t)_mm256_movemask_ps((__m256)is);
+#elif defined(__SSE2__)
+  return (uint32_t)_mm_movemask_ps((__m128)is);
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < kLanes; i++) bits |= (is[i] & 1) << i;
+  return bits;
+#endif
+}
+#endif
+
 // Appends the elements of x[0, n) with a key of at least `least`; there is room for n and a vector more. Returns their
 // number.
 static inline int64_t compact(const float* x, int64_t n, uint32_t least, uint32_t index, uint32_t* indices,
@@ -48,7 +64,7 @@ static inline int64_t compact(const float* x, int64_t n, uint32_t least, uint32_
       numbers = _mm512_add_epi32(numbers, _mm512_set1_epi32(16));
     }
   }
-#elif defined(__SSE2__)
+#else
   const Words bound = splat(least - 1);
   for (; i + 32 <= n; i += 32) {
     if (ahead && i % 64 == 0) prefetch(ahead + i);
@@ -56,12 +72,7 @@ static inline int64_t compact(const float* x, int64_t n, uint32_t least, uint32_
     for (int j = 0; j < 32; j += kLanes) {
       const Words key = load<Words>(x + i + j) & 0x7FFFFFFF;
       seen |= key + 0x00800000;
-      const Words above = (Words)((Ints)key > (Ints)bound);
-#if defined(__AVX2__)
-      is |= (uint32_t)_mm256_movemask_ps((__m256)above) << j;
-#else
-      is |= (uint32_t)_mm_movemask_ps((__m128)above) << j;
-#endif
+      is |= lanes_above(key, bound) << j;
     }
     for (; is; is &= is - 1, found++) {
       const int64_t at = i + __builtin_ctz(is);

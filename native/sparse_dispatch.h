@@ -5,11 +5,35 @@ namespace {
 
 constexpr int64_t kCrowd = 1 << 19; // candidates in excess of twice k for which a list is still faster
 
+// Memory that a thread keeps for its next calls. The system's allocator returns more than a little to the system, whose
+// pages then cost more than a pass over them.
+struct KeptMemory {
+  void* at = nullptr;
+  int64_t bytes = 0;
+  ~KeptMemory() { std::free(at); }
+};
+
+constexpr int64_t kMostKept = int64_t(1) << 22; // bytes
+thread_local KeptMemory kept_memory[4];
+
 struct Memory {
-  void* const at;
-  explicit Memory(int64_t bytes) : at(std::malloc(bytes > 0 ? bytes : 1)) {}
-  ~Memory() { std::free(at); }
+  void* at = nullptr;
+  explicit Memory(int64_t num_bytes) : bytes(num_bytes > 0 ? num_bytes : 1) {
+    for (KeptMemory& kept : kept_memory) {
+      if (kept.bytes < bytes || kept.bytes > 2 * bytes + 4096) continue;
+      std::swap(at, kept.at), bytes = kept.bytes, kept.bytes = 0;
+      return;
+    }
+    at = std::malloc(bytes);
+  }
+  ~Memory() {
+    KeptMemory* least = kept_memory;
+    for (KeptMemory& kept : kept_memory) least = kept.bytes < least->bytes ? &kept : least;
+    if (at && bytes <= kMostKept && bytes > least->bytes) std::swap(at, least->at), least->bytes = bytes;
+    std::free(at);
+  }
   Memory(const Memory&) = delete;
+  int64_t bytes;
   template <class T>
   T* as() const {
     return static_cast<T*>(at);

@@ -3,87 +3,107 @@
 namespace {
 
 constexpr int64_t kCachedElements = int64_t(1) << 20; // of a segment whose spectra stay in a cache
-constexpr int64_t kCheapness = 16;                     // of a pass over spectra, beside transforms
+constexpr int64_t kCheapness = 64;                    // of a pass over candidates, beside transforms
 
-// Runs work(begin, end, scratch) over blocks, with memory for each call. It costs as much as transforms of
-// `elements`: threads are not woken for little.
+// Runs work(begin, end, scratch) over `count` parts of a job, with memory for each call, and `extra` bytes behind it. It
+// costs as much as transforms of `elements`: threads are not woken for little.
 template <class Work>
-Status run_spectra(const Machine& machine, const Blocked& job, int64_t elements, Work work) {
+Status run_spectra(const Machine& machine, const Blocked& job, int64_t count, int64_t elements, int64_t extra,
+                   Work work) {
   int32_t failed = 0;
   auto with_memory = [&](int64_t begin, int64_t end) {
-    const Memory scratch(machine.kernels->spectrum->scratch_bytes(job));
+    const Memory scratch(machine.kernels->spectrum->scratch_bytes(job) + extra);
     if (scratch.at) return work(begin, end, scratch.at);
     __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
   };
-  if (!run(machine, job.blocks(), elements, with_memory)) return kThreadsFailed;
+  if (!run(machine, count, elements, with_memory)) return kThreadsFailed;
   return failed ? kNoMemory : kDone;
 }
 
-// The key of the k-th largest component, `rank` among the keys that were kept, and of each block how many components are
-// above it, how many of those that have it are among the k, and where they begin.
-void find_kth(const Blocked& job, Largest& of, int64_t rank, uint32_t* copy) {
-  int64_t ties = 0, n = 0;
-  of.kth = kth_of(of.keys, of.used, of.low, of.high, rank, copy, ties);
-  for (int64_t b = 0; b < job.blocks(); b++) {
-    const uint32_t *key = of.keys + of.places[b].at, *end = key + of.places[b].count;
-    int64_t same = 0;
-    for (; key < end; key++) of.above[b] += *key > of.kth, same += *key == of.kth;
-    of.ties[b] = std::min(same, ties), ties -= of.ties[b];
-    of.start[b] = n, n += of.above[b] + of.ties[b];
-  }
-}
+// Counts of the keys of a sample's components, by their first 11 bits.
+struct Sample {
+  int32_t counts[kBins] = {};
+  int64_t groups = 0;
 
-// Between which keys the k-th largest of `total` components lies, all but certainly, by counts of a sample's keys.
-void guess_keys(const int32_t* counts, int64_t total, int64_t k, uint32_t& low, uint32_t& high) {
-  constexpr int64_t kFewest = 1024;
-  low = 0, high = kNanKey + 1;
-  int64_t num = 0;
-  for (int bin = 0; bin < kBins; bin++) num += counts[bin];
-  if (num < kFewest) return;
-  const double expected = (double)k * (double)num / (double)total, margin = 4.0 * std::sqrt(expected) + 4.0;
-  int64_t first = (int64_t)(expected - margin), last = (int64_t)(expected + margin); // ranks around that of the k-th
-  if (first > 0) high = std::min((uint32_t)(bin_of(counts, first) + 1) << 20, high);
-  if (last < num) low = std::min((uint32_t)bin_of(counts, last) << 20, kNanKey);
+  // Keys that the k-th largest of `total` components is not below, and is below, all but certainly: where it lies in the
+  // sample, and so many standard errors more, and a share, because groups differ.
+  void guess(int64_t total, int64_t k, uint32_t from, double share, uint32_t& low, uint32_t& high) const {
+    constexpr int64_t kFewest = 1024;
+    low = from, high = kNanKey + 1;
+    int64_t num = 0;
+    for (int bin = (int)(from >> 20); bin < kBins; bin++) num += counts[bin];
+    if (num < kFewest) return;
+    const double expected = (double)k * (double)num / (double)total;
+    const double margin = 4.0 * std::sqrt(expected) + expected * share / std::sqrt((double)groups) + 4.0;
+    int64_t first = (int64_t)(expected - margin), last = (int64_t)(expected + margin);
+    if (first > 0) high = std::min((uint32_t)(bin_of(counts, first) + 1) << 20, high);
+    if (last < num) low = std::min((uint32_t)bin_of(counts, last) << 20, kNanKey);
+  }
+};
+
+// Writes the k largest candidates, by index.
+Status choose_largest(const Machine& machine, const Blocked& job, int64_t k, const Sample& sample, uint32_t* room,
+                      Largest& of) {
+  const uint32_t* const keys = of.candidates.keys;
+  uint32_t low, high;
+  sample.guess(of.used, k, of.least, 0.25, low, high); // in groups that differ keys are distributed alike
+  int64_t between = 0, above = 0, ties = 0, n = 0;
+  for (int64_t j = 0; j < of.used; j++) {
+    room[between] = keys[j];
+    between += keys[j] - low < high - low, above += keys[j] >= high;
+  }
+  const int64_t rank = k - above;
+  of.kth = rank > 0 && rank <= between ? kth_of(room, between, low, high, rank, room, ties)
+                                       : kth_of(keys, of.used, of.least, kNanKey + 1, k, room, ties);
+  for (int64_t g = 0; g < job.groups(); g++) {
+    const int32_t *key = reinterpret_cast<const int32_t*>(keys + of.places[g].at), *end = key + of.places[g].count;
+    int32_t more = 0, same = 0;
+    for (; key < end; key++) more += *key > (int32_t)of.kth, same += *key == (int32_t)of.kth;
+    of.ties[g] = std::min<int64_t>(same, ties), ties -= of.ties[g];
+    of.start[g] = n, n += more + of.ties[g];
+  }
+  auto choose = [&](int64_t begin, int64_t end, void* scratch) {
+    machine.kernels->spectrum->choose(job, of, begin, end, scratch);
+  };
+  return run_spectra(machine, job, job.groups(), of.used / kCheapness, 0, choose);
 }
 
 // The k components of largest magnitude, and the largest magnitude among their parts; NaN: a component is not finite.
-// Spectra are computed once and kept.
 Status pick_components(const Machine& machine, const Blocked& job, int64_t k, int32_t* indices, float* parts,
                        float& top) {
-  const int64_t blocks = job.blocks(), total = job.total(), pitch = BlockRows::pitch_of(job);
-  const Memory spectra(64 + 8 * pitch * blocks), keys(8 * total), table((24 + (int64_t)sizeof(Place)) * blocks);
-  if (!spectra.at || !keys.at || !table.at) return kNoMemory;
-  const BlockRows rows{reinterpret_cast<float*>(((uintptr_t)spectra.at + 63) / 64 * 64), pitch};
-  int32_t counts[kBins] = {};
-  auto store = [&](int64_t begin, int64_t end, void* scratch) {
-    machine.kernels->spectrum->store(job, rows, counts, begin, end, scratch);
+  const int64_t groups = job.groups(), total = job.total(), pitch = GroupRows::pitch_of(job);
+  const int64_t numel = job.span.numel;
+  Sample counted;
+  while (job.sampled(counted.groups) < groups) counted.groups++;
+  const Memory sampled(64 + 8 * pitch * counted.groups), table((16 + (int64_t)sizeof(Place)) * groups);
+  if (!sampled.at || !table.at) return kNoMemory;
+  const GroupRows rows{reinterpret_cast<float*>(((uintptr_t)sampled.at + 63) / 64 * 64), pitch};
+  auto sample = [&](int64_t begin, int64_t end, void* scratch) {
+    machine.kernels->spectrum->sample(job, rows, counted.counts, begin, end, scratch);
   };
-  if (const Status status = run_spectra(machine, job, job.span.numel, store); status != kDone) return status;
-  int64_t* const above = table.as<int64_t>();
+  Status status = run_spectra(machine, job, counted.groups, numel / kOneIn, 0, sample);
+  if (status != kDone) return status;
+  uint32_t high;
   Largest of{};
-  of.keys = keys.as<uint32_t>(), of.indices = indices, of.parts = parts;
-  of.above = above, of.ties = above + blocks, of.start = above + 2 * blocks;
-  of.places = reinterpret_cast<Place*>(above + 3 * blocks);
-  guess_keys(counts, total, k, of.low, of.high);
-  const int64_t elements = job.span.numel / kCheapness;
-  auto split = [&](int64_t begin, int64_t end, void* scratch) {
-    machine.kernels->spectrum->split(job, rows, of, begin, end, scratch);
+  counted.guess(total, k, 0, 1.0, of.least, high);
+  of.ties = table.as<int64_t>(), of.start = of.ties + groups, of.places = reinterpret_cast<Place*>(of.start + groups);
+  of.indices = indices, of.parts = parts;
+  auto collect = [&](int64_t begin, int64_t end, void* scratch) {
+    machine.kernels->spectrum->collect(job, rows, of, begin, end, scratch);
   };
-  int64_t rank = 0;
-  while (true) {
-    of.used = 0;
-    if (const Status status = run_spectra(machine, job, elements, split); status != kDone) return status;
-    rank = k;
-    for (int64_t b = 0; b < blocks; b++) rank -= of.above[b];
-    if (!k || (rank > 0 && rank <= of.used)) break;
-    of.low = 0, of.high = kNanKey + 1; // the sample was unlike the rest
-  }
-  if (k) {
-    find_kth(job, of, rank, of.keys + total);
-    auto choose = [&](int64_t begin, int64_t end, void* scratch) {
-      machine.kernels->spectrum->choose(job, rows, of, begin, end, scratch);
-    };
-    if (const Status status = run_spectra(machine, job, elements, choose); status != kDone) return status;
+  for (of.capacity = of.least ? std::min(total, 2 * k + kGroupElements) : total;; of.capacity = total) {
+    const Memory candidates(Components::kBytes * of.capacity), keys(4 * of.capacity);
+    if (!candidates.at || !keys.at) return kNoMemory;
+    of.candidates = Components::in(candidates.at, of.capacity), of.used = 0;
+    status = run_spectra(machine, job, groups, numel, 0, collect);
+    if (status != kDone) return status;
+    if (of.used < k) {
+      of.least = 0; // the sample was unlike the rest
+    } else if (of.used <= of.capacity) {
+      if (k) status = choose_largest(machine, job, k, counted, keys.as<uint32_t>(), of);
+      if (status != kDone) return status;
+      break;
+    }
   }
   if (of.nonfinite) of.top = 0x7FC00000;
   std::memcpy(&top, &of.top, 4);
@@ -92,32 +112,38 @@ Status pick_components(const Machine& machine, const Blocked& job, int64_t k, in
 
 Status restore_signal(const Machine& machine, const Blocked& job, const Sent* messages, int64_t count, float scale,
                       bool add) {
-  return run_spectra(machine, job, job.span.numel, [&](int64_t begin, int64_t end, void* scratch) {
-    machine.kernels->spectrum->restore(job, messages, count, scale, add, begin, end, scratch);
-  });
+  const int64_t room = (machine.kernels->spectrum->scratch_bytes(job) + 7) / 8 * 8, extra = 8 * count + 8;
+  auto restore = [&](int64_t begin, int64_t end, void* scratch) {
+    int64_t* const next = reinterpret_cast<int64_t*>(static_cast<char*>(scratch) + room);
+    machine.kernels->spectrum->restore(job, messages, count, scale, add, begin, end, next, scratch);
+  };
+  return run_spectra(machine, job, job.blocks(), job.span.numel, extra, restore);
 }
 
 // Runs work(machine, row) for all rows that are transformed: those that are much of all, or too large for a cache, by all
-// threads together, and then the others by a thread each.
+// threads together, and then the others by a thread each, the largest first.
 template <class Work>
 Status for_spectra(const Machine& machine, const SpectrumJob& job, Work work) {
+  const Memory memory(8 * job.num_rows);
+  int64_t* const others = memory.as<int64_t>();
+  if (!others) return kNoMemory;
   int64_t elements = 0, count = 0, next = 0;
   int32_t worst = kDone;
   for (int64_t r = 0; r < job.num_rows; r++) elements += job.transforms(r) ? job.rows[r].numel : 0;
-  const auto is_large = [&](const Row& row) { return row.numel > kCachedElements || 4 * row.numel > elements; };
   for (int64_t r = 0; r < job.num_rows; r++) {
     if (!job.transforms(r)) continue;
-    if (!is_large(job.rows[r])) {
-      count++;
+    if (job.rows[r].numel <= kCachedElements && 4 * job.rows[r].numel <= elements) {
+      others[count++] = r;
     } else if (const Status status = work(machine, r); status != kDone) {
       return status;
     }
   }
+  std::sort(others, others + count, [&](int64_t a, int64_t b) { return job.rows[a].numel > job.rows[b].numel; });
   auto share = [&](int64_t, int64_t) {
     const Machine alone{machine.kernels, nullptr};
-    for (int64_t r; (r = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < job.num_rows;) {
-      if (!job.transforms(r) || is_large(job.rows[r])) continue;
-      if (const Status status = work(alone, r); status != kDone) __atomic_store_n(&worst, status, __ATOMIC_RELAXED);
+    for (int64_t i; (i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < count;) {
+      const Status status = work(alone, others[i]);
+      if (status != kDone) __atomic_store_n(&worst, status, __ATOMIC_RELAXED);
     }
   };
   if (!run(machine, count, elements, share)) return kThreadsFailed;

@@ -22,7 +22,7 @@ from experiments.bench.compressors_plot import draw
 from experiments.bench.gradients import Gradients, TaskName, make_task, record
 from experiments.bench.passes import Pass, Quality, measure_quality
 from thinwire import kernels
-from thinwire.compressors import Compressor, Key, parse
+from thinwire.compressors import FFT, Compressor, Key, parse
 from thinwire.exits import ends_command
 from thinwire.results import OutputFile, Results
 
@@ -199,7 +199,7 @@ def _claim_lines(equal: Sequence[Finding], settings: Sequence[Finding]) -> list[
     """What is found of the FFT paper's claim, in lines."""
     if not equal:
         return []
-    lines = ["FFT of as many bytes (in blocks of 4096 elements, 10 bits, theta between measured ones) has less error?"]
+    lines = [f"FFT of as many bytes (in blocks of {FFT().block} elements, 10 bits, theta between measured ones) has less error?"]
     for against, counted, verdict in claims.verdicts(equal):
         lines.append(f"  {against}, indices and bitmaps {'counted' if counted else 'not counted'}: {verdict}")
     if settings:

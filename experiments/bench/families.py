@@ -41,7 +41,7 @@ SERIES: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("truncate(gamma={})", (10,)),
     ("fft(theta={})", (0.995, 0.98, 0.95, 0.9, 0.85, 0.7, 0.5, 0.2)),
     ("fft(theta={}, bits=6)", (0.85,)),
-    ("fft(theta={}, block=whole)", (0.85,)),
+    ("fft(theta=0.85, block={})", (256, 4096, "whole")),
     ("powersgd(rank={})", (1, 2, 4, 8, 16)),
     ("atomo(rank={})", (4,)),
 )

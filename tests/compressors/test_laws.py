@@ -78,7 +78,7 @@ SPECS = [
     "threshold(lam=1.0, capacity=0.5) | natural",
     "fft(theta=0.85)",
     "fft(theta=0.5, bits=32, block=whole)",
-    "fft(theta=0.85, block=512, chunk=1024)",
+    "fft(theta=0.85, block=256, chunk=1024)",
     "fft(theta=0.9, bits=8, block=100, cast=True)",
     "powersgd(rank=4)",
     "ef(topk(density=0.1))",

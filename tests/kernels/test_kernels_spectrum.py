@@ -74,6 +74,23 @@ def test_the_largest_components_are_those_of_pytorch(level: str, block: int, num
         assert float(ours.abs().min()) >= float(components[expected].abs().min()) * (1 - 1e-5)
 
 
+@pytest.mark.parametrize("sampled", [0.0, 1e-3, 1e3])
+@pytest.mark.parametrize("share", [0.02, 0.15, 0.6])
+def test_a_sample_unlike_the_rest_changes_no_choice(level: str, sampled: float, share: float) -> None:
+    """One group of 2048 elements out of eight is looked at first, to guess where the k-th largest component lies."""
+    block, groups = 256, 64
+    x = torch.randn(groups, 2048, generator=torch.Generator().manual_seed(3))
+    x[[8 * i + 5 * i % 8 for i in range(groups // 8)]] *= sampled
+    x = x.flatten()
+    k = math.ceil(share * kernels.num_components(x.numel(), block))
+    sent = Sent(x, 0, x.numel(), block, k)
+    ours = torch.view_as_complex(sent.parts.view(-1, 2).double())
+    expected, components = chosen(x, block, k)
+    assert sent.indices.numel() == sent.indices.unique().numel() == k
+    torch.testing.assert_close(ours, components[sent.indices.long()], rtol=1e-5, atol=2e-6 * max(1.0, sampled))
+    assert float(ours.abs().min()) >= float(components[expected].abs().min()) * (1 - 1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("add", [False, True])
 def test_a_sum_of_components_gives_the_signal_of_the_sum(level: str, dtype: torch.dtype, add: bool) -> None:

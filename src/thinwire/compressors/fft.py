@@ -30,8 +30,8 @@ _GRID = 64
 _LEAST_RANGE = 2.0**-60
 _SEARCH_EVERY = 50
 """Messages of a layer with the same mantissa."""
-_MANTISSA = Slot("mantissa", shape=lambda layer: (2,), optional=True)
-"""Bits of mantissa, and for how many more messages of the layer."""
+_MANTISSA = Slot("mantissa", shape=lambda layer: (1,), optional=True)
+"""Bits of mantissa times `_SEARCH_EVERY`, and for how many more messages of the layer."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class FFT(Coded, Scheduled, Indexed):
         default=0.85, metadata={"shown": True}
     )
     bits: int = field(default=10, metadata={"shown": True})
-    block: int | Literal["whole"] = 4096
+    block: int | Literal["whole"] = 512
     mantissa: int | Literal["auto"] = "auto"
     cast: bool = False
     chunk: int | Literal["layer"] = "layer"
@@ -192,28 +192,27 @@ class FFT(Coded, Scheduled, Indexed):
                 put_floats(message, place.payload, parts[place.elements], place.numel)
             return
         formats = []
-        for piece, place, top in zip(chunks.pieces, places.pieces, tops, strict=True):
-            layer = call.state and call.state.layers.get(piece.name)
-            formats.append(self._format(parts[place.elements], top, layer))
+        for place, top in zip(places.pieces, tops, strict=True):
+            layer = call.state and call.state.layers.get(place.name)
+            formats.append(self._format(parts, place, top, layer))
         if formats:
             params = torch.tensor(formats, device=x.device)
             kernels.rangefloat_encode(parts, places.table, message, params, bits=self.bits, rounding="nearest", key=0)
 
-    def _format(self, parts: Tensor, top: float, layer: LayerState | None) -> tuple[float, float]:
+    def _format(self, parts: Tensor, place: Piece, top: float, layer: LayerState | None) -> tuple[float, float]:
         """Return the range and the bits of mantissa for parts of at most ``top``; NaN: not all of them are finite."""
         finite = not math.isnan(top)
         top = max(top, _LEAST_RANGE) if finite else 1.0
-        return top, float(self._mantissa(parts, top, finite, layer))
+        return top, float(self._mantissa(parts, place, top, finite, layer))
 
-    def _mantissa(self, values: Tensor, top: float, finite: bool, layer: LayerState | None) -> int:
+    def _mantissa(self, parts: Tensor, place: Piece, top: float, finite: bool, layer: LayerState | None) -> int:
         if self.mantissa != "auto":
             return self.mantissa
-        if layer is None:
-            return best_mantissa(values, top, self.bits, "nearest")
-        mantissa, messages_left = (round(value) for value in layer.now[_MANTISSA.name].tolist())
-        if messages_left <= 0:
-            mantissa, messages_left = best_mantissa(values, top, self.bits, "nearest"), _SEARCH_EVERY
-        layer.next[_MANTISSA.name].copy_(torch.tensor([mantissa, messages_left - 1 if finite else 0]))
+        mantissa, messages_left = divmod(round(layer.now[_MANTISSA.name].item()), _SEARCH_EVERY) if layer else (0, 0)
+        if not messages_left:
+            mantissa, messages_left = best_mantissa(parts[place.elements], top, self.bits, "nearest"), _SEARCH_EVERY
+        if layer:
+            layer.next[_MANTISSA.name].fill_(mantissa * _SEARCH_EVERY + (messages_left - 1 if finite else 0))
         return mantissa
 
     def decode(self, message: Tensor, y: Tensor, call: CodecCall, *, add: bool = False) -> None:
