@@ -84,7 +84,7 @@ def test_a_late_worker_is_waited_for() -> None:
 
 
 def test_workers_that_never_come_are_named() -> None:
-    with serving(join_timeout_s=20.0) as (aggregator, _):
+    with serving(join_timeout_s=2.0) as (aggregator, _):
         options = {"world_size": 4, "session": 7, "timeout_s": 20.0}
         answers = together(
             [lambda rank=rank: AggregatorClient(aggregator.address, rank=rank, **options) for rank in (0, 2)]
