@@ -10,9 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 # PyTorch's stores ask for the names of addresses to write them into logs, and wait 5 s for each answer that is lost.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# How long an example takes, to make or to run, says more of what else the machine does.
+settings.register_profile("thinwire", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("thinwire")
 
 SLOW = Path(__file__).parent / "slow.txt"
 

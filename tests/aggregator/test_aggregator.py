@@ -172,17 +172,17 @@ def test_every_byte_both_ways_is_a_header_or_an_integer() -> None:
 
 
 def test_slots_in_flight_hide_the_latency() -> None:
-    """Twenty chunks over 20 ms each way: with one slot each waits for the last, with twenty none does."""
+    """Twenty chunks over 50 ms each way: with one slot each waits for the last, with twenty none does."""
     took = {}
     for slots in (1, 20):
-        with serving(slots=slots) as (aggregator, _), Recorder(aggregator.address, 0.02) as slow:
+        with serving(slots=slots) as (aggregator, _), Recorder(aggregator.address, 0.05) as slow:
             pair = clients(slow.address, 2, lanes=1)
             xs = [torch.ones(20 * 64, dtype=torch.int8) for _ in pair]
             started = time.monotonic()
             together([lambda c=c, x=x: c.all_reduce(x) for c, x in zip(pair, xs, strict=True)])
             took[slots] = time.monotonic() - started
             assert all(bool((x == 2).all()) for x in xs)
-    assert took[1] >= 20 * 0.04
+    assert took[1] >= 20 * 0.1
     assert took[20] < 0.5 * took[1]
 
 
@@ -192,7 +192,7 @@ def test_megabytes_go_through() -> None:
         xs = [torch.full((4 << 20,), 1 + rank, dtype=torch.int8) for rank in range(2)]
         started = time.monotonic()
         together([lambda c=c, x=x: c.all_reduce(x) for c, x in zip(pair, xs, strict=True)])
-        assert time.monotonic() - started < 20.0
+        assert time.monotonic() - started < 25.0
         assert all(bool((x == 3).all()) for x in xs)
 
 
@@ -267,7 +267,7 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
         works(line.split()[2].rstrip(","))
         process.send_signal(signal.SIGINT)
         rest = process.stdout.read()
-        assert process.wait(10.0) == 0
+        assert process.wait(60.0) == 0
     assert "2 workers, 4 slots" in rest
     assert "served 1 sessions, 1 chunks" in rest
     figures = {row["name"]: row["value"] for row in json.loads(path.read_text())["results"]}

@@ -30,7 +30,7 @@ def test_a_worker_without_the_token_is_refused_and_the_others_are_served() -> No
         for token in ("", "wrong", TOKEN + "x"):
             address = AggregatorAddress(aggregator.address, token=token)
             with pytest.raises(TransportError, match="its token is not the aggregator's"):
-                AggregatorClient(address, rank=0, world_size=1, session=1, timeout_s=5.0)
+                AggregatorClient(address, rank=0, world_size=1, session=1, timeout_s=20.0)
         assert aggregator.counters.refused == 3
         assert aggregator.num_workers == 0
         works(AggregatorAddress(aggregator.address, token=TOKEN))
@@ -38,7 +38,7 @@ def test_a_worker_without_the_token_is_refused_and_the_others_are_served() -> No
     with serving() as (aggregator, _):
         address = AggregatorAddress(aggregator.address, token=TOKEN)
         with pytest.raises(TransportError, match="both need the same one, or none"):
-            AggregatorClient(address, rank=0, world_size=1, session=1, timeout_s=5.0)
+            AggregatorClient(address, rank=0, world_size=1, session=1, timeout_s=20.0)
 
 
 def test_a_proof_is_good_for_one_connection() -> None:
@@ -46,11 +46,11 @@ def test_a_proof_is_good_for_one_connection() -> None:
     greeting = Greeting(0, 1, 1, 0, 1000, 77)
     with serving(token=TOKEN) as (aggregator, told):
         host, port, _ = parse_address(aggregator.address)
-        with socket.create_connection((host, port), timeout=5.0) as first:
+        with socket.create_connection((host, port), timeout=20.0) as first:
             recorded = greeted(first, greeting, TOKEN)
             first.sendall(recorded)
             assert Header.unpack(first.recv(24), 64).kind == Kind.WELCOME
-        with socket.create_connection((host, port), timeout=5.0) as second:
+        with socket.create_connection((host, port), timeout=20.0) as second:
             greeted(second, greeting, TOKEN)
             second.sendall(recorded)
             assert Header.unpack(second.recv(24), 64).kind == Kind.ENDED
@@ -80,7 +80,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", str(path)]
     name = ["-subj", "/CN=aggregator", "-addext", "subjectAltName=IP:127.0.0.1"]
     out = path.with_suffix(".crt")
-    subprocess.run(["openssl", "req", "-x509", "-days", "2", *key, *name, "-out", str(out)], check=True, timeout=30)
+    subprocess.run(["openssl", "req", "-x509", "-days", "2", *key, *name, "-out", str(out)], check=True, timeout=100)
     path.write_bytes(path.read_bytes() + out.read_bytes())
     return path
 
@@ -103,7 +103,7 @@ def test_sums_over_tls(certificate: Path) -> None:
         # Whom this rank does not know, it does not talk to.
         strange = AggregatorAddress(aggregator.address, token=TOKEN, tls=ssl.create_default_context())
         with pytest.raises(TransportError, match="found no TLS"):
-            AggregatorClient(strange, rank=0, world_size=1, session=3, timeout_s=5.0)
+            AggregatorClient(strange, rank=0, world_size=1, session=3, timeout_s=20.0)
         works(address)
 
 
@@ -160,7 +160,7 @@ def test_an_honest_job_stays_exact_beside_hundreds_of_hostile_clients(monkeypatc
             kept: list[socket.socket] = []
             for number in range(first, 1000, 8):
                 with contextlib.suppress(OSError):
-                    sock = socket.create_connection((host, port), timeout=5.0)
+                    sock = socket.create_connection((host, port), timeout=20.0)
                     kept.append(sock)
                     if len(kept) > 32:
                         kept.pop(0).close()
@@ -189,7 +189,7 @@ def test_an_honest_job_stays_exact_beside_hundreds_of_hostile_clients(monkeypatc
         assert most[0] <= 65
         assert aggregator.counters.sessions == 2
         assert aggregator.counters.failed_sessions == 0
-        assert aggregator.counters.refused > 300
+        wait_until(lambda: aggregator.counters.refused > 300)
         for job in jobs:
             for client in job:
                 client.close()

@@ -45,14 +45,14 @@ def test_a_worker_that_dies_ends_the_session_for_the_others_at_once() -> None:
 
 def test_a_worker_that_hangs_is_named_after_the_timeout() -> None:
     with serving() as (aggregator, _):
-        three = clients(aggregator.address, 3, timeout_s=1.0)
+        three = clients(aggregator.address, 3, timeout_s=3.0)
         xs = [torch.ones(1000, dtype=torch.int8) for _ in three]
         started = time.monotonic()
         answers = together([lambda c=c, x=x: c.all_reduce(x) for c, x in zip(three[:2], xs, strict=False)])
-        assert 1.0 <= time.monotonic() - started < 4.0
+        assert 3.0 <= time.monotonic() - started < 15.0
         for error in answers:
             assert isinstance(error, TransportError)
-            assert "nothing came from rank 2 within 1 s" in str(error)
+            assert "nothing came from rank 2 within 3 s" in str(error)
         # The one that hung learns it, too.
         with pytest.raises(TransportError, match=r"nothing came from rank 2|broke earlier"):
             three[2].all_reduce(xs[2])
@@ -77,21 +77,21 @@ def test_a_worker_that_closes_while_its_session_is_ended_does_not_end_the_aggreg
 
 def test_a_late_worker_is_waited_for() -> None:
     with serving() as (aggregator, _):
-        pair = clients(aggregator.address, 2, timeout_s=5.0)
+        pair = clients(aggregator.address, 2, timeout_s=20.0)
         xs = [torch.ones(1000, dtype=torch.int8) for _ in pair]
         together([lambda: pair[0].all_reduce(xs[0]), lambda: time.sleep(1.0) or pair[1].all_reduce(xs[1])])
         assert all(bool((x == 2).all()) for x in xs)
 
 
 def test_workers_that_never_come_are_named() -> None:
-    with serving(join_timeout_s=0.5) as (aggregator, _):
-        options = {"world_size": 4, "session": 7, "timeout_s": 5.0}
+    with serving(join_timeout_s=2.0) as (aggregator, _):
+        options = {"world_size": 4, "session": 7, "timeout_s": 20.0}
         answers = together(
             [lambda rank=rank: AggregatorClient(aggregator.address, rank=rank, **options) for rank in (0, 2)]
         )
         for error in answers:
             assert isinstance(error, TransportError)
-            assert "ranks 1, 3 did not join within 0.5 s" in str(error)
+            assert "ranks 1, 3 did not join within 2 s" in str(error)
             assert error.host is None, "workers are the cause, not the aggregator's machine"
         works(aggregator.address)
 
@@ -100,10 +100,10 @@ def test_ranks_that_see_another_world_are_reported() -> None:
     with serving() as (aggregator, _):
         answers = together(
             [
-                lambda: AggregatorClient(aggregator.address, rank=0, world_size=2, session=3, timeout_s=2.0),
+                lambda: AggregatorClient(aggregator.address, rank=0, world_size=2, session=3, timeout_s=20.0),
                 lambda: (
-                    time.sleep(0.2)
-                    or AggregatorClient(aggregator.address, rank=1, world_size=3, session=3, timeout_s=2.0)
+                    wait_until(lambda: aggregator.num_workers == 1)
+                    or AggregatorClient(aggregator.address, rank=1, world_size=3, session=3, timeout_s=20.0)
                 ),
             ]
         )
@@ -117,7 +117,7 @@ def test_a_second_worker_of_the_same_rank_is_refused_and_the_first_goes_on() -> 
     with serving() as (aggregator, _):
         pair = clients(aggregator.address, 2)
         with pytest.raises(TransportError, match="rank 1 of this session is here already"):
-            AggregatorClient(aggregator.address, rank=1, world_size=2, session=1, timeout_s=2.0)
+            AggregatorClient(aggregator.address, rank=1, world_size=2, session=1, timeout_s=20.0)
         xs = [torch.ones(100, dtype=torch.int8) for _ in pair]
         together([lambda c=c, x=x: c.all_reduce(x) for c, x in zip(pair, xs, strict=True)])
         assert all(bool((x == 2).all()) for x in xs)
@@ -131,7 +131,7 @@ def test_two_trainings_share_the_slots_if_they_ask_for_a_part() -> None:
         together([lambda c=c, x=x: c.all_reduce(x) for c, x in zip((*first, *second), xs, strict=True)])
         assert all(bool((x == 2).all()) for x in xs)
         with pytest.raises(TransportError, match=r"wants 2 slots, and 0 of 8 are free"):
-            AggregatorClient(aggregator.address, rank=0, world_size=2, session=3, timeout_s=2.0)
+            AggregatorClient(aggregator.address, rank=0, world_size=2, session=3, timeout_s=20.0)
         for client in (*first, *second):
             client.close()
         wait_until(lambda: aggregator.num_workers == 0)
@@ -143,21 +143,21 @@ def test_a_training_that_asks_for_no_slots_leaves_some_for_others() -> None:
         trainings = [clients(aggregator.address, 2, session=number) for number in range(4)]
         assert [client.slots_per_lane for pair in trainings for client in pair] == [16] * 8
         with pytest.raises(TransportError, match=r"0 of 128 are free"):
-            AggregatorClient(aggregator.address, rank=0, world_size=2, session=9, timeout_s=2.0)
+            AggregatorClient(aggregator.address, rank=0, world_size=2, session=9, timeout_s=20.0)
     with serving(slots=128, shares=4) as (aggregator, _):
         greedy, modest = clients(f"{aggregator.address}?slots=120", 2, session=7), clients(aggregator.address, 2)
         assert [client.slots_per_lane for client in (*greedy, *modest)] == [60, 60, 4, 4], "what is left"
 
 
 def test_a_session_that_sends_nothing_ends_and_its_slots_are_free() -> None:
-    with serving(slots=8, idle_timeout_s=0.5) as (aggregator, told):
+    with serving(slots=8, idle_timeout_s=2.0) as (aggregator, told):
         pair = clients(aggregator.address, 2)
         xs = [torch.ones(9, dtype=torch.int8) for _ in pair]
         together([lambda c=c, x=x: c.all_reduce(x) for c, x in zip(pair, xs, strict=True)])
         wait_until(lambda: aggregator.num_workers == 0)
-        assert "no worker sent anything within 0.5 s" in told[-1]
+        assert "no worker sent anything within 2 s" in told[-1]
         for client, x in zip(pair, xs, strict=True):
-            with pytest.raises(TransportError, match=r"no worker sent anything within 0\.5 s"):
+            with pytest.raises(TransportError, match=r"no worker sent anything within 2 s"):
                 client.all_reduce(x)
         works(aggregator.address)
 
@@ -237,7 +237,7 @@ def test_ranks_whose_tensors_differ_are_reported() -> None:
 def _raw(address: str, *data: bytes | Greeting, piece: int = 1 << 20) -> bytes:
     """What an aggregator answers to these bytes, after its hello, before it hangs up; they are sent piece by piece."""
     host, port, _ = parse_address(address)
-    with socket.create_connection((host, port), timeout=5.0) as sock:
+    with socket.create_connection((host, port), timeout=20.0) as sock:
         greeting, *rest = data
         first = greeted(sock, greeting) if isinstance(greeting, Greeting) else greeting
         whole = [first, *rest] if piece > len(first) else [b"".join([first, *rest])]

@@ -238,7 +238,7 @@ def wait_for_the_dead(rank: int, how: str) -> float:
             # Like a worker of a data loader: it outlives its parent, with all that it inherited.
             pid = os.fork()
             if not pid:
-                time.sleep(2.5)
+                time.sleep(8.0)
                 os._exit(0)
         if how == "exit":
             os._exit(0)
@@ -259,7 +259,7 @@ def test_a_dead_rank_is_noticed(how: str) -> None:
     first, second = run_ranks(wait_for_the_dead, 2, how, may_die=True)
     assert second is None
     assert isinstance(first, float), first
-    assert first < 2.0
+    assert first < 6.0
 
 
 def wait_for_the_killed(rank: int) -> float:
@@ -281,7 +281,7 @@ def test_a_rank_killed_during_the_wait_is_noticed() -> None:
     start = time.monotonic()
     end, _ = run_ranks(wait_for_the_killed, 2, may_die=True)
     assert isinstance(end, float), end
-    assert end - start < 10.0
+    assert end - start < 25.0
 
 
 def test_a_silent_rank_is_noticed_in_time() -> None:
@@ -297,7 +297,7 @@ def test_a_silent_rank_is_noticed_in_time() -> None:
                     spin_s=0.0,
                     waiting="receiving from rank 5",
                 )
-            assert timeout_s <= time.monotonic() - start < timeout_s + 2.0
+            assert timeout_s <= time.monotonic() - start < timeout_s + 10.0
 
 
 def test_a_process_that_ended_is_dead_before_it_is_buried() -> None:
@@ -305,7 +305,7 @@ def test_a_process_that_ended_is_dead_before_it_is_buried() -> None:
     with Process(child.pid) as process:
         assert process.is_alive()
         child.kill()
-        deadline = time.monotonic() + 2.0
+        deadline = time.monotonic() + 30.0
         while process.is_alive():
             assert time.monotonic() < deadline
             time.sleep(0.01)

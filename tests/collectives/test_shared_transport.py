@@ -268,10 +268,10 @@ def test_survivors_of_two_nodes_leave_at_once() -> None:
 
 
 def _is_silent(rank: int) -> tuple[str, float]:
-    transport, layout = _transport(timeout=timedelta(seconds=1.5)), _layout("sra", 2)
+    transport, layout = _transport(timeout=timedelta(seconds=4)), _layout("sra", 2)
     buffers = transport.open(layout.reduction_traffic())
     if rank == 1:
-        time.sleep(4.0)
+        time.sleep(12.0)
         return "", 0.0
     start = time.monotonic()
     with pytest.raises(TransportError) as raised:
@@ -281,8 +281,8 @@ def _is_silent(rank: int) -> tuple[str, float]:
 
 def test_a_silent_rank_is_an_error_within_the_timeout() -> None:
     text, took = run_ranks(_is_silent, 2)[0]
-    assert "receiving from rank 1 failed: nothing came within 1.5 s" in text
-    assert took < 4.0
+    assert "receiving from rank 1 failed: nothing came within 4 s" in text
+    assert took < 11.0
 
 
 # ---- Who shares ---------------------------------------------------------------------------------------------------
@@ -446,4 +446,4 @@ def test_training_ends_when_a_rank_is_killed() -> None:
     for answer in run_ranks(_loses_a_rank, 3, may_die=True, group_timeout_s=60.0, timeout_s=60.0)[::2]:
         assert isinstance(answer, tuple), answer
         assert "rank" in answer[0]
-        assert answer[1] < 10.0
+        assert answer[1] < 30.0

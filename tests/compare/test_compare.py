@@ -324,7 +324,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
     """The small version as a user starts it, with a variant that changes nothing."""
     path = tmp_path_factory.mktemp("compare") / "out.json"
     argv = [sys.executable, "-m", "thinwire", "compare", "raw", MINMAX, "--smoke", "--json", str(path)]
-    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}, timeout=110)
+    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, json.loads(path.read_text())
 
@@ -397,7 +397,7 @@ def test_over_a_slow_link_time_counts_and_bytes_are_seen_on_the_interface(tmp_pa
 def all_of_them(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     path = tmp_path_factory.mktemp("every") / "out.json"
     argv = [sys.executable, "-m", "thinwire", "compare", "every", "--smoke", "--json", str(path)]
-    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}, timeout=110)
+    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, json.loads(path.read_text())
 

@@ -48,7 +48,7 @@ def ask(process: ForkedProcess, line: str) -> dict[str, Any]:
     return json.loads(answer)
 
 
-def ended(process: ForkedProcess, timeout_s: float = 20.0) -> int:
+def ended(process: ForkedProcess, timeout_s: float = 60.0) -> int:
     deadline = time.monotonic() + timeout_s
     while (code := process.poll()) is None:
         assert time.monotonic() < deadline

@@ -306,7 +306,7 @@ def test_a_script_over_a_slow_link(tmp_path: Path) -> None:
     options = ["--rate", "30mbit", "--steps", "6", "--json", str(path), "--html", str(html)]
     argv = [sys.executable, "-m", "thinwire", "doctor", *options, "--", SCRIPT, "60", str(tmp_path / "weights.pt")]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=100, env={**environment, "COLUMNS": "120"})
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=250, env={**environment, "COLUMNS": "120"})
     assert done.returncode == 0, done.stderr
     found = json.loads(path.read_text())["about"]
     assert found["sharded"] is True

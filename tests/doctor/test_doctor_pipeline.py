@@ -180,7 +180,7 @@ def test_the_command_examines_a_pipeline_over_a_slow_link(tmp_path: Path) -> Non
     command = [sys.executable, "-m", "thinwire", "doctor", "--ranks", "2", "--rate", "20mbit", "--steps", "6"]
     command += ["--json", str(out), "--", SCRIPT, "30", str(tmp_path / "script")]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "COLUMNS": "120"}
+        command, capture_output=True, text=True, timeout=250, check=False, env={**os.environ, "COLUMNS": "120"}
     )
     assert done.returncode == 0, done.stderr
     about = json.loads(out.read_text())["about"]

@@ -195,7 +195,8 @@ def one_is_refused(rank: int) -> list[tuple[str, int | None, bool]]:
         started = time.monotonic()
         with pytest.raises((TypeError, ValueError, thinwire.PeerFailedError)) as error:
             call(**wrong if rank == 1 else {})
-        found.append((type(error.value).__name__, getattr(error.value, "rank", None), time.monotonic() - started < 5.0))
+        soon = time.monotonic() - started < 15.0
+        found.append((type(error.value).__name__, getattr(error.value, "rank", None), soon))
     # Ranks have counted alike, and meet.
     thinwire.compress(make(rank))
     _local()
@@ -203,7 +204,7 @@ def one_is_refused(rank: int) -> list[tuple[str, int | None, bool]]:
 
 
 def test_an_argument_that_is_wrong_on_one_rank_stops_the_others_in_every_function() -> None:
-    others, own, third = run_ranks(one_is_refused, 3, group_timeout_s=10.0, timeout_s=60.0)
+    others, own, third = run_ranks(one_is_refused, 3, group_timeout_s=30.0, timeout_s=100.0)
     assert own == [(kind, None, True) for kind in ("TypeError",) * 6 + ("ValueError",) * 2]
     assert others == [("PeerFailedError", 1, True)] * 4
     assert third == [("PeerFailedError", 1, True)] * 8

@@ -433,7 +433,7 @@ def _is_stuck(rank: int) -> tuple[str, float]:
     thinwire.compress(model, skip_if_slower=False)
     train(model, rank, 3)
     if rank == 1:
-        time.sleep(6)
+        time.sleep(12)
         return "", 0.0
     started = time.monotonic()
     try:
@@ -444,6 +444,6 @@ def _is_stuck(rank: int) -> tuple[str, float]:
 
 
 def test_a_rank_that_is_stuck_is_an_error_within_the_timeout() -> None:
-    text, waited = run_ranks(_is_stuck, 2, group_timeout_s=2.0)[0]
+    text, waited = run_ranks(_is_stuck, 2, group_timeout_s=5.0)[0]
     assert "rank 1" in text
-    assert waited < 5.0
+    assert waited < 11.0

@@ -146,7 +146,7 @@ def _dropped(rank: int, kind: str) -> list[tuple[int, int, int]]:
 
 def _settled(wanted: tuple[int, int, int] | None) -> tuple[int, int, int]:
     """The counts, once threads that were told to end have ended: at most so long."""
-    end = time.monotonic() + (3.0 if wanted is None else 15.0)
+    end = time.monotonic() + (3.0 if wanted is None else 40.0)
     while time.monotonic() < end:
         gc.collect()
         if wanted is not None and all(a <= b for a, b in zip(_counts(), wanted, strict=True)):

@@ -84,5 +84,5 @@ def _cells(rank: int, precision: str, feature: str) -> list[str]:
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_cell(precision: str, feature: str) -> None:
-    answers = run_ranks(_cells, 2, precision, feature, timeout_s=100.0, group_timeout_s=60.0)
+    answers = run_ranks(_cells, 2, precision, feature, timeout_s=250.0, group_timeout_s=60.0)
     assert answers == [list(KINDS)] * 2

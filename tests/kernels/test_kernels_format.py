@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -73,6 +74,21 @@ def test_table_keeps_a_copy_of_its_rows() -> None:
     assert kept.segments[0].numel == 10
     assert kept.on("cpu") is kept.rows
     assert len(Table(torch.empty(0, 5, dtype=torch.int64))) == 0
+
+
+def test_table_hands_out_what_it_keeps_to_all_threads_that_ask_at_once() -> None:
+    """The core is given addresses of it: what is not kept would be freed while the core reads it."""
+    spans, kept = one(64), []
+
+    def make() -> object:
+        # Meanwhile another thread asks, and is done first.
+        other = threading.Thread(target=lambda: kept.append(spans.kept("key", object)))
+        other.start()
+        other.join()
+        return object()
+
+    assert spans.kept("key", make) is kept[0]
+    assert spans.kept("key", object) is kept[0]
 
 
 @pytest.mark.parametrize(

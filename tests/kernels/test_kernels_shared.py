@@ -45,7 +45,7 @@ def test_threads_play_ball(spin_s: float) -> None:
         words[0].post(first + i)
         assert words[1].wait(first + i, timeout_s=10.0, spin_s=spin_s)
         assert int(payload[1]) == -i
-    thread.join(10.0)
+    thread.join(30.0)
     assert not wrong
     assert words[0].value == words[1].value == (first + num) % WRAP
 
@@ -76,7 +76,7 @@ def test_all_who_wait_wake() -> None:
     assert not woken
     Word(area, 0).post(1)
     for thread in threads:
-        thread.join(5.0)
+        thread.join(30.0)
     assert woken == [True] * 5
 
 
@@ -84,7 +84,7 @@ def test_all_who_wait_wake() -> None:
 def test_a_wait_ends_in_time(spin_s: float) -> None:
     start = time.monotonic()
     assert not Word(memory(), 0).wait(1, timeout_s=0.1, spin_s=spin_s)
-    assert 0.1 <= time.monotonic() - start < 2.0
+    assert 0.1 <= time.monotonic() - start < 10.0
 
 
 def test_other_threads_run_meanwhile() -> None:

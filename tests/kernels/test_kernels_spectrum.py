@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernel_levels import at
 from thinwire import kernels
 from thinwire.kernels import Received, Table, native
 
@@ -116,11 +117,10 @@ def test_a_sum_of_components_gives_the_signal_of_the_sum(level: str, dtype: torc
 def test_levels_give_the_same_bits(block: int) -> None:
     x, signals, sent = values(50 * block), [], []
     for name in native.core().levels():
-        native.core().set_level(name)
-        sent.append(Sent(x, 0, x.numel(), block, 3 * block))
-        signals.append(torch.zeros_like(x))
-        kernels.spectrum_decode([sent[-1].received], sent[-1].table, signals[-1], block=block, kept=sent[-1].kept)
-    native.core().set_level(native.core().levels()[0])
+        with at(name):
+            sent.append(Sent(x, 0, x.numel(), block, 3 * block))
+            signals.append(torch.zeros_like(x))
+            kernels.spectrum_decode([sent[-1].received], sent[-1].table, signals[-1], block=block, kept=sent[-1].kept)
     for one, signal in zip(sent[1:], signals[1:], strict=True):
         assert torch.equal(one.message[64:], sent[0].message[64:])
         assert torch.equal(one.parts, sent[0].parts)

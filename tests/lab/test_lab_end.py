@@ -29,11 +29,13 @@ STRAYING = ["sh", "-c", "setsid sleep 300 & exec sleep 300"]
 
 
 PARENT = f"""
-import time
+import os, time
 from thinwire import lab
 network = lab.Network(2)
 ranks = [network.popen(rank, {STRAYING!r}) for rank in range(2)]
-time.sleep(0.5)
+namespaces = [f"/proc/{{pid}}/ns/net" for pid in (os.getpid(), *(rank.pid for rank in ranks))]
+while len({{os.stat(path).st_ino for path in namespaces}}) < 3:
+    time.sleep(0.01)
 print(network._keeper.pid, *(rank.pid for rank in ranks), flush=True)
 time.sleep(300)
 """
@@ -56,7 +58,7 @@ def links() -> set[str]:
     return {path.name for path in Path("/sys/class/net").iterdir()}
 
 
-def wait_until(condition, seconds: float = 10.0) -> None:
+def wait_until(condition, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -193,11 +195,12 @@ def start_script(tmp_path: Path, text: str) -> subprocess.Popen[str]:
 def test_a_killed_parent_leaves_nothing(outside: None, tmp_path: Path) -> None:
     process = start_script(
         tmp_path,
-        "import json, sys, time\n"
+        "import json, os, sys, time\n"
         "from thinwire import lab\n"
         "network = lab.Network(2, rate='100mbit', rtt='5ms')\n"
         f"pids = [network.popen(rank, {STRAYING!r}).pid for rank in range(2)]\n"
-        "time.sleep(0.3)\n"
+        "while len({os.stat(f'/proc/{pid}/ns/net').st_ino for pid in (os.getpid(), *pids)}) < 3:\n"
+        "    time.sleep(0.01)\n"
         "print(json.dumps([*pids, network._keeper.pid]), flush=True)\n"
         "time.sleep(300)\n",
     )
@@ -207,7 +210,7 @@ def test_a_killed_parent_leaves_nothing(outside: None, tmp_path: Path) -> None:
     assert len(namespaces) == 3
     assert namespace(os.getpid()) not in namespaces
     # Two ranks and their grandchildren, the keeper, its guard and the first process of the PID namespace, the relay.
-    assert len(inside(namespaces)) == (8 if os.geteuid() == 0 else 7)
+    wait_until(lambda: len(inside(namespaces)) == (8 if os.geteuid() == 0 else 7))
     process.kill()
     process.communicate()
     wait_until(lambda: inside(namespaces) == [])
@@ -232,7 +235,7 @@ def test_a_signal_is_passed_on_and_leaves_nothing(outside: None, tmp_path: Path,
     namespaces = {int(process.stdout.readline().split(" ")[1]) for _ in range(2)}
     assert len(namespaces) == 2
     process.send_signal(number)
-    stdout, stderr = process.communicate(timeout=30)
+    stdout, stderr = process.communicate(timeout=100)
     assert process.returncode == 128 + number
     assert {f"[{rank}] told to stop by {int(number)}" for rank in range(2)} == set(stdout.splitlines())
     assert f"{number.name}: passed on to all ranks" in stderr
@@ -255,7 +258,7 @@ def test_a_failing_rank_gives_the_code_and_ends_the_others(capfd: pytest.Capture
     start = time.monotonic()
     outcome = lab.launch([*PYTHON, rank], num_ranks=3, grace_s=0.5)
     assert outcome.exit_code == 7
-    assert 0.5 <= time.monotonic() - start < 10
+    assert 0.5 <= time.monotonic() - start < 30
     assert "rank 1 failed with exit code 7" in capfd.readouterr().err
 
 
@@ -270,11 +273,11 @@ def test_a_rank_that_hears_nothing_is_killed_after_a_timeout(capfd: pytest.Captu
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(300)"
     )
     start = time.monotonic()
-    assert lab.run([*PYTHON, rank], num_ranks=1, timeout=0.5) == 124
-    assert time.monotonic() - start < 15
+    assert lab.run([*PYTHON, rank], num_ranks=1, timeout=3.0) == 124
+    assert time.monotonic() - start < 40
     out, err = capfd.readouterr()
     assert "[0] deaf" in out
-    assert "not done after 0.5 s" in err
+    assert "not done after 3 s" in err
 
 
 TORCHRUN_STYLE = """

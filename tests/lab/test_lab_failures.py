@@ -77,7 +77,7 @@ def train(network: lab.Network, script: Path, timeout_s: float, cut_s: float) ->
 
 def test_where_a_link_is_cut_each_rank_names_the_other(tmp_path: Path) -> None:
     with lab.Network(2) as network:
-        assert train(network, tmp_path / "train.py", 4.0, 600.0) == ["named 1", "named 0"]
+        assert train(network, tmp_path / "train.py", 10.0, 600.0) == ["named 1", "named 0"]
 
 
 def test_a_link_that_comes_back_in_time_changes_no_bit(tmp_path: Path) -> None:

@@ -320,7 +320,7 @@ def _beside_a_message(rank: int) -> tuple[list[float], list[float]]:
 
 
 def test_a_message_of_the_user_in_the_same_group_is_left_alone() -> None:
-    (note, weights), (_, others) = run_ranks(_beside_a_message, 2, group_timeout_s=8.0)
+    (note, weights), (_, others) = run_ranks(_beside_a_message, 2)
     assert note == [5.0] * 64
     assert weights == others
 

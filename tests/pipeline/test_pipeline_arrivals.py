@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -173,7 +174,11 @@ def test_what_was_taken_is_not_held_on_to() -> None:
     tensors = side.arrivals.take(0)
     gone = weakref.ref(tensors[0])
     del tensors
-    gc.collect()
+    # The thread that decoded them lets go once it waits for the next message, which may be a moment later.
+    end = time.monotonic() + _LONG_S
+    while gone() is not None and time.monotonic() < end:
+        time.sleep(0.01)
+        gc.collect()
     assert gone() is None, "while the thread waits for the next message"
     side.come(1)
     side.arrivals.take(1)

@@ -290,7 +290,7 @@ def test_an_error_in_one_stage_ends_the_step_on_all_and_they_can_go_on(where: in
     num_ranks = 2 if name == "interleaved" else 3
     for rank, (error, took, kept) in enumerate(run_ranks(fails_in_its_forward_pass, num_ranks, where, num_ranks, name)):
         assert ("failed to run forward" if rank == where else "PeerFailedError") in error
-        assert took < 5
+        assert took < 15
         assert kept
 
 

@@ -154,7 +154,7 @@ def measures_beside_a_message(rank: int) -> tuple[list[float], bool]:
 
 
 def test_a_message_of_the_user_in_the_pipelines_group_is_left_alone() -> None:
-    answers = run_ranks(measures_beside_a_message, 2, group_timeout_s=8.0)
+    answers = run_ranks(measures_beside_a_message, 2)
     assert answers == [([5.0] * 64, True)] * 2
 
 

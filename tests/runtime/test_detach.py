@@ -22,7 +22,7 @@ SHAPES = {"w": (64, 64)}
 LAYERS = (("w", (64, 64)),)
 
 
-def _soon(call: Callable[[], Any], seconds: float = 5.0) -> str:
+def _soon(call: Callable[[], Any], seconds: float = 20.0) -> str:
     """What ``call`` raises, or "answered"; never waits longer than ``seconds``."""
     outcome: list[str] = []
 

@@ -364,7 +364,7 @@ def _runs_until_killed(rank: int, victim: int, after_s: float) -> str:
 KILLS = int(os.environ.get("THINWIRE_TEST_KILLS", "5"))
 
 
-@pytest.mark.timeout(30 + 12 * KILLS)
+@pytest.mark.timeout(60 + 24 * KILLS)
 @pytest.mark.alone
 def test_a_rank_killed_at_any_point_is_an_error_for_the_others() -> None:
     """The survivors end with a clear error within the timeout. THINWIRE_TEST_KILLS=50 kills fifty."""
@@ -373,7 +373,7 @@ def test_a_rank_killed_at_any_point_is_an_error_for_the_others() -> None:
         num_ranks = 2 + int(torch.randint(0, 2, (), generator=generator))
         victim = int(torch.randint(0, num_ranks, (), generator=generator))
         after_s = 0.05 * float(torch.rand((), generator=generator))
-        answers = run_ranks(_runs_until_killed, num_ranks, victim, after_s, group_timeout_s=4.0, may_die=True)
+        answers = run_ranks(_runs_until_killed, num_ranks, victim, after_s, group_timeout_s=10.0, may_die=True)
         for rank, answer in enumerate(answers):
             if rank != victim:
                 assert isinstance(answer, str), answer

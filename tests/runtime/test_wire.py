@@ -310,6 +310,6 @@ def test_a_silent_rank_is_waited_for_once() -> None:
             step_on(wire, gradients(transport.rank, 1))
         return time.monotonic() - started, str(raised.value)
 
-    (first, _), (second, said), _ = run_threads(run, 3, timeout_s=2.0)
-    assert max(first, second) < 3.5
+    (first, _), (second, said), _ = run_threads(run, 3, timeout_s=6.0)
+    assert max(first, second) < 11.0
     assert "rank 2" in said

@@ -109,7 +109,7 @@ def test_a_record_saved_while_the_one_before_it_was_just_written_is_the_one_that
     store._pending = Pending()
     one = Rows.uniform([3], 5)
     save(store, one, values_of(one, FORM, 1), 1)
-    assert forgetting.wait(10.0)
+    assert forgetting.wait(60.0)
     save(store, one, values_of(one, FORM, 2), 2)
     saved.set()
     assert store.verify([3]) == []

@@ -241,7 +241,7 @@ def test_the_background_raises_what_a_job_raised_and_holds_no_more_than_it_may()
 
     gate, held = threading.Event(), []
     background = Background(max_bytes=100)
-    background.submit(lambda: (gate.wait(10), None)[1], 60)
+    background.submit(lambda: (gate.wait(60), None)[1], 60)
     done = threading.Event()
 
     def more() -> None:
@@ -251,7 +251,7 @@ def test_the_background_raises_what_a_job_raised_and_holds_no_more_than_it_may()
     threading.Thread(target=more, daemon=True).start()
     assert not done.wait(0.1), "120 bytes do not fit into 100"
     gate.set()
-    assert done.wait(10)
+    assert done.wait(60)
     background.wait()
     assert held == [60]
 

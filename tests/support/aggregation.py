@@ -30,7 +30,7 @@ def serving(**options: Any) -> Iterator[tuple[Aggregator, list[str]]]:
             yield aggregator, lines
         finally:
             aggregator.stop()
-            thread.join(5.0)
+            thread.join(30.0)
             assert not thread.is_alive()
 
 
@@ -80,7 +80,7 @@ def clients(address: Any, num_ranks: int, *, session: int = 1, timeout_s: float 
     return together([lambda rank=rank: AggregatorClient(address, rank=rank, **options) for rank in range(num_ranks)])
 
 
-def wait_until(true: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def wait_until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline

@@ -51,7 +51,7 @@ def run_ranks(
     function: Callable[..., Any],
     num_ranks: int,
     *args: Any,
-    timeout_s: float = 30.0,
+    timeout_s: float = 100.0,
     group_timeout_s: float = 20.0,
     may_die: bool = False,
     backend: str = "gloo",

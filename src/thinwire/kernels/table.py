@@ -147,10 +147,13 @@ class Table:
         return self._firsts[key]
 
     def kept(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What ``make`` gives, made once for each ``key``: for what else the programs of a GPU launch look up."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
+        """What ``make`` gives, kept for each ``key``: for what else the programs of a GPU launch look up.
+
+        The core gets addresses of it: of threads that ask for it at the same time, all must get the one that is kept.
+        """
+        if key in self._kept:
+            return self._kept[key]
+        return self._kept.setdefault(key, make())
 
     def clamped(self, bucket: int) -> int:
         """A bucket larger than every segment is as good as the largest segment, rounded up to whole groups."""
