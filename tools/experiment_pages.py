@@ -72,9 +72,15 @@ def experiment(name: str, benchmarks: Path = BENCHMARKS) -> str:
         shown = [stem for stem in left if text.startswith(captions[stem].under or "\n")]
         parts += [picture(left.pop(stem), captions[stem].text) for stem in shown]
     parts += [picture(path, captions[stem].text) for stem, path in left.items()]
-    differs = [_CORRECTED.get(str(text), str(text)) for text in about[f"differs_from_the_{source}"]]
+    differs = [_plain(_CORRECTED.get(str(text), str(text))) for text in about[f"differs_from_the_{source}"]]
     parts += [f"## Differences from the {source}'s setup", bullets(differs).rstrip()]
     return "\n\n".join(parts)
+
+
+def _plain(difference: str) -> str:
+    for recorded, plain in _PLAIN_DIFFERENCES:
+        difference = difference.replace(recorded, plain)
+    return difference
 
 
 def _verdicts(rows: list[Row]) -> str:
@@ -148,6 +154,127 @@ _CORRECTED: dict[str, str] = {
     ),
 }
 """Recorded differences that no longer are since rows are judged or measured again."""
+
+_PLAIN_DIFFERENCES = (
+    (
+        "a rank computed its steps once, alone on a core; ranks sleep for as long, and communicate",
+        "computation is [replayed](docs/results.md#how-steps-are-timed)",
+    ),
+    (
+        "where steps are timed, a rank computed them once, alone on a core, and ranks sleep for as long",
+        "where steps are timed, computation is [replayed](docs/results.md#how-steps-are-timed)",
+    ),
+    (
+        "a rank computed its steps once, alone on a core, and ranks sleep for as long",
+        "computation is [replayed](docs/results.md#how-steps-are-timed)",
+    ),
+    (
+        "by the factor that is printed: a micro-batch of so much smaller a network computes for less time and has "
+        "smaller activations, and the factor makes wire to compute the paper's, by values a second; the backward "
+        "pass takes twice the forward pass here, three times there",
+        "by a factor that keeps the paper's ratio of communication to computation, since smaller networks compute "
+        "for less time and have smaller activations; the backward pass takes twice as long as the forward pass "
+        "here, three times in the paper",
+    ),
+    (
+        "by the factor that is printed, which makes the activations' wire to compute the paper's, by values a second",
+        "by a factor that keeps the paper's ratio of the activations' communication to computation",
+    ),
+    (
+        "the first epoch is not left out: without a warm-up epoch only first activations are sent whole (algorithm "
+        "1); figure 4 and what is by the authors' recipe have the warm-up epoch of appendix D, which DirectQ has "
+        "not here",
+        "bytes include the first epoch; the first activation of each sample is sent in full (algorithm 1); AQ-SGD "
+        "has the warm-up epoch of appendix D in figure 4 and by the authors' recipe, DirectQ does not",
+    ),
+    (
+        "its times are steps of trainings by seconds of a step, and",
+        "its times are steps multiplied by the time of a step, and",
+    ),
+    (
+        "fp16 has a fixed loss scale; bf16, which CPUs compute in faster, is beside it (appendix H.4)",
+        "fp16 has a fixed loss scale; bf16, in which CPUs compute faster, is added (appendix H.4)",
+    ),
+    ("bits by link is no experiment of the paper's", "bits by link is not in the paper"),
+    (
+        "each task has the learning rate, of two or three tried, at which FP32 loses least on what is held out, "
+        "and all methods have that",
+        "in each task all methods have the learning rate, of two or three tried, at which FP32's held-out loss is "
+        "lowest",
+    ),
+    (
+        "256 for all positions' vectors, which both sides move towards what arrives",
+        "256 for the vectors of all positions; both sides move them towards what arrives",
+    ),
+    (
+        "since a client's few classes would be a batch's moments; crops move an image by an eighth of it, and its "
+        "message at the second cut, of fewer positions, by as many of them as are nearest",
+        "since a client has few classes; crops move an image by an eighth of its size, and its message at the "
+        "second cut by the nearest number of positions",
+    ),
+    (
+        "cutting exchanges short (figure C.1) is done to gloo's own collectives",
+        "figure C.1 shortens the messages of gloo's own collectives",
+    ),
+    (
+        "perplexities are those of weights as they are gathered, quantised; the figures also hold those of weights "
+        "as the optimizer keeps them",
+        "perplexity is that of the quantised weights, as they are gathered; the JSON files also have that of the "
+        "optimizer's weights",
+    ),
+    (
+        "data made with the 90 features of YearPredictionMSD, which is not shipped with anything",
+        "data generated with the 90 features of YearPredictionMSD",
+    ),
+    (
+        "so much smaller a network computes for so much less time, and the rows of figure 5.3 say what each link "
+        "makes of the baseline",
+        "smaller networks compute for less time; figure 5.3 has the baseline's step time over each link",
+    ),
+    (
+        "FSDP2 gathers the next block while one computes, asked to for all methods alike; PyTorch's own "
+        "collectives do not use that on a CPU, thinwire's do",
+        "FSDP2 prefetches the next block with all methods; on a CPU this speeds up thinwire's collectives, but not "
+        "PyTorch's own",
+    ),
+    (
+        "values take the nearest of them, and of uniform ones one by stochastic rounding unless it is said "
+        "otherwise; bits above 6 stay uniform",
+        "values are rounded to the nearest of them, and stochastically to uniform ones unless a row says "
+        "otherwise; more than 6 bits stay uniform",
+    ),
+    (
+        "the overhead is that of decisions as far apart as by default, one in 500 steps, from seconds measured here",
+        "the overhead is that of one decision in 500 steps, the default, at the times measured here",
+    ),
+    (
+        "takes the threshold of the step before: it waits for no layer, as the thesis's has to",
+        "takes the threshold of the step before, so that it need not wait for all layers, as the thesis's does",
+    ),
+    (
+        "(a) the 12 workers are an axis of arrays in one process and compute, in fp64, what each would compute alone",
+        "(a) the 12 workers are computed in one process, in fp64",
+    ),
+    (
+        "are made with the shapes of the LibSVM sets; they are not these sets, which --data reads",
+        "are generated data with the shapes of these LibSVM sets; `--data` reads the sets themselves",
+    ),
+    ("f* is gradient descent's, brought to its end by L-BFGS", "f* is found by gradient descent and then L-BFGS"),
+    ("(a) ", "logistic regression: "),
+    ("(b) ", "networks: "),
+    ("(c) ", "beta and eps: "),
+    (
+        "links are as slow as it takes for fp32 to reach the share of linear scaling that it has in the thesis, "
+        "measured at the start, unless a rate is given",
+        "rates of links are chosen at the start so that fp32 reaches the share of linear scaling that it has in "
+        "the thesis",
+    ),
+    (
+        "QNCCL is a process group of backend thinwire, handed DDP's buckets without a layout, over gloo",
+        "QNCCL is thinwire's process group over gloo, which is not told of the layers in DDP's buckets",
+    ),
+)
+"""Phrases of recorded differences, and a reader's words for them."""
 
 RATIOS = "Ratios are medians over rounds in which the methods take turns. They are not quotients of the median speeds."
 PARTS = {
