@@ -284,8 +284,6 @@ PARTS = {
 }
 """Of a paper's rows: in place of which recorded figure stands what."""
 
-_RATIOS_OF_RUNS = "Ratios are medians over separate runs. They are not quotients of the median speeds."
-
 NOTES = {
     "aqsgd": (
         "By the authors' recipe AQ-SGD sends the first epoch whole, and gradients are rounded to the nearest level, as "
@@ -294,9 +292,11 @@ NOTES = {
     ),
     "cgx": (
         "A ratio of throughputs is that of the method which should be faster over the other. *Flat buffers*: DDP's "
-        "buckets are compressed without regard to layers, as in QNCCL (section 3.7.2).",
+        "buckets are compressed without regard to layers, as in QNCCL (section 3.7.2). In the tables, ratios are "
+        "medians over separate runs, not quotients of the median speeds.",
     ),
     "intsgd": ("A ratio of times is that of the method named first over the other's.",),
+    "qsdp": ("Bytes of L-GreCo are those of training steps, including the steps before its first plan.",),
     "lgreco": (
         "The GPT's rows of table 4.3 print the interval of the held-out loss. Its perplexity is what is judged, and "
         "the last column is half of that interval.",
@@ -333,11 +333,11 @@ def _rate(text: str | None) -> str:
 # --- cgx
 
 THROUGHPUT = {
-    "3.4": "Table 3.4: reduction schemes",
-    "3.6": "Table 3.6: systems",
-    "3.9": "Table 3.9: two nodes",
-    "3.3": "Figure 3.3: transports on one host",
-    "blob": "Section 3.7.2, QNCCL: compression that sees no layers",
+    "3.4": "Table 3.4, reduction schemes",
+    "3.6": "Table 3.6, systems",
+    "3.9": "Table 3.9, two nodes",
+    "3.3": "Figure 3.3, transports on one host",
+    "blob": "Section 3.7.2, QNCCL, compression without layers",
 }
 
 
@@ -359,7 +359,7 @@ def _cgx_throughput(measured: Measured) -> Iterator[str]:
                 cells += [f"{row['value']:,.0f}", f"{row['relative']:.2f}x", "" if theirs is None else f"{theirs:.2f}x"]
             body.append(cells)
         if body:
-            yield f"{title}:\n\n{table(head, body)}\n\n{_RATIOS_OF_RUNS}"
+            yield f"{title}:\n\n{table(head, body)}"
 
 
 def _cgx_links(measured: Measured) -> Iterator[str]:
@@ -408,9 +408,9 @@ def _intsgd(measured: Measured) -> Iterator[str]:
 # --- lgreco
 
 POLICIES = {
-    "table 3.8": "Table 3.8: policies over 4 bits, the GPT, one seed",
-    "table 4.5": "Table 4.5: policies over PowerSGD, the GPT, one seed",
-    "table 4.4": "Table 4.4: policies over top-k, the ResNet, relative to a density of 2 %",
+    "table 3.8": "Table 3.8, policies over 4 bits, the GPT, one seed",
+    "table 4.5": "Table 4.5, policies over PowerSGD, the GPT, one seed",
+    "table 4.4": "Table 4.4, policies over top-k, the ResNet, relative to a density of 2 %",
     "future work": "Several families in one plan, within the error of uniform top-k, the GPT, one seed",
 }
 
@@ -462,7 +462,7 @@ def _lgreco_equal(measured: Measured) -> Iterator[str]:
         name, _, kind = row["name"].removeprefix("equal bytes/lost/").partition("/")
         title = EQUAL_KINDS[kind or name].format(spec=row["spec"].partition(" with ")[0])
         rows.append([title, f"{row['sent'] / 1e3:,.1f}", share(estimated(row, "lost"))])
-    title = "The GPT at equal bytes, held-out loss beyond fp32's (bounds of 95 % each)"
+    title = "The GPT at equal bytes, held-out loss beyond fp32's (in brackets, one-sided 95 % bounds)"
     yield from _titled(title, ["", "kB a step, rank 0", "beyond fp32"], rows)
 
 
@@ -471,7 +471,7 @@ EQUAL_KINDS = {
     "alone": "alone: nothing sent",
     "uniform": "`{spec}`",
     "lgreco": "`{spec}`, L-GreCo at these bytes",
-    "half": "`{spec}`, the graded control",
+    "half": "`{spec}`, about half of these bytes",
 }
 """Rows of the table at equal bytes."""
 
@@ -494,7 +494,8 @@ def _lgreco_throughput(measured: Measured) -> Iterator[str]:
         ]
         body.append(["nothing sent", *(f"{row['nothing_sent'][n]:,.0f}" for n in worlds), "0"])
         head = ["tokens/s", *(f"{n} ranks" for n in worlds), f"kB a step, {worlds[-1]} ranks"]
-        yield from _titled(f"{row['figure'].capitalize()}, {row['found'].split(':')[0]}", head, body)
+        link = re.sub(r" of \d+ ranks", "", row["found"].split(":")[0])
+        yield from _titled(f"{row['figure'].capitalize()}, {link}", head, body)
 
 
 # --- qsdp
@@ -755,7 +756,7 @@ def _stack_optimizers(measured: Measured) -> Iterator[str]:
         steps = "" if method["steps"] is None else f"{method['steps']:.0f}"
         rows.append([method["title"], f"{1e3 * method['step_s']:.0f}", f"{method['loss']:.3f}", steps, seconds])
     where = f"over {_rate(row['link'])}"
-    head = [where, "ms a step", "held-out loss at the end", "steps", "seconds to the same"]
+    head = [where, "ms a step", "held-out loss at the end", "steps to the same loss", "seconds to it"]
     yield from _titled("QuantizedAdam and other optimizers, means over seeds", head, rows)
 
 
