@@ -38,11 +38,11 @@ CAPTIONS: dict[str, dict[str, Caption]] = {
         "fullstack-10-split": Caption("Figure 10: training loss and test accuracy of split learning", "Split learning"),
     },
     "cgx": {
-        "cgx-3.1": Caption("Figure 3.1: step time if only the first of gamma elements are sent"),
+        "cgx-3.1": Caption("Figure 3.1: step time if one element in gamma is sent"),
         "cgx-3.3": Caption("Figure 3.3: step time over gloo and shared memory, on one host", "Figure 3.3"),
         "cgx-3.4": Caption("Table 3.4: throughput of reduction schemes, and the error of the mean", "Table 3.4"),
         "cgx-3.6": Caption("Table 3.6: throughput of compressed systems", "Table 3.6"),
-        "cgx-3.7": Caption("Figure 3.7: share of the speed with nothing sent"),
+        "cgx-3.7": Caption("Table 3.7: share of the speed with nothing sent"),
         "cgx-3.9": Caption("Table 3.9: throughput on two nodes of 2 ranks", "Table 3.9"),
         "cgx-blob": Caption("Section 3.7.2: throughput of layers and of flat buffers", "Section 3.7.2"),
     },
@@ -64,8 +64,8 @@ CAPTIONS: dict[str, dict[str, Caption]] = {
         "fig5": Caption("Figure 5: held-out accuracy of the ResNet and loss of the LSTM by beta and eps"),
         **{
             f"fig6-{data}": Caption(
-                f"Figure 6: f(x) − f*, the distance of the loss to its optimum, against bits per coordinate, and the "
-                f"largest integer by step, on {data}"
+                f"Figure 6 on {data}: distance of the loss to its optimum by bits sent and by gradients computed, and "
+                "the largest integer by step"
             )
             for data in ("breast_cancer", "digits", "mushrooms", "real-sim", "a5a", "w8a")
         },
@@ -75,26 +75,30 @@ CAPTIONS: dict[str, dict[str, Caption]] = {
         "lgreco-3.8": Caption(
             "Figure 3.8: compression error and ratio of policies, relative to uniform 4 bits", "Table 3.8"
         ),
-        "lgreco-4.2": Caption("Figure 4.2: held-out loss against step time, PowerSGD at several ranks"),
+        "lgreco-4.2": Caption("Figure 4.2: held-out loss against step time, PowerSGD of rank 8, 16 and 32"),
         "lgreco-4.2-4.3": Caption(
             "Tables 4.2 and 4.3: measured compression ratios of the GPT and the CNN", "Tables 4.1"
         ),
         "lgreco-4.3-4.4": Caption(
             "Figures 4.3 and 4.4: tokens per second by number of ranks, over two links", "Figure 4.4"
         ),
-        "lgreco-4.5a": Caption("Figure 4.5a: ratio to uniform PowerSGD during training, by policy", "Table 4.5"),
+        "lgreco-4.5a": Caption(
+            "Figure 4.5a: times fewer bytes than uniform PowerSGD during training, by policy", "Table 4.5"
+        ),
         "lgreco-4.5b-B.1-B.6b": Caption(
-            "Figures 4.5b, B.1 and B.6b: what each bucket sends by policy, and what a byte of it costs in time"
+            "Figures 4.5b, B.1 and B.6b: bytes of each bucket by policy, and time per byte"
         ),
         "lgreco-equal-bytes": Caption(
             "L-GreCo and uniform compression at equal bytes: held-out loss beyond that of fp32", "The GPT at equal"
         ),
-        "lgreco-B.2": Caption("Figure B.2: ratio to uniform during training, L-GreCo with PowerSGD, five seeds"),
+        "lgreco-B.2": Caption(
+            "Figure B.2: fewer bytes than uniform PowerSGD during training, L-GreCo on the CNN, five seeds"
+        ),
         "lgreco-B.3": Caption("Figure B.3: parts of a step's time under PowerSGD, over two links"),
         "lgreco-B.6a": Caption("Figure B.6a: loss beyond the uncompressed one against the squared compression error"),
     },
     "qsdp": {
-        "qsdp-5.1": Caption("Figure 5.1: perplexity during training, W8G8 and the baseline, three sizes", "Table 5.1"),
+        "qsdp-5.1": Caption("Table 5.1: perplexity during training, W8G8 and the baseline, three sizes", "Table 5.1"),
         "qsdp-5.2": Caption("Table 5.2: perplexity by bits of weights and gradients", "Table 5.2"),
         "qsdp-5.2-time": Caption("Figure 5.2: perplexity against seconds of training", "Figure 5.3"),
         "qsdp-5.3": Caption("Table 5.3: perplexity of uniform and of learned levels", "Tables 5.3"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from captions import CAPTIONS
-from figures import BENCHMARKS, Figures, bullets, claims, picture, pictures, table
+from figures import BENCHMARKS, Figures, bullets, claims, machines, picture, pictures, table
 
 from experiments.framework.claims import estimated
 from experiments.framework.findings import share
@@ -24,11 +25,18 @@ class Measured:
 
     def __init__(self, name: str, benchmarks: Path) -> None:
         whole = Figures(benchmarks / f"repro-{name}.json")
-        self.machine, self.about = whole.machine, whole.record["about"]
-        rows: dict[str, Row] = {row["name"]: row for row in whole.record["results"]}
-        for later in sorted(benchmarks.glob(f"repro-{name}-*.json")):
-            rows |= {row["name"]: row for row in Figures(later).record["results"]}
+        self.about = whole.record["about"]
+        self._runs: dict[str, Figures] = {}
+        rows: dict[str, Row] = {}
+        for run in (whole, *(Figures(later) for later in sorted(benchmarks.glob(f"repro-{name}-*.json")))):
+            rows |= run.rows
+            self._runs |= dict.fromkeys(run.rows, run)
         self.rows = list(rows.values())
+
+    def machine(self, rows: Iterable[Row] | None = None) -> str:
+        """Where ``rows``, or all, were measured."""
+        names = self._runs if rows is None else [row["name"] for row in rows]
+        return machines(list(dict.fromkeys(self._runs[name] for name in names)))
 
     def row(self, name: str) -> Row | None:
         return next(self.under(name, exactly=True), None)
@@ -49,9 +57,12 @@ def experiment(name: str, benchmarks: Path = BENCHMARKS) -> str:
     measured = Measured(name, benchmarks)
     about, source = measured.about, "paper" if "differs_from_the_paper" in measured.about else "thesis"
     parts = [
-        claims(measured.rows, f"the {source}"),
-        f"[How a claim is judged](docs/results.md#how-a-claim-is-judged). {_own_rules(about['judged'])}.",
+        f"{_verdicts(measured.rows)} Measured on {measured.machine()}.",
+        "## Claim by claim",
+        f"[How a claim is judged](docs/results.md#how-a-claim-is-judged). {_own_rules(about['judged'])}",
         *NOTES.get(name, ()),
+        claims(measured.rows, f"the {source}", PARTS.get(name, {})),
+        "## Tables and figures",
     ]
     captions = CAPTIONS[name]
     left = {path.stem: path for path in pictures(benchmarks / f"repro-{name}")}
@@ -61,16 +72,68 @@ def experiment(name: str, benchmarks: Path = BENCHMARKS) -> str:
         shown = [stem for stem in left if text.startswith(captions[stem].under or "\n")]
         parts += [picture(left.pop(stem), captions[stem].text) for stem in shown]
     parts += [picture(path, captions[stem].text) for stem, path in left.items()]
-    differs = [_CORRECTED.get(str(text), str(text)) for text in about[f"differs_from_the_{source}"]]
-    parts += [f"Differences from the {source}'s setup:", bullets(differs).rstrip(), f"{measured.machine}."]
+    differs = [_plain(_CORRECTED.get(str(text), str(text))) for text in about[f"differs_from_the_{source}"]]
+    parts += [f"## Differences from the {source}'s setup", bullets(differs).rstrip()]
     return "\n\n".join(parts)
+
+
+def _plain(difference: str) -> str:
+    for recorded, plain in _PLAIN_DIFFERENCES:
+        difference = difference.replace(recorded, plain)
+    return difference
+
+
+def _verdicts(rows: list[Row]) -> str:
+    counts = Counter(row["holds"] for row in rows if row.get("claim"))
+    return (
+        f"**Of {counts.total()} claims, {counts[True]} hold here and {counts[False]} do not; for {counts[None]} the "
+        "measurement is inconclusive.**"
+    )
 
 
 def _own_rules(judged: str) -> str:
     """The recorded rules without those of all papers, whatever these said in between their first and last sentence."""
     first, *_, last = map(re.escape, JUDGED.split(". "))
     own = re.sub(rf"{first}\. .*{last}\. ", "", judged, count=1)
-    return own[:1].upper() + own[1:]
+    return _PLAIN_RULES.get(own, f"{own[:1].upper()}{own[1:]}.")
+
+
+_PLAIN_RULES = {
+    "AQ-SGD's loss, of the last epoch and held out, may be above FP32's by 1%, and by half of what DirectQ loses with "
+    "as many bits, in trainings that DirectQ at 2 bits damages": (
+        "AQ-SGD's loss, both in the last epoch and held out, may exceed FP32's by at most 1 %, and by at most half of "
+        "what DirectQ loses with as many bits. DirectQ at 2 bits is the control."
+    ),
+    "Losses of the last epoch may be 1% above FP32's, and half of what DirectQ loses with as many bits, in trainings "
+    "that DirectQ fw2 bw4 damages": (
+        "Losses of the last epoch may exceed FP32's by at most 1 %, and by at most half of what DirectQ loses with as "
+        "many bits. DirectQ fw2 bw4 is the control."
+    ),
+    "The thesis's own factors are asked for only where links are calibrated to its multi-node baseline (3.9) and where "
+    "it gives shares (3.1, 3.7); of quality at most 1% of the perplexity or the accuracy may be lost": (
+        "A factor of the thesis is required only where links are calibrated to its multi-node baseline (3.9) and where "
+        "it gives shares (3.1, 3.7); elsewhere, any speed-up is enough. At most 1 % of perplexity or accuracy may be "
+        "lost."
+    ),
+    "Of accuracy FFT may lose half of what it is ahead of the next best in the paper, and a method that loses in the "
+    "paper does not where less than half of that is lost": (
+        "FFT may lose at most half of its lead over the next best method in the paper. That a method loses accuracy "
+        "does not hold if it loses less than half as much as in the paper."
+    ),
+    "(a): a claim holds if it does on every data set, convergence at every seed; linear is an R² of at least 0.99 of a "
+    "line through the gap's logarithm, and like full precision at most 1.5 times its steps; (b): methods that match "
+    "SGD may lose half of what QSGD loses in the paper": (
+        "Logistic regression: a claim holds if it holds on every data set, and convergence for every seed. It is "
+        "linear if a line fits the logarithm of the gap with an R² of at least 0.99, and like that in full precision "
+        "if it takes at most 1.5 times the steps. Networks: a method that ends at SGD's quality may lose at most half "
+        "of what QSGD loses in the paper."
+    ),
+    "Of the baseline's perplexity at most 1% may be lost; a factor of throughput is asked for where one is given": (
+        "At most 1 % of the baseline's perplexity may be lost. A speed-up must reach a factor only where the claim "
+        "says which."
+    ),
+}
+"""Recorded rules in a reader's words."""
 
 
 _CORRECTED: dict[str, str] = {
@@ -92,8 +155,134 @@ _CORRECTED: dict[str, str] = {
 }
 """Recorded differences that no longer are since rows are judged or measured again."""
 
+_PLAIN_DIFFERENCES = (
+    (
+        "a rank computed its steps once, alone on a core; ranks sleep for as long, and communicate",
+        "computation is [replayed](docs/results.md#how-steps-are-timed)",
+    ),
+    (
+        "where steps are timed, a rank computed them once, alone on a core, and ranks sleep for as long",
+        "where steps are timed, computation is [replayed](docs/results.md#how-steps-are-timed)",
+    ),
+    (
+        "a rank computed its steps once, alone on a core, and ranks sleep for as long",
+        "computation is [replayed](docs/results.md#how-steps-are-timed)",
+    ),
+    (
+        "by the factor that is printed: a micro-batch of so much smaller a network computes for less time and has "
+        "smaller activations, and the factor makes wire to compute the paper's, by values a second; the backward "
+        "pass takes twice the forward pass here, three times there",
+        "by a factor that keeps the paper's ratio of communication to computation, since smaller networks compute "
+        "for less time and have smaller activations; the backward pass takes twice as long as the forward pass "
+        "here, three times in the paper",
+    ),
+    (
+        "by the factor that is printed, which makes the activations' wire to compute the paper's, by values a second",
+        "by a factor that keeps the paper's ratio of the activations' communication to computation",
+    ),
+    (
+        "the first epoch is not left out: without a warm-up epoch only first activations are sent whole (algorithm "
+        "1); figure 4 and what is by the authors' recipe have the warm-up epoch of appendix D, which DirectQ has "
+        "not here",
+        "bytes include the first epoch; the first activation of each sample is sent in full (algorithm 1); AQ-SGD "
+        "has the warm-up epoch of appendix D in figure 4 and by the authors' recipe, DirectQ does not",
+    ),
+    (
+        "its times are steps of trainings by seconds of a step, and",
+        "its times are steps multiplied by the time of a step, and",
+    ),
+    (
+        "fp16 has a fixed loss scale; bf16, which CPUs compute in faster, is beside it (appendix H.4)",
+        "fp16 has a fixed loss scale; bf16, in which CPUs compute faster, is added (appendix H.4)",
+    ),
+    ("bits by link is no experiment of the paper's", "bits by link is not in the paper"),
+    (
+        "each task has the learning rate, of two or three tried, at which FP32 loses least on what is held out, "
+        "and all methods have that",
+        "in each task all methods have the learning rate, of two or three tried, at which FP32's held-out loss is "
+        "lowest",
+    ),
+    (
+        "256 for all positions' vectors, which both sides move towards what arrives",
+        "256 for the vectors of all positions; both sides move them towards what arrives",
+    ),
+    (
+        "since a client's few classes would be a batch's moments; crops move an image by an eighth of it, and its "
+        "message at the second cut, of fewer positions, by as many of them as are nearest",
+        "since a client has few classes; crops move an image by an eighth of its size, and its message at the "
+        "second cut by the nearest number of positions",
+    ),
+    (
+        "cutting exchanges short (figure C.1) is done to gloo's own collectives",
+        "figure C.1 shortens the messages of gloo's own collectives",
+    ),
+    (
+        "perplexities are those of weights as they are gathered, quantised; the figures also hold those of weights "
+        "as the optimizer keeps them",
+        "perplexity is that of the quantised weights, as they are gathered; the JSON files also have that of the "
+        "optimizer's weights",
+    ),
+    (
+        "data made with the 90 features of YearPredictionMSD, which is not shipped with anything",
+        "data generated with the 90 features of YearPredictionMSD",
+    ),
+    (
+        "so much smaller a network computes for so much less time, and the rows of figure 5.3 say what each link "
+        "makes of the baseline",
+        "smaller networks compute for less time; figure 5.3 has the baseline's step time over each link",
+    ),
+    (
+        "FSDP2 gathers the next block while one computes, asked to for all methods alike; PyTorch's own "
+        "collectives do not use that on a CPU, thinwire's do",
+        "FSDP2 prefetches the next block with all methods; on a CPU this speeds up thinwire's collectives, but not "
+        "PyTorch's own",
+    ),
+    (
+        "values take the nearest of them, and of uniform ones one by stochastic rounding unless it is said "
+        "otherwise; bits above 6 stay uniform",
+        "values are rounded to the nearest of them, and stochastically to uniform ones unless a row says "
+        "otherwise; more than 6 bits stay uniform",
+    ),
+    (
+        "the overhead is that of decisions as far apart as by default, one in 500 steps, from seconds measured here",
+        "the overhead is that of one decision in 500 steps, the default, at the times measured here",
+    ),
+    (
+        "takes the threshold of the step before: it waits for no layer, as the thesis's has to",
+        "takes the threshold of the step before, so that it need not wait for all layers, as the thesis's does",
+    ),
+    (
+        "(a) the 12 workers are an axis of arrays in one process and compute, in fp64, what each would compute alone",
+        "(a) the 12 workers are computed in one process, in fp64",
+    ),
+    (
+        "are made with the shapes of the LibSVM sets; they are not these sets, which --data reads",
+        "are generated data with the shapes of these LibSVM sets; `--data` reads the sets themselves",
+    ),
+    ("f* is gradient descent's, brought to its end by L-BFGS", "f* is found by gradient descent and then L-BFGS"),
+    ("(a) ", "logistic regression: "),
+    ("(b) ", "networks: "),
+    ("(c) ", "beta and eps: "),
+    (
+        "links are as slow as it takes for fp32 to reach the share of linear scaling that it has in the thesis, "
+        "measured at the start, unless a rate is given",
+        "rates of links are chosen at the start so that fp32 reaches the share of linear scaling that it has in "
+        "the thesis",
+    ),
+    (
+        "QNCCL is a process group of backend thinwire, handed DDP's buckets without a layout, over gloo",
+        "QNCCL is thinwire's process group over gloo, which is not told of the layers in DDP's buckets",
+    ),
+)
+"""Phrases of recorded differences, and a reader's words for them."""
+
 RATIOS = "Ratios are medians over rounds in which the methods take turns. They are not quotients of the median speeds."
-_RATIOS_OF_RUNS = "Ratios are medians over separate runs. They are not quotients of the median speeds."
+PARTS = {
+    "aqsgd": {"links": "bits by link"},
+    "cgx": {number: f"table {number}" for number in ("3.4", "3.5", "3.6", "3.7", "3.9")} | {"blob": "QNCCL"},
+    "intsgd": {"2": "table 2", "3": "table 3"},
+}
+"""Of a paper's rows: in place of which recorded figure stands what."""
 
 NOTES = {
     "aqsgd": (
@@ -101,7 +290,13 @@ NOTES = {
         "in the authors' code; DirectQ, which knows no samples, has no such epoch here. Messages that are kept in few "
         "bits (figures 9 (e, f), 4 stages, fw2 bw4) are trained by it, too.",
     ),
-    "intsgd": ("In rows on time, 0.372x means that the method named first takes 0.372 of the other's time.",),
+    "cgx": (
+        "A ratio of throughputs is that of the method which should be faster over the other. *Flat buffers*: DDP's "
+        "buckets are compressed without regard to layers, as in QNCCL (section 3.7.2). In the tables, ratios are "
+        "medians over separate runs, not quotients of the median speeds.",
+    ),
+    "intsgd": ("A ratio of times is that of the method named first over the other's.",),
+    "qsdp": ("Bytes of L-GreCo are those of training steps, including the steps before its first plan.",),
     "lgreco": (
         "The GPT's rows of table 4.3 print the interval of the held-out loss. Its perplexity is what is judged, and "
         "the last column is half of that interval.",
@@ -138,11 +333,11 @@ def _rate(text: str | None) -> str:
 # --- cgx
 
 THROUGHPUT = {
-    "3.4": "Table 3.4: reduction schemes",
-    "3.6": "Table 3.6: systems",
-    "3.9": "Table 3.9: two nodes",
-    "3.3": "Figure 3.3: transports on one host",
-    "blob": "Section 3.7.2, QNCCL: compression that sees no layers",
+    "3.4": "Table 3.4, reduction schemes",
+    "3.6": "Table 3.6, systems",
+    "3.9": "Table 3.9, two nodes",
+    "3.3": "Figure 3.3, transports on one host",
+    "blob": "Section 3.7.2, QNCCL, compression without layers",
 }
 
 
@@ -158,18 +353,18 @@ def _cgx_throughput(measured: Measured) -> Iterator[str]:
             head += [f"{model}, {row['unit']}", f"over {row['reference']}", f"{row['model_of_thesis']} in the thesis"]
         body = []
         for method, rows in by_method.items():
-            cells = [method]
+            cells = ["flat buffers" if method == "blob" else method]
             for row in (rows[model] for model in models):
                 theirs = row["thesis_relative"]
                 cells += [f"{row['value']:,.0f}", f"{row['relative']:.2f}x", "" if theirs is None else f"{theirs:.2f}x"]
             body.append(cells)
         if body:
-            yield f"{title}:\n\n{table(head, body)}\n\n{_RATIOS_OF_RUNS}"
+            yield f"{title}:\n\n{table(head, body)}"
 
 
 def _cgx_links(measured: Measured) -> Iterator[str]:
     links = bullets([link["proportion"] for link in measured.about["links"].values()])
-    yield f"The links, and what fp32 is on them:\n\n{links}".rstrip()
+    yield f"The links, and the speed of fp32 on them:\n\n{links}".rstrip()
 
 
 # --- intsgd
@@ -213,9 +408,9 @@ def _intsgd(measured: Measured) -> Iterator[str]:
 # --- lgreco
 
 POLICIES = {
-    "table 3.8": "Table 3.8: policies over 4 bits, the GPT, one seed",
-    "table 4.5": "Table 4.5: policies over PowerSGD, the GPT, one seed",
-    "table 4.4": "Table 4.4: policies over top-k, the ResNet, relative to a density of 2 %",
+    "table 3.8": "Table 3.8, policies over 4 bits, the GPT, one seed",
+    "table 4.5": "Table 4.5, policies over PowerSGD, the GPT, one seed",
+    "table 4.4": "Table 4.4, policies over top-k, the ResNet, relative to a density of 2 %",
     "future work": "Several families in one plan, within the error of uniform top-k, the GPT, one seed",
 }
 
@@ -267,7 +462,7 @@ def _lgreco_equal(measured: Measured) -> Iterator[str]:
         name, _, kind = row["name"].removeprefix("equal bytes/lost/").partition("/")
         title = EQUAL_KINDS[kind or name].format(spec=row["spec"].partition(" with ")[0])
         rows.append([title, f"{row['sent'] / 1e3:,.1f}", share(estimated(row, "lost"))])
-    title = "The GPT at equal bytes, held-out loss beyond fp32's (bounds of 95 % each)"
+    title = "The GPT at equal bytes, held-out loss beyond fp32's (in brackets, one-sided 95 % bounds)"
     yield from _titled(title, ["", "kB a step, rank 0", "beyond fp32"], rows)
 
 
@@ -276,7 +471,7 @@ EQUAL_KINDS = {
     "alone": "alone: nothing sent",
     "uniform": "`{spec}`",
     "lgreco": "`{spec}`, L-GreCo at these bytes",
-    "half": "`{spec}`, the graded control",
+    "half": "`{spec}`, about half of these bytes",
 }
 """Rows of the table at equal bytes."""
 
@@ -299,7 +494,8 @@ def _lgreco_throughput(measured: Measured) -> Iterator[str]:
         ]
         body.append(["nothing sent", *(f"{row['nothing_sent'][n]:,.0f}" for n in worlds), "0"])
         head = ["tokens/s", *(f"{n} ranks" for n in worlds), f"kB a step, {worlds[-1]} ranks"]
-        yield from _titled(f"{row['figure'].capitalize()}, {row['found'].split(':')[0]}", head, body)
+        link = re.sub(r" of \d+ ranks", "", row["found"].split(":")[0])
+        yield from _titled(f"{row['figure'].capitalize()}, {link}", head, body)
 
 
 # --- qsdp
@@ -319,7 +515,7 @@ def _qsdp_recovery(measured: Measured) -> Iterator[str]:
             ]
         )
     head = ["perplexity", "weights fp32, gradients fp16", "W8G8", "lost", "in the thesis"]
-    yield from _titled("Table 5.1", head, rows)
+    yield from _titled("Table 5.1, perplexity of W8G8 and of the baseline", head, rows)
 
 
 def _cells(measured: Measured, prefix: str) -> dict[tuple[int, int], Row]:
@@ -389,7 +585,7 @@ def _qsdp_learned(measured: Measured) -> Iterator[str]:
             ]
         )
     head = ["perplexity", "uniform", "uniform, nearest", "learned", "learned against uniform", "in the thesis"]
-    yield from _titled("Tables 5.3 and C.3", head, rows)
+    yield from _titled("Tables 5.3 and C.3, uniform and learned levels", head, rows)
 
 
 def _qsdp_step_times(measured: Measured) -> Iterator[str]:
@@ -435,12 +631,13 @@ def sharded(benchmarks: Path = BENCHMARKS) -> str:
         rows.append([shown, *times, f"{stock / seconds['W8G8'][rate]:.1f}x"])
     head = ["2 ranks", "FSDP2 fp32", "gradients fp16", "thinwire, raw", "**W8G8**", "nothing sent", "against fp32"]
     quality = list(measured.under("table 5.1/lost/"))
+    machine = measured.machine([*([] if steps is None else [steps]), *quality])
     seeds = min((len(row["perplexities"]) for row in quality), default=0)
     lost = ", ".join(f"{100 * row['value']:+.2f} % ({row['title']}, {row['num_ranks']} ranks)" for row in quality)
     return (
         "`python -m experiments qsdp`: steps of FSDP2 on a small GPT, five gathers of all weights and one reduction "
         f"of all gradients each, over emulated links.\n\n{table(head, rows)}\n\n"
-        f"Perplexity lost by W8G8, {seeds} seeds: {lost}. [All of it](docs/repro-qsdp.md).\n\n{measured.machine}."
+        f"Perplexity lost by W8G8, {seeds} seeds: {lost}. [All of it](docs/repro-qsdp.md).\n\n{machine}."
     )
 
 
@@ -461,7 +658,7 @@ def _aqsgd_losses(measured: Measured) -> Iterator[str]:
             setting = "{}, fw{} bw{}".format(ours["setting"], *ours["bits"])
             rows.append([setting, *losses, f"{ours['dense_bytes'] / ours['sent_bytes']:.1f}x"])
     head = ["loss of the last epoch", "FP32", "DirectQ", "AQ-SGD", "fewer bytes in all, first epoch included"]
-    yield from _titled("Figures 3 and 7 to 9", head, rows)
+    yield from _titled("Figures 3 and 7 to 9, loss by method", head, rows)
 
 
 def _aqsgd_throughput(measured: Measured) -> Iterator[str]:
@@ -533,7 +730,7 @@ def _stack_losses(measured: Measured) -> Iterator[str]:
         if "title" in row
     ]
     head = ["loss of the last epoch", "FP32", "compressed", "fewer bytes in all, exact steps included"]
-    yield from _titled("Figure 5 (a, b)", head, rows)
+    yield from _titled("Figure 5 (a, b), loss by method", head, rows)
 
 
 def _stack_throughput(measured: Measured) -> Iterator[str]:
@@ -559,8 +756,8 @@ def _stack_optimizers(measured: Measured) -> Iterator[str]:
         steps = "" if method["steps"] is None else f"{method['steps']:.0f}"
         rows.append([method["title"], f"{1e3 * method['step_s']:.0f}", f"{method['loss']:.3f}", steps, seconds])
     where = f"over {_rate(row['link'])}"
-    head = [where, "ms a step", "held-out loss at the end", "steps", "seconds to the same"]
-    yield from _titled("QuantizedAdam and others, means over seeds", head, rows)
+    head = [where, "ms a step", "held-out loss at the end", "steps to the same loss", "seconds to it"]
+    yield from _titled("QuantizedAdam and other optimizers, means over seeds", head, rows)
 
 
 def _stack_others(measured: Measured) -> Iterator[str]:

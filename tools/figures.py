@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,23 @@ class Figures:
 
     @property
     def machine(self) -> str:
-        machine, versions = self.record["machine"], self.record["versions"]
-        memory = machine["memory_bytes"] / 2**30
-        return (
-            f"{machine['cores']} shared cores of an {machine['cpu']}, {memory:.0f} GiB, {machine['system']}, "
-            f"PyTorch {versions['torch']}, Python {versions['python']}"
-        )
+        return machines([self])
+
+
+def machines(runs: list[Figures]) -> str:
+    """Where ``runs`` were measured; where they differ, each of the values."""
+
+    def values(of: Callable[[dict[str, Any], dict[str, Any]], str]) -> str:
+        return " or ".join(dict.fromkeys(of(run.record["machine"], run.record["versions"]) for run in runs))
+
+    return (
+        f"{values(lambda machine, _: str(machine['cores']))} shared cores of "
+        f"{values(lambda machine, _: 'an ' + machine['cpu'])}, "
+        f"{values(lambda machine, _: format(machine['memory_bytes'] / 2**30, '.0f'))} GiB, "
+        f"{values(lambda machine, _: machine['system'])}, "
+        f"PyTorch {values(lambda _, versions: versions['torch'])}, "
+        f"Python {values(lambda _, versions: versions['python'])}"
+    )
 
 
 def table(head: list[str], rows: list[list[str]], *, numbers: bool = True) -> str:
@@ -47,11 +59,11 @@ def table(head: list[str], rows: list[list[str]], *, numbers: bool = True) -> st
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])
 
 
-def claims(results: list[dict[str, Any]], whose: str) -> str:
-    """What a paper claims and what was found, row by row."""
+def claims(results: list[dict[str, Any]], whose: str, figures: Mapping[str, str]) -> str:
+    """What a paper claims and what was found, row by row; ``figures`` renames some that were recorded."""
     shown = [
         [
-            row["figure"],
+            figures.get(row["figure"], row["figure"]),
             row["claim"],
             outcome(row["found"], row.get("why")),
             HOLDS[row["holds"]],
@@ -62,7 +74,7 @@ def claims(results: list[dict[str, Any]], whose: str) -> str:
     ]
     # A bar in a cell would end it.
     rows = [[cell.replace("|", "\\|") for cell in row] for row in shown]
-    return table(["figure", whose, "here", "holds", "interval"], rows, numbers=False)
+    return table(["figure or table", whose, "here", "holds", "interval (±)"], rows, numbers=False)
 
 
 def bullets(texts: list[str]) -> str:

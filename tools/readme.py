@@ -6,7 +6,6 @@ import itertools
 import math
 import re
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -796,54 +795,32 @@ def fuzz() -> str:
     )
 
 
-def _skipped(reasons: dict[str, int]) -> list[list[str]]:
-    """How many tests gloo skips, by what they want that is not here."""
-    wants = {
-        "a GPU for each rank, or CUDA": ("cuda",),
-        "NCCL or MPI": ("nccl", "mpi"),
-        "more ranks, or four": ("world size",),
-    }
-    counts = Counter[str]()
-    for reason, number in reasons.items():
-        want = next((want for want, words in wants.items() if any(word in reason.lower() for word in words)), None)
-        counts[want or "nothing: PyTorch itself skips them, most for an issue of its own"] += number
-    return [[want, f"{number}"] for want, number in counts.most_common()]
-
-
 def conformance() -> str:
-    figures = Figures(BENCHMARKS / "conformance.json")
+    figures, hooks = (Figures(BENCHMARKS / f"{name}.json") for name in ("conformance", "conformance-hooks"))
     about = figures.record["about"]
     runs = [who for who in about["compressors"] if who != "gloo"]
-    rows = []
-    for name in ("passed", "skipped", "failed", "failed by name", "passed with compressed collectives"):
-        rows.append([name, *(f"{figures.get(f'{name}/{who}') or 0:.0f}" for who in ("gloo", *runs))])
-    because = {test: why for who in runs for test, why in about["failed"][who].items()}
-    reasons = [f"`{test}`: {why}" for test, why in sorted(because.items())]
-    ready = figures.get("passed/gloo") or 0
+    rows = [
+        [name, *(f"{figures.get(f'{name}/{who}') or 0:.0f}" for who in ("gloo", *runs))]
+        for name in ("passed", "skipped", "failed", "failed by name", "passed with compressed collectives")
+    ]
+    rows = [row for row in rows if set(row[1:]) != {"0"}]
+    reasons: dict[str, set[str]] = {}
+    for test, why in ((test, why) for who in runs for test, why in about["failed"][who].items()):
+        reasons.setdefault(why, set()).add(f"`{test}`")
+    failing = [f"{why}: {', '.join(sorted(tests))}" for why, tests in sorted(reasons.items())]
+    on_gloo, on_ours = (hooks.get(f"passed/{who}") or 0 for who in ("gloo", runs[-1]))
+    sent = figures.get(f"compressed collectives/{runs[-1]}") or 0
     return (
-        f"PyTorch's wheel has {figures.get('tests') or 0:.0f} tests of its process groups "
-        "(`torch/testing/_internal/distributed/distributed_test.py`). With two ranks and no GPU gloo passes "
-        f"{ready:.0f} of them and skips the others. `make conformance` runs these on groups of thinwire, which are "
-        "told to be gloo, since many tests are skipped where they do not know the name of the backend: once with the "
-        "defaults, to which the tensors of these tests are too small to be compressed, and once with "
-        f"`{about['compressors'][runs[-1]]}` from one element on. That loses nothing, and sends every float through "
-        f"thinwire's compressed collectives: {figures.get(f'compressed collectives/{runs[-1]}') or 0:.0f} of them.\n\n"
-        f"{table(['tests', 'gloo', *runs], rows)}\n\nWhat fails, fails by name:\n\n{bullets(reasons)}\n"
-        f"What the tests want that gloo skips:\n\n{table(['want', 'tests'], _skipped(about['skipped on gloo']))}\n\n"
-        f"{_hook_tests()}\n\n{figures.machine}."
-    )
-
-
-def _hook_tests() -> str:
-    figures = Figures(BENCHMARKS / "conformance-hooks.json")
-    runs = list(figures.record["about"]["compressors"])
-    passed = ", ".join(f"{who} passes {figures.get(f'passed/{who}') or 0:.0f}" for who in runs)
-    return (
-        f"Of those that want a GPU for each rank, {figures.get('tests') or 0:.0f} are tests of communication hooks of "
-        "which nothing but the place of their tensors needs one. `python -m experiments conformance` runs their bodies "
-        f"with tensors of the CPU (`experiments/conformance/on_cpu.py`): {passed}; the last through "
-        f"{figures.get(f'compressed collectives/{runs[-1]}') or 0:,.0f} compressed collectives. They were recorded "
-        "after the table, which counts them as skipped."
+        f"PyTorch has {figures.get('tests') or 0:.0f} tests of process groups. With two ranks and no GPU, gloo passes "
+        f"{figures.get('passed/gloo') or 0:.0f} of them and skips the others. `make conformance` runs these on groups "
+        "of thinwire that are presented to the tests as gloo: with the defaults, to which their tensors are too small "
+        f"to be compressed, and with `{about['compressors'][runs[-1]]}` from one element on, which is lossless and "
+        f"sends every float through the compressed collectives ({sent:.0f} of them).\n\n"
+        f"{table(['tests', 'gloo', *runs], rows)}\n\n"
+        f"The tests that fail depend on the name of the backend:\n\n{bullets(failing)}\n"
+        f"{hooks.get('tests') or 0:.0f} of the skipped tests, of communication hooks, need a GPU only because their "
+        f"tensors are on one. With tensors on the CPU (`python -m experiments conformance`), {on_gloo:.0f} pass on "
+        f"gloo and {on_ours:.0f} on thinwire with every float compressed.\n\n{figures.machine}."
     )
 
 

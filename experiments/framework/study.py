@@ -17,7 +17,7 @@ from experiments.framework.training import Gradients, OnStep, Runs, Trained
 from experiments.tasks.resnet import ImageTask
 from thinwire.compare.paired import Unwatched
 from thinwire.compare.tasks import ScoredTask
-from thinwire.lab.units import parse_rates
+from thinwire.lab.units import format_rate, parse_rate, parse_rates
 
 ResourceT = TypeVar("ResourceT")
 
@@ -123,7 +123,7 @@ class Study(Generic[ScaleT]):
     @property
     def over(self) -> str:
         """The link, for people."""
-        return "over loopback" if self.rate is None else f"over {self.rate}"
+        return "over loopback" if self.rate is None else f"over {format_rate(parse_rate(self.rate))}"
 
     def picture(self, figure: str) -> Path:
         return self.out / f"{self.prefix}{figure}.svg"

@@ -276,6 +276,7 @@ def _draw_1(study: AQSGDStudy, activation: Sequence[float], delta: Sequence[floa
     epochs = range(2, 2 + len(delta))
     axes.plot(epochs, activation, color=FP32.colour, marker=".", label="activation")
     axes.plot(epochs, delta, color=AQSGD[USUAL].colour, marker=".", label="change since the last visit")
+    axes.set_xticks(epochs)
     axes.set_ylim(bottom=0)
     plots.save(figure, study.picture("1-change"))
 

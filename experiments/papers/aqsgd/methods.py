@@ -67,10 +67,12 @@ def aqsgd(
     if precision != 32:
         title += f" m{precision}"
     colour = {2: "#1f6fb2", 3: "#0a7d4f", 4: "#5fb88f"}[forward]
+    if store == "disk":
+        colour = "#c9a3e8" if forward == 4 else "#8250c4"
     return Method(
         title.lower(),
         title,
-        "#8250c4" if precision != 32 or store == "disk" else colour,
+        "#8250c4" if precision != 32 else colour,
         forward=f"delta({_forward(forward)})",
         backward=f"maxabs(bits={backward})",
         store=store,

@@ -459,7 +459,7 @@ def figure_16(study: FFTStudy) -> list[Row]:
 
 def _draw_16(study: FFTStudy, times: dict[str, dict[int, float]]) -> None:
     figure, (axes,) = plots.canvas(
-        1, titles=[f"weak scaling {study.over}"], x="ranks", y="images a second, over one rank's"
+        1, titles=[f"weak scaling {study.over}"], x="ranks", y="images/s, relative to one rank"
     )
     styles = {method.name: (method.title, method.colour) for method in _SCALED}
     styles[NOTHING.name] = ("nothing sent", "#aaaaaa")

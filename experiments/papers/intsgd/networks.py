@@ -238,4 +238,6 @@ def _draw_times(study: IntSGDStudy, times: Mapping[Network, Times]) -> None:
         axes.set_yticks(range(len(METHODS)), [method.title for method in METHODS])
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
-    plots.save(drawn, study.picture("2"))
+    # Of both: in the second panel it would hide bars.
+    panels[0].legend(frameon=False, fontsize="small")
+    plots.save(drawn, study.picture("2"), legends=False)

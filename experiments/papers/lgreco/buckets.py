@@ -135,12 +135,20 @@ def _weighed(syncs: Sequence[Sync], snapshots: Sequence[Snapshot], bucket_of: Ma
 
 def _draw(study: LGrecoStudy, by_method: PerBucket, per_byte: Sequence[Sequence[float]]) -> None:
     titles = ["figures 4.5b and B.1: what each bucket sends", "figure B.6b: what a byte of it costs"]
-    figure, panels = plots.canvas(2, titles=titles, x="bucket, as they leave", y=["kB a step", "ns a byte"])
-    colours = {"uniform": "#aaaaaa", "lgreco": POWERSGD.colour, "kmeans": "#d98a00", "priority": "#1f6fb2"}
+    figure, panels = plots.canvas(
+        2, titles=titles, x="bucket, in the order of sending", y=["kB per step", "ns per byte"]
+    )
+    shown = {
+        "uniform": ("uniform", "#aaaaaa"),
+        "lgreco": ("L-GreCo", POWERSGD.colour),
+        "kmeans": ("k-means", "#d98a00"),
+        "priority": ("L-GreCo by priority", "#1f6fb2"),
+    }
     width = 0.8 / len(by_method)
     for at, (name, values) in enumerate(by_method.items()):
         places = [1 + bucket + (at - (len(by_method) - 1) / 2) * width for bucket in range(len(values))]
-        panels[0].bar(places, [value / 1e3 for value in values], width, color=colours[name], label=name)
+        title, colour = shown[name]
+        panels[0].bar(places, [value / 1e3 for value in values], width, color=colour, label=title)
     for axes in panels:
         axes.set_xticks(range(1, 1 + len(by_method["uniform"])))
     if per_byte:

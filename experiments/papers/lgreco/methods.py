@@ -131,7 +131,7 @@ def kmeans_method(family: Family, warm_up: int) -> Method:
     return Method(
         f"{family.name} kmeans",
         f"{family.title}, k-means",
-        "#d98a00",
+        "#6b4a1f" if family is BITS else "#d98a00",
         spec=family.spec("gpt"),
         adapt=settled("kmeans", warm_up),
     )

@@ -188,10 +188,11 @@ def _draw_3_7(study: LGrecoStudy, rows: Sequence[Method], trained: Runs) -> None
 def _draw_3_8(study: LGrecoStudy, chosen: dict[str, list[Chosen]]) -> None:
     titles = ["(a) compression error", "(b) compression ratio"]
     figure, panels = plots.canvas(2, titles=titles, x="step", y="relative to uniform 4 bits")
+    named = {method.name: method.title for method in bit_methods(study.scale)}
     for colour, (name, rows) in zip(_COLOURS[1:], chosen.items(), strict=False):
         steps = [at.step for at in rows]
-        panels[0].plot(steps, [at.relative_error for at in rows], color=colour, marker="o", label=name)
-        panels[1].plot(steps, [at.gain for at in rows], color=colour, marker="o", label=name)
+        panels[0].plot(steps, [at.relative_error for at in rows], color=colour, marker="o", label=named[name])
+        panels[1].plot(steps, [at.gain for at in rows], color=colour, marker="o")
     plots.save(figure, study.picture("3.8"))
 
 
