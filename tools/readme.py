@@ -332,6 +332,26 @@ def compressors() -> str:
     )
 
 
+FFT_BLOCKS = {
+    "the whole layer, as in the paper": "fft(theta=0.85, bits=10, block=whole)",
+    "4096": "fft(theta=0.85, bits=10, block=4096)",
+    "512 (the default)": "fft(theta=0.85, bits=10)",
+    "256": "fft(theta=0.85, bits=10, block=256)",
+}
+"""Rows of the table of blocks, by spec."""
+
+
+def fft_blocks() -> str:
+    figures, body = Figures(BENCHMARKS / "compressors.json"), []
+    for title, spec in FFT_BLOCKS.items():
+        size = 8 * (figures.get(f"bytes_per_element/{spec}") or 0)
+        speeds = (f"{figures.get(f'{direction}_x_copy/{spec}'):.3f}x" for direction in ("encode", "decode"))
+        body.append([title, f"{size:.2f}", f"{figures.get(f'relative_error/{spec}'):.3f}", *speeds])
+    head = ["elements of a block", "bits per element", "error", "encode", "decode"]
+    about = "`python -m experiments bench compressors`, θ = 0.85: one message of a small GPT's gradient; speeds in "
+    return f"{about}multiples of `torch.Tensor.copy_`:\n\n{table(head, body)}\n\n{figures.machine}."
+
+
 BLOB = {
     "fp32": "stock DDP, fp32",
     "uniform": "process group, each buffer as one layer",
@@ -1078,6 +1098,7 @@ def _ratio(ratio: dict[str, float] | None) -> str:
 
 PAGES = {
     "README.md": {"headline": headline, "demo": demo, "longer": longer},
+    "docs/paper-fft.md": {"fft-blocks": fft_blocks},
     "docs/compressors.md": {"compressors": compressors, "formats": formats, "low-rank": low_rank},
     "docs/speed.md": {"allreduce": allreduce, "allreduce-long": allreduce_long, "step": step, "streams": streams},
     "docs/process-group.md": {"blob": blob, "conformance": conformance},
