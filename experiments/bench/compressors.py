@@ -199,7 +199,8 @@ def _claim_lines(equal: Sequence[Finding], settings: Sequence[Finding]) -> list[
     """What is found of the FFT paper's claim, in lines."""
     if not equal:
         return []
-    lines = [f"FFT of as many bytes (in blocks of {FFT().block} elements, 10 bits, theta between measured ones) has less error?"]
+    setting = f"in blocks of {FFT().block} elements, 10 bits, theta between measured ones"
+    lines = [f"FFT of as many bytes ({setting}) has less error?"]
     for against, counted, verdict in claims.verdicts(equal):
         lines.append(f"  {against}, indices and bitmaps {'counted' if counted else 'not counted'}: {verdict}")
     if settings:
