@@ -156,7 +156,7 @@ def test_choices_of_owners_save_all_but_two_messages_of_a_rank(spec: str, num_ra
 
 
 @pytest.mark.parametrize(
-    "spec", ["topk(chunk=100)", "chunktopk(k=3, chunk=100, average=owners)", "fft(chunk=1024)", "fft(chunk=0)"]
+    "spec", ["topk(chunk=100)", "chunktopk(k=3, chunk=100, average=owners)", "fft(chunk=256)", "fft(chunk=0)"]
 )
 def test_chunks_at_which_no_layer_can_be_cut_are_refused(spec: str) -> None:
     with pytest.raises(ValueError, match="chunk"):
