@@ -45,7 +45,6 @@ static inline int64_t choose(const Components& from, int64_t n, uint32_t kth, in
                              float* parts) {
   int64_t chosen = 0, i = 0;
 #if defined(__AVX512F__)
-  const auto pairs = [](int first) { return [first](int i) { return first + i / 2 + i % 2 * 16; }; };
   for (; !ties && i < n; i += 16) {
     const __mmask16 inside = n - i < 16 ? (__mmask16)((1u << (n - i)) - 1) : (__mmask16)0xFFFF;
     const __m512i key = _mm512_maskz_loadu_epi32(inside, from.keys + i);
