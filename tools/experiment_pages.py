@@ -271,7 +271,7 @@ _PLAIN_DIFFERENCES = (
     ),
     (
         "QNCCL is a process group of backend thinwire, handed DDP's buckets without a layout, over gloo",
-        "QNCCL is thinwire's process group over gloo, which is not told of the layers in DDP's buckets",
+        "QNCCL is thinwire's process group over gloo, without the shapes of the layers in DDP's buckets",
     ),
 )
 """Phrases of recorded differences, and a reader's words for them."""

@@ -300,6 +300,13 @@ COMPRESSORS = {
 """Rows of the table of compressors, by spec as both benchmarks name it."""
 
 
+def _message(figures: Figures, spec: str) -> list[str]:
+    """Cells about one message of a compressor: bits per element, error, and the speeds of encoding and decoding."""
+    size, error = 8 * (figures.get(f"bytes_per_element/{spec}") or 0), figures.get(f"relative_error/{spec}")
+    speeds = (f"{figures.get(f'{direction}_x_copy/{spec}'):.3f}x" for direction in ("encode", "decode"))
+    return [f"{size:.2f}", f"{error:.3f}", *speeds]
+
+
 def compressors() -> str:
     figures, trained = Figures(BENCHMARKS / "compressors.json"), Figures(BENCHMARKS / "compare-every.json")
     about, rows = trained.record["about"], []
@@ -310,9 +317,7 @@ def compressors() -> str:
         rows.append(
             [
                 title,
-                f"{8 * (figures.get(f'bytes_per_element/{spec}') or 0):.2f}",
-                f"{facts['value']:.3f}",
-                *(f"{figures.get(f'{direction}_x_copy/{spec}'):.3f}x" for direction in ("encode", "decode")),
+                *_message(figures, spec),
                 "yes" if facts["unbiased"] else "EF" if facts["feedback"] else "no",
                 "diverged" if difference is None else f"{100 * difference:+.2f} %",
                 "" if without is None else f"{100 * without:+.2f} %",
@@ -344,9 +349,7 @@ FFT_BLOCKS = {
 def fft_blocks() -> str:
     figures, body = Figures(BENCHMARKS / "compressors.json"), []
     for title, spec in FFT_BLOCKS.items():
-        size = 8 * (figures.get(f"bytes_per_element/{spec}") or 0)
-        speeds = (f"{figures.get(f'{direction}_x_copy/{spec}'):.3f}x" for direction in ("encode", "decode"))
-        body.append([title, f"{size:.2f}", f"{figures.get(f'relative_error/{spec}'):.3f}", *speeds])
+        body.append([title, *_message(figures, spec)])
     head = ["elements of a block", "bits per element", "error", "encode", "decode"]
     about = "`python -m experiments bench compressors`, θ = 0.85: one message of a small GPT's gradient; speeds in "
     return f"{about}multiples of `torch.Tensor.copy_`:\n\n{table(head, body)}\n\n{figures.machine}."
