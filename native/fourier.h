@@ -83,8 +83,8 @@ static inline void butterfly(C& a, C& b, C& c, C& d) {
 static float* fill_factors(float* to, const float* roots, int64_t block, int64_t n) {
   const int64_t powers[] = {2, 1, 3};
   for (const int64_t power : powers) {
-    for (int64_t j = 0; j < n / 4; j++) to[j] = roots[2 * (block / n * power * j)];
-    for (int64_t j = 0; j < n / 4; j++) to[n / 4 + j] = roots[2 * (block / n * power * j) + 1];
+    for (int64_t j = 0; j < n / 4; j++) to[j] = roots[block / n * power * j];
+    for (int64_t j = 0; j < n / 4; j++) to[n / 4 + j] = roots[block + block / n * power * j];
     to += n / 2;
   }
   return to;
@@ -144,7 +144,7 @@ static inline uint32_t reverse_bits(uint32_t v, int bits) {
 // The transform of blocks of one size, with its tables and the values it works on.
 struct Fourier {
   const int64_t block, half;
-  const float* const roots;
+  const Places turns; // exp(-2 pi i k / block)
   float *re, *im;         // what is transformed, `half` values
   float *out_re, *out_im; // the result, in order, with room for a vector more
   float* factors;         // of all steps, in turn
@@ -154,8 +154,9 @@ struct Fourier {
   // room.
   static int64_t bytes(int64_t block) { return 4 * (5 * block + 256); }
   Fourier(int64_t block, const float* roots, void* memory)
-      : block(block), half(block / 2), roots(roots), re(static_cast<float*>(memory)), im(re + half + 16),
-        out_re(im + half + 16), out_im(out_re + half + 48), factors(out_im + half + 48) {
+      : block(block), half(block / 2), turns{const_cast<float*>(roots), const_cast<float*>(roots + block)},
+        re(static_cast<float*>(memory)), im(re + half + 16), out_re(im + half + 16), out_im(out_re + half + 48),
+        factors(out_im + half + 48) {
     float* end = factors;
     for (int64_t n = half; n >= 4; n /= 4) end = fill_factors(end, roots, block, n);
     order = reinterpret_cast<uint32_t*>(end);
@@ -247,17 +248,22 @@ struct Fourier {
       return load_pairs<kWidth>(x + 2 * i);
     };
     run_on<kWidth>(load_values, [out](int64_t i, C v) { out.put(i, v); });
-    const int64_t end = half;
+    const int64_t end = half, middle = half / 2;
     out.re[end] = out.re[0], out.im[end] = out.im[0];
     const float scale = 0.5f / std::sqrt((float)block);
-    const float* const turns = roots;
-    for (int64_t t = 0; t < end; t += kWidth) {
-      const C a = out.get<C>(t), b = reversed<kWidth>(out.get<C>(end - t - (kWidth - 1)));
-      const C even = {a.re + b.re, a.im - b.im}, w = load_pairs<kWidth>(turns + 2 * t);
-      const C odd = times(C{a.re - b.re, a.im + b.im}, w);
-      store(real + t, (even.re + odd.im) * scale), store(imaginary + t, (even.im - odd.re) * scale);
+    const Places to = {real, imaginary}, turn = turns;
+    for (int64_t t = 0; t < middle; t += kWidth) {
+      // Of t and of half - t: both are made of the same two values.
+      const int64_t other = end - t - (kWidth - 1);
+      const C a = out.get<C>(t), b = reversed<kWidth>(out.get<C>(other));
+      const C even = {(a.re + b.re) * scale, (a.im - b.im) * scale};
+      const C turned = times(C{a.re - b.re, a.im + b.im}, turn.get<C>(t));
+      const C odd = {turned.re * scale, turned.im * scale};
+      to.put(t, C{even.re + odd.im, even.im - odd.re});
+      to.put(other, reversed<kWidth>(C{even.re - odd.im, -(even.im + odd.re)}));
     }
-    real[end] = (out.re[0] - out.im[0]) * (2.0f * scale), imaginary[end] = 0.0f;
+    real[middle] = out.re[middle] * (2.0f * scale), imaginary[middle] = out.im[middle] * (-2.0f * scale);
+    imaginary[end] = 0.0f;
   }
   void analyse(const float* x, float* real, float* imaginary) const {
     const int64_t lanes = width();
@@ -271,15 +277,14 @@ struct Fourier {
     using C = typename Lanes<kWidth>::Complex;
     using Real = typename Lanes<kWidth>::Real;
     const float factor = scale / std::sqrt((float)block);
-    const Places in = {const_cast<float*>(real), const_cast<float*>(imaginary)};
-    const float* const turns = roots;
+    const Places in = {const_cast<float*>(real), const_cast<float*>(imaginary)}, turn = turns;
     const int64_t end = half;
     run_on<kWidth>(
         [=](int64_t t) {
           // With the components half - t - i, from the last on.
           const C a = in.get<C>(t), b = reversed<kWidth>(in.get<C>(end - t - (kWidth - 1)));
-          const C root = load_pairs<kWidth>(turns + 2 * t);
-          const C odd = times(C{a.re - b.re, a.im + b.im}, C{root.re, Real{} - root.im});
+          const C w = turn.get<C>(t);
+          const C odd = times(C{a.re - b.re, a.im + b.im}, C{w.re, Real{} - w.im});
           return C{(a.re + b.re - odd.im) * factor, (b.im - a.im - odd.re) * factor};
         },
         [x](int64_t i, C v) { store_pairs<kWidth>(x + 2 * i, C{v.re, Real{} - v.im}); });

@@ -43,7 +43,7 @@ const FloatKernels float_kernels = {
     natural_encode, natural_decode, range_encode, range_decode, levels_decode, int_round, int_decode, levels_encode,
     magnitudes_encode, magnitudes_decode,
 };
-const SparseKernels sparse_kernels = {sample, collect, histogram, find, gather, scatter};
+const SparseKernels sparse_kernels = {sample, collect, histogram, find, narrow, gather, scatter};
 const SpectrumKernels spectrum_kernels = {
     scratch_bytes, sample_spectra, collect_spectra, choose_components, restore,
 };

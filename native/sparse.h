@@ -159,6 +159,26 @@ static int64_t find(const Span& span, uint32_t key, int64_t count, uint32_t* ind
   return found;
 }
 
+static int64_t narrow(const uint32_t* keys, int64_t n, uint32_t low, uint32_t high, uint32_t* to, int64_t& above) {
+  int64_t found = 0, i = 0;
+#if defined(__AVX512F__)
+  const __m512i from = _mm512_set1_epi32((int)low), end = _mm512_set1_epi32((int)high);
+  const __m512i width = _mm512_sub_epi32(end, from);
+  for (; i + 16 <= n; i += 16) {
+    const __m512i key = _mm512_loadu_si512(keys + i);
+    const __mmask16 is = _mm512_cmplt_epu32_mask(_mm512_sub_epi32(key, from), width);
+    above += __builtin_popcount(_mm512_cmpge_epu32_mask(key, end));
+    _mm512_storeu_si512(to + found, _mm512_maskz_compress_epi32(is, key));
+    found += __builtin_popcount(is);
+  }
+#endif
+  for (; i < n; i++) {
+    const uint32_t key = keys[i];
+    to[found] = key, found += key - low < high - low, above += key >= high;
+  }
+  return found;
+}
+
 static void gather(const Span& span, const int32_t* indices, int64_t count, float* values) {
   for (int64_t j = 0; j < count; j++) read_floats(span.x, span.dtype, span.start + indices[j], 1, values + j);
 }

@@ -74,6 +74,9 @@ struct SparseKernels {
   void (*histogram)(const Span&, const Histogram&, int64_t begin, int64_t end); // blocks
   // The first `count` elements with this key; returns how many there are, if fewer.
   int64_t (*find)(const Span&, uint32_t key, int64_t count, uint32_t* indices);
+  // Writes those of n keys that are at least `low` and below `high`, in order, to room for n, which may be the keys
+  // themselves; adds how many are not below `high`. Returns their number.
+  int64_t (*narrow)(const uint32_t* keys, int64_t n, uint32_t low, uint32_t high, uint32_t* to, int64_t& above);
   void (*gather)(const Span&, const int32_t* indices, int64_t count, float* values);
   // y[start + i] += value * scale; null values: y[start + i] = 0.
   void (*scatter)(void* y, Dtype, int64_t start, const int32_t* indices, const void* values, int64_t count,

@@ -80,15 +80,16 @@ void for_candidates(const Candidates& from, int64_t blocks, Visit visit) {
 
 // The rank-th largest of n keys of at least `low` and below `high`, and how many of those that equal it are among the
 // `rank`. `room` is for n keys, and may be `keys` itself.
-uint32_t kth_of(const uint32_t* keys, int64_t n, uint32_t low, uint32_t high, int64_t rank, uint32_t* room,
-                int64_t& ties) {
+uint32_t kth_of(const Machine& machine, const uint32_t* keys, int64_t n, uint32_t low, uint32_t high, int64_t rank,
+                uint32_t* room, int64_t& ties) {
   int shift = 0;
   while ((high - 1 - low) >> shift >= (uint32_t)kBins) shift++;
   int32_t counts[kBins] = {};
   for (int64_t i = 0; i < n; i++) counts[(keys[i] - low) >> shift]++;
   const uint32_t bin = (uint32_t)bin_of(counts, rank);
-  int64_t num = 0;
-  for (int64_t i = 0; i < n; i++) room[num] = keys[i], num += (room[num] - low) >> shift == bin;
+  const uint32_t first = low + (bin << shift), last = std::min(first + (1u << shift), high);
+  int64_t above = 0;
+  const int64_t num = machine.kernels->sparse->narrow(keys, n, first, last, room, above);
   std::nth_element(room, room + (rank - 1), room + num, std::greater<uint32_t>());
   const uint32_t kth = room[rank - 1];
   ties = rank;
@@ -97,11 +98,12 @@ uint32_t kth_of(const uint32_t* keys, int64_t n, uint32_t low, uint32_t high, in
 }
 
 // The key of the k-th largest candidate, as above.
-uint32_t kth_key(const Candidates& from, int64_t blocks, int64_t k, uint32_t* keys, int64_t& ties) {
+uint32_t kth_key(const Machine& machine, const Candidates& from, int64_t blocks, int64_t k, uint32_t* keys,
+                 int64_t& ties) {
   uint32_t most = from.least;
   int64_t n = 0;
   for_candidates(from, blocks, [&](uint32_t, float v) { keys[n] = key_of(v), most = std::max(most, keys[n]), n++; });
-  return kth_of(keys, n, from.least, most + 1, k, keys, ties);
+  return kth_of(machine, keys, n, from.least, most + 1, k, keys, ties);
 }
 
 // Writes the candidates above `kth`, and the first `ties` of those that have it.
@@ -117,10 +119,10 @@ int64_t emit(const Candidates& from, int64_t blocks, uint32_t kth, int64_t ties,
 }
 
 // Writes the k largest candidates, or all if they are fewer.
-void emit_largest(const Candidates& from, int64_t blocks, int64_t k, uint32_t* keys, Picked& to) {
+void emit_largest(const Machine& machine, const Candidates& from, int64_t blocks, int64_t k, uint32_t* keys, Picked& to) {
   uint32_t kth = 0;
   int64_t ties = 0;
-  if (from.total > k) kth = kth_key(from, blocks, k, keys, ties);
+  if (from.total > k) kth = kth_key(machine, from, blocks, k, keys, ties);
   to.count = emit(from, blocks, kth, ties, k, to);
 }
 
@@ -168,7 +170,7 @@ Status pick_by_histogram(const Machine& machine, const Span& span, int64_t k, Pl
     if (!indices) return kNoMemory;
     Candidates all{prefix << shift, reach, indices, memory.as<float>() + reach, places, 0, 0, 0};
     if (!collect(machine, span, all)) return kThreadsFailed;
-    return emit_largest(all, blocks, k, indices + 2 * reach, to), kDone;
+    return emit_largest(machine, all, blocks, k, indices + 2 * reach, to), kDone;
   }
   const int64_t greater = k - rank;
   const Memory memory(8 * greater);
@@ -210,7 +212,7 @@ Status pick(const Machine& machine, const Span& span, const Pick& job, Picked& t
     return pick_by_histogram(machine, span, k, table.as<Place>(), to);
   }
   if (some.total > capacity) return pick_by_histogram(machine, span, k, table.as<Place>(), to);
-  emit_largest(some, blocks, k, keys, to);
+  emit_largest(machine, some, blocks, k, keys, to);
   return kDone;
 }
 

@@ -17,7 +17,7 @@ constexpr int64_t kOneIn = 8;            // groups of which one is sampled
 struct Blocked {
   Span span; // of what is transformed, or of what is written
   int64_t block = kLeastBlock;
-  const float* roots = nullptr; // `block` complex numbers exp(-2 pi i k / block)
+  const float* roots = nullptr; // exp(-2 pi i k / block): `block` real parts, then the imaginary ones
 
   int64_t blocks() const { return (span.numel + block - 1) / block; }
   int64_t components() const { return block / 2 + 1; }

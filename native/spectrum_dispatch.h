@@ -47,14 +47,10 @@ Status choose_largest(const Machine& machine, const Blocked& job, int64_t k, con
   const uint32_t* const keys = of.candidates.keys;
   uint32_t low, high;
   sample.guess(of.used, k, of.least, 0.25, low, high); // in groups that differ keys are distributed alike
-  int64_t between = 0, above = 0, ties = 0, n = 0;
-  for (int64_t j = 0; j < of.used; j++) {
-    room[between] = keys[j];
-    between += keys[j] - low < high - low, above += keys[j] >= high;
-  }
-  const int64_t rank = k - above;
-  of.kth = rank > 0 && rank <= between ? kth_of(room, between, low, high, rank, room, ties)
-                                       : kth_of(keys, of.used, of.least, kNanKey + 1, k, room, ties);
+  int64_t above = 0, ties = 0, n = 0;
+  const int64_t between = machine.kernels->sparse->narrow(keys, of.used, low, high, room, above), rank = k - above;
+  of.kth = rank > 0 && rank <= between ? kth_of(machine, room, between, low, high, rank, room, ties)
+                                       : kth_of(machine, keys, of.used, of.least, kNanKey + 1, k, room, ties);
   for (int64_t g = 0; g < job.groups(); g++) {
     const int32_t *key = reinterpret_cast<const int32_t*>(keys + of.places[g].at), *end = key + of.places[g].count;
     int32_t more = 0, same = 0;

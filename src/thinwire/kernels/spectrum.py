@@ -175,11 +175,12 @@ def _blocks(table: Table, block: int, kept: Sequence[int]) -> tuple[int, int, in
 
 
 def _roots(block: int) -> Tensor:
-    """Return exp(−2πi k / block) for k < block as pairs of fp32, which live as long as the process.
+    """Return exp(−2πi k / block) for k < block, [2, block]: real and imaginary parts in fp32. It lives as long as the
+    process.
 
     The core gets their address: of threads that ask for a block at the same time, all must get the tensor that is kept.
     """
     if block not in _ROOTS:
         angle = torch.arange(block, dtype=torch.float64) * (-2 * math.pi / block)
-        _ROOTS.setdefault(block, torch.stack((angle.cos(), angle.sin()), 1).float().contiguous())
+        _ROOTS.setdefault(block, torch.stack((angle.cos(), angle.sin())).float().contiguous())
     return _ROOTS[block]
