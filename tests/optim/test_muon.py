@@ -150,11 +150,26 @@ def test_matrices_are_divided_by_their_work() -> None:
     assert polar_factors([]) == []
 
 
-@pytest.mark.parametrize(("capability", "dtype"), [("AVX2", torch.float32), ("AVX512", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("capabilities", "dtype"),
+    [
+        ({"avx512_f": True, "avx512_bf16": False, "amx_bf16": False}, torch.float32),
+        ({"avx512_f": True, "avx512_bf16": True, "amx_bf16": False}, torch.bfloat16),
+        ({"neon": True, "bf16": True}, torch.bfloat16),
+        ({"neon": True, "bf16": False}, torch.float32),
+        ("AVX2", torch.float32),
+        ("AVX512", torch.bfloat16),
+    ],
+    ids=["Cascade Lake", "Cooper Lake", "Graviton3", "Graviton2", "older PyTorch, AVX2", "older PyTorch, AVX512"],
+)
 def test_a_cpu_iterates_in_the_dtype_that_it_is_fast_in(
-    capability: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    capabilities: dict[str, bool] | str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    if isinstance(capabilities, str):
+        monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capabilities)
+    else:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     assert iteration_dtype(torch.device("cpu")) is dtype
     assert iteration_dtype(torch.device("cuda")) is torch.bfloat16
     matrix = torch.randn(24, 40, generator=torch.Generator().manual_seed(0))

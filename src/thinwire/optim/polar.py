@@ -78,10 +78,16 @@ def _by_shape(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def iteration_dtype(device: torch.device) -> torch.dtype:
-    """The dtype in which matrices are iterated: bfloat16, but fp32 on a CPU without AVX-512, which has no instructions
-    for bfloat16 and takes a dozen times as long with it."""
-    slow = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() != "AVX512"
-    return torch.float32 if slow else torch.bfloat16
+    """The dtype in which matrices are iterated: bfloat16, but fp32 on a CPU that has no instructions for bfloat16 and
+    takes two to twelve times as long with it."""
+    return torch.float32 if device.type == "cpu" and not _cpu_has_bfloat16() else torch.bfloat16
+
+
+def _cpu_has_bfloat16() -> bool:
+    if not hasattr(torch.cpu, "get_capabilities"):  # older PyTorch tells no more than this
+        return torch.backends.cpu.get_cpu_capability() == "AVX512"
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
 
 
 def _owners(matrices: Sequence[Tensor], ranks: int) -> list[int]:
