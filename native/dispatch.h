@@ -44,6 +44,7 @@ Status adam_apply(const Machine&, const Apply* layers, int64_t count);
 Status factor_rows(const Machine&, const Factored&);
 Status factor_columns(const Machine&, const Factored&);
 Status factor_product(const Machine&, const Factored&);
+Status factor_basis(const Machine&, const Factored&); // out = an orthonormal basis of the columns of left
 
 // norms_dispatch.h
 Status square_sums(const Machine&, const SquareSum* vectors, int64_t count);

@@ -1,5 +1,6 @@
-// Products of a matrix with a narrow one, each in one pass over the matrix. Additions have an order of their own, the same
-// at every level: rows and ranks in turn, and 16 lanes of columns. Included inside a level's namespace.
+// Products of a matrix with a narrow one, each in one pass over the matrix, and bases of narrow ones. Additions have an
+// order of their own, the same at every level: rows and ranks in turn, and 16 lanes of columns. Included inside a level's
+// namespace.
 
 constexpr int kFactorVectors = kSumLanes / kLanes;
 typedef float Quad __attribute__((vector_size(16)));
@@ -125,4 +126,45 @@ THINWIRE_APART static void multiply(const Factored& job, const float* wide, int6
 
 static void factor_product(const Factored& job, const float* wide, int64_t begin, int64_t end) {
   job.add ? multiply<true>(job, wide, begin, end) : multiply<false>(job, wide, begin, end);
+}
+
+static_assert(kBasisLanes == kSumLanes, "columns are whole sums");
+
+static inline float dot(const float* a, const float* b, int64_t n) {
+  Floats sums[kFactorVectors] = {};
+  for (int64_t i = 0; i < n; i += kSumLanes) {
+    for (int v = 0; v < kFactorVectors; v++) {
+      sums[v] += load<Floats>(a + i + v * kLanes) * load<Floats>(b + i + v * kLanes);
+    }
+  }
+  float lanes[kSumLanes];
+  for (int v = 0; v < kFactorVectors; v++) store(lanes + v * kLanes, sums[v]);
+  for (int width = kSumLanes / 2; width; width /= 2) {
+    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+  }
+  return lanes[0];
+}
+
+// x -= factor * (v . x) * v
+static inline void reflect(float* x, const float* v, float factor, int64_t n) {
+  const Floats times = splat(factor * dot(v, x, n));
+  for (int64_t i = 0; i < n; i += kLanes) store(x + i, load<Floats>(x + i) - times * load<Floats>(v + i));
+}
+
+// Householder's reflections: that of column k makes it zero below row k, and the basis is what all of them in turn make
+// of the first unit vectors. So it is orthonormal even where columns are zero or equal.
+THINWIRE_APART static void factor_basis(float* columns, float* basis, float* factors, int64_t pitch, int64_t rank) {
+  constexpr float kLeast = 1e-12f; // of a column that is more than what rounding has left
+  for (int64_t k = 0; k < rank; k++) {
+    float* const v = columns + k * pitch;
+    for (int64_t i = 0; i < k; i++) v[i] = 0.0f;
+    const float size = __builtin_sqrtf(dot(v, v, pitch));
+    factors[k] = size > kLeast ? 1.0f / (size * (size + __builtin_fabsf(v[k]))) : 0.0f;
+    v[k] += __builtin_copysignf(size, v[k]);
+    for (int64_t j = k + 1; j < rank; j++) reflect(columns + j * pitch, v, factors[k], pitch);
+  }
+  for (int64_t k = rank - 1; k >= 0; k--) {
+    for (int64_t i = 0; i < pitch; i++) basis[k * pitch + i] = i == k ? 1.0f : 0.0f;
+    for (int64_t j = k; j < rank; j++) reflect(basis + j * pitch, columns + k * pitch, factors[k], pitch);
+  }
 }

@@ -39,7 +39,18 @@ PyObject* py_factor_product(PyObject*, PyObject* const* args, Py_ssize_t count) 
   return in.failed() ? nullptr : on_matrices(job, factor_product);
 }
 
+// factor_basis(count, rows, rank, left, out)
+PyObject* py_factor_basis(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments in(args, count);
+  Factored job;
+  job.count = in.integer(), job.rows = in.integer(), job.rank = in.integer(), job.columns = job.rank;
+  job.left = in.address<const float>(), job.out = in.address<float>();
+  in.require(job.count >= 0 && job.rank >= 1 && job.rows >= job.rank, "as many rows as columns, at least");
+  return in.failed() ? nullptr : on_matrices(job, factor_basis);
+}
+
 #define THINWIRE_FACTOR_METHODS                                                                                        \
   {"factor_rows", method(py_factor_rows), METH_FASTCALL, nullptr},                                                     \
       {"factor_columns", method(py_factor_columns), METH_FASTCALL, nullptr},                                           \
-      {"factor_product", method(py_factor_product), METH_FASTCALL, nullptr}
+      {"factor_product", method(py_factor_product), METH_FASTCALL, nullptr},                                           \
+      {"factor_basis", method(py_factor_basis), METH_FASTCALL, nullptr}

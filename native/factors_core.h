@@ -6,6 +6,7 @@ namespace thinwire {
 
 constexpr int kTogetherColumns = 4;     // of a narrow matrix
 constexpr int64_t kBlockColumns = 256;  // of a matrix that one piece of work adds up
+constexpr int64_t kBasisLanes = 16;     // of sums over columns
 
 // `count` matrices of rows x columns, `stride` elements apart, and what they are multiplied with.
 struct Factored {
@@ -29,6 +30,9 @@ struct FactorKernels {
   void (*columns)(const Factored&, int64_t begin, int64_t end);
   // matrix = scale * left @ right^T, or matrix += that: rows [begin, end).
   void (*product)(const Factored&, const float* wide, int64_t begin, int64_t end);
+  // An orthonormal basis of `rank` columns of `pitch` elements, a multiple of kBasisLanes; those behind the rows are zero.
+  // The columns, whose largest elements are about 1, are overwritten; `factors` is room for `rank` numbers.
+  void (*basis)(float* columns, float* basis, float* factors, int64_t pitch, int64_t rank);
 };
 
 } // namespace thinwire

@@ -76,3 +76,26 @@ Status factor_product(const Machine& machine, const Factored& job) {
     return run(machine, job.rows, job.rows * job.columns, work);
   });
 }
+
+Status factor_basis(const Machine& machine, const Factored& job) {
+  const int64_t rows = job.rows, rank = job.rank, pitch = ceil_div(rows, kBasisLanes) * kBasisLanes;
+  const Memory memory(4 * rank * (2 * pitch + 1));
+  if (!memory.at) return kNoMemory;
+  float *const columns = memory.as<float>(), *const basis = columns + rank * pitch;
+  for (int64_t which = 0; which < job.count; which++) {
+    const float* const from = job.left + which * rows * rank;
+    float* const to = job.out + which * rows * rank;
+    const float poison = not_finite(from, rows * rank);
+    for (int64_t k = 0; k < rank; k++) {
+      float* const column = columns + k * pitch;
+      for (int64_t i = 0; i < pitch; i++) column[i] = i < rows ? from[i * rank + k] : 0.0f;
+      const float power = power_to_one(column, rows); // no square overflows or vanishes
+      for (int64_t i = 0; i < rows; i++) column[i] *= power;
+    }
+    machine.kernels->factors->basis(columns, basis, basis + rank * pitch, pitch, rank);
+    for (int64_t i = 0; i < rows; i++) {
+      for (int64_t k = 0; k < rank; k++) to[i * rank + k] = basis[k * pitch + i] + poison;
+    }
+  }
+  return kDone;
+}

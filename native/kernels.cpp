@@ -38,7 +38,7 @@ namespace {
 #include "factors.h"
 
 const AdamKernels adam_kernels = {normalise, apply};
-const FactorKernels factor_kernels = {factor_rows, factor_columns, factor_product};
+const FactorKernels factor_kernels = {factor_rows, factor_columns, factor_product, factor_basis};
 const FloatKernels float_kernels = {
     natural_encode, natural_decode, range_encode, range_decode, levels_decode, int_round, int_decode, levels_encode,
     magnitudes_encode, magnitudes_decode,

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from harness import run_threads
+from kernel_levels import LEVELS, at, needs_native
 from thinwire import Plan, Wire, parse
 from thinwire.compressors import Compressor
 from thinwire.plan import Filter
+from thinwire.runtime.consistency import machine_record
 
 BLOCKS = {"0.a": (24, 16), "0.b": (16, 32), "1.a": (24, 16), "1.b": (16, 32), "last": (24, 16), "2.a": (24, 16)}
 """Layers of blocks, and one that is out of line, which cannot be compressed together with those of its shape."""
@@ -124,3 +126,44 @@ def test_factors_of_16_bits_take_half_the_bytes_and_what_they_lose_is_sent_later
     assert error("ef(powersgd(rank=1))", 20) < 1e-5
     with pytest.raises(ValueError, match="dtype must be fp32 or bf16, not 'fp16'"):
         parse("powersgd(rank=1, dtype=fp16)")
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_of_different_machines_receive_the_same_bits(dtype: torch.dtype) -> None:
+    plan = Plan.build(BLOCKS, "ef(powersgd(rank=3))", Filter(min_numel=0))
+
+    def run(transport) -> list[Tensor]:
+        wire = Wire(plan, BLOCKS, transport)
+        received = []
+        for step in range(3):
+            wire.begin_step()
+            generator = torch.Generator().manual_seed(10 * step + transport.rank)
+            flat = torch.randn(sum(a * b for a, b in BLOCKS.values()), generator=generator).to(dtype)
+            received.append(wire.reduce(flat, tuple(BLOCKS.items())).wait().clone())
+        wire.detach()
+        return received
+
+    found = []
+    for level in LEVELS:
+        for threads in (1, 2):
+            with at(level, threads):
+                found.append(torch.stack(run_threads(run, 2)[0]))
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+@needs_native
+def test_what_ranks_machines_must_have_in_common() -> None:
+    """Nothing, as far as the native core computes; a wider factor is PyTorch's to multiply."""
+
+    def records(*specs: str) -> set[str]:
+        found = set()
+        for level in [*LEVELS, "reference"]:
+            with at(level):
+                found.add(str(machine_record([parse(spec) for spec in specs])))
+        return found
+
+    assert len(records("minmax", "topk(density=0.1)")) == 1
+    assert len(records("minmax", "ef(powersgd(rank=((0, 16), (100, 4))))")) == 2, "with the core and without it"
+    assert len(records("powersgd(rank=((0, 4), (100, 17)))")) == len(LEVELS) + 1
+    assert len(records("powersgd", "fft(theta=0.85)")) == len(LEVELS) + 1

@@ -1,4 +1,5 @@
-"""Products of matrices with narrow ones: against fp64, and the native core's bits at every level and on any threads."""
+"""Products of matrices with narrow ones, and bases: against fp64, and the native core's bits at every level and on any
+threads."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernel_levels import LEVELS, at, is_same, needs_native
-from thinwire.kernels import narrow_product, set_product, subtract_product
+from thinwire.kernels import narrow_product, orthonormal_basis, set_product, subtract_product
 
 SHAPES = (
     *((1, 1, 1), (1, 7, 5), (2, 40, 16), (1, 33, 257), (1, 256, 768), (3, 33, 17), (2, 0, 4), (1, 4, 0)),
@@ -136,3 +137,44 @@ def test_a_right_factor_that_is_not_finite_makes_all_of_its_matrix_nan(few: int,
     set_product(out, left, right)
     assert bool(out[1].isnan().all())
     assert bool(out[0].isfinite().all())
+
+
+@pytest.mark.parametrize("rank", [*RANKS, 40])
+@pytest.mark.parametrize("rows", [40, 257, 1024])
+def test_bases_are_orthonormal_and_span_the_columns(rows: int, rank: int) -> None:
+    narrow = _drawn(2, rows, rank) * torch.logspace(-30, 30, rank)
+    basis = orthonormal_basis(narrow)
+    q = basis.double()
+    torch.testing.assert_close(q.mT @ q, torch.eye(rank).double().expand(2, -1, -1), rtol=0.0, atol=2e-6)
+    columns = narrow.double() / narrow.double().norm(dim=1, keepdim=True)
+    assert float((columns - q @ (q.mT @ columns)).norm(dim=1).max()) < 2e-6
+
+
+@pytest.mark.parametrize("columns", ["zero", "equal", "opposite", "far smaller"])
+def test_bases_of_dependent_columns_are_orthonormal(columns: str) -> None:
+    narrow = _drawn(1, 300, 4)
+    if columns == "zero":
+        narrow[:, :, 1:3] = 0.0
+    else:
+        narrow[:, :, 1:3] = narrow[:, :, :1] * {"equal": 1.0, "opposite": -1.0, "far smaller": 2.0**-120}[columns]
+    basis = orthonormal_basis(narrow)[0].double()
+    torch.testing.assert_close(basis.mT @ basis, torch.eye(4).double(), rtol=0.0, atol=2e-6)
+
+
+@needs_native
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_basis_of_what_is_not_finite_is_not_a_number(bad: float) -> None:
+    narrow = _drawn(3, 50, 4)
+    narrow[1, 7, 2] = bad
+    assert orthonormal_basis(narrow).isnan().flatten(1).all(1).tolist() == [False, True, False]
+
+
+@needs_native
+@pytest.mark.parametrize("rank", RANKS)
+def test_bases_have_the_same_bits_at_every_level(rank: int) -> None:
+    narrow = _drawn(3, 777, rank)
+    found = []
+    for level in LEVELS:
+        with at(level):
+            found.append(orthonormal_basis(narrow))
+    assert all(is_same(found[0], basis) for basis in found)

@@ -13,10 +13,10 @@ from torch import Tensor
 from thinwire.compressors._core.checks import check_choice
 from thinwire.compressors._core.matrices import SummedMatrices, matrix_shape, normal_matrix
 from thinwire.compressors._core.mixins import Scheduled
-from thinwire.compressors._core.schedule import Rank, check_rank, rank_at
+from thinwire.compressors._core.schedule import Rank, check_rank, rank_at, stages
 from thinwire.compressors._core.slots import Slot
 from thinwire.compressors._core.traits import Traits
-from thinwire.kernels import narrow_product
+from thinwire.kernels import MOST_NARROW_COLUMNS, narrow_product, orthonormal_basis
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class PowerSGD(SummedMatrices, Scheduled):
     factor goes into its residual.
 
     ``rank`` may be a schedule, ``((0, 8), (1000, 4))``: columns of Q that a stage shares with the one before it stay.
-    A layer has to suit the first of its ranks.
+    A layer has to suit the first of its ranks. Up to 16 columns, the native core computes the same bits on any CPU;
+    with more, all machines must be alike.
 
     A rank's residual loses what this rank itself has sent, ``P Pᵀ M`` (Algorithm 2). Where ranks' gradients differ in
     every step outside the range of P, their residuals grow apart, in ways that cancel in the mean and are never sent:
@@ -55,7 +56,8 @@ class PowerSGD(SummedMatrices, Scheduled):
 
     @property
     def traits(self) -> Traits:
-        return Traits(exact_bits=False, dense=False, wants_feedback=self.feedback)
+        natively = max(rank for _, rank in stages("rank", self.rank)) <= MOST_NARROW_COLUMNS
+        return Traits(exact_bits=False, exact_natively=natively, dense=False, wants_feedback=self.feedback)
 
     def at_step(self, step: int, learning_rate: float | None) -> PowerSGD:
         return replace(self, rank=rank_at(self.rank, step)) if isinstance(self.rank, tuple) else self
@@ -73,6 +75,6 @@ class PowerSGD(SummedMatrices, Scheduled):
 
     def factors(self, m: Tensor, slot: SimpleNamespace) -> Generator[Tensor, Tensor, Tensor]:
         product = yield narrow_product(m, slot.q, normalized=True)
-        p = torch.linalg.qr(product).Q  # orthonormal even where columns are zero or equal
+        p = orthonormal_basis(product)
         slot.q = yield narrow_product(m.mT, p)
         return p

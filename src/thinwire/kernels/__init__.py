@@ -1,7 +1,13 @@
 """Kernels: tensors in, bytes out. The PyTorch reference, the native CPU core and Triton produce the same bytes."""
 
 from thinwire.kernels.adam import AdamGradient, AdamStep, Moving, adam_apply, adam_normalise
-from thinwire.kernels.factors import narrow_product, set_product, subtract_product
+from thinwire.kernels.factors import (
+    MOST_NARROW_COLUMNS,
+    narrow_product,
+    orthonormal_basis,
+    set_product,
+    subtract_product,
+)
 from thinwire.kernels.floats import (
     int_decode,
     int_round,
@@ -59,6 +65,7 @@ __all__ = [
     "FORMAT_VERSION",
     "HAVE_NATIVE",
     "LINE_BYTES",
+    "MOST_NARROW_COLUMNS",
     "AdamGradient",
     "AdamStep",
     "Format",
@@ -101,6 +108,7 @@ __all__ = [
     "natural_decode",
     "natural_encode",
     "num_components",
+    "orthonormal_basis",
     "pack_indices",
     "power_of_two",
     "rangefloat_bytes",

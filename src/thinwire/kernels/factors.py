@@ -1,7 +1,7 @@
-"""Products of matrices with narrow ones, of a few columns, in one pass over the matrices.
+"""Products of matrices with narrow ones, of a few columns, in one pass over the matrices; and bases of narrow ones.
 
 The native core adds in an order of its own, the same at every instruction-set level and for any number of threads;
-PyTorch's matrix products, which take all other tensors, add in theirs.
+PyTorch's linear algebra, which takes all other tensors, adds in its own.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from thinwire.kernels import native
 
-_MOST_COLUMNS = 16
-"""Of a narrow matrix: with more, a matrix product is bound by its arithmetic, at which PyTorch's is better."""
+MOST_NARROW_COLUMNS = 16
+"""With more, a matrix product is bound by its arithmetic, at which PyTorch's is better."""
 
 _LARGEST_EXPONENT = 100
 """Of powers of two that fp32 holds, and so do their inverses."""
@@ -47,14 +47,14 @@ def set_product(out: Tensor, left: Tensor, right: Tensor) -> None:
 
     A matrix whose ``right`` is not finite becomes NaN as a whole.
     """
-    if _computed_natively(out, left, right):
+    if out.dtype is not left.dtype:
+        product = torch.empty(out.shape, dtype=left.dtype, device=out.device)
+        set_product(product, left, right)
+        out.copy_(product)
+    elif _computed_natively(out, left, right):
         _multiply(out, left, right, scale=1.0, add=False)
-        return
-    right = right + (right * 0.0).sum((-2, -1), keepdim=True)
-    if out.dtype is left.dtype:
-        torch.matmul(left, right.mT, out=out)
     else:
-        out.copy_(left @ right.mT)
+        torch.matmul(left, (right + (right * 0.0).sum((-2, -1), keepdim=True)).mT, out=out)
 
 
 def subtract_product(out: Tensor, left: Tensor, right: Tensor) -> None:
@@ -63,6 +63,19 @@ def subtract_product(out: Tensor, left: Tensor, right: Tensor) -> None:
         _multiply(out, left, right, scale=-1.0, add=True)
     else:
         out.baddbmm_(left, right.mT, alpha=-1.0)
+
+
+def orthonormal_basis(narrow: Tensor) -> Tensor:
+    """Return an orthonormal basis of the columns of each matrix of ``narrow``, [count, rows, few], few <= rows.
+
+    Columns that are zero or equal have basis vectors, too. A matrix that is not finite becomes NaN as a whole.
+    """
+    few_columns = narrow.contiguous()
+    if not _computed_natively(few_columns, few_columns):
+        return torch.linalg.qr(narrow).Q
+    out = torch.empty_like(few_columns)
+    native.core().factor_basis(*out.shape, few_columns.data_ptr(), out.data_ptr())
+    return out
 
 
 def _scaled_to_one(m: Tensor) -> Tensor:
@@ -85,7 +98,7 @@ def _sizes(m: Tensor, narrow: Tensor) -> tuple[int, int, int, int, int, int]:
 def _computed_natively(m: Tensor, *narrow: Tensor) -> bool:
     if not native.computes(m) or not _are_contiguous(m):
         return False
-    return all(t.dtype is torch.float32 for t in (m, *narrow)) and narrow[0].shape[-1] <= _MOST_COLUMNS
+    return all(t.dtype is torch.float32 for t in (m, *narrow)) and narrow[0].shape[-1] <= MOST_NARROW_COLUMNS
 
 
 def _are_contiguous(m: Tensor) -> bool:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import PeerFailedError, Transport, TransportError, contiguous_values
-from thinwire.kernels import checksum
+from thinwire.compressors import Compressor
+from thinwire.kernels import checksum, cpu_level
 
 _MAX_RECORD_BYTES = 64 << 20
 
@@ -25,6 +26,21 @@ def library_version() -> str:
         return version("thinwire")
     except PackageNotFoundError:
         return "not installed"
+
+
+def machine_record(compressors: Iterable[Compressor], device: torch.device | None = None) -> dict[str, str]:
+    """What ranks' machines must have in common, so that ``compressors`` give the same bits on all of them.
+
+    ``device`` is what computes and communicates, None if the host does.
+    """
+    traits = [compressor.traits for compressor in compressors]
+    if all(t.exact_bits for t in traits):
+        return {}
+    if device is not None:
+        return {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type}
+    if cpu_level() != "reference" and all(t.exact_bits or t.exact_natively for t in traits):
+        return {"CPU level": "any, with the native core"}
+    return {"CPU level": cpu_level(), "threads": str(torch.get_num_threads())}
 
 
 def agree(record: Mapping[str, str], transport: Transport) -> None:

@@ -37,12 +37,12 @@ from thinwire.compressors import (
     not_finite,
     unwrap,
 )
-from thinwire.kernels import FORMAT_VERSION, cpu_level, derive_key
+from thinwire.kernels import FORMAT_VERSION, derive_key
 from thinwire.plan import Plan
 from thinwire.policies import Sync
 from thinwire.runtime import checkpoint
 from thinwire.runtime.channel import BucketLayers, Channel, Contents, Route
-from thinwire.runtime.consistency import agree, check_parity, library_version
+from thinwire.runtime.consistency import agree, check_parity, library_version, machine_record
 from thinwire.runtime.executor import AsyncReadback, Job, Then
 from thinwire.runtime.poison import PoisonMonitor
 from thinwire.runtime.simulation import simulate
@@ -138,16 +138,9 @@ class BucketEngine:
             "measure": str(self.measure),
             "step": str(step),
         }
-        if not all(compressor.traits.exact_bits for compressor in self.plan.layers.values()):
-            record |= self._machine()
+        device = self.transport.device if isinstance(self.transport, DeviceTransport) else None
+        record |= machine_record(self.plan.layers.values(), device)
         return record | {f"layer {name}": str(compressor) for name, compressor in self.plan.layers.items()}
-
-    def _machine(self) -> dict[str, str]:
-        """What must be alike where compressors do not give the same bits on any machine."""
-        if isinstance(self.transport, DeviceTransport):
-            device = self.transport.device
-            return {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type}
-        return {"CPU level": cpu_level(), "threads": str(torch.get_num_threads())}
 
     @property
     def shares(self) -> tuple[int, ...]:

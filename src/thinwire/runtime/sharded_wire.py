@@ -11,14 +11,14 @@ from torch import Tensor
 
 from thinwire.collectives import Transport
 from thinwire.compressors import Compressor, Delta, Raw, Slot, coder_of
-from thinwire.kernels import FORMAT_VERSION, cpu_level
+from thinwire.kernels import FORMAT_VERSION
 from thinwire.plan import Plan, Speeds, at_site, declined
 from thinwire.plan.sites import SITES
 from thinwire.policies import Evidence, Policy
 from thinwire.policies.balance import balanced
 from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter
-from thinwire.runtime.consistency import library_version
+from thinwire.runtime.consistency import library_version, machine_record
 from thinwire.runtime.handle import Handle
 from thinwire.runtime.probe import measure_speeds
 from thinwire.runtime.settings import WireSettings
@@ -398,8 +398,7 @@ def _record(plan: Plan, units: Sequence[Unit], settings: WireSettings, *, master
     record = {"thinwire version": library_version(), "wire format": str(FORMAT_VERSION)}
     record |= {"seed": str(settings.seed), "start": str(settings.start)}
     record |= {"master": str(master), "adapt": str(settings.adapt)}
-    if not all(compressor.traits.exact_bits for compressor in plan.layers.values()):
-        record |= {"CPU level": cpu_level(), "threads": str(torch.get_num_threads())}
+    record |= machine_record(plan.layers.values())
     for unit in units:
         layers = (f"{layer.name} {layer.shape} along {layer.dim}" for layer in unit.layers)
         record[f"module {unit.name or '(root)'}"] = ", ".join(layers)

@@ -13,6 +13,8 @@ class Traits(NamedTuple):
     """The expected value of the decompressed tensor is the tensor."""
     exact_bits: bool = True
     """Messages are the same bytes on every machine. False for compressors that use an FFT or matrix products."""
+    exact_natively: bool = False
+    """They are where the native core computes them, at every instruction-set level and on any number of threads."""
     dense: bool = True
     """Every element is sent, not a choice of them."""
     keeps_constants: bool = True
