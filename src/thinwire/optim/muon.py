@@ -43,10 +43,10 @@ class Muon(Optimizer):
         M = momentum·M + (1 − momentum)·G
         W = (1 − lr·weight_decay)·W − 0.2·√max(m, n)·lr·polar(momentum·M + (1 − momentum)·G)
 
-    where polar(U·S·Vᵀ) is U·Vᵀ, by Newton-Schulz iterations in bfloat16, or in fp32 on a CPU without instructions
-    for bfloat16. Such steps have the root mean square of AdamW's, so both take the same learning rate and schedule.
-    Matrices of one shape are iterated together. It is the inner optimizer of MuLoCo (2505.23725), which finds that its pseudo-gradients may
-    be compressed to fewer bits than AdamW's.
+    where polar(U·S·Vᵀ) is U·Vᵀ, by Newton-Schulz iterations in bfloat16, or in fp32 on a CPU without instructions for
+    bfloat16. Such steps have the root mean square of AdamW's, so both take the same learning rate and schedule.
+    Matrices of one shape are iterated together. It is the inner optimizer of MuLoCo (2505.23725), which finds that its
+    pseudo-gradients may be compressed to fewer bits than AdamW's.
 
     Under FSDP2 every rank puts the momentum of one matrix after the other together, in bfloat16, and steps with its own
     part of the polar factor. With ``group`` ranks divide the iterations, which are most of the cost of a step; they
