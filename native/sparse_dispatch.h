@@ -119,7 +119,8 @@ int64_t emit(const Candidates& from, int64_t blocks, uint32_t kth, int64_t ties,
 }
 
 // Writes the k largest candidates, or all if they are fewer.
-void emit_largest(const Machine& machine, const Candidates& from, int64_t blocks, int64_t k, uint32_t* keys, Picked& to) {
+void emit_largest(const Machine& machine, const Candidates& from, int64_t blocks, int64_t k, uint32_t* keys,
+                  Picked& to) {
   uint32_t kth = 0;
   int64_t ties = 0;
   if (from.total > k) kth = kth_key(machine, from, blocks, k, keys, ties);
