@@ -169,6 +169,11 @@ _FAST, _SLOW = "200mbit", "3mbit"
 MANY, FEW = aqsgd(4, 8), aqsgd(2, 4)
 LINKED = by_link()
 UNEVEN = (MANY, FEW, LINKED)
+_IN_WORDS = {
+    MANY.name: "4 bits forward, 8 backward",
+    FEW.name: "2 bits forward, 4 backward",
+    LINKED.name: "bits by each link's rate",
+}
 _SKIP = 10
 """Steps that are not timed: links are measured in them, and the first visits of samples are whole."""
 
@@ -241,9 +246,9 @@ def _draw_4(study: AQSGDStudy, found: Mapping[str, Course], rows: Sequence[Row])
 
 
 def _draw_links(study: AQSGDStudy, trained: Mapping[str, Sequence[Trained]]) -> None:
-    titles = [f"{MORE_STAGES} stages, the last link at {shown_rate(_SLOW)}"]
-    figure, (axes,) = plots.canvas(1, titles=titles, x="seconds of training", y="loss")
+    titles = [f"AQ-SGD, {MORE_STAGES} stages: a link of {shown_rate(_SLOW)}, others of {shown_rate(_FAST)}"]
+    figure, (axes,) = plots.canvas(1, titles=titles, x="seconds of training", y="training loss (nats)")
     for method in UNEVEN:
         run = trained[method.name][0]
-        axes.plot(run.seconds, run.epoch_losses, color=method.colour, marker=".", label=method.title)
+        axes.plot(run.seconds, run.epoch_losses, color=method.colour, marker=".", label=_IN_WORDS[method.name])
     plots.save(figure, study.picture("links"))

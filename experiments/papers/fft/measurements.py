@@ -245,27 +245,31 @@ def figure_10(study: FFTStudy) -> list[Row]:
 
 
 def _draw_10(study: FFTStudy, speeds: Throughputs, built: float) -> None:
-    titles = ["selection T_s sped up", "packing T_p sped up"]
-    figure, panels = plots.canvas(2, titles=titles, x="link (bit/s)", y="least useful compression ratio k")
+    parts = {"select": "selection", "pack": "packing"}
+    titles = [f"where compression pays, by the speed of {part}" for part in parts.values()]
+    figure, panels = plots.canvas(
+        2, titles=titles, x="rate of the link (Gbit/s)", y="least compression ratio that pays"
+    )
     # The other way round, so that lines reach the top: on which link a ratio just pays.
     ratios = np.geomspace(1.001, _MOST_RATIO, 200)
-    pays = 8 * (1 - 1 / ratios)
-    for axes, name in zip(panels, ("select", "pack"), strict=True):
+    gbits = 8e-9 * (1 - 1 / ratios)
+    for axes, (name, part) in zip(panels, parts.items(), strict=True):
         for factor in _FACTORS:
             faster = replace(speeds, **{name: factor * getattr(speeds, name)})
-            label = "as measured" if factor == 1 else f"{factor} times"
-            axes.plot(pays * useful_bandwidth(2 * faster.seconds_per_byte), ratios, label=label)
+            label = f"{part} as measured" if factor == 1 else f"{part} {factor} times as fast"
+            axes.plot(gbits * useful_bandwidth(2 * faster.seconds_per_byte), ratios, label=label)
         axes.plot(
-            pays * useful_bandwidth(built),
+            gbits * useful_bandwidth(built),
             ratios,
             color="#333333",
             linestyle="--",
-            label="thinwire's fft, there and back",
+            label="thinwire's fft, encoded and decoded",
         )
-        for rate, link in ((_ETHERNET, "10 Gbit/s"), (_INFINIBAND, "56 Gbit/s")):
-            axes.axvline(rate, color="#aaaaaa", linewidth=1)
-            axes.annotate(link, (rate, _MOST_RATIO), (-3, -3), textcoords="offset points", **_SIDEWAYS)
-        axes.set(xscale="log", xlim=(10e6, 100e9), ylim=(1, _MOST_RATIO))
+        for rate, link in ((_ETHERNET, "10 Gbit/s Ethernet"), (_INFINIBAND, "56 Gbit/s InfiniBand")):
+            axes.axvline(rate / 1e9, color="#aaaaaa", linewidth=1)
+            axes.annotate(link, (rate / 1e9, _MOST_RATIO), (12, -3), textcoords="offset points", **_SIDEWAYS)
+        axes.set(xscale="log", xlim=(0.1, 100), ylim=(1, _MOST_RATIO), yticks=(1, 10, 20, 30, _MOST_RATIO))
+        plots.plain_log(axes.xaxis)
     plots.save(figure, study.picture("10"))
 
 
@@ -273,12 +277,7 @@ def figure_12(study: FFTStudy) -> list[Row]:
     """Alpha, ``‖v̄ − v̂̄‖ / ‖v̄‖``, along a training at several thetas."""
     every = study.scale.measure_every
     alphas = {theta: study.train(methods.constant(theta), 0, measure=every).alpha for theta in ALPHA_THETAS}
-    figure, (axes,) = plots.canvas(1, titles=["assumption 3.2"], x="step", y="alpha: ‖v̄ − v̂‖ / ‖v̄‖")
-    for theta, samples in alphas.items():
-        axes.plot(*zip(*samples, strict=True), label=f"theta={theta}")
-    _mark_drop(study, axes)
-    axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
-    plots.save(figure, study.picture("12"))
+    _draw_12(study, alphas)
     return [
         Row(
             "12",
@@ -290,6 +289,16 @@ def figure_12(study: FFTStudy) -> list[Row]:
         )
         for theta, samples in alphas.items()
     ]
+
+
+def _draw_12(study: FFTStudy, alphas: Mapping[float, Sequence[tuple[int, float]]]) -> None:
+    title = "error of the ranks' mean gradient after FFT"
+    figure, (axes,) = plots.canvas(1, titles=[title], x="step", y="alpha: the error's norm / the gradient's norm")
+    for theta, samples in alphas.items():
+        axes.plot(*zip(*samples, strict=True), label=f"theta {theta}: {theta:.0%} of the components dropped")
+    _mark_drop(study, axes)
+    axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
+    plots.save(figure, study.picture("12"))
 
 
 def figure_13(study: FFTStudy) -> list[Row]:
@@ -400,17 +409,18 @@ def speed_rows(runs: Mapping[str, Sequence[Trained]]) -> list[Row]:
 
 
 def _draw_14(study: FFTStudy, trained: Mapping[str, Sequence[Trained]]) -> None:
-    titles = ["as in the paper, without error feedback", "with error feedback"]
+    titles = ["without error feedback, as in the FFT paper", "with error feedback"]
     figure, panels = plots.canvas(2, titles=titles, x=f"seconds of training {study.over}", y="held-out loss (nats)")
     for axes, feedback in zip(panels, (False, True), strict=True):
         for method in (FP32, *(FEEDBACK if feedback else LOSSY)):
             runs = trained[method.name]
             seconds = np.mean([run.seconds for run in runs], axis=0)
             accuracy = fmean(run.final_accuracy for run in runs)
-            label = f"{method.title} ({accuracy:.1%})"
+            label = f"{method.title.removesuffix(' + EF')} (accuracy {accuracy:.1%})"
             losses = np.mean([run.held_out_loss for run in runs], axis=0)
             axes.plot(seconds, losses, color=method.colour, label=label)
         axes.set_yscale("log")
+        plots.plain_log(axes.yaxis)
     plots.save(figure, study.picture("14"))
 
 

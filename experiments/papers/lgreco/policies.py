@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -125,12 +125,6 @@ def policies(study: LGrecoStudy) -> list[Row]:
             key: [study.train(name, variant, seed) for seed in seeds(scale, name)] for key, variant in variants.items()
         }
     chosen = choices(study)
-    _draw_3_7(study, bit_methods(scale), trained["table 3.8"])
-    _draw_3_8(study, chosen)
-    _draw_4_5a(study, rank_methods(scale), trained["table 4.5"])
-    made = []
-    for figure, (name, rows) in TABLES.items():
-        made += [ratio_row(figure, name, method, trained[figure], scale.margin) for method in rows(scale)]
     curves = {
         name: {
             "steps": [at.step for at in rows],
@@ -139,6 +133,12 @@ def policies(study: LGrecoStudy) -> list[Row]:
         }
         for name, rows in chosen.items()
     }
+    _draw_3_7(study, bit_methods(scale), trained["table 3.8"])
+    _draw_3_8(study, curves)
+    _draw_4_5a(study, rank_methods(scale), trained["table 4.5"])
+    made = []
+    for figure, (name, rows) in TABLES.items():
+        made += [ratio_row(figure, name, method, trained[figure], scale.margin) for method in rows(scale)]
     error, saved = ({name: fmean(curve[key]) for name, curve in curves.items()} for key in ("error", "gain"))
     densities = trained["table 4.4"]
     beside = lost(densities["lgreco"], densities["threshold"], scale.margin)
@@ -185,14 +185,14 @@ def _draw_3_7(study: LGrecoStudy, rows: Sequence[Method], trained: Runs) -> None
     plots.save(figure, study.picture("3.7"))
 
 
-def _draw_3_8(study: LGrecoStudy, chosen: dict[str, list[Chosen]]) -> None:
-    titles = ["(a) compression error", "(b) compression ratio"]
-    figure, panels = plots.canvas(2, titles=titles, x="step", y="relative to uniform 4 bits")
+def _draw_3_8(study: LGrecoStudy, curves: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    titles = ["(a) compression error of each policy's plan", "(b) compression ratio of each policy's plan"]
+    y = ["error, relative to 4 bits for every layer", "times fewer bytes than 4 bits for every layer"]
+    figure, panels = plots.canvas(2, titles=titles, x="step of the training", y=y)
     named = {method.name: method.title for method in bit_methods(study.scale)}
-    for colour, (name, rows) in zip(_COLOURS[1:], chosen.items(), strict=False):
-        steps = [at.step for at in rows]
-        panels[0].plot(steps, [at.relative_error for at in rows], color=colour, marker="o", label=named[name])
-        panels[1].plot(steps, [at.gain for at in rows], color=colour, marker="o")
+    for colour, (name, curve) in zip(_COLOURS[1:], curves.items(), strict=False):
+        panels[0].plot(curve["steps"], curve["error"], color=colour, marker="o", label=named[name])
+        panels[1].plot(curve["steps"], curve["gain"], color=colour, marker="o")
     plots.save(figure, study.picture("3.8"))
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from experiments.framework.claims import Row
 from experiments.framework.study import Scale, Study
-from experiments.framework.time_to_loss import Course, courses, sooner
+from experiments.framework.time_to_loss import Course, Rounds, courses, sooner
 from experiments.framework.timing import RANKS_PER_NODE, Place, Times, shown_rate
 from experiments.papers.qsdp.methods import (
     BITS,
@@ -200,11 +200,23 @@ def curve(runs: Sequence[Trained]) -> tuple[list[int], list[float]]:
     return [step for step, _ in shown], [mean for _, mean in shown]
 
 
+_IN_WORDS = {
+    FP16.name: "FSDP2: weights in fp32, gradients in fp16",
+    W8G8.name: "QSDP: weights and gradients in 8 bits (W8G8)",
+}
+"""Of pictures; tables have the names of methods."""
+
+
+def _millions(size: Size) -> str:
+    return f"{size.num_parameters / 1e6:.1f} million"
+
+
 def _log_scale(axes: Any) -> None:
-    """Perplexities on a log scale, with plain numbers at its ticks."""
+    """Perplexities on a log scale, with plain numbers and lines at its ticks."""
     axes.set_yscale("log")
     for of_ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         of_ticks("{x:g}")
+    axes.grid(which="both", axis="y", alpha=0.25)
 
 
 def _line(axes: Any, runs: Sequence[Trained], colour: str, title: str, style: str = "-") -> None:
@@ -221,7 +233,8 @@ def recovery_steps(scale: QSDPScale) -> int:
 def table_5_1(study: QSDPStudy) -> list[Row]:
     """Baseline against W8G8 at three sizes, beside quantisation without buckets."""
     sizes, rows = study.scale.sizes, []
-    figure, panels = plots.canvas(len(sizes), titles=[size.title for size in sizes], x="step", y="perplexity")
+    titles = [f"GPT of {_millions(size)} parameters" for size in sizes]
+    figure, panels = plots.canvas(len(sizes), titles=titles, x="step", y="held-out perplexity")
     for axes, size in zip(panels, sizes, strict=True):
         base, ours = study.train(size.name, FP16), study.train(size.name, W8G8)
         rows += [
@@ -229,7 +242,7 @@ def table_5_1(study: QSDPStudy) -> list[Row]:
             lost_row("table 5.1", f"fp32/{size.name}", study.train(size.name, FP32), base, num_ranks=NUM_RANKS),
         ]
         for method, runs in ((FP16, base), (W8G8, ours)):
-            _line(axes, runs, method.colour, method.title)
+            _line(axes, runs, method.colour, _IN_WORDS[method.name])
     plots.save(figure, study.picture("5.1"))
     small = [study.train("small", method, MORE_RANKS) for method in (W8G8, FP16)]
     rows.append(recovered_row(study.scale.size("small"), MORE_RANKS, *small))
@@ -251,11 +264,12 @@ def words_steps(scale: QSDPScale) -> int:
 def of_words(study: QSDPStudy) -> list[Row]:
     """8 bits of words, with buckets and without: a scale for each layer, or for each block."""
     base, bucketed, naive, blockwise = (study.train("words", method) for method in (FP16, W8G8, NAIVE[8], BLOCKWISE))
-    figure, panels = plots.canvas(1, titles=[study.scale.words.title], x="step", y="perplexity")
-    _line(panels[0], base, FP16.colour, FP16.title)
-    _line(panels[0], bucketed, W8G8.colour, W8G8.title)
-    _line(panels[0], naive, "#1f6fb2", "W8G8, one scale a layer", "--")
-    _line(panels[0], blockwise, BLOCKWISE.colour, BLOCKWISE.title)
+    title = f"GPT of words, {_millions(study.scale.words)} parameters"
+    figure, panels = plots.canvas(1, titles=[title], x="step", y="held-out perplexity")
+    _line(panels[0], base, FP16.colour, _IN_WORDS[FP16.name])
+    _line(panels[0], bucketed, W8G8.colour, f"8 bits, a scale for each {BUCKET} values")
+    _line(panels[0], naive, "#1f6fb2", "8 bits, a scale for each layer", "--")
+    _line(panels[0], blockwise, BLOCKWISE.colour, "8 bits, a scale for each block of layers")
     plots.save(figure, study.picture("5.7.1"))
     beside = mean_perplexity(bucketed)
     return [
@@ -615,14 +629,9 @@ def figure_5_2(study: QSDPStudy) -> list[Row]:
         timed(size.task), (FP16, W8G8), rounds=scale.rounds, steps=_TIME_STEPS, rate=rate, on_turn=study.advance
     )
     found = {name: course(runs, IN_TIME[name]) for name, runs in trained.items()}
-    title = f"{size.title} {where(rate)}"
-    figure, (axes,) = plots.canvas(1, titles=[title], x="seconds of training", y="perplexity")
-    for name, method in IN_TIME.items():
-        found[name].draw(axes, times.rounds, color=method.colour, label=method.title)
-    _log_scale(axes)
-    plots.save(figure, study.picture("5.2-time"))
+    _draw_5_2_time(study, found, times.rounds, rate)
     data = {
-        "title": title,
+        "title": f"{size.title} {where(rate)}",
         "courses": courses(**found),
         "rounds": times.rounds,
         **facts(trained["qsdp"]),
@@ -631,6 +640,15 @@ def figure_5_2(study: QSDPStudy) -> list[Row]:
     }
     gained = sooner(found["qsdp"], found["baseline"], times.rounds).times
     return [Row("figure 5.2", "sooner", gained, "x", data)]
+
+
+def _draw_5_2_time(study: QSDPStudy, found: Mapping[str, Course], rounds: Rounds, rate: str | None) -> None:
+    title = f"GPT of {_millions(study.scale.size('small'))} parameters, trained {where(rate)}"
+    figure, (axes,) = plots.canvas(1, titles=[title], x="seconds of training", y="held-out perplexity")
+    for name, method in IN_TIME.items():
+        found[name].draw(axes, rounds, color=method.colour, label=_IN_WORDS[method.name])
+    _log_scale(axes)
+    plots.save(figure, study.picture("5.2-time"))
 
 
 def course(runs: Sequence[Trained], method: Method) -> Course:
