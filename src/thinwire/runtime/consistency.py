@@ -38,9 +38,10 @@ def machine_record(compressors: Iterable[Compressor], device: torch.device | Non
         return {}
     if device is not None:
         return {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type}
+    level = "CPU level, which THINWIRE_CPU_LEVEL sets"
     if cpu_level() != "reference" and all(t.exact_bits or t.exact_natively for t in traits):
-        return {"CPU level": "any, with the native core"}
-    return {"CPU level": cpu_level(), "threads": str(torch.get_num_threads())}
+        return {level: "any, with the native core"}
+    return {level: cpu_level(), "threads, which OMP_NUM_THREADS sets": str(torch.get_num_threads())}
 
 
 def agree(record: Mapping[str, str], transport: Transport) -> None:
