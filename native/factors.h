@@ -139,10 +139,7 @@ static inline float dot(const float* a, const float* b, int64_t n) {
   }
   float lanes[kSumLanes];
   for (int v = 0; v < kFactorVectors; v++) store(lanes + v * kLanes, sums[v]);
-  for (int width = kSumLanes / 2; width; width /= 2) {
-    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
-  }
-  return lanes[0];
+  return across(lanes);
 }
 
 // x -= factor * (v . x) * v

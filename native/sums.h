@@ -65,7 +65,9 @@ THINWIRE_APART static int64_t count_others(const float* x, int64_t n) {
   return total;
 }
 
-static double across(double* lanes) {
+// The sum of all lanes, by halves, which it overwrites.
+template <class T>
+static T across(T* lanes) {
   for (int width = kSumLanes / 2; width; width /= 2) {
     for (int j = 0; j < width; j++) lanes[j] += lanes[j + width];
   }

@@ -84,7 +84,7 @@ def iteration_dtype(device: torch.device) -> torch.dtype:
 
 
 def _cpu_has_bfloat16() -> bool:
-    if not hasattr(torch.cpu, "get_capabilities"):  # older PyTorch tells no more than this
+    if not hasattr(torch.cpu, "get_capabilities"):  # older PyTorch reports the vector width alone
         return torch.backends.cpu.get_cpu_capability() == "AVX512"
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
