@@ -231,6 +231,25 @@ def at_end_of_backward(callback: Callable[[], object]) -> bool:
     return True
 
 
+def accepts_uneven_inputs(model: Any) -> bool:
+    """Whether a ``DistributedDataParallel`` model is, or was last, in ``join()``: some ranks may take no forward pass.
+
+    False where this PyTorch does not tell.
+    """
+    return bool(getattr(getattr(model, "_join_config", None), "enable", False))
+
+
+def reduces_in_python(model: Any) -> bool:
+    """Whether a ``DistributedDataParallel`` model was built for ``optimize_ddp="python_reducer"`` of ``torch.compile``,
+    which hands a communication hook single gradients. False where this PyTorch does not tell."""
+    return bool(getattr(model, "_use_python_reducer", False))
+
+
+def optimizes_in_backward(module: Any) -> bool:
+    """Whether any parameter has an optimizer of its own that steps in backward (``_apply_optimizer_in_backward``)."""
+    return any(hasattr(parameter, "_in_backward_optimizers") for parameter in module.parameters())
+
+
 def reduce_scatter_single(out: torch.Tensor, x: torch.Tensor, group: Any, op: Any) -> None:
     """``torch.distributed.reduce_scatter_single``, which was ``reduce_scatter_tensor`` before PyTorch 2.13."""
     import torch.distributed as dist

@@ -48,7 +48,7 @@ def _methods(wire: thinwire.Wire, state: dict[str, torch.Tensor]) -> dict[str, C
         "load_state_dict": lambda: wire.load_state_dict(state),
         "reset_stats": wire.reset_stats,
         "resync": lambda: wire.resync({}),
-        "check_parity": lambda: wire.check_parity({}, now=True),
+        "check_parity": lambda: wire.check_parity([], None, now=True),
         "reduce": lambda: wire.reduce(flat, LAYERS).wait(),
         "state_dict_of": lambda: wire.state_dict_of(3),
         "stats": lambda: wire.stats,

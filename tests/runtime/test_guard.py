@@ -21,6 +21,7 @@ from thinwire.collectives import LoopbackTransport, ScatterReduceAllGather, Worl
 from thinwire.compressors import Coded, parse
 from thinwire.plan import Plan, Speeds, declined
 from thinwire.plan.cost import codec_seconds
+from thinwire.runtime.consistency import checksums
 from thinwire.runtime.probe import codec_passes, measure_speeds
 
 SHAPES = {"big.weight": (512, 512), "other.weight": (64, 64), "bias": (64,)}
@@ -192,7 +193,7 @@ def test_three_thousand_steps_of_four_ranks_stay_identical() -> None:
         for step in range(3000):
             wire.begin_step()
             if step % 300 == 299:
-                wire.check_parity(parameters)
+                wire.check_parity(list(parameters), checksums(parameters.values()))
             flat = noise[step % 8] + torch.cat([parameters["w"].view(-1), parameters["b"]])
             mean = wire.reduce(flat, layers).wait()
             parameters["w"].sub_(mean[:1920].view(48, 40), alpha=0.01)

@@ -23,7 +23,13 @@ from thinwire.collectives import (
     session_number,
     with_shared_memory,
 )
-from thinwire.compat import at_end_of_backward, group_timeout
+from thinwire.compat import (
+    accepts_uneven_inputs,
+    at_end_of_backward,
+    group_timeout,
+    optimizes_in_backward,
+    reduces_in_python,
+)
 from thinwire.compressors import GRADIENT_DTYPES, Raw, Summed, SummedMatrices, Wrapper, find_mixin
 from thinwire.integrations.devices import device_of, on_device, replicated, trained
 from thinwire.integrations.options import (
@@ -35,13 +41,14 @@ from thinwire.integrations.options import (
     policy_of,
     record_of,
 )
+from thinwire.integrations.step_watch import StepWatch
 from thinwire.integrations.transports import add_streams, bare_transport
 from thinwire.integrations.updates import Updates
 from thinwire.plan import DEFAULT_RULES, Plan, Rules
 from thinwire.policies import Auto, Policy, parse_policy
 from thinwire.runtime import AsyncReadback, Follower, Wire, agree, on_the_host
 from thinwire.runtime.channel import BucketLayers
-from thinwire.runtime.consistency import failing_together
+from thinwire.runtime.consistency import checksums, failing_together
 from thinwire.runtime.warning import warn_caller
 
 if TYPE_CHECKING:
@@ -75,6 +82,7 @@ class _Hook:
         if group is not None:
             self.group = group
         self.names = dict(names or {})
+        self._dtypes = {name: p.dtype for p, name in self.names.items()}
         self._finds_unused = finds_unused
         self.wire: Wire | None = None
         self.grad_scaler: torch.amp.GradScaler | None = None
@@ -83,11 +91,15 @@ class _Hook:
         self.preconditioned: Preconditioned | None = None
         self.parity = 0
         self.resync = 0
+        self.watch: StepWatch | None = None
         self._error: Exception | None = None
-        self._ends = False
+        self._sums: torch.Tensor | None = None
+        self._arrived: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._held_before: set[torch.Tensor] = set()
         self._mean_sketches: Reduced | None = None
         self._passes = 0
         self._resynced = -1
+        self._told_of_join = False
         self._loss_scale = 1.0
         self._loss_scale_readback = AsyncReadback()
         self._follower = Follower("thinwire dense")
@@ -97,31 +109,42 @@ class _Hook:
 
     def __call__(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start reducing a bucket. The future holds its gradients even if that fails: see `_end_backward`."""
-        flat = bucket.buffer()
+        flat, last = bucket.buffer(), bucket.is_last()
         if bucket.index() == 0:
-            self._error = None
+            self._arrived = []
             if self.momentum is not None:
                 self.momentum.forget_sketches()
-            # Two levels: DDP's own callback, which reads the futures, is queued after the first and before the second.
-            self._ends = at_end_of_backward(lambda: at_end_of_backward(self._end_backward))
+        if self._finds_unused and not flat.is_sparse:
+            self._arrived += zip(bucket.parameters(), bucket.gradients(), strict=True)
+        # Backward passes nest (reentrant checkpoints, autograd.backward in a Function), and a callback belongs to the
+        # pass in which it is queued: DDP queues the one that reads the futures in that of the last bucket. Two levels:
+        # DDP's comes after the first and before the second. None comes for a rank that shadows others (``join()``).
+        ends = last and at_end_of_backward(lambda: at_end_of_backward(self._end_backward))
         try:
             future, finish = self._start(bucket)
-            if bucket.is_last() and self._ends:
+            if last:
                 self._mean_sketches = self._mean_of_sketches()
         except Exception as error:  # noqa: BLE001 - raised at the end of backward
             future = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
             future.set_exception(error)  # pyright: ignore[reportArgumentType]
             finish = _as_it_is
-        return future.then(lambda reduced: self._result(reduced, finish, flat))
+        return future.then(lambda reduced: self._result(reduced, finish, flat, raises=last and not ends))
 
-    def _result(self, reduced: Reduced, finish: Finish, flat: torch.Tensor) -> torch.Tensor:
+    def _result(self, reduced: Reduced, finish: Finish, flat: torch.Tensor, *, raises: bool) -> torch.Tensor:
         try:
             return finish(reduced.value())
-        except Exception as error:
-            if not self._ends:
-                raise
+        except Exception as error:  # noqa: BLE001 - raised below, or at the end of backward
             self._error = self._error or error
-            return flat
+        finally:
+            if raises:
+                self.raise_error()
+        return flat
+
+    def raise_error(self) -> None:
+        """Raise what went wrong in a backward pass, if that has not been raised yet."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def _end_backward(self) -> None:
         """Raise what went wrong in this backward pass, once it is over for DDP, or give gradients their lengths.
@@ -130,23 +153,31 @@ class _Hook:
         ``RuntimeError`` with the text alone: the reducer is C++ and knows no Python exceptions. What a callback of the
         autograd engine raises at the end of backward keeps its type, and comes before any optimizer can step.
         """
-        error, self._error = self._error, None
         sketches, self._mean_sketches = self._mean_sketches, None
-        if error is not None:
-            raise error
-        self._keep_unused()
+        arrived, self._arrived = self._arrived, []
+        self.raise_error()
+        self._keep_unused(arrived)
         if sketches is not None and self.momentum is not None and self.wire is not None:
             mean = sketches.wait()
             self.wire.count_beside(mean.nbytes)
             self.momentum.set_lengths(mean, self._loss_scale)
 
-    def _keep_unused(self) -> None:
+    def _keep_unused(self, arrived: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Keep what residuals, and momenta of `DGC`, have sent of layers that no rank used: DDP leaves their gradients
-        as they are, None after ``zero_grad()``, whatever has arrived for them."""
-        if not self._finds_unused or self.wire is None or not self.wire.attached or self.momentum is not None:
+        as they are, None or what they were before the pass, whatever has arrived for them.
+
+        ``arrived``: the parameters of this pass, and the mean that has arrived for each.
+        """
+        if not arrived or self.wire is None or not self.wire.attached or self.momentum is not None:
             return
-        nothing = torch.zeros(())
-        self.wire.on_partial_use({name: nothing for p, name in self.names.items() if p.grad is None})
+        nothing = torch.zeros((), dtype=torch.float32, device="cpu")
+        self.wire.on_partial_use(
+            {
+                self.names[p]: nothing
+                for p, mean in arrived
+                if p.grad is None or (p in self._held_before and not torch.equal(p.grad, mean))
+            }
+        )
 
     def _mean_of_sketches(self) -> Reduced | None:
         """Start the mean of the sketches of all buckets: one all-reduce, beside that of the last bucket."""
@@ -166,9 +197,13 @@ class _Hook:
             self._loss_scale = self._present_scale()
             self._check_overlap(bucket, flat, wire)
             if self.parity and wire.step % self.parity == 0:
+                sums, self._sums = self._sums, None
                 waits = self.momentum is not None and not self.momentum.active
-                wire.check_parity({name: p for p, name in self.names.items()}, now=waits)
-        layers = tuple((self.names[p], _shape_in_bucket(p)) for p in bucket.parameters())
+                wire.check_parity(tuple(self.names.values()), sums, now=waits)
+        parameters = bucket.parameters()
+        if self.watch is not None:
+            self.watch.note_exchange(parameters)
+        layers = tuple((self.names[p], _shape_in_bucket(p)) for p in parameters)
         if self.preconditioned is not None and not flat.is_sparse:
             self.preconditioned.make(flat, layers, self._loss_scale)
         momentum = self.momentum if not wire.dense else None
@@ -228,23 +263,61 @@ class _Hook:
     def before_forward(self, model: DistributedDataParallel, inputs: object) -> None:
         """Copy rank 0's parameters to all every ``resync`` steps: here nothing else reads or writes them.
 
-        Gradients that no optimizer has taken get back the length at which further ones can be added to them.
+        Gradients that no optimizer has taken get back the length at which further ones can be added to them. What a
+        backward pass could not raise is raised.
         """
-        wire = self.wire
-        if self.momentum is not None and model.training and torch.is_grad_enabled():
+        self.raise_error()
+        wire, watch = self.wire, self.watch
+        if wire is None or watch is None or not wire.attached or not torch.is_grad_enabled():
+            return
+        if self._finds_unused:
+            self._held_before = {p for p in self.names if p.grad is not None}
+        if model.training and self.momentum is not None:
             self.momentum.lengthen()  # what no step of the optimizer has taken: gradients may be added to it
-        training = model.training and model.require_backward_grad_sync and torch.is_grad_enabled()
-        if training and wire and wire.attached and wire.detector is not None:
+        if model.training and model.require_backward_grad_sync:
+            self._begin_pass(wire, model)
+        self._sum_parameters(wire, watch)
+        watch.accumulates |= not model.require_backward_grad_sync
+
+    def _begin_pass(self, wire: Wire, model: DistributedDataParallel) -> None:
+        for parameter, name in self.names.items():
+            if parameter.dtype != self._dtypes[name]:
+                raise TypeError(
+                    f"{name} is {parameter.dtype} by now, and was {self._dtypes[name]}: DistributedDataParallel "
+                    "exchanges no gradients of a model whose dtype has changed (nor does PyTorch's own, silently). "
+                    "Call model.to() first, build DistributedDataParallel anew and call thinwire.compress() again"
+                )
+        if wire.detector is not None:
             wire.detector.advance()
-        if self.grad_scaler and wire and wire.device is not None and training:
+        if self.grad_scaler and wire.device is not None:
             # Asked for later, in the middle of backward, it would make the host wait for what backward did so far.
             self._loss_scale_readback = AsyncReadback()
-            self._loss_scale_readback.note(self.grad_scaler.scale(torch.ones((), device=wire.device)))
-        if not (self.resync and wire and wire.attached and training) or wire.step == self._resynced:
-            return
-        if wire.step >= 0 and (wire.step + 1) % self.resync == 0:
-            self._resynced = wire.step
+            one = torch.ones((), dtype=torch.float32, device=wire.device)
+            self._loss_scale_readback.note(self.grad_scaler.scale(one))
+        if self.resync and wire.step not in (-1, self._resynced) and (wire.step + 1) % self.resync == 0:
+            self._resync(wire, model)
+
+    def _sum_parameters(self, wire: Wire, watch: StepWatch) -> None:
+        """Take the checksums that the next backward pass compares, if it does.
+
+        At the first of the forward passes that lead to it: after one under ``no_sync()`` a loop may move each rank's
+        weights by its own gradients, and put them back (sharpness-aware minimization). A rank that has no forward pass,
+        because its data have ended before those of others, has none to compare.
+        """
+        due = self.parity and (wire.step + 1) % self.parity == 0
+        if due and not (watch.accumulates and self._sums is not None):
+            self._sums = checksums(self.names)
+
+    def _resync(self, wire: Wire, model: DistributedDataParallel) -> None:
+        self._resynced = wire.step
+        if not accepts_uneven_inputs(model):
             wire.resync({name: p for p, name in self.names.items()})
+        elif not self._told_of_join:
+            self._told_of_join = True
+            warn_caller(
+                "resync_every does nothing within join(), nor after it until the next one with enable=False: ranks "
+                "whose data have ended take no part in a forward pass, where parameters are copied"
+            )
 
     def after_forward(self, model: DistributedDataParallel, inputs: object, outputs: object) -> None:
         """Add the cause to an error of DDP's own collectives in forward: of buffers, or when it rebuilds its buckets.
@@ -368,9 +441,12 @@ def _attach(model: DistributedDataParallel, options: Options) -> Wire:
     if model not in _attached:
         _register(model, hook, wire)
     hook.wire = wire
+    hook.watch = StepWatch(wire, parameters, before_step=hook.raise_error)
+    wire.between_steps(hook.raise_error)
     hook.updates, hook.momentum, hook.preconditioned = None, prepared.momentum, prepared.preconditioned
     if hook.momentum is not None:
         hook.momentum.attach(wire)
+        wire.between_steps(hook.momentum.check_taken)
     wire.moments = prepared.preconditioned
     if prepared.follows_optimizer and options.optimizer is not None:
         hook.updates = Updates(wire, options.optimizer, parameters)
@@ -383,6 +459,7 @@ def _prepare(
     model: DistributedDataParallel, group: dist.ProcessGroup, parameters: dict[str, torch.Tensor], options: Options
 ) -> _Prepared:
     """Raises whatever is wrong with the arguments."""
+    _check_reducer(model)
     rules, policy = rules_of(options)
     if isinstance(policy, Auto) and any(p.device.type != "cpu" for p in model.parameters()):
         raise NotImplementedError("auto times steps on the host, which knows no times of a GPU: give a compressor")
@@ -489,6 +566,19 @@ def _register(model: DistributedDataParallel, hook: _Hook, wire: Wire) -> None:
     model.register_forward_pre_hook(hook.before_forward)
     model.register_forward_hook(hook.after_forward, always_call=True)
     _attached[model] = hook
+
+
+def _check_reducer(model: DistributedDataParallel) -> None:
+    if reduces_in_python(model):
+        raise RuntimeError(
+            'this DDP model reduces each gradient by itself (torch._dynamo.config.optimize_ddp = "python_reducer"), in '
+            "no buckets that could be compressed: leave optimize_ddp at True, and build DistributedDataParallel anew"
+        )
+    if optimizes_in_backward(model):
+        raise RuntimeError(
+            "optimizers that step in backward (_apply_optimizer_in_backward) take DDP's only communication hook: step "
+            "the optimizer after backward, or train under fully_shard()"
+        )
 
 
 def _check_dtypes(model: DistributedDataParallel, plan: Plan) -> None:

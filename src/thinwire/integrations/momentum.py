@@ -162,6 +162,20 @@ class Momentum:
         """Before the next backward pass."""
         self._sketched = {}
 
+    def check_taken(self) -> None:
+        """Raise ``RuntimeError`` if the optimizer has not taken the last gradients: only then it is known how much of
+        them clipping has left, which the residuals hold. Gradients that were dropped, or are not finite, are none."""
+        waiting = [
+            name
+            for name, handed in self._handed_over.items()
+            if self._parameters[name].grad is not None and bool(torch.isfinite(handed.length))
+        ]
+        if waiting:
+            raise RuntimeError(
+                f"QuantizedAdam has not taken the gradients of the last backward pass ({waiting[0]}): save the state "
+                "after optimizer.step(), or drop them first with optimizer.zero_grad()"
+            )
+
     @torch.no_grad()
     def lengthen(self) -> list[_Change]:
         """``γ·g ← g`` of every gradient that was handed over, whatever the loop has made of it, and tell the Wire.

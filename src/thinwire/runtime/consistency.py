@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 
@@ -134,25 +134,40 @@ class ParityError(RuntimeError):
     """Ranks hold different parameters."""
 
 
-def check_parity(parameters: Mapping[str, Tensor], transport: Transport, step: int) -> None:
-    """Compare a checksum of every parameter across ranks: 8 bytes are sent for each.
+def checksums(parameters: Iterable[Tensor]) -> Tensor:
+    """The checksums of ``parameters``, for `check_parity`: int64 values of shape (number of parameters,)."""
+    return torch.tensor([signed_checksum(parameter) for parameter in parameters], dtype=torch.int64, device="cpu")
+
+
+def check_parity(names: Sequence[str], sums: Tensor | None, transport: Transport, step: int) -> None:
+    """Compare the `checksums` of the parameters ``names`` across ranks: 8 bytes are sent for each.
+
+    A rank without ``sums`` takes part in the call, and is not compared.
 
     Raises:
         ParityError: on every rank alike, naming the first parameter that differs and the ranks.
     """
-    sums = torch.tensor([signed_checksum(parameter) for parameter in parameters.values()], dtype=torch.int64)
-    everywhere = transport.all_gather(sums)
-    differs = (everywhere != everywhere[0]).any(0)
+    mine = torch.zeros(1 + len(names), dtype=torch.int64, device="cpu")
+    if sums is not None:
+        mine[0], mine[1:] = 1, sums
+    everywhere = transport.all_gather(mine)
+    ranks = everywhere[:, 0].nonzero()[:, 0].tolist()
+    if not ranks:
+        return
+    first = ranks[0]
+    unlike = everywhere[:, 1:] != everywhere[first, 1:]
+    unlike[everywhere[:, 0] == 0] = False
+    differs = unlike.any(0)
     if not bool(differs.any()):
         return
-    first = int(differs.nonzero()[0])
-    name = list(parameters)[first]
-    others = [rank for rank in range(transport.world_size) if everywhere[rank, first] != everywhere[0, first]]
+    parameter = int(differs.nonzero()[0])
+    others = ", ".join(str(rank) for rank in unlike[:, parameter].nonzero()[:, 0].tolist())
     raise ParityError(
-        f"replicas differ at step {step}: {name} of rank {', '.join(map(str, others))} is not that of rank 0 "
-        f"({int(differs.sum())} of {len(parameters)} parameters differ). Something outside thinwire changed them "
+        f"replicas differ at step {step}: {names[parameter]} of rank {others} is not that of rank {first} "
+        f"({int(differs.sum())} of {len(names)} parameters differ). Something outside thinwire changed them "
         "(unequal initial weights, a rank that skipped an optimizer step, different hardware); "
-        "checks=thinwire.Checks(resync_every=k) copies rank 0's parameters to all every k steps"
+        "checks=thinwire.Checks(resync_every=k) copies rank 0's parameters to all every k steps, and "
+        "Checks(parity_every=0) compares nothing, for a loop that lets ranks differ on purpose"
     )
 
 

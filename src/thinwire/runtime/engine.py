@@ -151,11 +151,11 @@ class BucketEngine:
         """The same by another algorithm."""
         return (0,) * self.world_size if algorithm.gathers else algorithm.shares(self.world)
 
-    def check_parity(self, parameters: Mapping[str, Tensor], step: int) -> Job:
-        """A job of the executor: compare all ranks' parameters; a difference is raised by the bucket that follows."""
+    def check_parity(self, names: Sequence[str], sums: Tensor | None, step: int) -> Job:
+        """A job of the executor: compare all ranks' checksums; a difference is raised by the bucket that follows."""
         yield Then.ALONE
         try:
-            check_parity(parameters, self.transport, step)
+            check_parity(names, sums, self.transport, step)
         except Exception as error:  # noqa: BLE001 - raised by the bucket that follows
             self._parity_error = error
         self.stats.parity_checks += 1
@@ -397,9 +397,7 @@ class BucketEngine:
         self._step_plan.follow(self.plan, step - self.start, self.learning_rate)
         # DDP rebuilds its buckets once or twice; the buffers of the old ones are given back.
         stale = [key for key, last in self._last_steps.items() if last < step - _STALE_STEPS]
-        self.slots.release(stale)
-        for key in stale:
-            del self.routes[key], self._last_steps[key]
+        self._release(stale)
 
     def _end(self) -> None:
         """Let the slots take what the last step left for them: nothing, if some rank met NaN or Inf in it."""
@@ -444,9 +442,28 @@ class BucketEngine:
     def _route(self, flat: Tensor, key: RouteKey, step: int) -> Route:
         route = self.routes.get(key)
         if route is None:
+            self._let_go_of_buckets_before(key, step)
             route = self.routes[key] = self._new_route(flat, key[0], step)
         self._last_steps[key] = step
         return route
+
+    def _let_go_of_buckets_before(self, key: RouteKey, step: int) -> None:
+        """Free what earlier buckets of the same layers hold: DDP has rebuilt them. Two at a time would be twice the
+        memory."""
+        layers, dtype, _ = key
+        names = {name for name, _ in layers}
+        self._release(
+            [
+                old
+                for old, last in self._last_steps.items()
+                if last < step and old[:2] != (layers, dtype) and not names.isdisjoint(name for name, _ in old[0])
+            ]
+        )
+
+    def _release(self, keys: Sequence[RouteKey]) -> None:
+        self.slots.release(keys)
+        for key in keys:
+            del self.routes[key], self._last_steps[key]
 
     def _new_route(self, flat: Tensor, layers: BucketLayers, step: int) -> Route:
         layout = self.channel.layout("all_reduce", Contents(None, tuple(self._place(flat, layers, step))), flat.dtype)

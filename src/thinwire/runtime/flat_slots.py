@@ -40,6 +40,10 @@ class FlatSlot:
         """Make the next values the present ones."""
         self.now, self.next = self.next, self.now
 
+    def forget_next(self) -> None:
+        """Between two steps: give back the memory of the next values. The slot can only be read from then on."""
+        self.next = self.now
+
     def read(self, *, after: bool = False) -> Tensor:
         """Return all present values, or with ``after`` the next ones. They may share memory with the slot."""
         return self.next if after else self.now
@@ -87,6 +91,9 @@ class PackedSlot(FlatSlot):
 
     def swap(self) -> None:
         self._packed.reverse()
+
+    def forget_next(self) -> None:
+        self._packed[1] = self._packed[0]
 
     def read(self, *, after: bool = False) -> Tensor:
         values = self._zeros()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from thinwire.collectives import Layer, Layout, Transport, owned_parts
 from thinwire.compressors import RESIDUAL, Coded, Compressor, LayerState, Slot, State, unwrap
-from thinwire.runtime.flat_slots import FlatSlot, flat_slot, opened
+from thinwire.runtime.flat_slots import FlatSlot, flat_slot, is_packed, opened, packed_bytes
 
 
 @dataclass
@@ -111,16 +113,17 @@ class Slots:
 
     def value(self, layer: str, slot: Slot, shape: Sequence[int]) -> Tensor:
         """Return a flat copy of a slot of a layer of this shape, or its initial value if it was never used."""
-        kept = self._kept.get((layer, slot.name))
-        key = self._place_of.get(layer)
-        if key is not None and (held := self._held(self._places[key], layer, slot.name)) is not None:
-            kept = held
+        present = self._present(layer, slot, shape)
+        if present is not None and present.numel() == math.prod(slot.shape_of(shape)):
+            return present.clone()
         first = slot.first(shape, layer)
-        if kept is None:
-            return first
-        if kept.numel() == first.numel():
-            return kept.clone()
-        return _columns_kept(first, kept, slot.shape_of(shape)) if slot.columns else first
+        return first if present is None or not slot.columns else _columns_kept(first, present, slot.shape_of(shape))
+
+    def _present(self, layer: str, slot: Slot, shape: Sequence[int]) -> Tensor | None:
+        """Return the flat values of a slot where they lie, or None if it was never used."""
+        key = self._place_of.get(layer)
+        held = None if key is None else self._held(self._places[key], layer, slot.name)
+        return self._kept.get((layer, slot.name)) if held is None else held
 
     def moved(self, layer: str, compressor: Compressor, shape: Sequence[int]) -> bool:
         """Whether any slot of a layer differs from its initial value."""
@@ -183,6 +186,16 @@ class Slots:
             self._kept[layer, RESIDUAL.name] = mean
             self._place_of.pop(layer, None)
 
+    def _copy(self, layer: Layer, slot: Slot, out: Tensor) -> None:
+        """Copy a slot of a layer to ``out``, without another copy of it in between."""
+        present = self._present(layer.name, slot, layer.shape)
+        if present is not None and present.numel() == out.numel():
+            out.copy_(present)
+        elif present is not None or slot.initial is not None:
+            out.copy_(self.value(layer.name, slot, layer.shape))
+        else:
+            out.zero_()
+
     @staticmethod
     def _held(place: _BucketSlots, name: str, slot: str) -> Tensor | None:
         state = place.shaped.get(name)
@@ -223,6 +236,8 @@ class Slots:
             place = self._places.pop(key, None)
             if place is None:
                 continue
+            for slot in place.flat.values():
+                slot.forget_next()
             for layer in place.layers:
                 if self._place_of.get(layer.name) == key:
                     del self._place_of[layer.name]
@@ -232,7 +247,7 @@ class Slots:
         for slot in layer.compressor.slots:
             held = self._held(place, layer.name, slot.name)
             if held is not None and not slot.scratch:
-                self._kept[layer.name, slot.name] = held.clone()
+                self._kept[layer.name, slot.name] = _parked(held)
 
     def _gather(self, key: Hashable, layout: Layout, device: torch.device) -> _BucketSlots:
         layers = tuple(layer for layer in layout.layers if layer.compressor.slots)
@@ -247,22 +262,48 @@ class Slots:
         for layer in layers:
             if self._place_of.get(layer.name) == key:
                 continue
-            values = {slot: self.value(layer.name, slot, layer.shape).to(device) for slot in layer.compressor.slots}
-            shaped = {s.name: v.view(s.shape_of(layer.shape)) for s, v in values.items() if s.shape is not None}
+            slots = layer.compressor.slots
+            shaped = {
+                s.name: self.value(layer.name, s, layer.shape).to(device).view(s.shape_of(layer.shape))
+                for s in slots
+                if s.shape is not None
+            }
             if shaped:
-                steady = {s.name for s in values if s.learned or s.scratch}
+                steady = {s.name for s in slots if s.learned or s.scratch}
                 place.shaped[layer.name] = LayerState(
                     shaped, {name: v if name in steady else v.clone() for name, v in shaped.items()}
                 )
-            for slot, value in values.items():
+            for slot in slots:
                 if slot.shape is None:
-                    whole[slot.name][layer.start : layer.start + layer.numel] = value
+                    self._copy(layer, slot, whole[slot.name][layer.start : layer.start + layer.numel])
                 self._kept.pop((layer.name, slot.name), None)
             self._place_of[layer.name] = key
         for name, values in whole.items():
             place.flat[name].write(values)
         self._places[key] = place
         return place
+
+
+def _parked(values: Tensor) -> Tensor:
+    """Return a copy of a flat tensor that gives its memory back to the system when it goes.
+
+    What the allocator frees it keeps for later: the state of a whole model, once more, until the process ends.
+    """
+    if values.device.type != "cpu" or values.nbytes < 1 << 20:
+        return values.clone()
+    return torch.frombuffer(mmap.mmap(-1, values.nbytes, flags=mmap.MAP_PRIVATE), dtype=values.dtype).copy_(values)
+
+
+def slot_bytes(compressors: Mapping[str, Compressor], shapes: Mapping[str, Sequence[int]]) -> int:
+    """Return the bytes of the slots of layers with these compressors and shapes: present values and the next ones."""
+    total = 0
+    for name, compressor in compressors.items():
+        for slot in compressor.slots:
+            numel = math.prod(slot.shape_of(shapes[name]))
+            copies = 1 if slot.shape is not None and (slot.learned or slot.scratch) else 2
+            packed = slot.shape is None and is_packed(slot, [compressor])
+            total += copies * (packed_bytes(numel) if packed else numel * slot.dtype.itemsize)
+    return total
 
 
 def _weights(name: str, compressor: Compressor, like: Tensor, rank: int, shares: Sequence[int]) -> Tensor:

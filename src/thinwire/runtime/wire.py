@@ -25,6 +25,7 @@ from thinwire.runtime.executor import StreamExecutor, ThreadExecutor
 from thinwire.runtime.handle import Handle
 from thinwire.runtime.probe import measure_speeds, settle
 from thinwire.runtime.settings import WireSettings
+from thinwire.runtime.slots import slot_bytes
 from thinwire.runtime.stats import Stats, TrafficStats
 from thinwire.runtime.table import layer_table
 from thinwire.runtime.timeline import Timeline, rank_path
@@ -128,6 +129,14 @@ class Wire(Handle["BucketEngine"]):
         rows = layer_rows(self.plan.layers, asked, shapes, buckets, self.world_size, *errors)
         policy = str(self._adapter.policy) if self._adapter else ""
         return PlanRecord(rows, self.world_size, self._step, policy, printable(last.note) if last else "")
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the compressors' state takes on this rank, by formula: known before training.
+
+        Error feedback keeps two values for each element of the model, 8 bytes, or about 2 with ``ef(..., state=8)``.
+        """
+        return slot_bytes(self.plan.layers, self._engine.shapes)
 
     @property
     def step(self) -> int:
@@ -302,13 +311,14 @@ class Wire(Handle["BucketEngine"]):
         self._engine.note_result(flat)
         self._engine.follow(flat, layers)
 
-    def check_parity(self, parameters: Mapping[str, Tensor], *, now: bool = False) -> None:
-        """Compare all ranks' parameters, behind the training loop's back; this step's gradients raise a difference.
+    def check_parity(self, names: Sequence[str], sums: Tensor | None, *, now: bool = False) -> None:
+        """Compare the checksums of all ranks' parameters (`thinwire.runtime.consistency.checksums`), behind the
+        training loop's back; this step's gradients raise a difference. A rank without ``sums`` is not compared.
 
         In a dense or simulated step nothing else is under way in the worker: it is waited for, and raised here. So it
         is with ``now``: where gradients do not come to the worker, nothing else keeps the optimizer from going on.
         """
-        checked = self._executor.submit(self._engine.check_parity(parameters, self._step))
+        checked = self._executor.submit(self._engine.check_parity(names, sums, self._step))
         if now or self.dense or self.simulated:
             checked.wait()
             self._engine.raise_parity_error()

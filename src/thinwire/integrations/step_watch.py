@@ -1,0 +1,104 @@
+"""Optimizer steps whose gradients were not exchanged, which a training loop otherwise takes without a word."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from thinwire.runtime.handle import Handle
+from thinwire.runtime.warning import warn_caller
+
+_PATIENCE = 3
+"""Steps in a row without an exchange before the loop is told: one may come of gradients made before ``compress()``."""
+
+_watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
+
+
+class StepWatch:
+    """Holds the optimizer steps of a compressed model against its backward passes, and warns once of what is missing.
+
+    PyTorch calls the same function before the step of every optimizer; those that hold none of the model's parameters
+    are left alone.
+    """
+
+    def __init__(
+        self, handle: Handle[Any], parameters: Mapping[str, Tensor], *, before_step: Callable[[], None] | None = None
+    ) -> None:
+        """``before_step`` is called before each step of an optimizer of these parameters."""
+        self._handle = weakref.ref(handle)
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._before_step = before_step
+        self._last_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._missed = 0
+        self._exchanged: set[int] = set()
+        """The parameters of the first backward pass, which are those of all."""
+        self._told = False
+        self.accumulates = False
+        """Whether a forward pass whose gradients stay on this rank came after the last exchange."""
+        if not _watches:
+            _registered()
+        _watches.add(self)
+        # What holds the watch: it ends with the handle.
+        handle.at_detach(self.stop)
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        _watches.discard(self)
+
+    def note_exchange(self, parameters: Iterable[Tensor]) -> None:
+        """Note that the gradients of ``parameters`` are exchanged, in this backward pass."""
+        self.accumulates = False
+        self._exchanged.update(id(parameter) for parameter in parameters)
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at what a step of ``optimizer`` is about to take."""
+        handle = self._handle()
+        held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
+        if handle is None or not held:
+            return
+        if self._before_step is not None:
+            self._before_step()
+        if self._told or handle.world_size == 1 or all(p.grad is None for p in held):
+            return
+        exchanged = self._last_steps.get(optimizer, -1) != handle.step and not self.accumulates
+        self._last_steps[optimizer] = handle.step
+        self._missed = 0 if exchanged else self._missed + 1
+        late = [
+            self._names[id(p)] for p in held if self._exchanged and p.grad is not None and id(p) not in self._exchanged
+        ]
+        if self._missed >= _PATIENCE:
+            self._told = True
+            warn_caller(
+                f"{type(optimizer).__name__} has taken {_PATIENCE} steps whose gradients were not exchanged between "
+                "the ranks, so that each trains by itself. Call the wrapped model (model(x), not model.module(x)), let "
+                "the last backward pass before each step run outside of no_sync() (under FSDP2, with "
+                "set_requires_gradient_sync(True)), and call model.to() before the model is wrapped"
+            )
+        elif late:
+            self._told = True
+            warn_caller(
+                f"the gradients of {late[0]} ({len(late)} such) are not exchanged between the ranks, which drift "
+                "apart: it was frozen when DistributedDataParallel was built, which takes only what is trained then. "
+                "Unfreeze layers first, build DistributedDataParallel anew and call thinwire.compress() again"
+            )
+
+
+def _registered() -> None:
+    """Have PyTorch call the watches from now on. Registered once and for all: hooks cannot be removed while a step
+    goes through them, and a handle may end at any time."""
+    global _register
+    if _register is None:
+        _register = register_optimizer_step_pre_hook(_look)
+
+
+_register: Any = None
+
+
+def _look(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    for watch in list(_watches):
+        watch.before_step(optimizer)

@@ -1,0 +1,386 @@
+"""Training loops that are not forward, backward, step: nothing of them is lost, and what they leave out is said."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+import thinwire
+from harness import run_ranks
+from nets import assert_replicas_identical
+from thinwire.compat import accepts_uneven_inputs
+
+_WIDTH = 64
+KEEP = {"skip_if_slower": False, "min_numel": 0}
+
+
+class _Inner(torch.autograd.Function):
+    """Differentiates a module in a backward pass of its own, as losses in chunks and implicit layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, module: nn.Module) -> torch.Tensor:
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.y = module(ctx.x)
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        torch.autograd.backward(ctx.y, grads[0])
+        return ctx.x.grad, None
+
+
+class Net(nn.Module):
+    """Linear layers, run in one of several ways."""
+
+    def __init__(self, way: str = "plain") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(_WIDTH, _WIDTH) for _ in range(6)])
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:-1]:
+            x = checkpoint(layer, x, use_reentrant=True) if self.way == "checkpoints" else layer(x)
+        if self.way == "function":
+            return _Inner.apply(x, self.layers[-1])
+        return self.layers[-1](x)
+
+
+class Breaks(thinwire.compressors.MinMax):
+    """Encodes until it is told not to."""
+
+    broken = False
+
+    def encode(self, *args: Any, **kwargs: Any) -> None:
+        if Breaks.broken:
+            raise ArithmeticError("this compressor is broken")
+        super().encode(*args, **kwargs)
+
+
+def _batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(8, _WIDTH, generator=torch.Generator().manual_seed(100 * step + rank)).requires_grad_()
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    model(_batch(rank, step)).square().mean().backward()
+    optimizer.step()
+
+
+def _make(way: str = "plain", **options: Any) -> tuple[DDP, torch.optim.Optimizer]:
+    model = DDP(Net(way), bucket_cap_mb=0.03, **options)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def _differs(rank: int, model: DDP) -> None:
+    with torch.no_grad():
+        model.module.layers[0].weight += 1e-3 * rank
+
+
+def _breaks(rank: int, model: DDP) -> None:
+    Breaks.broken = rank == 1
+
+
+# --- backward passes in a backward pass ---------------------------------------------------------------------------
+
+
+def _fails_in(rank: int, way: str, fault: Callable[[int, DDP], None], options: dict) -> tuple[str, bytes, bytes]:
+    model, optimizer = _make(way, **options)
+    wire = thinwire.compress(model, Breaks(), checks=thinwire.Checks(parity_every=1), **KEEP)
+    for step in range(4):
+        _step(model, optimizer, rank, step)
+    assert wire.step == 3
+    fault(rank, model)
+    before = model.module.layers[2].weight.detach().clone()
+    try:
+        _step(model, optimizer, rank, 4)
+    except (thinwire.PeerFailedError, thinwire.ParityError, ArithmeticError) as error:
+        return type(error).__name__, before, model.module.layers[2].weight.detach()
+    return "nothing", before, before
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["dynamic", "static"])
+@pytest.mark.parametrize("way", ["plain", "checkpoints", "function"])
+@pytest.mark.parametrize(
+    ("fault", "kinds"),
+    [(_breaks, ["PeerFailedError", "ArithmeticError"]), (_differs, ["ParityError", "ParityError"])],
+    ids=["breaks", "differs"],
+)
+def test_an_error_reaches_the_loop_before_a_step(
+    way: str, fault: Callable[[int, DDP], None], kinds: list[str], options: dict
+) -> None:
+    answers = run_ranks(_fails_in, 2, way, fault, options)
+    assert [kind for kind, _, _ in answers] == kinds
+    assert all(torch.equal(before, after) for _, before, after in answers)
+
+
+def _quantized_adam(rank: int, way: str) -> bool:
+    model = DDP(Net(way), bucket_cap_mb=0.03)
+    optimizer = thinwire.optim.QuantizedAdam(model.parameters(), lr=1e-3, warmup=2)
+    thinwire.compress(model, "minmax(bits=4)", optimizer=optimizer, **KEEP)
+    for step in range(6):
+        _step(model, optimizer, rank, step)
+    assert_replicas_identical(model)
+    return True
+
+
+@pytest.mark.parametrize("way", ["checkpoints", "function"])
+def test_quantized_adam_trains_through_nested_passes(way: str) -> None:
+    assert all(run_ranks(_quantized_adam, 2, way))
+
+
+# --- weights that differ between ranks for a while ----------------------------------------------------------------
+
+
+def _sharpness_aware(rank: int) -> int:
+    model, optimizer = _make()
+    wire = thinwire.compress(model, "minmax(bits=8)", checks=thinwire.Checks(parity_every=1), **KEEP)
+    for step in range(4):
+        optimizer.zero_grad()
+        with model.no_sync():
+            model(_batch(rank, step)).square().mean().backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(p.grad, alpha=0.05)
+        optimizer.zero_grad()
+        model(_batch(rank, step)).square().mean().backward()
+        with torch.no_grad():
+            for p, kept in zip(model.parameters(), before, strict=True):
+                p.copy_(kept)
+        optimizer.step()
+    assert_replicas_identical(model)
+    return wire.stats.parity_checks
+
+
+def test_weights_moved_by_each_ranks_own_gradient_and_put_back_are_no_difference() -> None:
+    assert run_ranks(_sharpness_aware, 2) == [4, 4]
+
+
+def _joins(rank: int, kind: str) -> tuple[list[str], int]:
+    model, optimizer = _make()
+    checks = thinwire.Checks(parity_every=1)
+    if kind == "resync":
+        checks = thinwire.Checks(resync_every=2)
+    if kind == "momentum":
+        optimizer = thinwire.optim.QuantizedAdam(model.parameters(), lr=1e-3, warmup=2)
+    spec = "ef(minmax(bits=4))" if kind == "feedback" else "minmax(bits=4)"
+    wire = thinwire.compress(model, spec, optimizer=optimizer if kind == "momentum" else None, checks=checks, **KEEP)
+    assert not accepts_uneven_inputs(model)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with model.join():
+            assert accepts_uneven_inputs(model)
+            for step in range(4 + 3 * rank):
+                _step(model, optimizer, rank, step)
+    assert_replicas_identical(model)
+    return [str(warning.message) for warning in told], wire.step
+
+
+@pytest.mark.parametrize("kind", ["feedback", "momentum", "resync"])
+def test_ranks_may_have_unequal_numbers_of_batches(kind: str) -> None:
+    for told, step in run_ranks(_joins, 2, kind):
+        assert step == 6
+        assert [("resync_every" in text) for text in told] == ([True] if kind == "resync" else [])
+
+
+# --- what a loop leaves out ---------------------------------------------------------------------------------------
+
+
+def _inner_module(model: DDP, step: int) -> tuple[nn.Module, Any]:
+    return model.module, nullcontext()
+
+
+def _never_synchronized(model: DDP, step: int) -> tuple[nn.Module, Any]:
+    return model, model.no_sync()
+
+
+def _as_it_should(model: DDP, step: int) -> tuple[nn.Module, Any]:
+    return model, nullcontext() if step % 2 else model.no_sync()
+
+
+def _one_too_early(model: DDP, step: int) -> tuple[nn.Module, Any]:
+    return model, model.no_sync() if step % 2 else nullcontext()
+
+
+def _told(rank: int, choose: Callable[[DDP, int], tuple[nn.Module, Any]]) -> list[str]:
+    model, optimizer = _make()
+    thinwire.compress(model, "minmax(bits=8)", checks=thinwire.Checks(parity_every=0), **KEEP)
+    other = nn.Linear(2, 2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(16):
+            used, context = choose(model, step)
+            with context:
+                used(_batch(rank, step)).square().mean().backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            # Those of another model are nobody's business.
+            other(torch.ones(2)).sum().backward()
+            torch.optim.SGD(other.parameters(), lr=0.1).step()
+    return [str(warning.message) for warning in told]
+
+
+@pytest.mark.parametrize("choose", [_inner_module, _never_synchronized, _one_too_early])
+def test_steps_whose_gradients_were_not_exchanged_are_said_once(choose: Callable) -> None:
+    for told in run_ranks(_told, 2, choose):
+        assert len(told) == 1
+        assert "SGD has taken 3 steps whose gradients were not exchanged" in told[0]
+        assert "no_sync()" in told[0]
+
+
+def test_gradients_that_are_exchanged_in_the_last_pass_before_a_step_are_nothing_to_say() -> None:
+    assert run_ranks(_told, 2, _as_it_should) == [[], []]
+
+
+def _two_optimizers(rank: int) -> list[str]:
+    model, _ = _make()
+    thinwire.compress(model, "minmax(bits=8)", **KEEP)
+    matrices = torch.optim.SGD([p for p in model.parameters() if p.ndim > 1], lr=0.05)
+    vectors = torch.optim.AdamW([p for p in model.parameters() if p.ndim == 1], lr=0.01)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(6):
+            model(_batch(rank, step)).square().mean().backward()
+            for optimizer in (matrices, vectors):
+                optimizer.step()
+                optimizer.zero_grad()
+    return [str(warning.message) for warning in told]
+
+
+def test_two_optimizers_of_one_model_each_take_a_step() -> None:
+    assert run_ranks(_two_optimizers, 2) == [[], []]
+
+
+def _unfrozen(rank: int, before_compress: bool) -> list[str]:
+    net = Net()
+    net.layers[3].requires_grad_(False)
+    model = DDP(net, bucket_cap_mb=0.03)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if before_compress:
+        net.layers[3].requires_grad_(True)
+    thinwire.compress(model, "minmax(bits=8)", checks=thinwire.Checks(parity_every=0), **KEEP)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(6):
+            net.layers[3].requires_grad_(before_compress or step > 2)
+            _step(model, optimizer, rank, step)
+    return [str(warning.message) for warning in told]
+
+
+@pytest.mark.parametrize("before_compress", [True, False])
+def test_a_layer_that_was_frozen_when_ddp_was_built_is_named(before_compress: bool) -> None:
+    for told in run_ranks(_unfrozen, 2, before_compress):
+        assert len(told) == 1
+        assert "layers.3.weight (2 such)" in told[0]
+        assert "frozen when DistributedDataParallel was built" in told[0]
+
+
+def _another_dtype(rank: int) -> str:
+    model, optimizer = _make()
+    thinwire.compress(model, "minmax(bits=8)", **KEEP)
+    for step in range(3):
+        _step(model, optimizer, rank, step)
+    model.to(torch.bfloat16)
+    with pytest.raises(TypeError) as error:
+        model(_batch(rank, 3).to(torch.bfloat16))
+    return str(error.value)
+
+
+def test_a_model_whose_dtype_changes_after_ddp_was_built_is_refused() -> None:
+    for text in run_ranks(_another_dtype, 2):
+        assert "is torch.bfloat16 by now, and was torch.float32" in text
+
+
+# --- what cannot be compressed is said at once --------------------------------------------------------------------
+
+
+def _python_reducer(rank: int) -> str:
+    torch._dynamo.config.optimize_ddp = "python_reducer"
+    model, _ = _make()
+    with pytest.raises(RuntimeError) as error:
+        thinwire.compress(model, "minmax(bits=8)", **KEEP)
+    return str(error.value)
+
+
+def _optimizers_in_backward(rank: int) -> str:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    net = Net()
+    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.05})
+    with pytest.raises(RuntimeError) as error:
+        thinwire.compress(DDP(net), "minmax(bits=8)", **KEEP)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "name"),
+    [(_python_reducer, 'optimize_ddp = "python_reducer"'), (_optimizers_in_backward, "_apply_optimizer_in_backward")],
+)
+def test_ways_to_train_that_have_no_buckets_are_refused_by_name(attempt: Callable[[int], str], name: str) -> None:
+    for text in run_ranks(attempt, 2):
+        assert name in text
+
+
+# --- states between two steps -------------------------------------------------------------------------------------
+
+
+def _saves_before_the_step(rank: int) -> str:
+    model, _ = _make()
+    optimizer = thinwire.optim.QuantizedAdam(model.parameters(), lr=1e-3, warmup=2)
+    wire = thinwire.compress(model, "minmax(bits=4)", optimizer=optimizer, **KEEP)
+    for step in range(4):
+        _step(model, optimizer, rank, step)
+        wire.state_dict()
+    optimizer.zero_grad()
+    model(_batch(rank, 4)).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(RuntimeError) as error:
+        wire.state_dict()
+    optimizer.step()
+    wire.state_dict()
+    model(_batch(rank, 5)).square().mean().backward()
+    optimizer.zero_grad()
+    wire.state_dict()
+    return str(error.value)
+
+
+def test_a_state_between_backward_and_step_is_refused_where_the_step_decides_what_is_kept() -> None:
+    for text in run_ranks(_saves_before_the_step, 2):
+        assert "save the state after optimizer.step()" in text
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+def _held(rank: int, spec: str) -> tuple[list[int], int]:
+    net = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(8)])
+    model = DDP(net, bucket_cap_mb=0.1)
+    wire = thinwire.compress(model, spec, **KEEP)
+    slots = []
+    for _ in range(4):
+        model.zero_grad()
+        model(torch.randn(4, 128)).square().mean().backward()
+        slots.append(wire._engine.slots.num_bytes)
+        assert len(wire._engine.routes) == len(wire._engine.present_routes())
+    dist.barrier()
+    return slots, wire.memory
+
+
+@pytest.mark.parametrize(
+    "spec", ["ef(minmax(bits=4))", "ef(minmax(bits=4), bits=8)", "powersgd(rank=2)", "minmax(bits=4)"]
+)
+def test_state_takes_what_was_foreseen_also_when_ddp_rebuilds_its_buckets(spec: str) -> None:
+    for slots, foreseen in run_ranks(_held, 2, spec):
+        assert slots == [foreseen] * 4
