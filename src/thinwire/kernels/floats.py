@@ -316,7 +316,7 @@ def int_round(
     limit = _not_above(min(int(clip), _CLIPS[out.dtype]))
     if not native.computes(x):
         return torch_or_triton(x).int_round(x, table, alphas, out, clip=limit, key=key, nearest=nearest)
-    clipped = torch.empty(len(table), dtype=torch.int64)
+    clipped = torch.empty(len(table), dtype=torch.int64, device="cpu")
     to = alphas.data_ptr(), out.data_ptr(), out.element_size()
     native.core().int_round(*native.source(x, table), *to, limit, key & MASK64, nearest, clipped.data_ptr())
     return clipped

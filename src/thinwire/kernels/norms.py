@@ -35,8 +35,9 @@ def square_sums(vectors: Sequence[Tensor]) -> Tensor:
     """Return ``‖x‖²`` of tensors of any shape on one device: [tensors], fp64."""
     flat = [x.reshape(-1) for x in vectors]
     if not flat or not _computed_natively(flat):
-        return torch.stack([_square_sum(x) for x in flat]) if flat else torch.zeros(0, dtype=torch.float64)
-    out = torch.empty(len(flat), dtype=torch.float64)
+        none = torch.zeros(0, dtype=torch.float64, device="cpu")
+        return torch.stack([_square_sum(x) for x in flat]) if flat else none
+    out = torch.empty(len(flat), dtype=torch.float64, device="cpu")
     arguments: list[int] = []
     for i, x in enumerate(flat):
         numel = x.numel()
@@ -52,9 +53,9 @@ def signed_sums(vectors: Sequence[Tensor], ways: Sequence[SignedSum]) -> Tensor:
     """
     if not vectors or not _computed_natively(vectors):
         sums = [_signed_sum(vector, way) for vector, way in zip(vectors, ways, strict=True)]
-        return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.float64)
-    out = torch.empty(sum(way.size for way in ways), dtype=torch.float64)
-    runs = torch.tensor([run for way in ways for run in way.runs], dtype=torch.int64)
+        return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.float64, device="cpu")
+    out = torch.empty(sum(way.size for way in ways), dtype=torch.float64, device="cpu")
+    runs = torch.tensor([run for way in ways for run in way.runs], dtype=torch.int64, device="cpu")
     arguments: list[int] = []
     to, of_runs = out.data_ptr(), runs.data_ptr()
     for vector, way in zip(vectors, ways, strict=True):

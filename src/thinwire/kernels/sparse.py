@@ -97,7 +97,7 @@ def _pick(
     x: Tensor, start: int, numel: int, k: int, least: int, sample: Sample, *, partial: bool, sampled: bool
 ) -> tuple[Tensor, Tensor, int, bool]:
     """Return the native core's choice: indices, values, how many reached the threshold, and whether all is finite."""
-    indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
+    indices, values = torch.empty(k, dtype=torch.int32, device="cpu"), torch.empty(k, dtype=torch.float32, device="cpu")
     span = x.data_ptr(), CODES[x.dtype], start, numel
     to = indices.data_ptr(), values.data_ptr()
     count, total, finite = native.core().pick(*span, k, least, partial, sampled, *sample, *to)
@@ -120,7 +120,8 @@ def select_threshold(
         raise ValueError(f"capacity must not be negative, got {capacity}")
     if not native.computes(x):
         return torch_or_triton(x).select_threshold(x[start : start + numel], threshold, capacity)
-    room, least = min(capacity, numel), int(magnitudes(torch.tensor([threshold]))) + 1
+    room, limit = min(capacity, numel), torch.tensor([threshold], dtype=torch.float32, device="cpu")
+    least = int(magnitudes(limit)) + 1
     indices, values, total, finite = _pick(x, start, numel, room, least, NO_SAMPLE, partial=True, sampled=False)
     return indices, values, finite, max(0, total - room)
 
@@ -133,7 +134,7 @@ def abs_histogram(x: Tensor, start: int, numel: int) -> Tensor:
     _check_span("x", x, start, numel)
     if not native.computes(x):
         return torch_or_triton(x).abs_histogram(x[start : start + numel])
-    counts = torch.empty(BINS, dtype=torch.int32)
+    counts = torch.empty(BINS, dtype=torch.int32, device="cpu")
     native.core().abs_histogram(x.data_ptr(), CODES[x.dtype], start, numel, counts.data_ptr())
     return counts
 
@@ -187,7 +188,7 @@ def unpack_indices(message: Tensor, at: int, numel: int, k: int) -> Tensor:
     bitmap = packs_bitmap(numel, k)
     if not native.computes(message):
         return torch_or_triton(message).unpack_indices(message, at, numel, k, bitmap)
-    indices = torch.empty(k, dtype=torch.int32)
+    indices = torch.empty(k, dtype=torch.int32, device="cpu")
     count = native.core().unpack_indices(message.data_ptr() + at, numel, k, bitmap, indices.data_ptr())
     return indices if count == k else indices[:count]
 

@@ -69,7 +69,7 @@ def spectrum_encode(
     """
     _check_values("x", x, table, x)
     _check_received(table, Received(message, parts), x, block, tuple(kept))
-    tops = torch.zeros(len(table.segments))
+    tops = torch.zeros(len(table.segments), dtype=torch.float32, device="cpu")
     if native.computes(x) and _transforms(block):
         where = message.data_ptr(), parts.data_ptr(), *_blocks(table, block, kept)
         native.core().spectrum_encode(*native.source(x, table), *where, tops.data_ptr())
@@ -108,7 +108,7 @@ def spectrum_decode(
     _check_values("y", y, table, y)
     for sent in received:
         _check_received(table, sent, y, block, tuple(kept))
-    tops = torch.zeros(len(table.segments))
+    tops = torch.zeros(len(table.segments), dtype=torch.float32, device="cpu")
     if native.computes(y) and _transforms(block):
         messages = (pointer for sent in received for pointer in (sent.message.data_ptr(), sent.parts.data_ptr()))
         where = *_blocks(table, block, kept), tops.data_ptr()
@@ -170,7 +170,7 @@ def _transforms(block: int) -> bool:
 
 def _blocks(table: Table, block: int, kept: Sequence[int]) -> tuple[int, int, int]:
     """Return arguments of the native core: the size of blocks, their roots of unity, how many components are kept."""
-    counts = table.kept(("counts", *kept), lambda: torch.tensor(kept, dtype=torch.int64))
+    counts = table.kept(("counts", *kept), lambda: torch.tensor(kept, dtype=torch.int64, device="cpu"))
     return block, _roots(block).data_ptr(), counts.data_ptr()
 
 
@@ -181,6 +181,6 @@ def _roots(block: int) -> Tensor:
     The core gets their address: of threads that ask for a block at the same time, all must get the tensor that is kept.
     """
     if block not in _ROOTS:
-        angle = torch.arange(block, dtype=torch.float64) * (-2 * math.pi / block)
+        angle = torch.arange(block, dtype=torch.float64, device="cpu") * (-2 * math.pi / block)
         _ROOTS.setdefault(block, torch.stack((angle.cos(), angle.sin())).float().contiguous())
     return _ROOTS[block]

@@ -132,9 +132,11 @@ class Table:
         """
         key = (device, size, each)
         if key not in self._pieces:
-            counts = torch.tensor([-(-row.numel // size) * each for row in self.segments], dtype=torch.int64)
-            rows = torch.repeat_interleave(torch.arange(len(counts)), counts)
-            inside = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+            counts = torch.tensor(
+                [-(-row.numel // size) * each for row in self.segments], dtype=torch.int64, device="cpu"
+            )
+            rows = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int64, device="cpu"), counts)
+            inside = torch.arange(len(rows), dtype=torch.int64, device="cpu") - (counts.cumsum(0) - counts)[rows]
             self._pieces[key] = torch.stack((rows, inside), dim=1).to(device)
         return self._pieces[key]
 
@@ -142,7 +144,9 @@ class Table:
         """For each segment the number of buckets before it (int64, on ``device``), and that of all. Made once."""
         key = (device, bucket)
         if key not in self._firsts:
-            counts = torch.tensor([num_buckets(row.numel, bucket) for row in self.segments], dtype=torch.int64)
+            counts = torch.tensor(
+                [num_buckets(row.numel, bucket) for row in self.segments], dtype=torch.int64, device="cpu"
+            )
             self._firsts[key] = (counts.cumsum(0) - counts).to(device), int(counts.sum())
         return self._firsts[key]
 
