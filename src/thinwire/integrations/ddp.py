@@ -145,7 +145,7 @@ class _Hook:
         as they are, None after ``zero_grad()``, whatever has arrived for them."""
         if not self._finds_unused or self.wire is None or not self.wire.attached or self.momentum is not None:
             return
-        nothing = torch.zeros(())
+        nothing = torch.zeros((), dtype=torch.float32, device="cpu")
         self.wire.on_partial_use({name: nothing for p, name in self.names.items() if p.grad is None})
 
     def _mean_of_sketches(self) -> Reduced | None:
@@ -239,7 +239,9 @@ class _Hook:
         if self.grad_scaler and wire and wire.device is not None and training:
             # Asked for later, in the middle of backward, it would make the host wait for what backward did so far.
             self._loss_scale_readback = AsyncReadback()
-            self._loss_scale_readback.note(self.grad_scaler.scale(torch.ones((), device=wire.device)))
+            self._loss_scale_readback.note(
+                self.grad_scaler.scale(torch.ones((), dtype=torch.float32, device=wire.device))
+            )
         if not (self.resync and wire and wire.attached and training) or wire.step == self._resynced:
             return
         if wire.step >= 0 and (wire.step + 1) % self.resync == 0:
@@ -532,7 +534,7 @@ def _transport(
     add_streams(host, group, 1 if options.simulate else network.streams)
     transport = with_shared_memory(host, timeout, "group" if options.simulate else network.transport)
     if network.aggregator is not None and not options.simulate and transport.world_size > 1:
-        session = torch.tensor([session_number()])
+        session = torch.tensor([session_number()], dtype=torch.int64, device="cpu")
         transport.broadcast(session)
         transport.aggregator = AggregatorClient(
             network.aggregator,
