@@ -196,7 +196,7 @@ class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
             alphas = self._unscaled(scales, call)
             norms = self._receive(y, parts, scales, finite, call)
             ends = [where.start + piece.numel + 1 for piece, where in parts]
-            growths = torch.stack([(buffer[end : end + _GROWTHS] > 0).sum() for end in ends])
+            growths = torch.stack([(buffer[end : end + _GROWTHS] > 0).sum(dtype=torch.float32) for end in ends])
             longest = self.sizes(parts, norms.device) * 16.0**growths / (2 * self.num_ranks * alphas**2)
             least = torch.where(growths > 0, longest, 0.0)
             self._follow(torch.where(finite, norms, math.nan), [piece.name for piece, _ in parts], state, least)

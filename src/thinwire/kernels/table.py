@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from thinwire.kernels import native
 from thinwire.kernels.format import ALIGN, GROUP, Format, bucketed_bytes, bucketed_grain, check_format, num_buckets
 
 LIMIT = 2**62
@@ -62,7 +63,7 @@ class Table:
         self.largest = max((row.numel for row in self.segments), default=0)
         self.num_elements = max((row.start + row.numel for row in self.segments if row.numel), default=0)
         """A tensor must have at least this many elements to hold all segments."""
-        self.pointer = self.rows.data_ptr()
+        self.pointer = native.address("rows", self.rows, torch.int64, self.rows.numel())
         self._extents: dict[Format, Extent] = {}
         self._copies: dict[torch.device, Tensor] = {}
         self._pieces: dict[tuple[torch.device, int, int], Tensor] = {}
