@@ -107,7 +107,7 @@ class CentreTable:
         return {
             "values": self._values.clone(),
             "counts": self._counts.clone(),
-            "ready": torch.tensor([self._ready], dtype=torch.bool, device="cpu"),
+            "ready": torch.tensor([self._ready], dtype=torch.int64, device="cpu"),
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

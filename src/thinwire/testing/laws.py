@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -305,6 +306,28 @@ def what_is_not_sent_is_kept(compressor: Compressor) -> None:
     assert float((expected - state.now["residual"]).abs().max()) <= 1e-4 * largest
 
 
+def defaults_of_pytorch_change_nothing(compressor: Compressor) -> None:
+    """``torch.set_default_dtype`` and ``torch.set_default_device`` are the user's: they change no value and no byte."""
+    x = _sample(4100).view(82, 50)
+    expected = compressor.roundtrip(x, key=5)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        with _defaults(dtype, "meta"):
+            assert torch.equal(compressor.roundtrip(x, key=5), expected), f"with {dtype} as the default"
+            for law in (reduce_is_the_encoded_mean, mean_is_that_of_what_was_sent, what_is_not_sent_is_kept):
+                law(compressor)
+
+
+@contextmanager
+def _defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 LAWS: tuple[Callable[[Compressor], None], ...] = (
     spec_gives_it_back,
     size_is_known_beforehand,
@@ -320,4 +343,5 @@ LAWS: tuple[Callable[[Compressor], None], ...] = (
     reduce_is_the_encoded_mean,
     mean_is_that_of_what_was_sent,
     what_is_not_sent_is_kept,
+    defaults_of_pytorch_change_nothing,
 )
