@@ -47,6 +47,53 @@ def test_rules_of_the_house(path: Path) -> None:
         assert not private, "private PyTorch names belong into compat.py"
 
 
+# fmt: off
+FACTORIES = {
+    "arange", "as_tensor", "asarray", "bartlett_window", "blackman_window", "empty", "empty_permuted",
+    "empty_strided", "eye", "from_file", "frombuffer", "full", "hamming_window", "hann_window", "kaiser_window",
+    "linspace", "logspace", "normal", "ones", "rand", "randint", "randn", "randperm", "range", "scalar_tensor",
+    "sparse_coo_tensor", "sparse_csr_tensor", "tensor", "tril_indices", "triu_indices", "zeros", "fft.fftfreq",
+    "fft.rfftfreq", "Tensor", "FloatTensor",
+}
+# fmt: on
+"""What of `torch` makes a tensor out of none. What is made like another tensor has its dtype and its device."""
+
+ON_THE_HOST = {"frombuffer", "from_file"}
+"""Those that take no device, or none but the CPU."""
+
+
+def unnamed(source: str) -> Iterator[str]:
+    """What is left to PyTorch's defaults, which belong to the user: dtypes and devices that a file does not name."""
+    for node in ast.walk(ast.parse(source)):
+        name = ast.unparse(node.func).removeprefix("torch.") if isinstance(node, ast.Call) else ""
+        if name in FACTORIES and ast.unparse(node.func) != name:
+            wanted = {"dtype"} if name in ON_THE_HOST else {"dtype", "device"}
+            missing = wanted - {keyword.arg for keyword in node.keywords}
+            yield from (f"line {node.lineno}: torch.{name} without {argument}=" for argument in sorted(missing))
+        if name == "get_default_dtype" or (name == "finfo" and not (node.args or node.keywords)):
+            yield f"line {node.lineno}: torch.{name}()"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_nothing_is_left_to_the_default_dtype_or_device(path: Path) -> None:
+    assert list(unnamed(path.read_text())) == []
+
+
+def test_a_dtype_or_a_device_that_is_not_named_is_found() -> None:
+    source = "torch.empty(3, dtype=a)\ntorch.tensor(1.0)\nx.new_zeros(3)\ntorch.frombuffer(b, dtype=a)\nempty(3)"
+    assert [line.removeprefix("line ") for line in unnamed(source)] == [
+        "1: torch.empty without device=",
+        "2: torch.tensor without device=",
+        "2: torch.tensor without dtype=",
+    ]
+
+
+def test_the_core_gets_no_address_that_was_not_checked() -> None:
+    """Those that GPU kernels take say how messages are aligned, and nothing else."""
+    taking = [path.name for path in FILES if path.parent.name == "kernels" and "data_ptr(" in path.read_text()]
+    assert taking == ["gpu_launch.py", "gpu_sparse.py", "native.py"]
+
+
 PRIVATE_IN_TESTS = {
     "_exit": "of os",
     "_asdict": "of named tuples",

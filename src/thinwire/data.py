@@ -55,7 +55,7 @@ def with_upcoming(loader: Iterable[tuple[Tensor, Any]]) -> Iterator[Step]:
             yield Step(*before, ids)
         before = ids, batch
     if before is not None:
-        yield Step(*before, torch.empty(0, dtype=torch.int64))
+        yield Step(*before, torch.empty(0, dtype=torch.int64, device="cpu"))
 
 
 class Share(Sampler[int]):
@@ -78,7 +78,9 @@ class Share(Sampler[int]):
             raise ValueError(f"replica must be between 0 and {num_replicas - 1}, not {replica}")
         if len(dataset) < num_replicas:
             raise ValueError(f"{len(dataset)} samples cannot be shared by {num_replicas} replicas")
-        dealt = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
+        dealt = torch.randperm(
+            len(dataset), generator=torch.Generator().manual_seed(seed), dtype=torch.int64, device="cpu"
+        )
         self.samples = dealt[replica::num_replicas]
         """Ids of the share: shape (samples,)."""
         self._seed = seed
@@ -93,4 +95,5 @@ class Share(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch + 1)
-        return iter(self.samples[torch.randperm(len(self.samples), generator=generator)].tolist())
+        order = torch.randperm(len(self.samples), generator=generator, dtype=torch.int64, device="cpu")
+        return iter(self.samples[order].tolist())

@@ -134,7 +134,7 @@ class Stopwatch:
 def _greatest(value: float) -> float:
     """The greatest of all ranks' values, after one round trip."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    values = [torch.tensor([value], dtype=torch.float64) for _ in range(num_ranks)]
+    values = [torch.tensor([value], dtype=torch.float64, device="cpu") for _ in range(num_ranks)]
     peers = [peer for peer in range(num_ranks) if peer != rank]
     works = [dist.irecv(values[peer], peer) for peer in peers] + [dist.isend(values[rank], peer) for peer in peers]
     for work in works:
@@ -153,8 +153,8 @@ def sent_on_interface() -> int:
 
 
 def _gather(value: float) -> list[float]:
-    out = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
-    dist.all_gather(out, torch.tensor([value], dtype=torch.float64))
+    out = [torch.zeros(1, dtype=torch.float64, device="cpu") for _ in range(dist.get_world_size())]
+    dist.all_gather(out, torch.tensor([value], dtype=torch.float64, device="cpu"))
     return [float(v) for v in out]
 
 
@@ -164,7 +164,7 @@ def same_everywhere(x: Tensor) -> bool:
 
 
 def _gradient(rank: int, numel: int) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float32, device="cpu")
 
 
 def _checked(method: Method, gradient: Tensor, exact: Tensor, ranks_per_node: int) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def contest(numel: int, config: dict[str, Any], transports: dict[str, Transport]
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     gradient = _gradient(rank, numel)
     # Every rank computes all gradients itself, so that checks send nothing over the link.
-    exact = torch.zeros(numel, dtype=torch.float64)
+    exact = torch.zeros(numel, dtype=torch.float64, device="cpu")
     for other in range(num_ranks):
         exact += _gradient(other, numel)
     exact = (exact / num_ranks).float()

@@ -119,8 +119,11 @@ def _missing() -> str:
 
 def compressors(device: torch.device, numel: int, repeats: int) -> list[Row]:
     """A copy, and each compressor's encoding and decoding."""
-    x = [torch.randn(numel, generator=torch.Generator().manual_seed(i)).to(device) for i in range(_ROTATED)]
-    y = [torch.zeros(numel, device=device) for _ in range(_ROTATED)]
+    x = [
+        torch.randn(numel, generator=torch.Generator().manual_seed(i), dtype=torch.float32, device="cpu").to(device)
+        for i in range(_ROTATED)
+    ]
+    y = [torch.zeros(numel, dtype=torch.float32, device=device) for _ in range(_ROTATED)]
     rows = [_row("copy_", device, repeats, lambda i: y[i].copy_(x[i]))]
     for spec in SPECS:
         rows += _coded(spec, x, y, device, repeats)
@@ -220,7 +223,9 @@ def _stream(device: torch.device) -> AbstractContextManager[object]:
 def step_seconds(layout: Layout, transport: DeviceTransport, repeats: int) -> list[float]:
     """One rank's all-reduces: the first, for which kernels are compiled, does not count."""
     device = transport.device
-    x = torch.randn(layout.numel, generator=torch.Generator().manual_seed(transport.rank)).to(device)
+    x = torch.randn(
+        layout.numel, generator=torch.Generator().manual_seed(transport.rank), dtype=torch.float32, device="cpu"
+    ).to(device)
     buffers = DeviceBuffers.allocate(layout, transport.rank, device)
     shapes = {layer.name: layer.shape for layer in layout.layers}
     state = State.fresh(layout.slots, layout.numel, 1.0, shapes, device=device) if layout.slots else None

@@ -58,13 +58,17 @@ class Buffers:
 
     def __init__(self, numel: int) -> None:
         self.numel = numel
-        self.table = core.Table(torch.tensor([[0, numel, 0, 0, core.site_id("bench")]]))
-        self.x = [torch.randn(numel) for _ in range(_ROTATED)]
-        self.y = [torch.zeros(numel) for _ in range(_ROTATED)]
+        self.table = core.Table(
+            torch.tensor([[0, numel, 0, 0, core.site_id("bench")]], dtype=torch.int64, device="cpu")
+        )
+        self.x = [torch.randn(numel, dtype=torch.float32, device="cpu") for _ in range(_ROTATED)]
+        self.y = [torch.zeros(numel, dtype=torch.float32, device="cpu") for _ in range(_ROTATED)]
         self.bf16 = [x.bfloat16() for x in self.x]
 
     def messages(self, form: Format) -> list[Tensor]:
-        made = [torch.zeros(core.bucketed_bytes(self.numel, form), dtype=torch.uint8) for _ in range(_ROTATED)]
+        made = [
+            torch.zeros(core.bucketed_bytes(self.numel, form), dtype=torch.uint8, device="cpu") for _ in range(_ROTATED)
+        ]
         for x, message in zip(self.x, made, strict=True):
             core.bucketed_encode(x, self.table, message, form, key=1)
         return made
@@ -188,7 +192,7 @@ def _format_cases(at: Buffers, form: Format) -> list[Case]:
 
 def _feedback(at: Buffers, form: Format) -> list[Case]:
     """Error feedback in one pass, and with torch's additions and subtractions around the kernels."""
-    sent, now, later = at.messages(form), [0.1 * x for x in at.x], [torch.zeros(at.numel) for _ in at.x]
+    sent, now, later = at.messages(form), [0.1 * x for x in at.x], [torch.zeros_like(x) for x in at.x]
 
     def fused(i: int) -> None:
         core.bucketed_encode(at.x[i], at.table, sent[i], form, key=i, residual=core.Residual(now[i], later[i]))
@@ -261,13 +265,13 @@ def _torch_reference(form: Format) -> list[Case]:
 
 def _other_cases(x: list[Tensor], y: list[Tensor]) -> list[_Row]:
     """Floats, integers, levels, selection and indices. ``x`` and ``y`` are fp32 tensors of one size that take turns."""
-    spans = core.Table(torch.tensor([[0, x[0].numel(), 0, 0, core.site_id("bench")]]))
+    spans = core.Table(torch.tensor([[0, x[0].numel(), 0, 0, core.site_id("bench")]], dtype=torch.int64, device="cpu"))
     coded = _floats(x, y, spans) + _integers(x, y, spans) + _levels(x, y, spans) + _magnitudes(x, y, spans)
     return coded + _selection(x, y) + _spectra(x, y)
 
 
 def _messages(x: list[Tensor], num_bytes: int) -> list[Tensor]:
-    return [torch.zeros(num_bytes, dtype=torch.uint8) for _ in x]
+    return [torch.zeros(num_bytes, dtype=torch.uint8, device="cpu") for _ in x]
 
 
 def _floats(x: list[Tensor], y: list[Tensor], spans: core.Table) -> list[_Row]:
@@ -285,7 +289,7 @@ def _floats(x: list[Tensor], y: list[Tensor], spans: core.Table) -> list[_Row]:
 
 
 def _rangefloat(x: list[Tensor], y: list[Tensor], spans: core.Table, bits: int, mantissa: int) -> list[_Row]:
-    params = torch.tensor([[4.0, float(mantissa)]])
+    params = torch.tensor([[4.0, float(mantissa)]], dtype=torch.float32, device="cpu")
     sent = _messages(x, core.rangefloat_bytes(x[0].numel(), bits))
 
     def encode(i: int, rounding: str = "nearest") -> None:
@@ -301,8 +305,8 @@ def _rangefloat(x: list[Tensor], y: list[Tensor], spans: core.Table, bits: int, 
 
 
 def _integers(x: list[Tensor], y: list[Tensor], spans: core.Table) -> list[_Row]:
-    one = torch.tensor([10.0])
-    out = [torch.zeros(v.numel(), dtype=torch.int8) for v in x]
+    one = torch.tensor([10.0], dtype=torch.float32, device="cpu")
+    out = [torch.zeros(v.numel(), dtype=torch.int8, device="cpu") for v in x]
     return [
         ("round to int8", lambda i: core.int_round(x[i], spans, one, out[i], clip=63, key=i)),
         ("round to int8, nearest", lambda i: core.int_round(x[i], spans, one, out[i], clip=63, nearest=True)),
@@ -312,7 +316,7 @@ def _integers(x: list[Tensor], y: list[Tensor], spans: core.Table) -> list[_Row]
 
 def _levels(x: list[Tensor], y: list[Tensor], spans: core.Table) -> list[_Row]:
     bits, bucket = 4, 128
-    levels = torch.linspace(0, 1, 16).view(1, -1)
+    levels = torch.linspace(0, 1, 16, dtype=torch.float32, device="cpu").view(1, -1)
     sent = _messages(x, core.levels_bytes(x[0].numel(), bits, bucket))
     for values, message in zip(x, sent, strict=True):
         core.levels_encode(values, spans, message, levels, bits=bits, bucket=bucket)
@@ -324,7 +328,7 @@ def _levels(x: list[Tensor], y: list[Tensor], spans: core.Table) -> list[_Row]:
 
 def _magnitudes(x: list[Tensor], y: list[Tensor], spans: core.Table) -> list[_Row]:
     form: dict[str, Any] = {"bits": 2, "bucket": 128}
-    magnitudes = torch.tensor(MAGNITUDES[2])
+    magnitudes = torch.tensor(MAGNITUDES[2], dtype=torch.float32, device="cpu")
     sent = _messages(x, core.magnitudes_bytes(x[0].numel(), **form))
     for values, message in zip(x, sent, strict=True):
         core.magnitudes_encode(values, spans, message, magnitudes, **form)
@@ -357,7 +361,7 @@ def _topk(x: list[Tensor], k: int, name: str) -> list[_Row]:
 def _indices(x: list[Tensor], y: list[Tensor], k: int) -> list[_Row]:
     numel = x[0].numel()
     indices, values, _ = core.select_topk(x[0], 0, numel, k)
-    message = torch.zeros(core.index_bytes(numel, k), dtype=torch.uint8)
+    message = torch.zeros(core.index_bytes(numel, k), dtype=torch.uint8, device="cpu")
     core.pack_indices(indices, numel, k, message, 0)
     return [
         ("indices, pack, 1 %", lambda i: core.pack_indices(indices, numel, k, message, 0)),

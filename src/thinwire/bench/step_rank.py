@@ -46,7 +46,7 @@ def measure(
     measured, batch = [], batches[0]
     for batch in batches:
         measured.append(_measure(contest, batch, rounds, steps))
-        reached = torch.tensor(measured[-1]["share"]["fp32"])
+        reached = torch.tensor(measured[-1]["share"]["fp32"], dtype=torch.float32, device="cpu")
         dist.broadcast(reached, 0)
         if float(reached) >= target:
             break

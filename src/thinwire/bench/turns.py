@@ -25,7 +25,9 @@ def gpt(cap_mb: float, group: dist.ProcessGroup | None = None) -> DistributedDat
 def token_batch(batch: int) -> Tensor:
     """``[batch, context + 1]`` random tokens, different on each rank."""
     generator = torch.Generator().manual_seed(dist.get_rank())
-    return torch.randint(0, _VOCABULARY, (batch, GPTConfig().context + 1), generator=generator)
+    return torch.randint(
+        0, _VOCABULARY, (batch, GPTConfig().context + 1), generator=generator, dtype=torch.int64, device="cpu"
+    )
 
 
 def backward(model: nn.Module, tokens: Tensor) -> None:
@@ -69,7 +71,7 @@ class Turns:
         started = time.perf_counter()
         for _ in range(steps):
             self.step(name, tokens)
-        mine = torch.tensor((time.perf_counter() - started) / steps)
+        mine = torch.tensor((time.perf_counter() - started) / steps, dtype=torch.float32, device="cpu")
         dist.all_reduce(mine, op=dist.ReduceOp.MAX)
         return float(mine)
 

@@ -30,7 +30,7 @@ def gather_buffers(layout: Layout, transport: Transport) -> Buffers:
     buffers.ahead = ()
     if any(chunk.bounded for chunk in layout.gathered):
         size = layout.gathered[0].message_bytes
-        buffers.work = [torch.zeros(size, dtype=torch.uint8) for _ in range(layout.world_size)]
+        buffers.work = [torch.zeros(size, dtype=torch.uint8, device="cpu") for _ in range(layout.world_size)]
     return buffers
 
 

@@ -183,7 +183,7 @@ class _LoopbackWorld:
     def __init__(self, size: int, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.barrier = threading.Barrier(size)
-        self.given: list[tuple[Tensor, list[int]]] = [(torch.empty(0), [])] * size
+        self.given: list[tuple[Tensor, list[int]]] = [(torch.empty(0, dtype=torch.float32, device="cpu"), [])] * size
         self.ready: list[torch.cuda.Event | None] = [None] * size
         self.taken: list[torch.cuda.Event | None] = [None] * size
 

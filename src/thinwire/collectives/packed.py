@@ -21,7 +21,7 @@ class PackedSum(ABC):
     def __init__(self, s: Sum, device: torch.device | None = None) -> None:
         assert s.packed is not None
         self._packed = s.packed
-        self._values = torch.zeros(s.packed.spread_numel(s.numel), device=device)
+        self._values = torch.zeros(s.packed.spread_numel(s.numel), dtype=torch.float32, device=device)
         """The integers as the kernels take them: fp32, in buckets."""
 
     @property

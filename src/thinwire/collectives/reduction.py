@@ -303,7 +303,7 @@ class _Run:
     def _mean_message(self, k: int) -> Tensor:
         if self.layout.world_size > 1:
             return self.exchange.outgoing(len(self.layout.chunks) + k)
-        return torch.empty(self.layout.chunks[k].message_bytes, dtype=torch.uint8)
+        return torch.empty(self.layout.chunks[k].message_bytes, dtype=torch.uint8, device="cpu")
 
     def _send_mean_message(self, k: int) -> None:
         if self.layout.world_size > 1:

@@ -225,7 +225,7 @@ def share(transport: Transport, num_bytes: int, others: Mapping[int, int]) -> tu
         mine = Segment(num_bytes) if num_bytes else None
     except SharedMemoryError as error:
         problem = error
-    tickets = transport.all_gather(mine.ticket if mine else torch.zeros(TICKET_BYTES, dtype=torch.uint8))
+    tickets = transport.all_gather(mine.ticket if mine else torch.zeros(TICKET_BYTES, dtype=torch.uint8, device="cpu"))
     try:
         # A rank whose ticket is empty reports its own failure.
         for rank in [rank for rank in others if problem is None and tickets[rank].any()]:
@@ -233,7 +233,7 @@ def share(transport: Transport, num_bytes: int, others: Mapping[int, int]) -> tu
             mapped[rank] = Shared(Segment.from_ticket(tickets[rank], others[rank]).memory, process)
     except SharedMemoryError as error:
         problem = error
-    failed = transport.all_gather(torch.tensor([problem is not None]))[:, 0].tolist()
+    failed = transport.all_gather(torch.tensor([problem is not None], dtype=torch.bool, device="cpu"))[:, 0].tolist()
     if mine is not None:
         mine.close()
     if any(failed):
@@ -241,7 +241,7 @@ def share(transport: Transport, num_bytes: int, others: Mapping[int, int]) -> tu
         why = f": {problem}" if problem else ""
         text = f"ranks {ranks} could not share memory with the other ranks of their node{why}"
         raise SharedMemoryError(text) from problem
-    return mine.memory if mine else torch.empty(0, dtype=torch.uint8), mapped
+    return mine.memory if mine else torch.empty(0, dtype=torch.uint8, device="cpu"), mapped
 
 
 def await_word(

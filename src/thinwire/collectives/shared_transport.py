@@ -176,7 +176,9 @@ class SharedMemoryTransport(Transport):
     def _find_node(self, identity: Tensor, strict: bool) -> frozenset[int]:
         """Return the ranks with which this one shares memory, itself included; empty if it cannot."""
         why = unavailable()
-        rows = self._inner.all_gather(torch.cat([identity, torch.tensor([why is not None], dtype=torch.uint8)]))
+        rows = self._inner.all_gather(
+            torch.cat([identity, torch.tensor([why is not None], dtype=torch.uint8, device="cpu")])
+        )
         without = [rank for rank, row in enumerate(rows) if row[-1]]
         numbers = number_nodes([bytes(row.tolist()) for row in rows])
         able = [number for rank, number in enumerate(numbers) if rank not in without]

@@ -327,7 +327,7 @@ def receivable_ahead(
 
 def room(message: Outgoing) -> Tensor:
     """A buffer for a message, in private memory."""
-    return torch.zeros(message.num_bytes, dtype=torch.uint8)
+    return torch.zeros(message.num_bytes, dtype=torch.uint8, device="cpu")
 
 
 class PendingWork:
@@ -609,7 +609,9 @@ class LoopbackTransport(Transport):
 class _LoopbackWorld:
     def __init__(self, size: int, timeout_s: float) -> None:
         self.size, self.timeout_s = size, timeout_s
-        self.lanes = [(threading.Barrier(size), [torch.empty(0)] * size) for _ in range(2)]
+        self.lanes = [
+            (threading.Barrier(size), [torch.empty(0, dtype=torch.float32, device="cpu")] * size) for _ in range(2)
+        ]
         self._lock = threading.Lock()
         self._mailboxes: dict[tuple[int, int, int], queue.SimpleQueue[Tensor]] = {}
 

@@ -83,12 +83,14 @@ def draw_offsets(num_tokens: int, *, steps: int, num_ranks: int, batch: int, con
     Every variant of a comparison draws the same windows; every rank takes its own column.
     """
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(num_tokens - context, (steps, num_ranks, batch), generator=generator)
+    return torch.randint(
+        num_tokens - context, (steps, num_ranks, batch), generator=generator, dtype=torch.int64, device="cpu"
+    )
 
 
 def windows(tokens: Tensor, offsets: Tensor, context: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets (the next byte) for windows that start at ``offsets``: two ``int64 [batch, context]``."""
-    picked = tokens[offsets.unsqueeze(1) + torch.arange(context + 1)].long()
+    picked = tokens[offsets.unsqueeze(1) + torch.arange(context + 1, dtype=torch.int64, device="cpu")].long()
     return picked[:, :-1], picked[:, 1:]
 
 
@@ -100,4 +102,4 @@ def even_offsets(num_tokens: int, *, count: int, context: int) -> Tensor:
     stride = (num_tokens - 1) // count
     if stride < context:
         raise ValueError(f"{num_tokens} tokens do not hold {count} windows of {context} without overlap")
-    return torch.arange(count) * stride
+    return torch.arange(count, dtype=torch.int64, device="cpu") * stride

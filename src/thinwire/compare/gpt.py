@@ -32,8 +32,8 @@ def rotary_angles(context: int, head_width: int) -> Tensor:
 
     Rotary position embedding (Su et al. 2021, RoFormer, section 3.2.2).
     """
-    frequencies = _ROTARY_BASE ** (-torch.arange(0, head_width, 2) / head_width)
-    angles = torch.outer(torch.arange(context).float(), frequencies)
+    frequencies = _ROTARY_BASE ** (-torch.arange(0, head_width, 2, dtype=torch.float32, device="cpu") / head_width)
+    angles = torch.outer(torch.arange(context, dtype=torch.float32, device="cpu"), frequencies)
     return torch.polar(torch.ones_like(angles), angles)
 
 

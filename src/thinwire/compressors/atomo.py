@@ -100,7 +100,7 @@ class Atomo(Coded):
     def _matrix(self, message: Tensor, piece: Piece) -> Tensor:
         rows, columns, terms = self._sides(piece.numel)
         if header_of(message, piece)[0]:
-            return torch.full((rows, columns), math.nan, device=message.device)
+            return torch.full((rows, columns), math.nan, dtype=torch.float32, device=message.device)
         at = piece.payload + HEADER
         values = message[at : at + 4 * (rows + columns) * terms].view(torch.float32)
         left, right = values.split([rows * terms, terms * columns])
@@ -123,7 +123,8 @@ def probabilities(sizes: Tensor, terms: int) -> Tensor:
 
 def _systematic(p: Tensor, terms: int, key: int) -> Tensor:
     """Return ``terms`` different indices, each i with probability ``p[i]``."""
-    start = torch.rand(1, generator=torch.Generator().manual_seed(key & _SEED), dtype=torch.float64).to(p.device)
+    generator = torch.Generator().manual_seed(key & _SEED)
+    start = torch.rand(1, generator=generator, dtype=torch.float64, device="cpu").to(p.device)
     ends = p.cumsum(0) * (terms / p.sum())
-    at = torch.searchsorted(ends, start + torch.arange(terms, device=p.device, dtype=torch.float64), right=True)
+    at = torch.searchsorted(ends, start + torch.arange(terms, dtype=torch.float64, device=p.device), right=True)
     return at.clamp(max=p.numel() - 1)

@@ -90,8 +90,8 @@ class ChunkTopK(Coded, Indexed):
             levels, upper = self._levels(chosen.abs())
             numbers = (indices % (1 << low)) << 2 | upper.view(-1)[:m].long() << 1 | chosen.signbit()
             marks = torch.zeros(unary, dtype=torch.bool, device=x.device)
-            marks[(indices >> low) + torch.arange(m, device=x.device)] = True
-            digits = numbers[:, None] >> torch.arange(2 + low, device=x.device) & 1
+            marks[(indices >> low) + torch.arange(m, dtype=torch.int64, device=x.device)] = True
+            digits = numbers[:, None] >> torch.arange(2 + low, dtype=torch.int64, device=x.device) & 1
             content = torch.cat((levels.view(torch.uint8).view(-1), _packed(torch.cat((digits.view(-1), marks)))))
             payload = message[piece.payload : piece.payload + self.payload_bytes(piece.numel, x.dtype)]
             payload[: content.numel()] = content
@@ -103,8 +103,9 @@ class ChunkTopK(Coded, Indexed):
         keys = torch.full((chunks * self.chunk,), -1, dtype=torch.int64, device=values.device)
         keys[: values.numel()] = values.view(torch.int32) & 0x7FFFFFFF
         # No two keys are equal, so that every machine chooses the same elements.
-        keys = keys.view(chunks, self.chunk) * self.chunk - torch.arange(self.chunk, device=values.device)
-        starts = torch.arange(chunks, device=values.device)[:, None] * self.chunk
+        places = torch.arange(self.chunk, dtype=torch.int64, device=values.device)
+        keys = keys.view(chunks, self.chunk) * self.chunk - places
+        starts = torch.arange(chunks, dtype=torch.int64, device=values.device)[:, None] * self.chunk
         return (keys.topk(self.k, dim=1).indices + starts).view(-1)[:m].sort().values
 
     def _levels(self, magnitudes: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,13 +131,14 @@ class ChunkTopK(Coded, Indexed):
         levels = payload[: 4 * chunks].view(torch.bfloat16).float()
         bits = _unpacked(payload[4 * chunks :])
         digits, marks = bits[: m * (2 + low)], bits[m * (2 + low) :][:unary]
-        numbers = (digits.view(m, 2 + low).long() << torch.arange(2 + low, device=message.device)).sum(1)
-        places = torch.arange(m, device=message.device)
+        shifts = torch.arange(2 + low, dtype=torch.int64, device=message.device)
+        numbers = (digits.view(m, 2 + low).long() << shifts).sum(1)
+        places = torch.arange(m, dtype=torch.int64, device=message.device)
         # Where a damaged message lacks marks, the last place stands for theirs.
         at = torch.searchsorted(marks.cumsum(0), places + 1).clamp(max=unary - 1)
         indices = ((at - places << low) + (numbers >> 2)).clamp(max=piece.numel - 1)
         values = levels[places // self.k * 2 + (numbers >> 1 & 1)] * (1 - 2 * (numbers & 1))
-        return torch.zeros(piece.numel, device=message.device).index_copy_(0, indices, values)
+        return torch.zeros(piece.numel, dtype=torch.float32, device=message.device).index_copy_(0, indices, values)
 
     def mean(self, messages: Sequence[Tensor], y: Tensor, call: CodecCall) -> None:
         if self.average != "senders":

@@ -184,7 +184,7 @@ class FFT(Coded, Scheduled, Indexed):
     def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
         chunks = self._chunks(call.segments)
         places = self._parts(chunks)
-        parts = torch.empty(places.table.num_elements, device=x.device)
+        parts = torch.empty(places.table.num_elements, dtype=torch.float32, device=x.device)
         values, kept = x.to(torch.float16) if self.cast else x, self._kept(chunks)
         tops = kernels.spectrum_encode(values, chunks.table, message, parts, block=self._block, kept=kept)
         if self.bits == _FP32:
@@ -196,7 +196,7 @@ class FFT(Coded, Scheduled, Indexed):
             layer = call.state and call.state.layers.get(place.name)
             formats.append(self._format(parts, place, top, layer))
         if formats:
-            params = torch.tensor(formats, device=x.device)
+            params = torch.tensor(formats, dtype=torch.float32, device=x.device)
             kernels.rangefloat_encode(parts, places.table, message, params, bits=self.bits, rounding="nearest", key=0)
 
     def _format(self, parts: Tensor, place: Piece, top: float, layer: LayerState | None) -> tuple[float, float]:
@@ -233,7 +233,7 @@ class FFT(Coded, Scheduled, Indexed):
 
     def _received(self, message: Tensor, places: Segments) -> Tensor:
         """Return the parts that a message holds."""
-        parts = torch.empty(places.table.num_elements, device=message.device)
+        parts = torch.empty(places.table.num_elements, dtype=torch.float32, device=message.device)
         if self.bits == _FP32:
             kernels.raw_decode(message, places.table, parts)
         else:

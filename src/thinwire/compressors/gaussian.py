@@ -27,7 +27,7 @@ MAGNITUDES = {
 
 @cache
 def _on_host(bits: int) -> Tensor:
-    return torch.tensor(MAGNITUDES[bits])
+    return torch.tensor(MAGNITUDES[bits], dtype=torch.float32, device="cpu")
 
 
 def _magnitudes(bits: int, device: torch.device) -> Tensor:

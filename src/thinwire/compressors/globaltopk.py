@@ -88,7 +88,8 @@ class GlobalTopK(Sparsifier, StepEnd, Scheduled):
         def limits() -> Tensor:
             sizes = [piece.numel for piece in call.pieces]
             shares = [min(numel, math.ceil(self._share * numel)) for numel in sizes]
-            return torch.tensor([shares, [self.room(numel) for numel in sizes]], dtype=torch.int32).to(x.device)
+            both = [shares, [self.room(numel) for numel in sizes]]
+            return torch.tensor(both, dtype=torch.int32, device="cpu").to(x.device)
 
         shares, rooms = call.table.kept((self, x.device), limits)
         first = least == 0.0

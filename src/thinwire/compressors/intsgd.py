@@ -145,7 +145,7 @@ class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
     @staticmethod
     def _rates(layers: Sequence[str], state: State | None, like: Tensor) -> Tensor:
         known = state.learning_rates if state is not None else {}
-        given = torch.tensor([known.get(name, 1.0) for name in layers], dtype=torch.float64)
+        given = torch.tensor([known.get(name, 1.0) for name in layers], dtype=torch.float64, device="cpu")
         return kernels.to_device(given, like.device)
 
     def _scales(self, parts: Sequence[Part], state: State | None) -> Tensor:
@@ -179,12 +179,12 @@ class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
     def rounds(self, x: Tensor, y: Tensor, call: SumCall) -> Generator[None, None, Subtract]:
         parts, (buffer,), state = [part for part in call.parts[0] if part.piece.numel], call.buffers, call.state
         assert state is not None, "scales are kept in slots"
-        scales = self._scales(parts, state) if parts else torch.zeros(0)
+        scales = self._scales(parts, state) if parts else torch.zeros(0, dtype=torch.float32, device="cpu")
         x = self._contribution(x, parts, call)
         if parts:
             self.put(x, parts, scales, buffer, call)
             self._send(parts, scales, call)
-        thresholds = torch.exp2(2.0 * torch.arange(1, _GROWTHS + 1, device=x.device))
+        thresholds = torch.exp2(2.0 * torch.arange(1, _GROWTHS + 1, dtype=torch.float32, device=x.device))
         for at, (piece, where) in enumerate(parts):
             values, end = x[piece.elements], where.start + piece.numel
             buffer[end] = torch.isnan(not_finite(values))
@@ -196,7 +196,7 @@ class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
             alphas = self._unscaled(scales, call)
             norms = self._receive(y, parts, scales, finite, call)
             ends = [where.start + piece.numel + 1 for piece, where in parts]
-            growths = torch.stack([(buffer[end : end + _GROWTHS] > 0).sum() for end in ends])
+            growths = torch.stack([(buffer[end : end + _GROWTHS] > 0).sum(dtype=torch.float32) for end in ends])
             longest = self.sizes(parts, norms.device) * 16.0**growths / (2 * self.num_ranks * alphas**2)
             least = torch.where(growths > 0, longest, 0.0)
             self._follow(torch.where(finite, norms, math.nan), [piece.name for piece, _ in parts], state, least)
@@ -223,7 +223,7 @@ def _one(layer: Sequence[int]) -> tuple[int]:
 
 
 def _unset(layer: Sequence[int], name: str) -> Tensor:
-    return torch.tensor([_UNSET])
+    return torch.tensor([_UNSET], dtype=torch.float32, device="cpu")
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class Levels(Coded, Learned):
 
     def _uniform(self, layer: Sequence[int], name: str) -> Tensor:
         # Divisions have the same bits on every machine; `torch.linspace` has those of the vector width.
-        return torch.arange(1 << self.bits, dtype=torch.float32) / ((1 << self.bits) - 1)
+        return torch.arange(1 << self.bits, dtype=torch.float32, device="cpu") / ((1 << self.bits) - 1)
 
     def fit(self, shape: Sequence[int]) -> Compressor:
         return self if math.prod(shape) >= self.min_numel else MinMax(self.bits, self.bucket)

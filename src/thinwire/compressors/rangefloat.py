@@ -77,7 +77,7 @@ class RangeFloat(Coded, Learned, Saturating):
         return self.learn_at if "auto" in (self.range, self.mantissa) else ()
 
     def learn(self, values: Tensor, slots: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return {_FORMAT.name: torch.tensor(self.chosen(values))}
+        return {_FORMAT.name: torch.tensor(self.chosen(values), dtype=torch.float32, device="cpu")}
 
     def chosen(self, values: Tensor) -> tuple[float, float]:
         """Return the range and the bits of mantissa for a layer with these ``values`` (flat, fp32)."""
@@ -100,7 +100,8 @@ class RangeFloat(Coded, Learned, Saturating):
         )
 
     def _params(self, num_segments: int) -> Tensor:
-        return torch.tensor([[float(self.range), float(self.mantissa)]]).repeat(num_segments, 1)
+        row = [float(self.range), float(self.mantissa)]
+        return torch.tensor([row] * num_segments, dtype=torch.float32, device="cpu").view(num_segments, 2)
 
     def decode(self, message: Tensor, y: Tensor, call: CodecCall, *, add: bool = False) -> None:
         kernels.rangefloat_decode(message, call.table, y, bits=self.bits, add=add, scale=call.scale)
@@ -116,7 +117,7 @@ def best_mantissa(values: Tensor, top: float, bits: int, rounding: str) -> int:
     then grows: from one that is usually best the search goes where it falls, as a rule in three or four trials.
     """
     sample = values[:: max(1, values.numel() // _SAMPLE)].float().contiguous()
-    table = kernels.Table(torch.tensor([[0, sample.numel(), 0, 0, 0]]))
+    table = kernels.Table(torch.tensor([[0, sample.numel(), 0, 0, 0]], dtype=torch.int64, device="cpu"))
     message = torch.zeros(kernels.rangefloat_bytes(sample.numel(), bits), dtype=torch.uint8, device=values.device)
     received = torch.empty_like(sample)
 
@@ -126,7 +127,7 @@ def best_mantissa(values: Tensor, top: float, bits: int, rounding: str) -> int:
             rangefloat_eps(bits, mantissa, top)
         except ValueError:
             return math.inf
-        params = torch.tensor([[top, float(mantissa)]], device=values.device)
+        params = torch.tensor([[top, float(mantissa)]], dtype=torch.float32, device=values.device)
         kernels.rangefloat_encode(sample, table, message, params, bits=bits, rounding=rounding, key=0)
         kernels.rangefloat_decode(message, table, received, bits=bits)
         return float(torch.linalg.vector_norm(received - sample))

@@ -51,5 +51,5 @@ class Threshold(Sparsifier):
 
     def rule(self, x: Tensor, call: CodecCall) -> dict[str, Any]:
         lam = self.lam * call.loss_scale
-        reach = int(kernels.magnitude_keys(torch.tensor([lam])))
+        reach = int(kernels.magnitude_keys(torch.tensor([lam], dtype=torch.float32, device="cpu")))
         return {"asked": torch.full((len(call.segments),), reach, dtype=torch.int32, device=x.device)}

@@ -105,7 +105,7 @@ def measure(observer: Observer, compressors: Collection[Compressor], line_rate: 
         world = World(len(nodes), nodes) if device is None else None
         links = measure_links(transport, world=world)
         codecs = measure_codecs(compressors, transport)
-        rates = torch.tensor([line_rate or interface_rate() or 0.0], dtype=torch.float64)
+        rates = torch.tensor([line_rate or interface_rate() or 0.0], dtype=torch.float64, device="cpu")
         slowest = float(transport.all_gather(rates).min())
     finally:
         transport.close()

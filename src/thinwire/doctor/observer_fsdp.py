@@ -81,10 +81,12 @@ class ShardedObserver:
         if any(_order(step) != _order(steps[-1]) for step in steps):
             raise DoctorError("this model uses its modules in another order from step to step: it cannot be predicted")
         computed = [[*(event.at_s for event in step.events), step.seconds - step.waited] for step in steps]
-        parts = torch.tensor(computed, dtype=torch.float64).diff(dim=1, prepend=torch.zeros(len(steps), 1))
+        parts = torch.tensor(computed, dtype=torch.float64, device="cpu").diff(
+            dim=1, prepend=torch.zeros(len(steps), 1, dtype=torch.float64, device="cpu")
+        )
         alone = parts.sum(1)
-        times = torch.tensor([step.seconds for step in steps], dtype=torch.float64)
-        took = torch.tensor([step.took for step in steps], dtype=torch.float64)
+        times = torch.tensor([step.seconds for step in steps], dtype=torch.float64, device="cpu")
+        took = torch.tensor([step.took for step in steps], dtype=torch.float64, device="cpu")
         dist.all_reduce(parts, op=dist.ReduceOp.MAX, group=self.group)
         dist.all_reduce(alone, op=dist.ReduceOp.MAX, group=self.group)
         dist.all_reduce(times, op=dist.ReduceOp.MAX, group=self.group)

@@ -156,24 +156,26 @@ class PipelineObserver:
         stage = next(iter(self.stages.values()))
         num_stages, rank = stage.num_stages, dist.get_rank(group)
         schedule = _schedule_of(steps, num_stages, rank, group)
-        times = torch.zeros(len(steps), num_stages, len(_KINDS), dtype=torch.float64)
+        times = torch.zeros(len(steps), num_stages, len(_KINDS), dtype=torch.float64, device="cpu")
         for i, step in enumerate(steps):
             for index in self.stages:
                 for k, kind in enumerate(_KINDS):
                     pairs = zip(step.tasks, step.spans, strict=True)
                     taken = [end - begin for task, (begin, end) in pairs if task[:2] == (kind, index)]
-                    times[i, index, k] = torch.tensor(taken or [0.0], dtype=torch.float64).median()
-        sizes = torch.zeros(num_stages, 2, dtype=torch.float64)
+                    times[i, index, k] = torch.tensor(taken or [0.0], dtype=torch.float64, device="cpu").median()
+        sizes = torch.zeros(num_stages, 2, dtype=torch.float64, device="cpu")
         for index, stage in self.stages.items():
             crossing = [
                 torch.Size(shape).numel() * 4.0
                 for shape, kind in stage_tensors(stage)["outputs"]
                 if kind.is_floating_point
             ]
-            sizes[index] = torch.tensor([sum(crossing), sum(p.numel() for p in stage.submod.parameters())])
-        taken_s = torch.tensor([step.seconds for step in steps], dtype=torch.float64)
+            sizes[index] = torch.tensor(
+                [sum(crossing), sum(p.numel() for p in stage.submod.parameters())], dtype=torch.int64, device="cpu"
+            )
+        taken_s = torch.tensor([step.seconds for step in steps], dtype=torch.float64, device="cpu")
         own = [step.spans[-1][1] - step.spans[0][0] if 0 in self.stages else 0.0 for step in steps]
-        spans = torch.tensor(own, dtype=torch.float64)
+        spans = torch.tensor(own, dtype=torch.float64, device="cpu")
         for tensor, op in ((times, "SUM"), (sizes, "SUM"), (taken_s, "MAX"), (spans, "MAX")):
             dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op), group=group)
         stages = tuple(tuple(StageTimes(f, b + w, w) for f, b, w in rows) for rows in times.tolist())
@@ -221,7 +223,7 @@ def _schedule_of(steps: list[PipelineStep], num_stages: int, rank: int, group: d
     fits = [
         schedule is not None and all(step.tasks == list(schedule.ranks[rank]) for step in steps) for schedule in known
     ]
-    agreed = torch.tensor(fits, dtype=torch.int64)
+    agreed = torch.tensor(fits, dtype=torch.int64, device="cpu")
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
     followed = next((schedule for schedule, fit in zip(known, agreed.tolist(), strict=True) if fit), None)
     if followed is None:

@@ -32,7 +32,9 @@ def train_probe(config: GPTConfig | None = None, cap_mb: float = 5.0, batch: int
     generator = torch.Generator().manual_seed(dist.get_rank())
     with contextlib.suppress(StopScript):
         while True:
-            tokens = torch.randint(0, config.vocabulary, (batch, config.context + 1), generator=generator)
+            tokens = torch.randint(
+                0, config.vocabulary, (batch, config.context + 1), generator=generator, dtype=torch.int64, device="cpu"
+            )
             optimizer.zero_grad(set_to_none=True)
             next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
             optimizer.step()

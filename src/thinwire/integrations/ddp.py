@@ -622,7 +622,7 @@ def _transport(
     add_streams(host, group, 1 if options.simulate else network.streams)
     transport = with_shared_memory(host, timeout, "group" if options.simulate else network.transport)
     if network.aggregator is not None and not options.simulate and transport.world_size > 1:
-        session = torch.tensor([session_number()])
+        session = torch.tensor([session_number()], dtype=torch.int64, device="cpu")
         transport.broadcast(session)
         transport.aggregator = AggregatorClient(
             network.aggregator,

@@ -106,7 +106,7 @@ class Momentum:
             return
         names = tuple(part.name for part in compressed)
         numels = tuple(part.gradient.numel() for part in compressed)
-        nothing = torch.empty(0)
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
         self._sketched[layers] = _Sketched(names, numels, _sketches(compressed, wire.step), nothing, nothing)
 
     def sketches(self) -> Tensor | None:

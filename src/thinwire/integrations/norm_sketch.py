@@ -63,9 +63,9 @@ def _square_sums(rows: Tensor) -> Tensor:
 def _places(numels: tuple[int, ...], device: torch.device) -> Tensor:
     """Where the values of each vector's sketch are, (vectors, values); what a shorter one lacks is at the end."""
     sizes = [sketch_size(numel) for numel in numels]
-    places = torch.full((len(sizes), max(sizes)), sum(sizes))
+    places = torch.full((len(sizes), max(sizes)), sum(sizes), dtype=torch.int64, device="cpu")
     for row, begin, size in zip(places, accumulate(sizes, initial=0), sizes, strict=False):
-        row[:size] = torch.arange(begin, begin + size)
+        row[:size] = torch.arange(begin, begin + size, dtype=torch.int64, device="cpu")
     return places.to(device)
 
 
@@ -84,5 +84,6 @@ def _way(numel: int, device: torch.device, key: tuple[int, ...]) -> SignedSum:
 def _mix(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """A fixed order of so many lanes, and a sign for each."""
     draws = torch.Generator().manual_seed(count)
-    order = torch.randperm(count, generator=draws)
-    return order.to(device), (torch.randint(0, 2, (count,), generator=draws) * 2 - 1).float().to(device)
+    order = torch.randperm(count, generator=draws, dtype=torch.int64, device="cpu")
+    signs = torch.randint(0, 2, (count,), generator=draws, dtype=torch.int64, device="cpu") * 2 - 1
+    return order.to(device), signs.float().to(device)

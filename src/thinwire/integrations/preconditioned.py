@@ -79,7 +79,7 @@ class Preconditioned:
 
         def zeros(parameter: Tensor) -> dict[str, Tensor]:
             names = self._optimizer.local_moments(parameter)
-            return {name: torch.zeros(parameter.numel(), dtype=parameter.dtype) for name in names}
+            return {name: torch.zeros(parameter.numel(), dtype=parameter.dtype, device="cpu") for name in names}
 
         return {key: value for rank in range(world_size) for key, value in self._entries(rank, zeros).items()}
 

@@ -311,7 +311,7 @@ class _AllGather(Operation):
         if isinstance(self.outputs, Tensor):
             flat = self.outputs.detach().view(-1)
         else:
-            flat = torch.empty(len(self.outputs) * self.mine.numel(), dtype=self.dtype)
+            flat = torch.empty(len(self.outputs) * self.mine.numel(), dtype=self.dtype, device="cpu")
         numel = self.mine.numel()
         part = flat[self.rank * numel : (self.rank + 1) * numel]
         if part.data_ptr() != self.mine.data_ptr():

@@ -57,8 +57,8 @@ def adam_normalise(layers: Sequence[AdamGradient]) -> None:
     for layer in layers:
         gradient, square, momentum, eps, factor = layer
         if _computed_natively([gradient, *square[:2], *(momentum[:2] if momentum else ())]):
-            moments = *_arguments(square), *_arguments(momentum)
-            arguments += (gradient.data_ptr(), gradient.numel(), *moments, eps, factor)
+            moments = *_arguments(square, gradient), *_arguments(momentum, gradient)
+            arguments += (_address("gradient", gradient, gradient), gradient.numel(), *moments, eps, factor)
         else:
             _normalise(layer)
     if arguments:
@@ -73,8 +73,8 @@ def adam_apply(layers: Sequence[AdamStep]) -> None:
     for layer in layers:
         weights, update, momentum, kept, size = layer
         if _computed_natively([weights, update, *(momentum[:1] if momentum else ())]):
-            addresses = weights.data_ptr(), update.data_ptr(), weights.numel()
-            arguments += (*addresses, *_arguments(momentum), kept, size)
+            both = _address("weights", weights, weights), _address("update", update, weights)
+            arguments += (*both, weights.numel(), *_arguments(momentum, weights), kept, size)
             changed.append(weights)
         else:
             _apply(layer)
@@ -124,7 +124,13 @@ def _computed_natively(tensors: list[Tensor]) -> bool:
     return True
 
 
-def _arguments(moving: Moving | None) -> tuple[int, int, float, float]:
+def _arguments(moving: Moving | None, like: Tensor) -> tuple[int, int, float, float]:
     if moving is None:
         return 0, 0, 0.0, 0.0
-    return moving.before.data_ptr(), moving.after.data_ptr(), moving.beta, 1 - moving.beta
+    before, after, beta = moving
+    return _address("before", before, like), _address("after", after, like), beta, 1 - beta
+
+
+def _address(name: str, tensor: Tensor, like: Tensor) -> int:
+    strides = None if like.is_contiguous() else like.stride()
+    return native.address(name, tensor, torch.float32, like.numel(), strides)

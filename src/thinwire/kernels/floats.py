@@ -70,10 +70,12 @@ def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int) -> Non
     ``key`` is taken modulo 2^64. Raises ``TypeError`` for a wrong dtype, ``ValueError`` for a size or a device.
     """
     _check_values("x", x, table, x)
-    _check_message("message", message, table.message_bytes("natural", natural_bytes), x)
+    num_bytes = table.message_bytes("natural", natural_bytes)
+    _check_message("message", message, num_bytes, x)
     if not native.computes(x):
         return torch_or_triton(x).natural_encode(x, table, message, key=key)
-    native.core().natural_encode(*native.source(x, table), message.data_ptr(), key & MASK64)
+    to = native.address("message", message, torch.uint8, num_bytes)
+    native.core().natural_encode(*native.source("x", x, table), to, key & MASK64)
     return None
 
 
@@ -83,10 +85,12 @@ def natural_decode(message: Tensor, table: Table, y: Tensor, *, add: bool = Fals
     Shapes and errors are those of :func:`natural_encode`.
     """
     _check_values("y", y, table, y)
-    _check_message("message", message, table.message_bytes("natural", natural_bytes), y)
+    num_bytes = table.message_bytes("natural", natural_bytes)
+    _check_message("message", message, num_bytes, y)
     if not native.computes(y):
         return torch_or_triton(y).natural_decode(message, table, y, add=add, scale=scale)
-    native.core().natural_decode(message.data_ptr(), *native.target(table, y), add, scale)
+    received = native.address("message", message, torch.uint8, num_bytes)
+    native.core().natural_decode(received, *native.target(table, y), add, scale)
     return None
 
 
@@ -140,15 +144,17 @@ def rangefloat_encode(
     Other shapes and errors are those of :func:`natural_encode`.
     """
     _check_values("x", x, table, x)
-    _check_message("message", message, _rangefloat_bytes(table, bits), x)
+    num_bytes = _rangefloat_bytes(table, bits)
+    _check_message("message", message, num_bytes, x)
     _check_per_row("params", params, (len(table), 2), x)
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}, not {rounding!r}")
     how = ROUNDINGS[rounding]
     if not native.computes(x):
         return torch_or_triton(x).rangefloat_encode(x, table, message, params, bits=bits, rounding=how, key=key)
-    where = message.data_ptr(), params.data_ptr()
-    native.core().rangefloat_encode(*native.source(x, table), *where, bits, how, key & MASK64)
+    to = native.address("message", message, torch.uint8, num_bytes)
+    where = to, native.address("params", params, torch.float32, 2 * len(table))
+    native.core().rangefloat_encode(*native.source("x", x, table), *where, bits, how, key & MASK64)
     return None
 
 
@@ -160,10 +166,12 @@ def rangefloat_decode(
     Shapes and errors are those of :func:`natural_encode`; any bytes decode.
     """
     _check_values("y", y, table, y)
-    _check_message("message", message, _rangefloat_bytes(table, bits), y)
+    num_bytes = _rangefloat_bytes(table, bits)
+    _check_message("message", message, num_bytes, y)
     if not native.computes(y):
         return torch_or_triton(y).rangefloat_decode(message, table, y, bits=bits, add=add, scale=scale)
-    native.core().rangefloat_decode(message.data_ptr(), *native.target(table, y), bits, add, scale)
+    received = native.address("message", message, torch.uint8, num_bytes)
+    native.core().rangefloat_decode(received, *native.target(table, y), bits, add, scale)
     return None
 
 
@@ -192,11 +200,14 @@ def levels_encode(x: Tensor, table: Table, message: Tensor, levels: Tensor, *, b
     Other shapes and errors are those of :func:`natural_encode`.
     """
     _check_values("x", x, table, x)
-    _check_message("message", message, _levels_bytes(table, bits, bucket), x)
+    num_bytes = _levels_bytes(table, bits, bucket)
+    _check_message("message", message, num_bytes, x)
     _check_per_row("levels", levels, (len(table), 1 << bits), x)
     if not native.computes(x):
         return torch_or_triton(x).levels_encode(x, table, message, levels, bits=bits, bucket=bucket)
-    native.core().levels_encode(*native.source(x, table), message.data_ptr(), levels.data_ptr(), bits, bucket)
+    to = native.address("message", message, torch.uint8, num_bytes)
+    where = to, native.address("levels", levels, torch.float32, len(table) << bits)
+    native.core().levels_encode(*native.source("x", x, table), *where, bits, bucket)
     return None
 
 
@@ -208,10 +219,12 @@ def levels_decode(
     Shapes and errors are those of :func:`natural_encode`; any bytes decode.
     """
     _check_values("y", y, table, y)
-    _check_message("message", message, _levels_bytes(table, bits, bucket), y)
+    num_bytes = _levels_bytes(table, bits, bucket)
+    _check_message("message", message, num_bytes, y)
     if not native.computes(y):
         return torch_or_triton(y).levels_decode(message, table, y, bits=bits, bucket=bucket, add=add, scale=scale)
-    native.core().levels_decode(message.data_ptr(), *native.target(table, y), bits, bucket, add, scale)
+    received = native.address("message", message, torch.uint8, num_bytes)
+    native.core().levels_decode(received, *native.target(table, y), bits, bucket, add, scale)
     return None
 
 
@@ -250,15 +263,17 @@ def magnitudes_encode(
     Other shapes and errors are those of :func:`natural_encode`.
     """
     _check_values("x", x, table, x)
-    _check_message("message", message, _magnitudes_bytes(table, bits, bucket), x)
+    num_bytes = _magnitudes_bytes(table, bits, bucket)
+    _check_message("message", message, num_bytes, x)
     _check_per_row("magnitudes", magnitudes, (1 << (bits - 1),), x)
     if residual is not None:
         _check_residual(residual, table, x)
     if not native.computes(x):
         how = {"bits": bits, "bucket": bucket, "residual": residual}
         return reference_floats.magnitudes_encode(x, table, message, magnitudes, **how)
-    source, form = native.source(x, table), (magnitudes.data_ptr(), bits, bucket)
-    native.core().magnitudes_encode(*source, message.data_ptr(), *form, *native.addresses(residual))
+    to = native.address("message", message, torch.uint8, num_bytes)
+    form = native.address("magnitudes", magnitudes, torch.float32, 1 << (bits - 1)), bits, bucket
+    native.core().magnitudes_encode(*native.source("x", x, table), to, *form, *native.addresses(residual, table))
     return None
 
 
@@ -278,14 +293,15 @@ def magnitudes_decode(
     Shapes and errors are those of :func:`magnitudes_encode`; any bytes decode.
     """
     _check_values("y", y, table, y)
-    _check_message("message", message, _magnitudes_bytes(table, bits, bucket), y)
+    num_bytes = _magnitudes_bytes(table, bits, bucket)
+    _check_message("message", message, num_bytes, y)
     _check_per_row("magnitudes", magnitudes, (1 << (bits - 1),), y)
     if not native.computes(y):
         how = {"bits": bits, "bucket": bucket, "add": add, "scale": scale}
         return reference_floats.magnitudes_decode(message, table, y, magnitudes, **how)
-    native.core().magnitudes_decode(
-        message.data_ptr(), *native.target(table, y), magnitudes.data_ptr(), bits, bucket, add, scale
-    )
+    received = native.address("message", message, torch.uint8, num_bytes)
+    form = native.address("magnitudes", magnitudes, torch.float32, 1 << (bits - 1)), bits, bucket
+    native.core().magnitudes_decode(received, *native.target(table, y), *form, add, scale)
     return None
 
 
@@ -309,31 +325,36 @@ def int_round(
     Other shapes and errors are those of :func:`natural_encode`; ``ValueError`` for a ``clip`` that ``out`` cannot hold.
     """
     _check_values("x", x, table, x)
-    _check_integers(out, table, x)
+    count = _check_integers(out, table, x)
     _check_per_row("alphas", alphas, (len(table),), x)
     if not 1 <= clip <= 2 ** (8 * out.element_size() - 1) - 1:
         raise ValueError(f"clip must be 1 to the largest {out.dtype}, not {clip}")
     limit = _not_above(min(int(clip), _CLIPS[out.dtype]))
     if not native.computes(x):
         return torch_or_triton(x).int_round(x, table, alphas, out, clip=limit, key=key, nearest=nearest)
-    clipped = torch.empty(len(table), dtype=torch.int64)
-    to = alphas.data_ptr(), out.data_ptr(), out.element_size()
-    native.core().int_round(*native.source(x, table), *to, limit, key & MASK64, nearest, clipped.data_ptr())
+    clipped = torch.empty(len(table), dtype=torch.int64, device="cpu")
+    by = native.address("alphas", alphas, torch.float32, len(table))
+    to = by, native.address("out", out, out.dtype, count), out.element_size()
+    counts = native.address("clipped", clipped, torch.int64, len(table))
+    native.core().int_round(*native.source("x", x, table), *to, limit, key & MASK64, nearest, counts)
     return clipped
 
 
 def int_decode(out: Tensor, table: Table, y: Tensor, factors: Tensor) -> None:
     """``y = factor · q`` for the integers of :func:`int_round`, or sums of them; ``factors`` (segments,) fp32."""
     _check_values("y", y, table, y)
-    _check_integers(out, table, y)
+    count = _check_integers(out, table, y)
     _check_per_row("factors", factors, (len(table),), y)
     if not native.computes(y):
         return torch_or_triton(y).int_decode(out, table, y, factors)
-    native.core().int_decode(out.data_ptr(), out.element_size(), *native.target(table, y), factors.data_ptr())
+    given = native.address("out", out, out.dtype, count), out.element_size()
+    by = native.address("factors", factors, torch.float32, len(table))
+    native.core().int_decode(*given, *native.target(table, y), by)
     return None
 
 
-def _check_integers(out: Tensor, table: Table, like: Tensor) -> None:
+def _check_integers(out: Tensor, table: Table, like: Tensor) -> int:
+    """Return how many integers there must be. Raise an error if there are fewer."""
     if not isinstance(out, Tensor) or out.dtype not in _CLIPS:
         raise TypeError("out must be an int8 or int32 tensor")
     _check_flat("out", out, like)
@@ -341,6 +362,7 @@ def _check_integers(out: Tensor, table: Table, like: Tensor) -> None:
     num_bytes = table.message_bytes(("integers", size), lambda numel: numel * size)
     if out.numel() * size < num_bytes:
         raise ValueError(f"out has {out.numel() * size} bytes, but the table's payloads take {num_bytes}")
+    return -(-num_bytes // size)
 
 
 @lru_cache(maxsize=64)

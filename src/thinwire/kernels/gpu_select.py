@@ -42,12 +42,12 @@ class Spans(NamedTuple):
 
 
 def spans_of(rows: Sequence[tuple[int, int, int]], device: torch.device) -> Spans:
-    counts = torch.tensor([-(-num // TILE) for _, _, num in rows], dtype=torch.int64)
-    row = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    counts = torch.tensor([-(-num // TILE) for _, _, num in rows], dtype=torch.int64, device="cpu")
+    row = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int64, device="cpu"), counts)
     ends = counts.cumsum(0)
-    pieces = torch.stack((row, torch.arange(len(row)) - (ends - counts)[row]), dim=1)
-    firsts = torch.cat((torch.zeros(1, dtype=torch.int64), ends))
-    table = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 3)
+    pieces = torch.stack((row, torch.arange(len(row), dtype=torch.int64, device="cpu") - (ends - counts)[row]), dim=1)
+    firsts = torch.cat((torch.zeros(1, dtype=torch.int64, device="cpu"), ends))
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), 3)
     return Spans(table.to(device), pieces.to(device), firsts.to(device))
 
 
@@ -272,12 +272,13 @@ def _sampled(x: Tensor, table: Table, samples: tuple[Sample, ...]) -> Tensor:
 
     def make() -> tuple[Spans, Tensor]:
         spans = spans_of([(0, stride, num) for stride, num, _ in looked], x.device)
-        return spans, torch.tensor([rank for _, _, rank in looked], dtype=torch.int32).to(x.device)
+        return spans, torch.tensor([rank for _, _, rank in looked], dtype=torch.int32, device="cpu").to(x.device)
 
     spans, ranks = table.kept(("sample", x.device, looked), make)
     if not len(spans.pieces):
         return torch.zeros_like(ranks)
     # Where to look changes from step to step; all else is the same.
-    rows = torch.stack((native.to_device(torch.tensor(firsts), x.device), spans.rows[:, 1], spans.rows[:, 2]), dim=1)
+    begins = native.to_device(torch.tensor(firsts, dtype=torch.int64, device="cpu"), x.device)
+    rows = torch.stack((begins, spans.rows[:, 1], spans.rows[:, 2]), dim=1)
     keys = kth_keys(x, spans._replace(rows=rows), ranks.clone())
     return torch.where(ranks > 0, keys, 0)

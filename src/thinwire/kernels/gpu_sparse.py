@@ -109,7 +109,8 @@ def select_topk(x: Tensor, k: int, sample: Sample, *, sampled: bool) -> tuple[Te
 def select_threshold(x: Tensor, threshold: float, capacity: int) -> tuple[Tensor, Tensor, bool, int]:
     """See :func:`thinwire.kernels.select_threshold`; ``x`` is the segment."""
     room = min(capacity, x.numel())
-    least = torch.full((1,), int(magnitudes(torch.tensor([threshold]))) + 1, dtype=torch.int32, device=x.device)
+    limit = int(magnitudes(torch.tensor([threshold], dtype=torch.float32, device="cpu")))
+    least = torch.full((1,), limit + 1, dtype=torch.int32, device=x.device)
     indices, values, finite, total = _put(x, least, room)
     if total > room:
         indices, values, finite, _ = _put(x, _kth(magnitudes(x), room), room)
@@ -149,7 +150,8 @@ def pack_indices(indices: Tensor, numel: int, k: int, message: Tensor, at: int, 
     if not bitmap:
         blocks = -(-numel // BLOCK)
         message[at : at + align(4 * blocks + 2 * k)] = 0
-        bounds = (torch.arange(1, blocks + 1, device=message.device) * BLOCK).clamp(max=numel).to(torch.int32)
+        bounds = torch.arange(1, blocks + 1, dtype=torch.int64, device=message.device) * BLOCK
+        bounds = bounds.clamp(max=numel).to(torch.int32)
         ends = torch.searchsorted(indices, bounds, out_int32=True)
         message[at : at + 4 * blocks] = ends.diff(prepend=ends.new_zeros(1)).view(torch.uint8)
         offsets = (indices & (BLOCK - 1)).view(-1, 1).view(torch.uint8)[:, :2].reshape(-1)

@@ -9,16 +9,20 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from thinwire import compat
-from thinwire.kernels.format import Residual
-from thinwire.kernels.table import Table
+
+if TYPE_CHECKING:
+    from thinwire.kernels.format import Residual
+    from thinwire.kernels.table import Table
 
 REFERENCE = "reference"
 VARIABLE = "THINWIRE_CPU_LEVEL"
@@ -96,14 +100,39 @@ def torch_or_triton(reference: ModuleType, triton: str, tensor: Tensor) -> Modul
     return import_module(f"thinwire.kernels.{triton}") if asynchronous(tensor) else reference
 
 
-def source(x: Tensor, table: Table) -> tuple[int, int, int, int]:
+def address(name: str, tensor: Tensor, dtype: torch.dtype, numel: int, strides: tuple[int, ...] | None = None) -> int:
+    """The address of a tensor of which the core reads or writes ``numel`` elements of ``dtype``, one after another.
+
+    The core believes what it is told: through a tensor of another size it would write over what lies behind. A tensor
+    with ``strides`` need not be contiguous. Raises ``TypeError`` for another dtype or device and ``ValueError`` for
+    fewer elements or another layout.
+    """
+    if tensor.dtype is not dtype or not tensor.is_cpu:
+        raise TypeError(f"{name} must be {dtype} on the CPU for the native core, not {tensor.dtype} on {tensor.device}")
+    if tensor.numel() < numel:
+        raise ValueError(f"{name} has {tensor.numel()} elements, and the native core takes {numel}")
+    if not tensor.is_contiguous() if strides is None else tensor.stride() != strides:
+        wanted = "be contiguous" if strides is None else f"have strides {strides}"
+        raise ValueError(f"{name} must {wanted} for the native core; its strides are {tensor.stride()}")
+    return tensor.data_ptr()
+
+
+def values(name: str, tensor: Tensor, numel: int) -> tuple[int, int]:
+    """The arguments of ``numel`` values of any dtype that the core takes. Raises as :func:`address` does."""
+    code = CODES.get(tensor.dtype)
+    if code is None:
+        raise TypeError(f"{name} is {tensor.dtype}; the native core takes float32, bfloat16 and float16")
+    return address(name, tensor, tensor.dtype, numel), code
+
+
+def source(name: str, x: Tensor, table: Table) -> tuple[int, int, int, int]:
     """The arguments of values that a table's segments are read from."""
-    return x.data_ptr(), CODES[x.dtype], table.pointer, len(table.segments)
+    return *values(name, x, table.num_elements), table.pointer, len(table.segments)
 
 
 def target(table: Table, y: Tensor) -> tuple[int, int, int, int]:
     """The arguments of values that a table's segments are written to."""
-    return table.pointer, len(table.segments), y.data_ptr(), CODES[y.dtype]
+    return table.pointer, len(table.segments), *values("y", y, table.num_elements)
 
 
 def asynchronous(tensor: Tensor) -> bool:
@@ -123,11 +152,18 @@ def core() -> ModuleType:
     return CORE
 
 
-def addresses(residual: Residual | None) -> tuple[int, int, float]:
+def addresses(residual: Residual | None, table: Table) -> tuple[int, int, float]:
     """The arguments of a residual: two addresses, 0 without one, and its factor."""
     if residual is None:
         return 0, 0, 1.0
-    return residual.now.data_ptr(), residual.next.data_ptr(), residual.loss_scale
+    both = (("residual.now", residual.now), ("residual.next", residual.next))
+    now, after = (address(name, tensor, torch.float32, table.num_elements) for name, tensor in both)
+    return now, after, residual.loss_scale
+
+
+def messages(tensors: Iterable[Tensor], num_bytes: int) -> list[int]:
+    """The addresses of messages, of so many bytes each."""
+    return [address("each message", message, torch.uint8, num_bytes) for message in tensors]
 
 
 CORE = load()

@@ -35,12 +35,15 @@ def square_sums(vectors: Sequence[Tensor]) -> Tensor:
     """Return ``‖x‖²`` of tensors of any shape on one device: [tensors], fp64."""
     flat = [x.reshape(-1) for x in vectors]
     if not flat or not _computed_natively(flat):
-        return torch.stack([_square_sum(x) for x in flat]) if flat else torch.zeros(0, dtype=torch.float64)
-    out = torch.empty(len(flat), dtype=torch.float64)
+        none = torch.zeros(0, dtype=torch.float64, device="cpu")
+        return torch.stack([_square_sum(x) for x in flat]) if flat else none
+    out = torch.empty(len(flat), dtype=torch.float64, device="cpu")
     arguments: list[int] = []
+    to = native.address("out", out, torch.float64, len(flat))
     for i, x in enumerate(flat):
         numel = x.numel()
-        arguments += (x.data_ptr(), numel, power_of_two(min(numel, _SQUARE_LANES)), out.data_ptr() + 8 * i)
+        given = native.address("each vector", x, torch.float32, numel)
+        arguments += (given, numel, power_of_two(min(numel, _SQUARE_LANES)), to + 8 * i)
     native.core().square_sums(*arguments)
     return out
 
@@ -52,14 +55,20 @@ def signed_sums(vectors: Sequence[Tensor], ways: Sequence[SignedSum]) -> Tensor:
     """
     if not vectors or not _computed_natively(vectors):
         sums = [_signed_sum(vector, way) for vector, way in zip(vectors, ways, strict=True)]
-        return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.float64)
-    out = torch.empty(sum(way.size for way in ways), dtype=torch.float64)
-    runs = torch.tensor([run for way in ways for run in way.runs], dtype=torch.int64)
+        return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.float64, device="cpu")
+    out = torch.empty(sum(way.size for way in ways), dtype=torch.float64, device="cpu")
+    runs = torch.tensor([run for way in ways for run in way.runs], dtype=torch.int64, device="cpu")
     arguments: list[int] = []
-    to, of_runs = out.data_ptr(), runs.data_ptr()
+    to = native.address("out", out, torch.float64, out.numel())
+    of_runs = native.address("runs", runs, torch.int64, runs.numel())
     for vector, way in zip(vectors, ways, strict=True):
-        tables = of_runs, way.order.data_ptr(), way.signs.data_ptr()
-        arguments += (vector.data_ptr(), vector.numel(), len(way.order), way.size, *tables, to)
+        numel, lanes = vector.numel(), len(way.order)
+        if lanes * len(way.runs) < numel:
+            raise ValueError(f"{len(way.runs)} runs of {lanes} elements are fewer than a vector's {numel}")
+        given = native.address("each vector", vector, torch.float32, numel)
+        order = native.address("order", way.order, torch.int64, lanes)
+        signs = native.address("signs", way.signs, torch.float32, lanes)
+        arguments += (given, numel, lanes, way.size, of_runs, order, signs, to)
         to, of_runs = to + 8 * way.size, of_runs + 16 * len(way.runs)
     native.core().sketches(*arguments)
     return out

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thinwire.kernels import native, reference
 from thinwire.kernels.format import Format, Residual
-from thinwire.kernels.native import CODES, MASK64
+from thinwire.kernels.native import MASK64
 from thinwire.kernels.table import Table
 
 torch_or_triton = partial(native.torch_or_triton, reference, "gpu")
@@ -38,14 +38,16 @@ def bucketed_encode(
     """
     _check_table(table, x)
     _check_values("x", x, table, x)
-    _check_message("message", message, table.extent(form).message_bytes, x)
+    num_bytes = table.extent(form).message_bytes
+    _check_message("message", message, num_bytes, x)
     if residual is not None:
         _check_residual(residual, table, x)
     if not native.computes(x):
         torch_or_triton(x).bucketed_encode(x, table, message, form, key=key, residual=residual)
         return
-    coding = *form.packed, key & MASK64, *native.addresses(residual)
-    native.core().encode(*native.source(x, table), message.data_ptr(), *coding)
+    to = native.address("message", message, torch.uint8, num_bytes)
+    coding = *form.packed, key & MASK64, *native.addresses(residual, table)
+    native.core().encode(*native.source("x", x, table), to, *coding)
 
 
 def bucketed_decode(
@@ -60,11 +62,13 @@ def bucketed_decode(
     """
     _check_table(table, y)
     _check_values("y", y, table, y)
-    _check_message("message", message, table.extent(form).message_bytes, y)
+    num_bytes = table.extent(form).message_bytes
+    _check_message("message", message, num_bytes, y)
     if not native.computes(y):
         torch_or_triton(y).bucketed_decode(message, table, y, form, add=add, scale=scale)
         return
-    native.core().decode(message.data_ptr(), *native.target(table, y), *form.packed, add, scale)
+    received = native.address("message", message, torch.uint8, num_bytes)
+    native.core().decode(received, *native.target(table, y), *form.packed, add, scale)
 
 
 def bucketed_reduce(
@@ -101,9 +105,10 @@ def bucketed_reduce(
         how = {"scale": scale, "key": key, "residual": residual}
         torch_or_triton(y).bucketed_reduce(messages, own, table, out_message, y, form, **how)
         return
-    coding = *form.packed, scale, key & MASK64, *native.addresses(residual)
-    to = out_message.data_ptr(), y.data_ptr(), CODES[y.dtype]
-    native.core().reduce(*native.source(own, table), *to, *coding, *(message.data_ptr() for message in messages))
+    coding = *form.packed, scale, key & MASK64, *native.addresses(residual, table)
+    out = native.address("out_message", out_message, torch.uint8, num_bytes)
+    to = out, *native.values("y", y, table.num_elements)
+    native.core().reduce(*native.source("own", own, table), *to, *coding, *native.messages(messages, num_bytes))
 
 
 def bucketed_sum(
@@ -126,8 +131,8 @@ def bucketed_sum(
     if not native.computes(y):
         torch_or_triton(y).bucketed_sum(messages, own, table, y, form, scale=scale)
         return
-    start = (0, 0) if own is None else (own.data_ptr(), CODES[own.dtype])
-    received = (message.data_ptr() for message in messages)
+    start = (0, 0) if own is None else native.values("own", own, table.num_elements)
+    received = native.messages(messages, num_bytes)
     native.core().sum(*start, *native.target(table, y), *form.packed, scale, *received)
 
 
@@ -143,7 +148,8 @@ def checksum(message: Tensor) -> int:
         raise ValueError(f"a checksum takes whole 32-bit words: pad the {message.numel()} bytes to a multiple of 4")
     if not native.computes(message):
         return reference.checksum(message)
-    return native.core().checksum(message.data_ptr(), message.numel())
+    num_bytes = message.numel()
+    return native.core().checksum(native.address("message", message, torch.uint8, num_bytes), num_bytes)
 
 
 def _check_table(table: Table, tensor: Tensor) -> None:

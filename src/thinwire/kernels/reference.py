@@ -49,7 +49,7 @@ def numerator(steps: int) -> float:
     It lies 2^-22 below steps · 2^16, so that rounding can never reach one more code and no clip is needed.
     Exactly representable in fp32 after one rounding.
     """
-    return torch.tensor(steps * ONE * (1.0 - 2.0**-22), dtype=torch.float32).item()
+    return torch.tensor(steps * ONE * (1.0 - 2.0**-22), dtype=torch.float32, device="cpu").item()
 
 
 def scales(x: Tensor, form: Format) -> Scales:
@@ -339,6 +339,6 @@ def checksum(message: Tensor) -> int:
     at = 0
     for part in message.split(4 * CHECKED):  # or the integers would take many times the memory of the message
         words = part.clone().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-        total += (words * (2 * torch.arange(at, at + words.numel(), device=words.device) + 1)).sum()
+        total += (words * (2 * torch.arange(at, at + words.numel(), dtype=torch.int64, device=words.device) + 1)).sum()
         at += words.numel()
     return int(total) % (1 << 64)

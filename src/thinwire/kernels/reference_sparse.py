@@ -46,7 +46,7 @@ def select_topk(x: Tensor, k: int, sample: Sample, *, sampled: bool) -> tuple[Te
 def select_threshold(x: Tensor, threshold: float, capacity: int) -> tuple[Tensor, Tensor, bool, int]:
     """See :func:`thinwire.kernels.select_threshold`; ``x`` is the segment."""
     keys = magnitudes(x)
-    above = keys > magnitudes(torch.tensor([threshold], device=x.device))
+    above = keys > magnitudes(torch.tensor([threshold], dtype=torch.float32, device=x.device))
     count = int(above.sum())
     chosen = above.nonzero().view(-1)
     if count > capacity:
@@ -92,7 +92,7 @@ def unpack_indices(message: Tensor, at: int, numel: int, k: int, bitmap: bool) -
     ends = counts.cumsum(0).clamp(max=k)
     total = int(ends[-1]) if blocks else 0
     pairs = message[at + 4 * blocks : at + 4 * blocks + 2 * total].view(-1, 2).to(torch.int64)
-    starts = torch.arange(blocks, device=message.device) * BLOCK
+    starts = torch.arange(blocks, dtype=torch.int64, device=message.device) * BLOCK
     lengths = ends.diff(prepend=ends.new_zeros(1))
     indices = torch.repeat_interleave(starts, lengths) + pairs[:, 0] + 256 * pairs[:, 1]
     if total:  # what does not rise was not written by pack_indices

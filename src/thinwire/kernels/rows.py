@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import native, reference_rows
-from thinwire.kernels.native import CODES
 from thinwire.kernels.ops import DTYPES
 from thinwire.kernels.table import Table
 
@@ -24,11 +23,12 @@ def raw_encode(x: Tensor, table: Table, message: Tensor) -> None:
     ``x`` (elements,) of any floating-point dtype; ``message`` (bytes,) uint8. Raises ``TypeError`` for another dtype of
     the message and ``ValueError`` where a payload or a segment lies outside its tensor.
     """
-    _check(x, table, message)
+    num_bytes = _check(x, table, message)
     if not _computes(x, message):
         torch_or_triton(x).raw_encode(x, table, message)
         return
-    native.core().raw_encode(*native.source(x, table), message.data_ptr())
+    to = native.address("message", message, torch.uint8, num_bytes)
+    native.core().raw_encode(*native.source("x", x, table), to)
 
 
 def raw_decode(message: Tensor, table: Table, y: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
@@ -36,11 +36,12 @@ def raw_decode(message: Tensor, table: Table, y: Tensor, *, add: bool = False, s
 
     Shapes and errors are those of :func:`raw_encode`.
     """
-    _check(y, table, message)
+    num_bytes = _check(y, table, message)
     if not _computes(y, message):
         torch_or_triton(y).raw_decode(message, table, y, add=add, scale=scale)
         return
-    native.core().raw_decode(message.data_ptr(), *native.target(table, y), add, scale)
+    received = native.address("message", message, torch.uint8, num_bytes)
+    native.core().raw_decode(received, *native.target(table, y), add, scale)
 
 
 def raw_sum(
@@ -52,16 +53,15 @@ def raw_sum(
     :func:`raw_encode`.
     """
     payloads = messages if out_message is None else (*messages, out_message)
-    for message in payloads:
-        _check(y, table, message)
+    num_bytes = max((_check(y, table, message) for message in payloads), default=0)
     for values in (own, y):
         _check_reach(values, table)
     if not _computes(own, y, *payloads):
         torch_or_triton(y).raw_sum(messages, own, table, y, scale=scale, out_message=out_message)
         return
-    out = 0 if out_message is None else out_message.data_ptr()
-    received = (message.data_ptr() for message in messages)
-    native.core().raw_sum(*native.source(own, table), y.data_ptr(), CODES[y.dtype], out, scale, *received)
+    out = 0 if out_message is None else native.address("out_message", out_message, torch.uint8, num_bytes)
+    to = *native.values("y", y, table.num_elements), out
+    native.core().raw_sum(*native.source("own", own, table), *to, scale, *native.messages(messages, num_bytes))
 
 
 def rows_add(x: Tensor, other: Tensor, table: Table, out: Tensor, *, alpha: float = 1.0) -> None:
@@ -74,8 +74,8 @@ def rows_add(x: Tensor, other: Tensor, table: Table, out: Tensor, *, alpha: floa
     if not _computes(x, other, out):
         torch_or_triton(out).rows_add(x, other, table, out, alpha=alpha)
         return
-    given = other.data_ptr(), CODES[other.dtype], out.data_ptr(), CODES[out.dtype]
-    native.core().rows_add(*native.source(x, table), *given, alpha)
+    given = *native.values("other", other, table.num_elements), *native.values("out", out, table.num_elements)
+    native.core().rows_add(*native.source("x", x, table), *given, alpha)
 
 
 def rows_scale(x: Tensor, table: Table, out: Tensor, *, by: float = 1.0, over: float = 1.0) -> None:
@@ -88,7 +88,8 @@ def rows_scale(x: Tensor, table: Table, out: Tensor, *, by: float = 1.0, over: f
     if not _computes(x, out):
         torch_or_triton(out).rows_scale(x, table, out, by=by, over=over)
         return
-    native.core().rows_scale(*native.source(x, table), out.data_ptr(), CODES[out.dtype], by, over)
+    to = native.values("out", out, table.num_elements)
+    native.core().rows_scale(*native.source("x", x, table), *to, by, over)
 
 
 def torch_or_triton(tensor: Tensor) -> ModuleType:
@@ -106,7 +107,8 @@ def _computes(*tensors: Tensor) -> bool:
     )
 
 
-def _check(values: Tensor, table: Table, message: Tensor) -> None:
+def _check(values: Tensor, table: Table, message: Tensor) -> int:
+    """Return the bytes that the payloads take. Raise an error where they, or the segments, do not fit."""
     if message.dtype != torch.uint8:
         raise TypeError(f"a message is a uint8 tensor, not {message.dtype}")
     size = values.element_size()
@@ -114,6 +116,7 @@ def _check(values: Tensor, table: Table, message: Tensor) -> None:
     if num_bytes > message.numel():
         raise ValueError(f"a message of {message.numel()} bytes is too short: its payloads end at byte {num_bytes}")
     _check_reach(values, table)
+    return num_bytes
 
 
 def _check_reach(values: Tensor, table: Table) -> None:

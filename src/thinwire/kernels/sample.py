@@ -29,7 +29,7 @@ def sample_indices(numel: int, k: int, key: int, like: Tensor | None = None) -> 
 
         return gpu_sample.sample_indices(numel, k, derive_key(key), half_bits, like)
     keys = [derive_key(key, round) for round in range(_ROUNDS)]
-    picked = _permute(torch.arange(k), half_bits, keys)
+    picked = _permute(torch.arange(k, dtype=torch.int64, device="cpu"), half_bits, keys)
     while bool((outside := picked >= numel).any()):
         picked[outside] = _permute(picked[outside], half_bits, keys)
     return picked if like is None else picked.to(like.device)

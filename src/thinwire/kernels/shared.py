@@ -26,10 +26,11 @@ class Word:
         self._core = native.core()
         if not memory.is_cpu or memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
             raise ValueError("a word lies in a contiguous 1-D uint8 tensor of the CPU")
-        if not 0 <= offset <= memory.numel() - 4 or (memory.data_ptr() + offset) % 4:
+        address = native.address("memory", memory, torch.uint8, memory.numel()) + offset
+        if not 0 <= offset <= memory.numel() - 4 or address % 4:
             raise ValueError(f"offset {offset} of {memory.numel()} bytes is no place for a word of 4 bytes")
         self._memory = memory
-        self._address = memory.data_ptr() + offset
+        self._address = address
 
     @property
     def value(self) -> int:

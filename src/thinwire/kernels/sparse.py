@@ -10,7 +10,6 @@ from torch import Tensor
 
 from thinwire.kernels import native, reference_sparse
 from thinwire.kernels.format import align
-from thinwire.kernels.native import CODES
 from thinwire.kernels.ops import DTYPES, _check_flat, _check_message
 from thinwire.kernels.reference_sparse import BINS, BLOCK, Sample, magnitudes
 from thinwire.kernels.rng import splitmix64
@@ -97,9 +96,9 @@ def _pick(
     x: Tensor, start: int, numel: int, k: int, least: int, sample: Sample, *, partial: bool, sampled: bool
 ) -> tuple[Tensor, Tensor, int, bool]:
     """Return the native core's choice: indices, values, how many reached the threshold, and whether all is finite."""
-    indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
-    span = x.data_ptr(), CODES[x.dtype], start, numel
-    to = indices.data_ptr(), values.data_ptr()
+    indices, values = torch.empty(k, dtype=torch.int32, device="cpu"), torch.empty(k, dtype=torch.float32, device="cpu")
+    span = *native.values("x", x, start + numel), start, numel
+    to = native.address("indices", indices, torch.int32, k), native.address("values", values, torch.float32, k)
     count, total, finite = native.core().pick(*span, k, least, partial, sampled, *sample, *to)
     return (indices, values, total, finite) if count == k else (indices[:count], values[:count], total, finite)
 
@@ -120,7 +119,8 @@ def select_threshold(
         raise ValueError(f"capacity must not be negative, got {capacity}")
     if not native.computes(x):
         return torch_or_triton(x).select_threshold(x[start : start + numel], threshold, capacity)
-    room, least = min(capacity, numel), int(magnitudes(torch.tensor([threshold]))) + 1
+    room, limit = min(capacity, numel), torch.tensor([threshold], dtype=torch.float32, device="cpu")
+    least = int(magnitudes(limit)) + 1
     indices, values, total, finite = _pick(x, start, numel, room, least, NO_SAMPLE, partial=True, sampled=False)
     return indices, values, finite, max(0, total - room)
 
@@ -133,8 +133,9 @@ def abs_histogram(x: Tensor, start: int, numel: int) -> Tensor:
     _check_span("x", x, start, numel)
     if not native.computes(x):
         return torch_or_triton(x).abs_histogram(x[start : start + numel])
-    counts = torch.empty(BINS, dtype=torch.int32)
-    native.core().abs_histogram(x.data_ptr(), CODES[x.dtype], start, numel, counts.data_ptr())
+    counts = torch.empty(BINS, dtype=torch.int32, device="cpu")
+    span = *native.values("x", x, start + numel), start, numel
+    native.core().abs_histogram(*span, native.address("counts", counts, torch.int32, BINS))
     return counts
 
 
@@ -165,8 +166,9 @@ def pack_indices(indices: Tensor, numel: int, k: int, message: Tensor, at: int) 
         raise ValueError(f"{indices.numel()} indices at byte {at}: at most k={k}, and no byte before the first")
     bitmap = packs_bitmap(numel, k)
     if native.computes(indices):
-        where = indices.data_ptr(), indices.numel(), numel, k, bitmap, message.data_ptr() + at
-        good = native.core().pack_indices(*where)
+        given = native.address("indices", indices, torch.int32, indices.numel()), indices.numel()
+        to = native.address("message", message, torch.uint8, at + num_bytes) + at
+        good = native.core().pack_indices(*given, numel, k, bitmap, to)
     else:
         good = not indices.numel() or bool((indices[0] >= 0) & (indices[-1] < numel) & (indices.diff() > 0).all())
         if good:
@@ -187,8 +189,10 @@ def unpack_indices(message: Tensor, at: int, numel: int, k: int) -> Tensor:
     bitmap = packs_bitmap(numel, k)
     if not native.computes(message):
         return torch_or_triton(message).unpack_indices(message, at, numel, k, bitmap)
-    indices = torch.empty(k, dtype=torch.int32)
-    count = native.core().unpack_indices(message.data_ptr() + at, numel, k, bitmap, indices.data_ptr())
+    indices = torch.empty(k, dtype=torch.int32, device="cpu")
+    packed = native.address("message", message, torch.uint8, at + num_bytes) + at
+    to = native.address("indices", indices, torch.int32, k)
+    count = native.core().unpack_indices(packed, numel, k, bitmap, to)
     return indices if count == k else indices[:count]
 
 
@@ -200,7 +204,7 @@ def sparse_add(y: Tensor, start: int, numel: int, indices: Tensor, values: Tenso
     """
     _check_span("y", y, start, numel)
     _check_picks(indices, y, values)
-    if not _scatter(y, start, numel, indices, values.data_ptr(), scale):
+    if not _scatter(y, start, numel, indices, values, scale):
         torch_or_triton(y).sparse_add(y[start : start + numel], indices, values, scale)
 
 
@@ -208,15 +212,18 @@ def sparse_zero(y: Tensor, start: int, numel: int, indices: Tensor) -> None:
     """``y[start + i] = 0`` for all ``indices`` (int32). Errors are those of :func:`sparse_add`."""
     _check_span("y", y, start, numel)
     _check_picks(indices, y)
-    if not _scatter(y, start, numel, indices, 0, 1.0):
+    if not _scatter(y, start, numel, indices, None, 1.0):
         torch_or_triton(y).sparse_zero(y[start : start + numel], indices)
 
 
-def _scatter(y: Tensor, start: int, numel: int, indices: Tensor, values: int, scale: float) -> bool:
-    """Adds the values at an address, or zeroes, in the native core; False: nothing but the check was done."""
+def _scatter(y: Tensor, start: int, numel: int, indices: Tensor, values: Tensor | None, scale: float) -> bool:
+    """Adds the values, or zeroes, in the native core; False: nothing but the check was done."""
     if native.computes(y):
-        span = y.data_ptr(), CODES[y.dtype], start, numel
-        inside = native.core().sparse_scatter(*span, indices.data_ptr(), values, indices.numel(), scale)
+        count = indices.numel()
+        span = *native.values("y", y, start + numel), start, numel
+        where = native.address("indices", indices, torch.int32, count)
+        added = 0 if values is None else native.address("values", values, torch.float32, count)
+        inside = native.core().sparse_scatter(*span, where, added, count, scale)
     else:
         inside = not indices.numel() or bool(((indices >= 0) & (indices < numel)).all())
     if not inside:

@@ -50,7 +50,9 @@ def rows_choose(
     _check_values("x", x, table, x)
     _check_message("message", message, _bytes(table, rooms, floats), x)
     if limits is None:
-        limits = table.kept(("rooms", x.device, rooms), lambda: torch.tensor(rooms, dtype=torch.int32).to(x.device))
+        limits = table.kept(
+            ("rooms", x.device, rooms), lambda: torch.tensor(rooms, dtype=torch.int32, device="cpu").to(x.device)
+        )
     samples = None
     if sample_keys is not None:
         given = zip(table.segments, rooms, sample_keys, strict=True)
@@ -148,7 +150,7 @@ def _places(table: Table, rooms: tuple[int, ...], device: torch.device, floats: 
             start += room
         starts = [(mark[1], 1, mark[0]) for mark in marks]
         return gpu_select.Places(
-            torch.tensor(marks, dtype=torch.int64).reshape(len(marks), 5).to(device),
+            torch.tensor(marks, dtype=torch.int64, device="cpu").reshape(len(marks), 5).to(device),
             gpu_select.spans_of(starts, device),
             gpu_select.spans_of(cleared, device),
             start,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -68,11 +69,11 @@ def spectrum_encode(
     2^31 components or more.
     """
     _check_values("x", x, table, x)
-    _check_received(table, Received(message, parts), x, block, tuple(kept))
-    tops = torch.zeros(len(table.segments))
+    num_bytes = _check_received(table, Received(message, parts), x, block, tuple(kept))
+    tops = torch.zeros(len(table.segments), dtype=torch.float32, device="cpu")
     if native.computes(x) and _transforms(block):
-        where = message.data_ptr(), parts.data_ptr(), *_blocks(table, block, kept)
-        native.core().spectrum_encode(*native.source(x, table), *where, tops.data_ptr())
+        where = *_addresses(Received(message, parts), num_bytes, kept), *_blocks(table, block, kept, tops)
+        native.core().spectrum_encode(*native.source("x", x, table), *where)
     for i, row, own in _others(x, table, block, kept):
         components = torch.view_as_real(spectrum(x[row.start : row.start + row.numel], block_of(row.numel, block)))
         real, imaginary = components[:, 0], components[:, 1]
@@ -106,12 +107,11 @@ def spectrum_decode(
     Shapes and errors are those of :func:`spectrum_encode`.
     """
     _check_values("y", y, table, y)
-    for sent in received:
-        _check_received(table, sent, y, block, tuple(kept))
-    tops = torch.zeros(len(table.segments))
+    sizes = [_check_received(table, sent, y, block, tuple(kept)) for sent in received]
+    tops = torch.zeros(len(table.segments), dtype=torch.float32, device="cpu")
     if native.computes(y) and _transforms(block):
-        messages = (pointer for sent in received for pointer in (sent.message.data_ptr(), sent.parts.data_ptr()))
-        where = *_blocks(table, block, kept), tops.data_ptr()
+        messages = chain(*(_addresses(sent, size, kept) for sent, size in zip(received, sizes, strict=True)))
+        where = _blocks(table, block, kept, tops)
         native.core().spectrum_decode(*native.target(table, y), *where, add, scale, *messages)
     for i, row, own in _others(y, table, block, kept):
         total, size = num_components(row.numel, block), block_of(row.numel, block)
@@ -141,8 +141,8 @@ def _others(x: Tensor, table: Table, block: int, kept: Sequence[int]) -> Iterato
             yield i, row, own
 
 
-def _check_received(table: Table, received: Received, like: Tensor, block: int, kept: tuple[int, ...]) -> None:
-    """Raise an error unless the payloads lie inside the message, and the parts inside theirs."""
+def _check_received(table: Table, received: Received, like: Tensor, block: int, kept: tuple[int, ...]) -> int:
+    """Return the bytes of the payloads. Raise an error unless they lie inside the message, and the parts in theirs."""
 
     def num_bytes() -> int:
         if not isinstance(block, int) or block < 2:
@@ -156,11 +156,18 @@ def _check_received(table: Table, received: Received, like: Tensor, block: int, 
         return max(ends)
 
     message, parts = received
-    _check_message("message", message, table.kept(("spectrum", block, kept), num_bytes), like)
+    needed = table.kept(("spectrum", block, kept), num_bytes)
+    _check_message("message", message, needed, like)
     if parts.dtype is not torch.float32 or parts.device != like.device or not parts.is_contiguous():
         raise TypeError(f"parts must be contiguous, float32, on {like.device}; not {parts.dtype} on {parts.device}")
     if parts.shape != (2 * sum(kept),):
         raise ValueError(f"{sum(kept)} components have {2 * sum(kept)} parts, not {tuple(parts.shape)}")
+    return needed
+
+
+def _addresses(received: Received, num_bytes: int, kept: Sequence[int]) -> tuple[int, int]:
+    message = native.address("message", received.message, torch.uint8, num_bytes)
+    return message, native.address("parts", received.parts, torch.float32, 2 * sum(kept))
 
 
 def _transforms(block: int) -> bool:
@@ -168,10 +175,13 @@ def _transforms(block: int) -> bool:
     return _LEAST_BLOCK <= block <= _MOST_BLOCK and math.log2(block).is_integer()
 
 
-def _blocks(table: Table, block: int, kept: Sequence[int]) -> tuple[int, int, int]:
-    """Return arguments of the native core: the size of blocks, their roots of unity, how many components are kept."""
-    counts = table.kept(("counts", *kept), lambda: torch.tensor(kept, dtype=torch.int64))
-    return block, _roots(block).data_ptr(), counts.data_ptr()
+def _blocks(table: Table, block: int, kept: Sequence[int], tops: Tensor) -> tuple[int, int, int, int]:
+    """Return arguments of the native core: the size of blocks, their roots of unity, how many components are kept, and
+    where it writes of each segment."""
+    counts = table.kept(("counts", *kept), lambda: torch.tensor(kept, dtype=torch.int64, device="cpu"))
+    roots = native.address("roots", _roots(block), torch.float32, 2 * block)
+    of_segments = native.address("kept", counts, torch.int64, len(table.segments))
+    return block, roots, of_segments, native.address("tops", tops, torch.float32, len(table.segments))
 
 
 def _roots(block: int) -> Tensor:
@@ -181,6 +191,6 @@ def _roots(block: int) -> Tensor:
     The core gets their address: of threads that ask for a block at the same time, all must get the tensor that is kept.
     """
     if block not in _ROOTS:
-        angle = torch.arange(block, dtype=torch.float64) * (-2 * math.pi / block)
+        angle = torch.arange(block, dtype=torch.float64, device="cpu") * (-2 * math.pi / block)
         _ROOTS.setdefault(block, torch.stack((angle.cos(), angle.sin())).float().contiguous())
     return _ROOTS[block]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from thinwire.kernels import native
 from thinwire.kernels.format import ALIGN, GROUP, Format, bucketed_bytes, bucketed_grain, check_format, num_buckets
 
 LIMIT = 2**62
@@ -62,7 +63,7 @@ class Table:
         self.largest = max((row.numel for row in self.segments), default=0)
         self.num_elements = max((row.start + row.numel for row in self.segments if row.numel), default=0)
         """A tensor must have at least this many elements to hold all segments."""
-        self.pointer = self.rows.data_ptr()
+        self.pointer = native.address("rows", self.rows, torch.int64, self.rows.numel())
         self._extents: dict[Format, Extent] = {}
         self._copies: dict[torch.device, Tensor] = {}
         self._pieces: dict[tuple[torch.device, int, int], Tensor] = {}
@@ -132,9 +133,11 @@ class Table:
         """
         key = (device, size, each)
         if key not in self._pieces:
-            counts = torch.tensor([-(-row.numel // size) * each for row in self.segments], dtype=torch.int64)
-            rows = torch.repeat_interleave(torch.arange(len(counts)), counts)
-            inside = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+            counts = torch.tensor(
+                [-(-row.numel // size) * each for row in self.segments], dtype=torch.int64, device="cpu"
+            )
+            rows = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int64, device="cpu"), counts)
+            inside = torch.arange(len(rows), dtype=torch.int64, device="cpu") - (counts.cumsum(0) - counts)[rows]
             self._pieces[key] = torch.stack((rows, inside), dim=1).to(device)
         return self._pieces[key]
 
@@ -142,7 +145,9 @@ class Table:
         """For each segment the number of buckets before it (int64, on ``device``), and that of all. Made once."""
         key = (device, bucket)
         if key not in self._firsts:
-            counts = torch.tensor([num_buckets(row.numel, bucket) for row in self.segments], dtype=torch.int64)
+            counts = torch.tensor(
+                [num_buckets(row.numel, bucket) for row in self.segments], dtype=torch.int64, device="cpu"
+            )
             self._firsts[key] = (counts.cumsum(0) - counts).to(device), int(counts.sum())
         return self._firsts[key]
 

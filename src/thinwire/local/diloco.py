@@ -280,7 +280,7 @@ class DiLoCo:
         Where there were none, as for the fragments that `finish` exchanges after another one, the last exchange's
         weight still holds: its tokens are also theirs.
         """
-        total = torch.tensor([float(self._tokens)])
+        total = torch.tensor([float(self._tokens)], dtype=torch.float32, device="cpu")
         dist.all_reduce(total, group=self.group)
         if total > 0:
             self._share = self._tokens * self.wire.world_size / float(total)
@@ -317,7 +317,7 @@ class DiLoCo:
         Workers that load it, however many, start from the shared weights: what each has learned since its last exchange
         is not in it. Right after an exchange of the whole model (``fragments=1``, ``overlap=0``) nothing is lost.
         """
-        state = self._own_state() | {"gathered": torch.tensor(self.wire.world_size)}
+        state = self._own_state() | {"gathered": torch.tensor(self.wire.world_size, dtype=torch.int64, device="cpu")}
         return state | {f"wire/{key}": value for key, value in self.wire.gather_state_dict().items()}
 
     def _own_state(self) -> dict[str, Tensor]:
@@ -325,11 +325,11 @@ class DiLoCo:
             self._pending.wait()
         pending = -1 if self._pending is None else self._pending.index
         counts = {"steps": self._steps, "tokens": self._tokens, "next": self._next, "pending": pending}
-        state = {name: torch.tensor(value) for name, value in counts.items()}
+        state = {name: torch.tensor(value, dtype=torch.int64, device="cpu") for name, value in counts.items()}
         if self.weighted:
-            state["share"] = torch.tensor(self._share, dtype=torch.float64)
+            state["share"] = torch.tensor(self._share, dtype=torch.float64, device="cpu")
         for i, fragment in enumerate(self._fragments):
-            state[f"sent_at/{i}"] = torch.tensor(fragment.sent_at)
+            state[f"sent_at/{i}"] = torch.tensor(fragment.sent_at, dtype=torch.int64, device="cpu")
             for name, values in fragment.saved(with_mean=i == pending).items():
                 state[name] = values.clone()
         return sealed(state)

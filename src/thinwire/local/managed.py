@@ -194,9 +194,9 @@ class ManagedDiLoCo:
         torchft copies it to workers that lack it.
         """
         state = {
-            "rounds": torch.tensor(self._rounds),
-            "exchange": torch.tensor(self._last_exchange),
-            "steps": torch.tensor(self._steps),
+            "rounds": torch.tensor(self._rounds, dtype=torch.int64, device="cpu"),
+            "exchange": torch.tensor(self._last_exchange, dtype=torch.int64, device="cpu"),
+            "steps": torch.tensor(self._steps, dtype=torch.int64, device="cpu"),
         }
         return sealed(state | {name: value.detach().clone() for name, value in self._shared().items()})
 

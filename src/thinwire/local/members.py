@@ -155,7 +155,7 @@ class Members:
         assert self._transport is not None
         if not self._manager.is_participating():
             work = 0
-        record = torch.tensor([work, secrets.randbits(_NONCE_BITS), shared, steps])
+        record = torch.tensor([work, secrets.randbits(_NONCE_BITS), shared, steps], dtype=torch.int64, device="cpu")
         works, nonces, sums, counts = (column.tolist() for column in self._transport.all_gather(record).unbind(1))
         if differing := [name for name, value in zip(self._names, sums, strict=True) if value != sums[0]]:
             raise DisagreementError(

@@ -129,7 +129,9 @@ def orthonormal(matrix: Tensor, rank: int | None = None) -> Tensor:
     """
     x = matrix.float()
     if rank is not None and _LEAST_RATIO * rank <= min(x.shape):
-        sketch = torch.randn(x.shape[1], rank, generator=torch.Generator().manual_seed(0)).to(x.device)
+        sketch = torch.randn(
+            x.shape[1], rank, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+        ).to(x.device)
         basis = torch.linalg.qr(x @ sketch).Q
         within = basis.mT @ x
         outside = torch.linalg.vector_norm(x - basis @ within)

@@ -248,7 +248,7 @@ class IntDIANA(torch.optim.Optimizer):
         differences = [g - self.state[p]["h_i"] for p, g in zip(parameters, gradients, strict=True)]
         flags = [not bool(torch.isfinite(difference).all()) for difference in differences]
         if options["block"] == "coordinate":
-            factors = torch.ones(len(parameters))
+            factors = torch.ones(len(parameters), dtype=torch.float32, device="cpu")
             differences = [alpha * difference for alpha, difference in zip(alphas, differences, strict=True)]
         else:
             factors = torch.stack(alphas).float()
@@ -305,7 +305,7 @@ class IntDIANA(torch.optim.Optimizer):
         squares = [e.double().square() for e in estimates] if each else list(square_sums(estimates))
         if options["block"] == "global":
             # Exactly rounded, so that it is the same on every machine.
-            squares = [torch.tensor(math.fsum(map(float, squares)), dtype=torch.float64)] * len(squares)
+            squares = [torch.tensor(math.fsum(map(float, squares)), dtype=torch.float64, device="cpu")] * len(squares)
         for parameter, square in zip(parameters, squares, strict=True):
             state = self.state[parameter]
             before = state["rms"].double().square() if beta else 0.0

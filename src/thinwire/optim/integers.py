@@ -81,14 +81,14 @@ class IntegerSum:
         for index, numel in enumerate(numels):
             rows.append([start, numel, 0, at, site_id(str(index))])
             start, at = start + numel, at + align(numel * self.dtype.itemsize)
-        self.table = Table(torch.tensor(rows, dtype=torch.int64).view(-1, 5))
+        self.table = Table(torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 5))
         self.places = [slice(at // self.dtype.itemsize, at // self.dtype.itemsize + n) for _, n, _, at, _ in rows]
         self._numels = list(numels)
-        self._values = torch.zeros(start, dtype=torch.float32)
+        self._values = torch.zeros(start, dtype=torch.float32, device="cpu")
         # Behind the integers lies a flag for each parameter, whose sum is the number of ranks with values that are not
         # finite.
         self._flags = slice(at // self.dtype.itemsize, at // self.dtype.itemsize + len(rows))
-        self._sent = torch.zeros(self._flags.stop, dtype=self.dtype)
+        self._sent = torch.zeros(self._flags.stop, dtype=self.dtype, device="cpu")
         self._total = torch.zeros_like(self._sent)
 
     @property
@@ -105,7 +105,7 @@ class IntegerSum:
         for value, into in zip(values, self._values.split(self._numels), strict=True):
             into.copy_(value.reshape(-1))
         clipped = int_round(self._values, self.table, alphas, self._sent, clip=self.clip, key=key)
-        self._sent[self._flags] = torch.tensor(flags, dtype=self.dtype)
+        self._sent[self._flags] = torch.tensor(flags, dtype=self.dtype, device="cpu")
         self._total.copy_(self._sent)
         self.transport.all_reduce(self._total)
         return int(clipped.sum())

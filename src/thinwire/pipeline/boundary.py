@@ -161,7 +161,7 @@ class BoundarySide:
         num_bytes = self.layout(direction, chunk).num_bytes
         buffer = self._buffers.get((direction, chunk))
         if buffer is None or buffer.numel() != num_bytes:
-            buffer = self._buffers[direction, chunk] = torch.zeros(num_bytes, dtype=torch.uint8)
+            buffer = self._buffers[direction, chunk] = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
         return buffer
 
     def renew_messages(self) -> None:
@@ -197,7 +197,10 @@ class BoundarySide:
         """Tensors, on the host, for those of a micro-batch."""
         _, crossing, rows = self._present(direction, chunk)
         shapes = crossing.shapes(len(rows.samples), rows.padded)
-        return [torch.empty(shape, dtype=spec.dtype) for shape, spec in zip(shapes, crossing.specs, strict=True)]
+        return [
+            torch.empty(shape, dtype=spec.dtype, device="cpu")
+            for shape, spec in zip(shapes, crossing.specs, strict=True)
+        ]
 
     def _present(self, direction: Direction, chunk: int) -> tuple[ScheduleStep, BoundaryTensors, Rows]:
         assert self._step is not None, "a step has begun"
@@ -256,7 +259,7 @@ class BoundarySide:
             raise MessageError(f"rank {peer} sent {message.numel()} bytes, where {layout.num_bytes} are expected")
         self.stats.add(received_bytes=message.numel())
         with self.stats.timed("decode"):
-            flat = torch.zeros(_numel(crossing, rows), dtype=crossing.dtype)
+            flat = torch.zeros(_numel(crossing, rows), dtype=crossing.dtype, device="cpu")
             layout.take_raw(message, flat)
             if direction == "forward" and step.training and self.store is not None:
                 flat = self._unpack_change(flat, layout, chunk, message)
@@ -321,7 +324,7 @@ class BoundarySide:
         with self.stats.timed("store"):
             if len(coded) == len(rows.samples) and coded:
                 return self.store.load(rows, choices)
-            m = torch.zeros(_numel(layout.crossing, rows))
+            m = torch.zeros(_numel(layout.crossing, rows), dtype=torch.float32, device="cpu")
             if coded:
                 records = self.store.load(_some(rows, coded), None if choices is None else choices[coded])
                 m.view(len(rows.samples), -1)[coded] = records.view(len(coded), -1)

@@ -32,7 +32,7 @@ class LinkChoices:
         """Shape ``(1 + boundaries, 2)``, int64; -1 where nothing was chosen."""
         rows = [[self.rows.get(b, {}).get(direction, -1) for direction in DIRECTIONS] for b in range(num_boundaries)]
         step = -1 if self.step is None else self.step
-        return torch.tensor([[step, step], *rows], dtype=torch.int64)
+        return torch.tensor([[step, step], *rows], dtype=torch.int64, device="cpu")
 
     @staticmethod
     def from_tensor(x: Tensor, num_boundaries: int, counts: Mapping[Direction, int]) -> LinkChoices:

@@ -60,15 +60,22 @@ def _gather(
     """By direction: the seconds that the slowest rank computes for a micro-batch, and, by boundary and choice, the
     bytes of a message, which the boundary's earlier side knows."""
     counts = {direction: len(stages[0].options.choices(direction)) for direction in DIRECTIONS}
-    own = {direction: torch.zeros(len(boundaries), counts[direction], dtype=torch.float64) for direction in DIRECTIONS}
+    own = {
+        direction: torch.zeros(len(boundaries), counts[direction], dtype=torch.float64, device="cpu")
+        for direction in DIRECTIONS
+    }
     for stage in stages:
         for side in (side for side in stage.sides if side.earlier):
             for direction in DIRECTIONS:
                 num_bytes = side.choice_bytes(direction)
-                own[direction][boundaries.index(side.boundary)] = torch.tensor(num_bytes, dtype=torch.float64)
+                own[direction][boundaries.index(side.boundary)] = torch.tensor(
+                    num_bytes, dtype=torch.float64, device="cpu"
+                )
     computed = [sum(stage.compute_s(direction) for stage in stages) for direction in DIRECTIONS]
     table = transport.all_gather(
-        torch.cat([torch.tensor(computed, dtype=torch.float64), *(sizes.flatten() for sizes in own.values())])
+        torch.cat(
+            [torch.tensor(computed, dtype=torch.float64, device="cpu"), *(sizes.flatten() for sizes in own.values())]
+        )
     )
     slowest = table[:, :2].amax(0).tolist()
     choice_sizes = table[:, 2:].sum(0).split([sizes.numel() for sizes in own.values()])

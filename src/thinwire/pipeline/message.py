@@ -100,7 +100,9 @@ class MessageLayout:
                 at += coder.payload_bytes(piece.numel, crossing.dtype)
         chosen = None
         if chooses and Encoding.CODED in kinds:
-            which = rows.vectors(parts) & torch.tensor([kind is Encoding.CODED for kind in kinds]).view(-1, 1)
+            which = rows.vectors(parts) & torch.tensor(
+                [kind is Encoding.CODED for kind in kinds], dtype=torch.bool, device="cpu"
+            ).view(-1, 1)
             chosen = at, which
             at += align(int(which.sum()))
         others = []
@@ -139,7 +141,7 @@ class MessageLayout:
         if self.chosen is None:
             return None
         start, which = self.chosen
-        choices = torch.zeros(which.shape, dtype=torch.uint8)
+        choices = torch.zeros(which.shape, dtype=torch.uint8, device="cpu")
         choices[which] = message[start : start + int(which.sum())]
         return choices
 

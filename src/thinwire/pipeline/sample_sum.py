@@ -127,7 +127,7 @@ class SampleSum:
         """This rank's parts as others know them, the sums, and what was left out of this rank's share of these; zero
         where nothing is kept."""
         widths = [numel, numel, self._share]
-        records = torch.zeros(len(rows.samples), sum(widths))
+        records = torch.zeros(len(rows.samples), sum(widths), dtype=torch.float32, device="cpu")
         known = [i for i, kind in enumerate(kinds) if kind is Encoding.CODED]
         if self.store is not None and known:
             records[known] = self.store.load(Rows.uniform((rows.samples[i] for i in known), 0)).view(len(known), -1)
@@ -169,7 +169,7 @@ class SampleSum:
     def _gather(self, own: Tensor, layouts: Sequence[MessageLayout]) -> list[Tensor]:
         """Send this rank's share of the sum to all others; all shares as they arrive."""
         rank = self.transport.rank
-        messages = [torch.empty(layout.num_bytes, dtype=torch.uint8) for layout in layouts]
+        messages = [torch.empty(layout.num_bytes, dtype=torch.uint8, device="cpu") for layout in layouts]
         messages[rank] = self._encoded(own, layouts[rank], rank, _SUM)
         self._exchange(dict.fromkeys(range(len(layouts)), messages[rank]), dict(enumerate(messages)))
         for source, message in enumerate(messages):
@@ -191,7 +191,7 @@ class SampleSum:
         self.stats.received_bytes += sum(arriving[peer].numel() for peer in peers)
 
     def _encoded(self, values: Tensor, layout: MessageLayout, rank: int, phase: int) -> Tensor:
-        message = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+        message = torch.zeros(layout.num_bytes, dtype=torch.uint8, device="cpu")
         flat = values.contiguous().view(-1)
         layout.put_raw(flat, message)
         layout.encode(flat, message, derive_key(self._seed, self.step, rank, phase))
@@ -199,7 +199,7 @@ class SampleSum:
         return message
 
     def _decoded(self, message: Tensor, layout: MessageLayout) -> Tensor:
-        values = torch.zeros(layout.crossing.specs[0].shape)
+        values = torch.zeros(layout.crossing.specs[0].shape, dtype=torch.float32, device="cpu")
         layout.take_raw(message, values.view(-1))
         layout.decode(message, values.view(-1))
         return values
@@ -210,7 +210,7 @@ class SampleSum:
     def state_dict(self) -> dict[str, Tensor]:
         """Tensors from which `load_state_dict` restores what is kept, and the step."""
         state = self._loaded if self.store is None else self.store.state_dict()
-        return {"step": torch.tensor([self.step]), **state}
+        return {"step": torch.tensor([self.step], dtype=torch.int64, device="cpu"), **state}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a state, which was checked; records are checked when the first activation shows their shape."""

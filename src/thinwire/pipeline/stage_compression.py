@@ -343,10 +343,10 @@ class StageCompression:
         """The step, the run, and the records of both sides (those on disk: which ones they are), as tensors."""
         self.rest()
         state = {
-            "step": torch.tensor(step),
-            "run": torch.tensor(run),
-            "seed": torch.tensor(self.options.seed),
-            "format_version": torch.tensor(FORMAT_VERSION),
+            "step": torch.tensor(step, dtype=torch.int64, device="cpu"),
+            "run": torch.tensor(run, dtype=torch.int64, device="cpu"),
+            "seed": torch.tensor(self.options.seed, dtype=torch.int64, device="cpu"),
+            "format_version": torch.tensor(FORMAT_VERSION, dtype=torch.int64, device="cpu"),
         }
         if self.options.adapt is not None:
             state["choices"] = self.choices.to_tensor(self.num_stages - 1)

@@ -226,9 +226,9 @@ class StageGroup:
         if mine:
             announcement = self._prepare(stages[0], first_micro_batch)
         words = announcement.to_words() if mine else []
-        buffer = torch.zeros(self._room, dtype=torch.int64)
+        buffer = torch.zeros(self._room, dtype=torch.int64, device="cpu")
         first = words[: self._room]
-        buffer[: len(first)] = torch.tensor(first, dtype=torch.int64)
+        buffer[: len(first)] = torch.tensor(first, dtype=torch.int64, device="cpu")
         with self.failing("the broadcast of the samples", root):
             dist.broadcast(buffer, group=self.group, group_src=root)
         total = int(buffer[0])
@@ -236,9 +236,9 @@ class StageGroup:
             raise RuntimeError(f"the first stage's rank announced a step of {total} words, which cannot be")
         received = buffer[:total].tolist()
         if total > self._room:
-            rest = torch.zeros(total - self._room, dtype=torch.int64)
+            rest = torch.zeros(total - self._room, dtype=torch.int64, device="cpu")
             if mine:
-                rest.copy_(torch.tensor(words[self._room :], dtype=torch.int64))
+                rest.copy_(torch.tensor(words[self._room :], dtype=torch.int64, device="cpu"))
             with self.failing("the broadcast of the samples", root):
                 dist.broadcast(rest, group=self.group, group_src=root)
             received += rest.tolist()
@@ -340,11 +340,13 @@ class StageGroup:
         Each side gives a number and its negative: the largest of both cancel only where the two sides' are equal.
         """
         count = len(batch.samples)
-        table = torch.full((num_stages - 1, 2, count), _MISSING, dtype=torch.int64)
+        table = torch.full((num_stages - 1, 2, count), _MISSING, dtype=torch.int64, device="cpu")
         for boundary, view in views.items():
-            table[boundary, 0] = torch.tensor(view)
-            table[boundary, 1] = torch.tensor([value if value == UNSEEN else -value for value in view])
-        words = torch.cat([torch.tensor([int(error is not None)]), table.view(-1)])
+            table[boundary, 0] = torch.tensor(view, dtype=torch.int64, device="cpu")
+            table[boundary, 1] = torch.tensor(
+                [value if value == UNSEEN else -value for value in view], dtype=torch.int64, device="cpu"
+            )
+        words = torch.cat([torch.tensor([int(error is not None)], dtype=torch.int64, device="cpu"), table.view(-1)])
         if error is not None:
             self.report(error)
         with self.failing("the comparison of messages kept"):

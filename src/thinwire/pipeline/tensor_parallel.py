@@ -106,7 +106,10 @@ class CompressedRowwiseParallel(RowwiseParallel):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Tensors from which the style of the same rank, given for the same layers, goes on bit by bit."""
-        state = {"seed": torch.tensor([self.seed]), "format_version": torch.tensor([FORMAT_VERSION])}
+        state = {
+            "seed": torch.tensor([self.seed], dtype=torch.int64, device="cpu"),
+            "format_version": torch.tensor([FORMAT_VERSION], dtype=torch.int64, device="cpu"),
+        }
         for index, layer in enumerate(self._layers):
             state |= {f"{index}/{name}": value for name, value in layer.sum.state_dict().items()}
         return sealed(state)

@@ -26,7 +26,9 @@ def gaussian_lost_share(coder: Coded) -> float:
     """What a compressor loses of normally distributed values, of samples of 256."""
     if isinstance(coder, Raw):
         return 0.0
-    return lost_share(coder, torch.randn(64, 256, generator=torch.Generator().manual_seed(0)))
+    return lost_share(
+        coder, torch.randn(64, 256, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    )
 
 
 def check_contraction(coder: Coded) -> None:

@@ -54,7 +54,7 @@ def _density_errors(x: Tensor, candidates: Sequence[TopK]) -> dict[Compressor, f
     _, values, *_ = kernels.select_topk(flat, 0, flat.numel(), most)
     energy = _descending(values.square()).double().cumsum(0)
     total = float(flat.square().sum(dtype=torch.float64))
-    ends = torch.tensor([rooms[c] for c in candidates]).clamp_(max=energy.numel()) - 1
+    ends = torch.tensor([rooms[c] for c in candidates], dtype=torch.int64, device="cpu").clamp_(max=energy.numel()) - 1
     kept = energy[ends.to(energy.device)].tolist()
     return {c: max(0.0, total - some) for c, some in zip(candidates, kept, strict=True)}
 
@@ -86,7 +86,9 @@ def _rank_errors(x: Tensor, candidates: Sequence[PowerSGD]) -> dict[Compressor, 
 def _leading_squares(matrix: Tensor, rank: int) -> Tensor:
     """Squares of about the ``rank`` largest singular values, by power steps on a subspace."""
     width = min(rank + _OVERSAMPLING, matrix.shape[0])
-    q = torch.randn(matrix.shape[1], width, generator=torch.Generator().manual_seed(0)).to(matrix)
+    q = torch.randn(
+        matrix.shape[1], width, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+    ).to(matrix)
     p = matrix @ q
     for _ in range(_POWER_STEPS):
         q = matrix.T @ torch.linalg.qr(p).Q

@@ -182,7 +182,7 @@ def _on_every_rank(path: Path, device: torch.device) -> bool:
     Raises:
         ValueError: it is, on some ranks only, who would wait for the others when they load it.
     """
-    count = torch.tensor([float(path.exists())], device=device)
+    count = torch.tensor([float(path.exists())], dtype=torch.float32, device=device)
     dist.all_reduce(count)
     if 0 < count.item() < dist.get_world_size():
         raise ValueError(

@@ -343,17 +343,23 @@ class Adapter:
             state[_ALGORITHM] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         if not self.decides and not on_every_rank:
             return state
-        state[_SEEN] = torch.tensor([self._seen, self._asked_for if self._asked else -1])
+        state[_SEEN] = torch.tensor(
+            [self._seen, self._asked_for if self._asked else -1], dtype=torch.int64, device="cpu"
+        )
         if self.policy.memory_size:
             nothing = (math.nan,) * self.policy.memory_size
             rows = [self._memory.get(name, nothing) for name in self.reference]
-            state[_MEMORY] = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), self.policy.memory_size)
+            state[_MEMORY] = torch.tensor(rows, dtype=torch.float64, device="cpu").reshape(
+                len(rows), self.policy.memory_size
+            )
         sums = self._by_layer()
         state[_RATES] = self._rates.to_tensor()
         for name in self._adaptable:
             gradient_sum = sums.get(name)
             state[_SUM + name] = (
-                torch.zeros(tuple(self._shapes[name])) if gradient_sum is None else gradient_sum.cpu().clone()
+                torch.zeros(tuple(self._shapes[name]), dtype=torch.float32, device="cpu")
+                if gradient_sum is None
+                else gradient_sum.cpu().clone()
             )
         return sealed(state, _CHECKSUMS)
 

@@ -365,7 +365,7 @@ class Channel(Generic[_S]):
             operation.finish(x)
         num_bytes = operation.contents.numel * operation.dtype.itemsize
         self.stats.dense_bytes += dense_bytes(operation.kind, num_bytes, self.world.size)
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.float32, device="cpu")
 
     def _routes_of(self, operation: Operation, number: int) -> _Routes:
         key = (operation.kind, operation.contents.key, operation.dtype)

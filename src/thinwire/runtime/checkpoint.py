@@ -114,10 +114,10 @@ def write(
     Shared are step, seed, wire format, plan, and how much of each layer every rank owned.
     """
     shared = {
-        "step": torch.tensor(step),
-        "seed": torch.tensor(seed),
-        "format_version": torch.tensor(FORMAT_VERSION),
-        "shares": torch.tensor(shares),
+        "step": torch.tensor(step, dtype=torch.int64, device="cpu"),
+        "seed": torch.tensor(seed, dtype=torch.int64, device="cpu"),
+        "format_version": torch.tensor(FORMAT_VERSION, dtype=torch.int64, device="cpu"),
+        "shares": torch.tensor(shares, dtype=torch.int64, device="cpu"),
         "plan": _text(plan),
     }
     mine: dict[str, Tensor] = {}
@@ -131,7 +131,7 @@ def write(
 def sealed(entries: Mapping[str, Tensor], name: str = _CHECKSUMS) -> dict[str, Tensor]:
     """``entries``, and under ``name`` a 64-bit checksum of each of them, in the order of their names."""
     sums = [signed_checksum(entries[key]) for key in sorted(entries)]
-    return {**entries, name: torch.tensor(sums, dtype=torch.int64)}
+    return {**entries, name: torch.tensor(sums, dtype=torch.int64, device="cpu")}
 
 
 def check_sealed(state: Mapping[str, Tensor], keys: Iterable[str], name: str = _CHECKSUMS) -> None:

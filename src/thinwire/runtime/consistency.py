@@ -85,7 +85,8 @@ def raise_together(error: Exception | None, transport: Transport, doing: str) ->
     """
     mine = b"" if error is None else f"{type(error).__name__}: {error}".encode()
     with transport.detector.calling(doing) if transport.detector is not None else nullcontext():
-        failed = transport.all_gather(torch.tensor([len(mine)]))[:, 0].nonzero()[:, 0].tolist()
+        size = torch.tensor([len(mine)], dtype=torch.int64, device="cpu")
+        failed = transport.all_gather(size)[:, 0].nonzero()[:, 0].tolist()
     if not failed:
         return
     texts = exchange_texts(mine, transport)
@@ -122,7 +123,7 @@ def _short(line: str) -> str:
 
 def exchange_texts(mine: bytes, transport: Transport) -> list[str]:
     """The texts of all ranks, by rank. A native collective: all ranks must call it, and nothing else at the time."""
-    sizes = transport.all_gather(torch.tensor([len(mine)]))[:, 0].tolist()
+    sizes = transport.all_gather(torch.tensor([len(mine)], dtype=torch.int64, device="cpu"))[:, 0].tolist()
     size = max(sizes)
     if not 0 <= size <= _MAX_RECORD_BYTES:
         raise DisagreementError(f"ranks do not agree, and a rank announced a record of {size} bytes")

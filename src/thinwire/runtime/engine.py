@@ -159,7 +159,7 @@ class BucketEngine:
         except Exception as error:  # noqa: BLE001 - raised by the bucket that follows
             self._parity_error = error
         self.stats.parity_checks += 1
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.float32, device="cpu")
 
     def raise_parity_error(self) -> None:
         """Raise what `check_parity` found, if it found anything."""
@@ -493,5 +493,7 @@ class BucketEngine:
 def _stacked(first: Count, second: Count, transport: Transport) -> Tensor:
     """Both counts as one tensor, on the device if there is one: a number sent from the host would make it wait."""
     device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
-    counts = [c if isinstance(c, Tensor) else torch.full((), c, device=device) for c in (first, second)]
+    counts = [
+        c if isinstance(c, Tensor) else torch.full((), c, dtype=torch.int64, device=device) for c in (first, second)
+    ]
     return torch.stack(counts)

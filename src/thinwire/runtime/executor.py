@@ -133,7 +133,7 @@ class ThreadExecutor(Executor):
                 done.set_result(job())
             except Exception as error:  # noqa: BLE001 - raised in the caller
                 done.set_exception(error)
-            return torch.empty(0)
+            return torch.empty(0, dtype=torch.float32, device="cpu")
 
         self.submit(whole())
         return done.result()

@@ -73,7 +73,7 @@ class PackedSlot(FlatSlot):
         self._packed = [torch.zeros(end, dtype=torch.uint8, device=device) for _ in range(2)]
         for after in (False, True):
             self.write(self._zeros(), after=after)
-        self.now = self.next = torch.empty(0, device=device)
+        self.now = self.next = torch.empty(0, dtype=torch.float32, device=device)
 
     @property
     def num_bytes(self) -> int:
@@ -87,7 +87,7 @@ class PackedSlot(FlatSlot):
         if not self.next.numel():  # nothing was opened: a step before compression starts
             return
         self._pack(_PACKED, self.next, self._packed[1], key)
-        self.now = self.next = torch.empty(0, device=self._device)
+        self.now = self.next = torch.empty(0, dtype=torch.float32, device=self._device)
 
     def swap(self) -> None:
         self._packed.reverse()
@@ -107,7 +107,7 @@ class PackedSlot(FlatSlot):
         coder.encode(values, message, CodecCall(self._segments, Key(key, key)))
 
     def _zeros(self) -> Tensor:
-        return torch.zeros(self._numel, device=self._device)
+        return torch.zeros(self._numel, dtype=torch.float32, device=self._device)
 
 
 def opened(slots: Mapping[str, FlatSlot]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

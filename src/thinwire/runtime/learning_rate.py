@@ -35,7 +35,7 @@ class LearningRates:
 
     def to_tensor(self) -> Tensor:
         """For a checkpoint: three float64 values."""
-        return torch.tensor([self._rate, self._fall, float(self.dropped)], dtype=torch.float64)
+        return torch.tensor([self._rate, self._fall, float(self.dropped)], dtype=torch.float64, device="cpu")
 
     @staticmethod
     def from_tensor(state: Tensor | None) -> LearningRates:

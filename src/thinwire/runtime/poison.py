@@ -54,7 +54,9 @@ class PoisonMonitor:
 
     def confirmed(self, transport: Transport) -> bool:
         """Whether all ranks' gradients were finite: then it is the state. A collective call."""
-        return bool(transport.all_gather(torch.tensor([self.take_finite_gradients()])).all())
+        return bool(
+            transport.all_gather(torch.tensor([self.take_finite_gradients()], dtype=torch.bool, device="cpu")).all()
+        )
 
     def warn(self, step: int) -> None:
         """Say that the state starts anew."""

@@ -102,10 +102,10 @@ def measure_native(transport: Transport) -> float:
     device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
     num_bytes = _FIRST_PROBE_BYTES
     while True:
-        x = torch.zeros(num_bytes // 4, device=device)
-        transport.all_gather(torch.zeros(1))
+        x = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
+        transport.all_gather(torch.zeros(1, dtype=torch.float32, device="cpu"))
         took = median(elapsed(lambda x=x: transport.native_all_reduce(x), device) for _ in range(_REPEATS))
-        took = float(transport.all_gather(torch.tensor([took], dtype=torch.float64)).max())
+        took = float(transport.all_gather(torch.tensor([took], dtype=torch.float64, device="cpu")).max())
         if took >= _LONG_ENOUGH_S or num_bytes >= _LAST_PROBE_BYTES:
             return transport.all_reduce_bytes(x.numel(), x.dtype) / max(took, 1e-6)
         num_bytes *= 4
@@ -117,7 +117,7 @@ def measure_rates(transport: Transport) -> list[float]:
     for rank in range(transport.world_size):
         others = [other for other in range(transport.world_size) if other != rank]
         pairs = [(rank, other) for other in others] + [(other, rank) for other in others]
-        mine = torch.tensor([_speed(transport, pairs)[0]], dtype=torch.float64)
+        mine = torch.tensor([_speed(transport, pairs)[0]], dtype=torch.float64, device="cpu")
         rates.append(float(transport.all_gather(mine)[rank]))
     return rates
 
@@ -158,7 +158,7 @@ def measure_pairs(transport: Transport) -> list[Pair]:
     for a, b in chosen:
         bandwidth, latency = _speed(transport, [(a, b), (b, a)])
         # Other ranks measure only how long they wait.
-        mine = torch.tensor([bandwidth, latency], dtype=torch.float64)
+        mine = torch.tensor([bandwidth, latency], dtype=torch.float64, device="cpu")
         measured = transport.all_gather(mine)[[a, b]]
         pairs.append(Pair(a, b, float(measured[:, 0].min()), float(measured[:, 1].max())))
     return pairs
@@ -182,8 +182,8 @@ def _links(transport: Transport, long_s: float, world: World | None) -> Links:
     pairs = [(rank, other) for rank in everybody for other in everybody if other != rank]
 
     def all_reduce(num_bytes: int) -> _Took:
-        x = torch.zeros(num_bytes // 4, device=device)
-        transport.all_gather(torch.zeros(1))
+        x = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
+        transport.all_gather(torch.zeros(1, dtype=torch.float32, device="cpu"))
         before = time.process_time()
         seconds = elapsed(lambda: transport.native_all_reduce(x), device)
         return _Took(seconds, time.process_time() - before)
@@ -224,7 +224,7 @@ def _curve(
     num_bytes = _CURVE_FROM_BYTES
     while True:
         # The faster repeat is the link's. All ranks must take the same number of turns: the longest time counts.
-        mine = torch.tensor(min(run(num_bytes) for _ in range(_CURVE_REPEATS)), dtype=torch.float64)
+        mine = torch.tensor(min(run(num_bytes) for _ in range(_CURVE_REPEATS)), dtype=torch.float64, device="cpu")
         took, spent = transport.all_gather(mine).amax(0).tolist()
         points.append((float(sent(num_bytes)), took))
         if took >= long_s or num_bytes >= _CURVE_TO_BYTES:
@@ -242,7 +242,7 @@ def measure_cores(transport: Transport) -> float:
     digest = hashlib.blake2b(f"{machine}{mine}".encode(), digest_size=16).digest()
     digests = transport.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
     beside = int((digests == digests[transport.rank]).all(1).sum())
-    return float(transport.all_gather(torch.tensor([len(mine) / beside], dtype=torch.float64)).min())
+    return float(transport.all_gather(torch.tensor([len(mine) / beside], dtype=torch.float64, device="cpu")).min())
 
 
 def shared_part(cores: float, threads: int) -> float:
@@ -258,7 +258,7 @@ def _speed(transport: Transport, pairs: Sequence[tuple[int, int]]) -> tuple[floa
     while True:
         mine = [_probe(transport, pairs, num_bytes).seconds - latency, latency]
         # All ranks must take the same number of turns: the longest time counts.
-        took, wait = transport.all_gather(torch.tensor(mine, dtype=torch.float64)).amax(0).tolist()
+        took, wait = transport.all_gather(torch.tensor(mine, dtype=torch.float64, device="cpu")).amax(0).tolist()
         if took >= max(_LONG_ENOUGH_S, _LONG_ENOUGH_LATENCIES * wait) or num_bytes >= _LAST_PROBE_BYTES:
             return num_bytes / max(took, 1e-6), max(latency, 0.0)
         num_bytes *= 4
@@ -277,7 +277,7 @@ def _probe(transport: Transport, pairs: Sequence[tuple[int, int]], num_bytes: in
     receivers = [tuple(target for source, target in pairs if source == rank) for rank in range(transport.world_size)]
     share = -(-num_bytes // max(map(len, receivers)))
     buffers = transport.open([[Outgoing(0, share, targets)] if targets else [] for targets in receivers])
-    transport.all_gather(torch.zeros(1))
+    transport.all_gather(torch.zeros(1, dtype=torch.float32, device="cpu"))
     started, before = time.perf_counter(), time.process_time()
     transport.begin(buffers)
     pending = [transport.receive_into(buffers, *address) for address in buffers.inbox]
@@ -295,7 +295,7 @@ def _probe_devices(transport: DeviceTransport, pairs: Sequence[tuple[int, int]],
     sent = [share * ((mine, rank) in pairs) for rank in ranks]
     received = [share * ((rank, mine) in pairs) for rank in ranks]
     out, x = (torch.zeros(sum(sizes), dtype=torch.uint8, device=transport.device) for sizes in (received, sent))
-    transport.all_gather(torch.zeros(1))
+    transport.all_gather(torch.zeros(1, dtype=torch.float32, device="cpu"))
     return elapsed(lambda: transport.all_to_all(out, x, received, sent), transport.device)
 
 
@@ -320,7 +320,9 @@ def measure_speeds(
     mine = [codec_seconds(c, transport.world_size, seconds) for c, seconds in zip(ordered, passes, strict=True)]
     bandwidth, latency = measure_link(transport)
     # The slowest rank decides for all.
-    figures = torch.tensor([*mine, 1 / bandwidth, latency, 1 / measure_native(transport)], dtype=torch.float64)
+    figures = torch.tensor(
+        [*mine, 1 / bandwidth, latency, 1 / measure_native(transport)], dtype=torch.float64, device="cpu"
+    )
     *slowest, per_byte, latency, per_native_byte = transport.all_gather(figures).amax(0).tolist()
     codec_s = dict(zip(ordered, slowest, strict=True))
     crossings = algorithm.crossings(world)
@@ -337,14 +339,14 @@ def measure_codecs(compressors: Collection[Compressor], transport: Transport) ->
     """
     ordered = sorted(compressors, key=str)
     device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
-    mine = torch.tensor([list(codec_passes(c, device).values()) for c in ordered], dtype=torch.float64)
+    mine = torch.tensor([list(codec_passes(c, device).values()) for c in ordered], dtype=torch.float64, device="cpu")
     slowest = transport.all_gather(mine).amax(0).tolist()
     return {compressor: (encode, decode) for compressor, (encode, decode) in zip(ordered, slowest, strict=True)}
 
 
 def codec_passes(compressor: Compressor, device: torch.device) -> dict[str, float]:
     """Return the seconds of an element: ``encode`` and ``decode``."""
-    x = torch.randn(_NUMEL, generator=torch.Generator().manual_seed(0)).to(device)
+    x = torch.randn(_NUMEL, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(device)
     piece = Piece("probe", 0, _NUMEL, 0, 0, _SHAPE)
     segments = Segments.build([piece])
     state = first_state(compressor, x, segments)
@@ -379,7 +381,7 @@ def codec_passes(compressor: Compressor, device: torch.device) -> dict[str, floa
 
 def _packing_seconds(packed: Packed, buffer: Tensor, device: torch.device) -> tuple[float, float]:
     """Return the seconds in which the integers in a buffer get into a message, and sums out of one."""
-    values = torch.zeros(packed.spread_numel(buffer.numel()), device=device)
+    values = torch.zeros(packed.spread_numel(buffer.numel()), dtype=torch.float32, device=device)
     call = CodecCall(Segments.build([Piece("probe", 0, values.numel(), 0, 0)]))
     message = torch.zeros(packed.payload_bytes(values.numel(), values.dtype), dtype=torch.uint8, device=device)
 

@@ -21,7 +21,7 @@ class Replica:
     def __init__(self, placement: Placement, names: Collection[str], rank: int, device: torch.device) -> None:
         """Of the layers ``names``; others keep zeros here, and are sent as they are."""
         self._placement, self.names = placement, tuple(names)
-        self._values = torch.zeros(placement.numel, device=device)
+        self._values = torch.zeros(placement.numel, dtype=torch.float32, device=device)
         self._runs = [list(self._runs_of(r)) for r in range(placement.num_ranks)]
         self._mine = self._runs[rank]
         self.filled = False

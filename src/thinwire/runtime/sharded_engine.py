@@ -299,7 +299,7 @@ class ShardedEngine:
 
     def _on_any_rank(self, condition: bool) -> bool:
         """Whether it is so on any rank: among the shards first and then among replicas. A collective call."""
-        holds = torch.tensor([condition])
+        holds = torch.tensor([condition], dtype=torch.bool, device="cpu")
         for channel in self.all_channels:
             holds = channel.alone(partial(channel.transport.all_gather, holds)).any().reshape(1)
         return bool(holds)

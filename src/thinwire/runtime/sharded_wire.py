@@ -289,7 +289,10 @@ class ShardedWire(Handle["ShardedEngine"]):
             [unit.reductions, weights.slots.learned_at, gradients.slots.learned_at, unit.across]
             for unit, weights, gradients in zip(engine.units, engine.weights, engine.gradients, strict=True)
         ]
-        counts = {_VERSIONS: torch.tensor(rows), _EXCHANGES: torch.tensor([engine.gathers, engine.reductions])}
+        counts = {
+            _VERSIONS: torch.tensor(rows, dtype=torch.int64, device="cpu"),
+            _EXCHANGES: torch.tensor([engine.gathers, engine.reductions], dtype=torch.int64, device="cpu"),
+        }
         return state | checkpoint.sealed(counts, _CHECKSUMS) | self._arrived()
 
     def _arrived(self) -> dict[str, Tensor]:
@@ -300,7 +303,7 @@ class ShardedWire(Handle["ShardedEngine"]):
         for channel in self._engine.channels:
             channel.alone(lambda: None)  # what is under way still adds to them
         filled = [replica is not None and replica.filled for replica in replicas]
-        entries = {_FILLED: torch.tensor(filled, dtype=torch.uint8)}
+        entries = {_FILLED: torch.tensor(filled, dtype=torch.uint8, device="cpu")}
         for replica in filter(None, replicas):
             entries |= {f"{_ARRIVED}/{name}": replica.value(name).cpu() for name in replica.names}
         return checkpoint.sealed(entries, _ARRIVED_CHECKSUMS)
@@ -313,12 +316,15 @@ class ShardedWire(Handle["ShardedEngine"]):
 
     def _template(self, plan: Plan, world_size: int) -> dict[str, Tensor]:
         state = checkpoint.template(plan, self._shapes, world_size)
-        versions = torch.zeros(len(self._engine.units), 4, dtype=torch.int64)
-        counts = {_VERSIONS: versions, _EXCHANGES: torch.zeros(2, dtype=torch.int64)}
+        versions = torch.zeros(len(self._engine.units), 4, dtype=torch.int64, device="cpu")
+        counts = {_VERSIONS: versions, _EXCHANGES: torch.zeros(2, dtype=torch.int64, device="cpu")}
         changing = [name for members in self._engine.weights for name in members.changing(plan)]
-        entries = {f"{_ARRIVED}/{name}": torch.zeros(self._shapes[name]) for name in changing}
+        entries = {
+            f"{_ARRIVED}/{name}": torch.zeros(self._shapes[name], dtype=torch.float32, device="cpu")
+            for name in changing
+        }
         if changing:
-            entries[_FILLED] = torch.zeros(len(self._engine.units), dtype=torch.uint8)
+            entries[_FILLED] = torch.zeros(len(self._engine.units), dtype=torch.uint8, device="cpu")
             entries = checkpoint.sealed(entries, _ARRIVED_CHECKSUMS)
         return state | checkpoint.sealed(counts, _CHECKSUMS) | entries
 
@@ -415,7 +421,11 @@ def slowest_speeds(
         return None
     speeds = links.alone(lambda: measure_speeds(compressors, links.transport, links.algorithm, links.world))
     ordered = sorted(speeds.codec_s, key=str)
-    figures = torch.tensor([*(speeds.codec_s[c] for c in ordered), 1 / speeds.bandwidth, speeds.latency_s]).double()
+    figures = torch.tensor(
+        [*(speeds.codec_s[c] for c in ordered), 1 / speeds.bandwidth, speeds.latency_s],
+        dtype=torch.float64,
+        device="cpu",
+    )
     # Replicas, and the groups of their shards, must come to the same decision.
     for other in engine.all_channels:
         figures = other.alone(partial(other.transport.all_gather, figures)).amax(0)

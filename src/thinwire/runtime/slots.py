@@ -326,7 +326,7 @@ def moved_residual(
     """
     (old_rank, old_shares), (rank, shares) = old, new
     owned = _weights(name, compressor, value, old_rank, old_shares) == 1
-    part = torch.where(owned, 1.0, 1 / len(shares)).to(value)
+    part = torch.where(owned, value.new_ones(()), 1 / len(shares))
     return value * (part / _weights(name, compressor, value, rank, shares))
 
 

@@ -38,8 +38,8 @@ class CentreTable:
         if width < 1 or window < 1:
             raise ValueError(f"width and window must be at least 1, not {width} and {window}")
         self.num, self.width, self.window = num, width, window
-        self._values = torch.zeros(num, width)
-        self._counts = torch.zeros(num, dtype=torch.int64)
+        self._values = torch.zeros(num, width, dtype=torch.float32, device="cpu")
+        self._counts = torch.zeros(num, dtype=torch.int64, device="cpu")
         self._ready = 0
 
     @property
@@ -104,7 +104,11 @@ class CentreTable:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Tensors from which `load_state_dict` restores the centres."""
-        return {"values": self._values.clone(), "counts": self._counts.clone(), "ready": torch.tensor([self._ready])}
+        return {
+            "values": self._values.clone(),
+            "counts": self._counts.clone(),
+            "ready": torch.tensor([self._ready], dtype=torch.int64, device="cpu"),
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the centres from a `state_dict`.
@@ -203,7 +207,9 @@ class CentreStore(Store):
                 table.update(own[some], arrived)
             elif len(arrived):
                 count = min(table.missing, len(arrived))
-                table.begin(arrived[torch.arange(count) * len(arrived) // max(count, 1)])
+                table.begin(
+                    arrived[torch.arange(count, dtype=torch.int64, device="cpu") * len(arrived) // max(count, 1)]
+                )
         self._written, self._saved = step + 1, self._saved + len(rows.samples)
 
     def forget(self, sample: int) -> None:
@@ -228,7 +234,7 @@ class CentreStore(Store):
         return 2 * sum(table.num_bytes for table in self._tables)
 
     def state_dict(self) -> dict[str, Tensor]:
-        state = {"written": torch.tensor([self._written, self._saved])}
+        state = {"written": torch.tensor([self._written, self._saved], dtype=torch.int64, device="cpu")}
         for index, table in enumerate(self._tables):
             state |= {f"{name}{index}": value for name, value in table.state_dict().items()}
         return state

@@ -123,7 +123,7 @@ class CroppedStore(Store):
 
     def _load(self, samples: Sequence[int]) -> list[Tensor]:
         """Frames of these samples, (samples, channels, positions, positions) each; zero where nothing is kept."""
-        whole = torch.zeros(len(samples), self.inner.form.numel(0))
+        whole = torch.zeros(len(samples), self.inner.form.numel(0), dtype=torch.float32, device="cpu")
         known = [i for i, sample in enumerate(samples) if sample in self.inner]
         if known:
             whole[known] = self.inner.load(Rows.uniform((samples[i] for i in known), 0)).view(len(known), -1)

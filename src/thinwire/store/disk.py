@@ -118,8 +118,10 @@ class DiskStore(RecordStore):
         self.flush()
         state = super().state_dict()
         slots = [self._slots[sample] for sample in self._entries]
-        state["slots"] = torch.tensor(slots, dtype=torch.int64)
-        state["checksums"] = torch.tensor([_signed(self._sums[slot]) for slot in slots], dtype=torch.int64)
+        state["slots"] = torch.tensor(slots, dtype=torch.int64, device="cpu")
+        state["checksums"] = torch.tensor(
+            [_signed(self._sums[slot]) for slot in slots], dtype=torch.int64, device="cpu"
+        )
         if self._snapshots:
             self._pinned.append(frozenset(slots))
             if len(self._pinned) > self._snapshots:

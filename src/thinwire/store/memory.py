@@ -28,7 +28,7 @@ class MemoryStore(RecordStore):
 
     def state_dict(self) -> dict[str, Tensor]:
         records = [self._records[sample] for sample in self._entries]
-        empty = torch.empty(0, self.form.record_bytes, dtype=torch.uint8)
+        empty = torch.empty(0, self.form.record_bytes, dtype=torch.uint8, device="cpu")
         return {**super().state_dict(), "records": torch.stack(records) if records else empty}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

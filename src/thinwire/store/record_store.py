@@ -100,7 +100,7 @@ class RecordStore(Store):
         return refused
 
     def load(self, rows: Rows, choices: Tensor | None = None) -> Tensor:
-        records = torch.empty(len(rows.samples), self.form.record_bytes, dtype=torch.uint8)
+        records = torch.empty(len(rows.samples), self.form.record_bytes, dtype=torch.uint8, device="cpu")
         for record, sample in zip(records, rows.samples, strict=True):
             self._read(sample, record)
         return self.form.decode(records, [self._entries[sample].length for sample in rows.samples], rows)
@@ -145,7 +145,7 @@ class RecordStore(Store):
 
     def state_dict(self) -> dict[str, Tensor]:
         entries = [(sample, *entry) for sample, entry in self._entries.items()]
-        return {"entries": torch.tensor(entries, dtype=torch.int64).reshape(len(entries), 4)}
+        return {"entries": torch.tensor(entries, dtype=torch.int64, device="cpu").reshape(len(entries), 4)}
 
     def _load_entries(self, state: Mapping[str, Tensor]) -> dict[int, Entry]:
         """The entries of a state. They are checked, because a state comes from a file."""

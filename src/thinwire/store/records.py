@@ -48,10 +48,10 @@ class Rows(NamedTuple):
 
     def vectors(self, parts: Sequence[Part]) -> Tensor:
         """Which vectors of samples with these parts are not padding: bool of shape (samples, vectors of each)."""
-        lengths = torch.tensor(self.lengths).view(-1, 1)
-        of_parts = (torch.arange(part.vectors(self.padded)) for part in parts)
+        lengths = torch.tensor(self.lengths, dtype=torch.int64, device="cpu").view(-1, 1)
+        of_parts = (torch.arange(part.vectors(self.padded), dtype=torch.int64, device="cpu") for part in parts)
         valid = [(at < lengths) | (not part.grows) for at, part in zip(of_parts, parts, strict=True)]
-        return torch.cat(valid, dim=1) if valid else torch.zeros(len(self.samples), 0, dtype=torch.bool)
+        return torch.cat(valid, dim=1) if valid else torch.zeros(len(self.samples), 0, dtype=torch.bool, device="cpu")
 
     @staticmethod
     def uniform(samples: Iterable[int], length: int) -> Rows:
@@ -122,7 +122,7 @@ class RecordFormat:
         self._check(values, rows)
         if self._is_plain(rows.lengths, rows.padded):
             return values.to(self.dtype).view(torch.uint8).view(len(rows.samples), self.record_bytes)
-        records = torch.zeros(len(rows.samples) * self.record_bytes, dtype=torch.uint8)
+        records = torch.zeros(len(rows.samples) * self.record_bytes, dtype=torch.uint8, device="cpu")
         self.coder.encode(values.to(self.dtype), records, CodecCall(self.segments(rows)))
         return records.view(len(rows.samples), self.record_bytes)
 
@@ -136,7 +136,7 @@ class RecordFormat:
             return self._decode(records, rows)
         longest = max(*kept, rows.padded)
         stored = self._decode(records, Rows(rows.samples, tuple(kept), longest))
-        values = torch.zeros(len(rows.samples) * self.numel(rows.padded))
+        values = torch.zeros(len(rows.samples) * self.numel(rows.padded), dtype=torch.float32, device="cpu")
         from_stride, to_stride = self.numel(longest), self.numel(rows.padded)
         for i, (had, has) in enumerate(zip(kept, rows.lengths, strict=True)):
             source, target = i * from_stride, i * to_stride
@@ -157,7 +157,7 @@ class RecordFormat:
             raise ValueError(f"{len(rows.samples)} records of {self.record_bytes} bytes are not {tuple(records.shape)}")
         if self._is_plain(rows.lengths, rows.padded):
             return records.view(-1).view(self.dtype).float()
-        values = torch.zeros(len(rows.samples) * self.numel(rows.padded), dtype=self.dtype)
+        values = torch.zeros(len(rows.samples) * self.numel(rows.padded), dtype=self.dtype, device="cpu")
         self.coder.decode(records.reshape(-1), values, CodecCall(self.segments(rows)))
         return values.float()
 

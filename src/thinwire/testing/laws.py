@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ def encode_one(
 ) -> tuple[Tensor, Segments]:
     """The message of one flat tensor as one piece of a layer, and its segments; in a first step without ``state``."""
     segments = Segments.build([Piece(name, 0, x.numel(), index0, 0)])
-    message = torch.full((compressor.payload_bytes(x.numel(), x.dtype),), 0xAB, dtype=torch.uint8)
+    message = torch.full((compressor.payload_bytes(x.numel(), x.dtype),), 0xAB, dtype=torch.uint8, device="cpu")
     state = state or first_state(compressor, x, segments)
     compressor.encode(x, message, CodecCall(segments, Key.derive(key), state=state))
     return message, segments
@@ -40,13 +41,13 @@ def encode_one(
 
 def decode_one(compressor: Coded, message: Tensor, segments: Segments, dtype: torch.dtype) -> Tensor:
     """What the message of one piece decodes to, in ``dtype``."""
-    y = torch.empty(segments.pieces[0].numel, dtype=dtype)
+    y = torch.empty(segments.pieces[0].numel, dtype=dtype, device="cpu")
     compressor.decode(message, y, CodecCall(segments))
     return y
 
 
 def _sample(numel: int, seed: int = 0) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
 
 
 def spec_gives_it_back(compressor: Compressor) -> None:
@@ -145,7 +146,7 @@ def dtypes_are_taken_or_refused(compressor: Compressor) -> None:
     assert torch.equal(compressor.roundtrip(half, key=1), compressor.roundtrip(half.float(), key=1))
     for dtype in (torch.complex64, torch.int32):
         try:
-            compressor.roundtrip(torch.ones(1000, dtype=dtype))
+            compressor.roundtrip(torch.ones(1000, dtype=dtype, device="cpu"))
         except TypeError:
             continue
         raise AssertionError(f"{dtype} was taken")
@@ -153,18 +154,21 @@ def dtypes_are_taken_or_refused(compressor: Compressor) -> None:
 
 def odd_tensors_work(compressor: Compressor) -> None:
     """Law 9: zeros, constants, single elements, empty and transposed tensors, subnormals and 1e30."""
-    assert torch.equal(compressor.roundtrip(torch.zeros(1000)), torch.zeros(1000))
-    assert compressor.roundtrip(torch.zeros(0)).numel() == 0
-    assert compressor.roundtrip(torch.zeros(3, 0)).shape == (3, 0)
+    assert torch.equal(
+        compressor.roundtrip(torch.zeros(1000, dtype=torch.float32, device="cpu")),
+        torch.zeros(1000, dtype=torch.float32, device="cpu"),
+    )
+    assert compressor.roundtrip(torch.zeros(0, dtype=torch.float32, device="cpu")).numel() == 0
+    assert compressor.roundtrip(torch.zeros(3, 0, dtype=torch.float32, device="cpu")).shape == (3, 0)
     traits = compressor.traits
     keeps_constants = traits.dense and traits.keeps_constants
     for value in (1.0, -3.5, 1e30, -1e30):
         for numel in _SIZES:
-            y = compressor.roundtrip(torch.full((numel,), value))
+            y = compressor.roundtrip(torch.full((numel,), value, dtype=torch.float32, device="cpu"))
             if abs(value) <= traits.largest:
                 assert bool(torch.isfinite(y).all())
                 assert bool(((y - value).abs() <= 0.01 * abs(value)).all()) or not keeps_constants
-    tiny = torch.tensor([1e-45, 1e-40, -1e-39, 0.0]).repeat(64)
+    tiny = torch.tensor([1e-45, 1e-40, -1e-39, 0.0], dtype=torch.float32, device="cpu").repeat(64)
     assert float(compressor.roundtrip(tiny).abs().max()) <= 1e-37
     huge = _sample(1000).view(40, 25) * min(1e30, traits.largest / 10)
     assert bool(torch.isfinite(compressor.roundtrip(huge)).all())
@@ -200,7 +204,9 @@ def short_messages_raise(compressor: Compressor) -> None:
     needed = x.numel() * x.element_size() if compressor.spec_name == "raw" else message.numel()
     for size in (0, 1, min(64, needed - 1), needed // 2, needed - 1):
         try:
-            compressor.decode(message[:size].clone(), torch.empty(1000), CodecCall(segments))
+            compressor.decode(
+                message[:size].clone(), torch.empty(1000, dtype=torch.float32, device="cpu"), CodecCall(segments)
+            )
         except ValueError:
             continue
         raise AssertionError(f"a message of {size} bytes instead of {needed} was decoded")
@@ -214,10 +220,10 @@ def random_bytes_decode_to_something(compressor: Compressor) -> None:
     segments = Segments.build([Piece("layer", 128, 1000, 0, 0)])
     for trial in range(20):
         size = compressor.payload_bytes(1000, torch.float32)
-        message = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+        message = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator, device="cpu")
         if trial % 2:
             message[:4] = 0  # where some formats flag NaN, so that the rest is read
-        y = torch.full((2000,), 7.0)
+        y = torch.full((2000,), 7.0, dtype=torch.float32, device="cpu")
         compressor.decode(message, y, CodecCall(segments))
         assert bool((y[:128] == 7).all())
         assert bool((y[1128:] == 7).all())
@@ -252,7 +258,7 @@ def mean_is_that_of_what_was_sent(compressor: Compressor) -> None:
         # Raw values are decoded in the dtype that they were sent in.
         sent = dtype if compressor.spec_name == "raw" else torch.float32
         _, messages, segments = _of_ranks(compressor, 3000, 3, sent)
-        y = torch.empty(3000, dtype=dtype)
+        y = torch.empty(3000, dtype=dtype, device="cpu")
         compressor.mean(messages, y, CodecCall(segments, scale=1 / 3))
         expected = torch.stack([decode_one(compressor, m, segments, sent).float() for m in messages]).sum(0) / 3
         assert torch.allclose(y.float(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
@@ -283,13 +289,13 @@ def what_is_not_sent_is_kept(compressor: Compressor) -> None:
     state = first_state(compressor, _sample(2000) * scale, segments, scale)
     assert state is not None
     decay = getattr(compressor, "decay", 1.0)
-    expected, largest = torch.zeros(2000), 0.0
+    expected, largest = torch.zeros(2000, dtype=torch.float32, device="cpu"), 0.0
     for step in range(5):
         x = _sample(2000, step) * scale
         expected += x / scale
         largest = max(largest, float(expected.abs().max()))
         if isinstance(compressor, Coded):
-            message = torch.zeros(compressor.payload_bytes(2000, x.dtype), dtype=torch.uint8)
+            message = torch.zeros(compressor.payload_bytes(2000, x.dtype), dtype=torch.uint8, device="cpu")
             compressor.encode(x, message, CodecCall(segments, Key.derive(step), state=state))
             expected -= decode_one(compressor, message, segments, torch.float32) / scale
         elif isinstance(compressor, Summed):
@@ -298,6 +304,28 @@ def what_is_not_sent_is_kept(compressor: Compressor) -> None:
         expected *= decay
         state = state.swapped()
     assert float((expected - state.now["residual"]).abs().max()) <= 1e-4 * largest
+
+
+def defaults_of_pytorch_change_nothing(compressor: Compressor) -> None:
+    """``torch.set_default_dtype`` and ``torch.set_default_device`` are the user's: they change no value and no byte."""
+    x = _sample(4100).view(82, 50)
+    expected = compressor.roundtrip(x, key=5)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        with _defaults(dtype, "meta"):
+            assert torch.equal(compressor.roundtrip(x, key=5), expected), f"with {dtype} as the default"
+            for law in (reduce_is_the_encoded_mean, mean_is_that_of_what_was_sent, what_is_not_sent_is_kept):
+                law(compressor)
+
+
+@contextmanager
+def _defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 LAWS: tuple[Callable[[Compressor], None], ...] = (
@@ -315,4 +343,5 @@ LAWS: tuple[Callable[[Compressor], None], ...] = (
     reduce_is_the_encoded_mean,
     mean_is_that_of_what_was_sent,
     what_is_not_sent_is_kept,
+    defaults_of_pytorch_change_nothing,
 )

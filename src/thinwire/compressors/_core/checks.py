@@ -15,7 +15,7 @@ GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def not_finite(values: Tensor) -> Tensor:
     """Return NaN if any of ``values`` is NaN or Inf, else 0. Added to a result, it keeps NaN from being lost."""
     if not values.numel():
-        return torch.zeros((), device=values.device)
+        return torch.zeros((), dtype=torch.float32, device=values.device)
     low, high = torch.aminmax(values)  # a tenth of the time that a norm takes
     return low.float() * 0.0 + high.float() * 0.0
 

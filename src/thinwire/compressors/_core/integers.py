@@ -163,7 +163,7 @@ class Integers(Summed, WorldSized, Clipping):
         """Return the elements of each layer, fp64 [parts]."""
         numels = [piece.numel for piece, _ in parts]
         table = _table(parts, self.sum_dtype.itemsize)
-        return table.kept(("sizes", device), lambda: torch.tensor(numels, dtype=torch.float64).to(device))
+        return table.kept(("sizes", device), lambda: torch.tensor(numels, dtype=torch.float64, device="cpu").to(device))
 
 
 def slots_of(state: State | None, name: str) -> Mapping[str, Tensor]:
@@ -185,4 +185,4 @@ def _table(parts: Sequence[Part], size: int) -> Table:
 @lru_cache(maxsize=1024)
 def _cached(places: tuple[tuple[int, int, int, str], ...]) -> Table:
     rows = [(start, numel, 0, at, site_id(name)) for start, numel, at, name in places]
-    return Table(torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 5))
+    return Table(torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), 5))

@@ -188,6 +188,8 @@ def normal_matrix(shape: Callable[[Sequence[int]], tuple[int, int]]) -> Callable
     """Return the initial value of a slot of ``shape``: normal, drawn from the layer's name, so that ranks agree."""
 
     def initial(layer: Sequence[int], name: str) -> Tensor:
-        return torch.randn(shape(layer), generator=torch.Generator().manual_seed(site_id(name)))
+        return torch.randn(
+            shape(layer), generator=torch.Generator().manual_seed(site_id(name)), dtype=torch.float32, device="cpu"
+        )
 
     return initial

@@ -143,4 +143,4 @@ class Segments:
 
 def _table(pieces: Sequence[Piece]) -> Table:
     rows = [(p.start, p.numel, p.index0, p.payload, site_id(p.name)) for p in pieces]
-    return Table(torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 5))
+    return Table(torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), 5))

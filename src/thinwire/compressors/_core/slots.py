@@ -45,7 +45,7 @@ class Slot:
         """Return its value before the first step, flat."""
         if self.initial is not None:
             return self.initial(layer, name).to(self.dtype).reshape(-1)
-        return torch.zeros(math.prod(self.shape_of(layer)), dtype=self.dtype)
+        return torch.zeros(math.prod(self.shape_of(layer)), dtype=self.dtype, device="cpu")
 
 
 class LayerState(NamedTuple):

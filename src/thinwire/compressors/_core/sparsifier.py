@@ -285,7 +285,9 @@ class Chain(Sparsifier, StepEnd, Scheduled):
 def put_header(message: Tensor, piece: Piece, words: Sequence[int]) -> None:
     """Write the words of a payload's header, and zeros after them."""
     header = message[piece.payload : piece.payload + HEADER]
-    header.view(torch.int32).copy_(torch.tensor([*words, *[0] * (HEADER // 4 - len(words))], dtype=torch.int32))
+    header.view(torch.int32).copy_(
+        torch.tensor([*words, *[0] * (HEADER // 4 - len(words))], dtype=torch.int32, device="cpu")
+    )
 
 
 def put_floats(message: Tensor, at: int, values: Tensor, room: int) -> None:
