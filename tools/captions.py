@@ -71,9 +71,13 @@ CAPTIONS: dict[str, dict[str, Caption]] = {
         },
     },
     "lgreco": {
-        "lgreco-3.7": Caption("Figure 3.7: held-out loss of the GPT against steps and against bytes sent, by policy"),
+        "lgreco-3.7": Caption(
+            "Figure 3.7: held-out loss of the GPT against steps and against bytes sent, by policies before they were "
+            "mended"
+        ),
         "lgreco-3.8": Caption(
-            "Figure 3.8: compression error and ratio of policies, relative to uniform 4 bits", "Table 3.8"
+            "Figure 3.8: compression error and ratio of policies before they were mended, relative to uniform 4 bits",
+            "Table 3.8",
         ),
         "lgreco-4.2": Caption("Figure 4.2: held-out loss against step time, PowerSGD of rank 8, 16 and 32"),
         "lgreco-4.2-4.3": Caption(
@@ -83,7 +87,8 @@ CAPTIONS: dict[str, dict[str, Caption]] = {
             "Figures 4.3 and 4.4: tokens per second by number of ranks, over two links", "Figure 4.4"
         ),
         "lgreco-4.5a": Caption(
-            "Figure 4.5a: times fewer bytes than uniform PowerSGD during training, by policy", "Table 4.5"
+            "Figure 4.5a: times fewer bytes than uniform PowerSGD during training, by policies before they were mended",
+            "Table 4.5",
         ),
         "lgreco-4.5b-B.1-B.6b": Caption(
             "Figures 4.5b, B.1 and B.6b: bytes of each bucket by policy, and time per byte"

@@ -321,7 +321,8 @@ def compressors() -> str:
                 "yes" if facts["unbiased"] else "EF" if facts["feedback"] else "no",
                 "diverged" if difference is None else f"{100 * difference:+.2f} %",
                 "" if without is None else f"{100 * without:+.2f} %",
-                "" if alpha is None else f"{alpha:.2f}",
+                # With error feedback it would count what earlier steps left, too, and a step's error it is not.
+                "" if alpha is None or facts["feedback"] else f"{alpha:.2f}",
             ]
         )
     if (alone := trained.get("difference/mean/alone")) is not None:
@@ -332,7 +333,8 @@ def compressors() -> str:
         "counted, speeds in multiples of `torch.Tensor.copy_`. EF: biased, trained with error feedback. "
         "`thinwire compare every`: held-out loss of a small GPT under AdamW against fp32's, "
         f"{about['num_ranks']} ranks, {about['task']['fields']['steps']} steps, {len(about['seeds'])} seeds, at fp32's "
-        "learning rate; alpha: error of the mean that arrives.\n\n"
+        "learning rate; alpha: error of the mean that arrives, without EF (with it, what arrives holds what earlier "
+        "steps left).\n\n"
         f"{table(head, rows)}\n\n![Error against bytes](benchmarks/compressors.svg)\n\n{figures.machine}."
     )
 

@@ -280,6 +280,17 @@ def test_ways_of_the_host_are_refused() -> None:
         assert "between devices NCCL adds them" in aggregator
 
 
+def _times(rank: int) -> str:
+    with pytest.raises(ValueError) as raised:
+        attach(make(rank), "minmax", True, adapt="lgreco(objective=time)")
+    return str(raised.value)
+
+
+def test_a_policy_that_goes_by_the_clock_of_the_host_is_refused() -> None:
+    for text in run_ranks(_times, 2):
+        assert "on the host's clock, which a GPU's does not show" in text
+
+
 # --- what compress() says of devices ---------------------------------------------------------------------------------
 
 

@@ -16,9 +16,12 @@ import torch.distributed.checkpoint as dcp
 import thinwire
 from harness import run_ranks, run_threads
 from nets import assert_replicas_identical, batch, fingerprint, loss_of, make, train, trained
+from thinwire.collectives import ScatterReduceAllGather
 from thinwire.plan import Plan
-from thinwire.policies import Evidence, Policy, Proposal
+from thinwire.policies import Evidence, LGreco, Policy, Proposal, Sync
 from thinwire.runtime import DisagreementError, Wire, WireSettings
+from thinwire.runtime.adapt import Adapter
+from thinwire.runtime.probe import settle
 from thinwire.runtime.slots import Slots
 
 SHAPES = {"w": (64, 48), "v": (48, 48), "b": (10,)}
@@ -118,6 +121,76 @@ def test_after_a_dense_warm_up_the_first_compressed_step_has_a_plan_already() ->
         assert [d.step for d in wire.decisions] == [4]
         assert wire.plan["w"] == thinwire.compressors.MinMax(bits=2)
         assert wire.stats.compressed_steps == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trying(Scripted):
+    """Tries its first plans."""
+
+    def propose(self, evidence: Evidence) -> Proposal:
+        return replace(super().propose(evidence), trial=evidence.trials < 2)
+
+
+def test_a_plan_that_is_tried_stays_for_fifty_steps() -> None:
+    for wire, _ in wires(Trying(every=70, window=2, lag=1), "minmax(bits=4)", 215):
+        # The second trial ends at 170; from there on decisions are where they would have been.
+        assert [d.step for d in wire.decisions] == [70, 120, 170, 210]
+    assert [evidence.trials for evidence in seen] == [0, 1, 2, 2]
+
+
+FIVE = {name: (64, 48) for name in "abcde"}
+
+
+def timed_run(policy: Policy, steps: int) -> Adapter:
+    """The decisions for five buckets of one layer each, where a byte of the third takes ten times as long."""
+
+    def run(transport):
+        plan = Plan.build(FIVE, "minmax(bits=4)")
+        algorithm, world = settle(ScatterReduceAllGather(), transport)
+        adapter = Adapter(policy, plan, FIVE, transport, algorithm=algorithm, world=world, start=0)
+        draw = torch.Generator().manual_seed(0)
+        for step in range(steps):
+            plan = adapter.begin_step(step, plan, None)
+            if adapter.watches(step):
+                for at, (name, shape) in enumerate(FIVE.items()):
+                    flat = torch.randn(64 * 48, generator=draw) * 2.0**at
+                    adapter.observe(flat, ((name, shape),), step, 1.0)
+            sizes = tuple(int(plan[name].wire_bytes(shape)) for name, shape in FIVE.items())
+            seconds = 1e-6 * sum(size * (10 if at == 2 else 1) for at, size in enumerate(sizes))
+            adapter.note_sync(Sync(sizes, seconds))
+        return adapter
+
+    return run_threads(run, 1)[0]
+
+
+def test_plans_are_tried_until_the_times_of_buckets_are_known_and_never_again() -> None:
+    """At the default interval, with more buckets than 4096 steps have plans for."""
+    adapter = timed_run(LGreco(objective="time"), 9_000)
+    steps, notes = [d.step for d in adapter.decisions], [d.note for d in adapter.decisions]
+    tried = sum("tried" in note for note in notes)
+    assert 9 <= tried <= 20
+    assert steps[: tried + 1] == [500 + 50 * k for k in range(tried + 1)]
+    assert not any(step % 500 for step in steps[tried + 1 :])
+    assert not any("tried" in note for note in notes[tried:])
+    last = adapter.decisions[-1].plan
+    least = min(FIVE, key=lambda name: last[name].wire_bytes(FIVE[name]))
+    assert least == "c"
+
+
+def test_plans_that_are_all_alike_are_not_tried_for_ever() -> None:
+    adapter = timed_run(LGreco(objective="time", every=60, bounds=(4, 4), window=2, lag=2), 1_500)
+    notes = [d.note for d in adapter.decisions]
+    assert sum("of those tried" in note for note in notes) == 20
+    assert "all bytes count alike" in notes[-1]
+
+
+def test_simulated_communication_takes_no_time_to_measure() -> None:
+    def run(transport):
+        settings = WireSettings(adapt=LGreco(objective="time"))
+        with pytest.raises(ValueError, match="simulate=True has none: leave out objective=time"):
+            Wire(Plan.build(SHAPES), SHAPES, transport, settings, simulated=True)
+
+    run_threads(run, 1)
 
 
 def test_a_policy_that_fails_costs_nothing_but_its_plan() -> None:

@@ -291,7 +291,9 @@ def _frontier(rows: Rows) -> str:
 def _on_frontier(rows: Rows) -> Judgement:
     row = rows["frontier"]
     names = [f"rank {p['rank']}" for p in row["points"]]
-    return all_hold(faster_in_runs(_over(row["step_s"], f"{name} lgreco", name)) for name in names)
+    speed = [faster_in_runs(_over(row["step_s"], f"{name} lgreco", name)) for name in names]
+    # One training each: the ranks are what there is of repetitions.
+    return all_hold([*speed, exceeds(estimate([-excess for excess in _excess(rows)]))])
 
 
 def _excess(rows: Rows) -> list[float]:
@@ -313,7 +315,7 @@ def _claims_of_speed() -> Iterator[Claim]:
         yield from (_over_kmeans(family, rate) for family in (BITS, POWERSGD))
     yield from map(_profile, RATES)
     yield from map(_table_3_3, _TABLE_3_3)
-    statement = "at every rank L-GreCo takes less time a step than uniform PowerSGD"
+    statement = "at every rank L-GreCo takes less time a step than uniform PowerSGD, and ends at a lower loss"
     yield Claim("figure 4.2", "frontier", statement, _frontier, _on_frontier, over_link=True)
     yield Claim(
         "figure 4.2",
@@ -454,7 +456,7 @@ PAPER = Paper(
         "trainings last a few hundred steps on 2 ranks, and policies decide every 40 of them instead of once an "
         "epoch; there are no dense steps at the beginning, and bytes count from the first plan on",
         f"quantisation is min-max, not QSGD, as CGX's own; PowerSGD's reference is rank {RANK} on the GPT, whose "
-        "matrices are 128 wide, instead of 32",
+        "matrices are 128 wide, instead of 32, and top-k's a density of 20 % there, instead of 10 %",
         "ranks are processes on this machine, on emulated links: 100 Mbit/s stands for several nodes, 1 Gbit/s for the "
         "bus of one; where steps are timed, a rank computed them once, alone on a core, and ranks sleep for as long",
         "the overhead is that of decisions as far apart as by default, one in 500 steps, from seconds measured here",

@@ -43,7 +43,7 @@ EVERY = (
     "globaltopk(density=0.01)",
     "chunktopk(k=64)",
     "threshold(lam=0.003)",
-    "dgc(topk(density=0.01))",
+    "dgc(topk(density=0.01), momentum=0)",
     "randk(density=0.1)",
     "ef(randk(density=0.1))",
     "truncate(gamma=10)",
@@ -51,7 +51,8 @@ EVERY = (
     "powersgd(rank=4)",
     "atomo(rank=4)",
 )
-"""Each at a sensible setting; a plan puts error feedback around those that want it."""
+"""Each at a sensible setting; a plan puts error feedback around those that want it. All train by AdamW, beside whose
+momentum `DGC` must not have one of its own."""
 
 WITHOUT = {
     "topk(density=0.01)": "topk(density=0.01, feedback=False)",

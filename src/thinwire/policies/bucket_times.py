@@ -10,9 +10,16 @@ import numpy as np
 from thinwire.policies.policy import Sync
 
 _PLANS_PER_BUCKET = 2
+_MOST_PLANS_PER_BUCKET = 4
+"""Plans to try at most: some turn out like others, and more would not help."""
 _LEAST_STEPS = 3
 _SKIPPED_STEPS = 2
 """Number of steps of a new plan that do not count, because they allocate messages."""
+
+
+def more_plans_help(num_buckets: int, trials: int) -> bool:
+    """Whether to try another plan as long as times are not known, after so many. One bucket has nothing to compare."""
+    return num_buckets > 1 and trials < _MOST_PLANS_PER_BUCKET * num_buckets
 
 
 def seconds_per_byte(syncs: Sequence[Sync]) -> list[float] | None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from thinwire.compressors import Compressor, Raw, check_choice, check_int, parse, unwrap
 from thinwire.plan.cost import Speeds
 from thinwire.policies import allocate
 from thinwire.policies.allocate import Array
-from thinwire.policies.bucket_times import seconds_per_byte
+from thinwire.policies.bucket_times import more_plans_help, seconds_per_byte
 from thinwire.policies.budget import BudgetedPolicy, is_raw
 from thinwire.policies.candidates import LayerCandidates, Price, with_error_feedback
 from thinwire.policies.families import family, parameter_value
-from thinwire.policies.policy import Evidence, Policy
+from thinwire.policies.policy import Evidence, Policy, Proposal
 
 Objective = Literal["bytes", "error", "priority", "time", "link"]
 
@@ -42,7 +42,8 @@ class LGreco(BudgetedPolicy):
     objective: Objective = "bytes"
     """``bytes``; ``error`` minimises the error instead, subject to ``alpha`` times the bytes of the reference;
     ``priority`` weighs the bytes of later buckets more (thesis, B.1); ``time`` weighs the bytes of each bucket by the
-    time that they were measured to take, after a few plans tried for that (4.5); ``link`` minimises the predicted time
+    time that they were measured to take, after up to four plans for each bucket, tried for 50 steps each (4.5); ``link``
+    minimises the predicted time
     of encoding, sending at the measured rate, and decoding, with raw layers among the candidates."""
     reference: Policy | None = None
     """The policy whose choice sets the error to be kept, such as `Accordion` (4.6.3)."""
@@ -97,6 +98,15 @@ class LGreco(BudgetedPolicy):
             base, memory = chosen.layers, chosen.memory
         return base, memory
 
+    def propose(self, evidence: Evidence) -> Proposal:
+        proposal = super().propose(evidence)
+        if self.objective != "time" or _num_buckets(evidence) < 2 or _times(evidence) is not None:
+            return proposal
+        if _tries(evidence):
+            return replace(proposal, trial=True, note=f"plan {evidence.trials + 1} of those tried to time buckets")
+        note = "the plans that were tried do not tell what a byte of each bucket takes: all bytes count alike"
+        return replace(proposal, note=f"{proposal.note}; {note}" if proposal.note else note)
+
     def candidates(
         self, evidence: Evidence, base: Mapping[str, Compressor], name: str, shape: Sequence[int]
     ) -> tuple[Compressor, tuple[Compressor, ...]]:
@@ -128,11 +138,13 @@ class LGreco(BudgetedPolicy):
             return {name: 1.0 + bucket for name, bucket in bucket_of.items()}
         if self.objective != "time" or not bucket_of:
             return {}
-        per_byte = seconds_per_byte(evidence.syncs)
-        if per_byte is None or not any(per_byte):
+        per_byte = _times(evidence)
+        if per_byte is None:
+            if not _tries(evidence):
+                return {}
             # Plans that are all alike show nothing: try one that favours other buckets, within the budget.
             draw = random.Random(evidence.step)
-            per_byte = [4.0 ** draw.uniform(-1, 1) for _ in range(1 + max(bucket_of.values()))]
+            per_byte = [4.0 ** draw.uniform(-1, 1) for _ in range(_num_buckets(evidence))]
         least = 1e-3 * max(per_byte)
         return {name: max(per_byte[b], least) for name, b in bucket_of.items() if b < len(per_byte)}
 
@@ -175,6 +187,20 @@ class LGreco(BudgetedPolicy):
         if self.solver == "exact":
             return allocate.exact(errors, costs, budget)
         return allocate.dynamic_programme(errors, costs, budget, self.steps)
+
+
+def _num_buckets(evidence: Evidence) -> int:
+    return 1 + max(evidence.bucket_of.values(), default=-1)
+
+
+def _times(evidence: Evidence) -> list[float] | None:
+    """By bucket, the measured seconds of a byte; None if they are not known."""
+    per_byte = seconds_per_byte(evidence.syncs)
+    return per_byte if per_byte is not None and any(per_byte) else None
+
+
+def _tries(evidence: Evidence) -> bool:
+    return more_plans_help(_num_buckets(evidence), evidence.trials)
 
 
 def _select(values: Sequence[Array], kept: Sequence[Sequence[int]]) -> list[Array]:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from thinwire.plan.forecast.links import Links
 
 
+_TRIAL_STEPS = 50
+
+
 class Sync(NamedTuple):
     """One step's communication."""
 
@@ -56,7 +59,9 @@ class Evidence:
     bucket_of: Mapping[str, int] = field(default_factory=dict)
     """By layer, the index of its DDP bucket in the order in which buckets are sent."""
     syncs: Sequence[Sync] = ()
-    """The last steps' communication, for policies that ask for it."""
+    """Communication of steps, for policies that ask for it: the last ones of each plan, and the latest at the end."""
+    trials: int = 0
+    """Number of plans tried so far with `Proposal.trial`."""
     speeds: Speeds | None = None
     """Measured speeds of all candidates and of the links, for policies that ask for them."""
     memory: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
@@ -102,6 +107,8 @@ class Proposal:
     """Seconds that it took to choose."""
     algorithm: Algorithm | None = None
     """The collective algorithm from now on; None keeps the present one."""
+    trial: bool = False
+    """Whether the plan is only tried, to be measured: the next decision takes effect after `Policy.trial_steps`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,13 +149,18 @@ class Policy(ABC):
         return min(max(1, self.every // 10), self.every - self.lag_steps) if self.window is None else self.window
 
     @property
+    def trial_steps(self) -> int:
+        """Steps for which a plan is tried (thesis, section 4.5): 50, more where a decision takes as long."""
+        return min(self.every, max(_TRIAL_STEPS, 2 * self.lag_steps))
+
+    @property
     def memory_size(self) -> int:
         """Numbers that it remembers of each layer."""
         return 0
 
     @property
     def wants_syncs(self) -> bool:
-        """Whether it needs `Evidence.syncs`."""
+        """Whether it needs `Evidence.syncs`, which the host's clock measures."""
         return False
 
     def to_time(self, reference: Mapping[str, Compressor]) -> frozenset[Compressor]:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -80,7 +81,8 @@ class StepClock:
 # its share of the mathematical libraries' buffers behind.
 _beside_training = ThreadPoolExecutor(1, "thinwire plan", initializer=torch.set_num_threads, initargs=(1,))
 _log = logging.getLogger("thinwire.adapt")
-_SYNCS = 4096
+_PLANS, _STEPS_OF_A_PLAN = 256, 32
+"""Of how many plans, and of how many steps of each, communication is remembered."""
 _PROBE_S = 0.05
 _SUM, _SEEN, _MEMORY, _ALGORITHM = "adapt/sum/", "adapt/seen", "adapt/memory", "adapt/algorithm"
 _RATES, _CHECKSUMS = "adapt/rates", "adapt/checksums"
@@ -142,7 +144,8 @@ class Adapter:
         self._adaptable = (*self.reference, *self.unsuited)
         self._rates = LearningRates()
         self.decisions: list[Decision] = []
-        self.syncs: deque[Sync] = deque(maxlen=_SYNCS)
+        self._syncs: dict[tuple[int, ...], deque[Sync]] = {}
+        self._trials, self._trial_end = 0, -1
         self.adapt_s = 0.0
         self._asked_algorithm, self._world = algorithm, world
         self.algorithm = algorithm
@@ -170,8 +173,23 @@ class Adapter:
         """Whether this rank decides."""
         return self._transport.rank == 0
 
+    @property
+    def syncs(self) -> tuple[Sync, ...]:
+        """The last steps' communication with each plan; that of the latest step is the last one."""
+        return tuple(chain.from_iterable(self._syncs.values()))
+
+    def note_sync(self, sync: Sync) -> None:
+        """Keep a step's communication beside that of other steps with the same plan."""
+        # Moved to the end, so that the plan that goes is the one that was not used for longest.
+        alike = self._syncs[sync.bucket_bytes] = self._syncs.pop(sync.bucket_bytes, deque(maxlen=_STEPS_OF_A_PLAN))
+        alike.append(sync)
+        if len(self._syncs) > _PLANS:
+            del self._syncs[next(iter(self._syncs))]
+
     def _next_change(self, step: int) -> int:
         """Return the first step from ``step`` on in which a decision takes effect."""
+        if step <= self._trial_end:
+            return self._trial_end
         every, lag = self.policy.every, self.policy.lag_steps
         # A decision may take effect in the first compressed step if dense steps before it were observed.
         first = self._start if self._start > lag else self._start + every
@@ -266,7 +284,8 @@ class Adapter:
             unsuited=self.unsuited,
             crossings=self.algorithm.crossings(self._world),
             bucket_of={name: i for i, names in enumerate(self._order) for name in names},
-            syncs=tuple(self.syncs),
+            syncs=self.syncs,
+            trials=self._trials,
             speeds=self.speeds,
             memory=self._memory,
             links=self._links,
@@ -286,11 +305,13 @@ class Adapter:
         proposal, answer = self._answer(step)
         waited_s = time.perf_counter() - started
         text = exchange_texts(json.dumps(answer).encode(), self._transport)[0]
-        changes, note, self.algorithm = self._read(text)
+        changes, note, self.algorithm, trial = self._read(text)
+        self._trial_end = step + self.policy.trial_steps if trial else -1
         changes = {name: compressor for name, compressor in changes.items() if plan[name] != compressor}
         changed = plan.changed(changes)
         if proposal is not None:
             self._memory = proposal.memory
+            self._trials += proposal.trial
         proposed = proposal or Proposal({})
         times = (proposed.errors_s, proposed.solve_s, waited_s)
         if self.decides and note:
@@ -314,9 +335,9 @@ class Adapter:
             self._sums, self._buckets, self._seen = {}, {}, 0
         layers = {name: str(c) for name, c in proposal.layers.items() if name in self._adaptable}
         chosen = {} if proposal.algorithm in (None, self.algorithm) else {"algorithm": str(proposal.algorithm)}
-        return proposal, {"note": proposal.note, "layers": layers, **chosen}
+        return proposal, {"note": proposal.note, "layers": layers, "trial": proposal.trial, **chosen}
 
-    def _read(self, text: str) -> tuple[dict[str, Compressor], str, Algorithm]:
+    def _read(self, text: str) -> tuple[dict[str, Compressor], str, Algorithm, bool]:
         """Parse rank 0's decision and check it against the model: rank 0 is a peer like any other."""
         try:
             record = json.loads(text)
@@ -327,7 +348,7 @@ class Adapter:
                 compressor.fit(self._shapes[name])
             algorithm = parse_algorithm(str(record["algorithm"])) if "algorithm" in record else self.algorithm
             self._check(algorithm)
-            return layers, str(record["note"]), algorithm
+            return layers, str(record["note"]), algorithm, record.get("trial") is True
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, Unsuited) as error:
             raise DisagreementError(f"rank 0 sent a plan that is none for this model: {error}") from error
 
@@ -404,6 +425,8 @@ class Adapter:
     def load(self, state: Mapping[str, Tensor], plan: Plan, learning_rate: float | None) -> None:
         """Continue from a `state`, or start anew if it has no entries of a policy."""
         self._sums, self._buckets, self._memory, self._seen, self._asked = {}, {}, {}, 0, None
+        # Times are no part of a checkpoint, because another run has other links: plans are tried anew.
+        self._syncs, self._trials, self._trial_end = {}, 0, -1
         self.algorithm = self.saved_algorithm(state)
         self._measure()
         if not self.decides or _SEEN not in state:

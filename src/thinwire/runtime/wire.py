@@ -59,6 +59,11 @@ class Wire(Handle["BucketEngine"]):
         self.device = transport.device if isinstance(transport, DeviceTransport) else None
         """The device on which gradients are compressed and sent; None if they go over the host."""
         adapt, start = settings.adapt, settings.start
+        if adapt is not None and adapt.wants_syncs and (simulated or self.device is not None):
+            raise ValueError(
+                f"{adapt} goes by how long communication takes on the host's clock, which a GPU's does not show, and "
+                "simulate=True has none: leave out objective=time"
+            )
         nodes_too = adapt is not None and bool(adapt.considers)
         algorithm, world = settle(settings.algorithm, transport, nodes_too=nodes_too)
         self._executor = ThreadExecutor("thinwire") if self.device is None else StreamExecutor(self.device)
@@ -114,8 +119,8 @@ class Wire(Handle["BucketEngine"]):
 
     @property
     def syncs(self) -> Sequence[Sync]:
-        """What the last steps' communication took, bucket by bucket, where the policy asks for it."""
-        return tuple(self._adapter.syncs) if self._adapter else ()
+        """The communication of each plan's last steps, bucket by bucket, where the policy asks for it."""
+        return self._adapter.syncs if self._adapter else ()
 
     def plan_record(self) -> PlanRecord:
         """The present plan beside the rules', for ``wire.plan_record().write("plan.json")`` and `thinwire plan show`.
@@ -232,7 +237,7 @@ class Wire(Handle["BucketEngine"]):
 
     def _adapt(self, adapter: Adapter, sync: Sync | None) -> None:
         if sync is not None and adapter.policy.wants_syncs:
-            adapter.syncs.append(sync)
+            adapter.note_sync(sync)
         plan = adapter.begin_step(self._step, self.plan, self._engine.learning_rate)
         if plan is not self.plan or adapter.algorithm != self.algorithm:
             self._executor.call(lambda: self._engine.change(plan, adapter.algorithm, self._step))
