@@ -76,6 +76,43 @@ def train_with_pytorch(rank: int, num_ranks: int, name: str) -> dict[str, Any]:
     return {"losses": losses, "parameters": pipe.parameters()}
 
 
+FROZEN = {"gpipe": [{0}, {1}, {2}, {0, 1}], "1f1b": [{0, 1}], "interleaved": [{0, 1, 2}], "zero bubble": [{0}]}
+
+
+def frozen(rank: int, num_ranks: int, name: str) -> list[tuple[Any, ...]]:
+    """By frozen stages and compressors (None: PyTorch's own stages): losses, parameters, bytes sent back by stage."""
+    x, y = samples()
+    found = []
+    for stages in FROZEN[name]:
+        for forward in (None, "raw", "maxabs(bits=8)", "delta(maxabs(bits=4))"):
+            compressors = {"forward": forward, "backward": "raw" if forward == "raw" else "maxabs(bits=8)"}
+            how = compressors if forward else {"compress": lambda stage: stage}
+            pipe = Pipe(rank, num_ranks, name, **how)
+            for index, module in zip(pipe.indices, pipe.modules, strict=True):
+                module.requires_grad_(index not in stages)
+            losses = [pipe.step(x[:BATCH], y[:BATCH], range(BATCH) if forward else None) for _ in range(3)]
+            stats = {s.stage_index: s.stats.backward_sent_bytes for s in pipe.stages if forward}
+            found.append((losses, pipe.parameters(), stats))
+    return found
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_frozen_stages_train_as_pytorchs_do(name: str) -> None:
+    num_ranks = 3 if name in SINGLE else 2
+    answers = run_ranks(frozen, num_ranks, num_ranks, name, group_timeout_s=8)
+    for i, stages in enumerate(FROZEN[name]):
+        sent: dict[int, int] = {}
+        for answer in answers:
+            plain, raw, *compressed = answer[4 * i : 4 * i + 4]
+            assert plain[0] == raw[0]
+            assert all(torch.equal(p, q) for p, q in zip(plain[1], raw[1], strict=True))
+            assert all(losses[0] is None or losses[-1] < losses[0] for losses, *_ in compressed)
+            sent |= compressed[0][2]
+        # Gradients go back to the first stage that trains, and no further.
+        first = next(stage for stage in sorted(sent) if stage not in stages)
+        assert [stage for stage in sent if sent[stage]] == [stage for stage in sent if stage > first]
+
+
 def test_changes_train_where_activations_of_the_same_bits_do_not() -> None:
     final = {}
     for forward in ("raw", "delta(maxabs(bits=3))", "direct(maxabs(bits=3))"):

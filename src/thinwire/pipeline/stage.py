@@ -214,7 +214,7 @@ class CompressedStage(PipelineStage):
             compression.send(side, chunk, [op.tensor for op in ops], failing)
             # A stage that gets gradients knows by them that its activations have arrived. What nobody answers must have
             # left before the step ends, after which the training may.
-            if compression.sent_all(side) and (direction == "backward" or not compression.training):
+            if compression.sent_all(side) and (direction == "backward" or not side.crosses("backward")):
                 compression.settle()
         return []
 

@@ -248,7 +248,7 @@ class StageCompression:
         sends: list[dist.Work | None] = []
         for side in self.sides:
             direction: Direction = "forward" if side.earlier else "backward"
-            if direction == "backward" and not self.training:
+            if not side.crosses(direction):
                 continue
             left = [chunk for chunk in range(self.num_chunks) if (side.boundary, chunk) not in self._sends]
             if not left:
@@ -290,7 +290,7 @@ class StageCompression:
         self._forget_jobs()
         for side in self.sides:
             direction: Direction = "backward" if side.earlier else "forward"
-            if direction == "forward" or step.training:
+            if side.crosses(direction):
                 self.arrivals[direction] = self._arrivals(side, direction, failing)
 
     def _arrivals(self, side: BoundarySide, direction: Direction, failing: Callable[[str, int], Failing]) -> Arrivals:
