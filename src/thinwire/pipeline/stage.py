@@ -274,8 +274,8 @@ def compress_stage(
         store: where the messages of ``delta(...)`` are kept: ``thinwire.store.Memory()``,
             ``thinwire.store.Disk(path, ...)``, ``thinwire.store.Crops(...)`` for images that are cropped at random;
             ``thinwire.store.Centres()`` keeps cluster centres in their place.
-        precision: bits of a kept value: 32, 16, or 2 to 8; first visits are sent in as many. Later, the next stage
-            computes on m(ξ) with its change, before that is rounded to be kept.
+        precision: bits of a kept value: 32, 16, or 2 to 8. The next stage computes on what arrived, a first visit
+            whole, and later m(ξ) with its change, before that is rounded to be kept.
         seed: of the draws of stochastic rounding.
         warmup_epochs: visits of each sample, from its first, in which it is sent uncompressed both ways (AQ-SGD,
             appendix D, has one; Algorithm 1 none: the first activation is whole, its gradient compressed). Samples for
