@@ -149,6 +149,33 @@ def test_statistics_show_changes_shrink_and_bytes_add_up() -> None:
     assert min(earlier.encode_s, earlier.decode_s, earlier.store_s, earlier.agree_s, later.decode_s) > 0
 
 
+def dropped_out(rank: int, dropout: float, warmup: int) -> tuple[list[str], list[float]]:
+    """Warnings of a training with dropout before the boundary, and by visit the share by which activations change."""
+    pipe = Pipe(rank, 2, **FW3_BW6, warmup_epochs=warmup, wrap=lambda m: nn.Sequential(m, nn.Dropout(dropout)), lr=0.05)
+    x, y = samples()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for epoch in range(6):
+            pipe.epoch(epoch, x, y)
+    texts = [str(w.message) for w in caught if "between two visits" in str(w.message)]
+    return texts, [epoch.share for epoch in pipe.stages[0].stats.epochs]
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_changes_that_stay_large_are_said_once(dropout: float, warmup: int) -> None:
+    (texts, shares), (others, _) = run_ranks(dropped_out, 2, dropout, warmup)
+    assert not others
+    assert shares[: max(warmup, 1)] == [0] * max(warmup, 1)
+    if not dropout:
+        assert not texts
+        return
+    assert shares[-1] > 0.3
+    (text,) = texts
+    assert "boundary 0" in text
+    assert "p=0" in text
+
+
 def warmed_up(rank: int, warmup: int) -> tuple[list[int], list[int]]:
     pipe = Pipe(rank, 2, **FW3_BW6, warmup_epochs=warmup, precision=8)
     x, y = samples()

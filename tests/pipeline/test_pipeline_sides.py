@@ -166,7 +166,7 @@ def test_the_next_stage_computes_on_what_arrived_and_not_on_what_is_kept_of_it(p
         return found
 
     first, second = errors(precision)
-    # The first visit is whole; the second is off by an error of the change, which is no larger than what is kept is off.
+    # The first visit is whole, and the second off by an error of the change, which is what rounding had left out.
     assert first == 0
     assert 0 < second < 0.05
 

@@ -359,7 +359,7 @@ class BoundarySide:
         for i, sample in enumerate(rows.samples):
             visits = self._visits[sample]
             numel = sum(part.at(rows.lengths[i]) for part in layout.crossing.parts(rows.padded))
-            moved = table[1][i] if visits else 0.0
+            moved = table[1][i] if layout.kinds[i] is Encoding.CODED else 0.0
             self.stats.note(visits, [table[0][i]], [moved], numel)
 
     def _scratch(self, name: str, like: Tensor) -> Tensor:
