@@ -467,6 +467,34 @@ def test_pipelines_and_data_parallelism_compress_side_by_side() -> None:
     assert answers[2][1][-1] < answers[2][1][0]
 
 
+def drawing(rank: int, ids: list[int] | None) -> list[list[Tensor]]:
+    """What two replicas of a pipeline that start alike learn of the same samples, by rounding."""
+    import torch.distributed as dist
+
+    replica, stage = rank % 2, rank // 2
+    x, y = samples()
+    found = []
+    for rounding in ("nearest", "stochastic"):
+        pipelines = [dist.new_group([r, r + 2]) for r in (0, 1)]
+        spec = f"maxabs(bits=4, rounding={rounding})"
+        pipe = Pipe(stage, 2, forward=spec, backward=spec, group=pipelines[replica])
+        pipe.step(x[:BATCH], y[:BATCH], ids)
+        found.append(pipe.parameters())
+    return found
+
+
+@pytest.mark.parametrize("ids", [None, list(range(BATCH))])
+def test_replicas_of_a_pipeline_round_apart(ids: list[int] | None) -> None:
+    answers = run_ranks(drawing, 4, ids)
+    for one, other in (answers[:2], answers[2:]):
+        nearest, stochastic = (
+            [torch.equal(p, q) for p, q in zip(*pair, strict=True)] for pair in zip(one, other, strict=True)
+        )
+        assert all(nearest)
+        assert not any(stochastic)
+    assert all(torch.equal(p, q) for p, q in zip(answers[0][1], run_ranks(drawing, 4, ids)[0][1], strict=True))
+
+
 class TheirStage(TorchStage):
     """A framework's own."""
 

@@ -45,6 +45,8 @@ class BoundarySide:
         self.boundary = boundary
         self.earlier = earlier
         self.options = options
+        self.seed = options.seed
+        """Of the random draws."""
         self.stats = stats
         self.store: Store | None = None
         self._crossings: dict[Direction, BoundaryTensors] = {}
@@ -371,7 +373,7 @@ class BoundarySide:
 
     def _key(self, draws: str) -> int:
         assert self._step is not None
-        return derive_key(self.options.seed, self._step.training_step, self.boundary, _DRAWS[draws])
+        return derive_key(self.seed, self._step.training_step, self.boundary, _DRAWS[draws])
 
     def _header(self, layout: MessageLayout, direction: Direction, chunk: int, *, sent: bool) -> dict[str, int]:
         """``source`` is the stage that made the message, ``phase`` its number among those of the step."""

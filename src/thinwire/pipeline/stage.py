@@ -276,7 +276,7 @@ def compress_stage(
             ``thinwire.store.Centres()`` keeps cluster centres in their place.
         precision: bits of a kept value: 32, 16, or 2 to 8. The next stage computes on what arrived, a first visit
             whole, and later m(ξ) with its change, before that is rounded to be kept.
-        seed: of the draws of stochastic rounding.
+        seed: of the draws of stochastic rounding, which differ between replicas of a pipeline.
         warmup_epochs: visits of each sample, from its first, in which it is sent uncompressed both ways (AQ-SGD,
             appendix D, has one; Algorithm 1 none: the first activation is whole, its gradient compressed). Samples for
             which the store has no room are not warmed up.

@@ -27,6 +27,7 @@ from thinwire.pipeline.options import PipelineOptions
 from thinwire.pipeline.schedule_step import Batch, ScheduleStep
 from thinwire.pipeline.stats import PipelineStats
 from thinwire.policies import LinkChoice
+from thinwire.runtime import group_seed
 from thinwire.runtime.checkpoint import check_sealed, integers, sealed
 from thinwire.runtime.warning import warn_caller
 from thinwire.store import Background, Disk, StoreError
@@ -147,6 +148,7 @@ class StageCompression:
         tensors = stage_tensors(self._stage)
         for side in self.sides:
             side.chosen = self.choices.rows.get(side.boundary, {})
+            side.seed = group_seed(self.options.seed, tuple(dist.get_process_group_ranks(self._stage.group)))
             names = ("outputs", "output_grads") if side.earlier else ("inputs", "input_grads")
             forward, backward = (BoundaryTensors(tuple(Spec(*spec) for spec in tensors[name])) for name in names)
             side.set_up(step, self.num_chunks, forward, backward if step.training else None)
