@@ -43,9 +43,9 @@ class Suite(TestDistBackend, DistributedTest._DistTestBase):
     def _run(cls, rank: int, test_name: str, *args: Any, **kwargs: Any) -> NoReturn:
         spec = os.environ.get(SPEC)
         if spec:
-            options = (
-                thinwire.ProcessGroupOptions() if spec == "default" else thinwire.ProcessGroupOptions(spec, min_numel=1)
-            )
+            options = thinwire.ProcessGroupOptions()
+            if spec != "default":
+                options = thinwire.ProcessGroupOptions(spec, min_numel=1, where=lambda _: True)
             dist.init_process_group = partial(_init_thinwire, dist.init_process_group, options)
         super()._run(rank, test_name, *args, **kwargs)
 

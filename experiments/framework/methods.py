@@ -68,7 +68,7 @@ class Method:
         """The process group that DDP is to use, where that is not the default one: of kind ``blob`` it compresses."""
         if self.kind != "blob":
             return None
-        options = thinwire.ProcessGroupOptions(self.spec, algorithm=self.algorithm)
+        options = thinwire.ProcessGroupOptions(self.spec, algorithm=self.algorithm, where=lambda _: True)
         made = dist.new_group(backend="thinwire", pg_options=options)
         assert isinstance(made, dist.ProcessGroup)
         return made

@@ -10,8 +10,11 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +25,7 @@ from torch.distributed import _functional_collectives as functional
 
 import thinwire
 from harness import run_ranks
-from thinwire import DisagreementError, ProcessGroup, ProcessGroupOptions, TransportError, parse
+from thinwire import DisagreementError, GroupBuffer, ProcessGroup, ProcessGroupOptions, TransportError, parse
 from thinwire.collectives import Layer, Layout, part_layout, sent_bytes
 from thinwire.collectives.shared_memory import unavailable
 from thinwire.compressors import MinMax
@@ -34,8 +37,16 @@ def values(rank: int, numel: int = NUMEL, dtype: torch.dtype = torch.float32) ->
     return torch.randn(numel, generator=torch.Generator().manual_seed(7 + rank)).to(dtype)
 
 
+def always(buffer: GroupBuffer) -> bool:
+    return True
+
+
+everything = partial(ProcessGroupOptions, where=always)
+"""Options of a group that compresses all that it can."""
+
+
 def group_of(options: ProcessGroupOptions | None = None) -> ProcessGroup:
-    group = dist.new_group(backend="thinwire", pg_options=options)
+    group = dist.new_group(backend="thinwire", pg_options=options or everything())
     assert isinstance(group, ProcessGroup)
     return group
 
@@ -153,7 +164,7 @@ def test_several_tensors_in_one_call() -> None:
 
 def _many_at_once(rank: int) -> list[torch.Tensor]:
     """More buffers of one size under way than there are sets of messages, and others between them, on two groups."""
-    groups = [group_of(ProcessGroupOptions("minmax(bits=8)")), group_of(ProcessGroupOptions("minmax(bits=8)"))]
+    groups = [group_of(everything("minmax(bits=8)")), group_of(everything("minmax(bits=8)"))]
     tensors = [values(rank) * (i + 1) for i in range(7)] + [values(rank, 2048)]
     works = []
     for x in tensors:
@@ -172,6 +183,93 @@ def test_many_under_way_on_two_groups() -> None:
         exact = x[0] + x[1] + x[2]
         assert float((y - exact).norm()) < 0.02 * float(exact.norm())
         assert all(torch.equal(other[i], y) for other in results)
+
+
+def _sums_and_denominators(rank: int) -> dict[str, Any]:
+    """What a group that is told nothing makes of tensors that are no gradients, and what it says."""
+    group, differ = group_of(ProcessGroupOptions()), []
+    size = dist.get_world_size()
+    denominators = torch.exp(3 * values(rank) - 2)
+    pair = torch.complex(values(rank), values(rank, NUMEL + 1)[1:])
+
+    def gathered(x: torch.Tensor, to: Any) -> torch.Tensor:
+        out = torch.empty(size * x.numel())
+        dist.all_gather_single(out, x, group=to)
+        return out
+
+    def scattered(x: torch.Tensor, to: Any) -> torch.Tensor:
+        out = torch.empty(x.numel() // size)
+        dist.reduce_scatter_single(out, x, group=to)
+        return out
+
+    def reduced(x: torch.Tensor, to: Any, op: Any = ReduceOp.SUM) -> torch.Tensor:
+        dist.all_reduce(x, op, group=to)
+        return x
+
+    cases: dict[str, Any] = {
+        "sum": lambda to: reduced(denominators.clone(), to),
+        "sum of a matrix": lambda to: reduced(denominators.view(50, 100).clone(), to),
+        "functional sum": lambda to: functional.wait_tensor(functional.all_reduce(denominators, "sum", to)),
+        "gather": lambda to: gathered(denominators, to),
+        "scatter": lambda to: scattered(denominators, to),
+        "complex sum": lambda to: reduced(pair.clone(), to),
+        "complex mean": lambda to: reduced(pair.clone(), to, ReduceOp.AVG),
+        "functional complex mean": lambda to: functional.wait_tensor(functional.all_reduce(pair, "avg", to)),
+    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            differ += [name for name, run in cases.items() if not torch.equal(run(group), run(dist.group.WORLD))]
+    said = [str(w.message) for w in caught if "register_model" in str(w.message)]
+    compressed, unknown = group.stats.compressed, group.stats.unknown
+    reduced(values(rank), group, ReduceOp.AVG)
+    return {
+        "differ": differ,
+        "said": said,
+        "compressed": compressed,
+        "unknown": unknown,
+        "then": group.stats.compressed,
+    }
+
+
+def test_only_what_is_known_to_be_gradients_or_weights_is_compressed_by_default() -> None:
+    for found in run_ranks(_sums_and_denominators, 2):
+        assert found["differ"] == []
+        assert found["compressed"] == 0
+        # Functional gathers and scatters, and complex numbers, are never compressed, whatever is known.
+        assert found["unknown"] == 2 * 5
+        assert found["then"] == 1
+        assert [text.split(" sent an ")[1].split(" of ")[0] for text in found["said"]] == [
+            "all-reduce",
+            "all-gather",
+            "reduce-scatter",
+        ]
+
+
+def _chosen(rank: int) -> list[tuple[Any, ...]]:
+    seen: list[GroupBuffer] = []
+
+    def where(buffer: GroupBuffer) -> bool:
+        seen.append(buffer)
+        return buffer.numel > 2000
+
+    group = group_of(ProcessGroupOptions(where=where))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for numel in (2000, 3000):
+            for op in (ReduceOp.SUM, ReduceOp.AVG):
+                dist.all_reduce(values(rank, numel), op, group=group)
+    whole = torch.zeros(2, NUMEL)
+    dist.all_gather_single(whole.view(-1), whole[rank], group=group)
+    assert (group.stats.compressed, group.stats.unknown) == (3, 2)
+    return [(b.kind, b.numel, b.op, b.in_place, b.registered, b.is_known) for b in seen]
+
+
+def test_where_chooses_what_is_compressed() -> None:
+    sums = [("all_reduce", n, op, False, False, op == "avg") for n in (2000, 3000) for op in ("sum", "avg")]
+    assert run_ranks(_chosen, 2) == [[*sums, ("all_gather", NUMEL, None, True, False, True)]] * 2
+    with pytest.raises(TypeError, match="function of a GroupBuffer"):
+        ProcessGroupOptions(where=True)  # pyright: ignore[reportArgumentType]
 
 
 # --- gathers and scatters --------------------------------------------------------------------------------------------
@@ -289,7 +387,7 @@ def test_not_a_number_reaches_every_rank() -> None:
 
 
 def _draws(rank: int) -> list[torch.Tensor]:
-    group, found = group_of(ProcessGroupOptions("minmax(bits=2)")), []
+    group, found = group_of(everything("minmax(bits=2)")), []
     torch.manual_seed(5)
     before = torch.get_rng_state()
     for _ in range(200):
@@ -297,7 +395,7 @@ def _draws(rank: int) -> list[torch.Tensor]:
         dist.all_reduce(x, group=group)
         found.append(x)
     assert torch.equal(torch.get_rng_state(), before)
-    other = group_of(ProcessGroupOptions("minmax(bits=2)", seed=1))
+    other = group_of(everything("minmax(bits=2)", seed=1))
     x = values(rank, 2048)
     dist.all_reduce(x, group=other)
     assert not torch.equal(x, found[0])
@@ -385,7 +483,7 @@ def test_it_works_as_any_process_group() -> None:
 
 def _is_the_default_group(rank: int, backend: str, port: int) -> tuple[str, str, float]:
     dist.destroy_process_group()
-    options = ProcessGroupOptions("minmax(bits=8)")
+    options = everything("minmax(bits=8)")
     timeout = timedelta(seconds=20)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timeout, pg_options=options)
@@ -468,7 +566,7 @@ COMPRESSORS += ["qsgd(bits=8)", "natural", "raw", "threshold(lam=0.5, capacity=1
 def _other_compressors(rank: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     found = []
     for spec in COMPRESSORS:
-        group = group_of(ProcessGroupOptions(spec))
+        group = group_of(everything(spec))
         x, gathered, part = values(rank, 4096), torch.empty(8192), torch.empty(2048)
         dist.all_reduce(x, group=group)
         dist.all_gather_single(gathered, values(rank, 4096), group=group)
@@ -494,7 +592,7 @@ def test_other_stateless_compressors() -> None:
 def _transports(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     found = []
     for transport in ("group", "shared"):
-        group = group_of(ProcessGroupOptions(transport=transport))
+        group = group_of(everything(transport=transport))
         x, gathered = values(rank), torch.empty(2 * NUMEL)
         dist.all_reduce(x, group=group)
         dist.all_gather_single(gathered, values(rank), group=group)
@@ -519,7 +617,7 @@ def _algorithms(rank: int) -> list[torch.Tensor]:
     found = []
     for algorithm in ALGORITHMS:
         x = values(rank)
-        dist.all_reduce(x, group=group_of(ProcessGroupOptions("minmax(bits=8)", algorithm=algorithm)))
+        dist.all_reduce(x, group=group_of(everything("minmax(bits=8)", algorithm=algorithm)))
         found.append(x)
     return found
 
@@ -534,7 +632,7 @@ def test_algorithms() -> None:
 
 def _disagree(rank: int) -> None:
     with pytest.raises(DisagreementError, match=r"compressor: minmax\(bits=4"):
-        group_of(ProcessGroupOptions(f"minmax(bits={4 + rank})"))
+        group_of(everything(f"minmax(bits={4 + rank})"))
     with pytest.raises(TypeError, match="ProcessGroupOptions"):
         dist.new_group(backend="thinwire", pg_options={"bits": 4})
     group = group_of()
@@ -581,7 +679,7 @@ def test_a_dead_rank_is_an_error_for_the_others() -> None:
 
 
 def _part_dies(rank: int) -> int | None:
-    groups = [dist.new_group(ranks, backend="thinwire") for ranks in ([0, 2], [1])]
+    groups = [dist.new_group(ranks, backend="thinwire", pg_options=everything()) for ranks in ([0, 2], [1])]
     dist.barrier()
     if rank == 2:
         os._exit(1)
@@ -610,7 +708,7 @@ def test_a_rank_that_makes_no_group_is_named() -> None:
 
 
 def _is_silent(rank: int) -> float:
-    group = dist.new_group(backend="thinwire", timeout=timedelta(seconds=6))
+    group = dist.new_group(backend="thinwire", timeout=timedelta(seconds=6), pg_options=everything())
     x = values(rank)
     dist.all_reduce(x, group=group)
     began = time.monotonic()

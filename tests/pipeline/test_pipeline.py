@@ -76,6 +76,43 @@ def train_with_pytorch(rank: int, num_ranks: int, name: str) -> dict[str, Any]:
     return {"losses": losses, "parameters": pipe.parameters()}
 
 
+FROZEN = {"gpipe": [{0}, {1}, {2}, {0, 1}], "1f1b": [{0, 1}], "interleaved": [{0, 1, 2}], "zero bubble": [{0}]}
+
+
+def frozen(rank: int, num_ranks: int, name: str) -> list[tuple[Any, ...]]:
+    """By frozen stages and compressors (None: PyTorch's own stages): losses, parameters, bytes sent back by stage."""
+    x, y = samples()
+    found = []
+    for stages in FROZEN[name]:
+        for forward in (None, "raw", "maxabs(bits=8)", "delta(maxabs(bits=4))"):
+            compressors = {"forward": forward, "backward": "raw" if forward == "raw" else "maxabs(bits=8)"}
+            how = compressors if forward else {"compress": lambda stage: stage}
+            pipe = Pipe(rank, num_ranks, name, **how)
+            for index, module in zip(pipe.indices, pipe.modules, strict=True):
+                module.requires_grad_(index not in stages)
+            losses = [pipe.step(x[:BATCH], y[:BATCH], range(BATCH) if forward else None) for _ in range(3)]
+            stats = {s.stage_index: s.stats.backward_sent_bytes for s in pipe.stages if forward}
+            found.append((losses, pipe.parameters(), stats))
+    return found
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_frozen_stages_train_as_pytorchs_do(name: str) -> None:
+    num_ranks = 3 if name in SINGLE else 2
+    answers = run_ranks(frozen, num_ranks, num_ranks, name, group_timeout_s=8)
+    for i, stages in enumerate(FROZEN[name]):
+        sent: dict[int, int] = {}
+        for answer in answers:
+            plain, raw, *compressed = answer[4 * i : 4 * i + 4]
+            assert plain[0] == raw[0]
+            assert all(torch.equal(p, q) for p, q in zip(plain[1], raw[1], strict=True))
+            assert all(losses[0] is None or losses[-1] < losses[0] for losses, *_ in compressed)
+            sent |= compressed[0][2]
+        # Gradients go back to the first stage that trains, and no further.
+        first = next(stage for stage in sorted(sent) if stage not in stages)
+        assert [stage for stage in sent if sent[stage]] == [stage for stage in sent if stage > first]
+
+
 def test_changes_train_where_activations_of_the_same_bits_do_not() -> None:
     final = {}
     for forward in ("raw", "delta(maxabs(bits=3))", "direct(maxabs(bits=3))"):
@@ -112,6 +149,33 @@ def test_statistics_show_changes_shrink_and_bytes_add_up() -> None:
     assert min(earlier.encode_s, earlier.decode_s, earlier.store_s, earlier.agree_s, later.decode_s) > 0
 
 
+def dropped_out(rank: int, dropout: float, warmup: int) -> tuple[list[str], list[float]]:
+    """Warnings of a training with dropout before the boundary, and by visit the share by which activations change."""
+    pipe = Pipe(rank, 2, **FW3_BW6, warmup_epochs=warmup, wrap=lambda m: nn.Sequential(m, nn.Dropout(dropout)), lr=0.05)
+    x, y = samples()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for epoch in range(6):
+            pipe.epoch(epoch, x, y)
+    texts = [str(w.message) for w in caught if "between two visits" in str(w.message)]
+    return texts, [epoch.share for epoch in pipe.stages[0].stats.epochs]
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_changes_that_stay_large_are_said_once(dropout: float, warmup: int) -> None:
+    (texts, shares), (others, _) = run_ranks(dropped_out, 2, dropout, warmup)
+    assert not others
+    assert shares[: max(warmup, 1)] == [0] * max(warmup, 1)
+    if not dropout:
+        assert not texts
+        return
+    assert shares[-1] > 0.3
+    (text,) = texts
+    assert "boundary 0" in text
+    assert "p=0" in text
+
+
 def warmed_up(rank: int, warmup: int) -> tuple[list[int], list[int]]:
     pipe = Pipe(rank, 2, **FW3_BW6, warmup_epochs=warmup, precision=8)
     x, y = samples()
@@ -128,10 +192,10 @@ def test_a_warm_up_is_uncompressed_both_ways() -> None:
     for warmup in (0, 1, 2):
         (forward, kept), (backward, also_kept) = run_ranks(warmed_up, 2, warmup)
         assert kept == also_kept
-        assert [sent == raw for sent in forward] == [epoch < warmup for epoch in range(4)]
+        # A first visit is whole in any case, in however few bits it is kept.
+        assert [sent == raw for sent in forward] == [epoch < max(warmup, 1) for epoch in range(4)]
         assert [sent == raw for sent in backward] == [epoch < warmup for epoch in range(4)]
-        assert forward[warmup + 1 :] == [forward[-1]] * (3 - warmup)
-    # At 8 bits a first visit is sent as it is kept.
+        assert forward[max(warmup, 1) :] == [forward[-1]] * (4 - max(warmup, 1))
     assert forward[-1] < 0.4 * raw
 
 
@@ -154,12 +218,16 @@ def test_samples_without_room_are_not_warmed_up_for_ever() -> None:
     assert backward == [headers + 4 * raw + 12 * coded, *[headers + 16 * coded] * 2]
 
 
-def test_a_warm_up_computes_on_activations_and_not_on_what_is_kept_of_them() -> None:
-    warm = run_ranks(train, 2, 2, "gpipe", 1, {**FW3_BW6, "warmup_epochs": 1, "precision": 2})
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_first_visits_compute_on_activations_and_not_on_what_is_kept_of_them(warmup: int) -> None:
+    options = {
+        "forward": FW3_BW6["forward"],
+        "warmup_epochs": warmup,
+        "backward": FW3_BW6["backward"] if warmup else "raw",
+    }
+    first = run_ranks(train, 2, 2, "gpipe", 1, {**options, "precision": 2})
     raw = run_ranks(train, 2, 2, "gpipe", 1, {"forward": "raw", "backward": "raw"})
-    assert losses_of(warm) == losses_of(raw)
-    cold = run_ranks(train, 2, 2, "gpipe", 1, {**FW3_BW6, "precision": 2})
-    assert losses_of(cold) != losses_of(raw)
+    assert losses_of(first) == losses_of(raw)
 
 
 @pytest.mark.parametrize("precision", [16, 8, 4])
@@ -397,6 +465,34 @@ def test_pipelines_and_data_parallelism_compress_side_by_side() -> None:
         assert all(torch.equal(p, q) for p, q in zip(one[2], other[2], strict=True)), "replicas are identical"
         assert min(one[3], other[3]) > 0
     assert answers[2][1][-1] < answers[2][1][0]
+
+
+def drawing(rank: int, ids: list[int] | None) -> list[list[Tensor]]:
+    """What two replicas of a pipeline that start alike learn of the same samples, by rounding."""
+    import torch.distributed as dist
+
+    replica, stage = rank % 2, rank // 2
+    x, y = samples()
+    found = []
+    for rounding in ("nearest", "stochastic"):
+        pipelines = [dist.new_group([r, r + 2]) for r in (0, 1)]
+        spec = f"maxabs(bits=4, rounding={rounding})"
+        pipe = Pipe(stage, 2, forward=spec, backward=spec, group=pipelines[replica])
+        pipe.step(x[:BATCH], y[:BATCH], ids)
+        found.append(pipe.parameters())
+    return found
+
+
+@pytest.mark.parametrize("ids", [None, list(range(BATCH))])
+def test_replicas_of_a_pipeline_round_apart(ids: list[int] | None) -> None:
+    answers = run_ranks(drawing, 4, ids)
+    for one, other in (answers[:2], answers[2:]):
+        nearest, stochastic = (
+            [torch.equal(p, q) for p, q in zip(*pair, strict=True)] for pair in zip(one, other, strict=True)
+        )
+        assert all(nearest)
+        assert not any(stochastic)
+    assert all(torch.equal(p, q) for p, q in zip(answers[0][1], run_ranks(drawing, 4, ids)[0][1], strict=True))
 
 
 class TheirStage(TorchStage):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import thinwire
@@ -150,9 +150,9 @@ class Net(nn.Module):
         return x + self.back(torch.tanh(self.more(x)))
 
 
-def network(style: Any) -> Net:
+def network(style: Any, mesh: DeviceMesh | None = None) -> Net:
     net = Net()
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh or init_device_mesh("cpu", (2,))
     plan = {"up": ColwiseParallel(), "down": style, "more": ColwiseParallel(), "back": style}
     parallelize_module(net, mesh, plan)
     return net
@@ -224,6 +224,24 @@ def resumed(rank: int) -> None:
 
 def test_a_style_goes_on_from_its_state_bit_by_bit() -> None:
     run_ranks(resumed, 2)
+
+
+def replicated(rank: int) -> list[Tensor]:
+    """What two replicas of a layer make of the same samples, by rounding."""
+    mesh, x, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), values(2, LENGTH, WIDTH, seed=1), []
+    for rounding in ("nearest", "stochastic"):
+        net = network(thinwire.CompressedRowwiseParallel(f"maxabs(bits=4, rounding={rounding})"), mesh["tp"])
+        found.append(net(x).detach())
+    return found
+
+
+def test_replicas_of_a_layer_round_apart() -> None:
+    answers = run_ranks(replicated, 4)
+    for one, other in ((0, 1), (2, 3)):
+        assert all(torch.equal(a, b) for a, b in zip(answers[one], answers[other], strict=True))
+    nearest, stochastic = (torch.equal(a, b) for a, b in zip(answers[0], answers[2], strict=True))
+    assert nearest
+    assert not stochastic
 
 
 def misused(rank: int) -> None:

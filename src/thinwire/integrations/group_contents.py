@@ -13,10 +13,12 @@ from thinwire.collectives import Layer
 from thinwire.compat import ddp_ready_order
 from thinwire.compressors import GRADIENT_DTYPES, Coded, Compressor, Raw, Summed, Unsuited
 from thinwire.integrations.devices import replicated
-from thinwire.integrations.group_options import ProcessGroupOptions, stateless
+from thinwire.integrations.group_options import GroupBuffer, ProcessGroupOptions, stateless
 from thinwire.plan import Filter, Plan, Rules
 from thinwire.runtime import Contents, GroupStats, Kind, NamedShape, Registered, Walk, dense_bytes
+from thinwire.runtime.warning import warn_caller
 
+_PATIENCE = 100
 _KINDS: tuple[Kind, ...] = ("all_reduce", "reduce_scatter", "all_gather")
 
 
@@ -32,6 +34,8 @@ class BufferContents:
         self._contents: dict[tuple[Kind, tuple[NamedShape, ...]], Contents] = {}
         self._version = 0
         self._lock = threading.Lock()
+        self._seen: set[Kind] = set()
+        """Kinds of collectives of which a buffer was compressed, or a warning said that it was not."""
         if options.layout:
             self.register_layout([(name, tuple(shape)) for name, shape in options.layout], None)
 
@@ -53,36 +57,55 @@ class BufferContents:
         return self._compressors["all_reduce"][name]
 
     def find(
-        self, kind: Kind, tensors: Sequence[Tensor], numel: int, stats: GroupStats, *, compressible: bool
+        self, buffer: GroupBuffer, tensors: Sequence[Tensor], stats: GroupStats, *, compressible: bool
     ) -> Contents | None:
         """The layers in a buffer, or in each rank's part of it; None if it is to be sent exact.
 
         Args:
-            kind: The collective.
-            tensors: All tensors that it reads and writes.
-            numel: Elements of the buffer, or of each rank's part.
+            buffer: What is known of it, but for whether its layers are registered.
+            tensors: All tensors that the collective reads and writes.
             stats: Counts the buffer.
             compressible: Whether the operation of the collective allows compression.
         """
-        first = tensors[0]
+        first, kind = tensors[0], buffer.kind
         with self._lock:
             if (
                 compressible
                 and self._world_size > 1
                 and all(_compressible(x) and x.dtype == first.dtype for x in tensors)
             ):
-                run = self._registered.exact(numel)
+                run = self._registered.exact(buffer.numel)
                 if run is None and kind == "all_reduce" and first.dim() == 1:
-                    run = self._registered.find(numel, first.dtype)
-                contents = self._matched(kind, run) if run else self._uniform(kind, numel)
+                    run = self._registered.find(buffer.numel, first.dtype)
+                contents = self._matched(kind, run) if run else self._uniform(kind, buffer.numel)
                 stats.matched += run is not None
-                if contents is not None:
+                buffer = buffer._replace(registered=run is not None)
+                if contents is not None and self.options.where(buffer):
+                    self._seen.add(kind)
                     stats.compressed += 1
                     stats.uniform += run is None
                     return contents
+                if contents is not None:
+                    stats.unknown += 1
+                    # Beside a registered model, sums of other things are expected; with them alone it was in vain.
+                    if stats.unknown >= (_PATIENCE if self._version else 1):
+                        self._warn_of(buffer)
             stats.passed += 1
-            stats.passed_bytes += dense_bytes(kind, numel * first.element_size(), self._world_size)
+            stats.passed_bytes += dense_bytes(kind, buffer.numel * first.element_size(), self._world_size)
         return None
+
+    def _warn_of(self, buffer: GroupBuffer) -> None:
+        """Warn once of a kind of collective of which no buffer was compressed, unless the options say which are."""
+        if buffer.kind in self._seen or self.options.where is not ProcessGroupOptions.where:
+            return
+        self._seen.add(buffer.kind)
+        what = f"{buffer.kind.replace('_', '-')} of {buffer.numel:,} values"
+        warn_caller(
+            f"a process group of backend thinwire sent an {what} exactly, and will send others so, because it is not "
+            "known to hold gradients or weights. For DistributedDataParallel, register the model: "
+            "thinwire.register_model(model). For other buffers, pass ProcessGroupOptions(where=...), which chooses "
+            "those to compress"
+        )
 
     def _matched(self, kind: Kind, run: tuple[NamedShape, ...]) -> Contents | None:
         if (kind, run) not in self._contents:
@@ -161,12 +184,14 @@ class _BucketOrder:
 
 
 def _compressible(x: Tensor) -> bool:
-    """Whether a tensor can be compressed at all. Other threads cannot write to tensors of inference mode."""
+    """Whether a tensor can be compressed at all. Other threads cannot write to tensors of inference mode. Pairs may be
+    complex numbers, as which PyTorch hands them over."""
     return (
         x.dtype in GRADIENT_DTYPES
         and x.layout == torch.strided
         and x.device.type == "cpu"
         and x.numel() > 0
         and x.is_contiguous()
+        and not (x.dim() > 1 and x.shape[-1] == 2)
         and not x.is_inference()
     )

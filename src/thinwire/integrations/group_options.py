@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Literal, NamedTuple
+
+import torch
 
 from thinwire.collectives import Algorithm, TransportChoice, check_choice, parse_algorithm
 from thinwire.compressors import Coded, Compressor, Raw, Summed, at_step, check_int, needs_state, parse
 from thinwire.plan import DEFAULT_RULES
 from thinwire.runtime import Kind
+
+
+class GroupBuffer(NamedTuple):
+    """What a process group knows of a buffer that it could compress. All ranks know the same."""
+
+    kind: Kind
+    """``"all_reduce"``, ``"reduce_scatter"`` or ``"all_gather"``."""
+    numel: int
+    """Elements of the buffer, or of each rank's part of it."""
+    dtype: torch.dtype
+    op: Literal["sum", "avg", "premul_sum"] | None = None
+    """The operation; None for all-gathers."""
+    in_place: bool = False
+    """Whether an all-gather finds this rank's part where it belongs in the output."""
+    registered: bool = False
+    """Whether registered layers fill the buffer."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the buffer is taken to hold gradients or weights: registered layers, averages (``AVG`` and
+        ``PREMUL_SUM``), and all-gathers in place, by which FSDP2 sends weights."""
+        return self.registered or self.op in ("avg", "premul_sum") or self.in_place
+
+
+def _is_known(buffer: GroupBuffer) -> bool:
+    return buffer.is_known
 
 
 @dataclass(frozen=True)
@@ -32,6 +61,8 @@ class ProcessGroupOptions:
         reduce_scatter: The compressor of reduce-scatters. None: as ``compressor``, or raw if that one is summed.
         min_numel: Buffers of fewer elements, such as a loss that is averaged, and buffers of which each rank has a
             part of fewer, are sent raw by gloo. So are registered layers of fewer.
+        where: Which buffers are compressed: a function of a `GroupBuffer` that gives the same answer on all ranks. By
+            default those that are known to hold gradients or weights, ``lambda buffer: buffer.is_known``.
         exclude: Patterns of registered layers that are sent raw, besides those with fewer than two dimensions.
         layout: Names and shapes of the layers that lie end to end in every buffer of exactly as many elements, as
             `ProcessGroup.register_layout` takes them.
@@ -49,6 +80,7 @@ class ProcessGroupOptions:
     all_gather: str | Compressor | None = None
     reduce_scatter: str | Compressor | None = None
     min_numel: int = 1024
+    where: Callable[[GroupBuffer], bool] = _is_known
     exclude: Sequence[str] = ()
     layout: Sequence[tuple[str, Sequence[int]]] = ()
     algorithm: str | Algorithm = "sra"
@@ -60,6 +92,8 @@ class ProcessGroupOptions:
         check_int("min_numel", self.min_numel, 0)
         check_int("seed", self.seed, 0)
         check_choice(self.transport)
+        if not callable(self.where):
+            raise TypeError(f"where takes a function of a GroupBuffer, not {self.where!r}")
         if isinstance(self.exclude, str):
             raise TypeError(f"exclude takes a list of patterns: exclude=[{self.exclude!r}]")
         self._set("exclude", tuple(self.exclude))
@@ -89,7 +123,10 @@ class ProcessGroupOptions:
 
     def record(self) -> dict[str, str]:
         """The options that all ranks must have in common."""
-        return {f.name: str(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        # A function's text has its address.
+        named["where"] = getattr(self.where, "__qualname__", type(self.where).__name__)
+        return {name: str(value) for name, value in named.items()}
 
 
 def stateless(where: str, spec: str | Compressor) -> Compressor:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.collectives import FailureDetector, ProcessGroupTransport, Transport, parse_algorithm, with_shared_memory
 from thinwire.compat import collective_options, gloo_backend, gloo_group, prefixed, premul_factor, register_gloo
 from thinwire.integrations.group_contents import BufferContents
-from thinwire.integrations.group_options import ProcessGroupOptions
+from thinwire.integrations.group_options import GroupBuffer, ProcessGroupOptions
 from thinwire.integrations.group_work import Work
 from thinwire.plan import Rules
-from thinwire.runtime import Channel, Contents, Follower, GroupStats, Kind, NamedShape, Operation, group_seed
+from thinwire.runtime import Channel, Contents, Follower, GroupStats, NamedShape, Operation, group_seed
 
 _GLOOS = (
     *("broadcast", "barrier", "send", "recv"),
@@ -42,14 +42,20 @@ class ProcessGroup(dist.ProcessGroup):
 
     ``dist.new_group(backend="thinwire", pg_options=ProcessGroupOptions(...))`` returns it.
 
-    All-reduces that sum (SUM, AVG, PREMUL_SUM), reduce-scatters and all-gathers of contiguous fp32, bf16 and fp16
-    tensors of at least ``min_numel`` elements are compressed; all ranks end with the same bytes. Everything else is
-    exact: other operations and dtypes, small and sparse tensors, broadcasts, objects, point-to-point messages, and
-    all-gathers and reduce-scatters of functional collectives (``DTensor.full_tensor()`` among them).
+    Of contiguous fp32, bf16 and fp16 tensors of at least ``min_numel`` elements it compresses those that are known to
+    be gradients or weights: all-reduces and reduce-scatters that sum, where registered layers fill the buffer
+    (`register_model`, `register_layout`) or the operation is an average (AVG, PREMUL_SUM), as FSDP2's are; and
+    all-gathers in place, as FSDP2's are, or of registered layers. All ranks end with the same bytes.
 
-    It cannot distinguish gradients from other tensors, such as the statistics of ``SyncBatchNorm``: pass it to the
-    model or the mesh dimension that it is for, rather than make it the default group of a program that sends other
-    floats.
+    Everything else is exact: sums of other buffers, which may be counts, statistics or the denominators of a softmax;
+    all-gathers into another tensor; other operations and dtypes, complex numbers and what may be complex numbers (the
+    last of several dimensions is 2); small and sparse tensors, broadcasts, objects, point-to-point messages, and
+    all-gathers and reduce-scatters of functional collectives (``DTensor.full_tensor()`` among them). `stats` counts
+    what could have been compressed as ``unknown``, and a warning says so where a group is told nothing of its buffers.
+    ``ProcessGroupOptions(where=...)`` chooses otherwise.
+
+    It knows buffers by size, dtype and operation alone: a sum of another tensor that has the size of a bucket of a
+    registered model, and an average that is none of gradients, are compressed.
 
     A random draw depends on the seed, the ranks of the group, the number of its compressed collectives so far, the
     layers of the buffer and the element. That number starts at 0 with the group and is in no checkpoint: a resumed
@@ -105,7 +111,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._running().present_stats()
 
     def register_layout(self, layers: Sequence[tuple[str, Sequence[int]]], *, rules: Rules | None = None) -> None:
-        """Compress buffers of exactly as many elements as ``layers`` layer by layer.
+        """Compress buffers of exactly as many elements as ``layers``, whatever they are, layer by layer.
 
         All ranks must register the same layers between the same collectives. Layers that are 1-D, smaller than
         ``min_numel`` or excluded are sent raw.
@@ -125,11 +131,12 @@ class ProcessGroup(dist.ProcessGroup):
     def register_model(self, model: nn.Module, *, rules: Rules | None = None) -> None:
         """Find the layers of a model's gradients in the buffers of all-reduces, by their sizes alone.
 
-        Call it once DistributedDataParallel has wrapped the model, before the first backward pass. A 1-D buffer that
-        holds exactly a run of layers is compressed layer by layer, with biases, norms and small layers raw. Other
-        buffers are compressed as one. The order of layers in DDP's buckets is known after two or three passes. Until
-        then the order of registration is assumed; where the model uses layers in another order, the compression error
-        is a little larger in these passes. `stats` counts both kinds.
+        Call it once DistributedDataParallel has wrapped the model, before the first backward pass: DDP sums its buckets,
+        and this is how a group knows that such a sum is of gradients. A 1-D buffer that holds exactly a run of layers
+        is compressed layer by layer, with biases, norms and small layers raw. Sums of other buffers are exact. The
+        order of layers in DDP's buckets is known after two or three passes. Until then the order of registration is
+        assumed; where the model uses layers in another order, some buckets are exact in these passes. `stats` counts
+        all kinds.
 
         Args:
             model: A model on all ranks of the group.
@@ -220,7 +227,7 @@ class ProcessGroup(dist.ProcessGroup):
         futures, passed, opts = [], [], _options(kind, opts, overload)
         scale = self._scale(opts.reduceOp)
         for x in tensors:
-            contents = self._choose("all_reduce", [x], x.numel(), compressible=scale is not None)
+            contents = self._choose(GroupBuffer("all_reduce", x.numel(), x.dtype, _name_of(opts.reduceOp)), [x], scale)
             if contents is None or scale is None:
                 passed.append(x)
                 continue
@@ -241,7 +248,8 @@ class ProcessGroup(dist.ProcessGroup):
         scale = self._scale(opts.reduceOp)
         given = [output, *inputs] if isinstance(inputs, list) else [output, inputs]
         alike = isinstance(inputs, Tensor) or all(part.numel() == output.numel() for part in inputs)
-        contents = self._choose("reduce_scatter", given, output.numel(), compressible=alike and scale is not None)
+        buffer = GroupBuffer("reduce_scatter", output.numel(), output.dtype, _name_of(opts.reduceOp))
+        contents = self._choose(buffer, given, scale if alike else None)
         if contents is None or scale is None:
             return None
         operation = _ReduceScatter("reduce_scatter", contents, output.dtype, inputs)
@@ -252,7 +260,9 @@ class ProcessGroup(dist.ProcessGroup):
     def _all_gather(self, outputs: Tensor | list[Tensor], input: Tensor) -> Work | None:
         given = [input, *outputs] if isinstance(outputs, list) else [input, outputs]
         alike = isinstance(outputs, Tensor) or all(out.numel() == input.numel() for out in outputs)
-        contents = self._choose("all_gather", given, input.numel(), compressible=alike)
+        in_place = isinstance(outputs, Tensor) and _part(outputs, input, self.rank()).data_ptr() == input.data_ptr()
+        buffer = GroupBuffer("all_gather", input.numel(), input.dtype, in_place=in_place)
+        contents = self._choose(buffer, given, 1.0 if alike else None)
         if contents is None:
             return None
         operation = _AllGather("all_gather", contents, input.dtype, outputs, input.detach().view(-1), self.rank())
@@ -270,8 +280,8 @@ class ProcessGroup(dist.ProcessGroup):
             return 1.0 / self.size()
         return premul_factor(op) if _is_premul(op) else None
 
-    def _choose(self, kind: Kind, tensors: Sequence[Tensor], numel: int, *, compressible: bool) -> Contents | None:
-        return self._contents.find(kind, tensors, numel, self._running().stats, compressible=compressible)
+    def _choose(self, buffer: GroupBuffer, tensors: Sequence[Tensor], scale: float | None) -> Contents | None:
+        return self._contents.find(buffer, tensors, self._running().stats, compressible=scale is not None)
 
     def _agree_on(self, layers: Sequence[NamedShape]) -> None:
         planned = self._contents.compressor_of
@@ -312,8 +322,7 @@ class _AllGather(Operation):
             flat = self.outputs.detach().view(-1)
         else:
             flat = torch.empty(len(self.outputs) * self.mine.numel(), dtype=self.dtype, device="cpu")
-        numel = self.mine.numel()
-        part = flat[self.rank * numel : (self.rank + 1) * numel]
+        part = _part(flat, self.mine, self.rank)
         if part.data_ptr() != self.mine.data_ptr():
             part.copy_(self.mine)
         return flat
@@ -353,6 +362,16 @@ def _checked(options: Any) -> ProcessGroupOptions:
     if not isinstance(options, ProcessGroupOptions):
         raise TypeError(f"pg_options must be thinwire.ProcessGroupOptions(...), not {type(options).__name__}")
     return options
+
+
+def _part(gathered: Tensor, mine: Tensor, rank: int) -> Tensor:
+    """The place in what is gathered that is for a rank's part."""
+    return gathered.detach().view(-1)[rank * mine.numel() : (rank + 1) * mine.numel()]
+
+
+def _name_of(op: Any) -> Literal["sum", "avg", "premul_sum"]:
+    """The name of an operation that `ProcessGroup._scale` knows."""
+    return "avg" if op == dist.ReduceOp.AVG else "premul_sum" if _is_premul(op) else "sum"
 
 
 def _is_premul(op: Any) -> bool:

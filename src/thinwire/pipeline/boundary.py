@@ -45,6 +45,8 @@ class BoundarySide:
         self.boundary = boundary
         self.earlier = earlier
         self.options = options
+        self.seed = options.seed
+        """Of the random draws."""
         self.stats = stats
         self.store: Store | None = None
         self._crossings: dict[Direction, BoundaryTensors] = {}
@@ -91,6 +93,12 @@ class BoundarySide:
             self._fitted[direction] = crossing, choice
             if direction == "forward":
                 self._coders[direction, False] = fitted(self.options.evaluation_coder, crossing)
+
+    def crosses(self, direction: Direction) -> bool:
+        """Whether anything crosses the boundary in a direction in this step. No gradients go back to a stage whose
+        output needs none, such as a frozen first stage: PyTorch tells both sides so when it sets the pipeline up."""
+        assert self._step is not None, "a step has begun"
+        return bool(self._crossings[direction].specs) and (direction == "forward" or self._step.training)
 
     def choice_bytes(self, direction: Direction) -> list[int]:
         """By choice of compressor, the bytes of a micro-batch's message in which all samples are compressed."""
@@ -143,18 +151,12 @@ class BoundarySide:
         self._warm = frozenset(
             sample for sample, visits in agreed.items() if sample not in self._refused and visits < warmup
         )
-        self._kinds = {sample: self._kind(sample, visits) for sample, visits in agreed.items()}
+        self._kinds = {
+            sample: Encoding.CODED if visits and sample not in self._warm else Encoding.RAW
+            for sample, visits in agreed.items()
+        }
         for chunk in range(_AHEAD):
             self._load_ahead(chunk)
-
-    def _kind(self, sample: int, visits: int) -> Encoding:
-        if sample in self._warm:
-            return Encoding.RAW
-        if visits:
-            return Encoding.CODED
-        bits, precision = 8 * self._crossings["forward"].dtype.itemsize, self.options.precision
-        # Both sides keep no more of a first visit than a record's bits.
-        return Encoding.RECORD if precision < bits else Encoding.RAW
 
     def message(self, direction: Direction, chunk: int) -> Tensor:
         """The buffer of a micro-batch's message (uint8), the same memory in every step of the same size."""
@@ -187,11 +189,8 @@ class BoundarySide:
             kinds = [self._kinds[sample] for sample in rows.samples]
         else:
             kinds = [Encoding.RAW if sample in self._warm else Encoding.CODED for sample in rows.samples]
-        record_bytes = 0 if self.store is None else self.store.form.record_bytes
         chooses = self.store is not None and self.store.chooses and direction == "forward"
-        return MessageLayout.build(
-            crossing, rows, kinds, self._coders[direction, True], record_bytes=record_bytes, chooses=chooses, site=site
-        )
+        return MessageLayout.build(crossing, rows, kinds, self._coders[direction, True], chooses=chooses, site=site)
 
     def room(self, direction: Direction, chunk: int) -> list[Tensor]:
         """Tensors, on the host, for those of a micro-batch."""
@@ -284,25 +283,18 @@ class BoundarySide:
             with self.stats.timed("store"):
                 layout.decode(message, m, add=True)
                 self._note(values, change, layout)
-                self._save(*self._renew(m, values, layout, message, sent=True), layout, choices)
+                self._save(*self._renew(m, values, layout), layout, choices)
 
-        if not layout.records:
-            return keep
-        keep()  # it writes records into the message
-        return _nothing
+        return keep
 
     def _unpack_change(self, whole: Tensor, layout: MessageLayout, chunk: int, message: Tensor) -> Tensor:
         self._load_ahead(chunk + _AHEAD)
         choices = layout.take_choices(message)
         m = self._loaded(chunk, layout, choices)
         layout.decode(message, m, add=True)
-        kept, records = self._renew(m, whole.float(), layout, message, sent=False)
+        kept, records = self._renew(m, whole.float(), layout)
         self.saves.append(self._beside.submit(lambda: self._timed_save(kept, records, layout, choices)))
-        if kept is not m:
-            # The next stage computes on m(ξ) as it was before it was kept, but for what was sent as it is kept.
-            rows, count = layout.rows_sent_as(Encoding.RECORD), len(layout.rows.samples)
-            m.view(count, -1)[rows] = kept.view(count, -1)[rows]
-        return m
+        return m  # the next stage computes on it as it was before it was rounded to be kept
 
     def _load_ahead(self, chunk: int) -> None:
         # Called before `pack` of an earlier micro-batch is submitted, which would otherwise wait for what is behind it.
@@ -330,26 +322,16 @@ class BoundarySide:
                 m.view(len(rows.samples), -1)[coded] = records.view(len(coded), -1)
             return m
 
-    def _renew(
-        self, m: Tensor, values: Tensor, layout: MessageLayout, message: Tensor, *, sent: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _renew(self, m: Tensor, values: Tensor, layout: MessageLayout) -> tuple[Tensor, Tensor]:
         """The micro-batch's new m(ξ) as it is kept, and its records; ``m`` becomes what is kept, before it is rounded.
 
-        ``values`` are the samples that were sent raw.
+        ``values`` are the samples that were sent raw. Both sides have the same, and make the same records of them.
         """
         assert self.store is not None
         rows, form = layout.rows, self.store.form
-        table = m.view(len(rows.samples), -1)
-        for given in (layout.rows_sent_as(Encoding.RAW), layout.rows_sent_as(Encoding.RECORD) if sent else []):
-            table[given] = values.view(len(rows.samples), -1)[given]
+        raw = layout.rows_sent_as(Encoding.RAW)
+        m.view(len(rows.samples), -1)[raw] = values.view(len(rows.samples), -1)[raw]
         records = form.encode(m, rows)
-        for i, start in layout.records:
-            # The record itself is sent, so that both sides keep the same one and make it once.
-            record = message[start : start + form.record_bytes]
-            if sent:
-                record.copy_(records[i])
-            else:
-                records[i].copy_(record)
         return (m if form.precision == 32 else form.decode(records, rows.lengths, rows)), records
 
     def _timed_save(self, kept: Tensor, records: Tensor, layout: MessageLayout, choices: Tensor | None) -> None:
@@ -382,7 +364,7 @@ class BoundarySide:
         for i, sample in enumerate(rows.samples):
             visits = self._visits[sample]
             numel = sum(part.at(rows.lengths[i]) for part in layout.crossing.parts(rows.padded))
-            moved = table[1][i] if visits else 0.0
+            moved = table[1][i] if layout.kinds[i] is Encoding.CODED else 0.0
             self.stats.note(visits, [table[0][i]], [moved], numel)
 
     def _scratch(self, name: str, like: Tensor) -> Tensor:
@@ -394,7 +376,7 @@ class BoundarySide:
 
     def _key(self, draws: str) -> int:
         assert self._step is not None
-        return derive_key(self.options.seed, self._step.training_step, self.boundary, _DRAWS[draws])
+        return derive_key(self.seed, self._step.training_step, self.boundary, _DRAWS[draws])
 
     def _header(self, layout: MessageLayout, direction: Direction, chunk: int, *, sent: bool) -> dict[str, int]:
         """``source`` is the stage that made the message, ``phase`` its number among those of the step."""

@@ -23,10 +23,8 @@ class Encoding(IntEnum):
     """How a sample is sent."""
 
     RAW = 0
-    """In full precision."""
-    RECORD = 1
-    """As the record that both sides keep of it: on its first visit, where records have fewer bits than activations."""
-    CODED = 2
+    """In full precision: on its first visit, and while it is warmed up."""
+    CODED = 1
     """Compressed: the activation, or its change since the last visit."""
 
 
@@ -48,8 +46,6 @@ class MessageLayout:
     kinds: tuple[Encoding, ...]
     raw: Segments
     coded: tuple[tuple[Coded, Segments], ...]
-    records: tuple[tuple[int, int], ...]
-    """Rows that are sent as records, and the byte at which each record starts."""
     chosen: tuple[int, Tensor] | None
     """The byte at which the sender's choices start, and of which vectors they are: bool (samples, vectors of each).
     None where a store leaves no choice, or nothing is compressed."""
@@ -64,7 +60,6 @@ class MessageLayout:
         kinds: Sequence[Encoding],
         coders: Sequence[Coded],
         *,
-        record_bytes: int = 0,
         chooses: bool = False,
         site: str = "",
     ) -> MessageLayout:
@@ -75,7 +70,6 @@ class MessageLayout:
             rows: The samples of the micro-batch.
             kinds: How each of them is sent.
             coders: A compressor for each activation tensor.
-            record_bytes: Size of a record.
             chooses: Whether the sender chooses what the changes of vectors are taken from: a byte for each.
             site: Distinguishes the random draws of this boundary from those of others.
         """
@@ -84,12 +78,7 @@ class MessageLayout:
         stride = sum(part.at(rows.padded) for part in parts)
         raw: list[Piece] = []
         coded: list[list[Piece]] = [[] for _ in parts]
-        records = []
         for i, (sample, length, kind) in enumerate(zip(rows.samples, rows.lengths, kinds, strict=True)):
-            if kind is Encoding.RECORD:
-                records.append((i, at))
-                at += record_bytes
-                continue
             start = i * stride
             for t, part in enumerate(parts):
                 coder = _RAW if kind is Encoding.RAW else coders[t]
@@ -118,7 +107,6 @@ class MessageLayout:
             tuple(kinds),
             Segments.build(raw),
             tuple((coder, Segments.build(pieces)) for coder, pieces in zip(coders, coded, strict=True) if pieces),
-            tuple(records),
             chosen,
             tuple(others),
             at,

@@ -214,7 +214,7 @@ class CompressedStage(PipelineStage):
             compression.send(side, chunk, [op.tensor for op in ops], failing)
             # A stage that gets gradients knows by them that its activations have arrived. What nobody answers must have
             # left before the step ends, after which the training may.
-            if compression.sent_all(side) and (direction == "backward" or not compression.training):
+            if compression.sent_all(side) and (direction == "backward" or not side.crosses("backward")):
                 compression.settle()
         return []
 
@@ -274,9 +274,9 @@ def compress_stage(
         store: where the messages of ``delta(...)`` are kept: ``thinwire.store.Memory()``,
             ``thinwire.store.Disk(path, ...)``, ``thinwire.store.Crops(...)`` for images that are cropped at random;
             ``thinwire.store.Centres()`` keeps cluster centres in their place.
-        precision: bits of a kept value: 32, 16, or 2 to 8; first visits are sent in as many. Later, the next stage
-            computes on m(ξ) with its change, before that is rounded to be kept.
-        seed: of the draws of stochastic rounding.
+        precision: bits of a kept value: 32, 16, or 2 to 8. The next stage computes on what arrived, a first visit
+            whole, and later m(ξ) with its change, before that is rounded to be kept.
+        seed: of the draws of stochastic rounding, which differ between replicas of a pipeline.
         warmup_epochs: visits of each sample, from its first, in which it is sent uncompressed both ways (AQ-SGD,
             appendix D, has one; Algorithm 1 none: the first activation is whole, its gradient compressed). Samples for
             which the store has no room are not warmed up.

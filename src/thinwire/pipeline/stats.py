@@ -7,9 +7,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 
 from thinwire.store import Store
 
+_FALLS = 0.8
+"""A change that is not below this share of the one of the visit before falls no more."""
 _adding = threading.Lock()
 """Held while something is added: several threads do."""
 
@@ -21,8 +24,13 @@ class EpochMeans:
     activation: float = 0.0
     """Mean magnitude of their activations, a value."""
     delta: float = 0.0
-    """Mean magnitude of the change since the visit before; 0 in the first epoch."""
+    """Mean magnitude of the change since the visit before; 0 in the first epoch and those of a warm-up."""
     samples: int = 0
+
+    @property
+    def share(self) -> float:
+        """The change as a share of the activation."""
+        return self.delta / self.activation if self.activation else 0.0
 
 
 @dataclass
@@ -111,6 +119,15 @@ class PipelineStats:
         means.activation += (sum(activations) / max(numel, 1) - more * means.activation) / total
         means.delta += (sum(deltas) / max(numel, 1) - more * means.delta) / total
         means.samples = total
+
+    def lasting_change(self) -> float:
+        """The change between two visits, as a share of the activation, once it falls no more from visit to visit: from
+        the third visit on, and 0 before."""
+        lasting = 0.0
+        for before, now in pairwise(self.epochs[1:]):
+            if 2 * now.samples >= before.samples > 0:
+                lasting = now.share if now.share > _FALLS * before.share else 0.0
+        return lasting
 
     def to_dict(self) -> dict[str, object]:
         return {**asdict(self), "sent_bytes": self.sent_bytes, "saved_bytes": self.saved_bytes, "ratio": self.ratio}

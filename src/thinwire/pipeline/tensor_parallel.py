@@ -22,7 +22,7 @@ from thinwire.pipeline.sample_sum import SampleSum
 from thinwire.pipeline.schedule_step import Batch, Ids
 from thinwire.pipeline.stats import PipelineStats
 from thinwire.plan.contraction import check_contraction
-from thinwire.runtime import agree
+from thinwire.runtime import agree, group_seed
 from thinwire.runtime.checkpoint import check_sealed, integers, sealed
 from thinwire.store import Memory
 
@@ -142,7 +142,8 @@ class CompressedRowwiseParallel(RowwiseParallel):
         transport = self._transports.get(group)
         if transport is None:
             transport = self._transports[group] = bare_transport(group, group_timeout(group))
-        layer = _Layer(self, transport, len(self._layers))
+        seed = group_seed(self.seed, tuple(dist.get_process_group_ranks(group)))
+        layer = _Layer(self, transport, len(self._layers), seed)
         agree(layer.record, transport)
         self._layers.append(layer)
         module.register_forward_hook(layer)
@@ -155,7 +156,7 @@ class CompressedRowwiseParallel(RowwiseParallel):
 class _Layer:
     """The forward hook of one layer: its output, a part of the sum, becomes the sum."""
 
-    def __init__(self, style: CompressedRowwiseParallel, transport: Transport, index: int) -> None:
+    def __init__(self, style: CompressedRowwiseParallel, transport: Transport, index: int, seed: int) -> None:
         self._style, self._transport = style, transport
         self._taken = 0
         self.record = {
@@ -166,7 +167,7 @@ class _Layer:
             **{f"store {name}": str(value) for name, value in style.store.facts().items()},
         }
         self.sum = SampleSum(
-            transport, style.compressor, style.store, name=f"layer{index}", seed=style.seed, stats=style._stats
+            transport, style.compressor, style.store, name=f"layer{index}", seed=seed, stats=style._stats
         )
 
     def __call__(self, module: nn.Module, _: Any, part: Tensor) -> Tensor:

@@ -146,6 +146,8 @@ class GroupStats(TrafficStats):
     """Buffers of these kinds of collectives that were sent exact, by gloo."""
     passed_bytes: int = 0
     """Bytes that these take, sent by a ring."""
+    unknown: int = 0
+    """Of these buffers, those that would have been compressed if it were known that they hold gradients or weights."""
 
 
 @dataclass
