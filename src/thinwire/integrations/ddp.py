@@ -388,7 +388,7 @@ def _prepare(
         raise NotImplementedError("auto times steps on the host, which knows no times of a GPU: give a compressor")
     shapes = {name: p.shape for name, p in trained(model).items()}
     device = None if options.simulate else device_of(model, group, options.as_device)
-    plan = Plan.build(shapes, rules, options.filter)
+    plan = Plan.build(shapes, rules, options.filter(model.module))
     momentum, preconditioned, plan = of_optimizer(plan, policy, parameters, options)
     _check_dtypes(model, plan)
     _check_feedback(plan)

@@ -9,11 +9,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from thinwire.collectives import AggregatorAddress, Algorithm, TransportChoice, parse_address, parse_algorithm
 from thinwire.collectives.shared_transport import check_choice
 from thinwire.compressors import Compressor, check_int, parse
-from thinwire.plan import Filter
+from thinwire.plan import Filter, names_of
 from thinwire.policies import Auto, Policy, parse_policy
 from thinwire.runtime import WireSettings
 from thinwire.runtime.consistency import library_version
@@ -147,10 +148,9 @@ class CommonOptions:
             adapt=policy,
         )
 
-    @property
-    def filter(self) -> Filter:
-        """Which layers stay raw."""
-        return Filter(min_numel=self.min_numel, exclude=tuple(self.exclude))
+    def filter(self, module: nn.Module) -> Filter:
+        """Which layers of ``module`` stay raw."""
+        return Filter(min_numel=self.min_numel, exclude=tuple(self.exclude), names=names_of(module))
 
 
 def check_arguments(options: CommonOptions) -> None:

@@ -40,6 +40,7 @@ class Plan:
     ) -> Plan:
         """Give each layer of ``shapes`` (parameter name to shape) the compressor that the rules name for it.
 
+        A full name means that layer alone, in the rules as in what ``keep`` excludes; it comes before any pattern.
         Layers that ``keep`` filters, and layers that no rule matches, are raw; a compressor that takes every layer
         gets those that are filtered for their size or dimensions, too. A rule that gives a parameter's full
         name holds even for a layer that would be filtered for its size or dimensions. A compressor that drops or
@@ -52,13 +53,15 @@ class Plan:
             ValueError: a pattern matches no parameter, or an earlier one all of its parameters, or a spec is wrong.
         """
         keep = keep or Filter()
+        keep = replace(keep, names={**{name: name for name in shapes}, **keep.names})
         if isinstance(rules, str | Compressor):
             rules = {"*": rules}
         parsed = {pattern: parse(spec) for pattern, spec in rules.items()}
         if shapes:
-            for pattern in (*parsed, *keep.exclude):
-                check_pattern(pattern, shapes, names_are)
-            check_order(list(parsed), shapes)
+            # What is named in full and excluded may be frozen, and be trained later.
+            for pattern in (*parsed, *(word for word in keep.exclude if word not in keep.names)):
+                check_pattern(pattern, shapes, keep.names, names_are)
+            check_order(list(parsed), shapes, keep.names)
         plan = Plan({}, parsed, keep)
         for name, shape in shapes.items():
             plan = plan.extended(name, shape)
@@ -66,9 +69,11 @@ class Plan:
 
     def named(self, name: str, shape: Sequence[int]) -> Compressor:
         """The compressor that the rules name for a layer, whether or not its shape suits it; raw if it is filtered."""
-        if name in self.rules:
-            return self.rules[name]
-        asked = next((c for pattern, c in self.rules.items() if matches(pattern, name)), Raw())
+        names = self.keep.names
+        own = next((c for rule, c in self.rules.items() if rule == name or names.get(rule) == name), None)
+        if own is not None:
+            return own
+        asked = next((c for pattern, c in self.rules.items() if matches(pattern, name, names)), Raw())
         every = asked.traits.takes_every_layer
         keeps_raw = self.keep.excludes(name) if every else self.keep.keeps_raw(name, shape)
         return Raw() if keeps_raw else asked
