@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from thinwire.collectives import LoopbackTransport
 from thinwire.integrations.ddp import Options, of_optimizer, rules_of
+from thinwire.integrations.options import check_optimizer
 from thinwire.plan import Plan, named_parameters
 from thinwire.runtime import Wire, WireSettings
 
@@ -33,6 +34,7 @@ def attach_alone(module: nn.Module, options: Options) -> Wire:
     parameters: dict[str, Tensor] = {name: p for name, p in named_parameters(module).items() if p.requires_grad}
     shapes = {name: p.shape for name, p in parameters.items()}
     rules, policy = rules_of(options)
+    check_optimizer(options.optimizer, module)
     # Several ranks that resume from this one's checkpoint take its plan, and start with its moments.
     plan = Plan.build(shapes, rules, options.filter(module))
     _, preconditioned, plan = of_optimizer(plan, policy, parameters, options)

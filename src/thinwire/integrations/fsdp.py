@@ -35,6 +35,7 @@ from thinwire.integrations.options import (
     check_arguments,
     check_bool,
     check_compressor,
+    check_optimizer,
     policy_of,
     record_of,
 )
@@ -317,6 +318,7 @@ def _prepare(
     options: ShardedOptions,
 ) -> _Prepared:
     """Raises whatever is wrong with the arguments for this model."""
+    check_optimizer(options.optimizer, model)
     names = {id(parameter): name for name, parameter in named_parameters(model).items()}
     units = [_unit(path, group, transports[_ranks(group)], names, _ranks(group)[0]) for _, group, path in sharded]
     shapes = {layer.name: layer.shape for unit in units for layer in unit.layers}

@@ -77,6 +77,8 @@ class Filter:
     exclude: tuple[str, ...] = ()
     names: Names = field(default_factory=dict, compare=False)
     """The model's, by which a pattern is known to be a full name."""
+    unfit: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Layers that no compressor can take, and why."""
 
     def excludes(self, name: str) -> bool:
         """Whether a layer was excluded by name."""
