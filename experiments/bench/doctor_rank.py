@@ -70,7 +70,7 @@ def predict_and_take(
     """Predictions and times."""
     measured, seen = look(sharded_gpt() if sharded else gpt(cap_mb), batch, watched, specs)
     settings = [setting for setting in seen if _taken(setting, specs)]
-    predictions = {setting.title: asdict(predict_step(setting, measured)) for setting in settings}
+    predictions = {setting.title: {"step": asdict(predict_step(setting, measured).step)} for setting in settings}
     models, ends = {}, []
     for setting in (*settings, NOTHING):
         models[setting.title], end = sharded_way(setting) if sharded else compressed_model(setting, cap_mb)

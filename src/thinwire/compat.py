@@ -285,3 +285,12 @@ def stage_tensors(stage: Any) -> dict[str, list[tuple[tuple[int, ...], torch.dty
 def uncompiled(model: Any) -> Any:
     """The model inside of one that ``torch.compile`` made; any other as it is."""
     return model._orig_mod if type(model).__name__ == "OptimizedModule" else model
+
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+def unwrapped(name: str) -> str:
+    """The name of a parameter or module without what ``torch.compile`` and PyTorch's checkpoint wrapper, which hold a
+    module as a part of their own, put into it: ``blocks.0._orig_mod.weight`` is ``blocks.0.weight``."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

@@ -66,3 +66,30 @@ def test_what_users_write_instead_is_understood_in_the_error(written: str, meant
 def test_auto_is_said_to_go_alone(written: str) -> None:
     with pytest.raises(ValueError, match=r'auto is no compressor: .* alone .*thinwire.compress\(model, "auto"\)'):
         parse(written)
+
+
+@pytest.mark.parametrize(
+    ("written", "bits"),
+    [
+        ("fp8", 8),
+        ("FP8", 8),
+        ("float8", 8),
+        ("fp8_e4m3", 8),
+        ("float8_e5m2fnuz", 8),
+        ("e4m3", 8),
+        ("fp4", 4),
+        ("nvfp4", 4),
+    ],
+)
+def test_floats_of_few_bits_are_answered_with_as_many_bits(written: str, bits: int) -> None:
+    with pytest.raises(ValueError, match=written) as error:
+        parse(written)
+    assert str(error.value).endswith(f"Did you mean '{bits}bit' or 'rangefloat(bits={bits})'?")
+    parse(f"{bits}bit")
+    parse(f"rangefloat(bits={bits})")
+
+
+@pytest.mark.parametrize("nothing", ["", "  "])
+def test_an_empty_spec_is_said_to_be_empty(nothing: str) -> None:
+    with pytest.raises(ValueError, match=r"'' is not a spec: it is empty. Did you mean '4bit'\?"):
+        parse(nothing)

@@ -45,12 +45,18 @@ def test_the_handle_is_there_and_nothing_is_sent_or_changed() -> None:
 
 def test_compiled_modules_and_every_kind_of_argument_are_taken() -> None:
     compiled: Any = torch.compile(layer(), backend="eager")
-    optimizer = torch.optim.SGD(layer().parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
     for rules in ("auto", {"weight": "8bit"}, "fft(theta=diminishing)", "powersgd(rank=4)"):
         wire = thinwire.compress(compiled, rules, optimizer=optimizer, start=5, exclude=["bias"])
         assert set(wire.plan.layers) == {"weight", "bias"}
         assert wire.start == 5
         wire.detach()
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    other = torch.optim.SGD(layer().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"optimizer holds no parameter of this model: .* SGD\(model.parameters\(\)\)"):
+        thinwire.compress(layer(), optimizer=other)
 
 
 def residual_of_two(rank: int, state: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], Tensor, int]:

@@ -43,6 +43,8 @@ def _refused(rank: int, size: int) -> dict[str, str]:
     refused("across", ValueError, lambda: compress(model, across="minmax(bits=4, bucket=128)"))
     refused("time", ValueError, lambda: compress(model, "minmax(bits=4, bucket=64)", adapt="lgreco(objective='time')"))
     refused("meta", RuntimeError, lambda: compress(build(net=lambda: Net().to("meta"))))
+    foreign = torch.optim.AdamW(Net().parameters())
+    refused("optimizer", ValueError, lambda: compress(model, optimizer=foreign))
     compress(model)
     refused("twice", RuntimeError, lambda: compress(model))
 
@@ -87,6 +89,7 @@ def test_what_cannot_be_is_refused() -> None:
         "across": "say with replicas= which process group takes them",
         "time": "asks for the time of DDP buckets",
         "meta": "call model.to_empty(device=...) and initialise them, then thinwire.compress(",
+        "optimizer": "optimizer holds no parameter of this model: pass the one that trains it, AdamW(model",
         "twice": "compressed already: call detach()",
         "pooled": "are moved by ProcessGroupAllocAllGather",
         "dtypes": "parameters of several dtypes in one module are sent as bytes",

@@ -72,19 +72,20 @@ def test_a_copy_of_a_compressed_model_is_a_stock_model_that_may_be_compressed() 
 
 
 class Odd(nn.Module):
-    """A complex parameter, and an embedding with sparse gradients."""
+    """A complex parameter, one of double precision, and an embedding with sparse gradients."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(50, 64, sparse=True)
         self.a = nn.Linear(64, 64)
-        self.turn = nn.Parameter(torch.randn(64, dtype=torch.complex64))
+        self.exact = nn.Linear(64, 64, dtype=torch.float64)
+        self.turn = nn.Parameter(torch.randn(1, 64, dtype=torch.complex64))
 
     def forward(self, samples: torch.Tensor) -> torch.Tensor:
-        return (self.a(self.embed(samples)) * self.turn).abs().square().mean()
+        return (self.exact(self.a(self.embed(samples)).double()).float() * self.turn).abs().square().mean()
 
 
-def _odd(rank: int) -> None:
+def _odd(rank: int, exclude: list[str]) -> None:
     def model() -> DistributedDataParallel:
         torch.manual_seed(0)
         return DistributedDataParallel(Odd())
@@ -92,7 +93,8 @@ def _odd(rank: int) -> None:
     stock, ours = model(), model()
     checks = thinwire.Checks(parity_every=1, resync_every=2)
     options: dict[str, Any] = {"skip_if_slower": False, "checks": checks}
-    wire = thinwire.compress(ours, "minmax(bits=4)", exclude=["embed*", "turn"], **options)
+    wire = thinwire.compress(ours, "minmax(bits=4)", exclude=exclude, min_numel=0, **options)
+    assert set(wire.unsuited) == (set() if exclude else {"embed.weight", "exact.weight", "turn"})
     for step in range(4):
         samples = torch.randint(0, 50, (6,), generator=torch.Generator().manual_seed(10 * step + rank))
         for m in (stock, ours):
@@ -105,18 +107,19 @@ def _odd(rank: int) -> None:
         torch.testing.assert_close(sparse.to_dense(), stock.module.embed.weight.grad.to_dense())
         assert complex_.dtype == torch.complex64
         torch.testing.assert_close(complex_, stock.module.turn.grad)
+        assert torch.equal(ours.module.exact.weight.grad, stock.module.exact.weight.grad)
         assert not torch.equal(ours.module.a.weight.grad, stock.module.a.weight.grad), "it was compressed"
     assert wire.stats.compressed_steps == 4
     assert wire.stats.resyncs == 1
     wire.detach()
-    other = model()
-    thinwire.compress(other, {"embed.weight": "minmax", "*": "raw", "a.weight": "minmax"}, exclude=["turn"], **options)
-    with pytest.raises(TypeError, match=r"embed.weight has sparse gradients.*exclude=\['embed.weight'\]"):
-        other(torch.tensor([1, 2, 3])).backward()
+    for name, why in (("embed.weight", "its gradients are sparse"), ("turn", "its dtype is torch.complex64")):
+        with pytest.raises(TypeError, match=f"{name}: {why}"):
+            thinwire.compress(model(), {name: "minmax", "*": "raw"}, **options)
 
 
-def test_complex_and_sparse_parameters_that_are_excluded_are_those_of_stock_ddp() -> None:
-    run_ranks(_odd, 2)
+@pytest.mark.parametrize("exclude", [[], ["embed*", "turn", "exact.weight"]])
+def test_complex_sparse_and_double_parameters_are_those_of_stock_ddp(exclude: list[str]) -> None:
+    run_ranks(_odd, 2, exclude)
 
 
 def _counts() -> tuple[int, int, int]:

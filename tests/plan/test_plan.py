@@ -6,10 +6,14 @@ import json
 import re
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import thinwire
 from thinwire import Plan, parse
-from thinwire.plan import Filter, matches
+from thinwire.compat import unwrapped
+from thinwire.plan import Filter, at_site, matches, named_parameters, names_of, sharded_plan
 
 SHAPES = {
     "embed.weight": (64, 96),
@@ -83,6 +87,51 @@ def test_error_feedback_is_not_nested() -> None:
 )
 def test_patterns(pattern: str, name: str, expected: bool) -> None:
     assert matches(pattern, name) is expected
+
+
+@pytest.mark.parametrize(
+    ("word", "raw"),
+    [
+        ("0.weight", {"0.weight"}),
+        ("10.weight", {"10.weight"}),
+        ("w", {"w"}),
+        ("head.weight", {"0.weight"}),
+        ("frozen.weight", set()),
+        ("weight", {"0.weight", "10.weight", "h.weight", "my_frozen.weight", "other_head.weight"}),
+        ("0", {"0.weight", "10.weight"}),
+        ("?.weight", {"0.weight", "h.weight"}),
+        ("a[0].weight", {"a[0].weight"}),
+    ],
+)
+def test_a_full_name_is_that_layer_alone(word: str, raw: set[str]) -> None:
+    layers = ["0.weight", "10.weight", "w", "h.weight", "my_frozen.weight", "other_head.weight"]
+    layers += ["a[0].weight"] * word.startswith("a")
+    shapes = dict.fromkeys(layers, (64, 64))
+    names = {**{name: name for name in (*layers, "frozen.weight")}, "head.weight": "0.weight"}
+    keep = Filter(exclude=(word,), names=names)
+    plan = Plan.build(shapes, "minmax(bits=4)", keep)
+    assert {name for name, compressor in plan.layers.items() if str(compressor) == "raw()"} == raw
+    sharded = sharded_plan(shapes, {"weights": "minmax(bits=8)", "gradients": "minmax(bits=4)"}, keep)
+    assert {name for name, compressor in sharded.layers.items() if str(compressor) == "raw()"} == {
+        at_site(site, name) for site in ("weights", "gradients") for name in raw
+    }
+    if raw:
+        by_rule = Plan.build(shapes, {word: "minmax(bits=2)"}, Filter(names=names))
+        assert {name for name, compressor in by_rule.layers.items() if str(compressor) != "raw()"} == raw
+
+
+def test_all_names_of_a_parameter_are_known_without_those_of_wrappers() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), checkpoint_wrapper(nn.Linear(4, 4)))
+    model.register_module("tied", model[0])
+    model[1] = torch.compile(model[1], backend="eager")
+    whole = torch.compile(model, backend="eager")
+    assert isinstance(whole, nn.Module)
+    own = [f"{layer}.{name}" for layer in (0, 1, 2) for name in ("weight", "bias")]
+    assert list(named_parameters(whole)) == list(named_parameters(model)) == own
+    names = {**{name: name for name in own}, "tied.weight": "0.weight", "tied.bias": "0.bias"}
+    assert {name: own for name, own in names_of(whole).items() if name == unwrapped(name)} == names
+    assert names_of(whole)["_orig_mod.1._orig_mod.weight"] == "1.weight"
+    assert unwrapped("") == unwrapped("_orig_mod") == ""
 
 
 def test_the_default_plan() -> None:

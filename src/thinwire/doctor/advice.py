@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from thinwire.doctor.measure import Measured
+from thinwire.doctor.predict import predict_step
 from thinwire.doctor.settings import Care, Prediction, Setting
 
 HARMLESS_SHARE = 0.05
@@ -60,13 +61,25 @@ def verdict(measured: Measured, predictions: Sequence[Prediction]) -> Verdict:
         cap = max(1, round(buckets[0].num_bytes / 5 / 2**20))
         why = "all gradients are in one DDP bucket, so nothing is sent before backward ends; the same numbers"
         first = (Advice("smaller buckets", why, (f"DistributedDataParallel(model, bucket_cap_mb={cap})",)),)
-    return conclude(median(watched.step_s), watched.exposed_share, predictions, first)
+    at_once = replace(measured, codecs=dict.fromkeys(measured.codecs, (0.0, 0.0)))
+    return conclude(
+        median(watched.step_s), watched.exposed_share, predictions, lambda p: predict_step(p.setting, at_once), first
+    )
 
 
-def conclude(today: float, share: float, predictions: Sequence[Prediction], first: Sequence[Advice] = ()) -> Verdict:
-    """The verdict on steps of ``today`` seconds, of which ``share`` waits for communication. ``first``: what to do
-    first, where communication is waited for."""
-    verdict = _verdict(today, share, predictions, first)
+def conclude(
+    today: float,
+    share: float,
+    predictions: Sequence[Prediction],
+    free: Callable[[Prediction], Prediction],
+    first: Sequence[Advice] = (),
+) -> Verdict:
+    """The verdict on steps of ``today`` seconds, of which ``share`` waits for communication.
+
+    ``free``: a prediction as it would be if compressing took no time. ``first``: what to do first, where communication
+    is waited for.
+    """
+    verdict = _verdict(today, share, predictions, free, first)
     return replace(verdict, sentence=verdict.sentence + doubt(verdict.today, predictions))
 
 
@@ -81,24 +94,28 @@ def doubt(today: float, predictions: Sequence[Prediction]) -> str:
     )
 
 
-def _verdict(today: float, share: float, predictions: Sequence[Prediction], first: Sequence[Advice]) -> Verdict:
-    faster = [
-        p
-        for p in predictions
-        if not p.setting.is_today and p.step.high < today and p.step.value < (1 - LEAST_GAIN) * today
-    ]
+def _verdict(
+    today: float,
+    share: float,
+    predictions: Sequence[Prediction],
+    free: Callable[[Prediction], Prediction],
+    first: Sequence[Advice],
+) -> Verdict:
+    as_is = next(p for p in predictions if p.setting.is_today)
+    others = [p for p in predictions if not p.setting.is_today]
+    faster = [p for p in others if _faster(p, as_is, today)]
     ranked = _ranked(faster)
-    bound = share > HARMLESS_SHARE
-    advice = [*(first if bound else ()), *(_advice(p, today) for p in ranked)]
-    nothing = Advice("nothing", _nothing(share, bound=bound))
-    if not bound:
-        return Verdict(_harmless(today, share), (nothing, *advice[:1]), today)
+    if share <= HARMLESS_SHARE:
+        nothing = Advice("nothing", "backward hides the communication, or there is little of it")
+        return Verdict(_harmless(today, share), (nothing, *(_advice(p, today) for p in ranked[:1])), today)
+    advice = [*first, *(_advice(p, today) for p in ranked)]
+    waits = f"{share:.0%} of a step ({today:.3g} s) waits for communication"
     if not ranked:
-        sentence = (
-            f"{share:.0%} of a step ({today:.3g} s) waits for communication, and nothing here would make it at least "
-            f"{LEAST_GAIN:.0%} faster."
-        )
-        return Verdict(sentence, (*advice, nothing), today)
+        least = min((p for p in others if _may_be_faster(p, as_is, today)), key=lambda p: p.step.value, default=None)
+        if least is not None:
+            return Verdict(_unsettled(waits, least, as_is), (*advice, _AGAIN), today)
+        sentence = f"{waits}, and nothing here would make it at least {LEAST_GAIN:.0%} faster."
+        return Verdict(sentence, (*advice, Advice("nothing", _why_nothing(others, free, today))), today)
     best = ranked[0]
     sentence = (
         f"Bound by communication: {share:.0%} of a step ({today:.3g} s) waits for it. With {best.setting.title} a step "
@@ -112,10 +129,37 @@ def _harmless(today: float, share: float) -> str:
     return f"Not bound by communication: {share:.1%} of a step ({today:.3g} s) waits for it. Leave it as it is."
 
 
-def _nothing(share: float, *, bound: bool) -> str:
-    if not bound:
-        return "backward hides the communication, or there is little of it; compression could only add work"
-    return "what compression costs here is more than it saves: the processors are slow beside the link"
+def _faster(p: Prediction, as_is: Prediction, today: float) -> bool:
+    """Whether a setting makes the measured step faster by enough, and one as it is in all but 5 % of the draws."""
+    return p.step.value < (1 - LEAST_GAIN) * today and p.beside(as_is).high < 1
+
+
+def _may_be_faster(p: Prediction, as_is: Prediction, today: float) -> bool:
+    """Whether what was measured allows that a setting makes a step faster by enough."""
+    return min(p.step.value, p.beside(as_is).low * today) < (1 - LEAST_GAIN) * today
+
+
+def _unsettled(waits: str, p: Prediction, as_is: Prediction) -> str:
+    beside = p.beside(as_is)
+    return (
+        f"{waits}. Whether anything here would make it at least {LEAST_GAIN:.0%} faster is too noisy to tell: with "
+        f"{p.setting.title} a step would take {p.step.value:.3g} s, which is {beside.low:.0%} to {beside.high:.0%} of "
+        "the same step as it is."
+    )
+
+
+_AGAIN = Advice("measure again", "with more --steps, and with nothing else on these machines and links meanwhile")
+
+
+def _why_nothing(others: Sequence[Prediction], free: Callable[[Prediction], Prediction], today: float) -> str:
+    """The reason why no setting helps, as far as it can be computed: what would be if compressing took no time."""
+    best = min((free(p).step.value for p in others if p.setting.spec and not p.setting.every), default=today)
+    if best < (1 - LEAST_GAIN) * today:
+        return (
+            f"if compressing took no time a step would take {best:.3g} s: it costs more here than it saves, the "
+            "processors are slow beside the link"
+        )
+    return f"even if compressing took no time, none of the settings would make a step {LEAST_GAIN:.0%} faster"
 
 
 def _ranked(faster: Sequence[Prediction]) -> list[Prediction]:

@@ -15,6 +15,7 @@ from thinwire.doctor.observer_ddp import DDPObserver
 from thinwire.doctor.observer_fsdp import ShardedObserver
 from thinwire.doctor.watched import DoctorError, Step, StepObserver, Watched
 from thinwire.integrations.first_forward import on_first_forward
+from thinwire.plan import named_parameters
 
 WARM_UP = 4
 """Steps that do not count: DDP forms its buckets anew after the first one or two."""
@@ -90,7 +91,7 @@ class Observer:
     def _parameters(self) -> dict[str, nn.Parameter]:
         assert self.model is not None
         inner = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
-        return dict(inner.named_parameters())
+        return named_parameters(inner)
 
     def _before_forward(self, model: nn.Module, inputs: object) -> None:
         if self.finished or not (model.training and torch.is_grad_enabled()):

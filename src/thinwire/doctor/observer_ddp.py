@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.doctor.watched import DoctorError, Step, Watcher, check_size
+from thinwire.plan import named_parameters
 from thinwire.plan.forecast.ddp import Bucket, Pace
 from thinwire.runtime import Follower, for_reducer
 
@@ -35,7 +36,7 @@ class DDPObserver:
                 f"thinwire.compress() or register_comm_hook() out of the script for now ({error})"
             ) from error
         self._watcher = watcher
-        self._names = {p: name for name, p in model.module.named_parameters()}
+        self._names = {p: name for name, p in named_parameters(model.module).items()}
         self._follower = Follower("thinwire doctor")
         self._device = next(model.parameters()).device
 

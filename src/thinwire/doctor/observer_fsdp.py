@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire.compat import FSDPGroup, all_gather_single, fsdp_groups, reduce_scatter_single
+from thinwire.compat import FSDPGroup, all_gather_single, fsdp_groups, reduce_scatter_single, unwrapped
 from thinwire.doctor.watched import DoctorError, Step, Watcher, check_size
+from thinwire.plan import named_parameters
 from thinwire.plan.forecast.sharded import Collective, Event, Move, ShardedPace
 
 
@@ -25,14 +26,16 @@ class ShardedObserver:
     def __init__(self, watcher: Watcher, model: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule
 
-        sharded = [(path, module) for path, module in model.named_modules() if isinstance(module, FSDPModule)]
+        sharded = [
+            (unwrapped(path), module) for path, module in model.named_modules() if isinstance(module, FSDPModule)
+        ]
         if any(p.device.type != "cpu" for p in model.parameters()):
             raise DoctorError(
                 "doctor looks at sharded models on the CPU: on a GPU collectives go on beside computing, and what they "
                 "hide is not seen"
             )
         self.watcher = watcher
-        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._names = {id(p): name for name, p in named_parameters(model).items()}
         groups: dict[int, tuple[str, Any, FSDPGroup]] = {}
         for path, module in sharded:
             for group in fsdp_groups(module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -17,6 +17,7 @@ from thinwire.doctor.settings_pipeline import (
     PipelineSetting,
     pipeline_compressors,
     pipeline_settings,
+    predict_pipeline,
     simulated,
 )
 from thinwire.integrations.transports import bare_transport
@@ -63,7 +64,8 @@ def record_pipeline(
     today = median(watched.step_s)
     free = now.unbound.step_s + measured.rest_s
     share = max(0.0, 1 - free / today)
-    verdict = conclude(today, share, predictions)
+    at_once = replace(measured, codecs=dict.fromkeys(measured.codecs, (0.0, 0.0)))
+    verdict = conclude(today, share, predictions, lambda p: predict_pipeline(p.setting, at_once))
     rows = [prediction_row(p, prices) for p in predictions]
     results = Results(
         "thinwire doctor",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 from thinwire.collectives import Algorithm, parse_algorithm
 from thinwire.compressors import Compressor, Raw, parse
@@ -147,12 +148,22 @@ class Prediction:
     """What a setting would come to."""
 
     setting: Setting
-    step: Range
-    """Seconds, of one batch of today's size on each rank."""
+    steps: tuple[float, ...]
+    """Seconds of one batch of today's size on each rank, by draw: the same draws for every setting, so that what makes
+    one draw slow makes it slow for all."""
     sent_bytes: float
     """By a rank, for one such batch."""
     wait_share: float
     """Part of a step that is communication which backward does not hide."""
+
+    @cached_property
+    def step(self) -> Range:
+        """Of ``steps``."""
+        return Range.from_values(self.steps)
+
+    def beside(self, other: Prediction) -> Range:
+        """What a step takes of one with another setting, draw by draw."""
+        return Range.from_values([mine / its for mine, its in zip(self.steps, other.steps, strict=True)])
 
 
 def plan_of(setting: Setting, measured: Measured) -> Plan:
@@ -191,7 +202,7 @@ def predict_ddp(setting: Setting, measured: Measured) -> Prediction:
     pace, links = drawn[0]
     assert isinstance(pace, Pace)
     sent = sent_in_step(pace, links, layers, algorithm) / (setting.every or setting.times)
-    return Prediction(setting, Range.from_values(steps), sent, Range.from_values(waits).value)
+    return Prediction(setting, tuple(steps), sent, Range.from_values(waits).value)
 
 
 def ceiling(measured: Measured) -> Range:

@@ -136,7 +136,7 @@ def predict_pipeline(setting: PipelineSetting, measured: MeasuredPipeline) -> Pr
     steps = [run.step_s + rest for run in runs]
     waits = [run.exposed_s / step for run, step in zip(runs, steps, strict=True)]
     sent = sent_bytes(setting, measured)
-    return Prediction(setting, Range.from_values(steps), max(sent), Range.from_values(waits).value)
+    return Prediction(setting, tuple(steps), max(sent), Range.from_values(waits).value)
 
 
 def simulated(setting: PipelineSetting, measured: MeasuredPipeline, stages: Sequence[StageTimes]) -> Simulated:

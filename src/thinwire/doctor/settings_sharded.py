@@ -131,9 +131,7 @@ def predict_sharded(setting: ShardedSetting, measured: Measured) -> Prediction:
         waits.append(max(0.0, 1 - computed / step))
     pace, links = drawn[0]
     assert isinstance(pace, ShardedPace)
-    return Prediction(
-        setting, Range.from_values(steps), _sent(setting, pace, links, layers), Range.from_values(waits).value
-    )
+    return Prediction(setting, tuple(steps), _sent(setting, pace, links, layers), Range.from_values(waits).value)
 
 
 def _changed(setting: ShardedSetting, pace: ShardedPace) -> ShardedPace:

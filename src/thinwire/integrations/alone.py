@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from thinwire.collectives import LoopbackTransport
 from thinwire.integrations.ddp import Options, of_optimizer, rules_of
-from thinwire.plan import Plan
+from thinwire.integrations.options import check_optimizer
+from thinwire.plan import Plan, named_parameters
 from thinwire.runtime import Wire, WireSettings
 
 
@@ -30,11 +31,12 @@ def attach_alone(module: nn.Module, options: Options) -> Wire:
     It attaches nothing to ``module``. Its plan is the one that the arguments ask for, which are checked as ever, and it
     loads and saves checkpoints of worlds of any size. It counts no steps, because nothing is sent in any.
     """
-    parameters: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    parameters: dict[str, Tensor] = {name: p for name, p in named_parameters(module).items() if p.requires_grad}
     shapes = {name: p.shape for name, p in parameters.items()}
     rules, policy = rules_of(options)
+    check_optimizer(options.optimizer, module)
     # Several ranks that resume from this one's checkpoint take its plan, and start with its moments.
-    plan = Plan.build(shapes, rules, options.filter)
+    plan = Plan.build(shapes, rules, options.filter(module))
     _, preconditioned, plan = of_optimizer(plan, policy, parameters, options)
     (transport,) = LoopbackTransport.world(1)
     settings = WireSettings(seed=options.seed, start=options.start)

@@ -6,7 +6,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -38,13 +38,15 @@ from thinwire.integrations.options import (
     check_arguments,
     check_bool,
     check_compressor,
+    check_optimizer,
     policy_of,
     record_of,
+    unfit,
 )
 from thinwire.integrations.step_watch import StepWatch
 from thinwire.integrations.transports import add_streams, bare_transport
 from thinwire.integrations.updates import Updates
-from thinwire.plan import DEFAULT_RULES, Plan, Rules
+from thinwire.plan import DEFAULT_RULES, Filter, Plan, Rules
 from thinwire.policies import Auto, Policy, parse_policy
 from thinwire.runtime import AsyncReadback, Follower, Wire, agree, on_the_host
 from thinwire.runtime.channel import BucketLayers
@@ -389,6 +391,9 @@ class Options(CommonOptions):
                 f"checks must be thinwire.Checks, not {self.checks!r}: checks=thinwire.Checks(parity_every=1000)"
             )
 
+    def filter(self, module: torch.nn.Module) -> Filter:
+        return replace(super().filter(module), unfit=unfit(module))
+
 
 @dataclass(frozen=True)
 class _Prepared:
@@ -461,11 +466,12 @@ def _prepare(
     """Raises whatever is wrong with the arguments."""
     _check_reducer(model)
     rules, policy = rules_of(options)
+    check_optimizer(options.optimizer, model)
     if isinstance(policy, Auto) and any(p.device.type != "cpu" for p in model.parameters()):
         raise NotImplementedError("auto times steps on the host, which knows no times of a GPU: give a compressor")
     shapes = {name: p.shape for name, p in trained(model).items()}
     device = None if options.simulate else device_of(model, group, options.as_device)
-    plan = Plan.build(shapes, rules, options.filter)
+    plan = Plan.build(shapes, rules, options.filter(model.module))
     momentum, preconditioned, plan = of_optimizer(plan, policy, parameters, options)
     _check_dtypes(model, plan)
     _check_feedback(plan)
@@ -475,7 +481,7 @@ def _prepare(
         warn_of_pairing(plan, options.optimizer)
     if plan.all_raw and not all(isinstance(asked, Raw) for asked in plan.rules.values()):
         warn_caller(
-            "nothing is compressed: every layer is excluded, too small or of a shape that the compressor cannot take. "
+            "nothing is compressed: every layer is excluded, too small, or such as the compressor cannot take. "
             "print(wire) says which and why; min_numel=0 takes small layers, too"
         )
     if options.network.aggregator is not None:

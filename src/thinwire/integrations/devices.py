@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives import DeviceGroupTransport, Transport
 from thinwire.integrations.options import Network
+from thinwire.plan import named_parameters
 
 _SIMULATE = "; simulate=True studies the effect on accuracy on any device"
 
@@ -19,7 +20,8 @@ _SIMULATE = "; simulate=True studies the effect on accuracy on any device"
 def replicated(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     """The parameters that are the same on all ranks, by their names in the module inside DDP: not those that DDP was
     told to ignore, as each rank's own experts are."""
-    return {name: p for name, p in model.module.named_parameters() if name not in model.parameters_to_ignore}
+    ignored = {id(p) for name, p in model.module.named_parameters() if name in model.parameters_to_ignore}
+    return {name: p for name, p in named_parameters(model.module).items() if id(p) not in ignored}
 
 
 def trained(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:

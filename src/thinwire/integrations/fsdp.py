@@ -23,6 +23,7 @@ from thinwire.compat import (
     group_timeout,
     premul_factor,
     reduce_scatter_single,
+    unwrapped,
 )
 from thinwire.compressors import GRADIENT_DTYPES, Delta, check_int
 from thinwire.integrations.devices import check_device, on_device
@@ -34,13 +35,14 @@ from thinwire.integrations.options import (
     check_arguments,
     check_bool,
     check_compressor,
+    check_optimizer,
     policy_of,
     record_of,
 )
 from thinwire.integrations.preconditioned import Preconditioned
 from thinwire.integrations.transports import add_streams, bare_transport
 from thinwire.optim import CompressedAdamW, Dion, QuantizedAdam
-from thinwire.plan import Plan, Rules, Site, at_site, sharded_plan
+from thinwire.plan import Plan, Rules, Site, at_site, named_parameters, sharded_plan
 from thinwire.policies import Auto, Policy
 from thinwire.runtime import ShardedLayer, ShardedWire, Unit, agree
 from thinwire.runtime.consistency import failing_together
@@ -316,10 +318,11 @@ def _prepare(
     options: ShardedOptions,
 ) -> _Prepared:
     """Raises whatever is wrong with the arguments for this model."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    check_optimizer(options.optimizer, model)
+    names = {id(parameter): name for name, parameter in named_parameters(model).items()}
     units = [_unit(path, group, transports[_ranks(group)], names, _ranks(group)[0]) for _, group, path in sharded]
     shapes = {layer.name: layer.shape for unit in units for layer in unit.layers}
-    plan = sharded_plan(shapes, options.rules(), options.filter)
+    plan = sharded_plan(shapes, options.rules(), options.filter(model))
     # Of a schedule only the first stage would ever be used.
     if plan.at_step(0, None) is not plan:
         raise ValueError("schedules are for DistributedDataParallel models: give density, rank or theta a number")
@@ -330,7 +333,7 @@ def _prepare(
     preconditioned = None
     if isinstance(options.optimizer, CompressedAdamW):
         # Parameters of the model as the optimizer has them, by the names of the units' layers.
-        named = {name: p for name, p in model.named_parameters() if name in shapes}
+        named = {name: p for name, p in named_parameters(model).items() if name in shapes}
         preconditioned, plan = Preconditioned(options.optimizer, named), with_feedback(plan, "gradients/")
     warn_of_pairing(plan, options.optimizer)
     return _Prepared(plan, units, preconditioned)
@@ -445,7 +448,7 @@ def _modules(model: nn.Module) -> list[tuple[str, FSDPModule]]:
                 f"FSDPModule.{socket} is missing in this PyTorch ({torch.__version__}), through which thinwire moves "
                 "its bytes: update PyTorch (2.13 has it)"
             )
-    modules = [(path, module) for path, module in model.named_modules() if isinstance(module, FSDPModule)]
+    modules = [(unwrapped(path), module) for path, module in model.named_modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise TypeError(f"no module of this {type(model).__name__} is sharded: call fully_shard() on it first")
     return modules
@@ -525,7 +528,7 @@ def _transport(
 
 def _device(model: nn.Module, groups: Sequence[FSDPGroup], options: ShardedOptions) -> torch.device | None:
     """Where the model is, if bytes leave from there without going over the host."""
-    devices = {p.device: name for name, p in model.named_parameters()}
+    devices = {p.device: name for name, p in named_parameters(model).items()}
     over_the_host = all(device.type == "cpu" for device in devices)
     if over_the_host and not options.as_device:
         return None

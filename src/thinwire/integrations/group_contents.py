@@ -14,7 +14,7 @@ from thinwire.compat import ddp_ready_order
 from thinwire.compressors import GRADIENT_DTYPES, Coded, Compressor, Raw, Summed, Unsuited
 from thinwire.integrations.devices import replicated
 from thinwire.integrations.group_options import GroupBuffer, ProcessGroupOptions, stateless
-from thinwire.plan import Filter, Plan, Rules
+from thinwire.plan import Filter, Names, Plan, Rules, named_parameters, names_of
 from thinwire.runtime import Contents, GroupStats, Kind, NamedShape, Registered, Walk, dense_bytes
 from thinwire.runtime.warning import warn_caller
 
@@ -48,7 +48,8 @@ class BufferContents:
     def register_model(self, model: nn.Module, rules: Rules | None) -> list[NamedShape]:
         """See `ProcessGroup.register_model`. Returns the layers."""
         walks, layers = _walks(model)
-        self._plan("all_reduce", layers, rules)
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        self._plan("all_reduce", layers, rules, names_of(inner))
         self._registered.follow_model(walks)
         return layers
 
@@ -130,12 +131,12 @@ class BufferContents:
             return None
         return Contents(numel, (Layer(f"{kind} of {numel}", 0, (numel,), compressor),))
 
-    def _plan(self, kind: Kind, named: Sequence[NamedShape], rules: Rules | None) -> None:
+    def _plan(self, kind: Kind, named: Sequence[NamedShape], rules: Rules | None, names: Names | None = None) -> None:
         """Choose the compressor of each layer."""
         asked = self.options.compressor_of(kind) if rules is None else rules
         for spec in asked.values() if isinstance(asked, Mapping) else (asked,):
             stateless("rules", spec)
-        keep = Filter(min_numel=self.options.min_numel, exclude=tuple(self.options.exclude))
+        keep = Filter(min_numel=self.options.min_numel, exclude=tuple(self.options.exclude), names=names or {})
         layers = Plan.build(dict(named), asked, keep).layers
         if kind != "all_reduce":
             layers = {name: c if isinstance(c, Coded) else Raw() for name, c in layers.items()}
@@ -148,7 +149,7 @@ def _walks(model: nn.Module) -> tuple[dict[torch.dtype, Walk], list[NamedShape]]
     from torch.distributed.tensor import DTensor  # imported here because it takes a second
 
     ddp = model if isinstance(model, DistributedDataParallel) else None
-    parameters = replicated(ddp) if ddp else dict(model.named_parameters())
+    parameters = replicated(ddp) if ddp else named_parameters(model)
     trained = [(n, p) for n, p in parameters.items() if p.requires_grad]
     if any(isinstance(p, DTensor) for _, p in trained):
         raise TypeError("this model is sharded, and its buffers interleave shards: no run of layers is in them")

@@ -9,11 +9,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from thinwire.collectives import AggregatorAddress, Algorithm, TransportChoice, parse_address, parse_algorithm
 from thinwire.collectives.shared_transport import check_choice
-from thinwire.compressors import Compressor, check_int, parse
-from thinwire.plan import Filter
+from thinwire.compressors import GRADIENT_DTYPES, Compressor, check_int, parse
+from thinwire.plan import Filter, named_parameters, names_of
 from thinwire.policies import Auto, Policy, parse_policy
 from thinwire.runtime import WireSettings
 from thinwire.runtime.consistency import library_version
@@ -147,10 +148,35 @@ class CommonOptions:
             adapt=policy,
         )
 
-    @property
-    def filter(self) -> Filter:
-        """Which layers stay raw."""
-        return Filter(min_numel=self.min_numel, exclude=tuple(self.exclude))
+    def filter(self, module: nn.Module) -> Filter:
+        """Which layers of ``module`` stay raw."""
+        return Filter(min_numel=self.min_numel, exclude=tuple(self.exclude), names=names_of(module))
+
+
+def unfit(module: nn.Module) -> dict[str, str]:
+    """The layers whose gradients no compressor takes, and why: these are sparse, or not floats of 16 or 32 bits."""
+    parameters = named_parameters(module)
+    why = {
+        name: f"its dtype is {p.dtype}, and compressors take float32, bfloat16 and float16"
+        for name, p in parameters.items()
+        if p.dtype not in GRADIENT_DTYPES
+    }
+    names = {id(p): name for name, p in parameters.items()}
+    for part in module.modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            kind = type(part).__name__
+            why[names[id(part.weight)]] = f"its gradients are sparse ({kind}(sparse=True)), and are sent as they are"
+    return why
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer | None, module: nn.Module) -> None:
+    """Raise ``ValueError`` if an optimizer holds none of the parameters of ``module``: it trains another model."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer is not None else set()
+    if held and held.isdisjoint(map(id, module.parameters())):
+        raise ValueError(
+            f"optimizer holds no parameter of this model: pass the one that trains it, {type(optimizer).__name__}"
+            "(model.parameters()), made after the model was moved, converted or sharded"
+        )
 
 
 def check_arguments(options: CommonOptions) -> None:

@@ -16,7 +16,7 @@ from thinwire.compressors import Compressor, OnePass, Raw, Wrapper, ef, parse, u
 from thinwire.local.outer import Nesterov
 from thinwire.optim import CompressedAdamW
 from thinwire.optim.shards import local
-from thinwire.plan import Filter, Plan
+from thinwire.plan import Filter, Plan, named_parameters
 from thinwire.runtime.warning import warn_caller
 
 FEW_BITS = "gaussian(bits=2, bucket=256)"
@@ -147,7 +147,7 @@ def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
         TypeError: a parameter is not floating point.
         ValueError: the optimizer lacks a parameter.
     """
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and local_values(p).numel()}
+    parameters = {name: p for name, p in named_parameters(model).items() if p.requires_grad and local_values(p).numel()}
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in parameters.items():
         if not parameter.is_floating_point():

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from thinwire.compat import unwrapped
 from thinwire.optim.polar import STEP_RMS, polar_factors
 from thinwire.optim.shards import as_whole, is_sharded, local, sharded_like
 
@@ -27,7 +28,8 @@ def split_parameters(model: nn.Module, adamw: Sequence[str] = OUTPUT_HEADS) -> t
     tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     hidden: list[Tensor] = []
     others: list[Tensor] = []
-    for name, p in model.named_parameters():
+    for path, p in model.named_parameters():
+        name = unwrapped(path)
         is_hidden = p.ndim == 2 and id(p) not in tables and not any(fnmatchcase(name, pattern) for pattern in adamw)
         if p.requires_grad:
             (hidden if is_hidden else others).append(p)

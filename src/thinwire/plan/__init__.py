@@ -4,7 +4,8 @@
 """
 
 from thinwire.plan.cost import Speeds, codec_seconds, declined, sent_bytes
-from thinwire.plan.filters import Filter, matches
+from thinwire.plan.filters import Filter, Names, matches
+from thinwire.plan.naming import named_parameters, names_of
 from thinwire.plan.plan import DEFAULT_RULES, Plan, Rules
 from thinwire.plan.record import LayerRow, PlanRecord
 from thinwire.plan.sites import Site, at_site, sharded_plan
@@ -13,6 +14,7 @@ __all__ = [
     "DEFAULT_RULES",
     "Filter",
     "LayerRow",
+    "Names",
     "Plan",
     "PlanRecord",
     "Rules",
@@ -22,6 +24,8 @@ __all__ = [
     "codec_seconds",
     "declined",
     "matches",
+    "named_parameters",
+    "names_of",
     "sent_bytes",
     "sharded_plan",
 ]

@@ -5,42 +5,50 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import math
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+Names = Mapping[str, str]
+"""Every full name that the parameters of a model have, and the name of the layer that it means: a shared parameter has
+several."""
+_NO_NAMES: Names = {}
 
 
-def matches(pattern: str, name: str) -> bool:
+def matches(pattern: str, name: str, names: Names = _NO_NAMES) -> bool:
     """Whether a parameter's name matches a pattern.
 
-    A pattern with ``*``, ``?`` or ``[…]`` must match the whole name (``"embed.*"``); a plain word matches any name that
-    contains it (``"bias"``, ``"bn"``).
+    A pattern that is the full name of one of the model's parameters (``names``) matches that one alone, so that
+    ``"0.weight"`` leaves ``10.weight`` out. One with ``*``, ``?`` or ``[…]`` must match the whole name (``"embed.*"``);
+    any other word matches every name that contains it (``"bias"``, ``"bn"``).
     """
+    if pattern in names:
+        return names[pattern] == name
     if any(sign in pattern for sign in "*?["):
         return fnmatch.fnmatchcase(name, pattern)
     return pattern in name
 
 
-def check_pattern(pattern: str, names: Iterable[str], names_are: str) -> None:
-    """Raise if a pattern matches no parameter: a rule that does nothing is a mistake.
+def check_pattern(pattern: str, layers: Iterable[str], names: Names, names_are: str) -> None:
+    """Raise if a pattern matches none of ``layers``: a rule that does nothing is a mistake.
 
     ``names_are`` says in the message whose names they are.
 
     Raises:
         ValueError: with the names that come closest.
     """
-    names = list(names)
+    layers = list(layers)
     if not pattern:
         raise ValueError("a pattern is empty: a part of a name, as 'bias', or '*' for every layer")
-    if any(matches(pattern, name) for name in names):
+    if any(matches(pattern, name, names) for name in layers):
         return
-    close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+    close = difflib.get_close_matches(pattern, layers, n=3, cutoff=0.3) or layers[:3]
     raise ValueError(
         f"the pattern {pattern!r} matches no parameter; close names are {', '.join(close) or '(none)'}. "
         f"Names are those of {names_are}; '*' stands for any characters"
     )
 
 
-def check_order(patterns: Sequence[str], names: Collection[str]) -> None:
+def check_order(patterns: Sequence[str], layers: Collection[str], names: Names) -> None:
     """Raise if a pattern, which matches some layer, is never used, as an earlier one takes all of its layers.
 
     ``"*"`` may have nothing left, as a rule for whatever layers there are; and a layer's full name holds wherever it
@@ -51,7 +59,7 @@ def check_order(patterns: Sequence[str], names: Collection[str]) -> None:
     """
     ordered = [pattern for pattern in patterns if pattern not in names]
     for i, pattern in enumerate(ordered):
-        own = [name for name in names if matches(pattern, name)]
+        own = [name for name in layers if matches(pattern, name)]
         earlier = next((e for e in ordered[:i] if all(matches(e, name) for name in own)), None)
         if pattern != "*" and earlier is not None:
             raise ValueError(
@@ -67,10 +75,14 @@ class Filter:
     min_numel: int = 1024
     min_dim: int = 2
     exclude: tuple[str, ...] = ()
+    names: Names = field(default_factory=dict, compare=False)
+    """The model's, by which a pattern is known to be a full name."""
+    unfit: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Layers that no compressor can take, and why."""
 
     def excludes(self, name: str) -> bool:
         """Whether a layer was excluded by name."""
-        return any(matches(pattern, name) for pattern in self.exclude)
+        return any(matches(pattern, name, self.names) for pattern in self.exclude)
 
     def keeps_raw(self, name: str, shape: Sequence[int]) -> bool:
         """Whether a layer was excluded, or is too small or of too few dimensions to be compressed."""

@@ -28,7 +28,7 @@ class Plan:
     """Patterns and compressors that it was built from."""
     keep: Filter = field(default_factory=Filter)
     unsuited: Mapping[str, str] = field(default_factory=dict)
-    """Layers that the rules' compressor cannot take and that are raw therefore, and why."""
+    """Layers that the rules' compressor, or any, cannot take and that are raw therefore, and why."""
 
     @staticmethod
     def build(
@@ -40,25 +40,29 @@ class Plan:
     ) -> Plan:
         """Give each layer of ``shapes`` (parameter name to shape) the compressor that the rules name for it.
 
+        A full name means that layer alone, in the rules as in what ``keep`` excludes; it comes before any pattern.
         Layers that ``keep`` filters, and layers that no rule matches, are raw; a compressor that takes every layer
         gets those that are filtered for their size or dimensions, too. A rule that gives a parameter's full
         name holds even for a layer that would be filtered for its size or dimensions. A compressor that drops or
         distorts much gets error feedback around it, unless it has ``feedback=False``; one that cannot take a layer of
-        this shape leaves it raw (`unsuited`).
+        this shape leaves it raw (`unsuited`), as does any where ``keep`` says that none can.
 
         ``names_are`` says in the message about a pattern that matches none whose names they are.
 
         Raises:
             ValueError: a pattern matches no parameter, or an earlier one all of its parameters, or a spec is wrong.
+            TypeError: a compressor was asked for by a layer's full name, and ``keep`` says that none can take it.
         """
         keep = keep or Filter()
+        keep = replace(keep, names={**{name: name for name in shapes}, **keep.names})
         if isinstance(rules, str | Compressor):
             rules = {"*": rules}
         parsed = {pattern: parse(spec) for pattern, spec in rules.items()}
         if shapes:
-            for pattern in (*parsed, *keep.exclude):
-                check_pattern(pattern, shapes, names_are)
-            check_order(list(parsed), shapes)
+            # What is named in full and excluded may be frozen, and be trained later.
+            for pattern in (*parsed, *(word for word in keep.exclude if word not in keep.names)):
+                check_pattern(pattern, shapes, keep.names, names_are)
+            check_order(list(parsed), shapes, keep.names)
         plan = Plan({}, parsed, keep)
         for name, shape in shapes.items():
             plan = plan.extended(name, shape)
@@ -66,17 +70,28 @@ class Plan:
 
     def named(self, name: str, shape: Sequence[int]) -> Compressor:
         """The compressor that the rules name for a layer, whether or not its shape suits it; raw if it is filtered."""
-        if name in self.rules:
-            return self.rules[name]
-        asked = next((c for pattern, c in self.rules.items() if matches(pattern, name)), Raw())
+        own = self._own(name)
+        if own is not None:
+            return own
+        asked = next((c for pattern, c in self.rules.items() if matches(pattern, name, self.keep.names)), Raw())
         every = asked.traits.takes_every_layer
         keeps_raw = self.keep.excludes(name) if every else self.keep.keeps_raw(name, shape)
         return Raw() if keeps_raw else asked
 
+    def _own(self, name: str) -> Compressor | None:
+        """The compressor of the rule that gives a layer's full name, if one does."""
+        names = self.keep.names
+        return next((c for rule, c in self.rules.items() if rule == name or names.get(rule) == name), None)
+
     def extended(self, name: str, shape: Sequence[int]) -> Plan:
         """This plan with one more layer."""
         asked = self.named(name, shape)
+        unfit = self.keep.unfit.get(name) if not isinstance(asked, Raw) else None
+        if unfit is not None and self._own(name) is not None:
+            raise TypeError(f"{name}: {unfit}; leave it raw, as a pattern such as '*' does, which does not name it")
         try:
+            if unfit is not None:
+                raise Unsuited(unfit)
             chosen = asked.fit(shape)
         except Unsuited as why:
             return replace(self, layers={**self.layers, name: Raw()}, unsuited={**self.unsuited, name: str(why)})

@@ -138,7 +138,7 @@ class Adapter:
         self.unsuited = {
             name: compressor
             for name, compressor in ((name, plan.named(name, shapes[name])) for name in plan.unsuited)
-            if members_that_fit(compressor, shapes[name])
+            if name not in plan.keep.unfit and members_that_fit(compressor, shapes[name])
         }
         """Layers that are raw because their shape suits only other compressors of the rule's family."""
         self._adaptable = (*self.reference, *self.unsuited)

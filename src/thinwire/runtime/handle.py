@@ -78,7 +78,8 @@ class Handle(ABC, Generic[E]):
 
     @property
     def unsuited(self) -> dict[str, str]:
-        """Layers that stay raw because their compressor cannot take layers of their shape, and why."""
+        """Layers that stay raw because their compressor cannot take layers of their shape, or none can take their dtype
+        or sparse gradients, and why."""
         return dict(self.plan.unsuited)
 
     @property

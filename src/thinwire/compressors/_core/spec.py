@@ -56,6 +56,8 @@ _OTHER_NAMES = {
     **dict.fromkeys(("none", "fp32", "float32", "off"), "raw"),
 }
 """What users write for a spec, without case and hyphens."""
+_FLOAT_BITS = re.compile(r"(?:fp|f|float|nvfp|mxfp)([48])(?:e\dm\d\w*)?|e[45]m[23]\w*")
+"""Floats of few bits, without case and hyphens. `rangefloat` is the compressor whose values are such."""
 _LONGEST_REWRITTEN = 200
 """Characters of an invalid spec that is rewritten; a longer one is no slip of a user's."""
 _REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
@@ -227,12 +229,17 @@ def _reads(text: str) -> bool:
 
 
 def _not_a_spec(text: str, refused: _Refused) -> ValueError:
+    if not text:
+        return ValueError("'' is not a spec: it is empty. Did you mean '4bit'? 'raw' sends everything as it is")
     meant = _meant(text)
     why = refused.why
     if refused.unknown and not meant:
         why += f": there are {', '.join(sorted(_registry))}"
-    nearest = meant or refused.nearest or _nearest(text)
-    return ValueError(f"{text!r} is not a spec: at character {refused.at + 1}, {why}. Did you mean {nearest!r}?")
+    nearest = [meant or refused.nearest or _nearest(text)]
+    if (few := _FLOAT_BITS.fullmatch(_plain(text))) is not None:
+        nearest += [f"rangefloat(bits={few[1] or 8})"]
+    asked = " or ".join(map(repr, nearest))
+    return ValueError(f"{text!r} is not a spec: at character {refused.at + 1}, {why}. Did you mean {asked}?")
 
 
 def _close(word: str, names: Iterable[str]) -> list[str]:
@@ -248,6 +255,8 @@ def _plain(word: str) -> str:
 def _meant(text: str) -> str | None:
     """Return what ``4bits``, ``4-bit``, ``int4``, ``bfloat16`` or ``none`` mean, and what `_REWRITES` makes a spec."""
     plain = _plain(text)
+    if (few := _FLOAT_BITS.fullmatch(plain)) is not None:
+        return f"{few[1] or 8}bit"
     bits = re.fullmatch(r"(?:([2-8])bits?|(?:bits?|u?int)([2-8]))", plain)
     if bits:
         width = bits[1] or bits[2]
