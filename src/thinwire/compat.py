@@ -250,6 +250,14 @@ def optimizes_in_backward(module: Any) -> bool:
     return any(hasattr(parameter, "_in_backward_optimizers") for parameter in module.parameters())
 
 
+def inside_a_node() -> bool:
+    """Whether a node of a backward pass computes in the calling thread. At the end of a pass it does if that ran within
+    another one: in a reentrant checkpoint, or an autograd ``Function`` that calls ``backward()``. False where this
+    PyTorch does not tell."""
+    node = getattr(torch._C, "_current_autograd_node", None)
+    return node is not None and node() is not None
+
+
 def reduce_scatter_single(out: torch.Tensor, x: torch.Tensor, group: Any, op: Any) -> None:
     """``torch.distributed.reduce_scatter_single``, which was ``reduce_scatter_tensor`` before PyTorch 2.13."""
     import torch.distributed as dist

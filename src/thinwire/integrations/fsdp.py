@@ -21,6 +21,7 @@ from thinwire.compat import (
     at_end_of_backward,
     fsdp_groups,
     group_timeout,
+    inside_a_node,
     premul_factor,
     reduce_scatter_single,
     unwrapped,
@@ -117,6 +118,17 @@ class Attached:
         pairs = zip(self.names, self.group.parameters, strict=True)
         return tuple(name for name, parameter in pairs if parameter.now().requires_grad)
 
+    def follow_pass(self) -> None:
+        """Let the wire know when the outermost backward pass that runs has ended, or that none runs."""
+        # Behind what FSDP2 has queued: modules whose inputs need no gradient are reduced there, also those of other roots.
+        if not at_end_of_backward(lambda: at_end_of_backward(self._end_pass)):
+            self.wire.end_pass()
+
+    def _end_pass(self) -> None:
+        # A pass within another one, as of a reentrant checkpoint, is a part of that.
+        if not inside_a_node():
+            self.wire.end_pass()
+
     def shards(self) -> dict[str, Tensor]:
         """This rank's shards of the weights."""
         with torch.no_grad():
@@ -136,7 +148,7 @@ class Attached:
                 "CompressedAdamW sends updates, whose mean ranks step with: reduce gradients in float32 or bfloat16, "
                 "and leave out set_gradient_divide_factor()"
             )
-        if self.unit.last_step == self.wire.step and not self.wire.begins_step(self.unit):
+        if self.unit.last_step == self.wire.step and not self.wire.begins_step:
             raise RuntimeError(
                 f"{self.unit.name or 'the root module'} is reduced twice in one backward pass, and CompressedAdamW "
                 "cannot add gradients to the update that was sent: call fully_shard() on a module that is used once"
@@ -202,6 +214,7 @@ class QuantisedAllGather(_Comm):
             at.wire.note(local_gathers=1)
             all_gather_single(output_tensor, input_tensor, group)
             return None
+        at.follow_pass()
         hint = "Call thinwire.compress() again after parameters were added, replaced or sharded anew"
         at.check("gathers", input_tensor.dtype, input_tensor.numel(), at.names, hint)
         mine = output_tensor.view(at.size, -1)[at.unit.transport.rank]
@@ -245,7 +258,7 @@ class QuantisedReduceScatter(_Comm):
             loss_scale=loss_scale,
             weights=at.shards,
         )
-        at.wire.mark(at_end_of_backward)
+        at.follow_pass()
         # A sum that is divided later is read at once; so is one that is cast, or added to a gradient that is there.
         late = at.overlap and op != dist.ReduceOp.SUM and not at.on_device and not at.group.reads_at_once()
         for parameter in at.group.parameters if late else ():

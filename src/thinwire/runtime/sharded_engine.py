@@ -44,7 +44,7 @@ class ShardedEngine:
         """Totals over all units since training began, including before it was resumed."""
         self._finite, self._nonfinite_flags = True, AsyncReadback()
         self._poison = PoisonMonitor()
-        self._marked = self._ended = self._asked = False
+        self._ended = True
         self._touched: list[LayerGroup] = []
         self._contents: dict[object, Contents] = {}
         transports = list({id(unit.transport): unit.transport for unit in units}.values())
@@ -71,8 +71,7 @@ class ShardedEngine:
         """Between steps: go on from a checkpoint."""
         self.step, self.seed = step, seed
         self._touched.clear()
-        self._finite = True
-        self._ended = self._marked
+        self._finite = self._ended = True
         for unit in self.units:
             unit.kept.clear()
         self.take(plan)
@@ -131,7 +130,7 @@ class ShardedEngine:
         sent is kept of the weights.
         """
         members, rank = self.weights[unit.index], unit.transport.rank
-        draw = self._passes(unit)
+        draw = self.passes
         replica = members.replica if draw >= self.start else None
         whole = replica is not None and not replica.filled
         if replica is not None:
@@ -159,7 +158,7 @@ class ShardedEngine:
         again = unit.last_step == self.step
         unit.last_step = self.step
         members = self.gradients[unit.index]
-        draw = self._passes(unit)
+        draw = self.passes
         unit.compressed = compressed = draw >= self.start
         if self._plans[unit.index] is not self.plan:
             # From here on: what was gathered for this backward pass was gathered with the plan before.
@@ -214,9 +213,15 @@ class ShardedEngine:
         operation.scale, operation.draw = scale, draw
         return self.across.submit(operation)
 
-    def begins_step(self, unit: Unit) -> bool:
-        """Whether a unit's next reduction is the first one of a backward pass. All ranks find the same."""
-        return self.step < 0 or (self._ended if self._marked else unit.last_step == self.step)
+    @property
+    def passes(self) -> int:
+        """Number of completed backward passes: gathers between two of them see the same weights."""
+        return self.step + self._ended
+
+    @property
+    def begins_step(self) -> bool:
+        """Whether the next reduction is the first one of a backward pass. All ranks find the same."""
+        return self._ended
 
     def begin_step(self) -> None:
         """Between the last reduction of a backward pass and the first one of the next."""
@@ -225,20 +230,9 @@ class ShardedEngine:
         self.stats.steps += 1
         self._ended = False
 
-    def mark(self, queue: Callable[[Callable[[], object]], bool]) -> None:
-        """Ask for a call when the running backward pass has ended. Where none comes, a unit that is reduced once
-        more begins the next one."""
-        if not self._asked:
-            self._asked = self._marked = queue(self._end_pass)
-
-    def _end_pass(self) -> None:
-        self._ended, self._asked = True, False
-
-    def _passes(self, unit: Unit) -> int:
-        """Number of completed backward passes: gathers between two of them see the same weights."""
-        if self._marked:
-            return self.step + self._ended
-        return unit.reductions
+    def end_pass(self) -> None:
+        """No backward pass runs: what is reduced from now on belongs to the next step."""
+        self._ended = True
 
     def follow_trained(self, unit: Unit, trained: Sequence[str]) -> LayerGroup:
         """The members of a unit's next reduction, in which these layers are, in this order."""

@@ -208,21 +208,21 @@ class ShardedWire(Handle["ShardedEngine"]):
         ``trained``: the layers that are in it, in order. ``loss_scale`` is how many times larger than the gradients its
         values are. ``weights`` gives this rank's shards of the weights, for a policy to look at.
         """
-        if self.begins_step(unit):
+        if self.begins_step:
             self._begin_step()
         members = self._engine.follow_trained(unit, trained)
         if self._adapter is not None and self._adapter.watches(self.step):
             self._observe(self._adapter, members, flat, loss_scale, weights() if weights is not None else {})
         return self._engine.reduce(unit, flat, out, scale=scale, loss_scale=loss_scale)
 
-    def mark(self, queue: Callable[[Callable[[], object]], bool]) -> None:
-        """Ask for a call at the end of the running backward pass, after its first reduction. ``queue`` registers it,
-        and returns False if that is not possible."""
-        self._engine.mark(queue)
+    def end_pass(self) -> None:
+        """Say that no backward pass runs: what is reduced next begins a step."""
+        self._engine.end_pass()
 
-    def begins_step(self, unit: Unit) -> bool:
-        """Whether a unit's next reduction is the first one of a backward pass."""
-        return self._engine.begins_step(unit)
+    @property
+    def begins_step(self) -> bool:
+        """Whether the next reduction is the first one of a backward pass."""
+        return self._engine.begins_step
 
     @property
     def needs_loss_scale(self) -> bool:
