@@ -176,6 +176,25 @@ def test_a_run_that_resumes_goes_on_bit_for_bit() -> None:
             assert answer["resumed"] == answer["going on"]
 
 
+def _mixed(rank: int, size: int) -> str:
+    states = []
+    for first in (0, 50):
+        model = kept()
+        wire = compress(model, CHANGES, "ef(minmax(bits=8))")
+        train(model, 3, first=first)
+        states.append(wire.state_dict())
+    with pytest.raises(thinwire.DisagreementError) as error:
+        wire.load_state_dict(states[rank])
+    wire.load_state_dict(states[0])
+    return str(error.value)
+
+
+def test_what_had_arrived_in_another_run_is_refused_on_all_ranks() -> None:
+    first, second = run_ranks(_mixed, 2, 2)
+    assert first == second
+    assert "rank 0 has 'arrived/weights/" in first
+
+
 def _arrived(wire: thinwire.ShardedWire) -> dict[str, torch.Tensor]:
     return {key: value for key, value in wire.state_dict().items() if key.startswith("arrived/weights")}
 

@@ -428,6 +428,47 @@ def test_a_state_that_is_damaged_on_one_worker_is_refused_on_all() -> None:
     assert same_there
 
 
+def _of_two_runs(rank: int, options: dict) -> tuple[str, bool]:
+    states = []
+    for first in (0, 100):
+        training = Training(rank, **options)
+        training.run(19, first=first)
+        states.append(training.local.state_dict())
+    training.run(1, first=119)
+    before = training.local.state_dict()
+    with pytest.raises(thinwire.DisagreementError) as error:
+        training.local.load_state_dict(states[rank])
+    after = training.local.state_dict()
+    training.local.load_state_dict(states[0])
+    return str(error.value), all(torch.equal(after[key], value) for key, value in before.items())
+
+
+@pytest.mark.parametrize("options", [OPTIONS["whole"], OPTIONS["streaming"]], ids=["whole", "streaming"])
+def test_the_state_of_another_run_on_one_worker_is_refused_on_all(options: dict) -> None:
+    (first, same_here), (second, same_there) = run_ranks(_of_two_runs, 2, options)
+    assert first == second
+    assert "rank 0 has 'anchor/first.weight: checksum 0x" in first
+    assert same_here
+    assert same_there
+
+
+def _of_unequal_steps(rank: int) -> torch.Tensor:
+    training = Training(rank, every=10)
+    training.run(12 + rank)
+    state = training.local.state_dict()
+    again = Training(rank, every=10)
+    again.model.load_state_dict(training.model.state_dict())
+    again.local.load_state_dict(state)
+    again.run(8 - rank, first=12 + rank)
+    again.local.finish()
+    return again.weights()
+
+
+def test_workers_may_have_saved_after_unequal_numbers_of_steps() -> None:
+    first, second = run_ranks(_of_unequal_steps, 2)
+    assert torch.equal(first, second)
+
+
 def _gathered(rank: int, options: dict) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     training = Training(rank, **options)
     training.run(34)

@@ -341,15 +341,18 @@ class DiLoCo:
 
         Raises:
             ValueError: the state is of another model or of another number of fragments, or was damaged.
-            PeerFailedError: it is so on another worker. Where either is raised, no worker has taken anything of it.
+            PeerFailedError: it is so on another worker.
+            DisagreementError: workers loaded states with other shared weights, as of different runs. Where any of these
+                is raised, no worker has taken anything of it.
         """
         self._receive()
         with self.wire.failing_together("DiLoCo.load_state_dict()"):
             loaded = self._read(state)
+        self.wire.check_alike(loaded.record(), loaded.shared)
         self.wire.load_state_dict({k.removeprefix("wire/"): v for k, v in state.items() if k.startswith("wire/")})
         for fragment, sent_at in zip(self._fragments, loaded.sent_at, strict=True):
             fragment.sent_at = sent_at
-        for own, values in loaded.values:
+        for own, values in loaded.values.values():
             own.copy_(values)
         self._steps, self._tokens, self._next = loaded.steps, loaded.tokens, loaded.next
         # Of a merged state all workers have one worker's, which are not 1 on average.
@@ -374,11 +377,10 @@ class DiLoCo:
             raise ValueError(f"the state is of another number of fragments than {len(fragments)}")
         gathered = int(state_entry(state, "gathered", ())) if "gathered" in state else 0
         share = float(state_entry(state, "share", ())) if "share" in state else 1.0
-        values = [
-            (own, state_entry(state, name, own.shape))
-            for i, fragment in enumerate(self._fragments)
-            for name, own in fragment.saved(with_mean=i == pending).items()
-        ]
+        kept: dict[str, Tensor] = {}
+        for i, fragment in enumerate(self._fragments):
+            kept |= fragment.saved(with_mean=i == pending)
+        values = {name: (own, state_entry(state, name, own.shape)) for name, own in kept.items()}
         return _Loaded(steps, tokens, following, pending, gathered, share, sent_at, values)
 
     def close(self) -> None:
@@ -415,8 +417,17 @@ class _Loaded:
     share: float
     """This worker's weight in the last exchange."""
     sent_at: tuple[int, ...]
-    values: list[tuple[Tensor, Tensor]]
+    values: dict[str, tuple[Tensor, Tensor]]
     """Parts of the outer state here, each with what it becomes."""
+
+    def record(self) -> dict[str, str]:
+        """What all workers must have in common beside `shared`; not the steps, which they make alone."""
+        return {name: str(getattr(self, name)) for name in ("gathered", "pending", "next")}
+
+    @property
+    def shared(self) -> dict[str, Tensor]:
+        """The parts of the outer state that are alike on all workers: all but the weights that each has sent."""
+        return {name: value for name, (_, value) in self.values.items() if not name.startswith("sent/")}
 
 
 def _open_wire(

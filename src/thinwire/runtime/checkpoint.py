@@ -35,6 +35,31 @@ class Loaded:
     seed: int
     plan: Plan
     slots: dict[tuple[str, str], Tensor]
+    """By layer and name."""
+
+    def record(self) -> dict[str, str]:
+        """What all ranks must have in common, in the order in which a difference is best reported."""
+        return {"step": str(self.step), "seed": str(self.seed), "plan": self.plan.hash}
+
+    def shared(self, *, learned: bool = True) -> dict[str, Tensor]:
+        """The slots that all ranks share; with ``learned`` False those of them that are not learned."""
+        return {
+            f"{slot.name} of {name}": self.slots[name, slot.name]
+            for name, compressor in self.plan.layers.items()
+            for slot in _saved(compressor)
+            if slot.shared and (learned or not slot.learned)
+        }
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A state that is valid on this rank."""
+
+    record: Mapping[str, str]
+    """What all ranks must have in common, and `shared` values, too."""
+    shared: Mapping[str, Tensor]
+    adopt: Callable[[], None]
+    """Continue from the state."""
 
 
 def _key(rank: int, slot: str, name: str) -> str:

@@ -15,10 +15,12 @@ from thinwire.compressors import Compressor
 from thinwire.kernels import checksum, cpu_level
 
 _MAX_RECORD_BYTES = 64 << 20
+_SAME_ARGUMENTS = "Give every rank the same arguments, model and thinwire version"
+_SAME_STATE = "A rank has loaded the state of another run or moment: load what was saved together on all ranks"
 
 
 class DisagreementError(RuntimeError):
-    """Ranks were given different plans, seeds or versions."""
+    """Ranks were given different plans, seeds, versions or states."""
 
 
 def library_version() -> str:
@@ -44,8 +46,8 @@ def machine_record(compressors: Iterable[Compressor], device: torch.device | Non
     return {level: cpu_level(), "threads, which OMP_NUM_THREADS sets": str(torch.get_num_threads())}
 
 
-def agree(record: Mapping[str, str], transport: Transport) -> None:
-    """Check that all ranks hold the same record.
+def agree(record: Mapping[str, str], transport: Transport, *, remedy: str = _SAME_ARGUMENTS) -> None:
+    """Check that all ranks hold the same record; where they do not, the error ends with ``remedy``.
 
     Only fixed-size tensors are exchanged unless there is a difference; nothing received is unpickled.
 
@@ -70,8 +72,19 @@ def agree(record: Mapping[str, str], transport: Transport) -> None:
         raise DisagreementError(
             f"ranks do not agree: rank 0 has '{_short(at_first)}', rank {rank} has '{_short(here)}' "
             f"(ranks that differ from rank 0 like this: {', '.join(others)}). "
-            "Give every rank the same arguments, model and thinwire version"
+            f"{remedy}"
         )
+
+
+def agree_on_state(record: Mapping[str, str], values: Mapping[str, Tensor], transport: Transport) -> None:
+    """Check that all ranks have loaded the same of what they must have in common: a record and, by their checksums,
+    ``values``. A rank that goes on from the state of another run would part from the others without an error.
+
+    Raises:
+        DisagreementError: see `agree`.
+    """
+    sums = {name: f"checksum {signed_checksum(value.cpu()):#x}" for name, value in values.items()}
+    agree({**record, **sums}, transport, remedy=_SAME_STATE)
 
 
 def raise_together(error: Exception | None, transport: Transport, doing: str) -> None:

@@ -16,7 +16,7 @@ from thinwire.plan import Plan
 from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter, Decision
 from thinwire.runtime.checkpoint import Checkpointable
-from thinwire.runtime.consistency import raise_together
+from thinwire.runtime.consistency import agree_on_state, raise_together
 from thinwire.runtime.executor import CLOSED
 from thinwire.runtime.warning import warn_caller
 
@@ -157,14 +157,16 @@ class Handle(ABC, Generic[E]):
             ValueError: the state is of another wire format or of a model with other layers, or lacks the slots of some
                 ranks.
             PeerFailedError: it is so on another rank.
-            DisagreementError: ranks loaded different states.
+            DisagreementError: ranks loaded different states: of other steps, or one of another run, where ranks must
+                have something in common in the states. Where it is raised, nothing was taken of them.
         """
         self._check_attached()
         with self.failing_together("load_state_dict()"):
-            adopt = self._read(state)
+            checked = self._read(state)
             moments = self.moments.read(state, self.rank, self.world_size) if self.moments is not None else None
+        self.check_alike(checked.record, checked.shared)
         before, known = self.plan, self._raw_in_checkpoint()
-        adopt()
+        checked.adopt()
         self._note_loaded(before, known)
         self._warn_of_other_compressors(before)
         if self.moments is not None and moments is not None:
@@ -211,9 +213,17 @@ class Handle(ABC, Generic[E]):
             error = met
         self._alone(lambda: raise_together(error, self._whole_world(), doing))
 
+    def check_alike(self, record: Mapping[str, str], shared: Mapping[str, Tensor]) -> None:
+        """Check, on all ranks and between steps, that they have loaded the same of what they must have in common.
+
+        Raises:
+            DisagreementError: they have not; the message names the first difference.
+        """
+        self._alone(lambda: agree_on_state(record, shared, self._whole_world()))
+
     @abstractmethod
-    def _read(self, state: Mapping[str, Tensor]) -> Callable[[], None]:
-        """Check a state; the function that continues from it, once all ranks' are valid. Raises ``ValueError``."""
+    def _read(self, state: Mapping[str, Tensor]) -> checkpoint.Checked:
+        """Check a state, before it is known whether all ranks' are valid and alike. Raises ``ValueError``."""
 
     def gather_state_dict(self) -> dict[str, Tensor]:
         """The states of all ranks in one dictionary, the same on every rank, for checkpoints that one rank writes.

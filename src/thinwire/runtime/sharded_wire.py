@@ -328,11 +328,11 @@ class ShardedWire(Handle["ShardedEngine"]):
             entries = checkpoint.sealed(entries, _ARRIVED_CHECKSUMS)
         return state | checkpoint.sealed(counts, _CHECKSUMS) | entries
 
-    def _read_arrived(self, state: Mapping[str, Tensor], plan: Plan) -> Callable[[], None]:
-        """Check the weights that had arrived where only changes are sent; what is returned takes them over."""
+    def _read_arrived(self, state: Mapping[str, Tensor], plan: Plan) -> tuple[dict[str, Tensor], Callable[[], None]]:
+        """Check the weights that had arrived where only changes are sent: their entries, and what takes them over."""
         keys = {name: f"{_ARRIVED}/{name}" for members in self._engine.weights for name in members.changing(plan)}
         if not keys:
-            return lambda: None
+            return {}, lambda: None
         for name in keys:
             if not isinstance(self._asked[name], Delta):
                 raise ValueError(
@@ -352,9 +352,9 @@ class ShardedWire(Handle["ShardedEngine"]):
                     for name in members.replica.names:
                         members.replica.load(name, state[keys[name]])
 
-        return adopt
+        return {key: state[key] for key in (_FILLED, *keys.values())}, adopt
 
-    def _read(self, state: Mapping[str, Tensor]) -> Callable[[], None]:
+    def _read(self, state: Mapping[str, Tensor]) -> checkpoint.Checked:
         engine, versions = self._engine, state.get(_VERSIONS)
         known = isinstance(versions, Tensor) and tuple(versions.shape) == (len(engine.units), 4)
         if versions is None or not known or _EXCHANGES not in state:
@@ -372,7 +372,7 @@ class ShardedWire(Handle["ShardedEngine"]):
         integers = checkpoint.integers(state, _VERSIONS, 4 * len(engine.units))
         loaded = checkpoint.read(state, self.plan, self._shapes, self.rank, self._shares, resharded)
         checkpoint.check_sealed(state, (_VERSIONS, _EXCHANGES), _CHECKSUMS)
-        adopt_arrived = self._read_arrived(state, loaded.plan)
+        arrived, adopt_arrived = self._read_arrived(state, loaded.plan)
         alike = int(state["shares"].numel()) == self.world_size
         if self._adapter is not None and alike:
             self._adapter.saved_algorithm(state)
@@ -391,12 +391,12 @@ class ShardedWire(Handle["ShardedEngine"]):
                 slot = next(slot for slot in self.plan[name].slots if slot.name == slot_name)
                 if members is not None:
                     members.slots.load(name, slot, value)
-            for flat in engine.all_channels:
-                flat.agree({"step": str(loaded.step), "plan": loaded.plan.hash, "seed": str(loaded.seed)})
             if self._adapter is not None:
                 self._adapter.load(state if alike else {}, self.plan, None)
 
-        return adopt
+        # What is learned here differs between ranks: each learns it from what it sends.
+        shared = loaded.shared(learned=False) | {key: state[key] for key in (_VERSIONS, _EXCHANGES)} | arrived
+        return checkpoint.Checked(loaded.record(), shared, adopt)
 
 
 def _record(plan: Plan, units: Sequence[Unit], settings: WireSettings, *, master: bool) -> dict[str, str]:

@@ -339,7 +339,7 @@ class Wire(Handle["BucketEngine"]):
     def _template(self, plan: Plan, world_size: int) -> dict[str, Tensor]:
         return checkpoint.template(plan, self._engine.shapes, world_size)
 
-    def _read(self, state: Mapping[str, Tensor]) -> Callable[[], None]:
+    def _read(self, state: Mapping[str, Tensor]) -> checkpoint.Checked:
         algorithm = self._adapter.saved_algorithm(state) if self._adapter is not None else self.algorithm
         shares = self._engine.shares_of(algorithm)
         loaded = checkpoint.read(state, self._engine.plan, self._engine.shapes, self.rank, shares)
@@ -350,7 +350,8 @@ class Wire(Handle["BucketEngine"]):
             if self._adapter is not None:
                 self._adapter.load(state, self.plan, self._learning_rate())
 
-        return adopt
+        # In a simulation every rank updates its slots by its own gradients.
+        return checkpoint.Checked(loaded.record(), {} if self.simulated else loaded.shared(), adopt)
 
     def discard_step(self) -> None:
         """Leave residuals as they were before the last step, whose means are not used."""
