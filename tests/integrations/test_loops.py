@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
@@ -261,6 +262,27 @@ def _two_optimizers(rank: int) -> list[str]:
 
 def test_two_optimizers_of_one_model_each_take_a_step() -> None:
     assert run_ranks(_two_optimizers, 2) == [[], []]
+
+
+def _sharded(rank: int, synchronized: bool) -> list[str]:
+    model = Net()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    thinwire.compress(model, **KEEP)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(6):
+            model.set_requires_gradient_sync(synchronized or step == 0)
+            _step(model, optimizer, rank, step)
+    return [str(warning.message) for warning in told if "exchanged" in str(warning.message)]
+
+
+@pytest.mark.parametrize("synchronized", [True, False])
+def test_sharded_gradients_that_are_never_reduced_are_said_once(synchronized: bool) -> None:
+    for told in run_ranks(_sharded, 2, synchronized):
+        assert len(told) == (not synchronized)
 
 
 def _unfrozen(rank: int, before_compress: bool) -> list[str]:

@@ -41,6 +41,7 @@ from thinwire.integrations.options import (
     record_of,
 )
 from thinwire.integrations.preconditioned import Preconditioned
+from thinwire.integrations.step_watch import StepWatch
 from thinwire.integrations.transports import add_streams, bare_transport
 from thinwire.optim import CompressedAdamW, Dion, QuantizedAdam
 from thinwire.plan import Plan, Rules, Site, at_site, named_parameters, sharded_plan
@@ -316,6 +317,7 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
     for (module, group, _), unit in zip(sharded, prepared.units, strict=True):
         _attach(module, Attached(wire, unit, group, options, prepared.preconditioned), options)
     _attached[model] = wire
+    StepWatch(wire, named_parameters(model))
     wire.moments = prepared.preconditioned
     _warn_of_memory(wire, prepared.preconditioned)
     if isinstance(options.optimizer, QuantizedAdam):

@@ -63,7 +63,7 @@ class StepWatch:
             return
         if self._before_step is not None:
             self._before_step()
-        if self._told or handle.world_size == 1 or all(p.grad is None for p in held):
+        if self._told or handle.world_size == 1:
             return
         exchanged = self._last_steps.get(optimizer, -1) != handle.step and not self.accumulates
         self._last_steps[optimizer] = handle.step
