@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import thinwire_cli
-from thinwire.results import check_output_file
+from thinwire.results import Results, check_output_file
 
 
 def test_paths_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
@@ -19,6 +19,27 @@ def test_paths_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
         check_output_file(tmp_path / "missing" / "figures.json")
     assert check_output_file(tmp_path / "figures.json") == tmp_path / "figures.json"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_links_stay(tmp_path: Path) -> None:
+    link, chained, lost, circle = (tmp_path / name for name in ("link", "chained", "lost", "circle"))
+    link.symlink_to("figures.json")
+    chained.symlink_to(link)
+    lost.symlink_to(tmp_path / "missing" / "figures.json")
+    circle.symlink_to(circle)
+    before = sorted(tmp_path.iterdir())
+    for path in (link, chained):
+        assert check_output_file(path) == path
+    for path in (lost, circle):
+        with pytest.raises(ValueError, match="cannot be written"):
+            check_output_file(path)
+    assert sorted(tmp_path.iterdir()) == before
+    Results("lab").write(chained)
+    assert (tmp_path / "figures.json").is_file()
+    assert link.is_symlink()
+    assert chained.is_symlink()
+    check_output_file(chained)
+    assert (tmp_path / "figures.json").is_file()
 
 
 @pytest.mark.skipif(

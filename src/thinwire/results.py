@@ -28,11 +28,13 @@ def check_output_file(path: str | os.PathLike[str]) -> Path:
         if not os.access(file, os.W_OK):
             raise ValueError(f"{file} cannot be written: permission denied")
         return file
+    target = os.path.realpath(file)  # of a link to a file that is not there yet: the link stays
     try:
-        file.touch()  # a folder that may be written need not take files: /proc does not
+        with open(target, "x"):  # a folder that may be written need not take files: /proc does not
+            pass
     except OSError as error:
         raise ValueError(f"{file} cannot be written: {(error.strerror or str(error)).lower()}") from None
-    file.unlink()
+    os.unlink(target)
     return file
 
 

@@ -347,7 +347,7 @@ def test_layers_used_in_another_order_are_found_once_ddp_tells() -> None:
         assert max(flat[3:]) < 1e-5
         # Buckets in which no layers are found, until DDP tells, are exact.
         assert all(error < 0.5 for error in matrices)
-        assert all(0.01 < error for error in matrices[3:])
+        assert all(error > 0.01 for error in matrices[3:])
         assert stats["matched"] >= stats["compressed"]
         assert 0 < stats["unknown"] <= 6
 

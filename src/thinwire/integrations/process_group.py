@@ -131,10 +131,10 @@ class ProcessGroup(dist.ProcessGroup):
     def register_model(self, model: nn.Module, *, rules: Rules | None = None) -> None:
         """Find the layers of a model's gradients in the buffers of all-reduces, by their sizes alone.
 
-        Call it once DistributedDataParallel has wrapped the model, before the first backward pass: DDP sums its buckets,
-        and this is how a group knows that such a sum is of gradients. A 1-D buffer that holds exactly a run of layers
-        is compressed layer by layer, with biases, norms and small layers raw. Sums of other buffers are exact. The
-        order of layers in DDP's buckets is known after two or three passes. Until then the order of registration is
+        Call it once DistributedDataParallel has wrapped the model, before the first backward pass: DDP sums its
+        buckets, and this is how a group knows that such a sum is of gradients. A 1-D buffer that holds exactly a run of
+        layers is compressed layer by layer, with biases, norms and small layers raw. Sums of other buffers are exact.
+        The order of layers in DDP's buckets is known after two or three passes. Until then the order of registration is
         assumed; where the model uses layers in another order, some buckets are exact in these passes. `stats` counts
         all kinds.
 
