@@ -96,9 +96,11 @@ def test_the_core_gets_no_address_that_was_not_checked() -> None:
 
 PRIVATE_IN_TESTS = {
     "_exit": "of os",
+    "_apply_optimizer_in_backward": "of PyTorch, as its users call it",
     "_asdict": "of named tuples",
     "_replace": "of named tuples",
     "_all_gather_comm": "of PyTorch, which keeps FSDP2's collectives there",
+    "_dynamo": "of PyTorch, as its users set it",
     "_coalescing_manager": "of PyTorch, as its users call it",
     "_functional_collectives": "of PyTorch, as its users import it",
     "_make_wrapper_subclass": "of PyTorch, for a tensor that pretends to be on another device",
