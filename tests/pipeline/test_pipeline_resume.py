@@ -145,8 +145,10 @@ def run_and_die(rank: int, folder: Path, options: dict[str, Any], victim: int, s
 def test_a_store_on_disk_can_be_gone_on_with_without_a_state(tmp_path: Path) -> None:
     options = {**FW3_BW6, "store": place("disk", tmp_path)}
     first = run_ranks(run, 2, tmp_path, "gpipe", options, 100, 4)
-    with pytest.raises(AssertionError, match="of another run or model"):
-        run_ranks(run, 2, tmp_path, "gpipe", options, 100, 4)
+    # A rank that is slower may hear of it from the other one, or find it gone.
+    refused = run_ranks(run, 2, tmp_path, "gpipe", options, 100, 4, may_die=True)
+    assert all(isinstance(answer, Exception) for answer in refused)
+    assert any("of another run or model" in str(answer) for answer in refused)
     options = {**FW3_BW6, "store": place("disk", tmp_path, resume=True)}
     again = run_ranks(run, 2, tmp_path, "gpipe", options, 100, 4)
     check_sides([answer[0] for answer in again], [0])
