@@ -65,13 +65,15 @@ ON_THE_HOST = {"frombuffer", "from_file"}
 def unnamed(source: str) -> Iterator[str]:
     """What is left to PyTorch's defaults, which belong to the user: dtypes and devices that a file does not name."""
     for node in ast.walk(ast.parse(source)):
-        name = ast.unparse(node.func).removeprefix("torch.") if isinstance(node, ast.Call) else ""
-        if name in FACTORIES and ast.unparse(node.func) != name:
+        if not isinstance(node, ast.Call):
+            continue
+        _, of_torch, name = ast.unparse(node.func).rpartition("torch.")
+        if of_torch and name in FACTORIES:
             wanted = {"dtype"} if name in ON_THE_HOST else {"dtype", "device"}
             missing = wanted - {keyword.arg for keyword in node.keywords}
             yield from (f"line {node.lineno}: torch.{name} without {argument}=" for argument in sorted(missing))
-        if name == "get_default_dtype" or (name == "finfo" and not (node.args or node.keywords)):
-            yield f"line {node.lineno}: torch.{name}()"
+        if of_torch and name == "finfo" and not (node.args or node.keywords):
+            yield f"line {node.lineno}: torch.finfo()"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))

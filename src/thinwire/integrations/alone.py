@@ -40,6 +40,7 @@ def attach_alone(module: nn.Module, options: Options) -> Wire:
     _, preconditioned, plan = of_optimizer(plan, policy, parameters, options)
     (transport,) = LoopbackTransport.world(1)
     settings = WireSettings(seed=options.seed, start=options.start)
-    wire = Wire(plan, shapes, transport, settings, optimizer=options.optimizer)
+    dtypes = {name: p.dtype for name, p in parameters.items()}
+    wire = Wire(plan, shapes, transport, settings, optimizer=options.optimizer, dtypes=dtypes)
     wire.moments = preconditioned
     return wire

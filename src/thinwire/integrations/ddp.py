@@ -439,6 +439,7 @@ def _attach(model: DistributedDataParallel, options: Options) -> Wire:
             simulated=options.simulate,
             measure=options.checks.measure_every,
             optimizer=options.optimizer,
+            dtypes={name: p.dtype for name, p in trained(model).items()},
         )
     except Exception:
         host.close()

@@ -20,8 +20,9 @@ def layer_table(
     sent: Callable[[str, Compressor], float],
     *,
     unit: str = "bytes a step",
+    than: str = "fp32",
 ) -> str:
-    """One line for each layer: name, elements, spec or the reason why it is raw, bytes, times less than fp32.
+    """One line for each layer: name, elements, spec or the reason why it is raw, bytes, times less than raw.
 
     Args:
         title: Title of the table.
@@ -31,6 +32,7 @@ def layer_table(
         loaded: Those of them that are raw because they were so in the checkpoint that was loaded.
         sent: The bytes that a rank sends for a layer with a compressor, by formula.
         unit: What these bytes are.
+        than: What layers are that are not compressed.
     """
     rows, total, total_raw = [], 0.0, 0.0
     for name, compressor in plan.layers.items():
@@ -46,7 +48,7 @@ def layer_table(
     head = ("layer", "elements", "compressor", unit, "ratio")
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
-    ratio = f", {total_raw / total:.1f} times less than fp32" if total else ""
+    ratio = f", {total_raw / total:.1f} times less than {than}" if total else ""
     ratio = ratio if compressed else ", uncompressed"
     summary = f"{title}: {compressed} of {len(plan.layers)} layers compressed, {total:,.0f} {unit}{ratio}"
     return "\n".join([summary, *(f"  {line.rstrip()}" for line in lines)])

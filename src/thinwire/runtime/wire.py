@@ -50,8 +50,10 @@ class Wire(Handle["BucketEngine"]):
         simulated: bool = False,
         measure: int = 0,
         optimizer: torch.optim.Optimizer | None = None,
+        dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         super().__init__(plan, rank=transport.rank, world_size=transport.world_size)
+        self._dtypes = dict(dtypes or {})
         self._optimizer = optimizer
         # Raises here, not in the first step, where a schedule or a compressor lacks something.
         plan.at_step(0, self._learning_rate()).for_world(transport.world_size, shapes)
@@ -97,14 +99,15 @@ class Wire(Handle["BucketEngine"]):
     def __repr__(self) -> str:
         """A table of the layers: spec, or the reason why raw, and bytes a step."""
         title = "Wire of one rank, which sends nothing" if self.world_size == 1 else f"Wire of {self.world_size} ranks"
-        shapes = self._engine.shapes
+        shapes, dtypes = self._engine.shapes, self._dtypes
         return layer_table(
             title,
             self.plan,
             shapes,
             self.declined,
             self._raw_in_checkpoint(),
-            lambda name, c: sent_bytes(c, shapes[name], self.world_size),
+            lambda name, c: sent_bytes(c, shapes[name], self.world_size, dtypes.get(name, torch.float32)),
+            than="fp32" if set(dtypes.values()) <= {torch.float32} else "uncompressed",
         )
 
     @property
