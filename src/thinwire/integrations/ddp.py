@@ -35,7 +35,7 @@ from thinwire.integrations.options import (
     policy_of,
     record_of,
 )
-from thinwire.integrations.transports import add_streams, bare_transport
+from thinwire.integrations.transports import add_streams, bare_transport, closed_on_failure
 from thinwire.integrations.updates import Updates
 from thinwire.plan import DEFAULT_RULES, Plan, Rules
 from thinwire.policies import Auto, Policy, parse_policy
@@ -88,6 +88,8 @@ class _Hook:
         self._mean_sketches: Reduced | None = None
         self._passes = 0
         self._resynced = -1
+        self._handled = id(None)
+        """Of the error that the caller was handling when forward began."""
         self._loss_scale = 1.0
         self._loss_scale_readback = AsyncReadback()
         self._follower = Follower("thinwire dense")
@@ -230,7 +232,7 @@ class _Hook:
 
         Gradients that no optimizer has taken get back the length at which further ones can be added to them.
         """
-        wire = self.wire
+        wire, self._handled = self.wire, id(sys.exc_info()[1])
         if self.momentum is not None and model.training and torch.is_grad_enabled():
             self.momentum.lengthen()  # what no step of the optimizer has taken: gradients may be added to it
         training = model.training and model.require_backward_grad_sync and torch.is_grad_enabled()
@@ -253,7 +255,8 @@ class _Hook:
         """
         error = sys.exc_info()[1]
         detector = self.wire.detector if self.wire is not None and self.wire.attached else None
-        if detector is None or not isinstance(error, RuntimeError) or "gloo" not in str(error):
+        ours = isinstance(error, RuntimeError) and "gloo" in str(error) and id(error) != self._handled
+        if detector is None or not ours:
             return
         if not hasattr(error, "rank"):
             explained = detector.explain(TransportError(str(error)))
@@ -347,8 +350,7 @@ def _attach(model: DistributedDataParallel, options: Options) -> Wire:
     parameters = {name: p for p, name in hook.names.items()}
     timeout = options.network.timeout or group_timeout(hook.group)
     # Process groups of our own: DDP uses its own group from the main thread while ours are busy in the worker.
-    host = bare_transport(hook.group, timeout)
-    try:
+    with closed_on_failure(bare_transport(hook.group, timeout)) as host:
         # Before anything that depends on the arguments: ranks that differ in them would wait for each other.
         agree(record_of(options), host)
         with failing_together([host], "thinwire.compress()"):
@@ -362,9 +364,6 @@ def _attach(model: DistributedDataParallel, options: Options) -> Wire:
             measure=options.checks.measure_every,
             optimizer=options.optimizer,
         )
-    except Exception:
-        host.close()
-        raise
     if model not in _attached:
         _register(model, hook, wire)
     hook.wire = wire
