@@ -84,7 +84,7 @@ def closed_on_failure(transport: _T) -> Iterator[_T]:
     """Close it where the body fails, and tell the other ranks, which may be waiting for this one, why."""
     try:
         yield transport
-    except BaseException as error:
+    except Exception as error:
         if transport.detector is not None:
             transport.detector.close(error)
         transport.close()
