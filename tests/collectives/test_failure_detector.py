@@ -99,6 +99,44 @@ def test_a_call_that_only_one_rank_has_made_is_named_unless_the_others_are_late(
         assert not gone_on or error.reason == wanted
 
 
+def test_a_call_that_an_error_has_ended_is_not_the_cause(
+    detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(detector, "GRACE_S", 1.2)
+    with pytest.raises(KeyError), detectors[2].calling("load_state_dict()"):
+        raise KeyError
+    detectors[2].advance()
+    for one in detectors:
+        one.advance()
+    for error in everywhere(4, lambda rank: detectors[rank].explain(ERROR)):
+        assert "load_state_dict" not in str(error)
+
+
+def test_what_waits_for_all_ranks_ends_when_one_of_them_leaves(detectors: list[FailureDetector]) -> None:
+    assert detectors[0].waiting(lambda: 3, "a call") == 3
+    never = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(detectors[0].waiting, lambda: never.wait(100.0), "a call")
+        detectors[1].close(OSError("no more files"))
+        error = waiting.exception(20.0)
+    never.set()
+    assert isinstance(error, TransportError)
+    assert (error.rank, error.reason) == (2, "it communicates no more: OSError: no more files")
+
+
+def test_a_rank_that_is_short_of_files_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def socketpair() -> None:
+        raise OSError(24, "Too many open files")
+
+    store = dist.HashStore()
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socketpair", socketpair)
+        with pytest.raises(OSError, match="Too many open files"):
+            FailureDetector.connect(store, "test", (3, 7), 1, timedelta(seconds=20))
+    with pytest.raises(PeerFailedError, match=r"rank 7 on .* failed: OSError: .* Too many open files"):
+        FailureDetector.connect(store, "test", (3, 7), 0, timedelta(seconds=20))
+
+
 def test_a_rank_that_has_left_is_named(detectors: list[FailureDetector]) -> None:
     detectors[1].close()
     for error in everywhere(4, lambda rank: detectors[rank].explain(ERROR) if rank != 1 else None):
@@ -167,8 +205,8 @@ def test_the_last_words_of_a_rank_are_heard_where_nothing_can_be_sent_to_it_any_
             return super().select(timeout)
 
     def other_rank() -> socket.socket:
-        _, listener = rendezvous.enter(store, "test", (0, 2), 1, timedelta(seconds=20))
-        with listener:
+        with rendezvous.listen() as listener:
+            rendezvous.enter(store, "test", (0, 2), 1, listener, timedelta(seconds=20))
             listener.settimeout(20.0)
             connection, _ = listener.accept()
         return connection

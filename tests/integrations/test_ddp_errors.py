@@ -39,6 +39,20 @@ def _loses_a_rank(rank: int, spec: str, options: dict) -> tuple[str, int | None,
     return "nothing", None, "", False
 
 
+def _handles_another_error(rank: int) -> bool:
+    model = make(rank)
+    thinwire.compress(model, skip_if_slower=False)
+    try:
+        raise RuntimeError("gloo: of another group")
+    except RuntimeError as error:
+        train(model, rank, 1)
+        return hasattr(error, "rank")
+
+
+def test_an_error_that_the_caller_handles_while_the_model_runs_is_left_alone() -> None:
+    assert run_ranks(_handles_another_error, 2) == [False, False]
+
+
 @pytest.mark.parametrize("start", [0, 100], ids=["compressed", "dense"])
 @pytest.mark.parametrize(
     ("spec", "transport", "num_ranks"),

@@ -40,6 +40,8 @@ class Scripted(Policy):
         spec = self.specs[(evidence.step // self.every) % len(self.specs)]
         if spec == "fail":
             raise RuntimeError("no idea")
+        if spec == "nothing":
+            return None  # pyright: ignore[reportReturnType]
         return Proposal({name: thinwire.parse(spec) for name in evidence.reference})
 
 
@@ -198,6 +200,11 @@ def test_a_policy_that_fails_costs_nothing_but_its_plan() -> None:
         assert [d.changed for d in wire.decisions] == [0, 2]
         assert "no idea" in wire.decisions[0].note
         assert wire.plan["w"] == thinwire.compressors.MinMax(bits=2)
+
+
+def test_a_policy_that_proposes_nothing_leaves_the_plan_on_all_ranks() -> None:
+    for wire, _ in wires(Scripted(every=3, window=1, lag=1, specs=("", "nothing")), "minmax", 4):
+        assert "the policy failed" in wire.decisions[0].note
 
 
 def test_a_nonfinite_gradient_is_left_out_of_the_sum() -> None:

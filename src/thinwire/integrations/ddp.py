@@ -44,7 +44,7 @@ from thinwire.integrations.options import (
     unfit,
 )
 from thinwire.integrations.step_watch import StepWatch
-from thinwire.integrations.transports import add_streams, bare_transport
+from thinwire.integrations.transports import add_streams, bare_transport, closed_on_failure
 from thinwire.integrations.updates import Updates
 from thinwire.plan import DEFAULT_RULES, Filter, Plan, Rules
 from thinwire.policies import Auto, Policy, parse_policy
@@ -102,6 +102,8 @@ class _Hook:
         self._passes = 0
         self._resynced = -1
         self._told_of_join = False
+        self._handled = id(None)
+        """Of the error that the caller was handling when forward began."""
         self._loss_scale = 1.0
         self._loss_scale_readback = AsyncReadback()
         self._follower = Follower("thinwire dense")
@@ -269,6 +271,7 @@ class _Hook:
         backward pass could not raise is raised.
         """
         self.raise_error()
+        self._handled = id(sys.exc_info()[1])
         wire, watch = self.wire, self.watch
         if wire is None or watch is None or not wire.attached or not torch.is_grad_enabled():
             return
@@ -328,7 +331,8 @@ class _Hook:
         """
         error = sys.exc_info()[1]
         detector = self.wire.detector if self.wire is not None and self.wire.attached else None
-        if detector is None or not isinstance(error, RuntimeError) or "gloo" not in str(error):
+        ours = isinstance(error, RuntimeError) and "gloo" in str(error) and id(error) != self._handled
+        if detector is None or not ours:
             return
         if not hasattr(error, "rank"):
             explained = detector.explain(TransportError(str(error)))
@@ -425,8 +429,7 @@ def _attach(model: DistributedDataParallel, options: Options) -> Wire:
     parameters = {name: p for p, name in hook.names.items()}
     timeout = options.network.timeout or group_timeout(hook.group)
     # Process groups of our own: DDP uses its own group from the main thread while ours are busy in the worker.
-    host = bare_transport(hook.group, timeout)
-    try:
+    with closed_on_failure(bare_transport(hook.group, timeout)) as host:
         # Before anything that depends on the arguments: ranks that differ in them would wait for each other.
         agree(record_of(options), host)
         with failing_together([host], "thinwire.compress()"):
@@ -441,9 +444,6 @@ def _attach(model: DistributedDataParallel, options: Options) -> Wire:
             optimizer=options.optimizer,
             dtypes={name: p.dtype for name, p in trained(model).items()},
         )
-    except Exception:
-        host.close()
-        raise
     if model not in _attached:
         _register(model, hook, wire)
     hook.wire = wire

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -42,7 +42,7 @@ from thinwire.integrations.options import (
 )
 from thinwire.integrations.preconditioned import Preconditioned
 from thinwire.integrations.step_watch import StepWatch
-from thinwire.integrations.transports import add_streams, bare_transport
+from thinwire.integrations.transports import add_streams, bare_transport, closed_on_failure
 from thinwire.optim import CompressedAdamW, Dion, QuantizedAdam
 from thinwire.plan import Plan, Rules, Site, at_site, named_parameters, sharded_plan
 from thinwire.policies import Auto, Policy
@@ -290,10 +290,13 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
     groups = {_ranks(group): group.process_group for _, group, _ in sharded}
     # The Wire closes its transports. What fails before there is one closes them here.
     with ExitStack() as without_wire:
-        hosts = {ranks: without_wire.enter_context(closing(_host(group, options))) for ranks, group in groups.items()}
+        hosts = {
+            ranks: without_wire.enter_context(closed_on_failure(_host(group, options)))
+            for ranks, group in groups.items()
+        }
         across = None
         if options.replicas is not None:
-            across = without_wire.enter_context(closing(_host(options.replicas, options)))
+            across = without_wire.enter_context(closed_on_failure(_host(options.replicas, options)))
         with failing_together(hosts.values(), "thinwire.compress()"):
             policy = _policy(options)
             device = _device(model, [group for _, group, _ in sharded], options)
@@ -522,12 +525,8 @@ def _whole_world(timeout: timedelta | None) -> Transport:
 
 def _host(group: dist.ProcessGroup, options: ShardedOptions) -> ProcessGroupTransport:
     """Process groups of our own among the ranks of ``group``, which are known to have the same options."""
-    host = bare_transport(group, options.network.timeout or group_timeout(group))
-    try:
+    with closed_on_failure(bare_transport(group, options.network.timeout or group_timeout(group))) as host:
         agree(record_of(options), host)
-    except BaseException:
-        host.close()
-        raise
     return host
 
 

@@ -7,15 +7,24 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from thinwire.collectives import FailureDetector, ProcessGroupTransport, Transport, announce_error, with_shared_memory
+from thinwire.collectives import (
+    CommunicationError,
+    FailureDetector,
+    ProcessGroupTransport,
+    Transport,
+    announce_error,
+    with_shared_memory,
+)
 from thinwire.collectives.transport import Failing
 from thinwire.compat import gloo_group, prefixed
 from thinwire.integrations.options import Network
 from thinwire.runtime import agree
+
+_T = TypeVar("_T", bound=Transport)
 
 
 class _Meeting(NamedTuple):
@@ -28,6 +37,10 @@ class _Meeting(NamedTuple):
     """In the default process group."""
 
 
+_stores: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
+"""By the default process group, another client of its store, where something may still be waiting in the first one."""
+_stuck: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""The default process group, where something may be waiting in the client that was used last."""
 _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 """By the default process group and ranks, how often they have met. A new default group has a new store."""
 
@@ -40,7 +53,11 @@ def _meeting(ranks: Sequence[int]) -> _Meeting:
     met = _meetings.setdefault(world, Counter())
     number = met[tuple(ranks)]
     met[tuple(ranks)] += 1
-    return _Meeting(world.get_group_store(), f"thinwire meeting {number} of {'-'.join(map(str, ranks))}", ranks)
+    store = _stores.get(world) or world.get_group_store()
+    if world in _stuck:
+        store = _stores[world] = store.clone()
+        _stuck.discard(world)
+    return _Meeting(store, f"thinwire meeting {number} of {'-'.join(map(str, ranks))}", ranks)
 
 
 def bare_transport(group: dist.ProcessGroup, timeout: timedelta) -> ProcessGroupTransport:
@@ -48,18 +65,30 @@ def bare_transport(group: dist.ProcessGroup, timeout: timedelta) -> ProcessGroup
 
     Raises:
         TransportError: A rank did not come in time, or is gone.
-        PeerFailedError: A rank failed in `failing_before_meeting`.
+        PeerFailedError: A rank failed in `failing_before_meeting`, or in this.
     """
     meeting = _meeting(dist.get_process_group_ranks(group))
     # Before gloo's groups, which wait for a rank that does not come without naming it.
     detector = _detector(meeting, group, timeout)
     try:
         mine, second = _new_groups(meeting, group, timeout, detector, 2)
-    except BaseException:
+    except BaseException as error:
         if detector is not None:
-            detector.close()
+            detector.close(error)
         raise
     return ProcessGroupTransport(mine, timeout, second, owned=True, detector=detector)
+
+
+@contextmanager
+def closed_on_failure(transport: _T) -> Iterator[_T]:
+    """Close it where the body fails, and tell the other ranks, which may be waiting for this one, why."""
+    try:
+        yield transport
+    except Exception as error:
+        if transport.detector is not None:
+            transport.detector.close(error)
+        transport.close()
+        raise
 
 
 def add_streams(transport: ProcessGroupTransport, group: dist.ProcessGroup, streams: int) -> None:
@@ -82,9 +111,22 @@ def _new_groups(
     It names a group of a part of the world by its ranks and by how many such groups there are: a name that comes again,
     after one of them was destroyed, would find the addresses of the group that had it.
     """
-    with Failing("making process groups", timeout, detector=detector):
-        stores = [prefixed(f"{meeting.key}, group {i}", meeting.store) for i in range(num)]
-        return [gloo_group(store, group.rank(), group.size(), timeout) for store in stores]
+    doing = "making process groups"
+    stores = [prefixed(f"{meeting.key}, group {i}", meeting.store) for i in range(num)]
+
+    def make() -> list[dist.ProcessGroup]:
+        with Failing(doing, timeout, detector=detector):
+            return [gloo_group(store, group.rank(), group.size(), timeout) for store in stores]
+
+    if detector is None:
+        return make()
+    try:
+        return detector.waiting(make, doing)
+    except CommunicationError:
+        # The thread that was left alone may wait in the store, which lets nobody else in meanwhile.
+        if dist.group.WORLD is not None:
+            _stuck.add(dist.group.WORLD)
+        raise
 
 
 def detector_of(group: dist.ProcessGroup, timeout: timedelta) -> FailureDetector | None:
@@ -141,11 +183,7 @@ def host_transport(
 
     ``arguments``: what follows depends on; ranks that differ in it would wait for each other.
     """
-    transport = bare_transport(group, timeout)
-    try:
+    with closed_on_failure(bare_transport(group, timeout)) as transport:
         agree(arguments, transport)
         add_streams(transport, group, network.streams)
         return with_shared_memory(transport, timeout, network.transport)
-    except Exception:
-        transport.close()
-        raise

@@ -17,7 +17,7 @@ from thinwire.collectives import contiguous_values
 from thinwire.compat import group_timeout
 from thinwire.compressors import Compressor, check_int
 from thinwire.integrations.options import Network
-from thinwire.integrations.transports import failing_before_meeting, host_transport
+from thinwire.integrations.transports import closed_on_failure, failing_before_meeting, host_transport
 from thinwire.local.alone import warn_of_averaged_gradients
 from thinwire.local.fragments import (
     FEW_BITS,
@@ -444,10 +444,5 @@ def _open_wire(
     algorithm = network.chosen_algorithm(exchange_algorithm(group.size()))
     arguments |= {"algorithm": str(algorithm), "transport": network.transport, "timeout": str(timeout)}
     arguments |= {"streams": str(network.streams)}
-    with on_the_host():
-        transport = host_transport(group, timeout, network, arguments)
-        try:
-            return Wire(plan, shapes, transport, WireSettings(seed=seed, algorithm=algorithm))
-        except Exception:
-            transport.close()
-            raise
+    with on_the_host(), closed_on_failure(host_transport(group, timeout, network, arguments)) as transport:
+        return Wire(plan, shapes, transport, WireSettings(seed=seed, algorithm=algorithm))

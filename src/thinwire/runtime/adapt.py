@@ -329,13 +329,14 @@ class Adapter:
             if asked is None or self._asked_for != step:
                 return None, {"note": "no gradients were seen: the plan stays", "layers": {}}
             proposal = asked.result()
+            layers = {name: str(c) for name, c in proposal.layers.items() if name in self._adaptable}
+            chosen = {} if proposal.algorithm in (None, self.algorithm) else {"algorithm": str(proposal.algorithm)}
+            answer = {"note": str(proposal.note), "layers": layers, "trial": proposal.trial}
+            return proposal, answer | chosen
         except Exception as error:  # noqa: BLE001 - a policy may come from anywhere, and training goes on without it
             return None, {"note": f"the policy failed ({type(error).__name__}: {error}): the plan stays", "layers": {}}
         finally:
             self._sums, self._buckets, self._seen = {}, {}, 0
-        layers = {name: str(c) for name, c in proposal.layers.items() if name in self._adaptable}
-        chosen = {} if proposal.algorithm in (None, self.algorithm) else {"algorithm": str(proposal.algorithm)}
-        return proposal, {"note": proposal.note, "layers": layers, "trial": proposal.trial, **chosen}
 
     def _read(self, text: str) -> tuple[dict[str, Compressor], str, Algorithm, bool]:
         """Parse rank 0's decision and check it against the model: rank 0 is a peer like any other."""

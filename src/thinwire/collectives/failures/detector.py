@@ -17,10 +17,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from thinwire import threads
 from thinwire.collectives.errors import PeerFailedError, TransportError
@@ -35,8 +36,9 @@ from thinwire.collectives.failures.evidence import (
     Report,
     printable,
 )
-from thinwire.collectives.failures.rendezvous import SECRET_BYTES, Member, enter
+from thinwire.collectives.failures.rendezvous import SECRET_BYTES, Member, announcing, beside, enter, listen
 
+_T = TypeVar("_T")
 _HELLO = struct.Struct(f"<4sI{SECRET_BYTES}s")
 """The first bytes of a connection: format, rank of the sender, secret of the receiver."""
 _MAGIC = b"twf1"
@@ -50,6 +52,8 @@ GRACE_S = 2.5
 """How long a failure waits for evidence of its cause."""
 _REPORT_S = 1.0
 """The same for a failure that another rank has announced."""
+_LOOK_S = 0.1
+"""How often `FailureDetector.waiting` looks whether a rank is gone."""
 _STRANGER_S = 10.0
 _LAST_WORDS_S = 0.3
 """How long a rank that ends tries to send what it has to say."""
@@ -97,13 +101,26 @@ class FailureDetector:
 
         Raises:
             TransportError: Some rank did not call this in time.
-            PeerFailedError: Some rank called `announce_error` instead.
+            PeerFailedError: Some rank called `announce_error` instead, or has failed in this.
         """
-        members, listener = enter(store, key, ranks, rank, timeout)
-        return FailureDetector(ranks, rank, members, listener)
+        with announcing(store, key, rank):
+            # What takes threads, files and memory comes first: the others must not wait for a rank that is short of
+            # them and has said that it is there.
+            listener = listen()
+            try:
+                detector = FailureDetector(ranks, rank, listener)
+            except BaseException:
+                listener.close()
+                raise
+            try:
+                detector._ring.begin(enter(store, key, ranks, rank, listener, timeout))
+            except BaseException:
+                detector.close()
+                raise
+        return detector
 
-    def __init__(self, ranks: Sequence[int], rank: int, members: Sequence[Member], listener: socket.socket) -> None:
-        self._ring = _Ring(ranks, rank, members, listener)
+    def __init__(self, ranks: Sequence[int], rank: int, listener: socket.socket) -> None:
+        self._ring = _Ring(ranks, rank, listener)
         _rings.add(self._ring)
         self._stop = weakref.finalize(self, self._ring.stop, "its program has ended")
         threads.start(self._ring.run, name="thinwire failures", end=self._stop)
@@ -112,6 +129,19 @@ class FailureDetector:
     def heard(self) -> frozenset[int]:
         """The ranks of this detector's group whose heartbeats have arrived, without this one."""
         return frozenset(self._ring.evidence.heard)
+
+    def waiting(self, call: Callable[[], _T], doing: str) -> _T:
+        """What ``call`` returns, which waits for all ranks, and would wait until its timeout for one that is gone. It
+        runs in a thread of its own, and is left alone there where a rank is.
+
+        Raises:
+            TransportError: A rank has ended, or has said that it communicates no more.
+        """
+        done = beside(call)
+        while not wait([done], _LOOK_S).done:
+            if self._ring.anyone_gone():
+                raise self.explain(TransportError(f"{doing} was given up"))
+        return done.result()
 
     def advance(self) -> None:
         """Count a collective that this rank begins. All ranks begin the same ones."""
@@ -154,20 +184,30 @@ class FailureDetector:
     def calling(self, what: str) -> Iterator[None]:
         """Tell the other ranks, while the body waits for them, which call this one is in that all ranks must make."""
         self._ring.send(CALLING, self._ring.rank, what)
-        yield
+        try:
+            yield
+        except TransportError:
+            raise  # the others, whose collectives fail with this one, have yet to ask for the cause
+        except Exception:
+            self._ring.send(CALLING, self._ring.rank)
+            raise
         self._ring.send(CALLING, self._ring.rank)
 
-    def close(self) -> None:
-        """Say that this rank communicates no more, and end."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Say that this rank communicates no more, because of ``error`` if there is one, and end."""
         if self._stop.detach() is not None:
-            self._ring.stop("it communicates no more: detach() was called there, or thinwire.compress() failed")
+            why = "detach() was called there" if error is None else f"{type(error).__name__}: {error}"
+            self._ring.stop(f"it communicates no more: {why}")
 
 
 class _Ring:
     """The connections of a rank and what it has heard; `run` is its thread."""
 
-    def __init__(self, ranks: Sequence[int], rank: int, members: Sequence[Member], listener: socket.socket) -> None:
-        self._ranks, self.rank, self._members = tuple(ranks), rank, members
+    def __init__(self, ranks: Sequence[int], rank: int, listener: socket.socket) -> None:
+        self._ranks, self.rank = tuple(ranks), rank
+        self._members: Sequence[Member] = ()
+        self._ready = threading.Event()
+        """Set when this rank has met the others, or will not."""
         self.size = len(ranks)
         self.counter = itertools.count(1)
         self._beat_s = _BEAT_S * max(1.0, self.size / _RANKS_A_BEAT)
@@ -185,7 +225,8 @@ class _Ring:
         self._links: list[_Link] = []
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
-        for end in (self._wake_read, self._wake_write):
+        self._dialling = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        for end in (self._wake_read, self._wake_write, self._dialling):
             end.setblocking(False)
 
     # What other threads call.
@@ -200,7 +241,13 @@ class _Ring:
         else:
             self.send(LEFT, self.rank, reason)
         self._stopping = True
+        self._ready.set()
         self._wake()
+
+    def begin(self, members: Sequence[Member]) -> None:
+        """Let the thread connect to the others."""
+        self._members = members
+        self._ready.set()
 
     def send(self, kind: int, about: int, reason: str = "") -> None:
         """Tell all ranks something."""
@@ -234,6 +281,10 @@ class _Ring:
             self.send(FAILED, *cause)
         return self._cause
 
+    def anyone_gone(self) -> bool:
+        with self._news:
+            return self.evidence.ended() is not None
+
     def reported_error(self) -> Cause | None:
         with self._news:
             heard = self.evidence
@@ -255,7 +306,10 @@ class _Ring:
 
     def run(self) -> None:
         """Beat, listen and pass on, until `stop`."""
+        self._ready.wait()
         try:
+            if not self._members:
+                return
             self._selector.register(self._wake_read, selectors.EVENT_READ, None)
             if self._listener is not None:
                 self._selector.register(self._listener, selectors.EVENT_READ, None)
@@ -293,7 +347,7 @@ class _Ring:
         for link in list(self._links):
             link.socket.close()
         self._links.clear()
-        for end in (self._listener, self._wake_read, self._wake_write):
+        for end in (self._listener, self._dialling, self._wake_read, self._wake_write):
             if end is not None:
                 end.close()
         self._selector.close()
@@ -303,11 +357,9 @@ class _Ring:
             self._wake_write.send(b"\0")
 
     def _dial(self, peer: int) -> None:
-        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        connection.setblocking(False)
-        link = _Link(connection, peer)
+        link = _Link(self._dialling, peer)
         link.waiting += _HELLO.pack(_MAGIC, self.rank, self._members[peer].secret)
-        connection.connect_ex(self._members[peer].address)
+        link.socket.connect_ex(self._members[peer].address)
         self._add(link)
 
     def _add(self, link: _Link) -> None:

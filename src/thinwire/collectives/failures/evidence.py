@@ -99,21 +99,26 @@ class Evidence:
         """
         return self._gone() or (self._circumstance(suspect) if guess else None)
 
-    def _gone(self, *, certain: bool = True) -> tuple[int, str] | None:
-        """A rank that is certainly gone or silent, which no other rank has caused.
+    def ended(self, *, certain: bool = True) -> tuple[int, str] | None:
+        """A rank that has certainly ended, or says that it communicates no more, which no other rank has caused.
 
-        If not ``certain``: one that any of its neighbours takes to be gone.
+        If not ``certain``: one that any of its neighbours takes to have ended.
         """
-        now = time.monotonic()
         reports = self._reports.values()
         ended = [r for r in reports if r.kind in (ENDED, LEFT) and r.about != self._rank and self._holds(r)]
         caused = {r.sender for r in reports if r.kind == FAILED and r.about != r.sender}
         first = next((r for r in ended if r.about not in caused and (not certain or self._confirmed(r, ended))), None)
-        if first is not None:
-            own = [r.reason for r in ended if r.about == r.sender == first.about]
-            return first.about, own[0] if own else first.reason
-        if not certain:
+        if first is None:
             return None
+        own = [r.reason for r in ended if r.about == r.sender == first.about]
+        return first.about, own[0] if own else first.reason
+
+    def _gone(self) -> tuple[int, str] | None:
+        """A rank that has `ended`, or is silent."""
+        if (ended := self.ended()) is not None:
+            return ended
+        now = time.monotonic()
+        reports = self._reports.values()
         accused = next((r for r in reports if r.kind == FAILED and r.about == self._rank != r.sender), None)
         if accused is not None and "heartbeat" in accused.reason:
             return self._rank, accused.reason
@@ -141,7 +146,7 @@ class Evidence:
 
     def _circumstance(self, suspect: int | None) -> tuple[int, str] | None:
         """The most likely cause where no rank is certainly gone."""
-        if (unconfirmed := self._gone(certain=False)) is not None:
+        if (unconfirmed := self.ended(certain=False)) is not None:
             return unconfirmed
         progress = {rank: beat.progress for rank, beat in self.heard.items()} | {self._rank: self.progress}
         failed = [r for r in self._reports.values() if r.kind == FAILED]

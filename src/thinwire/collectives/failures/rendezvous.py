@@ -48,33 +48,40 @@ def announce_error(store: Any, key: str, rank: int, error: Exception) -> None:
         store.set(f"{key}/{rank}", packed + f"{type(error).__name__}: {error}".encode()[:1024])
 
 
+@contextlib.contextmanager
+def announcing(store: Any, key: str, rank: int) -> Iterator[None]:
+    """Call `announce_error` where the body fails on this rank, for a reason that no other rank knows."""
+    try:
+        yield
+    except Exception as error:
+        if getattr(error, "rank", None) is None:
+            announce_error(store, key, rank, error)
+        raise
+
+
 def enter(
-    store: Any, key: str, ranks: Sequence[int], rank: int, timeout: timedelta
-) -> tuple[list[Member], socket.socket]:
-    """Put this rank's address into the store and wait for those of all ``ranks``: the members, and the socket at which
-    this one listens. The arguments and errors are those of `FailureDetector.connect`."""
-    listener = _listen()
+    store: Any, key: str, ranks: Sequence[int], rank: int, listener: socket.socket, timeout: timedelta
+) -> list[Member]:
+    """Put this rank's address, where ``listener`` listens, into the store, and wait for those of all ``ranks``.
+
+    The other arguments and the errors are those of `FailureDetector.connect`.
+    """
     secret = secrets.token_bytes(SECRET_BYTES)
     host = socket.gethostname()
     ip, port = listener.getsockname()[:2]
     packed = _RECORD.pack(True, socket.inet_aton(ip), port, secret, host.encode()[:_HOST_BYTES])
     try:
-        return _within(timeout, lambda: _meet(store, key, ranks, rank, packed, timeout)), listener
-    except BaseException as error:
-        listener.close()
-        failed = getattr(error, "rank", 0)
+        return _within(timeout, lambda: _meet(store, key, ranks, rank, packed, timeout))
+    except CommunicationError as error:
+        failed = error.rank
         if failed != 0:  # or the store may not answer
             with contextlib.suppress(TransportError):
                 _within(timedelta(seconds=_LEAVE_S), lambda: _leave(store, key, ranks, rank, failed))
         raise
 
 
-def _within(timeout: timedelta, call: Callable[[], _T]) -> _T:
-    """What ``call`` returns or raises. PyTorch's store has calls that wait without end for a process that is stopped.
-
-    Raises:
-        TransportError: It takes longer than ``timeout`` and a second.
-    """
+def beside(call: Callable[[], _T]) -> Future[_T]:
+    """What ``call`` will return or raise, in a thread of its own that nobody has to wait for."""
     done: Future[_T] = Future()
 
     def run() -> None:
@@ -84,6 +91,16 @@ def _within(timeout: timedelta, call: Callable[[], _T]) -> _T:
             done.set_exception(error)
 
     threads.start(run, name="thinwire meeting", end=lambda: None, within_s=0.0)
+    return done
+
+
+def _within(timeout: timedelta, call: Callable[[], _T]) -> _T:
+    """What ``call`` returns or raises. PyTorch's store has calls that wait without end for a process that is stopped.
+
+    Raises:
+        TransportError: It takes longer than ``timeout`` and a second.
+    """
+    done = beside(call)
     try:
         return done.result(timeout.total_seconds() + 1.0)
     except FutureTimeoutError:
@@ -142,13 +159,18 @@ def _member(packed: bytes, number: int) -> Member:
     return Member((socket.inet_ntoa(ip[:4]), port), secret, name)
 
 
-def _listen() -> socket.socket:
+def listen() -> socket.socket:
+    """A socket at which the others may reach this rank."""
+    why = None
     for ip in _own_addresses():
-        with contextlib.suppress(OSError):
+        try:
             listener = socket.create_server((ip, 0))
+        except OSError as error:
+            why = error
+        else:
             listener.setblocking(False)
             return listener
-    raise TransportError("no address of this machine can be listened on, not even 127.0.0.1")
+    raise TransportError(f"no address of this machine can be listened on, not even 127.0.0.1: {why}") from why
 
 
 def _own_addresses() -> Iterator[str]:
