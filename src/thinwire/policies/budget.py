@@ -13,7 +13,7 @@ from thinwire.plan.cost import sent_bytes
 from thinwire.policies import allocate
 from thinwire.policies.allocate import Array
 from thinwire.policies.candidates import LayerCandidates, Price, usable_gradients, with_error_feedback
-from thinwire.policies.families import family, members_that_fit
+from thinwire.policies.families import contracts, family, members_that_fit
 from thinwire.policies.policy import Evidence, Policy, Proposal, check_alpha
 
 Adjust = Callable[[str, Compressor], Compressor]
@@ -117,7 +117,8 @@ class BudgetedPolicy(Policy):
         if name in base:
             return base[name], self.family(evidence.reference[name])
         lower = members_that_fit(evidence.unsuited[name], shape, self.bounds)
-        return self.raw(evidence, name), (*with_error_feedback(lower), self.raw(evidence, name))
+        lower = filter(contracts, with_error_feedback(lower))
+        return self.raw(evidence, name), (*lower, self.raw(evidence, name))
 
     @staticmethod
     def raw(evidence: Evidence, name: str) -> Compressor:
