@@ -636,7 +636,7 @@ def test_a_range_that_sends_more_than_the_reference_is_not_taken(policy: Policy)
     draw = torch.Generator().manual_seed(0)
     asked = parse("powersgd(rank=16)")
     reference = {name: ef(asked) for name in ("c", "d")}
-    unsuited = {name: asked for name in ("a", "b")}
+    unsuited = dict.fromkeys(("a", "b"), asked)
     of = {
         name: torch.randn(shape, generator=draw) * (100.0 if name in unsuited else 1.0)
         for name, shape in shapes.items()

@@ -42,9 +42,9 @@ class LGreco(BudgetedPolicy):
     objective: Objective = "bytes"
     """``bytes``; ``error`` minimises the error instead, subject to ``alpha`` times the bytes of the reference;
     ``priority`` weighs the bytes of later buckets more (thesis, B.1); ``time`` weighs the bytes of each bucket by the
-    time that they were measured to take, after up to four plans for each bucket, tried for 50 steps each (4.5); ``link``
-    minimises the predicted time
-    of encoding, sending at the measured rate, and decoding, with raw layers among the candidates."""
+    time that they were measured to take, after up to four plans for each bucket, tried for 50 steps each (4.5);
+    ``link`` minimises the predicted time of encoding, sending at the measured rate, and decoding, with raw layers among
+    the candidates."""
     reference: Policy | None = None
     """The policy whose choice sets the error to be kept, such as `Accordion` (4.6.3)."""
 
