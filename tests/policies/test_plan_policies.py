@@ -604,6 +604,12 @@ def test_asking_for_what_makes_residuals_grow_is_an_error_that_names_it(policy: 
         policy.check(evidence("2bit").reference, SHAPES)
 
 
+def test_buckets_that_make_residuals_grow_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"buckets=.* would offer ef\(qsgd\(bits=4, bucket=8192"):
+        KMeans(buckets=(8192, 128)).check(evidence("ef(qsgd(bits=4))").reference, SHAPES)
+    KMeans(buckets=(8192, 128)).check(evidence("qsgd(bits=4)").reference, SHAPES)
+
+
 def test_auto_refuses_candidates_that_make_residuals_grow() -> None:
     with pytest.raises(ValueError, match=r"candidates=.* would offer ef\(minmax\(bits=1"):
         Auto(candidates=("minmax(bits=1)", "topk(density=0.05)"))

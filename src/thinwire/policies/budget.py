@@ -104,7 +104,7 @@ class BudgetedPolicy(Policy):
         for name, gradient in usable_gradients((*base, *evidence.unsuited), evidence.gradients).items():
             reference, candidates = self.candidates(evidence, base, name, gradient.shape)
             if adjust is not None:
-                candidates = tuple(adjust(name, candidate) for candidate in candidates)
+                candidates = tuple(filter(contracts, (adjust(name, candidate) for candidate in candidates)))
             layer = LayerCandidates.evaluate(name, gradient, candidates, reference, price)
             if layer.has_budget:
                 table.append(layer)
