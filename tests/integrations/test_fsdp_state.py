@@ -222,7 +222,7 @@ def test_levels_are_learned_for_weights_and_gradients_at_their_steps() -> None:
 def _adapts(rank: int, size: int, spec: str, policy: str) -> dict[str, Any]:
     model = build(net=lambda: Net(width=64, depth=3))
     wire = compress(model, spec, spec, adapt=policy)
-    before = wire.plan.layers
+    before, sent_before = wire.plan.layers, wire.gather_bytes() * 2 + wire.reduce_bytes()
     losses = train(model, 13, optimizer=torch.optim.SGD(model.parameters(), lr=0.002))
     last = wire.decisions[-1]
     return {
@@ -235,6 +235,7 @@ def _adapts(rank: int, size: int, spec: str, policy: str) -> dict[str, Any]:
         "specs": {name: str(c) for name, c in wire.plan.layers.items()},
         "before": {name: str(c) for name, c in before.items()},
         "sent": wire.gather_bytes() * 2 + wire.reduce_bytes(),
+        "sent_before": sent_before,
         "whole": whole(model),
     }
 
@@ -251,6 +252,18 @@ def test_lgreco_chooses_for_weights_and_gradients_together() -> None:
         for site in ("weights", "gradients")
     }
     assert len(sites["weights"] | sites["gradients"]) > 1
+    assert same([answer["whole"] for answer in answers])
+    assert deciding["losses"][-1] < deciding["losses"][0]
+
+
+def test_lgreco_saves_bytes_beside_eight_bits() -> None:
+    """Of which there are no more: what errs less has smaller buckets, or is not compressed."""
+    answers = run_ranks(_adapts, 2, 2, "minmax(bits=8, bucket=1024)", "lgreco(every=6, window=3, lag=1)")
+    deciding = answers[0]
+    assert deciding["changes"] >= 1, deciding["note"]
+    assert deciding["sent"] < deciding["sent_before"]
+    assert deciding["errors"] <= deciding["reference"] * (1 + 1e-6)
+    assert all(answer["specs"] == deciding["specs"] for answer in answers)
     assert same([answer["whole"] for answer in answers])
     assert deciding["losses"][-1] < deciding["losses"][0]
 

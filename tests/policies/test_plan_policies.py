@@ -16,7 +16,7 @@ from torch import Tensor
 from thinwire import parse
 from thinwire.compressors import Compressor, MinMax, Raw, Wrapper, ef, unwrap
 from thinwire.plan import Speeds, sent_bytes
-from thinwire.policies import Accordion, Bayes, Evidence, KMeans, LGreco, Linear, Policy, Proposal, Sync
+from thinwire.policies import Accordion, Auto, Bayes, Evidence, KMeans, LGreco, Linear, Policy, Proposal, Sync
 from thinwire.policies.balance import balanced
 from thinwire.policies.candidates import LayerCandidates
 from thinwire.policies.errors import squared_errors
@@ -563,3 +563,95 @@ def test_a_fast_link_keeps_residuals() -> None:
     speeds = Speeds(dict.fromkeys(policy.to_time(seen.reference), 1e-6), 1e15, 0.0, num_ranks=4)
     layers = policy.propose(replace(seen, speeds=speeds)).layers
     assert set(layers.values()) == {ef(Raw())}
+
+
+WITH_FEEDBACK = ("2bit", "ef(minmax(bits=2))", "ef(maxabs(bits=2))", "ef(qsgd(bits=4))", "ef(qsgd(bits=4), bits=8)")
+MIXED = LGreco(families=("minmax(bits=2)", "qsgd(bits=4)", "topk(density=0.05)"), alpha=8.0)
+
+
+@pytest.mark.parametrize("spec", WITH_FEEDBACK)
+@pytest.mark.parametrize(
+    "policy",
+    [LGreco(alpha=8.0), MIXED, KMeans(alpha=8.0), Linear(alpha=8.0), Bayes(trials=8, alpha=8.0), Accordion()],
+    ids=str,
+)
+def test_what_errs_by_more_than_its_input_never_has_error_feedback(policy: Policy, spec: str) -> None:
+    """Even with a budget for it: an error is taken without feedback, and the residual would grow in every step."""
+    seen = evidence(spec)
+    policy.check(seen.reference, SHAPES)
+    first = policy.propose(seen)
+    for proposal in (first, policy.propose(replace(seen, memory=first.memory))):
+        inner = [compressor.inner for compressor in proposal.layers.values() if isinstance(compressor, Wrapper)]
+        assert len(inner) == len(SHAPES)
+        assert all(compressor.traits.contracts for compressor in inner)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        LGreco(bounds=(1, 4)),
+        KMeans(bounds=(1, 4)),
+        LGreco(families=("minmax(bits=1)", "topk(density=0.05)")),
+        LGreco(families=("minmax(bits=2)", "topk(density=0.05)"), bounds=(1, 4)),
+        Accordion(pair=(1, 2)),
+        Accordion(pair=("minmax(bits=1)", "minmax(bits=2)")),
+        LGreco(reference=Accordion(pair=(1, 2))),
+    ],
+    ids=str,
+)
+def test_asking_for_what_makes_residuals_grow_is_an_error_that_names_it(policy: Policy) -> None:
+    with pytest.raises(ValueError, match=r"would offer ef\(minmax\(bits=1.*residual .* grows"):
+        policy.check(evidence("2bit").reference, SHAPES)
+
+
+def test_buckets_that_make_residuals_grow_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"buckets=.* would offer ef\(qsgd\(bits=4, bucket=8192"):
+        KMeans(buckets=(8192, 128)).check(evidence("ef(qsgd(bits=4))").reference, SHAPES)
+    KMeans(buckets=(8192, 128)).check(evidence("qsgd(bits=4)").reference, SHAPES)
+
+
+def test_auto_refuses_candidates_that_make_residuals_grow() -> None:
+    with pytest.raises(ValueError, match=r"candidates=.* would offer ef\(minmax\(bits=1"):
+        Auto(candidates=("minmax(bits=1)", "topk(density=0.05)"))
+    Auto(candidates=("minmax(bits=1)", "minmax(bits=2)"))
+
+
+@pytest.mark.parametrize("spec", ["8bit", "minmax(bits=8, bucket=1024)", "ef(minmax(bits=8))", "maxabs(bits=8)"])
+@pytest.mark.parametrize(("policy", "least"), [(LGreco(), 1.3), (KMeans(), 1.1), (Linear(), 1.1)], ids=str)
+def test_the_most_bits_have_something_to_exchange(policy: Policy, least: float, spec: str) -> None:
+    seen = nine_layers(0)
+    reference = dict.fromkeys(NINE, parse(spec))
+    seen = replace(seen, reference=reference, present=reference)
+    proposal = policy.propose(seen)
+    assert_within(proposal, seen)
+    assert nine_bytes(reference) >= least * nine_bytes(proposal.layers)
+
+
+def test_beyond_the_most_bits_are_smaller_buckets_and_raw() -> None:
+    for spec in ("minmax(bits=8, bucket=128)", "ef(minmax(bits=8, bucket=128))"):
+        members = [unwrap(member) for member in family(parse(spec))]
+        assert [c.bits for c in members[:5] if isinstance(c, MinMax)] == [4, 5, 6, 7, 8]
+        assert members[5:] == [MinMax(bits=8, bucket=64), MinMax(bits=8, bucket=32), Raw()]
+    assert len(family(parse("minmax(bits=8)"), bounds=(4, 8))) == 5
+
+
+@pytest.mark.parametrize("policy", [KMeans(), Linear()], ids=str)
+def test_a_range_that_sends_more_than_the_reference_is_not_taken(policy: Policy) -> None:
+    """As where layers that the reference leaves raw, with large gradients, force both of its ends up."""
+    shapes = {"a": (16, 16, 3, 3), "b": (32, 16, 3, 3), "c": (64, 64, 3, 3), "d": (128, 128, 3, 3)}
+    draw = torch.Generator().manual_seed(0)
+    asked = parse("powersgd(rank=16)")
+    reference = {name: ef(asked) for name in ("c", "d")}
+    unsuited = dict.fromkeys(("a", "b"), asked)
+    of = {
+        name: torch.randn(shape, generator=draw) * (100.0 if name in unsuited else 1.0)
+        for name, shape in shapes.items()
+    }
+    present = reference | dict.fromkeys(unsuited, Raw())
+    proposal = policy.propose(Evidence(reference, present, of, num_ranks=4, unsuited=unsuited))
+    assert "sends less than the reference: the reference stays" in proposal.note
+
+    def sent(layers: Mapping[str, Compressor]) -> float:
+        return sum(sent_bytes(layers.get(name, Raw()), shape, 4) for name, shape in shapes.items())
+
+    assert sent(proposal.layers) <= sent(reference)

@@ -140,7 +140,7 @@ def test_a_plan_that_is_tried_stays_for_fifty_steps() -> None:
     assert [evidence.trials for evidence in seen] == [0, 1, 2, 2]
 
 
-FIVE = {name: (64, 48) for name in "abcde"}
+FIVE = dict.fromkeys("abcde", (64, 48))
 
 
 def timed_run(policy: Policy, steps: int) -> Adapter:

@@ -37,7 +37,7 @@ class MinMax(Bucketed):
 
     @property
     def traits(self) -> Traits:
-        return Traits(unbiased=self.rounding != "nearest")
+        return Traits(unbiased=self.rounding != "nearest", contracts=self.bits > 1)
 
     def make_format(self) -> Format:
         return Format(self.bits, self.bucket, rounding="nearest" if self.rounding == "nearest" else "stochastic")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from thinwire.compressors import Compressor, Unsuited, Wrapper, ef, parse
 from thinwire.policies.candidates import usable_gradients
-from thinwire.policies.families import parameter_name, with_parameter, with_share
+from thinwire.policies.families import check_contracting, contracts, parameter_name, with_parameter, with_share
 from thinwire.policies.policy import Evidence, Policy, Proposal, gradient_norm
 
 _HIGH_COMPRESSION = {"bits": 3 / 4, "rank": 1 / 4, "density": 1 / 20, "kept": 1 / 20}
@@ -80,7 +80,10 @@ class Accordion(Policy):
         # Residuals must survive the change.
         pair = (self._asked(reference, high=side) for side in (False, True))
         feedback = any(isinstance(c, Wrapper) or c.traits.wants_feedback for c in (reference, *pair))
-        return ef(chosen) if feedback and not isinstance(chosen, Wrapper) else chosen
+        chosen = ef(chosen) if feedback and not isinstance(chosen, Wrapper) else chosen
+        if self.pair is not None:
+            check_contracting(f"pair={self.pair}", [chosen])
+        return chosen if contracts(chosen) else reference
 
     def _asked(self, reference: Compressor, *, high: bool) -> Compressor:
         if self.pair is None:

@@ -24,6 +24,7 @@ from thinwire.plan.forecast.ddp import (
 from thinwire.plan.forecast.links import Links
 from thinwire.policies import allocate
 from thinwire.policies.candidates import LayerCandidates, usable_gradients, with_error_feedback
+from thinwire.policies.families import check_contracting
 from thinwire.policies.policy import Evidence, Policy, Proposal, StepTime
 
 _ALIKE = 0.25
@@ -85,7 +86,7 @@ class Auto(Policy):
             raise ValueError(
                 f"warmup={self.warmup} must be more than lag={self.lag_steps}: the first decision is made within it"
             )
-        self._compressors()
+        check_contracting(f"candidates={self.candidates}", self._compressors())
         if not isinstance(self.algorithms, tuple) or not self.algorithms:
             raise ValueError(f"algorithms must be a tuple of specs, not {self.algorithms!r}")
         for algorithm in self.considers:

@@ -13,7 +13,7 @@ from thinwire.plan.cost import sent_bytes
 from thinwire.policies import allocate
 from thinwire.policies.allocate import Array
 from thinwire.policies.candidates import LayerCandidates, Price, usable_gradients, with_error_feedback
-from thinwire.policies.families import family, members_that_fit
+from thinwire.policies.families import contracts, family, members_that_fit
 from thinwire.policies.policy import Evidence, Policy, Proposal, check_alpha
 
 Adjust = Callable[[str, Compressor], Compressor]
@@ -104,7 +104,7 @@ class BudgetedPolicy(Policy):
         for name, gradient in usable_gradients((*base, *evidence.unsuited), evidence.gradients).items():
             reference, candidates = self.candidates(evidence, base, name, gradient.shape)
             if adjust is not None:
-                candidates = tuple(adjust(name, candidate) for candidate in candidates)
+                candidates = tuple(filter(contracts, (adjust(name, candidate) for candidate in candidates)))
             layer = LayerCandidates.evaluate(name, gradient, candidates, reference, price)
             if layer.has_budget:
                 table.append(layer)
@@ -117,7 +117,8 @@ class BudgetedPolicy(Policy):
         if name in base:
             return base[name], self.family(evidence.reference[name])
         lower = members_that_fit(evidence.unsuited[name], shape, self.bounds)
-        return self.raw(evidence, name), (*with_error_feedback(lower), self.raw(evidence, name))
+        lower = filter(contracts, with_error_feedback(lower))
+        return self.raw(evidence, name), (*lower, self.raw(evidence, name))
 
     @staticmethod
     def raw(evidence: Evidence, name: str) -> Compressor:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from thinwire.compressors import FFT, Chain, Compressor, Unsuited, Wrapper, ef, unwrap
+from thinwire.compressors import FFT, Chain, Compressor, Raw, Unsuited, Wrapper, ef, unwrap
 
 _GEOMETRIC = 12
 """Members of a family whose errors take an encoding each and whose parameter is a share."""
 _WHOLE = ("bits", "rank")
+_LEAST_BUCKET = 32
+"""Elements of the smallest bucket: its two scales cost 2 bits an element."""
 
 
 def family(
@@ -24,11 +26,18 @@ def family(
     whose values are coded, there are 12 shares in ``[D/5, 5D]``. ``bounds`` and ``step`` are in the units of the
     parameter (bits, rank, density, share kept).
 
+    Beyond a quantizer of as many bits as it can have are those with smaller buckets, which err less, and ``raw``.
+    With error feedback, those that can err by more than their input are left out.
+
     Raises:
-        ValueError: the compressor has no such parameter, or nothing lies within ``bounds``.
+        ValueError: the compressor has no such parameter, nothing lies within ``bounds``, or ``bounds`` contain what
+            must not have error feedback.
     """
     if isinstance(compressor, Wrapper):
-        return tuple(compressor.around(member) for member in family(compressor.inner, bounds, step))
+        members = [compressor.around(member) for member in family(compressor.inner, bounds, step)]
+        if bounds is not None:
+            check_contracting(f"bounds={bounds}", [member for member in members if member != compressor])
+        return tuple(member for member in members if member == compressor or contracts(member))
     name, default = _parameter(compressor)
     members: list[Compressor] = []
     for value in _values(compressor, name, default, bounds, step):
@@ -41,7 +50,37 @@ def family(
         raise ValueError(f"no {name} between {bounds} that {compressor} could have")
     if compressor not in members:
         members.append(compressor)
-    return tuple(sorted(dict.fromkeys(members), key=parameter_value))
+    listed = sorted(dict.fromkeys(members), key=parameter_value)
+    if name == "bits" and listed[-1] == compressor and (bounds is None or bounds[1] > default):
+        listed += _finer(compressor)
+    return tuple(listed)
+
+
+def _finer(compressor: Compressor) -> list[Compressor]:
+    """What errs less than a quantizer of the most bits: the same in smaller buckets, and no compression."""
+    bucket, finer = getattr(compressor, "bucket", None), []
+    if not isinstance(bucket, int):
+        return []
+    while (bucket := bucket // 2) >= _LEAST_BUCKET:
+        changes: dict[str, Any] = {"bucket": bucket}
+        finer.append(replace(compressor, **changes))
+    return [*finer, Raw()]
+
+
+def contracts(compressor: Compressor) -> bool:
+    """Whether residuals stay bounded: what is inside error feedback errs by less than its input."""
+    return not isinstance(compressor, Wrapper) or compressor.inner.traits.contracts
+
+
+def check_contracting(where: str, compressors: Iterable[Compressor]) -> None:
+    """Raise ``ValueError`` if one of ``compressors``, which were asked for, makes residuals grow."""
+    growing = [str(compressor) for compressor in compressors if not contracts(compressor)]
+    if growing:
+        raise ValueError(
+            f"{where} would offer {', '.join(growing)}: it can err by more than its input, so that the residual of "
+            "error feedback grows from step to step and training diverges. Leave it out, or give it more bits or "
+            "smaller buckets"
+        )
 
 
 def members_that_fit(
@@ -66,7 +105,7 @@ def members_that_fit(
         except (Unsuited, ValueError):
             continue
         members.append(ef(member) if member.traits.wants_feedback else member)
-    return tuple(members)
+    return tuple(filter(contracts, members))
 
 
 def parameter_value(compressor: Compressor) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +12,7 @@ from thinwire.compressors import Compressor, Wrapper
 from thinwire.policies.allocate import Array
 from thinwire.policies.budget import Adjust
 from thinwire.policies.candidates import LayerCandidates, usable_gradients
+from thinwire.policies.families import check_contracting
 from thinwire.policies.mapped import MappedPolicy, scaled
 from thinwire.policies.policy import Evidence, gradient_norm
 
@@ -37,6 +38,12 @@ class KMeans(MappedPolicy):
             raise ValueError(f"clusters must be a whole number of at least 1, not {self.clusters!r}")
         if not 0 < self.top <= 1:
             raise ValueError(f"top must be above 0 and at most 1, not {self.top}: a share of a gradient's values")
+
+    def check(self, reference: Mapping[str, Compressor], shapes: Mapping[str, Sequence[int]]) -> None:
+        super().check(reference, shapes)
+        for compressor in set(reference.values()):
+            resized = [_with_bucket(compressor, bucket) for bucket in self.buckets]
+            check_contracting(f"buckets={self.buckets}", [member for member in resized if member != compressor])
 
     def places(self, gradients: Mapping[str, Tensor]) -> Mapping[str, float]:
         from scipy.cluster.vq import kmeans, vq

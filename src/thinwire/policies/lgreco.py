@@ -15,7 +15,7 @@ from thinwire.policies.allocate import Array
 from thinwire.policies.bucket_times import more_plans_help, seconds_per_byte
 from thinwire.policies.budget import BudgetedPolicy, is_raw
 from thinwire.policies.candidates import LayerCandidates, Price, with_error_feedback
-from thinwire.policies.families import family, parameter_value
+from thinwire.policies.families import check_contracting, contracts, family, parameter_value
 from thinwire.policies.policy import Evidence, Policy, Proposal
 
 Objective = Literal["bytes", "error", "priority", "time", "link"]
@@ -42,9 +42,9 @@ class LGreco(BudgetedPolicy):
     objective: Objective = "bytes"
     """``bytes``; ``error`` minimises the error instead, subject to ``alpha`` times the bytes of the reference;
     ``priority`` weighs the bytes of later buckets more (thesis, B.1); ``time`` weighs the bytes of each bucket by the
-    time that they were measured to take, after up to four plans for each bucket, tried for 50 steps each (4.5); ``link``
-    minimises the predicted time
-    of encoding, sending at the measured rate, and decoding, with raw layers among the candidates."""
+    time that they were measured to take, after up to four plans for each bucket, tried for 50 steps each (4.5);
+    ``link`` minimises the predicted time of encoding, sending at the measured rate, and decoding, with raw layers among
+    the candidates."""
     reference: Policy | None = None
     """The policy whose choice sets the error to be kept, such as `Accordion` (4.6.3)."""
 
@@ -73,7 +73,7 @@ class LGreco(BudgetedPolicy):
             return frozenset()
         timed: set[Compressor] = set()
         for compressor in set(reference.values()):
-            candidates = self.family(compressor)
+            candidates = [c for c in self.family(compressor) if not is_raw(c)]
             # Speeds hardly depend on the parameter: three of each kind stand for all.
             for kind in {_kind(c) for c in candidates}:
                 alike = sorted((c for c in candidates if _kind(c) == kind), key=_value)
@@ -82,6 +82,12 @@ class LGreco(BudgetedPolicy):
 
     def check(self, reference: Mapping[str, Compressor], shapes: Mapping[str, Sequence[int]]) -> None:
         super().check(reference, shapes)
+        asked = [parse(spec) for spec in self.families]
+        if self.bounds is not None:
+            asked = [member for compressor in asked for member in family(compressor, self.bounds, self.step)]
+        for compressor in set(reference.values()):
+            where = f"families={self.families}, bounds={self.bounds}"
+            check_contracting(where, with_error_feedback([*asked, compressor])[:-1])
         if self.reference is not None:
             self.reference.check(reference, shapes)
 
@@ -89,7 +95,8 @@ class LGreco(BudgetedPolicy):
         if not self.families:
             return super().family(reference)
         members = [member for spec in self.families for member in family(parse(spec), self.bounds, self.step)]
-        return with_error_feedback([*members, reference])
+        *wrapped, reference = with_error_feedback([*members, reference])
+        return (*filter(contracts, wrapped), reference)
 
     def base(self, evidence: Evidence) -> tuple[Mapping[str, Compressor], Mapping[str, tuple[float, ...]]]:
         base, memory = evidence.reference, evidence.memory

@@ -39,7 +39,10 @@ class MappedPolicy(BudgetedPolicy):
         errors = [self.layer_errors(layer)[rungs] for layer, rungs in zip(layers, ladders, strict=True)]
         costs = [layer.costs[rungs] for layer, rungs in zip(layers, ladders, strict=True)]
         grid = max(_LEAST_GRID, *(len(rungs) - 1 for rungs in ladders))
-        budget, best, cheapest = self.budget(layers), None, np.inf
+        budget, best = self.budget(layers), None
+        # Layers that the reference leaves raw force both ends of a range up, and with them all others.
+        reference = allocate.total([layer.costs for layer in layers], [layer.reference for layer in layers])
+        cheapest = reference if self.alpha >= 1 else np.inf
         for low in range(grid + 1):
             for high in range(low, grid + 1):
                 share = (low + where * (high - low)) / grid
@@ -48,7 +51,8 @@ class MappedPolicy(BudgetedPolicy):
                 if cost < cheapest and allocate.total(errors, picked) <= budget:
                     best, cheapest = picked, cost
         if best is None:
-            raise allocate.Infeasible(f"no range keeps the error within {budget:.4g}")
+            smaller = "" if cheapest == np.inf else " and sends less than the reference"
+            raise allocate.Infeasible(f"no range keeps the error within {budget:.4g}{smaller}")
         return [int(rungs[k]) for rungs, k in zip(ladders, best, strict=True)]
 
 
