@@ -37,7 +37,7 @@ from thinwire.runtime.consistency import library_version
 if TYPE_CHECKING:
     from thinwire import data, local, optim, policies, store
     from thinwire.integrations.fsdp import prefetch
-    from thinwire.integrations.group_options import GroupBuffer, ProcessGroupOptions
+    from thinwire.integrations.group_options import ProcessGroupOptions
     from thinwire.integrations.process_group import ProcessGroup, register_model
     from thinwire.pipeline.stage import CompressedStage, compress_stage
     from thinwire.pipeline.tensor_parallel import CompressedRowwiseParallel
@@ -52,7 +52,6 @@ __all__ = [
     "CompressedStage",
     "Decision",
     "DisagreementError",
-    "GroupBuffer",
     "MessageError",
     "Network",
     "ParityError",
@@ -92,7 +91,6 @@ _MODULES = ("data", "local", "optim", "policies", "store", "trainers")
 _LATE = {
     "CompressedRowwiseParallel": "thinwire.pipeline.tensor_parallel",
     "CompressedStage": "thinwire.pipeline.stage",
-    "GroupBuffer": "thinwire.integrations.group_options",
     "ProcessGroup": "thinwire.integrations.process_group",
     "ProcessGroupOptions": "thinwire.integrations.group_options",
     "ShardedWire": "thinwire.runtime",

@@ -68,8 +68,9 @@ class ProcessGroupOptions:
         transport: The transport between ranks of one node, as `thinwire.compress` takes it.
         seed: Seed of the random draws of stochastic rounding.
         timeout: Timeout of every message; by default that of ``init_process_group`` or ``new_group``.
-        where: Which buffers are compressed: a function of a `GroupBuffer` that gives the same answer on all ranks. By
-            default those that are known to hold gradients or weights, ``lambda buffer: buffer.is_known``.
+        where: Which buffers are compressed: a function of a `GroupBuffer` (its ``kind``, ``op``, ``numel``, ``dtype``,
+            ``registered``, ``in_place`` and ``is_known``) that gives the same answer on all ranks. By default those
+            that are known to hold gradients or weights, ``lambda buffer: buffer.is_known``.
 
     Raises:
         ValueError: A spec or a value is invalid, or a compressor needs state.
