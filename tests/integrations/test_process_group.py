@@ -25,10 +25,11 @@ from torch.distributed import _functional_collectives as functional
 
 import thinwire
 from harness import run_ranks
-from thinwire import DisagreementError, GroupBuffer, ProcessGroup, ProcessGroupOptions, TransportError, parse
+from thinwire import DisagreementError, ProcessGroup, ProcessGroupOptions, TransportError, parse
 from thinwire.collectives import Layer, Layout, part_layout, sent_bytes
 from thinwire.collectives.shared_memory import unavailable
 from thinwire.compressors import MinMax
+from thinwire.integrations.group_options import GroupBuffer
 
 NUMEL = 5000
 

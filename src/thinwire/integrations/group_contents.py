@@ -19,6 +19,7 @@ from thinwire.runtime import Contents, GroupStats, Kind, NamedShape, Registered,
 from thinwire.runtime.warning import warn_caller
 
 _PATIENCE = 100
+"""Buffers of which nothing is known, beside a registered model, before a warning says that none of its were found."""
 _KINDS: tuple[Kind, ...] = ("all_reduce", "reduce_scatter", "all_gather")
 
 
@@ -88,7 +89,6 @@ class BufferContents:
                     return contents
                 if contents is not None:
                     stats.unknown += 1
-                    # Beside a registered model, sums of other things are expected; with them alone it was in vain.
                     if stats.unknown >= (_PATIENCE if self._version else 1):
                         self._warn_of(buffer)
             stats.passed += 1

@@ -61,8 +61,6 @@ class ProcessGroupOptions:
         reduce_scatter: The compressor of reduce-scatters. None: as ``compressor``, or raw if that one is summed.
         min_numel: Buffers of fewer elements, such as a loss that is averaged, and buffers of which each rank has a
             part of fewer, are sent raw by gloo. So are registered layers of fewer.
-        where: Which buffers are compressed: a function of a `GroupBuffer` that gives the same answer on all ranks. By
-            default those that are known to hold gradients or weights, ``lambda buffer: buffer.is_known``.
         exclude: Patterns of registered layers that are sent raw, besides those with fewer than two dimensions.
         layout: Names and shapes of the layers that lie end to end in every buffer of exactly as many elements, as
             `ProcessGroup.register_layout` takes them.
@@ -70,6 +68,9 @@ class ProcessGroupOptions:
         transport: The transport between ranks of one node, as `thinwire.compress` takes it.
         seed: Seed of the random draws of stochastic rounding.
         timeout: Timeout of every message; by default that of ``init_process_group`` or ``new_group``.
+        where: Which buffers are compressed: a function of a `GroupBuffer` (its ``kind``, ``op``, ``numel``, ``dtype``,
+            ``registered``, ``in_place`` and ``is_known``) that gives the same answer on all ranks. By default those
+            that are known to hold gradients or weights, ``lambda buffer: buffer.is_known``.
 
     Raises:
         ValueError: A spec or a value is invalid, or a compressor needs state.
@@ -80,13 +81,13 @@ class ProcessGroupOptions:
     all_gather: str | Compressor | None = None
     reduce_scatter: str | Compressor | None = None
     min_numel: int = 1024
-    where: Callable[[GroupBuffer], bool] = _is_known
     exclude: Sequence[str] = ()
     layout: Sequence[tuple[str, Sequence[int]]] = ()
     algorithm: str | Algorithm = "sra"
     transport: TransportChoice = "auto"
     seed: int = 0
     timeout: timedelta | None = None
+    where: Callable[[GroupBuffer], bool] = _is_known
 
     def __post_init__(self) -> None:
         check_int("min_numel", self.min_numel, 0)

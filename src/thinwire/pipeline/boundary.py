@@ -98,7 +98,7 @@ class BoundarySide:
         """Whether anything crosses the boundary in a direction in this step. No gradients go back to a stage whose
         output needs none, such as a frozen first stage: PyTorch tells both sides so when it sets the pipeline up."""
         assert self._step is not None, "a step has begun"
-        return bool(self._crossings[direction].specs) and (direction == "forward" or self._step.training)
+        return (direction == "forward" or self._step.training) and bool(self._crossings[direction].specs)
 
     def choice_bytes(self, direction: Direction) -> list[int]:
         """By choice of compressor, the bytes of a micro-batch's message in which all samples are compressed."""
