@@ -163,6 +163,13 @@ class FSDPGroup(NamedTuple):
     """Whether anything reads reduced gradients before backward has ended."""
 
 
+def gathered_dtypes(group: FSDPGroup) -> set[torch.dtype]:
+    """The dtypes in which FSDP2 gathers the parameters of a group: those of its mixed precision, or their own."""
+    mixed = getattr(getattr(group.identity, "mp_policy", None), "param_dtype", None)
+    own = {parameter.now().dtype for parameter in group.parameters}
+    return {mixed if mixed is not None and dtype.is_floating_point else dtype for dtype in own}
+
+
 DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
 
 

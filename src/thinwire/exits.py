@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
 
 FAILED = 1
 # As sysexits.h numbers them.
@@ -34,3 +38,24 @@ def ends_command(*kinds: type[Exception], code: int = USAGE) -> Iterator[None]:
         ended = CommandError(str(error))
         ended.exit_code = code
         raise ended from error
+
+
+class ScriptNotFound(CommandError):
+    """There is no such script; the message says what to give."""
+
+    exit_code = USAGE
+
+
+def check_script(command: Sequence[str]) -> None:
+    """Raise `ScriptNotFound` unless there is what ``python`` would run for ``train.py args`` or ``-m module args``."""
+    if command[0] == "-m" and len(command) > 1:
+        package = command[1].split(".")[0]
+        if PathFinder.find_spec(package, [os.getcwd()]) is None and find_spec(package) is None:
+            raise ScriptNotFound(f"there is no module {package!r}: give what python would run, -- -m package.module")
+    elif not Path(command[0]).is_file():
+        raise ScriptNotFound(f"there is no script {command[0]!r}: give what python would run, -- train.py --epochs 1")
+
+
+def without_python(command: Sequence[str]) -> list[str]:
+    """A command without the interpreter that it begins with, as that of ``thinwire lab`` does."""
+    return list(command[1:] if Path(command[0]).name.startswith("python") and len(command) > 1 else command)

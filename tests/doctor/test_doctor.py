@@ -461,6 +461,38 @@ def test_bad_options_say_what_to_do(options: list[str], message: str, capsys: py
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["doctor", "--", "nosuch.py"],
+        ["doctor", "--rate", "1gbit", "--", "python", "nosuch.py", "--epochs", "1"],
+        ["doctor", "--", "-m", "nosuch.py"],
+        ["run", "--", "nosuch.py"],
+        ["run", "--", "-m", "nosuch.py.train"],
+        ["lab", "--", "python", "nosuch.py"],
+        ["compare", "4bit", "--", "nosuch.py"],
+    ],
+)
+def test_a_script_that_is_not_there_is_said_once_before_ranks_start(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(command) == 64
+    told = " ".join(capsys.readouterr().err.split())
+    assert told.startswith(f"thinwire {command[0]}: there is no ")
+    assert told.count("nosuch") == 1
+
+
+def test_of_the_ranks_that_torchrun_starts_one_says_that_there_is_no_script(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "2")
+    for rank in (0, 1):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert cli.main(["doctor", "--", "nosuch.py"]) == 64
+        assert capsys.readouterr().err.count("there is no script 'nosuch.py'") == 1 - rank
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "network",
@@ -500,13 +532,11 @@ def _examined(rank: int, kind: str) -> str:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(examine, "run_script", lambda script: steps and train(steps, 0.0))
                 examine.Examination(examine.Request(steps=6, script=("train.py",))).run()
-        elif kind == "a hook":
+        else:
             model = DistributedDataParallel(torch.nn.Linear(64, 64))
             thinwire.compress(model)
             with Observer(6, lambda observer: None):
                 model(torch.ones(1, 64))
-        else:
-            examine.Examination(examine.Request(steps=6, script=("no_such_script.py",))).run()
     except (DoctorError, RuntimeError) as error:
         return str(error)
     except SystemExit as end:
@@ -522,7 +552,6 @@ def _examined(rank: int, kind: str) -> str:
         ("no model", "trained no DistributedDataParallel model"),
         ("one rank", "start at least 2"),
         ("a hook", "take thinwire.compress() or register_comm_hook() out of the script"),
-        ("no script", "there is no script 'no_such_script.py'"),
     ],
 )
 def test_what_cannot_be_examined_says_why(kind: str, message: str) -> None:

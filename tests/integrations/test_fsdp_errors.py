@@ -75,6 +75,47 @@ def _refused(rank: int, size: int) -> dict[str, str]:
     return texts
 
 
+class Exact(nn.Module):
+    """A block of double precision between others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(35, 35, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.up(x.double()).to(x.dtype)
+
+
+def _net() -> Net:
+    net = Net()
+    net.blocks[0] = Exact()
+    return net
+
+
+def _double(rank: int) -> tuple[bool, bool, dict[str, str], str]:
+    stock, raw, ours = (build(net=_net) for _ in range(3))
+    compress(raw)
+    wire = compress(ours, "minmax(bits=8)", "minmax(bits=4)", adapt="lgreco(every=2)")
+    for model in (stock, raw, ours):
+        train(model, 4)
+    pairs = zip(stock.parameters(), raw.parameters(), strict=True)
+    same = all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
+    changed = not torch.equal(stock.stem.weight.full_tensor(), ours.stem.weight.full_tensor())
+    unsuited = wire.unsuited
+    wire.load_state_dict(wire.gather_state_dict())
+    with pytest.raises(TypeError, match=r"its dtype is torch\.float64") as error:
+        compress(build(net=lambda: _net().double()))
+    return same, changed, unsuited, str(error.value)
+
+
+def test_modules_of_double_precision_stay_with_pytorch_and_say_why() -> None:
+    for same, changed, unsuited, refused in run_ranks(_double, 2):
+        assert (same, changed) == (True, True)
+        assert set(unsuited) == {f"{site}/blocks.0.up.weight" for site in ("weights", "gradients")}
+        assert all("its dtype is torch.float64" in why for why in unsuited.values())
+        assert refused.startswith("no module can be compressed")
+
+
 def test_what_cannot_be_is_refused() -> None:
     wanted = {
         "plain": "takes a DistributedDataParallel model, or one under fully_shard(), not Net",

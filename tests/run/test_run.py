@@ -18,8 +18,9 @@ import thinwire
 import thinwire_cli as cli
 from doctor_training import train
 from harness import run_ranks
+from thinwire.exits import ScriptNotFound
 from thinwire.run.command import Attachment, Misused, run
-from thinwire.run.script import ScriptNotFound, run_script
+from thinwire.run.script import run_script
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "doctor_training.py")
 ALWAYS = {"skip_if_slower": False}
@@ -133,7 +134,8 @@ def test_a_script_that_trains_nothing_distributed_is_reported(
     assert end.value.code == 3
     told = capsys.readouterr()
     assert told.out == f"['{script}', '--lr', '1']\n"
-    assert "so nothing was compressed" in told.err
+    assert "in the script's own process, so nothing was compressed" in told.err
+    assert "torch.multiprocessing.spawn" in told.err
 
 
 def test_ctrl_c_is_one_line_and_130(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ from thinwire.compare.rank_processes import RankFailed
 from thinwire.compare.script_rank import Setup
 from thinwire.compare.statistics import CONFIDENCE, Verdict
 from thinwire.compare.variants import ALONE, Variant
-from thinwire.exits import ends_command
+from thinwire.exits import check_script, ends_command, without_python
 from thinwire.results import OutputFile, Results
 
 _LOG_LINES, _GRACE_S = 15, 10.0
@@ -123,6 +123,7 @@ def compare_script(
             raise ValueError("ranks of a script always communicate: leave --, and alone is compared on the small GPT")
         compiled(pattern)
         comparison = ScriptComparison(specs, None if control is None else str(Variant.parse(control)), share_of(within))
+        check_script(without_python(script))
         with Runs(script, ranks, rate, Source(pattern, log, key), timeout) as runs:
             for seed in range(seeds):
                 for name in comparison.names:
@@ -180,8 +181,9 @@ class Runs:
         stats = Path(setup.stats)
         if variant is not None and not stats.exists():
             raise NoLosses(
-                "the script trained no DistributedDataParallel or FSDP2 model, so there is nothing to compress: wrap "
-                "it, model = DistributedDataParallel(model)"
+                "the script trained no DistributedDataParallel or FSDP2 model in its own process, so there is nothing "
+                "to compress: wrap it, model = DistributedDataParallel(model), and let thinwire compare start the "
+                "ranks, in place of torch.multiprocessing.spawn"
             )
         sent = json_module.loads(stats.read_text()) if variant is not None else None
         steps = max(1, sent["steps"]) if sent else 1

@@ -13,7 +13,7 @@ import torch
 
 from thinwire.compare.variants import Variant
 from thinwire.run.command import Attachment, Misused
-from thinwire.run.script import ScriptNotFound, run_script
+from thinwire.run.script import run_script
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,4 @@ def main(text: str) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1]))
-    except ScriptNotFound as error:
-        sys.exit(str(error))
+    sys.exit(main(sys.argv[1]))

@@ -23,7 +23,7 @@ from thinwire.doctor.observer import LEAST_STEPS
 from thinwire.doctor.record import read, write
 from thinwire.doctor.settings import settings_with
 from thinwire.doctor.watched import DoctorError
-from thinwire.exits import ends_command
+from thinwire.exits import check_script, ends_command, without_python
 from thinwire.lab.units import parse_rate, parse_rates
 from thinwire.plots import need_matplotlib
 from thinwire.results import OutputFile
@@ -90,6 +90,8 @@ def doctor(
         if steps < LEAST_STEPS:
             raise ValueError(f"--steps {steps}: at least {LEAST_STEPS}, half of them without overlap")
         settings_with(compressors)
+        if script:
+            check_script(without_python(script))
         request = Request(
             steps=steps,
             keep_running=keep_running,

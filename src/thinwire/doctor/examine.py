@@ -22,8 +22,9 @@ from thinwire.doctor.record_pipeline import measure_pipeline, record_pipeline
 from thinwire.doctor.settings import Care, Prediction, Setting, local_updates
 from thinwire.doctor.settings_pipeline import predict_pipeline
 from thinwire.doctor.watched import DoctorError
+from thinwire.exits import CommandError
 from thinwire.results import Results
-from thinwire.run.script import ScriptNotFound, run_script
+from thinwire.run.script import run_script
 
 LOOPBACK = "loopback"
 OTHER_RATES = (125e6, 12.5e6)
@@ -81,8 +82,6 @@ class Examination:
                     run_script(request.script)
                 else:
                     train_probe()
-            except ScriptNotFound as error:
-                raise DoctorError(str(error)) from None
             except SystemExit as end:
                 # A script that fails by itself is that script's news.
                 if not self.finished and end.code not in (None, 0):
@@ -93,8 +92,9 @@ class Examination:
                 f"the script ended before doctor had seen {needed}: let it train longer, or ask for fewer with --steps"
                 if observer.model is not None or pipelines.stages
                 else "the script trained no DistributedDataParallel model, none that fully_shard() has sharded and no "
-                "PipelineStage, which is what doctor looks at: wrap it, model = DistributedDataParallel(model), and "
-                "call the wrapped model in training"
+                "PipelineStage in its own process, which is what doctor looks at: wrap it, model = "
+                "DistributedDataParallel(model), call the wrapped model in training, and let torchrun or doctor start "
+                "the ranks, in place of torch.multiprocessing.spawn"
             )
         return self.answer
 
@@ -160,7 +160,7 @@ def main(text: str, path: str) -> int:
     request = replace(request, compressors=tuple(request.compressors), script=tuple(request.script))
     try:
         answer = Examination(request).run()
-    except DoctorError as error:
+    except CommandError as error:
         sys.stderr.write(f"thinwire doctor: {error}\n")
         return 1
     if answer is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from thinwire.compat import (
     all_gather_single,
     at_end_of_backward,
     fsdp_groups,
+    gathered_dtypes,
     group_timeout,
     inside_a_node,
     premul_factor,
@@ -286,7 +287,10 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
     former = _attached.get(model)
     if former is not None and former.attached:
         raise RuntimeError("this model is compressed already: call detach() on its Wire first, on every rank")
-    sharded = _sharded(model, options)
+    every = _sharded(model, options)
+    sharded = [entry for entry in every if not _unfit(entry[1])]
+    if every and not sharded:
+        raise TypeError(f"no module can be compressed: {_unfit(every[0][1])}")
     groups = {_ranks(group): group.process_group for _, group, _ in sharded}
     # The Wire closes its transports. What fails before there is one closes them here.
     with ExitStack() as without_wire:
@@ -305,7 +309,8 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
         if across is not None and options.replicas is not None:
             replicas = _transport(across, options.replicas, options, device)
         with failing_together(hosts.values(), "thinwire.compress()"):
-            prepared = _prepare(model, sharded, transports, options)
+            left_out = [group for _, group, _ in every if _unfit(group)]
+            prepared = _prepare(model, sharded, left_out, transports, options)
         wire = ShardedWire(
             prepared.plan,
             prepared.units,
@@ -332,15 +337,20 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
 def _prepare(
     model: nn.Module,
     sharded: Sequence[tuple[FSDPModule, FSDPGroup, str]],
+    left_out: Sequence[FSDPGroup],
     transports: Mapping[tuple[int, ...], Transport],
     options: ShardedOptions,
 ) -> _Prepared:
-    """Raises whatever is wrong with the arguments for this model."""
+    """Raises whatever is wrong with the arguments for this model. ``left_out``: what PyTorch goes on to send itself."""
     check_optimizer(options.optimizer, model)
     names = {id(parameter): name for name, parameter in named_parameters(model).items()}
     units = [_unit(path, group, transports[_ranks(group)], names, _ranks(group)[0]) for _, group, path in sharded]
     shapes = {layer.name: layer.shape for unit in units for layer in unit.layers}
-    plan = sharded_plan(shapes, options.rules(), options.filter(model))
+    unfit = {names[id(p.now())]: (p.shape, _unfit(group)) for group in left_out for p in group.parameters}
+    keep = replace(options.filter(model), unfit={name: why for name, (_, why) in unfit.items()})
+    plan = sharded_plan(shapes | {name: shape for name, (shape, _) in unfit.items()}, options.rules(), keep)
+    sent = {at_site(site, name) for site in options.rules() for name in shapes}
+    plan = replace(plan, layers={name: compressor for name, compressor in plan.layers.items() if name in sent})
     # Of a schedule only the first stage would ever be used.
     if plan.at_step(0, None) is not plan:
         raise ValueError("schedules are for DistributedDataParallel models: give density, rank or theta a number")
@@ -364,6 +374,14 @@ def _sharded(model: nn.Module, options: ShardedOptions) -> list[tuple[FSDPModule
         for group in _checked(path, module, options):
             sharded.setdefault(id(group.identity), (module, group, path))
     return list(sharded.values())
+
+
+def _unfit(group: FSDPGroup) -> str:
+    """Why what a group gathers and reduces stays as it is; empty where it can be compressed."""
+    dtypes = gathered_dtypes(group)
+    if not dtypes.isdisjoint(GRADIENT_DTYPES):
+        return ""
+    return f"its dtype is {', '.join(map(str, dtypes))}, and compressors take float32, bfloat16 and float16"
 
 
 def first_group(model: nn.Module) -> dist.ProcessGroup | None:

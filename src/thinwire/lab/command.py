@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from thinwire.exits import ends_command
+from thinwire.exits import check_script, ends_command, without_python
 from thinwire.lab.launch import Outcome, launch
 from thinwire.lab.schedule import Event, Kind, read_schedule
 from thinwire.lab.units import parse_time
@@ -80,6 +80,9 @@ def lab(
     with ends_command(ValueError, OSError, RuntimeError):
         if not command:
             raise ValueError("give the command that each rank runs after two dashes: -- python train.py")
+        given_to_python = without_python(command)
+        if len(given_to_python) < len(command) and not given_to_python[0].startswith("-"):
+            check_script(given_to_python)  # once, not on every rank
         events = [] if schedule is None else read_schedule(schedule.read_text().splitlines())
         given: tuple[tuple[Kind, tuple[str, ...]], ...]
         given = (("kill", kill), ("pause", pause), ("cut", cut), ("join", join))

@@ -164,7 +164,11 @@ class Attachment:
         if int(os.environ.get("RANK") or 0) != 0:
             return
         if self.wire is None:
-            _say("no DistributedDataParallel or FSDP2 model was trained by the script, so nothing was compressed")
+            _say(
+                "no DistributedDataParallel or FSDP2 model was trained in the script's own process, so nothing was "
+                "compressed. Ranks that a script starts itself, as with torch.multiprocessing.spawn, are processes of "
+                "their own, which are not seen: start them with torchrun, or call thinwire.compress(model) in them"
+            )
             return
         stats = self.wire.stats
         _say(str(stats))

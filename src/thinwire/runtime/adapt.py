@@ -137,7 +137,7 @@ class Adapter:
         policy.check(self.reference, shapes)
         self.unsuited = {
             name: compressor
-            for name, compressor in ((name, plan.named(name, shapes[name])) for name in plan.unsuited)
+            for name, compressor in ((name, plan.named(name, shapes[name])) for name in plan.unsuited if name in shapes)
             if name not in plan.keep.unfit and members_that_fit(compressor, shapes[name])
         }
         """Layers that are raw because their shape suits only other compressors of the rule's family."""
