@@ -230,6 +230,8 @@ class ShardedEngine:
         self.step += 1
         self.stats.steps += 1
         self._ended = False
+        for unit in self.units:
+            unit.before = unit.reductions, unit.across
 
     def end_pass(self) -> None:
         """No backward pass runs: what is reduced from now on belongs to the next step."""
@@ -237,7 +239,12 @@ class ShardedEngine:
 
     def drop(self, layers: Iterable[str]) -> None:
         """Keep what residuals have sent in the last pass of layers whose gradients nobody applies."""
+        layers = set(layers)
         self._dropped.update(at_site("gradients", layer) for layer in layers)
+        for unit, members in zip(self.units, self.gradients, strict=True):
+            if layers.issuperset(members.names):
+                # A process that has not used it yet, as after a resume, reduces nothing, and draws nothing for it.
+                unit.reductions, unit.across = unit.before
 
     def follow_trained(self, unit: Unit, trained: Sequence[str]) -> LayerGroup:
         """The members of a unit's next reduction, in which these layers are, in this order."""
