@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.compat import uncompiled
+from thinwire.compat import is_replicated, uncompiled
 from thinwire.integrations.alone import attach_alone, is_alone
 from thinwire.integrations.ddp import Options, attach_ddp
 from thinwire.integrations.options import Checks, Network
@@ -278,8 +278,33 @@ def _unwrapped(function: str, model: object) -> str:
         unwrapped = f"thinwire.{function}({wrapped}(model.module))"
         return f"thinwire.{function}() takes {takes} not DataParallel: unwrap it first: model.module, then {unwrapped}"
     if isinstance(model, nn.Module):
-        return f"thinwire.{function}() takes {takes} not {type(model).__name__}: wrap it first, {example}"
+        named = type(model).__name__
+        if inside := _wrapped_inside(model):
+            return f"thinwire.{function}() takes {takes} not {named}: {inside}"
+        return f"thinwire.{function}() takes {takes} not {named}: wrap it first, {example}"
     return f"model must be a torch.nn.Module, not {type(model).__name__}: {example}"
+
+
+def _wrapped_inside(model: nn.Module) -> str | None:
+    """What to do with a model that is wrapped in another way, or deeper inside; None if it is not wrapped."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for path, part in model.named_modules():
+        if isinstance(part, DistributedDataParallel):
+            names = all(name.isidentifier() for name in path.split("."))
+            inner = f"model.{path}" if names else f"model.get_submodule({path!r})"
+            return f"the DistributedDataParallel model is inside, pass that: thinwire.compress({inner})"
+        if fsdp is not None and isinstance(part, fsdp.FullyShardedDataParallel):
+            return (
+                "FullyShardedDataParallel (FSDP1) has no place for compressed weights and gradients. Shard the model "
+                "with torch.distributed.fsdp.fully_shard() (FSDP2) instead, its blocks first, then "
+                "thinwire.compress(model)"
+            )
+    if is_replicated(model):
+        return (
+            "replicate() sends gradients itself, and leaves nothing to attach to. Wrap the model in "
+            "DistributedDataParallel instead, thinwire.compress(DistributedDataParallel(model))"
+        )
+    return None
 
 
 def _stage_function() -> Callable[..., Any]:
@@ -290,6 +315,17 @@ def _stage_function() -> Callable[..., Any]:
 
 def explained(name: str, value: object, function: Callable[..., Any], kind: str) -> str:
     """Explain that ``function``, for models of this ``kind``, takes no ``name``: which one does, and what it takes."""
+    if name == "compressor" and function is compress_fsdp:
+        return (
+            "a model under fully_shard() sends weights and gradients, and each has a compressor of its own: "
+            f"thinwire.compress(model, gradients={value!r}), with weights='minmax(bits=8, bucket=1024)' unless you "
+            "give weights= as well"
+        )
+    if name == "compressor" and function is _stage_function():
+        return (
+            "a stage of a pipeline sends activations forward and their gradients back, and each has a compressor of "
+            f"its own: thinwire.compress(stage, forward={value!r}, backward='maxabs(bits=8)')"
+        )
     functions = {"DistributedDataParallel": compress_ddp, "fully_shard()": compress_fsdp, "stages": _stage_function()}
     owners = [
         f"thinwire.{other.__name__}() ({models})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -131,6 +132,8 @@ class FSDPParameter(NamedTuple):
 
     now: Callable[[], torch.nn.Parameter]
     """The sharded parameter, which PyTorch may replace by another one."""
+    whole: Callable[[], torch.Tensor | None]
+    """The whole parameter that modules compute with; None before it was first gathered."""
     shape: tuple[int, ...]
     """Before sharding."""
     dim: int
@@ -146,21 +149,30 @@ class FSDPGroup(NamedTuple):
     """The same for modules that were sharded together."""
     parameters: tuple[FSDPParameter, ...]
     process_group: Any
-    """That it is sharded over."""
+    """That it is sharded over; None if every rank has it whole (``replicate()``)."""
+    device: torch.device
+    """On which it is gathered and reduced."""
     post_forward_size: int
     """Ranks that it is resharded to after forward; 0 if that is all of them, or none."""
     frees: bool
     """Whether weights are freed after forward and gathered again in backward, unless it is the root by default."""
     frees_by_default: bool
     """Whether nobody asked for that: then the root keeps its weights."""
-    replicated: bool
-    """Whether there are replicas of the shards, among which PyTorch reduces itself (HSDP)."""
+    replicate_group: Any
+    """Of replicas of the shards, among which PyTorch reduces itself (HSDP); None if there are none."""
+    fills_unused: bool
+    """Whether parameters without a gradient take part in reductions with zeros."""
     other_comm: str
     """The name of what moves its bytes, where that is not PyTorch's default."""
     all_reduce_hook: Any
     """What is called with reduced gradients, if anything."""
     reads_at_once: Callable[[], bool]
     """Whether anything reads reduced gradients before backward has ended."""
+
+    @property
+    def replicated(self) -> bool:
+        """Whether there are replicas among which PyTorch reduces itself."""
+        return self.replicate_group is not None
 
 
 def gathered_dtypes(group: FSDPGroup) -> set[torch.dtype]:
@@ -191,15 +203,20 @@ def fsdp_groups(module: Any) -> list[FSDPGroup]:
 def _fsdp_group(group: Any, by_default: bool) -> FSDPGroup:
     comms = [type(comm).__name__ for comm in (group._all_gather_comm, group._reduce_scatter_comm)]
     mesh = group.mesh_info
+    replicas = getattr(mesh, "replicate_process_group", None)
+    shards = mesh.shard_process_group if replicas is None else getattr(mesh, "shard_process_group", None)
+    size = 1 if shards is None else int(mesh.shard_mesh_size)
     after = 0 if group.post_forward_mesh_info is None else int(group.post_forward_mesh_info.shard_mesh_size)
     return FSDPGroup(
         group,
         tuple(_fsdp_parameter(parameter) for parameter in group.fsdp_params),
-        mesh.shard_process_group,
-        after if after != mesh.shard_mesh_size else 0,
-        after == mesh.shard_mesh_size,
+        shards,
+        group.device,
+        after if after != size else 0,
+        after == size,
         bool(by_default),
-        hasattr(mesh, "replicate_process_group"),
+        replicas,
+        bool(getattr(group, "reduce_scatter_unused_params", False)),
         next((name for name in comms if name not in DEFAULT_COMMS), ""),
         group._all_reduce_hook,
         lambda: _reads_at_once(group),
@@ -209,6 +226,7 @@ def _fsdp_group(group: Any, by_default: bool) -> FSDPGroup:
 def _fsdp_parameter(parameter: Any) -> FSDPParameter:
     return FSDPParameter(
         lambda: parameter.sharded_param,
+        lambda: getattr(parameter, "_unsharded_param", None),
         tuple(parameter._orig_size),
         int(parameter.fsdp_placement.dim),
         int(parameter.padded_sharded_param_size.numel()),
@@ -219,7 +237,7 @@ def _reads_at_once(group: Any) -> bool:
     try:
         return (
             group._all_reduce_hook is not None
-            or hasattr(group.mesh_info, "replicate_process_group")
+            or getattr(group.mesh_info, "replicate_process_group", None) is not None
             or any(p.offload_to_cpu or p.sharded_param._post_accumulate_grad_hooks for p in group.fsdp_params)
             or any(module._backward_hooks for module in group.modules)
         )
@@ -273,6 +291,11 @@ def reduce_scatter_single(out: torch.Tensor, x: torch.Tensor, group: Any, op: An
     scatter(out, x, op=op, group=group)
 
 
+def tells_stage_tensors(stage: Any) -> bool:
+    """Whether `stage_tensors` will know what crosses the boundaries of a ``PipelineStage``, once it is set up."""
+    return hasattr(stage, "_stage_meta")
+
+
 def stage_tensors(stage: Any) -> dict[str, list[tuple[tuple[int, ...], torch.dtype]]]:
     """What crosses the boundaries of a ``PipelineStage`` that its schedule has set up: shapes and dtypes of one
     micro-batch's ``inputs``, ``outputs``, ``input_grads`` and ``output_grads``, without those that are not sent.
@@ -292,9 +315,17 @@ def stage_tensors(stage: Any) -> dict[str, list[tuple[tuple[int, ...], torch.dty
     except (AttributeError, TypeError) as error:
         raise RuntimeError(
             f"this PyTorch ({torch.__version__}) does not tell what crosses a stage boundary ({error}): pipelines need "
-            "PyTorch 2.13"
+            "PyTorch 2.12"
         ) from None
     return tensors
+
+
+def is_replicated(module: Any) -> bool:
+    """Whether the composable ``replicate()`` was called on a module, or on one in it, which then is no
+    ``DistributedDataParallel`` and no ``FSDPModule``. False where this PyTorch does not tell."""
+    contract = sys.modules.get("torch.distributed._composable.contract")
+    registry = getattr(contract, "_get_registry", lambda _: None)
+    return any("replicate" in (registry(part) or ()) for part in module.modules())
 
 
 def uncompiled(model: Any) -> Any:

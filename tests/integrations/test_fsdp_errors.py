@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from harness import run_ranks
@@ -30,6 +32,7 @@ def _refused(rank: int, size: int) -> dict[str, str]:
     model = build()
     refused("plain", TypeError, lambda: thinwire.compress(Net()))
     refused("rules", TypeError, lambda: thinwire.compress(model, "minmax(bits=4, bucket=128)"))
+    refused("keyword", TypeError, lambda: thinwire.compress(model, compressor="4bit"))
     refused("simulate", TypeError, lambda: thinwire.compress(model, simulate=True))
     refused("topk weights", ValueError, lambda: compress(model, "topk(density=0.1)", "raw"))
     refused("ef weights", ValueError, lambda: compress(model, "ef(minmax(bits=4, bucket=128))", "raw"))
@@ -119,7 +122,8 @@ def test_modules_of_double_precision_stay_with_pytorch_and_say_why() -> None:
 def test_what_cannot_be_is_refused() -> None:
     wanted = {
         "plain": "takes a DistributedDataParallel model, or one under fully_shard(), not Net",
-        "rules": "compressor= is an argument of thinwire.compress_ddp() (DistributedDataParallel)",
+        "rules": "thinwire.compress(model, gradients='minmax(bits=4, bucket=128)'), with weights=",
+        "keyword": "thinwire.compress(model, gradients='4bit'), with weights=",
         "simulate": "simulate= is an argument of thinwire.compress_ddp() (DistributedDataParallel)",
         "topk weights": "weights must arrive in every step",
         "ef weights": "weights must arrive in every step",
@@ -140,6 +144,84 @@ def test_what_cannot_be_is_refused() -> None:
     for texts in run_ranks(_refused, 2, 2):
         for about, text in wanted.items():
             assert text in texts[about], about
+
+
+class _Outer(nn.Module):
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+
+def _otherwise_wrapped(rank: int, size: int) -> dict[str, str]:
+    from torch.distributed._composable.replicate import replicate
+    from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+
+    texts: dict[str, str] = {}
+
+    def refused(about: str, kind: type[Exception], model: nn.Module, **options: Any) -> None:
+        with pytest.raises(kind) as error:
+            thinwire.compress(model, **options)
+        texts[about] = str(error.value)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
+    refused("FSDP1", TypeError, first)
+    refused("FSDP1 inside", TypeError, _Outer(inner=first))
+    refused("DDP inside", TypeError, _Outer(inner=DistributedDataParallel(nn.Linear(8, 8))))
+    inside = nn.Sequential(nn.Tanh(), DistributedDataParallel(nn.Linear(8, 8)))
+    refused("DDP deeper inside", TypeError, _Outer(parts=inside))
+    refused("replicate", TypeError, replicate(nn.Linear(8, 8)))
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
+    refused("replicate of FSDP2", NotImplementedError, replicate_with_fsdp(nn.Linear(8, 8), mesh=mesh["replicate"]))
+    refused("shards of one rank", NotImplementedError, build(mesh))
+    refused("nothing across", ValueError, build(mesh["shard"]), replicas=mesh["replicate"].get_group())
+    options = {"replicas": mesh["replicate"].get_group(), "across": "4bit", "adapt": "lgreco(every=5)"}
+    refused("nothing to adapt", ValueError, build(mesh["shard"]), **options)
+    with pytest.warns(UserWarning, match="nothing is sent") as warned:
+        thinwire.compress(build(mesh["shard"]))
+    texts["replicas that nobody named"] = str(warned[0].message)
+    return texts
+
+
+def test_what_is_wrapped_otherwise_is_told_what_to_do() -> None:
+    wanted = {
+        "FSDP1": "torch.distributed.fsdp.fully_shard() (FSDP2) instead",
+        "FSDP1 inside": "torch.distributed.fsdp.fully_shard() (FSDP2) instead",
+        "DDP inside": "thinwire.compress(model.inner)",
+        "DDP deeper inside": "thinwire.compress(model.get_submodule('parts.1'))",
+        "replicate": "thinwire.compress(DistributedDataParallel(model))",
+        "replicate of FSDP2": "is replicated by replicate(): ",
+        "shards of one rank": "is replicated by fully_shard() on a mesh whose shards have one rank",
+        "nothing across": "give across='minmax(bits=4, bucket=128)'",
+        "nothing to adapt": "adapt= chooses compressors of weights and gradients",
+        "replicas that nobody named": "replicas=mesh['replicate'].get_group()",
+    }
+    for texts in run_ranks(_otherwise_wrapped, 2, 2):
+        for about, text in wanted.items():
+            assert text in texts[about], about
+
+
+def _under_a_default_device(rank: int, size: int) -> bool:
+    """``meta`` stands for ``cuda``, which scripts set."""
+    torch.set_default_device("meta")
+    try:
+        with torch.device("cpu"):
+            model = build()
+        wire = compress(model, "minmax(bits=8, bucket=64)", "ef(minmax(bits=4, bucket=64))")
+        with torch.device("cpu"):
+            train(model, 2)
+        wire.load_state_dict(wire.gather_state_dict())
+        template = wire.state_dict_of(3)
+        state = wire.state_dict()
+    finally:
+        torch.set_default_device(None)
+    return all(value.device.type == "cpu" for value in (*state.values(), *template.values()))
+
+
+def test_a_default_device_is_not_that_of_states() -> None:
+    assert run_ranks(_under_a_default_device, 2, 2) == [True, True]
 
 
 def _disagree(rank: int, size: int) -> str:
@@ -211,7 +293,14 @@ def _told_by_pytorch(rank: int, size: int) -> Any:
             assert not group.reads_at_once()
             assert not group.other_comm
             assert not group.replicated
+            assert not group.fills_unused
+            assert group.device.type == "cpu"
             assert group.process_group.size() == size
+            assert all(p.whole() is None for p in group.parameters)
+    model(batch(0, rank)[0])
+    for group in (group for module in (*model.blocks, model) for group in compat.fsdp_groups(module)):
+        wholes = [whole for p in group.parameters if (whole := p.whole()) is not None]
+        assert [tuple(whole.shape) for whole in wholes] == [p.shape for p in group.parameters]
     groups = [compat.fsdp_groups(module)[0] for module in pair]
     assert groups[0].identity is groups[1].identity
     assert len(groups[0].parameters) == 4

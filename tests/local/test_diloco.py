@@ -880,3 +880,31 @@ def test_a_warning_says_that_ddp_sends_what_local_updates_are_to_save() -> None:
 def test_workers_of_a_node_average_gradients_and_nodes_exchange_progress() -> None:
     first, *others = run_ranks(_in_nodes, 4)
     assert all(torch.equal(first, other) for other in others)
+
+
+def _under_a_default_device(rank: int, weighted: bool) -> bool:
+    """``meta`` stands for ``cuda``, which scripts set."""
+    model = Two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = {"tokens": 5 + rank} if weighted else {}
+    torch.set_default_device("meta")
+    try:
+        local = DiLoCo(model, optimizer, every=2, compressor="minmax(bits=8)", weighted=weighted)
+        for _ in range(3):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 2.0)
+            optimizer.step()
+            local.step(**tokens)
+        state = local.state_dict()
+        local.load_state_dict(state)
+        local.load_state_dict(local.gather_state_dict())
+        local.finish()
+        local.close()
+    finally:
+        torch.set_default_device(None)
+    return all(value.device.type == "cpu" for value in (*state.values(), *model.parameters()))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_default_device_is_not_that_of_what_is_exchanged(weighted: bool) -> None:
+    assert run_ranks(_under_a_default_device, 2, weighted) == [True, True]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 
 import thinwire
 from harness import run_ranks
@@ -442,6 +443,12 @@ def test_all_tensors_of_a_stage_are_sent_in_one_message() -> None:
 def test_a_stage_is_compressed_once_and_only_a_stage() -> None:
     with pytest.raises(TypeError, match="compress_stage"):
         thinwire.compress_stage(nn.Linear(1, 1))
+
+
+def test_a_pytorch_that_will_not_tell_what_crosses_is_an_error_at_once() -> None:
+    stage = PipelineStage.__new__(PipelineStage)  # as one of PyTorch 2.11, which has no `_stage_meta`
+    with pytest.raises(RuntimeError, match=r"pipelines need PyTorch 2\.12 or newer"):
+        thinwire.compress_stage(stage)
 
 
 class Unlike:

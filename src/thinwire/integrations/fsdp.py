@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -44,10 +44,11 @@ from thinwire.integrations.options import (
 from thinwire.integrations.preconditioned import Preconditioned
 from thinwire.integrations.step_watch import StepWatch
 from thinwire.integrations.transports import add_streams, bare_transport, closed_on_failure
+from thinwire.integrations.unused import Uses
 from thinwire.optim import CompressedAdamW, Dion, QuantizedAdam
 from thinwire.plan import Plan, Rules, Site, at_site, named_parameters, sharded_plan
 from thinwire.policies import Auto, Policy
-from thinwire.runtime import ShardedLayer, ShardedWire, Unit, agree
+from thinwire.runtime import ShardedLayer, ShardedWire, Unit, agree, on_the_host
 from thinwire.runtime.consistency import failing_together
 from thinwire.runtime.placement import Placement
 from thinwire.runtime.warning import warn_caller
@@ -103,10 +104,12 @@ class Attached:
         group: FSDPGroup,
         options: ShardedOptions,
         preconditioned: Preconditioned | None,
+        uses: Uses,
     ) -> None:
         self.wire, self.unit, self.group, self.preconditioned = wire, unit, group, preconditioned
         self.scaler, self.replicas, self.overlap = options.grad_scaler, options.replicas, options.overlap
         self.names = tuple(layer.name for layer in unit.layers)
+        self.uses, self.use = uses, uses.add(self.names, group, fills=group.fills_unused)
         self.padded = {
             layer.name: parameter.padded_numel for layer, parameter in zip(unit.layers, group.parameters, strict=True)
         }
@@ -122,14 +125,23 @@ class Attached:
 
     def follow_pass(self) -> None:
         """Let the wire know when the outermost backward pass that runs has ended, or that none runs."""
-        # Behind what FSDP2 has queued: modules whose inputs need no gradient are reduced there, also those of other roots.
+        # Behind what FSDP2 has queued, also for other roots: it reduces modules whose inputs need no gradient there.
         if not at_end_of_backward(lambda: at_end_of_backward(self._end_pass)):
             self.wire.end_pass()
 
     def _end_pass(self) -> None:
         # A pass within another one, as of a reentrant checkpoint, is a part of that.
-        if not inside_a_node():
-            self.wire.end_pass()
+        if inside_a_node() or self.wire.begins_step or not self.wire.attached:
+            return
+        self.wire.end_pass()
+        # The updates of `CompressedAdamW` go on without gradients.
+        if self.preconditioned is None:
+            self.wire.drop(self.uses.end_pass())
+
+    def begin_reduction(self, trained: Sequence[str]) -> None:
+        """Note what is about to be reduced, and have the end of the pass noticed."""
+        self.use.reduce(trained)
+        self.follow_pass()
 
     def shards(self) -> dict[str, Tensor]:
         """This rank's shards of the weights."""
@@ -217,6 +229,7 @@ class QuantisedAllGather(_Comm):
             all_gather_single(output_tensor, input_tensor, group)
             return None
         at.follow_pass()
+        at.use.watch(late=True)
         hint = "Call thinwire.compress() again after parameters were added, replaced or sharded anew"
         at.check("gathers", input_tensor.dtype, input_tensor.numel(), at.names, hint)
         mine = output_tensor.view(at.size, -1)[at.unit.transport.rank]
@@ -251,6 +264,7 @@ class QuantisedReduceScatter(_Comm):
         asks = at.scaler is not None and (at.wire.needs_loss_scale or at.preconditioned is not None)
         loss_scale = at.scaler.get_scale() if at.scaler is not None and asks else 1.0
         at.precondition(input_tensor.view(-1), trained, op, loss_scale)
+        at.begin_reduction(trained)
         future = at.wire.reduce(
             at.unit,
             input_tensor.view(-1),
@@ -260,7 +274,6 @@ class QuantisedReduceScatter(_Comm):
             loss_scale=loss_scale,
             weights=at.shards,
         )
-        at.follow_pass()
         # A sum that is divided later is read at once; so is one that is cast, or added to a gradient that is there.
         late = at.overlap and op != dist.ReduceOp.SUM and not at.on_device and not at.group.reads_at_once()
         for parameter in at.group.parameters if late else ():
@@ -284,6 +297,11 @@ class _Prepared:
 
 def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
     """See `thinwire.compress_fsdp`."""
+    with on_the_host():
+        return _attach(model, options)
+
+
+def _attach(model: nn.Module, options: ShardedOptions) -> ShardedWire:
     former = _attached.get(model)
     if former is not None and former.attached:
         raise RuntimeError("this model is compressed already: call detach() on its Wire first, on every rank")
@@ -309,6 +327,7 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
         if across is not None and options.replicas is not None:
             replicas = _transport(across, options.replicas, options, device)
         with failing_together(hosts.values(), "thinwire.compress()"):
+            _check_shards([len(ranks) for ranks in groups], options)
             left_out = [group for _, group, _ in every if _unfit(group)]
             prepared = _prepare(model, sharded, left_out, transports, options)
         wire = ShardedWire(
@@ -322,8 +341,9 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
             replicas=replicas,
         )
         without_wire.pop_all()
+    uses = Uses(wire.on_any_rank)
     for (module, group, _), unit in zip(sharded, prepared.units, strict=True):
-        _attach(module, Attached(wire, unit, group, options, prepared.preconditioned), options)
+        _put_into(module, Attached(wire, unit, group, options, prepared.preconditioned, uses), options)
     _attached[model] = wire
     StepWatch(wire, named_parameters(model))
     wire.moments = prepared.preconditioned
@@ -451,13 +471,34 @@ def _check_changes(
             )
 
 
-def _attach(module: FSDPModule, attached: Attached, options: ShardedOptions) -> None:
-    # If some had no gradients, the size of the buffer would not determine what it holds.
-    module.set_reduce_scatter_unused_params(True, recurse=False)
+def _put_into(module: FSDPModule, attached: Attached, options: ShardedOptions) -> None:
+    wire, use = attached.wire, attached.use
+    if (attached.size > 1 or options.replicas is not None) and not use.fills:
+        # If some had no gradients, the size of the buffer would not determine what it holds. Those that no rank has
+        # are dropped when the pass ends.
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+        wire.at_detach(partial(_without_zeros, weakref.ref(module)))
     module.set_custom_all_gather(QuantisedAllGather(attached))  # pyright: ignore[reportArgumentType] - called, not checked
     module.set_custom_reduce_scatter(QuantisedReduceScatter(attached))  # pyright: ignore[reportArgumentType]
     if options.replicas is not None:
         module.set_all_reduce_hook(_Across(attached))
+
+    def begin(_module: nn.Module, _inputs: object) -> None:
+        # Behind FSDP2's own hook, which gathers; in backward, a reentrant checkpoint computes anew here. Compiled code
+        # leaves it out, and the next gather does it.
+        if not torch.compiler.is_compiling() and wire.attached:
+            attached.follow_pass()
+            use.watch()
+
+    use.watch()
+    assert isinstance(module, nn.Module)
+    wire.at_detach(module.register_forward_pre_hook(begin).remove)
+
+
+def _without_zeros(held: weakref.ref[FSDPModule]) -> None:
+    module = held()
+    if module is not None:
+        module.set_reduce_scatter_unused_params(False, recurse=False)
 
 
 class _Across:
@@ -469,7 +510,10 @@ class _Across:
     def __call__(self, reduced: Tensor) -> None:
         at = self.attached
         if at.wire.attached:
-            at.wire.reduce_across(at.unit, reduced).wait()
+            trained = at.trained
+            if at.size == 1:  # FSDP2 reduces nothing among shards of one rank
+                at.begin_reduction(trained)
+            at.wire.reduce_across(at.unit, reduced, trained).wait()
         elif at.replicas is not None:
             dist.all_reduce(reduced, group=at.replicas)
             reduced.div_(at.replicas.size())
@@ -500,6 +544,8 @@ def _checked(path: str, module: FSDPModule, options: ShardedOptions) -> list[FSD
             "collectives only for one; call fully_shard() on the parts of each mesh by themselves"
         )
     for group in groups:
+        if group.process_group is None or (group.replicated and group.process_group.size() == 1):
+            _check_replicas(where, group)
         if group.other_comm and group.other_comm not in (QuantisedAllGather.__name__, QuantisedReduceScatter.__name__):
             raise RuntimeError(
                 f"the bytes of {where} are moved by {group.other_comm}: thinwire's cannot be beside it. Leave out "
@@ -510,6 +556,41 @@ def _checked(path: str, module: FSDPModule, options: ShardedOptions) -> list[FSD
                 f"{where} has an all-reduce hook already (set_all_reduce_hook), in whose place replicas= puts its own"
             )
     return groups
+
+
+def _check_replicas(where: str, group: FSDPGroup) -> None:
+    """Raise if all that is sent of a module is the sum that PyTorch takes over replicas of the whole of it."""
+    if group.process_group is not None and group.replicate_group.size() == 1:
+        return  # nothing is sent
+    how = "replicate()" if group.process_group is None else "fully_shard() on a mesh whose shards have one rank"
+    raise NotImplementedError(
+        f"{where} is replicated by {how}: PyTorch itself sends its gradients there, in an all-reduce that thinwire "
+        "does not compress. Wrap the model in DistributedDataParallel instead, or shard it over one dimension of the "
+        "mesh alone and let thinwire take the means over the other one: fully_shard(module, mesh=mesh['shard']), then "
+        "thinwire.compress(model, replicas=mesh['replicate'].get_group(), across='minmax(bits=4, bucket=128)')"
+    )
+
+
+def _check_shards(sizes: Collection[int], options: ShardedOptions) -> None:
+    """Raise, or warn, if every module is sharded over one rank, among which nothing is sent."""
+    if max(sizes) > 1 or dist.get_world_size() == 1:
+        return
+    if options.replicas is None:
+        warn_caller(
+            "every module is sharded over one rank, so nothing is sent, and there is nothing to compress: where these "
+            "are replicas of a model, say among which ranks, thinwire.compress(model, "
+            "replicas=mesh['replicate'].get_group(), across='minmax(bits=4, bucket=128)')"
+        )
+    elif options.across is None:
+        raise ValueError(
+            "every module is sharded over one rank, so all that is sent are means over replicas, which across= "
+            "compresses: give across='minmax(bits=4, bucket=128)', or across='raw'"
+        )
+    elif options.adapt is not None:
+        raise ValueError(
+            "adapt= chooses compressors of weights and gradients, and nothing of these is sent among shards of one "
+            "rank: leave it out"
+        )
 
 
 def _unit(path: str, group: FSDPGroup, transport: Transport, names: Mapping[int, str], first_rank: int) -> Unit:

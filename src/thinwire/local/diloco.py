@@ -232,16 +232,21 @@ class DiLoCo:
         check_tokens(tokens, weighted=self.weighted)
         self._steps += 1
         self._tokens += tokens or 0
-        if (self._steps + self.overlap) % self.interval == 0:
-            self._send(self._next)
-        if self._steps % self.interval == 0:
-            self._receive()
+        with on_the_host():
+            if (self._steps + self.overlap) % self.interval == 0:
+                self._send(self._next)
+            if self._steps % self.interval == 0:
+                self._receive()
 
     def finish(self) -> None:
         """Exchange what every worker has learned since its last exchange; all workers end with the shared weights.
 
         Call it once after the last `step`, on every worker. Training may go on afterwards.
         """
+        with on_the_host():
+            self._finish()
+
+    def _finish(self) -> None:
         self._receive()
         late = [i for i, fragment in enumerate(self._fragments) if fragment.sent_at != self._steps]
         self._next = 0
@@ -309,7 +314,8 @@ class DiLoCo:
         Waits for an exchange under way; its result is part of the state. A training that resumes with it, with as many
         workers, continues bit for bit.
         """
-        return self._own_state() | {f"wire/{key}": value for key, value in self.wire.state_dict().items()}
+        with on_the_host():
+            return self._own_state() | {f"wire/{key}": value for key, value in self.wire.state_dict().items()}
 
     def gather_state_dict(self) -> dict[str, Tensor]:
         """The state of all workers merged, on every worker: for one file, written by one rank. Collective.
@@ -317,8 +323,10 @@ class DiLoCo:
         Workers that load it, however many, start from the shared weights: what each has learned since its last exchange
         is not in it. Right after an exchange of the whole model (``fragments=1``, ``overlap=0``) nothing is lost.
         """
-        state = self._own_state() | {"gathered": torch.tensor(self.wire.world_size, dtype=torch.int64, device="cpu")}
-        return state | {f"wire/{key}": value for key, value in self.wire.gather_state_dict().items()}
+        with on_the_host():
+            gathered = torch.tensor(self.wire.world_size, dtype=torch.int64, device="cpu")
+            state = self._own_state() | {"gathered": gathered}
+            return state | {f"wire/{key}": value for key, value in self.wire.gather_state_dict().items()}
 
     def _own_state(self) -> dict[str, Tensor]:
         if self._pending is not None:
@@ -345,6 +353,10 @@ class DiLoCo:
             DisagreementError: workers loaded states with other shared weights, as of different runs. Where any of these
                 is raised, no worker has taken anything of it.
         """
+        with on_the_host():
+            self._continue_from(state)
+
+    def _continue_from(self, state: Mapping[str, Tensor]) -> None:
         self._receive()
         with self.wire.failing_together("DiLoCo.load_state_dict()"):
             loaded = self._read(state)

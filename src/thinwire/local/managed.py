@@ -193,12 +193,10 @@ class ManagedDiLoCo:
 
         torchft copies it to workers that lack it.
         """
-        state = {
-            "rounds": torch.tensor(self._rounds, dtype=torch.int64, device="cpu"),
-            "exchange": torch.tensor(self._last_exchange, dtype=torch.int64, device="cpu"),
-            "steps": torch.tensor(self._steps, dtype=torch.int64, device="cpu"),
-        }
-        return sealed(state | {name: value.detach().clone() for name, value in self._shared().items()})
+        counts = {"rounds": self._rounds, "exchange": self._last_exchange, "steps": self._steps}
+        with on_the_host():
+            state = {name: torch.tensor(value, dtype=torch.int64, device="cpu") for name, value in counts.items()}
+            return sealed(state | {name: value.detach().clone() for name, value in self._shared().items()})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a state, on every worker, after the model's and the inner optimizer's were loaded.

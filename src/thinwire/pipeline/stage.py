@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from thinwire.collectives import PeerFailedError
+from thinwire.compat import tells_stage_tensors
 from thinwire.compressors import Compressor
 from thinwire.integrations.transports import failing_before_meeting
 from thinwire.pipeline.boundary_tensors import Direction
@@ -302,6 +303,11 @@ def compress_stage(
             )
         if isinstance(stage, CompressedStage):
             raise RuntimeError("this stage is compressed already")
+        if not tells_stage_tensors(stage):
+            raise RuntimeError(
+                f"this PyTorch ({torch.__version__}) does not tell what crosses a stage boundary: pipelines need "
+                "PyTorch 2.12 or newer"
+            )
         options = PipelineOptions(
             forward=forward,
             backward=backward,

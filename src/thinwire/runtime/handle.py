@@ -17,7 +17,7 @@ from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter, Decision
 from thinwire.runtime.checkpoint import Checkpointable
 from thinwire.runtime.consistency import agree_on_state, raise_together
-from thinwire.runtime.executor import CLOSED
+from thinwire.runtime.executor import CLOSED, on_the_host
 from thinwire.runtime.warning import warn_caller
 
 
@@ -117,10 +117,11 @@ class Handle(ABC, Generic[E]):
         self._check_attached()
         for check in self._between_steps:
             check()
-        state = self._alone(self._collect)
-        if self.moments is not None:
-            state |= self.moments.state(self.rank)
-        return state | self._adapter.state() if self._adapter else state
+        with on_the_host():
+            state = self._alone(self._collect)
+            if self.moments is not None:
+                state |= self.moments.state(self.rank)
+            return state | self._adapter.state() if self._adapter else state
 
     @abstractmethod
     def _collect(self) -> dict[str, Tensor]:
@@ -136,10 +137,11 @@ class Handle(ABC, Generic[E]):
         Where a policy changes plans (``adapt=``), slots have the shapes that the saved plan's compressors want: load
         ``"plan"`` alone first, ``{"wire": {"plan": wire.state_dict()["plan"]}}``, and pass it as ``saved``.
         """
-        state = self._template(self.plan if saved is None else checkpoint.plan_of(saved, self.plan), world_size)
-        if self.moments is not None:
-            state |= self.moments.template(world_size)
-        return state | self._adapter.state() if self._adapter else state
+        with on_the_host():
+            state = self._template(self.plan if saved is None else checkpoint.plan_of(saved, self.plan), world_size)
+            if self.moments is not None:
+                state |= self.moments.template(world_size)
+            return state | self._adapter.state() if self._adapter else state
 
     @abstractmethod
     def _template(self, plan: Plan, world_size: int) -> dict[str, Tensor]:
@@ -160,6 +162,10 @@ class Handle(ABC, Generic[E]):
             DisagreementError: ranks loaded different states: of other steps, or one of another run, where ranks must
                 have something in common in the states. Where it is raised, nothing was taken of them.
         """
+        with on_the_host():
+            self._continue_from(state)
+
+    def _continue_from(self, state: Mapping[str, Tensor]) -> None:
         self._check_attached()
         with self.failing_together("load_state_dict()"):
             checked = self._read(state)
@@ -235,11 +241,12 @@ class Handle(ABC, Generic[E]):
         A collective call of all ranks, between steps. `load_state_dict` takes it on every rank of a world of any size.
         """
         self._check_attached()
-        with self.failing_together("gather_state_dict()"):
-            state = self.state_dict()
-            if self._adapter is not None:
-                state |= self._adapter.state(on_every_rank=True)
-        return self._alone(lambda: checkpoint.gather(state, self._whole_world()))
+        with on_the_host():
+            with self.failing_together("gather_state_dict()"):
+                state = self.state_dict()
+                if self._adapter is not None:
+                    state |= self._adapter.state(on_every_rank=True)
+            return self._alone(lambda: checkpoint.gather(state, self._whole_world()))
 
     def _alone(self, job: Callable[[], _T]) -> _T:
         """Run a job while no other communication of the handle is under way."""

@@ -46,6 +46,7 @@ class ShardedEngine:
         self._poison = PoisonMonitor()
         self._ended = True
         self._touched: list[LayerGroup] = []
+        self._dropped: set[str] = set()
         self._contents: dict[object, Contents] = {}
         transports = list({id(unit.transport): unit.transport for unit in units}.values())
         self._channels = {id(t): _connect(t, settings.algorithm, self.seed, record) for t in transports}
@@ -71,6 +72,7 @@ class ShardedEngine:
         """Between steps: go on from a checkpoint."""
         self.step, self.seed = step, seed
         self._touched.clear()
+        self._dropped.clear()
         self._finite = self._ended = True
         for unit in self.units:
             unit.kept.clear()
@@ -190,9 +192,8 @@ class ShardedEngine:
         """Start replacing this rank's part of the gradients by its mean over all replicas."""
         assert self.across is not None
         members = self.gradients[unit.index]
-        # As the reduction that it completes: a module that is used twice has several in a step. FSDP2 leaves out those
-        # among shards of one rank.
-        compressed = unit.compressed if unit.transport.world_size > 1 else unit.across >= self.start
+        # As the reduction that it completes; FSDP2 leaves out those among shards of one rank.
+        compressed = unit.compressed if unit.transport.world_size > 1 else self.step >= self.start
         compressors = [self.plan[at_site("across", name)] if compressed else Raw() for name in members.names]
         key = ("across", unit.index, members.names, tuple(compressors))
         if key not in self._contents:
@@ -229,10 +230,21 @@ class ShardedEngine:
         self.step += 1
         self.stats.steps += 1
         self._ended = False
+        for unit in self.units:
+            unit.before = unit.reductions, unit.across
 
     def end_pass(self) -> None:
         """No backward pass runs: what is reduced from now on belongs to the next step."""
         self._ended = True
+
+    def drop(self, layers: Iterable[str]) -> None:
+        """Keep what residuals have sent in the last pass of layers whose gradients nobody applies."""
+        layers = set(layers)
+        self._dropped.update(at_site("gradients", layer) for layer in layers)
+        for unit, members in zip(self.units, self.gradients, strict=True):
+            if layers.issuperset(members.names):
+                # A process that has not used it yet, as after a resume, reduces nothing, and draws nothing for it.
+                unit.reductions, unit.across = unit.before
 
     def follow_trained(self, unit: Unit, trained: Sequence[str]) -> LayerGroup:
         """The members of a unit's next reduction, in which these layers are, in this order."""
@@ -276,27 +288,30 @@ class ShardedEngine:
             channel.alone(lambda: None)
         for value in self._nonfinite_flags.read():
             self._finite &= bool(torch.isfinite(value))
-        nonfinite = self._on_any_rank(not self._finite)
+        nonfinite = self._is_on_any_rank(not self._finite)
         if not nonfinite:
             for members in self._touched:
-                members.slots.commit()
+                members.slots.commit(without=self._dropped)
         else:
             self.stats.nonfinite_steps += 1
         self._touched.clear()
+        self._dropped.clear()
         self._finite = True
         self._poison.end_step(finite=not nonfinite)
-        if self._poison.suspected and not self._on_any_rank(not self._poison.take_finite_gradients()):
+        if self._poison.suspected and not self._is_on_any_rank(not self._poison.take_finite_gradients()):
             for members in self.members():
                 members.slots.reset()
             self.stats.state_resets += 1
             self._poison.warn(self.step + 1)
 
-    def _on_any_rank(self, condition: bool) -> bool:
-        """Whether it is so on any rank: among the shards first and then among replicas. A collective call."""
-        holds = torch.tensor([condition], dtype=torch.bool, device="cpu")
+    def on_any_rank(self, conditions: Tensor) -> Tensor:
+        """Whether each is so on any rank: among the shards first and then among replicas. A collective call."""
         for channel in self.all_channels:
-            holds = channel.alone(partial(channel.transport.all_gather, holds)).any().reshape(1)
-        return bool(holds)
+            conditions = channel.alone(partial(channel.transport.all_gather, conditions)).any(0)
+        return conditions
+
+    def _is_on_any_rank(self, condition: bool) -> bool:
+        return bool(self.on_any_rank(torch.tensor([condition], dtype=torch.bool, device="cpu")))
 
 
 def _connect(transport: Transport, algorithm: Algorithm, seed: int, record: Mapping[str, str]) -> ShardChannel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -125,9 +125,15 @@ class ShardedSlots:
             for slot, value in learned.learn(values, slots).items():
                 slots[slot].copy_(value.view_as(slots[slot]))
 
-    def commit(self) -> None:
-        """Make the values that the last step wrote the present ones."""
+    def commit(self, without: Collection[str] = ()) -> None:
+        """Make the values that the last step wrote the present ones, but for those of the layers ``without``."""
+        stay = [name for name in without if name in self._placement.by_name]
         for slot in self._flat.values():
+            if stay:
+                now, after = slot.read(), slot.read(after=True)
+                for name in stay:
+                    self._placement.write(after, name, self._placement.whole(now, name))
+                slot.write(after, after=True)
             slot.swap()
 
     def reset(self) -> None:

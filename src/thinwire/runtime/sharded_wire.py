@@ -219,6 +219,14 @@ class ShardedWire(Handle["ShardedEngine"]):
         """Say that no backward pass runs: what is reduced next begins a step."""
         self._engine.end_pass()
 
+    def on_any_rank(self, conditions: Tensor) -> Tensor:
+        """Whether each of these conditions holds on any rank: a collective call, between two others."""
+        return self._engine.on_any_rank(conditions)
+
+    def drop(self, layers: Collection[str]) -> None:
+        """Note that the last pass left no gradients of these layers: residuals keep what it has sent of them."""
+        self._engine.drop(layers)
+
     @property
     def begins_step(self) -> bool:
         """Whether the next reduction is the first one of a backward pass."""
@@ -229,8 +237,11 @@ class ShardedWire(Handle["ShardedEngine"]):
         """Whether the scale of the loss matters to anything here."""
         return self._adapter is not None or self.plan.has_slots
 
-    def reduce_across(self, unit: Unit, part: Tensor) -> Future[Tensor]:
-        """Start replacing this rank's part of the gradients by its mean over all replicas."""
+    def reduce_across(self, unit: Unit, part: Tensor, trained: Sequence[str]) -> Future[Tensor]:
+        """Start replacing this rank's part of the gradients of the layers ``trained`` by its mean over all replicas."""
+        if self.begins_step:  # among shards of one rank nothing was reduced before
+            self._begin_step()
+            self._engine.follow_trained(unit, trained)
         return self._engine.reduce_across(unit, part)
 
     def note(self, *, local_gathers: int = 0, overlapped: int = 0) -> None:

@@ -70,6 +70,8 @@ class Unit:
     """So far: the draws of gradients depend on it."""
     across: int = 0
     """Sums over replicas so far."""
+    before: tuple[int, int] = (0, 0)
+    """The two as they were before the pass that runs."""
     last_step: int = -1
     """The step of its last reduction."""
     compressed: bool = False

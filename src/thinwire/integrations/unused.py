@@ -1,0 +1,101 @@
+"""Parameters of sharded modules that get no gradient in a step: FSDP2 sends zeros for them, and leaves none here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.compat import FSDPGroup
+
+
+class UnitUse:
+    """Which parameters of one unit get gradients in a step."""
+
+    def __init__(self, names: Sequence[str], group: FSDPGroup, *, fills: bool) -> None:
+        """``fills``: zeros were asked for where there is no gradient, before anything was compressed."""
+        self.names, self._group, self.fills = tuple(names), group, fills
+        self._watched: dict[str, Tensor] = {}
+        self._used: set[str] = set()
+        """Those that have got a gradient since one was last written for the optimizer."""
+        self._fresh: set[str] = set()
+        """Those that were reduced since, and had none from before."""
+
+    def watch(self, *, late: bool = False) -> None:
+        """Follow the whole parameters, which exist once they were gathered. ``late``: they may have been used since."""
+        for name, parameter in zip(self.names, self._group.parameters, strict=True):
+            whole = parameter.whole()
+            if whole is None or whole is self._watched.get(name):
+                continue
+            if whole.requires_grad and not whole.is_inference():
+                self._watched[name] = whole
+                if late:
+                    self._used.add(name)
+                whole.register_post_accumulate_grad_hook(_adding(self._used, name))
+
+    def reduce(self, trained: Sequence[str]) -> None:
+        """Note that gradients of these parameters are being reduced, before they are."""
+        for name, parameter in zip(self.names, self._group.parameters, strict=True):
+            if name not in trained:
+                continue
+            if parameter.now().grad is None:
+                self._fresh.add(name)
+            if name not in self._watched:
+                self._used.add(name)  # as far as anybody knows
+
+    def kept(self) -> list[bool]:
+        """For each parameter, whether its gradient stays as it is, as far as this rank knows."""
+        return [self.fills or name in self._used or name not in self._fresh for name in self.names]
+
+    def drop(self, kept: Sequence[bool]) -> list[str]:
+        """Drop the gradients that no rank has; returns their names."""
+        written = [
+            (name, parameter, keep)
+            for name, parameter, keep in zip(self.names, self._group.parameters, kept, strict=True)
+            if parameter.now().grad is not None
+        ]
+        dropped = [(name, parameter) for name, parameter, keep in written if not keep]
+        for _, parameter in dropped:
+            parameter.now().grad = None
+        # HSDP may still keep to itself what it has reduced among shards (``set_requires_all_reduce``).
+        if written:
+            self._used.clear()
+            self._fresh.clear()
+        return [name for name, _ in dropped]
+
+
+class Uses:
+    """The same of all units of a model."""
+
+    def __init__(self, any_rank: Callable[[Tensor], Tensor]) -> None:
+        """``any_rank`` tells for each of several conditions whether it holds on any rank: a collective call."""
+        self._any_rank = any_rank
+        self._units: list[UnitUse] = []
+        self._replicas: dict[dist.ProcessGroup, torch.device] = {}
+
+    def add(self, names: Sequence[str], group: FSDPGroup, *, fills: bool) -> UnitUse:
+        unit = UnitUse(names, group, fills=fills)
+        self._units.append(unit)
+        if group.replicate_group is not None:
+            self._replicas[group.replicate_group] = group.device
+        return unit
+
+    def end_pass(self) -> set[str]:
+        """Leave no gradient for parameters that got one on no rank, as FSDP2 does; returns their names. A collective
+        call, at the end of every backward pass."""
+        mine = [keep for unit in self._units for keep in unit.kept()]
+        kept = self._any_rank(torch.tensor(mine, dtype=torch.bool, device="cpu"))
+        for group, device in self._replicas.items():
+            # PyTorch's own HSDP, in whose replicas others may have used them.
+            there = kept.to(device, torch.uint8)
+            dist.all_reduce(there, op=dist.ReduceOp.MAX, group=group)
+            kept = there.to("cpu", torch.bool)
+        parts = iter(kept.split([len(unit.names) for unit in self._units]))
+        return {name for unit in self._units for name in unit.drop(next(parts).tolist())}
+
+
+def _adding(names: set[str], name: str) -> Callable[[Tensor], None]:
+    # Holds no more than it needs: parameters hold it.
+    return lambda _: names.add(name)
