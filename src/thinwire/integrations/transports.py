@@ -53,7 +53,7 @@ def _meeting(ranks: Sequence[int]) -> _Meeting:
     met = _meetings.setdefault(world, Counter())
     number = met[tuple(ranks)]
     met[tuple(ranks)] += 1
-    store = _stores.get(world) or world.get_group_store()
+    store: Any = _stores.get(world) or world.get_group_store()
     if world in _stuck:
         store = _stores[world] = store.clone()
         _stuck.discard(world)
