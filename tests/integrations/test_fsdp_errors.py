@@ -107,7 +107,7 @@ def _double(rank: int) -> tuple[bool, bool, dict[str, str], str]:
         compress(build(net=lambda: _net().double()))
     model = build(net=_net)
     with pytest.raises(
-        ValueError, match="CompressedAdamW needs what is sent of every layer, and of blocks.0.up.weight"
+        ValueError, match=r"CompressedAdamW needs what is sent of every layer, and of blocks\.0\.up\.weight"
     ):
         compress(model, optimizer=thinwire.optim.CompressedAdamW(model.parameters()))
     return same, changed, unsuited, str(error.value)
