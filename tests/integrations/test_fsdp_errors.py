@@ -108,6 +108,11 @@ def _double(rank: int) -> tuple[bool, bool, dict[str, str], str]:
     wire.load_state_dict(wire.gather_state_dict())
     with pytest.raises(TypeError, match=r"its dtype is torch\.float64") as error:
         compress(build(net=lambda: _net().double()))
+    model = build(net=_net)
+    with pytest.raises(
+        ValueError, match=r"CompressedAdamW needs what is sent of every layer, and of blocks\.0\.up\.weight"
+    ):
+        compress(model, optimizer=thinwire.optim.CompressedAdamW(model.parameters()))
     return same, changed, unsuited, str(error.value)
 
 

@@ -367,6 +367,9 @@ def _prepare(
     units = [_unit(path, group, transports[_ranks(group)], names, _ranks(group)[0]) for _, group, path in sharded]
     shapes = {layer.name: layer.shape for unit in units for layer in unit.layers}
     unfit = {names[id(p.now())]: (p.shape, _unfit(group)) for group in left_out for p in group.parameters}
+    if unfit and isinstance(options.optimizer, CompressedAdamW | QuantizedAdam):
+        name, (_, why) = next(iter(unfit.items()))
+        raise ValueError(f"{type(options.optimizer).__name__} needs what is sent of every layer, and of {name} {why}")
     keep = replace(options.filter(model), unfit={name: why for name, (_, why) in unfit.items()})
     plan = sharded_plan(shapes | {name: shape for name, (shape, _) in unfit.items()}, options.rules(), keep)
     sent = {at_site(site, name) for site in options.rules() for name in shapes}
