@@ -120,6 +120,12 @@ class Attached:
         with torch.no_grad():
             return {n: _local(p.now()) for n, p in zip(self.names, self.group.parameters, strict=True)}
 
+    def loss_scale(self) -> float:
+        """How many times larger than the gradients the values are that are reduced; 1 where it does not matter."""
+        if self.scaler is None or not (self.wire.needs_loss_scale or self.preconditioned is not None):
+            return 1.0  # asking for it stops a GPU
+        return self.scaler.get_scale()
+
     def precondition(self, flat: Tensor, trained: Sequence[str], op: Any, loss_scale: float) -> None:
         """Replace the gradients of ``trained`` by what the optimizer sends, before they are reduced.
 
@@ -230,9 +236,7 @@ class QuantisedReduceScatter(_Comm):
             "set_reduce_scatter_unused_params(True) as thinwire.compress() set it"
         )
         at.check("reduces", input_tensor.dtype, output_tensor.numel(), trained, hint)
-        # Asking for it stops a GPU.
-        asks = at.scaler is not None and (at.wire.needs_loss_scale or at.preconditioned is not None)
-        loss_scale = at.scaler.get_scale() if at.scaler is not None and asks else 1.0
+        loss_scale = at.loss_scale()
         at.precondition(input_tensor.view(-1), trained, op, loss_scale)
         future = at.wire.reduce(
             at.unit,
@@ -430,7 +434,7 @@ class _Across:
     def __call__(self, reduced: Tensor) -> None:
         at = self.attached
         if at.wire.attached:
-            at.wire.reduce_across(at.unit, reduced).wait()
+            at.wire.reduce_across(at.unit, reduced, loss_scale=at.loss_scale()).wait()
         elif at.replicas is not None:
             dist.all_reduce(reduced, group=at.replicas)
             reduced.div_(at.replicas.size())
