@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from test_laws import SPECS
 from torch import Tensor
 
 from harness import run_threads
-from test_laws import SPECS
 from thinwire import Plan, Wire, parse
 from thinwire.compressors import Delta, FollowsOptimizer, find_mixin
 from thinwire.plan import Filter

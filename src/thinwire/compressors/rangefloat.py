@@ -38,8 +38,8 @@ class RangeFloat(Coded, Learned, Saturating):
     The other bits number exponents downwards from the upper end of the range, so that the smallest magnitude ``eps``
     has a closed form. Values below it round to ``eps`` or zero; values above the range saturate and are counted.
     ``range=auto`` is twice the largest magnitude of the layer's gradient, measured in its first step with a gradient
-    and in the steps ``learn_at``; ``range=1.0`` fixes it, as in the paper's experiments. ``mantissa=auto`` has the least
-    squared error on a sample. With a loss scale, ranges are those of the unscaled gradient.
+    and in the steps ``learn_at``; ``range=1.0`` fixes it, as in the paper's experiments. ``mantissa=auto`` has the
+    least squared error on a sample. With a loss scale, ranges are those of the unscaled gradient.
     """
 
     spec_name: ClassVar[str] = "rangefloat"

@@ -44,6 +44,7 @@ from thinwire.plan import Plan, Rules, Site, at_site, sharded_plan
 from thinwire.policies import Auto, Policy
 from thinwire.runtime import ShardedLayer, ShardedWire, Unit, agree
 from thinwire.runtime.consistency import failing_together
+from thinwire.runtime.feedback import check_feedback
 from thinwire.runtime.placement import Placement
 from thinwire.runtime.warning import warn_caller
 
@@ -336,6 +337,7 @@ def _prepare(
         # Parameters of the model as the optimizer has them, by the names of the units' layers.
         named = {name: p for name, p in model.named_parameters() if name in shapes}
         preconditioned, plan = Preconditioned(options.optimizer, named), with_feedback(plan, "gradients/")
+    check_feedback(plan.layers.values())
     warn_of_pairing(plan, options.optimizer)
     return _Prepared(plan, units, preconditioned)
 

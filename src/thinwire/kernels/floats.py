@@ -71,8 +71,8 @@ def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int, scale:
 
     The byte is sign << 7 | (biased exponent − 18), for exponents 19 to 145 (2^-108 to 2^18). Values that round
     to less become 0, and those that round to more become ±2^18 and are counted as saturated. A segment with NaN or Inf
-    decodes to NaN throughout. Values that are ``scale`` times too large have a range that is as much higher: by the power
-    of two below ``scale``, whose exponent the header holds.
+    decodes to NaN throughout. Values that are ``scale`` times too large have a range that is as much higher: by the
+    power of two below ``scale``, whose exponent the header holds.
 
     Shapes: ``x`` (elements,) fp32, bf16 or fp16; ``message`` (bytes,) uint8; both contiguous and on one device.
     ``key`` is taken modulo 2^64. Raises ``TypeError`` for a wrong dtype, ``ValueError`` for a size or a device.

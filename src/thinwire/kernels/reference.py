@@ -21,7 +21,7 @@ from thinwire.kernels.rng import random16, row_key
 from thinwire.kernels.table import Row, Table
 
 TINY_RANGE = 2.0**-100
-"""A smaller range, or a, counts as zero: its inverse could overflow. Values become that of the range nearest to zero."""
+"""A smaller range, or a, counts as zero: its inverse could overflow. Values become the one nearest to zero."""
 
 ONE = 1 << 16
 """Positions between two codes are in 16-bit fixed point."""

@@ -128,7 +128,7 @@ class ShardedSlots:
             slot.close(derive_key(draws, self.rank))
 
     def _learns(self, name: str, compressor: Coded, step: int) -> bool:
-        """Whether a layer learns in ``step``: in those of its compressor, and from the first on until it has learned."""
+        """Whether a layer learns in ``step``: in its compressor's steps, and from the first on until it has learned."""
         steps = learns_at(compressor)
         if not steps or step < min(steps):
             return False
